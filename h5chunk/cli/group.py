@@ -28,7 +28,7 @@ class Command(click.Command):
         self.examples = dict(examples or {})
 
     def get_short_help_str(self, limit: int = 45) -> str:
-        return super().get_short_help_str(1000)  # a summary is wrapped rather than cut off
+        return super().get_short_help_str(1000)  # summaries are wrapped instead of cut off
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -57,9 +57,9 @@ class _Group(click.Group):
         except H5ChunkError as error:
             kind = type(error)
             *_, message = str(error).strip().rpartition(f"{kind.__module__}.{kind.__qualname__}: ")
-            click.echo(f"error: {message}", err=True)  # a worker's error begins with its traceback
+            click.echo(f"error: {message}", err=True)  # the message of a worker's error starts with a traceback
             ctx.exit(1)
-        except click.UsageError as error:  # it may name files that the shell found for a pattern
+        except click.UsageError as error:  # it may have names of files that the shell found for a pattern
             raise click.UsageError(printable(error.format_message()), error.ctx) from None
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
@@ -70,7 +70,7 @@ class _Group(click.Group):
 @click.version_option(h5chunk.__version__, package_name="h5chunk")
 def main() -> None:
     """Keep training data in plain HDF5, and feed the GPU from it as fast as the machine can move bytes."""
-    tqdm.monitor_interval = 0  # its thread would make forking workers unsafe
+    tqdm.monitor_interval = 0  # tqdm's thread would make forking workers unsafe
 
 
 def run(call: Callable[..., Any], *arguments: Any, **more: Any) -> Any:

@@ -69,7 +69,7 @@ NAMES = Parsed("A,B[,C[,D]]", lambda value: tuple(value.split(",")) if isinstanc
 # ---- options that several commands share
 
 as_json = option("--json", "as_json", is_flag=True, heading=OUTPUT, help="Print the report as JSON.")
-quiet = option("--quiet", is_flag=True, heading=OUTPUT, help="Show neither a progress bar nor a report.")
+quiet = option("--quiet", is_flag=True, heading=OUTPUT, help="Print neither a progress bar nor a report.")
 dry_run = option("--dry-run", is_flag=True, heading=OUTPUT, help="Print the plan and write nothing.")
 overwrite = option("--overwrite", is_flag=True, heading=OUTPUT, help="Replace OUTPUT if it exists.")
 tuned = option(
@@ -85,13 +85,13 @@ device = option(
     metavar="DEVICE",
     default="cpu",
     heading=RUNNING,
-    help="Where batches go: cpu, cuda or cuda:N.",
+    help="Device of the batches: cpu, cuda or cuda:N.",
 )
 fields = option(
     "--fields",
     multiple=True,
     metavar="DATASET",
-    show_default="images, and labels if there are any",
+    show_default="images, and labels if FILE has them",
     heading=FIELDS,
     help="Dataset to read (repeatable).",
 )
@@ -103,7 +103,7 @@ trusted = option(
 )
 source_format = option(
     "--format",
-    type=click.Choice(sorted({*KIND_OPTIONS} - {"mapping"})),  # no path leads to a mapping
+    type=click.Choice(sorted({*KIND_OPTIONS} - {"mapping"})),  # a mapping is not a path
     heading="Source",
     show_default="detected from its name and first bytes",
     help="Kind of SOURCE.",
@@ -149,7 +149,7 @@ def options_of(
                     known[1]["help"] += f" {field.metadata['help']}"
 
     def decorate(function: Any) -> Any:
-        for flag, attributes in reversed(made.values()):  # as of decorators, the last comes first
+        for flag, attributes in reversed(made.values()):  # reversed, because the last decorator is applied first
             function = option(flag, **attributes)(function)
         return function
 

@@ -1,1 +1,1 @@
-"""PyTorch integration: map-style Dataset over any HDF5 file, batch sampler that groups reads by chunk, and loader."""
+"""PyTorch integration: a map-style Dataset over HDF5 files, a batch sampler that groups reads by chunk, a loader."""

@@ -15,8 +15,8 @@ from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.transforms import Transform, compile_transforms
 from h5chunk.transforms.rows import RowConverter
 
-GROUP_BYTES = 8 << 20  # small batches are converted together on a GPU, as a kernel's launch costs more than its work
-ROWS_BYTES = 256 << 20  # so are rows made dense: a batch of 500 x 26,744 then takes 40 us of Python, not 90; LOG.md
+GROUP_BYTES = 8 << 20  # small batches are converted together on a GPU: launching a kernel costs more than running it
+ROWS_BYTES = 256 << 20  # so are dense rows: a batch of 500 x 26,744 then takes 40 us of Python, not 90; LOG.md
 ALL = 1 << 30  # batches
 Tensors = tuple[torch.Tensor, ...]  # one per field
 
@@ -40,8 +40,8 @@ class FieldPipeline:
         return self._memory.empty(shape, dtype)
 
     def num_together(self, batch_size: int, *, keep: bool) -> int:
-        """Return how many batches to convert with one call: all if nothing is converted, else a few small ones."""
-        if self.converter.makes_csr:  # which torch does not cut
+        """Return how many batches to convert with one call: all if nothing is converted, otherwise a few small ones."""
+        if self.converter.makes_csr:  # which torch cannot slice
             return 1
         if keep:
             return ALL if self.converter.changes_nothing else 1
@@ -65,9 +65,9 @@ class FieldPipeline:
 
 
 class BatchMaker:
-    """Make the batches that the user asked for, from samples in a slot or in their own memory.
+    """Make batches for the user, from samples in a slot or in their own memory.
 
-    With ``keep``, samples that need no conversion may be handed out without a copy; otherwise they are copied, because
+    With ``keep``, samples that need no conversion may be returned without a copy; otherwise they are copied, because
     the slot will be filled again.
     """
 
@@ -76,9 +76,9 @@ class BatchMaker:
         self._finishes = any(pipeline.others for pipeline in pipelines)
 
     def open(self, window: Fields, batch_size: int) -> Iterator[Tensors]:
-        """Yield the batches of a window; empty ones after the last, where other ranks may have samples.
+        """Yield the batches of a window; after the last, empty ones for steps in which other ranks have samples.
 
-        No batch that was taken is kept here, also not by a ``zip``, so that its memory can be used again.
+        No reference to a yielded batch is kept here, not even by a ``zip``, so that its memory can be reused.
         """
         fields = zip(self._pipelines, window, strict=True)
         batches = [self._split(pipeline, samples, batch_size) for pipeline, samples in fields]

@@ -28,12 +28,12 @@ from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.several import NOTABLE, direct_fields, read_amplification
 from h5chunk.transforms import Converter
 
-LOADING_BYTES = 8 << 20  # of the pieces in which resident data is read
+LOADING_BYTES = 8 << 20  # bytes of the pieces in which resident data is read
 LOADING_SLOTS = 4  # pieces that are read at a time
-KEPT_BYTES = 16 << 20  # data of fewer bytes is not worth keeping: threads read it from the system's memory as fast
-RESIDENT_SHARE = 4  # resident="auto" takes at most one part in so many of the device's free memory
-MAX_THREADS = 10  # more of them wait for each other, and keep the loop waiting; scripts/LOG.md
-DECODING_BYTES = 1 << 30  # that threads decode in, unless their number is given
+KEPT_BYTES = 16 << 20  # smaller data is not kept: threads read it from the page cache as fast
+RESIDENT_SHARE = 4  # resident="auto" takes at most 1 / this of the device's free memory
+MAX_THREADS = 10  # more threads wait for each other, and delay the loop; scripts/LOG.md
+DECODING_BYTES = 1 << 30  # memory for decoding in threads, unless their number is given
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class DataSource:
 
     reader: H5Reader
     direct: dict[str, ByteReader]  # the fields that are read by byte ranges
-    why: dict[str, str]  # others are read through HDF5
+    why: dict[str, str]  # the fields that are read through HDF5
     numbered: dict[str, Callable[[np.ndarray], np.ndarray]]  # the fields that are not in the file: see ReadPool
     layouts: Layouts
     device: torch.device
@@ -108,7 +108,7 @@ def _counts(dataset: ChunkDataset, num_samples: int, order: Order) -> np.ndarray
     most = order.selection.most if isinstance(order.selection, WeightedSelection) else 1
     counts = np.zeros(num_samples, np.int64)
     counts[slice(None) if dataset.subset_samples is None else dataset.subset_samples] = most
-    if order.pad:  # a short lane begins again, and perhaps again
+    if order.pad:  # a short lane starts again, maybe several times
         counts *= 1 + math.ceil(order.lane_batch / max(1, order.num_samples // order.lanes))
     return counts
 
@@ -140,7 +140,7 @@ class MemoryBudget:
         self._converted_bytes = sum(each.sample_bytes for each in converters if not each.changes_nothing)
 
     def plan(self, resident: bool | str, order: Order, *, least_chunks: int | None) -> SlotPlan | None:
-        """Plan the windows under way; return None if all data stays on the device.
+        """Plan how many windows are held; return None if all data stays on the device.
 
         Raise `OptionError` if resident data was requested but does not fit.
         """
@@ -160,7 +160,7 @@ class MemoryBudget:
     def _beside_windows(self, order: Order) -> int:
         """Return the bytes that streaming in this order takes in addition to the windows."""
         total = self._reading_bytes(order)
-        if self._on_cpu and not self._reuse:  # windows that were given back and wait to be used again
+        if self._on_cpu and not self._reuse:  # released windows that wait for reuse
             total += KEPT * self._window_bytes(largest_window(order))
         if self._on_cpu:
             total += (KEPT + 1) * order.batch_size * self._converted_bytes
@@ -176,7 +176,7 @@ class MemoryBudget:
         if source.why:
             total += source.reader.cache_bytes(source.hdf5_cache(order))
         if source.reader.matrix is not None:
-            copies = 2 if len(source.reader.readers) > 1 else 1  # that of each file, too
+            copies = 2 if len(source.reader.readers) > 1 else 1  # also the cache of each file
             total += source.reader.indptr.nbytes * copies
         if source.reader.checksums != OFF:
             total += source.num_threads * PIECE_BYTES
@@ -195,7 +195,7 @@ class MemoryBudget:
             limit = min(limit, free // RESIDENT_SHARE if wanted == "auto" and self._memory_bytes is None else free)
         if wanted is True and needed > limit:
             raise OptionError(
-                f"resident=True needs {needed} bytes, {held} of them for the data, and there is room for {limit}: "
+                f"resident=True needs {needed} bytes, {held} of them for the data, but the limit is {limit}: "
                 "raise memory_bytes, or leave resident out"
             )
         return needed <= limit
@@ -214,7 +214,7 @@ class MemoryBudget:
         if plan is None:
             return f"all {self._source.reader.num_samples} samples resident ({human_bytes(self._resident_bytes)})"
         num_batches, held = -(-plan.window_samples // order.batch_size), human_bytes(plan.num_bytes)
-        return f"windows of {num_batches} batches, {plan.num_slots} under way ({held})"
+        return f"{plan.num_slots} windows of {num_batches} batches ({held})"
 
 
 def find_device(device: str | torch.device) -> torch.device:
@@ -228,9 +228,11 @@ def find_device(device: str | torch.device) -> torch.device:
     if found.type == "cpu":
         return found
     if not torch.cuda.is_available():
-        raise OptionError(f"device is {device!r} but torch finds no CUDA device: give cpu")
+        raise OptionError(f"device is {device!r}, but torch finds no CUDA device: give cpu")
     if (found.index or 0) >= torch.cuda.device_count():
-        raise OptionError(f"device is {device!r} but torch finds {torch.cuda.device_count()}: give a smaller number")
+        raise OptionError(
+            f"device is {device!r}, but torch finds only {torch.cuda.device_count()}: give a smaller number"
+        )
     return found
 
 
@@ -251,4 +253,4 @@ def check_arguments(
         if number is not None:
             check_whole(name, number, least)
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 <= timeout < math.inf:
-        raise OptionError(f"timeout is {timeout!r}: give seconds, or 0 to wait for ever")
+        raise OptionError(f"timeout is {timeout!r}: give seconds, or 0 to wait forever")

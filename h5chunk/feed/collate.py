@@ -1,11 +1,11 @@
-"""Batches that torch's DataLoader takes without another copy.
+"""Batches that torch's DataLoader passes on without another copy.
 
 A whole batch is read at once, into memory that a DataLoader worker shares with the main process. `Batch` presents it to
-torch as the sequence of samples that torch expects of ``__getitems__``, and tells torch's default ``collate_fn``
+torch as the sequence of samples that torch expects from ``__getitems__``, and tells torch's default ``collate_fn``
 (through its documented map of types) that these samples are already one batch.
 
-Batches of sample numbers are tagged with their numbering on the way from a sampler to a data set, because the same
-numbers mean other samples in another subset of the file.
+A sampler tags batches of sample numbers with their numbering, because the same numbers stand for other samples in
+another subset of the file.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Batch(Sequence[Sample]):
     def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        if not len(self):  # a last batch that only other ranks have: torch asks what its first sample would be
+        if not len(self):  # an empty last batch: torch asks for a first sample
             return Sample()
         return Sample(field[index] for field in self.fields)
 
@@ -56,7 +56,7 @@ class Batch(Sequence[Sample]):
 def no_samples(sample: Sample) -> Sequence[Sample]:
     """Return an empty batch as torch collates it, with the shapes and types of a batch of such samples.
 
-    Return an empty list where torch cannot collate the sample: the user's ``collate_fn`` then decides.
+    Return an empty list if torch cannot collate the sample: the user's ``collate_fn`` then decides.
     """
     with suppress(TypeError, RuntimeError):
         return Batch([_emptied(default_collate([value])) for value in sample], 0)
@@ -89,7 +89,7 @@ def _collate_samples(batch: Sequence[Sample], *, collate_fn_map: Any = None) -> 
 default_collate_fn_map.setdefault(Sample, _collate_samples)
 
 
-Numbering = tuple[int, int]  # the number of samples, and a checksum of their numbers in the file, 0 for all
+Numbering = tuple[int, int]  # the number of samples, and a checksum of their numbers in the file (0 for all samples)
 
 
 class TaggedBatch(list[int]):
@@ -110,7 +110,7 @@ def check_numbering(drawn: Numbering, numbering: Numbering) -> None:
     here = f"{numbering[0]}" if drawn[0] != numbering[0] else f"{numbering[0]} others"
     raise OptionError(
         f"this batch was drawn from a data set of {drawn[0]} samples, but is read from one of {here}: give the "
-        "loader the data set, or the part of one, that the ChunkSampler was made with"
+        "loader the data set or subset that the ChunkSampler was made with"
     )
 
 

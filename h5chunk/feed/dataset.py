@@ -58,7 +58,8 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         Default: ``images``, or the matrix ``X``, and ``labels`` if they exist. ``sample_number`` is the number of each
         sample in this data set, (n,) int64, which indexes `source_names`, `row_ids` and `values`:
         ``dataset.source_names[numbers]``. (Write ``/sample_number`` for a dataset with that name.) The field
-        ``h5chunk/source_index`` of a converted file is the number of each sample in its source: the row of an array.
+        ``h5chunk/source_index`` of a converted file is the number of each sample in its source, such as the row of an
+        array.
     trusted : bool
         Whether to follow links, views of other files and external storage within the file's folder, and to run unknown
         filters. If False, each process first opens a file in a child process (20 to 50 ms), as HDF5 may crash on it.
@@ -102,8 +103,8 @@ class ChunkDataset(StoredNames, Dataset[Any]):
             if name != self._names[0] and self.field(name).scale is not None:
                 raise OptionError(f"field {name!r} is a matrix: name it first")
         self._transforms = SampleTransforms(transform, self.field(self._names[0]))
-        self._samples: np.ndarray | None = None  # of a subset
-        self._order: Order | None = None  # of a sampler
+        self._samples: np.ndarray | None = None  # numbers in the file, for a subset
+        self._order: Order | None = None  # set by a sampler
         self._tables = {}
 
     @property
@@ -186,7 +187,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         return part
 
     def __getstate__(self) -> dict[str, Any]:
-        own = "read_amplification", "numbering", "_sample_reader"  # which a copy, or another process, makes anew
+        own = "read_amplification", "numbering", "_sample_reader"  # which a copy, or another process, makes again
         kept = {name: value for name, value in self.__dict__.items() if name not in own}
         return {**kept, "_reader": self.new_reader()}
 
@@ -197,13 +198,13 @@ class ChunkDataset(StoredNames, Dataset[Any]):
     def split(self, fractions: Sequence[float], *, seed: int = 0, stratify: str | None = None) -> list[ChunkDataset]:
         """Split into random parts, such as for training and validation.
 
-        A file that was shuffled when it was written is split into whole chunks, which is as random and wastes no reads;
-        other files, and splits with ``stratify``, are split sample by sample: see `read_amplification`.
+        A file that was shuffled when it was written is split into whole chunks, which is as random and avoids wasted
+        reads; other files, and splits with ``stratify``, are split sample by sample: see `read_amplification`.
 
         Parameters
         ----------
         fractions : sequence of float
-            The size of each part; their sum is 1, or less where samples are left out.
+            The size of each part; their sum is 1, or less to leave samples out.
         seed : int
         stratify : str, optional
             A field of this data set, whose values all parts have in equal proportions.
@@ -249,7 +250,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
     def read_amplification(self) -> float:
         """Bytes read over bytes used, when every sample is read once, chunk by chunk.
 
-        More than 1 for a subset of samples whose chunks must be read whole because they are compressed.
+        It is above 1 for a subset whose chunks must be read whole because they are compressed.
         """
         if self._samples is None:
             return 1.0
@@ -257,7 +258,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
 
     @property
     def path(self) -> str:
-        """The path of the file; for several files the name in messages: the folder, the pattern, or the first file."""
+        """The path of the file; for several files, their name in messages: folder, pattern, or first file."""
         return str(self._reader.path)
 
     @property
@@ -321,7 +322,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         return self._read(sample_numbers(indices), shared=get_worker_info() is not None)
 
     def _each_transformed(self, batch: Batch) -> Sequence[Sample]:
-        if not len(batch) and len(self):  # a last one that only other ranks have: what would it be?
+        if not len(batch) and len(self):  # an empty last batch needs a sample for its shape
             return no_samples(self[0])
         return [self._transforms.of_sample(sample) for sample in batch]
 
@@ -336,7 +337,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
             raise IndexError(f"indices have {positions.ndim} axes: give one number or a list of them")
         if positions.size and not (-len(self) <= positions.min() and positions.max() < len(self)):
             wrong = positions[(positions < -len(self)) | (positions >= len(self))][0]
-            raise IndexError(f"sample {wrong} of {len(self)}: {printable(self.path)} has samples 0 to {len(self) - 1}")
+            raise IndexError(f"sample {wrong} is out of range: {printable(self.path)} has samples 0 to {len(self) - 1}")
         positions = np.where(positions < 0, positions + len(self), positions)
         return positions if self._samples is None else self._samples[positions]
 

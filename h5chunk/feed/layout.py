@@ -1,7 +1,7 @@
 """The layout of a field in a slot: one array of dense samples, or the arrays of a sparse matrix.
 
-A slot has room for the largest window. The rows of a matrix take three arrays, with the types of the file: the start of
-each row, the columns, and the values; how much of the columns and values is used differs by window.
+A slot can hold the largest window. The rows of a matrix take three arrays, with the types of the file: the start of
+each row, the columns, and the values. Windows use different amounts of the columns and values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from h5chunk.store.format.header import CSR
 from h5chunk.store.read.fields import MatrixField
 from h5chunk.store.read.reader import H5Reader
 
-ALIGNMENT = 512  # of an array in a slot's buffer
+ALIGNMENT = 512  # alignment of an array in a slot's buffer
 ArrayShape = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -95,7 +95,7 @@ def layout_of(reader: H5Reader, name: str, counts: np.ndarray | None, lanes: int
     dtype = torch_dtype(stored.dtype, name)
     if dtype is None:
         raise FieldError(
-            f"field {name!r} holds strings, which no device takes: name the other fields, as in "
+            f"field {name!r} has strings, which cannot be on a device: name the other fields, as in "
             "ChunkLoader(ChunkDataset(path, fields=[...]), ...), or use ChunkDataset with a DataLoader"
         )
     return FieldLayout(stored.sample_shape, dtype)
@@ -129,7 +129,7 @@ def torch_dtype(dtype: np.dtype, name: str) -> torch.dtype | None:
     try:
         return torch.from_numpy(np.empty(0, dtype)).dtype
     except TypeError:
-        raise FieldError(f"field {name!r} has the type {dtype}, which torch does not have: leave it out") from None
+        raise FieldError(f"field {name!r} has the type {dtype}, which torch does not support: leave it out") from None
 
 
 def slot_bytes(layouts: Layouts, num_samples: int) -> int:

@@ -33,7 +33,7 @@ TWO_THREADS = "another thread is waiting for a batch of this loader: iterate it 
 
 
 class _OneThread(Iterator[Any]):
-    """Iterate a generator, and say so where two threads do at a time."""
+    """Iterate a generator, and raise an error if two threads do so at once."""
 
     def __init__(self, batches: Generator[Any]) -> None:
         self._batches = batches
@@ -59,8 +59,8 @@ class ChunkLoader(Resumable):
             ...
 
     Each iteration is an epoch, and the first windows of the next epoch are read while this one ends. You may leave an
-    epoch early: threads and memory stay until `close`, after which another iteration makes them anew. Take batches in
-    one thread. The order is that of a `ChunkSampler` with the same arguments, unless data is echoed, or
+    epoch early: threads and memory stay until `close`, after which another iteration makes them again. Use the loader
+    in only one thread. The order is that of a `ChunkSampler` with the same arguments, unless data is echoed, or
     ``memory_bytes`` makes windows smaller.
 
     A batch is a tuple of the fields. To know which samples are in it, name the field ``sample_number``::
@@ -96,8 +96,8 @@ class ChunkLoader(Resumable):
     device : str or torch.device
         ``"cpu"`` or a CUDA device.
     memory_bytes : int, optional
-        Upper limit on host (for a GPU, pinned) plus device memory, in bytes: windows under way, or the resident data;
-        chunk caches; memory to decode in. Batches that were handed out do not count. Unless ``sampler`` was given
+        Upper limit on host (for a GPU, pinned) plus device memory, in bytes: the windows, or the resident data; chunk
+        caches; memory for decoding. Batches that were returned do not count. Unless ``sampler`` was given
         ``window_chunks``, windows are made smaller than the file recommends if necessary.
     num_threads : int, optional
         Number of reader threads. Default: one per core, at most 10, and few enough to decode compressed chunks within 1
@@ -105,13 +105,13 @@ class ChunkLoader(Resumable):
     resident : bool or "auto"
         Read everything once and keep it on the device (a sparse matrix stays sparse); the order is the same.
         ``"auto"``: on a GPU, if the data fits in ``memory_bytes`` or, by default, in a quarter of its free memory; on
-        the CPU, if it takes no more memory than the windows under way would, and native threads can gather from it.
+        the CPU, if it takes no more memory than the windows would, and native threads can gather from it.
     reader : {"auto", "direct", "h5py"}
         Read by byte ranges, through HDF5, or (``"auto"``) by byte ranges where the file allows them, unless a field
         has thousands of chunks below 8 KiB that have to be decoded or put together, which HDF5 does faster.
     reuse : bool
-        On the CPU, give batches that are valid only until the next batch, so that no new memory is allocated. (By
-        default memory is reused too, once nothing refers to it.)
+        On the CPU, return batches that are valid only until the next batch, so that no new memory is allocated. (By
+        default memory is also reused, but only once nothing refers to it.)
     echo : float
         Data-echoing factor: the number of times that each sample is used. Once a window has been used, its samples are
         shuffled again and cut into other batches; 1.5 does so for every second batch. Use it if training is faster than
@@ -165,7 +165,7 @@ class ChunkLoader(Resumable):
         if sampler is None:
             if batch_size is None:
                 raise OptionError("batch_size is missing: give it, or a sampler")
-            own = copy(dataset)  # the cache of the one that was given stays what it is
+            own = copy(dataset)  # the cache of the given data set does not change
             sampler = ChunkSampler(own, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
         else:
             _check_sampler(sampler, dataset, batch_size, shuffle, seed, drop_last)
@@ -183,7 +183,7 @@ class ChunkLoader(Resumable):
         self._template = order if self._plan is None else self._plan.order
         for converter in converters:
             converter.prepare(target)
-        # a batch that is changed in place shall change no echo of it
+        # a batch that is changed in place must not change its echoes
         keep = self.is_resident or (target.type == "cpu" and echo == 1)
         self._maker, self._reuse, self._echo = BatchMaker(self._pipelines, keep=keep), reuse, float(echo)
         self.report = EpochReport()
@@ -201,15 +201,15 @@ class ChunkLoader(Resumable):
 
     @property
     def read_ahead_samples(self) -> int:
-        """Upper limit on the samples that are read ahead of the consumer; 0 if the data stays on the device."""
+        """Upper limit on the samples that are read ahead; 0 if the data stays on the device."""
         return 0 if self._plan is None else self._plan.num_slots * self._plan.window_samples
 
     @property
     def read_amplification(self) -> float:
         """Bytes of the file that the next epoch reads, on all ranks, over the bytes of its samples.
 
-        More than 1 if a subset, or weights, use only a part of chunks that must be read whole because they are
-        compressed or small; less than 1 where samples are repeated. Fields that are kept in memory, and repeated reads
+        It is above 1 if a subset, or weights, use only a part of chunks that must be read whole because they are
+        compressed or small; below 1 if samples are repeated. Fields that are kept in memory, and repeated reads
         for ``checksums``, are not counted.
         """
         return self._source.read_amplification(self.order)
@@ -227,9 +227,7 @@ class ChunkLoader(Resumable):
 
     def _check_state(self) -> None:
         if self._echo != 1:
-            raise OptionError(
-                f"echo is {self._echo:g}: the state of a loader that echoes cannot be saved, nor loaded: use echo=1"
-            )
+            raise OptionError(f"echo is {self._echo:g}: a loader that echoes cannot save or load its state: use echo=1")
 
     def __iter__(self) -> Iterator[Any]:
         return _OneThread(self._batches())
@@ -237,10 +235,10 @@ class ChunkLoader(Resumable):
     def _batches(self) -> Generator[Any]:
         if get_worker_info() is not None:
             raise OptionError(
-                "a ChunkLoader in a DataLoader's worker: each would give all samples; iterate it directly"
+                "a ChunkLoader in a DataLoader's worker: each worker would give all samples; iterate it directly"
             )
         if self._iterated is not None:
-            raise OptionError("this loader is being iterated already: make a second one, or end that iteration first")
+            raise OptionError("this loader is already being iterated: make another one, or end that iteration first")
         self._check_ranks()
         report = EpochReport(started=time.perf_counter())
         order, start = self.order, self._position.batch
@@ -258,7 +256,7 @@ class ChunkLoader(Resumable):
             raise
         except BaseException as error:
             is_closed = self._iterated is not feed or self._feed is not feed
-            if is_closed and not isinstance(error, H5ChunkError):  # it met what another thread has closed
+            if is_closed and not isinstance(error, H5ChunkError):  # because another thread has closed the loader
                 raise OptionError(CLOSED) from error
             if not self.is_resident:
                 self.close()
@@ -297,7 +295,7 @@ class ChunkLoader(Resumable):
         raise OptionError("a ChunkLoader gives batches, not samples: iterate it, without a DataLoader around it")
 
     def __reduce__(self) -> Any:
-        raise OptionError("a ChunkLoader stays in its process, with its threads: make one where it is used")
+        raise OptionError("a ChunkLoader cannot be sent to another process: make it in that process")
 
     def __enter__(self) -> ChunkLoader:
         return self
@@ -325,15 +323,15 @@ def _dataset(data: Paths | ChunkDataset, transforms: Transforms | None) -> tuple
     changed = [name for name in ("__getitem__", "__getitems__") if _differs(type(data), name)]
     if changed:
         raise OptionError(
-            f"{type(data).__name__} has its own {changed[0]}, which a ChunkLoader does not call: do it with transforms="
+            f"{type(data).__name__} has its own {changed[0]}, which a ChunkLoader does not call: use transforms="
         )
     own = [data.transform] if callable(data.transform) else list(data.transform or ())
     if not own:
         return data, transforms
     if transforms is not None or not all(isinstance(each, BATCH_TRANSFORMS) for each in own):
         raise OptionError(
-            "the data set has a transform, which is for single samples in a DataLoader: give it to the loader, as "
-            "transforms=, and leave it out there (dataset.with_transform(None))"
+            "the data set has a transform, which is for single samples in a DataLoader: give it to the loader as "
+            "transforms=, and remove it from the data set (dataset.with_transform(None))"
         )
     return data, own
 
@@ -350,7 +348,7 @@ def _check_sampler(
         raise OptionError(f"sampler is a {type(sampler).__name__}: give a ChunkSampler")
     given = {"batch_size": batch_size is not None, "shuffle": not shuffle, "seed": seed != 0, "drop_last": drop_last}
     for name in (name for name, is_given in given.items() if is_given):
-        raise OptionError(f"{name} is given, but the sampler has its own: give it to the ChunkSampler")
+        raise OptionError(f"{name} is given together with a sampler: give it to the ChunkSampler")
     sampler.check_data(dataset)
 
 
@@ -363,6 +361,6 @@ def _order_in_file(sampler: ChunkSampler, dataset: ChunkDataset, echo: float) ->
         order = replace(order, interleave=1)
     if not sampler.chooses_window:
         return order, None
-    # windows of one batch would give the same batch again
+    # windows of one batch would repeat the same batch
     least = 1 if echo == 1 else math.ceil(2 * order.batch_size / order.chunk_samples)
     return replace(order, window_chunks=max(order.window_chunks, least)), least

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-FLAG_BYTES = 64  # at the end of a shared buffer: tensors start at multiples of it
+FLAG_BYTES = 64  # bytes at the end of a shared buffer; tensors start at multiples of this
 
 Tensors = tuple[torch.Tensor, ...]
 Places = tuple[tuple[int, tuple[int, ...], torch.dtype], ...]  # start, shape and dtype of each tensor
@@ -20,7 +20,7 @@ Assemble = Callable[[Tensors], Tensors]
 
 
 class PinnedMemory:
-    """Pinned host memory of exactly the requested size, which a GPU copies from at full speed, freed on time.
+    """Pinned host memory of exactly the requested size, which a GPU copies from at full speed; freed by `close`.
 
     torch's own pinned allocator rounds up to powers of two and keeps freed memory.
 
@@ -37,15 +37,15 @@ class PinnedMemory:
         """Unpin the memory; no copy from it may be running."""
         error = int(torch.cuda.cudart().cudaHostUnregister(self.bytes.ctypes.data))
         if error:
-            warnings.warn(f"pinned memory could not be given back: CUDA error {error}", stacklevel=2)
+            warnings.warn(f"pinned memory could not be freed: CUDA error {error}", stacklevel=2)
 
 
 class SharedMemory:
     """Batches in memory shared with the main process, for a DataLoader's worker: no bytes are sent, no page is new.
 
-    torch hands a shared tensor over as a file descriptor, but makes a new one for each batch, whose pages the system
-    has to find and clear. Here the buffers stay. A buffer is reused once no tensor of this process refers to it and the
-    receiving process, having dropped its last reference, has cleared the flag in the buffer's last bytes.
+    torch sends a shared tensor as a file descriptor, but makes a new one for each batch, whose pages the system must
+    find and clear. Here the buffers are reused: a buffer is free once no tensor of this process refers to it and the
+    receiving process has dropped its last reference and cleared the flag in the buffer's last bytes.
     """
 
     def __init__(self) -> None:
@@ -76,9 +76,9 @@ class SharedMemory:
 
 
 class SharedFields(tuple[torch.Tensor, ...]):
-    """Fields in one shared buffer; in another process they arrive as a plain tuple of tensors."""
+    """Fields in one shared buffer; another process receives them as a plain tuple of tensors."""
 
-    tensors: tuple[torch.Tensor, ...]  # of which ``assemble``, if any, makes the fields
+    tensors: tuple[torch.Tensor, ...]  # ``assemble``, if given, makes the fields from these
     _sent: tuple[torch.Tensor, Places, Assemble | None]
 
     def __new__(
@@ -90,7 +90,7 @@ class SharedFields(tuple[torch.Tensor, ...]):
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        self._sent[0][-1] = 1  # in use there
+        self._sent[0][-1] = 1  # in use by the receiver
         return _receive, self._sent
 
 
@@ -102,7 +102,7 @@ def _receive(buffer: torch.Tensor, places: Places, assemble: Assemble | None) ->
 
 
 def _clear(flag: torch.Tensor, process: int) -> None:
-    if os.getpid() == process:  # a fork that lets go of its copy says nothing about ours
+    if os.getpid() == process:  # a fork that drops its copy does not free this one
         flag.zero_()
 
 

@@ -2,7 +2,7 @@
 
 A slot holds one window, with each sample at its place in the shuffled window, so that a batch is a slice of it. Windows
 are cut into tasks of a few megabytes, which threads read in parallel; the thread that finishes the last task of a
-window hands the window on. This module does not know about batches; `h5chunk.feed.stream` does.
+window passes the window on. This module does not depend on batches; `h5chunk.feed.stream` makes them.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.several import FileParts, OpenFiles, close_descriptors
 
-WHOLE_ROW_BYTES = 1 << 10  # fields of such small rows are kept in memory whole, as a place of preadv costs like 1 KB
-WHOLE_BYTES = 64 << 20  # up to this size
-QUICK_BYTES = 16 << 10  # to gather so little takes less time than to hand it to a thread
+WHOLE_ROW_BYTES = 1 << 10  # fields with such small rows are kept in memory: a vector of preadv costs like 1 KB
+WHOLE_BYTES = 64 << 20  # up to this size in all
+QUICK_BYTES = 16 << 10  # smaller windows are gathered faster than a thread takes them
 FOREVER_S = 1e9
 SIGNALS_S = 0.1  # how long a signal, such as Ctrl-C, may have to wait
-TIMEOUT_S = 120.0  # without any finished task, an error is raised
+TIMEOUT_S = 120.0  # seconds without a finished task before an error is raised
 
 
 class WindowRead:
@@ -62,7 +62,7 @@ class WindowRead:
         return self._ready.is_set()
 
     def run(self, task: ReadTask) -> None:
-        """Run one task; the last task hands the window on. An error is kept for the consumer."""
+        """Run one task; the last task passes the window on. An error is kept for the consumer."""
         try:
             if self.error is None:
                 task(self._pool.descriptor)
@@ -83,7 +83,7 @@ class WindowRead:
         """Return the tasks for native threads: (n,) JOB."""
         tables = [task.jobs(descriptor) for task, descriptor, _ in self._native]
         self._ends = list(accumulate(map(len, tables)))
-        return np.concatenate([table.view(np.uint8) for table in tables]).view(JOB)  # structures are slow to join
+        return np.concatenate([table.view(np.uint8) for table in tables]).view(JOB)  # concatenating structures is slow
 
     def end_native(self, result: Result) -> None:
         """Finish the native tasks, once all their jobs have ended."""
@@ -100,11 +100,11 @@ class WindowRead:
                     task.end()
         except BaseException as error:
             self.error = self.error or error
-        self._native = ()  # which hold the memory of the slot
+        self._native = ()  # tasks refer to the memory of the slot
         self._end_task()
 
     def _end_task(self) -> None:
-        self._pool.tasks_done += 1  # threads may count over each other: that it moves is enough
+        self._pool.tasks_done += 1  # threads may overwrite each other's counts; any change is enough
         with self._lock:
             self._left -= 1
             last = self._left == 0
@@ -112,7 +112,7 @@ class WindowRead:
             self.finish()
 
     def finish(self) -> None:
-        """Hand the window on, when all tasks are done."""
+        """Pass the window on, when all tasks are done."""
         try:
             if self.error is None:
                 self._pool.check_unchanged()
@@ -151,7 +151,7 @@ class RowGather:
 
     def __call__(self, _descriptor: object) -> None:
         there = self._out.view(self._values.dtype).reshape(len(self._samples), *self._values.shape[1:])
-        np.take(self._values, self._samples, axis=0, out=there, mode="clip")  # another mode makes NumPy copy once more
+        np.take(self._values, self._samples, axis=0, out=there, mode="clip")  # another mode would make NumPy copy twice
 
     def end(self) -> None:
         """See `VectorPart.end`."""
@@ -188,7 +188,7 @@ class ReadPool:
     ) -> None:
         self._reader, self._direct, self._numbered = reader, direct, numbered or {}
         self.path, self.timeout_s = reader.path, timeout_s
-        self.tasks_done = 0  # by threads of Python
+        self.tasks_done = 0  # tasks for Python threads
         self._hangs = False  # whether a wait has run into its timeout
         self.has_ended = threading.Event()  # once it is closed, and no thread is left
         self._process = os.getpid()
@@ -227,7 +227,7 @@ class ReadPool:
         while (queued := self._tasks.get()) is not None:
             load, task = queued
             load.run(task)
-            del queued, load, task  # they hold a slot
+            del queued, load, task  # tasks refer to a slot
 
     def hand_on(self, timeout_s: float | None) -> bool:
         """Wait until native threads have read a window, and hand it on; return False if none comes in time.
@@ -264,8 +264,8 @@ class ReadPool:
         """Mark the pool as hanging, and return the error that says so."""
         self._hangs = True
         return WorkerError(
-            f"{printable(self.path)}: no data came for {timeout_s:g} s: a reading thread or the file system hangs: see "
-            "whether the file can still be read, or raise timeout"
+            f"{printable(self.path)}: no data came for {timeout_s:g} s: a reading thread or the file system "
+            "hangs: check that the file can still be read, or raise timeout"
         )
 
     @property
@@ -275,7 +275,9 @@ class ReadPool:
 
     def lost_by_fork(self) -> FileError:
         """Return the error of a window whose reader threads belong to another process."""
-        return FileError(f"{printable(self.path)}: read ahead by threads that a fork leaves behind: start again")
+        return FileError(
+            f"{printable(self.path)}: the reader threads belong to the process before the fork: iterate again"
+        )
 
     def check_unchanged(self) -> None:
         """Raise FileError unless the open file still has its name, and is unchanged since the reader was made.
@@ -339,7 +341,7 @@ class ReadPool:
                 return (gather,)
             gather(self.descriptor)
             return ()
-        if not len(window.samples):  # a last batch that only other ranks have
+        if not len(window.samples):  # an empty last batch
             return ()
         if name in self._direct:
             return self._direct[name].parts(window.rows, window.destinations, out)
@@ -358,11 +360,11 @@ class ReadPool:
 
         A hanging thread is not waited for: it keeps the file open until its read returns.
         """
-        if os.getpid() != self._process:  # a fork has the descriptor, but neither the threads nor their locks
+        if os.getpid() != self._process:  # a fork has the descriptor, but no threads, and unusable locks
             close_descriptors(self.descriptor)
             self.has_ended.set()
             return
-        if threading.current_thread() in self._threads:  # the garbage collector's call, in the middle of a task
+        if threading.current_thread() in self._threads:  # called by the garbage collector during a task
             threading.Thread(target=self.close, name="h5chunk-closer", daemon=True).start()
             return
         self._is_closed = True

@@ -29,16 +29,16 @@ from h5chunk.plan.order import Order
 from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed
 from h5chunk.transforms.csr import CsrRows, Numbers
 
-AHEAD = 3  # batches per thread that are gathered ahead: so few that a processor's cache holds them
-AHEAD_BYTES = 16 << 20  # but no more than this
-QUICK_BYTES = 64 << 10  # batches of fewer bytes are gathered sooner than handed to a thread
+AHEAD = 3  # batches per thread that are gathered ahead: few enough for a processor's cache
+AHEAD_BYTES = 16 << 20  # limit on these batches
+QUICK_BYTES = 64 << 10  # smaller batches are gathered faster than a thread takes them
 FOREVER_S = 1e9
 
 
 class Resident:
     """All samples on the device, and their batches in the order of the epoch."""
 
-    is_usable = True  # in a fork, too
+    is_usable = True  # also in a fork
 
     def __init__(self, source: DataSource, piece_samples: int, echo: float) -> None:
         """Read all samples of a file, in its order, ``piece_samples`` at a time."""
@@ -54,7 +54,7 @@ class Resident:
 
     def _read(self, source: DataSource, piece_samples: int) -> None:
         num_samples, source = source.reader.num_samples, replace(source, layouts=source.pieces)
-        on_cpu = self._device.type == "cpu"  # where the only piece is the data itself
+        on_cpu = self._device.type == "cpu"  # if the only piece is the data itself
         piece_samples = num_samples if on_cpu else piece_samples
         order = Order(num_samples, chunk_samples=1, batch_size=piece_samples, window_chunks=1, shuffle=False)
         num_slots = 1 if on_cpu else LOADING_SLOTS
@@ -94,7 +94,7 @@ class Resident:
     def _batches(self, samples: np.ndarray, order: Order, maker: BatchMaker, fresh: int) -> Iterator[Tensors]:
         """Gather small batches several at a time; batches of echoes follow the fresh batches."""
         left = fresh + num_echoed(self._echo, fresh)
-        without = fresh - math.ceil(len(samples) / order.batch_size)  # a last batch that other ranks have
+        without = fresh - math.ceil(len(samples) / order.batch_size)  # an empty last batch
         together = 1 if self._memory is not None else maker.num_gathered(order.batch_size)
         for number in count():
             for gathered in self._gathered(samples, together * order.batch_size):
@@ -121,7 +121,7 @@ class Resident:
             yield gather(tuple(self._fields), numbers.part(first, first + size), self._memory)
 
     def _plan(self, order: Order) -> _DrawnOrder:
-        if self._process != os.getpid():  # a fork leaves the threads behind
+        if self._process != os.getpid():  # a fork has no threads
             self._process, self._planned = os.getpid(), {}
         plan = self._planned.get(order.epoch) or _DrawnOrder(order)
         self._planned = {epoch: other for epoch, other in self._planned.items() if epoch == order.epoch - 1}
@@ -192,7 +192,7 @@ class GatherAhead:
         self._num_threads, self._tickets, self._process = num_threads, 0, os.getpid()
         self._pool = NativePool(num_threads)
         self._memory = BatchMemory(KEPT + AHEAD * num_threads)
-        self._queue: deque[tuple[int, tuple[torch.Tensor, ...], np.ndarray]] = deque()  # what threads may write to
+        self._queue: deque[tuple[int, tuple[torch.Tensor, ...], np.ndarray]] = deque()  # threads may write to these
         self._lock, self._is_iterated, self._is_closed = threading.Lock(), False, False
 
     def is_worthwhile(self, batch_size: int) -> bool:
@@ -231,7 +231,7 @@ class GatherAhead:
             num_bytes = count * row_bytes
             jobs[number] = (GATHER, 0, 0, count, num_bytes, field.data_ptr(), indices, out.data_ptr(), 0, 0)
         self._tickets += 1
-        self._queue.append((self._tickets, gathered, samples))  # first: a signal may interrupt this anywhere
+        self._queue.append((self._tickets, gathered, samples))  # first, as a signal may interrupt this anywhere
         self._pool.submit(self._tickets, jobs)
 
     def _wait(self, ticket: int, done: set[int]) -> None:

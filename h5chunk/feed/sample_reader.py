@@ -1,4 +1,4 @@
-"""Read samples on demand, in any process: by byte ranges where the file allows it, else through HDF5.
+"""Read samples on demand, in any process: by byte ranges if the file allows it, otherwise through HDF5.
 
 Uncompressed data is read as by `h5chunk.ChunkLoader`, with the same checks. Data that is compressed, or needs HDF5 for
 another reason, goes through HDF5's chunk cache, which keeps decoded chunks for later batches.
@@ -54,10 +54,10 @@ class SampleTransforms:
             converter, others = compile_transforms(transforms, field, None, fresh)
             assert isinstance(converter, RowConverter)
             if converter.makes_csr and others:
-                raise OptionError("transform has functions of single samples, and Csr gives batches: use collate_fn")
+                raise OptionError("transform has functions of single samples, but Csr makes batches: use collate_fn")
             self.rows, transforms = converter, others
         if any(isinstance(each, ToDtype) and each.channels_last for each in transforms):
-            raise OptionError("channels_last is for batches, and a transform is of single samples: use a ChunkLoader")
+            raise OptionError("channels_last is for batches, but a transform is for single samples: use a ChunkLoader")
         self.each = tuple(
             partial(_of_single, each) if isinstance(each, BATCH_TRANSFORMS) else each for each in transforms
         )
@@ -78,7 +78,7 @@ def _of_single(transform: Callable[[Any], Any], sample: torch.Tensor) -> Any:
 
 
 class Loaded(NamedTuple):
-    """Samples of a field: the tensors that they take, and the function that fills these tensors."""
+    """Samples of a field: their tensors, and the function that fills these tensors."""
 
     shapes: list[ArrayShape]
     fill: Callable[[Tensors], None]
@@ -107,11 +107,11 @@ class SampleReader:
         self._reader, self._convert, self._order = reader, convert, order
         self._first = next(iter(reader.fields))
         self._memory, self._shared = BatchMemory(), SharedMemory()
-        self._assemble: Assemble | None = None  # makes the fields of a batch of its tensors, if they are not those
+        self._assemble: Assemble | None = None  # makes the fields of a batch from its tensors, if they differ
         if convert is not None and convert.makes_csr:
             self._assemble = partial(_csr_first, convert.num_columns)
         self._opened: _OpenFields | None = None
-        self._cache: tuple[int, CacheSettings] | None = None  # by number of workers
+        self._cache: tuple[int, CacheSettings] | None = None  # caches, by number of workers
 
     def read(
         self, names: Sequence[str], rows: np.ndarray, numbered: Mapping[str, np.ndarray], *, shared: bool
@@ -136,7 +136,7 @@ class SampleReader:
         # several files are checked as they are read
         if len(self._reader.readers) == 1 and stamp_of(self._reader.path) != self._reader.stamp:
             self._reader.check_unchanged()
-        if len(numbers) == len(loaded):  # shared memory goes to the other process as it is
+        if len(numbers) == len(loaded):  # shared memory is sent to the other process without a copy
             return Batch(fields)
         made = iter(fields)
         return Batch(tuple(next(made) if isinstance(each, Loaded) else each for each in loaded))
@@ -175,7 +175,7 @@ class SampleReader:
         if not out.size:
             return
         if name in opened.whole:
-            np.take(opened.whole[name], rows, axis=0, out=out, mode="clip")  # another mode makes NumPy copy once more
+            np.take(opened.whole[name], rows, axis=0, out=out, mode="clip")  # another mode would make NumPy copy twice
         elif name in opened.direct:
             opened.read(name, rows, out.reshape(len(rows), -1).view(np.uint8))
         else:
@@ -231,8 +231,8 @@ class SampleReader:
             return
         if self._reader.main.grid.needs_cache and self._reader.main.name not in self._open().direct:
             warnings.warn(
-                f"num_workers is {num_workers} but the sampler's interleave is {order.interleave}: {readers} workers "
-                "will read each chunk; take a number of workers that divides it, or give ChunkSampler "
+                f"num_workers is {num_workers}, but the sampler's interleave is {order.interleave}: {readers} "
+                "workers will read each chunk; use a number of workers that divides it, or give ChunkSampler "
                 f"interleave={math.ceil(order.interleave / num_workers) * num_workers}",
                 stacklevel=2,
             )
@@ -275,5 +275,5 @@ def field_mapping(fields: Fields | None) -> Mapping[str, str] | None:
     names = [str(name) for name in names]
     twice = next((name for number, name in enumerate(names) if name in names[:number]), None)
     if twice is not None:
-        raise OptionError(f"fields names {twice!r} twice: give each a name of its own: fields={{'name': {twice!r}}}")
+        raise OptionError(f"fields has {twice!r} twice: give each a different name: fields={{'name': {twice!r}}}")
     return {name: name for name in names}

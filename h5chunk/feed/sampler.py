@@ -63,9 +63,9 @@ class Position:
 class Resumable:
     """Base of samplers and loaders: a position in an epoch that can be saved and resumed."""
 
-    _template: Order  # of any epoch
+    _template: Order  # the order, of any epoch
     _position: Position
-    _given_rank: int | None  # by the user
+    _given_rank: int | None  # whether the user set the epoch
 
     @property
     def _identity(self) -> int:
@@ -82,7 +82,7 @@ class Resumable:
 
         If it is the epoch of a loaded state, iteration resumes at the batch of that state.
         """
-        epoch = replace(self._template, epoch=epoch).epoch  # raises OptionError where it is no epoch
+        epoch = replace(self._template, epoch=epoch).epoch  # raises OptionError for an invalid epoch
         self._position.move(epoch, self._position.batch if epoch == self._position.epoch else 0)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -117,7 +117,7 @@ class Resumable:
 def find_ranks(lanes: int | None, rank: int | None, world_size: int | None) -> tuple[int, int, int]:
     """Resolve lanes, rank and world size: as given, or from torch.distributed; by default each rank has one lane."""
     if (rank is None) != (world_size is None):
-        raise OptionError(f"rank is {rank} and world_size {world_size}: give both, or none")
+        raise OptionError(f"rank is {rank} and world_size {world_size}: give both or neither")
     if rank is None or world_size is None:
         rank, world_size = _distributed()
     return world_size if lanes is None else lanes, rank, world_size
@@ -144,7 +144,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
     Parameters
     ----------
     dataset : ChunkDataset
-        The data set, or the subset, that is given to the DataLoader, which refuses batches of any other subset.
+        The data set, or subset, that the DataLoader reads. Batches for any other subset are an error there.
     batch_size : int
     shuffle : bool
         False: keep the order of the file.
@@ -154,8 +154,8 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
     drop_last : bool
         Leave out the last batch if it is not full, on all ranks.
     pad : bool
-        Fill it up, on all ranks, with samples from the beginning of the epoch. Without both options every sample comes
-        once: last batches may then differ by a sample or, with fewer samples than ranks left, be empty on some ranks.
+        Fill up the last batch, on all ranks, with samples from the beginning of the epoch. Without ``drop_last`` and
+        ``pad`` every sample comes once; the last batches of ranks may then differ by a sample, or be empty on some.
     lanes, rank, world_size : int, optional
         Place among several training processes; default: from torch.distributed if it is initialised, and one lane per
         rank. All ranks have the same number of batches, of ``batch_size`` samples, and read different chunks. The
@@ -214,10 +214,10 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
             selection=selection,
             **dict(zip(("lanes", "rank", "world_size"), find_ranks(lanes, rank, world_size), strict=True)),
         )
-        if interleave is None:  # workers get windows of their own
+        if interleave is None:  # each worker gets its own windows
             order = replace(order, interleave=choose_interleave(order.window_chunks * reader.chunk_bytes))
             if window_chunks is not None or reader.header is None or not reader.header.shuffled:
-                order = with_full_windows(order)  # even where few of that size fit in an epoch
+                order = with_full_windows(order)  # even if only a few windows of that size fit in an epoch
         self._set(dataset, order, weights, rank, chooses_window=window_chunks is None)
 
     @classmethod
@@ -240,7 +240,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         check_numbering(self._dataset.numbering, dataset.numbering)
 
     @cached_property
-    def _identity(self) -> int:  # it takes the time of all samples of a subset, and loops save a state each batch
+    def _identity(self) -> int:  # once: it depends on all samples, and loops may save a state per batch
         found, weights = self._dataset.fingerprint, self._weights
         if weights is None:
             return found
@@ -264,9 +264,9 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         order = self._template
         if order.world_size > 1:
             raise OptionError(
-                f"this sampler gives rank {order.rank} its part of {order.world_size} already, and something, such as "
-                "Accelerate's prepare(), is about to deal it out once more: give the sampler rank=0, world_size=1, or "
-                "leave the DataLoader out of prepare()"
+                f"this sampler gives rank {order.rank} its part of {order.world_size} already, and something, "
+                "such as Accelerate's prepare(), is about to divide that part again: give the sampler rank=0, "
+                "world_size=1, or leave the DataLoader out of prepare()"
             )
         raise AttributeError("batch_size")
 
@@ -274,7 +274,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         return self._template.num_batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        self._position.running = None  # what was left of the last epoch is given up
+        self._position.running = None  # the rest of the last epoch is dropped
         return self._batches()
 
     def _batches(self) -> Iterator[list[int]]:
@@ -306,7 +306,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
             return self._state(*position.reached)
         is_whole = isinstance(batches, (int, np.integer)) and not isinstance(batches, bool)
         if not is_whole or not 0 <= batches <= len(self):
-            raise OptionError(f"batches is {batches!r}: an epoch has 0 to {len(self)}; count those of this epoch alone")
+            raise OptionError(f"batches is {batches!r}: an epoch has 0 to {len(self)}; count only those of this epoch")
         return self._state(position.running[0] if position.running else position.epoch, batches)
 
     def __repr__(self) -> str:
@@ -338,19 +338,19 @@ def save_state(order: Order, batch: int, file: int) -> State:
 
 
 def load_state(state: Mapping[str, Any], order: Order, file: int) -> tuple[int, int]:
-    """Return the epoch and batch at which to resume. Raises StateError if the state is invalid or of other data."""
+    """Return the epoch and batch at which to resume. Raises StateError if the state is invalid, or of other data."""
     try:
         numbers = {name: operator.index(value) for name, value in state.items()}
         version, epoch, batch = numbers["version"], numbers["epoch"], numbers["batch"]
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise StateError(f"state is {state!r:.200}: give what state_dict() gave") from None
+        raise StateError(f"state is {state!r:.200}: give the result of state_dict()") from None
     if version != VERSION:
         raise StateError(
-            f"state is of version {version} but this h5chunk reads {VERSION}: use the h5chunk it came from"
+            f"state has version {version}, but this h5chunk reads {VERSION}: use the h5chunk that saved it"
         )
     for name, value in _identity(order, file).items():
         if name not in numbers:
-            raise StateError(f"state says nothing of {name}: give what state_dict() gave")
+            raise StateError(f"state has no {name}: give the result of state_dict()")
         if numbers[name] != value:
             raise StateError(_difference(name, numbers[name], value))
     if epoch < 0 or not 0 <= batch <= order.num_batches:
@@ -377,15 +377,13 @@ def _identity(order: Order, file: int) -> State:
 
 def _difference(name: str, saved: int, here: int) -> str:
     if name == "file":
-        return "state is of another file, or of other samples or weights: give the same files, subset and weights"
+        return "state belongs to another file, or to other samples or weights: use the same files, subset and weights"
     if name == "global_batch_size":
         return (
-            f"state is of batches of {saved} samples over all ranks, and here they are {here}: "
-            "keep batch_size x world_size as it was"
+            f"state has batches of {saved} samples over all ranks, but here it is {here}: keep batch_size x world_size"
         )
     if name in ("window_chunks", "interleave"):
         return (
-            f"state is of {name}={saved}, and here it is {here}: give what was given for window_chunks, memory_bytes "
-            "and a sampler's interleave"
+            f"state has {name}={saved}, but here it is {here}: give the same window_chunks, memory_bytes and interleave"
         )
-    return f"state is of {name}={saved}, and here it is {here}: give the same {name}"
+    return f"state has {name}={saved}, but here it is {here}: give the same {name}"

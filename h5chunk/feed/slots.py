@@ -5,8 +5,8 @@ overwrites the pinned buffer only after the copy out of it is done, and a copy o
 the consumer's kernels that read it are done. Batches are made on the consumer's stream, so that nothing else needs a
 guard: no ``record_stream``, no new stream per epoch.
 
-The views of a slot's arrays are made once where its memory is fixed: torch releases Python's lock for each view, and
-then waits to get it back.
+The views of a slot's arrays are made only once if its memory is fixed, because torch releases the GIL for each view,
+and then waits to get it back.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from h5chunk.feed.layout import FieldLayout, Layouts, MatrixLayout, aligned_byte
 from h5chunk.store.read.csr import CsrBuffers
 from h5chunk.transforms.csr import CsrRows, Numbers
 
-KEPT = 2  # free buffers to keep: a loop holds one batch while the next is read
-REUSED_BYTES = 1 << 20  # smaller buffers are left to malloc, which keeps their memory itself
+KEPT = 2  # free buffers to keep, because a loop holds one batch while the next is read
+REUSED_BYTES = 1 << 20  # smaller buffers come from malloc, which reuses their memory itself
 
 Fields = tuple[Any, ...]  # the samples of each field, on the device: a torch.Tensor or CsrRows
-Destination = np.ndarray | CsrBuffers  # where readers put the samples of a field
+Destination = np.ndarray | CsrBuffers  # the memory that readers fill with the samples of a field
 Arrays = list[list[torch.Tensor]]  # of each field
 
 
 class BatchMemory:
     """Allocate tensors whose memory is reused when the last reference to them is gone.
 
-    Touching memory for the first time costs several times the copy into it (scripts/LOG.md has the figures), so that a
-    loop that allocates 38 MB per batch would spend most of its time in page faults. A tensor, its views and everything
+    The first access to memory costs several times the copy into it (scripts/LOG.md), so a loop that allocates 38 MB per
+    batch would spend most of its time in page faults. A tensor, its views and everything
     that shares its storage keep the memory, so that it is never used twice at a time. Buffers are NumPy's, which asks
     the system for huge pages. The last reference may go in any thread, or during a call here (by the garbage
     collector), so that the list of free buffers is only changed atomically. ``keep`` free buffers stay.
@@ -69,8 +69,8 @@ class BatchMemory:
             return np.empty(num_bytes, np.uint8)
         except (MemoryError, ValueError):  # ValueError: more than NumPy can count
             raise OptionError(
-                f"a batch takes {human_bytes(num_bytes)} of memory, more than there is: take a smaller batch_size, or "
-                "of a wide matrix transforms=[Csr()]"
+                f"a batch takes {human_bytes(num_bytes)}, more than the free memory: use a smaller batch_size, "
+                "or for a wide matrix transforms=[Csr()]"
             ) from None
 
 
@@ -81,7 +81,7 @@ class SingleBuffer:
         self._held = torch.empty(0, dtype=torch.uint8)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate an uninitialised tensor, in the memory of the one before."""
+        """Allocate an uninitialised tensor, in the memory of the previous one."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if self._held.numel() < num_bytes:
             self._held = BatchMemory().empty((num_bytes,), torch.uint8)
@@ -142,14 +142,14 @@ class CsrWindow:
         falls = np.flatnonzero(indices[1:] <= indices[:-1]) + 1
         if (starts[np.searchsorted(starts, falls)] == falls).all():
             return
-        rows = np.repeat(np.arange(len(starts) - 1), np.diff(starts))  # some row is not in order
+        rows = np.repeat(np.arange(len(starts) - 1), np.diff(starts))  # a row is not in order
         order = np.lexsort((indices, rows))
         same = (np.diff(rows[order]) == 0) & (indices[order[1:]] == indices[order[:-1]])
         if same.any():
             column = int(indices[order[int(same.argmax())]])
             raise FileError(
-                f"{self._layout.where} has a row with several entries in column {column}: add them up and write "
-                "the file again (h5chunk convert does that with .h5ad and 10x files)"
+                f"{self._layout.where} has a row with several entries in column {column}: add them up and "
+                "rewrite the file (h5chunk convert does so for .h5ad and 10x files)"
             )
 
     def samples(self, arrays: Sequence[torch.Tensor]) -> CsrRows:
@@ -185,7 +185,7 @@ def _beginnings(arrays: Arrays, windows: Windows) -> Arrays:
 
 
 class CpuSlot:
-    """A window in ordinary memory, which is new for each window from ``memory`` or, with reuse, always the same.
+    """A window in ordinary memory, which comes from ``memory`` for each window or, with reuse, is always the same.
 
     Gathered samples get memory from ``gathered``, which slots may share.
     """
@@ -195,7 +195,7 @@ class CpuSlot:
     ) -> None:
         self._layouts, self._memory = layouts, memory
         self._gathered = gathered or BatchMemory()
-        self._arrays: Arrays = []  # with reuse
+        self._arrays: Arrays = []  # always the same, with reuse
         if memory is None:
             held = BatchMemory().empty((slot_bytes(layouts, num_samples),), torch.uint8)
             self._arrays = _arrays_in(held, layouts, num_samples)
@@ -244,14 +244,14 @@ class CudaSlot:
             torch.empty(pinned.nbytes, dtype=torch.uint8, device=stream.device),
             torch.from_numpy(pinned),
         )
-        self._largest = [layout.capacity(num_samples) for layout in layouts.values()]  # the shapes of its arrays
+        self._largest = [layout.capacity(num_samples) for layout in layouts.values()]  # shapes of arrays
         self._device, self._host = (_arrays_in(buffer, layouts, num_samples) for buffer in self._buffers)
         self._windows: Windows = {}
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.window: Fields = ()
         self._copied = torch.cuda.Event(blocking=True)
         self._consumed = torch.cuda.Event()
-        self.release()  # who had the memory of the device buffer before may still be using it on the current stream
+        self.release()  # earlier users of the device buffer's memory may still be running on the current stream
 
     @property
     def is_free(self) -> bool:
@@ -264,7 +264,7 @@ class CudaSlot:
             self._copied.synchronize()
         self._windows = windows = _windows_of(self._layouts, samples)
         device, host = _beginnings(self._device, windows), _beginnings(self._host, windows)
-        self._copies = [self._buffers]  # of the largest window, at once
+        self._copies = [self._buffers]  # views of the largest window's arrays
         if [window.shapes for window in windows.values()] != self._largest:
             self._copies = [pair for own in zip(device, host, strict=True) for pair in zip(*own, strict=True)]
         self.window = _samples(windows, device)  # valid from `receive` until `release`
@@ -312,8 +312,8 @@ def _samples(windows: Windows, arrays: Arrays) -> Fields:
 def gather(fields: Fields, samples: Numbers, memory: BatchMemory | None) -> Fields:
     """Gather samples of all fields: on a GPU in torch's memory, on the CPU in memory of ``memory``.
 
-    On the CPU this uses NumPy, because torch's threads wait for each other, which is slow where other work uses the
-    cores. Rows of a matrix stay in place: their numbers are resolved when a batch is made.
+    On the CPU this uses NumPy, because torch's threads wait for each other, which is slow on busy cores. Rows of a
+    matrix stay in place: their numbers are resolved when a batch is made.
     """
     gathered: list[Any] = []
     for field in fields:

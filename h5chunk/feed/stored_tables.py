@@ -12,8 +12,8 @@ from h5chunk.store.read.files import open_other
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.tables import read_table
 
-SOURCE_NAMES = "source_names"  # the text of all, one behind the other
-TEXT_ERRORS = "backslashreplace"  # of bytes that are not UTF-8
+SOURCE_NAMES = "source_names"  # all texts, concatenated
+TEXT_ERRORS = "backslashreplace"  # errors for bytes that are not UTF-8
 
 
 def decoded(values: np.ndarray) -> np.ndarray:
@@ -107,7 +107,7 @@ class StoredNames:
     def _once(self, name: str, read: Callable[[], np.ndarray]) -> np.ndarray:
         if name not in self._tables:
             table = read()
-            table.flags.writeable = False  # all who ask get the same
+            table.flags.writeable = False  # every caller gets the same
             self._tables[name] = table
         return self._tables[name]
 

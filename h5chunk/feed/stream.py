@@ -34,7 +34,7 @@ class EpochReport:
     Attributes
     ----------
     batches, samples : int
-        Batches and samples handed out, including echoes.
+        Batches and samples returned, including echoes.
     fresh_samples : int
         The samples among them that are not echoes.
     seconds : float
@@ -59,7 +59,7 @@ class EpochReport:
         return self.fresh_samples / self.seconds if self.seconds else 0.0
 
     def add(self, num_samples: int, *, fresh: bool) -> None:
-        """Count a batch that is about to be handed out."""
+        """Count a batch that is about to be returned."""
         self.batches += 1
         self.samples += num_samples
         self.fresh_samples += num_samples if fresh else 0
@@ -117,8 +117,8 @@ class WindowStream:
     The consumer's thread starts reading a window when a slot becomes free. The stream keeps no reference to the batch
     maker: transforms may refer to the loader, whose finalizer refers to the stream.
 
-    With ``lends_slot`` a batch lies in its slot, which stays until the next batch is requested; otherwise batches have
-    memory of their own. The order of an ``echo`` has ``interleave=1``; ``once``: read no further epoch.
+    With ``lends_slot`` a batch is in its slot, which stays until the next batch is requested; otherwise batches have
+    their own memory. The order of an ``echo`` has ``interleave=1``; ``once``: read no further epoch.
     """
 
     def __init__(
@@ -133,8 +133,8 @@ class WindowStream:
     ) -> None:
         self._lends_slot, self._echo, self._once = lends_slot, echo, once
         self._process = os.getpid()
-        self._open: dict[WindowRead, None] = {}  # in the order in which they are read
-        self._batches: dict[tuple[int, int], WindowRead] = {}  # by epoch and number
+        self._open: dict[WindowRead, None] = {}  # windows in the order of reading
+        self._batches: dict[tuple[int, int], WindowRead] = {}  # reads, by epoch and number
         self._free: deque[Any] = deque()  # slots
         self._unmade: Iterator[Any] = iter(())  # slots
         self._planner: _Planner | None = None
@@ -204,7 +204,7 @@ class WindowStream:
         self._fill()
 
     def _begin_again(self, order: Order, start: int) -> None:
-        """Restart at another position, with the same threads and memory. Reads under way are awaited and dropped."""
+        """Restart at another position, with the same threads and memory. Wait for running reads, and drop them."""
         self._end_planner()
         self._pool.cancel()
         self._batches.clear()
@@ -258,8 +258,8 @@ class WindowStream:
             self._begin_again(order, start)
         self._next, self._report = None, report
         report.waited_s += time.perf_counter() - report.started  # starting threads, opening the file
-        windows: dict[WindowRead, Iterator[Tensors]] = {}  # the batches of those that were read
-        stays = self._lends_slot or self._echo != 1  # the window, until its last batch was used
+        windows: dict[WindowRead, Iterator[Tensors]] = {}  # the batches of the windows that were read
+        stays = self._lends_slot or self._echo != 1  # the window, until its last batch is used
         for number in range(start, order.num_batches):
             while (order.epoch, number) not in self._batches:
                 self._load_next()
@@ -272,7 +272,7 @@ class WindowStream:
             if last := number == read.window.batches[-1]:
                 del windows[read]
             if not stays and number + 1 == order.num_batches:
-                self._next = order.epoch + 1, 0  # whoever counts batches stops here, and that is an end, too
+                self._next = order.epoch + 1, 0  # a consumer that counts batches stops here, which also ends the epoch
             if not stays and last:
                 self._release(read)
             report.add(len(batch[0]), fresh=True)
@@ -301,7 +301,7 @@ class WindowStream:
         window, size = read.window, order.batch_size
         for number in count():
             samples = echo_pass(len(window.samples), order.seed, order.epoch, window.batches[0], number)
-            for first in range(0, max(1, len(samples)), size):  # one without samples, where other ranks have some
+            for first in range(0, max(1, len(samples)), size):  # an empty batch for ranks without samples
                 yield from maker.make(read.slot.gather(samples[first : first + size]), size)
 
     def _release(self, read: WindowRead) -> None:

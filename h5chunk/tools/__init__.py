@@ -1,1 +1,1 @@
-"""The commands on whole files: convert, append, info, tune, repack, verify and bench. They print nothing."""
+"""The commands on whole files: convert, append, info, tune, repack, verify and bench. They return reports."""

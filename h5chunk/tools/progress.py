@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 Progress = Callable[[str, int, "int | None"], None]
-"""Called with (stage, done, total); the total is None where it is not known."""
+"""Called with (stage, done, total); the total is None if it is unknown."""
 
 LEAST_SLICE_S, MOST_SLICE_S = 0.02, 0.5
 

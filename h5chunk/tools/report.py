@@ -12,7 +12,7 @@ from typing import Any
 
 from h5chunk.errors import as_text, printable
 
-MOST_SHOWN = 6  # names in a line
+MOST_SHOWN = 6  # names per line
 
 
 def list_some(names: Sequence[str]) -> str:
@@ -49,7 +49,7 @@ class Report:
     """Base of the dataclasses that commands print.
 
     A subclass implements `lines`. They contain names from files unescaped: ``str()`` escapes control characters in each
-    line, so that no name can break a line or steer a terminal; ``to_json()`` keeps them.
+    line, so that names cannot break lines or control a terminal; ``to_json()`` keeps them.
     """
 
     def lines(self) -> Iterable[str]:

@@ -40,13 +40,15 @@ def test_fields(path: Path, fields: Any) -> None:
 
 
 def test_fields_that_come_twice(path: Path) -> None:
-    with pytest.raises(OptionError, match=r"fields names 'images' twice: give each a name .*\{'name': 'images'\}"):
+    with pytest.raises(
+        OptionError, match=r"fields has 'images' twice: give each a different name .*\{'name': 'images'\}"
+    ):
         ChunkDataset(path, fields=["images", "labels", "images"])
     assert ChunkDataset(path, fields={"a": "images", "b": "images"}).fields == ("a", "b")
 
 
 def test_numbers_that_are_complex(path: Path) -> None:
-    with pytest.raises(FieldError, match="'waves' has the type complex64: a field holds numbers or strings"):
+    with pytest.raises(FieldError, match="'waves' has the type complex64: a field must have numbers or strings"):
         ChunkDataset(path, fields=["waves"])
 
 
@@ -91,7 +93,7 @@ def test_indices(path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize(("num_workers", "start"), [(0, None), (1, "fork"), (1, "forkserver")])
 def test_a_loader_in_a_dataloader(path: Path, num_workers: int, start: str | None) -> None:
-    match = "stays in its process" if start == "forkserver" else "gives batches, not samples: iterate it"
+    match = "cannot be sent to another process" if start == "forkserver" else "gives batches, not samples: iterate it"
     loader = DataLoader(ChunkLoader(path, 4), batch_size=None, num_workers=num_workers, multiprocessing_context=start)
     with pytest.raises(OptionError, match=match):
         next(iter(loader))
@@ -111,5 +113,5 @@ def test_what_a_loader_would_leave_out(path: Path) -> None:
 
 def test_a_loader_is_neither_copied_nor_sent(path: Path) -> None:
     for take in (pickle.dumps, copy.copy):
-        with pytest.raises(OptionError, match="stays in its process, with its threads: make one where it is used"):
+        with pytest.raises(OptionError, match="cannot be sent to another process: make it in that process"):
             take(ChunkLoader(path, 4))

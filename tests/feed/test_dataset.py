@@ -241,7 +241,7 @@ def test_errors_come_at_once(tmp_path):
 
 def test_a_type_that_torch_lacks(tmp_path):
     path = make_file(tmp_path / "a.h5", x=(values((5,), "f8").astype(np.longdouble), {}))
-    with pytest.raises(FieldError, match=r"field 'x' has the type .*, which torch does not have: leave it out"):
+    with pytest.raises(FieldError, match=r"field 'x' has the type .*, which torch does not support: leave it out"):
         ChunkDataset(path, fields="x")
 
 

@@ -72,7 +72,7 @@ def test_ranks_read_different_chunks(path, tmp_path):
 
 def test_only_one_of_rank_and_world_size():
     for options in ({"rank": 0}, {"world_size": 2}):
-        with pytest.raises(OptionError, match="give both, or none"):
+        with pytest.raises(OptionError, match="give both or neither"):
             find_ranks(**{"lanes": None, "rank": None, "world_size": None, **options})
 
 

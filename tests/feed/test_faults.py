@@ -249,10 +249,8 @@ def test_closing_from_another_thread(tmp_path: Path, options: dict[str, Any]) ->
 @linux
 def test_a_process_ends_though_a_thread_hangs(path: Path) -> None:
     code = (
-        "import os, sys, threading, h5chunk\n"
-        "os.environ['H5CHUNK_NATIVE'] = '0'\n"
-        "from h5chunk.store.hdf5.ranges import VectorPart\n"
-        "VectorPart.__call__ = lambda *_: threading.Event().wait()\n"
+        "import os, sys, threading, h5chunk\nos.environ['H5CHUNK_NATIVE'] = '0'\n"
+        "from h5chunk.store.hdf5.ranges import VectorPart\nVectorPart.__call__ = lambda *_: threading.Event().wait()\n"
         "list(h5chunk.ChunkLoader(sys.argv[1], 16, timeout=0.2))\n"
     )
     process = run_python(code, path)
@@ -262,7 +260,7 @@ def test_a_process_ends_though_a_thread_hangs(path: Path) -> None:
 
 @pytest.mark.parametrize("timeout", [-1, float("nan"), float("inf"), "1", True])
 def test_timeouts_that_cannot_be(path: Path, timeout: Any) -> None:
-    with pytest.raises(OptionError, match=r"timeout is .*: give seconds, or 0 to wait for ever"):
+    with pytest.raises(OptionError, match=r"timeout is .*: give seconds, or 0 to wait forever"):
         ChunkLoader(path, 16, timeout=timeout)
 
 

@@ -515,7 +515,7 @@ def test_memory_bytes_makes_windows_smaller(tmp_path):
         loader = ChunkLoader(path, 10, memory_bytes=memory_bytes)
         seen.append(loader.order.window_batches)
         assert loader._plan.num_bytes <= memory_bytes
-        assert f"windows of {seen[-1]} batches, {loader._plan.num_slots} under way" in repr(loader)
+        assert f"{loader._plan.num_slots} windows of {seen[-1]} batches" in repr(loader)
         with loader:
             assert sorted(row[0] for batch in loader for row in batch[0].tolist()) == sorted(
                 row[0] for row in values((2000, 500), np.uint8).tolist()
@@ -639,7 +639,7 @@ def test_repr(path):
     shown = repr(loader)
     for part in (str(path), "12 batches of 16", "windows of 1 batches", "KiB", " threads", "images: direct", "cpu"):
         assert part in shown
-    assert f"{loader._plan.num_slots} under way" in shown
+    assert f"{loader._plan.num_slots} windows of" in shown
 
 
 # What the network takes
@@ -696,7 +696,7 @@ def test_axes_of_files_that_do_not_say(tmp_path, shape, axis):
 
 
 def test_a_loader_stays_in_its_process(path):
-    with pytest.raises(OptionError, match="stays in its process"):
+    with pytest.raises(OptionError, match="cannot be sent to another process"):
         pickle.dumps(ChunkLoader(path, 16))
 
 

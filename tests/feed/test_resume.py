@@ -378,17 +378,17 @@ def test_another_world_size_goes_on(path, kind, tail):
 
 
 DIFFERENCES = {
-    "seed": ({"seed": 4}, "state is of seed=3, and here it is 4: give the same seed"),
-    "batch size": ({"batch_size": 8}, "of batches of 16 samples over all ranks, and here they are 8"),
+    "seed": ({"seed": 4}, "state has seed=3, but here it is 4: give the same seed"),
+    "batch size": ({"batch_size": 8}, "has batches of 16 samples over all ranks, but here it is 8"),
     "ranks": (
         {"lanes": 2, "rank": 0, "world_size": 2},
-        "of batches of 16 samples .* and here they are 32",
+        "has batches of 16 samples .* but here it is 32",
     ),
-    "lanes": ({"lanes": 4}, "state is of lanes=1, and here it is 4"),
-    "window": ({"window_chunks": 5}, "state is of window_chunks=6, and here it is 5: give what was given for window_c"),
-    "shuffle": ({"shuffle": False}, "state is of shuffle=1, and here it is 0"),
-    "drop_last": ({"drop_last": True}, "state is of drop_last=0, and here it is 1"),
-    "pad": ({"pad": True}, "state is of pad=0, and here it is 1"),
+    "lanes": ({"lanes": 4}, "state has lanes=1, but here it is 4"),
+    "window": ({"window_chunks": 5}, "state has window_chunks=6, but here it is 5: give the same window_c"),
+    "shuffle": ({"shuffle": False}, "state has shuffle=1, but here it is 0"),
+    "drop_last": ({"drop_last": True}, "state has drop_last=0, but here it is 1"),
+    "pad": ({"pad": True}, "state has pad=0, but here it is 1"),
 }
 
 
@@ -415,7 +415,7 @@ def test_a_refused_state_changes_nothing(make):
 
 def test_the_interleave_of_a_sampler_is_named(path):
     state = ChunkSampler(ChunkDataset(path), 8, window_chunks=2, interleave=2).state_dict()
-    with pytest.raises(StateError, match="interleave=2, and here it is 3"):
+    with pytest.raises(StateError, match="interleave=2, but here it is 3"):
         ChunkSampler(ChunkDataset(path), 8, window_chunks=2, interleave=3).load_state_dict(state)
 
 
@@ -423,13 +423,13 @@ def test_another_file_is_named(path, tmp_path, class_folder):
     state = ChunkLoader(path, 16).state_dict()
     other = make_file(tmp_path / "b.h5", images=(IMAGES[:-1], {"chunks": (4, 3, 5, 6)}), labels=(LABELS[:-1], {}))
     for feed in (ChunkLoader(other, 16), ChunkLoader(ChunkDataset(path, fields=["labels"]), 16)):
-        with pytest.raises(StateError, match="state is of another file"):
+        with pytest.raises(StateError, match="state belongs to another file"):
             feed.load_state_dict(state)
     for seed, name in ((1, "c.h5"), (2, "d.h5")):  # of the same shape: checksums tell
         h5chunk.convert(class_folder(30, name=name[0]), tmp_path / name, workers=0, seed=seed)
     state = ChunkLoader(tmp_path / "c.h5", 4).state_dict()
     ChunkLoader(tmp_path / "c.h5", 4).load_state_dict(state)
-    with pytest.raises(StateError, match="state is of another file"):
+    with pytest.raises(StateError, match="state belongs to another file"):
         ChunkLoader(tmp_path / "d.h5", 4).load_state_dict(state)
 
 
@@ -442,19 +442,19 @@ def test_a_copy_of_the_file_is_the_same(path, tmp_path):
 
 @pytest.mark.parametrize("state", [None, {}, [], "state", 3, {"version": 1}, {"version": "x", "epoch": 0, "batch": 0}])
 def test_what_is_no_state(make, state):
-    with pytest.raises(StateError, match=r"give what state_dict\(\) gave"):
+    with pytest.raises(StateError, match=r"give the result of state_dict\(\)"):
         make().load_state_dict(state)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "state is of version 2 but this h5chunk reads 1"),
+        ({"version": 2}, "state has version 2, but this h5chunk reads 1"),
         ({"batch": 14}, "state is at batch 14 of epoch 0, but an epoch has 13"),
         ({"batch": -1}, "state is at batch -1"),
         ({"epoch": -1}, "of epoch -1"),
-        ({"batch": 1.5}, r"give what state_dict\(\) gave"),
-        ({"batch": float("nan")}, r"give what state_dict\(\) gave"),
+        ({"batch": 1.5}, r"give the result of state_dict\(\)"),
+        ({"batch": float("nan")}, r"give the result of state_dict\(\)"),
     ],
     ids=str,
 )
@@ -469,7 +469,7 @@ def test_a_state_without_one_of_its_numbers(make):
     for name in feed.state_dict():
         state = feed.state_dict()
         del state[name]
-        with pytest.raises(StateError, match=r"give what state_dict\(\) gave"):
+        with pytest.raises(StateError, match=r"give the result of state_dict\(\)"):
             feed.load_state_dict(state)
 
 
@@ -484,11 +484,11 @@ def test_numbers_of_numpy_and_torch_will_do(make):
 def test_echoes_are_refused_by_name(path):
     with (
         ChunkLoader(path, 16, echo=2) as loader,
-        pytest.raises(OptionError, match="echo is 2: the state of a loader that echoes cannot be saved, nor loaded"),
+        pytest.raises(OptionError, match="echo is 2: a loader that echoes cannot save or load its state"),
     ):
         loader.state_dict()
     state = ChunkSampler(ChunkDataset(path), 16).state_dict()
-    with ChunkLoader(path, 16, echo=2) as loader, pytest.raises(OptionError, match="nor loaded: use echo=1"):
+    with ChunkLoader(path, 16, echo=2) as loader, pytest.raises(OptionError, match="load its state: use echo=1"):
         loader.load_state_dict(state)
 
 

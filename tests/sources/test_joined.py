@@ -86,7 +86,7 @@ def test_columns_that_differ_are_named(tmp_path: Path) -> None:
 def test_an_output_that_is_one_of_the_sources_stays(tmp_path: Path) -> None:
     paths = [cells(tmp_path, name) for name in "ac"]
     before = paths[1].read_bytes()
-    with pytest.raises(OutputError, match=r"c\.h5ad: is the source itself"):
+    with pytest.raises(OutputError, match=r"c\.h5ad: is also the source"):
         convert(paths, paths[1], overwrite=True)
     assert paths[1].read_bytes() == before
 

@@ -107,10 +107,10 @@ def test_files_of_others(tmp_path, options, value):
     ("indptr", "num_indices", "num_values", "message"),
     [
         ([0, 2, 5], 5, 4, "5 indices but 4 values"),
-        ([0, 3, 4], 5, 5, "does not lead from 0 to 5 in 2 rows"),
-        ([1, 2, 5], 5, 5, "does not lead from 0"),
+        ([0, 3, 4], 5, 5, "does not go from 0 to 5 in 2 rows"),
+        ([1, 2, 5], 5, 5, "does not go from 0"),
         ([0, 7, 5], 5, 5, "indptr falls at row 1"),
-        ([0, 2, 6], 5, 5, "does not lead from 0 to 5"),
+        ([0, 2, 6], 5, 5, "does not go from 0 to 5"),
         ([0, 2, 4, 5], 5, 5, "2 rows but indptr has 4 numbers"),
     ],
 )
@@ -126,8 +126,8 @@ def test_damaged(tmp_path, indptr, num_indices, num_values, message):
 @pytest.mark.parametrize(
     ("attributes", "message"),
     [
-        ({}, "no matrix of compressed rows \\(it does not say so\\): h5chunk convert makes one"),
-        ({"encoding-type": "csc_matrix", "shape": [2, 9]}, "it says 'csc_matrix'"),
+        ({}, "not a matrix of compressed rows \\(without an encoding-type\\): h5chunk convert makes one"),
+        ({"encoding-type": "csc_matrix", "shape": [2, 9]}, "encoding-type 'csc_matrix'"),
         ({"encoding-type": "csr_matrix"}, "damaged: it has no shape of two numbers"),
         ({"encoding-type": "csr_matrix", "shape": [2, 0]}, "its shape is 2 x 0"),
         ({"encoding-type": "csr_matrix", "shape": [2.5, 9.0]}, "no shape of two numbers"),

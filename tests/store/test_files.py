@@ -305,7 +305,7 @@ def test_a_folder_must_have_all_its_shards(paths: list[Path], tmp_path: Path) ->
     folder.mkdir()
     for number in (0, 2):
         shutil.copy(paths[number], folder / f"set-0000{number}-of-00003.h5")
-    with pytest.raises(FileError, match=r"shards: shard set-00001-of-00003.h5 is missing: bring it back, or"):
+    with pytest.raises(FileError, match=r"shards: shard set-00001-of-00003.h5 is missing: restore it, or"):
         h5chunk.ChunkLoader(folder, 4)
     assert "not one data set" in str(h5chunk.info(folder))
     there = len(h5chunk.ChunkDataset(folder / "*.h5"))  # asked for by name
@@ -326,7 +326,9 @@ def test_a_file_twice(paths: list[Path], tmp_path: Path) -> None:
 def test_more_files_than_may_be_open(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     count = len(paths)
     monkeypatch.setattr("resource.getrlimit", lambda _: (count + 31, 99))
-    with pytest.raises(FileError, match=rf"set: {count} files, but this process may have {count + 31} .*ulimit -n"):
+    with pytest.raises(
+        FileError, match=rf"set: {count} files, but this process may open only {count + 31}: .*ulimit -n"
+    ):
         ChunkDataset(paths[0].parent)
     monkeypatch.setattr("resource.getrlimit", lambda _: (count + 32, 99))
     assert len(ChunkDataset(paths))

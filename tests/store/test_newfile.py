@@ -121,7 +121,7 @@ def test_places_where_no_file_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyP
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("pipe")
     for name in ("pipe", "link"):  # or a device, which only root could lose
-        with pytest.raises(OutputError, match="is no regular file, and is not replaced by one"):
+        with pytest.raises(OutputError, match="is not a regular file, and is not replaced"):
             check_output(tmp_path / name, overwrite=True)
     with pytest.raises(OutputError, match=r"its folder .*none does not exist: make it first"):
         check_output(tmp_path / "none" / "x.h5", overwrite=True)
@@ -260,7 +260,7 @@ def test_space_is_really_taken(tmp_path: Path) -> None:
 def test_disk_that_fails_at_the_end(out: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     old = old_bytes(out)
     target = os if call == "fsync" else Path
-    reason = r"out\.h5: cannot be put on disk: Input/output error"
+    reason = r"out\.h5: cannot be written to disk: Input/output error"
     with pytest.raises(OutputError, match=reason), NewFile(out, overwrite=True) as new:
         new.allocate(spec())
         monkeypatch.setattr(target, call, failing(errno.EIO))
@@ -279,7 +279,7 @@ def test_error_that_the_flusher_meets_is_not_lost(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(newfile_module, "FLUSH_INTERVAL_S", 0.001)
     monkeypatch.setattr(os, "fdatasync", fail)
     with NewFile(tmp_path / "x.h5") as new:
-        with pytest.raises(OutputError, match=r"x\.h5: cannot be put on disk: Input/output error"), new.flusher():
+        with pytest.raises(OutputError, match=r"x\.h5: cannot be written to disk: Input/output error"), new.flusher():
             assert called.wait(10)
         called.clear()
         with pytest.raises(ValueError, match="first"), new.flusher():

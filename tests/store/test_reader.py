@@ -271,7 +271,7 @@ def test_a_file_that_changed_is_an_error(tmp_path, change):
             file["more"] = np.arange(1000)
     else:
         os.utime(path, ns=(1, 1))
-    with pytest.raises(FileError, match=r"a\.h5: replaced or changed since it was first opened: start again"):
+    with pytest.raises(FileError, match=r"a\.h5: replaced or changed since it was first opened: open it again"):
         reader.read("images", np.array([0]), np.empty((1, 50), "u1"))
 
 
@@ -319,7 +319,7 @@ def test_truncated(tmp_path, keep):
         (
             None,
             FieldError,
-            "has no dataset 'images'; it has .*numbers.*: name those to read: ChunkDataset\\(path, fields=",
+            "has no dataset 'images'; it has .*numbers.*: name the fields to read: ChunkDataset\\(path, fields=",
         ),
         ({"x": "nothing"}, FieldError, "has no dataset 'nothing'; it has .*group/inner"),
         ({"x": "group/nothing"}, FieldError, "has no dataset 'group/nothing'"),
@@ -327,7 +327,7 @@ def test_truncated(tmp_path, keep):
         ({"x": "group"}, FieldError, "'group' is a group: name a dataset in it"),
         ({"x": "single"}, FieldError, "'single' is a single value"),
         ({"x": "null"}, FieldError, "'null' is a single value|'null' is empty"),
-        ({"x": "text"}, FieldError, "'text' has the type .*: a field holds numbers or strings of fixed length"),
+        ({"x": "text"}, FieldError, "'text' has the type .*: a field must have numbers or strings of fixed length"),
         ({"x": "ragged"}, FieldError, "'ragged' has the type"),
         ({"x": "compound"}, FieldError, "'compound' has the type"),
         ({"x": "complex"}, FieldError, "'complex' has the type complex64"),

@@ -289,7 +289,9 @@ ATTACKS: dict[str, Attack] = {
         instead(lambda f, _: f.create_dataset("images", (N,), h5py.ref_dtype)), "has the type object", "reads them"
     ),
     "opaque": Attack(
-        instead(lambda f, _: f.create_dataset("images", (N,), "V5")), r"has the type \|V5: a field holds", "reads them"
+        instead(lambda f, _: f.create_dataset("images", (N,), "V5")),
+        r"has the type \|V5: a field must have",
+        "reads them",
     ),
     "header is a link": Attack(header_link, "/h5chunk is invalid: it is a link", "follows it"),
     "header of variable length": Attack(

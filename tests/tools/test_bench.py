@@ -66,7 +66,7 @@ def test_workers_and_fields(tmp_path: Path) -> None:
     report = h5chunk.bench(path, fields=["x", "y"], cold=False, budget_s=0.2, workers=[1, 0, 1])
     assert [each.name for each in report.figures if each.group == DATALOADER] == ["0 workers", "1 worker"]
     assert report.fields == ["x", "y"] and report.sample_bytes == 36
-    assert report.figure(LIMITS, DISK).note == "not asked for"
+    assert report.figure(LIMITS, DISK).note == "not requested"
     assert h5chunk.bench(path, fields={"a": "z"}, cold=False, **QUICK).num_samples == 3
 
 
@@ -207,7 +207,7 @@ def test_verdicts() -> None:
     assert "reading the page cache, of which ChunkLoader gives 0.90" in verdict_of(90.0)
     assert "ChunkLoader itself, 50 samples/s, 0.50 of page-cache read" in verdict_of(50.0)
     assert "decompressing" in verdict_of(50.0, compressed=True)
-    assert "HDF5, one thread at a time" in verdict_of(50.0, not_direct="why")
+    assert "HDF5, in one thread" in verdict_of(50.0, not_direct="why")
     assert "the disk, 10 samples/s" in verdict_of(90.0, disk=10.0, fits=False)
     assert "first epoch comes from the disk, at 10" in verdict_of(90.0, disk=10.0)
     assert "unknown" in verdict([], not_direct="", compressed=False, fits=True)

@@ -356,12 +356,12 @@ def test_output_that_is_the_source(class_folder: Make, tmp_path: Path) -> None:
     class_folder(3)
     archive = Path(shutil.make_archive(str(tmp_path / "x"), "zip", tmp_path, "photos"))
     before = archive.read_bytes()
-    with pytest.raises(OutputError, match=r"x\.zip: is the source itself"):
+    with pytest.raises(OutputError, match=r"x\.zip: is also the source"):
         convert(archive, tmp_path / "photos" / ".." / "x.zip", overwrite=True)
     assert archive.read_bytes() == before
     manifest = tmp_path / "list.csv"
     manifest.write_text("path\n1.png\n")
-    with pytest.raises(OutputError, match=r"list\.csv: is the source itself"):
+    with pytest.raises(OutputError, match=r"list\.csv: is also the source"):
         convert(tmp_path / "photos", manifest, manifest=manifest, overwrite=True)
     assert manifest.read_text() == "path\n1.png\n"
 

@@ -462,7 +462,7 @@ def test_a_value_has_a_code_or_none(value: float) -> None:
     [
         ({"scale": 0}, "scale is 0"), ({"scale": float("nan")}, "scale is nan"), ({"binarize": 0}, "binarize is 0"),
         ({"binarize": 1, "clip": True}, "leave out scale and clip"),
-        ({"values": "float32", "scale": 2}, "values is 'float32': give no scale"), ({"values": "f4"}, "values is 'f4'"),
+        ({"values": "float32", "scale": 2}, "values is 'float32': leave out"), ({"values": "f4"}, "values is 'f4'"),
         ({"min_row_count": -1}, "min_row_count is -1"),
         ({"memory_bytes": 1000}, "memory_bytes is 1000: give at least 1048576"), ({"seed": -1}, "seed is -1"),
         ({"compression": "lzf", "dense": True}, "compression is 'lzf'"), ({"chunk_samples": 0}, "chunk_samples is 0"),
@@ -485,7 +485,7 @@ def test_nothing_left_is_an_error(tmp_path: Path) -> None:
 
 
 def test_an_entry_outside_of_the_matrix_is_noticed(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="an entry lies outside of 3 x 3"):
+    with pytest.raises(SourceError, match="an entry is outside of 3 x 3"):
         run(Source(np.array([3]), np.array([0]), None, (3, 3)), tmp_path / "x.h5")
 
 
@@ -663,7 +663,7 @@ def test_a_filter_without_dense_is_refused(ratings: Path, tmp_path: Path) -> Non
 
 
 def test_the_source_is_not_overwritten(ratings: Path) -> None:
-    with pytest.raises(OutputError, match="is the source itself"):
+    with pytest.raises(OutputError, match="is also the source"):
         h5chunk.convert(ratings, ratings, overwrite=True)
 
 

@@ -99,7 +99,7 @@ def test_it_goes_on(
     assert contents(tmp_path / "x.h5") == expected
     assert same_report(report, whole) and beside(tmp_path / "x.h5") == []
     there = int(lines[0].split()[1])
-    assert lines == [f"continuing: {there} of {COUNT} samples are there"] and 36 <= there < COUNT
+    assert lines == [f"continuing: {there} of {COUNT} samples are already written"] and 36 <= there < COUNT
     if not workers:
         assert len(reads) == len(set(reads)) == COUNT - there
 
@@ -163,7 +163,7 @@ def test_a_bad_image_is_mended_or_left_out(class_folder: Make, tmp_path: Path, r
             convert(output=path, notify=lines.append, **options)
         names = [str(tmp_path / name) for name in (f".{path.name}.h5chunk-part", f".{path.name}.h5chunk-journal")]
         assert lines == [
-            "what was done is kept, and the same command continues it; to give its space back, delete "
+            "the finished work is kept, and the same command continues it; to free its space, delete "
             f"{names[0]} and {names[1]}"
         ]
     reads.clear()
@@ -232,7 +232,7 @@ def test_what_is_of_other_options_is_not_taken(class_folder: Make, tmp_path: Pat
         root.write_text("user,item,rating\n1,2,3\n4,5,6\n")
     lines: list[str] = []
     convert(root, tmp_path / "x.h5", notify=lines.append, **changed)
-    again = "the unfinished conversion was of other options or sources: starting over"
+    again = "the unfinished conversion had other options or sources: starting over"
     assert lines == ([] if change == "matrix" else [again])
     convert(root, tmp_path / "whole.h5", **changed)
     assert [data for _, data in contents(tmp_path / "x.h5")] == [data for _, data in contents(tmp_path / "whole.h5")]
@@ -243,12 +243,12 @@ def test_a_file_where_a_folder_was_begun_and_the_other_way_round(class_folder: M
     root = class_folder(COUNT)
     interrupted(tmp_path / "x.h5", source=root, shards=3)
     with pytest.raises(
-        OutputError, match=r"a folder of shards of that name is not finished: run its command again, or remove"
+        OutputError, match=r"there is an unfinished folder of shards of that name: run its command again, or remove"
     ):
         convert(root, tmp_path / "x.h5")
     (tmp_path / "more").mkdir()
     interrupted(tmp_path / "more" / "x.h5", source=root)
-    with pytest.raises(OutputError, match=r"a file of that name is not finished: run its command again, .*part"):
+    with pytest.raises(OutputError, match=r"there is an unfinished file of that name: run its command again, .*part"):
         convert(root, tmp_path / "more" / "x.h5", shards=3)
 
 
@@ -275,7 +275,7 @@ def test_on_the_command_line(class_folder: Make, tmp_path: Path) -> None:
     interrupted(tmp_path / "x.h5", source=class_folder(COUNT), chunk_samples=16)
     arguments = ["convert", str(tmp_path / "photos"), str(tmp_path / "x.h5"), "--chunk-samples", "16", "--json"]
     result = CliRunner().invoke(main, arguments)
-    assert (result.exit_code, result.stderr) == (0, "note: continuing: 48 of 75 samples are there\n")
+    assert (result.exit_code, result.stderr) == (0, "note: continuing: 48 of 75 samples are already written\n")
     assert json.loads(result.stdout)["counts"] == {"RGB": 75}
 
 
@@ -289,7 +289,7 @@ def test_ctrl_c_says_what_can_be_done(class_folder: Make, tmp_path: Path, monkey
     result = CliRunner().invoke(main, arguments)
     first, second = result.stderr.splitlines()
     assert result.exit_code == 130 and second == "interrupted"
-    assert first.startswith("note: what was done is kept, and the same command continues it; to give its space back, ")
+    assert first.startswith("note: the finished work is kept, and the same command continues it; to free its space, ")
     assert str(tmp_path / ".x.h5.h5chunk-part") in first
 
 

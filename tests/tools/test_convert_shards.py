@@ -226,9 +226,9 @@ def test_a_place_where_no_folder_can_be_made(tmp_path: Path, monkeypatch: pytest
 def test_where_it_may_not_be(class_folder: Make, tmp_path: Path) -> None:
     source = class_folder(20)
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(OutputError, match="is a file, and shards make a folder"):
+    with pytest.raises(OutputError, match="is a file, but shards need a folder"):
         convert(source, tmp_path / "file", shards=2, overwrite=True)
-    with pytest.raises(OutputError, match="is the source itself"):
+    with pytest.raises(OutputError, match="is also the source"):
         convert(source, source, shards=2, overwrite=True)
     with pytest.raises(OutputError, match="does not exist: make it first"):
         convert(source, tmp_path / "no" / "out", shards=2)
@@ -238,7 +238,7 @@ def test_where_it_may_not_be(class_folder: Make, tmp_path: Path) -> None:
     with pytest.raises(OutputError, match=r"out: is a folder: give the name of a file"):
         convert(source, tmp_path / "out", overwrite=True)
     (tmp_path / "out" / "thesis.txt").write_text("years of work")
-    with pytest.raises(OutputError, match=r"out: is a folder with more than shards in it, such as thesis.txt"):
+    with pytest.raises(OutputError, match=r"out: is a folder that has other files than shards, such as thesis.txt"):
         convert(source, tmp_path / "out", shards=3, overwrite=True)
     assert (tmp_path / "out" / "thesis.txt").read_text() and len(list((tmp_path / "out").iterdir())) == 3
 
@@ -308,8 +308,7 @@ def test_killed_and_run_again(class_folder: Make, tmp_path: Path) -> None:
     for i in range(200):
         Image.fromarray(pixels(i)).resize((12, 10)).save(source / "class0" / f"more{i}.png")
     code = (
-        "import h5chunk, os, signal\n"
-        "def stop(stage, done, total):\n"
+        "import h5chunk, os, signal\ndef stop(stage, done, total):\n"
         "    if stage == 'convert' and done > 100: os.kill(os.getpid(), signal.SIGKILL)\n"
         f"h5chunk.convert({str(source)!r}, {str(out)!r}, shards=4, workers=0, progress=stop)\n"
     )

@@ -146,7 +146,7 @@ def test_the_error_names_the_first_place_and_both_values(tmp_path: Path, ids: bo
     source.values[7 + 300 * 11] = 4.5  # type: ignore[index]
     message = (
         r"^fake\.csv: row 7, column 5 has more than one entry: 1 \(entry 1508\) and 1 \(entry 50001\); "
-        r"2 of 60,000 entries repeat a place: say what counts with --duplicates last, first, max, mean or sum"
+        r"2 of 60,000 entries are duplicates: choose --duplicates last, first, max, mean or sum"
     )
     for options in ({}, {"binarize": 3}, {"dense": True}, {"shuffle": False}):
         with pytest.raises(SourceError, match=message):

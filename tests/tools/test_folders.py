@@ -106,7 +106,7 @@ def test_bench_from_the_disk(tmp_path: Path) -> None:
 
 def test_what_bench_cannot_measure(tmp_path: Path) -> None:
     make_matrices(tmp_path / "set")
-    with pytest.raises(FieldError, match="holds a sparse matrix, which bench does not measure yet"):
+    with pytest.raises(FieldError, match="has a sparse matrix, which bench cannot measure"):
         h5chunk.bench(tmp_path / "set", **QUICK)
     check_error(run("bench", tmp_path / "*.h5"), "no file matches this pattern")
 

@@ -290,7 +290,7 @@ def test_as_many_groups_as_samples_take_no_table():
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        (np.zeros((2, 5), int), r"groups has shape \(2, 5\): give one number or string a sample"),
+        (np.zeros((2, 5), int), r"groups has shape \(2, 5\): give one number or string per sample"),
         (np.zeros(0, int), "and at least one"),
         (np.zeros(10), "groups is of type float64: give integers or fixed-length strings"),
     ],
@@ -307,12 +307,14 @@ def test_other_things_that_cannot_be():
         find_clustering(groups, 0)
     with pytest.raises(OptionError, match="shuffle is False"):
         design_effect(clustering, Order(10, 2, 2, 1, shuffle=False))
-    with pytest.raises(OptionError, match="10 samples make no batch of 11"):
+    with pytest.raises(OptionError, match="10 samples are less than a batch of 11"):
         design_effect(clustering, Order(10, 2, 11, 1, drop_last=True))
-    with pytest.raises(OptionError, match="clustering is of 10 samples by 2, the order 10 by 5"):
+    with pytest.raises(OptionError, match="clustering is of 10 samples by 2, but the order of 10 by 5"):
         design_effect(clustering, Order(10, 5, 2, 1))
     for share in (0, 1, 1.5, -1):
-        with pytest.raises(OptionError, match=f"min_share is {share}: give a share of the batch above 0 and below 1"):
+        with pytest.raises(
+            OptionError, match=f"min_share is {share}: give a fraction of the batch above 0 and below 1"
+        ):
             window_for(clustering, Order(10, 2, 2, 1), share)
 
 

@@ -107,8 +107,8 @@ def test_everything_is_kept(everything: Path, tmp_path: Path, compression: str, 
         objects = {f"train/{name}" for name in ("names", "ragged", "mixed", "refs")}
         assert check_checksums(out) == {each.name for each in report.fields} - {"train/unwritten"} - objects
         assert {each.name for each in report.fields if each.shuffled} == {each.name for each in report.fields}
-    lost = [] if compression == "none" else ["compressed without the byte shuffle filter that they had: images"]
-    assert report.notes == ["can no longer be resized: images: chunks in one run are of a fixed number", *lost]
+    lost = [] if compression == "none" else ["compressed without their former byte shuffle filter: images"]
+    assert report.notes == ["can no longer be resized: images: contiguous chunks have a fixed number", *lost]
 
 
 def test_values_of_variable_length_are_permuted_in_parts(
@@ -328,7 +328,7 @@ def test_a_sample_that_does_not_fit_in_memory(tmp_path: Path) -> None:
     report = repack(tmp_path / "a.h5", tmp_path / "b.h5", memory_bytes=8 << 20)
     check_same(tmp_path / "a.h5", tmp_path / "b.h5")
     assert report.main == "labels"
-    assert report.notes == ["copied as it is: images, of which rows do not fit in memory"]
+    assert report.notes == ["copied unchanged, because its rows do not fit in memory: images"]
 
 
 def test_compression_without_hdf5plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,7 +443,7 @@ def test_a_matrix_that_says_not_what_it_is_keeps_its_order(tmp_path: Path) -> No
     check_same(tmp_path / "a.h5", tmp_path / "b.h5")
     assert report_of(report, "matrix/data").after.filters == ()
     with pytest.raises(
-        OptionError, match="'matrix' looks like a sparse matrix, but nothing says whether of rows or of"
+        OptionError, match="'matrix' looks like a sparse matrix, but its format, csr or csc, is unknown"
     ):
         repack(tmp_path / "a.h5", tmp_path / "c.h5", shuffle=True)
 
@@ -504,7 +504,7 @@ def test_anndata_reads_the_same(cells: Path, tmp_path: Path, compression: str | 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shuffle": True}, "shuffle it with h5chunk convert, which makes a training file of it"),
+        ({"shuffle": True}, "shuffle it with h5chunk convert, which makes a training file"),
         ({"window_chunks": 4}, "window_chunks would add the group /h5chunk"),
         ({"cache": (1, 0, 0.0)}, "cache would add the group /h5chunk"),
     ],
@@ -542,9 +542,7 @@ def test_what_is_to_be_kept_is_no_field(tmp_path: Path) -> None:
         file.attrs["weights"] = np.arange(12)
     report = repack(tmp_path / "a.h5", tmp_path / "b.h5", shuffle=True, keep=["mean"])
     check_same(tmp_path / "a.h5", tmp_path / "b.h5", permutation(12, 0), {"/images"})
-    assert report.notes == [
-        "attribute 'weights' of 'the file' has 12 values, as many as samples: their order is as it was"
-    ]
+    assert report.notes == ["attribute 'weights' of 'the file' has 12 values, one per sample: their order is unchanged"]
 
 
 def test_a_file_without_samples_is_copied(tmp_path: Path) -> None:
@@ -554,7 +552,7 @@ def test_a_file_without_samples_is_copied(tmp_path: Path) -> None:
     report = repack(tmp_path / "a.h5", tmp_path / "b.h5")
     check_same(tmp_path / "a.h5", tmp_path / "b.h5")
     assert (report.num_samples, report.fields, report.num_copied) == (0, [], 3) and "no samples" in str(report)
-    with pytest.raises(OptionError, match="shuffle was given, but no dataset in it counts samples"):
+    with pytest.raises(OptionError, match="shuffle was given, but no dataset has samples"):
         repack(tmp_path / "a.h5", tmp_path / "c.h5", shuffle=True)
 
 
@@ -641,7 +639,7 @@ def test_a_tuner_that_found_that_samples_have_to_be_shuffled(tmp_path: Path) -> 
     with h5py.File(tmp_path / "b.h5") as file:
         assert read_header(file).shuffled and len(file["h5chunk/source_index"]) == report.num_samples
     assert report.shuffled and "shuffled with seed 0" in str(report)
-    assert f"it was tuned for 7 samples, but there are {report.num_samples} here" in report.notes
+    assert f"it was tuned for 7 samples, but this file has {report.num_samples}" in report.notes
 
 
 def test_a_tuned_file_of_anndata(cells: Path, tmp_path: Path) -> None:
@@ -649,7 +647,7 @@ def test_a_tuned_file_of_anndata(cells: Path, tmp_path: Path) -> None:
     tuned = tmp_path / "tuned.json"
     tuned.write_text('{"chunk_samples": 6, "window_chunks": 3, "cache": [5, 99, 0.0], "shuffle": true}')
     report = repack(cells, tmp_path / "out.h5ad", tuned=tuned)
-    assert not report.has_header and not report.shuffled and "AnnData's files have no more" in report.notes[0]
+    assert not report.has_header and not report.shuffled and "AnnData's files support no others" in report.notes[0]
     check_same(cells, tmp_path / "out.h5ad")
     with pytest.raises(OptionError, match="window_chunks would add"):
         repack(cells, tmp_path / "no.h5ad", tuned=tuned, window_chunks=3)

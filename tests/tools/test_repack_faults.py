@@ -64,12 +64,12 @@ def refuse_virtual(file: h5py.File) -> str:
     layout = h5py.VirtualLayout((90,), "i4")
     layout[:] = h5py.VirtualSource("other.h5", "x", (90,))
     file.create_virtual_dataset("view", layout)
-    return "'view' is a virtual dataset, which may lead to other files"
+    return "'view' is a virtual dataset, which may read other files"
 
 
 def refuse_external_storage(file: h5py.File) -> str:
     file.create_dataset("g/out", (90,), "i4", external=[("/etc/passwd", 0, 360)])
-    return "'g/out': its values lie in other files, which are not opened"
+    return "'g/out': its values are in other files, which are not opened"
 
 
 def refuse_group_of_our_name(file: h5py.File) -> str:
@@ -144,9 +144,7 @@ def test_references_to_what_was_deleted_are_said(tmp_path: Path) -> None:
         file.attrs["to"] = file["gone"].ref
         del file["gone"]
     report = repack(source, tmp_path / "b.h5")
-    assert report.notes == [
-        "the root, attribute 'to' refers to an object that is not there any more, so that it refers to none now"
-    ]
+    assert report.notes == ["the root, attribute 'to' referred to an object that no longer exists, and is empty now"]
     with h5py.File(tmp_path / "b.h5") as file:
         assert not file.attrs["to"]
 
@@ -168,7 +166,7 @@ def test_the_source_itself(tmp_path: Path) -> None:
     (tmp_path / "link.h5").symlink_to(source)
     os.link(source, tmp_path / "hard.h5")
     for out in ("a.h5", "link.h5", "hard.h5"):
-        with pytest.raises(OutputError, match="is the source itself: write to another file"):
+        with pytest.raises(OutputError, match="is also the source: write to another file"):
             repack(source, tmp_path / out, overwrite=True)
     assert source.read_bytes() == before
 
@@ -234,7 +232,7 @@ def test_a_small_disk_is_noticed_before_the_work(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=20_000))
     monkeypatch.setattr("h5chunk.tools.repack.repack.create_replica", None)
     for options in ({}, {"shuffle": True, "compression": "gzip", "chunk_samples": 30}):
-        check_refused(source, OutputError, "of disk but 19.5 KiB are free: free some, or write elsewhere", **options)
+        check_refused(source, OutputError, "of disk but 19.5 KiB are free: free space, or write elsewhere", **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"shuffle": True, "compression": "gzip"}])
@@ -313,7 +311,7 @@ def test_a_source_that_changes_meanwhile(tmp_path: Path) -> None:
     def told(stage: str, done: int, total: int | None) -> None:
         os.utime(source, (1, 1))
 
-    check_refused(source, FileError, "changed while it was read: start again", progress=told)
+    check_refused(source, FileError, "changed while it was read: run repack again", progress=told)
 
 
 def test_a_crash_of_hdf5_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -556,7 +556,7 @@ def test_what_has_to_be_converted_first(class_folder, ratings, tmp_path, monkeyp
         assert run(*shlex.split(command)[1:]).exit_code == 0
         assert h5chunk.tune(Path(f"{source.stem}.h5"), **QUICK).row(TODAY).rate
     check_error(run("tune", ratings), "convert it first")
-    with pytest.raises(FileError, match=r"converted already, and tune takes one: give .*photos\.h5"):
+    with pytest.raises(FileError, match=r"has several converted files, but tune takes one: give .*photos\.h5"):
         h5chunk.tune(tmp_path / "shards", **QUICK)
 
 
@@ -651,14 +651,10 @@ def test_a_full_temporary_disk(tmp_path):
     """Costs the measurements that need it, and no more."""
     path = images_file(tmp_path / "a.h5", chunks=(8, 3, 12, 12))
     code = (
-        "import h5chunk, sys\n"
-        "import h5chunk.tools.tune.study as study\n"
-        "study.SMALL_BYTES = 0\n"
-        "options = {'budget_s': 0.3, 'batch_size': 32, 'workers': [0]}\n"
-        f"found = h5chunk.tune({str(path)!r}, **options)\n"
-        "assert found.row('as today').rate\n"
-        "assert not any(each.rate for each in found.candidates if each.setting.repack)\n"
-        "print(found)\n"
+        "import h5chunk, sys\nimport h5chunk.tools.tune.study as study\n"
+        "study.SMALL_BYTES = 0\noptions = {'budget_s': 0.3, 'batch_size': 32, 'workers': [0]}\n"
+        f"found = h5chunk.tune({str(path)!r}, **options)\nassert found.row('as today').rate\n"
+        "assert not any(each.rate for each in found.candidates if each.setting.repack)\nprint(found)\n"
     )
     result = limited(20_000, code)
     assert "note: a new file is not measured" in result.stdout, result.stdout

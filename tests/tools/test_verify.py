@@ -121,7 +121,7 @@ def test_rows_of_a_matrix_are_named(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda i: i.__setitem__(MATRIX.indptr[10] + 1, i[MATRIX.indptr[10]]), "row 10 names a column twice"),
-        (lambda i: i.__setitem__(MATRIX.indptr[20], 70), "row 20 names a column outside of the 70 that there are"),
+        (lambda i: i.__setitem__(MATRIX.indptr[20], 70), "row 20 has a column outside of the 70 columns"),
         (
             lambda i: i.__setitem__(slice(*MATRIX.indptr[5:7]), i[slice(*MATRIX.indptr[5:7])][::-1]),
             "row 5 do not ascend",
@@ -226,7 +226,7 @@ def replace(name: str, value: np.ndarray):
         (put("h5chunk/source_index", 3, -1), "source_index has the negative number -1"),
         (lambda f: f["h5chunk/source_index"].__setitem__(3, f["h5chunk/source_index"][4]), "of the source twice"),
         (replace("h5chunk/source_index", np.arange(3)), "source_index has the shape (3,) for 20 samples"),
-        (put("h5chunk/source_name_ends", 19, 5), "source_name_ends does not lead through the names"),
+        (put("h5chunk/source_name_ends", 19, 5), "source_name_ends does not divide the names"),
         (put("labels", 4, 3), "sample 4 has the label 3 but there are 3 classes"),
         (lambda f: f["h5chunk"].attrs.modify("chunk_samples", np.int64(5)), "samples in chunks of 5"),
         (
@@ -333,7 +333,7 @@ def test_only_what_gives_the_checksum_is_written(images: Path, source: Path) -> 
     assert [each.chunk for each in report.repaired] == [0] and [each.chunk for each in report.bad] == [1]
     assert "not repaired: the source gives" in report.bad[0].what and "it has changed" in report.bad[0].what
     (source / name).unlink()
-    assert "is not in the source any more" in h5chunk.verify(images, repair=source).bad[0].what
+    assert "is no longer in the source" in h5chunk.verify(images, repair=source).bad[0].what
     (source / name).write_bytes(kept)
     assert images.read_bytes() not in (whole, damaged)
     assert h5chunk.verify(images, repair=source).ok and images.read_bytes() == whole
@@ -368,7 +368,7 @@ def test_what_cannot_be_repaired(tmp_path: Path, source: Path) -> None:
     path = write_matrix(tmp_path / "m.h5")
     flip(path, places(path)[0][2])
     damaged = path.read_bytes()
-    with pytest.raises(FileError, match="holds a matrix, of which chunks cannot be made one by one: convert it again"):
+    with pytest.raises(FileError, match="has a matrix, whose chunks cannot be made one by one: convert it again"):
         h5chunk.verify(path, repair=source)
     other = make_images(tmp_path / "o.h5", 40, 4, fletcher32=True)
     flip(other, places(other)[0][2])

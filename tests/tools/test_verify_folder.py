@@ -77,9 +77,7 @@ def test_shards_that_are_not_of_one_set(shards: list[Path], class_folder, tmp_pa
     folder = shards[0].parent
     kept = shutil.copy(shards[2], tmp_path / "kept")
     shutil.copy(shards[1], shards[2])
-    assert h5chunk.verify(folder).problems == (
-        "set-00002-of-00004.h5 says of itself that it is shard 1 of 4: it was renamed",
-    )
+    assert h5chunk.verify(folder).problems == ("set-00002-of-00004.h5 was written as shard 1 of 4: it was renamed",)
     shutil.copy(kept, shards[2])
     assert h5chunk.verify(folder).ok
     shutil.copy(shards[2], folder / "set-00000-of-00001.h5")
@@ -92,7 +90,7 @@ def test_shards_that_are_not_of_one_set(shards: list[Path], class_folder, tmp_pa
     h5chunk.convert(class_folder(40, name="wide", width=9), tmp_path / "w", shards=4, workers=0)
     shutil.copy(sorted((tmp_path / "w").iterdir())[2], shards[2])
     [problem] = h5chunk.verify(folder).problems
-    assert problem.startswith("its shards cannot be read as one: ") and "has the sample shape [3, 10, 9]" in problem
+    assert problem.startswith("its shards do not form one data set: ") and "has the sample shape [3, 10, 9]" in problem
 
 
 def test_repair_reaches_every_file(shards: list[Path], tmp_path: Path) -> None:

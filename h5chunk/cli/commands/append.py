@@ -12,13 +12,13 @@ from h5chunk.cli.group import main, note, run
 from h5chunk.cli.options import options_of
 from h5chunk.tools.convert.options import append_options
 
-AS_BEFORE = "as when FILE was made"
+AS_BEFORE = "that of FILE"
 
 
 @main.command(
     examples={
         "Append a folder of images": "h5chunk append photos.h5 more_photos/",
-        "See what would be done": "h5chunk append photos.h5 more_photos/ --dry-run",
+        "Print the plan and write nothing": "h5chunk append photos.h5 more_photos/ --dry-run",
         "Add images of classes that the file does not have": "h5chunk append photos.h5 birds/ --new-classes",
     }
 )
@@ -36,7 +36,7 @@ AS_BEFORE = "as when FILE was made"
 def append(file: str, source: str, **options: Any) -> None:
     """Append the samples of SOURCE to FILE, which convert made.
 
-    SOURCE must have the fields of FILE. A longer file replaces FILE once it is complete and on disk; until then FILE
-    stays as it is, so there must be room for both. Images are decoded with the options that FILE was made with.
+    SOURCE must have the fields of FILE. A longer file replaces FILE once it is complete and on disk. Until then FILE is
+    unchanged, so the disk must have space for both. Images are decoded with the options of FILE.
     """
     run(h5chunk.append, file, source, notify=note)

@@ -30,7 +30,7 @@ from h5chunk.cli.options import RUNNING, option
     "--cold/--no-cold",
     default=True,
     heading=RUNNING,
-    help="Whether to measure the disk too, after parts of FILE left the page cache.",
+    help="Whether to measure the disk too, which drops parts of FILE from the page cache.",
 )
 @shared.quiet
 @shared.as_json

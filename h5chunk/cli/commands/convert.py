@@ -17,7 +17,7 @@ from h5chunk.tools.convert.options import convert_options
     examples={
         "Convert a folder with one folder per class": "h5chunk convert photos/ photos.h5 --size 224 224 --fit crop",
         "Convert ratings and keep the last duplicates": "h5chunk convert ratings.csv ratings.h5 --duplicates last",
-        "See what would be done": "h5chunk convert photos/ photos.h5 --dry-run",
+        "Print the plan and write nothing": "h5chunk convert photos/ photos.h5 --dry-run",
     }
 )
 @click.argument("source", type=click.Path())

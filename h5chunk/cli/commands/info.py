@@ -24,7 +24,7 @@ from h5chunk.cli.options import OUTPUT, option
 @option("--all", "show_all", is_flag=True, heading=OUTPUT, help="List every data set of FILE, with its chunks.")
 @shared.as_json
 def info(file: str | None, as_json: bool, **options: Any) -> None:
-    """Describe any HDF5 FILE, and whether its samples lie well for training.
+    """Describe any HDF5 FILE, and whether its layout suits training.
 
     For a folder, or a quoted pattern such as 'shards/*.h5', describe its files and whether they read as one data set.
     Without FILE, describe what this process may use of the machine: cores, memory, threads, device and versions.

@@ -17,7 +17,7 @@ from h5chunk.tools.repack.options import RepackOptions
     examples={
         "Give any HDF5 file chunks of whole samples": "h5chunk repack theirs.h5 ours.h5",
         "Shuffle the samples too": "h5chunk repack theirs.h5 ours.h5 --shuffle --seed 7",
-        "Take what tune found": "h5chunk repack theirs.h5 ours.h5 --tuned found.json",
+        "Use the settings that tune recommends": "h5chunk repack theirs.h5 ours.h5 --tuned found.json",
     }
 )
 @click.argument("file", type=click.Path())

@@ -15,7 +15,7 @@ from h5chunk.cli.options import FIELDS, OUTPUT, RUNNING, option
 @main.command(
     examples={
         "Find the best settings for a file, and store them for its readers": "h5chunk tune photos.h5 --apply",
-        "Save what repack and convert take as --tuned": "h5chunk tune theirs.h5 --json > found.json",
+        "Save the result for --tuned of repack and convert": "h5chunk tune theirs.h5 --json > found.json",
         "Compare the reads of HDF5 with the predicted ones": "h5chunk tune theirs.h5 --verify --budget 2m",
     }
 )
@@ -27,7 +27,7 @@ from h5chunk.cli.options import FIELDS, OUTPUT, RUNNING, option
     metavar="DATASET",
     show_default="labels",
     heading=FIELDS,
-    help="Dataset whose equal values mark similar samples.",
+    help="Dataset whose equal values mark similar samples, such as labels.",
 )
 @shared.batch_size
 @option(
@@ -38,8 +38,8 @@ from h5chunk.cli.options import FIELDS, OUTPUT, RUNNING, option
     heading=FIELDS,
     help="Minimum shuffle quality, as a fraction of a full shuffle.",
 )
-@shared.memory_bytes("4GiB", "Upper limit on the memory that feeding takes, such as 512M.")
-@shared.loader_workers("0, 1, 2 and 4, as far as there are cores")
+@shared.memory_bytes("4GiB", "Upper limit on the memory for feeding, such as 512M.")
+@shared.loader_workers("0, 1, 2 and 4, up to the number of cores")
 @shared.device
 @shared.budget("60s")
 @option("--verify", is_flag=True, heading=RUNNING, help="Compare the reads that HDF5 makes with the predicted ones.")
@@ -52,7 +52,7 @@ from h5chunk.cli.options import FIELDS, OUTPUT, RUNNING, option
     help="Draw rate against effective batch (needs matplotlib).",
 )
 @shared.quiet
-@option("--json", "as_json", is_flag=True, heading=OUTPUT, help="Print JSON, which convert and repack take as --tuned.")
+@option("--json", "as_json", is_flag=True, heading=OUTPUT, help="Print JSON, for --tuned of convert and repack.")
 def tune(file: str, **options: Any) -> None:
     """Find the settings that feed FILE fastest on this machine and still mix well.
 

@@ -27,14 +27,14 @@ from h5chunk.cli.options import RUNNING, SOURCE, option
     type=click.Path(),
     metavar="SOURCE",
     heading=SOURCE,
-    help="Rewrite damaged chunks of images from SOURCE, which FILE was converted from.",
+    help="Rewrite damaged chunks of images from SOURCE, the source of FILE.",
 )
 @option(
     "--manifest",
     type=click.Path(),
     metavar="TABLE.csv",
     heading=SOURCE,
-    help="Manifest that FILE was converted with, for --repair.",
+    help="Manifest of the conversion of FILE, for --repair.",
 )
 @option("--quick", is_flag=True, heading=RUNNING, help="Read only 32 chunks of each dataset; the report says which.")
 @shared.quiet

@@ -215,9 +215,8 @@ def _check_bytes(dataset: h5py.Dataset, table: ChunkTable, name: str) -> None:
     if os.pread(file.get_vfd_handle(), len(expected), int(table.offsets[chunk])) != expected:
         raise FileError(
             f"{name}: HDF5 reads other bytes for its chunk {chunk} than the file has at {table.offsets[chunk]}, "
-            "the offset that HDF5 lists: it is "
-            "being written, is damaged, or this version of HDF5 lists wrong "
-            "offsets: try another h5py"
+            "the offset that HDF5 lists: it is being written, is damaged, or this version of HDF5 lists wrong offsets: "
+            "try another h5py"
         )
 
 

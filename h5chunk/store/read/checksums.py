@@ -1,9 +1,9 @@
 """Check chunks against the checksums of an h5chunk file as they are read for training.
 
-A checksum covers a chunk's stored bytes, padding included (`h5chunk.store.format.spec`) so chunks are checked whole,
+A checksum covers a chunk's stored bytes, including padding (`h5chunk.store.format.spec`), so chunks are checked whole,
 even if only a few of their rows are requested. Compressed chunks that threads decode are checked in memory, and so are
-plain chunks if all their rows are requested, where there are native threads. Other chunks are read again from the file,
-usually from the page cache: errors on the disk or in the page cache are found; later errors are not.
+plain chunks if all their rows are requested and there are native threads. Other chunks are read again from the file,
+usually from the page cache, which finds errors on the disk and in the page cache, but no later ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from h5chunk.store.hdf5.ranges import PART_BYTES, VectorPart, read_bytes, read_e
 from h5chunk.store.read.fields import Field, MatrixField
 
 OFF, FIRST, ALWAYS = "off", "first", "always"
-PIECE_BYTES = 2 << 20  # read and summed at a time
+PIECE_BYTES = 2 << 20  # bytes that are read and summed at a time
 
 _local = threading.local()
 
@@ -45,7 +45,7 @@ class Checksums:
     always: bool
 
 
-Sums = Mapping[str, Checksums]  # by field; of a matrix by ``field/indptr``, ``field/indices`` and ``field/data``
+Sums = Mapping[str, Checksums]  # by field; for a matrix by ``field/indptr``, ``field/indices`` and ``field/data``
 NO_SUMS: Sums = MappingProxyType({})
 
 
@@ -65,7 +65,7 @@ class ChunkChecks:
         """Return the chunks that hold these rows (at least one row), or the ``counts[i]`` rows from ``rows[i]`` on."""
         bands = rows // self._chunk_rows
         if counts is None:
-            bands = np.unique(bands[np.append(True, bands[1:] != bands[:-1])])  # few are left to sort
+            bands = np.unique(bands[np.append(True, bands[1:] != bands[:-1])])  # leaves few to sort
         else:
             steps = np.zeros(len(self.table) + 1, np.int64)
             np.add.at(steps, bands, 1)
@@ -113,7 +113,7 @@ class ChunkChecks:
         for chunk in chunks[~self.sums.right[chunks]].tolist():
             offset, size, found = int(self.table.offsets[chunk]), int(self.table.sizes[chunk]), 0
             if offset < 0:
-                raise self._error(chunk, "was never written, though it has a checksum")
+                raise self._error(chunk, "was never written, although it has a checksum")
             for start in range(0, size, PIECE_BYTES):
                 piece = scratch(_local, "piece", PIECE_BYTES)[: size - start]
                 read_bytes(descriptor, offset + start, piece.data, self._where_at)
@@ -139,10 +139,10 @@ class ChunkChecks:
     def mismatch(self, chunk: int, found: int) -> FileError:
         """Return the error for a chunk whose checksum differs."""
         what = f"does not match its checksum ({found:08x}, not {self.sums.expected[chunk]:08x})"
-        return self._error(chunk, f"{what}: its bytes are not those that were written")
+        return self._error(chunk, f"{what}: its bytes have changed since they were written")
 
     def _error(self, chunk: int, what: str) -> FileError:
-        remedy = f"h5chunk verify {printable(self._path)} lists all such chunks, and --repair SRC writes them anew"
+        remedy = f"h5chunk verify {printable(self._path)} lists all such chunks, and --repair SRC rewrites them"
         return FileError(f"{self.where(chunk)} {what}: {remedy}")
 
     def _where_at(self, offset: int) -> str:
@@ -243,7 +243,7 @@ def _expected(file: h5py.File, path: Path, name: str, header: Header | None, che
             "them"
         )
     if is_listed_wrongly(dataset):
-        raise FileError(f"{printable(path)}: HDF5 lists the chunks of {name!r} at wrong places: leave checksums out")
+        raise FileError(f"{printable(path)}: HDF5 lists wrong offsets for the chunks of {name!r}: leave checksums out")
     if table.dtype != np.uint32 or table.shape != (count,):
         raise FileError(
             f"{printable(path)}: damaged: the checksums of {name!r} are {table.dtype} {table.shape}, but it has "

@@ -1,4 +1,4 @@
-"""Read rows of a CSR matrix: by their byte ranges in the file, outside HDF5's lock; or through HDF5.
+"""Read rows of a CSR matrix by their byte ranges in the file, outside HDF5's lock, or through HDF5.
 
 A row is one range of ``indices`` and the same range of ``data``. Rows that are adjacent in the file are read with one
 call, and each row goes to its place in a shuffled window. The file may have ``indptr``, ``indices`` and ``data``
@@ -24,7 +24,7 @@ from h5chunk.store.read.checksums import NO_SUMS, ChunkChecks, Sums
 from h5chunk.store.read.direct import ByteReader, ChunkedField, PlainField, check_bytes
 from h5chunk.store.read.fields import MatrixField
 
-GAP_BYTES = 48 << 10  # between two rows: to read it as well takes the time of a call; scripts/sweep_reads.py
+GAP_BYTES = 48 << 10  # gap between two rows that takes as long to read as a call; scripts/sweep_reads.py
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class CsrField(ByteReader):
     ) -> None:
         group = file[field.dataset]
         if not all(same_file(group[part], file) for part in ("indices", "data")):
-            raise NotDirect("a link leads to it in another file")
+            raise NotDirect("it is a link into another file")
         self.name, self._indptr = field.name, indptr
         self._entries: list[PlainField | ChunkedField] = []
         for part in field.lists if field.num_entries else ():
@@ -140,4 +140,4 @@ def open_dataset(file: h5py.File, name: str, cache: CacheSettings | None) -> h5p
 def cache_of(dataset: h5py.h5d.DatasetID) -> CacheSettings:
     """Return the chunk cache that HDF5 uses."""
     nslots, nbytes, w0 = dataset.get_access_plist().get_chunk_cache()
-    return CacheSettings(max(1, nslots), nbytes, w0)  # HDF5 says 0 slots where there is no cache
+    return CacheSettings(max(1, nslots), nbytes, w0)  # HDF5 reports 0 slots if there is no cache

@@ -31,11 +31,11 @@ from h5chunk.store.hdf5.raw_chunks import RawChunks
 from h5chunk.store.read.checksums import NO_SUMS, ChunkChecks, Sums
 from h5chunk.store.read.fields import Field
 
-MAX_DECODED_BYTES = 256 << 20  # of a chunk: each thread holds one, and one more for what it decodes from
-KEPT_CHUNKS, KEPT_BYTES = 8, 256 << 20  # of chunks that are kept
-MIN_KEPT_CHUNKS = 2  # that each file keeps, where many files share the memory
-TINY_BYTES, MANY_CHUNKS = 8 << 10, 4096  # so many chunks, of so few bytes, HDF5 decodes faster: scripts/LOG.md
-KEPT_BANDS = 2  # of chunks that share samples: windows cut them, and the next one finds the rest decoded
+MAX_DECODED_BYTES = 256 << 20  # limit on a chunk: each thread holds one, and its stored bytes
+KEPT_CHUNKS, KEPT_BYTES = 8, 256 << 20  # bytes of chunks to keep
+MIN_KEPT_CHUNKS = 2  # bytes that each file keeps at least, if many files share the memory
+TINY_BYTES, MANY_CHUNKS = 8 << 10, 4096  # so many chunks, each at most this large, HDF5 reads faster: scripts/LOG.md
+KEPT_BANDS = 2  # chunks with the same samples: a window uses a part of them, the next window the rest
 
 _Copy = tuple[int, int, "slice | np.ndarray", np.ndarray]  # chunk, piece, rows of the chunk, destinations
 
@@ -46,7 +46,7 @@ def check_bytes(dataset: h5py.Dataset, dtype: np.dtype) -> None:
     if properties.get_layout() not in (h5py.h5d.CHUNKED, h5py.h5d.CONTIGUOUS):
         raise NotDirect("it is stored compactly or is a view of other files")
     if properties.get_layout() == h5py.h5d.CONTIGUOUS and properties.get_external_count():
-        raise NotDirect("its data lie in other files")
+        raise NotDirect("its data is in other files")
     if dtype.kind not in "biuf" or not is_stored_as(dataset, dtype):
         raise NotDirect(f"its type {dataset.dtype} is not stored in this machine's format")
     if not math.prod(dataset.shape):
@@ -132,7 +132,7 @@ class ByteReader:
     """
 
     name: str
-    row_bytes: int = 1 << 62  # of a matrix: more than any limit, as its rows differ
+    row_bytes: int = 1 << 62  # for a matrix: above any limit, because its rows differ in length
     num_bytes: int
     is_plain = False
     chunks: Sequence[DecodedChunks] = ()
@@ -199,7 +199,7 @@ class PlainField(ByteReader):
         if (table.offsets < 0).any():
             raise NotDirect("parts of it were never written")
         if (table.sizes != math.prod(table.chunk_shape) * self._dtype.itemsize).any():
-            raise NotDirect("its chunks are not of the size that its type and shape say")
+            raise NotDirect("its chunks do not have the size that follows from type and shape")
         self.name, self._path = name, path
         self.row_bytes, self.num_bytes = math.prod(self._shape[1:]) * self._dtype.itemsize, dataset.nbytes
         self.is_one_run = table.is_one_run
@@ -277,7 +277,7 @@ class ChunkedField(ByteReader):
         within = rows - bands * self._chunk[0]
         for start, stop in pairwise([0, *(np.flatnonzero(bands[1:] != bands[:-1]) + 1).tolist(), len(rows)]):
             some: slice | np.ndarray = within[start:stop]
-            if (within[start + 1 : stop] == within[start : stop - 1] + 1).all():  # NumPy copies a slice at once
+            if (within[start + 1 : stop] == within[start : stop - 1] + 1).all():  # NumPy copies a slice faster
                 some = slice(int(within[start]), int(within[start]) + stop - start)
             for piece in range(len(self._pieces)):
                 yield int(bands[start]), piece, some, places[start:stop]
@@ -301,7 +301,7 @@ class ChunkedField(ByteReader):
                 target[places] = values.reshape(self._chunk[0], self.row_bytes)[rows]
                 continue
             where = self._pieces[piece]
-            inside: Any = (rows, *(slice(0, each.stop - each.start) for each in where))  # at the edge stored in full
+            inside: Any = (rows, *(slice(0, each.stop - each.start) for each in where))  # edge chunks are full
             there: Any = (places, *where)
             target[there] = values.view(self._dtype).reshape(self._chunk)[inside]
 

@@ -107,7 +107,7 @@ def usual_fields(file: h5py.File, path: Path, header: Header | None) -> dict[str
     recorded = tuple(name for name in recorded if file.id.links.exists(name.encode()))
     if recorded:
         return {name: name for name in recorded}
-    there = [name for name in ("images", "X", "labels") if file.id.links.exists(name.encode())]  # follows no link
+    there = [name for name in ("images", "X", "labels") if file.id.links.exists(name.encode())]  # does not follow links
     main = next((name for name in there if name != "labels"), None)
     if main is None and (groups := _tenx_groups(file, path)):
         if len(groups) > 1:
@@ -136,11 +136,11 @@ def _missing(file: h5py.File, path: Path, wanted: str) -> FieldError:
     datasets = []
     for name, item in Guard(path).walk(file):
         if isinstance(item, h5py.Dataset) and not name.startswith(f"{GROUP}/"):
-            is_view = item.id.get_create_plist().get_layout() == h5py.h5d.VIRTUAL  # to ask its shape opens other files
+            is_view = item.id.get_create_plist().get_layout() == h5py.h5d.VIRTUAL  # its shape would open other files
             datasets += [name] if is_view or item.shape else []
     datasets.sort()
     there = ", ".join(datasets[:8]) + (", ..." if len(datasets) > 8 else "") if datasets else "no datasets at all"
-    remedy = "name those to read: ChunkDataset(path, fields=[...]) (--fields)"
+    remedy = "name the fields to read: ChunkDataset(path, fields=[...]) (--fields)"
     return FieldError(f"{printable(path)}: has no dataset {wanted!r}; it has {there}: {remedy}")
 
 
@@ -162,9 +162,9 @@ def look_at(
         raise FieldError(f"{where} is a {type(item).__name__.lower()}: name a dataset in it")
     guard.check_field(item, dataset)
     if not item.shape:
-        raise FieldError(f"{where} is a single value: a field has one row a sample")
+        raise FieldError(f"{where} is a single value: a field has one row per sample")
     if item.dtype.kind not in "biufS":
-        raise FieldError(f"{where} has the type {item.dtype}: a field holds numbers or strings of fixed length")
+        raise FieldError(f"{where} has the type {item.dtype}: a field must have numbers or strings of fixed length")
     filtered = item.id.get_create_plist().get_nfilters() > 0
     grid = ChunkGrid(tuple(item.shape), item.chunks, item.dtype.itemsize, filtered)
     axes = small_attribute(item, "axes", b"")
@@ -212,19 +212,19 @@ def look_at_matrix(group: h5py.Group, path: Path, name: str, chunk_samples: int 
     if len(group["data"]) != num_entries:
         raise FileError(f"{where} is damaged: {num_entries} indices but {len(group['data'])} values")
     if group["indices"].dtype.kind not in "iu" or group["indptr"].dtype.kind not in "iu":
-        raise FieldError(f"{where} is no CSR matrix: its indptr or indices are not whole numbers")
+        raise FieldError(f"{where} is not a CSR matrix: its indptr or indices are not integers")
     pattern, scale = False, 1.0
     if chunk_samples is not None:
         scale, pattern = _scale(group, where), small_attribute(group, "pattern")
         if not isinstance(pattern, np.generic) or pattern not in (0, 1):
-            raise FileError(f"{where} is damaged: it does not say whether it is a pattern")
+            raise FileError(f"{where} is damaged: it has no valid attribute pattern")
         with damages_are(FileError, f"{where} is damaged"):
             check_values(group["data"].dtype, scale, bool(pattern))
     values = None if pattern else group["data"].dtype.newbyteorder("=")
     filtered = any(group[part].id.get_create_plist().get_nfilters() > 0 for part in ("indices", "data"))
     indices = group["indices"]
     index_dtype = indices.dtype.newbyteorder("=")
-    if chunk_samples is None:  # as in h5chunk files, but no fewer than a compressed chunk holds
+    if chunk_samples is None:  # as in h5chunk files, but at least as many as in a compressed chunk
         chosen = plan_csr(max(1, num_rows), num_columns, num_entries, value_dtype=values).chunk_samples
         if num_entries and indices.chunks and indices.id.get_create_plist().get_nfilters():
             chosen = max(chosen, math.ceil(indices.chunks[0] * num_rows / num_entries))
@@ -259,15 +259,15 @@ def _tenx_shape(group: h5py.Group, path: Path, where: str) -> tuple[int, int]:
 
 def _shape(group: h5py.Group, path: Path, where: str) -> tuple[int, int]:
     """Return the numbers of rows and columns, if the group is marked as CSR: a CSC matrix has the same datasets."""
-    with damages_are(FileError, f"{where} is damaged: what it says of itself cannot be read"):
+    with damages_are(FileError, f"{where} is damaged: its attributes cannot be read"):
         words = [read_words(group, name, lambda what: FileError(f"{where}: {what}")) for name in KIND_ATTRIBUTES]
     kind = next((each[0] for each in words if len(each) == 1), "")
     if not kind and all(group.id.links.exists(part) for part in TENX_PARTS):
         return _tenx_shape(group, path, where)
     if kind not in ("csr_matrix", "csr"):
-        said = f"it says {kind!r}" if kind else "it does not say so"
+        said = f"encoding-type {kind!r}" if kind else "without an encoding-type"
         remedy = "h5chunk convert makes one of .h5ad and 10x files"
-        raise FieldError(f"{where} is no matrix of compressed rows ({said}): {remedy}")
+        raise FieldError(f"{where} is not a matrix of compressed rows ({said}): {remedy}")
     try:
         rows, columns = map(operator.index, small_attribute(group, "shape", small_attribute(group, "h5sparse_shape")))
     except (TypeError, ValueError, OverflowError):
@@ -291,7 +291,7 @@ def read_indptr(group: h5py.Group, path: Path, field: MatrixField) -> np.ndarray
         raise FileError(f"{where}: indptr cannot be read: {error}") from error
     if indptr[0] != 0 or indptr[-1] != field.num_entries:
         raise FileError(
-            f"{where} is damaged: indptr does not lead from 0 to {field.num_entries} in {field.num_rows} rows"
+            f"{where} is damaged: indptr does not go from 0 to {field.num_entries} in {field.num_rows} rows"
         )
     falls = np.diff(indptr) < 0
     if falls.any():

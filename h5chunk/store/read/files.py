@@ -20,7 +20,7 @@ from h5chunk.store.read.reader import H5Reader
 OnePath = str | os.PathLike[str]
 Paths = OnePath | Sequence[OnePath]
 
-SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5", ".h5ad")  # what is read of a folder
+SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5", ".h5ad")  # the files to read in a folder
 NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.h5")
 
 
@@ -32,7 +32,7 @@ def open_reader(
     The path is a file; a folder, or a pattern such as ``shards/*.h5``: its files by name, ``a2`` before ``a10``; or
     several of these, in this order. A folder of shards must have the complete set: to read some shards, use a pattern
     or a list. Raises FileError if there is no file, a file cannot be opened, or a folder lacks shards; FieldError if
-    the fields of files differ; OptionError if a file is repeated, or lacks the checksums that are to be checked.
+    the fields of files differ; OptionError if a file is repeated, or lacks the checksums to check.
     """
     files = list_files(path)
     _check_shards(path)
@@ -83,7 +83,7 @@ def _check_shards(path: Paths) -> None:
     if not Path(path).is_dir():
         return
     names = [file.name for file in list_files(path)]
-    remedy = "bring it back, or name those to read by a pattern or a list"
+    remedy = "restore it, or name the files to read by a pattern or a list"
     missing = list(missing_shards(names))
     if missing:
         more = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"
@@ -101,7 +101,7 @@ def _list_files(path: Path) -> list[Path]:
             )
         return sorted(found, key=_natural)
     if path.exists() or not re.search(r"[*?\[]", str(path)):
-        return [path]  # which may not exist: its reader says so
+        return [path]  # may not exist, which its reader reports
     plain = next(number for number, part in enumerate(path.parts) if re.search(r"[*?\[]", part))
     root, pattern = Path(*path.parts[:plain]), str(Path(*path.parts[plain:]))
     matching = [file for file in root.glob(pattern) if file.is_file() and not file.name.startswith(".")]

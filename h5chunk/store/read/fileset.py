@@ -29,9 +29,9 @@ from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.tables import COLUMN_IDS, check_same
 
-RESERVED_DESCRIPTORS = 32  # of a process, beside those of data: standard streams, sockets, libraries
+RESERVED_DESCRIPTORS = 32  # open files of a process in addition to the data: standard streams, sockets, libraries
 
-REMEDY = "the fields of all files must be equal: name others with fields=..., or read these files apart"
+REMEDY = "all files must have equal fields: choose fields with fields=..., or read these files separately"
 MATRIX_REMEDY = (
     "the values of all files must be stored alike: convert their sources together, or each with the same --scale, "
     "--values or --binarize"
@@ -61,7 +61,7 @@ class FileSet(H5Reader):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if most != resource.RLIM_INFINITY and len(paths) + RESERVED_DESCRIPTORS > most:
             raise FileError(
-                f"{printable(name)}: {len(paths)} files, but this process may have {most} open at a time: raise that "
+                f"{printable(name)}: {len(paths)} files, but this process may open only {most}: raise the limit "
                 f"with ulimit -n {2 * len(paths) + 1024}, or pack them into fewer files"
             )
         self._readers = tuple(H5Reader(path, fields, trusted=trusted, checksums=checksums) for path in paths)
@@ -73,7 +73,7 @@ class FileSet(H5Reader):
         self.num_samples = int(self.starts[-1])
         main = self.fields[self.readers[0].main.name]
         chunk_samples = [reader.chunk_samples for reader in self.readers]
-        if not any(reader.main.grid.chunks for reader in self.readers):  # samples are read together as if in one file
+        if not any(reader.main.grid.chunks for reader in self.readers):  # samples are read together, as in one file
             plan = plan_layout(max(1, self.num_samples), max(1, self.readers[0].main.grid.sample_bytes))
             chunk_samples = [plan.chunk_samples] * len(lengths)
         files = zip(self.starts[:-1].tolist(), self.starts[1:].tolist(), chunk_samples, strict=True)
@@ -84,7 +84,7 @@ class FileSet(H5Reader):
         if len(sizes) and ((sizes[:-1] != size).any() or sizes[-1] > size):
             self.chunk_starts, self.chunk_samples = starts, round(self.num_samples / len(sizes))
         self.matrix = replace(main, chunk_samples=self.chunk_samples) if isinstance(main, MatrixField) else None
-        if isinstance(main, Field) and main.grid.chunks:  # as orders think, and caches
+        if isinstance(main, Field) and main.grid.chunks:  # number of chunks that orders and caches assume
             main = replace(main, grid=replace(main.grid, chunks=(self.chunk_samples, *main.grid.chunks[1:])))
         self.main = self.fields[main.name] = self.matrix or main
         self.header = _joined_header(self)
@@ -139,7 +139,7 @@ class FileSet(H5Reader):
             there = out
             if not whole and isinstance(out, np.ndarray):
                 there = np.empty((len(some), *out.shape[1:]), out.dtype)
-            elif not whole and isinstance(out, CsrBuffers):  # rows of a matrix go to their places at once
+            elif not whole and isinstance(out, CsrBuffers):  # rows of a matrix are read straight to their places
                 there = CsrBuffers(np.append(out.starts[some], out.starts[-1]), out.indices, out.values)
             try:
                 reader.read(name, (rows if whole else rows[some]) - self.starts[number], there)
@@ -167,7 +167,7 @@ def with_remedy(error: FileError, num_files: int) -> FileError:
     """Add a remedy to an error about too many open files."""
     if os.strerror(errno.EMFILE) not in str(error):
         return error
-    return FileError(f"{error}: a set of {num_files} files: raise ulimit -n, or pack them into fewer")
+    return FileError(f"{error}: the set has {num_files} files: raise ulimit -n, or pack them into fewer files")
 
 
 def _check_names(readers: Sequence[H5Reader]) -> None:
@@ -178,8 +178,8 @@ def _check_names(readers: Sequence[H5Reader]) -> None:
         other = seen.setdefault(reader.stamp[:2], reader.path)
         if other is not reader.path:
             raise OptionError(
-                f"{printable(reader.path)}: the same file as {printable(other)}: name it once; for more of some "
-                "samples use weights"
+                f"{printable(reader.path)}: the same file as {printable(other)}: name it "
+                "once; use weights to repeat samples"
             )
     for reader in readers[1:]:
         if list(reader.fields) != list(first.fields):
@@ -231,7 +231,7 @@ def _check_equal(readers: Sequence[H5Reader], name: str, traits: Sequence[str], 
     for reader in readers[1:]:
         for what in traits:
             here, there = getattr(reader.fields[name], what), getattr(first, what)
-            if (here is None) != (there is None) or here != there:  # NumPy takes None for float64
+            if (here is None) != (there is None) or here != there:  # NumPy treats None as float64
                 raise FieldError(
                     f"{printable(reader.path)}: field {name!r} has the {what.replace('_', ' ')} {_text(what, here)}, "
                     f"but in {printable(readers[0].path)} it is {_text(what, there)}: {remedy}"
@@ -255,11 +255,11 @@ def _joined_header(files: FileSet) -> Header | None:
     window_chunks = max(header.window_chunks for header in headers)
     if all(header.window_chunks * header.chunk_samples >= header.num_samples for header in headers):
         num_chunks = -(-files.num_samples // files.chunk_samples)
-        window_chunks = choose_window_chunks(files.chunk_bytes, num_chunks)  # all chunks of each: that was the limit
+        window_chunks = choose_window_chunks(files.chunk_bytes, num_chunks)  # without each file's limit
     shards = {repr(header.options.get("shard")) for header in headers}
     others = [{**header.options, "shard": None} for header in headers]
     are_shards = all("shard" in header.options for header in headers) and len(shards) == len(headers)
-    are_shards &= all(each == others[0] for each in others)  # of one conversion; some may be missing
+    are_shards &= all(each == others[0] for each in others)  # shards of one conversion; some may be missing
     return replace(
         headers[0],
         num_samples=files.num_samples,
@@ -280,6 +280,7 @@ def _class_names(readers: Sequence[H5Reader]) -> tuple[str, ...]:
             if name != other:
                 raise FieldError(
                     f"{printable(path)}: label {label} means {name!r}, but in {printable(longest)} it is {other!r}: "
-                    "labels must mean the same in all files: convert their sources together, or read these files apart"
+                    "labels must have the same meaning "
+                    "in all files: convert their sources together, or read these files separately"
                 )
     return there

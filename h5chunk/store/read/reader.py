@@ -33,7 +33,7 @@ from h5chunk.store.read.checksums import OFF, ChunkChecks, Sums, read_sums
 from h5chunk.store.read.csr import CsrBuffers, CsrHandle, cache_of, open_dataset
 from h5chunk.store.read.fields import Field, MatrixField, look_at, read_indptr, usual_fields
 
-SMALL_FIELD_BYTES = 8 << 20  # a field of no more than this, beside the largest, is cached whole
+SMALL_FIELD_BYTES = 8 << 20  # fields of at most this size, except the largest, are cached whole
 
 
 class H5Reader:
@@ -47,8 +47,8 @@ class H5Reader:
     are read together. ``starts``, (num_files + 1,) int64: each file's first sample, then the total.
     """
 
-    chunk_starts: np.ndarray | None = None  # of each chunk's first sample; None: all but the last are of chunk_samples
-    _readers: tuple[H5Reader, ...] = ()  # of the files of a set
+    chunk_starts: np.ndarray | None = None  # first sample of each chunk; None: all but the last have chunk_samples
+    _readers: tuple[H5Reader, ...] = ()  # number of files in the set
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class H5Reader:
     ) -> None:
         self.path = Path(path)
         self.trusted, self.checksums = trusted, checksums
-        self.stamp = stamp_of(self.path)  # before opening it; compared after opening it: no replacement slips between
+        self.stamp = stamp_of(self.path)  # compared after opening, to notice a replacement
         with opened(self.path) as file:
             self.header: Header | None = read_header(file)
             if fields is None:
@@ -89,7 +89,7 @@ class H5Reader:
         self.starts = np.array([0, self.num_samples])
         self.main = self.matrix or max(self.fields.values(), key=lambda field: field.grid.sample_bytes)
         good = plan_layout(max(1, self.num_samples), max(1, self.main.grid.sample_bytes))
-        self.chunk_samples: int = self.main.grid.band_samples or good.chunk_samples  # a contiguous dataset has none
+        self.chunk_samples: int = self.main.grid.band_samples or good.chunk_samples  # contiguous data has no chunks
 
     @property
     def readers(self) -> tuple[H5Reader, ...]:
@@ -151,7 +151,7 @@ class H5Reader:
 
     @property
     def recommendation(self) -> Recommended | None:
-        """Window (chunks) and cache (one process): as stored beside the file by tune, or as the file says."""
+        """Window (in chunks) and cache (of one process), as stored beside the file by tune, or in the file."""
         about = {"num_samples": self.num_samples, "chunk_samples": self.chunk_samples}
         beside = read_recommendation(self.path, dataset=self.main.dataset, **about)
         if beside is not None or self.header is None:
@@ -160,9 +160,9 @@ class H5Reader:
 
     @property
     def recommended_window(self) -> int:
-        """How many chunks to shuffle together, as recommended by the file, or else by the model.
+        """Number of chunks to shuffle together, as recommended by the file, otherwise by the model.
 
-        Fewer where some chunks of a matrix hold far more entries than others, because windows are bounded by bytes.
+        It is lower if some chunks of a matrix have far more entries than others, because windows are limited in bytes.
         """
         if recommended := self.recommendation:
             window_chunks = recommended[0]
@@ -201,18 +201,18 @@ class H5Reader:
         """
         handle = self._handles()[name]
         try:
-            with handle.lock:  # it keeps what it selects, and memory to read through
+            with handle.lock:  # it caches selections, and has memory to read through
                 handle.read(rows, out)  # type: ignore[arg-type]
         except FileError:
             self.check_unchanged()
             raise
-        except OSError as error:  # HDF5 names neither file nor field
+        except OSError as error:  # HDF5's error names neither file nor field
             self.check_unchanged()
             remedy = ""
             if "plugin" in str(error) or "filter" in str(error):
                 remedy = ': if a filter is missing, pip install "h5chunk[codecs]"'
             raise FileError(f"{printable(self.path)}: field {name!r} cannot be read: {error}{remedy}") from error
-        self.check_unchanged()  # HDF5 gives zeros for what a file that was cut short lacks
+        self.check_unchanged()  # HDF5 returns zeros for the missing part of a truncated file
 
     def _handles(self) -> dict[str, _Handle | CsrHandle]:
         """The open datasets of this process; those inherited by a fork are never used."""
@@ -242,7 +242,7 @@ class H5Reader:
         if not found:
             raise FileError(f"{printable(self.path)}: no such file: it was removed after it was first opened")
         if found != self.stamp:
-            raise FileError(f"{printable(self.path)}: replaced or changed since it was first opened: start again")
+            raise FileError(f"{printable(self.path)}: replaced or changed since it was first opened: open it again")
 
     def touch(self) -> None:
         """Read all the metadata that reading samples needs, but no samples."""
@@ -264,12 +264,12 @@ class _Handle:
     def __init__(
         self, file: h5py.File, field: Field, cache: CacheSettings | None, band_samples: int, sums: Sums
     ) -> None:
-        self._file, self.lock = file, threading.Lock()  # the file stays open as long as it is kept
+        self._file, self.lock = file, threading.Lock()  # the file stays open while this is referenced
         self.id = open_dataset(file, field.dataset, cache)
         dataset = h5py.Dataset(self.id)
         self._checks: ChunkChecks | None = None
         if dataset.chunks and dataset.size and not is_listed_wrongly(dataset):
-            list_chunks(dataset)  # which checks it; what is read by byte ranges was checked when it was listed
+            list_chunks(dataset)  # lists and checks the chunks; byte ranges were checked when they were listed
         if field.name in sums and dataset.size:
             self._checks = ChunkChecks(Path(file.filename), field.name, list_chunks(dataset), sums[field.name])
         self._clears = leaves_memory(dataset)
@@ -281,7 +281,7 @@ class _Handle:
         self._row_bytes = field.grid.sample_bytes
         self._band_samples = band_samples
         room = cache.nbytes if cache is not None else 0
-        self._whole = field.grid.filtered and field.grid.band_bytes > room  # decoded anew at every call
+        self._whole = field.grid.filtered and field.grid.band_bytes > room  # decoded again at every call
         self._scratch = np.empty((0, *self._shape), field.dtype)
 
     def read(self, rows: np.ndarray, out: np.ndarray) -> None:

@@ -35,11 +35,11 @@ from h5chunk.store.hdf5.ranges import PART_BYTES, read_bytes
 from h5chunk.store.hdf5.raw_chunks import RawChunks
 
 MAX_THREADS = 8
-MEMORY_BYTES = 256 << 20  # of all threads together, about; a single chunk may need more
+MEMORY_BYTES = 256 << 20  # approximate memory of all threads together; a single chunk may need more
 NO_CHUNKS = ChunkTable.unwritten((0,), (1,))
 CHECKSUM, DECODING, READING = "checksum", "decoding", "reading"
 
-Look = Callable[[int, np.ndarray], None]  # (number of the first element, bytes) of a run of elements that is right
+Look = Callable[[int, np.ndarray], None]  # (number of the first element, bytes) of an undamaged run of elements
 
 
 @dataclass(frozen=True)
@@ -146,16 +146,16 @@ class CheckedDataset:
         remedy: str = "",
         **how: Any,
     ) -> None:
-        """Check chunks with `check`, passing on its further arguments, and report the bytes of each part.
+        """Check chunks with `check`, passing on its other arguments, and report the bytes of each part.
 
-        Raises FileError if a chunk is damaged; the message says what remains ``undone``, and a ``remedy``.
+        Raises FileError if a chunk is damaged; the message has ``undone``, what was not done, and a ``remedy``.
         """
-        with closing(self.check(chunks, descriptor, **how)) as parts:  # no thread goes on after an error
+        with closing(self.check(chunks, descriptor, **how)) as parts:  # stop all threads after an error
             for num_bytes, damages in parts:
                 for damage in damages:
                     raise FileError(
                         f"{self._shown}: chunk {damage.chunk} of {self.name!r} {damage.what}: {undone}: h5chunk verify "
-                        f"names all that is damaged, and repairs it with --repair{remedy}"
+                        f"lists all damage, and repairs it with --repair{remedy}"
                     )
                 told(num_bytes)
 
@@ -180,7 +180,7 @@ class CheckedDataset:
         """Check a chunk; a plain chunk is read in pieces. Raises FileError if it cannot be read."""
         if offset < 0:
             return (
-                None if self._expected is None else self._damage(chunk, "was never written, though it has a checksum")
+                None if self._expected is None else self._damage(chunk, "was never written, although it has a checksum")
             )
         room = size
         if not self.filtered:

@@ -24,7 +24,7 @@ from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.fileset import with_remedy
 from h5chunk.store.read.reader import H5Reader
 
-NOTABLE = 1.01  # bytes read over bytes wanted: less is not worth saying
+NOTABLE = 1.01  # bytes read over bytes used; smaller values are not reported
 
 
 class OpenFiles:
@@ -86,8 +86,8 @@ def close_descriptors(opened: int | OpenFiles) -> None:
 class FilesField(ByteReader):
     """Read a field of several files, as `PlainField` reads one file; its tasks take `OpenFiles` for a descriptor.
 
-    It has the field's reader of each file; None for a file without samples. The files share the memory that a single
-    file would use.
+    ``readers`` has the field's reader for each file; None for a file without samples. The files share the memory that a
+    single file would use.
     """
 
     def __init__(self, reader: H5Reader, name: str, fields: Sequence[ByteReader | None]) -> None:

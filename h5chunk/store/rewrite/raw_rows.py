@@ -21,10 +21,10 @@ from h5chunk.store.hdf5.codecs import scratch
 from h5chunk.store.hdf5.raw_chunks import RawChunks
 from h5chunk.store.write.spool import TemporaryBytes
 
-TABLE_BYTES = 40  # of memory for each entry of a table of chunks, while it is listed
-SPILLED_PARTS = 3  # parts of the memory that a chunk may take where one thread reads alone
-ANY_THREADS = 1 << 10  # may read what is not decoded
-BLOCK_BYTES = 1 << 20  # of samples that are put together at a time: what a processor's cache holds
+TABLE_BYTES = 40  # bytes of memory per entry of a chunk table, while it is listed
+SPILLED_PARTS = 3  # a chunk may take one part in this many of the memory, if one thread reads alone
+ANY_THREADS = 1 << 10  # threads that may read undecoded chunks
+BLOCK_BYTES = 1 << 20  # bytes of samples that are assembled at a time, which fit in a processor's cache
 
 
 class SpilledChunks:
@@ -92,7 +92,7 @@ class RawRows:
         if chunks.decodes and not is_compact and self._per_band * chunks.chunk_bytes > shares.part_bytes:
             if chunks.chunk_bytes > SPILLED_PARTS * shares.part_bytes:
                 need = human_bytes(chunks.chunk_bytes)
-                raise OptionError(f"{where} has compressed chunks of {need}, too much for the memory: allow more")
+                raise OptionError(f"{where} has compressed chunks of {need}, over the memory limit: allow more memory")
             self._spilled = SpilledChunks(chunks, self._per_band, folder)
             self.num_threads, self.whole_bands = 1, False
 
@@ -107,7 +107,7 @@ class RawRows:
             self._chunks.read_part(0, first * self.row_bytes, out)
             return
         chunk, end = first // self._chunk_rows, -(-last // self._chunk_rows)
-        plain = self._packing is None and not self._chunks.decodes  # what lies one behind the other is read together
+        plain = self._packing is None and not self._chunks.decodes  # contiguous chunks are read together
         for stop in self._chunks.run_ends(chunk, end) if plain else range(chunk + 1, end + 1):
             start = chunk * self._chunk_rows
             low, high = max(first, start), min(last, stop * self._chunk_rows)
@@ -152,7 +152,7 @@ class RawRows:
             self._chunks.read_part(chunk, low * width, out)
         elif len(out) == self._chunk_rows:
             self._chunks.decode(chunk, out.reshape(-1))
-        else:  # the last band, mostly
+        else:  # usually the last band
             whole = scratch(self._local, "whole", self._chunks.chunk_bytes)
             self._chunks.decode(chunk, whole)
             out[:] = whole.reshape(self._chunk_rows, -1)[low:high]

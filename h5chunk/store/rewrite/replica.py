@@ -24,10 +24,10 @@ from h5chunk.store.hdf5.open import translate_errors
 from h5chunk.store.rewrite.shuffle import NewOrder
 from h5chunk.store.rewrite.survey import Node, Survey, attribute_names, is_fixed, references_of
 
-LIBVER = ("v110", "latest")  # nothing newer than 1.10 unless a type of the source needs it
-COMMENT = 13  # number of the message of an object's header that is a comment
-BAND_ROWS = 1024  # read together where there are no chunks
-OBJECT_BYTES = 80  # of memory for a value, beside its own bytes
+LIBVER = ("v110", "latest")  # not newer than 1.10, unless a type of the source needs it
+COMMENT = 13  # number of the header message for a comment
+BAND_ROWS = 1024  # bytes to read together if there are no chunks
+OBJECT_BYTES = 80  # bytes of memory per value, in addition to its own
 CHECKSUMS = f"{GROUP}/checksums"
 
 
@@ -44,18 +44,18 @@ class NewLayout:
 
     chunks: tuple[int, ...] | None  # None: contiguous
     filters: tuple[Filter, ...] = ()
-    written: bool = True  # else nothing will be written to it: it keeps its fill value, and takes no bytes
+    written: bool = True  # False: it is never written, keeps its fill value, and takes no bytes
 
 
 @dataclass(frozen=True)
 class Changes:
     """The parts of a file that are not copied unchanged."""
 
-    layouts: Mapping[bytes, NewLayout]  # of datasets that are laid out anew, by path
-    header: FileSpec | None  # what is new in the group ``/h5chunk``
+    layouts: Mapping[bytes, NewLayout]  # new layouts of datasets, by path
+    header: FileSpec | None  # new content of the group ``/h5chunk``
     order: NewOrder | None
-    permuted: Sequence[bytes]  # datasets of other values than plain bytes that are put in this order
-    memory_bytes: int  # for their values
+    permuted: Sequence[bytes]  # datasets of values other than plain bytes that get this order
+    memory_bytes: int  # memory for their values
 
 
 def create_replica(
@@ -64,9 +64,9 @@ def create_replica(
     """Write the new file, except the bytes of datasets with a new layout.
 
     ``copied`` is called with the stored bytes of each copied dataset. Returns the offsets of the unfiltered datasets
-    whose bytes are still to be written, and messages about what could not be kept.
+    whose bytes are still to be written, and messages about content that could not be kept.
     """
-    block = source.userblock_size  # HDF5 wants it to be a multiple of the alignment
+    block = source.userblock_size  # HDF5 requires a multiple of the alignment
     with translate_errors(source.filename):
         old, creation = h5g.open(source.id, b"/").get_create_plist(), h5p.create(h5p.FILE_CREATE)
         creation.set_userblock(block)
@@ -101,8 +101,8 @@ def region_key(path: bytes) -> str:
 class _Copier:
     """Copier of attributes and values from one open file to another that has the same objects.
 
-    Copied objects lie elsewhere in the new file, so that every reference is recreated, to the object of the same path.
-    Values without references or variable-length parts are copied as bytes.
+    Copied objects have other addresses in the new file, so every reference is recreated for the object at the same
+    path. Values without references or variable-length parts are copied as bytes.
     """
 
     def __init__(self, source: h5py.File, target: h5py.File, paths: Mapping[int, bytes]) -> None:
@@ -148,7 +148,7 @@ class _Copier:
                 for name in value.dtype.names:
                     copy[name] = self.translated(value[name], where)
             else:
-                flat = copy.reshape(-1)  # an index of one axis puts an array in as one object
+                flat = copy.reshape(-1)  # with one axis, an array is stored as one object
                 for number in range(len(flat)):
                     flat[number] = self.translated(flat[number], where)
             return copy
@@ -162,7 +162,7 @@ class _Copier:
         except (OSError, RuntimeError, ValueError, KeyError):
             item = None
         if item is None:
-            self.lost.append(f"{where} refers to an object that is not there any more, so that it refers to none now")
+            self.lost.append(f"{where} referred to an object that no longer exists, and is empty now")
             return type(reference)()
         path = self._paths.get(h5o.get_info(item).addr)
         if path is None:
@@ -186,13 +186,13 @@ class _Maker:
         self.copier = _Copier(source, target, survey.paths)
         self._utf8 = h5p.create(h5p.LINK_CREATE)
         self._utf8.set_char_encoding(h5t.CSET_UTF8)
-        self.new: dict[bytes, h5d.DatasetID] = {}  # datasets that will be written
-        outdated = f"{CHECKSUMS}/".encode() if changes.header is not None else b"\0"  # is written anew
+        self.new: dict[bytes, h5d.DatasetID] = {}  # datasets to write
+        outdated = f"{CHECKSUMS}/".encode() if changes.header is not None else b"\0"  # its header is written again
         self._nodes = [node for node in survey.nodes if not (node.path + b"/").startswith(outdated)]
         datasets = [survey.datasets[node.path] for node in self._nodes if node.kind == "dataset"]
         objects = [facts.path for facts in datasets if facts.refers or facts.named]
         copied_here = [path for path in objects if path not in changes.layouts]
-        self._by_value = dict.fromkeys([*copied_here, *changes.permuted])  # in this order
+        self._by_value = dict.fromkeys([*copied_here, *changes.permuted])  # the new order of rows
         self._bare: set[bytes] = set()  # copied without their attributes
 
     def make_nodes(self) -> None:
@@ -207,7 +207,7 @@ class _Maker:
                 new.links.create_soft(node.name, node.leads_to, lcpl=links)
             elif node.kind == "again":
                 new.links.create_hard(node.name, self._target, b"/" + node.leads_to, lcpl=links)
-            elif node.kind == "group":  # all properties of a group of many links also say where those lie
+            elif node.kind == "group":  # the full properties of a large group also contain the location of its links
                 properties = h5p.create(h5p.GROUP_CREATE)
                 said = h5g.open(old, node.name).get_create_plist()
                 _copy_orders(said, properties)
@@ -290,13 +290,13 @@ def _properties(old: h5p.PropDCID, layout: NewLayout) -> h5p.PropDCID:
         new.set_filter(each.code, h5z.FLAG_OPTIONAL, each.values)
     plain = layout.written and not layout.filters
     new.set_alloc_time(h5d.ALLOC_TIME_EARLY if plain else h5d.ALLOC_TIME_INCR)
-    if layout.written:  # else values stay what they are: the fill value, or nothing
+    if layout.written:  # otherwise values stay unwritten: the fill value, or nothing
         new.set_fill_time(h5d.FILL_TIME_NEVER if plain else h5d.FILL_TIME_IFSET)
     return new
 
 
 def _permute_values(old: h5py.Dataset, new: h5py.Dataset, copier: _Copier, order: NewOrder, memory_bytes: int) -> None:
-    """Write all values in another order, within limited memory; references lead to the new objects."""
+    """Write all values in another order, within limited memory; references refer to the new objects."""
     num_rows = old.shape[0]
     total = sum(_size(_read(old, rows)) for rows in _bands(old))
     part = max(1, num_rows // math.ceil(total / memory_bytes))

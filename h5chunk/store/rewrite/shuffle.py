@@ -1,8 +1,8 @@
 """Move the rows of a dataset into a new file, in the same order or in another, within a memory limit.
 
 Threads read rows in long runs, regroup them, and write them; `h5chunk.plan.repack` plans the buckets. Between the two
-passes of a shuffle that exceeds memory, the samples wait in the new file itself, in the buckets of their places;
-samples of a compressed dataset wait in an unnamed file.
+passes of a shuffle that exceeds memory, the samples are stored in the new file itself, in the buckets of their places;
+samples of a compressed dataset are stored in an unnamed file.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from h5chunk.store.rewrite.raw_rows import RawRows
 from h5chunk.store.write.spool import TemporaryBytes
 from h5chunk.store.write.targets import PlainTarget, Target, Waiting
 
-ROW_BYTES = 48  # of memory for the numbers of a row, while rows are regrouped
-LEAST_VECTOR_BYTES = 512  # rows from here on are read to their places one by one, shorter ones sorted in memory
-INDEX_BYTES = 24  # of memory for those of an element of rows of different lengths
+ROW_BYTES = 48  # bytes of memory per row number, while rows are regrouped
+LEAST_VECTOR_BYTES = 512  # rows of this size are read to their places one by one, shorter ones are sorted in memory
+INDEX_BYTES = 24  # bytes of memory per element of rows of different lengths
 
-Told = Callable[[int], None]  # how many bytes were moved since the last call
+Told = Callable[[int], None]  # called with the bytes moved since the last call
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -111,7 +111,7 @@ class UnevenRows(Rows):
         longest = int(self._counts.max(initial=0)) * (self._width + INDEX_BYTES)
         if longest > part_bytes:
             row = int(self._counts.argmax())
-            raise OptionError(f"{where}: row {row} takes {human_bytes(longest)}, too much for the memory: allow more")
+            raise OptionError(f"{where}: row {row} takes {human_bytes(longest)}, over the memory limit: allow more")
 
     def spans(self, shares: Shares, step_bytes: int) -> Iterator[range]:
         borders = plan_uneven(self._starts, step_bytes, self._width + INDEX_BYTES).tolist()
@@ -163,7 +163,7 @@ def copy_rows(source: RawRows, target: Target, shares: Shares, *, unit_rows: int
 def shuffle_rows(rows: Rows, new: NewOrder, target: Target, shares: Shares, *, folder: Path, told: Told) -> None:
     """Move rows into a new order; the result does not depend on the memory."""
     borders = rows.borders(shares.bucket_bytes(rows.num_bytes))
-    if len(borders) == 2:  # all fits in memory
+    if len(borders) == 2:  # all rows fit in memory
         whole, data = np.empty((2, rows.num_bytes), np.uint8)
         for span in rows.spans(shares, shares.step_bytes):
             rows.read(span, whole[rows.old_offset(span.start) : rows.old_offset(span.stop)])
@@ -180,7 +180,7 @@ def shuffle_rows(rows: Rows, new: NewOrder, target: Target, shares: Shares, *, f
 def _scatter(rows: Rows, new: NewOrder, waiting: Waiting, shares: Shares, borders: np.ndarray, told: Told) -> None:
     """Do the first pass: move every row to the bucket of its new place; rows in a bucket keep their old order."""
     local = threading.local()
-    ends = [rows.new_offset(int(border)) for border in borders]  # where the next row of each bucket goes
+    ends = [rows.new_offset(int(border)) for border in borders]  # position of the next row of each bucket
 
     def plan(span: range) -> tuple[range, np.ndarray, list[tuple[int, int, int]]]:
         """Return the order that groups rows by bucket, and each group's destination: offset, first and last byte."""
@@ -229,11 +229,11 @@ def _settle(
         first, last = int(borders[bucket]), int(borders[bucket + 1])
         start, stop = rows.new_offset(first), rows.new_offset(last)
         data, wanted = buffer[: stop - start], new.order[first:last]
-        by_row = np.argsort(wanted, kind="stable")  # the rows lie in their old order
+        by_row = np.argsort(wanted, kind="stable")  # the rows are in their old order
         width = rows.source.row_bytes
         if not isinstance(rows, UnevenRows) and width >= LEAST_VECTOR_BYTES:
             offsets = waiting.offset + (first + np.arange(len(wanted))) * width
-            where = "a file that is being written"
+            where = "the file being written"
             for part in vector_parts(offsets, rows.sizes(wanted), by_row * width, data, lambda _: where):
                 part(waiting.descriptor)
         else:

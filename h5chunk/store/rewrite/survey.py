@@ -19,8 +19,8 @@ from h5chunk.plan.cache import ChunkGrid
 from h5chunk.store.hdf5.codecs import KNOWN_FILTERS
 from h5chunk.store.hdf5.open import translate_errors
 
-ORDER_TRACKED = 1  # of the flags of creation order
-NUMBERS_AND_TEXT = "biufS"  # kinds of types that a field for training may have
+ORDER_TRACKED = 1  # bit of the flags of creation order
+NUMBERS_AND_TEXT = "biufS"  # kinds of NumPy types that a field may have
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class DatasetFacts:
     """A dataset, as its metadata describes it."""
 
     path: bytes  # without a leading slash
-    shape: tuple[int, ...] | None  # None: it holds nothing, not even a single value
+    shape: tuple[int, ...] | None  # None: an empty dataspace
     maxshape: tuple[int | None, ...]
     chunks: tuple[int, ...] | None
-    dtype: str  # for people
-    kind: str  # of the NumPy type; V where NumPy has none
+    dtype: str  # description for messages
+    kind: str  # kind of the NumPy type; V if NumPy has none
     item_bytes: int
-    filters: tuple[int, ...]  # registered numbers
+    filters: tuple[int, ...]  # registered numbers of filters
     filter_names: tuple[str, ...]
     stored_bytes: int
     fixed: bool  # values are plain bytes: no references, no variable-length parts
@@ -67,10 +67,10 @@ class DatasetFacts:
 class Node:
     """One link in the tree of groups."""
 
-    parent: bytes  # path of the group that it is in
+    parent: bytes  # path of its group
     name: bytes
-    kind: str  # group, dataset, type, soft, or again: another name of an object that has one
-    leads_to: bytes = b""  # of a soft link: its words; of another name: the object's first path
+    kind: str  # group, dataset, type, soft, or again: another name of the same object
+    leads_to: bytes = b""  # for a soft link its target; for another name the object's first path
 
     @property
     def path(self) -> bytes:
@@ -81,9 +81,9 @@ class Node:
 class Survey:
     """All objects and links of a file."""
 
-    nodes: list[Node] = field(default_factory=list)  # parents before what is in them; links of a group in its order
+    nodes: list[Node] = field(default_factory=list)  # groups before their members; members in the order of the group
     datasets: dict[bytes, DatasetFacts] = field(default_factory=dict)  # by path
-    paths: dict[int, bytes] = field(default_factory=dict)  # of each object, by its address; that of the root is empty
+    paths: dict[int, bytes] = field(default_factory=dict)  # first path of each object, by address; empty for the root
 
 
 def survey_file(file: h5py.File) -> Survey:
@@ -110,22 +110,20 @@ def survey_file(file: h5py.File) -> Survey:
 def _look_at_link(group: h5g.GroupID, parent: bytes, name: bytes, found: Survey, shown: str) -> Node:
     where = f"{shown}: {printable(parent + b'/' + name if parent else name)!r}"
     if name in (b"", b".") or b"/" in name:
-        raise FileError(f"{where} has a name that no path can hold: it is damaged")
+        raise FileError(f"{where} has an invalid name: it is damaged")
     kind = group.links.get_info(name).type
     if kind == h5l.TYPE_SOFT:
         return Node(parent, name, "soft", group.links.get_val(name))
     if kind == h5l.TYPE_EXTERNAL:
-        raise FileError(
-            f"{where} is a link into another file, which is not followed: copy what it leads to, or delete it"
-        )
+        raise FileError(f"{where} is a link into another file, which is not followed: copy its target, or delete it")
     if kind != h5l.TYPE_HARD:
-        raise FileError(f"{where} is a link of a kind that is not known ({kind}): delete it")
+        raise FileError(f"{where} is a link of an unknown kind ({kind}): delete it")
     info = h5o.get_info(group, name)
     if info.addr in found.paths:
         return Node(parent, name, "again", found.paths[info.addr])
     kinds = {h5o.TYPE_GROUP: "group", h5o.TYPE_DATASET: "dataset", h5o.TYPE_NAMED_DATATYPE: "type"}
     if info.type not in kinds:
-        raise FileError(f"{where} is an object of a kind that is not known ({info.type})")
+        raise FileError(f"{where} is an object of an unknown kind ({info.type})")
     node = Node(parent, name, kinds[info.type])
     found.paths[info.addr] = node.path
     return node
@@ -137,12 +135,12 @@ def look_at_dataset(dataset: h5d.DatasetID, path: bytes, shown: str) -> DatasetF
     properties, kind, space = dataset.get_create_plist(), dataset.get_type(), dataset.get_space()
     layout = properties.get_layout()
     if layout == h5d.CONTIGUOUS and properties.get_external_count():
-        raise TrustError(f"{where}: its values lie in other files, which are not opened: copy them into one (h5repack)")
+        raise TrustError(f"{where}: its values are in other files, which are not opened: copy them (h5repack)")
     if layout not in (h5d.CONTIGUOUS, h5d.CHUNKED, h5d.COMPACT):
-        raise TrustError(f"{where} is a virtual dataset, which may lead to other files: copy it into one (h5repack)")
+        raise TrustError(f"{where} is a virtual dataset, which may read other files: copy the values (h5repack)")
     references = references_of(kind)
     if not all(part.equal(h5t.STD_REF_OBJ) or part.equal(h5t.STD_REF_DSETREG) for part in references):
-        raise FileError(f"{where} has references of a kind that h5py does not read: leave it out, or write it anew")
+        raise FileError(f"{where} has references that h5py cannot read: leave it out, or rewrite it")
     stored_bytes, file_bytes = dataset.get_storage_size(), h5py.h5i.get_file_id(dataset).get_filesize()
     if stored_bytes > file_bytes:
         raise FileError(f"{where} claims {stored_bytes} stored bytes but the file has {file_bytes}: it is damaged")

@@ -38,13 +38,13 @@ from h5chunk.store.hdf5.codecs import crc32
 from h5chunk.store.write.part_file import write_at, writing
 
 START_METHOD = "fork" if sys.platform == "linux" else "spawn"
-TASK_SAMPLES = 64  # samples a worker takes at a time: a task costs the main process about 0.3 ms
-TASKS_AHEAD = 3  # waiting for each worker
-GO_ON, STOP, LEAVE = 0, 1, 2  # what workers are told
-LEAVE_S = 1.0  # to stop; behind that they leave where they are
+TASK_SAMPLES = 64  # samples per task, which costs the main process about 0.3 ms
+TASKS_AHEAD = 3  # tasks that wait for each worker
+GO_ON, STOP, LEAVE = 0, 1, 2  # commands to workers
+LEAVE_S = 1.0  # to stop reading; values above it: to exit at once
 LOOK_S = 0.5
 
-Written = Callable[[int], None]  # told how many samples were written since the last call
+Written = Callable[[int], None]  # called with the number of samples written since the last call
 
 
 class FillField(NamedTuple):
@@ -61,7 +61,7 @@ class FillJob:
     """The fields to fill, from which source and in which file. It is sent to each worker once."""
 
     part: Path
-    fields: tuple[FillField, ...]  # those that the source reads
+    fields: tuple[FillField, ...]  # the fields that the source reads
     chunk_samples: int
     source: SampleReader
     order: np.ndarray  # (num_samples,) int64: row i of each field is sample ``order[i]`` of the source
@@ -99,8 +99,8 @@ class Done(NamedTuple):
     checksums: list[list[int]]
     notes: Counter[str]  # what the source noted of its samples
     failures: list[Failure]
-    stamp: int  # of its samples, see `stamp_of_samples`
-    is_new: bool = True  # False: all of it had been written before
+    stamp: int  # stamp of its samples, see `stamp_of_samples`
+    is_new: bool = True  # False: all chunks had been written before
 
     def record(self) -> list[Any]:
         """Return a record for a journal."""
@@ -123,10 +123,10 @@ def parse_record(record: Any) -> Done | None:
 class Filled:
     """Result of `fill`."""
 
-    checksums: dict[str, np.ndarray] = field(default_factory=dict)  # of each field's chunks
+    checksums: dict[str, np.ndarray] = field(default_factory=dict)  # checksums of each field's chunks
     notes: Counter[str] = field(default_factory=Counter)  # what the source noted of its samples
-    failures: list[Failure] = field(default_factory=list)  # in row order; their rows hold zeros
-    stamp: int = 0  # of all samples, as they were when they were read
+    failures: list[Failure] = field(default_factory=list)  # in row order; their rows are zeros
+    stamp: int = 0  # stamp of all samples at the time of reading
 
 
 def fill(
@@ -181,7 +181,7 @@ def _in_this_process(job: FillJob, tasks: list[_Task]) -> Generator[Done]:
 def _in_workers(job: FillJob, tasks: list[_Task], num_workers: int) -> Generator[Done]:
     context = multiprocessing.get_context(START_METHOD)
     try:
-        told = context.RawValue("b", GO_ON)  # no lock: a worker that is killed must not hold one
+        told = context.RawValue("b", GO_ON)  # without a lock, which a killed worker could hold
         pool = ProcessPoolExecutor(
             min(num_workers, len(tasks)), mp_context=context, initializer=_start_worker, initargs=(job, told)
         )
@@ -195,7 +195,7 @@ def _in_workers(job: FillJob, tasks: list[_Task], num_workers: int) -> Generator
     try:
         while True:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # of fork in a process with threads
+                warnings.simplefilter("ignore", DeprecationWarning)  # warnings about forks of processes with threads
                 for task in left:
                     waiting.add(pool.submit(_run_task, *task))
                     if len(waiting) >= TASKS_AHEAD * num_workers:
@@ -207,8 +207,8 @@ def _in_workers(job: FillJob, tasks: list[_Task], num_workers: int) -> Generator
                 yield future.result()
     except BrokenProcessPool:
         raise WorkerError(
-            "a worker process died (killed, or out of memory?): the output was left as it was; "
-            "run it again, with fewer workers if memory was short"
+            "a worker process died (killed, or out of memory?): the output is "
+            "unchanged; run it again, with fewer workers if memory is short"
         ) from None
     finally:
         told.value = STOP  # after an error or Ctrl-C, do not finish the tasks that were started
@@ -223,14 +223,14 @@ _runner: _TaskRunner
 
 def _start_worker(job: FillJob, told: Any) -> None:
     global _runner
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the main process, which stops us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the main process, which stops this one
     threading.Thread(target=_leave_in_time, args=(told,), daemon=True).start()
     _runner = _TaskRunner(job, lambda: told.value != GO_ON)
-    _runner.__enter__()  # for the life of this process
+    _runner.__enter__()  # until this process exits
 
 
 def _leave_in_time(told: Any) -> None:
-    """Exit with the parent, or when told to: a killed process may hold a lock that others wait for."""
+    """Exit with the parent, or on command: a killed process could hold a lock that others wait for."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         while told.value != LEAVE and not multiprocessing.connection.wait([parent.sentinel], LOOK_S):
@@ -333,7 +333,7 @@ class _TaskRunner:
         return now == claim.stamp and self._still_fail(claim.failures) and self._are_written(claim)
 
     def _still_fail(self, failures: list[Failure]) -> bool:
-        """Whether samples that failed fail again: the cause may have vanished without a change to their files."""
+        """Whether samples that failed fail again: the cause may be gone without a change to their files."""
         for failure in failures:
             if not 0 <= failure.row < len(self._job.order):
                 return False

@@ -1,14 +1,14 @@
 """Keep a journal of finished work, an append-only list of records, so that an interrupted writer can continue.
 
-A line is a record: the CRC-32 of its JSON, and the JSON. The first record is a key, which stands for everything that
+A line is a record: the CRC-32 of its JSON, and the JSON. The first record is a key, a digest of everything that
 determines the meaning of the other records. A torn or damaged line ends the journal: later lines are ignored. Records
 are claims, not facts: readers must check the data again.
 
-A writer that is killed right after its output got its name cannot report success. The identity of its command is
+A writer that is killed right after it has renamed its output cannot report success. The identity of its command is
 therefore stored in an extended attribute of the output: it covers the options, and the size and times of all files
 read. It is not stored inside the file, so that equal sources make equal bytes. It also covers the size and time of the
-output, so that it is invalid once the output is modified, or copied. Where the system or the file system lacks such
-attributes, nothing is stored.
+output, so that it is invalid once the output is modified, or copied. If the file system has no such attributes, nothing
+is stored.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.records: list[Any] = []  # what was found, of the same key
-        self.was_of_another = False  # one of another key was found, and emptied
+        self.records: list[Any] = []  # existing records with the same key
+        self.was_of_another = False  # whether a journal with another key was emptied
         self._file: IO[bytes] | None = None
         self._num_added = 0
 
     @property
     def holds_work(self) -> bool:
-        """Whether the journal has records, found or added."""
+        """Whether the journal has records, existing or added."""
         return bool(self.records) or self._num_added > 0
 
     def open(self, key: str | None) -> None:
@@ -144,7 +144,7 @@ def is_made_by(output: Path, command_id: str) -> bool:
     kept = _command_of(output)
     try:
         return kept is not None and kept == _bound_to(output, command_id)
-    except OSError:  # somebody removes it
+    except OSError:  # another process removes it
         return False
 
 

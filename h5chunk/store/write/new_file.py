@@ -1,4 +1,4 @@
-"""Write a file that appears under its name only when it is complete and on disk: see `h5chunk.store.write.output`."""
+"""Write a file that is renamed to its name once it is complete and on disk: see `h5chunk.store.write.output`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from h5chunk.store.write.journal import Journal
 from h5chunk.store.write.output import Output
 from h5chunk.store.write.part_file import check_output, check_room, no_room, open_own, write_at, writing
 
-PIECE_BYTES = 1 << 20  # of data that are moved within a file
+PIECE_BYTES = 1 << 20  # bytes of data that are moved at a time within a file
 FLUSH_INTERVAL_S = 0.5
 
 
@@ -36,7 +36,7 @@ class NewFile(Output):
 
     def __enter__(self) -> NewFile:
         super().__enter__()
-        self._header.unlink(missing_ok=True)  # of a writer that was killed
+        self._header.unlink(missing_ok=True)  # left by a killed writer
         return self
 
     def _check(self) -> None:
@@ -48,7 +48,7 @@ class NewFile(Output):
             return open_own(self.part, shown)
         except IsADirectoryError:
             raise OutputError(
-                f"{shown}: a folder of shards of that name is not finished: run its command again, or remove "
+                f"{shown}: there is an unfinished folder of shards of that name: run its command again, or remove "
                 f"{printable(self.part)}"
             ) from None
 
@@ -140,7 +140,7 @@ class NewFile(Output):
             try:
                 while not done.wait(FLUSH_INTERVAL_S):
                     os.fdatasync(self.descriptor) if hasattr(os, "fdatasync") else os.fsync(self.descriptor)
-            except OSError as error:  # the system tells it once: the final fsync would not see it
+            except OSError as error:  # the system reports it only once: the final fsync would succeed
                 errors.append(error)
 
         thread = threading.Thread(target=flush, daemon=True)
@@ -151,7 +151,7 @@ class NewFile(Output):
             done.set()
             thread.join()
         if errors:
-            raise OutputError(f"{printable(self.path)}: cannot be put on disk: {errors[0].strerror}")
+            raise OutputError(f"{printable(self.path)}: cannot be written to disk: {errors[0].strerror}")
 
 
 def _move_data(descriptor: int, moves: list[tuple[Region, Region]]) -> None:
@@ -166,7 +166,7 @@ def _move_data(descriptor: int, moves: list[tuple[Region, Region]]) -> None:
         if (old, new) in small or new.offset == old.offset:
             continue
         if new.offset > old.offset:
-            raise RuntimeError(f"this version of HDF5 puts a field of {new.num_bytes} bytes higher in a smaller file")
+            raise RuntimeError(f"this version of HDF5 moves a field of {new.num_bytes} bytes up in a smaller file")
         for start in range(0, new.num_bytes, PIECE_BYTES):
             piece = os.pread(descriptor, min(PIECE_BYTES, new.num_bytes - start), old.offset + start)
             write_at(descriptor, piece, new.offset + start)

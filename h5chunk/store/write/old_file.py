@@ -25,10 +25,10 @@ from h5chunk.store.read.scan import CheckedDataset
 from h5chunk.store.write.part_file import write_at
 
 CHECKSUMS = f"{GROUP}/checksums"
-COPY_BYTES = 8 << 20  # at a time, where the kernel cannot copy
+COPY_BYTES = 8 << 20  # bytes per copy, if the kernel cannot copy
 NO_KERNEL_COPY = (errno.ENOSYS, errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.ETXTBSY)
 
-Told = Callable[[int], None]  # told the bytes that were carried since the last call
+Told = Callable[[int], None]  # called with the bytes copied since the last call
 
 
 class OldFile:
@@ -43,16 +43,16 @@ class OldFile:
             header = read_header(file)
             if header is None:
                 raise FileError(
-                    f"{self.shown}: not written by h5chunk: it does not say how its samples were made: convert their "
-                    "source with h5chunk convert, together with the new ones"
+                    f"{self.shown}: not written by h5chunk, so that its options are unknown: convert its source with "
+                    "h5chunk convert, together with the new samples"
                 )
             if header.kind:
                 raise FileError(
-                    f"{self.shown}: holds a sparse matrix, which cannot be appended to: convert all sources together, "
-                    "or the new rows into one more file: several files with the same columns are one data set"
+                    f"{self.shown}: has a sparse matrix, to which append cannot add rows: convert all sources "
+                    "together, or the new rows to another file: several files with the same columns are one data set"
                 )
             self.header, self.options = header, header.options
-            self.datasets: dict[str, h5py.Dataset] = {}  # all that there are, by path
+            self.datasets: dict[str, h5py.Dataset] = {}  # all datasets, by path
             guard = Guard(path)
             for name, item in guard.walk(file):
                 if isinstance(item, FieldError):
@@ -107,8 +107,8 @@ class OldDataset:
         self._checked, self.checksums = CheckedDataset(old.path, self.dataset, table), table
         if len(table) != self._checked.num_chunks:
             raise FileError(
-                f"{old.shown}: {name!r} has {self._checked.num_chunks} chunks but {len(table)} checksums: h5chunk "
-                "verify says what is wrong"
+                f"{old.shown}: {name!r} has {self._checked.num_chunks} chunks but {len(table)} "
+                "checksums: run h5chunk verify"
             )
 
     def values(self, first_chunk: int = 0) -> np.ndarray:
@@ -153,7 +153,7 @@ def copy_range(
     while moved and done < num_bytes and hasattr(os, "copy_file_range"):
         try:
             places = source_offset + done, target_offset + done
-            moved = os.copy_file_range(source, target, num_bytes - done, *places)  # 0: it ended, which reading tells
+            moved = os.copy_file_range(source, target, num_bytes - done, *places)  # 0: end of file, see below
         except OSError as error:
             if error.errno not in NO_KERNEL_COPY:
                 raise

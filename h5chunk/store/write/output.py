@@ -1,9 +1,9 @@
-"""Write an output that appears under its name only when it is complete and on disk: a file or a folder of shards.
+"""Write an output, a file or a folder of shards, that is renamed to its name once it is complete and on disk.
 
-Until then it is written beside its place, as ``.NAME.h5chunk-part``, which is locked: a second writer of the same
-output gets an error. An existing output is unchanged until the new one replaces it in one step. A killed writer leaves
-its part file, which the next writer continues, if there is a journal of finished work (`h5chunk.store.write.journal`),
-``.NAME.h5chunk-journal``, and otherwise replaces.
+Until then it is ``.NAME.h5chunk-part`` in the same folder, which is locked: a second writer of the same output gets an
+error. An existing output is unchanged until the new one replaces it in one step. A killed writer leaves its part file.
+The next writer continues it if there is a journal of finished work, ``.NAME.h5chunk-journal``
+(`h5chunk.store.write.journal`), and replaces it otherwise.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from h5chunk.store.write.part_file import check_name, check_parent, is_open, jou
 EXCHANGE = 2  # RENAME_EXCHANGE of Linux's renameat2, and RENAME_SWAP of macOS' renamex_np
 AT_FDCWD = -100
 SPLIT_FILE = re.compile(rf"({'|'.join(SPLIT_NAMES)})\.h5", re.IGNORECASE)  # of convert --split-files
-OPENINGS = 1000  # of a part that other writers finish each time before we lock it
+OPENINGS = 1000  # attempts to lock a part that other writers finish first
 _Output = TypeVar("_Output", bound="Output")
 
 
@@ -39,13 +39,13 @@ class Output(ABC):
     """
 
     def __init__(self, path: str | os.PathLike[str], overwrite: bool = False, journal: Journal | None = None) -> None:
-        self.path = Path(os.path.realpath(path))  # a link stays a link
+        self.path = Path(os.path.realpath(path))  # a symbolic link stays a link
         self._overwrite = overwrite
         self.part = part_path(self.path)
         self._has_own_journal = journal is None
         self.journal = journal or Journal(journal_path(self.path))
-        self.command_id: str | None = None  # of the command that makes the output; it is kept with the complete one
-        self.kept = False  # part and journal were kept, as an error or Ctrl-C came after work that need not be repeated
+        self.command_id: str | None = None  # identity of the command, stored with the complete output
+        self.kept = False  # whether part and journal were kept after an error or Ctrl-C, for their finished work
 
     @abstractmethod
     def _check(self) -> None:
@@ -67,9 +67,9 @@ class Output(ABC):
         self._check()
         self.descriptor = self._lock()
         try:
-            self._check()  # who had the lock may have made it
+            self._check()  # the previous holder of the lock may have made it
         except OutputError:
-            with suppress(OSError):  # a folder that holds what a killed writer left
+            with suppress(OSError):  # a folder with the files of a killed writer
                 if self.part.is_dir():
                     self.part.rmdir()
                 elif not os.fstat(self.descriptor).st_size:
@@ -84,7 +84,7 @@ class Output(ABC):
             if descriptor is None:
                 continue
             lock(descriptor, printable(self.path))
-            if is_open(descriptor, self.part):  # else it became the output between our opening and locking it
+            if is_open(descriptor, self.part):  # otherwise it became the output before it was locked
                 return descriptor
             os.close(descriptor)
         raise OutputError(f"{printable(self.path)}: cannot be written: {os.strerror(errno.ENOENT)}")
@@ -94,23 +94,23 @@ class Output(ABC):
         try:
             self._check()
         except OutputError:
-            self._remove()  # the same command would not continue it
+            self._remove()  # the same command could not continue it
             raise
         try:
             os.fsync(self.descriptor)
             if self.command_id is not None:
-                save_command_id(self.part, self.command_id)  # after which nothing changes the time of the output
+                save_command_id(self.part, self.command_id)  # the last change of the output's time
             if self._has_own_journal:
-                self.journal.remove()  # while the name of the part, and with it the lock, is ours
+                self.journal.remove()  # while this writer still has the part's name and lock
             self._take_place()
             sync_folder(self.path.parent)
         except OSError as error:
-            raise OutputError(f"{printable(self.path)}: cannot be put on disk: {error.strerror}") from None
+            raise OutputError(f"{printable(self.path)}: cannot be written to disk: {error.strerror}") from None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if is_open(self.descriptor, self.part):
-                # SampleErrors are SourceErrors, but the same command may go on once the sample can be read
+                # after a SampleError, which is a SourceError, the same command may succeed later
                 is_final = isinstance(error, (SourceError, OptionError)) and not isinstance(error, SampleError)
                 self.kept = error is not None and self.journal.holds_work and not is_final
                 if not self.kept:
@@ -148,7 +148,8 @@ class NewFolder(Output):
             return os.open(self.part, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileExistsError:
             raise OutputError(
-                f"{shown}: a file of that name is not finished: run its command again, or remove {printable(self.part)}"
+                f"{shown}: there is an unfinished file of that name: run its "
+                f"command again, or remove {printable(self.part)}"
             ) from None
         except FileNotFoundError:
             if self.path.parent.is_dir():
@@ -164,7 +165,9 @@ class NewFolder(Output):
             try:
                 _remove_files(self.part)
             except OSError as error:
-                raise OutputError(f"{printable(self.part)}: cannot be emptied: {error.strerror}: remove it") from None
+                raise OutputError(
+                    f"{printable(self.part)}: cannot be emptied: {error.strerror}: remove the folder"
+                ) from None
 
     def reopen(self, name: str) -> None:
         """Turn a finished file into a part file again, so that it can be checked and continued."""
@@ -180,7 +183,7 @@ class NewFolder(Output):
         old, descriptor = self.part, os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not _exchange(self.part, self.path):  # a file system that cannot: two steps
+            if not _exchange(self.part, self.path):  # on file systems without exchange, in two steps
                 old = self.part.with_name(f".{self.path.name}.h5chunk-old")
                 self.path.rename(old)
                 self.part.rename(self.path)
@@ -195,13 +198,12 @@ def check_folder(path: Path, overwrite: bool) -> None:
     shown = printable(path)
     check_name(path)
     if os.path.lexists(path) and not path.is_dir():
-        raise OutputError(f"{shown}: is a file, and shards make a folder: give another name, or remove it")
+        raise OutputError(f"{shown}: is a file, but shards need a folder: give another name, or remove it")
     there = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
     others = [name for name in there if not NUMBERED.fullmatch(name) and not SPLIT_FILE.fullmatch(name)]
     if others:
         raise OutputError(
-            f"{shown}: is a folder with more than shards in it, such as {printable(others[0])}: give the name of a "
-            "new one"
+            f"{shown}: is a folder that has other files than shards, such as {printable(others[0])}: name a new folder"
         )
     if there and not overwrite:
         raise OutputError(f"{shown}: exists: use --overwrite (overwrite=True) to replace it")

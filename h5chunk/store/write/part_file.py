@@ -15,8 +15,8 @@ from pathlib import Path
 
 from h5chunk.errors import H5ChunkError, OutputError, human_bytes, printable
 
-ROOM_BYTES = 16 << 20  # where the size is not known before, the disk is looked at each time that so much was written
-LOCK_WAIT_S = 0.5  # the workers of a writer that was just killed hold its lock until they have noticed
+ROOM_BYTES = 16 << 20  # if the size is not known, free space is checked whenever this much was written
+LOCK_WAIT_S = 0.5  # workers of a killed writer hold its lock until they notice
 
 
 def part_path(path: Path) -> Path:
@@ -104,7 +104,7 @@ def parse_output(path: str | os.PathLike[str], *, folder: bool = False) -> Path:
 def check_name(path: Path) -> None:
     """Raise OutputError unless files can have names derived from ``path``, and it is accessible."""
     beside = journal_path(path)
-    for each in (path, beside.with_name(f"{beside.name}-data")):  # the longest of them
+    for each in (path, beside.with_name(f"{beside.name}-data")):  # the longest derived name
         try:
             os.stat(each)
         except OSError as error:
@@ -118,7 +118,7 @@ def check_not_source(path: Path, *sources: str | os.PathLike[str] | None) -> Non
     """Raise OutputError if an output is one of its own sources."""
     for source in sources:
         if source is not None and os.path.exists(path) and os.path.exists(source) and os.path.samefile(path, source):
-            raise OutputError(f"{printable(path)}: is the source itself: write to another file")
+            raise OutputError(f"{printable(path)}: is also the source: write to another file")
 
 
 def check_output(path: Path, overwrite: bool) -> None:
@@ -127,8 +127,8 @@ def check_output(path: Path, overwrite: bool) -> None:
     check_name(path)
     if path.is_dir():
         raise OutputError(f"{shown}: is a folder: give the name of a file, such as {printable(path / 'data.h5')}")
-    if os.path.exists(path) and not path.is_file():  # a device, such as /dev/null, would be gone
-        raise OutputError(f"{shown}: is no regular file, and is not replaced by one: give another name")
+    if os.path.exists(path) and not path.is_file():  # a device, such as /dev/null, would be replaced
+        raise OutputError(f"{shown}: is not a regular file, and is not replaced: give another name")
     if os.path.exists(path) and not overwrite:
         raise OutputError(f"{shown}: exists: use --overwrite (overwrite=True) to replace it")
     check_parent(path)
@@ -153,7 +153,7 @@ def check_room(path: Path, num_bytes: int) -> None:
 
 def no_room(path: Path, num_bytes: int, reason: str | None) -> str:
     """Return the message for a disk with too little free space."""
-    return f"{printable(path)}: needs {human_bytes(num_bytes)} of disk but {reason}: free some, or write elsewhere"
+    return f"{printable(path)}: needs {human_bytes(num_bytes)} of disk but {reason}: free space, or write elsewhere"
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Write the samples of a source into a new file, after those of an older file when appending.
 
-All kinds of sources and commands write samples here: converting is appending to nothing. This module knows only the
-contract of sources.
+All kinds of sources and commands write samples here: converting is appending to no samples. This module depends only on
+the contract of sources.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from h5chunk.store.write.fill import Done, Failure, Filled, FillField, FillJob, 
 from h5chunk.store.write.new_file import NewFile, checksum_specs, column_specs, table_specs, write_columns
 from h5chunk.store.write.old_file import OldDataset
 
-Told = Callable[[int], None]  # told a number of samples, or bytes, since the last call
+Told = Callable[[int], None]  # called with the number of samples, or bytes, since the last call
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,15 @@ class OldSamples:
 
     num_samples: int = 0
     shown: str = ""  # the file's name, for messages
-    fields: Mapping[str, OldDataset] = field(default_factory=dict)  # those that the new source reads one by one
+    fields: Mapping[str, OldDataset] = field(default_factory=dict)  # fields that the new source reads one by one
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)  # all other fields
     source_index: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     name_ends: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     names: bytes = b""
-    attributes: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # of each object of the file, by path
-    options: Mapping[str, Any] = field(default_factory=dict)  # that the file records
+    attributes: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # of each object, by path
+    options: Mapping[str, Any] = field(default_factory=dict)  # options that the file records
     seed: int = 0
-    cache: CacheSettings | None = None  # the one that a tuner settled on
+    cache: CacheSettings | None = None  # the cache that tune recommended
 
     @property
     def first_index(self) -> int:
@@ -65,11 +65,11 @@ class SampleJob:
     source: SampleSource
     order: np.ndarray  # (num_new,) int64: the new samples, in the order in which they are written
     layout: Layout  # of the whole file
-    options: Mapping[str, Any]  # what the header records (JSON), ``seed`` and ``shuffle`` among them
-    columns: Mapping[str, np.ndarray]  # of the source, in its order, in the types that the file has
+    options: Mapping[str, Any]  # options for the header (JSON), including ``seed`` and ``shuffle``
+    columns: Mapping[str, np.ndarray]  # columns of the source, in its order and the file's types
     categories: Mapping[str, Sequence[str]]  # of the whole file
     num_workers: int
-    skip: bool  # whether samples that cannot be read are left out
+    skip: bool  # whether unreadable samples are left out
     old: OldSamples = field(default_factory=OldSamples)
 
     @property

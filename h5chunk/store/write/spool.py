@@ -27,7 +27,7 @@ class TemporaryBytes:
         try:
             self._file = tempfile.TemporaryFile(dir=folder, prefix=".h5chunk-", buffering=0)
         except OSError as error:
-            raise OutputError(f"{printable(folder)}: no temporary file can be made: {error.strerror}") from None
+            raise OutputError(f"{printable(folder)}: a temporary file cannot be made: {error.strerror}") from None
         self.descriptor = self._file.fileno()
 
     def close(self) -> None:
@@ -45,7 +45,7 @@ class TemporaryBytes:
                     f"{where}: the disk is full after {offset} bytes of a temporary file: "
                     "free some space, give more memory, or write elsewhere"
                 ) from None
-            raise OutputError(f"{where}: no temporary file can be written: {error.strerror}") from None
+            raise OutputError(f"{where}: a temporary file cannot be written: {error.strerror}") from None
 
     def read(self, offset: int, out: np.ndarray) -> None:
         """Fill ``out`` with the bytes from an offset on."""
@@ -93,7 +93,7 @@ class Spool:
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return elements ``start`` to ``stop`` of the file's data, in new memory."""
         if self._file is None:
-            raise ValueError("it is in memory: take the parts")
+            raise ValueError("it is in memory: use take()")
         values = np.empty(stop - start, self.dtype)
         self._file.read(start * self.dtype.itemsize, values.view(np.uint8))
         return values

@@ -52,13 +52,13 @@ class PlainTarget:
 
     def _sum(self, chunk: int, data: np.ndarray) -> None:
         checksum = crc32(data)
-        if len(data) < self._chunk_bytes:  # the last one, which is filled up with zeros
+        if len(data) < self._chunk_bytes:  # the last chunk, which is filled up with zeros
             checksum = crc32(np.zeros(self._chunk_bytes - len(data), np.uint8), checksum)
         self._sums[chunk], self._known[chunk] = checksum, True
 
     def finish(self) -> np.ndarray:
         """Return the CRC-32 of each stored chunk: (num_chunks,) uint32; empty if not requested."""
-        for chunk in np.flatnonzero(~self._known).tolist():  # those that came in parts
+        for chunk in np.flatnonzero(~self._known).tolist():  # chunks that came in parts
             start = chunk * self._chunk_bytes
             data = np.empty(min(self._chunk_bytes, self._num_bytes - start), np.uint8)
             self.read(start, data)
@@ -115,7 +115,7 @@ class CompressedTarget:
     def put(self, offset: int, data: np.ndarray) -> None:
         """See `PlainTarget.put`; parts must come in order."""
         if offset != self._begun * len(self._chunk) + self._filled:
-            raise ValueError(f"byte {offset} came out of turn")
+            raise ValueError(f"byte {offset} came out of order")
         while len(data):
             part = data[: len(self._chunk) - self._filled]
             self._chunk[self._filled : self._filled + len(part)] = part
@@ -158,7 +158,7 @@ class CompressedTarget:
 
     def finish(self) -> np.ndarray:
         """See `PlainTarget.finish`."""
-        if self._filled:  # the rest of it is zero
+        if self._filled:  # the rest of the chunk is zero
             self._compress()
         while self._waiting:
             self._store(self._waiting.popleft().result())
@@ -166,4 +166,4 @@ class CompressedTarget:
 
 
 Target = PlainTarget | CompressedTarget
-Waiting = PlainTarget | TemporaryBytes  # where bytes may be kept for a while
+Waiting = PlainTarget | TemporaryBytes  # temporary storage for bytes

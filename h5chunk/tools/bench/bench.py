@@ -37,9 +37,9 @@ from h5chunk.tools.progress import Progress, TimeBudget
 from h5chunk.tools.report import Report
 
 MAX_WORKERS = 4
-HELD_BATCHES, HELD_BYTES, HELD_LOADERS = 7, 1 << 30, 4  # what a loader reads ahead is bounded by HELD_BYTES
+HELD_BATCHES, HELD_BYTES, HELD_LOADERS = 7, 1 << 30, 4  # what a loader reads ahead is limited by HELD_BYTES
 AT_LIMIT = 0.7  # a loader that gives this much of its limit leaves little to gain
-NOISY = 1.5  # of a limit: more is the time of day
+NOISY = 1.5  # of a limit: a larger ratio means that the machine was busy
 
 
 def bench(
@@ -62,7 +62,7 @@ def bench(
         A file; or several files as one data set, named as for `ChunkDataset`.
     batch_size : int
     device : str
-        Device that `ChunkLoader` brings batches to: ``"cpu"`` or ``"cuda"``.
+        Device of the batches of `ChunkLoader`: ``"cpu"`` or ``"cuda"``.
     fields : sequence or mapping of str, optional
         As for `ChunkDataset`.
     budget_s : float
@@ -93,7 +93,7 @@ def bench(
     device_name = describe_device(device)
     reader = open_reader(path, field_mapping(fields), trusted=trusted)
     if reader.matrix is not None:
-        raise FieldError(f"{printable(reader.path)}: holds a sparse matrix, which bench does not measure yet")
+        raise FieldError(f"{printable(reader.path)}: has a sparse matrix, which bench cannot measure")
     subject = Subject(
         path=path,
         fields=fields,
@@ -111,7 +111,7 @@ def bench(
     with _named_errors(str(reader.path)), subject.closing:
         figures, notes, stored_bytes = measure_stages(subject, numbers, cold, not_direct)
     if any(each.ratio is not None and each.ratio > NOISY for each in figures if each.limit == CACHED):
-        notes.append("some figures are above their limit: the machine was busy with other things: run it again")
+        notes.append("some figures are above their limit, because the machine was busy: run it again")
     fits = stored_bytes is None or stored_bytes < subject.memory_bytes
     return BenchReport(
         path=str(reader.path),
@@ -153,8 +153,8 @@ def _check_memory(subject: Subject, num_workers: int) -> None:
     needed = HELD_LOADERS * min(HELD_BATCHES * batch, HELD_BYTES + 2 * batch) + 3 * (1 + num_workers) * batch
     if needed > subject.memory_bytes:
         raise OptionError(
-            f"batch_size is {subject.batch_size}, a batch of {human_bytes(batch)}: measuring holds about "
-            f"{human_bytes(needed)} at a time, but {human_bytes(subject.memory_bytes)} are free: give a smaller "
+            f"batch_size is {subject.batch_size}, a batch of {human_bytes(batch)}: measuring takes about "
+            f"{human_bytes(needed)} of memory, but {human_bytes(subject.memory_bytes)} are free: give a smaller "
             "batch_size"
         )
 

@@ -29,9 +29,7 @@ from h5chunk.tools.convert.samples import is_complete, open_context, prepare
 from h5chunk.tools.progress import Progress
 from h5chunk.tools.verify.tables import look_at_tables
 
-AGAIN = (
-    "this very command appended the same samples last: they are not appended twice (with another seed they would be)"
-)
+AGAIN = "the same command appended the same samples last: they are not appended again (with another seed they would be)"
 
 
 def append(
@@ -48,11 +46,10 @@ def append(
 
     A sparse matrix cannot be appended to: convert new rows to another file, as several files are one data set.
 
-    The old samples keep their places; the new samples follow them. A longer file is written beside the old one, whose
-    chunks are all checked on the way, and replaces it in one step: so the disk needs room for both, and the old samples
-    stay readable. A process that has the old file open keeps it; h5chunk's readers notice this, and raise a FileError
-    that says that the file was replaced, rather than mix the two. Equal file, source and options give equal bytes, with
-    any number of workers.
+    The old samples keep their places; the new samples follow them. A longer file is written beside the old one, after
+    checking all old chunks, and replaces it in one step: so the disk needs space for both, and the old samples stay
+    readable. A process that has the old file open keeps it; h5chunk's readers notice this, and raise a FileError
+    instead of mixing both files. Equal file, source and options give equal bytes, with any number of workers.
 
     New samples are permuted only among themselves. The file therefore no longer counts as shuffled, and its windows are
     those of an unshuffled file: `h5chunk repack --shuffle` mixes old and new samples.
@@ -109,9 +106,9 @@ def _settled(
 
 @contextmanager
 def _open_checked(path: Path, *sources: Any) -> Iterator[OldFile]:
-    """Open the file to append to, and check that its tables agree."""
+    """Open the file to append to, and check that its tables are consistent."""
     if not path.exists():
-        raise FileError(f"{printable(path)}: no such file: h5chunk convert makes it")
+        raise FileError(f"{printable(path)}: no such file: make it with h5chunk convert")
     if path.is_dir():
         raise FileError(
             f"{printable(path)}: is a folder: append to one of its files, or convert the new samples into another file "
@@ -122,7 +119,7 @@ def _open_checked(path: Path, *sources: Any) -> Iterator[OldFile]:
         with translate_errors(old.shown):
             problem = next(look_at_tables(old.file, old.header, list(old.datasets)), None)
         if problem is not None:
-            raise FileError(f"{old.shown}: {problem}: nothing was appended: h5chunk verify says all that is wrong")
+            raise FileError(f"{old.shown}: {problem}: nothing was appended: h5chunk verify lists all problems")
         yield old
 
 
@@ -137,7 +134,7 @@ def _open_source(
         )
     fixed = next((name for name in SET_BY_FILE if name in given and name in kind.Options.names()), None)
     if fixed is not None:
-        raise OptionError(f"{flag_of(fixed)}: images are decoded as those of {old.shown} were: leave it out")
+        raise OptionError(f"{flag_of(fixed)}: images are decoded with the options of {old.shown}: leave it out")
     recorded = recorded_options(old, kind)
     if "manifest" in given:
         recorded.pop("split_folders", None)
@@ -155,13 +152,13 @@ def _duplicate_names(job: SampleJob) -> list[str]:
     if not again:
         return []
     return [
-        f"{len(again):,} of {len(source):,} new names, such as {printable(min(again))}, were in the file before: "
-        "if they are the same samples, these come twice"
+        f"{len(again):,} of {len(source):,} new names, such as {printable(min(again))}, are already in the file: "
+        "if they are the same samples, the file now has them twice"
     ]
 
 
 def _unmixed(shown: str) -> str:
-    return f"old and new samples are not mixed: h5chunk repack {shown} NEW.h5 --shuffle does that, where they differ"
+    return f"old and new samples are not mixed: h5chunk repack {shown} NEW.h5 --shuffle mixes them"
 
 
 def _small_chunks(layout: Layout) -> list[str]:
@@ -169,4 +166,4 @@ def _small_chunks(layout: Layout) -> list[str]:
     size, chosen = layout.chunk_samples, plan_layout(layout.num_samples, layout.sample_bytes).chunk_samples
     if chosen < 4 * size:
         return []
-    return [f"chunks keep {count_text(size, 'sample')} each; of so many they would get {chosen}: repack does that"]
+    return [f"chunks keep {count_text(size, 'sample')} each; {chosen} would suit the longer file: use repack for that"]

@@ -18,7 +18,7 @@ from h5chunk.store.format.spec import GROUP
 from h5chunk.store.write.old_file import OldDataset, OldFile
 from h5chunk.store.write.samples import OldSamples, SampleJob
 
-# options of images that are as when the file was made
+# options of images that keep the file's values
 SET_BY_FILE = ("size", "color", "layout", "animated", "mask_column")
 TABLES = ("source_index", "source_names", "source_name_ends", "class_names")
 CATEGORIES = f"{GROUP}/categories/"
@@ -38,8 +38,8 @@ def recorded_options(old: OldFile, kind: Any) -> dict[str, Any]:
         recorded = {}
     if kind is ImageSource:
         if IMAGES not in old.datasets or not recorded:
-            what = "what its images were converted with" if IMAGES in old.datasets else repr(IMAGES)
-            raise FileError(f"{old.shown}: lacks {what}: only what h5chunk convert made can be appended to")
+            what = "the options of its images" if IMAGES in old.datasets else repr(IMAGES)
+            raise FileError(f"{old.shown}: lacks {what}: only files of h5chunk convert can be appended to")
         recorded["split_folders"] = str(old.options.get("split_folders", "auto"))
     return recorded
 
@@ -60,21 +60,23 @@ def plan_addition(old: OldFile, job: SampleJob, *, new_classes: bool, source: st
         before, now = old_categories.get(name, []), job.categories.get(name, [])
         if bool(before) != bool(now):
             named, other = (old.shown, source) if before else (source, old.shown)
-            raise SourceError(f"{source}: {name} have names in {named} but are numbers in {other}: give both alike")
+            raise SourceError(
+                f"{source}: {name} have names in {named} but are numbers in {other}: use one kind in both"
+            )
         new = _new_names(before, now, new_classes=new_classes, shown=old.shown, source=source)
         categories[name] = [*before, *new]
         added += new
         codes = {category: code for code, category in enumerate(categories[name])}
         numbers = np.array([codes[category] for category in now], np.int64)
-        if name in columns:  # -1, which is no class, stays
+        if name in columns:  # -1, which means no class, stays
             labels = columns[name]
             columns[name] = np.where(labels < 0, labels, numbers[np.maximum(labels, 0)]) if len(numbers) else labels
         elif not np.array_equal(numbers, np.arange(len(numbers))):
-            raise SourceError(f"{source}: field {name!r} counts its categories otherwise than {old.shown} does")
+            raise SourceError(f"{source}: field {name!r} numbers its categories differently from {old.shown}")
     header, sample_bytes = old.header, job.layout.sample_bytes
     was = plan_layout(header.num_samples, sample_bytes, header.chunk_samples)
     layout = plan_layout(header.num_samples + len(job.order), sample_bytes, header.chunk_samples)
-    if header.window_chunks != was.window_chunks:  # a tuner chose the window, as it may have chosen the cache
+    if header.window_chunks != was.window_chunks:  # a tuner chose the window, and perhaps the cache
         layout = replace(layout, window_chunks=header.window_chunks)
     cache = None if header.cache == was.cache else header.cache
     options = {name: value for name, value in job.options.items() if name in ("seed", "shuffle", "fit")}
@@ -90,19 +92,19 @@ def _check_file(old: OldFile) -> None:
     lost = min(old.datasets.keys() - known, default=None)
     if lost is not None:
         raise FileError(
-            f"{old.shown}: {lost!r} is not as h5chunk convert writes it, and would be lost: remove it, or append to "
-            "the file as it was converted"
+            f"{old.shown}: {lost!r} was not written by h5chunk convert, and would be lost: remove it, or append "
+            "to the original converted file"
         )
     if f"{GROUP}/source_index" not in old.datasets:
-        raise FileError(f"{old.shown}: lacks 'source_index': only what h5chunk convert made can be appended to")
+        raise FileError(f"{old.shown}: lacks 'source_index': only files of h5chunk convert can be appended to")
     size = old.header.chunk_samples
     for name in old.fields:
         dataset = old.datasets[name]
         is_plain = not dataset.id.get_create_plist().get_nfilters() and dataset.chunks == (size, *dataset.shape[1:])
         if dataset.shape[:1] != (old.header.num_samples,) or not is_plain:
             raise FileError(
-                f"{old.shown}: its fields are not plain chunks of {size} whole samples, as h5chunk convert writes "
-                "them: repack it (--compression none), or convert all sources together"
+                f"{old.shown}: its fields are not uncompressed chunks of {size} whole samples: repack it "
+                "(--compression none), or convert all sources together"
             )
 
 
@@ -128,7 +130,7 @@ def _check_fields(old: OldFile, source: SampleSource, columns: Collection[str], 
             )
     if (source.names is None) == (f"{GROUP}/source_names" in old.datasets):
         named, other = (shown, old.shown) if source.names is not None else (old.shown, shown)
-        raise SourceError(f"{shown}: samples have names in {named} but not in {other}: give both alike")
+        raise SourceError(f"{shown}: samples have names in {named} but not in {other}: give names in both or neither")
 
 
 def _old_categories(old: OldFile) -> dict[str, list[str]]:
@@ -144,13 +146,13 @@ def _new_names(old: Sequence[str], new: Sequence[str], *, new_classes: bool, sho
     """Return the names of classes that the file lacks; raise SourceError if new classes are not allowed."""
     twice = next((name for name in old if old.count(name) > 1), None) if len({*old}) < len(old) else None
     if twice is not None:
-        raise SourceError(f"{shown}: two of its class names are {twice!r}: which of them is meant cannot be told")
+        raise SourceError(f"{shown}: two of its classes have the name {twice!r}, which is ambiguous: rename one")
     known = {*old}
     added = [name for name in new if name not in known]
     if added and not new_classes:
         raise SourceError(
             f"{source}: has class {added[0]!r}, which {shown} does not ({len(added)} such of {len(new)}): "
-            "--new-classes (new_classes=True) puts them behind the others"
+            "--new-classes (new_classes=True) adds them after the others"
         )
     return added
 
@@ -200,12 +202,12 @@ def _fit(name: str, values: np.ndarray, dtype: np.dtype, shown: str, source: str
         if values.dtype.kind in "iu" and dtype.kind in "iu":
             same &= (fitted < 0) == (values < 0)
         if values.dtype.kind in "iu" and dtype.kind == "f":
-            same &= np.abs(fitted) < 2.0**63  # beyond, some processors give the largest number back
+            same &= np.abs(fitted) < 2.0**63  # for larger values, some processors return the largest number
     if not same.all():
         first = int((~same).argmax())
         raise SourceError(
-            f"{source}: field {name!r} has the value {values[first]} (sample {first}) but in {shown} it is {dtype}, "
-            "which does not hold that: convert all sources together"
+            f"{source}: field {name!r} has the value {values[first]} (sample {first}), but in {shown} it is "
+            f"{dtype}, which cannot hold that: convert all sources together"
         )
     return fitted
 

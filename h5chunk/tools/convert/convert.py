@@ -37,7 +37,7 @@ def convert(
 ) -> ConvertReport | MatrixReport:
     """Convert a source of any kind into one HDF5 file, or samples into a folder of several files.
 
-    The file, or folder, appears under its name only when it is complete and on disk. Equal source and options give
+    The file, or folder, is renamed to its name once it is complete and on disk. Equal source and options give
     equal bytes, with any number of workers. If a conversion is stopped, by Ctrl-C, a full disk, an unusable sample or a
     signal, its work is kept in ``.NAME.h5chunk-part`` beside the output: the same call continues. The conversion of a
     matrix starts over.

@@ -1,6 +1,6 @@
 """Convert a sparse matrix into one HDF5 file: read, sort by row, choose how values are stored, write.
 
-Entries are read once and sorted within ``memory_bytes``; the rest waits on disk beside the output, in unnamed files
+Entries are read once and sorted within ``memory_bytes``; the rest is stored on disk beside the output, in unnamed files
 that the system removes when the process ends. The bytes of the output do not depend on the memory.
 
 A conversion that is stopped starts over.
@@ -51,7 +51,7 @@ from h5chunk.tools.convert.report import MatrixReport
 from h5chunk.tools.convert.samples import facts_of_all
 from h5chunk.tools.progress import Progress, count_up
 
-PROBE_S = 1.0  # time to read the start of a source for a plan
+PROBE_S = 1.0  # seconds of reading the start of a source for a plan
 
 Columns = Mapping[str, np.ndarray]
 
@@ -114,7 +114,7 @@ def _write(
     with NewFile(path, overwrite) as new, ExitStack() as stack:
         kept = _select(source, options, Path(os.path.realpath(path)).parent, stack, report_read)
         if kept.num_columns < 1 or not kept.num_rows:
-            raise SourceError(f"{printable(source.path)}: nothing is left of it")
+            raise SourceError(f"{printable(source.path)}: no rows are left")
         fields, tables = fields_of(kept), tables_of(kept)
         write = _write_dense if options.dense else _write_csr
         chunk_samples = write(new, kept, fields, tables, count_up("write", kept.num_entries, progress))
@@ -159,8 +159,8 @@ def naming_memory(memory_bytes: int) -> Iterator[None]:
         yield
     except MemoryError:
         raise OptionError(
-            f"the limit on memory is {human_bytes(memory_bytes)}, but the system gave less: allow less "
-            "(--memory-bytes), or give this process more"
+            f"the limit on memory is {human_bytes(memory_bytes)}, but the system has less free memory: lower it "
+            "(--memory-bytes), or free memory"
         ) from None
 
 
@@ -174,7 +174,7 @@ def fields_of(kept: Selection) -> dict[str, np.ndarray]:
     for name, values in source.row_fields.items():
         where = f"{printable(source.path)}: field {name!r}"
         if len(values) != len(order):
-            raise SourceError(f"{where} has {len(values)} values, the matrix {len(order)} rows")
+            raise SourceError(f"{where} has {len(values)} values, but the matrix has {len(order)} rows")
         if values.dtype.kind not in "biufS":
             raise SourceError(f"{where} is of type {values.dtype}")
         stored = field_name(name)
@@ -250,7 +250,8 @@ def _write_dense(
     need = layout.chunk_bytes * 3 * (threads + 1)
     if need > memory_bytes // 2:
         raise OptionError(
-            f"dense chunks of {human_bytes(layout.chunk_bytes)} take {human_bytes(need)} while they are made, but half "
+            f"dense chunks of {human_bytes(layout.chunk_bytes)} take {human_bytes(need)} while they are written, "
+            "but half "
             f"of memory_bytes is {human_bytes(memory_bytes // 2)}: allow more, or give a smaller chunk_samples"
         )
     is_compressed = options.compression != "none"
@@ -298,12 +299,12 @@ def _attributes(options: MatrixOptions) -> dict[str, Any]:
 
 
 class _Start(NamedTuple):
-    """What the start of a source shows of all of it."""
+    """Facts about a source, estimated from its start."""
 
-    num_entries: int  # about, unless it is whole
-    seconds: float  # of reading all
+    num_entries: int  # estimated, unless the whole source was read
+    seconds: float  # seconds of reading the whole source
     whole: bool
-    num_columns: int  # at least
+    num_columns: int  # lower bound
     coding: Coding | FloatCoding
     storage: Storage
 
@@ -329,7 +330,7 @@ def _read_start(source: SparseSource, options: MatrixOptions, coding: Coding | F
 
 
 def _settled_values(source: SparseSource, block: Block, coding: Coding | FloatCoding) -> np.ndarray:
-    """Return the units of a block's entries as if no two of them shared a place."""
+    """Return the units of a block's entries as if they had no duplicates."""
     values = np.ones(len(block), np.uint8) if block.values is None else block.values
     units, unfit = coding.units(values)
     if unfit is None:

@@ -22,14 +22,14 @@ T = TypeVar("T")
 
 # Shares of the memory limit, which do not peak at the same time: one eighth for reading, and so on.
 READ_SHARE, SPOOL_SHARE, SORT_SHARE, TABLE_SHARE = 8, 4, 2, 16
-TABLE_BYTES = 4  # of an id in a table of ids
+TABLE_BYTES = 4  # bytes of an id in a table of ids
 # Of memory for a row (its number while rows are permuted, its entries, its source), and for a column whose entries are
 # counted: 49 and 25 were measured (tracemalloc, as in tests/sources/test_claims.py).
 ROW_BYTES, COLUMN_BYTES = 56, 32
 
 
 TABLE_START = 1 << 16
-NUMBERS_BYTES, ID_COPIES = 24, 4  # of memory for an id: its number, in several orders, and copies of itself
+NUMBERS_BYTES, ID_COPIES = 24, 4  # bytes of memory for an id: its number, in several orders, and copies of itself
 
 
 def check_shape(
@@ -54,7 +54,7 @@ def check_shape(
 
 
 class UnfitError(SourceError):
-    """A value cannot be stored in the way that was tried."""
+    """A value cannot be stored in the storage that was tried."""
 
 
 def unfit_error(source: SparseSource, coding: Coding | FloatCoding, place: str, value: float) -> UnfitError:
@@ -90,7 +90,7 @@ class SortedMatrix:
     and SourceError for more rows and columns than fit in memory, and for errors of the source.
     """
 
-    entries: Entries  # their rows are those of the file, before any is left out
+    entries: Entries  # rows are numbered as in the file, before any is left out
     order: np.ndarray  # (rows,) int64: row i is row order[i] of the source
     num_columns: int
 
@@ -106,9 +106,9 @@ class SortedMatrix:
         self.source, self.options, self.coding = source, options, coding
         self._folder, self._stack = folder, stack
         self._uses_times = source.time_name is not None and options.duplicates in IN_ORDER
-        self.row_ids: np.ndarray | None = None  # of all rows of the source, ascending; None where it has no ids
+        self.row_ids: np.ndarray | None = None  # ids of all rows of the source, ascending; None if it has no ids
         self.column_ids: np.ndarray | None = None
-        self.num_read = 0  # entries
+        self.num_read = 0  # number of entries
         num_rows, num_columns = source.shape
         if source.has_ids or num_rows is None or num_columns is None:
             self._read_unnumbered(report_read)
@@ -117,7 +117,7 @@ class SortedMatrix:
             for block, done in source.blocks(self.options.memory_bytes // READ_SHARE):
                 units = self._units(block)
                 if len(block) and (int(block.rows.max()) >= num_rows or int(block.columns.max()) >= num_columns):
-                    raise SourceError(f"{printable(source.path)}: an entry lies outside of {num_rows} x {num_columns}")
+                    raise SourceError(f"{printable(source.path)}: an entry is outside of {num_rows} x {num_columns}")
                 self.entries.append(destination[block.rows], block.columns, units, block.times)
                 report_read(done)
         self.entries.finish()
@@ -152,14 +152,14 @@ class SortedMatrix:
                 spool.append(records)
                 report_read(done)
             if ids is None:
-                rows, columns = source.shape  # a source may know by now
+                rows, columns = source.shape  # a source may know its shape by now
                 num_rows = rows or max([num_rows, *map(len, source.row_fields.values())])
                 num_columns = columns or num_columns
                 destination = self._open_entries(num_rows, num_columns)
             else:
                 self.row_ids, row_ranks = ids[0].ranks()
                 self.column_ids, column_ranks = ids[1].ranks()
-                ids = None  # gives its memory back before entries are sorted
+                ids = None  # frees its memory before entries are sorted
                 destination = self._open_entries(num_rows, num_columns)[row_ranks]
             for records in spool.take(PART_ENTRIES):
                 numbers = records["column"] if column_ranks is None else column_ranks[records["column"]]
@@ -207,7 +207,7 @@ class SortedMatrix:
         )
 
     def place(self, row: int, column: int) -> str:
-        """Describe a place in a message; ``row`` is a row of the file."""
+        """Describe a row and a column in a message; ``row`` is a row of the file."""
         return place_text(*self.ids_of(int(self.order[row]), column))
 
     def unfit_error(self, place: str, value: float) -> UnfitError:

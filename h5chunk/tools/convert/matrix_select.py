@@ -22,11 +22,11 @@ class Selection:
     """The rows, columns and entries of a matrix that are written."""
 
     matrix: SortedMatrix
-    rows: np.ndarray  # (rows,) bool: of the rows in the order of the file
-    columns: np.ndarray | None  # (columns,) bool; None where all are kept
+    rows: np.ndarray  # (rows,) bool, in the order of the file
+    columns: np.ndarray | None  # (columns,) bool; None if all are kept
     row_entries: np.ndarray  # (kept rows,) int64
     storage: Storage
-    counts: dict[str, int]  # of what was left out, for the report
+    counts: dict[str, int]  # counts of what was left out, for the report
 
     @property
     def num_rows(self) -> int:
@@ -165,8 +165,8 @@ def _duplicate_error(matrix: SortedMatrix) -> SourceError:
     row, column = matrix.ids_of(*min(repeated)[:2])
     return SourceError(
         f"{printable(matrix.source.path)}: {place_text(row, column)} has more than one entry: "
-        f"{' and '.join(_entries_of(matrix, row, column))}; {num_duplicates:,} of {matrix.num_read:,} entries repeat a "
-        "place: say what counts with --duplicates last, first, max, mean or sum"
+        f"{' and '.join(_entries_of(matrix, row, column))}; {num_duplicates:,} of {matrix.num_read:,} entries "
+        "are duplicates: choose --duplicates last, first, max, mean or sum"
     )
 
 

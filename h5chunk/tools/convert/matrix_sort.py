@@ -1,8 +1,9 @@
 """Sort the entries of a matrix by row and column in bounded memory, and combine duplicates.
 
 Entries come in any order. If they fit in memory, they are sorted there. Otherwise each part that fits is sorted and
-written to disk, and keys at regular steps are kept in memory; they show where to cut the range of keys so that the
-entries between two cuts fit in memory, and where each part is cut. So rows of any length are cut evenly.
+written to disk, and keys at regular steps are kept in memory. They determine where to cut the range of keys so that the
+entries between two cuts fit in memory, and the position of each cut in every part. So rows of any length are cut
+evenly.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from h5chunk.errors import OptionError
 from h5chunk.store.write.spool import Spool
 from h5chunk.tools.convert.options import IN_ORDER
 
-MAX_KEY_STEP = 1024  # of the keys in order, one of so many is kept in memory
-MIN_ALIKE = 1 << 16  # entries of one place that are sorted at once in any memory
-PART_ENTRIES = 1 << 19  # entries handed on at a time: a few MB
+MAX_KEY_STEP = 1024  # one of this many keys, in order, is kept in memory
+MIN_ALIKE = 1 << 16  # duplicates of one place that are sorted at once, whatever the memory
+PART_ENTRIES = 1 << 19  # entries passed on at a time: a few MB
 
 
 class _Run(NamedTuple):
@@ -125,7 +126,7 @@ class Entries:
             return
         self._spill()
         keys = np.sort(np.concatenate([run.keys for run in self._runs]))
-        # Of a range that holds n of the kept keys, each run may hold up to that step of records more.
+        # A range with n kept keys may have up to one more step of records in each run.
         step = max(1, self._limit // self._step - len(self._runs))
         self._cuts = np.unique(keys[step::step]).tolist()
 
@@ -133,7 +134,7 @@ class Entries:
         records = np.empty(self._num_waiting, self._record)
         start = 0
         self._parts.reverse()
-        while self._parts:  # each part goes as soon as it is copied
+        while self._parts:  # each part is freed once it is copied
             part = self._parts.pop()
             records[start : start + len(part)] = part
             start += len(part)
@@ -170,8 +171,8 @@ class Entries:
     def _range(self, low: int, high: int | None) -> np.ndarray:
         """Return the records with keys from ``low`` to ``high`` (excluded), part by part.
 
-        Raises OptionError if one place has more entries than fit in memory: no cut can part them, and ``low`` is its
-        key.
+        Raises OptionError if one place has more entries than fit in memory: no cut can divide them, and ``low`` is
+        their key.
         """
         found, num_alike = [], 0
         for run in self._runs:
@@ -186,8 +187,8 @@ class Entries:
             num_alike += int(np.searchsorted(keys, np.uint64(low), "right")) - begin
             if num_alike > max(MIN_ALIKE, self._limit):
                 raise OptionError(
-                    f"{num_alike:,} entries or more share one row and column, which do not fit in memory together: "
-                    "allow more (--memory-bytes), or remove them from the source"
+                    f"{num_alike:,} or more duplicates of one row and column do not fit in memory: allow more "
+                    "(--memory-bytes), or remove them from the source"
                 )
         return np.concatenate(found) if found else np.empty(0, self._record)
 

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from h5chunk.plan.codes import Coding, FloatCoding
 
 MIN_MEMORY_BYTES = 1 << 20
-MAX_SHARDS = 99_999  # their numbers have five digits
+MAX_SHARDS = 99_999  # shard numbers have five digits
 AUTO = "auto"
-FLOATS = ("float16", "float32")  # that the values of a matrix may be stored as
-UNIQUE = ("csv", "ratings", "libsvm")  # kinds in which two entries of one place are a mistake, unless told otherwise
-DUPLICATES = {  # what may be done with entries that share a place, as reports say it
+FLOATS = ("float16", "float32")  # types that the values of a matrix may have in a file
+UNIQUE = ("csv", "ratings", "libsvm")  # kinds in which duplicates are an error by default
+DUPLICATES = {  # treatments of duplicates, with their descriptions in reports
     "error": "are an error",
     "sum": "summed",
     "last": "reduced to the last",
@@ -26,7 +26,7 @@ DUPLICATES = {  # what may be done with entries that share a place, as reports s
     "max": "reduced to the largest",
     "mean": "averaged",
 }
-IN_ORDER = ("last", "first")  # those that depend on the order of the entries
+IN_ORDER = ("last", "first")  # treatments that depend on the order of the entries
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class OrderOptions(Options):
 
     heading: ClassVar[str] = "Layout"
 
-    seed: int = option(0, "Seed of the permutation that samples are written in.", minimum=0, maximum=(1 << 64) - 1)
+    seed: int = option(0, "Seed of the permutation of the samples.", minimum=0, maximum=(1 << 64) - 1)
     shuffle: bool = option(True, "Keep the order of SOURCE.")
 
 
@@ -60,7 +60,7 @@ class ReadOptions(Options):
     )
     on_error: str = option(
         "fail",
-        "Stop at samples that cannot be used, or leave them out and list them in a .skipped.csv beside the output.",
+        "Stop at unusable samples, or leave them out and list them in a .skipped.csv beside the output.",
         choices=("fail", "skip"),
     )
 
@@ -70,7 +70,7 @@ class SampleOptions(ReadOptions, WriteOptions):
     """Options of files of samples: images, arrays, tables."""
 
     shards: int | None = option(
-        None, "Make OUTPUT a folder of N files that read as one.", minimum=1, maximum=MAX_SHARDS
+        None, "Make OUTPUT a folder of N files that are one data set.", minimum=1, maximum=MAX_SHARDS
     )
     shard_bytes: int | None = option(
         None, "Split OUTPUT into files of about this size, such as 1GiB.", minimum=1, unit="bytes"
@@ -101,7 +101,7 @@ class SampleOptions(ReadOptions, WriteOptions):
 class AppendOptions(ReadOptions, OrderOptions):
     """Options of `append`, besides those of the kind of source."""
 
-    new_classes: bool = option(False, "Add classes that FILE does not have, after its own; old labels stay.")
+    new_classes: bool = option(False, "Add classes that FILE does not have, after its own; old labels are unchanged.")
 
 
 @dataclass(frozen=True)
@@ -122,11 +122,11 @@ class MatrixOptions(WriteOptions):
     )
     clip: bool = option(False, "Clip values to the range 0 to 255 (255 / S with --scale).")
     binarize: float | None = option(None, "Make values of at least MIN 1, and drop all others.", metavar="MIN")
-    min_row_count: int = option(0, "Leave out rows of fewer entries.", minimum=0)
-    min_column_count: int = option(0, "Leave out columns of fewer entries, before rows are left out.", minimum=0)
+    min_row_count: int = option(0, "Leave out rows with fewer entries.", minimum=0)
+    min_column_count: int = option(0, "Leave out columns with fewer entries, before rows are left out.", minimum=0)
     duplicates: str = option(
         AUTO,
-        "What counts where entries share a row and a column. last and first go by the column of times, if there is "
+        "How to combine entries of one row and column. last and first use the column of times, if SOURCE has "
         "one. auto: error for ratings and libsvm, sum for other sources.",
         choices=(AUTO, *DUPLICATES),
     )
@@ -137,7 +137,7 @@ class MatrixOptions(WriteOptions):
     )
     memory_bytes: int = option(
         DEFAULT_MEMORY_BYTES,
-        "Upper limit on host memory, such as 512M; the rest waits on disk beside OUTPUT.",
+        "Upper limit on host memory, such as 512M; the rest is stored on disk beside OUTPUT.",
         minimum=MIN_MEMORY_BYTES,
         unit="bytes",
         shown_default="1GiB",
@@ -147,7 +147,7 @@ class MatrixOptions(WriteOptions):
         super().__post_init__()
         if self.compression is not None and not self.dense:
             raise OptionError(
-                f"compression is {self.compression!r} but only dense rows are compressed: give dense=True (--dense)"
+                f"compression is {self.compression!r} but only dense rows are compressed: add dense=True (--dense)"
             )
         self.coding()
 
@@ -159,7 +159,7 @@ class MatrixOptions(WriteOptions):
         if self.values not in FLOATS:
             return codes
         if self.scale is not None or self.binarize is not None:
-            raise OptionError(f"values is {self.values!r}: give no scale and no binarize with it, which make uint8")
+            raise OptionError(f"values is {self.values!r}: leave out scale and binarize, which store uint8")
         return FloatCoding(self.values, self.clip)
 
     def for_kind(self, kind: str) -> MatrixOptions:

@@ -21,7 +21,7 @@ class ConvertReport(Report):
     source_kind: str
     dry_run: bool
     num_added: int  # samples of the source
-    num_samples: int  # in the file, or in all shards
+    num_samples: int  # samples in the file, or in all shards
     num_bytes: int  # of the whole file, or of all shards
     seconds: float  # from the first look at the source until the file was on disk under its name; estimated if dry_run
     free_bytes: int | None  # on the disk of the output; this and the next: None unless something would be written
@@ -31,13 +31,13 @@ class ConvertReport(Report):
     shapes: dict[str, tuple[int, ...]]  # of one sample, by field
     layout: Layout
     class_names: list[str]
-    new_classes: list[str]  # those that the file did not have before it was appended to
-    counts: dict[str, int]  # images by the mode they came in, such as RGB or L, and by what was applied to them
-    skipped: list[tuple[str, str]]  # names and reasons, which the file `skipped_list` holds too
+    new_classes: list[str]  # classes that append added
+    counts: dict[str, int]  # numbers of images by original mode, such as RGB or L, and by conversion
+    skipped: list[tuple[str, str]]  # names and reasons, which are also in the file `skipped_list`
     skipped_list: str | None
-    ignored: list[str]  # what lies in the source and is not used
+    ignored: list[str]  # content of the source that is not used
     notes: list[str]
-    already_complete: bool  # the same command had done it before: nothing was done, and counts are not known
+    already_complete: bool  # the same command had already done this: nothing was done, and counts are unknown
 
     def facts(self) -> dict[str, Any]:
         """Return the report for programs, with the values that follow from the layout."""
@@ -88,28 +88,28 @@ class MatrixReport(Report):
     source_kind: str
     dry_run: bool
     kind: str  # csr or dense
-    num_rows: int | None  # None where only reading all of the source tells; as is the next
+    num_rows: int | None  # this and the next: None if only reading the whole source shows them
     num_columns: int | None
-    num_entries: int | None  # None where the file does not say: of dense rows that were complete before
-    is_exact: bool = True  # the number of entries was counted, not estimated from the size of the source
+    num_entries: int | None  # None if the file does not say, for dense rows that were already complete
+    is_exact: bool = True  # whether entries were counted, not estimated from the size of the source
     num_bytes: int  # of the whole file
     seconds: float  # from the first look at the source until the file was on disk under its name; estimated if dry_run
     fields: dict[str, str]  # dtypes
     axes: tuple[str, str]  # what rows, which are the samples, and columns are in the source
-    duplicates: str  # what is done about entries that share a place
+    duplicates: str  # treatment of duplicates
     dtype: (
         str  # of the stored values: uint8, float16 or float32; of a dry run, as far as its start shows, as the next two
     )
     scale: float  # a value is the stored number over this
     pattern: bool  # all values are one
-    chunk_samples: int | None = None  # None of a dry run
-    counts: dict[str, int] = field(default_factory=dict)  # what was done to entries, rows and columns; none that is 0
-    num_ranges: int = 1  # parts that were sorted one after the other; 1 where memory sufficed for all
+    chunk_samples: int | None = None  # None for a dry run
+    counts: dict[str, int] = field(default_factory=dict)  # numbers of dropped entries, rows and columns, except zeros
+    num_ranges: int = 1  # parts that were sorted one after the other; 1 if all fit in memory
     free_bytes: int | None = None  # on the disk of the output; this and the next two: None unless it would be written
-    memory_bytes: int | None = None  # what was allowed
-    temporary_bytes: int | None = None  # about; beside the output while it is made; 0 where all fits in memory
+    memory_bytes: int | None = None  # the memory limit
+    temporary_bytes: int | None = None  # estimated temporary bytes beside the output; 0 if all fits in memory
     ignored: list[str] = field(default_factory=list)  # fields of the source that are left out, with the reason
-    already_complete: bool = False  # the same command had made the file before: nothing was done
+    already_complete: bool = False  # the same command had already made the file: nothing was done
 
     def lines(self) -> list[str]:
         ranges = f"in {self.num_ranges} parts, through temporary data on disk"

@@ -1,8 +1,8 @@
 """Write the samples of a source into a file or a folder of files, or predict that, and report on it.
 
-Samples are written task by task, and a journal beside the unfinished output claims which tasks are done. Claimed chunks
-are read and their checksums computed again, and the samples in them must have their old stamps. So only changed chunks
-are written again.
+Samples are written task by task, and a journal beside the unfinished output records which tasks are done. When a
+conversion continues, the checksums of these chunks are computed again, and their samples must have their old stamps.
+So only changed chunks are written again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from h5chunk.tools.convert.report import ConvertReport
 from h5chunk.tools.convert.samples import command_id, estimate_s, folder_layout, is_complete, job_key, left_out
 from h5chunk.tools.progress import Progress, count_up
 
-APPLIED = ("rotated", "resized", "first frame")  # what is noted of images, besides their modes
+APPLIED = ("rotated", "resized", "first frame")  # notes on images, except their modes
 
 Notify = Callable[[str], None]
 
@@ -57,7 +57,7 @@ class SampleRun:
         job, dry_run = self.job, self.dry_run and not self.complete
         skipped = [(job.name(failure.row), failure.reason) for failure in filled.failures]
         if self.overwrite and self.old is None and not self.dry_run and not skipped:
-            skipped_path(job.path).unlink(missing_ok=True)  # of the file that was replaced
+            skipped_path(job.path).unlink(missing_ok=True)  # bytes of the replaced file
         kinds = {name: (each.shape, each.dtype) for name, each in job.fields.items()}
         kinds |= {name: ((), values.dtype) for name, values in job.columns.items()}
         layout = folder_layout(files) if self.shards else files[0].layout
@@ -108,7 +108,7 @@ class SampleRun:
         output = (NewFolder if self.shards else NewFile)(job.path, self.overwrite)
         with self._keeping(output), output:
             if old is not None:
-                old.check_unchanged()  # by who had the lock before
+                old.check_unchanged()  # by the previous holder of the lock
             output.open_journal(job_key(job, len(files), old))
             log = _TaskLog(output.journal, files, self.progress, self._notify)
             if self.shards:
@@ -158,11 +158,11 @@ class SampleRun:
             if new.kept:
                 there = [path for path in (new.part, new.journal.path) if path.exists()]
                 self._notify(
-                    "what was done is kept, and the same command continues it; to give its space back, delete "
+                    "the finished work is kept, and the same command continues it; to free its space, delete "
                     + " and ".join(map(printable, there))
                 )
             elif self.job.source.identity() is None:
-                self._notify("nothing of what was done is kept: whether this source changes cannot be told")
+                self._notify("the work is lost, because changes of this source cannot be noticed")
             raise
 
 
@@ -186,7 +186,7 @@ class _TaskLog:
         num_samples = sum(len(job.order) for job in jobs)
         self._written = count_up("convert", num_samples, progress)
         self._written(0)
-        self._claims: list[dict[int, Done]] = [{} for _ in jobs]  # of each file, by their first chunks
+        self._claims: list[dict[int, Done]] = [{} for _ in jobs]  # tasks of each file, by their first chunks
         self._num_again = 0
         for record in journal.records:
             if isinstance(record, list) and record and record[0] in range(len(jobs)):
@@ -194,7 +194,7 @@ class _TaskLog:
                 if done is not None:
                     self._claims[record[0]][done.chunks.start] = done
         if journal.was_of_another:
-            notify("the unfinished conversion was of other options or sources: starting over")
+            notify("the unfinished conversion had other options or sources: starting over")
         if journal.records:
             there = sum(self._samples(i, done) for i, claims in enumerate(self._claims) for done in claims.values())
             notify(f"continuing: {there:,} of {count_text(num_samples, 'sample')} are there")

@@ -1,4 +1,4 @@
-"""Settle how the samples of a source are written: fields, order, layout, shards; and recognise earlier work."""
+"""Decide how the samples of a source are written: fields, order, layout and shards; and recognise earlier work."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PROBES = 24  # samples read to estimate the time
 SPLIT = "split"  # the field that says which split a sample is of
 SPLIT_NAME = re.compile(r"\w[\w .-]*")
 MAX_SPLITS = 100  # more values are no splits
-DTYPE_KINDS = "iufS"  # of fields: integers, floats and fixed-length strings
+DTYPE_KINDS = "iufS"  # kinds of types of fields: integers, floats and fixed-length strings
 
 
 def open_context(how: ReadOptions, progress: Progress | None) -> OpenContext:
@@ -56,7 +56,7 @@ def prepare(source: SampleSource, path: Path, how: SampleOptions) -> SampleJob:
     """Choose layout and order of a new file; raise SourceError if a file cannot hold the source's data."""
     check_fields(source)
     largest = max(field.sample_bytes for field in source.fields.values())
-    # what readers read by default is recorded, but for images and their labels
+    # the default fields of readers are recorded, except images and their labels
     fields = {} if "images" in source.fields else {"fields": [*source.fields, *source.columns]}
     return SampleJob(
         path=path,
@@ -86,7 +86,9 @@ def check_fields(source: SampleSource) -> None:
             )
     for name, values in source.columns.items():
         if name in source.fields or values.shape != (len(source),):
-            raise SourceError(f"column {name!r} is {values.shape} but there are {len(source)} samples, or is a field")
+            raise SourceError(
+                f"column {name!r} is {values.shape} but there are {len(source)} samples, or is also a field"
+            )
 
 
 def estimate_s(job: SampleJob) -> float:
@@ -110,7 +112,7 @@ def estimate_s(job: SampleJob) -> float:
 
 
 def split_job(job: SampleJob, how: SampleOptions) -> list[SampleJob]:
-    """Divide a job into those of its shards, if there are any: equal numbers of whole chunks, as far as possible.
+    """Divide a job into jobs of shards, if requested, with equal numbers of whole chunks, if possible.
 
     A chunk size that was not requested may become smaller. Raises OptionError if there are fewer chunks than shards, or
     a chunk is larger than a shard may be.
@@ -130,7 +132,7 @@ def split_job(job: SampleJob, how: SampleOptions) -> list[SampleJob]:
     if layout.num_chunks < shards:
         raise OptionError(
             f"shards is {shards} for {count_text(layout.num_chunks, 'chunk')} of "
-            f"{count_text(layout.chunk_samples, 'sample')}: give fewer shards, or fewer samples a chunk"
+            f"{count_text(layout.chunk_samples, 'sample')}: give fewer shards, or fewer samples per chunk"
         )
     least, more = divmod(layout.num_chunks, shards)
     jobs, first = [], 0
@@ -175,24 +177,25 @@ def folder_layout(jobs: list[SampleJob]) -> Layout:
 
 def _num_shards(job: SampleJob, layout: Layout, shard_bytes: int) -> int:
     """Return the number of shards needed so that no shard is larger than ``shard_bytes``."""
-    sample_bytes = (job.spec().num_bytes - HEADER_BYTES) / layout.num_samples  # with all fields and tables
+    sample_bytes = (job.spec().num_bytes - HEADER_BYTES) / layout.num_samples  # including all fields and tables
     chunk_bytes = int(sample_bytes * layout.chunk_samples) + 1
     per_shard = (shard_bytes - HEADER_BYTES) // chunk_bytes
     if per_shard < 1:
         samples = count_text(layout.chunk_samples, "sample")
         raise OptionError(
             f"shard_bytes is {shard_bytes} but a file of one chunk of {samples} takes "
-            f"{chunk_bytes + HEADER_BYTES}: give more, or fewer samples a chunk"
+            f"{chunk_bytes + HEADER_BYTES}: give more, or fewer samples per chunk"
         )
     shards = -(-layout.num_chunks // per_shard)
     if shards > MAX_SHARDS:
         raise OptionError(
-            f"shard_bytes is {shard_bytes}, which makes {shards} shards of at most {MAX_SHARDS}: give more"
+            f"shard_bytes is {shard_bytes}, which makes {shards} shards, but at most {MAX_SHARDS} are possible: "
+            "give more"
         )
     return shards
 
 
-# ---- recognising what was done before
+# ---- recognising earlier work
 
 
 def facts_of_all() -> dict[str, Any]:
@@ -248,7 +251,7 @@ def left_out(job: SampleJob, kept: np.ndarray) -> list[Failure]:
     out = job.sample_buffers()
     with job.source.session():
         for row in np.flatnonzero(~np.isin(job.order, kept)).tolist():
-            reason = "could not be used then, though it can be now"
+            reason = "could not be used then, although it can now"
             try:
                 job.source.read_into(int(job.order[row]), out)
             except SampleError as error:

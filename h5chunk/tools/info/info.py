@@ -1,4 +1,4 @@
-"""Describe the contents of HDF5 files, and how well their samples are laid out for training."""
+"""Describe the contents of HDF5 files, and how well their layout suits training."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from h5chunk.tools.info.summary import BATCH, training_code, training_fields, us
 from h5chunk.tools.measure.machine import available_bytes, cuda_device, default_cache, library_versions
 from h5chunk.tools.report import python_text, shell_command
 
-PART_ROWS = 1 << 20  # of a matrix' values, read at a time
-LOOK_BYTES = 256 << 20  # values of more than this are not read
+PART_ROWS = 1 << 20  # bytes of a matrix's values, read at a time
+LOOK_BYTES = 256 << 20  # values of more bytes than this are not read
 LAYOUTS = {
     h5py.h5d.COMPACT: "compact",
     h5py.h5d.CONTIGUOUS: "contiguous",
@@ -52,7 +52,7 @@ def info(
     ----------
     path : path or sequence of paths, optional
         For several files, named as for `ChunkDataset`, also check whether they form one data set. Default: describe
-        what this process may use of its machine.
+        the resources of the machine that this process may use.
     trusted : bool
         Whether to follow links and views of other files within the file's folder.
     show_all : bool
@@ -142,7 +142,7 @@ def _list_datasets(file: h5py.File, guard: Guard, *, by_h5chunk: bool) -> tuple[
         try:
             if isinstance(item, FieldError):
                 raise item
-            if not (by_h5chunk and name == f"{MATRIX}/data"):  # a pattern claims ones that are stored nowhere
+            if not (by_h5chunk and name == f"{MATRIX}/data"):  # the ones of a pattern are not stored
                 guard.check_field(item, name)
             found.append(item)
         except FileError as error:
@@ -189,7 +189,7 @@ def _verdict(dataset: h5py.Dataset, grid: ChunkGrid, reads: int, matrices: list[
     if 0 in grid.shape:
         return "empty"
     if dataset.is_virtual:
-        return "a view of other files: look at those"
+        return "a view of other files: run info on those"
     if grid.chunks is None:
         return "good: each sample is one run of bytes"
     if grid.chunks_per_sample > 1:
@@ -227,12 +227,12 @@ def _describe_group(group: h5py.Group, path: Path, name: str, command: str) -> M
         field = look_at_matrix(group, path, name, None)
     except FileError as error:
         reason = str(error).removeprefix(f"{printable(path)}: {name!r} ").partition(": ")[0]
-        return replace(about, verdict=f"{reason}: {command} makes one of it" if command else reason)
+        return replace(about, verdict=f"{reason}: {command} converts it" if command else reason)
     shown = python_text(str(path))
     shown = shown if name == MATRIX else f"h5chunk.ChunkDataset({shown}, fields=[{python_text(name)}])"
-    verdict = f"its rows are samples as they are: h5chunk.ChunkLoader({shown}, {BATCH})"
+    verdict = f"its rows can be read as samples: h5chunk.ChunkLoader({shown}, {BATCH})"
     if command:
-        verdict += f"; {command} makes a file of it that is shuffled, and smaller where values are counts"
+        verdict += f"; {command} makes a shuffled file, which is smaller if values are counts"
     return replace(about, kind=CSR, num_rows=field.num_rows, num_columns=field.num_columns, verdict=verdict)
 
 

@@ -27,17 +27,17 @@ class DatasetInfo(Report):
     layout: str  # contiguous, chunked, compact or virtual
     chunks: tuple[int, ...] | None
     filters: list[str]
-    edges_unfiltered: bool  # partial chunks at the edges are stored without the filters
+    edges_unfiltered: bool  # whether partial chunks at the edges are stored without filters
     stored_bytes: int
-    num_chunks: int  # 0 for a contiguous one
-    chunk_bytes: int  # decoded
-    sample_bytes: int  # of one index of the first axis
-    chunks_per_sample: int  # that a sample touches
-    reads_per_sample: int  # byte ranges that one random sample takes, with this HDF5's default cache
+    num_chunks: int  # 0 for a contiguous dataset
+    chunk_bytes: int  # decoded bytes
+    sample_bytes: int  # bytes of one index of the first axis
+    chunks_per_sample: int  # chunks that a sample touches
+    reads_per_sample: int  # byte ranges read for one random sample, with this HDF5's default cache
     amplification: float  # bytes read for one random sample, with that cache, over its bytes
     verdict: str
     num_unwritten: int = 0  # chunks that were never written, which is legal; a contiguous dataset is one
-    reads_as: str = ""  # what those read as
+    reads_as: str = ""  # the value that unwritten chunks read as
 
     @property
     def can_train(self) -> bool:
@@ -70,18 +70,18 @@ class MatrixInfo(Report):
 
     name: str
     kind: str  # csr or dense; empty if the file does not say that rows are compressed
-    num_rows: int | None  # None where `kind` is empty
+    num_rows: int | None  # None if `kind` is empty
     num_columns: int | None
     num_entries: int | None  # None for dense rows
     dtype: str
-    stored_bytes: int  # of rows, columns and values
-    verdict: str = ""  # how to train on it; empty in an h5chunk file
-    density: float | None = None  # this and the next two: of sparse rows in an h5chunk file
+    stored_bytes: int  # bytes of rows, columns and values
+    verdict: str = ""  # how to train on the matrix; empty for an h5chunk file
+    density: float | None = None  # this and the next two: only for sparse rows in an h5chunk file
     median_row_entries: float | None = None
     max_row_entries: int | None = None
-    scale: float = 1.0  # a value is what is stored over this
+    scale: float = 1.0  # a value is the stored number divided by this
     pattern: bool = False  # all values are one, and none is stored
-    value_range: tuple[float, float] | None = None  # None where not all values were read, or there are none
+    value_range: tuple[float, float] | None = None  # None if not all values were read, or there are none
 
     def lines(self) -> list[str]:
         shape = f"{self.num_rows:,} x {self.num_columns:,}, " if self.num_rows is not None else ""
@@ -109,10 +109,10 @@ class FileInfo(Report):
 
     path: str
     num_bytes: int
-    header: Header | None  # of an h5chunk file
-    default_cache: CacheSettings  # that this HDF5 library gives a dataset
-    datasets: list[DatasetInfo]  # all but what h5chunk keeps beside the data
-    refused: list[str] = field(default_factory=list)  # links, views, sizes out of proportion: what was not read, why
+    header: Header | None  # only for an h5chunk file
+    default_cache: CacheSettings  # the default cache of this HDF5 library
+    datasets: list[DatasetInfo]  # all datasets except those of /h5chunk
+    refused: list[str] = field(default_factory=list)  # links, views, implausible sizes: what was not read, and why
     matrices: list[MatrixInfo] = field(default_factory=list)  # sparse matrices; in an h5chunk file also dense rows
     code: list[str] = field(
         default_factory=list
@@ -162,7 +162,7 @@ class FileInfo(Report):
         if cut and not self.refused:
             largest = max(cut, key=lambda each: each.stored_bytes)
             command = shell_command(["h5chunk", "repack", self.path, "NEW.h5", "--fields", largest.name])
-            lines.append(f"{command} gives it, and all of its length, chunks of whole samples")
+            lines.append(f"{command} gives it, and all fields of its length, chunks of whole samples")
         return lines
 
 
@@ -172,14 +172,14 @@ class FolderInfo(Report):
 
     path: str
     num_bytes: int
-    files: tuple[FileInfo, ...]  # by name, with numbers in it by their value; without the broken ones
+    files: tuple[FileInfo, ...]  # by name, with numbers by value; without broken files
     broken: dict[str, str]  # files that cannot be opened, and why
-    num_samples: tuple[int, ...] = ()  # of each file; empty if they are no data set together
-    fields: tuple[str, ...] = ()  # of the set, as its class names
+    num_samples: tuple[int, ...] = ()  # samples of each file; empty if the files do not form one data set
+    fields: tuple[str, ...] = ()  # names of the fields
     class_names: tuple[str, ...] = ()
-    chunk_samples: tuple[int, ...] = ()  # samples that are read together, of each file
+    chunk_samples: tuple[int, ...] = ()  # samples of each file that are read together
     is_shuffled: bool = False  # the samples of all files were shuffled together when they were written
-    why_not: str = ""  # why the files are no data set; empty if they are one
+    why_not: str = ""  # why the files do not form one data set; empty if they do
 
     def facts(self) -> dict[str, Any]:
         """Return the report for programs, with the number of samples in all files."""
@@ -191,7 +191,7 @@ class FolderInfo(Report):
         if self.why_not:
             lines.append(f"  not one data set: {self.why_not}")
         else:
-            order = "shuffled as one" if self.is_shuffled else "not shuffled as one: take large window_chunks"
+            order = "shuffled as one" if self.is_shuffled else "not shuffled as one: use large window_chunks"
             sizes = Counter(self.chunk_samples).most_common()
             chunks = ", ".join(f"{size} in {count_text(count, 'file')}" for size, count in sizes)
             samples = count_text(sum(self.num_samples), "sample")
@@ -212,8 +212,8 @@ class MachineInfo(Report):
     """The resources of the machine that this process may use."""
 
     num_cores: int
-    available_bytes: int  # of memory, reclaimable page cache included
-    native_threads: bool  # the native reading threads were built, and are not switched off
+    available_bytes: int  # bytes of memory, including reclaimable page cache
+    native_threads: bool  # whether the native reading threads were built, and are switched on
     device: str | None  # the CUDA device that torch uses by default
     versions: dict[str, str]
 

@@ -25,7 +25,7 @@ from h5chunk.store.hdf5.open import open_file
 from h5chunk.store.read.fields import MatrixField
 from h5chunk.store.read.reader import H5Reader
 
-SETTLE_S, SETTLE_STEP_S = 0.5, 0.005  # how long idle threads are waited for, and how often they are looked at
+SETTLE_S, SETTLE_STEP_S = 0.5, 0.005  # timeout of waiting for idle threads, and how often they are checked
 
 
 class BatchRate:
@@ -43,7 +43,7 @@ class BatchRate:
         self._round = 1 if first is None else first.num_windows * first.window_batches
         self._batches = (batch for _ in itertools.count() for batch in epochs)
         try:
-            with warnings.catch_warnings():  # more workers than cores, a fork with threads: it was asked for
+            with warnings.catch_warnings():  # about more workers than cores, and forks with threads
                 warnings.simplefilter("ignore")
                 next(self._batches)
         except BaseException:
@@ -99,7 +99,7 @@ def settle() -> None:
 
 def open_loader(dataset: ChunkDataset, order: Order, *, device: str, **options: Any) -> BatchRate:
     """Open a `ChunkLoader` in this order, up to its first batch."""
-    with warnings.catch_warnings():  # why HDF5 reads is said in the report
+    with warnings.catch_warnings():  # the report says why HDF5 reads
         warnings.simplefilter("ignore")
         sampler = ChunkSampler.of_order(dataset, order)
         loader = ChunkLoader(dataset, sampler=sampler, device=device, **{"resident": False, **options})
@@ -126,7 +126,7 @@ def first_samples(dataset: ChunkDataset, batch_size: int, num_samples: int) -> O
     order = ChunkSampler(dataset, batch_size).order
     if order.selection is None or num_samples == order.num_samples:
         return replace(order, num_samples=num_samples)
-    starts = order.selection.resolve(order.seed, order.epoch).starts  # all samples of files whose chunks differ
+    starts = order.selection.resolve(order.seed, order.epoch).starts  # all samples, if the files' chunks differ
     cut = FixedSelection(np.append(starts[starts < num_samples], num_samples))
     return replace(order, num_samples=num_samples, selection=cut)
 

@@ -19,7 +19,7 @@ from h5chunk.store.read.reader import H5Reader
 from h5chunk.tools.model.accesses import batch_accesses
 from h5chunk.tools.model.hdf5_cache import HIT, ChunkCache
 
-MOST_ACCESSES, MOST_BYTES = 200_000, 1 << 30  # predicted, after which it is enough
+MOST_ACCESSES, MOST_BYTES = 200_000, 1 << 30  # number of predicted reads that is enough
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class ReadCounts:
     measured_reads: int
     predicted_bytes: int
     measured_bytes: int
-    batches: int  # that were read
+    batches: int  # batches that were read
     samples: int
     cache: tuple[int, int, float]  # (nslots, nbytes, w0)
-    note: str = ""  # why there is nothing to count
+    note: str = ""  # why nothing is counted
 
 
 class CountingFile:
@@ -101,6 +101,6 @@ def _chunk_table(reader: H5Reader) -> ChunkTable | str:
     with opened(reader.path) as file:
         dataset = file[main.dataset]
         if not same_file(dataset, file):
-            return "the data lie in another file, of which no reads are counted"
+            return "the data is in another file, whose reads are not counted"
         table = list_chunks(dataset)
-    return table if (table.offsets >= 0).all() else "chunks that were never written cost no read: the model has no such"
+    return table if (table.offsets >= 0).all() else "chunks were never written, which the model excludes"

@@ -23,10 +23,10 @@ from h5chunk.store.read.fields import Field
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.tools.measure.machine import NotMeasured, threads_rate
 
-READ_BYTES = 8 << 20  # of one preadv
-DISK_THREADS = 16  # reads under way at a time
-DISK_BYTES = 256 << 20  # dropped from the page cache at a time
-STILL_CACHED = 0.1  # if more of what was dropped is still there, it could not be dropped
+READ_BYTES = 8 << 20  # bytes of one preadv
+DISK_THREADS = 16  # concurrent reads
+DISK_BYTES = 256 << 20  # bytes dropped from the page cache at a time
+STILL_CACHED = 0.1  # if a larger share remains in the page cache, dropping failed
 
 _DONTNEED = getattr(os, "POSIX_FADV_DONTNEED", 0)
 _mincore = ctypes.CDLL(None, use_errno=True).mincore
@@ -98,7 +98,7 @@ def _locate_field(file: h5py.File, field: Field, rows: int) -> tuple[np.ndarray,
     elsewhere = not same_file(dataset, file)
     plain = properties.get_layout() in (h5py.h5d.CHUNKED, h5py.h5d.CONTIGUOUS)
     if elsewhere or not plain or (dataset.chunks is None and properties.get_external_count()):
-        raise NotMeasured(f"the bytes of field {field.name!r} lie in other files, or in the file's header")
+        raise NotMeasured(f"the bytes of field {field.name!r} are in other files, or in the file's header")
     try:
         table = list_chunks(dataset)
     except NotDirect as error:
@@ -129,7 +129,7 @@ class FileReads:
             self.close = closing.pop_all().close
         self.num_bytes = sum(each.size for each in self.stored)
         self._buffers: list[np.ndarray] = []
-        self.num_read = 0  # ranges, by the last call
+        self.num_read = 0  # number of ranges in the last call
 
     def rate(self, ranges: Ranges, num_threads: int, seconds: float, *, again: bool) -> float:
         """Measure bytes/s; with ``again``, restart at the first range after the last."""

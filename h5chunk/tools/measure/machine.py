@@ -15,8 +15,8 @@ import numpy as np
 
 from h5chunk.plan.cache import CacheSettings
 
-REGION_BYTES = 128 << 20  # what is copied: larger than most processors' caches
-LEAST_PIECE_BYTES = 1 << 20  # a copy of less would measure Python
+REGION_BYTES = 128 << 20  # bytes to copy: more than most processors' caches
+LEAST_PIECE_BYTES = 1 << 20  # a smaller copy would measure Python
 DEVICE_COPY_BYTES = 256 << 20
 
 
@@ -138,7 +138,7 @@ def available_bytes() -> int:
     try:
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
         return min(free, limit)
-    except (OSError, ValueError):  # no such file, or "max"
+    except (OSError, ValueError):  # no limit: no such file, or "max"
         return free
 
 

@@ -22,11 +22,11 @@ LIMITS, READERS, DATALOADER, LOADER = "limits", "readers, to the CPU", "DataLoad
 RESIDENT = "resident=True"
 
 SMALL_BYTES = 16 << 20
-ROUNDS = 3  # counted, after one that is not
-COLD_SHARE, WARM_SHARE, CHOICE_SHARE = 0.1, 0.15, 0.1  # of the time: disk, filling the page cache, numbers of threads
-LEAST_TURNS_SHARE = 0.3  # of the time: for the turns, whatever was taken before
-LOADING_SHARE = 0.1  # of the time, in which data that shall stay on the device has to be loaded
-LEAD_SHARE = 0.15  # of a slice, to use up batches that were read ahead during a pause
+ROUNDS = 3  # rounds, after a warm-up
+COLD_SHARE, WARM_SHARE, CHOICE_SHARE = 0.1, 0.15, 0.1  # shares of time: disk, filling the page cache, threads
+LEAST_TURNS_SHARE = 0.3  # share of the time that the turns get in any case
+LOADING_SHARE = 0.1  # share of the time in which resident data must be loaded
+LEAD_SHARE = 0.15  # share of a slice, to use up batches that were read ahead during a pause
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Figure:
     name: str
     samples_per_s: float | None = None
     bytes_per_s: float | None = None
-    limit: str | None = None  # name of the limit that bounds it: of several, the lowest in samples/s
-    ratio: float | None = None  # samples/s over those of the limit
+    limit: str | None = None  # name of its lowest limit, in samples/s
+    ratio: float | None = None  # rate over that of the limit
     rates: tuple[float, ...] = ()  # bytes/s of each round
-    note: str = ""  # how it was measured, or why not
+    note: str = ""  # how the stage was measured, or why not
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Stage:
     note: str = ""
     limits: tuple[str, ...] = ()
     rates: list[float] = field(default_factory=list)
-    first_rate: float = 0.0  # of the first look, in bytes/s
+    first_rate: float = 0.0  # bytes/s of the first measurement
 
     @property
     def median(self) -> float:
@@ -88,7 +88,7 @@ class Subject:
     device: str
     num_cores: int
     memory_bytes: int
-    num_samples: int  # the first ones, which figures from the page cache are of
+    num_samples: int  # number of leading samples that are measured from the page cache
     budget: TimeBudget
     closing: ExitStack = field(default_factory=ExitStack)
 
@@ -118,7 +118,7 @@ def measure_stages(
     else:
         subject.closing.callback(reads.close)
         stored_bytes = reads.num_bytes
-        disk = Stage(LIMITS, DISK, reads.num_bytes / reads.num_samples, note="not asked for")
+        disk = Stage(LIMITS, DISK, reads.num_bytes / reads.num_samples, note="not requested")
         disk = _disk_stage(subject, disk, reads) if cold else disk
         notes = _fill_page_cache(subject, reads)
         cached = Stage(LIMITS, CACHED, disk.bytes_per_sample, limits=() if subject.is_compressed else (MEMORY,))
@@ -135,8 +135,8 @@ def measure_stages(
     _measure_in_turns([stage for stage in stages if stage.rate is not None and not stage.rates], subject.budget)
     if (measured_bytes := subject.sample_bytes * subject.num_samples) < SMALL_BYTES:
         notes.append(
-            f"the data is small ({human_bytes(measured_bytes)}): figures are of calls and processors' caches more than "
-            "of memory"
+            f"the data is small ({human_bytes(measured_bytes)}): figures depend on calls and processors' caches "
+            "more than on memory"
         )
     limits = {each.name: each.median / each.bytes_per_sample for each in stages if each.group == LIMITS and each.rates}
     return [stage.figure(limits) for stage in stages], notes, stored_bytes
@@ -153,7 +153,7 @@ def _disk_stage(subject: Subject, stage: Stage, reads: FileReads) -> Stage:
     except NotMeasured as reason:
         return replace(stage, rates=[], note=str(reason))
     if not reads.can_be_checked:
-        stage.note += "; whether they were cached could not be checked, as the file belongs to somebody else"
+        stage.note += "; whether they were cached is unknown, because the file belongs to another user"
     return stage
 
 
@@ -165,7 +165,7 @@ def _fill_page_cache(subject: Subject, reads: FileReads) -> list[str]:
     subject.num_samples = min(max(samples, subject.batch_size), reads.num_samples)
     if subject.num_samples == reads.num_samples:
         return []
-    why = "fit in memory" if all_that_fit else "could be read in the time given: give more time for more"
+    why = "fit in memory" if all_that_fit else "could be read in the given time"
     part = human_bytes(reads.num_bytes / reads.num_samples * subject.num_samples)
     total = human_bytes(reads.num_bytes)
     return [f"figures but the disk's are of the first {subject.num_samples:,} samples, {part} of {total}, that {why}"]

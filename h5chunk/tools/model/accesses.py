@@ -12,9 +12,9 @@ order.
 and copied out, other rows one by one:
 
 >>> rows = np.array([9, 0, 1, 2, 40])
->>> find_reads(rows, band_samples=8, row_bytes=1000, whole=False)  # first sample of each call, and the one behind it
+>>> find_reads(rows, band_samples=8, row_bytes=1000, whole=False)  # start and end of each call
 (array([ 0,  9, 40]), array([ 3, 10, 41]))
->>> find_reads(rows, band_samples=8, row_bytes=100_000, whole=False)[0].tolist()  # too large to read rows between
+>>> find_reads(rows, band_samples=8, row_bytes=100_000, whole=False)[0].tolist()  # too large to read the rows between
 [0, 1, 2, 9, 40]
 
 Source: H5Dchunk.c, H5D__chunk_io_init and H5D__create_piece_file_map_hyper.

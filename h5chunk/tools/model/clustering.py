@@ -26,8 +26,8 @@ import numpy.typing as npt
 
 from h5chunk.errors import OptionError
 
-LEAST_CHANCE = 1e-6  # clustering that a shuffle gives more often than this counts as none
-BLOCK_SAMPLES = 1 << 20  # processed at a time
+LEAST_CHANCE = 1e-6  # clustering with a larger chance in shuffled data counts as none
+BLOCK_SAMPLES = 1 << 20  # samples processed at a time
 MAX_TABLE = 1 << 24  # group numbers within this range are counted in a table, others are sorted
 
 Groups = npt.NDArray[Any]
@@ -39,8 +39,8 @@ class Clustering:
 
     num_samples: int
     piece_samples: int
-    alike: float  # share of all pairs of samples that are of one group
-    correlation: float  # of a piece: 0 as in a shuffled file (on average exactly), 1 if it is always of one group
+    alike: float  # share of all pairs of samples that share a group
+    correlation: float  # within a piece: 0 in a shuffled file (on average exactly), 1 if each piece has one group
     chance: float  # upper bound of the probability that a shuffled file is as clustered as this one
 
     @property
@@ -65,7 +65,7 @@ def find_clustering(groups: Groups, piece_samples: int) -> Clustering:
     3.0
     """
     if groups.ndim != 1 or not len(groups):
-        raise OptionError(f"groups has shape {groups.shape}: give one number or string a sample, and at least one")
+        raise OptionError(f"groups has shape {groups.shape}: give one number or string per sample, at least one")
     if groups.dtype.kind not in "biuSU":
         raise OptionError(
             f"groups is of type {groups.dtype}: give integers or fixed-length strings; for others, "
@@ -91,7 +91,7 @@ def _codes_of(groups: Groups) -> Groups:
     words[:, : octets.shape[1]] = octets
     codes = np.zeros(len(groups), np.uint64)
     for word in words.view(np.uint64).T:
-        codes = (codes ^ word) * np.uint64(0x9E3779B97F4A7C15)  # odd, so that 8 bytes stay as different as they are
+        codes = (codes ^ word) * np.uint64(0x9E3779B97F4A7C15)  # odd, so that 8 different bytes stay different
         codes ^= codes >> np.uint64(32)
     return codes
 
@@ -110,7 +110,7 @@ def _alike_in_rows(rows: Groups) -> int:
     if not rows.size:
         return 0
     rows = np.sort(rows, axis=1)
-    ends = np.ones(rows.shape, bool)  # of the runs of equal numbers: each row starts one
+    ends = np.ones(rows.shape, bool)  # starts of runs of equal numbers; each row starts a run
     np.not_equal(rows[:, 1:], rows[:, :-1], out=ends[:, :-1])
     lengths = np.diff(np.flatnonzero(ends), prepend=-1)
     return (int(np.dot(lengths, lengths)) - rows.size) // 2

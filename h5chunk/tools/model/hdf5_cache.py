@@ -1,25 +1,25 @@
-"""An exact model of HDF5's chunk cache (HDF5 calls it rdcc): the chunk accesses that read the file, by settings.
+"""An exact model of HDF5's chunk cache (rdcc): which chunk accesses read the file, for given settings.
 
 The rules, for reading chunks that exist in the file:
 
 - A chunk has one slot, a hash of its coordinates modulo ``nslots``; if two chunks share a slot, the later one evicts
 the earlier one, even if there is room.
 - The entries form a list. A miss appends at its end, a hit moves its entry one step towards the end.
-- Every entry costs the full decoded size of a chunk, chunks at the edge too. A miss first evicts the occupant of its
-  slot, then prunes the list if there is no room.
-- Pruning sends one pointer along the list from the front, which evicts only entries that were read in full; after
-  ``int(num_entries * w0)`` steps a second one starts at the front, which evicts anything, the first taking its turn
-  before it. As all entries cost the same, one eviction is always enough. So: the first entry among the foremost
-  ``int(num_entries * w0) + 1`` that was read in full, else the foremost.
-- "Read in full" counts bytes: an entry starts with the bytes of a chunk, and every request subtracts the bytes that it
-wants, even the same bytes again.
+- Every entry costs the full decoded size of a chunk, also at the edge. A miss first evicts the occupant of its slot,
+then prunes the list if the cache is full.
+- Pruning moves a pointer along the list from the front, which evicts only entries that were read in full; after
+``int(num_entries * w0)`` steps a second pointer starts at the front, which evicts any entry, always after the first
+pointer. As all entries cost the same, one eviction is always enough. So the victim is the first entry among the
+foremost ``int(num_entries * w0) + 1`` that was read in full, otherwise the foremost.
+- "Read in full" counts bytes: an entry starts with the bytes of a chunk, and every request subtracts its bytes, even if
+they are the same bytes again.
 - A chunk larger than ``nbytes`` bypasses the cache: with a filter it is read and decoded whole at every access;
-  without one, only what is wanted is read, one read for each contiguous run.
+  without one, only the requested bytes are read, with one read per contiguous run.
 
 Not modelled: chunks that were never written (they cost no read, but may take a place), writing, files whose edge chunks
-are left unfiltered, MPI. During a miss, one more decoded chunk and its stored bytes are in memory than the cache holds.
+are left unfiltered, MPI. During a miss, memory holds one more decoded chunk, and its stored bytes, than the cache.
 
-Room for two chunks, and no collisions: 0 and 1 are read; the hit moves 0 behind 1, so that 2 evicts 1.
+In a cache for two chunks without collisions, 0 and 1 are read; the hit moves 0 behind 1, so that 2 evicts 1.
 
 >>> from h5chunk.tools.model.accesses import sample_accesses
 >>> grid = ChunkGrid(shape=(12, 5), chunks=(4, 5), itemsize=1)
@@ -48,7 +48,7 @@ from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.tools.model.accesses import Accesses, Integers, chunk_counts
 
 HDF5_1_14 = CacheSettings(521, 1 << 20, 0.75)  # the defaults of HDF5 up to 1.14
-HDF5_2 = CacheSettings(8191, 8 << 20, 0.75)  # and from 2.0 on
+HDF5_2 = CacheSettings(8191, 8 << 20, 0.75)  # the defaults from HDF5 2.0 on
 
 HIT, MISS, BYPASS = range(3)
 
@@ -64,9 +64,9 @@ class CacheReplay:
 
     hits: int
     misses: int
-    bypasses: int  # read past the cache
-    bytes_read: int  # decoded, of all misses and bypasses; of an unfiltered bypass only the wanted bytes
-    num_reads: int  # separate byte ranges asked of the file
+    bypasses: int  # read without the cache
+    bytes_read: int  # decoded bytes of all misses and bypasses; only the wanted bytes of an unfiltered bypass
+    num_reads: int  # separate byte ranges requested from the file
     outcomes: npt.NDArray[np.uint8] = field(repr=False, compare=False)  # (n,): HIT, MISS or BYPASS of each access
 
 
@@ -84,7 +84,7 @@ class ChunkCache:
         self._room = self.settings.nbytes // grid.chunk_bytes
         num_slots = min(self.settings.nslots, grid.num_slots) if self._room else 0
         self._resident = [_NOTHING] * num_slots
-        never_full = self._room >= min(num_slots, grid.num_chunks)  # then it does not matter which were read in full
+        never_full = self._room >= min(num_slots, grid.num_chunks)  # which entries were read in full does not matter
         depth = 0 if never_full else int(self._room * self.settings.w0)
         self._entries = _EntryList(num_slots, grid.chunk_bytes, depth)
 
@@ -157,8 +157,8 @@ class _EntryList:
         self._chunk_bytes = chunk_bytes
         self._before = [num_slots] * (num_slots + 1)
         self._after = [num_slots] * (num_slots + 1)
-        self._left = [chunk_bytes] * num_slots  # to be read until an entry counts as read in full
-        self._num_finished = 0  # entries that do
+        self._left = [chunk_bytes] * num_slots  # bytes to read until an entry counts as read in full
+        self._num_finished = 0  # number of entries read in full
 
     def append(self, slot: int) -> None:
         """Add an entry at the end, with none of its bytes read yet."""

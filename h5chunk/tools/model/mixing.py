@@ -60,7 +60,9 @@ def design_effect(clustering: Clustering, order: Order) -> float:
     size, batch = order.num_samples, order.batch_size
     found, wanted = (clustering.num_samples, clustering.piece_samples), (size, min(size, order.chunk_samples))
     if found != wanted:
-        raise OptionError(f"clustering is of {found[0]} samples by {found[1]}, the order {wanted[0]} by {wanted[1]}")
+        raise OptionError(
+            f"clustering is of {found[0]} samples by {found[1]}, but the order of {wanted[0]} by {wanted[1]}"
+        )
     start, stop = _windows(order)
     if batch >= size:
         return 1.0
@@ -68,7 +70,7 @@ def design_effect(clustering: Clustering, order: Order) -> float:
     together = float(np.average(_pairs_in(start, stop, order.chunk_samples) / pairs, weights=stop - start))
     alike = together * clustering.correlation
     anywhere = float(_pairs_in(np.array([0]), np.array([size]), order.chunk_samples)[0]) / (size * (size - 1))
-    if anywhere < 1:  # there are samples of two chunks, and those are less alike
+    if anywhere < 1:  # samples of two chunks, which are less similar
         alike -= (1 - together) * clustering.correlation * anywhere / (1 - anywhere)
     deff = 1 + (batch - 1) * alike * size / (size - batch)
     return deff if deff > ROUNDING else 0.0
@@ -81,7 +83,7 @@ def window_for(clustering: Clustering, order: Order, min_share: float) -> int | 
     `h5chunk.plan.order.with_full_windows`; the order's own ``window_chunks`` is ignored.
     """
     if not 0 < min_share < 1:
-        raise OptionError(f"min_share is {min_share}: give a share of the batch above 0 and below 1, such as 0.95")
+        raise OptionError(f"min_share is {min_share}: give a fraction of the batch above 0 and below 1, such as 0.95")
     size, batch, chunk = order.num_samples, order.batch_size, order.chunk_samples
     num_chunks = 1
     if clustering.correlation > 0 and 1 < batch < size and 1 < chunk < size:
@@ -92,16 +94,18 @@ def window_for(clustering: Clustering, order: Order, min_share: float) -> int | 
         tried = with_full_windows(replace(order, window_chunks=num_chunks))
         if design_effect(clustering, tried) <= 1 / min_share:
             return num_chunks
-        num_chunks += 1 + num_chunks // 32  # the last windows of an epoch are smaller, and add to its mean
+        num_chunks += 1 + num_chunks // 32  # the last windows of an epoch are smaller, and raise the mean
     return None
 
 
 def _windows(order: Order) -> tuple[Integers, Integers]:
     """Return the first sample of each window in the sequence of chunks, and its end, as (num_windows,) arrays."""
     if not order.shuffle:
-        raise OptionError("shuffle is False: the order is the file's, give one with shuffle=True")
+        raise OptionError("shuffle is False, so the order is that of the file: give an order with shuffle=True")
     if not order.num_batches:
-        raise OptionError(f"{order.num_samples} samples make no batch of {order.batch_size}: give a smaller batch_size")
+        raise OptionError(
+            f"{order.num_samples} samples are less than a batch of {order.batch_size}: give a smaller batch_size"
+        )
     num_windows, window_batches = np.array([each[1:] for each in order.rounds()], np.int64).T
     samples = np.repeat(window_batches * order.batch_size, num_windows)
     stop = np.cumsum(samples)

@@ -1,6 +1,6 @@
 """Tuning settings: enumerate them, derive their order, cache and memory, and choose one.
 
-A setting says how samples are laid out (unchanged or repacked), how many chunks are shuffled together, and what reads:
+A setting has the layout of samples (unchanged or repacked), the number of chunks to shuffle together, and the reader:
 `ChunkLoader` by byte ranges, or `ChunkDataset` in DataLoader workers through HDF5's chunk cache.
 
 >>> grid = ChunkGrid((12_000, 3, 224, 224), (8, 3, 224, 224), 1)
@@ -24,28 +24,28 @@ from h5chunk.plan.order import Order, choose_interleave, with_full_windows
 from h5chunk.plan.slots import plan_slots
 
 LOADER, DATASET = "loader", "dataset"
-CHUNK_BYTES = (128 << 10, 512 << 10, 1 << 20, 2 << 20)  # chunks that a repacked file may have; and larger ones than
-PAST_CACHE = 8 << 20  # HDF5's default cache: plain readers of single samples go past it, and read nothing else
+CHUNK_BYTES = (128 << 10, 512 << 10, 1 << 20, 2 << 20)  # least and largest chunks of a repacked file
+PAST_CACHE = 8 << 20  # larger than HDF5's default cache, so that plain readers of single samples bypass it
 FEWEST_CHUNKS = 16  # of a repacked file
 PREFETCH = 2  # batches that a DataLoader's worker prepares
-KEPT = 2  # windows that a loader keeps to use again
-STAY = 0.97  # of the best rate: from here on a setting is taken that needs no new file, or is simpler
+KEPT = 2  # windows that a loader keeps for reuse
+STAY = 0.97  # share of the best rate from which a setting without a new file, or a simpler one, is preferred
 
 
 @dataclass(frozen=True)
 class DataFacts:
     """Facts about the data, and about how it is used for training."""
 
-    grid: ChunkGrid  # of the field with the largest samples
-    sample_bytes: int  # of all fields together
-    chunk_samples: int  # that are read together in the file as it is
+    grid: ChunkGrid  # chunk grid of the field with the largest samples
+    sample_bytes: int  # bytes of a sample, all fields together
+    chunk_samples: int  # samples that are read together in the unchanged file
     batch_size: int
     window_chunks: int  # recommended by the file, or its default
-    shuffled: bool = False  # the file says that it was
-    direct: bool = True  # its byte ranges can be read
-    given_bytes: int = 0  # of a sample that is made from what is read, such as a sparse row made dense; 0: as it is
-    fixed: bool = False  # no other chunks are to be tried
-    loads: bool = True  # `ChunkLoader` can give all fields: none holds strings
+    shuffled: bool = False  # whether the file was shuffled, as it records
+    direct: bool = True  # whether it can be read by byte ranges
+    given_bytes: int = 0  # bytes of a converted sample, such as a sparse row made dense; 0: not converted
+    fixed: bool = False  # whether other chunks are not tried
+    loads: bool = True  # whether `ChunkLoader` supports all fields: none has strings
 
     @property
     def num_samples(self) -> int:
@@ -71,7 +71,7 @@ class Setting:
     window_chunks: int
     num_workers: int = 0  # of the DataLoader
     repack: bool = False  # the file is first rewritten uncompressed, in chunks of ``chunk_samples``
-    shuffle: bool = False  # and its samples are permuted then
+    shuffle: bool = False  # whether its samples are then permuted
 
     @property
     def layout(self) -> tuple[int, bool, bool]:
@@ -188,7 +188,7 @@ def _window_sizes(facts: DataFacts, chunk_samples: int, wanted: Iterable[int]) -
     num_chunks = math.ceil(facts.num_samples / chunk_samples)
     default = choose_window_chunks(_band_bytes(facts.grid, chunk_samples), num_chunks)
     sizes = [*wanted, default, max(1, default // 4), default * 4, math.ceil(4 * facts.batch_size / chunk_samples)]
-    made: dict[int, int] = {}  # by the batches of a window: more chunks that make no more batches change nothing
+    made: dict[int, int] = {}  # by batches per window: more chunks without more batches change nothing
     for size in (max(1, min(size, num_chunks)) for size in sizes):
         order = Order(facts.num_samples, chunk_samples, facts.batch_size, size)
         made.setdefault(order.window_batches, size)
@@ -201,8 +201,8 @@ class Trial:
 
     setting: Setting
     memory_bytes: int
-    effective_batch: float | None  # None where no field says which samples are alike
-    allowed: bool  # it fits in memory and mixes well enough
+    effective_batch: float | None  # None if no field marks similar samples
+    allowed: bool  # whether it fits in memory and mixes well enough
     rate: float | None = None  # samples/s from the page cache; None if it was not measured
 
 

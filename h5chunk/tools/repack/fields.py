@@ -1,7 +1,7 @@
 """Find the datasets of a file that hold samples, and plan their chunks.
 
-A field is a dataset whose first axis counts samples: as long as the named dataset, or as ``images``, ``X`` of AnnData,
-or the largest dataset. A sparse matrix is a group of ``data``, ``indices`` and ``indptr``.
+A field is a dataset whose first axis counts samples: it is as long as the named dataset, otherwise as ``images``, ``X``
+of AnnData, or the largest dataset. A sparse matrix is a group of ``data``, ``indices`` and ``indptr``.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class SparseGroup:
     """A sparse matrix."""
 
     path: bytes
-    kind: str  # csr or csc; empty if nothing says which
-    shape: tuple[int, int]  # zeros if nothing says it
+    kind: str  # csr or csc; empty if unknown
+    shape: tuple[int, int]  # zeros if unknown
     data: DatasetFacts
     indices: DatasetFacts
     indptr: DatasetFacts
@@ -55,14 +55,14 @@ class SparseGroup:
 class Samples:
     """The fields and matrices of the file to repack."""
 
-    num_samples: int  # of the main field; 0 if nothing in the file has samples
-    main: str  # its name
-    layouts: dict[int, Layout | CsrLayout]  # by number of samples: usually one
-    fields: list[DatasetFacts] = field(default_factory=list)  # all of one of these lengths, of fixed-size types
-    others: list[DatasetFacts] = field(default_factory=list)  # those of other types
+    num_samples: int  # length of the main field; 0 if no dataset has samples
+    main: str  # name of the main field
+    layouts: dict[int, Layout | CsrLayout]  # layouts by number of samples, usually one
+    fields: list[DatasetFacts] = field(default_factory=list)  # all datasets of these lengths with fixed-size types
+    others: list[DatasetFacts] = field(default_factory=list)  # datasets of other types
     sparse: list[SparseGroup] = field(default_factory=list)
     anndata: bool = False  # whether the file is one of AnnData's
-    too_large: list[str] = field(default_factory=list)  # of which no two rows fit in memory: they are no fields
+    too_large: list[str] = field(default_factory=list)  # two rows of these do not fit in memory
 
     @property
     def layout(self) -> Layout | CsrLayout | None:
@@ -87,7 +87,7 @@ def find_samples(
     anndata = is_anndata(file)
     candidates = [facts for facts in datasets.values() if facts.num_rows and facts.path not in parts | kept]
     large = [facts for facts in candidates if facts.grid.sample_bytes > min(part_bytes, MAX_CHUNK_BYTES)]
-    if not options.shuffle and not options.fields:  # else they are refused in time
+    if not options.shuffle and not options.fields:  # otherwise they are refused later
         candidates = [facts for facts in candidates if facts not in large]
     mains = _mains(candidates, datasets, sparse, header, options, anndata, shown)
     lengths = dict(mains)
@@ -123,7 +123,7 @@ def _mains(
         first = datasets.get(IMAGES) or datasets.get(b"X")
         first = first or max(whole, key=lambda facts: facts.num_bytes, default=None)
         if first is None or first.num_rows != header.num_samples:
-            raise FileError(f"{shown}: damaged: no field has the {header.num_samples} samples that /{GROUP} speaks of")
+            raise FileError(f"{shown}: damaged: no field has the {header.num_samples} samples of /{GROUP}")
         return [(header.num_samples, first.name)]
     usable = {facts.path: facts for facts in candidates if facts.fixed and facts.kind in NUMBERS_AND_TEXT}
     images = [usable[IMAGES]] if IMAGES in usable else []
@@ -181,7 +181,7 @@ def _sparse_groups(
         word = _word(group, "encoding-type") or _word(group, "h5sparse_format")
         kind = SPARSE.get(word, "")
         if not kind:
-            if not word:  # as in files of Cell Ranger
+            if not word:  # files of Cell Ranger
                 yield SparseGroup(node.path, "", (0, 0), *facts)
             continue
         shape = np.asarray(group.attrs.get("shape", group.attrs.get("h5sparse_shape", ())))

@@ -86,7 +86,7 @@ def read_tuned(path: str | os.PathLike[str]) -> tuple[RepackOptions, int | None]
         raise OptionError(f"{shown}: not a JSON file: {error}") from None
     if not isinstance(given, dict):
         held = json.dumps(given)[:60]
-        raise OptionError(f'{shown}: holds {held}, not a JSON object such as {{"chunk_samples": 8}}')
+        raise OptionError(f'{shown}: contains {held}, not a JSON object such as {{"chunk_samples": 8}}')
     found = {name: given[name] for name in (*TUNED, "shuffle") if given.get(name) is not None}
     try:
         num_samples = None if given.get("num_samples") is None else check_whole("num_samples", given["num_samples"], 1)

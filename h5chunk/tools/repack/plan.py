@@ -22,7 +22,7 @@ from h5chunk.store.rewrite.survey import DatasetFacts, Survey, attribute_names, 
 from h5chunk.tools.repack.fields import Samples
 from h5chunk.tools.repack.options import RepackOptions
 
-LEAST_FILTERED_BYTES = 4 << 10  # chunks below this are not compressed: their index would take more than is saved
+LEAST_FILTERED_BYTES = 4 << 10  # smaller chunks are not compressed: their index would take more bytes than are saved
 COMPRESSIONS = ("none", "gzip", "lzf", "zstd", "lz4", "blosc")
 _LEVELS = {"gzip": (0, 9, 4), "zstd": (1, 22, 3)}  # least, most, default
 SOURCE_INDEX = f"{GROUP}/source_index"
@@ -31,7 +31,7 @@ TABLES = (
     ("row_ids", "rows"),
     ("source_names", "runs"),
     ("source_name_ends", "pointers"),
-)  # of /h5chunk, by sample, and how a shuffle moves them
+)  # tables of /h5chunk with values per sample, and how a shuffle moves them
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Move:
     facts: DatasetFacts
     layout: NewLayout
     kind: str = "copy"
-    pointers: bytes = b""  # of runs: the dataset of their pointers
-    checked: bool = False  # checksums of it are stored
-    row_elements: float = 1.0  # elements of a sample, where a row of the dataset is one element of a matrix
+    pointers: bytes = b""  # for runs: the dataset of their pointers
+    checked: bool = False  # whether its checksums are stored
+    row_elements: float = 1.0  # elements per sample, if a row of the dataset is one element of a matrix
 
     @property
     def unit_rows(self) -> int:
@@ -125,19 +125,19 @@ def plan_moves(
         moves += _table_moves(survey, samples)
     moved = {move.facts.name for move in moves}
     notes += [
-        f"copied as it is: {name}, of which rows do not fit in memory"
+        f"copied unchanged, because its rows do not fit in memory: {name}"
         for name in samples.too_large
         if name not in moved
     ]
     fixed = [move.facts.name for move in moves if move.facts.maxshape != move.facts.shape]
     if fixed:
         more = f" and {len(fixed) - 4} more" if len(fixed) > 4 else ""
-        notes.append(f"can no longer be resized: {', '.join(fixed[:4])}{more}: chunks in one run are of a fixed number")
+        notes.append(f"can no longer be resized: {', '.join(fixed[:4])}{more}: contiguous chunks have a fixed number")
     lost = [move.facts.name for move in moves if move.layout.filters and SHUFFLE in move.facts.filters]
     if lost:
-        notes.append(f"compressed without the byte shuffle filter that they had: {', '.join(lost)}")
+        notes.append(f"compressed without their former byte shuffle filter: {', '.join(lost)}")
     for move in moves:
-        if move.layout.written:  # what h5chunk would not read: unknown filters, sizes out of proportion
+        if move.layout.written:  # refuse what h5chunk cannot read: unknown filters, implausible sizes
             dataset = h5py.Dataset(h5d.open(file.id, move.facts.path))
             where, properties = f"{shown}: {move.facts.name!r}", dataset.id.get_create_plist()
             check_filters(properties, where, trusted=False)
@@ -147,7 +147,7 @@ def plan_moves(
                 table = f"{CHECKSUMS}/{move.facts.path.decode()}"
             except UnicodeDecodeError:
                 raise FileError(
-                    f"{shown}: the name {move.facts.name!r} is not UTF-8, and checksums are kept by name: rename it"
+                    f"{shown}: the name {move.facts.name!r} is not UTF-8, but checksums are stored by name: rename it"
                 ) from None
             header.datasets[table] = ArraySpec((move.num_chunks,), np.dtype(np.uint32))
     runs = sum(move.kind == "pointers" for move in moves)
@@ -205,7 +205,7 @@ def _table_moves(survey: Survey, samples: Samples) -> Iterator[Move]:
         if facts is None:
             continue
         if not facts.fixed or (kind != "runs" and facts.num_rows != samples.num_samples):
-            raise FileError(f"{facts.name!r} has {facts.num_rows} rows of {facts.dtype}, not one a sample: damaged")
+            raise FileError(f"{facts.name!r} has {facts.num_rows} rows of {facts.dtype}, not one per sample: damaged")
         if facts.num_rows:
             yield Move(facts, NewLayout(None), kind, f"{GROUP}/source_name_ends".encode())
 
@@ -215,14 +215,14 @@ def check_shuffle(file: h5py.File, survey: Survey, samples: Samples) -> Iterator
     shown = printable(file.filename)
     if samples.anndata:
         raise OptionError(
-            f"{shown}: is an AnnData file, whose tables, graphs and names would all have to be permuted alike: "
-            "shuffle it with h5chunk convert, which makes a training file of it, or repack it without shuffle"
+            f"{shown}: is an AnnData file, whose tables, graphs and names would all have to be permuted: shuffle "
+            "it with h5chunk convert, which makes a training file, or repack it without shuffle"
         )
     for group in samples.sparse:
         if not group.kind:
             raise OptionError(
-                f"{shown}: {printable(group.path)!r} looks like a sparse matrix, but nothing says whether of rows or "
-                "of columns: shuffle it with h5chunk convert, or repack it without shuffle"
+                f"{shown}: {printable(group.path)!r} looks like a sparse matrix, but its format, csr or csc, is "
+                "unknown: shuffle it with h5chunk convert, or repack it without shuffle"
             )
         if group.kind == "csc" and group.shape[0] == samples.num_samples:
             raise OptionError(
@@ -240,7 +240,7 @@ def check_shuffle(file: h5py.File, survey: Survey, samples: Samples) -> Iterator
             if refers_to_regions(attribute.get_type()):
                 raise OptionError(f"{shown}: {where} refers to regions of datasets, which a shuffle would move")
             if samples.num_samples > 1 and (attribute.shape or ())[:1] == (samples.num_samples,):
-                yield f"{where} has {samples.num_samples} values, as many as samples: their order is as it was"
+                yield f"{where} has {samples.num_samples} values, one per sample: their order is unchanged"
 
 
 def plan_header(
@@ -257,12 +257,12 @@ def plan_header(
     what = "shuffle" if options.shuffle else "window_chunks" if options.window_chunks is not None else "cache"
     if samples.anndata:
         raise OptionError(
-            f"{shown}: {what} would add the group /{GROUP}, but readers of AnnData's files refuse groups that they do "
-            "not know: leave it out"
+            f"{shown}: {what} would add the group /{GROUP}, but readers of AnnData's files refuse unknown "
+            "groups: leave it out"
         )
     layout = samples.layout
     if layout is None:
-        raise OptionError(f"{shown}: {what} was given, but no dataset in it counts samples along its first axis")
+        raise OptionError(f"{shown}: {what} was given, but no dataset has samples along its first axis")
     if len(samples.layouts) > 1:
         lengths = ", ".join(map(str, sorted(samples.layouts)))
         raise OptionError(f"{shown}: {what} was given, but the fields differ in length ({lengths}): name those of one")
@@ -278,7 +278,7 @@ def plan_header(
     recorded = {**(header.options if header is not None else {}), "repack": options.recorded()}
     attributes = header_attributes(cache=options.cache or layout.cache, options=recorded, **numbers)
     new = FileSpec({}, {GROUP: attributes})
-    if options.shuffle and SOURCE_INDEX.encode() not in survey.datasets:  # repack gives headers without
+    if options.shuffle and SOURCE_INDEX.encode() not in survey.datasets:  # headers without a kind come from repack
         new.datasets[SOURCE_INDEX] = ArraySpec((samples.num_samples,), np.dtype(np.int64))
     return new
 

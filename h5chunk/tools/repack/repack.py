@@ -46,7 +46,7 @@ from h5chunk.tools.repack.report import FieldReport, LaidOut, RepackReport
 
 Tuned = tuple[RepackOptions, int | None]
 
-MAX_THREADS = 8  # each takes its share of the memory
+MAX_THREADS = 8  # each thread takes its share of the memory
 
 
 def repack(
@@ -98,7 +98,7 @@ def repack(
     started = time.perf_counter()
     parsed, found = RepackOptions(**options), None if tuned is None else read_tuned(tuned)
     output, file = _parse_path(source, path, overwrite), Source(Path(source))
-    # child processes do it, so that HDF5 never opens the source in this process
+    # in child processes, so that HDF5 never opens the source in this process
     file, plan = in_child(lambda _: _plan(file, parsed, found), lambda: file.shown)
     command_id = key_of(["repack", h5chunk.__version__, parsed.recorded(), repr(parsed.cache), repr(found), file.stamp])
     complete = not overwrite and is_made_by(output, command_id)
@@ -164,7 +164,7 @@ def _plan(
         notes: list[str] = []
         best, num_tuned = tuned or (options, None)
         if tuned is not None and is_anndata(source.file):
-            notes += ["of what was tuned only chunks and compression are taken: AnnData's files have no more"]
+            notes += ["only chunks and compression of the tuned options are used: AnnData's files support no others"]
             best = replace(best, window_chunks=None, cache=None, shuffle=False)
         missing = {name: getattr(best, name) for name in TUNED if getattr(options, name) is None}
         options = replace(options, shuffle=options.shuffle or best.shuffle, **missing)

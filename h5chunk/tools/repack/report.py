@@ -16,8 +16,8 @@ class LaidOut:
 
     chunks: tuple[int, ...] | None  # None: contiguous, or compact
     filters: tuple[str, ...]
-    stored_bytes: int | None  # None of a dry run
-    chunks_per_sample: float  # that one sample touches, or a row of a sparse matrix in the mean; 1 if contiguous
+    stored_bytes: int | None  # None for a dry run
+    chunks_per_sample: float  # chunks that a sample, or on average a row of a sparse matrix, touches; 1 if contiguous
 
     @classmethod
     def of(cls, facts: DatasetFacts, row_elements: float) -> LaidOut:

@@ -10,11 +10,11 @@ from h5chunk.tools.measure.machine import default_cache
 from h5chunk.tools.model.clustering import LEAST_CHANCE, find_clustering
 from h5chunk.tools.tune.study import Study
 
-GIANT_BYTES = 64 << 20  # of a chunk: a window of a few no longer fits in memory
-LEAST_GIANT_BYTES, FEW_CHUNKS = 1 << 20, 8  # a smaller one is giant if it holds an eighth of the data
-LEAST_CORRELATION = 0.02  # of labels in a piece: less is of no consequence for a batch of hundreds
-ENOUGH = 0.95  # of a batch: it is worth no less for being read from neighbours
-PIECES = (2, 16, 64)  # neighbours that are looked at, whatever the chunks are
+GIANT_BYTES = 64 << 20  # size of a chunk of which a window of several no longer fits in memory
+LEAST_GIANT_BYTES, FEW_CHUNKS = 1 << 20, 8  # a smaller chunk is giant if it holds an eighth of the data
+LEAST_CORRELATION = 0.02  # correlation of labels in a piece; less does not matter for a batch of hundreds
+ENOUGH = 0.95  # share of a batch that counts as a full shuffle
+PIECES = (2, 16, 64)  # number of neighbours to compare, whatever the chunks
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,10 @@ def _advise_labels(study: Study, effective_batch: float | None, shuffle: str) ->
     effective = effective_batch or float(batch_size)
     worth = f"a batch of {batch_size} is worth {effective:.0f}"
     if effective >= ENOUGH * batch_size:
-        worth += ", but only as windows hold most of the file"
+        worth += ", but only because windows hold most of the file"
     message = (
-        f"samples lie sorted or in groups: {worst.piece_samples} neighbours are {worst.correlation:.0%} alike, where "
-        f"0% is shuffled and 100% all equal; {worth}"
+        f"samples are sorted or in groups: {worst.piece_samples} neighbours are {worst.correlation:.0%} alike "
+        f"(0%: shuffled, 100%: all equal); {worth}"
     )
     figures = {"h_y": worst.h_y, "correlation": worst.correlation, "effective_batch": effective}
     return [Advice("labels_clustered", message, shuffle, figures)]

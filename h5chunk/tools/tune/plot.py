@@ -25,7 +25,7 @@ def check_plot(path: str | os.PathLike[str]) -> None:
         raise OptionError('plot needs matplotlib, which is missing: pip install "h5chunk[plot]"') from None
     path, kinds = Path(path), FigureCanvasBase.get_supported_filetypes()
     if path.suffix and path.suffix[1:].lower() not in kinds:
-        raise OptionError(f"{printable(path)}: cannot be drawn: its ending is none of {', '.join(sorted(kinds))}")
+        raise OptionError(f"{printable(path)}: cannot be drawn: its suffix must be one of {', '.join(sorted(kinds))}")
     if not path.parent.is_dir():
         raise OutputError(f"{printable(path)}: its folder {printable(path.parent)} does not exist: make it first")
 

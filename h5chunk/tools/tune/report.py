@@ -16,7 +16,7 @@ from h5chunk.tools.tune.search import NEW, TODAY, WORTH_FILE
 
 Triple = tuple[int, int, float]
 
-WIDTH = 100  # of the lines of a report, but for commands
+WIDTH = 100  # width of the lines of a report, except commands
 UNSURE = 4.0  # times its lower end: an interval that says nothing
 
 
@@ -170,7 +170,7 @@ class Recommendation(Report):
 
 def _wrapped(text: str, head: str, indent: str = "        ") -> list[str]:
     """Wrap a sentence; paths in it stay in one piece."""
-    text = printable(text)  # wrapping would make spaces of line breaks
+    text = printable(text)  # wrapping would turn line breaks into spaces
     return textwrap.wrap(
         text, WIDTH, initial_indent=head, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )

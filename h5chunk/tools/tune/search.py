@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from h5chunk.tools.measure.batches import BatchRate
 
 IN_PLACE_SHARE, NEW_SHARE, HEATS_SHARE, TURNS_SHARE = 0.15, 0.35, 0.4, 0.95  # of the budget, when a phase ends
-FIRST_SHARE = 0.2  # of the budget: settings whose first window takes more are not measured
+FIRST_SHARE = 0.2  # share of the budget; settings whose first window takes more are not measured
 FINALISTS, HEATS = 2, 2  # of the unchanged file, and of a new one; and how often they are measured before the choice
 LEAST_TURNS, FEW_TURNS, MOST_TURNS = 2, 6, 15
 WARM_SHARE = 0.05  # of the budget: memory is written for the first time, which takes longer than the second

@@ -36,12 +36,12 @@ from h5chunk.tools.model.settings import DataFacts, Setting, order_of
 from h5chunk.tools.repack.fields import is_anndata
 from h5chunk.tools.report import shell_command
 
-SAMPLE_BYTES = 384 << 20  # that are measured: the same samples as they lie and laid out anew
-BATCH_BYTES = 4 * SAMPLE_BYTES  # of a batch: if it has more, a part of one is measured
+SAMPLE_BYTES = 384 << 20  # bytes of samples to measure, in the file's layout and in new layouts
+BATCH_BYTES = 4 * SAMPLE_BYTES  # limit on the bytes of a batch; of larger ones a part is measured
 SMALL_BYTES = 16 << 20  # data of fewer bytes is not worth a new file
 PIECE_BYTES = 32 << 20
-DENSE_BYTES = 4  # of a number of a row made dense
-MOST_GROUPS = 1 << 27  # samples whose labels are looked at
+DENSE_BYTES = 4  # bytes of a number in a dense row
+MOST_GROUPS = 1 << 27  # limit on samples whose labels are read
 CODES = "codes"
 
 
@@ -51,12 +51,12 @@ class Study:
 
     reader: H5Reader
     facts: DataFacts
-    folder: Path  # for samples that are laid out anew
-    num_measured: int  # the first samples, which figures are of
-    asked: Mapping[str, str] | None = None  # the fields, if they were named
-    anndata: bool = False  # such a file cannot be shuffled in place, nor have a header of h5chunk
+    folder: Path  # folder for samples in new layouts
+    num_measured: int  # number of leading samples that are measured
+    asked: Mapping[str, str] | None = None  # the fields, if given
+    anndata: bool = False  # such files cannot be shuffled by repack, or have a header
     stored_share: float = 1.0  # stored bytes of the largest field over decoded ones
-    groups: np.ndarray | None = None  # (num_samples,): equal values mark samples that are alike, such as labels
+    groups: np.ndarray | None = None  # (num_samples,): equal values mark similar samples, such as labels
     notes: list[str] = field(default_factory=list)
     reading_s: float = math.inf  # how long samples are read that are laid out anew
     _clusterings: dict[int, Clustering] = field(default_factory=dict)
@@ -125,11 +125,11 @@ def check_converted(path: str | os.PathLike[str]) -> None:
     """Raise FileError with the command to run first if the path is for convert, such as a folder of images."""
     path = Path(path)
     if not os.path.exists(path) or path.suffix.lower() in SUFFIXES or (path.is_file() and h5py.is_hdf5(path)):
-        return  # if it cannot be read all the same, the reader says why
+        return  # if it cannot be read nevertheless, the reader says why
     if path.is_dir() and (found := sorted(each for each in path.glob("*.h5") if h5py.is_hdf5(each))):
         raise FileError(
-            f"{printable(path)}: holds files that are converted already, and tune takes one: give "
-            f"{printable(found[0])}, whose window and cache will do for files like it"
+            f"{printable(path)}: has several converted files, but tune takes one: give {printable(found[0])}; "
+            "its window and cache also suit similar files"
         )
     command = shell_command(["h5chunk", "convert", str(path), f"{path.stem or 'data'}.h5"])
     raise FileError(f"{printable(path)}: not an HDF5 file: convert it first, by {command}, and tune the result")
@@ -214,7 +214,7 @@ def _read_groups(study: Study, file: h5py.File, group_by: str | None) -> np.ndar
     if isinstance(found, h5py.Dataset):
         return found[:]
     if group_by is not None:
-        raise OptionError(f"group_by is {group_by!r}: {found}: name a dataset of one number or string a sample")
+        raise OptionError(f"group_by is {group_by!r}: {found}: name a dataset with one number or string per sample")
     study.note(f"shuffle quality is unknown: {name!r}: {found}; --group-by FIELD names another dataset")
     return None
 
@@ -224,19 +224,19 @@ def _find_groups(study: Study, file: h5py.File, name: str) -> h5py.Dataset | str
     guard, num_samples = Guard(study.reader.path, study.reader.trusted), study.reader.num_samples
     try:
         item = guard.find(file, name)
-        if isinstance(item, h5py.Group) and CODES in item:  # categories, as AnnData and pandas keep them
+        if isinstance(item, h5py.Group) and CODES in item:  # categories, as in AnnData and pandas
             name = f"{name}/{CODES}"
             item = guard.find(file, name)
         if not isinstance(item, h5py.Dataset):
-            return "there is no such dataset"
+            return "no such dataset"
         guard.check_field(item, name)
     except FieldError as error:
         return str(error).removeprefix(f"{printable(study.reader.path)}: ")
     if item.shape != (num_samples,):
-        return f"it has the shape {item.shape}, not one value a sample"
+        return f"it has the shape {item.shape}, not one value per sample"
     if item.dtype.kind not in "biuS":
-        return f"it is of type {item.dtype}, not of whole numbers or fixed-length strings"
-    return item if num_samples <= MOST_GROUPS else f"{num_samples:,} samples are too many to look at"
+        return f"it has the type {item.dtype}, not integers or fixed-length strings"
+    return item if num_samples <= MOST_GROUPS else f"{num_samples:,} samples are too many to read"
 
 
 def read_rows(study: Study) -> dict[str, np.ndarray]:
@@ -275,10 +275,10 @@ def write_rows(path: Path, rows: Mapping[str, np.ndarray], num_samples: int, chu
                 for start in range(0, num_samples if flat.size else 0, len(flat)):
                     file.seek(regions[name].offset + start * flat.shape[1])
                     file.write(flat[: num_samples - start].data)
-    except (OSError, RuntimeError) as error:  # HDF5 has its own for a full disk
+    except (OSError, RuntimeError) as error:  # HDF5 raises its own error on a full disk
         path.unlink(missing_ok=True)
         if isinstance(error, H5ChunkError):
             raise
         raise OutputError(
-            f"{printable(path.parent)}: samples cannot be laid out there: {reason_of(error)}: free some, or set TMPDIR"
+            f"{printable(path.parent)}: samples cannot be copied there: {reason_of(error)}: free space, or set TMPDIR"
         ) from None

@@ -71,7 +71,7 @@ def tune(
     workers : sequence of int, optional
         DataLoader worker counts to try. Default: 0, 1, 2 and 4, up to the number of cores.
     device : str
-        Device that batches go to.
+        Device of the batches.
     fields : sequence or mapping of str, optional
         As for `ChunkDataset`.
     group_by : str, optional
@@ -102,9 +102,7 @@ def tune(
     batch_size, memory_bytes = check_whole("batch_size", batch_size, 1), check_whole("memory_bytes", memory_bytes, 1)
     check_budget(budget_s)
     if not 0 < min_effective_batch < 1:
-        raise OptionError(
-            f"min_effective_batch is {min_effective_batch!r}: give a share of the batch above 0 and below 1"
-        )
+        raise OptionError(f"min_effective_batch is {min_effective_batch!r}: give a fraction above 0 and below 1")
     from h5chunk.feed.sample_reader import field_mapping
 
     describe_device(device)

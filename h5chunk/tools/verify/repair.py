@@ -1,8 +1,8 @@
 """Rewrite bad chunks of an image file from the images that it was converted from.
 
-A chunk is made again with the options that the file records, from the samples that it names (if the file was appended
-to, with the options of the appended part), and written only if its checksum is the checksum in the file: so a repaired
-file equals the original byte for byte. A process that is killed while a chunk is written leaves that chunk bad, or half
+A chunk is made again from its recorded samples, with the options that the file records (for appended samples, those of
+the append), and written only if its checksum equals that in the file. So a repaired file equals the original byte for
+byte. A process that is killed while a chunk is written leaves that chunk bad, or half
 rewritten: verify reports it, and a further repair continues there. Undamaged chunks are never written to.
 """
 
@@ -59,9 +59,9 @@ class _ChunkMaker:
     ) -> None:
         shown, header = printable(path), read_header(file)
         if header is None:
-            raise FileError(f"{shown}: not written by h5chunk: nothing says what its chunks were made from")
+            raise FileError(f"{shown}: not written by h5chunk, so the source of its chunks is unknown")
         if header.kind:
-            raise FileError(f"{shown}: holds a matrix, of which chunks cannot be made one by one: convert it again")
+            raise FileError(f"{shown}: has a matrix, whose chunks cannot be made one by one: convert it again")
         try:
             options = ImageOptions.of_recorded(header.options)
             splits = "auto" if manifest is not None else str(header.options.get("split_folders", "auto"))
@@ -69,15 +69,15 @@ class _ChunkMaker:
             appended = [(int(each["first_index"]), str(each["fit"])) for each in header.options.get("appended", [])]
         except (ValueError, KeyError, TypeError):
             raise FileError(
-                f"{shown}: does not say how its images were decoded, and only images are repaired: convert its source "
-                "again"
+                f"{shown}: does not record how images were decoded, and only images can be repaired: convert its "
+                "source again"
             ) from None
         listed = ImageSourceOptions(
             manifest=manifest, split_folders=splits, columns=columns, mask_column=options.mask_column
         )
         self._listing = list_source(source, listed)
         self.source = ImageSource(self._listing, options)
-        self._parts = [(0, self.source)]  # and those of images that were appended, in the size of the file
+        self._parts = [(0, self.source)]  # and for appended images, with the image size of the file
         for first, fit in appended:
             of_part = replace(ImageOptions.of_recorded(header.options, file[IMAGES].shape), fit=fit)
             self._parts.append((first, ImageSource(self._listing, of_part)))
@@ -87,21 +87,21 @@ class _ChunkMaker:
             self._ends = np.concatenate(([0], file[f"{GROUP}/source_name_ends"][()]))
             self._names = file[f"{GROUP}/source_names"]
         except (KeyError, TypeError, OSError) as error:
-            raise FileError(f"{shown}: does not say where its samples came from: {error}") from None
+            raise FileError(f"{shown}: does not record the sources of its samples: {error}") from None
         self._by_name: dict[bytes, int] | None = None
 
     def make(self, each: Damage) -> bytes:
         """Make the bytes of a chunk. Raises SampleError, with the reason, if they cannot be reproduced exactly."""
         dataset = self._file[each.field]
         if each.expected is None:
-            raise SampleError("there is no checksum to compare it with")
+            raise SampleError("the file has no checksum of it")
         if dataset.id.get_create_plist().get_nfilters():
             raise SampleError("it is compressed: repack the file again")
         if dataset.chunks is None or dataset.chunks[1:] != dataset.shape[1:]:
-            raise SampleError("it does not hold whole samples")
+            raise SampleError("it does not have whole samples")
         is_image = each.field == IMAGES or each.field in self._listing.others
         if not is_image and each.field not in self._listing.columns:
-            raise SampleError("the source says nothing of it: give the manifest that it was converted with")
+            raise SampleError("the source does not have this field: give the manifest of the conversion")
         values = np.zeros(dataset.chunks, dataset.dtype)
         for place, row in enumerate(range(each.first_sample, each.last_sample + 1)):
             name = bytes(self._names[int(self._ends[row]) : int(self._ends[row + 1])])
@@ -129,7 +129,7 @@ class _ChunkMaker:
         if self._by_name is None:
             self._by_name = {each: number for number, each in enumerate(names)}
         if name not in self._by_name:
-            raise SampleError(f"{printable(name)}: is not in the source any more")
+            raise SampleError(f"{printable(name)}: is no longer in the source")
         return self._by_name[name]
 
     def _value(self, field: str, index: int) -> Any:

@@ -9,7 +9,7 @@ from h5chunk.errors import count_text, human_bytes, printable
 from h5chunk.store.read.scan import Damage
 from h5chunk.tools.report import Report, rows
 
-SHOWN = 20  # bad chunks, whole and missing files in what people read; JSON has all
+SHOWN = 20  # bad chunks, whole and missing files in the text; JSON has all
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class Checked:
     """How a dataset was checked."""
 
     field: str
-    num_chunks: int  # that are stored
-    num_checked: int  # of them that were read
-    by: str  # checksum; decoding, which shows what filters notice; reading, which shows what the disk notices
+    num_chunks: int  # stored chunks
+    num_checked: int  # chunks that were read
+    by: str  # checksum; decoding, which finds what filters notice; reading, which finds disk errors
     num_unwritten: int = 0  # chunks that were never written, which is legal; a contiguous dataset is one chunk
     reads_as: str = ""  # the value that readers give for them; empty if there are none
 
@@ -75,7 +75,7 @@ class VerifyReport(Report):
     def _verdict(self) -> str:
         if not self.ok:
             return _damaged([(len(self.bad), "bad chunk"), (len(self.problems), "other fault")])
-        looked = "what was looked at is whole" if self.quick else "whole"
+        looked = "the checked parts are whole" if self.quick else "whole"
         if not self.by_h5chunk:
             looked += ", as far as can be seen without checksums"
         unwritten = sum(each.num_unwritten > 0 for each in self.fields)

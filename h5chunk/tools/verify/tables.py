@@ -16,7 +16,7 @@ from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.read.fields import look_at_matrix, read_indptr
 
 TABLES = ("source_index", "source_name_ends", "source_names")
-PART_VALUES = 4 << 20  # labels, or entries of rows that are sorted, at a time
+PART_VALUES = 4 << 20  # labels, or entries of sorted rows, to check at a time
 
 
 def look_at_tables(file: h5py.File, header: Header, names: list[str]) -> Iterator[str]:
@@ -33,11 +33,11 @@ def look_at_tables(file: h5py.File, header: Header, names: list[str]) -> Iterato
             yield f"/{GROUP}/source_index has the negative number {index[0]}"
         twice = index[1:] == index[:-1]
         if twice.any():
-            yield f"/{GROUP}/source_index names sample {index[1:][twice.argmax()]} of the source twice"
+            yield f"/{GROUP}/source_index has sample {index[1:][twice.argmax()]} of the source twice"
     if "source_name_ends" in tables and "source_names" in tables:
         ends = tables["source_name_ends"][()]
         if (np.diff(ends, prepend=0) < 0).any() or ends[-1] != len(tables["source_names"]):
-            yield f"/{GROUP}/source_name_ends does not lead through the names: the sources of samples are not known"
+            yield f"/{GROUP}/source_name_ends does not divide the names: the sources of samples are unknown"
     if header.class_names and "labels" in names:
         yield from _check_codes(file["labels"], len(header.class_names), least=0)
     for name in names:
@@ -79,10 +79,10 @@ class MatrixCheck:
         self._dtype, self._value_dtype = self._indices.dtype, file[f"{prefix}/data"].dtype
         self.problems: list[str] = []
         self.notes: list[str] = []
-        self.indptr: np.ndarray | None = None  # (num_rows + 1,) int64; None if it is too damaged, or no matrix
+        self.indptr: np.ndarray | None = None  # (num_rows + 1,) int64; None if too damaged, or not a matrix
         self._num_columns = 0
-        self._ends: list[tuple[int, int, int, int]] = []  # first entry, the one behind the last, and their columns
-        # The first entries with a fault.
+        self._ends: list[tuple[int, int, int, int]] = []  # start and end of a run, and its first and last columns
+        # The first entries with each kind of error.
         self._faults: dict[str, list[int]] = {"outside": [], "twice": [], "falls": [], "zero": [], "infinite": []}
         try:
             if ours:
@@ -129,7 +129,7 @@ class MatrixCheck:
         """Report the problems, after all chunks (``whole``) or only some of them were read."""
         if self.indptr is None:
             return
-        if whole:  # compare the last column of each run with the first one of the next, where a row goes on
+        if whole:  # compare the last column of each run with the first of the next, if a row continues
             for (_, stop, _, last), (start, _, first, _) in pairwise(sorted(self._ends)):
                 goes_on = start == stop and self.indptr[np.searchsorted(self.indptr, start)] != start
                 if goes_on and first <= last:
@@ -138,17 +138,17 @@ class MatrixCheck:
         rows = {kind: row_of(self.indptr, entry) for kind, entry in firsts.items()}
         if "outside" in rows:
             row, columns = rows["outside"], self._num_columns
-            self.problems.append(f"{name}: row {row} names a column outside of the {columns} that there are")
+            self.problems.append(f"{name}: row {row} has a column outside of the {columns} columns")
         if "falls" in rows and not self.ours and whole and not rows.keys() & {"twice", "outside"}:
             row_twice = find_twice(self._indices, self.indptr)
             if row_twice is not None:
                 rows["twice"] = row_twice
         if "twice" in rows:
-            self.problems.append(f"{name}: row {rows['twice']} names a column twice")
+            self.problems.append(f"{name}: row {rows['twice']} has a column twice")
         if "falls" in rows and self.ours:
             self.problems.append(f"{name}: the columns of row {rows['falls']} do not ascend")
         if "zero" in firsts:
-            self.problems.append(f"{name}: the value of entry {firsts['zero']} is stored as 0, which no entry may be")
+            self.problems.append(f"{name}: the value of entry {firsts['zero']} is stored as 0, which is invalid")
         if "infinite" in firsts:
             self.problems.append(f"{name}: the value of entry {firsts['infinite']} is not finite")
 

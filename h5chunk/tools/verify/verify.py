@@ -39,7 +39,7 @@ from h5chunk.tools.progress import Progress
 from h5chunk.tools.verify.report import Checked, FolderReport, VerifyReport
 from h5chunk.tools.verify.tables import MatrixCheck, look_at_tables, without_path
 
-QUICK_CHUNKS = 32  # of each dataset
+QUICK_CHUNKS = 32  # chunks to check per dataset
 CHECKSUMS = f"{GROUP}/checksums/"
 OURS = ("images", "labels", "X", "X/indptr", "X/indices", "X/data")
 
@@ -59,7 +59,7 @@ def verify(
     ----------
     path : path or sequence of paths
         For a folder, a pattern or a list, all files are checked; for shards ``NAME-00000-of-00012.h5`` also whether any
-        is missing, and whether they can be read as one data set.
+        is missing, and whether they form one data set.
     quick : bool
         Check only 32 chunks of each dataset, evenly spaced from the first to the last.
     repair : path, optional
@@ -93,7 +93,7 @@ def verify(
         from h5chunk.tools.verify.repair import repair_chunks
 
         repaired, bad = repair_chunks(file, list(report.bad), repair, manifest)
-        if repaired and report.problems:  # some may be gone
+        if repaired and report.problems:  # some files may be gone
             report = _verify_file(file, quick, trusted, progress)
         return replace(report, bad=tuple(bad), repaired=tuple(repaired))
 
@@ -158,7 +158,7 @@ def _renamed(files: list[Path]) -> Iterator[str]:
         except (H5ChunkError, ValueError, KeyError, TypeError):
             continue
         if (number, count) != (int(match[2]), int(match[3])):
-            yield f"{printable(file.name)} says of itself that it is shard {number} of {count}: it was renamed"
+            yield f"{printable(file.name)} was written as shard {number} of {count}: it was renamed"
 
 
 def _disagreements(files: list[Path]) -> Iterator[str]:
@@ -171,7 +171,7 @@ def _disagreements(files: list[Path]) -> Iterator[str]:
         try:
             open_reader(shards).close()
         except H5ChunkError as error:
-            yield f"its shards cannot be read as one: {error}"
+            yield f"its shards do not form one data set: {error}"
 
 
 class _FileCheck:
@@ -189,7 +189,7 @@ class _FileCheck:
         """Check the structure of the file, and list the datasets to read."""
         header, guard = self._header, Guard(self._path, trusted)
         found: dict[str, h5py.Dataset] = {}
-        sparse: dict[str, h5py.Dataset] = {}  # hardly ever written: readers refuse them, but what is there can be read
+        sparse: dict[str, h5py.Dataset] = {}  # mostly unwritten: readers refuse them, but their chunks can be read
         for name, item in guard.walk(file):
             if isinstance(item, FieldError):
                 self._refuse(item)
@@ -198,7 +198,7 @@ class _FileCheck:
                 if not (header and name == f"{MATRIX}/data" and not item.id.get_storage_size()):  # ones of a pattern
                     guard.check_field(item, name)
                 if not same_file(item, file):
-                    self._notes.append(f"{name!r} lies in another file: check that one")
+                    self._notes.append(f"{name!r} is in another file: check that file")
                     continue
                 found[name] = item
             except FileError as error:
@@ -209,7 +209,7 @@ class _FileCheck:
         if header is not None:
             try:
                 for problem in look_at_tables(file, header, names):
-                    self._problems.append(problem)  # those before an error stay
+                    self._problems.append(problem)  # keep those found before an error
             except DAMAGES as error:
                 self._problems.append(f"the group /{GROUP} cannot be read: {error}")
         data = [name for name in names if header is None or not name.startswith(f"{GROUP}/")]
@@ -231,7 +231,7 @@ class _FileCheck:
         """Add a dataset, with its checksums."""
         dataset = found[name]
         if dataset.is_virtual or (dataset.chunks is None and dataset.external):
-            self._notes.append(f"{name!r} has its values in other files: check those")
+            self._notes.append(f"{name!r} has its values in other files: check those files")
             return
         try:
             look = self._look_at(dataset, name)
@@ -273,7 +273,7 @@ class _FileCheck:
         if self._header is None:
             return None
         if table is None:
-            if found[name].size and found[name].id.get_storage_size():  # what was never written has no checksums
+            if found[name].size and found[name].id.get_storage_size():  # unwritten data has no checksums
                 is_field = name in OURS or name in self._header.fields
                 (self._problems if is_field else self._notes).append(f"{name!r} has no checksums")
             return None
@@ -301,7 +301,7 @@ class _FileCheck:
             os.close(descriptor)
         fields = []
         for checked, chunks in self._datasets:
-            pattern = self._header is not None and checked.name == f"{MATRIX}/data"  # ones that are never written
+            pattern = self._header is not None and checked.name == f"{MATRIX}/data"  # whose ones are never written
             known = pattern or checked.by == CHECKSUM
             unwritten = (0, "") if known else (checked.num_unwritten, checked.reads_as)
             num_chunks = max(len(checked.written), len(chunks))
