@@ -83,7 +83,7 @@ class Trainer:
         self._loss = torch.compile(self.network.loss) if compile else self.network.loss
         self._optimizer = torch.optim.Adam(self.network.parameters(), lr, fused=device.type == "cuda")
         self._largest_beta, self._anneal_updates = beta, anneal_updates
-        self._beta = torch.zeros((), device=device)  # a tensor, because a number would be compiled in
+        self.beta = torch.zeros((), device=device)  # a tensor, because a number would be compiled in
         self._total = torch.zeros((), device=device)
         self.num_updates = 0
 
@@ -94,9 +94,9 @@ class Trainer:
 
     def step(self, x: torch.Tensor) -> None:
         """Train on a batch; nothing here waits for the device."""
-        self._beta.fill_(min(self._largest_beta, self.num_updates / self._anneal_updates))
+        self.beta.fill_(min(self._largest_beta, self.num_updates / self._anneal_updates))
         with self.autocast():
-            loss = self._loss(x, self._beta)
+            loss = self._loss(x, self.beta)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
         self._optimizer.step()

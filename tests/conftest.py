@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from support.faults import small
 from support.pictures import pixels
 
 PRELOAD = ["torch.distributed", "torch._dynamo", "torch.nn.parallel", "h5chunk.feed.loader", "h5chunk.feed.sampler"]
@@ -65,4 +66,4 @@ def python_threads(monkeypatch):
 def small_images_are_read(monkeypatch):
     """Images of tests are so small that all of them would be kept in memory."""
     if "h5chunk.feed.read_pool" in sys.modules:
-        monkeypatch.setattr("h5chunk.feed.read_pool.WHOLE_ROW_BYTES", 64)
+        small(monkeypatch, whole_row_bytes=64)

@@ -90,11 +90,11 @@ class Dense:
             raise FeedError("dense-device is for a GPU; on a CPU it would be the same as dense")
         self._job, self._on_device = job, on_device
         where = job.device if on_device else torch.device("cpu")
-        self._matrix = torch.empty(self._shape(), dtype=self._fitting(), device=where)
+        self.matrix = torch.empty(self._shape(), dtype=self._fitting(), device=where)
         for first in range(0, len(job.rows), FILL_ROWS):
-            part = self._matrix[first : first + FILL_ROWS]
+            part = self.matrix[first : first + FILL_ROWS]
             part[:] = job.rows.dense(first, first + len(part), where, part.dtype)
-        self._sender = Sender(job, self._matrix.dtype)
+        self._sender = Sender(job, self.matrix.dtype)
 
     def _shape(self) -> tuple[int, int]:
         return len(self._job.rows), self._job.rows.num_columns
@@ -118,14 +118,14 @@ class Dense:
             order = order.to(self._job.device)  # a copy per batch would wait for the previous one
         for rows in order.split(self._job.batch_size):
             if self._on_device:
-                yield self._matrix[rows].to(self._job.dtype)
+                yield self.matrix[rows].to(self._job.dtype)
             else:
                 room = self._sender.room(len(rows))
-                torch.index_select(self._matrix, 0, rows, out=room)
+                torch.index_select(self.matrix, 0, rows, out=room)
                 yield self._sender.send(room)
 
     def close(self) -> None:
-        del self._matrix
+        del self.matrix
 
 
 class Cached:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import check_error, on_terminal, run
+from support.faults import failure, watch
 
 import h5chunk
 
@@ -165,10 +166,7 @@ def test_arguments_that_are_refused(class_folder: Make, tmp_path: Path, argument
 
 
 def test_ctrl_c_in_this_process(class_folder: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*args: object, **kwargs: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("h5chunk.tools.convert.convert.convert", interrupt)
+    watch(monkeypatch, "tools.convert.convert.convert", failure(KeyboardInterrupt))
     result = run("convert", class_folder(1), tmp_path / "x.h5")
     assert (result.exit_code, result.stderr) == (130, "interrupted\n")
 

@@ -35,10 +35,15 @@ NUM_BATCHES = 13
 Batches = list[list[int]]
 
 
+def forget() -> None:
+    """Be a fresh process to Accelerate."""
+    AcceleratorState._reset_state(True)
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_shared():
     yield
-    AcceleratorState._reset_state(True)
+    forget()
 
 
 def labels_of(batches: Any) -> Batches:
@@ -52,7 +57,7 @@ def expected_epochs(path: Path) -> list[Batches]:
 
 def prepared(path: Path, num_workers: int, *, stateful: bool) -> tuple[Any, Any]:
     """An accelerator, as in a fresh process, with a model and a loader."""
-    AcceleratorState._reset_state(True)
+    forget()
     config = DataLoaderConfiguration(use_stateful_dataloader=stateful)
     accelerator = accelerate.Accelerator(cpu=True, dataloader_config=config)
     dataset = ChunkDataset(path)
@@ -123,7 +128,7 @@ def test_a_chunkloader_is_registered(path, tmp_path):
     epochs = expected_epochs(path)
 
     def make() -> tuple[Any, ChunkLoader]:
-        AcceleratorState._reset_state(True)
+        forget()
         accelerator = accelerate.Accelerator(cpu=True)
         loader = ChunkLoader(**ordered(path, 16, **ORDER), device=accelerator.device)
         assert accelerator.prepare(loader) is loader

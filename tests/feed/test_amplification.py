@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.faults import watch
 from support.foreign import chunk_table, counted, make_file, read_epochs, values
 from support.leftovers import nothing_is_left
 from support.matrices import random_matrix, write, write_anndata
@@ -23,8 +24,6 @@ from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
 from h5chunk.feed.stream import WindowStream
 from h5chunk.plan.cache import entries_read_with, read_with
-from h5chunk.store.hdf5.ranges import VectorPart
-from h5chunk.store.read.direct import DecodedChunks
 
 __all__ = ["counted", "nothing_is_left"]
 
@@ -43,18 +42,8 @@ MATRIX = random_matrix(N, 300, 9)
 def bytes_read(monkeypatch: pytest.MonkeyPatch, python_threads: None) -> Iterator[list[int]]:
     """Decoded bytes of each run and chunk that threads read."""
     found: list[int] = []
-    run, decode = VectorPart.__call__, DecodedChunks._decode
-
-    def count_runs(part: VectorPart, descriptor: int) -> None:
-        found.extend(part.jobs(descriptor)["num_bytes"].tolist())
-        run(part, descriptor)
-
-    def count_chunk(chunks: DecodedChunks, descriptor: int, chunk: int, out: np.ndarray) -> None:
-        found.append(chunks.chunk_bytes)
-        decode(chunks, descriptor, chunk, out)
-
-    monkeypatch.setattr(VectorPart, "__call__", count_runs)
-    monkeypatch.setattr(DecodedChunks, "_decode", count_chunk)
+    watch(monkeypatch, "read part", lambda part, number: found.extend(part.jobs(number)["num_bytes"].tolist()))
+    watch(monkeypatch, "store.read.direct.DecodedChunks._decode", lambda chunks, *_: found.append(chunks.chunk_bytes))
     return found
 
 
@@ -73,7 +62,7 @@ WANTED = {
 
 def read_alone(loader: ChunkLoader) -> None:
     """An epoch without what is read ahead of the next one."""
-    plan = loader._plan
+    plan = replace(loader._plan, order=loader.order)
     stream = WindowStream(loader._source, plan, lends_slot=True, once=True)
     try:
         for _ in stream.windows(plan.order):
@@ -101,7 +90,6 @@ def test_weights_count_as_they_are_drawn(tmp_path: Path, bytes_read: list[int], 
     loader = ChunkLoader(**ordered(make(tmp_path / "a.h5", kind), 16, weights=weights, window_chunks=12), num_threads=1)
     for epoch in range(2):
         loader.set_epoch(epoch)
-        loader._plan = replace(loader._plan, order=loader.order)
         del bytes_read[:]
         read_alone(loader)
         times = sum(bytes_read) / (N * IMAGES[0].nbytes)  # some chunks that windows cut are decoded twice
@@ -149,8 +137,9 @@ def test_rows_of_a_matrix(tmp_path: Path, bytes_read: list[int], kind: str) -> N
     dataset = ChunkDataset(path).subset(rows)
     loader = ChunkLoader(**ordered(dataset, 16, window_chunks=4), num_threads=1)
     read_alone(loader)
-    each = loader._source.reader.matrix.entry_bytes * np.diff(matrix.indptr)[rows].sum()
-    padding = 0 if kind == "ours" else 50 * loader._source.reader.matrix.entry_bytes * len(dataset.files)
+    entry_bytes = dataset.new_reader().matrix.entry_bytes
+    each = entry_bytes * np.diff(matrix.indptr)[rows].sum()
+    padding = 0 if kind == "ours" else 50 * entry_bytes * len(dataset.files)
     assert 0 <= sum(bytes_read) - loader.read_amplification * each < padding + 1  # last chunks are stored in full
     assert (loader.read_amplification == 1) == (kind == "ours") == (dataset.read_amplification == 1)
 

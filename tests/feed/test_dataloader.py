@@ -5,12 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from support.faults import as_worker, through_hdf5
 from support.foreign import make_file, make_images, values
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Subset, get_worker_info
@@ -27,12 +27,6 @@ pytestmark = [
 ]
 
 N = 203
-
-
-@pytest.fixture
-def through_hdf5(monkeypatch):
-    """Plain bytes, too, are read through HDF5's cache, as where a file needs it."""
-    monkeypatch.setattr("h5chunk.feed.sample_reader.direct_fields", lambda _: ({}, {}))
 
 
 @pytest.fixture
@@ -149,7 +143,6 @@ def test_every_way_of_collating(path, num_workers):
 
 def by_hand(batch) -> tuple[torch.Tensor, torch.Tensor]:
     """A collate_fn as people write them."""
-    assert len(batch) == 16 or len(batch) == N % 16
     assert isinstance(batch[0], tuple) and isinstance(batch[0], Sample)
     images = torch.stack([image for image, _ in batch])
     return images, torch.tensor([int(label) for _, label in batch])
@@ -233,18 +226,19 @@ def told_caches(path, num_workers, interleave=6, **options) -> dict[int, int]:
     return dict(told for batch in loader for told in batch)
 
 
-def test_workers_share_the_cache(path, through_hdf5):
+def test_workers_share_the_cache(path, monkeypatch):
+    through_hdf5(monkeypatch)
     chunk_bytes = 4 * 60
     assert told_caches(path, 0) == {-1: (6 * 2 + 1 + 1) * chunk_bytes}  # windows, the short chunk's filler, one more
     assert told_caches(path, 2) == {0: 8 * chunk_bytes, 1: 8 * chunk_bytes}
     assert told_caches(path, 3) == dict.fromkeys(range(3), 6 * chunk_bytes)
 
 
-def test_a_number_of_workers_that_does_not_divide_is_told(path, monkeypatch, through_hdf5):
+def test_a_number_of_workers_that_does_not_divide_is_told(path, monkeypatch):
+    through_hdf5(monkeypatch)
     dataset = ChunkDataset(path)
     ChunkSampler(dataset, 4, window_chunks=2, interleave=6)
-    info = types.SimpleNamespace(id=0, num_workers=4)
-    monkeypatch.setattr("h5chunk.feed.sample_reader.get_worker_info", lambda: info)
+    as_worker(monkeypatch, 0, 4)
     told = r"num_workers is 4 but the sampler's interleave is 6: 2 workers .*interleave=8"
     with pytest.warns(UserWarning, match=told):
         dataset.cache  # noqa: B018
@@ -254,13 +248,12 @@ def test_a_number_of_workers_that_does_not_divide_is_told(path, monkeypatch, thr
 def test_workers_that_read_straight_share_nothing(tmp_path, monkeypatch):
     dataset = ChunkDataset(make_images(tmp_path / "b.h5", 80, 4, (40_000,)))
     ChunkSampler(dataset, 4, window_chunks=2, interleave=6)
-    monkeypatch.setattr(
-        "h5chunk.feed.sample_reader.get_worker_info", lambda: types.SimpleNamespace(id=0, num_workers=4)
-    )
+    as_worker(monkeypatch, 0, 4)
     assert dataset.cache.nbytes == 0  # and no warning
 
 
-def test_the_recommendation_is_shared_without_a_sampler(tmp_path, class_folder, through_hdf5):
+def test_the_recommendation_is_shared_without_a_sampler(tmp_path, class_folder, monkeypatch):
+    through_hdf5(monkeypatch)
     path = tmp_path / "b.h5"
     h5chunk.convert(class_folder(200, height=6, width=6), path, workers=0, chunk_samples=1)
     dataset = Told(path)

@@ -8,6 +8,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from support.faults import small
 from support.foreign import make_file, make_images, values
 
 import h5chunk
@@ -215,7 +216,7 @@ def test_the_samplers_order_decides_the_cache(tmp_path):
 
 
 def test_a_file_with_huge_bands_keeps_memory_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr("h5chunk.store.hdf5.guard.SLACK_BYTES", 2 << 30)
+    small(monkeypatch, slack_bytes=2 << 30)
     path = tmp_path / "a.h5"
     with h5py.File(path, "w") as file:  # nothing is written: one sample lies in 64 chunks that take 1.2 GB
         file.create_dataset("images", (100_000, 64, 64, 3), "u1", chunks=(100_000, 8, 8, 3))

@@ -13,9 +13,21 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.faults import failure, watch
 from support.foreign import make_file, values
 from support.leftovers import nothing_is_left, readers_of_files, reading_threads
-from support.loader_files import CHANNELS_LAST, CONVERSIONS, IMAGES, LABELS, N, epoch_of, large, least_memory, path
+from support.loader_files import (
+    CHANNELS_LAST,
+    CONVERSIONS,
+    IMAGES,
+    LABELS,
+    N,
+    epoch_of,
+    large,
+    least_memory,
+    path,
+    slots_of,
+)
 from support.orders import ordered
 
 from h5chunk.errors import OptionError
@@ -92,7 +104,7 @@ def check_windows(batches: list[list[int]], order: Order, echo: float) -> None:
     assert position == len(batches)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=35, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     num_samples=st.integers(1, N),
     chunk_samples=st.integers(0, 60),
@@ -270,13 +282,7 @@ def test_echoes_that_are_held_are_never_overwritten(large):
 def slots(monkeypatch):
     """The slots that there are."""
     alive: weakref.WeakSet[CpuSlot] = weakref.WeakSet()
-    begin = CpuSlot.__init__
-
-    def note(slot, *arguments, **options):
-        begin(slot, *arguments, **options)
-        alive.add(slot)
-
-    monkeypatch.setattr(CpuSlot, "__init__", note)
+    watch(monkeypatch, "make slot", lambda slot, *_, **__: alive.add(slot), note=False)
     gc.collect()
     gc.disable()
     yield alive
@@ -303,12 +309,9 @@ def test_a_break_keeps_threads_and_slots_until_close(path, slots, echo, reuse, b
 
 
 def test_interrupted_while_gathering_an_echo(path, monkeypatch, slots):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
     loader = ChunkLoader(path, 16, echo=2)
     with monkeypatch.context() as patch:
-        patch.setattr(CpuSlot, "gather", interrupt)
+        watch(patch, "feed.slots.CpuSlot.gather", failure(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             list(loader)
     assert not reading_threads()
@@ -331,14 +334,14 @@ def test_an_exception_in_the_loop(path, slots, kind):
     assert not reading_threads() and not slots
 
 
-def test_windows_that_were_echoed_are_no_rubbish(path, slots):
+def test_windows_that_were_echoed_are_no_rubbish(path, slots, monkeypatch):
     """Nor are their orders, which hold much memory until the garbage collector runs."""
-    kept: list[weakref.ref] = []
+    reads: list[weakref.ref] = []
+    watch(monkeypatch, "load window", after=lambda read, *_: reads.append(weakref.ref(read)), note=False)
     with ChunkLoader(**ordered(path, 16, window_chunks=16), echo=2) as loader:
-        for number, _ in enumerate(loader):
-            if number == 5:
-                kept += [weakref.ref(opened) for opened in loader._feed._open]
-        assert kept and all(ref() is None or ref() in loader._feed._open for ref in kept)
+        for _ in range(5):
+            list(loader)
+        assert sum(read() is not None for read in reads) <= slots_of(loader) < len(reads)
 
 
 # What is done to batches
@@ -346,13 +349,15 @@ def test_windows_that_were_echoed_are_no_rubbish(path, slots):
 
 @pytest.mark.parametrize("transform", CONVERSIONS)
 @pytest.mark.parametrize("reuse", [False, True])
-def test_echoes_are_converted_as_fresh_ones_are(path, transform, reuse):
+@pytest.mark.parametrize("way", [{"echo": 2}, {"resident": True}])
+def test_all_are_converted_as_fresh_ones_are(path, transform, reuse, way):
     seen: dict[int, torch.Tensor] = {}
     options = {"transforms": [transform]}
-    with ChunkLoader(path, 16, echo=2, reuse=reuse, **options) as loader, ChunkLoader(path, 16, **options) as plain:
+    with ChunkLoader(path, 16, reuse=reuse, **way, **options) as loader, ChunkLoader(path, 16, **options) as plain:
         for images, labels in plain:
             seen.update(zip(labels.tolist(), images.clone(), strict=True))
         for images, labels in loader:
+            assert images.dtype == seen[0].dtype
             assert images.equal(torch.stack([seen[label] for label in labels.tolist()]))
             if transform == CHANNELS_LAST:
                 assert images.is_contiguous(memory_format=torch.channels_last)

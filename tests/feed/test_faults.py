@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.faults import watch
 from support.foreign import make_file, values
-from support.leftovers import WAIT_S, nothing_is_left, reading_threads
+from support.leftovers import WAIT_S, end_workers, nothing_is_left, reading_threads, workers_of
 from support.matrices import random_matrix, write
 from support.orders import ordered
 from torch.utils.data import DataLoader
@@ -26,8 +27,6 @@ from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
 from h5chunk.plan.order import Order, Window
-from h5chunk.store.hdf5.ranges import VectorPart
-from h5chunk.store.read.reader import H5Reader
 from h5chunk.transforms import Csr, Dense
 
 __all__ = ["nothing_is_left"]
@@ -101,7 +100,7 @@ def test_a_file_that_changes_in_an_epoch(path: Path, way: str, change: Callable[
     with pytest.raises(FileError, match=CHANGED):
         check_batches(batches, path)
     if way == "workers":
-        batches._shutdown_workers()  # the garbage collector's turn would come later, and take seconds
+        end_workers(batches)  # the garbage collector's turn would come later, and take seconds
     if isinstance(loader, ChunkLoader):
         with pytest.raises(FileError, match=CHANGED):  # no other epoch either
             next(iter(loader))
@@ -144,16 +143,8 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Makes reading hang, after two calls of a method or as many as given, until the test is over."""
     go_on = threading.Event()
 
-    def hang(owner: type, name: str, after: int = 2) -> None:
-        method, calls = getattr(owner, name), []
-
-        def slow(*arguments: Any) -> Any:
-            calls.append(1)
-            if len(calls) > after:
-                go_on.wait(WAIT_S)
-            return method(*arguments)
-
-        monkeypatch.setattr(owner, name, slow)
+    def hang(call: str, after: int = 2) -> None:
+        calls = watch(monkeypatch, call, lambda *_: len(calls) > after and go_on.wait(WAIT_S))
 
     yield hang
     go_on.set()
@@ -163,7 +154,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 @pytest.mark.parametrize("resident", [False, True])
 @pytest.mark.parametrize("reader", ["direct", "h5py"])
 def test_a_thread_that_hangs(path: Path, hanging: Any, reader: str, resident: bool) -> None:
-    hanging(*((VectorPart, "__call__") if reader == "direct" else (H5Reader, "read")), after=0 if resident else 2)
+    hanging("read part" if reader == "direct" else "read through HDF5", after=0 if resident else 2)
     loader = ChunkLoader(**ordered(path, 16, window_chunks=1), reader=reader, resident=resident, timeout=0.2)
     with pytest.raises(WorkerError, match=r"a\.h5: no data came for 0\.2 s: a reading thread .* raise timeout"):
         list(loader)
@@ -302,10 +293,6 @@ def slowly(image: Any) -> Any:
     return image
 
 
-def worker_of(batches: Any) -> int:
-    return int(batches._workers[0].pid)
-
-
 @linux
 @pytest.mark.parametrize(
     ("sent", "match"),
@@ -320,7 +307,7 @@ def test_a_worker_of_a_dataloader_that_dies_or_stops(path: Path, sent: signal.Si
     dataset = ChunkDataset(path, transform=slowly)  # the worker is in the middle of its second batch
     batches = iter(DataLoader(dataset, batch_sampler=ChunkSampler(dataset, 16, window_chunks=4), **options))
     next(batches)
-    worker = worker_of(batches)
+    (worker,) = workers_of(batches)
     os.kill(worker, sent)
     try:
         with pytest.raises(RuntimeError, match=match):
@@ -329,7 +316,7 @@ def test_a_worker_of_a_dataloader_that_dies_or_stops(path: Path, sent: signal.Si
         with suppress(ProcessLookupError):
             os.kill(worker, signal.SIGKILL)
         with suppress(RuntimeError):  # torch says once more that it was killed
-            batches._shutdown_workers()
+            end_workers(batches)
     wait_until_ended([worker])
 
 

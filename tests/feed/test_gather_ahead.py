@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.faults import failure, nth, small, watch
 from support.foreign import make_file
 from support.leftovers import in_fork, nothing_is_left
 
-import h5chunk.feed.budget
 from h5chunk.errors import WorkerError
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
-from h5chunk.feed.slots import BatchMemory
 from h5chunk.native import NativePool, available
 
 __all__ = ["nothing_is_left"]
@@ -63,29 +62,19 @@ def test_threads_write_to_no_memory_that_was_freed(small_images: Path, monkeypat
     """Whenever the loop is left, batches that were asked of threads are there until these have ended."""
     made: list[weakref.ref[torch.Tensor]] = []
     asked: dict[int, list[weakref.ref[torch.Tensor]]] = {}
-    empty, submit, wait = BatchMemory.empty, NativePool.submit, NativePool.wait
-
-    def note_tensor(memory: BatchMemory, *shape: Any) -> torch.Tensor:
-        tensor = empty(memory, *shape)
-        made.append(weakref.ref(tensor))
-        return tensor
 
     def note_ticket(pool: NativePool, ticket: int, jobs: np.ndarray) -> None:
         asked[ticket] = made[:]
         made.clear()
-        submit(pool, ticket, jobs)
 
-    def check(pool: NativePool, timeout_s: float) -> Any:
+    def check(*_: Any) -> None:
         assert all(tensor() is not None for tensors in asked.values() for tensor in tensors)
-        result = wait(pool, timeout_s)
-        del asked[result.ticket]
-        return result
 
     with ChunkLoader(small_images, 64, resident=True) as loader:
         next(iter(loader))  # reading is over
-        monkeypatch.setattr(BatchMemory, "empty", note_tensor)
-        monkeypatch.setattr(NativePool, "submit", note_ticket)
-        monkeypatch.setattr(NativePool, "wait", check)
+        watch(monkeypatch, "feed.slots.BatchMemory.empty", after=lambda tensor, *_: made.append(weakref.ref(tensor)))
+        watch(monkeypatch, "native.NativePool.submit", note_ticket, note=False)
+        watch(monkeypatch, "native.NativePool.wait", check, lambda result, *_: asked.pop(result.ticket), note=False)
         for stop in range(5):
             for number, _ in enumerate(loader):
                 if number == stop:
@@ -95,18 +84,9 @@ def test_threads_write_to_no_memory_that_was_freed(small_images: Path, monkeypat
 
 def test_an_interrupt_while_threads_gather(small_images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal may hide that a ticket came back: the next iteration is right all the same."""
-    wait, calls = NativePool.wait, []
-
-    def interrupt(pool: NativePool, timeout_s: float) -> Any:
-        result = wait(pool, timeout_s)
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return result
-
     with ChunkLoader(small_images, 64, resident=True) as loader:
         next(iter(loader))
-        monkeypatch.setattr(NativePool, "wait", interrupt)
+        watch(monkeypatch, "native.NativePool.wait", after=nth(3, failure(KeyboardInterrupt)), note=False)
         with pytest.raises(KeyboardInterrupt):
             list(loader)
         for images, labels in loader:
@@ -134,7 +114,7 @@ def test_a_fork_while_batches_are_gathered_ahead(small_images: Path) -> None:
 def test_data_that_takes_no_more_than_its_windows_is_kept(small_images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, on the CPU; where it is small, or part of a file, windows are streamed."""
     assert not ChunkLoader(small_images, 64).is_resident
-    monkeypatch.setattr(h5chunk.feed.budget, "KEPT_BYTES", 1 << 20)
+    small(monkeypatch, kept_bytes=1 << 20)
     assert ChunkLoader(small_images, 64).is_resident
     assert not ChunkLoader(small_images, 64, resident=False).is_resident
     assert not ChunkLoader(small_images, 64, memory_bytes=3 << 20).is_resident

@@ -18,9 +18,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.damaged_chunks import FILTERS, damage, half_smooth, no_imagecodecs
+from support.faults import failure, nth, small, watch
 from support.foreign import make_file, values
 from support.leftovers import WAIT_S, in_fork, native_threads, nothing_is_left, readers_of_files, reading_threads
-from support.loader_files import CHANNELS_LAST, IMAGES, LABELS, N, large, least_memory, path
+from support.loader_files import CHANNELS_LAST, IMAGES, LABELS, N, large, least_memory, path, slots_of, windows_bytes
 from support.orders import ordered
 
 import h5chunk
@@ -33,8 +34,6 @@ from h5chunk.feed.sampler import ChunkSampler
 from h5chunk.feed.slots import KEPT
 from h5chunk.feed.stream import EpochReport
 from h5chunk.plan.slots import num_open_windows
-from h5chunk.store.hdf5.codecs import ChunkDecoder
-from h5chunk.store.hdf5.ranges import VectorPart
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.transforms import Normalize, ToDtype
 
@@ -42,6 +41,7 @@ __all__ = ["large", "no_imagecodecs", "nothing_is_left", "path"]
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 ORDER = {"window_chunks": 4, "seed": 1}
+RESIDENT = pytest.mark.parametrize("resident", [False, True])
 
 
 def as_lists(batches) -> list[list[list]]:
@@ -64,7 +64,7 @@ def numbers(batches) -> list[int]:
 # The same batches
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     num_samples=st.integers(1, 120),
     chunk_samples=st.integers(0, 130),
@@ -99,7 +99,7 @@ def test_same_batches_as_sampler_and_dataset(
                 assert as_lists(loader) == epoch
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=35, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     num_samples=st.integers(1, 120),
     chunk_samples=st.integers(1, 130),
@@ -117,7 +117,7 @@ def test_same_batches_of_compressed_files(
     tmp_path, monkeypatch, num_samples, chunk_samples, label_chunk, batch_size, name, kept_whole, reader, reuse,
     num_threads, **order
 ):  # fmt: skip
-    monkeypatch.setattr("h5chunk.feed.read_pool.WHOLE_BYTES", 1 << 20 if kept_whole else 0)
+    small(monkeypatch, whole_bytes=1 << 20 if kept_whole else 0)
     path = make_file(
         tmp_path / "a.h5",
         images=(
@@ -187,7 +187,7 @@ def test_the_warning_points_at_the_caller(tmp_path):
 
 
 def test_huge_compressed_chunks_go_through_hdf5(tmp_path, monkeypatch):
-    monkeypatch.setattr("h5chunk.store.read.direct.MAX_DECODED_BYTES", 359)
+    small(monkeypatch, max_decoded_bytes=359)
     path = make_file(tmp_path / "a.h5", images=(IMAGES, {"chunks": (4, 3, 5, 6), **FILTERS["gzip"]}))
     [expected] = expected_epochs(path, 16)
     with pytest.warns(UserWarning, match="'images' is read through h5py, .*threads decode at most"):
@@ -211,11 +211,11 @@ def test_codecs_that_are_not_installed(tmp_path, no_imagecodecs):
 def test_fewer_threads_decode_large_chunks(tmp_path, monkeypatch, python_threads):
     path = make_file(tmp_path / "a.h5", images=(IMAGES, {"chunks": (4, 3, 5, 6), "compression": "gzip"}))
     monkeypatch.setattr("h5chunk.feed.budget.available_cores", lambda: 8)
-    monkeypatch.setattr("h5chunk.feed.budget.DECODING_BYTES", 2 * 3 * 360)
+    small(monkeypatch, decoding_bytes=2 * 3 * 360)
     assert " 2 threads" in repr(ChunkLoader(path, 16))
     assert " 5 threads" in repr(ChunkLoader(path, 16, num_threads=5))
     assert " 8 threads" in repr(ChunkLoader(path, 16, reader="h5py"))
-    monkeypatch.setattr("h5chunk.feed.budget.DECODING_BYTES", 1)
+    small(monkeypatch, decoding_bytes=1)
     with ChunkLoader(path, 16) as loader:
         assert " 1 threads" in repr(loader)
         assert sum(len(images) for (images,) in loader) == N
@@ -225,7 +225,7 @@ def test_fewer_threads_decode_large_chunks(tmp_path, monkeypatch, python_threads
 @pytest.mark.parametrize("kept_whole", [True, False])
 def test_a_damaged_chunk_is_an_error_in_the_loop(tmp_path, monkeypatch, kind, kept_whole):
     """Where its samples would come; what was read before it is right."""
-    monkeypatch.setattr("h5chunk.feed.read_pool.WHOLE_BYTES", 1 << 20 if kept_whole else 0)
+    small(monkeypatch, whole_bytes=1 << 20 if kept_whole else 0)
     options = {"chunks": (20, 3, 5, 6), **FILTERS["gzip, shuffle, fletcher32"]}
     path = make_file(tmp_path / "a.h5", images=(IMAGES, options), labels=(LABELS, {"chunks": (20,), **FILTERS["gzip"]}))
     damage(path, 5, kind)
@@ -258,13 +258,11 @@ def test_a_fork_while_chunks_are_decoded(tmp_path, monkeypatch):
     epochs = expected_epochs(path, 16, 2, window_chunks=1)
     loader = ChunkLoader(**ordered(path, 16, window_chunks=1))
     begun, go_on, parent = threading.Event(), threading.Event(), os.getpid()
-    decode = ChunkDecoder.decode
 
-    def wait(*arguments):
+    def wait(*_):
         if os.getpid() == parent:
             begun.set()
             assert go_on.wait(WAIT_S)
-        decode(*arguments)
 
     def iterate():
         loader.close()
@@ -272,7 +270,7 @@ def test_a_fork_while_chunks_are_decoded(tmp_path, monkeypatch):
         assert as_lists(loader) == epochs[0]
         loader.close()
 
-    monkeypatch.setattr(ChunkDecoder, "decode", wait)
+    watch(monkeypatch, "decode chunk", wait)
     found: list[list[list]] = []
     thread = threading.Thread(target=lambda: found.append(as_lists(loader)))
     thread.start()
@@ -310,7 +308,7 @@ def test_a_link_into_another_file(tmp_path):
 
 def test_same_order_with_huge_chunks(path, monkeypatch):
     """Where fewer windows than usual alternate."""
-    monkeypatch.setattr("h5chunk.plan.order.MAX_OPEN_BYTES", 4 * 4 * 90 * 6)
+    small(monkeypatch, max_open_bytes=4 * 4 * 90 * 6)
     dataset = ChunkDataset(path)
     sampler = ChunkSampler(dataset, 8, **ORDER)
     assert sampler.order.interleave < 24
@@ -322,7 +320,7 @@ def test_same_order_with_huge_chunks(path, monkeypatch):
 @pytest.mark.parametrize("reuse", [False, True])
 def test_windows_that_grow(path, monkeypatch, reuse):
     """Three windows of one batch each, then one of two: the last slot has to be larger than the first ones."""
-    monkeypatch.setattr("h5chunk.plan.order.MAX_OPEN_BYTES", 3 * 21 * 4 * 90)
+    small(monkeypatch, max_open_bytes=3 * 21 * 4 * 90)
     options = {"window_chunks": 21, "seed": 1}
     monkeypatch.setattr("h5chunk.feed.sampler.with_full_windows", lambda order: order)
     epochs = expected_epochs(path, 41, 3, **options)
@@ -342,9 +340,10 @@ def test_converted(tmp_path, class_folder):
 # Numbers of samples and epochs
 
 
+@RESIDENT
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_fewer_samples_than_a_batch(path, drop_last):
-    with ChunkLoader(path, 500, drop_last=drop_last) as loader:
+def test_fewer_samples_than_a_batch(path, drop_last, resident):
+    with ChunkLoader(path, 500, drop_last=drop_last, resident=resident) as loader:
         for _ in range(2):
             batches = list(loader)
             assert len(batches) == len(loader) == (0 if drop_last else 1)
@@ -352,11 +351,12 @@ def test_fewer_samples_than_a_batch(path, drop_last):
 
 
 @pytest.mark.filterwarnings("ignore:field .* is read through h5py:UserWarning")
+@RESIDENT
 @pytest.mark.parametrize("options", [{}, {"chunks": (4, 2), "maxshape": (None, 2)}])
-def test_no_samples(tmp_path, options):
+def test_no_samples(tmp_path, options, resident):
     path = make_file(tmp_path / "a.h5", images=(values((0, 2), np.uint8), options))
-    loader = ChunkLoader(path, 4)
-    assert len(loader) == 0
+    loader = ChunkLoader(path, 4, resident=resident)
+    assert len(loader) == 0 and not loader.is_resident
     for _ in range(2):
         assert list(loader) == []
     assert "0 batches" in repr(loader)
@@ -369,9 +369,10 @@ def test_length(path, drop_last, length):
     assert len(loader) == length == len(list(loader))
 
 
-def test_set_epoch(path):
+@RESIDENT
+def test_set_epoch(path, resident):
     epochs = expected_epochs(path, 16, 8, **ORDER)
-    loader = ChunkLoader(**ordered(path, 16, **ORDER))
+    loader = ChunkLoader(**ordered(path, 16, **ORDER), resident=resident)
     for epoch in (5, 0, 0, 7):  # forward, backward, once more
         loader.set_epoch(epoch)
         assert loader.order.epoch == epoch
@@ -425,11 +426,12 @@ def test_two_loaders_at_once(path):
         assert as_lists(batch for _, batch in pairs) == two
 
 
+@RESIDENT
 @pytest.mark.parametrize("reuse", [False, True])
-def test_iterating_twice_at_the_same_time_is_refused(path, reuse):
+def test_iterating_twice_at_the_same_time_is_refused(path, reuse, resident):
     """And the older iteration goes on as if nothing had happened."""
     [expected] = expected_epochs(path, 16, **ORDER)
-    with ChunkLoader(**ordered(path, 16, **ORDER), reuse=reuse) as loader:
+    with ChunkLoader(**ordered(path, 16, **ORDER), reuse=reuse, resident=resident) as loader:
         older, newer = iter(loader), iter(loader)
         found = as_lists(next(older) for _ in range(2))
         for other in (newer, loader):
@@ -450,9 +452,10 @@ def test_closing_ends_an_iteration(path):
 # Memory
 
 
-def test_batches_that_are_held_are_never_overwritten(large):
+@RESIDENT
+def test_batches_that_are_held_are_never_overwritten(large, resident):
     [expected] = expected_epochs(large, 40, window_chunks=5)
-    with ChunkLoader(**ordered(large, 40, window_chunks=5)) as loader:
+    with ChunkLoader(**ordered(large, 40, window_chunks=5), resident=resident) as loader:
         held = list(loader)
         list(loader)  # another epoch
         assert as_lists(held) == expected
@@ -482,7 +485,7 @@ def test_reuse_gives_right_data_when_it_is_used_at_once(large, shuffle):
 def test_reuse_takes_no_new_memory(large):
     with ChunkLoader(**ordered(large, 40, window_chunks=5), reuse=True) as loader:
         places = [{images.data_ptr() for images, _ in loader} for _ in range(4)]
-        num_places = loader._plan.num_slots * loader.order.window_batches
+        num_places = slots_of(loader) * loader.order.window_batches
     assert len(set().union(*places)) <= num_places
 
 
@@ -490,7 +493,7 @@ def test_reuse_takes_no_new_memory(large):
 def test_memory_bytes(path, window_chunks):
     loose = ChunkLoader(**ordered(path, 8, window_chunks=window_chunks), memory_bytes=1 << 30)
     least = None
-    for memory_bytes in range(0, 200_000, 500):
+    for memory_bytes in range(0, 200_000, 2500):
         try:
             loader = ChunkLoader(**ordered(path, 8, window_chunks=window_chunks), memory_bytes=memory_bytes)
         except OptionError as error:
@@ -499,9 +502,9 @@ def test_memory_bytes(path, window_chunks):
             assert named > memory_bytes
             continue
         least = least or memory_bytes
-        assert least - 500 < named <= least
-        assert loader._plan.num_bytes <= memory_bytes
-    assert least is not None and loose._plan.num_slots >= loader._plan.num_slots
+        assert least - 2500 < named <= least
+        assert windows_bytes(loader) <= 1.01 * memory_bytes
+    assert least is not None and slots_of(loose) >= slots_of(loader)
     with ChunkLoader(**ordered(path, 8, window_chunks=window_chunks), memory_bytes=named) as tight:
         assert sorted(numbers(tight)) == list(range(N))
 
@@ -514,8 +517,8 @@ def test_memory_bytes_makes_windows_smaller(tmp_path):
     for memory_bytes in (150_000, 300_000, 600_000, 1_200_000, 1 << 30):
         loader = ChunkLoader(path, 10, memory_bytes=memory_bytes)
         seen.append(loader.order.window_batches)
-        assert loader._plan.num_bytes <= memory_bytes
-        assert f"{loader._plan.num_slots} windows of {seen[-1]} batches" in repr(loader)
+        assert windows_bytes(loader) <= 1.01 * memory_bytes
+        assert f"{slots_of(loader)} windows of {seen[-1]} batches" in repr(loader)
         with loader:
             assert sorted(row[0] for batch in loader for row in batch[0].tolist()) == sorted(
                 row[0] for row in values((2000, 500), np.uint8).tolist()
@@ -539,8 +542,7 @@ def test_memory_beside_windows_counts(tmp_path):
         needed.append(least_memory(**options))
         with ChunkLoader(**options, memory_bytes=needed[-1]) as loader:
             assert len(list(loader)) == 21
-    windows = (2 + KEPT) * loader._plan.window_bytes
-    assert needed[0] == windows + N * 64
+    assert needed[0] == (2 + KEPT) * 2048 + N * 64  # two fields of 1 KiB in each window
     assert needed[1] >= needed[0] + 2 * 4 * 3600
 
 
@@ -549,14 +551,14 @@ def test_small_files_take_little_memory(tmp_path):
     for chunk, most in ((10, 2 * 100 * 512), (100, 2 * 100 * 512)):
         path = make_file(tmp_path / f"{chunk}.h5", images=(values((100, 500), np.uint8), {"chunks": (chunk, 500)}))
         loader = ChunkLoader(path, 10)
-        assert loader._plan.num_bytes <= most
+        assert windows_bytes(loader) <= most
 
 
 def test_huge_windows_are_read_ahead_too(path, monkeypatch):
-    monkeypatch.setattr("h5chunk.plan.slots.AHEAD_BYTES", 1000)
+    small(monkeypatch, ahead_bytes=1000)
     for order, echo in (({"window_chunks": 17}, 1), ({"shuffle": False}, 1), ({"window_chunks": 17}, 2)):
         with ChunkLoader(**ordered(path, 16, **order), echo=echo) as loader:
-            assert loader._plan.num_slots == num_open_windows(loader.order) + 1
+            assert slots_of(loader) == num_open_windows(loader.order) + 1
             assert len(list(loader)) == len(loader)
 
 
@@ -575,18 +577,15 @@ def test_reuse_converts_into_the_same_memory(large, transform):
 def test_windows_are_used_again_once_they_were_converted(large):
     """As many as the bound counts, whatever the loop holds."""
     with ChunkLoader(large, 70, transforms=[ToDtype(torch.float16)]) as loader:
-        begin, places = h5chunk.feed.slots.CpuSlot.begin, set()
+        places: dict[int, set[int]] = {}  # by the number of samples: those of the last window are fewer
 
-        def note(slot, samples):
-            room = begin(slot, samples)
-            if len(samples) == loader._plan.window_samples:
-                places.add(slot.window[0].data_ptr())
-            return room
+        def note(_, slot, samples):
+            places.setdefault(len(samples), set()).add(slot.window[0].data_ptr())
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(h5chunk.feed.slots.CpuSlot, "begin", note)
+            watch(patch, "begin slot", after=note)
             held = [batch[0] for _ in range(4) for batch in loader]
-    assert len(held) == 4 * len(loader) and 1 < len(places) <= loader._plan.num_slots
+    assert len(held) == 4 * len(loader) and 1 < len(places[max(places)]) <= slots_of(loader)
 
 
 def test_closing_frees_what_is_kept_for_batches(large):
@@ -602,21 +601,16 @@ def test_closing_frees_what_is_kept_for_batches(large):
 @pytest.mark.usefixtures("python_threads")
 def test_report(path, monkeypatch):
     """What the loop waited for, and nothing else; it is there while an epoch lasts."""
-    monkeypatch.setattr("h5chunk.feed.read_pool.WHOLE_BYTES", 0)
-    wait, read, asked = WindowRead.wait, VectorPart.__call__, threading.Event()
+    small(monkeypatch, whole_bytes=0)
+    asked = threading.Event()
 
-    def ask(*arguments):
-        asked.set()
-        wait(*arguments)
-
-    def slowly(*arguments):
+    def slowly(*_):
         assert asked.wait(WAIT_S)
         time.sleep(0.01)
-        read(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(WindowRead, "wait", ask)
-        patch.setattr(VectorPart, "__call__", slowly)
+        watch(patch, "wait for window", lambda *_: asked.set())
+        watch(patch, "read part", slowly)
         with ChunkLoader(path, 16, num_threads=1) as loader:
             assert loader.report == EpochReport() and loader.report.samples_per_s == 0
             start = time.perf_counter()
@@ -639,7 +633,7 @@ def test_repr(path):
     shown = repr(loader)
     for part in (str(path), "12 batches of 16", "windows of 1 batches", "KiB", " threads", "images: direct", "cpu"):
         assert part in shown
-    assert f"{loader._plan.num_slots} windows of" in shown
+    assert f"{loader.read_ahead_samples // 16} windows of 1 batches" in shown
 
 
 # What the network takes
@@ -713,10 +707,11 @@ def test_windows_asked_for_are_windows_had(tmp_path):
         assert (classes <= 2) == (window_chunks == 2) and (classes > 5) == (window_chunks == 24)
 
 
-def test_functions_as_transforms(path):
+@RESIDENT
+def test_functions_as_transforms(path, resident):
     [expected] = expected_epochs(path, 16, **ORDER)
     transforms = {"labels": [lambda labels: labels + 1, lambda labels: {"n": labels}]}
-    with ChunkLoader(**ordered(path, 16, **ORDER), transforms=transforms) as loader:
+    with ChunkLoader(**ordered(path, 16, **ORDER), transforms=transforms, resident=resident) as loader:
         found = [labels["n"].tolist() for _, labels in loader]
     assert found == [(np.array(labels) + 1).tolist() for _, labels in expected]
 
@@ -821,20 +816,13 @@ def test_a_file_that_changes(tmp_path, how, when, kind):
 
 
 @pytest.mark.usefixtures("python_threads")
-@pytest.mark.parametrize("batch", [0, 6])
-def test_an_error_in_a_thread_is_raised_in_the_loop(path, monkeypatch, batch):
-    monkeypatch.setattr("h5chunk.feed.read_pool.WHOLE_BYTES", 0)
-    loader = ChunkLoader(path, 16, shuffle=False)
-    read, calls = VectorPart.__call__, []
-
-    def fail(self, descriptor):
-        calls.append(self)
-        if len(calls) > 2 * batch:  # a part a field
-            raise ZeroDivisionError("on purpose")
-        read(self, descriptor)
-
+@pytest.mark.parametrize(("batch", "resident"), [(0, False), (6, False), (0, True)])
+def test_an_error_in_a_thread_is_raised_in_the_loop(path, monkeypatch, batch, resident):
+    small(monkeypatch, whole_bytes=0)
+    loader = ChunkLoader(path, 16, shuffle=False, resident=resident)
     with monkeypatch.context() as patch:
-        patch.setattr(VectorPart, "__call__", fail)
+        fail = nth(2 * batch + 1, failure(ZeroDivisionError("on purpose")))  # one part per field
+        watch(patch, "read part", fail)
         found = []
         with pytest.raises(ZeroDivisionError, match="on purpose"):
             found += [as_lists([batch])[0] for batch in loader]
@@ -905,15 +893,12 @@ def test_an_exception_in_a_transform(path):
     assert not reading_threads()
 
 
-def test_interrupted_while_waiting(path, monkeypatch):
+@RESIDENT
+def test_interrupted_while_waiting(path, monkeypatch, resident):
     """Ctrl-C comes where the loop waits for data."""
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    loader = ChunkLoader(path, 16)
+    loader = ChunkLoader(path, 16, resident=resident)
     with monkeypatch.context() as patch:
-        patch.setattr("h5chunk.feed.read_pool.WindowRead.wait", interrupt)
+        watch(patch, "wait for window", failure(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             list(loader)
     assert not reading_threads()
@@ -930,9 +915,27 @@ def test_del(path):
     assert not reading_threads()
 
 
-def test_a_loader_without_a_name(path):
-    assert sorted(numbers(ChunkLoader(path, 16))) == list(range(N))
+@RESIDENT
+def test_a_loader_without_a_name(path, resident):
+    assert sorted(numbers(ChunkLoader(path, 16, resident=resident))) == list(range(N))
     assert not reading_threads()
+
+
+@RESIDENT
+@pytest.mark.parametrize("how", ["del", "cycle", "transform"])
+def test_garbage_collection(path, how, resident):
+    known = []
+    loader = ChunkLoader(path, 16, resident=resident, transforms=[lambda batch, known=known: batch])
+    if how == "cycle":
+        loader.itself = loader
+    if how == "transform":
+        known.append(loader)
+    del known
+    list(loader)
+    gone = weakref.ref(loader)
+    del loader
+    gc.collect()
+    assert gone() is None and not reading_threads()
 
 
 def test_del_of_an_iteration(path):
@@ -941,16 +944,6 @@ def test_del_of_an_iteration(path):
     assert reading_threads()
     del batches
     assert not reading_threads()
-
-
-def test_garbage_collection(path):
-    loader = ChunkLoader(path, 16)
-    list(loader)
-    loader.itself = loader
-    gone = weakref.ref(loader)
-    del loader
-    gc.collect()
-    assert gone() is None and not reading_threads()
 
 
 def test_context_manager(path):
@@ -967,11 +960,8 @@ def test_context_manager(path):
 
 
 def test_an_error_in_starting_leaves_nothing(path, monkeypatch):
-    def fail(*_):
-        raise MemoryError("no room")
-
     loader = ChunkLoader(path, 16)
-    monkeypatch.setattr("h5chunk.feed.slots.CpuSlot.begin", fail)
+    watch(monkeypatch, "begin slot", failure(MemoryError("no room")))
     with pytest.raises(MemoryError, match="no room"):
         list(loader)
 
@@ -979,9 +969,8 @@ def test_an_error_in_starting_leaves_nothing(path, monkeypatch):
 def test_memory_is_free_after_closing(large):
     with ChunkLoader(**ordered(large, 40, window_chunks=5)) as loader:
         kept = [weakref.ref(next(iter(loader))[0].untyped_storage())]
-        slots = [weakref.ref(opened.read.slot) for opened in loader._feed._open]
     gc.collect()
-    assert all(ref() is None for ref in kept + slots)
+    assert all(ref() is None for ref in kept)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

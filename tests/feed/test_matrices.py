@@ -12,6 +12,8 @@ import scipy.sparse
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.faults import small
+from support.loader_files import slots_of
 from support.matrices import LAYOUTS, check_epoch, dense, random_matrix, write, write_anndata
 from support.orders import ordered
 from torch.utils.data import DataLoader
@@ -172,7 +174,7 @@ def test_dense_rows_of_ours(tmp_path):
 
 def test_windows_are_bounded_by_bytes(tmp_path, monkeypatch):
     """A matrix whose long rows lie together: windows are fewer rows, none takes more than it may."""
-    monkeypatch.setattr("h5chunk.plan.layout.OPEN_WINDOWS_BYTES", 1 << 20)
+    small(monkeypatch, open_windows_bytes=1 << 20)
     counts = np.sort(np.random.default_rng(0).lognormal(2, 1.5, 4000).astype(int).clip(1, 2000))
     indices = np.concatenate([np.arange(count) for count in counts])
     matrix = scipy.sparse.csr_matrix((np.ones(len(indices), np.uint8), indices, np.append(0, np.cumsum(counts))))
@@ -181,7 +183,7 @@ def test_windows_are_bounded_by_bytes(tmp_path, monkeypatch):
     assert reader.recommended_window < reader.header.window_chunks
     with ChunkLoader(path, 40, memory_bytes=3 << 20) as loader:
         space = loader._source.layouts["X"]
-        bound = slot_bytes({"X": space}, loader._plan.window_samples)
+        bound = slot_bytes({"X": space}, loader.read_ahead_samples // slots_of(loader))
         taken = [
             sum(np.prod(shape) * dtype.itemsize for shape, dtype in CsrWindow(space, window.samples).shapes)
             for window in loader.order.windows()
@@ -315,14 +317,14 @@ def test_the_kernel_gives_what_torch_does(tmp_path):
     """The compiled kernel is the one that is tested, and plain indexing gives the same bits."""
     path = write(tmp_path / "a.h5", random_matrix(300, 70_000, 30), scale=10.0)
     with ChunkLoader(path, 50, device="cuda", resident=False) as loader:
-        first = [batch for (batch,) in loader]
-        assert loader._pipelines[0].converter._kernel.wait()
+        first, converter = [batch for (batch,) in loader], loader._pipelines[0].converter
+        assert converter._kernel.wait()
         loader.set_epoch(0)
         again = [batch for (batch,) in loader]
-        kernel, loader._pipelines[0].converter._kernel = loader._pipelines[0].converter._kernel, None
+        kernel, converter._kernel = converter._kernel, None
         loader.set_epoch(0)
         plain = [batch for (batch,) in loader]
-        loader._pipelines[0].converter._kernel = kernel
+        converter._kernel = kernel
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(first, again, plain, strict=True))
 
 

@@ -9,15 +9,13 @@ from contextlib import closing
 import h5py
 import numpy as np
 import pytest
+from support.faults import failure, nth, small, watch
 from support.foreign import make_file, values
 from support.leftovers import WAIT_S, in_fork, nothing_is_left
 
-import h5chunk.feed.read_pool
 from h5chunk.errors import FileError, WorkerError
 from h5chunk.feed.read_pool import ReadPool, WindowRead
 from h5chunk.plan.order import Window
-from h5chunk.store.hdf5 import ranges
-from h5chunk.store.hdf5.ranges import VectorPart
 from h5chunk.store.read.direct import direct_field
 from h5chunk.store.read.reader import H5Reader
 
@@ -72,10 +70,13 @@ def make_readers(path, num_threads: int = 2, direct: tuple[str, ...] = ("x", "y"
 @pytest.mark.parametrize("direct", [(), ("x",), ("x", "y")])
 @pytest.mark.parametrize(("whole_row_bytes", "quick_bytes"), [(64, 1 << 20), (1024, 1 << 20), (1024, 0)])
 def test_windows_are_filled(path, monkeypatch, part_bytes, whole_bytes, direct, whole_row_bytes, quick_bytes):
-    monkeypatch.setattr(h5chunk.feed.read_pool, "WHOLE_ROW_BYTES", whole_row_bytes)
-    monkeypatch.setattr(h5chunk.feed.read_pool, "QUICK_BYTES", quick_bytes)
-    monkeypatch.setattr(ranges, "PART_BYTES", part_bytes)
-    monkeypatch.setattr(h5chunk.feed.read_pool, "WHOLE_BYTES", whole_bytes)
+    small(
+        monkeypatch,
+        whole_row_bytes=whole_row_bytes,
+        quick_bytes=quick_bytes,
+        part_bytes=part_bytes,
+        whole_bytes=whole_bytes,
+    )
     readers = make_readers(path, 3, direct)
     shuffled = np.random.default_rng(0).permutation(N)
     cuts = [shuffled[:80], shuffled[80:81], shuffled[81:], np.arange(N), np.arange(N)[::-1]]
@@ -90,18 +91,15 @@ def test_windows_are_filled(path, monkeypatch, part_bytes, whole_bytes, direct, 
 
 def test_parts_are_shared_out(path, monkeypatch):
     """Two threads work on one window at the same time."""
-    monkeypatch.setattr(ranges, "PART_BYTES", 1)
-    monkeypatch.setattr(ranges, "RUN_BYTES", 1)
-    both, read = threading.Barrier(2, timeout=WAIT_S), VectorPart.__call__
-    seen = set()
+    small(monkeypatch, part_bytes=1, run_bytes=1)
+    both, seen = threading.Barrier(2, timeout=WAIT_S), set()
 
-    def meet(*arguments):
+    def meet(*_):
         if threading.current_thread() not in seen:
             seen.add(threading.current_thread())
             both.wait()
-        read(*arguments)
 
-    monkeypatch.setattr(VectorPart, "__call__", meet)
+    watch(monkeypatch, "read part", meet)
     readers = make_readers(path)
     load = readers.load(window(range(N)), MemorySlot())
     load.wait(WAIT_S)
@@ -111,18 +109,9 @@ def test_parts_are_shared_out(path, monkeypatch):
 
 @pytest.mark.parametrize("field", ["x", "z"])
 def test_an_error_is_raised_by_wait_and_others_are_read(path, monkeypatch, field):
-    monkeypatch.setattr(ranges, "PART_BYTES", 1)
-    owner, name = {"x": (VectorPart, "__call__"), "z": (ReadPool, "_read_by_hdf5")}[field]
-    original = getattr(owner, name)
-    failed: list[int] = []
-
-    def fail_once(*arguments):
-        if not failed:
-            failed.append(1)
-            raise MemoryError("no room")
-        original(*arguments)
-
-    monkeypatch.setattr(owner, name, fail_once)
+    small(monkeypatch, part_bytes=1)
+    call = "read part" if field == "x" else "read through HDF5"
+    watch(monkeypatch, call, nth(1, failure(MemoryError("no room"))))
     readers = make_readers(path, 1)
     bad, good = (readers.load(window(range(N)), MemorySlot()) for _ in range(2))
     for _ in range(2):
@@ -180,14 +169,12 @@ def test_a_thread_that_does_not_start_leaves_nothing(path, monkeypatch):
 def blocked(monkeypatch) -> tuple[threading.Event, threading.Event]:
     """Let reading begin and stand still; gives (begun, go on)."""
     begun, go_on = threading.Event(), threading.Event()
-    read = VectorPart.__call__
 
-    def wait(*arguments):
+    def wait(*_):
         begun.set()
         assert go_on.wait(WAIT_S)
-        read(*arguments)
 
-    monkeypatch.setattr(VectorPart, "__call__", wait)
+    watch(monkeypatch, "read part", wait)
     return begun, go_on
 
 
@@ -211,7 +198,7 @@ def test_closing_fails_what_was_not_read(path, monkeypatch):
 
 def test_closing_races_with_threads_that_take_tasks(path, monkeypatch):
     """The last task may be gone between a look at the queue and taking it."""
-    monkeypatch.setattr(ranges, "PART_BYTES", 500)
+    small(monkeypatch, part_bytes=500)
     for _ in range(60):
         readers = make_readers(path, 4)
         readers.load(window(range(N)), MemorySlot())
@@ -224,13 +211,7 @@ def test_closing_races_with_threads_that_take_tasks(path, monkeypatch):
 def test_closing_from_a_reading_thread(path, monkeypatch):
     """The garbage collector may run there, while the lock of HDF5 is held."""
     readers = make_readers(path)
-    read = H5Reader.read
-
-    def close_and_read(*arguments):
-        readers.close()
-        read(*arguments)
-
-    monkeypatch.setattr(H5Reader, "read", close_and_read)
+    watch(monkeypatch, "read through HDF5", lambda *_: readers.close())
     load = readers.load(window(range(N)), MemorySlot())
     try:
         load.wait(WAIT_S)

@@ -10,23 +10,18 @@ import weakref
 from collections import Counter
 from dataclasses import replace
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.foreign import make_file, values
+from support.faults import nth, watch
+from support.foreign import make_file
 from support.leftovers import descriptors, in_fork, nothing_is_left, reading_threads
-from support.loader_files import CHANNELS_LAST, CONVERSIONS, IMAGES, LABELS, N, epoch_of, large, path
+from support.loader_files import IMAGES, LABELS, N, epoch_of, large, path
 
-import h5chunk.feed.budget
-import h5chunk.feed.resident
 from h5chunk.errors import FileError, OptionError
 from h5chunk.feed.loader import ChunkLoader
-from h5chunk.feed.read_pool import ReadPool, WindowRead
 from h5chunk.feed.resident import AHEAD
 from h5chunk.machine import available_cores
-from h5chunk.store.hdf5.ranges import VectorPart
 from h5chunk.transforms import Normalize
 
 __all__ = ["large", "nothing_is_left", "path"]
@@ -48,20 +43,14 @@ def in_order(path, batch_size: int = 16, epoch: int = 0, **options) -> list[list
 def reads(monkeypatch):
     """How many samples were asked of the file."""
     counts: list[int] = []
-    load = ReadPool.load
-
-    def note(readers, window, slot):
-        counts.append(len(window.samples))
-        return load(readers, window, slot)
-
-    monkeypatch.setattr(ReadPool, "load", note)
+    watch(monkeypatch, "load window", lambda _, window, slot: counts.append(len(window.samples)), note=False)
     return counts
 
 
 # The same batches as from the file
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     num_samples=st.integers(1, N),
     chunk_samples=st.integers(0, N),
@@ -90,15 +79,6 @@ def test_the_order_of_the_file(tmp_path, num_samples, chunk_samples, batch_size,
             assert loader.report.batches == len(expected)
 
 
-def test_set_epoch(path):
-    with load_whole(path) as loader:
-        for epoch in (5, 0, 0, 7):
-            loader.set_epoch(epoch)
-            assert loader.order.epoch == epoch
-            assert epoch_of(loader) == in_order(path, epoch=epoch)
-        assert epoch_of(loader) == in_order(path, epoch=8)
-
-
 def test_orders_do_not_pile_up(path):
     with load_whole(path) as loader:
         for epoch in range(20, 0, -2):
@@ -110,15 +90,13 @@ def test_orders_do_not_pile_up(path):
 def test_the_next_order_is_drawn_while_an_epoch_is_trained(path, monkeypatch):
     drawn: dict[int, str] = {}
     there = threading.Event()
-    whole = h5chunk.feed.resident._whole
 
     def note(order):
         drawn[order.epoch] = threading.current_thread().name
         if order.epoch == 1:
             there.set()
-        return whole(order)
 
-    monkeypatch.setattr(h5chunk.feed.resident, "_whole", note)
+    watch(monkeypatch, "feed.resident._whole", note)
     with load_whole(path) as loader:
         batches = iter(loader)
         next(batches)
@@ -162,15 +140,6 @@ def test_the_file_is_closed_once_it_is_read(path):
         assert epoch_of(loader) == expected
 
 
-def test_iterating_twice_at_the_same_time_is_refused(path):
-    with load_whole(path) as loader:
-        older = iter(loader)
-        next(older)
-        with pytest.raises(OptionError, match="iterated already"):
-            list(loader)
-        assert len(list(older)) == 12
-
-
 # Echoes, and what is done to batches
 
 
@@ -199,35 +168,6 @@ def test_a_part_of_an_echo(path):
         assert len(set(echoed)) == len(echoed) == 6 * 16
 
 
-@pytest.mark.parametrize("transform", CONVERSIONS)
-@pytest.mark.parametrize("reuse", [False, True])
-def test_conversion(path, transform, reuse):
-    seen: dict[int, torch.Tensor] = {}
-    with ChunkLoader(path, 16, transforms=[transform]) as plain:
-        for images, labels in plain:
-            seen.update(zip(labels.tolist(), images.clone(), strict=True))
-    with load_whole(path, reuse=reuse, transforms=[transform]) as loader:
-        for images, labels in loader:
-            assert images.equal(torch.stack([seen[label] for label in labels.tolist()]))
-            assert images.dtype == seen[0].dtype
-            if transform == CHANNELS_LAST:
-                assert images.is_contiguous(memory_format=torch.channels_last)
-
-
-def test_transform(path):
-    with load_whole(path, transforms={"labels": [lambda labels: labels * 2]}) as loader:
-        found = [labels.tolist() for _, labels in loader]
-    assert found == [[2 * n for n in batch] for batch in in_order(path)]
-
-
-def test_changing_a_batch_changes_no_other(path):
-    with load_whole(path) as loader:
-        for _ in range(2):
-            for images, _ in loader:
-                images.zero_()
-        assert epoch_of(loader) == in_order(path, epoch=2)
-
-
 @pytest.mark.filterwarnings("ignore:field .* is read through h5py:UserWarning")
 @pytest.mark.parametrize("options", [{"chunks": chunks, "scaleoffset": 8} for chunks in ((8, 2, 5, 3), (4, 3, 5, 6))])
 def test_fields_through_hdf5(tmp_path, options):
@@ -235,19 +175,6 @@ def test_fields_through_hdf5(tmp_path, options):
     with load_whole(path) as loader:
         assert "images: h5py" in repr(loader)
         assert epoch_of(loader) == in_order(path)
-
-
-@pytest.mark.filterwarnings("ignore:field .* is read through h5py:UserWarning")
-def test_no_samples(tmp_path):
-    path = make_file(tmp_path / "a.h5", images=(values((0, 2), np.uint8), {}))
-    with load_whole(path) as loader:
-        assert not loader.is_resident and len(loader) == 0
-        assert [list(loader), list(loader)] == [[], []]
-
-
-def test_no_batch(path):
-    with load_whole(path, 500, drop_last=True) as loader:
-        assert [list(loader), list(loader)] == [[], []]
 
 
 # Memory
@@ -280,17 +207,10 @@ def test_memory_bytes(path, monkeypatch):
     assert N * 98 <= held <= needed < 2 * N * 98
     with pytest.raises(OptionError, match=f"room for {needed - 1}"):
         load_whole(path, memory_bytes=needed - 1)
-    sizes: list[int] = []
-    start = h5chunk.feed.slots.CpuSlot.__init__
-
-    def note(slot, spaces, num_samples, *rest):
-        sizes.append(num_samples * 98)
-        start(slot, spaces, num_samples, *rest)
-
-    monkeypatch.setattr(h5chunk.feed.slots.CpuSlot, "__init__", note)
+    made = watch(monkeypatch, "make slot")
     with load_whole(path, memory_bytes=needed) as loader:
         assert epoch_of(loader) == in_order(path)
-    assert sizes == [N * 98]  # it is read where it stays
+    assert [num_samples for _, _, num_samples, *_ in made] == [N]  # it is read where it stays
 
 
 def test_little_data_is_loaded_in_little_memory(path):
@@ -305,14 +225,6 @@ def test_memory_of_batches_is_used_again(large, transforms, reuse):
     with load_whole(large, 60, drop_last=True, transforms=transforms, reuse=reuse) as loader:
         places = {images.data_ptr() for _ in range(6) for images, _ in loader}
     assert len(places) <= 3 + AHEAD * available_cores()  # the batches that threads gather ahead are some of them
-
-
-def test_batches_that_are_held_are_never_overwritten(large):
-    seen: dict[int, torch.Tensor] = {}
-    with load_whole(large, 60) as loader:
-        for images, labels in [batch for _ in range(3) for batch in loader]:
-            for image, label in zip(images[::20], labels[::20].tolist(), strict=True):
-                assert seen.setdefault(label, image).equal(image)
 
 
 @pytest.mark.parametrize("suspended", [False, True])
@@ -338,42 +250,13 @@ def test_closing_frees_the_data(path, suspended):
     loader.close()
 
 
-@pytest.mark.parametrize("how", ["del", "cycle", "transform"])
-def test_garbage_collection(path, how):
-    known = []
-    loader = load_whole(path, transforms=[lambda batch, known=known: batch])
-    if how == "cycle":
-        loader.itself = loader
-    if how == "transform":
-        known.append(loader)
-    del known
-    list(loader)
-    gone = weakref.ref(loader)
-    del loader
-    gc.collect()
-    assert gone() is None and not reading_threads()
-
-
-def test_a_loader_without_a_name(path):
-    assert sorted(label for _, labels in load_whole(path) for label in labels.tolist()) == list(range(N))
-    assert not reading_threads()
-
-
 # What goes wrong
 
 
 def fail_at(monkeypatch, number: int, work) -> None:
     """Do something when so many parts were read."""
     monkeypatch.setenv("H5CHUNK_NATIVE", "0")
-    read, calls = VectorPart.__call__, []
-
-    def note(*arguments):
-        calls.append(1)
-        if len(calls) == number:
-            work()
-        read(*arguments)
-
-    monkeypatch.setattr(VectorPart, "__call__", note)
+    watch(monkeypatch, "read part", nth(number, work))
 
 
 def test_a_file_that_changes_while_it_is_read(path, monkeypatch):
@@ -386,36 +269,6 @@ def test_a_file_that_changes_while_it_is_read(path, monkeypatch):
     with pytest.raises(FileError, match=r"a\.h5: replaced or changed"):
         next(iter(loader))
     assert not reading_threads() and not [found for found in descriptors() if "a.h5" in found]
-
-
-def test_an_error_in_a_thread_is_raised_in_the_loop(path, monkeypatch):
-    loader = load_whole(path)
-    with monkeypatch.context() as patch:
-        fail_at(patch, 1, lambda: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            next(iter(loader))
-    assert not reading_threads()
-    assert epoch_of(loader) == in_order(path)  # and all is well again
-    loader.close()
-
-
-def test_interrupted_while_loading(path, monkeypatch):
-    wait, calls = WindowRead.wait, []
-
-    def interrupt(*arguments):
-        calls.append(1)
-        if len(calls) == 1:
-            raise KeyboardInterrupt
-        return wait(*arguments)
-
-    loader = load_whole(path)
-    with monkeypatch.context() as patch:
-        patch.setattr(WindowRead, "wait", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            list(loader)
-    assert not reading_threads()
-    assert epoch_of(loader) == in_order(path)
-    loader.close()
 
 
 def test_interrupted_in_the_loop(path, reads):

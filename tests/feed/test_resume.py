@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.foreign import make_file, values
-from support.leftovers import nothing_is_left
+from support.leftovers import nothing_is_left, readers_of_files
 from support.loader_files import IMAGES, LABELS, N, path
 from support.matrices import random_matrix, write
 from support.orders import ordered
@@ -83,7 +82,7 @@ def check_resume(make: Callable[[], Resumable], *, cuts: Any = None, other: Call
 def test_a_sampler_resumes_at_every_batch(path, options):
     if options.get("shuffle") is False:  # all epochs are alike
         options = {**options, "shuffle": True, "window_chunks": 1}
-    check_resume(lambda: ChunkSampler(ChunkDataset(path), 16, **{**ORDER, **options}))
+    check_resume(lambda: sampler_of(path, **options))
 
 
 LOADERS = {  # options of the order, and of the loader
@@ -96,9 +95,13 @@ LOADERS = {  # options of the order, and of the loader
 }
 
 
-def loader_of(path: Path, name: str, **options: Any) -> ChunkLoader:
+def loader_of(path: Path, name: str, batch_size: int = 16, **options: Any) -> ChunkLoader:
     order, how = LOADERS[name]
-    return ChunkLoader(**ordered(path, 16, **{**ORDER, **order, **options}), **how)
+    return ChunkLoader(**ordered(path, batch_size, **{**ORDER, **order, **options}), **how)
+
+
+def sampler_of(path: Path, batch_size: int = 16, **options: Any) -> ChunkSampler:
+    return ChunkSampler(ChunkDataset(path), batch_size, **{**ORDER, **options})
 
 
 @pytest.mark.filterwarnings("ignore:field .* is read through h5py")
@@ -166,7 +169,7 @@ def test_a_used_loader_loads_a_state(path, options):
 @pytest.fixture(params=["sampler", "direct", "resident"])
 def make(request, path):
     if request.param == "sampler":
-        return lambda **options: ChunkSampler(ChunkDataset(path), 16, **{**ORDER, **options})
+        return lambda **options: sampler_of(path, **options)
     return lambda **options: loader_of(path, request.param, **options)
 
 
@@ -240,11 +243,11 @@ def test_a_loader_whose_batches_are_counted_reads_on_at_the_seam(path):
         loader.set_epoch(0)
         first = iter(loader)
         found = [labels_of(islice(first, NUM_BATCHES))]
-        feed = loader._feed
+        threads = readers_of_files()
         loader.set_epoch(1)
         first.close()
         found.append(labels_of(iter(loader)))
-        assert found == expected and loader._feed is feed
+        assert found == expected and threads and readers_of_files() == threads
 
 
 # Workers
@@ -305,7 +308,7 @@ def test_stateful_dataloader(path, options):
 
     whole = make_loader()
     epochs = [labels_of(iter(whole)) for _ in range(4)]
-    for epoch, cut in ((0, 0), (0, 1), (0, 7), (1, 0), (1, 2), (1, NUM_BATCHES)):
+    for epoch, cut in ((0, 1), (0, 7), (1, 0), (1, NUM_BATCHES)):
         loader = make_loader()
         for _ in range(epoch):
             list(loader)
@@ -397,12 +400,7 @@ def test_a_state_of_another_order_is_named(make, name):
     options, message = DIFFERENCES[name]
     state = make().state_dict()
     with pytest.raises(StateError, match=message):
-        if "batch_size" in options:
-            feed = make()
-            feed._template = replace(feed._template, **options)
-        else:
-            feed = make(**options)
-        feed.load_state_dict(state)
+        make(**options).load_state_dict(state)
 
 
 def test_a_refused_state_changes_nothing(make):

@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from support.faults import as_worker, through_hdf5
 from support.foreign import chunk_table, counted, make_file, make_images, read_epochs, values
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -21,9 +22,9 @@ __all__ = ["counted"]
 
 
 @pytest.fixture(autouse=True)
-def through_hdf5(monkeypatch):
+def hdf5_reads(monkeypatch):
     """Plain bytes, too, are read through HDF5's cache, as where a file needs it: it is the cache that is tried here."""
-    monkeypatch.setattr("h5chunk.feed.sample_reader.direct_fields", lambda _: ({}, {}))
+    through_hdf5(monkeypatch)
 
 
 @pytest.fixture
@@ -174,7 +175,7 @@ SHAPES = {
     "a short chunk": (4001, 8),
     "tens": (4003, 10),
     "few chunks": (4000, 64),
-    "large chunks": (20_000, 128),
+    "large chunks": (10_000, 128),
     "samples": (500, 1),
 }
 DRAWS = {
@@ -246,6 +247,7 @@ def test_converted_files_are_read_once(tmp_path, counted, class_folder):
         assert amplification(path, counted, batch_size=batch_size, window_chunks=6, interleave=4) <= 1.04  # 51 chunks
 
 
+@pytest.mark.filterwarnings("ignore:num_workers is . but the sampler's interleave is:UserWarning")
 @pytest.mark.parametrize(("num_workers", "bound"), [(2, 1.02), (3, 1.02), (4, 1.02), (5, 5), (6, 2.02)])
 def test_workers_read_each_chunk_once(tmp_path, counted, monkeypatch, num_workers, bound):
     """Each worker's share of the batches through its share of the cache; workers that cannot share well, bounded."""
@@ -255,9 +257,7 @@ def test_workers_read_each_chunk_once(tmp_path, counted, monkeypatch, num_worker
     for worker in range(num_workers):
         dataset = ChunkDataset(path)
         sampler = ChunkSampler(dataset, 32, window_chunks=8, interleave=12 if num_workers != 6 else 3)
-        info = type("Info", (), {"num_workers": num_workers, "id": worker})
-        monkeypatch.setattr("h5chunk.feed.sample_reader.get_worker_info", lambda info=info: info)
-        monkeypatch.setattr("h5chunk.feed.sample_reader.warnings.warn", lambda *_, **__: None)
+        as_worker(monkeypatch, worker, num_workers)
         dataset[0]
         memory += dataset.cache.nbytes
         counted[-1].reads.clear()

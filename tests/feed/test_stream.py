@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.faults import watch
 from support.foreign import make_file, values
 from support.leftovers import WAIT_S, nothing_is_left, reading_threads
 from support.loader_files import IMAGES, LABELS, N, epoch_of, least_memory, path
@@ -21,7 +22,6 @@ from h5chunk.errors import OptionError
 from h5chunk.feed.batches import GROUP_BYTES, BatchMaker, FieldPipeline
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
-from h5chunk.feed.read_pool import ReadPool, WindowRead
 from h5chunk.feed.slots import CudaSlot
 from h5chunk.plan.order import Order
 from h5chunk.transforms import Normalize, ToDtype
@@ -38,13 +38,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 def loads(monkeypatch):
     """Every window that was asked for, in order."""
     asked: list[tuple[list[int], object]] = []
-    load = ReadPool.load
-
-    def note(readers, window, slot):
-        asked.append((window.samples.tolist(), slot))
-        return load(readers, window, slot)
-
-    monkeypatch.setattr(ReadPool, "load", note)
+    watch(monkeypatch, "load window", lambda _, window, slot: asked.append((window.samples.tolist(), slot)))
     return asked
 
 
@@ -160,28 +154,26 @@ def test_loaders_in_several_threads(path):
     assert len({str(epoch) for epoch in found}) == 3
 
 
-@pytest.mark.parametrize("echo", [1, 2, 2.5])
-def test_changing_a_batch_changes_no_other(path, echo):
-    with ChunkLoader(path, 16, echo=echo) as loader:
-        for images, labels in loader:
-            assert images.numpy().tobytes() == IMAGES[labels.numpy()].tobytes()
-            images.zero_()
-            labels.zero_()
+@pytest.mark.parametrize("options", [{}, {"echo": 2}, {"echo": 2.5}, {"resident": True}])
+def test_changing_a_batch_changes_no_other(path, options):
+    with ChunkLoader(path, 16, **options) as loader:
+        for _ in range(2):
+            for images, labels in loader:
+                assert images.numpy().tobytes() == IMAGES[labels.numpy()].tobytes()
+                images.zero_()
+                labels.zero_()
 
 
 @pytest.mark.parametrize("echo", [1, 3])
 @pytest.mark.parametrize("when", ["first", "last"])
 def test_an_error_while_waiting_comes_as_it_is(path, monkeypatch, echo, when):
     with ChunkLoader(path, 16, echo=echo, shuffle=False, num_threads=1) as loader:
-        finish, calls = WindowRead.finish, []
 
         def fail(load):
-            calls.append(1)
             if len(calls) == {"first": 1, "last": 13}[when]:
                 load.error = MemoryError("no room")
-            finish(load)
 
-        monkeypatch.setattr(WindowRead, "finish", fail)
+        calls = watch(monkeypatch, "feed.read_pool.WindowRead.finish", fail)
         found: list[list[int]] = []
         with pytest.raises(MemoryError, match="no room"):
             for _, labels in loader:

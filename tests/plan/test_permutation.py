@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.faults import small
 
-from h5chunk.plan import permutation as module
 from h5chunk.plan.permutation import Permutation, permutation
 
 
@@ -17,7 +17,7 @@ from h5chunk.plan.permutation import Permutation, permutation
 @settings(max_examples=60, deadline=None)
 def test_by_a_key_each_number_comes_once(size, seed):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "MAX_LISTED", -1)
+        small(patch, max_listed=-1)
         numbers = Permutation(size, seed).at(np.arange(size))
     assert sorted(numbers.tolist()) == list(range(size))
 
@@ -44,7 +44,7 @@ def chi_square(counts: np.ndarray) -> float:
 @pytest.mark.parametrize("size", [16, 30, 101])
 def test_by_a_key_each_number_is_equally_likely_in_each_place(monkeypatch, size):
     """Also the differences of neighbours: what a bad network betrays."""
-    monkeypatch.setattr(module, "MAX_LISTED", -1)
+    small(monkeypatch, max_listed=-1)
     places, steps = (np.zeros((size, size)) for _ in range(2))
     for epoch in range(3000):
         numbers = Permutation(size, 3, stream=(0, epoch, 0)).at(np.arange(size))

@@ -402,7 +402,7 @@ def test_beta_grows_to_its_limit():
     seen = []
     for _ in range(6):
         trainer.step(torch.from_numpy(random_rows(0)))
-        seen.append(float(trainer._beta))
+        seen.append(float(trainer.beta))
     assert seen == pytest.approx([0, 0.1, 0.2, 0.3, 0.3, 0.3])
 
 
@@ -540,7 +540,7 @@ def test_a_dense_matrix_takes_what_there_is(job, monkeypatch):
     num_bytes = len(job.rows) * job.rows.num_columns
     for free, dtype in ((8 * num_bytes, torch.float32), (8 * num_bytes - 2, torch.uint8)):
         monkeypatch.setattr(vae_feeds, "available_bytes", lambda free=free: free)
-        assert vae_feeds.Dense(job, on_device=False)._matrix.dtype == dtype
+        assert vae_feeds.Dense(job, on_device=False).matrix.dtype == dtype
     monkeypatch.setattr(vae_feeds, "available_bytes", lambda: 2 * num_bytes - 1)
     with pytest.raises(vae_job.FeedError, match="more than half of the"):
         vae_feeds.Dense(job, on_device=False)

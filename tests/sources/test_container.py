@@ -15,8 +15,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from support.faults import small
 
-import h5chunk.sources.container as container_module
 from h5chunk.errors import SampleError, SourceError
 from h5chunk.sources.container import Container, Folder, open_archive
 from h5chunk.sources.listing import list_images
@@ -70,7 +70,7 @@ def test_folder_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     check_refused(folder, b"dir.png", "is a folder, not a regular file")
     check_refused(folder, b"pipe.png", "is a named pipe, not a regular file")
     check_refused(folder, b"broken.png", "cannot be opened: No such file")
-    monkeypatch.setattr(container_module, "MAX_FILE_BYTES", 4)
+    small(monkeypatch, max_file_bytes=4)
     check_refused(folder, b"big.png", "is 5 bytes, over the limit of 4")
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow
 import pytest
 import scipy.sparse
+from support.faults import small
 from support.matrix_files import entries, write_10x, write_h5ad
 from support.open_source import open_source
 
@@ -210,7 +211,7 @@ def test_indices_out_of_proportion_are_refused(tmp_path, monkeypatch):
     members = {"data": np.ones(1 << 18), "indices": zeros, "indptr": np.array([0, 0, 0, 1 << 18])}
     (tmp_path / "m.npz").write_bytes(npz(**members))
     assert len(entries(open_source(tmp_path / "m.npz"))[0]) == 1 << 18
-    monkeypatch.setattr("h5chunk.sources.matrix.numpy.FREE_BYTES", 1 << 19)
+    small(monkeypatch, free_bytes=1 << 19)
     with pytest.raises(
         SourceError, match=r"'indices.npy' unpacks to 1048704 bytes, \d+ times .* implausible for indices"
     ):
@@ -218,7 +219,7 @@ def test_indices_out_of_proportion_are_refused(tmp_path, monkeypatch):
 
 
 def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("h5chunk.sources.matrix.text.MAX_LINE_BYTES", 1 << 20)
+    small(monkeypatch, max_line_bytes=1 << 20)
     (tmp_path / "r.csv.gz").write_bytes(gzip.compress(b"1,2,3\n4,5," + b"6" * (2 << 20)))
     with pytest.raises(SourceError, match="line 2: longer than the limit of 1048576 bytes"):
         entries(open_source(tmp_path / "r.csv.gz"))

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 from support.csr_files import write_csr
+from support.faults import small, watch
 from support.foreign import make_file
-from support.leftovers import nothing_is_left
+from support.leftovers import end_workers, nothing_is_left
 from support.matrices import random_matrix, write
 from support.orders import ordered
 from torch.utils.data import DataLoader
@@ -25,7 +26,6 @@ from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
 from h5chunk.store.hdf5.chunk_table import list_chunks
-from h5chunk.store.read import checksums
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.tools.repack.repack import repack
 
@@ -58,7 +58,7 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A matrix whose entries lie in several chunks, none of which begins with a row."""
     path = tmp_path_factory.mktemp("matrix") / "m.h5"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("h5chunk.plan.csr.INDEX_CHUNK_BYTES", 256)
+        small(patch, index_chunk_bytes=256)
         return write(path, random_matrix(ROWS, 300, 12), seed=1, shuffled=True)
 
 
@@ -70,8 +70,7 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     found = tmp_path / source.name
     if "gzip" in request.param:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("h5chunk.tools.repack.plan.LEAST_FILTERED_BYTES", 0)
-            patch.setattr("h5chunk.tools.repack.fields.INDEX_CHUNK_BYTES", 256)
+            small(patch, least_filtered_bytes=0, repacked_index_chunk_bytes=256)
             repack(source, found, compression="gzip")
     else:
         found.write_bytes(source.read_bytes())
@@ -173,7 +172,7 @@ def test_off_gives_what_is_there(images: Path, tmp_path: Path, way: str) -> None
 def test_first_checks_each_chunk_once_and_always_every_time(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str
 ) -> None:
-    monkeypatch.setattr("h5chunk.feed.read_pool.WHOLE_BYTES", 0)  # labels as well are read of the file each epoch
+    small(monkeypatch, whole_bytes=0)  # labels as well are read of the file each epoch
     path = tmp_path / "a.h5"
     path.write_bytes(images.read_bytes())
     for name, chunk in (("images", 3), ("labels", -1)):
@@ -199,8 +198,7 @@ def test_first_checks_each_chunk_once_and_always_every_time(
 
 def test_sums_are_computed_once_a_chunk(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     summed: list[int] = []
-    crc32 = checksums.crc32
-    monkeypatch.setattr(checksums, "crc32", lambda data, start=0: summed.append(len(data)) or crc32(data, start))
+    watch(monkeypatch, "store.read.checksums.crc32", lambda data, *_: summed.append(len(data)))
     monkeypatch.setenv("H5CHUNK_NATIVE", "0")  # threads in C count nothing
     num_chunks = -(-N // CHUNK)
     with ChunkLoader(ChunkDataset(images, checksums="first"), 16, shuffle=False, num_threads=1) as loader:
@@ -259,7 +257,7 @@ def test_workers_check(images: Path, tmp_path: Path) -> None:
     batches = iter(DataLoader(dataset, batch_sampler=sampler, num_workers=1, multiprocessing_context="fork"))
     with pytest.raises(FileError, match=message(path, "images", 4)):
         list(batches)
-    batches._shutdown_workers()  # type: ignore[attr-defined]
+    end_workers(batches)
 
 
 @pytest.mark.parametrize("reader", ["direct", "h5py"])

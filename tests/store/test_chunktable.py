@@ -10,6 +10,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from support.faults import small
 from support.foreign import make_file, values
 from support.new_datasets import SHAPE, create
 
@@ -193,7 +194,7 @@ def test_many_chunks_are_listed_in_parts(tmp_path, monkeypatch):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         dataset = file.create_dataset("x", data=np.arange(60).reshape(12, 5), chunks=(1, 2))
         whole = list_chunks(dataset)
-        monkeypatch.setattr("h5chunk.store.hdf5.chunk_table.NUMBERS_AT_A_TIME", 7)
+        small(monkeypatch, numbers_at_a_time=7)
         parts = list_chunks(dataset)
     for name in ("offsets", "sizes", "filter_masks"):
         np.testing.assert_array_equal(getattr(whole, name), getattr(parts, name))

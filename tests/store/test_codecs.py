@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import pickle
 import struct
-import sys
 import tracemalloc
 import zlib
 from collections.abc import Iterator
@@ -19,10 +18,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.damaged_chunks import libraries_found_again, no_imagecodecs
 from support.foreign import values
 
 from h5chunk.store.hdf5 import codecs
 from h5chunk.store.hdf5.codecs import ChunkDecoder, DecodeError, NoDecoder
+
+__all__ = ["no_imagecodecs"]
 
 OPTIONAL = h5py.h5z.FLAG_OPTIONAL
 NUMBERS = itertools.count()  # open files need names of their own
@@ -135,14 +137,6 @@ def chunk_as_stored(pipeline: list[str], data: np.ndarray, stored: bytes, mask: 
 def smooth(count: int, dtype: Any = np.uint8) -> np.ndarray:
     """Values that every filter compresses."""
     return np.cumsum(np.random.default_rng(1).integers(0, 3, count)).astype(dtype)
-
-
-@pytest.fixture
-def no_imagecodecs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setitem(sys.modules, "imagecodecs", None)
-    codecs._library.cache_clear()
-    yield
-    codecs._library.cache_clear()
 
 
 # What HDF5 reads
@@ -414,19 +408,16 @@ def test_without_imagecodecs_it_says_what_to_install(no_imagecodecs, name):
         Chunks(smooth(10), (10,), [name])
 
 
-def test_a_decoder_that_travels_to_where_imagecodecs_is_not(monkeypatch):
+def test_a_decoder_that_travels_to_where_imagecodecs_is_not(request):
     made, mask, stored = one_chunk(["zstd"], smooth(100))
-    monkeypatch.setattr(codecs, "_library", lambda function: None)
+    request.getfixturevalue("no_imagecodecs")
     with pytest.raises(DecodeError, match=r"needs imagecodecs with zstd_decode: pip install"):
         made.decode(mask, stored)
 
 
 def test_an_imagecodecs_built_without_a_codec(monkeypatch):
     monkeypatch.setattr(imagecodecs.ZSTD, "available", False)
-    codecs._library.cache_clear()
-    try:
+    with libraries_found_again():
         with pytest.raises(NoDecoder, match="zstd_decode"):
             Chunks(smooth(10), (10,), ["zstd"])
         Chunks(smooth(10), (10,), ["lzf"])
-    finally:
-        codecs._library.cache_clear()

@@ -12,9 +12,9 @@ import scipy.sparse
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.csr_files import write_csr
+from support.faults import small
 
 from h5chunk.errors import FieldError, FileError
-from h5chunk.store.hdf5 import ranges
 from h5chunk.store.read.csr import CsrBuffers, CsrField
 from h5chunk.store.read.fields import read_indptr
 from h5chunk.store.read.reader import H5Reader
@@ -66,7 +66,7 @@ def check_rows(path: Path, wanted: scipy.sparse.csr_matrix, rows: np.ndarray, *,
     assert found.data.tolist() == ([1] * expected.nnz if pattern else expected.data.tolist())
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     num_rows=st.integers(1, 80),
     num_columns=st.sampled_from([1, 200, 300, 70_000]),
@@ -76,8 +76,7 @@ def check_rows(path: Path, wanted: scipy.sparse.csr_matrix, rows: np.ndarray, *,
     seed=st.integers(0, 3),
 )
 def test_files_of_ours(tmp_path, monkeypatch, num_rows, num_columns, density, pattern, run_bytes, seed):
-    monkeypatch.setattr("h5chunk.store.hdf5.ranges.RUN_BYTES", run_bytes)
-    monkeypatch.setattr(ranges, "PART_BYTES", run_bytes)
+    small(monkeypatch, run_bytes=run_bytes, part_bytes=run_bytes)
     wanted = matrix(num_rows, num_columns, min(density, 2000 / num_columns), seed)
     path = tmp_path / "a.h5"
     codes = None if pattern else wanted.data

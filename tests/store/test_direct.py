@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.damaged_chunks import FILTERS, damage, half_smooth, no_imagecodecs
+from support.faults import small, watch
 from support.foreign import make_file, values
 from support.new_datasets import create
 
@@ -21,7 +22,6 @@ from h5chunk.errors import FileError
 from h5chunk.plan.order import Order
 from h5chunk.store.hdf5 import ranges
 from h5chunk.store.hdf5.chunk_table import NotDirect, list_chunks
-from h5chunk.store.hdf5.codecs import ChunkDecoder
 from h5chunk.store.hdf5.ranges import MAX_VECTORS, RUN_BYTES
 from h5chunk.store.read import direct
 from h5chunk.store.read.direct import ChunkedField, PlainField
@@ -108,7 +108,7 @@ def test_implicit_index(tmp_path, early):
     create(tmp_path / "a.h5", early, SHAPE, (4, 3, 5), data, **V110)
     for rows in ROWS:
         check_direct(tmp_path / "a.h5", data, rows)
-    assert is_one_run(tmp_path / "a.h5") or not early
+    assert is_one_run(tmp_path / "a.h5")
 
 
 @pytest.mark.parametrize("options", [{}, {"chunks": True}])
@@ -180,7 +180,7 @@ def test_long_runs_are_cut(tmp_path, options):
 )
 def test_runs(tmp_path, monkeypatch, rows, chunk_samples, run_rows):
     """Each row once, each run neighbours in the file, no longer than it may be, no shorter than it must be."""
-    monkeypatch.setattr("h5chunk.store.hdf5.ranges.RUN_BYTES", 4 * run_rows)
+    small(monkeypatch, run_bytes=4 * run_rows)
     options = {"chunks": (chunk_samples, 2), "maxshape": (None, 2)} if chunk_samples else {}
     data = values((200, 2), np.int16)
     path = make_file(tmp_path / "a.h5", x=(data, options))
@@ -246,8 +246,7 @@ def test_filters_with_all_types(tmp_path, dtype, name):
     name=st.sampled_from(["gzip", "lzf, shuffle, fletcher32", "zstd"]),
 )
 def test_any_rows_of_compressed_chunks(tmp_path, monkeypatch, rows, chunk, part_bytes, kept, name):
-    monkeypatch.setattr("h5chunk.store.read.direct.PART_BYTES", part_bytes)
-    monkeypatch.setattr("h5chunk.store.read.direct.KEPT_CHUNKS", kept)
+    small(monkeypatch, decoded_part_bytes=part_bytes, kept_chunks=kept)
     data = encoded(tmp_path / "a.h5", (200, 30), chunk, "i2", **FILTERS[name])
     field = direct_field(tmp_path / "a.h5")
     check_direct(tmp_path / "a.h5", data, rows, field)
@@ -257,15 +256,7 @@ def test_any_rows_of_compressed_chunks(tmp_path, monkeypatch, rows, chunk, part_
 @pytest.fixture
 def decoded(monkeypatch):
     """A list that grows with each chunk that is decoded."""
-    counts: list[int] = []
-    decode = ChunkDecoder.decode
-
-    def note(*arguments):
-        counts.append(1)
-        decode(*arguments)
-
-    monkeypatch.setattr(ChunkDecoder, "decode", note)
-    return counts
+    return watch(monkeypatch, "decode chunk")
 
 
 @pytest.mark.parametrize("num_threads", [1, 4])
@@ -352,7 +343,7 @@ def test_memory_that_decoding_takes(tmp_path):
 
 
 def test_huge_compressed_chunks_are_not_direct(tmp_path, monkeypatch):
-    monkeypatch.setattr("h5chunk.store.read.direct.MAX_DECODED_BYTES", 1199)
+    small(monkeypatch, max_decoded_bytes=1199)
     encoded(tmp_path / "a.h5", (N, 300), **FILTERS["gzip"])
     with pytest.raises(NotDirect, match=r"its chunks are of 1\.2 KiB, and threads decode at most 1\.2 KiB each"):
         direct_field(tmp_path / "a.h5")

@@ -272,7 +272,7 @@ def test_one_file_is_read_as_such(tmp_path: Path) -> None:
     (path,) = make_set(tmp_path / "set", [(20, 4)])
     for given_path in (path, str(path), [path], tmp_path / "set", tmp_path / "set" / "*.h5"):
         dataset = ChunkDataset(given_path)
-        assert not isinstance(dataset._reader, FileSet)
+        assert not isinstance(open_reader(given_path), FileSet)
         assert dataset.path == str(path) and dataset.files == (str(path),)
 
 
@@ -495,7 +495,7 @@ def test_a_file_that_changes(tmp_path: Path, reader: str, change: Callable[[Path
 @pytest.mark.parametrize("change", [replace, cut, Path.unlink])
 def test_a_file_that_changes_under_a_data_set(paths: list[Path], change: Callable[[Path], Any]) -> None:
     dataset = ChunkDataset(paths)
-    first = dataset._reader.starts[1]
+    first = open_reader(paths).starts[1]
     assert dataset[first][1] == first
     change(paths[1])
     assert dataset[0][1] == 0

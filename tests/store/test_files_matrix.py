@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ import scipy.sparse
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.faults import watch
 from support.foreign import make_file, values
-from support.leftovers import in_fork, nothing_is_left
+from support.leftovers import WAIT_S, in_fork, nothing_is_left
 from support.matrices import LAYOUTS, check_epoch, dense, write, write_anndata
 from support.matrix_sets import CUTS, WHOLE, make_set
 from support.orders import ordered
@@ -114,13 +116,24 @@ def test_in_a_fork_and_pickled(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(dataset))[numbers][0].tolist() == rows_of(numbers).tolist()
 
 
-def test_in_a_fork_while_a_thread_opens_a_file(tmp_path: Path) -> None:
+def test_in_a_fork_while_a_thread_opens_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread is not there in the fork, and what it holds is held for ever."""
     make_set(tmp_path / "set")
-    dataset = ChunkDataset(tmp_path / "set")
+    dataset, opening, go_on = ChunkDataset(tmp_path / "set"), threading.Event(), threading.Event()
     assert dataset[[0]][0].tolist() == rows_of([0]).tolist()
-    with dataset._sample_reader._open()._descriptors._lock:
-        assert in_fork(lambda: np.testing.assert_array_equal(dataset[[0, 202]][0], rows_of([0, 202]))) == 0
+
+    def wait(*_: object, **__: object) -> None:
+        if threading.current_thread() is thread and not opening.is_set():
+            opening.set()
+            go_on.wait(WAIT_S)
+
+    watch(monkeypatch, "store.read.several.open_descriptor", wait)
+    thread = threading.Thread(target=lambda: dataset[[202]])
+    thread.start()
+    assert opening.wait(WAIT_S)
+    assert in_fork(lambda: np.testing.assert_array_equal(dataset[[0, 202]][0], rows_of([0, 202]))) == 0
+    go_on.set()
+    thread.join()
     dataset.close()
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.faults import small
 
-import h5chunk.store.write.fill as fill_module
 from h5chunk.errors import OutputError, SampleError, WorkerError
 from h5chunk.store.write.fill import Done, Failure, Filled, FillField, FillJob, fill, parse_record
 
@@ -197,7 +197,6 @@ def test_full_disk_in_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
     pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", full)  # workers are forked, so they have it too
-    monkeypatch.setattr(fill_module, "START_METHOD", "fork")
     with pytest.raises(OutputError, match="part: cannot be written: No space left on device"):
         run(job(tmp_path), num_workers)
     check_no_orphans()
@@ -205,7 +204,7 @@ def test_full_disk_in_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 def test_workers_can_be_spawned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on systems where fork is not safe: everything that workers need can be pickled."""
-    monkeypatch.setattr(fill_module, "START_METHOD", "spawn")
+    small(monkeypatch, start_method="spawn")
     each = job(tmp_path)
     check_written(each, run(each, 1)[0])
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.full_disk import largest_file
 
 from h5chunk.errors import OutputError
 from h5chunk.store.write.journal import Journal, key_of
@@ -83,21 +83,11 @@ def test_remove_takes_all(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [] and not journal.holds_work
 
 
-def test_a_full_disk_ends_it_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full:
-        def __init__(self, file: object) -> None:
-            self._file = file
-
-        def write(self, data: bytes) -> int:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        def close(self) -> None:
-            self._file.close()  # type: ignore[attr-defined]
-
+def test_a_full_disk_ends_it_and_nothing_else(tmp_path: Path) -> None:
     write(tmp_path / "j", RECORDS[:1])
     journal = reopen(tmp_path / "j")
-    monkeypatch.setattr(journal, "_file", Full(journal._file))
-    journal.add(RECORDS[1])
+    with largest_file((tmp_path / "j").stat().st_size):
+        journal.add(RECORDS[1])
     journal.add(RECORDS[2])
     assert read(tmp_path / "j").records == RECORDS[:1]
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import h5py
 import numpy as np
 import pytest
+from support.faults import failure, small, watch
 from support.full_disk import failing
 
 import h5chunk.store.write.new_file as newfile_module
@@ -220,7 +221,7 @@ def test_writer_waits_for_the_lock_of_the_file_that_is_there(tmp_path: Path, mon
 def test_full_disk_is_known_before_anything_is_written(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = old_bytes(out)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5000))
-    monkeypatch.setattr(newfile_module, "create_file", None)
+    watch(monkeypatch, "store.write.new_file.create_file", failure(AssertionError("written")))
     with (
         pytest.raises(OutputError, match=r"out\.h5: needs 1\d\.\d KiB of disk but 4\.9 KiB are free: free some"),
         NewFile(out, overwrite=True) as new,
@@ -276,7 +277,7 @@ def test_error_that_the_flusher_meets_is_not_lost(tmp_path: Path, monkeypatch: p
         called.set()
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(newfile_module, "FLUSH_INTERVAL_S", 0.001)
+    small(monkeypatch, flush_interval_s=0.001)
     monkeypatch.setattr(os, "fdatasync", fail)
     with NewFile(tmp_path / "x.h5") as new:
         with pytest.raises(OutputError, match=r"x\.h5: cannot be written to disk: Input/output error"), new.flusher():
@@ -289,7 +290,7 @@ def test_error_that_the_flusher_meets_is_not_lost(tmp_path: Path, monkeypatch: p
 
 def test_flusher_flushes_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     called = newfile_module.threading.Event()
-    monkeypatch.setattr(newfile_module, "FLUSH_INTERVAL_S", 0.001)
+    small(monkeypatch, flush_interval_s=0.001)
     monkeypatch.setattr(os, "fdatasync", lambda descriptor: called.set())
     before = newfile_module.threading.active_count()
     with NewFile(tmp_path / "x.h5") as new, new.flusher():

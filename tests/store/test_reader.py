@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.faults import watch
 from support.foreign import chunk_table, counted, make_file, make_images, values
 
 from h5chunk.errors import FieldError, FileError, H5ChunkError, OptionError
 from h5chunk.plan.cache import CacheSettings
-from h5chunk.store.read.reader import H5Reader, _Handle
+from h5chunk.store.read.reader import H5Reader
 
 __all__ = ["counted"]
 
@@ -159,9 +160,7 @@ def test_a_request_reads_each_chunk_once(tmp_path, counted, gzip, room, num_rows
 @pytest.mark.parametrize(("width", "calls"), [(100, 1), (200_000, 3)])
 def test_small_neighbours_are_read_in_one_call(tmp_path, monkeypatch, width, calls):
     reader = H5Reader(make_images(tmp_path / "a.h5", 32, 32, (width,)))
-    made = []
-    read_run = _Handle._read_run
-    monkeypatch.setattr(_Handle, "_read_run", lambda *args: (made.append(args), read_run(*args)))
+    made = watch(monkeypatch, "store.read.reader._Handle._read_run")
     reader.read("images", np.array([30, 1, 20]), np.empty((3, width), np.uint8))
     assert len(made) == calls
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.csr_files import write_csr
 from support.csr_specification import check_csr_file
+from support.faults import small
 
 from h5chunk.errors import FileError, OptionError
 from h5chunk.plan.csr import CODE, ROW_CHUNK_BYTES, plan_csr
@@ -69,7 +70,7 @@ def test_anndata_reads_it(tmp_path: Path, pattern: bool) -> None:
 
 
 def test_many_chunks_are_one_run_of_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("h5chunk.plan.csr.INDEX_CHUNK_BYTES", 512)
+    small(monkeypatch, index_chunk_bytes=512)
     expected = matrix(200, 300)
     write(tmp_path / "x.h5", expected)
     with h5py.File(tmp_path / "x.h5") as file:
@@ -86,7 +87,7 @@ def test_a_pattern_stores_no_values(tmp_path: Path) -> None:
 
 
 def test_parts_of_any_size_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("h5chunk.plan.csr.INDEX_CHUNK_BYTES", 100)
+    small(monkeypatch, index_chunk_bytes=100)
     it = matrix(60, 40)
     layout = plan_csr(60, 40, it.nnz)
     digests = []

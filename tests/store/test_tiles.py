@@ -10,13 +10,13 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from support.faults import small, watch
 from support.foreign import make_file, values
 from support.orders import ordered
 
 import h5chunk
 from h5chunk.errors import FileError
 from h5chunk.store.hdf5.chunk_table import NotDirect
-from h5chunk.store.hdf5.codecs import ChunkDecoder
 from h5chunk.store.read.direct import ChunkedField, direct_field
 from h5chunk.store.read.reader import H5Reader
 
@@ -82,20 +82,14 @@ def test_each_chunk_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path = make_file(tmp_path / "a.h5", x=(x, {"chunks": (8, 2, 2), "compression": "gzip"}))
     field = open_tiles(path)
     decoded: list[np.ndarray] = []
-    decode = ChunkDecoder.decode
-
-    def note(decoder: ChunkDecoder, stored: np.ndarray, mask: int, out: np.ndarray) -> None:
-        decode(decoder, stored, mask, out)
-        decoded.append(out.copy())
-
-    monkeypatch.setattr(ChunkDecoder, "decode", note)
+    watch(monkeypatch, "decode chunk", after=lambda *call: decoded.append(call[-1].copy()))
     for rows in (range(5), range(5, 19), range(19, 32)):  # windows that cut bands
         read(field, path, np.array(rows), x)
     assert len(decoded) == 16 and sum(map(np.sum, decoded)) == x.sum()
 
 
 def test_large_chunks_are_left_to_hdf5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("h5chunk.store.read.direct.MAX_DECODED_BYTES", 31)
+    small(monkeypatch, max_decoded_bytes=31)
     path = make_file(tmp_path / "a.h5", x=(values((32, 4, 4), "u1"), {"chunks": (8, 2, 2)}))
     with pytest.raises(NotDirect, match="its chunks are of 32 bytes"):
         open_tiles(path)

@@ -10,6 +10,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from support.faults import small
 from support.foreign import make_file, values
 from support.repack_files import check_same
 from torch.utils.data import DataLoader
@@ -60,6 +61,9 @@ def check_reads(path: Path, tmp_path: Path) -> None:
     assert (tmp_path / "new.h5").read_bytes()[:128] == path.read_bytes()[:128]
 
 
+leaves_out_user_block = chunk_table._leaves_out_user_block
+
+
 @pytest.fixture
 def list_otherwise(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Makes HDF5 list chunks at other offsets."""
@@ -72,18 +76,18 @@ def list_otherwise(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             dataset.id.chunk_iter(moved)
 
         monkeypatch.setattr(chunk_table, "_visit_chunks", visit)
-        chunk_table._leaves_out_user_block.cache_clear()
+        leaves_out_user_block.cache_clear()
 
     yield change
-    chunk_table._leaves_out_user_block.cache_clear()
+    leaves_out_user_block.cache_clear()
 
 
 @pytest.fixture
 def old_library(list_otherwise: Callable[..., None]) -> None:
     """HDF5 as it was in 1.14.2, if it is a later one."""
-    if not chunk_table._leaves_out_user_block():
+    if not leaves_out_user_block():
         list_otherwise(lambda dataset: -dataset.file.userblock_size)
-    assert chunk_table._leaves_out_user_block()
+    assert leaves_out_user_block()
 
 
 @pytest.mark.parametrize("block", [512, 1024, 2048, 4096, 8192])
@@ -108,7 +112,7 @@ def test_chunks_that_lie_elsewhere_are_an_error(tmp_path, block, name, list_othe
 
 
 def test_large_chunks_are_compared_by_their_first_elements(tmp_path, list_otherwise, monkeypatch):
-    monkeypatch.setattr(chunk_table, "COMPARED_BYTES", 10)
+    small(monkeypatch, compared_bytes=10)
     path = make_matlab(tmp_path / "a.mat", 512)
     with h5py.File(path) as file:
         for name in FIELDS:

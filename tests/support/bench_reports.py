@@ -26,6 +26,11 @@ NAMES = [
 ]  # fmt: skip
 
 
+def little_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    """Let bench find so much free memory."""
+    monkeypatch.setattr("h5chunk.tools.bench.bench.available_bytes", lambda: num_bytes)
+
+
 def check_report(report: h5chunk.BenchReport, not_measured: set[str] = frozenset()) -> None:
     """All figures are there, and those named, and only those, say why they were not measured."""
     assert [(each.group, each.name) for each in report.figures] == NAMES

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import h5py
@@ -48,9 +50,16 @@ def damage(path: Path, chunk: int, dataset: str = "x", byte: int = 0xF7) -> None
         file.write(bytes([byte]) * found.size)
 
 
-@pytest.fixture
-def no_imagecodecs(monkeypatch):
-    monkeypatch.setitem(sys.modules, "imagecodecs", None)
+@contextmanager
+def libraries_found_again() -> Iterator[None]:
+    """Look for libraries of codecs anew, here and behind this."""
     codecs._library.cache_clear()
     yield
     codecs._library.cache_clear()
+
+
+@pytest.fixture
+def no_imagecodecs(monkeypatch):
+    monkeypatch.setitem(sys.modules, "imagecodecs", None)
+    with libraries_found_again():
+        yield

@@ -56,6 +56,15 @@ def nothing_is_left():
     assert not descriptors() - files
 
 
+def workers_of(batches) -> list[int]:
+    """The processes that an iteration of torch's DataLoader started."""
+    return [worker.pid for worker in batches._workers]
+
+
+def end_workers(batches) -> None:
+    batches._shutdown_workers()
+
+
 def in_fork(work) -> int:
     """The exit status of a fork that does some work: 0 if all was well."""
     child = os.fork()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -37,6 +39,17 @@ def epoch_of(loader) -> list[list[int]]:
         assert images.shape[1:] == (3, 5, 6) and images.numpy().tobytes() == IMAGES[labels.numpy()].tobytes()
         batches.append(labels.tolist())
     return batches
+
+
+def slots_of(loader: ChunkLoader) -> int:
+    """How many windows are under way at a time."""
+    return int(re.search(r"(\d+) windows of ", repr(loader))[1])
+
+
+def windows_bytes(loader: ChunkLoader) -> float:
+    """The memory of these windows, to three digits."""
+    number, unit = re.search(r" batches \(([\d.]+) (\w+)\); ", repr(loader)).groups()
+    return float(number) * {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20}[unit]
 
 
 def least_memory(**options) -> int:

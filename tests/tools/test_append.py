@@ -7,7 +7,6 @@ import errno
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -26,7 +25,9 @@ from click.testing import CliRunner, Result
 from PIL import Image
 from support.conversions import check_file, linux
 from support.csr_files import write_csr
+from support.faults import failure, small, watch
 from support.flipped_bits import flip, places
+from support.full_disk import largest_file
 from support.orders import ordered
 from support.pictures import pixels
 
@@ -35,7 +36,6 @@ import h5chunk.store.write.new_file as newfile_module
 import h5chunk.store.write.old_file
 from h5chunk.cli import main
 from h5chunk.errors import FileError, H5ChunkError, OptionError, OutputError, SampleError, SourceError
-from h5chunk.sources.images import ImageSource
 from h5chunk.tools.convert.append import append
 from h5chunk.tools.convert.append_fit import SET_BY_FILE
 from h5chunk.tools.convert.options import append_options
@@ -140,15 +140,6 @@ def test_again_and_again(tmp_path: Path) -> None:
     assert [each["first_index"] for each in records] == np.cumsum([5, *(n % 4 + 1 for n in range(8))]).tolist()
 
 
-def stop_after(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    """End a run right behind a call, as if it were killed there."""
-
-    def stop(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(call, stop)
-
-
 @linux
 @pytest.mark.parametrize("broken", [[], [23, 27]])
 def test_killed_when_it_was_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: list[int]) -> None:
@@ -160,7 +151,7 @@ def test_killed_when_it_was_through(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     shutil.copy(path, tmp_path / "whole.h5")
     whole = append(tmp_path / "whole.h5", source, **options)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        stop_after(patch, "h5chunk.store.write.output.sync_folder")
+        watch(patch, "sync folder", failure(KeyboardInterrupt))
         append(path, source, **options)
     data, number = path.read_bytes(), path.stat().st_ino
     assert (
@@ -314,7 +305,7 @@ def test_readers_of_the_old_file(tmp_path: Path) -> None:
         dataset[0]
         append(path, make_source(tmp_path / "new", range(22, 30)), workers=0)
         assert file["images"].shape[0] == 22 and file["images"][21].any()
-    dataset._reader.close()
+    dataset.close()
     with pytest.raises(FileError, match="replaced or changed since it was first opened"):
         dataset[0]
     with h5chunk.ChunkLoader(path, 8) as loader:
@@ -555,7 +546,7 @@ def test_without_copies_by_the_kernel(tmp_path: Path, monkeypatch: pytest.Monkey
                 return 0
             raise OSError(number, os.strerror(number))
 
-        monkeypatch.setattr(h5chunk.store.write.old_file, "COPY_BYTES", 1000)
+        small(monkeypatch, copy_bytes=1000)
         monkeypatch.setattr(os, "copy_file_range", no_copy, raising=False)
         path.write_bytes(kept)
         append(path, source, workers=0)
@@ -581,13 +572,8 @@ def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) 
 def test_a_limit_of_the_file_size(tmp_path: Path) -> None:
     path, source = make_file(tmp_path, 200), make_source(tmp_path / "new", range(200, 300))
     old = path.read_bytes()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(old) + 1000, limits[1]))
-    try:
-        with pytest.raises(OutputError):
-            append(path, source, workers=0)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with largest_file(len(old) + 1000), pytest.raises(OutputError):
+        append(path, source, workers=0)
     check_left(path, old)
 
 
@@ -665,13 +651,9 @@ def test_what_was_done_before_an_error_is_used(tmp_path: Path, monkeypatch: pyte
         append(path, source, shuffle=False, workers=0)
     check_left(path, old, kept=True)
     broken.write_bytes(image)
-    numbers: list[int] = []
-    read = ImageSource.read_into
-    monkeypatch.setattr(
-        ImageSource, "read_into", lambda self, index, out: numbers.append(index) or read(self, index, out)
-    )
+    decoded = watch(monkeypatch, "read image")
     append(path, source, shuffle=False, workers=0)
-    assert 0 < len(numbers) < 300
+    assert 0 < len(decoded) < 300
     append(kept, source, shuffle=False, workers=0)
     assert path.read_bytes() == kept.read_bytes()
     told: list[str] = []
@@ -713,7 +695,7 @@ def test_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(plan.to_json())["num_added"] == 18
     assert json.loads(report.to_json())["num_samples"] == 40
     assert "18 images added, 40 now" in str(report) and "repack" in str(report)
-    monkeypatch.setattr(ImageSource, "read_into", lambda *args: pytest.fail("decoded"))
+    watch(monkeypatch, "read image", failure(AssertionError("decoded")))
     with pytest.raises(SourceError, match="has class"):
         append(path, make_source(tmp_path / "other", range(5), classes=5), dry_run=True)
 

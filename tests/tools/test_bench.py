@@ -11,7 +11,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from support.bench_reports import NAMES, QUICK, check_report
+from support.bench_reports import NAMES, QUICK, check_report, little_memory
 from support.commands import check_error, on_terminal, run
 from support.foreign import make_file, make_images, values
 from support.leftovers import nothing_is_left
@@ -119,7 +119,7 @@ def test_never_written(tmp_path: Path) -> None:
 
 def test_more_than_fits_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_images(tmp_path / "a.h5", 1000, 4, (3, 20, 20))
-    monkeypatch.setattr("h5chunk.tools.bench.bench.available_bytes", lambda: 1_000_000)
+    little_memory(monkeypatch, 1_000_000)
     report = h5chunk.bench(path, cold=False, **QUICK)
     check_report(report, {DISK, "resident=True"})
     assert report.measured_samples == 416  # whole chunks within half of it

@@ -294,7 +294,7 @@ def cases(draw: st.DrawFn):
 
 
 @given(cases())
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 def test_against_hdf5(case):
     assert check_cache_model.compare(case).mismatches == []
 

@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from support.conversions import check_file, expectation, linux, skipping, source_index
+from support.faults import failure, watch
 from support.pictures import pixels
 
 import h5chunk
@@ -399,9 +400,7 @@ def test_full_disk(
     else:
         pwrite = os.pwrite
         monkeypatch.setattr(os, "pwrite", lambda fd, data, at: full() if at > 50_000 else pwrite(fd, data, at))
-    decoded = []
-    if when != "write":
-        monkeypatch.setattr(ImageSource, "read_into", lambda *args: decoded.append(args))
+    decoded = [] if when == "write" else watch(monkeypatch, "read image", failure(AssertionError("decoded")))
     for workers in (0, 2):
         with pytest.raises(OutputError, match=r"of disk but|cannot be written: No space left on device"):
             convert(root, out[0], workers=workers, overwrite=True)
@@ -477,15 +476,13 @@ def test_killed_worker(class_folder: Make, out: tuple[Path, bytes | None]) -> No
 
 @linux
 def test_killed_worker_is_an_error_of_the_function(class_folder: Make, tmp_path: Path, monkeypatch: Any) -> None:
-    read = ImageSource.read_into
     main = os.getpid()
 
-    def die(self: ImageSource, index: int, out: dict[str, np.ndarray]) -> tuple[str, ...]:
+    def die(_: object, index: int, out: object) -> None:
         if index == 100 and os.getpid() != main:
             os.kill(os.getpid(), signal.SIGKILL)
-        return read(self, index, out)
 
-    monkeypatch.setattr(ImageSource, "read_into", die)
+    watch(monkeypatch, "read image", die)
     with pytest.raises(WorkerError, match="a worker process died"):
         convert(class_folder(300), tmp_path / "out.h5", workers=2)
     assert not (tmp_path / "out.h5").exists()

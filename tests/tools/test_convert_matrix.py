@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -18,6 +19,8 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.faults import small, watch
+from support.full_disk import failing
 from support.matrix_conversions import Source, read_back, run
 from support.specification import check_fixed_types_only
 
@@ -86,7 +89,7 @@ def test_every_row_is_that_of_the_source(tmp_path: Path, ids: bool, shuffle: boo
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_against_scipy(tmp_path: Path, data: st.DataObject) -> None:
     num_rows, num_columns = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 300))
     entry = st.tuples(st.integers(0, num_rows - 1), st.integers(0, num_columns - 1), st.integers(0, 20))
@@ -498,7 +501,7 @@ def test_matrices_that_are_too_large_are_refused(tmp_path: Path) -> None:
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_entries_come_sorted_and_summed(tmp_path: Path, data: st.DataObject) -> None:
     num_rows = data.draw(st.sampled_from([1, 5, 3000, 1 << 40]))
     num_columns = data.draw(st.sampled_from([1, 4, 1 << 20]))
@@ -558,12 +561,7 @@ def test_a_spool_gives_back_what_was_put_in(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import errno
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("h5chunk.store.write.spool.write_at", full)
+    watch(monkeypatch, "store.write.spool.write_at", failing(errno.ENOSPC))
     source, _ = make(900, 150, 50_000)
     with pytest.raises(
         OutputError, match=r"the disk is full after .* bytes of a temporary file: free some space, give more"
@@ -632,7 +630,7 @@ def test_a_plan_writes_nothing(ratings: Path, tmp_path: Path) -> None:
 
 
 def test_a_plan_of_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("h5chunk.tools.convert.matrix.PROBE_S", 0)
+    small(monkeypatch, probe_s=0)
     source, _ = make(count=100_000, block=10_000)
     options = MatrixOptions(memory_bytes=1 << 20)
     plan = convert_matrix(source, tmp_path / "x.h5", options, dry_run=True)  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 from support.conversions import linux, skipping
+from support.faults import failure, small, watch
 from support.full_disk import failing
 from support.pictures import pixels
 from support.stopped import Stop, packed, stop_at
@@ -29,7 +30,6 @@ from support.stopped import Stop, packed, stop_at
 import h5chunk
 from h5chunk.cli import main
 from h5chunk.errors import OutputError, SampleError, SourceError
-from h5chunk.sources.images import ImageSource
 from h5chunk.tools.convert.convert import convert
 
 Make = Callable[..., Path]
@@ -39,7 +39,7 @@ COUNT = 75  # images: 5 tasks of 16
 
 @pytest.fixture(autouse=True)
 def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("h5chunk.store.write.fill.TASK_SAMPLES", 16)
+    small(monkeypatch, task_samples=16)
 
 
 def contents(path: Path) -> list[tuple[str, bytes]]:
@@ -56,13 +56,7 @@ def beside(path: Path) -> list[str]:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of all images that are decoded in this process."""
     numbers: list[int] = []
-    read = ImageSource.read_into
-
-    def counting(self: ImageSource, index: int, out: dict[str, np.ndarray]) -> tuple[str, ...]:
-        numbers.append(index)
-        return read(self, index, out)
-
-    monkeypatch.setattr(ImageSource, "read_into", counting)
+    watch(monkeypatch, "read image", lambda _, index, out: numbers.append(index))
     return numbers
 
 
@@ -117,11 +111,7 @@ def test_with_images_that_are_left_out(
     if least < COUNT or shards:
         interrupted(tmp_path / "x.h5", least, **options)
     else:  # behind all images
-
-        def stop(*_: Any) -> None:
-            raise Stop
-
-        monkeypatch.setattr("h5chunk.store.write.samples._write_tables", stop)
+        watch(monkeypatch, "store.write.samples._write_tables", failure(Stop))
         with pytest.raises(Stop):
             convert(output=tmp_path / "x.h5", workers=0, **options)
         monkeypatch.undo()
@@ -181,19 +171,17 @@ def test_a_bad_image_is_mended_or_left_out(class_folder: Make, tmp_path: Path, r
 def test_an_image_that_can_be_read_now(class_folder: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was left out for a reason that lay not in its file: the file is as it was, and is tried again."""
     root = class_folder(COUNT)
-    read = ImageSource.read_into
 
-    def fail(self: ImageSource, index: int, out: dict[str, np.ndarray]) -> tuple[str, ...]:
+    def fail(_: object, index: int, out: object) -> None:
         if index == 40:
             raise SampleError("cannot be read: Input/output error")
-        return read(self, index, out)
 
     options: dict[str, Any] = {"source": root, "on_error": "skip", "shuffle": False}
     with monkeypatch.context() as patch:
-        patch.setattr(ImageSource, "read_into", fail)
+        watch(patch, "read image", fail)
         interrupted(tmp_path / "x.h5", 50, **options)
-    assert convert(output=tmp_path / "x.h5", **options).num_samples == COUNT
-    convert(output=tmp_path / "whole.h5", **options)
+    assert convert(output=tmp_path / "x.h5", **options, workers=0).num_samples == COUNT
+    convert(output=tmp_path / "whole.h5", **options, workers=0)
     assert (tmp_path / "x.h5").read_bytes() == (tmp_path / "whole.h5").read_bytes()
 
 
@@ -210,7 +198,7 @@ def test_damage_is_done_again(class_folder: Make, tmp_path: Path, what: str) -> 
     if what == "no part":
         part.unlink()
     convert(root, path, workers=2, chunk_samples=5)
-    convert(root, tmp_path / "whole.h5", workers=2, chunk_samples=5)
+    convert(root, tmp_path / "whole.h5", workers=0, chunk_samples=5)
     assert path.read_bytes() == (tmp_path / "whole.h5").read_bytes() and beside(path) == []
 
 
@@ -224,6 +212,7 @@ def test_what_is_of_other_options_is_not_taken(class_folder: Make, tmp_path: Pat
         "shards": {"shards": 2},
     }.get(change, {})
     before = {"shards": 3} if change == "shards" else {}
+    changed |= {} if change == "matrix" else {"workers": 0}
     interrupted(tmp_path / "x.h5", source=root, **before)
     if change == "another image":
         Image.fromarray(pixels(0)).save(root / "class1" / "new.png")
@@ -245,11 +234,11 @@ def test_a_file_where_a_folder_was_begun_and_the_other_way_round(class_folder: M
     with pytest.raises(
         OutputError, match=r"there is an unfinished folder of shards of that name: run its command again, or remove"
     ):
-        convert(root, tmp_path / "x.h5")
+        convert(root, tmp_path / "x.h5", workers=0)
     (tmp_path / "more").mkdir()
     interrupted(tmp_path / "more" / "x.h5", source=root)
     with pytest.raises(OutputError, match=r"there is an unfinished file of that name: run its command again, .*part"):
-        convert(root, tmp_path / "more" / "x.h5", shards=3)
+        convert(root, tmp_path / "more" / "x.h5", shards=3, workers=0)
 
 
 def test_what_is_no_use_is_not_kept(class_folder: Make, tmp_path: Path) -> None:
@@ -267,7 +256,7 @@ def test_old_output_stays_until_the_end(class_folder: Make, tmp_path: Path) -> N
     interrupted(path, source=root, overwrite=True)
     interrupted(path, 64, source=root, overwrite=True)
     assert path.read_bytes() == b"old"
-    convert(root, path, overwrite=True)
+    convert(root, path, overwrite=True, workers=0)
     assert len(h5chunk.ChunkDataset(path)) == COUNT and beside(path) == []
 
 
@@ -304,7 +293,7 @@ def killed_when_complete(monkeypatch: pytest.MonkeyPatch, path: Path, **options:
             raise Stop
 
     with monkeypatch.context() as patch, pytest.raises(Stop):
-        patch.setattr("h5chunk.store.write.output.sync_folder", stop)
+        watch(patch, "sync folder", stop)
         convert(output=path, **options)
 
 
@@ -323,7 +312,7 @@ def test_the_same_command_finds_its_output_complete(
     root, path = class_folder(COUNT), tmp_path / "x.h5"
     skipping(root, broken)
     options = {**packed(kind, root), "shards": shards, "chunk_samples": 5, "on_error": "skip"}
-    whole = convert(output=tmp_path / "whole.h5", **options)
+    whole = convert(output=tmp_path / "whole.h5", **options, workers=0)
     killed_when_complete(monkeypatch, path=path, workers=0, **options)
     data = contents(path)
     assert convert(output=path, **options, dry_run=True).already_complete
@@ -375,7 +364,7 @@ def test_an_output_of_anything_else_exists(
         with pytest.raises(OutputError, match=r"x\.h5: exists: use --overwrite"):
             run(output=path, **options)
     assert contents(path) == data and beside(path) == []
-    assert not convert(output=path, overwrite=True, **options).already_complete
+    assert not convert(output=path, overwrite=True, **options, workers=0).already_complete
 
 
 @linux
@@ -511,7 +500,7 @@ def test_a_manifest_that_changes(class_folder: Make, tmp_path: Path) -> None:
         os.utime(given["manifest"])
 
     with pytest.raises(SourceError, match=r"photos\.csv: changed while it was read"):
-        convert(output=tmp_path / "x.h5", progress=touch, **given)
+        convert(output=tmp_path / "x.h5", progress=touch, **given, workers=0)
 
 
 @pytest.mark.parametrize("name", ["m.npy", "m.npz", "m.csv", "m.libsvm"])
@@ -533,7 +522,7 @@ def test_a_matrix_that_changes(tmp_path: Path, name: str, monkeypatch: pytest.Mo
             with path.open("ab") as file:
                 file.write(b"\n")
 
-    monkeypatch.setattr("h5chunk.sources.matrix.numpy.MIN_CELLS", 1000)
+    small(monkeypatch, min_cells=1000)
     with pytest.raises(SourceError, match=rf"{name}: changed while it was read"):
         kind = "npy" if name == "m.npy" else None
         convert(path, tmp_path / "x.h5", format=kind, memory_bytes=1 << 20, progress=grow)
@@ -547,8 +536,8 @@ def test_a_matrix_that_changes(tmp_path: Path, name: str, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--kills", "12", "--images", "250", "--only", "folder skip", "zip shards", "csr", "dense"),
-        ("--boundaries", "--images", "60", "--most", "2", "--only", "folder shards", "dense"),
+        ("--kills", "6", "--images", "100", "--only", "folder skip", "zip shards", "csr"),
+        ("--boundaries", "--images", "40", "--most", "1", "--only", "folder shards", "dense"),
     ],
 )
 def test_torture(arguments: tuple[str, ...]) -> None:
@@ -556,4 +545,4 @@ def test_torture(arguments: tuple[str, ...]) -> None:
     done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, timeout=300, check=False)
     result = json.loads(done.stdout)
     assert done.returncode == 0 and result["bad"] == [] and not done.stderr
-    assert result["counts"]["identical"] == result["counts"]["outputs"] > 3
+    assert result["counts"]["identical"] == result["counts"]["outputs"] > 2

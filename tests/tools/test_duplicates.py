@@ -89,24 +89,22 @@ def test_every_choice_against_a_dictionary_across_runs_on_disk(tmp_path: Path, d
 @pytest.mark.parametrize("how", CHOICES)
 def test_the_bytes_do_not_depend_on_memory_or_blocks(tmp_path: Path, how: str, ids: bool) -> None:
     contents, ranges = set(), set()
-    for number, (memory, block) in enumerate([(1 << 30, 1000), (1 << 20, 777), (3 << 20, 40_000)]):
+    coarse = {"binarize": 20} if how == "mean" else {}  # thirds have no code
+    for memory, block in [(1 << 30, 1000), (1 << 20, 777), (3 << 20, 40_000)]:
         rng = np.random.default_rng(0)
         values = rng.integers(0, 2, 60_000) * 60.0 if how == "mean" else rng.integers(0, 2, 60_000) / 2
         source = Source(rng.integers(0, 90, 60_000), rng.integers(0, 1000, 60_000), values, (90, 1000), block, ids)
         source.times, source.time_name = rng.integers(0, 3, 60_000), "when"
-        coarse = {"binarize": 20} if how == "mean" else {}  # thirds have no code
-        report = run(source, tmp_path / f"{number}", duplicates=how, memory_bytes=memory, **coarse)
-        contents.add((tmp_path / f"{number}").read_bytes())
+        report = run(source, tmp_path / f"{block}", duplicates=how, memory_bytes=memory, **coarse)
+        contents.add((tmp_path / f"{block}").read_bytes())
         ranges.add(report.num_ranges)
-        expected = expected_of(how, source)
-        if coarse:
-            expected = {place: float(value >= 20) for place, value in expected.items()}
-        values, index = read_back(tmp_path / f"{number}")
-        assert all(
-            values[index.tolist().index(row), column] == expected[row, column] for row, column in [*expected][:9]
-        )
-        assert values.sum() == sum(expected.values())
     assert len(contents) == 1 and len(ranges) > 1
+    expected = expected_of(how, source)
+    if coarse:
+        expected = {place: float(value >= 20) for place, value in expected.items()}
+    values, index = read_back(tmp_path / f"{block}")
+    assert all(values[index.tolist().index(row), column] == expected[row, column] for row, column in [*expected][:9])
+    assert values.sum() == sum(expected.values())
 
 
 @pytest.mark.parametrize("how", CHOICES)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.faults import small
 
 from h5chunk.errors import OptionError
 from h5chunk.plan.order import Order, with_full_windows
-from h5chunk.tools.model import clustering as clustering_module
 from h5chunk.tools.model.clustering import find_clustering
 from h5chunk.tools.model.mixing import design_effect, effective_batch, window_for
 
@@ -59,10 +59,10 @@ def test_clustering_is_that_of_all_pairs(groups, piece):
 def test_many_blocks_count_as_one(monkeypatch):
     groups = np.random.default_rng(0).integers(0, 300, 10_007)
     whole = find_clustering(groups, 20)
-    monkeypatch.setattr(clustering_module, "BLOCK_SAMPLES", 61)
+    small(monkeypatch, block_samples=61)
     assert find_clustering(groups, 20) == whole
     assert find_clustering(groups, 200).correlation != whole.correlation
-    monkeypatch.setattr(clustering_module, "MAX_TABLE", 10)  # sorted instead of counted in a table
+    small(monkeypatch, max_table=10)  # sorted instead of counted in a table
     assert find_clustering(groups, 20) == whole
 
 
@@ -109,7 +109,8 @@ def test_chance_bounds_how_often_a_shuffle_is_as_clustered(sizes, chunk):
     found = np.array([find_clustering(rng.permutation(groups), chunk).chance for _ in range(1000)])
     for bound in (0.3, 0.1, 0.03, 0.01):
         assert (found < bound).mean() <= bound + 3 * math.sqrt(bound / 1000)
-    assert found.min() < 0.3 or sizes == (2,) * 20 or 2 in sizes
+    if 2 not in sizes:  # groups of two are too few samples for a small chance
+        assert found.min() < 0.3
 
 
 def test_chance_of_a_sorted_file_is_none():

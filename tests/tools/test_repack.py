@@ -23,6 +23,7 @@ from anndata.tests.helpers import assert_equal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from support.faults import small, watch
 from support.matrices import write_anndata
 from support.matrix_files import write_10x, write_h5ad
 from support.repack_files import check_checksums, check_same, make_everything
@@ -32,9 +33,7 @@ import h5chunk.store.rewrite.replica
 from h5chunk.errors import FieldError, H5ChunkError, OptionError, OutputError
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.permutation import permutation
-from h5chunk.plan.repack import Shares
 from h5chunk.store.format.header import read_header
-from h5chunk.store.rewrite.raw_rows import SpilledChunks
 from h5chunk.tools.repack.options import RepackOptions, read_tuned
 from h5chunk.tools.repack.plan import COMPRESSIONS
 from h5chunk.tools.repack.repack import repack
@@ -63,12 +62,15 @@ def left_beside(path: Path) -> list[str]:
 @pytest.fixture
 def tiny_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any memory will do, reads and buckets are of few bytes, and chunks of any size are compressed."""
-    monkeypatch.setattr("h5chunk.plan.repack.MIN_MEMORY_BYTES", -(1 << 40))
-    monkeypatch.setattr("h5chunk.plan.repack.STEP_BYTES", 1000)
-    monkeypatch.setattr("h5chunk.plan.repack.LEAST_WRITE_BYTES", 100)
-    monkeypatch.setattr("h5chunk.store.rewrite.raw_rows.TABLE_BYTES", 0)
-    monkeypatch.setattr("h5chunk.store.rewrite.shuffle.LEAST_VECTOR_BYTES", 16)
-    monkeypatch.setattr("h5chunk.tools.repack.plan.LEAST_FILTERED_BYTES", 0)
+    small(
+        monkeypatch,
+        min_memory_bytes=-(1 << 40),
+        step_bytes=1000,
+        least_write_bytes=100,
+        table_bytes=0,
+        least_vector_bytes=16,
+        least_filtered_bytes=0,
+    )
 
 
 @pytest.fixture
@@ -114,12 +116,10 @@ def test_everything_is_kept(everything: Path, tmp_path: Path, compression: str, 
 def test_values_of_variable_length_are_permuted_in_parts(
     everything: Path, tmp_path: Path, tiny_memory: None, in_process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = []
-    write = h5chunk.store.rewrite.replica._write
-    monkeypatch.setattr("h5chunk.store.rewrite.replica._write", lambda *each: parts.append(each[1]) or write(*each))
+    written = watch(monkeypatch, "store.rewrite.replica._write")
     repack(everything, tmp_path / "out.h5", shuffle=True, memory_bytes=20_000, compression="gzip")
     check_same(everything, tmp_path / "out.h5", permutation(100, 0))
-    assert sum(rows is not None and len(rows) < 50 for rows in parts) > 4
+    assert sum(rows is not None and len(rows) < 50 for _, rows, *_ in written) > 4
 
 
 def test_the_report_says_what_was_changed(tmp_path: Path) -> None:
@@ -206,9 +206,7 @@ def test_bytes_do_not_depend_on_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     make_images(tmp_path / "a.h5", 500, chunks=chunks)
-    outputs, buckets = set(), []
-    count = Shares.scatter_bytes
-    monkeypatch.setattr(Shares, "scatter_bytes", lambda self, n: buckets.append(n) or count(self, n))
+    outputs, scattered = set(), watch(monkeypatch, "plan.repack.Shares.scatter_bytes")
     for memory_bytes in (1 << 30, 100_000, 20_000):
         out = tmp_path / f"{memory_bytes}.h5"
         repack(
@@ -216,7 +214,7 @@ def test_bytes_do_not_depend_on_memory(
         )
         outputs.add(out.read_bytes())
     assert len(outputs) == 1
-    assert max(buckets) > 50  # it was a shuffle in two passes
+    assert max(buckets for _, buckets in scattered) > 50  # it was a shuffle in two passes
     assert check_checksums(out) == {"images", "labels"}
     with h5py.File(out) as file:
         stored = file["images"].id.read_direct_chunk((496, 0, 0, 0))[1]
@@ -254,14 +252,12 @@ def test_a_file_sorted_by_class_becomes_mixed(tmp_path: Path) -> None:
 def test_bands_of_chunks_that_do_not_fit_wait_on_disk(
     tmp_path: Path, tiny_memory: None, in_process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spilled = []
-    spill = SpilledChunks.read_part
-    monkeypatch.setattr(SpilledChunks, "read_part", lambda self, *each: spilled.append(each) or spill(self, *each))
+    spilled = watch(monkeypatch, "store.rewrite.raw_rows.SpilledChunks.read_part")
     make_images(tmp_path / "a.h5", 350, chunks=(100, 8, 6, 1), compression="gzip")
     for shuffle in (False, True):
         repack(tmp_path / "a.h5", tmp_path / "b.h5", memory_bytes=80_000, shuffle=shuffle, overwrite=True)
         check_same(tmp_path / "a.h5", tmp_path / "b.h5", permutation(350, 0) if shuffle else None)
-    assert {number for number, _, _ in spilled} == set(range(12))
+    assert {number for _, number, *_ in spilled} == set(range(12))
 
 
 MEASURE = """

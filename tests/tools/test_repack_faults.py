@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from support.conversions import linux
+from support.faults import failure, small, watch
 from support.repack_files import check_same, make_everything
 
 from h5chunk.cli import main
@@ -179,7 +180,7 @@ def test_killed_when_it_was_through(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     options: dict[str, Any] = {"shuffle": True, "compression": "gzip"}
     whole = repack(source, tmp_path / "whole.h5", **options)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("h5chunk.store.write.output.sync_folder", interrupt)
+        watch(patch, "sync folder", failure(KeyboardInterrupt))
         repack(source, path, **options)
     data = path.read_bytes()
     report = repack(source, path, memory_bytes=1 << 28, **options)
@@ -193,10 +194,6 @@ def test_killed_when_it_was_through(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             repack(source, path, **{**options, **other})
     assert path.read_bytes() == data == (tmp_path / "whole.h5").read_bytes()
     assert sorted(os.listdir(tmp_path)) == ["a.h5", "b.h5", "t.json", "whole.h5"]
-
-
-def interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def test_an_output_that_exists(tmp_path: Path) -> None:
@@ -230,7 +227,7 @@ def test_a_file_that_was_cut_short(tmp_path: Path) -> None:
 def test_a_small_disk_is_noticed_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_file(tmp_path / "a.h5")
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=20_000))
-    monkeypatch.setattr("h5chunk.tools.repack.repack.create_replica", None)
+    watch(monkeypatch, "tools.repack.repack.create_replica", failure(AssertionError("written")))
     for options in ({}, {"shuffle": True, "compression": "gzip", "chunk_samples": 30}):
         check_refused(source, OutputError, "of disk but 19.5 KiB are free: free space, or write elsewhere", **options)
 
@@ -240,9 +237,7 @@ def test_a_disk_that_fails_while_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     source = make_file(tmp_path / "a.h5")
-    monkeypatch.setattr("h5chunk.plan.repack.MIN_MEMORY_BYTES", 0)
-    monkeypatch.setattr("h5chunk.plan.repack.STEP_BYTES", 1000)
-    monkeypatch.setattr("h5chunk.store.rewrite.raw_rows.TABLE_BYTES", 0)
+    small(monkeypatch, min_memory_bytes=0, step_bytes=1000, table_bytes=0)
 
     def fail(descriptor: int, data: memoryview, offset: int) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -321,8 +316,8 @@ def test_a_crash_of_hdf5_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyP
         faulthandler.disable()  # pytest's
         os.kill(os.getpid(), signal.SIGSEGV)
 
-    for where in ("h5chunk.tools.repack.repack.create_replica", "h5chunk.tools.repack.repack.survey_file"):
-        monkeypatch.setattr(where, crash)
+    for where in ("tools.repack.repack.create_replica", "tools.repack.repack.survey_file"):
+        watch(monkeypatch, where, crash)
         check_refused(source, FileError, "this file crashes HDF5 (SIGSEGV): it is damaged")
 
 

@@ -23,6 +23,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import check_error, run
+from support.faults import failure, small, watch
 from support.foreign import make_file, values
 
 import h5chunk
@@ -376,7 +377,7 @@ def test_predicted_misses_are_those_of_hdf5(tmp_path, name):
 
 def test_verify_notices_a_wrong_model(tmp_path, monkeypatch):
     reader = H5Reader(make_file(tmp_path / "a.h5", images=(values((200, 30), "u1"), {"chunks": (8, 30)})))
-    monkeypatch.setattr("h5chunk.tools.model.accesses.CALL_BYTES", 0)
+    small(monkeypatch, call_bytes=0)
     order = Order(200, 8, 16, 2)
     found = count_reads(reader, order, CacheSettings(1, 0), 10)
     assert (found.predicted_reads, found.predicted_bytes) != (found.measured_reads, found.measured_bytes)
@@ -598,7 +599,7 @@ def test_plot(converted, tmp_path, monkeypatch):
     h5chunk.tune(converted, group_by="labels", plot=tmp_path / "b.svg", **QUICK)
     assert (tmp_path / "b.svg").read_text().rstrip().endswith("</svg>")
     with monkeypatch.context() as patched:  # before anything is measured
-        patched.setattr("h5chunk.tools.tune.tune.study_file", None)
+        watch(patched, "tools.tune.tune.study_file", failure(AssertionError("measured")))
         with pytest.raises(OptionError, match="drawn"):
             h5chunk.tune(path, plot=tmp_path / "a.nothing", **QUICK)
         with pytest.raises(OutputError, match="does not exist"):

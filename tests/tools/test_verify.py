@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.csr_files import write_csr
+from support.faults import small
 from support.flipped_bits import flip, places
 from support.foreign import make_file, make_images, values
 from support.matrix_files import write_h5ad
@@ -133,7 +134,7 @@ def test_columns_of_a_row(tmp_path: Path, monkeypatch, change, message: str) -> 
     change(indices)
     path = write_matrix(tmp_path / "a.h5", indices)
     for part_bytes in (1 << 20, 16):
-        monkeypatch.setattr("h5chunk.store.read.scan.PART_BYTES", part_bytes)
+        small(monkeypatch, scanned_part_bytes=part_bytes)
         report = h5chunk.verify(path)
         assert not report.ok and not report.bad and any(message in each for each in report.problems)
 
@@ -280,7 +281,7 @@ def test_rows_of_chunks_of_parts(tmp_path: Path) -> None:
 
 
 def test_quick_says_what_it_read(images: Path, monkeypatch) -> None:
-    monkeypatch.setattr("h5chunk.tools.verify.verify.QUICK_CHUNKS", 4)
+    small(monkeypatch, quick_chunks=4)
     report = h5chunk.verify(images, quick=True)
     assert report.ok and {each.num_checked for each in report.fields} == {4}
     assert "'images': of 7 chunks, 4 were read: 0, 2, 4, ..., 6" in report.notes

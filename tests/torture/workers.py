@@ -22,6 +22,7 @@ import h5py
 import numpy as np
 import torch
 from PIL import Image
+from support.leftovers import end_workers, workers_of
 from torch.utils.data import DataLoader
 from torture.result import Result
 
@@ -139,7 +140,7 @@ def _stuck(result: Result, rng: random.Random, path: Path) -> None:
     """A worker waits for something that does not come."""
     loader = _data_loader(path, TIMEOUT_S, Stuck(rng.randrange(BATCH, 60 * BATCH)))
     _judge(result, "worker stuck", *_until_error(epochs(loader)), RuntimeError)
-    _shut(result, loader, [worker.pid for worker in loader._iterator._workers])
+    _shut(result, loader, workers_of(_iteration(loader)))
 
 
 class Stuck:
@@ -167,7 +168,7 @@ def _stopped(result: Result, rng: random.Random, path: Path, strategy: str) -> N
     try:
         loader = _data_loader(path, ALL_S)  # workers may take long to start on a busy machine
         batches, workers = _some(loader, rng)
-        loader._iterator._timeout = TIMEOUT_S
+        _iteration(loader)._timeout = TIMEOUT_S
         victim = rng.choice(workers)
         os.kill(victim, signal.SIGSTOP)
         signal.setitimer(signal.ITIMER_REAL, WATCH_S)
@@ -193,14 +194,18 @@ def _some(loader: DataLoader[Any], rng: random.Random) -> tuple[Iterator[None], 
     for _ in range(rng.randrange(1, 60)):
         next(batches)
     time.sleep(rng.random() * 0.01)
-    return batches, [worker.pid for worker in loader._iterator._workers]
+    return batches, workers_of(_iteration(loader))
+
+
+def _iteration(loader: DataLoader[Any]) -> Any:
+    return loader._iterator
 
 
 def _shut(result: Result, loader: DataLoader[Any], workers: list[int]) -> None:
     """No worker is left when nothing refers to a loader any more; one that is stuck is ended by torch."""
     for _ in range(2):
         with suppress(RuntimeError):  # that the worker died, told again
-            loader._iterator._shutdown_workers()
+            end_workers(_iteration(loader))
     if not wait_for(lambda: not any(map(is_alive, workers)), ORPHAN_S):
         result.bad.append("a worker lives on after its loader")
         for pid in filter(is_alive, workers):
@@ -307,7 +312,7 @@ def _cut_short(result: Result, rng: random.Random, path: Path, name: str, make: 
     _judge(result, f"file cut short under a {name}", seconds, error, FileError)
     if isinstance(loader, DataLoader):
         with suppress(RuntimeError):
-            loader._iterator._shutdown_workers()
+            end_workers(_iteration(loader))
     else:
         loader.close()
     copy.unlink()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 import torch
+from support.faults import small
 from support.foreign import make_file, values
 from support.loader_files import IMAGES, epoch_of, path
 from support.matrices import dense, random_matrix, write, write_anndata
@@ -389,7 +390,7 @@ class TestCuda:
     )
     def test_fused(self, monkeypatch, shape, axis, channels_last, normalize, dtype):
         """Also where samples do not fill the kernel's programs; and the same bits as without it."""
-        monkeypatch.setattr("h5chunk.transforms.compiled.FEWEST_NUMBERS", 0)
+        small(monkeypatch, fewest_numbers=0)
         images = torch.from_numpy(values((131, *shape), np.uint8))
         transforms = [*([] if normalize is None else [Normalize(*normalize)]), ToDtype(dtype, channels_last)]
         converter = convert(transforms, torch.uint8, shape, axis)
