@@ -389,6 +389,7 @@ def vectors_at(table: int, count: int) -> np.ndarray:
     return np.frombuffer((ctypes.c_size_t * (2 * count)).from_address(table), np.uintp).reshape(count, 2)
 
 
+@pytest.mark.usefixtures("python_threads")
 @pytest.mark.parametrize("most_bytes", [1, 7, 15, 16, 100])
 def test_short_reads(tmp_path, monkeypatch, most_bytes):
     data = values(SHAPE, np.uint8)
@@ -452,6 +453,7 @@ def test_the_chunk_that_is_named_is_the_one_that_is_lacking(tmp_path, monkeypatc
         read(field, path, np.arange(3 * num_rows, 4 * num_rows), np.zeros((num_rows, 3), np.uint8))
 
 
+@pytest.mark.usefixtures("python_threads")
 @pytest.mark.parametrize("whole", [False, True])
 def test_an_error_of_the_system_names_file_field_and_chunk(tmp_path, monkeypatch, whole):
     path = make_file(tmp_path / "a.h5", x=(values((N, 3), np.uint8), {"chunks": (4, 3)}))
