@@ -18,7 +18,7 @@ import numpy as np
 SPLIT_NAMES = (
     "train", "training", "val", "valid", "validation", "dev", "test", "testing", "eval", "evaluation",
 )  # fmt: skip
-ENDS_IN_NULL = "ends in a null byte, which strings in a file do not keep: remove it"
+ENDS_IN_NULL = "ends with a NUL byte, which strings in a file cannot keep: remove it"
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def _parse_seconds(value: Any) -> float:
     return (60.0 if text.endswith("m") else 1.0) * float(text.rstrip("ms"))
 
 
-SECONDS = Parsed("TIME", _parse_seconds, "is no time such as 60s or 2m")
+SECONDS = Parsed("TIME", _parse_seconds, "is not a time, such as 60s or 2m")
 CHUNK_SAMPLES = Parsed(
     "N|auto", lambda value: None if value in (None, "auto") else int(value), "is neither auto nor a number"
 )

@@ -109,11 +109,11 @@ class ChunkDataset(StoredNames, Dataset[Any]):
 
     @property
     def transform(self) -> Any:
-        """The transform of the first field, as it was given."""
+        """The transform of the first field, as given."""
         return self._transforms.given
 
     def with_transform(self, transform: Any) -> ChunkDataset:
-        """Return the same data set with another transform: ``train.with_transform(augment)``, of a part of a split.
+        """Return the same data set with another transform: for a part of a split, ``train.with_transform(augment)``.
 
         `ChunkLoader` takes it if it consists of objects of `h5chunk.transforms`, and raises OptionError otherwise.
         """

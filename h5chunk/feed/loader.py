@@ -76,7 +76,7 @@ class ChunkLoader(Resumable):
     ----------
     data : path, sequence of paths, or ChunkDataset
         One or several files, as for `ChunkDataset`; or a data set, which chooses fields and a subset. Its transform is
-        taken if it consists of objects of `h5chunk.transforms`, else it is an error.
+        used if it consists of objects of `h5chunk.transforms`; any other transform is an error.
     batch_size : int, optional
         Needed without ``sampler``.
     sampler : ChunkSampler, optional
@@ -107,8 +107,8 @@ class ChunkLoader(Resumable):
         ``"auto"``: on a GPU, if the data fits in ``memory_bytes`` or, by default, in a quarter of its free memory; on
         the CPU, if it takes no more memory than the windows would, and native threads can gather from it.
     reader : {"auto", "direct", "h5py"}
-        Read by byte ranges, through HDF5, or (``"auto"``) by byte ranges where the file allows them, unless a field
-        has thousands of chunks below 8 KiB that have to be decoded or put together, which HDF5 does faster.
+        Read by byte ranges, through HDF5, or (``"auto"``) by byte ranges if the file allows it, unless a field has
+        thousands of chunks below 8 KiB that must be decoded or combined, which HDF5 does faster.
     reuse : bool
         On the CPU, return batches that are valid only until the next batch, so that no new memory is allocated. (By
         default memory is also reused, but only once nothing refers to it.)

@@ -37,7 +37,7 @@ WHOLE_ROW_BYTES = 1 << 10  # fields with such small rows are kept in memory: a v
 WHOLE_BYTES = 64 << 20  # up to this size in all
 QUICK_BYTES = 16 << 10  # smaller windows are gathered faster than a thread takes them
 FOREVER_S = 1e9
-SIGNALS_S = 0.1  # how long a signal, such as Ctrl-C, may have to wait
+SIGNALS_S = 0.1  # longest delay of a signal, such as Ctrl-C, in seconds
 TIMEOUT_S = 120.0  # seconds without a finished task before an error is raised
 
 
@@ -168,9 +168,8 @@ class RowGather:
 class ReadPool:
     """Threads that run the tasks of windows. The pool holds its files open until it is closed.
 
-    Where `h5chunk.native` was built, threads in C read byte ranges, and the caller hands on the windows that they have
-    read: a Python thread that did would wait for Python's lock at each step. Python threads are started only for other
-    tasks.
+    If `h5chunk.native` was built, threads in C read byte ranges, and the caller passes on the windows that they have
+    read, because a Python thread would wait for the GIL at each step. Python threads are started only for other tasks.
 
     ``direct`` reads fields by byte ranges, ``numbered`` computes the fields that are not in the file from sample
     numbers, and ``reader`` reads the others through HDF5, in one thread at a time. Raise `WorkerError` if no task
@@ -190,7 +189,7 @@ class ReadPool:
         self.path, self.timeout_s = reader.path, timeout_s
         self.tasks_done = 0  # tasks for Python threads
         self._hangs = False  # whether a wait has run into its timeout
-        self.has_ended = threading.Event()  # once it is closed, and no thread is left
+        self.has_ended = threading.Event()  # set once the pool is closed and all threads have ended
         self._process = os.getpid()
         self._hdf5 = threading.Lock()
         self._tasks: SimpleQueue[tuple[WindowRead, ReadTask] | None] = SimpleQueue()
@@ -230,7 +229,7 @@ class ReadPool:
             del queued, load, task  # tasks refer to a slot
 
     def hand_on(self, timeout_s: float | None) -> bool:
-        """Wait until native threads have read a window, and hand it on; return False if none comes in time.
+        """Wait until native threads have read a window, and pass it on; return False on a timeout.
 
         Signals are handled meanwhile. All windows end with an error if the pool is closed.
         """
@@ -251,7 +250,7 @@ class ReadPool:
                 return False
 
     def hand_on_all(self) -> None:
-        """Hand on the windows that native threads have read, without waiting."""
+        """Pass on the windows that native threads have read, without waiting."""
         while self._native_reads and self.hand_on(0):
             pass
 
@@ -301,7 +300,7 @@ class ReadPool:
             self._tasks.put((load, task))
         if not all_tasks:
             load.finish()
-        if self._is_closed:  # the consumer shall not wait
+        if self._is_closed:  # the consumer must not wait
             self.cancel()
         return load
 
@@ -393,7 +392,7 @@ class ReadPool:
         self._join(threads, math.inf)
         if self._native is not None:
             self._native.free()
-        self._native_reads.clear()  # which refer to this pool
+        self._native_reads.clear()  # tasks refer to this pool
         close_descriptors(self.descriptor)
         self._reader.close()
         self._forget()

@@ -1,4 +1,4 @@
-"""Read the names, identifiers and categories that files keep beside their samples."""
+"""Read the names, identifiers and categories that files store beside their samples."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from h5chunk.feed.slots import BatchMemory, CpuSlot, CudaSlot, Fields
 from h5chunk.plan.order import Order, Window
 from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed
 
-PLANNED = 24  # windows that are planned ahead, at least
+PLANNED = 24  # least number of windows to plan ahead
 
 
 @dataclass
@@ -67,10 +67,10 @@ class EpochReport:
 
 
 class _Planner:
-    """A thread that plans windows ahead. It touches nothing but numbers."""
+    """A thread that plans windows ahead. It handles only sample numbers."""
 
     def __init__(self, order: Order, start: int, *, once: bool, most: int) -> None:
-        self._planned: SimpleQueue[tuple[int, Window] | BaseException] = SimpleQueue()  # windows, with their epoch
+        self._planned: SimpleQueue[tuple[int, Window] | BaseException] = SimpleQueue()  # (window, epoch) pairs
         self._room, self._stop = threading.Semaphore(most), threading.Event()
         self._thread = threading.Thread(
             target=self._plan, args=(order, start, once), name="h5chunk-planner", daemon=True
@@ -103,7 +103,7 @@ class _Planner:
         return planned
 
     def close(self, error: BaseException, timeout_s: float | None) -> None:
-        """End the thread, and wait for it so long; a caller that waits for a window gets the error."""
+        """End the thread, waiting up to ``timeout_s``; a caller that waits for a window gets ``error``."""
         self._stop.set()
         self._room.release()
         self._planned.put(error)
@@ -185,7 +185,7 @@ class WindowStream:
             threading.Thread(target=self._give_back, name="h5chunk-closer", daemon=True).start()
 
     def _give_back(self) -> None:
-        self._unmade = iter(())  # which refers to this stream
+        self._unmade = iter(())  # the thread refers to this stream
         if self._pool is not None:
             self._pool.has_ended.wait()
         while self._pinned:
@@ -214,7 +214,7 @@ class WindowStream:
         self._begin(order, start)
 
     def _fill(self) -> None:
-        """Start reading planned windows into free slots, without waiting, and make one more slot if there shall be one.
+        """Start reading planned windows into free slots, without waiting, and add a slot until all exist.
 
         Pinning memory takes longer than reading into it: this spreads it over the first windows.
         """

@@ -87,7 +87,7 @@ def _library() -> Any:
 
 @functools.cache
 def _quick() -> Any:
-    """The library for functions that take microseconds: calls keep Python's lock, which is slow to win back."""
+    """The library for functions that take microseconds: calls keep the GIL, which would be slow to get back."""
     return _declare(ctypes.PyDLL(_library()._name))
 
 

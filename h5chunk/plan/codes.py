@@ -34,7 +34,7 @@ import numpy.typing as npt
 from h5chunk.errors import OptionError
 
 SCALES = (1, 2, 4, 5, 8, 10, 16, 20, 100)
-MAX_WHOLE = 1 << 53  # up to here, float64 holds all whole numbers
+MAX_WHOLE = 1 << 53  # float64 holds all integers up to this
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 UNITS = math.lcm(*SCALES)  # units per 1.0
 MAX_CODE = 255
@@ -154,7 +154,7 @@ class Coding:
         return None if is_strict else FloatCoding(None, self.clip)
 
     def why_unfit(self, value: float) -> tuple[str, str]:
-        """Say why a value has no code, and what to do about it."""
+        """Return why a value has no code, and a remedy."""
         scale = self.scale
         if not math.isfinite(value):
             return NOT_FINITE
@@ -178,12 +178,12 @@ class Coding:
 
 @dataclass(frozen=True)
 class Storage:
-    """How values are stored: as codes, each value times ``scale``, or as they are; a pattern stores none."""
+    """How values are stored: as codes (value times ``scale``) or unchanged; a pattern stores none."""
 
     dtype: np.dtype[Any]
     scale: float = 1.0
     pattern: bool = False
-    codes: npt.NDArray[np.uint8] | None = None  # of every number of units
+    codes: npt.NDArray[np.uint8] | None = None  # code of every number of units
 
     def encode(self, units: Values) -> Values:
         """Return the stored numbers of (n,) units."""
@@ -219,7 +219,7 @@ class FloatCoding:
     """
 
     dtype_name: str | None = None
-    clip: bool = False  # to the range of codes
+    clip: bool = False  # clip to the range of codes
     units_per_one: ClassVar[float] = 1.0
     max_unit: ClassVar[int] = MAX_CODE
     num_bits: ClassVar[None] = None
@@ -230,7 +230,7 @@ class FloatCoding:
         real = values.astype(np.float64)
         unfit = ~np.isfinite(real)
         if values.dtype.kind in "iu" and values.dtype.itemsize == 8 and self.dtype_name is None:
-            unfit |= (values > MAX_WHOLE) | (values < -MAX_WHOLE)  # neighbours of such a number are the same float64
+            unfit |= (values > MAX_WHOLE) | (values < -MAX_WHOLE)  # integers above it may be the same float64
         return real, int(unfit.argmax()) if unfit.any() else None
 
     def settle(self, sums: Values) -> tuple[Values, npt.NDArray[np.bool_]]:
@@ -248,7 +248,7 @@ class FloatCoding:
         """Return None: values that are unfit are an error."""
 
     def why_unfit(self, value: float) -> tuple[str, str]:
-        """Say why a value is unfit, and what to do about it."""
+        """Return why a value is unfit, and a remedy."""
         if not math.isfinite(value):
             return NOT_FINITE
         if self.dtype_name is None and abs(value) <= MAX_FLOAT32:

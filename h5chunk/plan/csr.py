@@ -33,7 +33,7 @@ class CsrLayout:
     num_rows: int
     num_columns: int
     num_entries: int
-    value_dtype: np.dtype | None  # as stored; None for a pattern: all values are one, and none is stored
+    value_dtype: np.dtype | None  # stored dtype; None for a pattern, whose values are all one and not stored
     chunk_samples: int  # rows per nominal chunk, the unit that an order permutes
     window_chunks: int  # recommended number of nominal chunks to shuffle together
     reasons: tuple[str, ...] = field(default=(), repr=False, compare=False)  # reasons for the layout, one sentence each

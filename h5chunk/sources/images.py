@@ -51,7 +51,7 @@ class ImageSource(Samples):
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
-        """Return whether a source is the path of a folder or an archive, or of nothing, of which its error tells."""
+        """Return whether a source is the path of a folder or an archive, or a missing path, which `open` reports."""
         return is_path(source) and (not os.path.isfile(source) or may_be_archive(source, head))
 
     @classmethod

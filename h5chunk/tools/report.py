@@ -78,7 +78,7 @@ def shell_command(words: Iterable[str]) -> str:
 
 
 def python_text(text: str) -> str:
-    """Return a text as a literal of Python without control characters, in double quotes where it can be."""
+    """Return a text as a Python literal without control characters, in double quotes if possible."""
     return f'"{text}"' if text.isprintable() and not {'"', "\\"} & set(text) else ascii(text)
 
 

@@ -123,7 +123,7 @@ def test_images_follow_the_options_of_images(tmp_path: Path) -> None:
             r"sample 29: .* float64, which does not fit the int64",
         ),
         (lambda i: 1 / (i - 5), SampleError, "sample 5: cannot be read: ZeroDivisionError: division"),
-        (lambda i: "a\0", SampleError, "ends in a null byte"),
+        (lambda i: "a\0", SampleError, "ends with a NUL byte"),
         (lambda i: object(), SampleError, "type object, which is not an image, number, array or string"),
     ],
 )

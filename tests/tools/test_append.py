@@ -368,8 +368,8 @@ def test_classes_are_found_by_name(tmp_path: Path) -> None:
     [
         ("path,n\n{},1\n", "path,m\n{},1\n", "lacks the field 'n' that"),
         ("path,n\n{},1\n", "path,n,m\n{},1,2\n", "has the field 'm', which"),
-        ("path,n\n{},1\n", "path,n\n{},300\n", "has the value 300 .sample 0. but in .* it is uint8"),
-        ("path,n\n{},7\n", "path,n\n{},0.5\n", "has the value 0.5 .sample 0. but in .* it is int64"),
+        ("path,n\n{},1\n", "path,n\n{},300\n", "has the value 300 .sample 0., but in .* it is uint8"),
+        ("path,n\n{},7\n", "path,n\n{},0.5\n", "has the value 0.5 .sample 0., but in .* it is int64"),
         ("path,n\n{},0.5\n", f"path,n\n{{}},{(1 << 53) + 1}\n", "has the value 9007199254740993"),
         ("path,n\n{},1\n", "path,n\n{},-1\n", "has the value -1"),
         ("path,n\n{},ab\n", "path,n\n{},abc\n", "has a string of 3 bytes but .* has room for 2"),

@@ -204,7 +204,7 @@ def verdict_of(
 
 
 def test_verdicts() -> None:
-    assert "reading the page cache, of which ChunkLoader gives 0.90" in verdict_of(90.0)
+    assert "reading the page cache, ChunkLoader reaches 0.90 of it" in verdict_of(90.0)
     assert "ChunkLoader itself, 50 samples/s, 0.50 of page-cache read" in verdict_of(50.0)
     assert "decompressing" in verdict_of(50.0, compressed=True)
     assert "HDF5, in one thread" in verdict_of(50.0, not_direct="why")

@@ -292,7 +292,7 @@ def test_as_many_groups_as_samples_take_no_table():
     ("groups", "message"),
     [
         (np.zeros((2, 5), int), r"groups has shape \(2, 5\): give one number or string per sample"),
-        (np.zeros(0, int), "and at least one"),
+        (np.zeros(0, int), "at least one"),
         (np.zeros(10), "groups is of type float64: give integers or fixed-length strings"),
     ],
 )

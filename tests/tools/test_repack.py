@@ -605,7 +605,7 @@ def test_a_tuned_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[1]", "holds [1], not a JSON object"),
+        ("[1]", "contains [1], not a JSON object"),
         ("{", "not a JSON file"),
         ('{"chunk_samples": 0}', "chunk_samples is 0: give at least 1"),
         ('{"chunk_samples": true}', "chunk_samples is True: give a whole number"),

@@ -123,7 +123,7 @@ def test_report(converted, any_size):
 def test_little_data_is_left_as_it_is(converted, tmp_path):
     """However much faster something else would be, and what is read once and kept as well."""
     found = h5chunk.tune(converted, **QUICK)
-    assert re.match(r"Keep the file as it is: its [\d.]+ KiB are too little to matter\.\n", str(found))
+    assert re.match(r"Keep the file as it is: its [\d.]+ KiB are too small to matter\.\n", str(found))
     assert [row.name for row in found.rows] == [TODAY, PLAIN] and found.setting == found.row(TODAY).setting
     path = make_file(tmp_path / "a.h5", images=(np.zeros((5000, 4096), np.uint8), {"chunks": (10, 4096)}))
     if ChunkLoader(path, 32).is_resident:

@@ -121,7 +121,7 @@ def test_rows_of_a_matrix_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda i: i.__setitem__(MATRIX.indptr[10] + 1, i[MATRIX.indptr[10]]), "row 10 names a column twice"),
+        (lambda i: i.__setitem__(MATRIX.indptr[10] + 1, i[MATRIX.indptr[10]]), "row 10 has a column twice"),
         (lambda i: i.__setitem__(MATRIX.indptr[20], 70), "row 20 has a column outside of the 70 columns"),
         (
             lambda i: i.__setitem__(slice(*MATRIX.indptr[5:7]), i[slice(*MATRIX.indptr[5:7])][::-1]),
@@ -155,7 +155,7 @@ def test_columns_at_the_border_of_chunks(tmp_path: Path, chunk_entries: int) -> 
             group.create_dataset("indices", data=matrix.indices, chunks=(chunk_entries,))
             group.create_dataset("data", data=matrix.data, chunks=(chunk_entries,))
         report = h5chunk.verify(path)
-        assert report.ok == ok and (ok or f"row {row} names a column twice" in report.problems[0])
+        assert report.ok == ok and (ok or f"row {row} has a column twice" in report.problems[0])
 
 
 def test_unsorted_rows_of_others(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_unsorted_rows_of_others(tmp_path: Path) -> None:
     with h5py.File(path, "r+") as file:
         first = int(matrix.indptr[12])
         file["X/indices"][first + 2] = file["X/indices"][first]
-    assert h5chunk.verify(path).problems == ("X: row 12 names a column twice",)
+    assert h5chunk.verify(path).problems == ("X: row 12 has a column twice",)
 
 
 def test_zero_codes_and_scale(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ class DelimitedSource(TextSource):
             self._text.fail(f"{self._width} columns and no header: name row, column and value (--columns)")
 
     def _choose_id_types(self, table: list[list[bytes]], given: tuple[str, ...] | None) -> None:
-        """Read ids as strings if the given names say so, or if many of those that are looked at are no numbers."""
+        """Read ids as strings if the given names declare it, or if many of the sampled ids are not numbers."""
         probes = [line for lines in self._text.probes(NUM_PROBES, PROBE_BYTES) for line in lines.split(b"\n")]
         probed = map(self._dialect.cells, filter(bytes.strip, probes))
         sample = [*table, *(row for row in probed if len(row) == self._width)]

@@ -33,7 +33,7 @@ RESERVED_DESCRIPTORS = 32  # open files of a process in addition to the data: st
 
 REMEDY = "all files must have equal fields: choose fields with fields=..., or read these files separately"
 MATRIX_REMEDY = (
-    "the values of all files must be stored alike: convert their sources together, or each with the same --scale, "
+    "all files must store values in the same way: convert their sources together, or each with the same --scale, "
     "--values or --binarize"
 )
 COLUMNS_REMEDY = "convert their sources together, with --join inner or outer"

@@ -38,7 +38,7 @@ from h5chunk.tools.report import Report
 
 MAX_WORKERS = 4
 HELD_BATCHES, HELD_BYTES, HELD_LOADERS = 7, 1 << 30, 4  # what a loader reads ahead is limited by HELD_BYTES
-AT_LIMIT = 0.7  # a loader that gives this much of its limit leaves little to gain
+AT_LIMIT = 0.7  # a loader with this share of its limit leaves little to gain
 NOISY = 1.5  # of a limit: a larger ratio means that the machine was busy
 
 
@@ -213,7 +213,7 @@ def _line(figure: Figure) -> str:
 
 
 def verdict(figures: list[Figure], *, not_direct: str, compressed: bool, fits: bool) -> str:
-    """Name the slowest stage, and what to do about it.
+    """Name the slowest stage, and how to speed it up.
 
     ``not_direct`` is the reason if the file cannot be read by byte ranges; ``fits``: whether it fits in memory.
     """
@@ -221,14 +221,15 @@ def verdict(figures: list[Figure], *, not_direct: str, compressed: bool, fits: b
     measured = [each for each in figures if each.samples_per_s and each.name != RESIDENT]
     loaders = [each for each in measured if each.group == LOADER] or [e for e in measured if e.group == DATALOADER]
     if not loaders:
-        return "Slowest stage: unknown, as nothing could be measured"
+        return "Slowest stage: unknown, because nothing could be measured"
     best = max(loaders, key=lambda each: each.samples_per_s or 0)
     rate = best.samples_per_s or 0.0
     disk = rates.get((LIMITS, DISK))
     if disk and disk < rate and not fits:
         return (
-            f"Slowest stage: the disk, {disk:,.0f} samples/s, as the file does not fit in memory: more memory or a "
-            f"faster disk gives up to {rate / disk:.1f} times as much; ChunkLoader's echo= trains samples again"
+            f"Slowest stage: the disk, {disk:,.0f} samples/s, because the file does not fit in memory: more "
+            f"memory or a faster disk gives up to {rate / disk:.1f} times as much; ChunkLoader's echo= trains "
+            "samples again"
         )
     first = ""
     if disk and disk < rate:
@@ -247,15 +248,15 @@ def _slowest(
         remedy = "store it in chunks of whole samples, uncompressed, as h5chunk convert does"
         if best.group == LOADER and workers > 1.2 * rate:
             remedy += f", or use ChunkDataset in a DataLoader ({workers:,.0f} samples/s)"
-        return f"Slowest stage: HDF5, one thread at a time, {share}, as {not_direct}: {remedy}"
+        return f"Slowest stage: HDF5, in one thread, {share}, because {not_direct}: {remedy}"
     if compressed and (best.ratio or 0) < AT_LIMIT:
         remedy = "store it uncompressed if the disk has room, or use more cores"
         return f"Slowest stage: decompressing, {share}: {remedy}"
     stay = f"resident=True keeps the data on the device: {resident:,.0f} samples/s" if resident > 1.2 * rate else ""
     if (best.ratio or 0) < AT_LIMIT:
         name = "ChunkLoader" if best.group == LOADER else "the DataLoader"
-        remedy = stay or "try larger batches, other num_threads and a machine with nothing else to do"
+        remedy = stay or "try larger batches, another num_threads and an idle machine"
         return f"Slowest stage: {name} itself, {share}: {remedy}"
     what = {TO_DEVICE: "the bus to the GPU", CACHED: "reading the page cache"}.get(best.limit or "", "memory")
     remedy = stay or "only smaller samples or a faster machine give more"
-    return f"Slowest stage: {what}, of which {best.group} gives {best.ratio or 0:.2f} ({rate:,.0f} samples/s): {remedy}"
+    return f"Slowest stage: {what}, {best.group} reaches {best.ratio or 0:.2f} of it ({rate:,.0f} samples/s): {remedy}"

@@ -1,4 +1,4 @@
-"""Compare two rates that were measured turn about, so that other work on the machine slows both down alike.
+"""Compare two rates that were measured in turns, so that other work on the machine slows down both.
 
 >>> print(Ratio.of([110.0, 66.0, 121.0, 108.0], [100.0, 60.0, 100.0, 99.0]))
 1.1 times (0.91 to 1.4)
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 STUDENT = (12.7, 4.3, 3.2, 2.8, 2.6, 2.5, 2.4, 2.3, 2.3)  # 95 % of Student's t, with 1 to 9 degrees of freedom
 UNKNOWN = 100.0  # times the lower end: such an interval says nothing
-LEAST_SPREAD = 0.03  # two runs of the same loop differ by so much, however steady each is
+LEAST_SPREAD = 0.03  # typical difference of two runs of the same loop
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Ratio:
 
     @classmethod
     def of(cls, rates: Sequence[float], others: Sequence[float]) -> Ratio:
-        """Compare the rates of each turn with another setting's of the same turn; there is at least one turn."""
+        """Compare the rates of two settings turn by turn, for at least one turn."""
         logs = [math.log(rate / other) for rate, other in zip(rates, others, strict=True)]
         middle, count = statistics.fmean(logs), len(logs)
         if count == 1:

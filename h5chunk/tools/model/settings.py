@@ -75,7 +75,7 @@ class Setting:
 
     @property
     def layout(self) -> tuple[int, bool, bool]:
-        """How the samples lie in the file that is read."""
+        """The layout of the samples in the file that is read."""
         return self.chunk_samples, self.repack, self.shuffle
 
     def __str__(self) -> str:

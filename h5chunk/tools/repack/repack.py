@@ -1,6 +1,6 @@
 """Rewrite any HDF5 file so that its samples are laid out for training; everything else is kept.
 
-New checksums of damaged values would make the values look right: so data is first compared with its old checksums.
+New checksums of damaged values would make them look right, so data is first compared with its old checksums.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class Source:
 
     def __init__(self, path: Path) -> None:
         self.path, self.shown = path, printable(path)
-        self.stamp: tuple[int, ...] = ()  # see `h5chunk.stamp`, as it was when first opened
+        self.stamp: tuple[int, ...] = ()  # see `h5chunk.stamp`; taken when the file was first opened
 
     def __enter__(self) -> Source:
         self.file = open_file(self.path)
@@ -208,7 +208,7 @@ class Source:
     def check_unchanged(self) -> None:
         """Raise FileError if the file was modified since it was opened."""
         if stamp_of(self.descriptor, with_ctime=True) != self.stamp:
-            raise FileError(f"{self.shown}: changed while it was read: start again")
+            raise FileError(f"{self.shown}: changed while it was read: run repack again")
 
 
 class Run:
@@ -246,7 +246,7 @@ class Run:
                 self._source.descriptor,
                 self._told,
                 "nothing was repacked",
-                f"; if values were changed on purpose, remove {CHECKSUMS}/{name} from it",
+                f"; if values were changed on purpose, delete {CHECKSUMS}/{name} in it",
                 num_threads=shares.num_threads,
                 memory_bytes=shares.memory_bytes,
             )
@@ -322,7 +322,7 @@ class Run:
         name, dataset = f"{self._source.shown}: {printable(path)!r}", self._source.open(path)
         if not is_stored_as(dataset, dataset.dtype):
             raise FileError(
-                f"{name} has numbers of unusual precision or bit offset, by which rows cannot be shuffled: leave "
+                f"{name} has numbers of unusual precision or bit offset, so that rows cannot be shuffled: leave "
                 "--shuffle out"
             )
         stored = np.empty(dataset.shape, dataset.dtype)

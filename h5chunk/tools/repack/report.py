@@ -69,7 +69,7 @@ class RepackReport(Report):
     shuffled: bool
     seed: int
     source_bytes: int
-    num_bytes: int  # of a dry run, about what it takes on disk
+    num_bytes: int  # of a dry run, the approximate space on disk
     seconds: float
     fields: list[FieldReport]  # datasets with a new layout
     num_copied: int  # other datasets

@@ -34,7 +34,7 @@ class Advice:
 def find_advice(study: Study, effective_batch: float | None, is_slow: bool, repack: str, shuffle: str) -> list[Advice]:
     """Detect all problems of the data.
 
-    ``effective_batch`` is that of the file as it is read now; ``is_slow``: a new file is worth it; ``repack`` and
+    ``effective_batch`` is that of the current reading; ``is_slow``: a new file is worth it; ``repack`` and
     ``shuffle`` are the commands that rewrite it in other chunks, or shuffle it.
     """
     found = _advise_labels(study, effective_batch, shuffle)
@@ -99,7 +99,7 @@ def _advise_labels(study: Study, effective_batch: float | None, shuffle: str) ->
 
 
 def _advise_filter(study: Study, repack: str) -> Advice:
-    """Say that decoding is what takes the time, and what a file without it costs."""
+    """Detect that decoding takes most of the time, and give the space of an uncompressed file."""
     times = 1 / max(1e-9, study.stored_share)
     message = f"decoding its compressed chunks takes most of the time; uncompressed, they take {times:,.1f} x the space"
     return Advice("slow_filter", message, repack, {"times_the_space": times})

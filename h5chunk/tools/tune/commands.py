@@ -1,4 +1,4 @@
-"""The commands and lines of Python that a recommendation consists of; they run as they are printed."""
+"""The commands and lines of Python of a recommendation, which can be run as printed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def tuned_path(study: Study) -> Path:
 
 
 def rewrite_command(study: Study, setting: Setting | None = None, *, shuffle: bool = False) -> str:
-    """Return the command that rewrites a file, for a setting or by default; AnnData's are converted to be shuffled."""
+    """Return the command that rewrites a file, for a setting or by default; AnnData files are converted to shuffle."""
     source, target = str(study.reader.path), str(tuned_path(study))
     if study.anndata and shuffle:
         return shell_command(["h5chunk", "convert", source, target])
@@ -31,9 +31,9 @@ def rewrite_command(study: Study, setting: Setting | None = None, *, shuffle: bo
 
 
 def code_for(study: Study, setting: Setting, device: str) -> list[str]:
-    """Return the lines of Python that feed training by a setting."""
+    """Return the lines of Python that feed training with a setting."""
     anew = setting.repack
-    is_converted = study.anndata and setting.shuffle  # which names the fields anew
+    is_converted = study.anndata and setting.shuffle  # convert renames the fields
     stored = not study.anndata if anew else setting.window_chunks == study.facts.window_chunks
     path = python_text(str(tuned_path(study) if anew else study.reader.path))
     fields = study.fields if (study.asked or anew) and not is_converted else {}

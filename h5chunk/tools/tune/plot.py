@@ -1,4 +1,4 @@
-"""Draw the measured rates, one line for each setting, with its description beside it."""
+"""Draw the measured rates, one line per setting, each with its description."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from h5chunk.tools.model.settings import Trial
 from h5chunk.tools.tune.report import Recommendation, TuneRow
 from h5chunk.tools.tune.search import PLAIN, TODAY
 
-MOST_OTHERS = 12  # settings that were measured once, the fastest ones
+MOST_OTHERS = 12  # number of the fastest settings that were measured once
 COLORS = {TODAY: "tab:blue", PLAIN: "tab:gray"}
 
 
@@ -57,7 +57,7 @@ def _others(found: Recommendation) -> list[Trial]:
 
 
 def _draw(axes: Any, found: Recommendation, others: list[Trial]) -> None:
-    """Draw a line for each row of the report, then for each other setting, with what a batch is worth."""
+    """Draw a line for each row of the report, then for each other setting, with its effective batch."""
     labels: list[tuple[str, TuneRow | Trial, float | None]] = []
     today = found.row(TODAY).rate
     for place, row in enumerate(found.rows):

@@ -1,4 +1,4 @@
-"""The report of `h5chunk tune`: what to do, how many times today's rate it gives, and the measured settings."""
+"""The report of `h5chunk tune`: the recommendation, its rate against today's, and the measured settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from h5chunk.tools.tune.search import NEW, TODAY, WORTH_FILE
 Triple = tuple[int, int, float]
 
 WIDTH = 100  # width of the lines of a report, except commands
-UNSURE = 4.0  # times its lower end: an interval that says nothing
+UNSURE = 4.0  # an interval whose upper end is this many times its lower end is not shown
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class TuneRow:
     rate: float  # samples/s, median of all turns
     times: Ratio | None  # today's rate, in the same turns; None for today's setting itself
     memory_bytes: int
-    effective_batch: float | None  # None where no field says which samples are alike
+    effective_batch: float | None  # None if no field marks similar samples
 
     def lines(self, batch_size: int) -> list[str]:
         times = "" if self.times is None else str(self.times)
@@ -131,7 +131,7 @@ class Recommendation(Report):
         return [*lines, f"measured in {what}; 95 % of turns lie in the brackets"]
 
     def headline(self) -> str:
-        """Return what to do, and what it gives."""
+        """Return the recommendation and its gain."""
         row, today = self.row(self.chosen), self.row(TODAY)
         rate = "" if row.times is None else row.times.text(" today's rate")
         if self.chosen == TODAY:
@@ -147,14 +147,14 @@ class Recommendation(Report):
         return f"{action}: {why}{rate}."
 
     def _not_worth(self) -> str:
-        """Say what a new file gave, if that is more than nothing, and why it is not recommended."""
+        """Return the gain of a new file, if there is one, and why it is not recommended."""
         times = next((each.times for each in self.rows if each.name == NEW), None)
         if times is None or times.times < 1.1:
             return ""
         if times.high > UNSURE * times.low:
-            return " Whether a new one is faster could not be measured: give more time, or a quieter machine."
+            return " Whether a new file is faster could not be measured: give more time, or use an idle machine."
         gave = times.text(" today's rate")
-        return f" A new one gave {gave}, not surely more than {WORTH_FILE:g} times."
+        return f" A new file gave {gave}, which is not certainly more than {WORTH_FILE:g} times."
 
     def _stored(self) -> list[str]:
         if self.applied is None:

@@ -1,4 +1,4 @@
-"""Search for the fastest setting by measuring, and measure the finalists again, turn about with today's setting."""
+"""Search for the fastest setting by measuring, and measure the finalists again, in turns with today's setting."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 IN_PLACE_SHARE, NEW_SHARE, HEATS_SHARE, TURNS_SHARE = 0.15, 0.35, 0.4, 0.95  # of the budget, when a phase ends
 FIRST_SHARE = 0.2  # share of the budget; settings whose first window takes more are not measured
-FINALISTS, HEATS = 2, 2  # of the unchanged file, and of a new one; and how often they are measured before the choice
+FINALISTS, HEATS = 2, 2  # finalists of the unchanged file, and of a new one; and their measurements before the choice
 LEAST_TURNS, FEW_TURNS, MOST_TURNS = 2, 6, 15
 WARM_SHARE = 0.05  # of the budget: memory is written for the first time, which takes longer than the second
 LEAD, LOOK_LEAD, ROUND = 1, 3, 3  # times a measurement: to use up what was read ahead, twice; for a round of windows
-WORTH_CODE, WORTH_FILE = 1.0, 1.3  # surely more than so many times as fast: a line of code, and a new file
+WORTH_CODE, WORTH_FILE = 1.0, 1.3  # least certain gain that is worth a line of code, and a new file
 
 TODAY, IN_PLACE, NEW, PLAIN = "as today", "best without a new file", "rewritten", "plain h5py"
 
@@ -92,7 +92,7 @@ class Search:
     def decide(self) -> tuple[str, str]:
         """Return the names of the recommended finalist, and of the best one without a new file.
 
-        A new file has to be worth the space and the time, and any change has to be certain.
+        A new file must be worth its space and time, and the gain of any change must be certain.
         """
         kept = TODAY
         today_fails = not self.trials[self.today].allowed
@@ -117,7 +117,7 @@ class Search:
         return sorted(known, key=lambda each: self.trials[each].rate or 0.0, reverse=True)[:FINALISTS]
 
     def _is_near(self, one: Setting, other: Setting) -> bool:
-        """Whether only the window, the reader or the layout differ; of another layout, the default window is near."""
+        """Whether only window, reader or layout differ; for another layout, only the default window is near."""
         same_reader = (one.way, one.num_workers) == (other.way, other.num_workers)
         if one.layout == other.layout:
             return same_reader or one.window_chunks == other.window_chunks
@@ -125,7 +125,7 @@ class Search:
         return same_reader and one.window_chunks == default.window_chunks
 
     def _look(self, setting: Setting) -> None:
-        """Measure a setting once, unless its first window would take too long, or it cannot be laid out."""
+        """Measure a setting once, unless its first window would take too long, or its layout cannot be written."""
         self._tried.add(setting)
         known = [each for each in self._tried if each.layout == setting.layout and self.trials[each].rate]
         fastest = max((self.trials[each].rate or 0.0 for each in known), default=0.0)
@@ -149,7 +149,7 @@ class Search:
     def _choose_finalists(
         self, runners: Mapping[Setting, Callable[[], float]], in_place: Sequence[Setting], anew: Sequence[Setting]
     ) -> None:
-        """Choose by a few turns: the fastest of many single measurements is so by chance."""
+        """Choose by a few turns, because the fastest of many single measurements may be so by chance."""
         heats = self._race(runners, HEATS if len(runners) > 1 else 0, HEATS_SHARE)
         for setting, rates in heats.items():
             self.trials[setting] = replace(self.trials[setting], rate=statistics.median(rates or [0.0]))

@@ -38,7 +38,7 @@ from h5chunk.tools.report import shell_command
 
 SAMPLE_BYTES = 384 << 20  # bytes of samples to measure, in the file's layout and in new layouts
 BATCH_BYTES = 4 * SAMPLE_BYTES  # limit on the bytes of a batch; of larger ones a part is measured
-SMALL_BYTES = 16 << 20  # data of fewer bytes is not worth a new file
+SMALL_BYTES = 16 << 20  # smaller data is not worth a new file
 PIECE_BYTES = 32 << 20
 DENSE_BYTES = 4  # bytes of a number in a dense row
 MOST_GROUPS = 1 << 27  # limit on samples whose labels are read
@@ -58,7 +58,7 @@ class Study:
     stored_share: float = 1.0  # stored bytes of the largest field over decoded ones
     groups: np.ndarray | None = None  # (num_samples,): equal values mark similar samples, such as labels
     notes: list[str] = field(default_factory=list)
-    reading_s: float = math.inf  # how long samples are read that are laid out anew
+    reading_s: float = math.inf  # time limit for reading samples for new layouts
     _clusterings: dict[int, Clustering] = field(default_factory=dict)
     _rows: dict[str, np.ndarray] = field(default_factory=dict)
     _made: dict[int, Path] = field(default_factory=dict)
@@ -182,7 +182,7 @@ def why_small(study: Study, device: str) -> str:
 
     num_bytes = study.facts.num_samples * study.facts.sample_bytes
     if num_bytes < SMALL_BYTES:
-        return f"its {human_bytes(num_bytes)} are too little to matter"
+        return f"its {human_bytes(num_bytes)} are too small to matter"
     if not study.facts.loads:
         return ""
     with warnings.catch_warnings():
@@ -194,7 +194,7 @@ def why_small(study: Study, device: str) -> str:
 
 
 def fill_page_cache(study: Study, seconds: float) -> None:
-    """Read the samples to measure into the page cache; if that takes longer, fewer are measured."""
+    """Read the samples to measure into the page cache; if that takes too long, fewer are measured."""
     if study.matrix:
         return
     try:
@@ -240,7 +240,7 @@ def _find_groups(study: Study, file: h5py.File, name: str) -> h5py.Dataset | str
 
 
 def read_rows(study: Study) -> dict[str, np.ndarray]:
-    """Read the first samples of each field, as many as there is time for."""
+    """Read the first samples of each field, as many as time allows."""
     found: dict[str, np.ndarray] = {}
     wanted = min(study.num_measured, max(1, SAMPLE_BYTES // study.facts.sample_bytes))
     until = time.perf_counter() + study.reading_s

@@ -39,7 +39,7 @@ from h5chunk.tools.tune.study import Study, check_converted, fill_page_cache, st
 MEMORY_BYTES = 4 << 30
 MAX_WORKERS = 4
 LEAST_VERIFY_S = 1.0
-READ_SHARE = 0.1  # of the budget: to fill the page cache, and to read samples that are laid out anew
+READ_SHARE = 0.1  # shares of the budget: to fill the page cache, and to read samples for new layouts
 
 
 def tune(
@@ -59,7 +59,7 @@ def tune(
     trusted: bool = False,
     progress: Progress | None = None,
 ) -> Recommendation:
-    """Find the fastest setting that mixes well enough, and measure it turn about with today's.
+    """Find the fastest setting that mixes well enough, and measure it in turns with today's.
 
     Parameters
     ----------
