@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
@@ -66,12 +67,11 @@ class Names:
         return len(self._ends) - 1
 
     def __getitem__(self, index: int) -> bytes:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"name {index} of {len(self)}")
-        return bytes(self._blob[self._ends[index % len(self)] : self._ends[index % len(self) + 1]])
+        return bytes(self._blob[self._ends[index] : self._ends[index + 1]])
 
     def __iter__(self) -> Iterator[bytes]:
-        return (self[i] for i in range(len(self)))
+        blob = self.blob
+        return (blob[start:stop] for start, stop in pairwise(self._ends))
 
 
 class SampleReader(Protocol):

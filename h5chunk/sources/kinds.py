@@ -47,7 +47,7 @@ class ImageOptions(Options):
         "Columns, or folders beside that of the images, that hold masks: these keep their numbers, and are scaled with "
         "their images, by nearest neighbour.",
         metavar="NAME[,NAME]",
-        shown_default="a folder masks beside images",
+        shown_default="those called mask or masks",
     )
 
     def __post_init__(self) -> None:
