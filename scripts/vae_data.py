@@ -21,6 +21,8 @@ import numpy as np
 import torch
 
 import h5chunk
+from h5chunk.transforms import HoldOut
+from h5chunk.transforms.csr import make_csr
 
 LIKED, LEAST_LIKES = 4.0, 5  # as in the paper
 HELD_OUT = 10_000  # users for validation, and as many for the test, as for ML-20M
@@ -198,10 +200,12 @@ def hide(likes: Rows, columns: np.ndarray, number: int) -> HeldOut:
     place[columns] = np.arange(len(columns))
     likes = likes.keep(place[likes.indices] >= 0)
     likes = Rows(likes.indptr, place[likes.indices], len(columns))
-    num_hidden = (TEST_SHARE * np.diff(likes.indptr)).astype(np.int64)
-    keys = np.random.default_rng([SPLIT_SEED, number]).random(len(likes.indices))
-    rank = np.empty(len(keys), np.int64)
-    rank[np.lexsort((keys, likes.row_numbers))] = np.arange(len(keys))
-    hidden = rank - likes.indptr[likes.row_numbers] < num_hidden[likes.row_numbers]
-    users = np.flatnonzero(num_hidden)
-    return HeldOut(likes.keep(~hidden).take(users), likes.keep(hidden).take(users))
+    sizes = len(likes), likes.num_columns
+    indptr, indices = torch.from_numpy(likes.indptr), torch.from_numpy(likes.indices.astype(np.int64))
+    csr = make_csr(indptr, indices, torch.ones(len(indices)), sizes)
+    shown, hidden = (
+        Rows(part.crow_indices().numpy(), part.col_indices().numpy().astype(np.int32), likes.num_columns)
+        for part in HoldOut(TEST_SHARE, seed=number)(csr)
+    )
+    users = np.flatnonzero(np.diff(hidden.indptr))
+    return HeldOut(shown.take(users), hidden.take(users))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from typing import Any
 
@@ -18,7 +18,7 @@ from h5chunk.transforms.rows import RowConverter
 GROUP_BYTES = 8 << 20  # small batches are converted together on a GPU: launching a kernel costs more than running it
 ROWS_BYTES = 256 << 20  # so are dense rows: a batch of 500 x 26,744 then takes 40 us of Python, not 90; LOG.md
 ALL = 1 << 30  # batches
-Tensors = tuple[torch.Tensor, ...]  # one per field
+Tensors = tuple[torch.Tensor, ...]  # one per field; two where entries are held out
 
 
 class FieldPipeline:
@@ -41,19 +41,23 @@ class FieldPipeline:
 
     def num_together(self, batch_size: int, *, keep: bool) -> int:
         """Return how many batches to convert with one call: all if nothing is converted, otherwise a few small ones."""
-        if self.converter.makes_csr:  # which torch cannot slice
+        if self.converter.is_uncut:
             return 1
         if keep:
             return ALL if self.converter.changes_nothing else 1
         group = ROWS_BYTES if isinstance(self.converter, RowConverter) else GROUP_BYTES
         return max(1, group // max(1, batch_size * self.converter.sample_bytes))
 
-    def batches(self, samples: Any, batch_size: int, *, keep: bool) -> Sequence[torch.Tensor]:
+    def batches(self, samples: Any, batch_size: int, *, keep: bool) -> Sequence[torch.Tensor | Tensors]:
         """Convert samples and split them into batches; with ``keep`` the batches may share memory with the samples.
+
+        A batch is a tensor, or inputs and targets where entries are held out.
 
         Batches are detached, so that autograd does not mistake an in-place change of one batch for a change of another.
         """
         converted = self.converter(samples, keep)
+        if isinstance(converted, tuple):
+            return (tuple(part.data for part in converted),)
         if len(samples) <= batch_size:
             return (converted.data,)
         return [batch.data for batch in converted.split(batch_size)]
@@ -73,7 +77,13 @@ class BatchMaker:
 
     def __init__(self, pipelines: Sequence[FieldPipeline], *, keep: bool) -> None:
         self._pipelines, self._keep = pipelines, keep
-        self._finishes = any(pipeline.others for pipeline in pipelines)
+        self._others = [pipeline.others for pipeline in pipelines for _ in range(pipeline.converter.num_outputs)]
+        self._finishes = any(self._others)
+
+    def begin(self, epoch: int) -> None:
+        """Draw what is drawn for each epoch, from now on."""
+        for pipeline in self._pipelines:
+            pipeline.converter.epoch = epoch
 
     def open(self, window: Fields, batch_size: int) -> Iterator[Tensors]:
         """Yield the batches of a window; after the last, empty ones for steps in which other ranks have samples.
@@ -83,9 +93,9 @@ class BatchMaker:
         fields = zip(self._pipelines, window, strict=True)
         batches = [self._split(pipeline, samples, batch_size) for pipeline, samples in fields]
         while True:
-            yield tuple(map(next, batches))
+            yield _flat(map(next, batches))
 
-    def _split(self, pipeline: FieldPipeline, samples: Any, batch_size: int) -> Iterator[torch.Tensor]:
+    def _split(self, pipeline: FieldPipeline, samples: Any, batch_size: int) -> Iterator[torch.Tensor | Tensors]:
         step = batch_size * pipeline.num_together(batch_size, keep=self._keep)
         for first in count(0, step):
             some = samples if not first and step >= len(samples) else samples[first : first + step]
@@ -96,7 +106,8 @@ class BatchMaker:
     def make(self, samples: Fields, batch_size: int) -> list[Tensors]:
         """Make batches from gathered samples that nothing else refers to."""
         fields = zip(self._pipelines, samples, strict=True)
-        return list(zip(*(pipeline.batches(own, batch_size, keep=True) for pipeline, own in fields), strict=True))
+        batches = zip(*(pipeline.batches(own, batch_size, keep=True) for pipeline, own in fields), strict=True)
+        return list(map(_flat, batches))
 
     def num_gathered(self, batch_size: int) -> int:
         """Return how many batches to gather and convert with one call."""
@@ -107,8 +118,13 @@ class BatchMaker:
         if not self._finishes:
             return batch
         finished: list[Any] = []
-        for pipeline, field in zip(self._pipelines, batch, strict=True):
-            for transform in pipeline.others:
+        for others, field in zip(self._others, batch, strict=True):
+            for transform in others:
                 field = transform(field)
             finished.append(field)
         return tuple(finished)
+
+
+def _flat(batch: Iterable[torch.Tensor | Tensors]) -> Tensors:
+    """Return the tensors of a batch, with inputs and targets one after the other."""
+    return tuple(part for field in batch for part in (field if isinstance(field, tuple) else (field,)))

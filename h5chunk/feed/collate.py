@@ -93,11 +93,11 @@ Numbering = tuple[int, int]  # the number of samples, and a checksum of their nu
 
 
 class TaggedBatch(list[int]):
-    """A batch of sample numbers: a list, tagged with the numbering that it belongs to."""
+    """A batch of sample numbers: a list, tagged with the numbering and the epoch that it belongs to."""
 
-    def __init__(self, numbers: Iterable[int] = (), numbering: Numbering | None = None) -> None:
+    def __init__(self, numbers: Iterable[int] = (), numbering: Numbering | None = None, epoch: int = 0) -> None:
         super().__init__(numbers)
-        self.numbering = numbering
+        self.numbering, self.epoch = numbering, epoch
 
 
 def check_numbering(drawn: Numbering, numbering: Numbering) -> None:

@@ -306,6 +306,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         if isinstance(index, slice):
             index = range(*index.indices(len(self)))
         if isinstance(index, (int, np.integer)) or getattr(index, "ndim", None) == 0:
+            self._transforms.begin(0)
             batch = self._read(np.array([operator.index(index)], np.int64), shared=False)
             return self._transforms.of_sample(batch[0])
         batch = self._batch(index)
@@ -317,6 +318,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         return batch if not self._transforms.each else self._each_transformed(batch)
 
     def _batch(self, indices: Any) -> Batch:
+        self._transforms.begin(indices.epoch if isinstance(indices, TaggedBatch) else 0)
         if isinstance(indices, TaggedBatch) and indices.numbering is not None:
             check_numbering(indices.numbering, self.numbering)
         return self._read(sample_numbers(indices), shared=get_worker_info() is not None)

@@ -33,7 +33,7 @@ from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.reader import SMALL_FIELD_BYTES, H5Reader
 from h5chunk.store.read.several import close_descriptors, direct_fields, open_descriptors
 from h5chunk.transforms import BATCH_TRANSFORMS, ToDtype, check_first, check_transforms, compile_transforms
-from h5chunk.transforms.csr import CsrRows, entries_of, make_csr, scatter
+from h5chunk.transforms.csr import CsrRows, Entries, make_csr, scatter
 from h5chunk.transforms.images import fresh
 from h5chunk.transforms.rows import RowConverter
 
@@ -50,9 +50,11 @@ class SampleTransforms:
         transforms: Sequence[Any] = check_transforms("transform", given)
         check_first(transforms, field, torch_dtype(field.dtype, field.name))
         self.rows: RowConverter | None = None
+        self.num_outputs = 1  # that the first field becomes
         if field.scale is not None:
             converter, others = compile_transforms(transforms, field, None, fresh)
             assert isinstance(converter, RowConverter)
+            self.num_outputs = converter.num_outputs
             if converter.makes_csr and others:
                 raise OptionError("transform has functions of single samples, but Csr makes batches: use collate_fn")
             self.rows, transforms = converter, others
@@ -62,14 +64,20 @@ class SampleTransforms:
             partial(_of_single, each) if isinstance(each, BATCH_TRANSFORMS) else each for each in transforms
         )
 
+    def begin(self, epoch: int) -> None:
+        """Draw what is drawn for each epoch, from now on."""
+        if self.rows is not None:
+            self.rows.epoch = epoch
+
     def of_sample(self, sample: Sample) -> Sample:
-        """Return a sample with its first field transformed."""
+        """Return a sample with its first field transformed, inputs and targets each."""
         if not self.each:
             return sample
-        first, *others = sample
-        for transform in self.each:
-            first = transform(first)
-        return Sample((first, *others))
+        fields = list(sample)
+        for number in range(self.num_outputs):
+            for transform in self.each:
+                fields[number] = transform(fields[number])
+        return Sample(fields)
 
 
 def _of_single(transform: Callable[[Any], Any], sample: torch.Tensor) -> Any:
@@ -94,10 +102,15 @@ def _loaded(*parts: torch.Tensor) -> Loaded:
     return Loaded([(tuple(part.shape), part.dtype) for part in parts], fill)
 
 
-def _csr_first(num_columns: int, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Combine the first three tensors of a batch into one CSR tensor, also after they were sent to another process."""
-    starts, columns, values, *others = tensors
-    return make_csr(starts, columns, values, (len(starts) - 1, num_columns)), *others
+def _scatter(entries: Entries, tensors: Tensors) -> None:
+    scatter(tensors[0], entries)
+
+
+def _csr_first(num_columns: int, num_outputs: int, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Combine each three of the first tensors into a CSR tensor, also after they were sent to another process."""
+    left = iter(tensors)
+    parts = [(next(left), next(left), next(left)) for _ in range(num_outputs)]
+    return *(make_csr(*part, (len(part[0]) - 1, num_columns)) for part in parts), *left
 
 
 class SampleReader:
@@ -109,7 +122,7 @@ class SampleReader:
         self._memory, self._shared = BatchMemory(), SharedMemory()
         self._assemble: Assemble | None = None  # makes the fields of a batch from its tensors, if they differ
         if convert is not None and convert.makes_csr:
-            self._assemble = partial(_csr_first, convert.num_columns)
+            self._assemble = partial(_csr_first, convert.num_columns, convert.num_outputs)
         self._opened: _OpenFields | None = None
         self._cache: tuple[int, CacheSettings] | None = None  # caches, by number of workers
 
@@ -121,7 +134,7 @@ class SampleReader:
         ``numbered`` has the values of fields that are not in the file, (n,) int64. ``shared`` puts the batch in memory
         that is shared with the main process of a DataLoader.
         """
-        loaded = [self._load(name, rows, numbered.get(name)) for name in names]
+        loaded = [each for name in names for each in self._load(name, rows, numbered.get(name))]
         numbers = [each for each in loaded if isinstance(each, Loaded)]
         shapes = [shape for each in numbers for shape in each.shapes]
         if shared:
@@ -141,10 +154,10 @@ class SampleReader:
         made = iter(fields)
         return Batch(tuple(next(made) if isinstance(each, Loaded) else each for each in loaded))
 
-    def _load(self, name: str, rows: np.ndarray, numbers: np.ndarray | None) -> Loaded | list[str]:
-        """Load the samples of a field; strings are returned as they are."""
+    def _load(self, name: str, rows: np.ndarray, numbers: np.ndarray | None) -> Sequence[Loaded | list[str]]:
+        """Load the samples of a field, or its inputs and targets; strings are returned as they are."""
         if numbers is not None:
-            return _loaded(torch.from_numpy(numbers))
+            return [_loaded(torch.from_numpy(numbers))]
         field = self._reader.fields[name]
         if self._convert is not None and name == self._first:
             return self._load_matrix(rows, self._convert)
@@ -153,21 +166,22 @@ class SampleReader:
         if dtype is None:
             text = np.empty(shape, field.dtype)
             self._read_by_hdf5(name, rows, text)
-            return decoded(text).tolist()
-        return Loaded([(shape, dtype)], lambda tensors: self._read(name, rows, tensors[0].numpy()))
+            return [decoded(text).tolist()]
+        return [Loaded([(shape, dtype)], lambda tensors: self._read(name, rows, tensors[0].numpy()))]
 
-    def _load_matrix(self, rows: np.ndarray, convert: RowConverter) -> Loaded:
+    def _load_matrix(self, rows: np.ndarray, convert: RowConverter) -> list[Loaded]:
         """Load rows of a matrix, and convert them."""
         if self._reader.matrix is None:
             field = self._reader.fields[self._first]
             stored = np.empty((len(rows), *field.sample_shape), field.dtype)
             self._read(self._first, rows, stored)
-            return _loaded(convert(torch.from_numpy(stored), keep=True))
-        entries = entries_of(self._read_entries(rows), convert.rule, convert.num_columns)
+            converted = convert(torch.from_numpy(stored), keep=True)
+            return [_loaded(part) for part in (converted if isinstance(converted, tuple) else (converted,))]
+        parts = convert.parted(self._read_entries(rows))
         if convert.makes_csr:
-            return _loaded(entries.starts, entries.columns, entries.values)
+            return [_loaded(part.starts, part.columns, part.values) for part in parts]
         shape = len(rows), convert.num_columns
-        return Loaded([(shape, convert.dtype)], lambda tensors: scatter(tensors[0], entries))
+        return [Loaded([(shape, convert.dtype)], partial(_scatter, part)) for part in parts]
 
     def _read(self, name: str, rows: np.ndarray, out: np.ndarray) -> None:
         """Read dense samples, (n, *sample_shape), of numbers."""

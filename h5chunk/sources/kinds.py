@@ -156,21 +156,19 @@ class EntryOptions(MatrixSourceOptions):
 class DelimitedOptions(EntryOptions):
     """Options of a delimited file."""
 
+    heading: ClassVar[str] = "Delimited text"
+
     separator: str | None = option(
         None,
-        "What separates the cells of a delimited file, such as ';', '::', tab, or space for runs of blanks.",
+        "What separates the cells, such as ';', '::', tab, or space for runs of blanks.",
         metavar="SEP",
         shown_default="detected",
     )
-    header: str = option(
-        "auto", "Whether the first line of a delimited file names its columns.", choices=("auto", "yes", "no")
-    )
-    quotes: bool = option(True, "Take double quotes in a delimited file for letters.")
-    decimal: str = option(".", "Decimal mark of a delimited file.", choices=(".", ","))
-    comment: str | None = option(None, "Skip the lines of a delimited file that begin with this.", metavar="MARK")
-    encoding: str | None = option(
-        None, "Encoding of a delimited file, such as latin-1.", metavar="NAME", shown_default="utf-8"
-    )
+    header: str = option("auto", "Whether the first line names the columns.", choices=("auto", "yes", "no"))
+    quotes: bool = option(True, "Take double quotes for letters.")
+    decimal: str = option(".", "Decimal mark.", choices=(".", ","))
+    comment: str | None = option(None, "Skip the lines that begin with this.", metavar="MARK")
+    encoding: str | None = option(None, "Encoding, such as latin-1.", metavar="NAME", shown_default="utf-8")
 
     def __post_init__(self) -> None:
         super().__post_init__()

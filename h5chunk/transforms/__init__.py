@@ -11,8 +11,8 @@ torchvision's ``v2``, or a function. A list of them is applied in order, on the 
 
 The transforms of this module are frozen dataclasses, and can be called like any function of a batch. Those at the start
 of a list are computed together, in one kernel and with one rounding at the end: `Normalize` and `ToDtype` for images
-and other dense fields; `Binarize`, `L2`, `Log1p`, `Dense` and `Csr` for a matrix, whose rows stay sparse until they are
-on the device. Without transforms, images come as they are stored and rows of a matrix as dense float32.
+and other dense fields; `Binarize`, `L2`, `Log1p`, `HoldOut`, `Dense` and `Csr` for a matrix, whose rows stay sparse
+until they are on the device. Without transforms, images come as they are stored and rows of a matrix as dense float32.
 
 Random transforms are applied to a whole batch with one draw of their parameters, unless they draw for each sample
 themselves. Do in the training loop whatever needs several fields at once, such as CutMix.
@@ -27,10 +27,11 @@ import torch
 
 from h5chunk.errors import OptionError
 from h5chunk.store.read.fields import Field, MatrixField
+from h5chunk.transforms.hold_out import HoldOut
 from h5chunk.transforms.images import ImageConverter, Normalize, ToDtype, channel_axis
 from h5chunk.transforms.rows import L2, ROW_TRANSFORMS, Allocate, Binarize, Csr, Dense, Log1p, RowConverter
 
-__all__ = ["L2", "Binarize", "Csr", "Dense", "Log1p", "Normalize", "ToDtype"]
+__all__ = ["L2", "Binarize", "Csr", "Dense", "HoldOut", "Log1p", "Normalize", "ToDtype"]
 
 BATCH_TRANSFORMS = (Normalize, ToDtype, *ROW_TRANSFORMS)
 Transform = Callable[[Any], Any]
@@ -70,13 +71,28 @@ def compile_transforms(
     """
     check_first(transforms, field, stored)
     if field.scale is not None:
-        count = _leading(transforms, ROW_TRANSFORMS, (Dense, Csr))
+        count = _leading(transforms, ROW_TRANSFORMS, (Dense, Csr), HoldOut)
+        held_out = next((n for n, each in enumerate(transforms[:count]) if isinstance(each, HoldOut)), count)
+        after = (n for n in range(held_out + 1, count) if not isinstance(transforms[n], (Dense, Csr)))
+        count = next(after, count)  # what follows is computed on inputs and targets
+        _check_held_out(transforms, count, field)
         return RowConverter(transforms[:count], field, allocate), tuple(transforms[count:])
     assert stored is not None
     axis = channel_axis(field.sample_shape, field.axes)
     count = _leading(transforms, (Normalize, ToDtype), Normalize, ToDtype)
     converter = ImageConverter(transforms[:count], stored, field.sample_shape, axis, allocate)
     return converter, tuple(transforms[count:])
+
+
+def _check_held_out(transforms: Sequence[Transform], count: int, field: Field | MatrixField) -> None:
+    if any(isinstance(each, HoldOut) for each in transforms[count:]):
+        raise OptionError("HoldOut stands behind a function, or twice: put one of it before all functions")
+    last = any(isinstance(each, HoldOut) and each.last is not None for each in transforms)
+    if last and not (isinstance(field, MatrixField) and field.has_time_order):
+        raise OptionError(
+            f"HoldOut(last=...) needs entries in the order of time, which field {field.name!r} does not have: convert "
+            "it with time_order=True (--time-order)"
+        )
 
 
 def _leading(transforms: Sequence[Transform], kinds: tuple[type, ...], *once: Any) -> int:
@@ -97,6 +113,8 @@ def check_first(transforms: Sequence[Transform], field: Field | MatrixField, sto
     first, remedy = transforms[0], ""
     if field.scale is not None and isinstance(first, (Normalize, ToDtype)):
         remedy = "is a matrix: give Dense, Csr, L2 or Log1p"
+    elif field.scale is None and any(isinstance(each, HoldOut) for each in transforms):
+        remedy = "is no matrix, whose entries could be held out"
     elif field.scale is None and isinstance(first, (Dense, Csr)):
         remedy = "is not a matrix: use ToDtype"
     elif field.scale is None and isinstance(first, ROW_TRANSFORMS) and stored and not stored.is_floating_point:

@@ -79,7 +79,9 @@ class ImageConverter:
     `OptionError` if the transforms do not fit each other, or the samples.
     """
 
-    makes_csr = False
+    is_uncut = False
+    num_outputs = 1
+    epoch = 0
 
     def __init__(
         self,

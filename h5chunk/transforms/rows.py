@@ -26,6 +26,7 @@ from h5chunk.transforms.csr import (
     CsrArithmetic,
     CsrRows,
     DenseArithmetic,
+    Entries,
     MapParts,
     RowArithmetic,
     ValueRule,
@@ -35,6 +36,7 @@ from h5chunk.transforms.csr import (
     scatter,
     scatter_natively,
 )
+from h5chunk.transforms.hold_out import HoldOut
 
 DENSE_THREADS = 4  # threads that make batches dense on the host
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -150,7 +152,7 @@ class Log1p(_Values):
         return torch.log1p(values) if isinstance(values, torch.Tensor) else np.log1p(values)
 
 
-ROW_TRANSFORMS = (Dense, Csr, Binarize, L2, Log1p)
+ROW_TRANSFORMS = (Dense, Csr, Binarize, L2, Log1p, HoldOut)
 
 
 class RowConverter:
@@ -169,26 +171,46 @@ class RowConverter:
         _check_fit(layout, steps, field)
         self.dtype, self._field, self._allocate = layout.dtype, field, allocate
         self.makes_csr = isinstance(layout, Csr)
+        self.hold_out = next((each for each in transforms if isinstance(each, HoldOut)), None)
+        self.epoch = 0
         self.num_columns = math.prod(field.sample_shape)
         self.rule = _rule(field, self.dtype, steps)
         self.sample_bytes = self.num_columns * self.dtype.itemsize
         if self.makes_csr and isinstance(field, MatrixField):
             per_row = field.num_entries / max(1, field.num_rows)
             self.sample_bytes = 4 + math.ceil(per_row * (4 + self.dtype.itemsize))
+        self.sample_bytes *= self.num_outputs
         self._kernel: DenseKernel | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._process = 0
 
     def prepare(self, device: torch.device) -> None:
         """Compile the kernel that makes sparse rows dense."""
-        if self._kernel is not None or self.makes_csr or not isinstance(self._field, MatrixField):
+        if self._kernel is not None or self.makes_csr or self.hold_out or not isinstance(self._field, MatrixField):
             return
         l2 = self.rule.steps == (L2(),)
         if DenseKernel.suits(device, self.dtype) and (l2 or not self.rule.steps):
             self._kernel = DenseKernel(partial(_example, self._field, device), self.num_columns, self.rule, l2=l2)
 
-    def __call__(self, rows: CsrRows | torch.Tensor, keep: bool) -> torch.Tensor:
-        """Return the batch: (rows, columns), dense or CSR. With ``keep`` it may share memory with the input."""
+    @property
+    def num_outputs(self) -> int:
+        """Number of batches that one batch of rows becomes."""
+        return 1 if self.hold_out is None else 2
+
+    @property
+    def is_uncut(self) -> bool:
+        """Whether what is returned cannot be cut into several batches."""
+        return self.makes_csr or self.hold_out is not None
+
+    def __call__(self, rows: CsrRows | torch.Tensor, keep: bool) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Return the batch: (rows, columns), dense or CSR. With ``keep`` it may share memory with the input.
+
+        With `HoldOut`, return inputs and targets, which share no memory with it.
+        """
+        if self.hold_out is not None:
+            if isinstance(rows, torch.Tensor):
+                return self.hold_out(dense_values(rows, self.rule), self.epoch)
+            return self._held_out(self.parted(rows), rows.starts.device)
         if isinstance(rows, torch.Tensor):
             return dense_values(rows, self.rule)
         if not self.makes_csr:
@@ -203,6 +225,22 @@ class RowConverter:
             columns = columns.clone() if shares_memory(columns, rows.indices) else columns
             values = values.clone() if rows.values is not None and shares_memory(values, rows.values) else values
         return make_csr(starts, columns, values, (len(rows), self.num_columns))
+
+    def parted(self, rows: CsrRows) -> tuple[Entries, ...]:
+        """Return the entries of each output."""
+        entries = entries_of(rows, self.rule, self.num_columns)
+        return (entries,) if self.hold_out is None else self.hold_out.part(entries, self.epoch)
+
+    def _held_out(self, parts: tuple[Entries, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+        num_rows = len(parts[0].counts)
+        if self.makes_csr:
+            shape = num_rows, self.num_columns
+            return tuple(make_csr(part.starts, part.columns, part.values, shape) for part in parts)
+        both = self._empty(2 * num_rows, device)  # in one piece: there may be only one buffer
+        outs = both[:num_rows], both[num_rows:]
+        for out, part in zip(outs, parts, strict=True):
+            scatter(out, part, self._map_parts())
+        return outs
 
     def release(self) -> None:
         """Stop the threads."""

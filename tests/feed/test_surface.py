@@ -58,4 +58,5 @@ def test_errors_are_in_the_package():
 
 
 def test_transforms():
-    assert set(h5chunk.transforms.__all__) == {"L2", "Binarize", "Csr", "Dense", "Log1p", "Normalize", "ToDtype"}
+    names = {"L2", "Binarize", "Csr", "Dense", "HoldOut", "Log1p", "Normalize", "ToDtype"}
+    assert set(h5chunk.transforms.__all__) == names

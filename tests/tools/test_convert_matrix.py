@@ -32,7 +32,7 @@ from h5chunk.plan.permutation import permutation
 from h5chunk.sources.matrix.block import Block
 from h5chunk.store.write.spool import Spool
 from h5chunk.tools.convert.matrix import convert_matrix, field_name
-from h5chunk.tools.convert.matrix_read import Ids
+from h5chunk.tools.convert.matrix_ids import Ids
 from h5chunk.tools.convert.matrix_sort import Entries
 from h5chunk.tools.convert.options import MatrixOptions, parse_bytes
 

@@ -236,7 +236,7 @@ class DelimitedSource(TextSource):
         if b"\r" in text:
             self._text.fail(f"holds a carriage return that ends no line: {shown(text)}", line)
         if self._dialect.has_quotes and text.count(b'"') % 2:
-            self._text.fail(f"a quote is not closed in {shown(text)}", line)
+            self._text.fail(f"a quote is not closed (--no-quotes takes quotes for letters): {shown(text)}", line)
         if len(cells) != self._width:
             self._text.fail(
                 f"{count_text(len(cells), 'column')} where the lines above have {self._width}: {shown(text)}", line

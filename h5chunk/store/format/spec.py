@@ -42,11 +42,13 @@ AnnData writes a CSR matrix (`anndata.io.sparse_dataset`, `anndata.io.read_elem`
 ``/X``
     Attributes ``encoding-type``: ``csr_matrix`` and ``encoding-version``: ``0.1.0``, fixed strings; ``shape`` int64
     (2,): rows, columns; ``scale`` float64: value = stored number / ``scale``; ``pattern`` uint8: 1 if all values are
-    one and none is stored.
+    one and none is stored; ``time_order`` uint8: 1 if the entries of each row are in the order of their times, and
+    not of their columns; absent otherwise.
 ``/X/indptr``
     int64, (N + 1,), contiguous: the entries of row i run from ``indptr[i]`` to ``indptr[i + 1]``, excluded.
 ``/X/indices``
-    (num_entries,): the column of each entry, ascending within a row, without repetition; the type is the narrowest of
+    (num_entries,): the column of each entry, without repetition within a row, and ascending there unless
+    ``time_order`` is 1; the type is the narrowest of
     uint8, uint16, uint32 and uint64 that holds columns - 1.
 ``/X/data``
     (num_entries,), uint8: the code of each entry, 1 to 255; or, since version 2, float16 or float32: the value of each
@@ -71,7 +73,8 @@ there may be
     See below; for columns of ``obs``.
 
 ``source_index`` counts all rows of the source from 0: in their own order, or, if they have ids, in ascending order of
-all ids of the source. So does ``column_index``. Rows that were filtered out leave gaps.
+all ids of the source, after the ids of another file (``--ids-from``). So does ``column_index``. Rows that were filtered
+out leave gaps.
 
 A file of dense rows has, in place of the group, the dataset ``/X``: (N, columns), of a type of ``/X/data``, with the
 attributes ``scale`` and ``pattern``, in chunks of (chunk_samples, columns), compressed by gzip or not; ``kind`` is

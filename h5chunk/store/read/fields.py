@@ -73,6 +73,7 @@ class MatrixField:
     filtered: bool
     axes: str = ""
     categories: str = ""
+    has_time_order: bool = False  # of the entries of each row
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
@@ -213,8 +214,8 @@ def look_at_matrix(group: h5py.Group, path: Path, name: str, chunk_samples: int 
         raise FileError(f"{where} is damaged: {num_entries} indices but {len(group['data'])} values")
     if group["indices"].dtype.kind not in "iu" or group["indptr"].dtype.kind not in "iu":
         raise FieldError(f"{where} is not a CSR matrix: its indptr or indices are not integers")
-    pattern, scale = False, 1.0
-    if chunk_samples is not None:
+    pattern, scale, is_own = False, 1.0, chunk_samples is not None
+    if is_own:
         scale, pattern = _scale(group, where), small_attribute(group, "pattern")
         if not isinstance(pattern, np.generic) or pattern not in (0, 1):
             raise FileError(f"{where} is damaged: it has no valid attribute pattern")
@@ -229,9 +230,17 @@ def look_at_matrix(group: h5py.Group, path: Path, name: str, chunk_samples: int 
         if num_entries and indices.chunks and indices.id.get_create_plist().get_nfilters():
             chosen = max(chosen, math.ceil(indices.chunks[0] * num_rows / num_entries))
         chunk_samples = max(1, min(chosen, num_rows))
+    sizes = num_rows, num_columns, num_entries
+    time_order = is_own and in_time_order(group)
     return MatrixField(
-        name, group.name, num_rows, num_columns, num_entries, index_dtype, values, scale, chunk_samples, filtered
+        name, group.name, *sizes, index_dtype, values, scale, chunk_samples, filtered, has_time_order=time_order
     )
+
+
+def in_time_order(group: h5py.Group) -> bool:
+    """Return whether a matrix of an h5chunk file has the entries of each row in the order of their times."""
+    value = small_attribute(group, "time_order", 0)
+    return isinstance(value, np.generic) and bool(value == 1)
 
 
 def _scale(item: h5py.HLObject, where: str) -> float:

@@ -217,6 +217,7 @@ def _joined_field(readers: Sequence[H5Reader], name: str) -> Field | MatrixField
             num_entries=sum(field.num_entries for field in matrices),
             chunk_samples=max(field.chunk_samples for field in matrices),
             filtered=any(field.filtered for field in matrices),
+            has_time_order=all(field.has_time_order for field in matrices),
         )
     _check_equal(readers, name, ("dtype", "sample_shape", "axes", "scale"), REMEDY)
     largest = max(dense, key=lambda each: (each.grid.filtered, each.grid.chunks is not None, each.grid.band_bytes))

@@ -16,7 +16,7 @@ from h5chunk.store.write.new_file import NewFile, checksum_specs, column_specs, 
 from h5chunk.store.write.targets import PlainTarget
 
 
-def csr_spec(layout: CsrLayout, *, scale: float, **parts: Any) -> FileSpec:
+def csr_spec(layout: CsrLayout, *, scale: float, time_order: bool = False, **parts: Any) -> FileSpec:
     """Return the file to write: see `_spec` for ``parts``; a value is the stored number divided by ``scale``."""
     entries, chunks = (layout.num_entries,), (layout.chunk_entries,)
     arrays = {
@@ -26,6 +26,8 @@ def csr_spec(layout: CsrLayout, *, scale: float, **parts: Any) -> FileSpec:
     }
     shape = np.array([layout.num_rows, layout.num_columns], np.int64)
     about = {"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": shape}
+    if time_order:
+        about["time_order"] = np.uint8(1)
     return _spec(layout, CSR, arrays, about, scale=scale, pattern=layout.pattern, **parts)
 
 

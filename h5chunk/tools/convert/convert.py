@@ -15,7 +15,7 @@ from h5chunk.store.write.journal import has_command_id
 from h5chunk.store.write.output import check_folder
 from h5chunk.store.write.part_file import check_not_source, check_output, parse_output
 from h5chunk.tools.convert.matrix import convert_matrix, naming_memory
-from h5chunk.tools.convert.options import IN_ORDER, MatrixOptions, SampleOptions
+from h5chunk.tools.convert.options import MatrixOptions, SampleOptions
 from h5chunk.tools.convert.report import ConvertReport, MatrixReport
 from h5chunk.tools.convert.run import Notify, SampleRun
 from h5chunk.tools.convert.samples import open_context, prepare, split_job
@@ -116,13 +116,13 @@ def _open(
     source_options, how = choose_options(kind, source, options, (kind.Options, groups[0]), groups[1])
     is_folder = isinstance(how, SampleOptions) and how.is_sharded
     path = parse_output(output, folder=is_folder)
-    check_not_source(path, *([source] if is_path(source) else []), *source_options.paths())
+    check_not_source(path, *([source] if is_path(source) else []), *source_options.paths(), *how.paths())
     (check_folder if is_folder else check_output)(path, overwrite=overwrite or has_command_id(path))
     if isinstance(how, SampleOptions):
         opened = open_kind(kind, source, source_options, open_context(how, progress))
     else:
         with naming_memory(how.memory_bytes):
-            context = OpenContext(how.memory_bytes, with_times=how.duplicates in IN_ORDER)
+            context = OpenContext(how.memory_bytes, with_times=how.needs_times)
             opened = open_kind(kind, source, source_options, context)
         check_not_source(path, *opened.files())
     return opened, path, how, source_options.given()

@@ -26,6 +26,7 @@ from h5chunk.plan.codes import Coding, FloatCoding, Storage
 from h5chunk.plan.csr import index_dtype, plan_csr
 from h5chunk.plan.layout import Layout, plan_layout
 from h5chunk.sources.matrix.block import Block, SparseSource, Transposed
+from h5chunk.stamp import stamp_of
 from h5chunk.store.format.header import CSR, DENSE, MATRIX, read_matrix
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.open import opened
@@ -34,6 +35,7 @@ from h5chunk.store.write.journal import is_made_by, key_of
 from h5chunk.store.write.new_file import NewFile, write_columns
 from h5chunk.store.write.part_file import check_output
 from h5chunk.store.write.targets import CompressedTarget, PlainTarget, Target
+from h5chunk.tools.convert.matrix_ids import OldIds, read_old_ids
 from h5chunk.tools.convert.matrix_read import (
     READ_SHARE,
     SORT_SHARE,
@@ -75,6 +77,14 @@ def convert_matrix(
     source = Transposed(source) if options.transpose else source
     options, identity = options.for_kind(source.kind), source.identity()
     facts: dict[str, Any] = {**facts_of_all(), "options": options.recorded(), "how": dict(how), "source": identity}
+    if options.time_order and source.time_name is None:
+        raise OptionError(
+            f"time_order is given, but {printable(source.path)} has no column of times: name it as the fourth of "
+            "--columns"
+        )
+    old = read_old_ids(options.ids_from, source, keep_rows=options.keep_rows)
+    if options.ids_from is not None:
+        facts["ids_from"] = stamp_of(options.ids_from, with_ctime=True)
     command_id = None if identity is None else key_of(facts)
     complete = not overwrite and command_id is not None and is_made_by(path, command_id)
     if not complete:
@@ -83,7 +93,7 @@ def convert_matrix(
         if dry_run and not complete:
             facts = _predict(source, path, options)
         else:
-            facts = {} if complete else _write(source, path, options, overwrite, command_id, progress)
+            facts = {} if complete else _write(source, path, options, old, overwrite, command_id, progress)
             facts = {**_facts_of_file(path), "seconds": time.perf_counter() - started, **facts}
     return MatrixReport(
         path=str(path),
@@ -101,6 +111,7 @@ def _write(
     source: SparseSource,
     path: Path,
     options: MatrixOptions,
+    old: OldIds,
     overwrite: bool,
     command_id: str | None,
     progress: Progress | None,
@@ -112,7 +123,7 @@ def _write(
             progress("read", done, source.num_bytes)
 
     with NewFile(path, overwrite) as new, ExitStack() as stack:
-        kept = _select(source, options, Path(os.path.realpath(path)).parent, stack, report_read)
+        kept = _select(source, options, old, Path(os.path.realpath(path)).parent, stack, report_read)
         if kept.num_columns < 1 or not kept.num_rows:
             raise SourceError(f"{printable(source.path)}: no rows are left")
         fields, tables = fields_of(kept), tables_of(kept)
@@ -128,13 +139,18 @@ def _write(
 
 
 def _select(
-    source: SparseSource, options: MatrixOptions, folder: Path, stack: ExitStack, report_read: Callable[[int], None]
+    source: SparseSource,
+    options: MatrixOptions,
+    old: OldIds,
+    folder: Path,
+    stack: ExitStack,
+    report_read: Callable[[int], None],
 ) -> Selection:
     """Read and sort the entries, and choose how they are stored."""
 
     def attempt(coding: Coding | FloatCoding) -> Selection:
         stack.close()
-        return select(SortedMatrix(source, options, coding, folder, stack, report_read))
+        return select(SortedMatrix(source, options, coding, folder, stack, report_read, old))
 
     return first_that_fits(options, attempt)
 
@@ -229,8 +245,8 @@ def _write_csr(
     sizes = kept.num_rows, kept.num_columns, kept.num_entries
     dtype = None if kept.storage.pattern else kept.storage.dtype
     layout = plan_csr(*sizes, value_dtype=dtype, chunk_samples=options.chunk_samples)
-    spec = csr_spec(layout, scale=kept.storage.scale, attributes=_attributes(options), fields=fields, tables=tables)
-    new.allocate(spec)
+    about: dict[str, Any] = {"scale": kept.storage.scale, "time_order": options.time_order}
+    new.allocate(csr_spec(layout, attributes=_attributes(kept), fields=fields, tables=tables, **about))
     writer = CsrWriter(new, layout)
     with new.flusher():
         for rows, columns, values in kept.parts(layout.index_dtype):
@@ -255,7 +271,7 @@ def _write_dense(
             f"of memory_bytes is {human_bytes(memory_bytes // 2)}: allow more, or give a smaller chunk_samples"
         )
     is_compressed = options.compression != "none"
-    about = {"scale": kept.storage.scale, "pattern": kept.storage.pattern, "attributes": _attributes(options)}
+    about = {"scale": kept.storage.scale, "pattern": kept.storage.pattern, "attributes": _attributes(kept)}
     new.allocate(dense_spec(layout, kept.storage.dtype, gzip=is_compressed, fields=fields, tables=tables, **about))
     target: Target
     if is_compressed:
@@ -291,8 +307,9 @@ def _dense_chunks(layout: Layout, kept: Selection, report_written: Callable[[int
         chunk[...] = 0
 
 
-def _attributes(options: MatrixOptions) -> dict[str, Any]:
-    return {"seed": options.seed, "shuffled": options.shuffle, "options": options.recorded()}
+def _attributes(kept: Selection) -> dict[str, Any]:
+    options, old = kept.matrix.options, kept.matrix.old
+    return {"seed": options.seed, "shuffled": options.shuffle and old.shuffled, "options": options.recorded()}
 
 
 # ---- planning

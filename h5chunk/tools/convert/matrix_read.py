@@ -9,14 +9,14 @@ from typing import TypeVar
 
 import numpy as np
 
-from h5chunk.errors import SourceError, count_text, printable
+from h5chunk.errors import OptionError, SourceError, count_text, printable
 from h5chunk.plan.codes import MAX_CODE, Coding, FloatCoding
 from h5chunk.plan.permutation import permutation
-from h5chunk.sources.arrow import number_values
 from h5chunk.sources.matrix.block import Block, MemoryLimit, SparseSource
 from h5chunk.store.write.spool import Spool
+from h5chunk.tools.convert.matrix_ids import Ids, OldIds, inverse_of
 from h5chunk.tools.convert.matrix_sort import PART_ENTRIES, Entries
-from h5chunk.tools.convert.options import IN_ORDER, MatrixOptions
+from h5chunk.tools.convert.options import MatrixOptions
 
 T = TypeVar("T")
 
@@ -26,10 +26,6 @@ TABLE_BYTES = 4  # bytes of an id in a table of ids
 # Of memory for a row (its number while rows are permuted, its entries, its source), and for a column whose entries are
 # counted: 49 and 25 were measured (tracemalloc, as in tests/sources/test_claims.py).
 ROW_BYTES, COLUMN_BYTES = 56, 32
-
-
-TABLE_START = 1 << 16
-NUMBERS_BYTES, ID_COPIES = 24, 4  # bytes of memory for an id: its number, in several orders, and copies of itself
 
 
 def check_shape(
@@ -102,10 +98,11 @@ class SortedMatrix:
         folder: Path,
         stack: ExitStack,
         report_read: Callable[[int], None],
+        old: OldIds,
     ) -> None:
-        self.source, self.options, self.coding = source, options, coding
+        self.source, self.options, self.coding, self.old = source, options, coding, old
         self._folder, self._stack = folder, stack
-        self._uses_times = source.time_name is not None and options.duplicates in IN_ORDER
+        self._uses_times = source.time_name is not None and options.needs_times
         self.row_ids: np.ndarray | None = None  # ids of all rows of the source, ascending; None if it has no ids
         self.column_ids: np.ndarray | None = None
         self.num_read = 0  # number of entries
@@ -129,7 +126,7 @@ class SortedMatrix:
         times = [("time", np.int64)] if self._uses_times else []
         record = np.dtype([("row", number), ("column", number), *times, ("value", self.coding.dtype)])
         table_ids = min(max(1024, memory_bytes // TABLE_SHARE // TABLE_BYTES), 1 << 31)
-        ids = (Ids(table_ids), Ids(table_ids)) if source.has_ids else None
+        ids = (Ids(table_ids, self.old.rows), Ids(table_ids, self.old.columns)) if source.has_ids else None
         column_ranks = None
         num_rows = num_columns = 0
         with Spool(self._folder, record, memory_bytes // SPOOL_SHARE) as spool:
@@ -144,6 +141,7 @@ class SortedMatrix:
                     num_rows = max(num_rows, int(block.rows.max(initial=-1)) + 1)
                     num_columns = max(num_columns, int(block.columns.max(initial=-1)) + 1)
                 else:
+                    self._check_id_types(block)
                     records["row"], records["column"] = ids[0].number(block.rows), ids[1].number(block.columns)
                     num_rows, num_columns = ids[0].size, ids[1].size
                 part_read = min(1.0, done / max(1, source.num_bytes))
@@ -174,7 +172,11 @@ class SortedMatrix:
             )
         options, coding = self.options, self.coding
         check_shape(self.source, options, num_rows, num_columns)
-        self.order = permutation(num_rows, options.seed) if options.shuffle else np.arange(num_rows, dtype=np.int64)
+        self.order = np.arange(num_rows, dtype=np.int64)
+        if options.shuffle:
+            self.order[self.num_old_rows :] = (
+                permutation(num_rows - self.num_old_rows, options.seed) + self.num_old_rows
+            )
         self.num_columns = num_columns
         entries = Entries(
             self._folder,
@@ -185,9 +187,30 @@ class SortedMatrix:
             options.memory_bytes // SORT_SHARE,
             options.duplicates,
             has_times=self._uses_times,
+            time_order=options.time_order,
         )
         self.entries = self._stack.enter_context(entries)
         return inverse_of(self.order) if options.shuffle else self.order
+
+    @property
+    def num_old_rows(self) -> int:
+        """Number of rows, the first of the file, whose numbers are those of an older file."""
+        return 0 if self.old.rows is None else len(self.old.rows)
+
+    @property
+    def num_old_columns(self) -> int:
+        return 0 if self.old.columns is None else len(self.old.columns)
+
+    def _check_id_types(self, block: Block) -> None:
+        """Raise OptionError if old ids are strings and those of the source numbers, or the reverse."""
+        for axis, ids, old in (("row", block.rows, self.old.rows), ("column", block.columns, self.old.columns)):
+            if old is not None and len(ids) and old.dtype.kind != ids.dtype.kind:
+                words = {"S": "strings", "i": "whole numbers"}
+                raise OptionError(
+                    f"{printable(self.source.path)}: {axis} ids are {words[ids.dtype.kind]}, but those of ids_from are "
+                    f"{words[old.dtype.kind]}: of a delimited file, '{self.source.axes[axis == 'column']}:str' in "
+                    "--columns reads strings"
+                )
 
     def _units(self, block: Block) -> np.ndarray:
         """Return the units of all entries, including zeros: a zero may be the last of several duplicates."""
@@ -222,71 +245,3 @@ def place_text(row: object, column: object) -> str:
         for name in (row, column)
     ]
     return f"row {shown[0]}, column {shown[1]}"
-
-
-# ---- ids
-
-
-class Ids:
-    """Ids that are numbered as they appear.
-
-    Integers below ``table_ids`` are looked up in a table, which is many times faster than Arrow's hash table.
-    """
-
-    def __init__(self, table_ids: int) -> None:
-        self._table_ids = table_ids
-        self._table: np.ndarray | None = np.full(min(TABLE_START, table_ids), -1, np.int32)
-        self._known: np.ndarray | None = None  # the ids in the order of their numbers
-
-    @property
-    def size(self) -> int:
-        return 0 if self._known is None else len(self._known)
-
-    @property
-    def num_bytes(self) -> int:
-        """Upper limit on the bytes of memory that the ids take until they are in the file."""
-        width = 8 if self._known is None else max(8, self._known.itemsize)
-        return self.size * (NUMBERS_BYTES + ID_COPIES * width)
-
-    def number(self, ids: np.ndarray) -> np.ndarray:
-        """Return the numbers of (n,) ids, int64 or fixed-length bytes; new ids get the next numbers."""
-        if not len(ids):
-            return np.empty(0, np.int64)
-        if self._table is not None:
-            if ids.dtype.kind == "i" and ids.min() >= 0 and (largest := int(ids.max())) < self._table_ids:
-                return self._look_up(self._table, ids, largest)
-            self._table = None
-        numbers, new = number_values(ids[:0] if self._known is None else self._known, ids)
-        if len(new):
-            self._add(new)
-        return numbers
-
-    def _look_up(self, table: np.ndarray, ids: np.ndarray, largest: int) -> np.ndarray:
-        if largest >= len(table):
-            size = min(max(largest + 1, 2 * len(table)), self._table_ids)
-            self._table = table = np.concatenate([table, np.full(size - len(table), -1, np.int32)])
-        numbers = table[ids]
-        unknown = numbers < 0
-        if unknown.any():
-            new = np.unique(ids[unknown])
-            table[new] = self._add(new)
-            numbers = table[ids]
-        return numbers
-
-    def _add(self, new: np.ndarray) -> np.ndarray:
-        first = self.size
-        self._known = new if self._known is None else np.concatenate([self._known, new])
-        return np.arange(first, self.size, dtype=np.int64)
-
-    def ranks(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids in ascending order, and the rank of every number."""
-        ids = np.empty(0, np.int64) if self._known is None else self._known
-        order = np.argsort(ids, kind="stable")
-        return ids[order], inverse_of(order)
-
-
-def inverse_of(order: np.ndarray) -> np.ndarray:
-    """Return the inverse of a permutation."""
-    places = np.empty(len(order), np.int64)
-    places[order] = np.arange(len(order), dtype=np.int64)
-    return places

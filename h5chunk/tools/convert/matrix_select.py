@@ -75,12 +75,16 @@ def select(matrix: SortedMatrix) -> Selection:
         raise no_scale(source)
     num_entries = int(row_entries.sum())
     columns_kept = None
-    if column_entries is not None and not (kept := column_entries >= min_column_count).all():
-        columns_kept = kept
+    if column_entries is not None:
+        kept = column_entries >= min_column_count
+        kept[: matrix.num_old_columns] = True
+        columns_kept = None if kept.all() else kept
+    if columns_kept is not None:
         row_entries[:] = 0
-        for rows, _, _ in _settled(matrix, kept):
+        for rows, _, _ in _settled(matrix, columns_kept):
             _count_rows(rows, row_entries)
     rows_kept = row_entries >= max(options.min_row_count, least)
+    rows_kept[: matrix.num_old_rows] = True
     if not rows_kept.any() or (columns_kept is not None and not columns_kept.any()):
         axis = "column" if rows_kept.any() else "row"
         raise SourceError(f"{printable(source.path)}: no {axis} is left: filter less")

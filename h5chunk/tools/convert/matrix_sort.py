@@ -43,13 +43,19 @@ class Places(NamedTuple):
     values: np.ndarray
     counts: np.ndarray | None
 
+    def take(self, order: np.ndarray) -> Places:
+        """Return the places in another order."""
+        counts = None if self.counts is None else self.counts[order]
+        return Places(self.rows[order], self.columns[order], self.values[order], counts)
+
 
 class Entries:
     """Context manager around (row, column, number) records, of which ``memory_bytes`` are kept in memory.
 
     Numbers bounded by ``num_bits`` are sorted together with their place, if both fit in 64 bits. Numbers of one place
     are combined as ``duplicates`` says (see `combine`), in the order of their times, or else of arrival. Raises
-    OptionError for a matrix of more than 2**64 places.
+    OptionError for a matrix of more than 2**64 places. With ``time_order`` the places of a row come in the order of
+    their times, that of the last entry of each, and places of one time by column.
     """
 
     def __init__(
@@ -62,14 +68,17 @@ class Entries:
         memory_bytes: int,
         duplicates: str = "sum",
         has_times: bool = False,
+        time_order: bool = False,
     ) -> None:
         self._column_bits = max(1, (num_columns - 1).bit_length())
         row_bits = max(1, (num_rows - 1).bit_length())
         if row_bits + self._column_bits > 64:
             raise OptionError(f"{num_rows} x {num_columns}: rows and columns together take more than 64 bits")
-        fits = num_bits is not None and row_bits + self._column_bits + num_bits <= 64 and duplicates not in IN_ORDER
+        fits = num_bits is not None and row_bits + self._column_bits + num_bits <= 64
+        fits = fits and not time_order and duplicates not in IN_ORDER
         self._bits = num_bits if fits and num_bits else 0
         self._duplicates, self._has_times = duplicates, has_times
+        self._whole_bits = self._column_bits if time_order else 0  # of keys; entries that share the rest stay together
         packed = np.dtype(np.uint64)
         times = [("time", np.int64)] if has_times else []
         self._record = packed if self._bits else np.dtype([("key", packed), *times, ("value", dtype)])
@@ -128,7 +137,8 @@ class Entries:
         keys = np.sort(np.concatenate([run.keys for run in self._runs]))
         # A range with n kept keys may have up to one more step of records in each run.
         step = max(1, self._limit // self._step - len(self._runs))
-        self._cuts = np.unique(keys[step::step]).tolist()
+        whole = np.uint64(self._whole_bits)
+        self._cuts = np.unique(keys[step::step] >> whole << whole).tolist()
 
     def _sort_waiting(self) -> np.ndarray:
         records = np.empty(self._num_waiting, self._record)
@@ -153,6 +163,10 @@ class Entries:
     def _keys(self, records: Any) -> Any:
         """The keys of several records, or the key of a single record."""
         return records >> np.uint64(self._bits) if self._bits else records["key"]
+
+    def _wholes(self, records: Any) -> Any:
+        """The part of the keys that entries which stay together share."""
+        return self._keys(records) >> np.uint64(self._whole_bits)
 
     def _spill(self) -> None:
         if self._num_waiting:
@@ -196,13 +210,14 @@ class Entries:
         start = 0
         while start < len(records):
             stop = min(start + PART_ENTRIES, len(records))
-            if stop < len(records):  # entries that share a place stay together
-                stop = bisect_right(records, self._keys(records[stop - 1]), stop, key=self._keys)
+            if stop < len(records):  # entries that share a place, or a row, stay together
+                stop = bisect_right(records, self._wholes(records[stop - 1]), stop, key=self._wholes)
             part = records[start:stop]
             keys = self._keys(part)
             values = part & np.uint64((1 << self._bits) - 1) if self._bits else part["value"]
             if values.dtype.kind == "u":
                 values = values.astype(np.uint64, copy=False)
+            times = part["time"] if self._whole_bits else keys
             first = np.empty(len(keys), bool)
             first[0] = True
             np.not_equal(keys[1:], keys[:-1], out=first[1:])
@@ -210,10 +225,13 @@ class Entries:
             if not first.all():
                 starts = np.flatnonzero(first)
                 counts = np.diff(starts, append=len(keys))
+                if self._whole_bits:
+                    times = combine("first" if self._duplicates == "first" else "last", times, starts)
                 values, keys = combine(self._duplicates, values, starts), keys[starts]
             rows = (keys >> np.uint64(self._column_bits)).astype(np.int64)
             columns = (keys & np.uint64((1 << self._column_bits) - 1)).astype(np.int64)
-            yield Places(rows, columns, values, counts)
+            places = Places(rows, columns, values, counts)
+            yield places.take(np.lexsort((times, rows))) if self._whole_bits else places
             start = stop
 
 

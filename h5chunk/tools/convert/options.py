@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -130,6 +131,16 @@ class MatrixOptions(WriteOptions):
         "one. auto: error for ratings and libsvm, sum for other sources.",
         choices=(AUTO, *DUPLICATES),
     )
+    time_order: bool = option(
+        False, "Keep the entries of each row in the order of their times, for HoldOut(last=N) and models of sequences."
+    )
+    ids_from: str | os.PathLike[str] | None = option(
+        None,
+        "Give ids of columns the numbers that they have in this converted file; columns of new ids come after.",
+        metavar="OLD.h5",
+        is_path=True,
+    )
+    keep_rows: bool = option(False, "With --ids-from: rows keep their numbers, too, and new rows come after.")
     transpose: bool = option(False, "Make the columns of SOURCE the samples.")
     dense: bool = option(False, "Write dense rows.")
     compression: str | None = option(
@@ -149,7 +160,16 @@ class MatrixOptions(WriteOptions):
             raise OptionError(
                 f"compression is {self.compression!r} but only dense rows are compressed: add dense=True (--dense)"
             )
+        if self.dense and self.time_order:
+            raise OptionError("time_order is given, but dense rows have no order of entries: leave out dense")
+        if self.keep_rows and self.ids_from is None:
+            raise OptionError("keep_rows is given without ids_from: name the file whose rows keep their numbers")
         self.coding()
+
+    @property
+    def needs_times(self) -> bool:
+        """Whether times of entries are used if there are any."""
+        return self.time_order or self.duplicates in IN_ORDER
 
     def coding(self) -> Coding | FloatCoding:
         """Return how values are stored; `Coding.otherwise` if some do not fit."""
@@ -177,7 +197,7 @@ class MatrixOptions(WriteOptions):
 
     def recorded(self) -> dict[str, Any]:
         """Return the options that a file records: all that determine its bytes."""
-        left_out = ("memory_bytes", *(() if self.dense else ("compression",)))
+        left_out = ("memory_bytes", "ids_from", *(() if self.dense else ("compression",)))
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
 

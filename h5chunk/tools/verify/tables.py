@@ -13,7 +13,7 @@ from h5chunk.errors import FieldError, FileError, count_text, printable
 from h5chunk.store.format.header import Header, read_matrix
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.guard import Guard
-from h5chunk.store.read.fields import look_at_matrix, read_indptr
+from h5chunk.store.read.fields import in_time_order, look_at_matrix, read_indptr
 
 TABLES = ("source_index", "source_name_ends", "source_names")
 PART_VALUES = 4 << 20  # labels, or entries of sorted rows, to check at a time
@@ -71,12 +71,14 @@ def _check_codes(field: h5py.Dataset, num_categories: int, least: int) -> Iterat
 class MatrixCheck:
     """Check a sparse matrix whose chunks are read, part by part, from any thread.
 
-    In a matrix of an h5chunk file (``ours``), columns ascend in each row, and no value is zero, infinite or NaN.
+    In a matrix of an h5chunk file (``ours``), columns ascend in each row, unless it is in the order of time, and no
+    value is zero, infinite or NaN.
     """
 
     def __init__(self, file: h5py.File, path: Path, prefix: str, ours: bool) -> None:
         self.prefix, self.ours, self._indices = prefix, ours, file[f"{prefix}/indices"]
         self._dtype, self._value_dtype = self._indices.dtype, file[f"{prefix}/data"].dtype
+        self._ascends = ours and not in_time_order(file[prefix])
         self.problems: list[str] = []
         self.notes: list[str] = []
         self.indptr: np.ndarray | None = None  # (num_rows + 1,) int64; None if too damaged, or not a matrix
@@ -139,13 +141,13 @@ class MatrixCheck:
         if "outside" in rows:
             row, columns = rows["outside"], self._num_columns
             self.problems.append(f"{name}: row {row} has a column outside of the {columns} columns")
-        if "falls" in rows and not self.ours and whole and not rows.keys() & {"twice", "outside"}:
+        if "falls" in rows and not self._ascends and whole and not rows.keys() & {"twice", "outside"}:
             row_twice = find_twice(self._indices, self.indptr)
             if row_twice is not None:
                 rows["twice"] = row_twice
         if "twice" in rows:
             self.problems.append(f"{name}: row {rows['twice']} has a column twice")
-        if "falls" in rows and self.ours:
+        if "falls" in rows and self._ascends:
             self.problems.append(f"{name}: the columns of row {rows['falls']} do not ascend")
         if "zero" in firsts:
             self.problems.append(f"{name}: the value of entry {firsts['zero']} is stored as 0, which is invalid")

@@ -1,0 +1,115 @@
+"""Number the ids of a source's rows and columns, also such that old ids keep the numbers that they have in a file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from h5chunk.errors import FileError, OptionError, printable
+from h5chunk.sources.arrow import number_values
+from h5chunk.sources.matrix.block import SparseSource
+from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.tables import COLUMN_IDS, ROW_IDS, read_table
+
+TABLE_START = 1 << 16
+NUMBERS_BYTES, ID_COPIES = 24, 4  # of memory for an id: its number, in several orders, and copies of itself
+
+
+class OldIds(NamedTuple):
+    """The ids of a converted file, in its order; no rows where only columns keep their numbers."""
+
+    rows: np.ndarray | None = None
+    columns: np.ndarray | None = None
+    shuffled: bool = True
+
+
+def read_old_ids(path: str | os.PathLike[str] | None, source: SparseSource, *, keep_rows: bool) -> OldIds:
+    """Read the ids whose numbers a conversion keeps. Raises OptionError if the source has no ids."""
+    if path is None:
+        return OldIds()
+    if not source.has_ids:
+        raise OptionError(
+            f"ids_from is given, but {printable(source.path)} ({source.kind}) has numbers in place of ids: ratings and "
+            "other lists of entries have ids"
+        )
+    reader = H5Reader(Path(path))
+    rows, columns = (read_table(reader, name) for name in (ROW_IDS, COLUMN_IDS))
+    for name, ids in ((ROW_IDS, rows), (COLUMN_IDS, columns)):
+        if len(np.unique(ids)) < len(ids):
+            raise FileError(f"{printable(path)}: damaged: {name} names an id twice")
+    is_shuffled = reader.header is not None and reader.header.shuffled
+    return OldIds(rows, columns, is_shuffled) if keep_rows else OldIds(None, columns)
+
+
+class Ids:
+    """Ids that are numbered as they appear, after ``old`` ids.
+
+    Integers below ``table_ids`` are looked up in a table, which is many times faster than Arrow's hash table.
+    """
+
+    def __init__(self, table_ids: int, old: np.ndarray | None = None) -> None:
+        self._table_ids = table_ids
+        self._table: np.ndarray | None = np.full(min(TABLE_START, table_ids), -1, np.int32)
+        self._known = old  # the ids in the order of their numbers
+        self._num_old = 0 if old is None else len(old)
+        if old is not None and self._num_old:
+            self._table = None
+            if old.dtype.kind == "i" and old.min() >= 0 and (largest := int(old.max())) < table_ids:
+                self._table = np.full(max(TABLE_START, largest + 1), -1, np.int32)
+                self._table[old] = np.arange(self._num_old)
+
+    @property
+    def size(self) -> int:
+        return 0 if self._known is None else len(self._known)
+
+    @property
+    def num_bytes(self) -> int:
+        """Upper limit on the bytes of memory that the ids take until they are in the file."""
+        width = 8 if self._known is None else max(8, self._known.itemsize)
+        return self.size * (NUMBERS_BYTES + ID_COPIES * width)
+
+    def number(self, ids: np.ndarray) -> np.ndarray:
+        """Return the numbers of (n,) ids, int64 or fixed-length bytes; new ids get the next numbers."""
+        if not len(ids):
+            return np.empty(0, np.int64)
+        if self._table is not None:
+            if ids.dtype.kind == "i" and ids.min() >= 0 and (largest := int(ids.max())) < self._table_ids:
+                return self._look_up(self._table, ids, largest)
+            self._table = None
+        numbers, new = number_values(ids[:0] if self._known is None else self._known, ids)
+        if len(new):
+            self._add(new)
+        return numbers
+
+    def _look_up(self, table: np.ndarray, ids: np.ndarray, largest: int) -> np.ndarray:
+        if largest >= len(table):
+            size = min(max(largest + 1, 2 * len(table)), self._table_ids)
+            self._table = table = np.concatenate([table, np.full(size - len(table), -1, np.int32)])
+        numbers = table[ids]
+        unknown = numbers < 0
+        if unknown.any():
+            new = np.unique(ids[unknown])
+            table[new] = self._add(new)
+            numbers = table[ids]
+        return numbers
+
+    def _add(self, new: np.ndarray) -> np.ndarray:
+        first = self.size
+        self._known = new if self._known is None else np.concatenate([self._known, new])
+        return np.arange(first, self.size, dtype=np.int64)
+
+    def ranks(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids, old ones in their order and then new ones, ascending; and the rank of every number."""
+        ids, num_old = np.empty(0, np.int64) if self._known is None else self._known, self._num_old
+        order = np.concatenate([np.arange(num_old), np.argsort(ids[num_old:], kind="stable") + num_old])
+        return ids[order], inverse_of(order)
+
+
+def inverse_of(order: np.ndarray) -> np.ndarray:
+    """Return the inverse of a permutation."""
+    places = np.empty(len(order), np.int64)
+    places[order] = np.arange(len(order), dtype=np.int64)
+    return places

@@ -1,0 +1,172 @@
+"""Hold out a part of each row's entries as the target of a batch, as recommenders are trained and measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from h5chunk.errors import OptionError
+from h5chunk.transforms.csr import Entries, make_csr, scatter
+
+Array = Any  # of NumPy on the host, of torch on a GPU
+MAX_SEED = (1 << 62) - 1
+ROUNDING = 1e-9  # 0.29 * 100 is 28.999999999999996, and means 29
+
+
+@dataclass(frozen=True)
+class HoldOut:
+    """Part each row's entries in two, so that a batch has (inputs, targets) in place of the rows.
+
+    ::
+
+        for inputs, targets in ChunkLoader(dataset, 500, transforms=[Binarize(4), HoldOut(0.2)]):
+            ...
+
+    Both are of the same shape, and the entries of one are zeros in the other. Transforms of values before it, such as
+    `Binarize`, are computed on the whole row, and entries that become zero do not count; transforms after it are
+    applied to inputs and targets each. Which entries are held out depends on the seed and on the columns of the row
+    alone: it is the same for any reader, batch size, order, device and number of ranks, and in a copy of the file.
+
+    Parameters
+    ----------
+    fraction : float, optional
+        The part of each row's entries to draw, above 0 and below 1. The number is rounded down, so that a row of few
+        entries may keep them all.
+    last : int, optional
+        In place of ``fraction``: hold out this many of the latest entries of each row, but never all of them. The file
+        must have its entries in the order of time: ``convert(..., time_order=True)``.
+    seed : int
+        Another seed draws other entries.
+    each_epoch : bool
+        Draw anew in each epoch of a `ChunkLoader` or `ChunkSampler`, for training. False: the same, for validation.
+
+    Raises
+    ------
+    OptionError
+        An argument is invalid; or in a loader, the field is not a matrix, or is not in the order of time.
+    """
+
+    fraction: float | None = None
+    last: int | None = None
+    seed: int = 0
+    each_epoch: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.fraction is None) == (self.last is None):
+            raise OptionError("HoldOut: give either a fraction of each row's entries, or how many of the last")
+        if self.fraction is not None and not 0 < self.fraction < 1:
+            raise OptionError(f"HoldOut: fraction is {self.fraction!r}: give a number above 0 and below 1")
+        if self.last is not None and (not isinstance(self.last, int) or self.last < 1):
+            raise OptionError(f"HoldOut: last is {self.last!r}: give a whole number of at least 1")
+        if not isinstance(self.seed, int) or not 0 <= self.seed <= MAX_SEED:
+            raise OptionError(f"HoldOut: seed is {self.seed!r}: give a whole number from 0 to {MAX_SEED}")
+        if self.last is not None and (self.seed or self.each_epoch):
+            raise OptionError("HoldOut: the last entries are not drawn: leave out seed and each_epoch")
+
+    def __call__(self, batch: torch.Tensor, epoch: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Part a batch, dense or CSR, into inputs and targets of the same layout."""
+        shape = len(batch), batch.shape[1]
+        if batch.layout == torch.sparse_csr:
+            starts = batch.crow_indices()
+            parts = self.part(Entries(starts, starts.diff().long(), batch.col_indices(), batch.values()), epoch)
+            inputs, targets = (make_csr(part.starts, part.columns, part.values, shape) for part in parts)
+            return inputs, targets
+        inputs, targets = (torch.empty(shape, dtype=batch.dtype, device=batch.device) for _ in range(2))
+        for out, part in zip((inputs, targets), self.part(_entries_of(batch), epoch), strict=True):
+            scatter(out, part)
+        return inputs, targets
+
+    def part(self, entries: Entries, epoch: int) -> tuple[Entries, Entries]:
+        """Part entries into those that stay and those that are held out, both in their order."""
+        counts, columns, values = (_on_host(each) if each.device.type == "cpu" else each for each in entries[1:])
+        rows, exists = _row_of_each(counts), values != 0
+        if not exists.all():
+            rows, columns, values = rows[exists], columns[exists], values[exists]
+            counts = (np if isinstance(rows, np.ndarray) else torch).bincount(rows, minlength=len(counts))
+        held, num_held = self._held(rows, columns, counts, epoch)
+        stays = ~held
+        return (
+            _entries(counts - num_held, columns[stays], values[stays], entries.values.dtype),
+            _entries(num_held, columns[held], values[held], entries.values.dtype),
+        )
+
+    def _held(self, rows: Array, columns: Array, counts: Array, epoch: int) -> tuple[Array, Array]:
+        """Return whether each entry is held out, and how many are of each row."""
+        ends = counts.cumsum(0)
+        place = _up_to(rows) - (ends - counts)[rows]  # within the row
+        if self.last is not None:
+            num_held = (counts - 1).clip(0, self.last)
+            return counts[rows] - place <= num_held[rows], num_held
+        keys = _keys(rows, columns, ends, counts, _mix_number(self.seed, epoch * self.each_epoch))
+        rank = place + 0
+        rank[_argsort(rows << 32 | keys & 0xFFFFFFFF)] = place
+        on_host = isinstance(counts, np.ndarray)
+        exact = (counts.astype(np.float64) if on_host else counts.double()) * self.fraction + ROUNDING
+        num_held = exact.astype(np.int64) if on_host else exact.long()
+        return rank < num_held[rows], num_held
+
+
+def _on_host(tensor: torch.Tensor) -> np.ndarray:
+    """Return a tensor as an array: NumPy's threads do not wait for those of other work, as torch's do."""
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def _up_to(like: Array) -> Array:
+    """Return 0, 1, 2, ..., as many as another array has elements."""
+    return np.arange(len(like)) if isinstance(like, np.ndarray) else torch.arange(len(like), device=like.device)
+
+
+def _row_of_each(counts: Array) -> Array:
+    """Return the row of each entry."""
+    if isinstance(counts, np.ndarray):
+        return np.repeat(_up_to(counts), counts)
+    return torch.repeat_interleave(_up_to(counts), counts)
+
+
+def _argsort(keys: Array) -> Array:
+    return np.argsort(keys, kind="stable") if isinstance(keys, np.ndarray) else torch.argsort(keys, stable=True)
+
+
+def _entries(counts: Array, columns: Array, values: Array, dtype: torch.dtype) -> Entries:
+    if isinstance(counts, np.ndarray):
+        counts, columns, values = map(torch.from_numpy, (counts, columns, values))
+    starts = torch.zeros(len(counts) + 1, dtype=columns.dtype, device=counts.device)
+    starts[1:] = counts.cumsum(0)
+    return Entries(starts, counts, columns, values.view(dtype))
+
+
+def _entries_of(batch: torch.Tensor) -> Entries:
+    """Return the entries of a dense batch that are not zero."""
+    flat: Array = _on_host(batch.reshape(-1)) if batch.device.type == "cpu" else batch.reshape(-1)
+    places = flat.nonzero()[0] if isinstance(flat, np.ndarray) else flat.nonzero()[:, 0]
+    xp = np if isinstance(flat, np.ndarray) else torch
+    counts = xp.bincount(places // batch.shape[1], minlength=len(batch))
+    return _entries(counts, places % batch.shape[1], flat[places], batch.dtype)
+
+
+def _keys(rows: Array, columns: Array, ends: Array, counts: Array, seed: int) -> Array:
+    """Return a random number per entry: a function of the seed, the column, and all columns of the row."""
+    columns = columns.astype(np.int64) if isinstance(columns, np.ndarray) else columns.long()
+    mixed = _mix(columns ^ seed)
+    sums = mixed.cumsum(0)  # overflows wrap around, and the differences of sums with them
+    firsts = (ends - counts)[rows]
+    of_rows = sums[ends[rows] - 1] - sums[firsts] + mixed[firsts]
+    return _mix(mixed ^ of_rows)
+
+
+def _mix(numbers: Array) -> Array:
+    """Mix the bits of (n,) int64, as the finalizer of SplitMix64 does."""
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        numbers = (numbers ^ ((numbers >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return numbers ^ ((numbers >> 31) & ((1 << 33) - 1))
+
+
+def _mix_number(*numbers: int) -> int:
+    """Return one number, int64, for several."""
+    mixed = np.zeros(1, np.int64)
+    for number in numbers:
+        mixed = _mix(mixed + number + 1)
+    return int(mixed[0])
