@@ -19,7 +19,7 @@ COMMANDS = {
     "info": [],
     "verify": [],
     "bench": ["--budget", "0.1s", "--no-cold", "--workers", "0", "--batch-size", "8"],
-    "tune": ["--budget", "0.5s", "--workers", "0", "--batch-size", "8", "--verify"],
+    "tune": ["--budget", "0.5s", "--workers", "0", "--batch-size", "8"],
 }
 
 

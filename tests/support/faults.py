@@ -15,7 +15,6 @@ import pytest
 CONSTANTS = {
     "ahead_bytes": "plan.slots.AHEAD_BYTES",
     "block_samples": "tools.model.clustering.BLOCK_SAMPLES",
-    "call_bytes": "tools.model.accesses.CALL_BYTES",
     "compared_bytes": "store.hdf5.chunk_table.COMPARED_BYTES",
     "copy_bytes": "store.write.old_file.COPY_BYTES",
     "decoded_part_bytes": "store.read.direct.PART_BYTES",

@@ -9,14 +9,14 @@ import click
 import h5chunk
 from h5chunk.cli import options as shared
 from h5chunk.cli.group import main, run
-from h5chunk.cli.options import FIELDS, OUTPUT, RUNNING, option
+from h5chunk.cli.options import FIELDS, OUTPUT, option
 
 
 @main.command(
     examples={
         "Find the best settings for a file, and store them for its readers": "h5chunk tune photos.h5 --apply",
         "Save the result for --tuned of repack and convert": "h5chunk tune theirs.h5 --json > found.json",
-        "Compare the reads of HDF5 with the predicted ones": "h5chunk tune theirs.h5 --verify --budget 2m",
+        "Take more time, and draw what was measured": "h5chunk tune theirs.h5 --budget 5m --plot rates.png",
     }
 )
 @click.argument("file", type=click.Path())
@@ -42,7 +42,6 @@ from h5chunk.cli.options import FIELDS, OUTPUT, RUNNING, option
 @shared.loader_workers("0, 1, 2 and 4, up to the number of cores")
 @shared.device
 @shared.budget("60s")
-@option("--verify", is_flag=True, heading=RUNNING, help="Compare the reads that HDF5 makes with the predicted ones.")
 @option("--apply", is_flag=True, heading=OUTPUT, help="Store window and cache in FILE.h5chunk.json for its readers.")
 @option(
     "--plot",

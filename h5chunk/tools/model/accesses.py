@@ -8,15 +8,6 @@ order.
 >>> accesses.chunks.tolist(), accesses.bytes_each.tolist()  # sample 5; then samples 2 and 3, and sample 4
 ([2, 3, 0, 1, 2, 3], [6, 6, 12, 12, 6, 6])
 
-`h5chunk.store.read.reader` sorts the rows of a batch. Rows of one chunk that are close together are read in one call
-and copied out, other rows one by one:
-
->>> rows = np.array([9, 0, 1, 2, 40])
->>> find_reads(rows, band_samples=8, row_bytes=1000, whole=False)  # start and end of each call
-(array([ 0,  9, 40]), array([ 3, 10, 41]))
->>> find_reads(rows, band_samples=8, row_bytes=100_000, whole=False)[0].tolist()  # too large to read the rows between
-[0, 1, 2, 9, 40]
-
 Source: H5Dchunk.c, H5D__chunk_io_init and H5D__create_piece_file_map_hyper.
 """
 
@@ -29,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from h5chunk.errors import OptionError
-from h5chunk.plan.cache import CALL_BYTES, CacheSettings, ChunkGrid
+from h5chunk.plan.cache import ChunkGrid
 
 Integers = npt.NDArray[np.int64]
 
@@ -106,31 +97,3 @@ def _pieces_of_sample(grid: ChunkGrid) -> tuple[Integers, Integers, npt.NDArray[
         elements = (sizes * elements).ravel()
         joined = ((sizes == length) & (length == chunk) & joined).ravel()
     return elements, runs, joined
-
-
-def find_reads(rows: Integers, *, band_samples: int, row_bytes: int, whole: bool) -> tuple[Integers, Integers]:
-    """Return the first sample, and the end, of each call that reads a batch, as (m,) int64 arrays.
-
-    ``rows`` come in any order. ``whole``: chunks are decoded in every call, so that each is read once, however far
-    apart its rows are.
-    """
-    if not len(rows):
-        return np.empty(0, np.int64), np.empty(0, np.int64)
-    ordered = np.sort(rows)
-    bands = ordered // band_samples
-    first = np.flatnonzero(np.concatenate(([True], bands[1:] != bands[:-1])))
-    count = np.diff(np.append(first, len(ordered)))
-    low, high = ordered[first], ordered[first + count - 1] + 1
-    too_many = (high - low) * row_bytes > (count - 1) * CALL_BYTES
-    singly = np.repeat((count == 1) | (too_many & (not whole)), count)
-    kept = singly.copy()
-    kept[first] = True
-    stops = np.where(singly, ordered + 1, np.repeat(high, count))
-    return ordered[kept], stops[kept]
-
-
-def batch_accesses(grid: ChunkGrid, cache: CacheSettings, rows: Integers) -> tuple[int, Accesses]:
-    """Return the number of calls that read a batch through a cache, and the chunks that they visit."""
-    whole = grid.filtered and grid.band_bytes > cache.nbytes
-    starts, stops = find_reads(rows, band_samples=grid.band_samples or 1, row_bytes=grid.sample_bytes, whole=whole)
-    return len(starts), range_accesses(grid, starts, stops)

@@ -68,8 +68,6 @@ class Recommendation(Report):
         Upper limit on the memory of feeding.
     num_turns : int
         How often each row was measured.
-    verify : dict or None
-        Predicted and measured reads.
     applied : str or None
         Path where the recommendation was stored.
     """
@@ -98,7 +96,6 @@ class Recommendation(Report):
     budget_s: float
     versions: dict[str, str]
     candidates: list[Trial] = field(repr=False)
-    verify: dict[str, Any] | None = None
     applied: str | None = None
 
     def row(self, name: str) -> TuneRow:
@@ -122,8 +119,6 @@ class Recommendation(Report):
             lines += row.lines(self.batch_size)
         for advice in self.advice:
             lines += [*_wrapped(f"{advice.code}: {advice.message}:", "advice: "), f"{'':8s}{advice.remedy}"]
-        if self.verify is not None:
-            lines.append(_verified(self.verify))
         lines += self._stored()
         for note in self.notes:
             lines += _wrapped(note, "note: ")
@@ -173,14 +168,4 @@ def _wrapped(text: str, head: str, indent: str = "        ") -> list[str]:
     text = printable(text)  # wrapping would turn line breaks into spaces
     return textwrap.wrap(
         text, WIDTH, initial_indent=head, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
-
-
-def _verified(verify: dict[str, Any]) -> str:
-    if verify["note"]:
-        return f"verify: {verify['note']}"
-    same = "equal" if verify["predicted_reads"] == verify["measured_reads"] else "NOT EQUAL: please report it"
-    return (
-        f"verify: {verify['predicted_reads']:,} reads of chunks predicted, {verify['measured_reads']:,} measured, in "
-        f"{verify['batches']:,} batches; {verify['measured_bytes']:,} bytes read: {same}"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from h5chunk.errors import OptionError, check_whole, human_bytes, printable
@@ -14,12 +14,10 @@ from h5chunk.plan.cache import CacheSettings
 from h5chunk.store.hdf5.child import in_child
 from h5chunk.store.write.new_file import write_recommendation
 from h5chunk.tools.measure.checks import check_budget, worker_counts
-from h5chunk.tools.measure.counted import count_reads
 from h5chunk.tools.measure.machine import available_bytes, default_cache, describe_device, library_versions
 from h5chunk.tools.model.clustering import LEAST_CHANCE
 from h5chunk.tools.model.mixing import window_for
 from h5chunk.tools.model.settings import (
-    DATASET,
     Setting,
     Trial,
     cache_of,
@@ -38,7 +36,6 @@ from h5chunk.tools.tune.study import Study, check_converted, fill_page_cache, st
 
 MEMORY_BYTES = 4 << 30
 MAX_WORKERS = 4
-LEAST_VERIFY_S = 1.0
 READ_SHARE = 0.1  # shares of the budget: to fill the page cache, and to read samples for new layouts
 
 
@@ -55,7 +52,6 @@ def tune(
     budget_s: float = 60.0,
     plot: str | os.PathLike[str] | None = None,
     apply: bool = False,
-    verify: bool = False,
     trusted: bool = False,
     progress: Progress | None = None,
 ) -> Recommendation:
@@ -85,8 +81,6 @@ def tune(
     apply : bool
         Whether to write the window and cache of the best setting without a new file to ``NAME.h5chunk.json``, where
         readers find them.
-    verify : bool
-        Whether to read the order of that setting through HDF5, and compare HDF5's reads with the model.
     trusted : bool
         As for `ChunkDataset`.
     progress : callable, optional
@@ -124,8 +118,6 @@ def tune(
         small = why_small(study, device) if trials[search.today].allowed else ""
         search.run(only_today=bool(small))
         found = _report(search, small, *limits)
-        if verify:
-            found = replace(found, verify=_verify(study, found, budget))
         if plot is not None:
             draw(found, plot)
         if apply:
@@ -228,14 +220,6 @@ def _plain_row(search: Search) -> TuneRow:
     mixed = None if study.groups is None else float(facts.batch_samples)
     rate = statistics.median(search.turns[PLAIN])
     return TuneRow(PLAIN, None, description, rate, search.ratio(PLAIN), memory, mixed)
-
-
-def _verify(study: Study, found: Recommendation, budget: TimeBudget) -> dict[str, Any]:
-    """Count the reads that HDF5 makes in the order of the best setting without a new file."""
-    setting = Setting(DATASET, study.facts.chunk_samples, found.window_in_place)
-    seconds = max(LEAST_VERIFY_S, budget.seconds - budget.taken_s)
-    order, cache = order_of(setting, study.facts), CacheSettings.of(found.cache_in_place)
-    return asdict(count_reads(study.reader, order, cache, seconds))
 
 
 def _store(study: Study, found: Recommendation) -> str:
