@@ -16,7 +16,7 @@ from support.matrix_files import dense, write_10x, write_h5ad
 from support.open_source import open_source
 
 import h5chunk
-from h5chunk.errors import OptionError, SourceError
+from h5chunk.errors import FieldError, OptionError, SourceError
 from h5chunk.sources.matrix.hdf5 import GuardedFile
 from h5chunk.sources.open import find_kind
 
@@ -204,7 +204,7 @@ def legacy(path, form):
 @pytest.mark.parametrize("form", ["csr", "csc"])
 def test_legacy_files(tmp_path, form):
     source = open_source(legacy(tmp_path / "old.h5ad", form))
-    assert (source.row_names, dict(source.row_fields)) == (None, {})
+    assert source.row_names.tolist() == [b""] * 40 and list(source.row_fields) == ["n"]
     assert source.is_sorted_by_row == (form == "csr")
     assert (dense(source) == MATRIX.toarray()).all()
 
@@ -255,7 +255,8 @@ def test_hdf5_files_of_others_are_not_taken(tmp_path):
     with h5py.File(tmp_path / "images.h5", "w") as file:
         file["images"] = np.zeros((3, 3))
         file["data"] = h5py.ExternalLink("other.h5", "x")
-    assert find_kind(tmp_path / "images.h5").kind == "images"
+    with pytest.raises(SourceError, match=r"images\.h5: an HDF5 file, but not a known matrix .* use h5chunk repack"):
+        find_kind(tmp_path / "images.h5")
     with h5py.File(tmp_path / "m.h5", "w") as file:
         for name in ("X", "obs", "var"):
             file.create_group(name)
@@ -275,6 +276,49 @@ def test_columns_are_no_option_of_anndata(tmp_path):
         match=r"--columns applies only to .*\(csv.*; .*m\.h5ad contains .*\(h5ad\)",
     ):
         open_source(write_h5ad(tmp_path / "m.h5ad", MATRIX), columns=("a", "b"))
+
+
+@pytest.mark.parametrize("packed", [{}, {"chunks": (7,), "compression": "gzip"}])
+def test_files_from_before_2020_have_tables(tmp_path, packed):
+    """``obs`` is one dataset with several columns, categories are in ``uns``, and ``raw`` has a dot."""
+    path = tmp_path / "old.h5ad"
+    matrix = scipy.sparse.random(20, 6, 0.5, "csr", random_state=0)
+    kinds = [("index", "S6"), ("louvain", "i1"), ("n_genes", "<i8"), ("score", "<f4"), ("good", "?")]
+    obs = np.zeros(20, kinds)
+    obs["index"], obs["louvain"] = [b"cell%d" % i for i in range(20)], np.arange(20) % 3 - 1
+    obs["n_genes"], obs["score"], obs["good"] = np.arange(20) << 40, np.arange(20) / 8, np.arange(20) % 2
+    var = np.array([(b"gene%d" % i, i) for i in range(6)], [("index", "S5"), ("n", "<i4")])
+    with h5py.File(path, "w") as file:
+        file["X"] = matrix.toarray()
+        file.create_dataset("obs", data=obs, **packed)
+        file["var"] = file["raw.var"] = var
+        file["uns/louvain_categories"] = np.array([b"B", b"T"])
+        group = file.create_group("raw.X")
+        group.attrs.update({"h5sparse_format": b"csr", "h5sparse_shape": matrix.shape})
+        for name in ("data", "indices", "indptr"):
+            group[name] = getattr(matrix, name)
+    for layer in ("X", "raw"):
+        source = open_source(path, layer=layer)
+        np.testing.assert_array_equal(dense(source), matrix.toarray())
+        assert (
+            source.row_names.tolist() == obs["index"].tolist() and source.column_names.tolist() == var["index"].tolist()
+        )
+        assert list(source.row_fields) == ["louvain", "n_genes", "score", "good"]
+        for name, found in source.row_fields.items():
+            assert found.tolist() == obs[name].tolist()
+        assert source.categories == {"louvain": ["B", "T"]}
+    with pytest.raises(FieldError, match=r"'obs' is one dataset with several columns.*convert makes 'louvain' a field"):
+        h5chunk.ChunkDataset(path, fields=["X", "obs/louvain"])
+    with h5py.File(path, "a") as file:
+        del file["obs"]
+        file["obs"] = obs[:19]
+    with pytest.raises(SourceError, match="obs: has 19 rows but the matrix has 20"):
+        open_source(path)
+    with h5py.File(path, "a") as file:
+        del file["obs"]
+        file.create_dataset("obs", (20,), [("index", h5py.string_dtype()), ("n", "<i4")])
+    source = open_source(path)
+    assert source.row_names is None and list(source.ignored) == ["obs"]
 
 
 def test_codes_of_our_own_files_are_not_taken_for_values(tmp_path):

@@ -342,7 +342,7 @@ H5AD: dict[str, tuple[Callable[[h5py.File], None], str]] = {
     "unknown filter": (unknown_filter, "packed with filter 4242 .*: write it with another filter"),
     "words for values": (lambda f: put(f, "X/data", ["a"] * 60), "X/data has the type .* but values must be"),
     "complex values": (lambda f: put(f, "X/data", np.ones(60, complex)), "X/data holds complex numbers"),
-    "compound values": (lambda f: put(f, "X/data", np.zeros(60, "i4,f4")), "X/data: has the type .* but only numbers"),
+    "compound values": (lambda f: put(f, "X/data", np.zeros(60, "i4,f4")), "X/data has the type .* but values must be"),
     "two dimensions": (lambda f: put(f, "X/data", np.ones((60, 1))), "must have 1 dimensions"),
     "no indices": (lambda f: f.__delitem__("X/indices"), "has no 'indices'"),
     "shorter data": (lambda f: put(f, "X/data", np.ones(59)), "data has 59 values but .*indices 60"),

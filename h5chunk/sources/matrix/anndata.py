@@ -55,15 +55,20 @@ class H5adSource(SparseSource):
                     "was written by h5chunk, which stores values as codes (value * scale): convert its source instead, "
                     "or change its layout with h5chunk repack"
                 )
+            if self._where == ("raw", "X") and "raw" not in root and "raw.X" in root:
+                self._where = ("raw.X",)
             self._layout, self.shape, parts = self._matrix(root)
             self.num_bytes = sum(part.stored_bytes for part in parts)
             whole_rows = self._layout == "dense" and (not parts[0].chunks or parts[0].chunks[1] >= self.shape[1])
             self.is_sorted_by_row = self._layout == "csr" or whole_rows
             self.row_names = self._names(root, "obs", self.shape[0])
             holder = root.group("raw") if self._where[0] == "raw" else root
-            self.column_names = self._names(holder, "var", self.shape[1])
+            table = "raw.var" if self._where == ("raw.X",) else "var"
+            self.column_names = self._names(holder, table, self.shape[1])
             if "obs" in root and root.is_group("obs"):
                 self._read_fields(root.group("obs"))
+            elif "obs" in root:
+                self._read_table(root)
 
     def _matrix(self, root: GuardedGroup) -> tuple[str, tuple[int, int], list[Stored]]:
         """Return the encoding of the matrix, its shape, and its datasets: data, indices, indptr; or the dense one."""
@@ -98,8 +103,15 @@ class H5adSource(SparseSource):
 
     def _names(self, holder: GuardedGroup, table: str, length: int) -> np.ndarray | None:
         """Read obs_names or var_names, if they are strings."""
-        if table not in holder or not holder.is_group(table):
-            return None  # files from before 2020 have tables of mixed types
+        if table not in holder:
+            return None
+        if not holder.is_group(table):
+            try:
+                rows = _table(holder, table, length)
+            except _Unfit:
+                return None
+            name = next((name for name in ("index", "_index") if name in (rows.dtype.names or ())), "")
+            return np.ascontiguousarray(rows[name]) if name and rows[name].dtype.kind == "S" else None
         group = holder.group(table)
         name = group.word("_index") or next((word for word in ("_index", "index") if word in group), "")
         if name not in group or group.is_group(name):
@@ -113,6 +125,26 @@ class H5adSource(SparseSource):
         for name in dict.fromkeys(name for name in names if name not in others):
             try:
                 self._read_field(obs, name)
+            except _Unfit as reason:
+                self.ignored[name] = str(reason)
+
+    def _read_table(self, root: GuardedGroup) -> None:
+        """Read ``obs`` as files from before 2020 have it: one table, with the categories in ``uns``."""
+        try:
+            rows = _table(root, "obs", self.shape[0])
+        except _Unfit as reason:
+            self.ignored["obs"] = str(reason)
+            return
+        uns = root.group("uns") if "uns" in root and root.is_group("uns") else None
+        for name in rows.dtype.names or ():
+            words, values = f"{name}_categories", native(np.ascontiguousarray(rows[name]))
+            if name in ("index", "_index"):
+                continue
+            if uns is None or words not in uns or uns.is_group(words) or values.dtype.kind not in "iu":
+                self.row_fields[name] = values
+                continue
+            try:
+                self._add_categorical(name, values, uns.dataset(words))
             except _Unfit as reason:
                 self.ignored[name] = str(reason)
 
@@ -187,8 +219,21 @@ def _strings(stored: Stored) -> np.ndarray:
         raise
 
 
+def _table(holder: GuardedGroup, name: str, length: int) -> np.ndarray:
+    """Read a table that is one dataset with several columns. Raises _Unfit for other types."""
+    try:
+        stored = holder.dataset(name)
+    except SourceError as error:
+        raise _Unfit(str(error)) from None
+    if not stored.dtype.names:
+        raise _Unfit("is not a table of several columns")
+    if stored.length != length:
+        raise stored.error(f"has {stored.length} rows but the matrix has {length}")
+    return stored.keep(stored.all(), f"rows of {stored.where}")
+
+
 def _choices(root: GuardedGroup) -> str:
     """List the matrices of the file, for messages."""
-    there = [name for name in ("X", "raw") if name in root]
+    there = [name for name in ("X", "raw") if name in root or f"{name}.X" in root]
     there += root.group("layers").names() if "layers" in root else []
     return f"matrices that it has (--layer): {', '.join(there) or 'none'}"

@@ -161,11 +161,19 @@ class Stored:
             dtype = self._dataset.dtype
         except (TypeError, ValueError) as error:
             raise self.error(f"has an unsupported type: {error}") from None
+        if dtype.names and self._is_plain_table(dtype):
+            return False, dtype
         if dtype.kind not in "biufcS" or not dtype.itemsize:
             raise self.error(f"has the type {dtype} but only numbers and strings are supported")
         if dtype.kind in "biufc" and not is_stored_as(self._dataset, dtype):
             raise self.error("has numbers of unusual precision or bit offset: convert its type")
         return False, dtype
+
+    def _is_plain_table(self, dtype: np.dtype) -> bool:
+        """Return whether a compound type has members of fixed size only, stored as NumPy has them."""
+        kinds = {dtype[name].kind for name in dtype.names or ()}
+        same = self._dataset.id.get_type().equal(h5py.h5t.py_create(dtype, logical=True))
+        return kinds <= {*"biufS"} and bool(same)
 
     def _open_chunks(self) -> RawChunks:
         shape: tuple[int, ...] = self._dataset.chunks

@@ -151,6 +151,13 @@ def look_at(
     """Describe a dataset, or the group of a matrix, as a field, after checking it with the guard."""
     item = guard.find(file, dataset)
     if item is None:
+        table, _, column = dataset.rpartition("/")
+        holder = guard.find(file, table) if table else None
+        if isinstance(holder, h5py.Dataset) and column in (holder.dtype.names or ()):
+            raise FieldError(
+                f"{printable(path)}: {table!r} is one dataset with several columns, as AnnData wrote it before 2020: "
+                f"h5chunk convert makes {column!r} a field"
+            )
         raise _missing(file, path, dataset)
     if isinstance(item, h5py.Group) and item.id.links.exists(b"codes") and item.id.links.exists(b"categories"):
         dataset = f"{dataset}/codes"  # a categorical column of AnnData
