@@ -33,8 +33,8 @@ class H5ChunkError(Exception):
     *args : object
         The message comes first.
     message : str, optional
-        A message of several lines, which is made printable line by line: as from torch, with the traceback of an error
-        in a DataLoader's worker.
+        A message of several lines, each of which is made printable, such as torch's with the traceback of a
+        DataLoader's worker.
     """
 
     message = "torch gives it by this name to classes that have the name"
@@ -150,7 +150,7 @@ def human_bytes(num_bytes: float) -> str:
 
 
 def difference_text(here: Sequence[Any], there: Sequence[Any], path: str, other: str) -> str:
-    """Say which names only one of two files has, or else where their order differs.
+    """Describe the names that only one of two files has, or the first difference of their order.
 
     >>> difference_text([b"A", b"C"], [b"A", b"B"], "x.h5", "y.h5")
     "1 only in x.h5, such as 'C'; 1 only in y.h5, such as 'B'"
@@ -162,7 +162,7 @@ def difference_text(here: Sequence[Any], there: Sequence[Any], path: str, other:
         if names
     ]
     place = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), min(len(here), len(there)))
-    return "; ".join(found) or f"they have another order or number, from number {place} on"
+    return "; ".join(found) or f"their order or number differs from number {place} on"
 
 
 def _quoted(name: Any) -> str:

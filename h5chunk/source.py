@@ -55,12 +55,12 @@ class Names:
 
     @property
     def blob(self) -> bytes:
-        """All strings, end to end."""
+        """All strings, concatenated."""
         return bytes(self._blob)
 
     @property
     def offsets(self) -> np.ndarray:
-        """Where each string starts, and the last one ends: (num_names + 1,) int64."""
+        """Start of each string, and the end of the last: (num_names + 1,) int64."""
         return np.array(self._ends)
 
     def __len__(self) -> int:

@@ -235,7 +235,7 @@ WRITERS = {".csv": CsvWriter, ".npz": NpzWriter}
 
 
 def make_ratings(path: Path, num_rows: int, num_columns: int, num_ratings: int, seed: int) -> str:
-    """Make the file, and rename it to its name once it is complete. Return its description. Raises RatingsError."""
+    """Make the file, and give it its name once it is complete. Return its description. Raises RatingsError."""
     if path.suffix not in WRITERS:
         raise RatingsError(f"{path} ends in {path.suffix or 'nothing'}: name it {' or '.join(WRITERS)}")
     if not path.resolve().parent.is_dir():

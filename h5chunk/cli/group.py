@@ -110,7 +110,7 @@ def progress_bar(quiet: bool) -> Iterator[Callable[[str, int, int | None], None]
 
         def show(stage: str, done: int, total: int | None) -> None:
             if stage not in bars:
-                shown.close()  # the bar of the stage before
+                shown.close()  # the bar of the previous stage
                 bars.clear()
                 unit = UNITS.get(stage, " images")
                 look = {"unit": unit, "unit_scale": unit in ("B", " entries"), "leave": False, "dynamic_ncols": True}

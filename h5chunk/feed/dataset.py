@@ -241,7 +241,9 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         reader = self._reader if name in self._reader.fields else open_other(self._reader, {name: name})
         field = reader.fields[name]
         if isinstance(field, MatrixField) or field.sample_shape:
-            raise FieldError(f"field {name!r} has samples of shape {field.sample_shape}: name one of a value a sample")
+            raise FieldError(
+                f"field {name!r} has samples of shape {field.sample_shape}: name a field with one value per sample"
+            )
         found = np.empty(len(self), field.dtype)
         reader.read(name, self.samples, found)
         return decoded(found)

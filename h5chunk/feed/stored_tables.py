@@ -26,7 +26,7 @@ class StoredNames:
 
     _reader: H5Reader
     _samples: np.ndarray | None  # of a subset
-    _tables: dict[str, np.ndarray]  # those that were read, for all subsets
+    _tables: dict[str, np.ndarray]  # tables that were read, shared by all subsets
 
     @property
     def header(self) -> Header | None:

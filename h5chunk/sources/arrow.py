@@ -58,7 +58,7 @@ def to_fixed_bytes(column: Any) -> np.ndarray:
 
 
 def number_values(known: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Number values, int64 or bytes of a fixed length, by their places among ``known``, new ones behind; return both.
+    """Number values, int64 or bytes of a fixed length, by their positions in ``known``, to which new values are added.
 
     >>> number_values(np.array([7, 5]), np.array([5, 9, 5]))
     (array([1, 2, 1]), array([9]))

@@ -13,14 +13,14 @@
 | truncated, broken, not an image | refused |
 | more pixels than ``max_pixels`` | refused before they are decoded |
 
-A mask (``mask_column``) keeps its numbers, one a pixel, and is scaled by nearest neighbour:
+A mask (``mask_column``) keeps its numbers, one per pixel, and is scaled by nearest neighbour:
 
 | kind | policy |
 | --- | --- |
 | palette (P) | its indices |
 | grey (L), 1 to 8 bits | its numbers; 1-bit becomes 0 and 1 |
-| 16 bits or more, float | its numbers, if all are whole and at most 255, else refused |
-| colours, alpha | the numbers, if channels are equal and nothing is transparent, else refused |
+| 16 bits or more, float | its numbers, if all are integers up to 255, otherwise refused |
+| colours, alpha | the numbers, if channels are equal and no pixel is transparent, otherwise refused |
 
 A refusal is a `SampleError`. Colour, size and frame policies are options; nothing is cut or clipped silently.
 """
@@ -46,13 +46,13 @@ DRAFT_GAP = 2  # decode JPEGs at no less than this many times the wanted size
 _TO_RGB = {"1", "L", "LA", "P", "PA", "RGBA", "RGBX", "CMYK", "YCbCr", "RGB"}
 _KEPT = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4}
 _DEEP = re.compile(r";(12|16|32|64)[BLNSF]+$|^(I|F)(;|$)")
-_SCALED = {"L;2": 85, "L;4": 17}  # what Pillow multiplies grey numbers of few bits by
-_STRETCHED = "maxval"  # of a PPM whose numbers Pillow scales to its own range
+_SCALED = {"L;2": 85, "L;4": 17}  # factors by which Pillow scales grey numbers of few bits
+_STRETCHED = "maxval"  # raw modes of a PPM that Pillow scales to another range
 _NUMBERS = ("1", "L", "P", "I", "I;16", "I;16L", "I;16B", "I;16N", "F")  # modes of one channel
 
 
 class Decoded(NamedTuple):
-    """A decoded image, of mode L, LA, RGB or RGBA, and what is known of it."""
+    """A decoded image, of mode L, LA, RGB or RGBA, and facts about it."""
 
     image: Image.Image
     notes: tuple[str, ...]  # to count in the report: its original mode, and the conversions
@@ -126,12 +126,12 @@ def _adapt(image: Image.Image, options: ImageOptions, is_mask: bool) -> Decoded:
     if options.size and (image.height, image.width) != options.size:
         image = _resize(image, options, Image.Resampling.NEAREST if is_mask else Image.Resampling.BICUBIC)
         notes.append("resized")
-    notes = notes[:1] if is_mask else notes  # the rest is counted of its image
+    notes = notes[:1] if is_mask else notes  # other notes are counted for its image
     return Decoded(image, tuple(notes), size[::-1] if turn in (5, 6, 7, 8) else size, turn)
 
 
 def _raw_modes(image: Image.Image) -> list[str]:
-    """Return the mode of an image, and those in which its file keeps the pixels."""
+    """Return the mode of an image, and the modes of the pixels in its file."""
     args = [image.mode]
     for tile in getattr(image, "tile", ()):
         more = tile[3] if isinstance(tile[3], tuple) else (tile[3],)
@@ -196,7 +196,7 @@ def _class_numbers(image: Image.Image, raw_modes: list[str]) -> Image.Image:
         if image.mode == "RGB":
             bands.append(last)
         elif last.getextrema() != (255, 255):
-            raise SampleError("is a mask with transparent pixels: make these a number of their own")
+            raise SampleError("is a mask with transparent pixels: give these a number")
         if any(band.tobytes() != bands[0].tobytes() for band in bands):
             raise SampleError(
                 f"is a mask in colours ({image.mode}): give each colour a number, and save the numbers as a grey PNG"
@@ -210,8 +210,8 @@ def _class_numbers(image: Image.Image, raw_modes: list[str]) -> Image.Image:
     if image.mode not in ("1", "L", "P") and not np.array_equal(fitted, numbers):
         wrong = numbers[fitted != numbers][0]
         raise SampleError(
-            f"is a mask with the number {wrong}, and only whole numbers from 0 to 255 are kept: number the classes "
-            "anew, with 255 for pixels to ignore"
+            f"is a mask with the number {wrong}, but only integers from 0 to 255 are supported: renumber the "
+            "classes, with 255 for pixels to ignore"
         )
     return Image.fromarray(fitted)
 
@@ -230,7 +230,7 @@ def _resize(image: Image.Image, options: ImageOptions, resample: Image.Resamplin
 
 
 def write_pixels(image: Image.Image, layout: str, out: np.ndarray) -> None:
-    """Copy pixels into ``out``, uint8: (C, H, W) for layout nchw, (H, W, C) for nhwc; of a mask (H, W)."""
+    """Copy pixels into ``out``, uint8: (C, H, W) for layout nchw, (H, W, C) for nhwc; (H, W) for a mask."""
     if layout == "nhwc" or out.ndim == 2:
         out[...] = np.frombuffer(image.tobytes(), np.uint8).reshape(out.shape)
     elif image.mode in ("RGB", "RGBA"):

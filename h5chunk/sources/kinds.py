@@ -44,8 +44,8 @@ class ImageOptions(Options):
     max_pixels: int = option(MAX_PIXELS, "Maximum number of pixels; larger images are refused.", minimum=1)
     mask_column: tuple[str, ...] | None = option(
         None,
-        "Columns, or folders beside that of the images, that hold masks: these keep their numbers, and are scaled with "
-        "their images, by nearest neighbour.",
+        "Columns, or folders beside the image folder, with masks: their values are kept, and they are scaled "
+        "like their images, by nearest neighbour.",
         metavar="NAME[,NAME]",
         shown_default="those called mask or masks",
     )
@@ -135,7 +135,8 @@ class JoinOptions(LayerOptions):
 
     join: str | None = option(
         None,
-        "Columns of several files, by their names: those that all have, or all (zeros where a file lacks them).",
+        "Columns to keep of several files: those of all files (inner), or of any file (outer), with zeros if a "
+        "file lacks one.",
         choices=("inner", "outer"),
         shown_default="all files must have the same",
     )

@@ -27,8 +27,8 @@ from h5chunk.sources.container import Container, Folder, open_archive
 from h5chunk.sources.pairs import Directory, at_level, depth_of, find_pairs
 
 EXTENSIONS = (b".jpg", b".jpeg", b".png", b".ppm", b".bmp", b".pgm", b".tif", b".tiff", b".webp")
-SYSTEM = {b"__MACOSX", b".DS_Store", b".git", b".ipynb_checkpoints"}  # hidden, and never of interest
-TABLES = (b"metadata.csv", b"metadata.jsonl")  # of Hugging Face's imagefolder
+SYSTEM = {b"__MACOSX", b".DS_Store", b".git", b".ipynb_checkpoints"}  # hidden files that are never images
+TABLES = (b"metadata.csv", b"metadata.jsonl")  # tables of Hugging Face's imagefolder
 
 Found = Callable[[int], None]  # called with the number of images found so far
 

@@ -8,12 +8,12 @@ It is read once: the cells of each column are kept as packed bytes, whose type i
 | -1 and 1 only (CelebA) | int8 |
 | whole numbers | int64; strings if one does not fit |
 | numbers, inf, nan | float64 |
-| paths of images in the source | images: a field of its own |
+| paths of images in the source | a field of images |
 | anything else | UTF-8 strings of fixed length, at most 4096 bytes |
 | ``label`` or ``labels``, as words | ``labels``, int64, with the sorted words as class names |
 
-Tables that are called ``metadata.csv`` or ``metadata.jsonl``, and lie in the source with the images, are Hugging Face's
-``imagefolder``: their paths are in columns called ``file_name`` or ``..._file_name``, and count from their folder.
+Tables with the name ``metadata.csv`` or ``metadata.jsonl`` among the images are Hugging Face's ``imagefolder``: their
+paths are in columns called ``file_name`` or ``..._file_name``, relative to the table's folder.
 Images keep the order, the splits and, if there is no column of labels, the classes of their folders.
 """
 
@@ -42,7 +42,7 @@ from h5chunk.sources.samples import MASK_FIELDS
 from h5chunk.stamp import stamp_of
 
 PATH_COLUMNS = ("path", "file", "filename", "file_name", "filepath", "image", "image_id", "image_path")
-FILE_NAME = "file_name"  # of Hugging Face's columns, the end
+FILE_NAME = "file_name"  # suffix of Hugging Face's columns
 LABEL_COLUMNS = ("labels", "label")
 RESERVED = ("images", "h5chunk")
 MAX_STRING_BYTES = 4096
@@ -54,7 +54,7 @@ Find = Callable[[bytes], int | None]  # the number of a file in its archive, -1 
 
 @dataclass(frozen=True)
 class Choice:
-    """What is taken of a manifest: its columns (None: all), and the columns of masks."""
+    """The choice of a manifest's columns (None: all), and of the columns with masks."""
 
     columns: Sequence[str] | None = None
     masks: Sequence[str] | None = None
@@ -128,7 +128,7 @@ def _arranged(tree: Tree, cells: _Cells, numbers: dict[bytes, int], split_folder
     rows = {path: row for row, path in enumerate(cells.paths)}
     if len(rows) < cells.num_rows:
         twice = next(path for path, count in Counter(cells.paths).items() if count > 1)
-        raise SourceError(f"{tree.shown}: {printable(twice)} has several lines in the metadata: leave one")
+        raise SourceError(f"{tree.shown}: {printable(twice)} has several lines in the metadata: keep one")
     used = {path for each in cells.images.values() for path in each.paths} | rows.keys()
     directories: dict[bytes, Directory] = {}
     for path in cells.paths:
@@ -140,7 +140,7 @@ def _arranged(tree: Tree, cells: _Cells, numbers: dict[bytes, int], split_folder
     tops = tuple(posixpath.join(posixpath.dirname(path), b"") for path, _ in tree.tables)
     if beside := [path for path in left if not path.startswith(tops)]:
         raise SourceError(
-            f"{tree.shown}: {len(beside):,} images lie beside the folders that have metadata, such as "
+            f"{tree.shown}: {len(beside):,} images are outside of the folders with metadata, such as "
             f"{printable(beside[0])}: add a table for them, or convert each folder alone"
         )
     if left:
@@ -201,7 +201,9 @@ class _Cells:
     def read(self, table: Table, find: Find, folder: bytes, found: Found) -> None:
         """Read the rows of a table whose paths count from ``folder``."""
         if table.columns != self.columns:
-            raise table.error(table.first_line, f"has other columns than {self._table.shown}: give all tables the same")
+            raise table.error(
+                table.first_line, f"has other columns than {self._table.shown}: give all tables the same columns"
+            )
         for line, row in table.rows():
             if not len(self.paths):
                 self._find_images(row, find, folder)
@@ -223,7 +225,7 @@ class _Cells:
         return f"drop the column (--columns {printable(others)})" if others else "drop the column"
 
     def _find_images(self, row: list[str], find: Find, folder: bytes) -> None:
-        """Find the columns whose first cell is the path of an image in the source, or that shall be masks."""
+        """Find the columns whose first cell is the path of an image in the source, or that are masks."""
         for i in self._kept:
             name = _field_of(self.columns[i])
             path = posixpath.normpath(posixpath.join(folder, os.fsencode(as_text(row[i]))))

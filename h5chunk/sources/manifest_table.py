@@ -1,7 +1,7 @@
 """Read the lines of a manifest: .csv, .tsv, JSON lines, or CelebA's own list.
 
 CelebA's list has a line with the count, then a header without the path column, then lines separated by blanks. JSON
-lines are one object a line, all with the same keys.
+lines have one object per line, all with the same keys.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from h5chunk.errors import SourceError, count_text
 
 MAX_LINE = 1 << 20  # characters
-NESTED = "\0"  # in place of a value that is a list or an object
+NESTED = "\0"  # replaces a value that is a list or an object
 
 Rows = Iterator[tuple[int, list[str]]]  # line numbers and cells
 
@@ -26,7 +26,7 @@ class Table:
     def __init__(self, shown: str, name: str, file: TextIO) -> None:
         self.shown, self._file = shown, file
         self.declared: int | None = None  # number of lines that CelebA's first line claims
-        self.first_line = 1  # the one with the names of the columns
+        self.first_line = 1  # number of the line with the names of the columns
         lines = self._read_lines()
         if name.lower().endswith(".jsonl"):
             self.columns, self._rows = self._open_json(lines)
@@ -85,7 +85,7 @@ class Table:
                 except (ValueError, RecursionError) as error:
                     raise self.error(number, f"is not JSON: {error}") from None
                 if not isinstance(values, dict):
-                    raise self.error(number, 'is not an object: give one a line, such as {"file_name": "1.png"}')
+                    raise self.error(number, 'is not an object: give one per line, such as {"file_name": "1.png"}')
                 yield number, values
 
     def rows(self) -> Rows:
@@ -98,7 +98,7 @@ class Table:
 
 
 def _text(value: Any) -> str:
-    """Write a value of JSON as it would stand in a .csv; truth values are 0 and 1."""
+    """Format a JSON value like a cell of a .csv; booleans become 0 and 1."""
     if value is None or isinstance(value, str):
         return (value or "").strip().replace("\0", "\ufffd")
     if isinstance(value, (list, dict)):

@@ -16,7 +16,7 @@ KINDS: dict[Any, tuple[Any, str]] = {
     bool: (bool, "True or False"),
     float: (Real, "a number"),
     str: (str, "text"),
-}  # by the type of an option: types of values, and words for messages
+}  # by type of option: types of values, and words for messages
 
 
 def option(

@@ -1,8 +1,8 @@
 """Folders of masks beside a folder of images: ``images/1.jpg`` and ``masks/1.png`` are one sample.
 
-They lie at the top, or in each split: ``train/images``, ``train/masks``. Below them, splits and classes are as without
-masks: ``images/cat/1.jpg`` and ``masks/cat/1.png``. A mask is called as its image, whatever its suffix is, or has
-``_mask`` behind that name.
+They are at the top, or in each split: ``train/images``, ``train/masks``. Below them, splits and classes are as without
+masks: ``images/cat/1.jpg`` and ``masks/cat/1.png``. A mask has the name of its image, with any suffix, or that name
+followed by ``_mask``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Pairs:
     masks: Mapping[str, bytes]
 
     def is_inside(self, name: bytes) -> bool:
-        """Return whether a folder is one of these, or lies in one."""
+        """Return whether a folder is one of these folders, or inside one."""
         return bool(at_level(self.level, [name]) & {self.images, *self.masks.values()})
 
     def inside(self, directories: Mapping[bytes, Directory], folder: bytes) -> dict[bytes, Directory]:
@@ -71,7 +71,7 @@ class Pairs:
     def match(
         self, names: Iterable[bytes], directories: Mapping[bytes, Directory], folder: bytes
     ) -> tuple[list[bytes], list[int], list[str]]:
-        """Return the path and number of the mask of each image, and the masks that no image has; none: an empty path.
+        """Return the path and number of the mask of each image (an empty path if it has none), and the other masks.
 
         Raises SourceError if a mask fits two images, or two masks fit an image.
         """
@@ -82,7 +82,7 @@ class Pairs:
                 first, _ = masks.setdefault(posixpath.splitext(path)[0], (path, number))
                 if first != path:
                     raise self._twice(folder, first, path)
-        found: dict[bytes, bytes] = {}  # masks to their images
+        found: dict[bytes, bytes] = {}  # from masks to their images
         paths, numbers = [], []
         for name in names:
             stem = posixpath.splitext(name)[0]
@@ -96,8 +96,8 @@ class Pairs:
     def _twice(self, folder: bytes, first: bytes, second: bytes) -> SourceError:
         first, second = (self.outside(path, folder) for path in (first, second))
         return SourceError(
-            f"{as_text(first)} and {as_text(second)} differ in their suffix alone, so that which mask belongs to which "
-            "image cannot be told: rename one"
+            f"{as_text(first)} and {as_text(second)} differ only in their suffix, so that their masks are "
+            "ambiguous: rename one"
         )
 
     def note(self) -> str:
@@ -109,7 +109,7 @@ class Pairs:
 def find_pairs(source: str, folders: Collection[bytes], wanted: Sequence[str] | None) -> Pairs | None:
     """Find folders of images and of masks: the ``wanted`` ones, or (None) one of each with a usual name.
 
-    ``folders`` are the paths of all folders with images. Raises SourceError if which folder has what cannot be told.
+    ``folders`` are the paths of all folders with images. Raises SourceError if the folders are ambiguous.
     """
     is_usual = wanted is None or list(wanted) == [MASKS]
     for level in (0, 1):
@@ -126,7 +126,8 @@ def find_pairs(source: str, folders: Collection[bytes], wanted: Sequence[str] | 
         if len(images) > 1 or len(names) > 1 + len(masks):
             shown = ", ".join(repr(as_text(name)) for name in names[:8])
             raise SourceError(
-                f"{source}: holds the folders {shown}: name those of masks, which leaves one of images (--mask-column "
+                f"{source}: holds the folders {shown}: name the folders of masks, so that one with images is "
+                "left (--mask-column "
                 "NAME[,NAME]), or list the pairs in a manifest (--manifest)"
             )
         return Pairs(level, images[0], masks)

@@ -38,7 +38,7 @@ def read_head(source: Any) -> bytes:
 
 
 def has_suffix(source: Any, *suffixes: str) -> bool:
-    """Return whether a source is a regular file with one of these lower-case suffixes, before that of a packing."""
+    """Return whether a source is a regular file with one of these lower-case suffixes, before that of a compression."""
     if not is_path(source):
         return False
     stem, suffix = posixpath.splitext(os.fsencode(source).decode("utf-8", "backslashreplace").lower())
@@ -47,7 +47,7 @@ def has_suffix(source: Any, *suffixes: str) -> bool:
 
 
 def may_be_archive(source: Any, head: bytes) -> bool:
-    """Return whether a regular file is a zip or tar, also one that is compressed as a whole, or is named so."""
+    """Return whether a regular file is a zip or tar, possibly compressed as a whole, or has such a suffix."""
     if has_suffix(source, ".zip", ".tar", ".tgz", ".tbz2", ".txz"):
         return True
     return head[257:262] == b"ustar" or zipfile.is_zipfile(source)

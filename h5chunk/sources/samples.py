@@ -16,7 +16,7 @@ from h5chunk.sources.kinds import ImageOptions
 from h5chunk.sources.options import Options
 
 IMAGES, LABELS, DATA = "images", "labels", "data"  # names of fields
-MASK_FIELDS = ("mask", "masks")  # images that are masks, unless told otherwise
+MASK_FIELDS = ("mask", "masks")  # default names of images that are masks
 
 
 class Samples(SampleSource):
@@ -113,7 +113,7 @@ class Samples(SampleSource):
         for name in self.decoding.mask_column or ():
             if name not in images:
                 names = ", ".join(map(printable, images)) or "none"
-                raise OptionError(f"mask_column is {name!r}, but the fields that are images are {names}: name one")
+                raise OptionError(f"mask_column is {name!r}, but the fields of images are {names}: name one")
 
     def disagreement(self) -> str:
         """Name the first two samples of different shapes, and the remedy."""
@@ -141,11 +141,11 @@ class Samples(SampleSource):
 
 
 def check_pair(name: str, mask: Decoded, image: Decoded) -> None:
-    """Raise SampleError unless a mask, whose name is given, lies on its image pixel by pixel."""
+    """Raise SampleError unless a mask, called ``name``, has the pixels of its image."""
     if mask.size != image.size:
         raise SampleError(
             f"{name} is {shape_text(mask.size)} but the image is {shape_text(image.size)}: give a mask the size of its "
-            "image" + (" as its EXIF orientation turns it" if image.turn != 1 else "")
+            "image" + (" after its EXIF orientation is applied" if image.turn != 1 else "")
         )
     if mask.turn != image.turn and (image.turn in (2, 3, 4) or image.size[0] == image.size[1]):
         raise SampleError(

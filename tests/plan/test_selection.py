@@ -196,7 +196,7 @@ def test_what_cannot_be(call, message):
 def test_fields_that_cannot_be_weights(path):  # noqa: F811
     with pytest.raises(FieldError, match="has no dataset 'nothing'"):
         ChunkLoader(**ordered(path, 10, weights="nothing"))
-    with pytest.raises(FieldError, match="name one of a value a sample"):
+    with pytest.raises(FieldError, match="name a field with one value per sample"):
         ChunkDataset(path).split((1.0,), stratify="images")
     with pytest.raises(OptionError, match="name is a ndarray: give the name of a field"):
         ChunkDataset(path).split((1.0,), stratify=LABELS)

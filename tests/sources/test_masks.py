@@ -102,13 +102,11 @@ def test_folders_that_do_not_fit(tmp_path: Path) -> None:
     assert report.skipped == [("images/003.bmp", "has no image in 'masks'")]
     check_pairs(tmp_path / "y.h5", 5)
     save(root / "masks" / "002.bmp", palette(mask_of(2)))
-    with pytest.raises(
-        SourceError, match=r"masks/002\.(bmp|png) and masks/002\.(bmp|png) differ in their suffix alone"
-    ):
+    with pytest.raises(SourceError, match=r"masks/002\.(bmp|png) and masks/002\.(bmp|png) differ only in their suffix"):
         h5chunk.convert(root, tmp_path / "z.h5", on_error="skip")
     (root / "masks" / "002.bmp").unlink()
     save(root / "images" / "002.png", pixels(2, HEIGHT, WIDTH))
-    with pytest.raises(SourceError, match=r"images/002\.bmp and images/002\.png differ in their suffix alone"):
+    with pytest.raises(SourceError, match=r"images/002\.bmp and images/002\.png differ only in their suffix"):
         h5chunk.convert(root, tmp_path / "z.h5", on_error="skip")
 
 
@@ -185,7 +183,7 @@ def test_masks_of_data_sets_in_python(tmp_path: Path) -> None:
         for number, (image, mask) in enumerate(h5chunk.ChunkDataset(path)):
             np.testing.assert_array_equal(image, pixels(number, HEIGHT, WIDTH).transpose(2, 0, 1))
             np.testing.assert_array_equal(mask, mask_of(number))
-    with pytest.raises(OptionError, match="mask_column is 'field2', but the fields that are images are field0, field1"):
+    with pytest.raises(OptionError, match="mask_column is 'field2', but the fields of images are field0, field1"):
         h5chunk.convert(pairs, tmp_path / "z.h5", mask_column="field2")
     h5chunk.convert([{"image": pairs[0][0], "mask": pairs[0][0]}], tmp_path / "w.h5", mask_column=())  # of faces
     assert h5chunk.ChunkDataset(tmp_path / "w.h5")[0][1].shape == (3, HEIGHT, WIDTH)
@@ -248,9 +246,12 @@ COLOURS = Image.fromarray(pixels(0))
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (encoded(Image.fromarray(LARGE)), "a mask with the number 30., and only whole numbers from 0 to 255 are kept"),
-        (encoded(Image.fromarray(NUMBERS + np.float32(0.5)), "TIFF"), r"a mask with the number \d.5, and only whole"),
-        (encoded(Image.fromarray(NUMBERS - np.float32(5)), "TIFF"), "a mask with the number -2.0, and only whole"),
+        (encoded(Image.fromarray(LARGE)), "a mask with the number 30., but only integers from 0 to 255 are supported"),
+        (
+            encoded(Image.fromarray(NUMBERS + np.float32(0.5)), "TIFF"),
+            r"a mask with the number \d.5, but only integers",
+        ),
+        (encoded(Image.fromarray(NUMBERS - np.float32(5)), "TIFF"), "a mask with the number -2.0, but only integers"),
         (encoded(COLOURS), r"a mask in colours \(RGB\): give each colour a number"),
         (encoded(COLOURS.convert("RGBA")), r"a mask in colours \(RGBA\)"),
         (encoded(Image.merge("LA", [Image.fromarray(NUMBERS)] * 2)), "a mask with transparent pixels"),
@@ -276,7 +277,7 @@ def test_sizes_that_differ_in_a_pair(tmp_path: Path) -> None:
     ("orientation", "shape", "upright", "message"),
     [
         (6, (12, 18), (18, 12), None),
-        (6, (12, 18), (12, 18), r"is 12 x 18 but the image is 18 x 12: .* as its EXIF orientation turns it"),
+        (6, (12, 18), (12, 18), r"is 12 x 18 but the image is 18 x 12: .* after its EXIF orientation is applied"),
         (3, (12, 18), (12, 18), r"EXIF turns the image but not masks/1\.png, and their sizes do not show"),
         (6, (12, 12), (12, 12), r"EXIF turns the image but not masks/1\.png"),
     ],

@@ -82,7 +82,7 @@ def test_in_each_split(tmp_path: Path, labels: bool) -> None:
 def test_a_split_without_metadata(tmp_path: Path) -> None:
     source = make(tmp_path / "data", "train/1.png", "test/2.png")
     write(source / "train" / "metadata.csv", [{"file_name": "1.png", "n": 1}])
-    with pytest.raises(SourceError, match=r"1 images lie beside the folders that have metadata, such as test/2\.png"):
+    with pytest.raises(SourceError, match=r"1 images are outside of the folders with metadata, such as test/2\.png"):
         converted(source)
 
 
@@ -143,7 +143,7 @@ def test_columns_are_chosen(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="has no column 'm': it has file_name, box, n, is"):
         converted(source, columns=("m",))
     (source / "metadata.jsonl").write_text("5\n")
-    with pytest.raises(SourceError, match="line 1: is not an object: give one a line"):
+    with pytest.raises(SourceError, match="line 1: is not an object: give one per line"):
         converted(source)
     (source / "metadata.jsonl").write_text("[" * 100_000)
     with pytest.raises(SourceError, match="line 1: is not JSON"):

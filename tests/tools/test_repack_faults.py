@@ -423,7 +423,7 @@ def test_convert_takes_the_chunk_size_that_a_tuner_found(class_folder: Callable[
     folder = class_folder(20)
     result = run("convert", folder, tmp_path / "a.h5", "--tuned", tmp_path / "tuned.json", "--workers", 0)
     assert (
-        result.stderr == f"note: convert settles window_chunks itself; repack takes them from {tmp_path}/tuned.json\n"
+        result.stderr == f"note: convert chooses window_chunks itself; repack takes them from {tmp_path}/tuned.json\n"
     )
     given = ("--chunk-samples", 4, "--workers", 0)
     assert run("convert", folder, tmp_path / "b.h5", "--tuned", tmp_path / "tuned.json", *given).exit_code == 0

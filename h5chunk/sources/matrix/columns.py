@@ -1,6 +1,6 @@
 """Choose the columns for row, column, value and time in a table of entries, such as ratings, by their names.
 
-Names are compared in small letters, without anything between them: ``User-ID`` is ``userid``.
+Names are compared in lower case, without separators: ``User-ID`` is ``userid``.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ AS_STRING = ":str"
 
 
 def plain(name: str) -> str:
-    """Return a name as the patterns of this module expect it."""
+    """Return a name in lower case, without separators."""
     return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
 def are_entries(names: Sequence[str]) -> bool:
-    """Return whether the names are those of row, column and at most a value and a time, and of nothing else."""
+    """Return whether the names are those of a row, a column and at most a value and a time, without others."""
     known = [[part for part in (ROWS, COLUMNS, VALUES, TIMES) if part.fullmatch(plain(name))] for name in names]
     parts = [found[0] for found in known if found]
     return len(parts) == len(names) == len(set(parts)) and {ROWS, COLUMNS} <= set(parts)
@@ -54,7 +54,7 @@ def choose_columns(
 ) -> list[int]:
     """Return the numbers of the columns for row, column[, value[, time]]; a time only if it is among the given names.
 
-    ``given`` are names or numbers; ``fail`` raises the error of a source whose header does not tell.
+    ``given`` are names or numbers; ``fail`` raises the error of a source whose header is ambiguous.
     """
     if given is not None:
         if not 2 <= len(given) <= len(PARTS):

@@ -1,7 +1,7 @@
 """Several matrices with named columns as one source: their rows one after the other, with columns joined by name.
 
-Columns of ``obs`` that all files have become fields; categories are joined by their names. The field ``file`` says
-which file a row is from.
+Columns of ``obs`` that all files have become fields; categories are joined by their names. The field ``file`` has the
+file of each row.
 """
 
 from __future__ import annotations
@@ -145,14 +145,16 @@ def _shown(source: Any) -> str:
 def _check_shape(source: SparseSource) -> int:
     """Return the number of rows, which must be known before the entries are read."""
     if source.has_ids or source.shape[0] is None or source.shape[1] is None:
-        raise SourceError(f"{printable(source.path)}: {source.kind} has no number of rows and columns to join by")
+        raise SourceError(
+            f"{printable(source.path)}: {source.kind} has no known numbers of rows and columns, which joining needs"
+        )
     return source.shape[0]
 
 
 def _join_columns(
     sources: Sequence[SparseSource], join: str | None
 ) -> tuple[list[np.ndarray | None], np.ndarray | None, int]:
-    """Return the new number of each source's columns (-1: left out; None: all as they are), their names, and count."""
+    """Return the new number of each source's columns (-1: left out; None: all unchanged), their names, and count."""
     first = sources[0]
     lists = [None if source.column_names is None else source.column_names.tolist() for source in sources]
     other = next(

@@ -1,7 +1,7 @@
 """Read (row, column[, value[, time]]) entries from .parquet files, one file or a folder of files.
 
-A table is recognised if its columns have the names of such parts and there are no others; `choose_columns` tells them
-apart. Ids are integers or strings, values numbers, and times numbers, dates or timestamps.
+A table is recognised if all its columns have known names of rows, columns, values or times (see `choose_columns`). Ids
+are integers or strings, values numbers, and times numbers, dates or timestamps.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from h5chunk.sources.matrix.text import MAX_ID_BYTES
 from h5chunk.sources.recognise import is_path
 from h5chunk.sources.table import MAGIC, tables_in
 
-ROW_BYTES = 256  # of memory for a row while it is read
+ROW_BYTES = 256  # bytes of memory per row while it is read
 IDS = ("integer", "string", "large_string", "dictionary")
-TYPES = {  # of Arrow, that each part may have
+TYPES = {  # types of Arrow that each part may have
     "row": IDS,
     "column": IDS,
     "value": ("integer", "floating", "boolean", "decimal"),
@@ -85,7 +85,7 @@ class ParquetEntries(SparseSource):
             return False
         try:
             return are_entries(_names((tables_in(source) or [Path(source)])[0]))
-        except (ImportError, SourceError):  # which reading it as a table says
+        except (ImportError, SourceError):  # reported when it is read as a table
             return False
 
     def files(self) -> Sequence[str]:

@@ -196,7 +196,7 @@ def _check_csr(group: h5py.Group, num_rows: int, num_columns: int, num_samples: 
         if dataset.shape != shape or dataset.dtype != dtype:
             raise ValueError(f"{dataset.name} is {dataset.dtype} {dataset.shape}, not {dtype} {shape}")
     if indices.chunks != data.chunks:
-        raise ValueError(f"chunks of {indices.chunks} indices but {data.chunks} data")
+        raise ValueError(f"its indices have chunks of {indices.chunks}, but its data of {data.chunks}")
     if indptr[0] != 0 or indptr[-1] != num_entries:
         raise ValueError(f"indptr is from {indptr[0]} to {indptr[-1]}, but must be from 0 to {num_entries}")
     return num_entries

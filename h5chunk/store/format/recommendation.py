@@ -4,7 +4,7 @@ A recommendation overrides the window and the cache in the header of an h5chunk 
 
 It is a JSON object: ``version`` 1; ``window_chunks``; ``cache``: [nslots, nbytes, w0]; and the data that it applies to:
 the path ``dataset`` in the file, its ``num_samples`` and ``chunk_samples``. If these no longer match, the
-recommendation is ignored. It is renamed to its name once it is complete and on disk.
+recommendation is ignored. The file gets its name once it is complete and on disk.
 """
 
 from __future__ import annotations

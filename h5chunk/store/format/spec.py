@@ -104,13 +104,14 @@ attributes
 ``categories/<field>``
     The same for the codes of another field; code -1 means missing.
 
-Files that were appended to --------------------------- `h5chunk append` adds new samples after the old ones, which keep
-their positions; k is unchanged. ``shuffled`` is then 0, because old and new samples are not mixed; ``seed`` is still
-the seed of the first samples. ``options`` gets the key ``appended``: a list with one object per call, with its options:
-``samples`` (the number of added samples), ``seed`` and ``shuffle`` (how these were permuted) and, for images, ``fit``;
-and ``first_index``: ``source_index`` of a new sample is this number plus the sample's number in its source. It is one
-more than any earlier number in the table. ``source_names`` are paths below that source. New classes follow the old
-classes.
+Files that were appended to
+---------------------------
+`h5chunk append` adds new samples after the old ones, which keep their positions; k is unchanged. ``shuffled`` is then
+0, because old and new samples are not mixed; ``seed`` is still the seed of the first samples. ``options`` gets the key
+``appended``: a list with one object per call, with its options: ``samples`` (the number of added samples), ``seed`` and
+``shuffle`` (how these were permuted) and, for images, ``fit``; and ``first_index``: ``source_index`` of a new sample is
+this number plus the sample's number in its source. It is one more than any earlier number in the table.
+``source_names`` are paths below that source. New classes follow the old classes.
 
 Files that were repacked
 ------------------------

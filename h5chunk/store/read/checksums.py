@@ -157,7 +157,7 @@ class ChunkChecks:
 
 
 class CheckTask:
-    """A task that reads chunks from the file and checks them, for threads as `VectorPart`."""
+    """A task, like `VectorPart`, that reads chunks from the file and checks them."""
 
     def __init__(self, checks: ChunkChecks, chunks: np.ndarray) -> None:
         self._checks, self._chunks = checks, chunks

@@ -44,7 +44,7 @@ class Field:
     dtype: np.dtype
     axes: str = ""
     scale: float | None = None
-    categories: str = ""  # table of the meaning of its codes, for `h5chunk.store.read.tables`; empty if it has none
+    categories: str = ""  # table of its categories, for `h5chunk.store.read.tables`; empty if it has none
 
     @property
     def sample_shape(self) -> tuple[int, ...]:

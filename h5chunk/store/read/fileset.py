@@ -37,7 +37,9 @@ MATRIX_REMEDY = (
     "--values or --binarize"
 )
 COLUMNS_REMEDY = "convert their sources together, with --join inner or outer"
-CATEGORIES_REMEDY = "codes must mean the same in all files: convert their sources together, or read these files apart"
+CATEGORIES_REMEDY = (
+    "codes must have the same meaning in all files: convert their sources together, or read these files separately"
+)
 
 
 class FileSet(H5Reader):
@@ -188,7 +190,7 @@ def _check_names(readers: Sequence[H5Reader]) -> None:
 
 
 def _check_meanings(readers: Sequence[H5Reader]) -> None:
-    """Raise FieldError if the columns of a matrix, or the codes of a field, mean something else in another file."""
+    """Raise FieldError if the columns of a matrix, or the codes of a field, have another meaning in another file."""
     if all(reader.matrix is not None for reader in readers):
         check_same([(reader, COLUMN_IDS) for reader in readers], "columns", COLUMNS_REMEDY)
     for name in readers[0].fields:

@@ -25,7 +25,7 @@ def read_table(reader: H5Reader, name: str) -> np.ndarray:
     """
     values = find_table(reader, name)
     if values is None:
-        reason = "the source that was converted had none"
+        reason = "the converted source had none"
         if reader.header is None:
             reason = "only files that h5chunk converted, AnnData's and 10x files keep names and ids"
         raise FieldError(f"{printable(reader.path)}: has no {name}: {reason}")
@@ -80,7 +80,7 @@ def _places(file: h5py.File, guard: Guard, name: str, matrix: str) -> Iterator[s
 
 
 def _values(item: h5py.Dataset, where: str) -> np.ndarray:
-    """Read a list of strings as bytes, or of numbers as they are."""
+    """Read a list of strings as bytes, or a list of numbers."""
     if item.ndim != 1 or item.dtype.kind not in "biufSO":
         raise FieldError(f"{where} is {item.dtype} {item.shape}: names must be a list of strings or numbers")
     with damages_are(FileError, f"{where} is damaged"):

@@ -50,8 +50,8 @@ class Rows:
     Buckets are whole chunks of ``unit_rows`` rows if possible.
     """
 
-    _starts: Any  # an array or range: of rows, in elements of the source: here rows, too
-    _new_starts: Any  # in the new order
+    _starts: Any  # starts of rows, in elements of the source (here rows)
+    _new_starts: Any  # starts in the new order
 
     def __init__(self, source: RawRows, unit_rows: int = 1) -> None:
         self.source, self._unit_rows, self._width = source, unit_rows, source.row_bytes

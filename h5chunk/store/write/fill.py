@@ -58,7 +58,7 @@ class FillField(NamedTuple):
 
 @dataclass
 class FillJob:
-    """The fields to fill, from which source and in which file. It is sent to each worker once."""
+    """The fields to fill, the source and the file. The job is sent to each worker once."""
 
     part: Path
     fields: tuple[FillField, ...]  # the fields that the source reads

@@ -1,4 +1,4 @@
-"""Write a file that is renamed to its name once it is complete and on disk: see `h5chunk.store.write.output`."""
+"""Write a file that gets its name once it is complete and on disk: see `h5chunk.store.write.output`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write an output, a file or a folder of shards, that is renamed to its name once it is complete and on disk.
+"""Write an output, a file or a folder of shards, that gets its name once it is complete and on disk.
 
 Until then it is ``.NAME.h5chunk-part`` in the same folder, which is locked: a second writer of the same output gets an
 error. An existing output is unchanged until the new one replaces it in one step. A killed writer leaves its part file.
@@ -27,7 +27,7 @@ from h5chunk.store.write.part_file import check_name, check_parent, is_open, jou
 
 EXCHANGE = 2  # RENAME_EXCHANGE of Linux's renameat2, and RENAME_SWAP of macOS' renamex_np
 AT_FDCWD = -100
-SPLIT_FILE = re.compile(rf"({'|'.join(SPLIT_NAMES)})\.h5", re.IGNORECASE)  # of convert --split-files
+SPLIT_FILE = re.compile(rf"({'|'.join(SPLIT_NAMES)})\.h5", re.IGNORECASE)  # a folder of convert --split-files
 OPENINGS = 1000  # attempts to lock a part that other writers finish first
 _Output = TypeVar("_Output", bound="Output")
 

@@ -169,13 +169,13 @@ class BenchReport(Report):
     path: str
     fields: list[str]
     num_samples: int
-    sample_bytes: int  # of a decoded sample, all fields together
+    sample_bytes: int  # bytes of a decoded sample, all fields together
     stored_bytes: int | None  # of the fields in the file; None if they lie elsewhere
-    measured_samples: int  # the leading samples that were measured from the page cache
+    measured_samples: int  # number of leading samples that were measured from the page cache
     batch_size: int
     device: str
     num_cores: int
-    seconds: float  # that measuring took
+    seconds: float  # duration of the measurement
     figures: list[Figure]
     notes: list[str]
     verdict: str  # the slowest stage, and what to do about it

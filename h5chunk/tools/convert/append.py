@@ -126,7 +126,7 @@ def _open_checked(path: Path, *sources: Any) -> Iterator[OldFile]:
 def _open_source(
     old: OldFile, source: Any, format: str | None, progress: Progress | None, given: Mapping[str, Any]
 ) -> tuple[SampleSource, AppendOptions]:
-    """Open a source of any kind, with images decoded as the file's images were."""
+    """Open a source of any kind, with images decoded by the file's options."""
     kind = find_kind(source, format)
     if issubclass(kind, SparseSource):
         raise OptionError(

@@ -25,7 +25,7 @@ CATEGORIES = f"{GROUP}/categories/"
 
 
 def recorded_options(old: OldFile, kind: Any) -> dict[str, Any]:
-    """Return the options for reading new samples in the way that the file's samples were read.
+    """Return the options with which the file's samples were read.
 
     Raises FileError if the file does not record them.
     """

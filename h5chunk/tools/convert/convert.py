@@ -37,7 +37,7 @@ def convert(
 ) -> ConvertReport | MatrixReport:
     """Convert a source of any kind into one HDF5 file, or samples into a folder of several files.
 
-    The file, or folder, is renamed to its name once it is complete and on disk. Equal source and options give
+    The file, or folder, gets its name once it is complete and on disk. Equal source and options give
     equal bytes, with any number of workers. If a conversion is stopped, by Ctrl-C, a full disk, an unusable sample or a
     signal, its work is kept in ``.NAME.h5chunk-part`` beside the output: the same call continues. The conversion of a
     matrix starts over.
@@ -57,7 +57,7 @@ def convert(
     format : str, optional
         The kind of the source, if its name and first bytes do not show it: see `h5chunk.sources.kinds.KINDS`.
     tuned : path, optional
-        Recommendation of `h5chunk.tune`, as JSON: ``chunk_samples`` is taken from it, unless it is given.
+        Recommendation of `h5chunk.tune`, as JSON, for ``chunk_samples`` unless that is given.
     overwrite : bool
         Whether to replace a file at ``output``, or a folder that holds nothing but shards or splits.
     dry_run : bool
@@ -90,7 +90,7 @@ def convert(
         options = {"chunk_samples": found.chunk_samples, **options}
         left = [name for name in TUNED if name != "chunk_samples" and getattr(found, name) is not None]
         if left and notify is not None:
-            notify(f"convert settles {', '.join(left)} itself; repack takes them from {os.fspath(tuned)}")
+            notify(f"convert chooses {', '.join(left)} itself; repack takes them from {os.fspath(tuned)}")
     opened, path, how, given = _open(source, output, format, overwrite, options, progress)
     if isinstance(how, MatrixOptions):
         return convert_matrix(opened, path, how, how=given, overwrite=overwrite, dry_run=dry_run, progress=progress)

@@ -197,7 +197,7 @@ class _TaskLog:
             notify("the unfinished conversion had other options or sources: starting over")
         if journal.records:
             there = sum(self._samples(i, done) for i, claims in enumerate(self._claims) for done in claims.values())
-            notify(f"continuing: {there:,} of {count_text(num_samples, 'sample')} are there")
+            notify(f"continuing: {there:,} of {count_text(num_samples, 'sample')} are already written")
 
     def _samples(self, number: int, done: Done) -> int:
         num_samples, size = len(self._jobs[number].order), self._jobs[number].layout.chunk_samples
@@ -218,7 +218,7 @@ class _TaskLog:
     def finish(self) -> None:
         """Report how many samples had to be written again."""
         if self._num_again:
-            self._notify(f"{count_text(self._num_again, 'sample')} had changed, and had to be done again")
+            self._notify(f"{count_text(self._num_again, 'sample')} had changed, and were written again")
 
 
 # ---- the list of skipped samples

@@ -36,9 +36,9 @@ from h5chunk.tools.convert.options import MAX_SHARDS, ReadOptions, SampleOptions
 from h5chunk.tools.progress import Progress
 
 PROBES = 24  # samples read to estimate the time
-SPLIT = "split"  # the field that says which split a sample is of
+SPLIT = "split"  # the field with the split of each sample
 SPLIT_NAME = re.compile(r"\w[\w .-]*")
-MAX_SPLITS = 100  # more values are no splits
+MAX_SPLITS = 100  # limit on the number of splits
 DTYPE_KINDS = "iufS"  # kinds of types of fields: integers, floats and fixed-length strings
 
 
@@ -159,7 +159,7 @@ def _files_of_splits(job: SampleJob) -> list[SampleJob]:
         name = as_text(split) if isinstance(split, bytes) else str(split)
         name = job.categories[SPLIT][int(split)] if SPLIT in job.categories else name
         if not SPLIT_NAME.fullmatch(name) or len(jobs) == MAX_SPLITS:
-            what = "a name that no file can have" if len(jobs) < MAX_SPLITS else f"more than {MAX_SPLITS} values"
+            what = "an invalid file name" if len(jobs) < MAX_SPLITS else f"more than {MAX_SPLITS} values"
             raise OptionError(f"split_files is given, but the field 'split' has {what}, such as {printable(name)}")
         of_split = replace(job, path=job.path / f"{name}.h5")
         jobs.append(of_split.with_order(job.order[splits[job.order] == split]))

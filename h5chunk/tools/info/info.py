@@ -56,8 +56,8 @@ def info(
     trusted : bool
         Whether to follow links and views of other files within the file's folder.
     show_all : bool
-        Whether the text lists every data set of a file. Default: what fits on a screen, with data sets together whose
-        names differ only in their numbers.
+        Whether the text lists every data set of a file. Default: a summary that fits on a screen, which combines data
+        sets whose names differ only in their numbers.
 
     Returns
     -------

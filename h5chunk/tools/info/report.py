@@ -13,8 +13,8 @@ from h5chunk.store.format.header import Header
 from h5chunk.tools.info.summary import summarise
 from h5chunk.tools.report import Report, list_some, shell_command, values_text
 
-SHOWN, SHOWN_REFUSED = 20, 5  # files, and refused data sets, in what people read; JSON has all
-NOTABLE = 2.0  # times its bytes that a sample takes to read
+SHOWN, SHOWN_REFUSED = 20, 5  # files, and refused data sets, in the text; JSON has all
+NOTABLE = 2.0  # bytes read per byte of a sample
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class DatasetInfo(Report):
 
     @property
     def is_cut(self) -> bool:
-        """Whether each sample lies in several chunks."""
+        """Whether each sample is cut into several chunks."""
         return self.verdict.startswith("bad")
 
     def lines(self) -> list[str]:
@@ -116,8 +116,8 @@ class FileInfo(Report):
     matrices: list[MatrixInfo] = field(default_factory=list)  # sparse matrices; in an h5chunk file also dense rows
     code: list[str] = field(
         default_factory=list
-    )  # lines of Python that feed training; none if nothing can be trained on
-    show_all: bool = False  # list every data set; else what fits on a screen
+    )  # lines of Python that feed training; empty if no field suits training
+    show_all: bool = False  # whether to list every data set, instead of a summary
 
     def lines(self) -> list[str]:
         if self.header is None:

@@ -1,4 +1,4 @@
-"""Summarise the data sets of a file in one screen: what can be trained on first, alike ones together."""
+"""Summarise the data sets of a file on one screen: fields for training first, and similar data sets together."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from h5chunk.tools.report import list_some, python_text
 if TYPE_CHECKING:
     from h5chunk.tools.info.report import DatasetInfo, MatrixInfo
 
-ALIKE = 3  # data sets whose names differ only in their numbers share a line if there are so many
-MOST_LINES = 12  # of data sets that can be trained on; and half as many of reasons why others cannot
-MOST_FIELDS = 8  # of a line of Python
+ALIKE = 3  # from this number on, data sets whose names differ only in numbers share a line
+MOST_LINES = 12  # lines for data sets that suit training; half as many for reasons why others do not
+MOST_FIELDS = 8  # width of a line of Python
 NO_TENSORS = ("|S", "float128", "longdouble", ">f16")  # types that torch does not have
 BATCH = 256
 
@@ -26,7 +26,7 @@ def training_fields(
 ) -> list[str]:
     """Choose the fields for a `ChunkLoader`: the largest, or the usual ones, and those that belong to it.
 
-    Empty if none can be trained on.
+    Empty if no data set suits training.
     """
     numeric = {each.name: each for each in datasets if each.can_train and not each.dtype.startswith(NO_TENSORS)}
     rows = {each.name: each.num_rows for each in matrices if each.num_rows}
@@ -40,7 +40,7 @@ def training_fields(
     if main is None:
         return []
     others = [*usual, "labels"]
-    if not usual and main not in ("images", "X"):  # what lies beside it, or above
+    if not usual and main not in ("images", "X"):  # data sets beside it, or above
         others = [name for name in numeric if f"{_folder(main)}/".startswith(f"{_folder(name)}/".lstrip("/"))]
     others = [name for name in dict.fromkeys(others) if name != main and lengths.get(name) == lengths[main]]
     return [main, *others][:MOST_FIELDS]
@@ -87,7 +87,7 @@ def summarise(datasets: Sequence[DatasetInfo]) -> list[str]:
 
 
 def _grouped(datasets: Sequence[DatasetInfo]) -> list[list[DatasetInfo]]:
-    """Put data sets together whose names differ only in numbers, and whose samples are alike; the largest first."""
+    """Group data sets whose names differ only in numbers, and whose samples have equal types; the largest first."""
     found: dict[tuple[object, ...], list[DatasetInfo]] = {}
     for each in datasets:
         pattern = re.sub(r"\d+", "*", each.name)
@@ -99,7 +99,7 @@ def _grouped(datasets: Sequence[DatasetInfo]) -> list[list[DatasetInfo]]:
 
 
 def _alike_line(alike: Sequence[DatasetInfo]) -> str:
-    """Describe a data set, or several that are alike, in a line."""
+    """Describe a data set, or several similar ones, in one line."""
     first, counts = alike[0], sorted(each.shape[0] for each in alike)
     samples = count_text(counts[0], "sample") if counts[0] == counts[-1] else f"{counts[0]:,} to {counts[-1]:,} samples"
     shape = f" of {shape_text(first.shape[1:])}" if first.shape[1:] else ""

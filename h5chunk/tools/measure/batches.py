@@ -51,7 +51,7 @@ class BatchRate:
             raise
 
     def warm_up(self, seconds: float) -> None:
-        """Fill and use all memory for what is read ahead, for at most about this many seconds."""
+        """Fill and use all memory for reading ahead, for at most about this many seconds."""
         self._take(seconds, 2 * self._read_ahead)
 
     def rate(self, seconds: float, lead_s: float, most_s: float = 0.0) -> float:
@@ -134,7 +134,7 @@ def first_samples(dataset: ChunkDataset, batch_size: int, num_samples: int) -> O
 def plain_rate(reader: H5Reader, num_samples: int, batch_size: int, seconds: float) -> float:
     """Measure samples/s of ``h5py.File(path)[name][i]``, stacked into batches, as most training loops read.
 
-    It reads random samples among the first ``num_samples``, at least one sample; and as long before, to fill the cache.
+    It reads random samples among the first ``num_samples``, at least one sample, after a warm-up of equal length.
     """
     rng, done, warm = np.random.default_rng(0), 0, False
     with open_file(reader.path) as file:

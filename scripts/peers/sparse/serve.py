@@ -29,7 +29,7 @@ def file_path(module: str, kind: type, source: Source, settings: dict) -> Path:
 
 
 def make(kind: type, source: Source, path: Path, settings: dict) -> None:
-    """Make the file, and rename it to its name once it is complete."""
+    """Make the file, and give it its name once it is complete."""
     if not hasattr(kind, "make") or path.exists():
         return
     part = path.with_name(f"{path.name}.part")
