@@ -200,12 +200,12 @@ def test_options_that_cannot_be(path, resident):
 def test_memory_bytes(path, monkeypatch):
     """What is held while it is read counts, and the message says what would do."""
     with pytest.raises(
-        OptionError, match=r"resident=True needs \d+ bytes, \d+ of them .* room for 100: raise"
+        OptionError, match=r"resident=True needs \d+ bytes, \d+ of them .* the limit is 100: raise"
     ) as refused:
         load_whole(path, memory_bytes=100)
     needed, held = (int(word) for word in str(refused.value).split() if word.isdigit())
     assert N * 98 <= held <= needed < 2 * N * 98
-    with pytest.raises(OptionError, match=f"room for {needed - 1}"):
+    with pytest.raises(OptionError, match=f"limit is {needed - 1}"):
         load_whole(path, memory_bytes=needed - 1)
     made = watch(monkeypatch, "make slot")
     with load_whole(path, memory_bytes=needed) as loader:
