@@ -31,7 +31,8 @@ FIRST_SHARE = 0.2  # share of the budget; settings whose first window takes more
 FINALISTS, HEATS = 2, 2  # finalists of the unchanged file, and of a new one; and their measurements before the choice
 LEAST_TURNS, FEW_TURNS, MOST_TURNS = 2, 6, 15
 WARM_SHARE = 0.05  # of the budget: memory is written for the first time, which takes longer than the second
-LEAD, LOOK_LEAD, ROUND = 1, 3, 3  # times a measurement: to use up what was read ahead, twice; for a round of windows
+ROUND_SHARE = 0.05  # of the budget: to use up what was read ahead, and to measure whole rounds of windows
+LOOK_LEAD, LOOK_ROUND = 3, 3  # times a measurement, for the same in a first look
 WORTH_CODE, WORTH_FILE = 1.0, 1.3  # least certain gain that is worth a line of code, and a new file
 
 TODAY, IN_PLACE, NEW, PLAIN = "as today", "best without a new file", "rewritten", "plain h5py"
@@ -178,7 +179,8 @@ class Search:
 
         def rate(batches: BatchRate) -> float:
             settle()  # what the last one still reads ahead takes no time of this one
-            return batches.rate(self.budget.slice_s, LEAD * self.budget.slice_s, ROUND * self.budget.slice_s)
+            most_s = ROUND_SHARE * self.budget.seconds
+            return batches.rate(self.budget.slice_s, most_s, most_s)
 
         with ExitStack() as stack:
             runners: dict[Setting, Callable[[], float]] = {}
@@ -192,7 +194,7 @@ class Search:
         seconds = self.budget.slice_s
         with closing(open_batches(self.study, setting, self.device)) as batches:
             batches.warm_up(LOOK_LEAD * seconds)
-            return batches.rate(seconds, 0.0, ROUND * seconds)
+            return batches.rate(seconds, 0.0, LOOK_ROUND * seconds)
 
     def _plain_rate(self) -> float:
         from h5chunk.tools.measure.batches import plain_rate
