@@ -85,7 +85,7 @@ def make_source(
 ) -> DataSource:
     """Make the data source from the arguments of a loader; ``order`` counts samples in the file.
 
-    Raise `FieldError` if a field holds strings, or numbers that torch does not have, and `OptionError` if
+    Raise `FieldError` if a field has strings, or numbers that torch does not support, and `OptionError` if
     ``reader="direct"`` is not possible.
     """
     h5reader, numbered = dataset.new_reader(), dataset.numbered_fields

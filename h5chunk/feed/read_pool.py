@@ -76,7 +76,7 @@ class WindowRead:
         self._end_task()
 
     def _closed(self) -> FileError:
-        """Return the error of a task that was skipped: raised here, its traceback would keep the slot."""
+        """Return the error of a task that was skipped; if it were raised, its traceback would keep the slot."""
         return FileError(f"{printable(self._pool.path)}: closed while it was read")
 
     def native_jobs(self) -> np.ndarray:

@@ -239,7 +239,7 @@ def dense_rows(
     rows: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Make ``rows`` of a sparse matrix dense, in ``out``; raise IndexError if it has no such column.
+    """Make ``rows`` of a sparse matrix dense, in ``out``; raise IndexError for a column outside of ``out``.
 
     Entries ``starts[i]`` to ``starts[i + 1]`` belong to row i. The value of an entry is ``table[code]`` of its uint8
     code; without a table the code itself, of the itemsize of ``out``; without codes ``table[0]``.

@@ -161,12 +161,12 @@ class DelimitedOptions(EntryOptions):
 
     separator: str | None = option(
         None,
-        "What separates the cells, such as ';', '::', tab, or space for runs of blanks.",
+        "Separator of cells, such as ';', '::', tab, or space for runs of blanks.",
         metavar="SEP",
         shown_default="detected",
     )
     header: str = option("auto", "Whether the first line names the columns.", choices=("auto", "yes", "no"))
-    quotes: bool = option(True, "Take double quotes for letters.")
+    quotes: bool = option(True, "Treat double quotes as ordinary characters.")
     decimal: str = option(".", "Decimal mark.", choices=(".", ","))
     comment: str | None = option(None, "Skip the lines that begin with this.", metavar="MARK")
     encoding: str | None = option(None, "Encoding, such as latin-1.", metavar="NAME", shown_default="utf-8")

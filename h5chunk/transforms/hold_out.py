@@ -11,24 +11,24 @@ import torch
 from h5chunk.errors import OptionError
 from h5chunk.transforms.csr import Entries, make_csr, scatter
 
-Array = Any  # of NumPy on the host, of torch on a GPU
+Array = Any  # arrays of NumPy on the host, of torch on a GPU
 MAX_SEED = (1 << 62) - 1
 ROUNDING = 1e-9  # 0.29 * 100 is 28.999999999999996, and means 29
 
 
 @dataclass(frozen=True)
 class HoldOut:
-    """Part each row's entries in two, so that a batch has (inputs, targets) in place of the rows.
+    """Split each row's entries in two, so that a batch has (inputs, targets) in place of the rows.
 
     ::
 
         for inputs, targets in ChunkLoader(dataset, 500, transforms=[Binarize(4), HoldOut(0.2)]):
             ...
 
-    Both are of the same shape, and the entries of one are zeros in the other. Transforms of values before it, such as
+    Both have the same shape, and the entries of one are zeros in the other. Transforms of values before it, such as
     `Binarize`, are computed on the whole row, and entries that become zero do not count; transforms after it are
-    applied to inputs and targets each. Which entries are held out depends on the seed and on the columns of the row
-    alone: it is the same for any reader, batch size, order, device and number of ranks, and in a copy of the file.
+    applied to both inputs and targets. The held-out entries depend only on the seed and on the columns of the row: they
+    are the same for any reader, batch size, order, device and number of ranks, and in a copy of the file.
 
     Parameters
     ----------
@@ -41,7 +41,8 @@ class HoldOut:
     seed : int
         Another seed draws other entries.
     each_epoch : bool
-        Draw anew in each epoch of a `ChunkLoader` or `ChunkSampler`, for training. False: the same, for validation.
+        Draw again in each epoch of a `ChunkLoader` or `ChunkSampler`, for training. False: always the same entries, for
+        validation.
 
     Raises
     ------
@@ -67,7 +68,7 @@ class HoldOut:
             raise OptionError("HoldOut: the last entries are not drawn: leave out seed and each_epoch")
 
     def __call__(self, batch: torch.Tensor, epoch: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Part a batch, dense or CSR, into inputs and targets of the same layout."""
+        """Split a batch, dense or CSR, into inputs and targets of the same layout."""
         shape = len(batch), batch.shape[1]
         if batch.layout == torch.sparse_csr:
             starts = batch.crow_indices()
@@ -80,7 +81,7 @@ class HoldOut:
         return inputs, targets
 
     def part(self, entries: Entries, epoch: int) -> tuple[Entries, Entries]:
-        """Part entries into those that stay and those that are held out, both in their order."""
+        """Split entries into those that stay and those that are held out, in their original order."""
         counts, columns, values = (_on_host(each) if each.device.type == "cpu" else each for each in entries[1:])
         rows, exists = _row_of_each(counts), values != 0
         if not exists.all():
@@ -94,9 +95,9 @@ class HoldOut:
         )
 
     def _held(self, rows: Array, columns: Array, counts: Array, epoch: int) -> tuple[Array, Array]:
-        """Return whether each entry is held out, and how many are of each row."""
+        """Return whether each entry is held out, and the number of held-out entries per row."""
         ends = counts.cumsum(0)
-        place = _up_to(rows) - (ends - counts)[rows]  # within the row
+        place = _up_to(rows) - (ends - counts)[rows]  # position within the row
         if self.last is not None:
             num_held = (counts - 1).clip(0, self.last)
             return counts[rows] - place <= num_held[rows], num_held
@@ -151,7 +152,7 @@ def _keys(rows: Array, columns: Array, ends: Array, counts: Array, seed: int) ->
     """Return a random number per entry: a function of the seed, the column, and all columns of the row."""
     columns = columns.astype(np.int64) if isinstance(columns, np.ndarray) else columns.long()
     mixed = _mix(columns ^ seed)
-    sums = mixed.cumsum(0)  # overflows wrap around, and the differences of sums with them
+    sums = mixed.cumsum(0)  # overflows wrap around, and so do differences of sums
     firsts = (ends - counts)[rows]
     of_rows = sums[ends[rows] - 1] - sums[firsts] + mixed[firsts]
     return _mix(mixed ^ of_rows)
@@ -165,7 +166,7 @@ def _mix(numbers: Array) -> Array:
 
 
 def _mix_number(*numbers: int) -> int:
-    """Return one number, int64, for several."""
+    """Combine several numbers into one int64."""
     mixed = np.zeros(1, np.int64)
     for number in numbers:
         mixed = _mix(mixed + number + 1)

@@ -208,8 +208,8 @@ class SortedMatrix:
                 words = {"S": "strings", "i": "whole numbers"}
                 raise OptionError(
                     f"{printable(self.source.path)}: {axis} ids are {words[ids.dtype.kind]}, but those of ids_from are "
-                    f"{words[old.dtype.kind]}: of a delimited file, '{self.source.axes[axis == 'column']}:str' in "
-                    "--columns reads strings"
+                    f"{words[old.dtype.kind]}: for a delimited file, '{self.source.axes[axis == 'column']}:str' "
+                    "in --columns reads strings"
                 )
 
     def _units(self, block: Block) -> np.ndarray:

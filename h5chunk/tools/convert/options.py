@@ -136,7 +136,7 @@ class MatrixOptions(WriteOptions):
     )
     ids_from: str | os.PathLike[str] | None = option(
         None,
-        "Give ids of columns the numbers that they have in this converted file; columns of new ids come after.",
+        "Number columns as in this converted file, by their ids; columns with new ids come after these.",
         metavar="OLD.h5",
         is_path=True,
     )

@@ -18,9 +18,9 @@ LEAST_SPREAD = 0.03  # typical difference of two runs of the same loop
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as fast one setting is as another: the middle of all turns, and where 95 % of the turns lie.
+    """How many times as fast one setting is as another: the median of all turns, and the interval of 95 % of them.
 
-    Two turns say next to nothing about the spread, and one nothing: its interval is unbounded.
+    With two turns the interval is very wide, and with one turn it is unbounded.
     """
 
     times: float

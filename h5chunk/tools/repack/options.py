@@ -35,7 +35,7 @@ class RepackOptions(WriteOptions):
         heading="Fields",
         repeatable=True,
     )
-    shuffle: bool = option(False, "Permute the samples of all fields alike.")
+    shuffle: bool = option(False, "Permute the samples, in the same way in all fields.")
     window_chunks: int | None = option(None, "Recommended shuffle window to store, in chunks.", minimum=1)
     cache: Any = option(None, "Recommended chunk cache to store: (nslots, nbytes, w0).")
     compression: str | None = option(

@@ -71,7 +71,7 @@ def _check_codes(field: h5py.Dataset, num_categories: int, least: int) -> Iterat
 class MatrixCheck:
     """Check a sparse matrix whose chunks are read, part by part, from any thread.
 
-    In a matrix of an h5chunk file (``ours``), columns ascend in each row, unless it is in the order of time, and no
+    In a matrix of an h5chunk file (``ours``), columns ascend in each row, unless rows are in the order of time, and no
     value is zero, infinite or NaN.
     """
 
