@@ -15,7 +15,7 @@ from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.transforms import Transform, compile_transforms
 from h5chunk.transforms.rows import RowConverter
 
-GROUP_BYTES = 8 << 20  # small batches are converted together on a GPU: launching a kernel costs more than running it
+GROUP_BYTES = 32 << 20  # small batches are converted together on a GPU: launching a kernel costs more than running it
 ROWS_BYTES = 256 << 20  # so are dense rows: a batch of 500 x 26,744 then takes 40 us of Python, not 90; LOG.md
 ALL = 1 << 30  # batches
 Tensors = tuple[torch.Tensor, ...]  # one per field; two where entries are held out

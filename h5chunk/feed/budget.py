@@ -32,7 +32,7 @@ LOADING_BYTES = 8 << 20  # bytes of the pieces in which resident data is read
 LOADING_SLOTS = 4  # pieces that are read at a time
 KEPT_BYTES = 16 << 20  # smaller data is not kept: threads read it from the page cache as fast
 RESIDENT_SHARE = 4  # resident="auto" takes at most 1 / this of the device's free memory
-MAX_THREADS = 10  # more threads wait for each other, and delay the loop; scripts/LOG.md
+MAX_THREADS = 12  # more threads wait for each other, and delay the loop; scripts/LOG.md
 DECODING_BYTES = 1 << 30  # memory for decoding in threads, unless their number is given
 
 

@@ -100,7 +100,7 @@ class ChunkLoader(Resumable):
         caches; memory for decoding. Batches that were returned do not count. Unless ``sampler`` was given
         ``window_chunks``, windows are made smaller than the file recommends if necessary.
     num_threads : int, optional
-        Number of reader threads. Default: one per core, at most 10, and few enough to decode compressed chunks within 1
+        Number of reader threads. Default: one per core, at most 12, and few enough to decode compressed chunks within 1
         GiB: each thread holds three chunks.
     resident : bool or "auto"
         Read everything once and keep it on the device (a sparse matrix stays sparse); the order is the same.

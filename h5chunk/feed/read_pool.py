@@ -404,6 +404,8 @@ class ReadPool:
 
     def cancel(self) -> None:
         """Drop the tasks that no thread has begun: their windows end with an error."""
+        if self._native is not None:
+            self._native.cancel()
         with suppress(Empty):
             while task := self._tasks.get_nowait():
                 task[0].drop()

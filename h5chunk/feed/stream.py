@@ -136,15 +136,23 @@ class WindowStream:
         self._open: dict[WindowRead, None] = {}  # windows in the order of reading
         self._batches: dict[tuple[int, int], WindowRead] = {}  # reads, by epoch and number
         self._free: deque[Any] = deque()  # slots
-        self._unmade: Iterator[Any] = iter(())  # slots
+        self._maker: threading.Thread | None = None  # of slots
+        self._stops = False
+        self._not_made: BaseException | None = None
         self._planner: _Planner | None = None
         self._pinned: list[PinnedMemory] = []
         self._copies: Any = None  # the stream of copies to a GPU
         self._pool: Any = None
         try:
-            self._unmade = self._make_slots(source, plan)
+            slots = self._make_slots(source, plan)
+            self._free.append(next(slots))
             if source.device.type == "cpu":
-                self._free.extend(self._unmade)
+                self._free.extend(slots)
+            else:  # pinning memory takes longer than reading into it
+                self._maker = threading.Thread(
+                    target=self._make_others, args=(slots,), name="h5chunk-pinner", daemon=True
+                )
+                self._maker.start()
             how: dict[str, Any] = {"numbered": source.numbered, "timeout_s": source.timeout_s}
             self._pool = ReadPool(source.reader, source.direct, source.num_threads, **how)
             self._begin(plan.order, start)
@@ -160,11 +168,20 @@ class WindowStream:
             for _ in range(plan.num_slots):
                 yield CpuSlot(layouts, num_samples, memory, gathered)
             return
-        self._copies = torch.cuda.Stream(source.device)
+        self._copies, current = torch.cuda.Stream(source.device), torch.cuda.current_stream(source.device)
         for _ in range(plan.num_slots):
-            with torch.cuda.device(source.device):
+            with torch.cuda.stream(current):  # in whichever thread
                 self._pinned.append(PinnedMemory(slot_bytes(layouts, num_samples)))
-            yield CudaSlot(layouts, num_samples, self._pinned[-1].bytes, self._copies)
+                slot = CudaSlot(layouts, num_samples, self._pinned[-1].bytes, self._copies)
+            yield slot
+            del slot
+
+    def _make_others(self, slots: Iterator[Any]) -> None:
+        try:
+            while not self._stops and (slot := next(slots, None)) is not None:
+                self._free.append(slot)
+        except BaseException as error:  # raised again in the consumer's thread
+            self._not_made = error
 
     @property
     def is_usable(self) -> bool:
@@ -185,7 +202,9 @@ class WindowStream:
             threading.Thread(target=self._give_back, name="h5chunk-closer", daemon=True).start()
 
     def _give_back(self) -> None:
-        self._unmade = iter(())  # the thread refers to this stream
+        self._stops = True
+        if self._maker is not None:
+            self._maker.join()
         if self._pool is not None:
             self._pool.has_ended.wait()
         while self._pinned:
@@ -214,13 +233,8 @@ class WindowStream:
         self._begin(order, start)
 
     def _fill(self) -> None:
-        """Start reading planned windows into free slots, without waiting, and add a slot until all exist.
-
-        Pinning memory takes longer than reading into it: this spreads it over the first windows.
-        """
+        """Start reading planned windows into the slots that are free, without waiting."""
         assert self._planner is not None
-        if (slot := next(self._unmade, None)) is not None:
-            self._free.append(slot)
         while self._free and self._free[0].is_free and (planned := self._planner.take(0)) is not None:
             self._load(*planned)
 
@@ -233,8 +247,10 @@ class WindowStream:
         """Start reading the next window, once it is planned. Raises WorkerError if that takes too long."""
         if not self.is_usable:
             raise self._pool.lost_by_fork()
-        if not self._free:
-            self._free.append(next(self._unmade))
+        if self._maker is not None and not self._free:
+            self._maker.join()
+        if self._not_made is not None:
+            raise self._not_made
         assert self._planner is not None
         if (planned := self._planner.take(self._pool.timeout_s)) is None:
             raise self._pool.hang(self._pool.timeout_s)

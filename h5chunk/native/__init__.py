@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = 4  # version of the functions and structures of core.c
+VERSION = 5  # version of the functions and structures of core.c
 PART_BYTES = 2 << 20  # bytes of jobs that a thread takes at a time
 JOB = np.dtype(
     [
@@ -102,6 +102,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         ("plan", number, (address, address, address, number, number, address, address, address)),
         ("progress", number, (pool,)),
         ("num_open", number, (pool,)),
+        ("cancel", None, (pool,)),
         ("close", ctypes.c_int, (pool, ctypes.c_double)),
         ("free", None, (pool,)),
         ("crc32", ctypes.c_uint32, (address, number, ctypes.c_uint32)),
@@ -168,6 +169,12 @@ class NativePool:
             return None
         self._kept.pop(found.ticket, None)
         return found
+
+    def cancel(self) -> None:
+        """Leave undone the jobs that no thread has taken: their tickets end as CANCELLED."""
+        with self._lock:
+            if self._pool:
+                _quick().h5chunk_cancel(self._pool)
 
     def close(self, timeout_s: float) -> bool:
         """Drop waiting jobs, and wait for the threads; return whether all have ended. May be called again."""

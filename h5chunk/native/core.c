@@ -16,7 +16,7 @@
 #include <unistd.h>
 
 #define EXPORT __attribute__((visibility("default")))
-#define VERSION 4
+#define VERSION 5
 
 enum { READ = 0, VERIFY = 1, GATHER = 2 };                               /* kinds of jobs */
 enum { DONE = 0, SYSTEM = 1, CUT_SHORT = 2, CHECKSUM = 3, CANCELLED = 4 }; /* outcomes of a ticket */
@@ -466,6 +466,13 @@ EXPORT int h5chunk_wait(Pool *pool, double timeout_s, Result *result) {
 COUNT(int, num_threads)
 COUNT(int64_t, num_open)
 COUNT(int64_t, progress)
+
+/* Leave undone what no thread has taken; its tickets are over once the jobs that threads have taken are. */
+EXPORT void h5chunk_cancel(Pool *pool) {
+    pthread_mutex_lock(&pool->lock);
+    while (pool->waiting.first) skip_first(pool, CANCELLED);
+    pthread_mutex_unlock(&pool->lock);
+}
 
 /* Drop waiting jobs, and wait for the threads: 1 if all ended; 0 if some still read after `timeout_s`. */
 EXPORT int h5chunk_close(Pool *pool, double timeout_s) {

@@ -31,14 +31,10 @@ def reading_threads() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name.startswith("h5chunk") and t not in left_behind]
 
 
-def readers_of_files() -> set[threading.Thread]:
-    """Those that read files."""
-    return {thread for thread in reading_threads() if thread.name == "h5chunk-reader"}
-
-
-def native_threads() -> set[int]:
-    """The numbers of threads that Python does not know."""
-    return {int(name) for name in os.listdir("/proc/self/task")} - {each.native_id for each in threading.enumerate()}
+def readers_of_files() -> set[int]:
+    """The system's numbers of threads that read files, and of all others that Python does not know."""
+    others = {each.native_id for each in threading.enumerate() if each.name != "h5chunk-reader"}
+    return {int(name) for name in os.listdir("/proc/self/task")} - others
 
 
 @pytest.fixture(autouse=True)
