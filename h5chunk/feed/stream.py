@@ -24,7 +24,7 @@ from h5chunk.feed.slots import BatchMemory, CpuSlot, CudaSlot, Fields
 from h5chunk.plan.order import Order, Window
 from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed
 
-PLANNED = 24  # least number of windows to plan ahead
+PLANNED = 12  # windows that are planned at a time, while as many are left
 
 
 @dataclass
@@ -67,11 +67,14 @@ class EpochReport:
 
 
 class _Planner:
-    """A thread that plans windows ahead. It handles only sample numbers."""
+    """A thread that plans windows ahead. It handles only sample numbers.
 
-    def __init__(self, order: Order, start: int, *, once: bool, most: int) -> None:
-        self._planned: SimpleQueue[tuple[int, Window] | BaseException] = SimpleQueue()  # (window, epoch) pairs
-        self._room, self._stop = threading.Semaphore(most), threading.Event()
+    It plans many at a time, since waking it costs the consumer's thread more than the planning.
+    """
+
+    def __init__(self, order: Order, start: int, *, once: bool) -> None:
+        self._planned: SimpleQueue[tuple[int, Window] | BaseException] = SimpleQueue()  # (epoch, window) pairs
+        self._room, self._stop, self._num_taken = threading.Semaphore(2 * PLANNED), threading.Event(), 0
         self._thread = threading.Thread(
             target=self._plan, args=(order, start, once), name="h5chunk-planner", daemon=True
         )
@@ -99,7 +102,9 @@ class _Planner:
             return None
         if isinstance(planned, BaseException):
             raise planned
-        self._room.release()
+        self._num_taken += 1
+        if self._num_taken % PLANNED == 0:
+            self._room.release(PLANNED)
         return planned
 
     def close(self, error: BaseException, timeout_s: float | None) -> None:
@@ -219,7 +224,7 @@ class WindowStream:
     def _begin(self, order: Order, start: int) -> None:
         """Start reading the windows of an order, from batch ``start`` on."""
         self._next: tuple[int, int] | None = (order.epoch, start)
-        self._planner = _Planner(order, start, once=self._once, most=PLANNED)
+        self._planner = _Planner(order, start, once=self._once)
         self._fill()
 
     def _begin_again(self, order: Order, start: int) -> None:
@@ -291,13 +296,11 @@ class WindowStream:
                 self._next = order.epoch + 1, 0  # a consumer that counts batches stops here, which also ends the epoch
             if not stays and last:
                 self._release(read)
-            report.add(len(batch[0]), fresh=True)
+            report.add(batch[0].shape[0], fresh=True)
             yield maker.finish(batch)
             if stays and last:
-                fresh = len(read.window.batches)
-                due, before = (num_echoed(self._echo, n) for n in (number + 1, number + 1 - fresh))
-                for batch in islice(self._echoes(read, order, maker), due - before):
-                    report.add(len(batch[0]), fresh=False)
+                for batch in islice(self._echoes(read, order, maker), self._num_due(read, number)):
+                    report.add(batch[0].shape[0], fresh=False)
                     yield maker.finish(batch)
                 self._release(read)
         self._next = order.epoch + 1, 0
@@ -311,6 +314,13 @@ class WindowStream:
             self._report.waited_s += time.perf_counter() - waits
         read.wait()
         read.slot.receive()
+
+    def _num_due(self, read: WindowRead, number: int) -> int:
+        """Return how many echoes follow a window, whose last batch is this one."""
+        if self._echo == 1:
+            return 0
+        fresh = len(read.window.batches)
+        return num_echoed(self._echo, number + 1) - num_echoed(self._echo, number + 1 - fresh)
 
     def _echoes(self, read: WindowRead, order: Order, maker: Any) -> Iterator[Tensors]:
         """Shuffle a window again, repeatedly, and yield its batches."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = 5  # version of the functions and structures of core.c
+VERSION = 6  # version of the functions and structures of core.c
 PART_BYTES = 2 << 20  # bytes of jobs that a thread takes at a time
 JOB = np.dtype(
     [
@@ -99,7 +99,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         ("submit", ctypes.c_int, (pool, ctypes.c_uint64, address, number)),
         ("wait", ctypes.c_int, (pool, ctypes.c_double, ctypes.POINTER(Result))),
         ("run", None, (address, number, ctypes.POINTER(Result))),
-        ("plan", number, (address, address, address, number, number, address, address, address)),
+        ("plan", number, (address, number, number, *[address] * 3, number, number, *[address] * 3)),
         ("progress", number, (pool,)),
         ("num_open", number, (pool,)),
         ("cancel", None, (pool,)),
@@ -214,18 +214,36 @@ def run(jobs: np.ndarray) -> Result:
 
 
 def plan_reads(
-    offsets: np.ndarray, sizes: np.ndarray, places: np.ndarray, out: np.ndarray, run_bytes: int
+    blocks: np.ndarray,
+    block_rows: int,
+    row_bytes: int,
+    rows: np.ndarray,
+    counts: np.ndarray | None,
+    places: np.ndarray,
+    out: np.ndarray,
+    run_bytes: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Make the jobs that read ``sizes[i]`` bytes at ``offsets[i]`` of a file to byte ``places[i]`` of ``out``.
+    """Make the jobs that read rows of a file to places in memory; adjacent rows share a job of about ``run_bytes``.
 
-    All are (n,) int64. Adjacent ranges share a job of about ``run_bytes``. Return the jobs, (num_jobs,) JOB without a
-    descriptor, and the vectors that they refer to, (n, 2) uintp, which the caller must keep.
+    Parameters
+    ----------
+    blocks : (num_blocks,) int64
+        Where each block of ``block_rows`` rows of ``row_bytes`` begins in the file.
+    rows, counts, places : (n,) int64
+        ``counts[i]`` rows, or without counts one, are read from ``rows[i]`` on to row ``places[i]`` of ``out``, which
+        must be consecutive memory.
+
+    Returns
+    -------
+    jobs : (num_jobs,) JOB, without a descriptor
+    vectors : (n, 2) uintp
+        The jobs refer to them, so that the caller must keep them.
     """
-    offsets, sizes, places = (np.ascontiguousarray(each, np.int64) for each in (offsets, sizes, places))
-    count = len(offsets)
-    vectors, jobs = np.empty((count, 2), np.uintp), np.empty(count, JOB)
-    arrays = (offsets.ctypes.data, sizes.ctypes.data, places.ctypes.data, count)
-    num_jobs = _quick().h5chunk_plan(*arrays, run_bytes, out.ctypes.data, vectors.ctypes.data, jobs.ctypes.data)
+    given = [None if each is None else np.ascontiguousarray(each, np.int64) for each in (blocks, rows, counts, places)]
+    block, row, count, place = (None if each is None else each.ctypes.data for each in given)
+    vectors, jobs = np.empty((len(rows), 2), np.uintp), np.empty(len(rows), JOB)
+    made = (out.ctypes.data, vectors.ctypes.data, jobs.ctypes.data)
+    num_jobs = _quick().h5chunk_plan(block, block_rows, row_bytes, row, count, place, len(rows), run_bytes, *made)
     return jobs[:num_jobs], vectors
 
 

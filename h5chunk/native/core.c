@@ -16,7 +16,7 @@
 #include <unistd.h>
 
 #define EXPORT __attribute__((visibility("default")))
-#define VERSION 5
+#define VERSION 6
 
 enum { READ = 0, VERIFY = 1, GATHER = 2 };                               /* kinds of jobs */
 enum { DONE = 0, SYSTEM = 1, CUT_SHORT = 2, CHECKSUM = 3, CANCELLED = 4 }; /* outcomes of a ticket */
@@ -264,21 +264,25 @@ EXPORT void h5chunk_run(const Job *jobs, int64_t num_jobs, Result *result) {
     free(scratch);
 }
 
-/* Write the tables of jobs that fill `out + places[i]` with `sizes[i]` bytes from `offsets[i]` of a file: a vector for each
- * range, and a job for each run of adjacent ranges, of about `run_bytes`. Return the number of jobs, at most `count`. */
-EXPORT int64_t h5chunk_plan(const int64_t *offsets, const int64_t *sizes, const int64_t *places, int64_t count,
-                            int64_t run_bytes, uint8_t *out, struct iovec *vectors, Job *jobs) {
-    int64_t num_jobs = 0, end = 0;
+/* Write the tables of jobs that read rows of `row_bytes` from a file of blocks, `block_rows` at each of `blocks`: from
+ * `rows[i]` on one row, or `counts[i]`, to `out + places[i] * row_bytes`. There is a vector for each i, and a job for
+ * each run of adjacent ranges, of about `run_bytes`. Return the number of jobs, at most `count`. */
+EXPORT int64_t h5chunk_plan(const int64_t *blocks, int64_t block_rows, int64_t row_bytes, const int64_t *rows,
+                            const int64_t *counts, const int64_t *places, int64_t count, int64_t run_bytes,
+                            uint8_t *out, struct iovec *vectors, Job *jobs) {
+    int64_t num_jobs = 0, end = 0, block = 0, first = 0;
     Job *job = jobs;
     for (int64_t i = 0; i < count; i++) {
-        vectors[i] = (struct iovec){.iov_base = out + places[i], .iov_len = (size_t)sizes[i]};
-        if (!num_jobs || offsets[i] != end || job->count == MAX_VECTORS || job->num_bytes >= run_bytes) {
+        if (rows[i] < first || rows[i] >= first + block_rows || !i) block = rows[i] / block_rows, first = block * block_rows;
+        int64_t offset = blocks[block] + (rows[i] - first) * row_bytes, size = counts ? counts[i] * row_bytes : row_bytes;
+        vectors[i] = (struct iovec){.iov_base = out + places[i] * row_bytes, .iov_len = (size_t)size};
+        if (!num_jobs || offset != end || job->count == MAX_VECTORS || job->num_bytes >= run_bytes) {
             job = jobs + num_jobs++;
-            *job = (Job){.kind = READ, .offset = offsets[i], .source = vectors + i};
+            *job = (Job){.kind = READ, .offset = offset, .source = vectors + i};
         }
         job->count++;
-        job->num_bytes += sizes[i];
-        end = offsets[i] + sizes[i];
+        job->num_bytes += size;
+        end = offset + size;
     }
     return num_jobs;
 }
@@ -352,6 +356,7 @@ static void *run(void *argument) {
         }
         const Job *job = ticket->jobs + ticket->num_taken;
         int64_t count = take(pool, ticket);
+        if (pool->waiting.first) pthread_cond_signal(&pool->work); /* each thread wakes the next: see h5chunk_submit */
         pthread_mutex_unlock(&pool->lock);
         Result result = {0};
         for (int64_t i = 0; i < count && !result.status; i++)
@@ -431,7 +436,7 @@ EXPORT int h5chunk_submit(Pool *pool, uint64_t number, const Job *jobs, int64_t 
     if (is_closing) free(ticket);
     else if (num_jobs) push(&pool->waiting, ticket);
     else finish(pool, ticket, 0);
-    pthread_cond_broadcast(&pool->work);
+    pthread_cond_signal(&pool->work); /* waking all threads would take the caller longer than all else */
     pthread_mutex_unlock(&pool->lock);
     return is_closing ? -1 : 0;
 }

@@ -408,6 +408,7 @@ def test_short_reads(tmp_path, monkeypatch, most_bytes):
             left = left[length:]
         return len(given)
 
+    monkeypatch.setenv("H5CHUNK_NATIVE", "0")
     monkeypatch.setattr(ranges, "_preadv", short)
     for rows in ROWS:
         check_direct(path, data, rows)

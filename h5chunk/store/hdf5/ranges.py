@@ -113,7 +113,7 @@ def vector_parts(
     Python threads there are several.
     """
     if available():
-        yield VectorPart(*plan_reads(offsets, sizes, places, out, RUN_BYTES), out, where)
+        yield VectorPart(*plan_reads(offsets, 1, 1, np.arange(len(offsets)), sizes, places, out, RUN_BYTES), out, where)
         return
     vectors = vectors_of(sizes, places, out)
     groups = (np.cumsum(sizes) - 1) // RUN_BYTES
@@ -125,6 +125,28 @@ def vector_parts(
     per_part = max(1, PART_BYTES * len(jobs) // max(1, int(sizes.sum())))
     for first in range(0, len(jobs), per_part):
         yield VectorPart(jobs[first : first + per_part], vectors, out, where)
+
+
+def row_parts(
+    blocks: tuple[np.ndarray, int, int],
+    rows: np.ndarray,
+    counts: np.ndarray | None,
+    places: np.ndarray,
+    out: np.ndarray,
+    where: Where,
+) -> Iterator[VectorPart]:
+    """Yield tasks that read one row, or ``counts[i]``, from ``rows[i]`` on to row ``places[i]`` of ``out``.
+
+    The file has blocks of equal rows, given by the offset of each, the rows of a block, and the bytes of a row. The
+    arrays are (n,) int64, with n > 0.
+    """
+    if available():
+        yield VectorPart(*plan_reads(*blocks, rows, counts, places, out, RUN_BYTES), out, where)
+        return
+    starts, block_rows, row_bytes = blocks
+    offsets = starts[rows // block_rows] + rows % block_rows * row_bytes
+    sizes = np.full(len(rows), row_bytes) if counts is None else counts * row_bytes
+    yield from vector_parts(offsets, sizes, places * row_bytes, out, where)
 
 
 def read_jobs(

@@ -26,7 +26,7 @@ from h5chunk.plan.repack import find_pieces
 from h5chunk.store.hdf5.chunk_table import NotDirect, is_stored_as, list_chunks
 from h5chunk.store.hdf5.codecs import scratch
 from h5chunk.store.hdf5.open import same_file
-from h5chunk.store.hdf5.ranges import PART_BYTES, Part, read_bytes, vector_parts, vectors_of
+from h5chunk.store.hdf5.ranges import PART_BYTES, Part, read_bytes, row_parts, vectors_of
 from h5chunk.store.hdf5.raw_chunks import RawChunks
 from h5chunk.store.read.checksums import NO_SUMS, ChunkChecks, Sums
 from h5chunk.store.read.fields import Field
@@ -210,19 +210,18 @@ class PlainField(ByteReader):
         self, rows: np.ndarray, places: np.ndarray, out: np.ndarray, counts: np.ndarray | None = None
     ) -> Iterator[Part]:
         """See `ByteReader.parts`; ``counts[i]`` rows are read from ``rows[i]`` on, if all are one run of bytes."""
-        chunks = rows // self._chunk_rows
-        offsets = self._table.offsets[chunks] + (rows - chunks * self._chunk_rows) * self.row_bytes
-        sizes = np.full(len(rows), self.row_bytes) if counts is None else counts * self.row_bytes
-        places = places * self.row_bytes
+        blocks = self._table.offsets, self._chunk_rows, self.row_bytes
         if self._checks is None:
-            return vector_parts(offsets, sizes, places, out, self._where)
+            return row_parts(blocks, rows, counts, places, out, self._where)
         whole = self._checks.are_read_whole(rows) if counts is None else np.zeros(len(rows), bool)
-        parts: Iterator[Part] = self._checks.whole_parts(rows[whole], vectors_of(sizes[whole], places[whole], out), out)
+        sizes = np.full(int(whole.sum()), self.row_bytes)
+        vectors = vectors_of(sizes, places[whole] * self.row_bytes, out)
+        parts: Iterator[Part] = self._checks.whole_parts(rows[whole], vectors, out)
         if not whole.all():
-            others = ~whole
-            due = self._checks.of_rows(rows[others], None if counts is None else counts[others])
-            read = vector_parts(offsets[others], sizes[others], places[others], out, self._where)
-            parts = chain(parts, self._checks.parts(due), read)
+            rows, places = rows[~whole], places[~whole]
+            counts = None if counts is None else counts[~whole]
+            due = self._checks.parts(self._checks.of_rows(rows, counts))
+            parts = chain(parts, due, row_parts(blocks, rows, counts, places, out, self._where))
         return parts
 
     def read_all(self, descriptor: int) -> np.ndarray:
