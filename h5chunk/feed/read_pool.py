@@ -240,14 +240,21 @@ class ReadPool:
             try:
                 result = self._native.wait(max(0.0, min(left, SIGNALS_S)))
             except EOFError:
-                for ticket in list(self._native_reads):
-                    self._native_reads.pop(ticket).end_native(Result(ticket, CANCELLED, 0, 0, 0))
+                self._drop_native()
                 return True
             if result is not None:
-                self._native_reads.pop(result.ticket).end_native(result)
+                if (read := self._native_reads.pop(result.ticket, None)) is not None:  # else it was dropped just now
+                    read.end_native(result)
                 return True
             if left <= SIGNALS_S:
                 return False
+
+    def _drop_native(self) -> None:
+        """End all windows that native threads should have read, once no such thread is left."""
+        with suppress(KeyError):
+            while True:
+                ticket, read = self._native_reads.popitem()
+                read.end_native(Result(ticket, CANCELLED, 0, 0, 0))
 
     def hand_on_all(self) -> None:
         """Pass on the windows that native threads have read, without waiting."""
@@ -300,8 +307,10 @@ class ReadPool:
             self._tasks.put((load, task))
         if not all_tasks:
             load.finish()
-        if self._is_closed:  # the consumer must not wait
+        if self._is_closed:  # the consumer must not wait, nor threads that were started just now
             self.cancel()
+            for _ in self._threads:
+                self._tasks.put(None)
         return load
 
     def _split(self, tasks: list[ReadTask]) -> tuple[list[Any], list[ReadTask]]:
@@ -392,7 +401,7 @@ class ReadPool:
         self._join(threads, math.inf)
         if self._native is not None:
             self._native.free()
-        self._native_reads.clear()  # tasks refer to this pool
+        self._drop_native()
         close_descriptors(self.descriptor)
         self._reader.close()
         self._forget()
@@ -406,9 +415,15 @@ class ReadPool:
         """Drop the tasks that no thread has begun: their windows end with an error."""
         if self._native is not None:
             self._native.cancel()
+        ends = 0  # of threads
         with suppress(Empty):
-            while task := self._tasks.get_nowait():
-                task[0].drop()
+            while True:
+                if (task := self._tasks.get_nowait()) is None:
+                    ends += 1
+                else:
+                    task[0].drop()
+        for _ in range(ends):
+            self._tasks.put(None)
 
 
 def is_kept_whole(field: ByteReader) -> bool:

@@ -142,7 +142,7 @@ class WindowStream:
         self._batches: dict[tuple[int, int], WindowRead] = {}  # reads, by epoch and number
         self._free: deque[Any] = deque()  # slots
         self._maker: threading.Thread | None = None  # of slots
-        self._stops = False
+        self._is_closed = False
         self._not_made: BaseException | None = None
         self._planner: _Planner | None = None
         self._pinned: list[PinnedMemory] = []
@@ -183,7 +183,7 @@ class WindowStream:
 
     def _make_others(self, slots: Iterator[Any]) -> None:
         try:
-            while not self._stops and (slot := next(slots, None)) is not None:
+            while not self._is_closed and (slot := next(slots, None)) is not None:
                 self._free.append(slot)
         except BaseException as error:  # raised again in the consumer's thread
             self._not_made = error
@@ -198,6 +198,7 @@ class WindowStream:
 
         This happens in the background if the opening thread hangs, or calls this itself (in the garbage collector).
         """
+        self._is_closed = True
         if self._pool is not None:
             self._end_planner()
             self._pool.close()
@@ -207,7 +208,6 @@ class WindowStream:
             threading.Thread(target=self._give_back, name="h5chunk-closer", daemon=True).start()
 
     def _give_back(self) -> None:
-        self._stops = True
         if self._maker is not None:
             self._maker.join()
         if self._pool is not None:
@@ -225,6 +225,8 @@ class WindowStream:
         """Start reading the windows of an order, from batch ``start`` on."""
         self._next: tuple[int, int] | None = (order.epoch, start)
         self._planner = _Planner(order, start, once=self._once)
+        if self._is_closed:  # by another thread, just now
+            self._end_planner()
         self._fill()
 
     def _begin_again(self, order: Order, start: int) -> None:
