@@ -615,7 +615,7 @@ def test_large_samples_are_measured_on_fewer_than_a_batch():
 
 @pytest.mark.parametrize("slow", [0.01, 0.5, 3.0])
 def test_measuring_ends_with_the_budget(slow):
-    """But for two turns, whatever they take; each turn has all runners, in alternating order."""
+    """But for three turns, whatever they take; each turn has all runners, in alternating order."""
     now, called = [0.0], []
     budget = TimeBudget("tune", 10.0, clock=lambda: now[0])
     search = Search(None, "cpu", budget, {}, 1)  # type: ignore[arg-type]
@@ -626,7 +626,7 @@ def test_measuring_ends_with_the_budget(slow):
         return 100.0
 
     turns = search._race({name: partial(runner, name) for name in "ab"}, MOST_TURNS, TURNS_SHARE)
-    assert len(turns["a"]) == len(turns["b"]) == {0.01: MOST_TURNS, 0.5: 10, 3.0: 2}[slow]
+    assert len(turns["a"]) == len(turns["b"]) == {0.01: MOST_TURNS, 0.5: 10, 3.0: 3}[slow]
     assert called[:4] == ["b", "a", "a", "b"]
 
 

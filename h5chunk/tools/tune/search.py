@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 IN_PLACE_SHARE, NEW_SHARE, HEATS_SHARE, TURNS_SHARE = 0.15, 0.35, 0.4, 0.95  # of the budget, when a phase ends
 FIRST_SHARE = 0.2  # share of the budget; settings whose first window takes more are not measured
 FINALISTS, HEATS = 2, 2  # finalists of the unchanged file, and of a new one; and their measurements before the choice
-LEAST_TURNS, FEW_TURNS, MOST_TURNS = 2, 6, 15
+LEAST_TURNS, FEW_TURNS, MOST_TURNS = 3, 6, 15
 WARM_SHARE = 0.05  # of the budget: memory is written for the first time, which takes longer than the second
 ROUND_SHARE = 0.05  # of the budget: to use up what was read ahead, and to measure whole rounds of windows
 LOOK_LEAD, LOOK_ROUND = 3, 3  # times a measurement, for the same in a first look
@@ -162,7 +162,7 @@ class Search:
         self.finalists |= {NEW if each.repack else IN_PLACE: each for each in self._mixes_best()}
 
     def _race(self, runners: Mapping[Any, Callable[[], float]], most: int, share: float) -> dict[Any, list[float]]:
-        """Measure all runners in turns, forwards and backwards; at least twice."""
+        """Measure all runners in turns, forwards and backwards; at least three times."""
         turns: dict[Any, list[float]] = {name: [] for name in runners}
         for number in range(most):
             if number >= LEAST_TURNS and not self.budget.has(share):
