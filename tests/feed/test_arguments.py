@@ -41,7 +41,7 @@ def test_fields(path: Path, fields: Any) -> None:
 
 def test_fields_that_come_twice(path: Path) -> None:
     with pytest.raises(
-        OptionError, match=r"fields has 'images' twice: give each a different name .*\{'name': 'images'\}"
+        OptionError, match=r"fields has 'images' twice: give each a different name: .*\{'name': 'images'\}"
     ):
         ChunkDataset(path, fields=["images", "labels", "images"])
     assert ChunkDataset(path, fields={"a": "images", "b": "images"}).fields == ("a", "b")
@@ -54,7 +54,7 @@ def test_numbers_that_are_complex(path: Path) -> None:
 
 @pytest.mark.parametrize("weights", [RAGGED, ["a"] * N, np.ones(N) * 1j, [None] * N, b"labels", {}, Ellipsis], ids=str)
 def test_weights(path: Path, weights: Any) -> None:
-    match = r"weights (are of type .*: give numbers, or the name of a field|cannot be made one array)"
+    match = r"weights (are of type .*: give numbers, or the name of a field|cannot be converted to an array)"
     with pytest.raises(OptionError, match=match):
         ChunkSampler(ChunkDataset(path), 4, weights=weights)
 

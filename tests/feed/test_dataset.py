@@ -135,7 +135,7 @@ def test_converted(tmp_path, class_folder):
 def test_out_of_range(tmp_path, index):
     dataset = ChunkDataset(make_images(tmp_path / "a.h5", N, 4))
     for call in (lambda: dataset[index], lambda: dataset[[0, index]], lambda: dataset.__getitems__([index])):
-        with pytest.raises(IndexError, match=f"sample {index} of 37: .* has samples 0 to 36"):
+        with pytest.raises(IndexError, match=f"sample {index} is out of range: .* has samples 0 to 36"):
             call()
 
 

@@ -82,7 +82,9 @@ def test_folders_of_other_names(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="has no folder 'lies' of masks beside one of images; its folders: 'JPEG"):
         h5chunk.convert(root, tmp_path / "w.h5", mask_column="lies")
     save(root / "depth" / "000.png", mask_of(0))
-    with pytest.raises(SourceError, match="holds the folders 'JPEGImages', 'depth', 'truth': name those of masks"):
+    with pytest.raises(
+        SourceError, match="holds the folders 'JPEGImages', 'depth', 'truth': name the folders of masks"
+    ):
         h5chunk.convert(root, tmp_path / "w.h5", mask_column="truth")
 
 

@@ -223,7 +223,7 @@ def test_full_disk_is_known_before_anything_is_written(out: Path, monkeypatch: p
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5000))
     watch(monkeypatch, "store.write.new_file.create_file", failure(AssertionError("written")))
     with (
-        pytest.raises(OutputError, match=r"out\.h5: needs 1\d\.\d KiB of disk but 4\.9 KiB are free: free some"),
+        pytest.raises(OutputError, match=r"out\.h5: needs 1\d\.\d KiB of disk but 4\.9 KiB are free: free space"),
         NewFile(out, overwrite=True) as new,
     ):
         new.allocate(spec())
