@@ -95,7 +95,7 @@ MAKERS: dict[str, Callable[[Path, int], None]] = {  # with a divisor of the size
     "floats": lambda path, part: floats(path, 200_000 // part),
     "gzip": lambda path, part: images(path, (30_000 // part, 3, 96, 96), chunks=(64, 3, 96, 96), compression="gzip"),
     "badly": lambda path, part: images(path, (30_000 // part, 96, 96, 3), chunks=True),
-    "tiny": lambda path, part: images(path, (60_000 // part, 64, 64, 3), chunks=(1, 8, 8, 3)),
+    "tiny": lambda path, part: images(path, (40_000 // part, 64, 64, 3), chunks=(1, 8, 8, 3)),
     "sparse": lambda path, part: sparse(path, 40_000),
 }
 

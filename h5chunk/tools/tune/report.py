@@ -6,7 +6,7 @@ import textwrap
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from h5chunk.errors import printable
+from h5chunk.errors import count_text, printable
 from h5chunk.plan.layout import human_bytes
 from h5chunk.tools.model.ratio import Ratio
 from h5chunk.tools.model.settings import Setting, Trial
@@ -156,9 +156,10 @@ class Recommendation(Report):
             return []
         slots, num_bytes, _ = self.cache_in_place
         cache = f"a chunk cache of {human_bytes(num_bytes)} in {slots:,} slots" if num_bytes else "no chunk cache"
+        windows = f"windows of {count_text(self.window_in_place, 'chunk')}"
         text = (
-            f"stored in {self.applied}: windows of {self.window_in_place:,} chunks, and {cache}. Readers of this file "
-            "take both from there, until you delete it; nothing else was changed"
+            f"stored in {self.applied}: {windows}, and {cache}. Readers of this file take both from there, until you "
+            "delete it; nothing else was changed"
         )
         return _wrapped(text, "")
 
