@@ -174,7 +174,7 @@ def _plan(
         samples = find_samples(source.file, survey, old, options, part_bytes)
         if num_tuned not in (None, samples.num_samples):
             notes.append(
-                f"it was tuned for {count_text(num_tuned, 'sample')}, but there are {samples.num_samples:,} here"
+                f"it was tuned for {count_text(num_tuned, 'sample')}, but this file has {samples.num_samples:,}"
             )
         notes += check_shuffle(source.file, survey, samples) if options.shuffle else []
         header = plan_header(old, survey, samples, options, source.shown)
