@@ -81,7 +81,7 @@ class ChunkTable:
 
     @property
     def num_across(self) -> int:
-        """Number of chunks across: chunks that hold the same rows."""
+        """Number of chunks that hold the same rows."""
         return math.prod(_grid(self.shape[1:], self.chunk_shape[1:]))
 
     def rows(self, chunk: int) -> tuple[int, int]:

@@ -140,7 +140,7 @@ class MatrixOptions(WriteOptions):
         metavar="OLD.h5",
         is_path=True,
     )
-    keep_rows: bool = option(False, "With --ids-from: rows keep their numbers, too, and new rows come after.")
+    keep_rows: bool = option(False, "Keep the numbers of rows as well (with --ids-from); new rows come after these.")
     transpose: bool = option(False, "Make the columns of SOURCE the samples.")
     dense: bool = option(False, "Write dense rows.")
     compression: str | None = option(

@@ -151,8 +151,8 @@ def _files_of_splits(job: SampleJob) -> list[SampleJob]:
     splits = job.columns.get(SPLIT)
     if splits is None:
         raise OptionError(
-            "split_files is given, but the source has no field 'split', which folders such as train/ and val/, or a "
-            "column of that name, make"
+            "split_files is given, but the source has no field 'split': make folders such as train/ and val/, or "
+            "add a column of that name"
         )
     jobs: list[SampleJob] = []
     for split in np.unique(splits):
