@@ -13,7 +13,6 @@ import torch
 from h5chunk.errors import OptionError, check_whole, printable
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.layout import FieldLayout, Layouts, MatrixLayout, layout_of, slot_bytes
-from h5chunk.feed.read_pool import is_kept_whole
 from h5chunk.feed.slots import KEPT
 from h5chunk.machine import available_cores
 from h5chunk.native import available
@@ -23,7 +22,7 @@ from h5chunk.plan.order import Order
 from h5chunk.plan.selection import WeightedSelection
 from h5chunk.plan.slots import SlotPlan, largest_window, plan_slots
 from h5chunk.store.read.checksums import OFF, PIECE_BYTES
-from h5chunk.store.read.direct import ByteReader
+from h5chunk.store.read.direct import ByteReader, is_kept_whole
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.several import NOTABLE, direct_fields, read_amplification
 from h5chunk.transforms import Converter

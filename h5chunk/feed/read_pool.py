@@ -22,19 +22,17 @@ from typing import Any
 import numpy as np
 
 from h5chunk.errors import FileError, WorkerError, printable
-from h5chunk.native import CANCELLED, DONE, GATHER, JOB, NativePool, Result, available
+from h5chunk.native import CANCELLED, DONE, JOB, NativePool, Result, available
 from h5chunk.plan.order import Window
 from h5chunk.stamp import stamp_of
 from h5chunk.store.hdf5.ranges import Part as ReadTask
-from h5chunk.store.hdf5.ranges import open_descriptor
+from h5chunk.store.hdf5.ranges import RowGather, open_descriptor
 from h5chunk.store.read.csr import CsrBuffers
-from h5chunk.store.read.direct import ByteReader
+from h5chunk.store.read.direct import ByteReader, read_whole_fields
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.several import FileParts, OpenFiles, close_descriptors
 
-WHOLE_ROW_BYTES = 1 << 10  # fields with such small rows are kept in memory: a vector of preadv costs like 1 KB
-WHOLE_BYTES = 64 << 20  # up to this size in all
 QUICK_BYTES = 16 << 10  # smaller windows are gathered faster than a thread takes them
 FOREVER_S = 1e9
 SIGNALS_S = 0.1  # longest delay of a signal, such as Ctrl-C, in seconds
@@ -143,28 +141,6 @@ class WindowRead:
             done = self._pool.progress
 
 
-class RowGather:
-    """Copy rows of a field that is kept in memory."""
-
-    def __init__(self, values: np.ndarray, samples: np.ndarray, out: np.ndarray) -> None:
-        self._values, self._samples, self._out = values, np.ascontiguousarray(samples), out
-
-    def __call__(self, _descriptor: object) -> None:
-        there = self._out.view(self._values.dtype).reshape(len(self._samples), *self._values.shape[1:])
-        np.take(self._values, self._samples, axis=0, out=there, mode="clip")  # another mode would make NumPy copy twice
-
-    def end(self) -> None:
-        """See `VectorPart.end`."""
-
-    def jobs(self, _descriptor: int) -> np.ndarray:
-        """Return this task as a job of a `h5chunk.native.NativePool`: (1,) JOB."""
-        job = np.zeros(1, JOB)
-        job["kind"], job["count"], job["num_bytes"] = GATHER, len(self._samples), self._out.nbytes
-        job["source"], job["indices"] = self._values.ctypes.data, self._samples.ctypes.data
-        job["destination"] = self._out.ctypes.data
-        return job
-
-
 class ReadPool:
     """Threads that run the tasks of windows. The pool holds its files open until it is closed.
 
@@ -203,7 +179,7 @@ class ReadPool:
             if not isinstance(self.descriptor, OpenFiles) and stamp_of(self.descriptor) != reader.stamp:
                 reader.check_unchanged(self.descriptor)
             self._forget()
-            self._whole = read_whole_fields(reader, direct, self.descriptor)
+            self._whole = read_whole_fields(direct, self.descriptor, reader.check_unchanged)
             if available():
                 self._native = NativePool(num_threads)
             else:
@@ -215,12 +191,9 @@ class ReadPool:
     def _start_workers(self) -> None:
         self._has_workers = True
         for _ in range(self._num_threads):
-            self._start_thread(self._work)
-
-    def _start_thread(self, target: Callable[[], None]) -> None:
-        thread = threading.Thread(target=target, name="h5chunk-reader", daemon=True)
-        thread.start()
-        self._threads.append(thread)
+            thread = threading.Thread(target=self._work, name="h5chunk-reader", daemon=True)
+            thread.start()
+            self._threads.append(thread)
 
     def _work(self) -> None:
         while (queued := self._tasks.get()) is not None:
@@ -424,23 +397,3 @@ class ReadPool:
                     task[0].drop()
         for _ in range(ends):
             self._tasks.put(None)
-
-
-def is_kept_whole(field: ByteReader) -> bool:
-    """Return whether a `ReadPool` reads a field completely and keeps it in memory."""
-    return field.row_bytes <= WHOLE_ROW_BYTES and field.num_bytes <= WHOLE_BYTES
-
-
-def read_whole_fields(
-    reader: H5Reader, direct: Mapping[str, ByteReader], descriptor: Any, most_bytes: float = math.inf
-) -> dict[str, np.ndarray]:
-    """Read the fields that are kept in memory; the caller must check that the file did not change meanwhile."""
-    try:
-        return {
-            name: field.read_all(descriptor)
-            for name, field in direct.items()
-            if is_kept_whole(field) and field.num_bytes <= most_bytes
-        }
-    except (FileError, ValueError, OSError):
-        reader.check_unchanged()
-        raise

@@ -23,12 +23,12 @@ from h5chunk.errors import FileError, OptionError
 from h5chunk.feed.collate import Batch, Sample
 from h5chunk.feed.layout import ArrayShape, matrix_layout, torch_dtype
 from h5chunk.feed.memory import Assemble, SharedMemory
-from h5chunk.feed.read_pool import read_whole_fields
 from h5chunk.feed.slots import BatchMemory, CsrWindow
 from h5chunk.feed.stored_tables import decoded
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.order import INTERLEAVE, Order
 from h5chunk.stamp import stamp_of
+from h5chunk.store.read.direct import read_whole_fields
 from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.reader import SMALL_FIELD_BYTES, H5Reader
 from h5chunk.store.read.several import close_descriptors, direct_fields, open_descriptors
@@ -261,7 +261,7 @@ class _OpenFields:
         self.direct = plain_fields(reader)
         self._descriptors = open_descriptors(reader)
         weakref.finalize(self, close_descriptors, self._descriptors)
-        self.whole = read_whole_fields(reader, self.direct, self._descriptors, SMALL_FIELD_BYTES)
+        self.whole = read_whole_fields(self.direct, self._descriptors, reader.check_unchanged, SMALL_FIELD_BYTES)
 
     def read(self, name: str, rows: np.ndarray, out: Any) -> None:
         """Read rows of a field; ``out`` is (n, row_bytes) uint8 or, for a matrix, a `CsrBuffers`."""

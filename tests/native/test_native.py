@@ -28,8 +28,8 @@ from support.loader_files import IMAGES, N, epoch_of, path
 import h5chunk.native
 from h5chunk import ChunkDataset, ChunkLoader, ChunkSampler
 from h5chunk.errors import FileError, WorkerError
-from h5chunk.feed.read_pool import RowGather
 from h5chunk.native import CANCELLED, CHECKSUM, DONE, JOB, READ, VERIFY, NativePool, crc32, dense_rows, run
+from h5chunk.store.hdf5.ranges import RowGather
 
 __all__ = ["nothing_is_left", "path"]
 

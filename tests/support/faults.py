@@ -53,8 +53,8 @@ CONSTANTS = {
     "step_bytes": "plan.repack.STEP_BYTES",
     "table_bytes": "store.rewrite.raw_rows.TABLE_BYTES",
     "task_samples": "store.write.fill.TASK_SAMPLES",
-    "whole_bytes": "feed.read_pool.WHOLE_BYTES",
-    "whole_row_bytes": "feed.read_pool.WHOLE_ROW_BYTES",
+    "whole_bytes": "store.read.direct.WHOLE_BYTES",
+    "whole_row_bytes": "store.read.direct.WHOLE_ROW_BYTES",
 }
 CALLS = {
     "decode chunk": "store.hdf5.codecs.ChunkDecoder.decode",

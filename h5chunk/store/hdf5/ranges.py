@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from h5chunk.errors import FileError, printable
-from h5chunk.native import CUT_SHORT, DONE, JOB, READ, SYSTEM, Result, available, plan_reads, run
+from h5chunk.native import CUT_SHORT, DONE, GATHER, JOB, READ, SYSTEM, Result, available, plan_reads, run
 
 RUN_BYTES = 2 << 20  # approximate bytes per call; long ranges are cut into such runs, so that threads can share them
 MAX_VECTORS = 1024  # IOV_MAX of Linux and macOS: buffers of one call
@@ -86,6 +86,28 @@ class VectorPart:
                 read_bytes(descriptor, offset + got, memoryview(place).cast("B")[got:], self._where)
             offset += length
             got = max(0, got - length)
+
+
+class RowGather:
+    """Copy rows of a field that is kept in memory."""
+
+    def __init__(self, values: np.ndarray, samples: np.ndarray, out: np.ndarray) -> None:
+        self._values, self._samples, self._out = values, np.ascontiguousarray(samples), out
+
+    def __call__(self, _descriptor: object) -> None:
+        there = self._out.view(self._values.dtype).reshape(len(self._samples), *self._values.shape[1:])
+        np.take(self._values, self._samples, axis=0, out=there, mode="clip")  # another mode would make NumPy copy twice
+
+    def end(self) -> None:
+        """See `VectorPart.end`."""
+
+    def jobs(self, _descriptor: int) -> np.ndarray:
+        """Return this task as a job of a `h5chunk.native.NativePool`: (1,) JOB."""
+        job = np.zeros(1, JOB)
+        job["kind"], job["count"], job["num_bytes"] = GATHER, len(self._samples), self._out.nbytes
+        job["source"], job["indices"] = self._values.ctypes.data, self._samples.ctypes.data
+        job["destination"] = self._out.ctypes.data
+        return job
 
 
 def read_error(where: str, result: Result) -> FileError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice, pairwise
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from h5chunk.errors import printable
+from h5chunk.errors import FileError, printable
 from h5chunk.plan.cache import entries_read_with, read_with
 from h5chunk.plan.layout import human_bytes
 from h5chunk.plan.repack import find_pieces
@@ -31,6 +31,8 @@ from h5chunk.store.hdf5.raw_chunks import RawChunks
 from h5chunk.store.read.checksums import NO_SUMS, ChunkChecks, Sums
 from h5chunk.store.read.fields import Field
 
+WHOLE_ROW_BYTES = 1 << 10  # fields with such small rows are kept in memory: a vector of preadv costs like 1 KB
+WHOLE_BYTES = 64 << 20  # up to this size in all
 MAX_DECODED_BYTES = 256 << 20  # limit on a chunk: each thread holds one, and its stored bytes
 KEPT_CHUNKS, KEPT_BYTES = 8, 256 << 20  # bytes of chunks to keep
 MIN_KEPT_CHUNKS = 2  # bytes that each file keeps at least, if many files share the memory
@@ -315,3 +317,26 @@ class ChunkedField(ByteReader):
         if counts is not None:
             return entries_read_with(rows, rows + counts, self._chunk[0], self._shape[0]) * self.row_bytes
         return read_with(rows, self._chunk[0], self._shape[0]) * self.row_bytes
+
+
+def is_kept_whole(field: ByteReader) -> bool:
+    """Return whether a `ReadPool` reads a field completely and keeps it in memory."""
+    return field.row_bytes <= WHOLE_ROW_BYTES and field.num_bytes <= WHOLE_BYTES
+
+
+def read_whole_fields(
+    direct: Mapping[str, ByteReader], descriptor: Any, check: Callable[[], None], most_bytes: float = math.inf
+) -> dict[str, np.ndarray]:
+    """Read the fields that are kept in memory; ``check`` raises the error of a file that has changed.
+
+    It is called where reading fails. The caller must call it once all is read.
+    """
+    try:
+        return {
+            name: field.read_all(descriptor)
+            for name, field in direct.items()
+            if is_kept_whole(field) and field.num_bytes <= most_bytes
+        }
+    except (FileError, ValueError, OSError):
+        check()
+        raise
