@@ -57,6 +57,58 @@ static void free_window(Window *window) {
     free(window->vectors);
 }
 
+/* Read all rows to shuffled places by planned jobs: one row or two at a time, from blocks that lie in the file in reverse. */
+static void run_planned(int descriptor, int64_t rows_at_a_time) {
+    enum { BLOCK_ROWS = 11, BLOCKS = ROWS / BLOCK_ROWS, COUNT = BLOCKS * BLOCK_ROWS };
+    int64_t blocks[BLOCKS], rows[COUNT], places[COUNT], counts[COUNT], count = 0;
+    for (int64_t block = 0; block < BLOCKS; block++) blocks[block] = (BLOCKS - 1 - block) * BLOCK_ROWS * ROW_BYTES;
+    for (int64_t row = 0; row < COUNT; count++) {
+        int64_t left = BLOCK_ROWS - row % BLOCK_ROWS;
+        rows[count] = row;
+        counts[count] = left < rows_at_a_time ? left : rows_at_a_time;
+        places[count] = COUNT - row - counts[count];
+        row += counts[count];
+    }
+    uint8_t *out = malloc((size_t)COUNT * ROW_BYTES);
+    struct iovec *vectors = malloc((size_t)count * sizeof *vectors);
+    Job *jobs = malloc((size_t)count * sizeof *jobs);
+    int64_t num_jobs = h5chunk_plan(blocks, BLOCK_ROWS, ROW_BYTES, rows, rows_at_a_time == 1 ? NULL : counts, places, count,
+                                    5 * ROW_BYTES, out, vectors, jobs);
+    EXPECT(num_jobs > BLOCKS && num_jobs < count);
+    for (int64_t i = 0; i < num_jobs; i++) jobs[i].descriptor = descriptor;
+    Result result;
+    h5chunk_run(jobs, num_jobs, &result);
+    EXPECT(result.status == DONE);
+    for (int64_t i = 0; i < count; i++)
+        EXPECT(!memcmp(out + places[i] * ROW_BYTES, data + blocks[rows[i] / BLOCK_ROWS] + rows[i] % BLOCK_ROWS * ROW_BYTES,
+                       (size_t)(counts[i] * ROW_BYTES)));
+    free(out);
+    free(vectors);
+    free(jobs);
+}
+
+/* What is cancelled ends, and the pool reads on. */
+static void run_cancelled(int descriptor) {
+    Window windows[TICKETS];
+    Pool *pool = h5chunk_open(3, 50000);
+    Result result;
+    for (int round = 0; round < 2; round++) {
+        for (int i = 0; i < TICKETS; i++) {
+            windows[i] = make_window(descriptor, NULL);
+            EXPECT(!h5chunk_submit(pool, (uint64_t)i, windows[i].jobs, windows[i].num_jobs));
+        }
+        if (!round) h5chunk_cancel(pool);
+        for (int i = 0; i < TICKETS; i++) {
+            EXPECT(h5chunk_wait(pool, 20, &result) == 1);
+            EXPECT(result.status == DONE || (!round && result.status == CANCELLED));
+        }
+        EXPECT(!h5chunk_num_open(pool));
+        for (int i = 0; i < TICKETS; i++) free_window(windows + i);
+    }
+    EXPECT(h5chunk_close(pool, 20));
+    h5chunk_free(pool);
+}
+
 static int run_pool(int descriptor, int threads, int fault, int from, int is_closed_early) {
     uint8_t *back = malloc(sizeof data);
     Window windows[TICKETS];
@@ -97,6 +149,9 @@ int main(void) {
     for (size_t i = 0; i < sizeof data; i++) data[i] = (uint8_t)(i * i >> 7);
     EXPECT(descriptor >= 0 && write(descriptor, data, sizeof data) == sizeof data && !unlink(path));
     EXPECT(h5chunk_crc32((const uint8_t *)"123456789", 9, 0) == 0xCBF43926u);
+    run_planned(descriptor, 1);
+    run_planned(descriptor, 2);
+    run_cancelled(descriptor);
     for (int threads = 1; threads < 6; threads += 2) {
         EXPECT(run_pool(descriptor, threads, NONE, 0, 0) == DONE);
         EXPECT(run_pool(descriptor, threads, SHORT, 0, 0) == DONE);

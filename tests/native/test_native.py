@@ -205,6 +205,22 @@ def test_closing_cancels_what_waits(data_file: tuple[int, bytes], fault: Callabl
     made.free()
 
 
+def test_what_is_cancelled_ends_and_the_pool_reads_on(
+    data_file: tuple[int, bytes], pool: NativePool, fault: Callable[..., None]
+) -> None:
+    descriptor, _ = data_file
+    fault(HANGING)
+    for ticket in range(4):
+        pool.submit(ticket, job(kind=VERIFY, descriptor=descriptor, num_bytes=100, expected=1))
+    time.sleep(0.05)  # until every thread hangs
+    pool.cancel()
+    fault(NONE)
+    found = {each.ticket: each.status for each in (pool.wait(WAIT_S) for _ in range(4))}
+    assert set(found.values()) == {CANCELLED, CHECKSUM} and found[3] == CANCELLED
+    pool.submit(5, job(kind=VERIFY, descriptor=descriptor, num_bytes=100, expected=1))
+    assert pool.wait(WAIT_S).status == CHECKSUM
+
+
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.nightly)])
 def test_pools_leave_no_threads_and_no_descriptors(count: int, data_file: tuple[int, bytes]) -> None:
     def left() -> tuple[int, int]:
