@@ -196,13 +196,15 @@ class WindowStream:
     def close(self) -> None:
         """Stop the threads, wake up callers that wait for a window, then free the memory.
 
-        This happens in the background if the opening thread hangs, or calls this itself (in the garbage collector).
+        The memory is freed in the background if a thread hangs, or if the thread that makes slots calls this itself (in
+        the garbage collector).
         """
         self._is_closed = True
         if self._pool is not None:
             self._end_planner()
             self._pool.close()
-        if self._pool is None or self._pool.has_ended.is_set():
+        has_ended = self._pool is None or self._pool.has_ended.is_set()
+        if has_ended and self._maker is not threading.current_thread():
             self._give_back()
         else:
             threading.Thread(target=self._give_back, name="h5chunk-closer", daemon=True).start()
