@@ -100,7 +100,7 @@ class SampleReader(Protocol):
 
 
 class SampleSource(SampleReader):
-    """Base class of sample sources: reading samples by number, and what a file records about them."""
+    """Base class of sample sources: a `SampleReader`, with the metadata that the file and the report record."""
 
     kind: ClassVar[str]  # name of the kind, such as images or arrays
     fields: Mapping[str, SampleField] = MappingProxyType({})  # at least one, the largest first

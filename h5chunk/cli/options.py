@@ -172,7 +172,7 @@ def _describe(
 
 
 def _type(about: Any, hint: Any) -> dict[str, Any]:
-    """The type of click that fits the type of an option."""
+    """Return the arguments of `click.Option` that give an option its type."""
     if about["choices"]:
         return {"type": click.Choice(about["choices"])}
     if about["is_path"] or about["repeatable"]:

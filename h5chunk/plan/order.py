@@ -114,8 +114,8 @@ class Order:
             raise OptionError("drop_last leaves out the last batch, but pad fills it up: give only one of them")
         if self.pad and 0 < self.num_samples < self.lanes:
             raise OptionError(
-                f"pad fills the last batch of each of {self.lanes} lanes with samples of that lane, but there are only "
-                f"{self.num_samples} samples: give fewer lanes or processes, or leave pad out"
+                f"pad=True fills each lane's last batch with samples of the same lane, but there are {self.lanes} "
+                f"lanes and only {self.num_samples} samples: use fewer lanes or processes, or pad=False"
             )
 
     @property

@@ -70,7 +70,7 @@ class ImageSource(Samples):
         return images
 
     def check_parts(self, skip_bad: bool) -> None:
-        """Raise SourceError if images lack a mask, unless they are left out; note possible problems of masks."""
+        """Raise SourceError if an image lacks a mask, unless ``skip_bad``; note masks that are lossy JPEG files."""
         for name, paths in self.listing.others.items():
             missing = np.flatnonzero(np.diff(paths.offsets) == 0)
             if len(missing) and not skip_bad:

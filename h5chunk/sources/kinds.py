@@ -125,7 +125,7 @@ class LayerOptions(MatrixSourceOptions):
     """Options of a file that holds several matrices."""
 
     layer: str | None = option(
-        None, "Matrix to take from an .h5ad (X, raw, or the name of a layer), or genome of a 10x file.", metavar="NAME"
+        None, "Matrix to convert: X, raw or the name of a layer of an .h5ad, or a genome of a 10x file.", metavar="NAME"
     )
 
 
@@ -161,7 +161,7 @@ class DelimitedOptions(EntryOptions):
 
     separator: str | None = option(
         None,
-        "Separator of cells, such as ';', '::', tab, or space for runs of blanks.",
+        "Separator between cells, such as ';' or '::'; also the words tab, and space (any run of blanks).",
         metavar="SEP",
         shown_default="detected",
     )

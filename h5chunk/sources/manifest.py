@@ -189,7 +189,7 @@ class _Cells:
         return any(self.columns[i].lower() in LABEL_COLUMNS for i in self._kept)
 
     def _choose(self, choice: Choice) -> list[int]:
-        """Return the columns to keep, besides that of the paths."""
+        """Return the indices of the columns to keep, other than the column of paths."""
         wanted = self.columns if choice.columns is None else choice.columns
         for name in (*wanted, *(choice.masks or ())):
             if name not in self.columns and f"{name}_{FILE_NAME}" not in self.columns:

@@ -72,8 +72,11 @@ def _check_members(shown: str, archive: zipfile.ZipFile, num_bytes: int) -> None
     repeated = next((name for name, count in Counter(archive.namelist()).items() if count > 1), None)
     if repeated is not None:
         raise SourceError(f"{shown}: two members have the name {repeated!r}: save it again")
-    if sum(member.compress_size for member in archive.infolist()) > num_bytes:
-        raise SourceError(f"{shown}: its members claim more than its {num_bytes} bytes, so they overlap")
+    claimed = sum(member.compress_size for member in archive.infolist())
+    if claimed > num_bytes:
+        raise SourceError(
+            f"{shown}: its members claim {claimed} bytes, but the file has {num_bytes}, so they overlap: save it again"
+        )
     for member in archive.infolist():
         packed, size, name = member.compress_size, member.file_size, printable(member.filename)
         if member.flag_bits & 1 or member.compress_type not in PACKINGS:

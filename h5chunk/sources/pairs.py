@@ -55,7 +55,7 @@ class Pairs:
         return bool(at_level(self.level, [name]) & {self.images, *self.masks.values()})
 
     def inside(self, directories: Mapping[bytes, Directory], folder: bytes) -> dict[bytes, Directory]:
-        """Return the directories in one of these folders, without it in their paths."""
+        """Return the directories in ``folder``, one of these folders, which is removed from their paths."""
         paths = ((name.split(b"/"), each) for name, each in directories.items() if at_level(self.level, [name]))
         return {
             b"/".join(parts[: self.level] + parts[self.level + 1 :]): each

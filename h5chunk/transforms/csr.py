@@ -305,9 +305,9 @@ def scatter(out: torch.Tensor, entries: Entries, map_parts: MapParts = map) -> N
 
 
 def scatter_natively(out: torch.Tensor, rows: CsrRows, rule: ValueRule, map_parts: MapParts = map) -> bool:
-    """Make rows dense as `scatter` does, from the stored numbers, without the GIL; return whether that was possible.
+    """Make rows dense as `scatter` does, in native code without the GIL; return whether that was possible.
 
-    It is possible if each value follows from its stored number in one step.
+    It is possible if every value is the stored number itself, its entry in the table, or the constant.
     """
     one_by_one = rule.table is not None or rows.values is None or rows.values.dtype == rule.dtype
     if rule.steps or rule.least is not None or not one_by_one or not native.available():

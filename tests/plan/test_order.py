@@ -315,7 +315,7 @@ def check_ranks(order: Order, world_size: int) -> list[list[int]]:
 def test_all_ranks_together_give_the_same_batches(tail, order):
     """At every number of ranks that divides the lanes; and every sample once."""
     if "pad" in tail and 0 < order.num_samples < order.lanes:
-        with pytest.raises(OptionError, match=f"there are only {order.num_samples} samples: give fewer lanes"):
+        with pytest.raises(OptionError, match=f"and only {order.num_samples} samples: use fewer lanes"):
             replace(order, **tail)
         return
     order = replace(order, **tail)

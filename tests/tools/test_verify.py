@@ -369,7 +369,7 @@ def test_what_cannot_be_repaired(tmp_path: Path, source: Path) -> None:
     path = write_matrix(tmp_path / "m.h5")
     flip(path, places(path)[0][2])
     damaged = path.read_bytes()
-    with pytest.raises(FileError, match="has a matrix, whose chunks cannot be made one by one: convert it again"):
+    with pytest.raises(FileError, match="contains a matrix, whose chunks cannot be rebuilt one by one: convert"):
         h5chunk.verify(path, repair=source)
     other = make_images(tmp_path / "o.h5", 40, 4, fletcher32=True)
     flip(other, places(other)[0][2])

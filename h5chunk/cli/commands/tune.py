@@ -42,7 +42,12 @@ from h5chunk.cli.options import FIELDS, OUTPUT, option
 @shared.loader_workers("0, 1, 2 and 4, up to the number of cores")
 @shared.device
 @shared.budget("60s")
-@option("--apply", is_flag=True, heading=OUTPUT, help="Store window and cache in FILE.h5chunk.json for its readers.")
+@option(
+    "--apply",
+    is_flag=True,
+    heading=OUTPUT,
+    help="Store the recommended window and cache in FILE.h5chunk.json, where readers find them.",
+)
 @option(
     "--plot",
     type=click.Path(),
@@ -53,9 +58,9 @@ from h5chunk.cli.options import FIELDS, OUTPUT, option
 @shared.quiet
 @option("--json", "as_json", is_flag=True, heading=OUTPUT, help="Print JSON, for --tuned of convert and repack.")
 def tune(file: str, **options: Any) -> None:
-    """Find the settings that feed FILE fastest on this machine and still mix well.
+    """Find the settings that feed FILE fastest on this machine and still shuffle well.
 
-    Settings are chunks, window, cache and workers. FILE is one that h5chunk made, or any other HDF5 file. The best few
-    settings are measured on its data.
+    The settings are chunk size, window, cache and number of workers. FILE may be an h5chunk file or any other HDF5
+    file. The best few settings are measured on its data.
     """
     run(h5chunk.tune, file)

@@ -40,7 +40,7 @@ def check_vectors(layout: str, shape: tuple[int, int], vectors: Sequence[Vector]
     """
     data, first, second = vectors
     if not all(0 <= length < 1 << 62 for length in shape):
-        raise SourceError(f"{first.name}: the matrix's shape {shape} is invalid")
+        raise SourceError(f"{first.name}: the matrix's shape {shape} is invalid: lengths must be from 0 to 2**62 - 1")
     for vector in (first, second):
         if vector.dtype.kind not in "iu":
             raise SourceError(f"{vector.name} has the type {vector.dtype} but must be whole numbers")

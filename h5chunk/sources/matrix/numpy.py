@@ -47,8 +47,8 @@ class NpzSource(SparseSource):
                 is_index = member.filename in ("indices.npy", "row.npy", "col.npy")
                 if is_index and size > FREE_BYTES and size > MAX_LARGE_RATIO * packed:
                     raise self._file.error(
-                        f"member {member.filename!r} unpacks to {size} bytes, {size // packed} times its size, "
-                        "which is implausible for indices: if it is right, save it with compressed=False"
+                        f"member {member.filename!r} unpacks to {size} bytes, {size // packed} times its compressed "
+                        "size, which is implausible for indices: if the file is right, save it with compressed=False"
                     )
             self._layout = self._read_layout(archive)
             shape = self._small(archive, "shape")

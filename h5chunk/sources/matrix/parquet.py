@@ -1,7 +1,7 @@
 """Read (row, column[, value[, time]]) entries from .parquet files, one file or a folder of files.
 
-A table is recognised if all its columns have known names of rows, columns, values or times (see `choose_columns`). Ids
-are integers or strings, values numbers, and times numbers, dates or timestamps.
+A table is recognised if the name of every column is a known name for rows, columns, values or times (see
+`choose_columns`). Ids are integers or strings, values are numbers, and times are numbers, dates or timestamps.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ class _Watch:
         self._since = 0.0
 
     def check(self, shown: Callable[[], str]) -> None:
-        """Raise an error if the child only computes, or only sleeps."""
+        """Raise FileError if the child computes for too long without reading or writing, Stuck if it only sleeps."""
         moved, threads = None, self._threads()
         with contextlib.suppress(OSError):
             moved = (self._folder / "io").read_bytes()

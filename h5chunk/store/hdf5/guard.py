@@ -78,9 +78,10 @@ class Trust:
 
     @contextmanager
     def opened(self, base: str, target: str, where: str, what: str) -> Iterator[h5py.File | None]:
-        """Open the file that a link or view in the file ``base`` refers to; None if HDF5 does not find it either.
+        """Open, in a context, the file that a link or view in the file ``base`` refers to.
 
-        Raises TrustError if it is outside the trusted folder, FieldError if it cannot be opened.
+        Yields None if HDF5 would not find that file, or if a view names many files by a number pattern.
+        Raises TrustError if the file is outside the trusted folder, FieldError if it cannot be opened.
         """
         if what == "a view" and target == ".":
             with h5py.File(base, "r") as file:

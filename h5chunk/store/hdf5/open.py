@@ -82,7 +82,7 @@ def open_file(path: str | os.PathLike[str], **options: Any) -> h5py.File:
 
 
 def address_of(item: h5py.HLObject) -> tuple[int, ...]:
-    """Return an identifier of an object, independent of its name: the file's numbers, and the address in the file.
+    """Return an identifier of an object that does not depend on its name: the file number, and the object's address.
 
     ``h5o.get_info`` would work as well, but it also reads the chunk index, and crashes if that is damaged.
     """

@@ -294,7 +294,7 @@ def _shape(group: h5py.Group, path: Path, where: str) -> tuple[int, int]:
 
 
 def read_indptr(group: h5py.Group, path: Path, field: MatrixField) -> np.ndarray:
-    """Read the start of each row: (num_rows + 1,) int64. Raises FileError if they are damaged."""
+    """Read the start offsets of all rows, (num_rows + 1,) int64. Raises FileError if they are damaged."""
     where = f"{printable(path)}: {field.name!r}"
     dataset = group["indptr"]
     if dataset.nbytes > dataset.id.get_storage_size() * MAX_RATIO + SLACK_BYTES:

@@ -32,7 +32,7 @@ CHECKSUMS = f"{GROUP}/checksums"
 
 
 class Filter(NamedTuple):
-    """A filter of chunks: its registered number and its parameters."""
+    """An HDF5 filter: its registered id and its parameters."""
 
     code: int
     values: tuple[int, ...] = ()
@@ -224,7 +224,7 @@ class _Maker:
         return path in self._changes.layouts or path in self._by_value
 
     def _copy(self, old: h5g.GroupID, new: h5g.GroupID, node: Node, links: h5p.PropLCID | None) -> None:
-        """Let HDF5 copy an object, without its attributes if HDF5 would copy them incompletely, or crash."""
+        """Let HDF5 copy an object; leave out its attributes if HDF5 would crash on them or copy them incompletely."""
         options = h5p.create(h5p.OBJECT_COPY)
         item = h5o.open(old, node.name)
         kinds = [h5a.open(item, each).get_type() for each in attribute_names(item)]

@@ -111,7 +111,10 @@ class UnevenRows(Rows):
         longest = int(self._counts.max(initial=0)) * (self._width + INDEX_BYTES)
         if longest > part_bytes:
             row = int(self._counts.argmax())
-            raise OptionError(f"{where}: row {row} takes {human_bytes(longest)}, over the memory limit: allow more")
+            raise OptionError(
+                f"{where}: row {row} takes {human_bytes(longest)}, more than the {human_bytes(part_bytes)} that the "
+                "memory limit leaves for it: allow more memory (--memory-bytes)"
+            )
 
     def spans(self, shares: Shares, step_bytes: int) -> Iterator[range]:
         borders = plan_uneven(self._starts, step_bytes, self._width + INDEX_BYTES).tolist()

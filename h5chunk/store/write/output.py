@@ -33,9 +33,10 @@ _Output = TypeVar("_Output", bound="Output")
 
 
 class Output(ABC):
-    """Write an output in a context, as ``part`` until it is complete.
+    """Context manager that writes an output, which has the name ``part`` until it is complete.
 
-    A given ``journal`` belongs to a folder that contains this file: it stays when this file is complete.
+    A ``journal`` that the caller passes belongs to the folder that contains this file, so it is kept when this file is
+    complete.
     """
 
     def __init__(self, path: str | os.PathLike[str], overwrite: bool = False, journal: Journal | None = None) -> None:

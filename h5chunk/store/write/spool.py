@@ -43,7 +43,7 @@ class TemporaryBytes:
             if error.errno in FULL_DISK:
                 raise OutputError(
                     f"{where}: the disk is full after {offset} bytes of a temporary file: "
-                    "free some space, give more memory, or write elsewhere"
+                    "free some space, raise the memory limit (--memory-bytes), or write elsewhere"
                 ) from None
             raise OutputError(f"{where}: a temporary file cannot be written: {error.strerror}") from None
 

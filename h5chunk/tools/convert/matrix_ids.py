@@ -27,7 +27,10 @@ class OldIds(NamedTuple):
 
 
 def read_old_ids(path: str | os.PathLike[str] | None, source: SparseSource, *, keep_rows: bool) -> OldIds:
-    """Read the ids whose numbers a conversion keeps. Raises OptionError if the source has no ids."""
+    """Read the ids of the file at ``path``, so that a conversion can number its ids as that file does.
+
+    Raises OptionError if ``source`` has no ids.
+    """
     if path is None:
         return OldIds()
     if not source.has_ids:
@@ -67,7 +70,7 @@ class Ids:
 
     @property
     def num_bytes(self) -> int:
-        """Upper limit on the bytes of memory that the ids take until they are in the file."""
+        """Upper limit on the memory for the ids until they are written, in bytes."""
         width = 8 if self._known is None else max(8, self._known.itemsize)
         return self.size * (NUMBERS_BYTES + ID_COPIES * width)
 

@@ -136,7 +136,7 @@ class MatrixOptions(WriteOptions):
     )
     ids_from: str | os.PathLike[str] | None = option(
         None,
-        "Number columns as in this converted file, by their ids; columns with new ids come after these.",
+        "Converted file whose column numbers to reuse, matched by id; columns with new ids come after these.",
         metavar="OLD.h5",
         is_path=True,
     )

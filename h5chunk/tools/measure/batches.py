@@ -98,7 +98,7 @@ def settle() -> None:
 
 
 def open_loader(dataset: ChunkDataset, order: Order, *, device: str, **options: Any) -> BatchRate:
-    """Open a `ChunkLoader` in this order, up to its first batch."""
+    """Open a `ChunkLoader` with this order, and read its first batch."""
     with warnings.catch_warnings():  # the report says why HDF5 reads
         warnings.simplefilter("ignore")
         sampler = ChunkSampler.of_order(dataset, order)
@@ -107,7 +107,7 @@ def open_loader(dataset: ChunkDataset, order: Order, *, device: str, **options: 
 
 
 def open_dataset(dataset: ChunkDataset, order: Order, *, num_workers: int) -> BatchRate:
-    """Open `ChunkDataset` and `ChunkSampler` in torch's DataLoader, in this order, up to the first batch."""
+    """Open a DataLoader of `ChunkDataset` and `ChunkSampler` with this order, and read its first batch."""
     sampler = ChunkSampler.of_order(dataset, order)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

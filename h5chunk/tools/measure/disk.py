@@ -72,7 +72,7 @@ def large(ranges: Ranges) -> Ranges:
 
 
 def locate(reader: H5Reader) -> list[ByteRange]:
-    """Locate the chunks of all fields, or runs of rows without chunks, in the order of their samples.
+    """Locate the chunks of all fields, or the runs of rows of contiguous fields, in the order of their samples.
 
     Raises NotMeasured if chunks lie outside the reader's files, or were never written.
     """

@@ -45,7 +45,7 @@ class Clustering:
 
     @property
     def h_y(self) -> float:
-        """1 in a shuffled file, ``piece_samples`` if every piece has only one group."""
+        """Design effect of the pieces: 1 in a shuffled file, ``piece_samples`` if every piece has only one group."""
         return 1 + (self.piece_samples - 1) * self.correlation
 
 
@@ -83,7 +83,7 @@ def find_clustering(groups: Groups, piece_samples: int) -> Clustering:
 
 
 def _codes_of(groups: Groups) -> Groups:
-    """Convert groups to integers that are equal where groups are; strings longer than 8 bytes by a 64-bit hash."""
+    """Map equal groups to equal integers; strings become 64-bit hashes, without collisions up to 8 bytes."""
     if groups.dtype.kind in "iu":
         return groups
     octets = np.ascontiguousarray(groups).view(np.uint8).reshape(len(groups), -1)
@@ -162,6 +162,9 @@ def _chance(sizes: list[tuple[int, int]], size: int, piece: int, alike: int) -> 
 
 
 def _pairs_and_forks(sizes: list[tuple[int, int]]) -> tuple[int, int]:
-    """Count pairs within sets, and ordered pairs of such pairs that share one member."""
+    """Count the pairs, and the ordered triples, of different members of the same set.
+
+    ``sizes`` are (number of members, number of sets with that many members).
+    """
     pairs = sum(count * math.comb(members, 2) for members, count in sizes)
     return pairs, sum(count * math.perm(members, 3) for members, count in sizes)

@@ -7,17 +7,19 @@ the earlier one, even if there is room.
 - The entries form a list. A miss appends at its end, a hit moves its entry one step towards the end.
 - Every entry costs the full decoded size of a chunk, also at the edge. A miss first evicts the occupant of its slot,
 then prunes the list if the cache is full.
-- Pruning moves a pointer along the list from the front, which evicts only entries that were read in full; after
-``int(num_entries * w0)`` steps a second pointer starts at the front, which evicts any entry, always after the first
-pointer. As all entries cost the same, one eviction is always enough. So the victim is the first entry among the
-foremost ``int(num_entries * w0) + 1`` that was read in full, otherwise the foremost.
+- Pruning walks the list from the front with one pointer, which evicts only entries that were read in full. After
+``int(num_entries * w0)`` steps, a second pointer starts at the front, which evicts any entry; at each step, the first
+pointer acts before the second. As all entries cost the same, one eviction is always enough. So the victim is the first
+entry that was read in full among the first ``int(num_entries * w0) + 1`` entries or, if there is none, the first entry
+of the list.
 - "Read in full" counts bytes: an entry starts with the bytes of a chunk, and every request subtracts its bytes, even if
 they are the same bytes again.
 - A chunk larger than ``nbytes`` bypasses the cache: with a filter it is read and decoded whole at every access;
   without one, only the requested bytes are read, with one read per contiguous run.
 
-Not modelled: chunks that were never written (they cost no read, but may take a place), writing, files whose edge chunks
-are left unfiltered, MPI. During a miss, memory holds one more decoded chunk, and its stored bytes, than the cache.
+Not modelled: chunks that were never written (they cost no read, but may occupy a slot), writing, files whose edge
+chunks are left unfiltered, MPI. During a miss, memory holds one decoded chunk more than the cache, and its stored
+bytes.
 
 In a cache for two chunks without collisions, 0 and 1 are read; the hit moves 0 behind 1, so that 2 evicts 1.
 

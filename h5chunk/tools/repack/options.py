@@ -30,7 +30,7 @@ class RepackOptions(WriteOptions):
     )
     keep: tuple[str, ...] = option(
         (),
-        "Copy this dataset unchanged although its length matches (repeatable).",
+        "Copy this dataset unchanged, even if its length is the number of samples (repeatable).",
         metavar="DATASET",
         heading="Fields",
         repeatable=True,

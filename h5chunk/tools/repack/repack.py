@@ -362,7 +362,7 @@ def describe_fields(plan: RepackPlan, path: Path, shown: str) -> list[FieldRepor
 
 
 def _fields_of(plan: RepackPlan) -> Iterator[tuple[DatasetFacts, float, bool, DatasetFacts]]:
-    """Yield each field, its elements per sample, whether it is shuffled, and the planned facts."""
+    """Yield the facts of each field, its elements per sample, whether it is shuffled, and its facts once repacked."""
     for move in plan.moves:
         if move.is_field:
             names = tuple(KNOWN_FILTERS.get(each.code, f"filter {each.code}") for each in move.layout.filters)

@@ -99,7 +99,7 @@ def _advise_labels(study: Study, effective_batch: float | None, shuffle: str) ->
 
 
 def _advise_filter(study: Study, repack: str) -> Advice:
-    """Detect that decoding takes most of the time, and give the space of an uncompressed file."""
+    """Report that decoding takes most of the time, and how many times the space uncompressed chunks take."""
     times = 1 / max(1e-9, study.stored_share)
     message = f"decoding its compressed chunks takes most of the time; uncompressed, they take {times:,.1f} x the space"
     return Advice("slow_filter", message, repack, {"times_the_space": times})

@@ -61,7 +61,7 @@ class _ChunkMaker:
         if header is None:
             raise FileError(f"{shown}: not written by h5chunk, so the source of its chunks is unknown")
         if header.kind:
-            raise FileError(f"{shown}: has a matrix, whose chunks cannot be made one by one: convert it again")
+            raise FileError(f"{shown}: contains a matrix, whose chunks cannot be rebuilt one by one: convert it again")
         try:
             options = ImageOptions.of_recorded(header.options)
             splits = "auto" if manifest is not None else str(header.options.get("split_folders", "auto"))
