@@ -186,7 +186,7 @@ def test_pickles(tmp_path):
 def test_chunks_that_hdf5_lists_at_wrong_places_are_no_others(tmp_path):
     with h5py.File(tmp_path / "x.h5", "w", libver="latest") as file:  # an extensible array, its axis not the first
         file.create_dataset("x", data=np.arange(6).reshape(2, 3), chunks=(1, 1), maxshape=(2, None))
-        with pytest.raises(NotDirect, match="wrong places"):
+        with pytest.raises(NotDirect, match="wrong offsets"):
             list_chunks(file["x"])
 
 
