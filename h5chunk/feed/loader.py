@@ -272,15 +272,17 @@ class ChunkLoader(Resumable):
             self.close()
         if self._feed is None:
             source = self._source
+            feed: WindowStream | Resident
             if self._plan is None:
-                self._feed = Resident(source, self._budget.loading_samples(order), self._echo)
+                feed = Resident(source, self._budget.loading_samples(order), self._echo)
             else:
                 if source.why:
                     source.reader.set_caches(source.hdf5_cache(order))
                 lends_slot = self._reuse and source.device.type == "cpu"
                 plan = replace(self._plan, order=order)
-                self._feed = WindowStream(source, plan, lends_slot=lends_slot, echo=self._echo, start=start)
-            self._finalizer = weakref.finalize(self, self._feed.close)
+                feed = WindowStream(source, plan, lends_slot=lends_slot, echo=self._echo, start=start)
+            self._finalizer = weakref.finalize(self, feed.close)  # first, as a signal may interrupt this anywhere
+            self._feed = feed
         return self._feed
 
     def close(self) -> None:

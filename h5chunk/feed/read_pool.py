@@ -192,8 +192,8 @@ class ReadPool:
         self._has_workers = True
         for _ in range(self._num_threads):
             thread = threading.Thread(target=self._work, name="h5chunk-reader", daemon=True)
+            self._threads.append(thread)  # first, as a signal may interrupt its start
             thread.start()
-            self._threads.append(thread)
 
     def _work(self) -> None:
         while (queued := self._tasks.get()) is not None:
@@ -367,7 +367,8 @@ class ReadPool:
 
         have_ended = self._native is None or self._native.close(left())
         for thread in threads:
-            thread.join(left())
+            if thread.is_alive():  # else it was not started
+                thread.join(left())
         return have_ended and not any(thread.is_alive() for thread in threads)
 
     def _end(self, threads: list[threading.Thread]) -> None:

@@ -212,12 +212,12 @@ class GatherAhead:
             firsts = iter(range(0, len(samples), batch_size))
             done: set[int] = set()
             while True:
+                if os.getpid() != self._process:  # before all calls of the pool, whose locks a fork may copy held
+                    raise WorkerError("this process was forked while batches were gathered: iterate again")
                 for first in islice(firsts, most - len(self._queue)):
                     self._submit(samples[first : first + batch_size])
                 if not self._queue:
                     return
-                if os.getpid() != self._process:
-                    raise WorkerError("this process was forked while batches were gathered: iterate again")
                 self._wait(self._queue[0][0], done)
                 yield self._queue.popleft()[1]
         finally:

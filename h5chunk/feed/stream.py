@@ -78,6 +78,9 @@ class _Planner:
         self._thread = threading.Thread(
             target=self._plan, args=(order, start, once), name="h5chunk-planner", daemon=True
         )
+
+    def start(self) -> None:
+        """Start the thread. It ends with `close`, even if a signal interrupts this."""
         self._thread.start()
 
     def _plan(self, order: Order, start: int, once: bool) -> None:
@@ -112,7 +115,7 @@ class _Planner:
         self._stop.set()
         self._room.release()
         self._planned.put(error)
-        if self._thread is not threading.current_thread():
+        if self._thread is not threading.current_thread() and self._thread.is_alive():
             self._thread.join(timeout_s)
 
 
@@ -201,7 +204,8 @@ class WindowStream:
         """
         self._is_closed = True
         if self._pool is not None:
-            self._end_planner()
+            if self.is_usable:  # a fork has no planner, and may have a copy of its lock that is held
+                self._end_planner()
             self._pool.close()
         has_ended = self._pool is None or self._pool.has_ended.is_set()
         if has_ended and self._maker is not threading.current_thread():
@@ -227,6 +231,7 @@ class WindowStream:
         """Start reading the windows of an order, from batch ``start`` on."""
         self._next: tuple[int, int] | None = (order.epoch, start)
         self._planner = _Planner(order, start, once=self._once)
+        self._planner.start()
         if self._is_closed:  # by another thread, just now
             self._end_planner()
         self._fill()
@@ -244,7 +249,7 @@ class WindowStream:
     def _fill(self) -> None:
         """Start reading planned windows into the slots that are free, without waiting."""
         assert self._planner is not None
-        while self._free and self._free[0].is_free and (planned := self._planner.take(0)) is not None:
+        while self.is_usable and self._free and self._free[0].is_free and (planned := self._planner.take(0)):
             self._load(*planned)
 
     def _load(self, epoch: int, window: Window) -> None:
@@ -311,6 +316,8 @@ class WindowStream:
 
     def _wait_for(self, read: WindowRead) -> None:
         """Wait until a window is read, and raise its error, if any."""
+        if not self.is_usable:
+            raise self._pool.lost_by_fork()
         self._pool.hand_on_all()
         if not read.is_ready:
             waits = time.perf_counter()

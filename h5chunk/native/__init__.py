@@ -118,12 +118,20 @@ class NativePool:
 
     def __init__(self, num_threads: int) -> None:
         self._library = _library()
-        self._pool = self._library.h5chunk_open(num_threads, PART_BYTES)
-        if not self._pool:
-            raise OSError("no reading thread could be started")
         self._kept: dict[int, np.ndarray] = {}  # jobs, by ticket
         self._lock = threading.Lock()  # no function may be called after the pool was freed
         self._num_inside = 0  # calls by other threads that are inside the library
+        opened: list[Any] = []  # which has the pool even if a signal interrupts the next statement
+        try:
+            opened.extend(map(self._library.h5chunk_open, [num_threads], [PART_BYTES]))
+            self._pool = opened[0]
+        except BaseException:
+            for pool in filter(None, opened):
+                self._library.h5chunk_close(pool, 1.0)
+                self._library.h5chunk_free(pool)
+            raise
+        if not self._pool:
+            raise OSError("no reading thread could be started")
 
     @property
     def num_threads(self) -> int:

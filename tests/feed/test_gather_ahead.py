@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,15 @@ def test_an_interrupt_while_threads_gather(small_images: Path, monkeypatch: pyte
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_fork_while_batches_are_gathered_ahead(small_images: Path) -> None:
+def test_a_fork_while_batches_are_gathered_ahead(small_images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child calls no function of its parent's pool, whose locks may be held for ever."""
+    parent = os.getpid()
+
+    def check(*_: Any) -> None:
+        assert os.getpid() == parent
+
+    for call in ("submit", "wait", "_ask"):
+        watch(monkeypatch, f"native.NativePool.{call}", check, note=False)
     loader = ChunkLoader(small_images, 64, resident=True)
     batches = iter(loader)
     next(batches)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 from collections import Counter
@@ -12,16 +13,17 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.faults import watch
+from support.faults import failure, nth, watch
 from support.foreign import make_file, values
-from support.leftovers import WAIT_S, nothing_is_left, reading_threads
+from support.leftovers import WAIT_S, in_fork, nothing_is_left, reading_threads
 from support.loader_files import IMAGES, LABELS, N, epoch_of, least_memory, path
 from support.orders import ordered
 
-from h5chunk.errors import OptionError
+from h5chunk.errors import FileError, OptionError
 from h5chunk.feed.batches import GROUP_BYTES, BatchMaker, FieldPipeline
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
+from h5chunk.feed.sampler import ChunkSampler
 from h5chunk.feed.slots import CudaSlot
 from h5chunk.plan.order import Order
 from h5chunk.transforms import Normalize, ToDtype
@@ -377,3 +379,65 @@ class TestCuda:
                     pass
                 held = torch.cuda.memory_allocated() - before
                 assert 0 < 2 * held <= memory_bytes + (80 << 10) + 2 * GROUP_BYTES
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_fork_uses_no_locks_of_its_parents_threads(path, monkeypatch):
+    """They may be held for ever. The child gets an error, and can iterate again."""
+    sampler = ChunkSampler(ChunkDataset(path), 4, window_chunks=1, interleave=1)
+    loader = ChunkLoader(path, sampler=sampler, resident=False, num_threads=2)
+    batches, parent = iter(loader), os.getpid()
+    next(batches)
+    planner, pool = loader._feed._planner, loader._feed._pool._native
+
+    def check(used, *_):
+        assert os.getpid() == parent or used not in (planner, pool)
+
+    def in_child():
+        with pytest.raises(FileError, match="fork"):
+            list(batches)
+        assert len(epoch_of(loader)) == len(loader)
+        loader.close()
+
+    with monkeypatch.context() as patch:
+        for call in ("take", "close"):
+            watch(patch, f"feed.stream._Planner.{call}", check, note=False)
+        for call in ("submit", "wait", "cancel", "_ask") if pool else ():
+            watch(patch, f"native.NativePool.{call}", check, note=False)
+        assert in_fork(in_child) == 0
+    assert len(list(batches)) == len(loader) - 1
+    loader.close()
+
+
+@pytest.mark.parametrize(("native", "number"), [("1", 1), ("0", 1), ("0", 2), ("0", 3)])
+def test_an_interrupt_while_a_thread_starts_leaves_no_thread(path, monkeypatch, native, number):
+    monkeypatch.setenv("H5CHUNK_NATIVE", native)
+    with ChunkLoader(path, 4, resident=False, num_threads=2) as loader:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(
+                threading.Thread, "start", _interrupted(threading.Thread.start, number if native == "0" else 1)
+            )
+            list(loader)
+        assert not reading_threads()
+        assert len(epoch_of(loader)) == len(loader)
+
+
+def _interrupted(start, number):
+    """Start threads, and raise KeyboardInterrupt after one of them."""
+    interrupt = nth(number, failure(KeyboardInterrupt))
+
+    def start_and_fail(thread):
+        start(thread)
+        interrupt()
+
+    return start_and_fail
+
+
+def test_an_interrupt_while_the_first_windows_are_asked_for(path, monkeypatch):
+    """A signal may come anywhere in the loader: it can be closed, and iterated again."""
+    with ChunkLoader(path, 4, resident=False) as loader:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            watch(patch, "feed.loader.weakref.finalize", after=nth(1, failure(KeyboardInterrupt)), note=False)
+            list(loader)
+        loader.close()
+        assert len(epoch_of(loader)) == len(loader)

@@ -9,6 +9,7 @@ import ctypes
 import gc
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -333,3 +334,23 @@ def test_files_of_a_set_are_read_and_watched(tmp_path: Path) -> None:
     with pytest.raises(FileError, match=r"1\.h5"):
         for _ in range(3):  # what was read ahead is still given
             list(loader)
+
+
+def test_an_interrupt_while_threads_start_leaves_no_thread():
+    """The signal comes while the C function runs, and is handled once that returns."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before, handler = len(os.listdir("/proc/self/task")), signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_REAL, 0.001)
+            NativePool(1000)
+            time.sleep(30)  # if the machine is that fast
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+    end = time.monotonic() + 10
+    while len(os.listdir("/proc/self/task")) > before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert len(os.listdir("/proc/self/task")) <= before
