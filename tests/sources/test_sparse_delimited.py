@@ -28,8 +28,8 @@ LINES = [(1, 31, 2.5), (1, 1029, 3.0), (671, 6565, 3.5)]
         ("ratings.csv", "\ufeffuserId,movieId,rating\n", "{},{},{}\n", "\n\n"),
         ("ratings.csv", "timestamp,rating,movieId,userId\n", "99,{2},{1},{0}\n", ""),
         ("ratings.csv", ",user_id,item_id,rating\n", "7,{},{},{}\n", ""),
-        ("ratings.csv", "one,two,three\n", "{},{},{}\n", ""),
-        ("ratings.csv", "one,two,time,three\n", "{},{},999,{}\n", ""),
+        ("ratings.csv", "one,two,stars\n", "{},{},{}\n", ""),
+        ("ratings.csv", "one,two,time,stars\n", "{},{},999,{}\n", ""),
         ("ratings.csv", "", "{},{},{}\n", ""),
         ("ratings.csv", "", "{}, {}, {} \n", ""),
         ("ratings.csv.gz", "userId,movieId,rating\n", "{},{},{}\n", ""),
@@ -315,3 +315,26 @@ def test_a_comment_below_the_first_line_is_an_error(tmp_path):
         entries(source)
     rows, _, _ = entries(opened(tmp_path / "tags.csv", b"tag,user,count\n#love,b,1\n#cats,d,2\n"))
     assert rows.tolist() == [b"#love", b"#cats"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("country,city\nfr,paris\nde,berlin\n", "line 1: the first line, 'country', 'city', may be names"),
+        (
+            "name,date,price\na,2020-01-01,1.5\nb,2020-01-02,2.5\n",
+            "'price' do not show which are row, column and value",
+        ),
+        ("a,b,c\n1990,1.5,3\n1991,2.5,4\n", "'c' do not show which are row, column and value"),
+    ],
+)
+def test_a_layout_that_is_not_clear_is_no_guess(tmp_path, text, message):
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(SourceError, match=message):
+        open_source(tmp_path / "a.csv")
+
+
+def test_a_first_line_whose_cells_come_again_is_data(tmp_path):
+    (tmp_path / "a.csv").write_text("fr,paris\nde,berlin\nfr,lyon\n")
+    h5chunk.convert(tmp_path / "a.csv", tmp_path / "a.h5")
+    assert sorted(h5chunk.ChunkDataset(tmp_path / "a.h5").column_ids) == ["berlin", "lyon", "paris"]

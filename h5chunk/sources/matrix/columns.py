@@ -73,10 +73,11 @@ def choose_columns(
     if parts[0] >= 0 and parts[1] >= 0 and (parts[2] >= 0 or width <= 4):
         value = parts[2] if parts[2] >= 0 else next((i for i in left if i not in parts), -1)
         return [i for i in (*parts[:2], value) if i >= 0]
-    if not 2 <= len(left) <= 3:
+    says_nothing = all(name.isdecimal() for name in known)
+    if not (width == 2 or (len(left) == 3 and (parts[2] in left or says_nothing))):
         names = ", ".join(repr(name) for name in header)
         fail(f"the names of the columns {names} do not show which are row, column and value: give --columns")
-    return left
+    return [i for i in left if i != parts[2]] + [i for i in left if i == parts[2]]
 
 
 def time_columns(header: Sequence[str], chosen: Sequence[int]) -> list[int]:

@@ -155,6 +155,13 @@ class DelimitedSource(TextSource):
         second = below[0] if below and len(below[0]) == len(first) else []
         words = any(is_number(cell) and name and not is_number(name) for name, cell in zip(first, second, strict=False))
         if not (words or named or (any(map(ROWS.fullmatch, known)) and any(map(COLUMNS.fullmatch, known)))):
+            recurs = any(cell in column for cell, column in zip(first, zip(*below, strict=False), strict=False))
+            if not recurs and not any(map(is_number, first)):
+                told = ", ".join(map(repr, names))
+                self._text.fail(
+                    f"the first line, {told}, may be names of columns or data: say which (--header yes or no)",
+                    self.num_skipped + 1,
+                )
             return False
         return named or not any(map(is_number, first))  # else a broken line
 
