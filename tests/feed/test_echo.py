@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.faults import failure, watch
 from support.foreign import make_file, values
-from support.leftovers import native_threads, nothing_is_left, readers_of_files, reading_threads
+from support.leftovers import nothing_is_left, readers_of_files, reading_threads
 from support.loader_files import (
     CHANNELS_LAST,
     CONVERSIONS,
@@ -298,11 +298,11 @@ def test_a_break_keeps_threads_and_slots_until_close(path, slots, echo, reuse, b
     for number, _ in enumerate(loader):
         if number == batch:
             break
-    kept, readers = set(slots), readers_of_files() | native_threads()
+    kept, readers = set(slots), readers_of_files()
     assert kept and readers
     loader.set_epoch(0)
     check_windows(epoch_of(loader), Order(N, 4, 16, 16, interleave=1), echo)
-    assert set(slots) == kept and readers <= readers_of_files() | native_threads()
+    assert set(slots) == kept and readers <= readers_of_files()
     del kept
     loader.close()
     assert not reading_threads() and not slots

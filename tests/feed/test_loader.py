@@ -435,7 +435,7 @@ def test_iterating_twice_at_the_same_time_is_refused(path, reuse, resident):
         older, newer = iter(loader), iter(loader)
         found = as_lists(next(older) for _ in range(2))
         for other in (newer, loader):
-            with pytest.raises(OptionError, match="iterated already"):
+            with pytest.raises(OptionError, match="already being iterated"):
                 list(other)
         assert found + as_lists(older) == expected
 
