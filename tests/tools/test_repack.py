@@ -110,6 +110,8 @@ def test_everything_is_kept(everything: Path, tmp_path: Path, compression: str, 
         assert check_checksums(out) == {each.name for each in report.fields} - {"train/unwritten"} - objects
         assert {each.name for each in report.fields if each.shuffled} == {each.name for each in report.fields}
     lost = [] if compression == "none" else ["compressed without their former byte shuffle filter: images"]
+    if not shuffle:
+        lost.append("without their former Fletcher32 checksums: images; --window-chunks adds checksums")
     assert report.notes == ["can no longer be resized: images: contiguous chunks have a fixed number", *lost]
 
 
@@ -120,6 +122,17 @@ def test_values_of_variable_length_are_permuted_in_parts(
     repack(everything, tmp_path / "out.h5", shuffle=True, memory_bytes=20_000, compression="gzip")
     check_same(everything, tmp_path / "out.h5", permutation(100, 0))
     assert sum(rows is not None and len(rows) < 50 for _, rows, *_ in written) > 4
+
+
+@pytest.mark.parametrize("window_chunks", [None, 2])
+def test_checksums_of_hdf5_are_replaced_or_said_to_be_lost(tmp_path: Path, window_chunks: int | None) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", data=np.arange(600).reshape(100, 6), chunks=(10, 6), fletcher32=True)
+    report = repack(tmp_path / "a.h5", tmp_path / "b.h5", window_chunks=window_chunks)
+    lost = ["without their former Fletcher32 checksums: x; --window-chunks adds checksums"]
+    assert report.notes == ([] if window_chunks else lost)
+    if window_chunks:
+        assert check_checksums(tmp_path / "b.h5") == {"x"}
 
 
 def test_the_report_says_what_was_changed(tmp_path: Path) -> None:

@@ -76,7 +76,10 @@ def choose_columns(
     says_nothing = all(name.isdecimal() for name in known)
     if not (width == 2 or (len(left) == 3 and (parts[2] in left or says_nothing))):
         names = ", ".join(repr(name) for name in header)
-        fail(f"the names of the columns {names} do not show which are row, column and value: give --columns")
+        fail(
+            f"the names of the columns {names} do not show which are row, column and value: give --columns (a table of "
+            "samples, rather than of entries of a sparse matrix, converts from .parquet)"
+        )
     return [i for i in left if i != parts[2]] + [i for i in left if i == parts[2]]
 
 

@@ -15,7 +15,7 @@ from h5chunk.errors import FileError, OptionError, human_bytes, printable
 from h5chunk.plan.repack import Shares, check_memory
 from h5chunk.store.format.header import Header, header_attributes
 from h5chunk.store.format.spec import GROUP, HEADER_BYTES, ArraySpec, FileSpec
-from h5chunk.store.hdf5.codecs import GZIP, LZF, SHUFFLE
+from h5chunk.store.hdf5.codecs import FLETCHER32, GZIP, LZF, SHUFFLE
 from h5chunk.store.hdf5.guard import check_claims, check_filters
 from h5chunk.store.rewrite.replica import CHECKSUMS, Filter, NewLayout
 from h5chunk.store.rewrite.survey import DatasetFacts, Survey, attribute_names, refers_to_regions
@@ -136,6 +136,9 @@ def plan_moves(
     lost = [move.facts.name for move in moves if move.layout.filters and SHUFFLE in move.facts.filters]
     if lost:
         notes.append(f"compressed without their former byte shuffle filter: {', '.join(lost)}")
+    lost = [move.facts.name for move in moves if header is None and FLETCHER32 in move.facts.filters]
+    if lost:
+        notes.append(f"without their former Fletcher32 checksums: {', '.join(lost)}; --window-chunks adds checksums")
     for move in moves:
         if move.layout.written:  # refuse what h5chunk cannot read: unknown filters, implausible sizes
             dataset = h5py.Dataset(h5d.open(file.id, move.facts.path))
