@@ -54,10 +54,11 @@ def test_folders_side_by_side(tmp_path: Path, place: str, fields: tuple[str, ...
     source = make_pairs(tmp_path / "data", place=place)
     if packed:
         source = Path(shutil.make_archive(str(tmp_path / "data"), "zip", source))
-    h5chunk.convert(source, tmp_path / "x.h5", workers=0, chunk_samples=4)
+    report = h5chunk.convert(source, tmp_path / "x.h5", workers=0, chunk_samples=4)
     dataset = check_pairs(tmp_path / "x.h5")
     assert dataset.fields == fields and min(dataset.source_names) == first
     if "split" in place:
+        assert report.fields["split"] == "|S5"
         assert [name.split("/")["{split}" in place.split("/")[1]] for name in dataset.source_names] == [
             *dataset.values("split")
         ]

@@ -136,7 +136,7 @@ def test_old_items_keep_their_numbers(tmp_path, word):
 def test_ids_that_do_not_fit(tmp_path):
     numbers, words = (ratings(tmp_path / f"{x or 'n'}.csv", [f"{x}1"], [f"{x}2"]) for x in ("", "x"))
     h5chunk.convert(numbers, tmp_path / "n.h5")
-    with pytest.raises(OptionError, match="column ids are strings, but those of ids_from are whole numbers"):
+    with pytest.raises(OptionError, match="ids_from are whole numbers: convert the older source again with"):
         h5chunk.convert(words, tmp_path / "x.h5", ids_from=tmp_path / "n.h5")
     with pytest.raises(OptionError, match="without ids_from"):
         h5chunk.convert(words, tmp_path / "x.h5", keep_rows=True)

@@ -79,8 +79,9 @@ class SampleJob:
 
     @property
     def field_names(self) -> list[str]:
-        """The names of all fields, in the order of batches."""
-        return list(self.options.get("fields", [*self.source.fields, *self.source.columns]))
+        """The names of all fields: those of batches, in their order, then the others."""
+        names = [*self.source.fields, *self.source.columns]
+        return list(dict.fromkeys([*self.options.get("fields", names), *names]))
 
     @property
     def first_chunk(self) -> int:

@@ -206,10 +206,11 @@ class SortedMatrix:
         for axis, ids, old in (("row", block.rows, self.old.rows), ("column", block.columns, self.old.columns)):
             if old is not None and len(ids) and old.dtype.kind != ids.dtype.kind:
                 words = {"S": "strings", "i": "whole numbers"}
+                again = "" if old.dtype.kind == "S" else "convert the older source again with strings: "
                 raise OptionError(
                     f"{printable(self.source.path)}: {axis} ids are {words[ids.dtype.kind]}, but those of ids_from are "
-                    f"{words[old.dtype.kind]}: for a delimited file, '{self.source.axes[axis == 'column']}:str' "
-                    "in --columns reads strings"
+                    f"{words[old.dtype.kind]}: {again}for a delimited file, "
+                    f"'{self.source.axes[axis == 'column']}:str' in --columns reads strings"
                 )
 
     def _units(self, block: Block) -> np.ndarray:
