@@ -359,3 +359,11 @@ def test_no_fields(tmp_path):
 def test_a_file_without_datasets(tmp_path):
     h5py.File(tmp_path / "a.h5", "w").close()
     check_refused(FieldError, "it has no datasets at all", tmp_path / "a.h5")
+
+
+def test_the_error_of_a_missing_dataset_names_first_what_may_be_meant(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for name in (*"abcdefghij", "obs/kind/codes", "obs/kind/categories"):
+            file[name] = np.arange(3)
+    with pytest.raises(FieldError, match="it has obs/kind/categories, obs/kind/codes, a, b, c, d, e, f, ...: name"):
+        H5Reader(tmp_path / "a.h5", {"kind": "kind"})

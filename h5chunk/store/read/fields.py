@@ -139,7 +139,8 @@ def _missing(file: h5py.File, path: Path, wanted: str) -> FieldError:
         if isinstance(item, h5py.Dataset) and not name.startswith(f"{GROUP}/"):
             is_view = item.id.get_create_plist().get_layout() == h5py.h5d.VIRTUAL  # its shape would open other files
             datasets += [name] if is_view or item.shape else []
-    datasets.sort()
+    last = wanted.rsplit("/", 1)[-1]
+    datasets.sort(key=lambda name: (last not in name.split("/"), name))  # those that may be meant come first
     there = ", ".join(datasets[:8]) + (", ..." if len(datasets) > 8 else "") if datasets else "no datasets at all"
     remedy = "name the fields to read: ChunkDataset(path, fields=[...]) (--fields)"
     return FieldError(f"{printable(path)}: has no dataset {wanted!r}; it has {there}: {remedy}")
