@@ -365,5 +365,5 @@ def test_the_error_of_a_missing_dataset_names_first_what_may_be_meant(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         for name in (*"abcdefghij", "obs/kind/codes", "obs/kind/categories"):
             file[name] = np.arange(3)
-    with pytest.raises(FieldError, match="it has obs/kind/categories, obs/kind/codes, a, b, c, d, e, f, ...: name"):
+    with pytest.raises(FieldError, match=r"it has obs/kind/categories, obs/kind/codes, a, b, c, d, e, f, \.\.\.: name"):
         H5Reader(tmp_path / "a.h5", {"kind": "kind"})
