@@ -1,8 +1,8 @@
 """Reader threads that fill slots with windows, in the order in which their batches will be used.
 
-A slot holds one window, with each sample at its place in the shuffled window, so that a batch is a slice of it. Windows
-are cut into tasks of a few megabytes, which threads read in parallel; the thread that finishes the last task of a
-window passes the window on. This module does not depend on batches; `h5chunk.feed.stream` makes them.
+A slot holds one window, with each sample at its place in the shuffled window, so that a batch is a slice of it. Threads
+read a window in parallel, in tasks of a few megabytes. If native threads have read it, the thread that waits for it
+passes it on, otherwise the thread that finishes the last task. `h5chunk.feed.stream` makes the batches.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ class ReadPool:
 
     @property
     def wait_s(self) -> float | None:
-        """How long closing waits for threads: not at all if they already hang."""
+        """Seconds that closing waits for threads: 0 if they already hang, None for no limit."""
         return 0.0 if self._hangs else self.timeout_s
 
     def lost_by_fork(self) -> FileError:

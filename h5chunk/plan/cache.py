@@ -90,7 +90,7 @@ def cache_for(open_chunks: int, chunk_bytes: int, num_chunks: int) -> CacheSetti
 
 @dataclass(frozen=True)
 class ChunkGrid:
-    """How an HDF5 dataset is cut into chunks, and the cost of reading one random sample.
+    """The chunk shape of an HDF5 dataset, and the cost of reading one random sample.
 
     A sample is one index of the first axis. A contiguous dataset has ``chunks=None``, and reads only the bytes of the
     sample. CIFAR-10 with the chunks that h5py guesses:

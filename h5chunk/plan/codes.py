@@ -178,7 +178,7 @@ class Coding:
 
 @dataclass(frozen=True)
 class Storage:
-    """How values are stored: as codes (value times ``scale``) or unchanged; a pattern stores none."""
+    """The coding of stored values: codes (value times ``scale``), or the values themselves; a pattern stores none."""
 
     dtype: np.dtype[Any]
     scale: float = 1.0

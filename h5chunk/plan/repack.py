@@ -34,7 +34,7 @@ MAX_INDEX = 1 << 20  # maximum length of such an index
 
 @dataclass(frozen=True)
 class Shares:
-    """How memory is divided among the buffers of a repack."""
+    """The share of the memory that each buffer of a repack gets."""
 
     memory_bytes: int  # all memory except that of the interpreter and its libraries
     num_threads: int  # number of threads that work at the same time
@@ -122,7 +122,7 @@ def plan_uneven(ends: np.ndarray, part_bytes: int, item_bytes: int) -> np.ndarra
 
 @dataclass(frozen=True)
 class Packing:
-    """How to assemble samples that are cut into several chunks.
+    """A plan for assembling samples that are cut into several chunks.
 
     A packed sample is the bytes of one row of every chunk, chunk after chunk, including padding at edges. ``index``,
     (n,) intp, has the position of every unit of a sample in the packed sample; None if pieces are so long that copying

@@ -80,7 +80,7 @@ class CsrRows:
 
 @dataclass(frozen=True)
 class ValueRule:
-    """How stored numbers become values.
+    """The rule that turns stored numbers into values.
 
     Stored bytes are looked up in ``table``, (256,); without it stored numbers are the values or, if ``least`` is given,
     1 from there on and 0 below. The entries of a pattern are ``constant``. Then come ``steps``, transforms of values,

@@ -15,7 +15,7 @@ COMPLETE = "already complete"
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertReport(Report):
-    """What `h5chunk.convert` or `h5chunk.append` did with samples, or would do (``dry_run``)."""
+    """The report of `h5chunk.convert` or `h5chunk.append` on samples; of a dry run, what the command would do."""
 
     path: str
     source_kind: str
@@ -82,7 +82,7 @@ class ConvertReport(Report):
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixReport(Report):
-    """What `h5chunk.convert` did with a sparse matrix, or would do (``dry_run``), as the start of the source shows."""
+    """The report of `h5chunk.convert` on a sparse matrix; of a dry run, an estimate from the start of the source."""
 
     path: str
     source_kind: str

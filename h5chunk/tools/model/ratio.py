@@ -18,7 +18,7 @@ LEAST_SPREAD = 0.03  # typical difference of two runs of the same loop
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as fast one setting is as another: the median of all turns, and the interval of 95 % of them.
+    """The rate of one setting over that of another: the median of all turns, and the interval that holds 95 % of them.
 
     With two turns the interval is very wide, and with one turn it is unbounded.
     """

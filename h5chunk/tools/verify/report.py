@@ -14,7 +14,7 @@ SHOWN = 20  # bad chunks, whole and missing files in the text; JSON has all
 
 @dataclass(frozen=True)
 class Checked:
-    """How a dataset was checked."""
+    """The checks of one dataset, and what they found."""
 
     field: str
     num_chunks: int  # stored chunks
