@@ -15,17 +15,17 @@ from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.transforms import Transform, compile_transforms
 from h5chunk.transforms.rows import RowConverter
 
-GROUP_BYTES = 32 << 20  # small batches are converted together on a GPU: launching a kernel costs more than running it
-ROWS_BYTES = 256 << 20  # so are dense rows: a batch of 500 x 26,744 then takes 40 us of Python, not 90; LOG.md
-ALL = 1 << 30  # batches
+GROUP_BYTES = 32 << 20  # batches to convert with one call: launching a kernel costs more than running it on a small one
+ROWS_BYTES = 256 << 20  # the same for dense rows: 500 x 26,744 then take 40 us of Python, not 90; scripts/LOG.md
+ALL = 1 << 30  # more batches than any window has
 Tensors = tuple[torch.Tensor, ...]  # one per field; two where entries are held out
 
 
 class FieldPipeline:
     """Convert samples of one field, and split them into batches.
 
-    ``converter`` computes the leading transforms together; ``others`` are applied when a batch is handed out. With
-    ``reuse``, on the CPU, a batch is valid only until the next batch.
+    ``converter`` computes the leading transforms in one step; ``others`` are applied to a batch just before it is
+    returned. With ``reuse``, on the CPU, a batch is valid only until the next batch.
     """
 
     def __init__(self, transforms: Sequence[Transform], field: Field | MatrixField, *, reuse: bool) -> None:
@@ -81,14 +81,14 @@ class BatchMaker:
         self._finishes = any(self._others)
 
     def begin(self, epoch: int) -> None:
-        """Draw what is drawn for each epoch, from now on."""
+        """Set the epoch, on which the draws of random converters depend."""
         for pipeline in self._pipelines:
             pipeline.converter.epoch = epoch
 
     def open(self, window: Fields, batch_size: int) -> Iterator[Tensors]:
-        """Yield the batches of a window; after the last, empty ones for steps in which other ranks have samples.
+        """Yield the batches of a window, then empty batches, for steps in which only other ranks have samples.
 
-        No reference to a yielded batch is kept here, not even by a ``zip``, so that its memory can be reused.
+        This generator keeps no reference to a yielded batch, not even in a ``zip``, so that its memory can be reused.
         """
         fields = zip(self._pipelines, window, strict=True)
         batches = [self._split(pipeline, samples, batch_size) for pipeline, samples in fields]
@@ -110,7 +110,7 @@ class BatchMaker:
         return list(map(_flat, batches))
 
     def num_gathered(self, batch_size: int) -> int:
-        """Return how many batches to gather and convert with one call."""
+        """Return how many batches to gather and convert with one call, so that each call has enough work."""
         return self._pipelines[0].num_together(batch_size, keep=False)
 
     def finish(self, batch: Tensors) -> tuple[Any, ...]:

@@ -27,22 +27,22 @@ from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.several import NOTABLE, direct_fields, read_amplification
 from h5chunk.transforms import Converter
 
-LOADING_BYTES = 8 << 20  # bytes of the pieces in which resident data is read
-LOADING_SLOTS = 4  # pieces that are read at a time
-KEPT_BYTES = 16 << 20  # smaller data is not kept: threads read it from the page cache as fast
-RESIDENT_SHARE = 4  # resident="auto" takes at most 1 / this of the device's free memory
-MAX_THREADS = 12  # more threads wait for each other, and delay the loop; scripts/LOG.md
-DECODING_BYTES = 1 << 30  # memory for decoding in threads, unless their number is given
+LOADING_BYTES = 8 << 20  # size of the pieces in which resident data is read
+LOADING_SLOTS = 4  # number of pieces that are read at the same time
+KEPT_BYTES = 16 << 20  # smaller data is not kept in memory: threads read it from the page cache just as fast
+RESIDENT_SHARE = 4  # resident="auto" uses at most a quarter of the device's free memory
+MAX_THREADS = 12  # more threads block each other, and delay the training loop; scripts/LOG.md
+DECODING_BYTES = 1 << 30  # limit on memory for decoding, which bounds the default number of threads
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """The fields of a data set, and how to read them on their way to a device."""
+    """The fields of a data set, how to read them, and the device that they are read for."""
 
     reader: H5Reader
-    direct: dict[str, ByteReader]  # the fields that are read by byte ranges
-    why: dict[str, str]  # the fields that are read through HDF5
-    numbered: dict[str, Callable[[np.ndarray], np.ndarray]]  # the fields that are not in the file: see ReadPool
+    direct: dict[str, ByteReader]  # fields that are read by byte ranges
+    why: dict[str, str]  # fields that are read through HDF5, with the reason
+    numbered: dict[str, Callable[[np.ndarray], np.ndarray]]  # fields computed from sample numbers: see ReadPool
     layouts: Layouts
     device: torch.device
     num_threads: int
@@ -50,27 +50,27 @@ class DataSource:
 
     @property
     def pieces(self) -> Layouts:
-        """The layouts for reading all samples in pieces, or at once."""
+        """The layouts for slots that hold consecutive samples, as when all samples are read once."""
         matrix, layouts = MatrixLayout, self.layouts.items()
         return {name: layout.of_pieces() if isinstance(layout, matrix) else layout for name, layout in layouts}
 
     def read_amplification(self, order: Order) -> float:
-        """Return bytes read over bytes used in an epoch of this order, on all ranks, without the small fields."""
+        """Return bytes read over bytes used in an epoch of this order, on all ranks; fields kept whole don't count."""
         rows = None if order.selection is None else order.selection.resolve(order.seed, order.epoch).samples
         kept = [name for name, field in self.direct.items() if is_kept_whole(field)]
         return read_amplification(self.reader, rows, self.direct, kept)
 
     def hdf5_cache(self, order: Order) -> CacheSettings:
-        """Return the chunk cache with which HDF5 reads each chunk of an order only once."""
+        """Return the settings of HDF5's chunk cache with which this order reads each chunk only once."""
         return self.reader.main.grid.cache_for(order.open_chunks, order.cache_w0)
 
     def describe(self, order: Order) -> str:
         """Describe in words how the fields are read."""
         times = self.read_amplification(order)
-        beside = "" if times < NOTABLE else f"reads {times:.2f} x the bytes of its samples; "
+        excess = "" if times < NOTABLE else f"reads {times:.2f} x the bytes of its samples; "
         ways = ((name, "h5py" if name in self.why else "direct") for name in self.reader.fields)
         threads = "native threads" if available() else "threads"
-        return f"{beside}{self.num_threads} {threads}; " + ", ".join(f"{name}: {way}" for name, way in ways)
+        return f"{excess}{self.num_threads} {threads}; " + ", ".join(f"{name}: {way}" for name, way in ways)
 
 
 def make_source(
@@ -101,7 +101,7 @@ def make_source(
 
 
 def _counts(dataset: ChunkDataset, num_samples: int, order: Order) -> np.ndarray | None:
-    """Return the upper limit on uses of each sample per epoch: (n,) int64; None: all samples once."""
+    """Return the largest number of times that an epoch uses each sample, (n,) int64, or None for once each."""
     if order.selection is None and not order.pad:
         return None
     most = order.selection.most if isinstance(order.selection, WeightedSelection) else 1
@@ -113,7 +113,7 @@ def _counts(dataset: ChunkDataset, num_samples: int, order: Order) -> np.ndarray
 
 
 def _direct_fields(reader: H5Reader, how: str) -> tuple[dict[str, ByteReader], dict[str, str]]:
-    """Return the fields that can be read by byte ranges, and why the other fields cannot."""
+    """Return the readers of fields by byte ranges, and for each other field the reason why it is read through HDF5."""
     if how == "h5py":
         return {}, dict.fromkeys(reader.fields, "asked for")
     direct, why = direct_fields(reader)
@@ -139,7 +139,7 @@ class MemoryBudget:
         self._converted_bytes = sum(each.sample_bytes for each in converters if not each.changes_nothing)
 
     def plan(self, resident: bool | str, order: Order, *, least_chunks: int | None) -> SlotPlan | None:
-        """Plan how many windows are held; return None if all data stays on the device.
+        """Plan the number and size of the windows in memory; return None if all data stays on the device instead.
 
         Raise `OptionError` if resident data was requested but does not fit.
         """
@@ -182,7 +182,7 @@ class MemoryBudget:
         return total
 
     def _fits_device(self, wanted: bool | str, order: Order) -> bool:
-        """Return whether all data stays on the device. Raises OptionError if that was requested, but does not fit."""
+        """Return whether all data stays on the device. Raise OptionError if that was requested, but does not fit."""
         if not wanted or not order.num_samples or (wanted == "auto" and self._on_cpu):
             return False
         held, pieces = self._resident_bytes, self._source.pieces
@@ -217,7 +217,7 @@ class MemoryBudget:
 
 
 def find_device(device: str | torch.device) -> torch.device:
-    """Resolve the device that a user names. Raises OptionError if it is neither CPU nor CUDA, or does not exist."""
+    """Return the device that a user named. Raise OptionError if it is neither CPU nor CUDA, or does not exist."""
     try:
         found = torch.device(device)
     except RuntimeError as error:
@@ -236,7 +236,7 @@ def find_device(device: str | torch.device) -> torch.device:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free memory of a GPU."""
+    """Return the free memory of a GPU, in bytes."""
     return int(torch.cuda.mem_get_info(device)[0])
 
 

@@ -4,8 +4,8 @@ A whole batch is read at once, into memory that a DataLoader worker shares with 
 torch as the sequence of samples that torch expects from ``__getitems__``, and tells torch's default ``collate_fn``
 (through its documented map of types) that these samples are already one batch.
 
-A sampler tags batches of sample numbers with their numbering, because the same numbers stand for other samples in
-another subset of the file.
+Sample numbers count the samples of one subset of a file: in another subset, the same number is another sample. So a
+sampler tags its batches of sample numbers with a key of the subset, and a data set of another subset rejects them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Batch(Sequence[Sample]):
     def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        if not len(self):  # an empty last batch: torch asks for a first sample
+        if not len(self):  # torch looks at the first sample even of an empty batch
             return Sample()
         return Sample(field[index] for field in self.fields)
 
@@ -54,9 +54,9 @@ class Batch(Sequence[Sample]):
 
 
 def no_samples(sample: Sample) -> Sequence[Sample]:
-    """Return an empty batch as torch collates it, with the shapes and types of a batch of such samples.
+    """Return an empty batch with the shapes and types that torch would give a batch of such samples.
 
-    Return an empty list if torch cannot collate the sample: the user's ``collate_fn`` then decides.
+    Return an empty list if torch cannot collate the sample: then the user's ``collate_fn`` has to handle it.
     """
     with suppress(TypeError, RuntimeError):
         return Batch([_emptied(default_collate([value])) for value in sample], 0)
@@ -64,7 +64,7 @@ def no_samples(sample: Sample) -> Sequence[Sample]:
 
 
 def _emptied(collated: Any) -> Any:
-    """Empty a collated batch: its tensors, its strings, and the containers that hold them."""
+    """Return a collated batch without its samples: empty tensors and lists, in the same containers."""
     if isinstance(collated, torch.Tensor):
         return collated[:0]
     if isinstance(collated, Mapping):
@@ -76,7 +76,7 @@ def _emptied(collated: Any) -> Any:
 
 
 def collate(batch: Sequence[Any]) -> Any:
-    """Collate for a DataLoader: the tuple of fields of a `Batch`, without a copy; other batches as torch does."""
+    """Return the tuple of fields of a `Batch`, without a copy; collate any other batch as torch does."""
     return batch.fields if isinstance(batch, Batch) else default_collate(list(batch))
 
 
@@ -89,11 +89,11 @@ def _collate_samples(batch: Sequence[Sample], *, collate_fn_map: Any = None) -> 
 default_collate_fn_map.setdefault(Sample, _collate_samples)
 
 
-Numbering = tuple[int, int]  # the number of samples, and a checksum of their numbers in the file (0 for all samples)
+Numbering = tuple[int, int]  # a subset's key: its size, and a checksum of its sample numbers in the file (0 for all)
 
 
 class TaggedBatch(list[int]):
-    """A batch of sample numbers: a list, tagged with the numbering and the epoch that it belongs to."""
+    """A batch of sample numbers, with the key of the subset that they count and the epoch that they were drawn for."""
 
     def __init__(self, numbers: Iterable[int] = (), numbering: Numbering | None = None, epoch: int = 0) -> None:
         super().__init__(numbers)
@@ -101,9 +101,9 @@ class TaggedBatch(list[int]):
 
 
 def check_numbering(drawn: Numbering, numbering: Numbering) -> None:
-    """Raise OptionError if two numberings differ.
+    """Raise OptionError if sample numbers were drawn for one subset, but index another.
 
-    Other files with the same number of samples are allowed: they may hold other fields of the same samples.
+    Another file with the same number of samples is allowed: it may hold other fields of the same samples.
     """
     if drawn == numbering:
         return
@@ -115,7 +115,7 @@ def check_numbering(drawn: Numbering, numbering: Numbering) -> None:
 
 
 def sample_numbers(indices: Any) -> np.ndarray:
-    """Convert sample numbers to an array; raise IndexError for a mask, or for numbers that would be rounded."""
+    """Convert sample numbers to an int64 array; raise IndexError for a mask, or for numbers that are not integers."""
     try:
         numbers = np.asarray(indices)
     except (TypeError, ValueError):

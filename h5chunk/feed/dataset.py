@@ -122,14 +122,14 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         return other
 
     def field(self, name: str) -> Field | MatrixField:
-        """Return the shape, dtype and chunks of a field."""
+        """Return the description of a field: its shape, dtype and chunks."""
         if name in self._numbered:
             return Field(name, "", ChunkGrid((self._reader.num_samples,), None, 8, False), np.dtype(np.int64))
         return self._reader.fields[name]
 
     @property
     def numbered_fields(self) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
-        """Fields that are not in the file: functions from sample numbers in the file to values."""
+        """The fields that are not in the file, with the function that computes their values from sample numbers."""
         return dict.fromkeys(self._numbered, self._positions)
 
     def _positions(self, rows: np.ndarray) -> np.ndarray:
@@ -148,17 +148,17 @@ class ChunkDataset(StoredNames, Dataset[Any]):
 
     @cached_property
     def numbering(self) -> Numbering:
-        """A key that is equal for data sets whose sample numbers mean the same samples."""
+        """A key that is equal for data sets in which the same sample number is the same sample."""
         samples = None if len(self) == self._reader.num_samples else self._samples
         return len(self), 0 if samples is None else zlib.crc32(samples.tobytes())
 
     @property
     def subset_samples(self) -> np.ndarray | None:
-        """The number in the file of each sample, (n,) int64, ascending; None: all samples of the file."""
+        """The number of each sample in the file, (n,) int64, ascending; None for all samples of the file."""
         return self._samples
 
     def new_reader(self) -> H5Reader:
-        """Open another reader of the same fields."""
+        """Return another reader of the same fields, which opens the file itself."""
         return copy(self._reader)
 
     def __len__(self) -> int:
@@ -187,7 +187,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         return part
 
     def __getstate__(self) -> dict[str, Any]:
-        own = "read_amplification", "numbering", "_sample_reader"  # which a copy, or another process, makes again
+        own = "read_amplification", "numbering", "_sample_reader"  # a copy, or another process, computes these again
         kept = {name: value for name, value in self.__dict__.items() if name not in own}
         return {**kept, "_reader": self.new_reader()}
 
@@ -250,9 +250,9 @@ class ChunkDataset(StoredNames, Dataset[Any]):
 
     @cached_property
     def read_amplification(self) -> float:
-        """Bytes read over bytes used, when every sample is read once, chunk by chunk.
+        """Bytes read over bytes used, if every sample is read once, chunk by chunk.
 
-        It is above 1 for a subset whose chunks must be read whole because they are compressed.
+        The value is above 1 for a subset whose chunks must be read whole because they are compressed.
         """
         if self._samples is None:
             return 1.0
@@ -275,7 +275,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
 
     @property
     def chunk_samples(self) -> int:
-        """Samples that are read together: the chunk length of the largest field along the first axis."""
+        """Samples per chunk of the largest field."""
         return self._reader.chunk_samples
 
     @property
@@ -285,16 +285,16 @@ class ChunkDataset(StoredNames, Dataset[Any]):
 
     @property
     def cache(self) -> CacheSettings:
-        """The chunk cache of the largest field in this process, for reads through HDF5."""
+        """Settings of the largest field's chunk cache in this process, for reads through HDF5."""
         return self._sample_reader.cache
 
     def caches_in_force(self) -> dict[str, CacheSettings]:
-        """Return the chunk cache of every field in this process, as HDF5 reports it."""
+        """Return the settings of every field's chunk cache in this process, as HDF5 reports them."""
         self._reader.set_caches(self.cache)
         return self._reader.caches_in_force()
 
     def expect_order(self, order: Order) -> None:
-        """Size the chunk cache for an order; samplers call this, and the order with the most open chunks decides."""
+        """Size the chunk cache for a sampler's order; of several orders, the one with the most open chunks decides."""
         if self._order is None or order.open_chunks >= self._order.open_chunks:
             self._order = order
             self.__dict__.pop("_sample_reader", None)
@@ -326,7 +326,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         return self._read(sample_numbers(indices), shared=get_worker_info() is not None)
 
     def _each_transformed(self, batch: Batch) -> Sequence[Sample]:
-        if not len(batch) and len(self):  # an empty last batch needs a sample for its shape
+        if not len(batch) and len(self):  # the shapes of an empty batch are those of a transformed sample
             return no_samples(self[0])
         return [self._transforms.of_sample(sample) for sample in batch]
 
@@ -336,7 +336,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         return self._sample_reader.read(self._names, rows, numbered, shared=shared)
 
     def _rows(self, positions: np.ndarray) -> np.ndarray:
-        """Convert sample numbers in this data set to sample numbers in the file."""
+        """Convert sample numbers in this data set to sample numbers in the file; raise IndexError for invalid ones."""
         if positions.ndim != 1:
             raise IndexError(f"indices have {positions.ndim} axes: give one number or a list of them")
         if positions.size and not (-len(self) <= positions.min() and positions.max() < len(self)):
@@ -348,8 +348,8 @@ class ChunkDataset(StoredNames, Dataset[Any]):
     def __repr__(self) -> str:
         fields = ", ".join(f"{x.name} {x.dtype}{list(x.sample_shape)}" for x in self._reader.fields.values())
         times = self.read_amplification
-        beside = "" if times < NOTABLE else f"reads {times:.2f} x their bytes; "
+        excess = "" if times < NOTABLE else f"reads {times:.2f} x their bytes; "
         samples, chunks = (count_text(number, "sample") for number in (len(self), self.chunk_samples))
         return printable(
-            f"ChunkDataset({self.path!r}: {samples} of {fields}; chunks of {chunks}; {beside}{self.cache})"
+            f"ChunkDataset({self.path!r}: {samples} of {fields}; chunks of {chunks}; {excess}{self.cache})"
         )

@@ -1,7 +1,7 @@
-"""The layout of a field in a slot: one array of dense samples, or the arrays of a sparse matrix.
+"""The memory layout of a field in a slot: one array of dense samples, or the three arrays of a CSR matrix.
 
-A slot can hold the largest window. The rows of a matrix take three arrays, with the types of the file: the start of
-each row, the columns, and the values. Windows use different amounts of the columns and values.
+A slot is large enough for the largest window. The rows of a matrix take three arrays: the start of each row, and the
+columns and values of the entries, with the types of the file. Windows differ in their number of entries.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ class FieldLayout:
 
 @dataclass(frozen=True)
 class MatrixLayout:
-    """Types of a matrix's entries, and the start of each row: ``indptr`` is (num_rows + 1,) int64.
+    """Row starts of a CSR matrix, (num_rows + 1,) int64, the types of its entries, and the size of its largest window.
 
-    ``where`` names file and field in messages. In other HDF5 files a row may have several entries in one column
-    (``may_repeat``), in any order. ``most_entries`` bounds the entries of a window by its number of rows.
+    ``where`` names the file and field in messages. With ``may_repeat``, a row may have several entries in one column,
+    in any order, as in files that h5chunk did not write. ``most_entries(rows)`` is the largest number of entries of a
+    window of that many rows.
     """
 
     indptr: np.ndarray = field(repr=False)
@@ -72,7 +73,7 @@ class MatrixLayout:
         return self.arrays(num_samples, self.most_entries(num_samples))
 
     def of_pieces(self) -> MatrixLayout:
-        """Return the layout for reading the whole data set in consecutive pieces, whichever rows an epoch uses."""
+        """Return the layout for windows of consecutive rows, in which the whole matrix is read."""
 
         def most_entries(num_samples: int) -> int:
             borders = np.append(self.indptr[: -1 : max(1, num_samples)], self.indptr[-1])
@@ -106,9 +107,9 @@ def matrix_layout(
 ) -> MatrixLayout:
     """Make the layout of a file's matrix.
 
-    ``counts``, (num_rows,) int64, bounds how often an epoch uses each row; None: all rows once, chunk by chunk, in this
-    many lanes of the rank. Raise `FieldError` if the matrix holds numbers that torch does not support, and `FileError`
-    if it is damaged.
+    ``counts``, (num_rows,) int64, is the largest number of times that an epoch uses each row; None: all rows once,
+    chunk by chunk, in this many lanes of the rank. Raise `FieldError` if the matrix holds numbers that torch does not
+    support, and `FileError` if it is damaged.
     """
     values = None if matrix.value_dtype is None else torch_dtype(matrix.value_dtype, matrix.name)
     columns = torch_dtype(matrix.index_dtype, matrix.name)
@@ -123,7 +124,7 @@ def matrix_layout(
 
 
 def torch_dtype(dtype: np.dtype, name: str) -> torch.dtype | None:
-    """Return the torch dtype of a field, None for strings; FieldError if torch does not support it."""
+    """Return the torch dtype of a field, or None for strings. Raise FieldError if torch does not support it."""
     if dtype.kind == "S":
         return None
     try:
@@ -133,10 +134,10 @@ def torch_dtype(dtype: np.dtype, name: str) -> torch.dtype | None:
 
 
 def slot_bytes(layouts: Layouts, num_samples: int) -> int:
-    """Return the bytes of a slot for windows of this many samples."""
+    """Return the size of a slot for windows of this many samples, in bytes."""
     return sum(aligned_bytes(layout.capacity(num_samples)) for layout in layouts.values())
 
 
 def aligned_bytes(shapes: Sequence[ArrayShape]) -> int:
-    """Return the bytes of consecutive, aligned arrays in a buffer."""
+    """Return the size of consecutive, aligned arrays in a buffer, in bytes."""
     return sum(-(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT for shape, dtype in shapes)

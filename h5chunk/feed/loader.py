@@ -29,7 +29,7 @@ from h5chunk.transforms import BATCH_TRANSFORMS, Transforms, transforms_by_field
 
 CLOSED = "this loader was closed while it was iterated: end the iteration first"
 
-TWO_THREADS = "another thread is waiting for a batch of this loader: iterate it in one thread, or make one for each"
+TWO_THREADS = "another thread is waiting for a batch of this loader: give each thread a loader of its own"
 
 
 class _OneThread(Iterator[Any]):
@@ -183,7 +183,7 @@ class ChunkLoader(Resumable):
         self._template = order if self._plan is None else self._plan.order
         for converter in converters:
             converter.prepare(target)
-        # a batch that is changed in place must not change its echoes
+        # echoes must not change if the caller changes a batch in place
         keep = self.is_resident or (target.type == "cpu" and echo == 1)
         self._maker, self._reuse, self._echo = BatchMaker(self._pipelines, keep=keep), reuse, float(echo)
         self.report = EpochReport()
@@ -208,14 +208,14 @@ class ChunkLoader(Resumable):
     def read_amplification(self) -> float:
         """Bytes of the file that the next epoch reads, on all ranks, over the bytes of its samples.
 
-        It is above 1 if a subset, or weights, use only a part of chunks that must be read whole because they are
-        compressed or small; below 1 if samples are repeated. Fields that are kept in memory, and repeated reads
+        The value is above 1 if a subset, or weights, use only a part of chunks that must be read whole because they are
+        compressed or small, and below 1 if samples are repeated. Fields that are kept in memory, and repeated reads
         for ``checksums``, are not counted.
         """
         return self._source.read_amplification(self.order)
 
     def state_dict(self) -> State:
-        """The position in the epoch: a few integers, for `load_state_dict` of any loader or sampler of the same file.
+        """Return the position in the epoch as integers, for `load_state_dict` of a loader or sampler of the same file.
 
         Raises
         ------
@@ -267,7 +267,7 @@ class ChunkLoader(Resumable):
                 self._iterated = None
 
     def _open(self, order: Order, start: int) -> WindowStream | Resident:
-        """Return the source of the batches, whose threads and memory are kept from epoch to epoch."""
+        """Return the source of batches, made on the first call; its threads and memory stay from epoch to epoch."""
         if self._feed is not None and not self._feed.is_usable:
             self.close()
         if self._feed is None:
@@ -316,7 +316,7 @@ class ChunkLoader(Resumable):
 
 
 def _dataset(data: Paths | ChunkDataset, transforms: Transforms | None) -> tuple[ChunkDataset, Transforms | None]:
-    """Return the data set, and the transforms of its batches; raise OptionError if something would be left out."""
+    """Return the data set and the transforms of its batches; raise OptionError if a loader would ignore any of it."""
     if not isinstance(data, ChunkDataset):
         if isinstance(data, Dataset):
             raise OptionError(
@@ -356,7 +356,7 @@ def _check_sampler(
 
 
 def _order_in_file(sampler: ChunkSampler, dataset: ChunkDataset, echo: float) -> tuple[Order, int | None]:
-    """Return a loader's order, and the fewest chunks per window; None: windows keep their size."""
+    """Return a loader's order in the file, and the fewest chunks per window, or None if windows keep their size."""
     order = sampler._template
     if dataset.subset_samples is not None:  # positions in the subset become numbers of samples in the file
         order = replace(order, selection=replace(order.selection, samples=dataset.subset_samples))  # type: ignore[type-var]

@@ -22,9 +22,7 @@ Assemble = Callable[[Tensors], Tensors]
 class PinnedMemory:
     """Pinned host memory of exactly the requested size, which a GPU copies from at full speed; freed by `close`.
 
-    torch's own pinned allocator rounds up to powers of two and keeps freed memory.
-
-    Source: cudaHostRegister of the CUDA runtime.
+    torch's own pinned allocator rounds sizes up to powers of two, and keeps freed memory.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -41,11 +39,11 @@ class PinnedMemory:
 
 
 class SharedMemory:
-    """Batches in memory shared with the main process, for a DataLoader's worker: no bytes are sent, no page is new.
+    """Allocate the batches of a DataLoader's worker in memory that it shares with the main process, and reuse it.
 
-    torch sends a shared tensor as a file descriptor, but makes a new one for each batch, whose pages the system must
-    find and clear. Here the buffers are reused: a buffer is free once no tensor of this process refers to it and the
-    receiving process has dropped its last reference and cleared the flag in the buffer's last bytes.
+    torch sends a shared tensor as a file descriptor, but allocates new memory for each batch, whose pages the system
+    must find and clear. Here a buffer is used again once no tensor of this process refers to it, and the receiving
+    process has dropped its last reference and cleared the flag in the buffer's last bytes.
     """
 
     def __init__(self) -> None:
@@ -54,7 +52,7 @@ class SharedMemory:
     def empty(
         self, fields: Sequence[tuple[tuple[int, ...], torch.dtype]], assemble: Assemble | None = None
     ) -> SharedFields:
-        """Allocate tensors of these shapes and dtypes in one buffer; ``assemble`` makes fields from them."""
+        """Allocate tensors of these shapes and dtypes in one buffer; ``assemble`` builds a batch's fields from them."""
         places, end = [], 0
         for shape, dtype in fields:
             places.append((end, shape, dtype))

@@ -1,8 +1,8 @@
 """Reader threads that fill slots with windows, in the order in which their batches will be used.
 
-A slot holds one window, with each sample at its place in the shuffled window, so that a batch is a slice of it. Threads
-read a window in parallel, in tasks of a few megabytes. If native threads have read it, the thread that waits for it
-passes it on, otherwise the thread that finishes the last task. `h5chunk.feed.stream` makes the batches.
+A slot holds one window. Each sample is read to its position in the shuffled window, so that a batch is a slice of it.
+Threads read a window in parallel, in tasks of a few megabytes. After the last task the window is passed on (checked and
+sent to the device): by the thread that ran that task or, with native threads, by the one that waits for the window.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.several import FileParts, OpenFiles, close_descriptors
 
-QUICK_BYTES = 16 << 10  # smaller windows are gathered faster than a thread takes them
+QUICK_BYTES = 16 << 10  # gathering a smaller window takes less time than passing it to a thread
 FOREVER_S = 1e9
-SIGNALS_S = 0.1  # longest delay of a signal, such as Ctrl-C, in seconds
+SIGNALS_S = 0.1  # longest delay before a signal, such as Ctrl-C, is handled
 TIMEOUT_S = 120.0  # seconds without a finished task before an error is raised
 
 
 class WindowRead:
-    """A window on its way into a slot: tasks for Python threads, and one ticket for native threads.
+    """The read of one window into a slot: tasks for Python threads, and one ticket for native threads.
 
-    ``native`` pairs tasks with a descriptor, and with a function to call at the end, or None.
+    ``native`` lists the tasks for native threads as (task, file descriptor, function to call at the end or None).
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class WindowRead:
         self._end_task()
 
     def _closed(self) -> FileError:
-        """Return the error of a task that was skipped; if it were raised, its traceback would keep the slot."""
+        """Return the error of a skipped task. It is not raised here, because its traceback would refer to the slot."""
         return FileError(f"{printable(self._pool.path)}: closed while it was read")
 
     def native_jobs(self) -> np.ndarray:
-        """Return the tasks for native threads: (n,) JOB."""
+        """Return the jobs of all tasks for native threads: (n,) JOB."""
         tables = [task.jobs(descriptor) for task, descriptor, _ in self._native]
         self._ends = list(accumulate(map(len, tables)))
         return np.concatenate([table.view(np.uint8) for table in tables]).view(JOB)  # concatenating structures is slow
@@ -202,9 +202,9 @@ class ReadPool:
             del queued, load, task  # tasks refer to a slot
 
     def hand_on(self, timeout_s: float | None) -> bool:
-        """Wait until native threads have read a window, and pass it on; return False on a timeout.
+        """Wait until native threads have read any window, and pass it on; return False on a timeout.
 
-        Signals are handled meanwhile. All windows end with an error if the pool is closed.
+        Signals are handled while waiting. If the pool is closed, all its windows end with an error.
         """
         assert self._native is not None
         end = math.inf if timeout_s is None else time.monotonic() + timeout_s
@@ -223,7 +223,7 @@ class ReadPool:
                 return False
 
     def _drop_native(self) -> None:
-        """End all windows that native threads should have read, once no such thread is left."""
+        """End the reads of native threads with an error, once these threads have ended."""
         with suppress(KeyError):
             while True:
                 ticket, read = self._native_reads.popitem()
@@ -240,7 +240,7 @@ class ReadPool:
         return self.tasks_done + (0 if self._native is None else self._native.progress)
 
     def hang(self, timeout_s: float | None) -> WorkerError:
-        """Mark the pool as hanging, and return the error that says so."""
+        """Mark the pool as hanging, and return the error to raise."""
         self._hangs = True
         return WorkerError(
             f"{printable(self.path)}: no data came for {timeout_s:g} s: a reading thread or the file system "
@@ -249,7 +249,7 @@ class ReadPool:
 
     @property
     def wait_s(self) -> float | None:
-        """Seconds that closing waits for threads: 0 if they already hang, None for no limit."""
+        """Seconds for which `close` waits for threads: 0 if one already hangs, None for no limit."""
         return 0.0 if self._hangs else self.timeout_s
 
     def lost_by_fork(self) -> FileError:
@@ -259,9 +259,9 @@ class ReadPool:
         )
 
     def check_unchanged(self) -> None:
-        """Raise FileError unless the open file still has its name, and is unchanged since the reader was made.
+        """Raise FileError if the file was replaced or changed since the reader was made.
 
-        A single file is checked by name and stamp; several files are checked one by one, as they are read.
+        This checks a single file; several files are checked one by one, as they are read.
         """
         if not isinstance(self.descriptor, OpenFiles) and stamp_of(self._reader.path) != self._reader.stamp:
             self._reader.check_unchanged()
@@ -287,7 +287,7 @@ class ReadPool:
         return load
 
     def _split(self, tasks: list[ReadTask]) -> tuple[list[Any], list[ReadTask]]:
-        """Split tasks into those for native threads, as `WindowRead` takes them, and those for Python threads."""
+        """Split tasks into those for native threads, in the form for `WindowRead`, and those for Python threads."""
         if self._native is None or os.getpid() != self._process:
             return [], tasks
         native: list[Any] = []
@@ -311,7 +311,7 @@ class ReadPool:
             load.drop()
 
     def _field_tasks(self, name: str, window: Window, out: Any) -> Iterable[ReadTask]:
-        """Return the tasks that read a field; short reads are done at once, without a thread."""
+        """Return the tasks that read a field; small fields are copied at once, without a task."""
         if name in self._numbered:
             values = self._numbered[name](window.samples)
             out.view(values.dtype).reshape(values.shape)[:] = values
@@ -386,7 +386,7 @@ class ReadPool:
             field.forget()
 
     def cancel(self) -> None:
-        """Drop the tasks that no thread has begun: their windows end with an error."""
+        """Drop the tasks that no thread has begun; the reads of their windows end with an error."""
         if self._native is not None:
             self._native.cancel()
         ends = 0  # of threads

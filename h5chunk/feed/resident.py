@@ -1,6 +1,6 @@
-"""Data that is read once, stays on the device, and is gathered there at the speed of the device's memory.
+"""Data that is read once and stays on the device, where batches are gathered at the speed of the device's memory.
 
-On the CPU, native threads gather the next batches while the caller uses earlier batches.
+On the CPU, native threads gather the next batches while the caller uses the current batch.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from h5chunk.plan.order import Order
 from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed
 from h5chunk.transforms.csr import CsrRows, Numbers
 
-AHEAD = 3  # batches per thread that are gathered ahead: few enough for a processor's cache
-AHEAD_BYTES = 16 << 20  # limit on these batches
-QUICK_BYTES = 64 << 10  # smaller batches are gathered faster than a thread takes them
+AHEAD = 3  # batches per thread that are gathered ahead: few enough to stay in a processor's cache
+AHEAD_BYTES = 16 << 20  # limit on the batches that are gathered ahead
+QUICK_BYTES = 64 << 10  # gathering a smaller batch takes less time than passing it to a thread
 FOREVER_S = 1e9
 
 
 class Resident:
-    """All samples on the device, and their batches in the order of the epoch."""
+    """All samples of a data set on the device, from which the batches of each epoch are gathered."""
 
-    is_usable = True  # also in a fork
+    is_usable = True  # also in a forked process
 
     def __init__(self, source: DataSource, piece_samples: int, echo: float) -> None:
         """Read all samples of a file, in its order, ``piece_samples`` at a time."""
@@ -54,7 +54,7 @@ class Resident:
 
     def _read(self, source: DataSource, piece_samples: int) -> None:
         num_samples, source = source.reader.num_samples, replace(source, layouts=source.pieces)
-        on_cpu = self._device.type == "cpu"  # if the only piece is the data itself
+        on_cpu = self._device.type == "cpu"  # then the whole data is one piece, which is kept without a copy
         piece_samples = num_samples if on_cpu else piece_samples
         order = Order(num_samples, chunk_samples=1, batch_size=piece_samples, window_chunks=1, shuffle=False)
         num_slots = 1 if on_cpu else LOADING_SLOTS
@@ -92,9 +92,9 @@ class Resident:
             yield maker.finish(batch)
 
     def _batches(self, samples: np.ndarray, order: Order, maker: BatchMaker, fresh: int) -> Iterator[Tensors]:
-        """Gather small batches several at a time; batches of echoes follow the fresh batches."""
+        """Yield the fresh batches, then the echoed batches; small batches are gathered several at a time."""
         left = fresh + num_echoed(self._echo, fresh)
-        without = fresh - math.ceil(len(samples) / order.batch_size)  # an empty last batch
+        without = fresh - math.ceil(len(samples) / order.batch_size)  # 1 if the last batch is empty
         together = 1 if self._memory is not None else maker.num_gathered(order.batch_size)
         for number in count():
             for gathered in self._gathered(samples, together * order.batch_size):
@@ -112,7 +112,7 @@ class Resident:
             samples = samples[echo_pass(len(samples), order.seed, order.epoch, 0, number)]
 
     def _gathered(self, samples: np.ndarray, size: int) -> Iterator[Fields]:
-        """Gather samples, up to ``size`` at a time."""
+        """Yield the fields of samples, up to ``size`` samples at a time."""
         if self._ahead is not None and self._ahead.is_worthwhile(size):
             yield from self._ahead.batches(samples, size)
             return
@@ -130,7 +130,7 @@ class Resident:
 
 
 def _empty(layout: FieldLayout | MatrixLayout, num_samples: int, device: torch.device) -> torch.Tensor | CsrRows:
-    """Allocate memory for all samples of a field, whose layout is of pieces."""
+    """Allocate memory for all samples of a field, whose layout is one of `DataSource.pieces`."""
     first, *entries = (torch.empty(shape, dtype=kind, device=device) for shape, kind in layout.capacity(num_samples))
     if isinstance(layout, FieldLayout):
         return first
@@ -138,7 +138,7 @@ def _empty(layout: FieldLayout | MatrixLayout, num_samples: int, device: torch.d
 
 
 def _put(field: Any, first: int, part: Any) -> None:
-    """Copy samples to their place in a field, from sample ``first`` on."""
+    """Copy consecutive samples of a field to their position, which begins at sample ``first``."""
     if isinstance(field, torch.Tensor):
         field[first : first + len(part)].copy_(part)
         return
@@ -149,7 +149,7 @@ def _put(field: Any, first: int, part: Any) -> None:
 
 
 class _DrawnOrder:
-    """The samples of an epoch in their order, drawn in a thread; unlike an executor's, its locks survive Ctrl-C."""
+    """The order of an epoch's samples, computed in a thread. Unlike an executor's, its locks survive Ctrl-C."""
 
     def __init__(self, order: Order) -> None:
         self._drawn: np.ndarray | BaseException | None = None
@@ -163,12 +163,12 @@ class _DrawnOrder:
             self._drawn = error
 
     def wait(self) -> None:
-        """Wait until the order is drawn."""
+        """Wait until the order is computed."""
         if self._thread.is_alive():
             self._thread.join()
 
     def result(self) -> np.ndarray:
-        """Return the sample numbers: (num_samples,) int64."""
+        """Return the sample numbers in order: (num_samples,) int64."""
         self.wait()
         if isinstance(self._drawn, BaseException):
             raise self._drawn
@@ -181,9 +181,9 @@ def _whole(order: Order) -> np.ndarray:
 
 
 class GatherAhead:
-    """Threads that gather samples of fields, which are contiguous (num_samples, ...) tensors on the CPU.
+    """Threads that gather batches ahead, from fields that are contiguous (num_samples, ...) tensors on the CPU.
 
-    A forked child process must not use it.
+    A forked process must not use it.
     """
 
     def __init__(self, fields: Sequence[torch.Tensor], num_threads: int) -> None:
@@ -196,13 +196,13 @@ class GatherAhead:
         self._lock, self._is_iterated, self._is_closed = threading.Lock(), False, False
 
     def is_worthwhile(self, batch_size: int) -> bool:
-        """Return whether batches are large enough to gather ahead, and the threads belong to this process."""
+        """Return whether to gather batches of this size ahead: they are large enough, and this process has threads."""
         return batch_size * self._sample_bytes >= QUICK_BYTES and os.getpid() == self._process
 
     def batches(self, samples: np.ndarray, batch_size: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Yield the samples of every batch, by field, in new memory; ``samples``, (n,) int64, are not checked.
+        """Yield the fields of each batch, in memory of its own; sample numbers, (n,) int64, are not checked.
 
-        Raise `EOFError` or `OSError` if another thread closes this meanwhile.
+        Raise `EOFError` or `OSError` if another thread closes this object at the same time.
         """
         self._is_iterated = True
         try:
@@ -212,7 +212,7 @@ class GatherAhead:
             firsts = iter(range(0, len(samples), batch_size))
             done: set[int] = set()
             while True:
-                if os.getpid() != self._process:  # before all calls of the pool, whose locks a fork may copy held
+                if os.getpid() != self._process:  # before the pool is called: a fork may have copied its locks locked
                     raise WorkerError("this process was forked while batches were gathered: iterate again")
                 for first in islice(firsts, most - len(self._queue)):
                     self._submit(samples[first : first + batch_size])
@@ -243,13 +243,13 @@ class GatherAhead:
         done.remove(ticket)
 
     def _drain(self) -> None:
-        """Wait until no thread writes to batches that were not taken; a signal may hide which tickets came back."""
+        """Wait until no thread writes to batches that nobody took: after a signal, their tickets may be unknown."""
         while os.getpid() == self._process and self._pool.num_open:
             self._pool.wait(FOREVER_S)
         self._queue.clear()
 
     def _end(self) -> None:
-        """End an iteration; free the threads if they were stopped meanwhile."""
+        """End an iteration, and free the threads if `close` was called during it."""
         self._drain()
         with self._lock:
             self._is_iterated = False

@@ -50,7 +50,7 @@ class SampleTransforms:
         transforms: Sequence[Any] = check_transforms("transform", given)
         check_first(transforms, field, torch_dtype(field.dtype, field.name))
         self.rows: RowConverter | None = None
-        self.num_outputs = 1  # that the first field becomes
+        self.num_outputs = 1  # number of tensors that the first field becomes: 2 with HoldOut
         if field.scale is not None:
             converter, others = compile_transforms(transforms, field, None, fresh)
             assert isinstance(converter, RowConverter)
@@ -65,12 +65,12 @@ class SampleTransforms:
         )
 
     def begin(self, epoch: int) -> None:
-        """Draw what is drawn for each epoch, from now on."""
+        """Set the epoch, on which the draws of random transforms depend."""
         if self.rows is not None:
             self.rows.epoch = epoch
 
     def of_sample(self, sample: Sample) -> Sample:
-        """Return a sample with its first field transformed, inputs and targets each."""
+        """Return a sample with its first field transformed: inputs and targets separately, if entries are held out."""
         if not self.each:
             return sample
         fields = list(sample)
@@ -86,14 +86,14 @@ def _of_single(transform: Callable[[Any], Any], sample: torch.Tensor) -> Any:
 
 
 class Loaded(NamedTuple):
-    """Samples of a field: their tensors, and the function that fills these tensors."""
+    """Samples of a field that will be put into memory: the shapes of their tensors, and a function that fills these."""
 
     shapes: list[ArrayShape]
     fill: Callable[[Tensors], None]
 
 
 def _loaded(*parts: torch.Tensor) -> Loaded:
-    """Return samples that are in memory already."""
+    """Return samples that have been read already, and only have to be copied."""
 
     def fill(tensors: Tensors) -> None:
         for part, tensor in zip(parts, tensors, strict=True):
@@ -107,24 +107,24 @@ def _scatter(entries: Entries, tensors: Tensors) -> None:
 
 
 def _csr_first(num_columns: int, num_outputs: int, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Combine each three of the first tensors into a CSR tensor, also after they were sent to another process."""
+    """Combine the first tensors into CSR tensors, three for each; in this process or in the receiving one."""
     left = iter(tensors)
     parts = [(next(left), next(left), next(left)) for _ in range(num_outputs)]
     return *(make_csr(*part, (len(part[0]) - 1, num_columns)) for part in parts), *left
 
 
 class SampleReader:
-    """Read the fields of a `ChunkDataset`; ``convert`` is for a first field whose samples are rows of a matrix."""
+    """Read the fields of a `ChunkDataset`; ``convert`` converts the first field if its samples are rows of a matrix."""
 
     def __init__(self, reader: H5Reader, convert: RowConverter | None, order: Order | None) -> None:
         self._reader, self._convert, self._order = reader, convert, order
         self._first = next(iter(reader.fields))
         self._memory, self._shared = BatchMemory(), SharedMemory()
-        self._assemble: Assemble | None = None  # makes the fields of a batch from its tensors, if they differ
+        self._assemble: Assemble | None = None  # builds the fields of a batch from its tensors, if these differ
         if convert is not None and convert.makes_csr:
             self._assemble = partial(_csr_first, convert.num_columns, convert.num_outputs)
         self._opened: _OpenFields | None = None
-        self._cache: tuple[int, CacheSettings] | None = None  # caches, by number of workers
+        self._cache: tuple[int, CacheSettings] | None = None  # number of workers, and the settings for that number
 
     def read(
         self, names: Sequence[str], rows: np.ndarray, numbered: Mapping[str, np.ndarray], *, shared: bool
@@ -146,16 +146,16 @@ class SampleReader:
         left = iter(tensors)
         for each in numbers:
             each.fill(tuple(islice(left, len(each.shapes))))
-        # several files are checked as they are read
+        # a single file is checked here, several files are checked as they are read
         if len(self._reader.readers) == 1 and stamp_of(self._reader.path) != self._reader.stamp:
             self._reader.check_unchanged()
-        if len(numbers) == len(loaded):  # shared memory is sent to the other process without a copy
+        if len(numbers) == len(loaded):  # `SharedFields` stay whole, and are sent to the other process without a copy
             return Batch(fields)
         made = iter(fields)
         return Batch(tuple(next(made) if isinstance(each, Loaded) else each for each in loaded))
 
     def _load(self, name: str, rows: np.ndarray, numbers: np.ndarray | None) -> Sequence[Loaded | list[str]]:
-        """Load the samples of a field, or its inputs and targets; strings are returned as they are."""
+        """Load the samples of a field, or its inputs and targets if entries are held out. Strings become lists."""
         if numbers is not None:
             return [_loaded(torch.from_numpy(numbers))]
         field = self._reader.fields[name]
@@ -170,7 +170,7 @@ class SampleReader:
         return [Loaded([(shape, dtype)], lambda tensors: self._read(name, rows, tensors[0].numpy()))]
 
     def _load_matrix(self, rows: np.ndarray, convert: RowConverter) -> list[Loaded]:
-        """Load rows of a matrix, and convert them."""
+        """Load and convert rows of a matrix."""
         if self._reader.matrix is None:
             field = self._reader.fields[self._first]
             stored = np.empty((len(rows), *field.sample_shape), field.dtype)
@@ -189,7 +189,7 @@ class SampleReader:
         if not out.size:
             return
         if name in opened.whole:
-            np.take(opened.whole[name], rows, axis=0, out=out, mode="clip")  # another mode would make NumPy copy twice
+            np.take(opened.whole[name], rows, axis=0, out=out, mode="clip")  # in other modes NumPy copies twice
         elif name in opened.direct:
             opened.read(name, rows, out.reshape(len(rows), -1).view(np.uint8))
         else:
@@ -220,7 +220,7 @@ class SampleReader:
 
     @property
     def cache(self) -> CacheSettings:
-        """The chunk cache of the largest field in this process."""
+        """Settings of the largest field's chunk cache in this process."""
         worker = get_worker_info()
         num_workers = worker.num_workers if worker is not None else 1
         if self._cache is None or self._cache[0] != num_workers:
@@ -238,7 +238,7 @@ class SampleReader:
         return self._reader.main.grid.cache_for(-(-INTERLEAVE * self._reader.recommended_window // num_workers))
 
     def _warn_if_shared(self, order: Order, num_workers: int) -> None:
-        """Warn, in one worker, that several workers will decode the same chunks."""
+        """Warn, in the first worker only, if several workers will decode the same chunks."""
         readers = num_workers // math.gcd(num_workers, order.interleave)
         worker = get_worker_info()
         if worker is None or worker.id or readers == 1 or order.window_batches == 1:
@@ -253,7 +253,7 @@ class SampleReader:
 
 
 class _OpenFields:
-    """The fields that a process reads by byte ranges: ``direct``; small fields among them are kept ``whole``."""
+    """This process's readers of fields by byte ranges (``direct``), and the small fields in memory (``whole``)."""
 
     def __init__(self, reader: H5Reader) -> None:
         self.process, self._reader = os.getpid(), reader
@@ -275,7 +275,7 @@ class _OpenFields:
 
 
 def plain_fields(reader: H5Reader) -> dict[str, Any]:
-    """Return the fields that need no decoding; for compressed fields, HDF5's cache is better."""
+    """Return the fields that can be read without decoding; HDF5's chunk cache serves compressed fields better."""
     return {name: field for name, field in direct_fields(reader)[0].items() if field.is_plain}
 
 
@@ -289,5 +289,5 @@ def field_mapping(fields: Fields | None) -> Mapping[str, str] | None:
     names = [str(name) for name in names]
     twice = next((name for number, name in enumerate(names) if name in names[:number]), None)
     if twice is not None:
-        raise OptionError(f"fields has {twice!r} twice: give each a different name: fields={{'name': {twice!r}}}")
+        raise OptionError(f"fields has {twice!r} twice: give each its own name, as in fields={{'name': {twice!r}}}")
     return {name: name for name in names}

@@ -33,9 +33,9 @@ State = dict[str, int]
 
 @dataclass
 class Position:
-    """The position of a sampler and its loaders: where the next iteration begins.
+    """The epoch and batch at which the next iteration of a sampler or loader begins.
 
-    ``running`` is the epoch that was begun last, and the number of its batches delivered; None: all batches.
+    ``running`` is the epoch that was begun last, and how many of its batches were returned, or None for all of them.
     """
 
     epoch: int = 0
@@ -54,7 +54,7 @@ class Position:
 
     @property
     def reached(self) -> tuple[int, int]:
-        """Return the current or next epoch, and how many of its batches were delivered."""
+        """The current epoch, or the next if none is running, and how many of its batches were returned."""
         if self.running is None or self.running[1] is None:
             return self.epoch, self.batch
         return self.running[0], self.running[1]
@@ -63,30 +63,30 @@ class Position:
 class Resumable:
     """Base of samplers and loaders: a position in an epoch that can be saved and resumed."""
 
-    _template: Order  # the order, of any epoch
+    _template: Order  # the order, with any epoch
     _position: Position
-    _given_rank: int | None  # whether the user set the epoch
+    _given_rank: int | None  # the rank that the user passed
 
     @property
     def _identity(self) -> int:
-        """Return a key of the visited samples and their repetitions, by which a saved state is matched."""
+        """A checksum of the data and of the samples' weights, which must be that of a saved state."""
         raise NotImplementedError
 
     @property
     def order(self) -> Order:
-        """Return the order of the next epoch."""
+        """The order of the next epoch."""
         return replace(self._template, epoch=self._position.epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the next epoch, from 0 on. Without this call, each iteration goes on to the next epoch.
+        """Set the epoch of the next iteration, from 0 on. Without this call, each iteration is the next epoch.
 
-        If it is the epoch of a loaded state, iteration resumes at the batch of that state.
+        If a state of this epoch was loaded, iteration resumes at the batch of that state.
         """
         epoch = replace(self._template, epoch=epoch).epoch  # raises OptionError for an invalid epoch
         self._position.move(epoch, self._position.batch if epoch == self._position.epoch else 0)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume at the position of ``state``, with the next iteration.
+        """Let the next iteration resume at the position of ``state``.
 
         Raises
         ------
@@ -115,7 +115,7 @@ class Resumable:
 
 
 def find_ranks(lanes: int | None, rank: int | None, world_size: int | None) -> tuple[int, int, int]:
-    """Resolve lanes, rank and world size: as given, or from torch.distributed; by default each rank has one lane."""
+    """Return lanes, rank and world size, with defaults: one lane per rank, and the ranks of torch.distributed."""
     if (rank is None) != (world_size is None):
         raise OptionError(f"rank is {rank} and world_size {world_size}: give both or neither")
     if rank is None or world_size is None:
@@ -124,7 +124,7 @@ def find_ranks(lanes: int | None, rank: int | None, world_size: int | None) -> t
 
 
 def _distributed() -> tuple[int, int]:
-    """Return rank and world size of torch.distributed, if it is initialised."""
+    """Return rank and world size of torch.distributed, or 0 and 1 if it is not initialised."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return 0, 1
@@ -236,11 +236,11 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         dataset.expect_order(order)
 
     def check_data(self, dataset: ChunkDataset) -> None:
-        """Raise OptionError unless a data set has the samples that this sampler draws."""
+        """Raise OptionError unless a data set has the same samples as this sampler's data set."""
         check_numbering(self._dataset.numbering, dataset.numbering)
 
     @cached_property
-    def _identity(self) -> int:  # once: it depends on all samples, and loops may save a state per batch
+    def _identity(self) -> int:  # cached: it takes a pass over all weights, and loops may save a state for each batch
         found, weights = self._dataset.fingerprint, self._weights
         if weights is None:
             return found
@@ -249,17 +249,17 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
 
     @property
     def sampler(self) -> ChunkSampler:
-        """This object: Lightning's Trainer looks here for a ``set_epoch`` method."""
+        """This object itself, because Lightning's Trainer looks for ``set_epoch`` at ``batch_sampler.sampler``."""
         return self
 
     @property
     def batch_size(self) -> int:
-        """Not available: code that asks for it, such as Accelerate's ``prepare``, would divide batches among ranks.
+        """Not available, because code that asks for it, such as Accelerate's ``prepare``, divides batches among ranks.
 
         Raises
         ------
         OptionError
-            Batches are already divided among ranks: each rank would get only a part of its part.
+            There are several ranks: this sampler has divided the samples already, and each rank would lose some.
         """
         order = self._template
         if order.world_size > 1:
@@ -287,7 +287,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         self._position.running = epoch, None
 
     def state_dict(self, batches: int | None = None) -> State:
-        """Return the position in the epoch: a few integers, for `load_state_dict` of a sampler or loader of this file.
+        """Return the position in the epoch as integers, for `load_state_dict` of a sampler or loader of the same file.
 
         Parameters
         ----------
@@ -299,7 +299,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         Raises
         ------
         OptionError
-            The epoch has fewer batches.
+            ``batches`` is larger than the number of batches of an epoch, or not a whole number.
         """
         position = self._position
         if batches is None:
@@ -314,7 +314,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
 
 
 def _selection(reader: H5Reader, dataset: ChunkDataset, weights: Any) -> Selection | None:
-    """Return the samples of an epoch, by their positions in the subset; None: all samples of equal chunks, once."""
+    """Return the samples of an epoch as positions in the subset; None if it uses all samples once, in equal chunks."""
     starts, samples = reader.chunk_starts, dataset.subset_samples
     if samples is None and weights is None:
         return None if starts is None else FixedSelection(starts)
@@ -330,7 +330,7 @@ def _selection(reader: H5Reader, dataset: ChunkDataset, weights: Any) -> Selecti
 
 
 def save_state(order: Order, batch: int, file: int) -> State:
-    """Save the state after ``batch`` batches of the order's epoch, for data with this fingerprint.
+    """Return the state after ``batch`` batches of the order's epoch; ``file`` is the checksum of data and weights.
 
     The state does not contain the number of ranks or workers, which may change.
     """
@@ -338,7 +338,7 @@ def save_state(order: Order, batch: int, file: int) -> State:
 
 
 def load_state(state: Mapping[str, Any], order: Order, file: int) -> tuple[int, int]:
-    """Return the epoch and batch at which to resume. Raises StateError if the state is invalid, or of other data."""
+    """Return the epoch and batch at which to resume. Raise StateError if the state is invalid, or of other data."""
     try:
         numbers = {name: operator.index(value) for name, value in state.items()}
         version, epoch, batch = numbers["version"], numbers["epoch"], numbers["batch"]
@@ -359,7 +359,7 @@ def load_state(state: Mapping[str, Any], order: Order, file: int) -> tuple[int, 
 
 
 def _identity(order: Order, file: int) -> State:
-    """Return everything that determines the order, except the epoch and the division among ranks."""
+    """Return the numbers that determine the order, except the epoch and the division among ranks."""
     return {
         "file": file,
         "num_samples": order.num_samples,

@@ -1,12 +1,12 @@
-"""Slots: the buffers on the CPU or a GPU that windows of samples are read into.
+"""Slots: buffers on the CPU or a GPU that windows of samples are read into.
 
 On a GPU a slot is a pair of buffers, pinned host memory and device memory. Two events guard its reuse: the host
-overwrites the pinned buffer only after the copy out of it is done, and a copy overwrites the device buffer only after
-the consumer's kernels that read it are done. Batches are made on the consumer's stream, so that nothing else needs a
-guard: no ``record_stream``, no new stream per epoch.
+overwrites the pinned buffer only after the copy from it has ended, and a copy overwrites the device buffer only after
+the consumer's kernels that read it have ended. Batches are made on the consumer's stream, so that no other
+synchronisation is needed: no ``record_stream``, no new stream per epoch.
 
-The views of a slot's arrays are made only once if its memory is fixed, because torch releases the GIL for each view,
-and then waits to get it back.
+If a slot always has the same memory, the views of its arrays are made only once, because torch releases the GIL for
+each view, and then waits to get it back.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ REUSED_BYTES = 1 << 20  # smaller buffers come from malloc, which reuses their m
 
 Fields = tuple[Any, ...]  # the samples of each field, on the device: a torch.Tensor or CsrRows
 Destination = np.ndarray | CsrBuffers  # the memory that readers fill with the samples of a field
-Arrays = list[list[torch.Tensor]]  # of each field
+Arrays = list[list[torch.Tensor]]  # for each field, one array of dense samples or the arrays of a CSR matrix
 
 
 class BatchMemory:
     """Allocate tensors whose memory is reused when the last reference to them is gone.
 
-    The first access to memory costs several times the copy into it (scripts/LOG.md), so a loop that allocates 38 MB per
-    batch would spend most of its time in page faults. A tensor, its views and everything
-    that shares its storage keep the memory, so that it is never used twice at a time. Buffers are NumPy's, which asks
-    the system for huge pages. The last reference may go in any thread, or during a call here (by the garbage
-    collector), so that the list of free buffers is only changed atomically. ``keep`` free buffers stay.
+    The first access to new memory takes several times as long as the copy into it (scripts/LOG.md), so a loop that
+    allocates 38 MB per batch would spend most of its time in page faults. Memory is free once nothing refers to the
+    tensor, its views, or anything else that shares its storage. Up to ``keep`` free buffers are kept. Buffers are
+    NumPy's, which asks the system for huge pages. The last reference may disappear in any thread, or during a call of
+    this class (through the garbage collector), so that the list of free buffers is only changed atomically.
     """
 
     def __init__(self, keep: int = KEPT) -> None:
@@ -60,14 +60,14 @@ class BatchMemory:
         for _ in range(len(self._free)):
             try:
                 buffer = self._free.pop()
-            except IndexError:  # another thread took the last one
+            except IndexError:  # another thread took the last buffer
                 break
             if num_bytes <= buffer.nbytes <= 2 * num_bytes:
                 return buffer
             self._free.appendleft(buffer)
         try:
             return np.empty(num_bytes, np.uint8)
-        except (MemoryError, ValueError):  # ValueError: more than NumPy can count
+        except (MemoryError, ValueError):  # ValueError: NumPy cannot represent the size
             raise OptionError(
                 f"a batch takes {human_bytes(num_bytes)}, more than the free memory: use a smaller batch_size, "
                 "or for a wide matrix transforms=[Csr()]"
@@ -75,7 +75,7 @@ class BatchMemory:
 
 
 class SingleBuffer:
-    """Allocate tensors that all share the same memory: each is valid until the next is allocated."""
+    """Allocate tensors that all share the same memory: a tensor is valid until the next is allocated."""
 
     def __init__(self) -> None:
         self._held = torch.empty(0, dtype=torch.uint8)
@@ -89,13 +89,13 @@ class SingleBuffer:
 
 
 class DenseWindow:
-    """The samples of a dense field in one window, where any bytes are valid. For ``shapes``, see `CsrWindow`."""
+    """The samples of a dense field in one window. ``shapes`` has the shape and dtype of their array."""
 
     def __init__(self, layout: FieldLayout, samples: np.ndarray) -> None:
         self.shapes = [((len(samples), *layout.sample_shape), layout.dtype)]
 
     def destination(self, arrays: Sequence[torch.Tensor]) -> np.ndarray:
-        """Return the rows of bytes for readers to fill, (num_samples, sample_bytes) uint8, in a host array."""
+        """Return a view of the host array for readers to fill: (num_samples, sample_bytes) uint8."""
         samples = arrays[0].numpy()
         return samples.reshape(len(samples), -1 if samples.size else 0).view(np.uint8)
 
@@ -103,12 +103,12 @@ class DenseWindow:
         """Check nothing: any bytes are valid."""
 
     def samples(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the samples, from an array of this shape on any device."""
+        """Return the samples, from the array that holds them on any device."""
         return arrays[0]
 
 
 class CsrWindow:
-    """The rows of a matrix in one window; ``shapes`` are the used lengths of its arrays, with their dtypes."""
+    """The rows of a CSR matrix in one window. ``shapes`` has the shapes and dtypes of their arrays."""
 
     def __init__(self, layout: MatrixLayout, samples: np.ndarray) -> None:
         starts = np.zeros(len(samples) + 1, np.int64)
@@ -153,7 +153,7 @@ class CsrWindow:
             )
 
     def samples(self, arrays: Sequence[torch.Tensor]) -> CsrRows:
-        """Return the rows, from arrays of these shapes on any device."""
+        """Return the rows, from the arrays that hold them on any device."""
         return CsrRows(arrays[0], self._starts, arrays[1], arrays[2] if len(arrays) > 2 else None)
 
 
@@ -161,7 +161,7 @@ Windows = dict[str, DenseWindow | CsrWindow]
 
 
 def _arrays_in(buffer: torch.Tensor, layouts: Layouts, num_samples: int) -> Arrays:
-    """Return the arrays of the largest window, consecutive in a buffer."""
+    """Return views of a buffer: the arrays of the largest window, one after the other."""
     arrays: Arrays = []
     start = 0
     for layout in layouts.values():
@@ -174,7 +174,7 @@ def _arrays_in(buffer: torch.Tensor, layouts: Layouts, num_samples: int) -> Arra
 
 
 def _beginnings(arrays: Arrays, windows: Windows) -> Arrays:
-    """Return the arrays of a window: the arrays of the largest window, or the beginning of each."""
+    """Return the arrays of a window, which are the beginnings of the largest window's arrays."""
     return [
         [
             array if array.shape[0] == shape[0] else array[: shape[0]]
@@ -185,7 +185,7 @@ def _beginnings(arrays: Arrays, windows: Windows) -> Arrays:
 
 
 class CpuSlot:
-    """A window in ordinary memory, which comes from ``memory`` for each window or, with reuse, is always the same.
+    """A window in ordinary memory: from ``memory``, new for each window, or always the same if that is None.
 
     Gathered samples get memory from ``gathered``, which slots may share.
     """
@@ -195,7 +195,7 @@ class CpuSlot:
     ) -> None:
         self._layouts, self._memory = layouts, memory
         self._gathered = gathered or BatchMemory()
-        self._arrays: Arrays = []  # always the same, with reuse
+        self._arrays: Arrays = []  # the memory that is always the same
         if memory is None:
             held = BatchMemory().empty((slot_bytes(layouts, num_samples),), torch.uint8)
             self._arrays = _arrays_in(held, layouts, num_samples)
@@ -215,15 +215,15 @@ class CpuSlot:
         return _destinations(windows, arrays)
 
     def send(self) -> None:
-        """Raise FileError if the data that was read is damaged. The data stays in place."""
+        """Raise FileError if the data that was read is damaged; nothing has to be sent."""
         for window in self._windows.values():
             window.check()
 
     def receive(self) -> None:
-        """Do nothing: the data is ready for the consumer."""
+        """Do nothing: there is no copy to wait for."""
 
     def gather(self, order: np.ndarray) -> Fields:
-        """Copy these samples of the window."""
+        """Return a copy of some samples of the window, by their positions in it, (n,) int64."""
         return gather(self.window, Numbers(order, torch.from_numpy(order)), self._gathered)
 
     def release(self) -> None:
@@ -233,9 +233,9 @@ class CpuSlot:
 
 
 class CudaSlot:
-    """A window in pinned memory, (slot_bytes,) uint8, and its copy on the device: one buffer each for all fields.
+    """A window in pinned memory, (slot_bytes,) uint8, and its copy on the device, in one buffer for all fields.
 
-    ``num_samples`` is the size of the largest window, and ``stream`` does the copies.
+    ``num_samples`` is the size of the largest window, and ``stream`` is the CUDA stream of the copies.
     """
 
     def __init__(self, layouts: Layouts, num_samples: int, pinned: np.ndarray, stream: torch.cuda.Stream) -> None:
@@ -247,7 +247,7 @@ class CudaSlot:
         self._largest = [layout.capacity(num_samples) for layout in layouts.values()]  # shapes of arrays
         self._device, self._host = (_arrays_in(buffer, layouts, num_samples) for buffer in self._buffers)
         self._windows: Windows = {}
-        self._full: tuple[Fields, Mapping[str, Destination]] | None = None  # of full windows, if all fields are dense
+        self._full: tuple[Fields, Mapping[str, Destination]] | None = None  # views of a full window of dense fields
         self._num_samples = num_samples
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.window: Fields = ()
@@ -294,11 +294,11 @@ class CudaSlot:
         torch.cuda.current_stream(self._stream.device).wait_event(self._copied)
 
     def gather(self, order: np.ndarray) -> Fields:
-        """Copy these samples of the window, on the device."""
+        """Return a copy of some samples of the window, on the device, by their positions in it, (n,) int64."""
         return gather(self.window, Numbers(order, to_device(order, self._stream.device)), None)
 
     def release(self) -> None:
-        """Record that the consumer has queued, on its current stream, all reads of the device buffer."""
+        """Record an event on the consumer's current stream, after which the device buffer may be overwritten."""
         self._consumed.record(torch.cuda.current_stream(self._stream.device))
 
 
@@ -319,10 +319,10 @@ def _samples(windows: Windows, arrays: Arrays) -> Fields:
 
 
 def gather(fields: Fields, samples: Numbers, memory: BatchMemory | None) -> Fields:
-    """Gather samples of all fields: on a GPU in torch's memory, on the CPU in memory of ``memory``.
+    """Gather samples of all fields: on a GPU into torch's memory, on the CPU into memory from ``memory``.
 
     On the CPU this uses NumPy, because torch's threads wait for each other, which is slow on busy cores. Rows of a
-    matrix stay in place: their numbers are resolved when a batch is made.
+    matrix are only selected, and copied later, when a batch is made.
     """
     gathered: list[Any] = []
     for field in fields:
@@ -338,5 +338,5 @@ def gather(fields: Fields, samples: Numbers, memory: BatchMemory | None) -> Fiel
 
 
 def to_device(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy an array to a device; the caller waits until the array is read, but not for earlier work of the device."""
+    """Copy an array to a device; on return the array was read, but earlier work of the device may not be done."""
     return torch.from_numpy(numbers).to(device, non_blocking=True)

@@ -12,8 +12,8 @@ from h5chunk.store.read.files import open_other
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.tables import read_table
 
-SOURCE_NAMES = "source_names"  # all texts, concatenated
-TEXT_ERRORS = "backslashreplace"  # errors for bytes that are not UTF-8
+SOURCE_NAMES = "source_names"  # the table of all names, concatenated
+TEXT_ERRORS = "backslashreplace"  # error handler for bytes that are not UTF-8
 
 
 def decoded(values: np.ndarray) -> np.ndarray:
@@ -22,7 +22,7 @@ def decoded(values: np.ndarray) -> np.ndarray:
 
 
 class StoredNames:
-    """Base class of data sets: the tables of one or several files, each of which is read only once."""
+    """Base class of data sets with access to the tables of their files; a table is read only once."""
 
     _reader: H5Reader
     _samples: np.ndarray | None  # of a subset
@@ -47,15 +47,15 @@ class StoredNames:
 
     @property
     def source_names(self) -> np.ndarray:
-        """Path of each sample below the source that it was converted from: (n,) of str.
+        """Path of each sample's file, relative to the source that was converted: (n,) of str.
 
-        Raise `FieldError` if the file does not keep them. So do `row_ids`, `column_ids` and `categories`.
+        Raise `FieldError` if the file does not store them, as do `row_ids`, `column_ids` and `categories`.
         """
         return self._of_samples(SOURCE_NAMES)
 
     @property
     def row_ids(self) -> np.ndarray:
-        """Identifier of each sample in the source, such as a barcode or the number of a user: (n,), int or str."""
+        """Identifier of each sample in the source, such as a cell's barcode or a user's number: (n,), int or str."""
         return self._of_samples("row_ids")
 
     @property
@@ -74,9 +74,9 @@ class StoredNames:
         return self.column_ids
 
     def categories(self, field: str) -> np.ndarray:
-        """Meaning of a field's codes, such that ``categories(field)[code]`` is a category: (num_categories,) of str.
+        """Return the categories that a field's codes stand for: ``categories(field)[code]``, (num_categories,) of str.
 
-        The code -1 stands for a missing value. For the labels of images, these are the `classes`.
+        The code -1 stands for a missing value. For the labels of images, the categories are the `classes`.
         """
         stored = self._reader.fields.get(field) or open_other(self._reader, {field: field}).fields[field]
         if stored.dataset.strip("/") == "labels" and self.header and self.header.class_names:
@@ -86,13 +86,13 @@ class StoredNames:
         return self._common(stored.categories)
 
     def _of_samples(self, name: str) -> np.ndarray:
-        """Read a table of one value per sample: (n,), numbers or str."""
+        """Return a table of one value per sample: (n,), numbers or str."""
         files = self._reader.readers
         table = self._once(name, lambda: np.concatenate([_values_of_samples(file, name) for file in files]))
         return table if self._samples is None else table[self._samples]
 
     def _common(self, name: str) -> np.ndarray:
-        """Read a table that all files share, such as the identifiers of columns: numbers or str."""
+        """Return a table that must be equal in all files, such as the identifiers of columns: numbers or str."""
 
         def read() -> np.ndarray:
             first, *others = self._reader.readers
@@ -107,13 +107,13 @@ class StoredNames:
     def _once(self, name: str, read: Callable[[], np.ndarray]) -> np.ndarray:
         if name not in self._tables:
             table = read()
-            table.flags.writeable = False  # every caller gets the same
+            table.flags.writeable = False  # all callers get the same array
             self._tables[name] = table
         return self._tables[name]
 
 
 def _values_of_samples(reader: H5Reader, name: str) -> np.ndarray:
-    """Read a value for each sample of one file."""
+    """Read a table of one file with a value per sample: (n,), numbers or str."""
     table = read_table(reader, name)
     if name == SOURCE_NAMES:
         text, ends = table.tobytes(), read_table(reader, "source_name_ends")

@@ -1,4 +1,4 @@
-"""Stream windows, epoch after epoch, and yield their batches in order; echoing uses windows several times."""
+"""Read windows ahead, epoch after epoch, and yield their batches in order, several times if data is echoed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from h5chunk.feed.slots import BatchMemory, CpuSlot, CudaSlot, Fields
 from h5chunk.plan.order import Order, Window
 from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed
 
-PLANNED = 12  # windows that are planned at a time, while as many are left
+PLANNED = 12  # windows that are planned at a time, as soon as no more than that many planned windows remain
 
 
 @dataclass
@@ -38,9 +38,9 @@ class EpochReport:
     fresh_samples : int
         The samples among them that are not echoes.
     seconds : float
-        From the first request to the last, including opening the file and the work of the caller.
+        Time from the first request for a batch to the last, including opening the file and the work of the caller.
     waited_s : float
-        Seconds in which the caller waited for data. Waiting for a copy to the GPU is not counted.
+        Time in which the caller waited for data, in seconds. Waiting for a copy to the GPU is not counted.
     """
 
     batches: int = 0
@@ -67,9 +67,9 @@ class EpochReport:
 
 
 class _Planner:
-    """A thread that plans windows ahead. It handles only sample numbers.
+    """A thread that plans windows ahead, which takes no data: only sample numbers.
 
-    It plans many at a time, since waking it costs the consumer's thread more than the planning.
+    It plans many windows at a time, because waking it takes the consumer longer than planning.
     """
 
     def __init__(self, order: Order, start: int, *, once: bool) -> None:
@@ -80,7 +80,7 @@ class _Planner:
         )
 
     def start(self) -> None:
-        """Start the thread. It ends with `close`, even if a signal interrupts this."""
+        """Start the thread; `close` ends it even if a signal interrupts this call."""
         self._thread.start()
 
     def _plan(self, order: Order, start: int, once: bool) -> None:
@@ -98,7 +98,7 @@ class _Planner:
             self._planned.put(error)
 
     def take(self, timeout_s: float | None) -> tuple[int, Window] | None:
-        """Return the next window and its epoch; None if it is not planned in time. Raise the error of the thread."""
+        """Return the next window and its epoch, or None on a timeout. Raise the error of the planner's thread."""
         try:
             planned = self._planned.get(timeout=timeout_s) if timeout_s != 0 else self._planned.get_nowait()
         except Empty:
@@ -111,7 +111,7 @@ class _Planner:
         return planned
 
     def close(self, error: BaseException, timeout_s: float | None) -> None:
-        """End the thread, waiting up to ``timeout_s``; a caller that waits for a window gets ``error``."""
+        """End the thread, waiting up to ``timeout_s``; raise ``error`` in callers that wait for a window."""
         self._stop.set()
         self._room.release()
         self._planned.put(error)
@@ -125,8 +125,8 @@ class WindowStream:
     The consumer's thread starts reading a window when a slot becomes free. The stream keeps no reference to the batch
     maker: transforms may refer to the loader, whose finalizer refers to the stream.
 
-    With ``lends_slot`` a batch is in its slot, which stays until the next batch is requested; otherwise batches have
-    their own memory. The order of an ``echo`` has ``interleave=1``; ``once``: read no further epoch.
+    With ``lends_slot`` a batch is a view of its slot, valid until the next batch is requested; otherwise batches have
+    their own memory. With ``once`` only the first epoch is read. An order that is echoed must have ``interleave=1``.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class WindowStream:
         self._open: dict[WindowRead, None] = {}  # windows in the order of reading
         self._batches: dict[tuple[int, int], WindowRead] = {}  # reads, by epoch and number
         self._free: deque[Any] = deque()  # slots
-        self._maker: threading.Thread | None = None  # of slots
+        self._maker: threading.Thread | None = None  # the thread that makes the slots after the first
         self._is_closed = False
         self._not_made: BaseException | None = None
         self._planner: _Planner | None = None
@@ -178,7 +178,7 @@ class WindowStream:
             return
         self._copies, current = torch.cuda.Stream(source.device), torch.cuda.current_stream(source.device)
         for _ in range(plan.num_slots):
-            with torch.cuda.stream(current):  # in whichever thread
+            with torch.cuda.stream(current):  # the caller's, also in the thread that makes slots
                 self._pinned.append(PinnedMemory(slot_bytes(layouts, num_samples)))
                 slot = CudaSlot(layouts, num_samples, self._pinned[-1].bytes, self._copies)
             yield slot
@@ -193,7 +193,7 @@ class WindowStream:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the threads are in this process: a fork does not copy threads."""
+        """Whether the threads belong to this process; a fork does not copy threads."""
         return self._process == os.getpid()
 
     def close(self) -> None:
@@ -204,7 +204,7 @@ class WindowStream:
         """
         self._is_closed = True
         if self._pool is not None:
-            if self.is_usable:  # a fork has no planner, and may have a copy of its lock that is held
+            if self.is_usable:  # a fork has no planner thread, and may have copied its lock locked
                 self._end_planner()
             self._pool.close()
         has_ended = self._pool is None or self._pool.has_ended.is_set()
@@ -237,7 +237,7 @@ class WindowStream:
         self._fill()
 
     def _begin_again(self, order: Order, start: int) -> None:
-        """Restart at another position, with the same threads and memory. Wait for running reads, and drop them."""
+        """Restart at another position, with the same threads and memory; wait for running reads, and discard them."""
         self._end_planner()
         self._pool.cancel()
         self._batches.clear()
@@ -258,7 +258,7 @@ class WindowStream:
         self._batches.update(((epoch, batch), read) for batch in window.batches)
 
     def _load_next(self) -> None:
-        """Start reading the next window, once it is planned. Raises WorkerError if that takes too long."""
+        """Start reading the next window, once it is planned. Raise WorkerError if that takes too long."""
         if not self.is_usable:
             raise self._pool.lost_by_fork()
         if self._maker is not None and not self._free:
@@ -271,7 +271,7 @@ class WindowStream:
         self._load(*planned)
 
     def windows(self, order: Order) -> Iterator[Fields]:
-        """Yield the windows of the first epoch, whole; each is valid until the next is requested."""
+        """Yield the fields of each window of the first epoch; they are valid until the next window is requested."""
         self._next, self._report, left = None, EpochReport(), order.num_batches
         while left:
             if not self._open:
@@ -283,7 +283,7 @@ class WindowStream:
             self._release(read)
 
     def batches(self, order: Order, maker: BatchMaker, report: EpochReport, start: int = 0) -> Iterator[Any]:
-        """Yield the batches of an epoch from ``start`` on. Data that was read ahead is used if it belongs to them."""
+        """Yield the batches of an epoch from ``start`` on, from the windows that were read ahead if these are next."""
         if self._next != (order.epoch, start):
             self._begin_again(order, start)
         self._next, self._report = None, report
@@ -302,7 +302,7 @@ class WindowStream:
             if last := number == read.window.batches[-1]:
                 del windows[read]
             if not stays and number + 1 == order.num_batches:
-                self._next = order.epoch + 1, 0  # a consumer that counts batches stops here, which also ends the epoch
+                self._next = order.epoch + 1, 0  # before the last batch: a consumer that counts batches stops there
             if not stays and last:
                 self._release(read)
             report.add(batch[0].shape[0], fresh=True)
@@ -327,18 +327,18 @@ class WindowStream:
         read.slot.receive()
 
     def _num_due(self, read: WindowRead, number: int) -> int:
-        """Return how many echoes follow a window, whose last batch is this one."""
+        """Return the number of echoed batches to yield after a window whose last batch has this number."""
         if self._echo == 1:
             return 0
         fresh = len(read.window.batches)
         return num_echoed(self._echo, number + 1) - num_echoed(self._echo, number + 1 - fresh)
 
     def _echoes(self, read: WindowRead, order: Order, maker: Any) -> Iterator[Tensors]:
-        """Shuffle a window again, repeatedly, and yield its batches."""
+        """Shuffle the samples of a window again and again, and yield their batches, without end."""
         window, size = read.window, order.batch_size
         for number in count():
             samples = echo_pass(len(window.samples), order.seed, order.epoch, window.batches[0], number)
-            for first in range(0, max(1, len(samples)), size):  # an empty batch for ranks without samples
+            for first in range(0, max(1, len(samples)), size):  # at least one batch, if this rank has no samples
                 yield from maker.make(read.slot.gather(samples[first : first + size]), size)
 
     def _release(self, read: WindowRead) -> None:

@@ -40,7 +40,7 @@ Converter = ImageConverter | RowConverter
 
 
 def transforms_by_field(transforms: Transforms | None, fields: Sequence[str]) -> dict[str, list[Transform]]:
-    """Validate transforms, and return those of each field."""
+    """Return the validated transforms of each field; a plain list is for the first field."""
     if transforms is None:
         transforms = ()
     if not isinstance(transforms, Mapping):
@@ -74,7 +74,7 @@ def compile_transforms(
         count = _leading(transforms, ROW_TRANSFORMS, (Dense, Csr), HoldOut)
         held_out = next((n for n, each in enumerate(transforms[:count]) if isinstance(each, HoldOut)), count)
         after = (n for n in range(held_out + 1, count) if not isinstance(transforms[n], (Dense, Csr)))
-        count = next(after, count)  # what follows is computed on inputs and targets
+        count = next(after, count)  # the following transforms are applied to both inputs and targets
         _check_held_out(transforms, count, field)
         return RowConverter(transforms[:count], field, allocate), tuple(transforms[count:])
     assert stored is not None
@@ -107,7 +107,7 @@ def _leading(transforms: Sequence[Transform], kinds: tuple[type, ...], *once: An
 
 
 def check_first(transforms: Sequence[Transform], field: Field | MatrixField, stored: torch.dtype | None) -> None:
-    """Raise OptionError if the first transform is for other fields; after a function, anything is allowed."""
+    """Raise OptionError if the first transform does not fit the field; behind a function, any transform is allowed."""
     if not transforms:
         return
     first, remedy = transforms[0], ""

@@ -1,8 +1,8 @@
 """Triton kernels (PyTorch includes Triton for NVIDIA GPUs on Linux), and their compilation in a thread.
 
-Importing Triton and compiling takes a second, and may fail (for example without a C compiler, or without a folder to
-cache in). Until then, or permanently on failure, torch operations that give the same values are used: they take several
-times as long (scripts/LOG.md).
+Importing Triton and compiling take a second, and may fail, for example without a C compiler or without a folder for
+the cache. Until a kernel is compiled, and if that fails, torch operations compute the same values in several times the
+time (scripts/LOG.md).
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch
 
 from h5chunk.transforms.csr import CsrRows, Numbers, ValueRule
 
-FEWEST_NUMBERS = 4 << 20  # in a batch; with fewer, launching the kernel takes longer than torch.addcmul; scripts/LOG.md
+FEWEST_NUMBERS = 4 << 20  # in a smaller batch, launching the kernel takes longer than torch.addcmul; scripts/LOG.md
 MOST_CHANNELS = 16  # a program holds all channels of its pixels
-PIXELS = 1024  # pixels per program; 512 to 2048 made no difference
-BLOCK, ZEROS, NUM_WARPS = 256, 4096, 16  # entries and numbers that a program handles at a time; scripts/LOG.md
+PIXELS = 1024  # pixels per program; 512 and 2048 are as fast
+BLOCK, ZEROS, NUM_WARPS = 256, 4096, 16  # entries to set and numbers to clear at a time, and warps; scripts/LOG.md
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Compiling:
-    """A kernel that a thread compiles by launching it once; ``_kernel`` is None before that, and after a failure."""
+    """A kernel that a thread compiles by launching it once; ``_kernel`` is None until then, and after a failure."""
 
     def _compile_in_thread(self, first_launch: Callable[[], Any]) -> None:
         self._kernel: Any = None
@@ -70,7 +70,7 @@ class FusedKernel(Compiling):
     def __call__(self, images: torch.Tensor, out: torch.Tensor) -> bool:
         """Run the kernel, unless it is not compiled or the batch is too small; return whether it ran.
 
-        Samples must be contiguous along the first axis; the kernel takes the strides within them, without a view.
+        Samples must follow each other in memory without gaps.
         """
         if self._kernel is None or images.numel() < FEWEST_NUMBERS:
             return False
@@ -91,7 +91,7 @@ class FusedKernel(Compiling):
         source_strides: tuple[int, int],
         out_strides: tuple[int, int],
     ) -> None:
-        """Launch the kernel; the strides are those of a channel and of a pixel."""
+        """Launch the kernel; strides are given as (of a channel, of a pixel)."""
         pixels = images.numel() // (len(images) * channels)
         programs, padded = len(images) * -(-pixels // PIXELS), 1 << (channels - 1).bit_length()
         strides = (*source_strides, *out_strides)
@@ -104,18 +104,18 @@ class FusedKernel(Compiling):
 class DenseKernel(Compiling):
     """Make sparse rows dense on a GPU: ``out[i, indices[e]] = value`` for each entry e of row i, and zero elsewhere.
 
-    Each program clears one row and scatters its entries, so that a batch is written about once. Plain indexing also
-    writes it once, but then handles 8-byte positions for 3-byte entries, in separate kernels.
+    Each program clears one row and scatters its entries, so that a batch is written about once. Plain indexing in torch
+    also writes it once, but computes an 8-byte position for each 3-byte entry, in separate kernels.
 
-    ``like`` gives a `CsrRows` of one row on the device, with the types to expect. The rule may have no steps except
-    ``l2``, which divides each row by its Euclidean length.
+    ``like`` returns a `CsrRows` of one row on the device, with the types for which to compile. The rule may have no
+    steps except ``l2``, which divides each row by its Euclidean length.
     """
 
     def __init__(self, like: Callable[[], CsrRows], num_columns: int, rule: ValueRule, *, l2: bool = False) -> None:
         self._like, self._num_columns, self._rule, self._l2 = like, num_columns, rule, l2
         self._table: torch.Tensor | None = None
         self._compile_in_thread(self._first_launch)
-        if l2:  # sums in another order would change the last bits
+        if l2:  # torch adds in another order, so that the last bits would change once the kernel is compiled
             self.wait()
 
     def _first_launch(self) -> Any:

@@ -25,7 +25,7 @@ _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Numbers(NamedTuple):
-    """Sample numbers, on the host and on the device that holds the samples."""
+    """Sample numbers, (n,) int64, on the host and on the device that holds the samples (``there``)."""
 
     host: np.ndarray
     there: torch.Tensor
@@ -36,10 +36,10 @@ class Numbers(NamedTuple):
 
 
 class CsrRows:
-    """Rows of a matrix on one device: the stored rows from ``first`` on, or the stored rows with these ``numbers``.
+    """Rows of a CSR matrix on one device: ``count`` stored rows from ``first`` on, or those with these ``numbers``.
 
-    ``starts``, (m + 1,) int64, is where each stored row begins in ``indices`` and ``values``, (entries,), and
-    ``host_starts`` is the same on the host; ``values`` is None for a pattern.
+    ``starts``, (m + 1,) int64, is the position in ``indices`` and ``values``, (entries,), at which each stored row
+    begins; ``host_starts`` is a copy on the host. ``values`` is None for a pattern, whose entries are all equal.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class CsrRows:
 class ValueRule:
     """The rule that turns stored numbers into values.
 
-    Stored bytes are looked up in ``table``, (256,); without it stored numbers are the values or, if ``least`` is given,
-    1 from there on and 0 below. The entries of a pattern are ``constant``. Then come ``steps``, transforms of values,
-    and the result has ``dtype``.
+    Stored bytes are looked up in ``table``, (256,). Without a table, stored numbers are the values; with ``least``, the
+    value is 1 for numbers from ``least`` on, and 0 for smaller ones. The entries of a pattern are ``constant``. Then
+    ``steps``, which are transforms of values, are applied, and the result is converted to ``dtype``.
     """
 
     table: np.ndarray | None
@@ -95,7 +95,7 @@ class ValueRule:
 
     @cached_property
     def divisor(self) -> np.floating[Any] | None:
-        """Return the number that gives the table by one division, exact to the last bit; None if no number does."""
+        """The number d for which code / d is exactly the table's value for every code; None if there is none."""
         if self.table is None or not self.dtype.is_floating_point or not self.table[1]:
             return None
         divisor = (1 / self.table[1]).astype(self.table.dtype)
@@ -110,7 +110,7 @@ class ValueRule:
 
     @property
     def work_dtype(self) -> torch.dtype:
-        """The dtype of the arithmetic."""
+        """The dtype in which values are computed."""
         if self.dtype.is_floating_point and self.dtype != torch.float64:
             return torch.float32
         return self.dtype

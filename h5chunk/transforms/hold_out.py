@@ -1,4 +1,4 @@
-"""Hold out a part of each row's entries as the target of a batch, as recommenders are trained and measured."""
+"""Hold out a part of each row's entries as the target of a batch, to train and evaluate recommender systems."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from h5chunk.transforms.csr import Entries, make_csr, scatter
 
 Array = Any  # arrays of NumPy on the host, of torch on a GPU
 MAX_SEED = (1 << 62) - 1
-ROUNDING = 1e-9  # 0.29 * 100 is 28.999999999999996, and means 29
+ROUNDING = 1e-9  # added before rounding down, because 0.29 * 100 is 28.999999999999996
 
 
 @dataclass(frozen=True)
 class HoldOut:
-    """Split each row's entries in two, so that a batch has (inputs, targets) in place of the rows.
+    """Split each row's entries into inputs and targets, so that a batch has these two in place of the rows.
 
     ::
 
         for inputs, targets in ChunkLoader(dataset, 500, transforms=[Binarize(4), HoldOut(0.2)]):
             ...
 
-    Both have the same shape, and the entries of one are zeros in the other. Transforms of values before it, such as
-    `Binarize`, are computed on the whole row, and entries that become zero do not count; transforms after it are
-    applied to both inputs and targets. The held-out entries depend only on the seed and on the columns of the row: they
-    are the same for any reader, batch size, order, device and number of ranks, and in a copy of the file.
+    Both have the same shape, and the entries of one are zeros in the other. Transforms of values in front of `HoldOut`,
+    such as `Binarize`, are computed on the whole row, and entries that become zero do not count; transforms behind it
+    are applied to both inputs and targets. The held-out entries depend only on the seed and on the columns of the row:
+    they are the same for any reader, batch size, order, device and number of ranks, and in a copy of the file.
 
     Parameters
     ----------
     fraction : float, optional
-        The part of each row's entries to draw, above 0 and below 1. The number is rounded down, so that a row of few
-        entries may keep them all.
+        The fraction of each row's entries to hold out at random, above 0 and below 1. The number of entries is rounded
+        down, so that a row of few entries may keep them all.
     last : int, optional
         In place of ``fraction``: hold out this many of the latest entries of each row, but never all of them. The file
-        must have its entries in the order of time: ``convert(..., time_order=True)``.
+        must store the entries in the order of time: ``convert(..., time_order=True)``.
     seed : int
         Another seed draws other entries.
     each_epoch : bool
-        Draw again in each epoch of a `ChunkLoader` or `ChunkSampler`, for training. False: always the same entries, for
-        validation.
+        Hold out other entries in each epoch of a `ChunkLoader` or `ChunkSampler`, for training. False: always the same
+        entries, for validation.
 
     Raises
     ------
@@ -57,7 +57,7 @@ class HoldOut:
 
     def __post_init__(self) -> None:
         if (self.fraction is None) == (self.last is None):
-            raise OptionError("HoldOut: give either a fraction of each row's entries, or how many of the last")
+            raise OptionError("HoldOut: give either fraction, of each row's entries, or last, a number of entries")
         if self.fraction is not None and not 0 < self.fraction < 1:
             raise OptionError(f"HoldOut: fraction is {self.fraction!r}: give a number above 0 and below 1")
         if self.last is not None and (not isinstance(self.last, int) or self.last < 1):
@@ -65,7 +65,7 @@ class HoldOut:
         if not isinstance(self.seed, int) or not 0 <= self.seed <= MAX_SEED:
             raise OptionError(f"HoldOut: seed is {self.seed!r}: give a whole number from 0 to {MAX_SEED}")
         if self.last is not None and (self.seed or self.each_epoch):
-            raise OptionError("HoldOut: the last entries are not drawn: leave out seed and each_epoch")
+            raise OptionError("HoldOut: last is not random: leave out seed and each_epoch, or give fraction")
 
     def __call__(self, batch: torch.Tensor, epoch: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Split a batch, dense or CSR, into inputs and targets of the same layout."""
@@ -111,12 +111,12 @@ class HoldOut:
 
 
 def _on_host(tensor: torch.Tensor) -> np.ndarray:
-    """Return a tensor as an array: NumPy's threads do not wait for those of other work, as torch's do."""
+    """Return a tensor as an array, because torch's threads would wait for each other on busy cores."""
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def _up_to(like: Array) -> Array:
-    """Return 0, 1, 2, ..., as many as another array has elements."""
+    """Return 0, 1, 2, ... with the length, library and device of another array."""
     return np.arange(len(like)) if isinstance(like, np.ndarray) else torch.arange(len(like), device=like.device)
 
 

@@ -1,4 +1,4 @@
-"""Transforms of images and other dense samples: `Normalize` and `ToDtype`, in one kernel where they are adjacent.
+"""Transforms of images and other dense samples: `Normalize` and `ToDtype`, fused into one kernel if adjacent.
 
 Converting uint8 to floats scales it to 0..1, like torchvision's ``scale=True``; other numbers are only cast.
 """
@@ -25,7 +25,7 @@ class Normalize:
     """Subtract the mean and divide by the standard deviation.
 
     uint8 is first scaled to 0..1 and becomes float32; floats are not scaled and keep their dtype. An adjacent `ToDtype`
-    chooses another dtype at no cost.
+    changes the dtype of the result at no cost.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ class ToDtype:
 
 
 class ImageConverter:
-    """Convert stored samples as transforms say, at most one `Normalize` and one `ToDtype`, in one kernel.
+    """Convert stored samples by at most one `Normalize` and one `ToDtype`, in one kernel.
 
     ``channel_axis`` is 0 for (C, H, W) samples and 2 for (H, W, C); ``allocate`` gives host memory for batches. Raise
     `OptionError` if the transforms do not fit each other, or the samples.
@@ -133,12 +133,12 @@ class ImageConverter:
         return torch.addcmul(self._shift, images, self._scale, out=out)
 
     def release(self) -> None:
-        """Stop the thread that compiles."""
+        """Wait for the thread that compiles the kernel."""
         if self._kernel is not None:
             self._kernel.wait()
 
     def _empty(self, images: torch.Tensor) -> torch.Tensor:
-        """Allocate the result. On a GPU torch caches memory itself; on the CPU fresh pages would be slow."""
+        """Allocate the result; on the CPU in memory that is reused, because access to new memory is slow."""
         shape = images.shape
         if images.device.type != "cpu":
             return torch.empty(shape, dtype=self.dtype, device=images.device, memory_format=self._format)
@@ -149,7 +149,7 @@ class ImageConverter:
 
 
 def channel_axis(sample_shape: tuple[int, ...], axes: str = "") -> int:
-    """Find the axis of the channels in a sample, from a file's ``axes``, or the shape: a length of 1, 3 or 4."""
+    """Return the axis of a sample's channels, from a file's ``axes`` or, if empty, the axis of length 1, 3 or 4."""
     if axes or len(sample_shape) != 3:
         return 2 if axes == "NHWC" else 0
     ends = [size in (1, 3, 4) for size in (sample_shape[0], sample_shape[2])]

@@ -1,4 +1,4 @@
-"""The Triton kernels, in a module that is imported only if a GPU and Triton may exist."""
+"""The Triton kernels, in a module of their own because importing it needs Triton."""
 
 from __future__ import annotations
 

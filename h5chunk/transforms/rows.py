@@ -99,7 +99,7 @@ class _Values:
 
 @dataclass(frozen=True)
 class Binarize(_Values):
-    """Set values from a threshold on to 1, and others to 0; a CSR batch keeps these zeros as entries.
+    """Set values at or above a threshold to 1, and others to 0; a CSR batch keeps these zeros as entries.
 
     Parameters
     ----------
@@ -156,11 +156,11 @@ ROW_TRANSFORMS = (Dense, Csr, Binarize, L2, Log1p, HoldOut)
 
 
 class RowConverter:
-    """Convert stored rows of a matrix, sparse, or dense with a scale, to batches.
+    """Convert stored rows of a matrix to batches; the rows may be sparse, or dense codes with a scale.
 
-    A value is the stored number over the file's scale. Arithmetic is in float32, or in float64 if
-    that is the result. The transforms are of this module, at most one of them `Dense` or `Csr`; raise `OptionError` if
-    one does not fit the field. ``allocate`` gives host memory for dense batches.
+    A value is the stored number divided by the file's scale. Arithmetic is in float32, or in float64 if the result has
+    that dtype. The transforms are those of this module, with at most one `Dense` or `Csr`; raise `OptionError` if one
+    does not fit the field. ``allocate`` gives host memory for dense batches.
     """
 
     changes_nothing = False
@@ -185,7 +185,7 @@ class RowConverter:
         self._process = 0
 
     def prepare(self, device: torch.device) -> None:
-        """Compile the kernel that makes sparse rows dense."""
+        """Start to compile the kernel that makes sparse rows dense, if the device and the transforms allow it."""
         if self._kernel is not None or self.makes_csr or self.hold_out or not isinstance(self._field, MatrixField):
             return
         l2 = self.rule.steps == (L2(),)
@@ -194,12 +194,12 @@ class RowConverter:
 
     @property
     def num_outputs(self) -> int:
-        """Number of batches that one batch of rows becomes."""
+        """Number of tensors that a batch of rows becomes: 2 with `HoldOut`."""
         return 1 if self.hold_out is None else 2
 
     @property
     def is_uncut(self) -> bool:
-        """Whether what is returned cannot be cut into several batches."""
+        """Whether the result cannot be split into several batches, as a dense batch can."""
         return self.makes_csr or self.hold_out is not None
 
     def __call__(self, rows: CsrRows | torch.Tensor, keep: bool) -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -227,7 +227,7 @@ class RowConverter:
         return make_csr(starts, columns, values, (len(rows), self.num_columns))
 
     def parted(self, rows: CsrRows) -> tuple[Entries, ...]:
-        """Return the entries of each output."""
+        """Return the converted entries: all, or those of the inputs and of the targets if entries are held out."""
         entries = entries_of(rows, self.rule, self.num_columns)
         return (entries,) if self.hold_out is None else self.hold_out.part(entries, self.epoch)
 
@@ -236,14 +236,14 @@ class RowConverter:
         if self.makes_csr:
             shape = num_rows, self.num_columns
             return tuple(make_csr(part.starts, part.columns, part.values, shape) for part in parts)
-        both = self._empty(2 * num_rows, device)  # in one piece: there may be only one buffer
+        both = self._empty(2 * num_rows, device)  # one allocation, because a `SingleBuffer` has memory for only one
         outs = both[:num_rows], both[num_rows:]
         for out, part in zip(outs, parts, strict=True):
             scatter(out, part, self._map_parts())
         return outs
 
     def release(self) -> None:
-        """Stop the threads."""
+        """Stop the threads that compile the kernel or make rows dense."""
         if self._kernel is not None:
             self._kernel.wait()
         if self._threads is not None and self._process == os.getpid():
@@ -251,7 +251,7 @@ class RowConverter:
         self._threads = None
 
     def _map_parts(self) -> MapParts:
-        """Return a map over a few threads, at most one per core; threads do not survive a fork."""
+        """Return the ``map`` of a pool of threads; a forked process makes its own pool, as threads are not copied."""
         if self._threads is None or self._process != os.getpid():
             count = min(DENSE_THREADS, available_cores())
             self._threads = ThreadPoolExecutor(count, thread_name_prefix="h5chunk-dense")
@@ -273,7 +273,7 @@ class RowConverter:
 
 
 def _example(matrix: MatrixField, device: torch.device) -> CsrRows:
-    """Return a row of one entry."""
+    """Return one row with one entry, in the dtypes of a matrix."""
     starts, columns = np.array([0, 1], np.int64), torch.from_numpy(np.zeros(1, matrix.index_dtype))
     values = None if matrix.value_dtype is None else torch.from_numpy(np.zeros(1, matrix.value_dtype))
     return CsrRows(torch.from_numpy(starts), starts, columns, values).to(device)
@@ -285,7 +285,7 @@ def shares_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _rule(field: MatrixField | Field, dtype: torch.dtype, steps: tuple[_Values, ...]) -> ValueRule:
-    """Make the rule of a field: bytes get a table of values, rounded once, after the leading steps."""
+    """Make the value rule of a field; for stored bytes, the leading steps become part of the table of values."""
     pattern = isinstance(field, MatrixField) and field.value_dtype is None
     if not pattern and field.dtype != np.uint8:
         if steps and isinstance(steps[0], Binarize):
@@ -294,7 +294,7 @@ def _rule(field: MatrixField | Field, dtype: torch.dtype, steps: tuple[_Values, 
         return ValueRule(None, None, 1.0, steps, dtype)
     values = np.arange(NUM_CODES) / (field.scale or 1.0)
     while steps and (isinstance(steps[0], Binarize) or steps[0] == Log1p()):
-        values = steps[0].on_values(values, None)  # which does not depend on rows
+        values = steps[0].on_values(values, None)  # these steps do not depend on rows
         steps = steps[1:]
     rule = ValueRule(None, None, float(values[1]), steps, dtype)
     table = torch.from_numpy(values).to(rule.work_dtype).numpy()

@@ -41,7 +41,7 @@ def test_fields(path: Path, fields: Any) -> None:
 
 def test_fields_that_come_twice(path: Path) -> None:
     with pytest.raises(
-        OptionError, match=r"fields has 'images' twice: give each a different name: .*\{'name': 'images'\}"
+        OptionError, match=r"fields has 'images' twice: give each its own name, as in .*\{'name': 'images'\}"
     ):
         ChunkDataset(path, fields=["images", "labels", "images"])
     assert ChunkDataset(path, fields={"a": "images", "b": "images"}).fields == ("a", "b")

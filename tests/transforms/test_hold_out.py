@@ -145,12 +145,12 @@ def test_labels_come_after_both(tmp_path):
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: HoldOut(), "either a fraction"),
-        (lambda: HoldOut(0.5, last=1), "either a fraction"),
+        (lambda: HoldOut(), "give either fraction"),
+        (lambda: HoldOut(0.5, last=1), "give either fraction"),
         (lambda: HoldOut(1.0), "fraction is 1.0"),
         (lambda: HoldOut(last=0), "last is 0"),
         (lambda: HoldOut(0.5, seed=-1), "seed is -1"),
-        (lambda: HoldOut(last=1, each_epoch=True), "are not drawn"),
+        (lambda: HoldOut(last=1, each_epoch=True), "last is not random"),
     ],
 )
 def test_arguments_that_make_no_sense(make, match):
