@@ -38,7 +38,7 @@ def read(path: Path, key: str = "key") -> Journal:
 def test_records_come_back_and_more_can_be_added(tmp_path: Path) -> None:
     write(tmp_path / "j")
     journal = reopen(tmp_path / "j")
-    assert journal.records == RECORDS and journal.holds_work and not journal.was_of_another
+    assert journal.records == RECORDS and journal.holds_work and not journal.key_mismatch
     journal.add("more")
     journal.close()
     assert read(tmp_path / "j").records == [*RECORDS, "more"]
@@ -52,7 +52,7 @@ def test_a_journal_that_is_cut_at_any_byte(tmp_path: Path) -> None:
         (tmp_path / "j").write_bytes(data[:size])
         journal = reopen(tmp_path / "j")
         there = sum(end <= size for end in ends)
-        assert journal.records == RECORDS[: max(0, there - 1)] and not journal.was_of_another
+        assert journal.records == RECORDS[: max(0, there - 1)] and not journal.key_mismatch
         journal.add("more")
         journal.close()
         assert read(tmp_path / "j").records == [*RECORDS[: max(0, there - 1)], "more"]
@@ -70,8 +70,8 @@ def test_a_damaged_record_is_the_end(tmp_path: Path) -> None:
 def test_that_of_another_key_is_emptied(tmp_path: Path) -> None:
     write(tmp_path / "j")
     journal = read(tmp_path / "j", "other")
-    assert journal.records == [] and journal.was_of_another and not journal.holds_work
-    assert read(tmp_path / "j").was_of_another
+    assert journal.records == [] and journal.key_mismatch and not journal.holds_work
+    assert read(tmp_path / "j").key_mismatch
 
 
 def test_remove_takes_all(tmp_path: Path) -> None:

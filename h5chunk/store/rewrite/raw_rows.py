@@ -1,8 +1,8 @@
-"""Read rows of any dataset of fixed-size elements as bytes, whatever their type and chunks.
+"""Read rows of any dataset of fixed-size elements as bytes, whatever their type and chunks, to rewrite a file.
 
-This is for rewriting a file: rows are read in order, once, in long runs. No value is converted. Chunks are read by byte
-ranges and decoded outside HDF5's lock if `h5chunk.store.hdf5.codecs` can, so that threads read in parallel; else HDF5
-decodes them, one after another. Chunks that were never written give the fill value, or zeros if there is no fill value.
+No value is converted. If `h5chunk.store.hdf5.codecs` can decode the chunks, threads read and decode them in parallel,
+outside HDF5's lock; otherwise HDF5 decodes them, one after another. Chunks that were never written read as the fill
+value, or as zeros if there is none.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from h5chunk.store.hdf5.codecs import scratch
 from h5chunk.store.hdf5.raw_chunks import RawChunks
 from h5chunk.store.write.spool import TemporaryBytes
 
-TABLE_BYTES = 40  # bytes of memory per entry of a chunk table, while it is listed
-SPILLED_PARTS = 3  # a chunk may take one part in this many of the memory, if one thread reads alone
-ANY_THREADS = 1 << 10  # threads that may read undecoded chunks
-BLOCK_BYTES = 1 << 20  # bytes of samples that are assembled at a time, which fit in a processor's cache
+TABLE_BYTES = 40  # memory per chunk while a chunk table is listed
+SPILLED_PARTS = 3  # parts of the memory that a chunk may take if a single thread reads
+ANY_THREADS = 1 << 10  # no limit on the threads that read chunks without decoding them
+BLOCK_BYTES = 1 << 20  # samples that are assembled at a time fit in a processor's cache
 
 
 class SpilledChunks:
-    """One decoded band of chunks at a time, in an unnamed file, for bands that do not fit in memory."""
+    """Hold one decoded band (the chunks with the same rows) in a temporary file, because it does not fit in memory."""
 
     def __init__(self, chunks: RawChunks, per_band: int, folder: Path) -> None:
         self._chunks, self._per_band, self._folder = chunks, per_band, folder
@@ -36,7 +36,7 @@ class SpilledChunks:
         self._band = -1
 
     def read_part(self, number: int, start: int, out: np.ndarray) -> None:
-        """Read bytes of a chunk from its byte ``start`` on."""
+        """Read decoded bytes of chunk ``number``, from byte ``start`` on, into ``out``, (n,) uint8."""
         band, place = divmod(number, self._per_band)
         size = self._chunks.chunk_bytes
         if self._file is None:
@@ -57,10 +57,11 @@ class SpilledChunks:
 
 
 class RawRows:
-    """Rows of a dataset of fixed-size elements, which must stay open.
+    """Read rows of a dataset of fixed-size elements, which must stay open.
 
-    ``num_threads`` may read at the same time. A band of ``band_rows`` rows shares its chunks and is best read at once;
-    if ``whole_bands``, a part costs as much as the band. Chunks that do not fit in memory wait in a file of ``folder``.
+    At most ``num_threads`` may read at the same time. The ``band_rows`` rows of a band are in the same chunks and are
+    best read together; if ``whole_bands``, reading a part of a band takes as long as reading all of it. Decoded chunks
+    that do not fit in memory are held in a temporary file in ``folder``.
     """
 
     def __init__(self, dataset: h5py.Dataset, descriptor: int, shares: Shares, folder: Path) -> None:
@@ -97,7 +98,7 @@ class RawRows:
             self.num_threads, self.whole_bands = 1, False
 
     def close(self) -> None:
-        """Close and remove the file of waiting chunks."""
+        """Remove the temporary file, if there is one."""
         if self._spilled is not None:
             self._spilled.close()
 
@@ -107,19 +108,19 @@ class RawRows:
             self._chunks.read_part(0, first * self.row_bytes, out)
             return
         chunk, end = first // self._chunk_rows, -(-last // self._chunk_rows)
-        plain = self._packing is None and not self._chunks.decodes  # contiguous chunks are read together
-        for stop in self._chunks.run_ends(chunk, end) if plain else range(chunk + 1, end + 1):
+        is_plain = self._packing is None and not self._chunks.decodes  # adjacent chunks are read together
+        for stop in self._chunks.run_ends(chunk, end) if is_plain else range(chunk + 1, end + 1):
             start = chunk * self._chunk_rows
             low, high = max(first, start), min(last, stop * self._chunk_rows)
             part = out[low - first : high - first]
             if self._packing is None:
                 self._fetch(chunk, low - start, high - start, part)
             else:
-                self._put_together(self._packing, chunk, low - start, high - start, part)
+                self._assemble(self._packing, chunk, low - start, high - start, part)
             chunk = stop
 
-    def _put_together(self, packing: Packing, band: int, low: int, high: int, out: np.ndarray) -> None:
-        """Assemble rows ``low`` to ``high`` of a band from all its chunks."""
+    def _assemble(self, packing: Packing, band: int, low: int, high: int, out: np.ndarray) -> None:
+        """Assemble rows ``low`` to ``high`` (excluded) of a band from all its chunks."""
         count, width = high - low, packing.chunk_row_bytes
         pieces = scratch(self._local, "pieces", packing.num_chunks * count * width).reshape(-1, count, width)
         for number in range(packing.num_chunks):
@@ -144,7 +145,7 @@ class RawRows:
             np.take(some.reshape(rows, -1).view(unit), packing.index, axis=1, out=target, mode="clip")
 
     def _fetch(self, chunk: int, low: int, high: int, out: np.ndarray) -> None:
-        """Read rows ``low`` to ``high`` of a chunk."""
+        """Read rows ``low`` to ``high`` (excluded) of a chunk."""
         width = self._chunks.chunk_bytes // self._chunk_rows
         if self._spilled is not None:
             self._spilled.read_part(chunk, low * width, out)

@@ -1,9 +1,9 @@
-"""Copy a file with its objects, links and attributes, leaving out the values of some datasets.
+"""Copy a file with its objects, links and attributes, but without the values of some datasets.
 
-Datasets with a new layout are allocated, and other modules write their bytes later. Everything else is copied by HDF5
-(``h5o.copy``), chunk by chunk as stored. References are replaced. Values that are not plain bytes, because they have
-variable length or refer to objects, go through Python objects, chunk by chunk; in a new order, once per part of the new
-file that fits in memory.
+Datasets with a new layout are only allocated: other modules write their values later. HDF5 copies all other objects
+(``h5o.copy``), with chunks as they are stored. References are made again for the objects of the new file. Values with
+references or of variable length are copied as Python objects, chunk by chunk; if their order changes, the old values
+are read once for each part of the new values that fits in memory.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from h5chunk.store.hdf5.open import translate_errors
 from h5chunk.store.rewrite.shuffle import NewOrder
 from h5chunk.store.rewrite.survey import Node, Survey, attribute_names, is_fixed, references_of
 
-LIBVER = ("v110", "latest")  # not newer than 1.10, unless a type of the source needs it
-COMMENT = 13  # number of the header message for a comment
-BAND_ROWS = 1024  # bytes to read together if there are no chunks
-OBJECT_BYTES = 80  # bytes of memory per value, in addition to its own
+LIBVER = ("v110", "latest")  # the format of HDF5 1.10, unless a type of the source needs a newer one
+COMMENT = 13  # number of the message of an object header that holds a comment
+BAND_ROWS = 1024  # rows to read together if there are no chunks
+OBJECT_BYTES = 80  # memory per Python object, in addition to its bytes
 CHECKSUMS = f"{GROUP}/checksums"
 
 
@@ -44,7 +44,7 @@ class NewLayout:
 
     chunks: tuple[int, ...] | None  # None: contiguous
     filters: tuple[Filter, ...] = ()
-    written: bool = True  # False: it is never written, keeps its fill value, and takes no bytes
+    written: bool = True  # False: nothing is written, so that all elements are the fill value and take no space
 
 
 @dataclass(frozen=True)
@@ -53,18 +53,18 @@ class Changes:
 
     layouts: Mapping[bytes, NewLayout]  # new layouts of datasets, by path
     header: FileSpec | None  # new content of the group ``/h5chunk``
-    order: NewOrder | None
-    permuted: Sequence[bytes]  # datasets of values other than plain bytes that get this order
-    memory_bytes: int  # memory for their values
+    order: NewOrder | None  # new order of the rows
+    permuted: Sequence[bytes]  # paths of datasets that are copied as Python objects, in the new order
+    memory_bytes: int  # limit on the memory for these objects
 
 
 def create_replica(
     path: Path, source: h5py.File, survey: Survey, changes: Changes, copied: Callable[[int], None]
 ) -> tuple[dict[str, Region], list[str]]:
-    """Write the new file, except the bytes of datasets with a new layout.
+    """Write the new file, except the values of datasets with a new layout.
 
-    ``copied`` is called with the stored bytes of each copied dataset. Returns the offsets of the unfiltered datasets
-    whose bytes are still to be written, and messages about content that could not be kept.
+    ``copied`` is called with the stored bytes of each copied dataset. Returns the byte ranges of the unfiltered
+    datasets whose values are still to be written, and messages about content that could not be kept.
     """
     block = source.userblock_size  # HDF5 requires a multiple of the alignment
     with translate_errors(source.filename):
@@ -94,15 +94,15 @@ def create_replica(
 
 
 def region_key(path: bytes) -> str:
-    """Return a path, which may be any bytes, as a text key of the dict of regions."""
+    """Return the key of a dataset in the regions of `create_replica`: its path as text, whatever its bytes are."""
     return path.decode("utf-8", "surrogateescape")
 
 
 class _Copier:
-    """Copier of attributes and values from one open file to another that has the same objects.
+    """Copy attributes and values from an open file to another one that has the same objects.
 
-    Copied objects have other addresses in the new file, so every reference is recreated for the object at the same
-    path. Values without references or variable-length parts are copied as bytes.
+    References hold addresses, which differ between the files, so they are made again for the object at the same path.
+    ``lost`` collects messages about content that could not be kept.
     """
 
     def __init__(self, source: h5py.File, target: h5py.File, paths: Mapping[int, bytes]) -> None:
@@ -111,7 +111,7 @@ class _Copier:
         self.lost: list[str] = []
 
     def type_of(self, kind: h5t.TypeID) -> h5t.TypeID:
-        """Return a type for the target file: a named type stays a named type."""
+        """Return a type for the target file: the named type at the same path, or a copy of an unnamed type."""
         if kind.committed():
             path = self._paths.get(h5o.get_info(kind).addr)
             if path is not None and h5o.exists_by_name(self._target, path):
@@ -119,7 +119,7 @@ class _Copier:
         return kind.copy()
 
     def attributes(self, old: Any, new: Any, where: str, skip: Collection[bytes] = ()) -> None:
-        """Copy the attributes of a low-level object, except attributes with these names."""
+        """Copy the attributes of a low-level object, except those in ``skip``; ``where`` names it in messages."""
         for name in attribute_names(old):
             if name not in skip:
                 attribute = h5a.open(old, name)
@@ -139,7 +139,7 @@ class _Copier:
         new.write(self.translated(values, where))
 
     def translated(self, value: Any, where: str) -> Any:
-        """Return a value, or an array of values, with references to the objects of the target."""
+        """Return a copy of a value, or of an array, in which references lead to objects of the target file."""
         if isinstance(value, h5r.Reference):
             return self._reference(value, where)
         if isinstance(value, np.ndarray) and value.dtype.hasobject:
@@ -176,7 +176,7 @@ class _Copier:
 
 
 class _Maker:
-    """Build the objects of the new file."""
+    """Make the objects of the new file: first all objects and links, then attributes, then values."""
 
     def __init__(
         self, source: h5py.File, target: h5py.File, survey: Survey, changes: Changes, copied: Callable[[int], None]
@@ -186,17 +186,17 @@ class _Maker:
         self.copier = _Copier(source, target, survey.paths)
         self._utf8 = h5p.create(h5p.LINK_CREATE)
         self._utf8.set_char_encoding(h5t.CSET_UTF8)
-        self.new: dict[bytes, h5d.DatasetID] = {}  # datasets to write
-        outdated = f"{CHECKSUMS}/".encode() if changes.header is not None else b"\0"  # its header is written again
+        self.new: dict[bytes, h5d.DatasetID] = {}  # datasets whose values are still to be written, by path
+        outdated = f"{CHECKSUMS}/".encode() if changes.header is not None else b"\0"  # replaced by the new header's
         self._nodes = [node for node in survey.nodes if not (node.path + b"/").startswith(outdated)]
         datasets = [survey.datasets[node.path] for node in self._nodes if node.kind == "dataset"]
         objects = [facts.path for facts in datasets if facts.refers or facts.named]
         copied_here = [path for path in objects if path not in changes.layouts]
-        self._by_value = dict.fromkeys([*copied_here, *changes.permuted])  # the new order of rows
-        self._bare: set[bytes] = set()  # copied without their attributes
+        self._by_value = dict.fromkeys([*copied_here, *changes.permuted])  # datasets that this class copies
+        self._bare: set[bytes] = set()  # paths of objects that HDF5 copied without their attributes
 
     def make_nodes(self) -> None:
-        """Make all objects and links, with only those attributes that HDF5 copies."""
+        """Make all objects and links; attributes only where HDF5 copies an object with them."""
         parent: bytes | None = None
         for node in self._nodes:
             if node.parent != parent:
@@ -207,11 +207,11 @@ class _Maker:
                 new.links.create_soft(node.name, node.leads_to, lcpl=links)
             elif node.kind == "again":
                 new.links.create_hard(node.name, self._target, b"/" + node.leads_to, lcpl=links)
-            elif node.kind == "group":  # the full properties of a large group also contain the location of its links
+            elif node.kind == "group":  # not with all properties: those of a large group locate its links in the file
                 properties = h5p.create(h5p.GROUP_CREATE)
-                said = h5g.open(old, node.name).get_create_plist()
-                _copy_orders(said, properties)
-                properties.set_attr_phase_change(*said.get_attr_phase_change())
+                given = h5g.open(old, node.name).get_create_plist()
+                _copy_orders(given, properties)
+                properties.set_attr_phase_change(*given.get_attr_phase_change())
                 properties.set_obj_track_times(False)
                 h5g.create(new, node.name, lcpl=links, gcpl=properties)
             elif self._is_made(node.path):
@@ -220,11 +220,11 @@ class _Maker:
                 self._copy(old, new, node, links)
 
     def _is_made(self, path: bytes) -> bool:
-        """Return whether this class creates a dataset, instead of HDF5 copying it."""
+        """Return whether this class creates the dataset, rather than letting HDF5 copy it."""
         return path in self._changes.layouts or path in self._by_value
 
     def _copy(self, old: h5g.GroupID, new: h5g.GroupID, node: Node, links: h5p.PropLCID | None) -> None:
-        """Let HDF5 copy an object; leave out its attributes if HDF5 would crash on them or copy them incompletely."""
+        """Let HDF5 copy an object, without its attributes if HDF5 would crash on them, or copy them incompletely."""
         options = h5p.create(h5p.OBJECT_COPY)
         item = h5o.open(old, node.name)
         kinds = [h5a.open(item, each).get_type() for each in attribute_names(item)]
@@ -245,7 +245,7 @@ class _Maker:
             self.new[node.path] = made
 
     def copy_attributes(self) -> None:
-        """Copy attributes that HDF5 did not copy, or that refer to objects."""
+        """Copy the attributes that HDF5 did not copy."""
         self.copier.attributes(h5g.open(self._source, b"/"), h5g.open(self._target, b"/"), "the root")
         header = self._changes.header
         replaced = {GROUP.encode(): {name.encode() for name in header.attributes[GROUP]}} if header is not None else {}
@@ -260,7 +260,7 @@ class _Maker:
                 self.copier.lost.append(f"the comment on {where}, which h5py cannot read, is left out")
 
     def copy_values(self) -> None:
-        """Copy values that are not plain bytes."""
+        """Copy the values of datasets that HDF5 did not copy and that have no new layout."""
         for path in self._by_value:
             old, new = (h5py.Dataset(h5d.open(file, path)) for file in (self._source, self._target))
             if self._changes.order is not None and path in self._changes.permuted:
@@ -272,13 +272,13 @@ class _Maker:
 
 
 def _copy_orders(old: Any, new: Any) -> None:
-    """Copy the link and attribute orders of another group, or root, to the properties of this one."""
+    """Copy from properties of a group or file whether it tracks the creation order of links and attributes."""
     new.set_link_creation_order(old.get_link_creation_order())
     new.set_attr_creation_order(old.get_attr_creation_order())
 
 
 def _properties(old: h5p.PropDCID, layout: NewLayout) -> h5p.PropDCID:
-    """Return the properties of a dataset in its new layout; all others are kept."""
+    """Return the creation properties of a dataset with a new layout; other properties are kept."""
     new = old.copy()
     for code in [old.get_filter(number)[0] for number in range(old.get_nfilters())]:
         new.remove_filter(code)
@@ -296,7 +296,7 @@ def _properties(old: h5p.PropDCID, layout: NewLayout) -> h5p.PropDCID:
 
 
 def _permute_values(old: h5py.Dataset, new: h5py.Dataset, copier: _Copier, order: NewOrder, memory_bytes: int) -> None:
-    """Write all values in another order, within limited memory; references refer to the new objects."""
+    """Copy all values in the new order, in parts that fit in memory; references lead to objects of the new file."""
     num_rows = old.shape[0]
     total = sum(_size(_read(old, rows)) for rows in _bands(old))
     part = max(1, num_rows // math.ceil(total / memory_bytes))
@@ -316,7 +316,7 @@ def _bands(dataset: h5py.Dataset) -> Iterator[range]:
 
 
 def _spaces(dataset: h5py.Dataset, rows: range | None) -> tuple[tuple[int, ...], h5s.SpaceID, h5s.SpaceID]:
-    """Return the shape of rows, or of a single value, and the selections of the rows in memory and in the file."""
+    """Return the shape of some rows, or of the single value, and their selections in memory and in the file."""
     space = dataset.id.get_space()
     if rows is None:
         return (), h5s.create(h5s.SCALAR), space

@@ -1,8 +1,8 @@
-"""Move the rows of a dataset into a new file, in the same order or in another, within a memory limit.
+"""Copy the rows of a dataset into a new file, in the same order or shuffled, within a memory limit.
 
-Threads read rows in long runs, regroup them, and write them; `h5chunk.plan.repack` plans the buckets. Between the two
-passes of a shuffle that exceeds memory, the samples are stored in the new file itself, in the buckets of their places;
-samples of a compressed dataset are stored in an unnamed file.
+A shuffle that exceeds the memory takes two passes, which `h5chunk.plan.repack` plans: the first writes each row to the
+bucket of its new place, the second puts the rows of each bucket in order. Between the passes the buckets are stored in
+the new file itself, or for a compressed dataset in a temporary file.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from h5chunk.store.rewrite.raw_rows import RawRows
 from h5chunk.store.write.spool import TemporaryBytes
 from h5chunk.store.write.targets import PlainTarget, Target, Waiting
 
-ROW_BYTES = 48  # bytes of memory per row number, while rows are regrouped
-LEAST_VECTOR_BYTES = 512  # rows of this size are read to their places one by one, shorter ones are sorted in memory
-INDEX_BYTES = 24  # bytes of memory per element of rows of different lengths
+ROW_BYTES = 48  # memory per row, in addition to its values, while rows are regrouped
+LEAST_VECTOR_BYTES = 512  # rows of at least this size are read one by one to their places, shorter ones are sorted
+INDEX_BYTES = 24  # memory per element, in addition to its value, if rows differ in length
 
-Told = Callable[[int], None]  # called with the bytes moved since the last call
+Moved = Callable[[int], None]  # called with the number of bytes moved since the last call
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 class NewOrder:
-    """A permutation of rows: row i of the new file is row ``order[i]`` of the old file; ``places`` is the inverse."""
+    """A permutation of rows: row i of the new file is row ``order[i]`` of the old file; ``places`` is its inverse."""
 
     def __init__(self, order: np.ndarray) -> None:
         self.order = order
@@ -45,13 +45,13 @@ class NewOrder:
 
 
 class Rows:
-    """Rows of equal length as runs of bytes: their offsets, and how to regroup them.
+    """Rows of equal length to be shuffled: their byte offsets, how to cut them into buckets, and how to regroup them.
 
     Buckets are whole chunks of ``unit_rows`` rows if possible.
     """
 
-    _starts: Any  # starts of rows, in elements of the source (here rows)
-    _new_starts: Any  # starts in the new order
+    _starts: Any  # first element of each row in the old order; here an element is a row
+    _new_starts: Any  # first element of each row in the new order
 
     def __init__(self, source: RawRows, unit_rows: int = 1) -> None:
         self.source, self._unit_rows, self._width = source, unit_rows, source.row_bytes
@@ -59,49 +59,52 @@ class Rows:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all rows."""
+        """Total bytes of all rows."""
         return self.old_offset(len(self._starts) - 1)
 
     def spans(self, shares: Shares, step_bytes: int) -> Iterator[range]:
-        """Cut the old order into spans of rows, about ``step_bytes`` each, that are read together."""
+        """Cut the old order into spans of rows that are read together, of about ``step_bytes`` each."""
         source, cost = self.source, self._width + ROW_BYTES
         step_bytes = shares.banded(step_bytes, source.band_rows * cost, source.whole_bands)
         return plan_steps(source.num_rows, row_bytes=cost, band_rows=source.band_rows, step_bytes=step_bytes)
 
     def borders(self, part_bytes: int) -> np.ndarray:
-        """Cut the new order into buckets, and return their borders."""
+        """Cut the new order into buckets of at most ``part_bytes``; return their borders, (num_buckets + 1,) int64."""
         return plan_buckets(self.source.num_rows, self._width + ROW_BYTES, part_bytes, self._unit_rows)
 
     def old_offset(self, row: int) -> int:
-        """Return the number of bytes before a row in the old order."""
+        """Return the number of bytes before row ``row`` of the old order."""
         return int(self._starts[row]) * self._width
 
     def new_offset(self, place: int) -> int:
-        """Return the number of bytes before a place in the new order."""
+        """Return the number of bytes before row ``place`` of the new order."""
         return int(self._new_starts[place]) * self._width
 
     def read(self, rows: range, out: np.ndarray) -> None:
-        """Read the bytes of rows into a buffer of the same size."""
+        """Read a range of rows of the old order into ``out``, (n,) uint8, which has exactly their size."""
         first, last = int(self._starts[rows.start]), int(self._starts[rows.stop])
         if last > first:
             self.source.read(first, last, out.reshape(last - first, self._width))
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
-        """Return the bytes of each of these rows."""
+        """Return the number of bytes of each of these rows: (n,) int64."""
         return np.full(len(rows), self._width, np.int64)
 
-    def gather(self, data: np.ndarray, lying: np.ndarray | None, picks: np.ndarray, out: np.ndarray) -> None:
-        """Copy the rows at ``picks`` from ``data``, which holds the rows ``lying`` (None: all rows)."""
+    def gather(self, data: np.ndarray, held: np.ndarray | None, picks: np.ndarray, out: np.ndarray) -> None:
+        """Copy rows from ``data`` to ``out``: row i of ``out`` becomes row ``picks[i]`` of ``data``.
+
+        ``held`` has the old numbers of the rows in ``data``; None: these are all rows.
+        """
         wide = f"V{self._width}" if self._width in (1, 2, 4, 8, 16, 32) else np.uint8
         table, target = (each.reshape(-1, self._width).view(wide) for each in (data, out))
         np.take(table, picks, axis=0, out=target, mode="clip")
 
 
 class UnevenRows(Rows):
-    """Rows of different lengths, of a sparse matrix or concatenated names.
+    """Rows of different lengths to be shuffled: rows of a sparse matrix, or names that are stored end to end.
 
-    Row i has the elements from ``starts[i]`` to ``starts[i + 1]``, excluded, which the caller has checked: (num_rows +
-    1,) int64. No row may take more than ``part_bytes`` of memory.
+    Row i has the elements from ``starts[i]`` to ``starts[i + 1]`` (excluded) of ``source``; ``starts``, (num_rows + 1,)
+    int64, must ascend. Raises OptionError if a row takes more than ``part_bytes`` of memory.
     """
 
     def __init__(self, source: RawRows, starts: np.ndarray, order: np.ndarray, part_bytes: int, where: str) -> None:
@@ -126,11 +129,11 @@ class UnevenRows(Rows):
     def sizes(self, rows: np.ndarray) -> np.ndarray:
         return self._counts[rows] * self._width
 
-    def gather(self, data: np.ndarray, lying: np.ndarray | None, picks: np.ndarray, out: np.ndarray) -> None:
-        if lying is None:
+    def gather(self, data: np.ndarray, held: np.ndarray | None, picks: np.ndarray, out: np.ndarray) -> None:
+        if held is None:
             firsts, counts = self._starts[picks], self._counts[picks]
         else:
-            lengths = self._counts[lying]
+            lengths = self._counts[held]
             firsts, counts = (np.cumsum(lengths) - lengths)[picks], lengths[picks]
         before = np.cumsum(counts) - counts
         index = np.repeat(firsts - before, counts)
@@ -139,8 +142,8 @@ class UnevenRows(Rows):
         np.take(data.view(wide), index, out=out.view(wide), mode="clip")
 
 
-def copy_rows(source: RawRows, target: Target, shares: Shares, *, unit_rows: int, told: Told) -> None:
-    """Copy rows in their old order."""
+def copy_rows(source: RawRows, target: Target, shares: Shares, *, unit_rows: int, moved: Moved) -> None:
+    """Copy all rows in their old order; ``unit_rows`` is the number of rows that are best written together."""
     width = source.row_bytes
     step_bytes = shares.banded(shares.step_bytes, source.band_rows * width, source.whole_bands)
 
@@ -160,11 +163,11 @@ def copy_rows(source: RawRows, target: Target, shares: Shares, *, unit_rows: int
     for step, data in _in_order(steps(), move, size, min(source.num_threads, shares.num_threads)):
         if not target.any_order:
             target.put(step.start * width, data)
-        told(len(data))
+        moved(len(data))
 
 
-def shuffle_rows(rows: Rows, new: NewOrder, target: Target, shares: Shares, *, folder: Path, told: Told) -> None:
-    """Move rows into a new order; the result does not depend on the memory."""
+def shuffle_rows(rows: Rows, new: NewOrder, target: Target, shares: Shares, *, folder: Path, moved: Moved) -> None:
+    """Write all rows in their new order; a temporary file, if needed, is in ``folder``."""
     borders = rows.borders(shares.bucket_bytes(rows.num_bytes))
     if len(borders) == 2:  # all rows fit in memory
         whole, data = np.empty((2, rows.num_bytes), np.uint8)
@@ -172,21 +175,25 @@ def shuffle_rows(rows: Rows, new: NewOrder, target: Target, shares: Shares, *, f
             rows.read(span, whole[rows.old_offset(span.start) : rows.old_offset(span.stop)])
         rows.gather(whole, None, new.order, data)
         target.put(0, data)
-        told(rows.num_bytes)
+        moved(rows.num_bytes)
         return
     with ExitStack() as stack:
         waiting = target if isinstance(target, PlainTarget) else stack.enter_context(closing(TemporaryBytes(folder)))
-        _scatter(rows, new, waiting, shares, borders, told)
-        _settle(rows, new, waiting, target, shares, borders, told)
+        _scatter(rows, new, waiting, shares, borders, moved)
+        _settle(rows, new, waiting, target, shares, borders, moved)
 
 
-def _scatter(rows: Rows, new: NewOrder, waiting: Waiting, shares: Shares, borders: np.ndarray, told: Told) -> None:
-    """Do the first pass: move every row to the bucket of its new place; rows in a bucket keep their old order."""
+def _scatter(rows: Rows, new: NewOrder, waiting: Waiting, shares: Shares, borders: np.ndarray, moved: Moved) -> None:
+    """Do the first pass: write every row to the bucket of its new place; within a bucket, in the old order."""
     local = threading.local()
-    ends = [rows.new_offset(int(border)) for border in borders]  # position of the next row of each bucket
+    ends = [rows.new_offset(int(border)) for border in borders]  # where the next row of each bucket goes
 
     def plan(span: range) -> tuple[range, np.ndarray, list[tuple[int, int, int]]]:
-        """Return the order that groups rows by bucket, and each group's destination: offset, first and last byte."""
+        """Group the rows of a span by bucket.
+
+        Returns the span, the order of its rows by bucket, and for each bucket its offset and the grouped bytes for it:
+        from the first byte to the last, excluded.
+        """
         buckets = np.searchsorted(borders, new.places[span.start : span.stop], "right") - 1
         picks = np.argsort(buckets, kind="stable")
         ordered = buckets[picks]
@@ -213,26 +220,20 @@ def _scatter(rows: Rows, new: NewOrder, waiting: Waiting, shares: Shares, border
     size = max(rows.old_offset(span.stop) - rows.old_offset(span.start) for span in rows.spans(shares, step_bytes))
     steps = (plan(span) for span in rows.spans(shares, step_bytes))
     for _, done in _in_order(steps, scatter, size, min(rows.source.num_threads, shares.num_threads)):
-        told(done // 2)
+        moved(done // 2)
 
 
 def _settle(
-    rows: Rows,
-    new: NewOrder,
-    waiting: Waiting,
-    target: Target,
-    shares: Shares,
-    borders: np.ndarray,
-    told: Told,
+    rows: Rows, new: NewOrder, waiting: Waiting, target: Target, shares: Shares, borders: np.ndarray, moved: Moved
 ) -> None:
-    """Do the second pass: put every bucket in order."""
+    """Do the second pass: put the rows of every bucket in their new order."""
     local = threading.local()
 
     def settle(bucket: int, buffer: np.ndarray) -> np.ndarray:
         first, last = int(borders[bucket]), int(borders[bucket + 1])
         start, stop = rows.new_offset(first), rows.new_offset(last)
         data, wanted = buffer[: stop - start], new.order[first:last]
-        by_row = np.argsort(wanted, kind="stable")  # the rows are in their old order
+        by_row = np.argsort(wanted, kind="stable")  # the first pass kept the old order
         width = rows.source.row_bytes
         if not isinstance(rows, UnevenRows) and width >= LEAST_VECTOR_BYTES:
             offsets = waiting.offset + (first + np.arange(len(wanted))) * width
@@ -240,11 +241,11 @@ def _settle(
             for part in vector_parts(offsets, rows.sizes(wanted), by_row * width, data, lambda _: where):
                 part(waiting.descriptor)
         else:
-            lies = scratch(local, "lies", stop - start)
-            waiting.read(start, lies)
+            bucketed = scratch(local, "bucketed", stop - start)
+            waiting.read(start, bucketed)
             picks = np.empty_like(by_row)
             picks[by_row] = np.arange(len(by_row))
-            rows.gather(lies, wanted[by_row], picks, data)
+            rows.gather(bucketed, wanted[by_row], picks, data)
         if target.any_order:
             target.put(start, data)
         return data
@@ -254,13 +255,13 @@ def _settle(
     for bucket, data in _in_order(range(len(borders) - 1), settle, size, shares.num_threads):
         if not target.any_order:
             target.put(offsets[bucket], data)
-        told(len(data) - len(data) // 2)
+        moved(len(data) - len(data) // 2)
 
 
 def _in_order(
     tasks: Iterable[T], work: Callable[[T, np.ndarray], R], buffer_bytes: int, num_threads: int
 ) -> Iterator[tuple[T, R]]:
-    """Yield tasks with the result of ``work(task, buffer)``, in order; the buffer is reused afterwards."""
+    """Run ``work(task, buffer)`` in threads; yield tasks with their results, in order. Buffers are reused."""
     buffers = [np.empty(buffer_bytes, np.uint8) for _ in range(num_threads + 1)]
 
     def run(task: T, buffer: np.ndarray) -> tuple[T, R]:

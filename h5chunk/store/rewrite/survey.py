@@ -1,7 +1,6 @@
 """List the objects of any HDF5 file, and refuse those that cannot be kept when the file is rewritten.
 
-References out of the file are not followed: external links, external storage and virtual datasets are refused. Soft
-links are kept, and not followed.
+External links, external storage and virtual datasets are refused. Soft links are kept, but not followed.
 """
 
 from __future__ import annotations
@@ -19,32 +18,32 @@ from h5chunk.plan.cache import ChunkGrid
 from h5chunk.store.hdf5.codecs import KNOWN_FILTERS
 from h5chunk.store.hdf5.open import translate_errors
 
-ORDER_TRACKED = 1  # bit of the flags of creation order
+ORDER_TRACKED = 1  # H5P_CRT_ORDER_TRACKED of H5Ppublic.h
 NUMBERS_AND_TEXT = "biufS"  # kinds of NumPy types that a field may have
 
 
 @dataclass(frozen=True)
 class DatasetFacts:
-    """A dataset, as its metadata describes it."""
+    """The metadata of a dataset."""
 
     path: bytes  # without a leading slash
     shape: tuple[int, ...] | None  # None: an empty dataspace
     maxshape: tuple[int | None, ...]
     chunks: tuple[int, ...] | None
-    dtype: str  # description for messages
-    kind: str  # kind of the NumPy type; V if NumPy has none
+    dtype: str  # text for messages
+    kind: str  # kind of the NumPy type; V if NumPy has no such type
     item_bytes: int
     filters: tuple[int, ...]  # registered numbers of filters
     filter_names: tuple[str, ...]
     stored_bytes: int
-    fixed: bool  # values are plain bytes: no references, no variable-length parts
-    refers: bool  # values refer to objects
-    regions: bool  # values refer to parts of datasets
-    named: bool  # its type has a name in the file
+    fixed: bool  # whether values are plain bytes, without references or variable-length parts
+    refers: bool  # whether values have references to objects
+    regions: bool  # whether values have references to regions of datasets
+    named: bool  # whether its type has a name in the file
 
     @property
     def name(self) -> str:
-        """Name for messages."""
+        """The path, for messages."""
         return printable(self.path)
 
     @property
@@ -59,18 +58,18 @@ class DatasetFacts:
 
     @property
     def grid(self) -> ChunkGrid:
-        """Chunk grid of a dataset with rows."""
+        """The chunk grid, for a dataset with at least one axis."""
         return ChunkGrid(self.shape or (), self.chunks, self.item_bytes, bool(self.filters))
 
 
 @dataclass(frozen=True)
 class Node:
-    """One link in the tree of groups."""
+    """A link in a group, and the kind of object that it leads to."""
 
-    parent: bytes  # path of its group
+    parent: bytes  # path of the group
     name: bytes
-    kind: str  # group, dataset, type, soft, or again: another name of the same object
-    leads_to: bytes = b""  # for a soft link its target; for another name the object's first path
+    kind: str  # group, dataset, type, soft (a soft link), or again (a further hard link to a listed object)
+    leads_to: bytes = b""  # target of a soft link; first path of the object of a further hard link
 
     @property
     def path(self) -> bytes:
@@ -81,16 +80,16 @@ class Node:
 class Survey:
     """All objects and links of a file."""
 
-    nodes: list[Node] = field(default_factory=list)  # groups before their members; members in the order of the group
+    nodes: list[Node] = field(default_factory=list)  # groups come before their members
     datasets: dict[bytes, DatasetFacts] = field(default_factory=dict)  # by path
-    paths: dict[int, bytes] = field(default_factory=dict)  # first path of each object, by address; empty for the root
+    paths: dict[int, bytes] = field(default_factory=dict)  # first path of an object, by its address; empty for the root
 
 
 def survey_file(file: h5py.File) -> Survey:
-    """List all objects and links of a file."""
-    found, shown = Survey(), printable(file.filename)
+    """List all objects and links of a file. Raises FileError or TrustError if one cannot be kept."""
+    survey, shown = Survey(), printable(file.filename)
     with translate_errors(file.filename):
-        found.paths[h5o.get_info(file.id).addr] = b""
+        survey.paths[h5o.get_info(file.id).addr] = b""
         groups = [b""]
         for parent in groups:  # grows
             group = h5g.open(file.id, parent or b"/")
@@ -98,16 +97,17 @@ def survey_file(file: h5py.File) -> Survey:
             tracked = group.get_create_plist().get_link_creation_order() & ORDER_TRACKED
             group.links.iterate(names.append, idx_type=h5py.h5.INDEX_CRT_ORDER if tracked else h5py.h5.INDEX_NAME)
             for name in names:
-                node = _look_at_link(group, parent, name, found, shown)
-                found.nodes.append(node)
+                node = _describe_link(group, parent, name, survey.paths, shown)
+                survey.nodes.append(node)
                 if node.kind == "group":
                     groups.append(node.path)
                 elif node.kind == "dataset":
-                    found.datasets[node.path] = look_at_dataset(h5d.open(group, name), node.path, shown)
-    return found
+                    survey.datasets[node.path] = describe_dataset(h5d.open(group, name), node.path, shown)
+    return survey
 
 
-def _look_at_link(group: h5g.GroupID, parent: bytes, name: bytes, found: Survey, shown: str) -> Node:
+def _describe_link(group: h5g.GroupID, parent: bytes, name: bytes, paths: dict[int, bytes], shown: str) -> Node:
+    """Describe a link, and add the path of a new object to ``paths``."""
     where = f"{shown}: {printable(parent + b'/' + name if parent else name)!r}"
     if name in (b"", b".") or b"/" in name:
         raise FileError(f"{where} has an invalid name: it is damaged")
@@ -119,18 +119,18 @@ def _look_at_link(group: h5g.GroupID, parent: bytes, name: bytes, found: Survey,
     if kind != h5l.TYPE_HARD:
         raise FileError(f"{where} is a link of an unknown kind ({kind}): delete it")
     info = h5o.get_info(group, name)
-    if info.addr in found.paths:
-        return Node(parent, name, "again", found.paths[info.addr])
+    if info.addr in paths:
+        return Node(parent, name, "again", paths[info.addr])
     kinds = {h5o.TYPE_GROUP: "group", h5o.TYPE_DATASET: "dataset", h5o.TYPE_NAMED_DATATYPE: "type"}
     if info.type not in kinds:
         raise FileError(f"{where} is an object of an unknown kind ({info.type})")
     node = Node(parent, name, kinds[info.type])
-    found.paths[info.addr] = node.path
+    paths[info.addr] = node.path
     return node
 
 
-def look_at_dataset(dataset: h5d.DatasetID, path: bytes, shown: str) -> DatasetFacts:
-    """Describe a dataset by its metadata."""
+def describe_dataset(dataset: h5d.DatasetID, path: bytes, shown: str) -> DatasetFacts:
+    """Return the metadata of a dataset. Raises FileError or TrustError if it cannot be kept."""
     where = f"{shown}: {printable(path)!r}"
     properties, kind, space = dataset.get_create_plist(), dataset.get_type(), dataset.get_space()
     layout = properties.get_layout()
@@ -145,18 +145,18 @@ def look_at_dataset(dataset: h5d.DatasetID, path: bytes, shown: str) -> DatasetF
     if stored_bytes > file_bytes:
         raise FileError(f"{where} claims {stored_bytes} stored bytes but the file has {file_bytes}: it is damaged")
     try:
-        words, letter = str(dataset.dtype), dataset.dtype.kind
+        dtype, letter = str(dataset.dtype), dataset.dtype.kind
     except TypeError:
-        words, letter = "a type that NumPy does not have", "V"
+        dtype, letter = "a type that NumPy does not have", "V"
     null = space.get_simple_extent_type() == h5s.NULL
     filters = [properties.get_filter(number) for number in range(properties.get_nfilters())]
-    most = () if null else space.get_simple_extent_dims(True)
+    maxshape = () if null else space.get_simple_extent_dims(True)
     return DatasetFacts(
         path=path,
         shape=None if null else tuple(dataset.shape),
-        maxshape=tuple(None if size == h5s.UNLIMITED else size for size in most),
+        maxshape=tuple(None if size == h5s.UNLIMITED else size for size in maxshape),
         chunks=properties.get_chunk() if layout == h5d.CHUNKED else None,
-        dtype=words,
+        dtype=dtype,
         kind=letter,
         item_bytes=kind.get_size(),
         filters=tuple(each[0] for each in filters),
@@ -170,7 +170,7 @@ def look_at_dataset(dataset: h5d.DatasetID, path: bytes, shown: str) -> DatasetF
 
 
 def parts_of(kind: h5t.TypeID) -> Iterator[h5t.TypeID]:
-    """Yield a type and all types that it is made of."""
+    """Yield a type, and all types of its members and elements, to any depth."""
     yield kind
     if isinstance(kind, h5t.TypeCompoundID):
         for number in range(kind.get_nmembers()):
@@ -180,7 +180,7 @@ def parts_of(kind: h5t.TypeID) -> Iterator[h5t.TypeID]:
 
 
 def is_fixed(kind: h5t.TypeID) -> bool:
-    """Whether values are plain bytes, without variable-length parts or references."""
+    """Return whether values are plain bytes, without variable-length parts or references."""
     return not any(
         isinstance(part, (h5t.TypeVlenID, h5t.TypeReferenceID))
         or (isinstance(part, h5t.TypeStringID) and part.is_variable_str())
@@ -194,12 +194,12 @@ def references_of(kind: h5t.TypeID) -> list[h5t.TypeReferenceID]:
 
 
 def refers_to_regions(kind: h5t.TypeID) -> bool:
-    """Whether values refer to parts of datasets."""
+    """Return whether values have references to regions of datasets."""
     return any(part.equal(h5t.STD_REF_DSETREG) for part in references_of(kind))
 
 
 def attribute_names(item: Any) -> list[bytes]:
-    """Names of the attributes of a low-level object, in the order of their creation if it is known."""
+    """List the names of an object's attributes, in the order of their creation if the file tracks it."""
     names: list[bytes] = []
     tracked = not isinstance(item, h5t.TypeID) and item.get_create_plist().get_attr_creation_order() & ORDER_TRACKED
     h5a.iterate(item, names.append, index_type=h5py.h5.INDEX_CRT_ORDER if tracked else h5py.h5.INDEX_NAME)

@@ -1,4 +1,4 @@
-"""Write a matrix as `h5chunk.store.format.spec` specifies it: as a CSR group, or as dense rows."""
+"""Write a matrix as a CSR group or as dense rows: see `h5chunk.store.format.spec`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from h5chunk.store.write.targets import PlainTarget
 
 
 def csr_spec(layout: CsrLayout, *, scale: float, time_order: bool = False, **parts: Any) -> FileSpec:
-    """Return the file to write: see `_spec` for ``parts``; a value is the stored number divided by ``scale``."""
+    """Return the specification of a file with a CSR matrix, whose values are stored numbers divided by ``scale``.
+
+    ``time_order`` says that the entries of each row are in the order of their times. See `_spec` for ``parts``.
+    """
     entries, chunks = (layout.num_entries,), (layout.chunk_entries,)
     arrays = {
         f"{MATRIX}/indices": ArraySpec(entries, layout.index_dtype, chunks),
@@ -32,7 +35,7 @@ def csr_spec(layout: CsrLayout, *, scale: float, time_order: bool = False, **par
 
 
 def dense_spec(layout: Layout, dtype: np.dtype, *, gzip: bool, **parts: Any) -> FileSpec:
-    """Return the file to write for dense rows, compressed or not: see `_spec` for ``parts``."""
+    """Return the specification of a file with dense rows, compressed by ``gzip`` or not: see `_spec` for ``parts``."""
     num_columns = layout.sample_bytes // dtype.itemsize
     rows = field_spec(layout.num_samples, layout.chunk_samples, (num_columns,), dtype, gzip=gzip)
     return _spec(layout, DENSE, {MATRIX: rows}, {}, **parts)
@@ -50,9 +53,11 @@ def _spec(
     fields: Mapping[str, np.ndarray],
     tables: Mapping[str, np.ndarray],
 ) -> FileSpec:
-    """Return the file to write; fields and tables, by path below the root and ``/h5chunk``, only give types.
+    """Return the specification of a file with a matrix.
 
-    ``attributes`` has ``seed``, ``shuffled`` and ``options``.
+    ``arrays`` and ``about`` are the datasets and further attributes of the matrix. ``fields`` and ``tables``, by path
+    below the root and ``/h5chunk``, are other datasets, of which only types and shapes are used. ``attributes`` are the
+    header's ``seed``, ``shuffled`` and ``options``.
     """
     datasets = {**arrays, **column_specs(fields, layout.num_samples, layout.chunk_samples)}
     for name, array in arrays.items():
@@ -72,20 +77,18 @@ def _spec(
 
 
 class CsrWriter:
-    """Write the entries of a matrix, in row order, in parts of any size."""
+    """Write the entries of a matrix in the order of the rows, any number at a time."""
 
     def __init__(self, new: NewFile, layout: CsrLayout) -> None:
         self._new, self._layout, self._num_done = new, layout, 0
         self._targets: dict[str, PlainTarget] = {}
-        dtypes = {"indices": layout.index_dtype, "data": layout.value_dtype}
-        for name, dtype in dtypes.items() if layout.num_entries else ():
-            if dtype is not None:
-                sizes = {"num_bytes": layout.num_entries, "chunk_bytes": layout.chunk_entries}
-                sizes = {what: size * dtype.itemsize for what, size in sizes.items()}
-                self._targets[name] = PlainTarget(new, f"{MATRIX}/{name}", **sizes, checked=True)
+        for name, dtype in (("indices", layout.index_dtype), ("data", layout.value_dtype)):
+            if dtype is not None and layout.num_entries:
+                sizes = layout.num_entries * dtype.itemsize, layout.chunk_entries * dtype.itemsize
+                self._targets[name] = PlainTarget(new, f"{MATRIX}/{name}", *sizes, checked=True)
 
     def append(self, indices: np.ndarray, values: np.ndarray | None) -> None:
-        """Write the next entries."""
+        """Write the next entries, whose ``values`` are None for a pattern."""
         dtype = None if values is None else values.dtype
         if indices.dtype != self._layout.index_dtype or dtype != self._layout.value_dtype:
             raise TypeError(f"indices are {indices.dtype}, values {dtype}")
@@ -97,7 +100,7 @@ class CsrWriter:
         self._num_done += len(indices)
 
     def finish(self, row_entries: np.ndarray) -> None:
-        """Write ``indptr`` and the checksums."""
+        """Write ``indptr``, from the number of entries of each row, and all checksums."""
         indptr = np.zeros(self._layout.num_rows + 1, np.int64)
         np.cumsum(row_entries, out=indptr[1:])
         if not indptr[-1] == self._num_done == self._layout.num_entries:
@@ -106,5 +109,5 @@ class CsrWriter:
             )
         self._new.write(f"{MATRIX}/indptr", indptr)
         checksums = {"indptr": np.array([zlib.crc32(indptr.tobytes())], np.uint32)}
-        for name, found in (checksums | {name: target.finish() for name, target in self._targets.items()}).items():
-            self._new.write(f"{GROUP}/checksums/{MATRIX}/{name}", found)
+        for name, values in (checksums | {name: target.finish() for name, target in self._targets.items()}).items():
+            self._new.write(f"{GROUP}/checksums/{MATRIX}/{name}", values)

@@ -1,8 +1,8 @@
 """Fill the chunks of a new file from a source, in worker processes.
 
-Workers take runs of chunks, read samples from a source, and write each chunk with one ``pwrite``: pixels are never sent
-between processes. A worker returns checksums, and notes that are counted. The bytes of a chunk do not depend on the
-worker. Workers first check the chunks that a journal claims to be written.
+A task is a run of chunks: a worker reads their samples and writes each chunk with one ``pwrite``, so that no samples
+are sent between processes. Its result has the checksums of the chunks. A claim is the result of an earlier run, from a
+journal: a worker checks it, and writes the chunks again if it does not hold.
 
 On Linux workers are forked, which is fast and needs no guard in the caller's main module: they run Pillow, NumPy and
 zlib in one thread, and take no lock that a thread of the parent may hold. Elsewhere fork is not safe, and the caller's
@@ -38,13 +38,11 @@ from h5chunk.store.hdf5.codecs import crc32
 from h5chunk.store.write.part_file import write_at, writing
 
 START_METHOD = "fork" if sys.platform == "linux" else "spawn"
-TASK_SAMPLES = 64  # samples per task, which costs the main process about 0.3 ms
-TASKS_AHEAD = 3  # tasks that wait for each worker
-GO_ON, STOP, LEAVE = 0, 1, 2  # commands to workers
-LEAVE_S = 1.0  # to stop reading; values above it: to exit at once
-LOOK_S = 0.5
-
-Written = Callable[[int], None]  # called with the number of samples written since the last call
+TASK_SAMPLES = 64  # samples per task; a task costs the main process about 0.3 ms
+TASKS_AHEAD = 3  # tasks that are submitted per worker
+GO_ON, STOP, LEAVE = 0, 1, 2  # commands to workers: continue, stop reading samples, exit at once
+LEAVE_S = 1.0  # time that workers get to stop before they are told to exit at once
+LOOK_S = 0.5  # time between a worker's looks at the command
 
 
 class FillField(NamedTuple):
@@ -58,7 +56,7 @@ class FillField(NamedTuple):
 
 @dataclass
 class FillJob:
-    """The fields to fill, the source and the file. The job is sent to each worker once."""
+    """All that workers need to know: the file, its fields, and the source. It is sent to each worker once."""
 
     part: Path
     fields: tuple[FillField, ...]  # the fields that the source reads
@@ -71,12 +69,12 @@ class FillJob:
         return -(-len(self.order) // self.chunk_samples)
 
     def tasks(self) -> list[range]:
-        """Return the chunks of each task."""
+        """Divide the chunks into tasks."""
         step = max(1, TASK_SAMPLES // self.chunk_samples)
         return [range(first, min(first + step, self.num_chunks)) for first in range(0, self.num_chunks, step)]
 
     def rows(self, chunks: range) -> range:
-        """Return the rows of some chunks."""
+        """Return the rows in a range of chunks."""
         size = self.chunk_samples
         return range(chunks.start * size, min(chunks.stop * size, len(self.order)))
 
@@ -97,18 +95,18 @@ class Done(NamedTuple):
 
     chunks: range
     checksums: list[list[int]]
-    notes: Counter[str]  # what the source noted of its samples
+    notes: Counter[str]  # number of samples for each note that the source made
     failures: list[Failure]
     stamp: int  # stamp of its samples, see `stamp_of_samples`
-    is_new: bool = True  # False: all chunks had been written before
+    is_new: bool = True  # False for a claim, whose chunks an earlier run wrote
 
     def record(self) -> list[Any]:
-        """Return a record for a journal."""
+        """Return the JSON value that `parse_record` turns into a claim."""
         return [self.chunks.start, self.checksums, dict(self.notes), [list(f) for f in self.failures], self.stamp]
 
 
 def parse_record(record: Any) -> Done | None:
-    """Return the finished task that a journal's record claims; None if it is not such a record."""
+    """Return the claim in a journal's record; None if the record is not the result of a task."""
     try:
         first, checksums, notes, failures, stamp = record
         chunks = range(first, first + len(checksums))
@@ -121,10 +119,10 @@ def parse_record(record: Any) -> Done | None:
 
 @dataclass
 class Filled:
-    """Result of `fill`."""
+    """The results of all tasks, which `fill` returns."""
 
-    checksums: dict[str, np.ndarray] = field(default_factory=dict)  # checksums of each field's chunks
-    notes: Counter[str] = field(default_factory=Counter)  # what the source noted of its samples
+    checksums: dict[str, np.ndarray] = field(default_factory=dict)  # by field: (num_chunks,) uint32
+    notes: Counter[str] = field(default_factory=Counter)  # number of samples for each note that the source made
     failures: list[Failure] = field(default_factory=list)  # in row order; their rows are zeros
     stamp: int = 0  # stamp of all samples at the time of reading
 
@@ -133,19 +131,18 @@ def fill(
     job: FillJob,
     num_workers: int,
     stop_at_failure: bool,
-    written: Written,
+    written: Callable[[int], None],
     claims: Mapping[int, Done] | None = None,
     finished: Callable[[Done], None] = lambda done: None,
 ) -> Filled:
-    """Write all chunks of the job, in ``num_workers`` processes, or with 0 in this process.
+    """Write all chunks of the job, in ``num_workers`` processes, or in this process if that is 0.
 
-    Tasks in ``claims``, by their first chunks, are not repeated if the claim holds. ``finished`` is called with each
-    task that was done now, unless the failure of a sample stops the job.
+    ``claims`` has claims by their first chunk. ``finished`` is called with each new result, unless a sample failed and
+    ``stop_at_failure``; ``written`` with the number of samples written since the last call.
     """
     filled = Filled()
     checksums = np.zeros((len(job.fields), job.num_chunks), np.uint32)
-    claims = claims or {}
-    claimed = {first: claim for first, claim in claims.items() if not (stop_at_failure and claim.failures)}
+    claimed = {first: claim for first, claim in (claims or {}).items() if not (stop_at_failure and claim.failures)}
     tasks = [(chunks, claimed.get(chunks.start)) for chunks in job.tasks()]
     tasks.sort(key=lambda task: task[1] is None)
     results = _in_this_process(job, tasks) if num_workers == 0 else _in_workers(job, tasks, num_workers)
@@ -230,7 +227,7 @@ def _start_worker(job: FillJob, told: Any) -> None:
 
 
 def _leave_in_time(told: Any) -> None:
-    """Exit with the parent, or on command: a killed process could hold a lock that others wait for."""
+    """Exit when the parent ends, or on command: if the parent killed this process, it could die holding a lock."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         while told.value != LEAVE and not multiprocessing.connection.wait([parent.sentinel], LOOK_S):
@@ -242,27 +239,17 @@ def _run_task(chunks: range, claim: Done | None) -> Done:
     return _runner.run(chunks, claim)
 
 
-class _ChunkBuffer:
-    """A reused buffer for one chunk of a field: allocating new memory would cost more than writing."""
-
-    def __init__(self, field: FillField, chunk_samples: int) -> None:
-        self._start = field.offset
-        shape = (chunk_samples, *field.shape)
-        self.samples = np.zeros(shape, field.dtype)
-        self.data = self.samples.reshape(-1).view(np.uint8).reshape(chunk_samples, -1)
-
-    def offset(self, chunk: int) -> int:
-        """Return the offset of a chunk in the file."""
-        return self._start + chunk * self.data.nbytes
-
-
 class _TaskRunner:
-    """Runs tasks, one after the other. Context manager."""
+    """Context manager that runs tasks, one after the other.
+
+    The buffers for one chunk of each field are reused, because allocating new memory would cost more than writing.
+    """
 
     def __init__(self, job: FillJob, stopped: Callable[[], bool] = lambda: False) -> None:
-        self._job = job
-        self._stopped = stopped
-        self._buffers = {field.name: _ChunkBuffer(field, job.chunk_samples) for field in job.fields}
+        self._job, self._stopped = job, stopped
+        size = job.chunk_samples
+        self._samples = {field.name: np.zeros((size, *field.shape), field.dtype) for field in job.fields}
+        self._bytes = [samples.reshape(-1).view(np.uint8).reshape(size, -1) for samples in self._samples.values()]
         self._session = job.source.session()
 
     def __enter__(self) -> _TaskRunner:
@@ -275,7 +262,7 @@ class _TaskRunner:
         os.close(self._descriptor)
 
     def run(self, chunks: range, claim: Done | None = None) -> Done:
-        """Write some chunks of all fields, unless a claim that they are written holds."""
+        """Write these chunks of all fields, unless the claim holds."""
         if claim is not None and self._holds(chunks, claim):
             return claim
         done = Done(chunks, [], Counter(), [], 0)
@@ -285,27 +272,25 @@ class _TaskRunner:
                 return done
             done = done._replace(stamp=done.stamp ^ stamp)
             with writing(self._job.part):
-                for buffer in self._buffers.values():
-                    write_at(self._descriptor, buffer.data.data, buffer.offset(chunk))
+                for target, data in zip(self._job.fields, self._bytes, strict=True):
+                    write_at(self._descriptor, data.data, target.offset + chunk * data.nbytes)
         return done
 
     def _read_chunk(self, chunk: int, done: Done) -> int | None:
         """Read the samples of a chunk into the buffers; return their stamp, or None if the task was stopped."""
         rows = self._job.rows(range(chunk, chunk + 1))
-        buffers = list(self._buffers.values())
-        checksums, stamp = [0] * len(buffers), 0
-        for place, row in enumerate(rows):
+        checksums, indices = [0] * len(self._bytes), self._job.order[rows.start : rows.stop]
+        stamp = stamp_of_samples(self._job.source, indices)
+        for place, index in enumerate(indices.tolist()):
             if self._stopped():
                 return None
-            index = int(self._job.order[row])
-            stamp ^= stamp_of_sample(self._job.source, index)
             failure = self._read_sample(index, place, done.notes)
             if failure is not None:
-                done.failures.append(Failure(row, str(failure), type(failure).__name__))
-            for number, buffer in enumerate(buffers):  # while the sample is in the processor's cache
-                checksums[number] = zlib.crc32(buffer.data[place], checksums[number])
-        for number, buffer in enumerate(buffers):
-            padding = buffer.data[len(rows) :]
+                done.failures.append(Failure(rows[place], str(failure), type(failure).__name__))
+            for number, data in enumerate(self._bytes):  # while the sample is in the processor's cache
+                checksums[number] = zlib.crc32(data[place], checksums[number])
+        for number, data in enumerate(self._bytes):
+            padding = data[len(rows) :]
             if len(padding):
                 padding[...] = 0
                 checksums[number] = zlib.crc32(padding.data, checksums[number])
@@ -313,8 +298,8 @@ class _TaskRunner:
         return stamp
 
     def _read_sample(self, index: int, place: int, notes: Counter[str]) -> SampleError | None:
-        """Read a sample into the buffers; on failure, fill its place with zeros."""
-        out = {name: buffer.samples[place, ...] for name, buffer in self._buffers.items()}
+        """Read a sample into place ``place`` of the buffers; if it fails, write zeros there and return the error."""
+        out = {name: samples[place, ...] for name, samples in self._samples.items()}
         try:
             notes.update(self._job.source.read_into(index, out))
         except SampleError as error:
@@ -324,7 +309,7 @@ class _TaskRunner:
         return None
 
     def _holds(self, chunks: range, claim: Done) -> bool:
-        """Whether the source is unchanged, failures included, and the chunks have the checksums of the claim."""
+        """Return whether the samples are unchanged, including those that failed, and the chunks are intact."""
         job = self._job
         if claim.chunks != chunks:
             return False
@@ -333,7 +318,7 @@ class _TaskRunner:
         return now == claim.stamp and self._still_fail(claim.failures) and self._are_written(claim)
 
     def _still_fail(self, failures: list[Failure]) -> bool:
-        """Whether samples that failed fail again: the cause may be gone without a change to their files."""
+        """Return whether samples that failed fail again: the cause may be gone without a change to their files."""
         for failure in failures:
             if not 0 <= failure.row < len(self._job.order):
                 return False
@@ -343,14 +328,14 @@ class _TaskRunner:
         return True
 
     def _are_written(self, claim: Done) -> bool:
-        """Whether the chunks have the checksums that the claim states."""
+        """Return whether the chunks in the file have the checksums of the claim."""
         for chunk, checksums in zip(claim.chunks, claim.checksums, strict=True):
-            if len(checksums) != len(self._buffers):
+            if len(checksums) != len(self._bytes):
                 return False
-            for buffer, checksum in zip(self._buffers.values(), checksums, strict=True):
-                data = buffer.data.reshape(-1)
+            for target, samples, checksum in zip(self._job.fields, self._bytes, checksums, strict=True):
+                data = samples.reshape(-1)
                 try:
-                    length = os.preadv(self._descriptor, [data.data], buffer.offset(chunk))
+                    length = os.preadv(self._descriptor, [data.data], target.offset + chunk * data.nbytes)
                 except OSError:
                     return False
                 if length != data.nbytes or crc32(data) != checksum:
@@ -358,18 +343,11 @@ class _TaskRunner:
         return True
 
 
-def stamp_of_sample(source: SampleReader, index: int) -> int:
-    """Return a number of 64 bits that changes when a sample may have changed; 0 for one that never does."""
-    stamp = source.stamp(index)
-    if not stamp:
-        return 0
-    packed = struct.pack(f"<{len(stamp) + 1}q", index, *stamp)
-    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
-
-
 def stamp_of_samples(source: SampleReader, indices: np.ndarray) -> int:
-    """Return the current stamp of several samples: the stamps of all, combined by exclusive or, in any order."""
-    stamp = 0
+    """Return a number of 64 bits that changes when one of the samples may have changed; their order does not matter."""
+    combined = 0
     for index in indices.tolist():
-        stamp ^= stamp_of_sample(source, index)
-    return stamp
+        if stamp := source.stamp(index):
+            packed = struct.pack(f"<{len(stamp) + 1}q", index, *stamp)
+            combined ^= int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
+    return combined

@@ -1,14 +1,12 @@
 """Keep a journal of finished work, an append-only list of records, so that an interrupted writer can continue.
 
-A line is a record: the CRC-32 of its JSON, and the JSON. The first record is a key, a digest of everything that
-determines the meaning of the other records. A torn or damaged line ends the journal: later lines are ignored. Records
-are claims, not facts: readers must check the data again.
+Each line is a record: the CRC-32 of its JSON, and the JSON. The first record is a key, a digest of everything that
+determines the meaning of the others. Lines after a torn or damaged line are ignored. Whoever continues must check the
+data that a record describes.
 
-A writer that is killed right after it has renamed its output cannot report success. The identity of its command is
-therefore stored in an extended attribute of the output: it covers the options, and the size and times of all files
-read. It is not stored inside the file, so that equal sources make equal bytes. It also covers the size and time of the
-output, so that it is invalid once the output is modified, or copied. If the file system has no such attributes, nothing
-is stored.
+So that the same command can tell that an existing output is already its own, a digest of the command and of the
+output's size and time is stored in an extended attribute of the output, if the file system has those. It is not stored
+inside the file, because equal sources must make equal bytes.
 """
 
 from __future__ import annotations
@@ -29,24 +27,19 @@ ATTRIBUTE = "user.h5chunk.command"
 
 
 class Journal:
-    """Records beside a part file. Only the writer that holds the lock of the part file may use it."""
+    """The journal of one output. Only the writer that holds the lock of the part file may use it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.records: list[Any] = []  # existing records with the same key
-        self.was_of_another = False  # whether a journal with another key was emptied
+        self.records: list[Any] = []  # records of an earlier writer with the same key
+        self.key_mismatch = False  # whether the records of another key were dropped
+        self.holds_work = False  # whether there are records, earlier or added ones
         self._file: IO[bytes] | None = None
-        self._num_added = 0
-
-    @property
-    def holds_work(self) -> bool:
-        """Whether the journal has records, existing or added."""
-        return bool(self.records) or self._num_added > 0
 
     def open(self, key: str | None) -> None:
-        """Reuse existing records if they have the same key; otherwise start over.
+        """Read the existing records if they have this key; otherwise empty the journal.
 
-        Without a key, no records are reused or written.
+        If ``key`` is None, records are neither read nor written.
         """
         if key is None:
             return
@@ -55,28 +48,24 @@ class Journal:
             records, end = _read(self._file)
             if records[:1] == [key]:
                 self.records = records[1:]
+                self.holds_work = bool(self.records)
                 self._file.truncate(end)
                 self._file.seek(end)
                 return
-            self.was_of_another = bool(records)
+            self.key_mismatch = bool(records)
             self._file.truncate(0)
             self._file.seek(0)
         self._write(key)
 
     def add(self, record: Any) -> None:
-        """Add a record (JSON). Once the disk is full, no more records are added: a later run then repeats more work."""
-        if self._write(record):
-            self._num_added += 1
+        """Add a record, a JSON value. Once the disk is full, records are dropped: a later run repeats more work."""
+        self.holds_work |= self._write(record)
 
     def _write(self, record: Any) -> bool:
-        if self._file is None:
-            return False
         line = _line(record)
-        try:
-            if self._file.write(line) == len(line):
-                return True
-        except OSError:
-            pass
+        with suppress(OSError):
+            if self._file is None or self._file.write(line) == len(line):
+                return self._file is not None
         self.close()
         return False
 
@@ -89,7 +78,7 @@ class Journal:
     def remove(self) -> None:
         """Close the journal and remove its file, whichever writer made it."""
         self.close()
-        self.records, self._num_added = [], 0
+        self.records, self.holds_work = [], False
         if self.path.is_symlink() or not self.path.is_dir():
             self.path.unlink(missing_ok=True)
 
@@ -115,13 +104,13 @@ def _read(file: IO[bytes]) -> tuple[list[Any], int]:
     return records, end
 
 
-def key_of(what: Any, blobs: Iterable[bytes] = ()) -> str:
-    """Return a digest of a JSON value and of byte strings.
+def key_of(facts: Any, blobs: Iterable[bytes] = ()) -> str:
+    """Return the SHA-256 digest of a JSON value and of byte strings, in hexadecimal.
 
     >>> key_of({"seed": 1})[:8] == key_of({"seed": 2})[:8]
     False
     """
-    digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for blob in blobs:
         digest.update(len(blob).to_bytes(8, "little"))
         digest.update(blob)
@@ -129,18 +118,18 @@ def key_of(what: Any, blobs: Iterable[bytes] = ()) -> str:
 
 
 def save_command_id(output: Path, command_id: str) -> None:
-    """Keep the identity of the command with its output, if the file system can."""
+    """Store a digest of the command and the finished output with the output, if the file system can."""
     with suppress(OSError, AttributeError):
         os.setxattr(output, ATTRIBUTE, _bound_to(output, command_id))
 
 
 def has_command_id(output: Path) -> bool:
-    """Return whether a command's identity is stored with a file or folder."""
+    """Return whether a file or folder has a digest that `save_command_id` stored."""
     return _command_of(output) is not None
 
 
 def is_made_by(output: Path, command_id: str) -> bool:
-    """Whether an output was made by this command and has not been written to since."""
+    """Return whether this command made an output, and nothing has written to it since."""
     kept = _command_of(output)
     try:
         return kept is not None and kept == _bound_to(output, command_id)

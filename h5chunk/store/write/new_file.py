@@ -22,12 +22,12 @@ from h5chunk.store.write.journal import Journal
 from h5chunk.store.write.output import Output
 from h5chunk.store.write.part_file import check_output, check_room, no_room, open_own, write_at, writing
 
-PIECE_BYTES = 1 << 20  # bytes of data that are moved at a time within a file
+PIECE_BYTES = 1 << 20  # bytes that are moved at a time within a file
 FLUSH_INTERVAL_S = 0.5
 
 
 class NewFile(Output):
-    """Write one new file, in a context."""
+    """Context manager that writes one new file: allocate its space, write the datasets, then `commit`."""
 
     def __init__(self, path: str | os.PathLike[str], overwrite: bool = False, journal: Journal | None = None) -> None:
         super().__init__(path, overwrite, journal)
@@ -56,14 +56,18 @@ class NewFile(Output):
         self.part.replace(self.path)
 
     def allocate(self, spec: FileSpec) -> Mapping[str, Region]:
-        """Create the file with all its space, so that a full disk is noticed before the first sample.
+        """Create the file with all its space, so that a full disk is an error before the first sample is written.
 
-        Returns the byte ranges of all datasets.
+        Returns the byte ranges of all datasets, by path.
         """
         return self.make(spec.num_bytes, lambda part: create_file(part, spec))
 
     def make(self, num_bytes: int, create: Callable[[Path], Mapping[str, Region]]) -> Mapping[str, Region]:
-        """Allocate a file of about ``num_bytes``, like `allocate`, which ``create`` writes to a path."""
+        """Create the file by calling ``create`` with the path of the part file, then allocate its space.
+
+        ``create`` returns the byte ranges of all datasets, by path, and so does this method. Raises OutputError if
+        ``num_bytes``, the approximate size of the file, are not free.
+        """
         os.ftruncate(self.descriptor, 0)
         check_room(self.path, num_bytes)  # before HDF5 writes, as it crashes on a full disk
         with writing(self.path):
@@ -72,9 +76,10 @@ class NewFile(Output):
         return self._regions
 
     def reallocate(self, spec: FileSpec, kept: Iterable[str]) -> Mapping[str, Region]:
-        """Like `allocate`, for an existing part file: keep the first samples of the fields ``kept``, and no other data.
+        """Change an existing part file to this specification, and return the byte ranges of all datasets.
 
-        The new header is written to a separate file and copied over the old one.
+        The first samples of the fields ``kept`` stay; all other data is undefined. The new metadata is written to a
+        separate file, and copied over the old metadata.
         """
         check_room(self.path, spec.num_bytes - os.fstat(self.descriptor).st_blocks * 512)
         with writing(self.path):
@@ -99,7 +104,7 @@ class NewFile(Output):
                 raise
 
     def _copy_header(self, kept: Iterable[str]) -> None:
-        """Copy all bytes of the header file except the data of the fields ``kept``."""
+        """Copy the file with the new metadata over the part file, except the data of the fields ``kept``."""
         with self._header.open("rb") as file:
             for region in sorted((self._regions[name] for name in kept), key=lambda region: region.offset):
                 start = file.tell()
@@ -110,11 +115,11 @@ class NewFile(Output):
             os.ftruncate(self.descriptor, file.tell())
 
     def offset(self, name: str) -> int:
-        """Return the file offset of a dataset."""
+        """Return the offset of a dataset's data in the file."""
         return self._regions[name].offset
 
     def write(self, name: str, values: np.ndarray) -> None:
-        """Write a whole dataset; a field's last chunk is padded with zeros."""
+        """Write all values of a dataset, and zeros after the last sample of the last chunk."""
         if not values.size:
             return
         region = self._regions[name]
@@ -123,24 +128,24 @@ class NewFile(Output):
             write_at(self.descriptor, data + bytes(region.num_bytes - len(data)), region.offset)
 
     def read(self, name: str, start: int, num_bytes: int) -> bytes:
-        """Read bytes of a dataset, from its byte ``start`` on."""
+        """Read ``num_bytes`` of a dataset, from its byte ``start`` on."""
         return os.pread(self.descriptor, num_bytes, self.offset(name) + start)
 
     def write_bytes(self, name: str, start: int, data: bytes | memoryview) -> None:
-        """Write bytes of a dataset, from its byte ``start`` on."""
+        """Write ``data`` to a dataset, from its byte ``start`` on."""
         with writing(self.path):
             write_at(self.descriptor, data, self.offset(name) + start)
 
     @contextmanager
     def flusher(self) -> Iterator[None]:
-        """Flush written data to the disk in a thread within this context, so that the final fsync is short."""
+        """Flush written data to the disk from a thread while the context is open, so that the final fsync is short."""
         done, errors = threading.Event(), []
 
         def flush() -> None:
             try:
                 while not done.wait(FLUSH_INTERVAL_S):
                     os.fdatasync(self.descriptor) if hasattr(os, "fdatasync") else os.fsync(self.descriptor)
-            except OSError as error:  # the system reports it only once: the final fsync would succeed
+            except OSError as error:  # the system reports it only once, so the final fsync would succeed
                 errors.append(error)
 
         thread = threading.Thread(target=flush, daemon=True)
@@ -155,10 +160,10 @@ class NewFile(Output):
 
 
 def _move_data(descriptor: int, moves: list[tuple[Region, Region]]) -> None:
-    """Move data from old to new regions of a file; new regions are not longer than old ones.
+    """Move the data of (old, new) pairs of regions in a file; no new region is longer than its old one.
 
-    Large fields have the same order in both, so that they can be moved to lower offsets one after another. Small fields
-    are not aligned and may be anywhere: they are kept in memory meanwhile.
+    Large fields keep their order and move to lower offsets, one after another. Small fields are not aligned and may
+    move anywhere, so they are held in memory meanwhile.
     """
     small = [move for move in moves if move[1].num_bytes <= PIECE_BYTES]
     waiting = [(new.offset, os.pread(descriptor, new.num_bytes, old.offset)) for old, new in small]
@@ -175,22 +180,22 @@ def _move_data(descriptor: int, moves: list[tuple[Region, Region]]) -> None:
 
 
 def column_specs(columns: Mapping[str, np.ndarray], num_samples: int, chunk_samples: int) -> dict[str, ArraySpec]:
-    """Return the fields that hold columns, with one value per sample; only types are used."""
+    """Return the datasets for columns, fields of one value per sample; only the types of the arrays are used."""
     return {name: field_spec(num_samples, chunk_samples, (), values.dtype) for name, values in columns.items()}
 
 
 def table_specs(tables: Mapping[str, np.ndarray]) -> dict[str, ArraySpec]:
-    """Return the datasets of tables below ``/h5chunk``."""
+    """Return the datasets for tables in the group ``/h5chunk``; only the shapes and types of the arrays are used."""
     return {f"{GROUP}/{name}": ArraySpec(values.shape, values.dtype) for name, values in tables.items()}
 
 
 def checksum_specs(fields: Iterable[str], num_chunks: int) -> dict[str, ArraySpec]:
-    """Return the datasets of the checksums of these fields."""
+    """Return the datasets for the checksums of fields: one per chunk."""
     return {f"{GROUP}/checksums/{name}": ArraySpec((num_chunks,), np.dtype(np.uint32)) for name in fields}
 
 
 def write_columns(new: NewFile, columns: Mapping[str, np.ndarray], chunk_samples: int) -> None:
-    """Write columns, in row order, and the checksums of their chunks, the last of which is padded with zeros."""
+    """Write columns, in the order of the rows, and the checksums of their chunks."""
     for name, values in columns.items():
         new.write(name, values)
         data, chunk_bytes = values.tobytes(), chunk_samples * values.itemsize
@@ -202,7 +207,10 @@ def write_columns(new: NewFile, columns: Mapping[str, np.ndarray], chunk_samples
 def write_recommendation(
     path: str | os.PathLike[str], window_chunks: int, cache: CacheSettings, **made_for: str | int
 ) -> Path:
-    """Write the recommendation for a file, and return its path. Raises OutputError if it cannot be written."""
+    """Write the recommendation of `h5chunk tune` for a file, and return the path of the recommendation.
+
+    ``made_for`` is the data that it applies to, as for `h5chunk.store.format.recommendation.read_recommendation`.
+    """
     about = {"version": VERSION, "window_chunks": window_chunks, "cache": [cache.nslots, cache.nbytes, cache.w0]}
     with NewFile(sidecar_of(path), overwrite=True) as new:
         with writing(new.path):

@@ -20,7 +20,7 @@ from h5chunk.store.format.header import read_header
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.guard import Guard, check_attributes
 from h5chunk.store.hdf5.open import open_file, translate_errors
-from h5chunk.store.hdf5.ranges import Where, open_descriptor, read_bytes
+from h5chunk.store.hdf5.ranges import open_descriptor, read_bytes
 from h5chunk.store.read.scan import CheckedDataset
 from h5chunk.store.write.part_file import write_at
 
@@ -28,11 +28,9 @@ CHECKSUMS = f"{GROUP}/checksums"
 COPY_BYTES = 8 << 20  # bytes per copy, if the kernel cannot copy
 NO_KERNEL_COPY = (errno.ENOSYS, errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.ETXTBSY)
 
-Told = Callable[[int], None]  # called with the bytes copied since the last call
-
 
 class OldFile:
-    """An h5chunk file to append samples to."""
+    """An open h5chunk file to append samples to, after checks of its header and all its datasets."""
 
     def __init__(self, path: Path, file: h5py.File, descriptor: int) -> None:
         self.path, self.file, self.descriptor = path, file, descriptor
@@ -61,18 +59,18 @@ class OldFile:
                 self.datasets[name] = item
 
     def check_unchanged(self) -> None:
-        """Raise FileError unless the path still has the opened file, unchanged."""
+        """Raise FileError if the file was changed or replaced after it was opened."""
         if stamp_of(self.path) != self._stamp:
             raise FileError(f"{self.shown}: changed while it was read: nothing was appended: run it again")
 
     def attributes(self, name: str) -> dict[str, Any]:
-        """Return the attributes of an object, which must have fixed-size types."""
+        """Return the attributes of an object. Raises FileError if one has a type of variable length, or is large."""
         item = self.file[name]
         check_attributes(item, f"{self.shown}: {name!r}")
         return dict(item.attrs)
 
     def table(self, name: str) -> np.ndarray | None:
-        """Return a dataset of ``/h5chunk``; None if it does not exist."""
+        """Return the values of a dataset of the group ``/h5chunk``; None if it does not exist."""
         dataset = self.datasets.get(f"{GROUP}/{name}")
         return None if dataset is None else dataset[()]
 
@@ -84,7 +82,7 @@ class OldFile:
 
 @contextmanager
 def open_old(path: str | os.PathLike[str]) -> Iterator[OldFile]:
-    """Open a file to append samples to."""
+    """Open, in a context, a file to append samples to."""
     path = Path(path)
     with open_file(path) as file:
         descriptor = open_descriptor(path)
@@ -95,7 +93,7 @@ def open_old(path: str | os.PathLike[str]) -> Iterator[OldFile]:
 
 
 class OldDataset:
-    """The chunks of a dataset, checked as they are read."""
+    """The chunks of a dataset of the old file, compared with their checksums as they are read."""
 
     def __init__(self, old: OldFile, name: str) -> None:
         self._old, self.dataset = old, old.datasets[name]
@@ -112,27 +110,30 @@ class OldDataset:
             )
 
     def values(self, first_chunk: int = 0) -> np.ndarray:
-        """Return the values of the dataset from a chunk on, after checking them."""
-        self._require(range(first_chunk, len(self.checksums)), lambda _: None)
+        """Check the chunks from ``first_chunk`` on, and return their values."""
+        self._require(range(first_chunk, len(self.checksums)), lambda num_bytes: None)
         values: np.ndarray = self.dataset[first_chunk * self.dataset.chunks[0] :]
         return values
 
-    def carry(self, num_chunks: int, part: Path, offset: int, told: Told) -> None:
-        """Copy the first chunks to an offset of the new file, in runs of chunks that are contiguous in the old file."""
+    def carry(self, num_chunks: int, part: Path, offset: int, copied: Callable[[int], None]) -> None:
+        """Check the first chunks, and copy them to ``offset`` of the new file at ``part``.
+
+        ``copied`` is called with the number of bytes copied since the last call.
+        """
         if not num_chunks:
             return
-        source, table, size = self._old.descriptor, self._checked.table, int(self._checked.table.sizes[0])
+        table, size = self._checked.table, int(self._checked.table.sizes[0])
 
-        def copy(chunks: np.ndarray) -> None:
+        def copy(chunks: np.ndarray) -> None:  # in runs that are contiguous in the old file
             apart = np.flatnonzero(np.diff(table.offsets[chunks]) != size) + 1
             for first, stop in pairwise([0, *apart.tolist(), len(chunks)]):
                 chunk, num_bytes = int(chunks[first]), (stop - first) * size
-                start, place = int(table.offsets[chunk]), offset + chunk * size
-                copy_range(source, start, target, place, num_bytes, lambda _: self._old.shown)
+                offsets = int(table.offsets[chunk]), offset + chunk * size
+                copy_range(self._old.descriptor, target, offsets, num_bytes, self._old.shown)
 
         target = os.open(part, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            self._require(range(num_chunks), told, copy)
+            self._require(range(num_chunks), copied, copy)
         except FileError:
             raise
         except OSError as error:
@@ -140,20 +141,23 @@ class OldDataset:
         finally:
             os.close(target)
 
-    def _require(self, chunks: range, told: Told, then: Callable[[np.ndarray], None] = lambda chunks: None) -> None:
+    def _require(
+        self, chunks: range, read: Callable[[int], None], then: Callable[[np.ndarray], None] = lambda chunks: None
+    ) -> None:
         numbers = np.arange(chunks.start, chunks.stop)
-        self._checked.require_whole(numbers, self._old.descriptor, told, "nothing was appended", then=then)
+        self._checked.require_whole(numbers, self._old.descriptor, read, "nothing was appended", then=then)
 
 
-def copy_range(
-    source: int, source_offset: int, target: int, target_offset: int, num_bytes: int, where: Where = lambda _: "a file"
-) -> None:
-    """Copy a byte range between two descriptors, in the kernel if possible, so that reflinks share the bytes."""
+def copy_range(source: int, target: int, offsets: tuple[int, int], num_bytes: int, shown: str = "a file") -> None:
+    """Copy bytes between two descriptors from these offsets on, in the kernel if possible, so that reflinks share them.
+
+    Raises FileError, which names the source as ``shown``, if it cannot be read.
+    """
     done, moved = 0, 1
     while moved and done < num_bytes and hasattr(os, "copy_file_range"):
         try:
-            places = source_offset + done, target_offset + done
-            moved = os.copy_file_range(source, target, num_bytes - done, *places)  # 0: end of file, see below
+            places = offsets[0] + done, offsets[1] + done
+            moved = os.copy_file_range(source, target, num_bytes - done, *places)  # 0 at the end: see read_bytes
         except OSError as error:
             if error.errno not in NO_KERNEL_COPY:
                 raise
@@ -162,6 +166,6 @@ def copy_range(
     buffer = np.empty(min(COPY_BYTES, num_bytes - done), np.uint8)
     while done < num_bytes:
         piece = buffer[: num_bytes - done].data
-        read_bytes(source, source_offset + done, piece, where)
-        write_at(target, piece, target_offset + done)
+        read_bytes(source, offsets[0] + done, piece, lambda _: shown)
+        write_at(target, piece, offsets[1] + done)
         done += len(piece)

@@ -1,9 +1,9 @@
 """Write an output, a file or a folder of shards, that gets its name once it is complete and on disk.
 
-Until then it is ``.NAME.h5chunk-part`` in the same folder, which is locked: a second writer of the same output gets an
-error. An existing output is unchanged until the new one replaces it in one step. A killed writer leaves its part file.
-The next writer continues it if there is a journal of finished work, ``.NAME.h5chunk-journal``
-(`h5chunk.store.write.journal`), and replaces it otherwise.
+Until then it is the part file (or folder) ``.NAME.h5chunk-part`` beside the output. The part is locked, so that a
+second writer of the same output gets an error. An existing output is unchanged until the new one replaces it in one
+step. A killed writer leaves its part, and the next writer continues it if there is a journal of finished work,
+``.NAME.h5chunk-journal`` (`h5chunk.store.write.journal`); otherwise it starts over.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ from h5chunk.store.write.part_file import check_name, check_parent, is_open, jou
 
 EXCHANGE = 2  # RENAME_EXCHANGE of Linux's renameat2, and RENAME_SWAP of macOS' renamex_np
 AT_FDCWD = -100
-SPLIT_FILE = re.compile(rf"({'|'.join(SPLIT_NAMES)})\.h5", re.IGNORECASE)  # a folder of convert --split-files
-OPENINGS = 1000  # attempts to lock a part that other writers finish first
+SPLIT_FILE = re.compile(rf"({'|'.join(SPLIT_NAMES)})\.h5", re.IGNORECASE)  # files of convert --split-files
+OPENINGS = 1000  # attempts to lock a part, if other writers always finish it first
 _Output = TypeVar("_Output", bound="Output")
 
 
 class Output(ABC):
-    """Context manager that writes an output, which has the name ``part`` until it is complete.
+    """Context manager that writes an output; its path is ``part`` until `commit` renames it.
 
-    A ``journal`` that the caller passes belongs to the folder that contains this file, so it is kept when this file is
-    complete.
+    Pass a ``journal`` for a file in a folder of shards: it belongs to the folder, so this file does not remove it.
     """
 
     def __init__(self, path: str | os.PathLike[str], overwrite: bool = False, journal: Journal | None = None) -> None:
@@ -45,8 +44,8 @@ class Output(ABC):
         self.part = part_path(self.path)
         self._has_own_journal = journal is None
         self.journal = journal or Journal(journal_path(self.path))
-        self.command_id: str | None = None  # identity of the command, stored with the complete output
-        self.kept = False  # whether part and journal were kept after an error or Ctrl-C, for their finished work
+        self.command_id: str | None = None  # digest of the command, stored with the complete output
+        self.kept = False  # whether an error or Ctrl-C left the part and its journal for the next run
 
     @abstractmethod
     def _check(self) -> None:
@@ -54,7 +53,7 @@ class Output(ABC):
 
     @abstractmethod
     def _open_part(self) -> int | None:
-        """Open or create the part; None if another writer just moved it."""
+        """Open or create the part, and return its descriptor; None if another writer just renamed it."""
 
     @abstractmethod
     def _take_place(self) -> None:
@@ -85,13 +84,13 @@ class Output(ABC):
             if descriptor is None:
                 continue
             lock(descriptor, printable(self.path))
-            if is_open(descriptor, self.part):  # otherwise it became the output before it was locked
+            if is_open(descriptor, self.part):  # otherwise another writer renamed it before it was locked
                 return descriptor
             os.close(descriptor)
         raise OutputError(f"{printable(self.path)}: cannot be written: {os.strerror(errno.ENOENT)}")
 
     def commit(self) -> None:
-        """Put the output on disk and rename it."""
+        """Flush the output to disk, and give it its name."""
         try:
             self._check()
         except OutputError:
@@ -132,11 +131,11 @@ class Output(ABC):
 
 
 class NewFolder(Output):
-    """Write one folder of shards, in a context; its files are written to ``part``.
+    """Context manager that writes a folder of shards: write files to the folder ``part``, then `commit`.
 
-    It replaces another folder in one step, or in two if the file system cannot exchange folders: between them the old
-    folder is ``.NAME.h5chunk-old``. Only a folder of shards is ever replaced, because other folders may hold a user's
-    work.
+    It replaces an existing folder in one step, or in two steps if the file system cannot exchange folders: between the
+    steps the old folder is ``.NAME.h5chunk-old``. Only folders of shards are replaced, because other folders may hold a
+    user's work.
     """
 
     def _check(self) -> None:
@@ -171,13 +170,13 @@ class NewFolder(Output):
                 ) from None
 
     def reopen(self, name: str) -> None:
-        """Turn a finished file into a part file again, so that it can be checked and continued."""
+        """Turn a finished file in the folder into a part file again, so that it can be checked and continued."""
         file = self.part / name
         if file.exists():
             file.replace(part_path(file))
 
     def _take_place(self) -> None:
-        """Exchange names with the old folder, then remove it; it is locked, as it has the part's name meanwhile."""
+        """Exchange names with the old folder, lock it because it now has the name of the part, and remove it."""
         if not self.path.exists() or not any(self.path.iterdir()):
             self.part.rename(self.path)
             return
@@ -195,7 +194,7 @@ class NewFolder(Output):
 
 
 def check_folder(path: Path, overwrite: bool) -> None:
-    """Raise OutputError unless a folder of shards can be made at ``path``."""
+    """Raise OutputError unless a folder of shards can be made at ``path``, or replaced if ``overwrite``."""
     shown = printable(path)
     check_name(path)
     if os.path.lexists(path) and not path.is_dir():

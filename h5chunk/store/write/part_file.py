@@ -15,8 +15,8 @@ from pathlib import Path
 
 from h5chunk.errors import H5ChunkError, OutputError, human_bytes, printable
 
-ROOM_BYTES = 16 << 20  # if the size is not known, free space is checked whenever this much was written
-LOCK_WAIT_S = 0.5  # workers of a killed writer hold its lock until they notice
+ROOM_BYTES = 16 << 20  # bytes between checks of the free space, for output whose size is not known
+LOCK_WAIT_S = 0.5  # workers of a killed writer hold its lock until they notice that it is gone
 
 
 def part_path(path: Path) -> Path:
@@ -30,7 +30,7 @@ def journal_path(path: Path) -> Path:
 
 
 def open_own(path: Path, shown: str) -> int:
-    """Open or create a file beside an output; refuse anything but a regular file."""
+    """Open or create a regular file beside an output, and return its descriptor."""
     try:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(path, flags, 0o666)
@@ -64,7 +64,7 @@ def lock(descriptor: int, shown: str) -> None:
 
 
 def is_open(descriptor: int, path: Path) -> bool:
-    """Return whether an open file is still at a path: another writer may have moved or removed it."""
+    """Return whether a path still leads to an open file: another writer may have renamed or removed it."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
@@ -89,7 +89,7 @@ def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def parse_output(path: str | os.PathLike[str], *, folder: bool = False) -> Path:
-    """Validate the path of an output, which must name a file, or a folder of shards."""
+    """Validate the path of an output file, or of a folder of shards, and return it as a `Path`."""
     text = os.fspath(path)
     name = os.path.basename(text.rstrip("/") if folder else text)
     if name in ("", ".", "..") or "\0" in text:
@@ -102,11 +102,11 @@ def parse_output(path: str | os.PathLike[str], *, folder: bool = False) -> Path:
 
 
 def check_name(path: Path) -> None:
-    """Raise OutputError unless files can have names derived from ``path``, and it is accessible."""
+    """Raise OutputError if an output's name, or the longer names of its temporary files, cannot be used."""
     beside = journal_path(path)
-    for each in (path, beside.with_name(f"{beside.name}-data")):  # the longest derived name
+    for file in (path, beside.with_name(f"{beside.name}-data")):  # the longest name of a temporary file
         try:
-            os.stat(each)
+            os.stat(file)
         except OSError as error:
             if error.errno in (errno.ENAMETOOLONG, errno.EACCES, errno.ELOOP):
                 raise OutputError(
@@ -122,7 +122,7 @@ def check_not_source(path: Path, *sources: str | os.PathLike[str] | None) -> Non
 
 
 def check_output(path: Path, overwrite: bool) -> None:
-    """Raise OutputError unless a file can be made at ``path``."""
+    """Raise OutputError unless a file can be made at ``path``, or replaced if ``overwrite``."""
     shown = printable(path)
     check_name(path)
     if path.is_dir():
@@ -152,13 +152,13 @@ def check_room(path: Path, num_bytes: int) -> None:
 
 
 def no_room(path: Path, num_bytes: int, reason: str | None) -> str:
-    """Return the message for a disk with too little free space."""
+    """Return the message of an error: the disk of ``path`` lacks space for ``num_bytes``, for a ``reason``."""
     return f"{printable(path)}: needs {human_bytes(num_bytes)} of disk but {reason}: free space, or write elsewhere"
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise OutputError if the system or HDF5 fails to write an output."""
+    """Turn errors of the system and of HDF5 within the context into OutputErrors that name the output."""
     try:
         yield
     except H5ChunkError:
@@ -168,7 +168,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def reason_of(error: OSError | RuntimeError) -> str | None:
-    """Return the system's reason for an error, even if HDF5 wrapped it in a RuntimeError; None if it has none."""
+    """Return the system's text of an error, from the message if HDF5 raised it; None if there is no error number."""
     if isinstance(error, OSError):
         return os.strerror(error.errno) if error.errno else str(error)
     found = re.search(r"errno = (\d+)", str(error))

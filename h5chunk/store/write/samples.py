@@ -1,7 +1,6 @@
-"""Write the samples of a source into a new file, after those of an older file when appending.
+"""Write the samples of a source into a new file; when appending, after the samples of an old file.
 
-All kinds of sources and commands write samples here: converting is appending to no samples. This module depends only on
-the contract of sources.
+`h5chunk convert` and `append` both write samples with this module: converting is appending to no samples.
 """
 
 from __future__ import annotations
@@ -25,32 +24,33 @@ from h5chunk.store.write.fill import Done, Failure, Filled, FillField, FillJob, 
 from h5chunk.store.write.new_file import NewFile, checksum_specs, column_specs, table_specs, write_columns
 from h5chunk.store.write.old_file import OldDataset
 
-Told = Callable[[int], None]  # called with the number of samples, or bytes, since the last call
-
 
 @dataclass(frozen=True)
 class OldSamples:
-    """The samples of an older file, which come first, or none; see `h5chunk.store.format.spec` for its tables."""
+    """The samples of an old file, which come first in the new file; `h5chunk.store.format.spec` describes its tables.
+
+    By default there are no old samples.
+    """
 
     num_samples: int = 0
     shown: str = ""  # the file's name, for messages
-    fields: Mapping[str, OldDataset] = field(default_factory=dict)  # fields that the new source reads one by one
-    columns: Mapping[str, np.ndarray] = field(default_factory=dict)  # all other fields
+    fields: Mapping[str, OldDataset] = field(default_factory=dict)  # fields that are read sample by sample
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)  # values of all other fields
     source_index: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     name_ends: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     names: bytes = b""
-    attributes: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # of each object, by path
+    attributes: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # attributes of objects, by path
     options: Mapping[str, Any] = field(default_factory=dict)  # options that the file records
     seed: int = 0
     cache: CacheSettings | None = None  # the cache that tune recommended
 
     @property
     def first_index(self) -> int:
-        """The ``source_index`` of sample 0 of the new source."""
+        """The number in the table ``source_index`` that sample 0 of the new source gets."""
         return int(self.source_index.max()) + 1 if self.num_samples else 0
 
     def tail(self, chunk_samples: int) -> dict[str, np.ndarray]:
-        """Return the samples of each field after the last whole chunk."""
+        """Return the samples after the last full chunk, by field; empty if there are none."""
         chunk, rest = divmod(self.num_samples, chunk_samples)
         if not rest:
             return {}
@@ -59,15 +59,15 @@ class OldSamples:
 
 @dataclass(frozen=True)
 class SampleJob:
-    """All decisions that are made before the first sample is written."""
+    """What to write, and how: all decisions that are made before the first sample is written."""
 
     path: Path  # the output
     source: SampleSource
     order: np.ndarray  # (num_new,) int64: the new samples, in the order in which they are written
-    layout: Layout  # of the whole file
+    layout: Layout  # layout of the whole file
     options: Mapping[str, Any]  # options for the header (JSON), including ``seed`` and ``shuffle``
-    columns: Mapping[str, np.ndarray]  # columns of the source, in its order and the file's types
-    categories: Mapping[str, Sequence[str]]  # of the whole file
+    columns: Mapping[str, np.ndarray]  # columns of the source, in its order but with the types of the file
+    categories: Mapping[str, Sequence[str]]  # names of codes, by field, for the whole file
     num_workers: int
     skip: bool  # whether unreadable samples are left out
     old: OldSamples = field(default_factory=OldSamples)
@@ -79,18 +79,18 @@ class SampleJob:
 
     @property
     def field_names(self) -> list[str]:
-        """The names of all fields: those of batches, in their order, then the others."""
+        """The names of all fields: first those that batches have by default, in their order."""
         names = [*self.source.fields, *self.source.columns]
         return list(dict.fromkeys([*self.options.get("fields", names), *names]))
 
     @property
     def first_chunk(self) -> int:
-        """The first chunk that has new samples."""
+        """The number of the first chunk that gets new samples."""
         return self.old.num_samples // self.layout.chunk_samples
 
     @property
     def carried_bytes(self) -> int:
-        """Bytes of the earlier chunks, which are copied."""
+        """Bytes of the chunks of old samples that are copied as they are."""
         size = self.first_chunk * self.layout.chunk_samples
         return size * sum(each.sample_bytes for each in self.fields.values())
 
@@ -99,11 +99,11 @@ class SampleJob:
         return self.source.name(int(self.order[row]))
 
     def sample_buffers(self) -> dict[str, np.ndarray]:
-        """Return buffers for one sample."""
+        """Return uninitialised arrays for the fields of one sample."""
         return {name: np.empty(each.shape, each.dtype) for name, each in self.fields.items()}
 
     def with_order(self, order: np.ndarray) -> SampleJob:
-        """Return the job with only these new samples, in this order."""
+        """Return a copy of the job with only these new samples, in this order."""
         num_samples = self.old.num_samples + len(order)
         layout = replace(
             self.layout, num_samples=num_samples, chunk_samples=min(self.layout.chunk_samples, num_samples)
@@ -112,7 +112,7 @@ class SampleJob:
         return replace(self, order=order, layout=layout)
 
     def spec(self) -> FileSpec:
-        """Return the file to write."""
+        """Return the specification of the file to write."""
         layout, is_appended = self.layout, self.old.num_samples > 0
         size = layout.num_samples, layout.chunk_samples
         fields = {name: field_spec(*size, each.shape, each.dtype) for name, each in self.fields.items()}
@@ -152,14 +152,14 @@ class SampleJob:
         return offsets[self.order + 1] - offsets[self.order]
 
     def category_tables(self) -> dict[str, np.ndarray]:
-        """Return the tables that give the meaning of codes, by path below ``/h5chunk``."""
+        """Return the tables of class names and other categories, by path below ``/h5chunk``."""
         return {
             "class_names" if name == "labels" else f"categories/{name}": np.array([n.encode() for n in names], "S")
             for name, names in self.categories.items()
         }
 
     def index_tables(self) -> dict[str, np.ndarray]:
-        """Return the tables with the origin of each sample, by path below ``/h5chunk``."""
+        """Return the tables of the samples' numbers and names in their sources, by path below ``/h5chunk``."""
         tables = {"source_index": np.concatenate([self.old.source_index, self.order + self.old.first_index])}
         if self.source.names is not None:
             ends = np.cumsum(self._name_lengths()) + len(self.old.names)
@@ -177,14 +177,14 @@ def write_samples(
     *,
     claims: Mapping[int, Done] | None = None,
     finished: Callable[[Done], None] = lambda done: None,
-    written: Told = lambda num_samples: None,
-    carried: Told = lambda num_bytes: None,
+    written: Callable[[int], None] = lambda num_samples: None,
+    carried: Callable[[int], None] = lambda num_bytes: None,
 ) -> tuple[SampleJob, Filled]:
     """Allocate and write a whole file, without committing it.
 
-    Tasks in ``claims`` are checked, and not repeated if the claim holds. ``finished`` is called with each finished
-    task, ``written`` and ``carried`` with the samples written and the old bytes copied since the last call. Returns the
-    job without the skipped samples, and the result for the new samples, whose rows count from the first new sample.
+    ``claims`` and ``finished`` are as for `h5chunk.store.write.fill.fill`; ``written`` and ``carried`` are called with
+    the number of samples written, and of old bytes copied, since the last call. Returns the job without the samples
+    that were skipped, and the results of all tasks; the rows of failures count from the first new sample.
     """
     regions = new.reallocate(job.spec(), job.fields) if claims else new.allocate(job.spec())
     tail = job.old.tail(job.layout.chunk_samples)
@@ -218,7 +218,7 @@ def _fill_job(new: NewFile, job: SampleJob, regions: Mapping[str, Region], tail:
 
 @dataclass
 class _TailedReader:
-    """The new samples, preceded by those of the last, partly filled chunk of the old file, numbered -1, -2, ...."""
+    """Read new samples, and under the numbers -1, -2, ... the samples of the old file's last, partly filled chunk."""
 
     source: SampleReader
     tail: Mapping[str, np.ndarray]
@@ -238,7 +238,7 @@ class _TailedReader:
 
 
 def check_failures(job: SampleJob, failures: Sequence[Failure]) -> None:
-    """Raise SampleError or SourceError if failures stop the job."""
+    """Raise SampleError or SourceError if samples failed, unless they are to be skipped and others are left."""
     odd = next((failure for failure in failures if failure.kind == ShapeError.__name__), None)
     if odd is not None:
         if job.old.num_samples:
@@ -255,7 +255,7 @@ def check_failures(job: SampleJob, failures: Sequence[Failure]) -> None:
 
 
 def _close_gaps(new: NewFile, job: SampleJob, filled: Filled) -> SampleJob:
-    """Leave out failed samples: the last good samples take their places, and the file becomes shorter."""
+    """Leave out failed samples: move the last good samples to their places, and shorten the file."""
     failed = [failure.row for failure in filled.failures]
     num_kept, failed_rows = len(job.order) - len(failed), set(failed)
     gaps = [row for row in failed if row < num_kept]
@@ -281,7 +281,7 @@ def _close_gaps(new: NewFile, job: SampleJob, filled: Filled) -> SampleJob:
 
 
 def _write_tables(new: NewFile, job: SampleJob, checksums: Mapping[str, np.ndarray]) -> None:
-    """Write everything except the fields that were filled."""
+    """Write the checksums of the filled fields, the columns, and all tables."""
     for name, of_field in checksums.items():
         new.write(f"{GROUP}/checksums/{name}", of_field)
     columns = {

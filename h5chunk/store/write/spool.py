@@ -1,7 +1,4 @@
-"""Keep temporary arrays in memory or, beyond a limit, in an unnamed file.
-
-The file is in a folder but has no name: the system removes it when the process ends, however it ends.
-"""
+"""Keep temporary arrays in memory or, beyond a limit, in a file without a name, which ends with the process."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from h5chunk.store.write.part_file import write_at
 
 
 class TemporaryBytes:
-    """A temporary, unnamed file of bytes in a folder."""
+    """A temporary file without a name, on the disk of a folder."""
 
     offset = 0
 
@@ -35,7 +32,7 @@ class TemporaryBytes:
         self._file.close()
 
     def write(self, offset: int, data: np.ndarray) -> None:
-        """Write bytes at an offset."""
+        """Write the bytes of an array at an offset."""
         try:
             write_at(self.descriptor, data.reshape(-1).data, offset)
         except OSError as error:
@@ -48,14 +45,14 @@ class TemporaryBytes:
             raise OutputError(f"{where}: a temporary file cannot be written: {error.strerror}") from None
 
     def read(self, offset: int, out: np.ndarray) -> None:
-        """Fill ``out`` with the bytes from an offset on."""
+        """Fill an array with the bytes from an offset on."""
         read_bytes(
             self.descriptor, offset, out.reshape(-1).data, lambda _: f"{printable(self._folder)}: temporary file"
         )
 
 
 class Spool:
-    """Arrays of one type, concatenated: in memory or, beyond a limit, in a file in ``folder``. A context manager."""
+    """Concatenate arrays of one type in memory or, beyond ``memory_bytes``, in a temporary file; a context manager."""
 
     def __init__(self, folder: Path, dtype: np.dtype, memory_bytes: int) -> None:
         self._folder = folder
@@ -77,7 +74,7 @@ class Spool:
         return self.num_bytes // self.dtype.itemsize
 
     def append(self, values: np.ndarray) -> None:
-        """Add an array; it must not be changed afterwards."""
+        """Add an array, which the caller must not change afterwards."""
         self._parts.append(values)
         self.num_bytes += values.nbytes
         if self._file is None and self.num_bytes <= self._memory_bytes:
@@ -91,15 +88,15 @@ class Spool:
             offset += part.nbytes
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return elements ``start`` to ``stop`` of the file's data, in new memory."""
+        """Return a new array of the elements from ``start`` to ``stop``, excluded, of data that is in a file."""
         if self._file is None:
-            raise ValueError("it is in memory: use take()")
+            raise ValueError("the data is in memory: use take()")
         values = np.empty(stop - start, self.dtype)
         self._file.read(start * self.dtype.itemsize, values.view(np.uint8))
         return values
 
     def take(self, num_elements: int) -> Iterator[np.ndarray]:
-        """Yield everything, once, in parts of about ``num_elements``; memory is freed on the way."""
+        """Yield all data in arrays of about ``num_elements``, once: the memory of each array is given up."""
         if self._file is None:
             self._parts.reverse()
             while self._parts:

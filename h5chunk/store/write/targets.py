@@ -1,4 +1,4 @@
-"""Write the bytes of a dataset in a new file, plain or in compressed chunks, and compute their checksums."""
+"""Write the values of one dataset of a new file, uncompressed or compressed, and compute the chunks' checksums."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from h5chunk.store.write.spool import TemporaryBytes
 
 
 class PlainTarget:
-    """Write a dataset without filters, in a context: a run of bytes, chunk after chunk.
+    """Context manager that writes a dataset without filters, whose chunks are one run of bytes in the file.
 
-    Parts may come in any order, and from several threads. Checksums are computed if ``checked``.
+    Bytes may be written in any order and from several threads. Checksums are computed if ``checked``.
     """
 
     any_order = True
 
-    def __init__(self, new: NewFile, name: str, *, num_bytes: int, chunk_bytes: int, checked: bool) -> None:
+    def __init__(self, new: NewFile, name: str, num_bytes: int, chunk_bytes: int, *, checked: bool) -> None:
         self._new, self._name = new, name
         self.descriptor, self.offset = new.descriptor, new.offset(name)
         self._num_bytes, self._chunk_bytes = num_bytes, chunk_bytes
@@ -40,7 +40,7 @@ class PlainTarget:
     def __exit__(self, *_: object) -> None: ...
 
     def put(self, offset: int, data: np.ndarray) -> None:
-        """Write bytes of the dataset, (n,) uint8, from its byte ``offset`` on."""
+        """Write final bytes of the dataset, (n,) uint8, from its byte ``offset`` on."""
         self.write(offset, data)
         if not len(self._sums):
             return
@@ -52,13 +52,13 @@ class PlainTarget:
 
     def _sum(self, chunk: int, data: np.ndarray) -> None:
         checksum = crc32(data)
-        if len(data) < self._chunk_bytes:  # the last chunk, which is filled up with zeros
+        if len(data) < self._chunk_bytes:  # the last chunk, which is padded with zeros
             checksum = crc32(np.zeros(self._chunk_bytes - len(data), np.uint8), checksum)
         self._sums[chunk], self._known[chunk] = checksum, True
 
     def finish(self) -> np.ndarray:
-        """Return the CRC-32 of each stored chunk: (num_chunks,) uint32; empty if not requested."""
-        for chunk in np.flatnonzero(~self._known).tolist():  # chunks that came in parts
+        """Return the CRC-32 of each stored chunk: (num_chunks,) uint32; empty unless ``checked``."""
+        for chunk in np.flatnonzero(~self._known).tolist():  # chunks that were written in parts
             start = chunk * self._chunk_bytes
             data = np.empty(min(self._chunk_bytes, self._num_bytes - start), np.uint8)
             self.read(start, data)
@@ -66,19 +66,19 @@ class PlainTarget:
         return self._sums
 
     def write(self, offset: int, data: np.ndarray) -> None:
-        """Write bytes that are not in their final order yet."""
+        """Write bytes, (n,) uint8, that will be overwritten by `put`, so that they need no checksum."""
         self._new.write_bytes(self._name, offset, data.data)
 
     def read(self, offset: int, out: np.ndarray) -> None:
-        """Read bytes written by `write`."""
+        """Fill ``out``, (n,) uint8, with the bytes from byte ``offset`` of the dataset on."""
         read_bytes(self.descriptor, self.offset + offset, out.data, lambda _: printable(self._new.part))
 
 
 class CompressedTarget:
-    """Write a dataset of compressed chunks of whole samples, in a context.
+    """Context manager that writes a dataset of compressed chunks of whole samples.
 
-    Threads apply gzip, HDF5 applies other filters. Parts must come in order, and nothing else may write to the file
-    meanwhile.
+    gzip is applied in threads, other filters by HDF5. Bytes must be written in order, and nothing else may write to the
+    file meanwhile.
     """
 
     any_order = False
@@ -91,7 +91,7 @@ class CompressedTarget:
 
     def __enter__(self) -> CompressedTarget:
         access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
-        access.set_chunk_cache(1, 0, 0.0)  # a chunk that HDF5 compresses is written at once
+        access.set_chunk_cache(1, 0, 0.0)  # so that HDF5 compresses and writes a chunk at once
         with writing(self._new.path):
             self._file = h5py.File(self._new.part, "r+", libver=LIBVER, locking=False)
             self._dataset = h5py.h5d.open(self._file.id, self._path, access)
@@ -113,9 +113,9 @@ class CompressedTarget:
         return np.zeros(self._chunks, self._item).reshape(-1).view(np.uint8)
 
     def put(self, offset: int, data: np.ndarray) -> None:
-        """See `PlainTarget.put`; parts must come in order."""
+        """Write the next bytes, (n,) uint8, which start at byte ``offset`` of the decoded dataset."""
         if offset != self._begun * len(self._chunk) + self._filled:
-            raise ValueError(f"byte {offset} came out of order")
+            raise ValueError(f"byte {offset} is out of order")
         while len(data):
             part = data[: len(self._chunk) - self._filled]
             self._chunk[self._filled : self._filled + len(part)] = part
@@ -125,7 +125,7 @@ class CompressedTarget:
                 self._compress()
 
     def _compress(self) -> None:
-        """Compress a chunk, and store finished chunks."""
+        """Start to compress the full chunk, and store the chunks that are already compressed."""
         if self._level is None:
             num_rows = min(self._chunks[0], self._num_rows - self._begun * self._chunks[0])
             self._store(self._chunk.view(self._item).reshape(self._chunks)[:num_rows])
@@ -137,7 +137,7 @@ class CompressedTarget:
         self._begun, self._filled = self._begun + 1, 0
 
     def _store(self, chunk: bytes | np.ndarray) -> None:
-        """Write the next chunk: already compressed, or as elements that HDF5 compresses."""
+        """Store the next chunk: compressed bytes, or elements that HDF5 compresses."""
         num_bytes = len(chunk) if isinstance(chunk, bytes) else 2 * chunk.nbytes
         self._room_bytes -= num_bytes
         if self._room_bytes < 0:  # before HDF5 writes, as it crashes on a full disk
@@ -157,7 +157,7 @@ class CompressedTarget:
             self._checksums.append(crc32(np.frombuffer(chunk, np.uint8)))
 
     def finish(self) -> np.ndarray:
-        """See `PlainTarget.finish`."""
+        """Store the last chunk, and return what `PlainTarget.finish` returns."""
         if self._filled:  # the rest of the chunk is zero
             self._compress()
         while self._waiting:
@@ -166,4 +166,4 @@ class CompressedTarget:
 
 
 Target = PlainTarget | CompressedTarget
-Waiting = PlainTarget | TemporaryBytes  # temporary storage for bytes
+Waiting = PlainTarget | TemporaryBytes  # storage for samples between the two passes of a shuffle

@@ -193,7 +193,7 @@ class _TaskLog:
                 done = parse_record(record[1:])
                 if done is not None:
                     self._claims[record[0]][done.chunks.start] = done
-        if journal.was_of_another:
+        if journal.key_mismatch:
             notify("the unfinished conversion had other options or sources: starting over")
         if journal.records:
             there = sum(self._samples(i, done) for i, claims in enumerate(self._claims) for done in claims.values())

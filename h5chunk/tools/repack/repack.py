@@ -33,7 +33,7 @@ from h5chunk.store.read.scan import CheckedDataset
 from h5chunk.store.rewrite.raw_rows import RawRows
 from h5chunk.store.rewrite.replica import CHECKSUMS, Changes, create_replica, region_key
 from h5chunk.store.rewrite.shuffle import NewOrder, Rows, UnevenRows, copy_rows, shuffle_rows
-from h5chunk.store.rewrite.survey import DatasetFacts, look_at_dataset, survey_file
+from h5chunk.store.rewrite.survey import DatasetFacts, describe_dataset, survey_file
 from h5chunk.store.write.journal import has_command_id, is_made_by, key_of
 from h5chunk.store.write.new_file import NewFile
 from h5chunk.store.write.part_file import check_not_source, check_output, parse_output
@@ -305,14 +305,14 @@ class Run:
             return
         with closing(self._open_rows(dataset)) as rows:
             if move.kind == "copy" or order is None:
-                copy_rows(rows, target, shares, unit_rows=move.unit_rows, told=self._told)
+                copy_rows(rows, target, shares, unit_rows=move.unit_rows, moved=self._told)
                 return
             permuted = Rows(rows, move.unit_rows)
             if move.kind == "runs":
                 starts = self._starts(move.pointers, facts.num_rows)
                 where = f"{self._source.shown}: {facts.name!r}"
                 permuted = UnevenRows(rows, starts, order.order, shares.part_bytes, where)
-            shuffle_rows(permuted, order, target, shares, folder=self._new.part.parent, told=self._told)
+            shuffle_rows(permuted, order, target, shares, folder=self._new.part.parent, moved=self._told)
 
     def _starts(self, path: bytes, num_elements: int | None) -> np.ndarray:
         """Read the starts of rows of different lengths, and the end of the last row: (num_samples + 1,) int64.
@@ -356,7 +356,7 @@ def describe_fields(plan: RepackPlan, path: Path, shown: str) -> list[FieldRepor
     reports = []
     with h5py.File(path, "r", locking=False) as file:
         for planned, (facts, row_elements, *_) in zip(planned_fields(plan), _fields_of(plan), strict=True):
-            now = look_at_dataset(h5d.open(file.id, facts.path), facts.path, shown)
+            now = describe_dataset(h5d.open(file.id, facts.path), facts.path, shown)
             reports.append(replace(planned, after=LaidOut.of(now, row_elements)))
     return reports
 
