@@ -1,4 +1,4 @@
-"""Compare the model of HDF5's chunk cache with HDF5 itself: every access, in random configurations.
+"""Compare the model of HDF5's chunk cache (`hdf5_cache.py`) with HDF5 itself: every access, in random configurations.
 
     python scripts/check_cache_model.py [--configurations 500] [--accesses 500000] [--seed 0] [--json FILE]
 
@@ -30,11 +30,9 @@ from typing import Any
 
 import h5py
 import numpy as np
+from hdf5_cache import BYPASS, HDF5_1_14, HDF5_2, HIT, ChunkCache, CountingFile, range_accesses, sample_accesses
 
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
-from h5chunk.tools.measure.counted import CountingFile
-from h5chunk.tools.model.accesses import range_accesses, sample_accesses
-from h5chunk.tools.model.hdf5_cache import BYPASS, HDF5_1_14, HDF5_2, HIT, ChunkCache
 
 W0 = (0.0, 0.3, 0.75, 0.99)
 TIMED = 1_000_000

@@ -181,5 +181,5 @@ def test_doctests(path):
 
 def test_the_planners_carry_doctests():
     names = [f"plan.{name}" for name in ("order", "layout", "cache", "slots")]
-    names += [f"tools.model.{name}" for name in ("accesses", "ratio", "hdf5_cache", "mixing", "settings")]
+    names += [f"tools.model.{name}" for name in ("ratio", "mixing", "settings")]
     assert all(doctest.testmod(importlib.import_module(f"h5chunk.{name}")).attempted for name in names)

@@ -1,6 +1,6 @@
 """Choose the settings of HDF5's chunk cache for a given number of open chunks.
 
-The rules are described in `h5chunk.tools.model.hdf5_cache`. Their consequences here: with ``nslots >= num_chunks`` no
+The rules are described in `scripts/hdf5_cache.py`. Their consequences here: with ``nslots >= num_chunks`` no
 two whole-sample chunks compete for a slot (other chunks: `ChunkGrid.num_slots`). With ``w0 = 0`` the oldest chunk is
 evicted; the larger ``w0``, the larger the share of the list that is searched first for chunks that were read in full (a
 chunk at the end of the data never counts as such). A chunk larger than ``nbytes`` is never cached; without a filter, a

@@ -9,11 +9,13 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from support.scripts import load
 
 import h5chunk.store.read.reader
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.sampler import ChunkSampler
-from h5chunk.tools.measure.counted import CountingFile
+
+CountingFile = load("hdf5_cache").CountingFile
 
 
 def values(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> np.ndarray:

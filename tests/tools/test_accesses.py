@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.scripts import load
 
 from h5chunk.errors import OptionError
 from h5chunk.plan.cache import ChunkGrid
-from h5chunk.tools.model.accesses import Accesses, range_accesses, sample_accesses
+
+model = load("hdf5_cache")
+range_accesses, sample_accesses = model.range_accesses, model.sample_accesses
 
 GRID = ChunkGrid((7, 5), (3, 2), 4)
 
@@ -36,7 +39,7 @@ def brute_force(grid: ChunkGrid, start: int, stop: int) -> list[tuple[int, int, 
     ]
 
 
-def as_rows(accesses: Accesses) -> list[tuple[int, int, int]]:
+def as_rows(accesses: model.Accesses) -> list[tuple[int, int, int]]:
     return list(zip(accesses.chunks.tolist(), accesses.bytes_each.tolist(), accesses.runs.tolist(), strict=True))
 
 

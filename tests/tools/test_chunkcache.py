@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
+import doctest
 import itertools
 import json
 import sys
-from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.scripts import load
 
 from h5chunk.errors import OptionError
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
-from h5chunk.tools.model.accesses import Accesses, range_accesses, sample_accesses
-from h5chunk.tools.model.hdf5_cache import BYPASS, HDF5_1_14, HDF5_2, HIT, MISS, ChunkCache, _EntryList
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-try:
-    check_cache_model = importlib.import_module("check_cache_model")
-finally:
-    sys.path.pop(0)
+check_cache_model, model = load("check_cache_model"), load("hdf5_cache")
+Accesses, ChunkCache, HDF5_1_14, HDF5_2 = model.Accesses, model.ChunkCache, model.HDF5_1_14, model.HDF5_2
+range_accesses, sample_accesses = model.range_accesses, model.sample_accesses
+HIT, MISS, BYPASS = model.HIT, model.MISS, model.BYPASS
 
 ROWS = ChunkGrid((40, 5), (4, 5), 2)  # ten chunks of four rows, 40 bytes each
 
@@ -265,8 +262,12 @@ def test_against_pruning_as_hdf5_words_it(room, nslots, w0, in_full, seed):
     assert cache.held_bytes == 40 * len(slow.entries)
 
 
+def test_the_example_of_the_docstring():
+    assert doctest.testmod(model) == (0, 5)
+
+
 def test_entries_that_move_do_not_hide_the_first_that_was_read_in_full():
-    entries = _EntryList(num_slots=5, chunk_bytes=1, depth=4)
+    entries = model._EntryList(num_slots=5, chunk_bytes=1, depth=4)
     for slot in range(5):
         entries.append(slot)
     for slot in range(1, 5):
@@ -315,6 +316,6 @@ def test_a_wrong_model_is_noticed(monkeypatch):
     ranges = [(sample, sample + 1) for sample in (0, 4, 0, 8, 4)]
     case = check_cache_model.Case(ROWS, CacheSettings(10, 80, 0.0), ranges)
     assert check_cache_model.compare(case).mismatches == []
-    monkeypatch.setattr(_EntryList, "promote", lambda entries, slot: None)
+    monkeypatch.setattr(model._EntryList, "promote", lambda entries, slot: None)
     [mismatch] = check_cache_model.compare(case).mismatches
     assert "samples 4 to 5: HDF5 reads [(1, 40, 1)], the model []" in mismatch

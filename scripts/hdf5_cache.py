@@ -1,53 +1,55 @@
-"""An exact model of HDF5's chunk cache (rdcc): which chunk accesses read the file, for given settings.
+"""An exact model of HDF5's chunk cache (rdcc): which accesses to chunks read the file, for given settings.
 
-The rules, for reading chunks that exist in the file:
+HDF5 reads a range of samples chunk by chunk, in row-major order of the chunks' coordinates; chunks are numbered in that
+order. `range_accesses` lists these accesses with the bytes needed from each chunk, and `ChunkCache` replays them:
 
-- A chunk has one slot, a hash of its coordinates modulo ``nslots``; if two chunks share a slot, the later one evicts
-the earlier one, even if there is room.
-- The entries form a list. A miss appends at its end, a hit moves its entry one step towards the end.
-- Every entry costs the full decoded size of a chunk, also at the edge. A miss first evicts the occupant of its slot,
-then prunes the list if the cache is full.
-- Pruning walks the list from the front with one pointer, which evicts only entries that were read in full. After
-``int(num_entries * w0)`` steps, a second pointer starts at the front, which evicts any entry; at each step, the first
-pointer acts before the second. As all entries cost the same, one eviction is always enough. So the victim is the first
-entry that was read in full among the first ``int(num_entries * w0) + 1`` entries or, if there is none, the first entry
-of the list.
-- "Read in full" counts bytes: an entry starts with the bytes of a chunk, and every request subtracts its bytes, even if
-they are the same bytes again.
-- A chunk larger than ``nbytes`` bypasses the cache: with a filter it is read and decoded whole at every access;
-  without one, only the requested bytes are read, with one read per contiguous run.
-
-Not modelled: chunks that were never written (they cost no read, but may occupy a slot), writing, files whose edge
-chunks are left unfiltered, MPI. During a miss, memory holds one decoded chunk more than the cache, and its stored
-bytes.
-
-In a cache for two chunks without collisions, 0 and 1 are read; the hit moves 0 behind 1, so that 2 evicts 1.
-
->>> from h5chunk.tools.model.accesses import sample_accesses
 >>> grid = ChunkGrid(shape=(12, 5), chunks=(4, 5), itemsize=1)
 >>> cache = ChunkCache(grid, CacheSettings(nslots=3, nbytes=40, w0=0.0))
 >>> replay = cache.access(sample_accesses(grid, [0, 4, 1, 8, 2, 5]))
 >>> replay
 CacheReplay(hits=2, misses=4, bypasses=0, bytes_read=80, num_reads=4)
->>> replay.outcomes.tolist()  # of chunks 0, 1, 0, 2, 0, 1
+>>> replay.outcomes.tolist()  # of chunks 0, 1, 0, 2, 0, 1: a hit moves 0 behind 1, so that 2 evicts 1
 [1, 1, 0, 1, 0, 1]
 
-`scripts/check_cache_model.py` compares the model with the library.
+The rules, for reading chunks that exist in the file:
 
-Source: HDF5 1.14 and 2.0, H5Dchunk.c, H5D__chunk_lock, H5D__chunk_unlock, H5D__chunk_cache_prune, H5D__chunk_cacheable,
-H5D__chunk_hash_val.
+- A chunk has one slot, a hash of its coordinates modulo ``nslots``. If two chunks share a slot, the later one evicts
+  the earlier one, even if the cache is not full.
+- The entries form a list. A miss appends an entry at the end, and a hit moves its entry one step towards the end.
+- Every entry costs the full decoded size of a chunk, also at the edge of the dataset. A miss first evicts the occupant
+  of its slot, then prunes the list if the cache is full.
+- Pruning walks the list from the front with one pointer, which evicts only entries that were read in full. After
+  ``int(num_entries * w0)`` steps, a second pointer starts at the front, which evicts any entry; at each step, the first
+  pointer acts before the second. As all entries cost the same, one eviction is always enough. So the victim is the
+  first entry that was read in full among the first ``int(num_entries * w0) + 1`` entries or, if there is none, the
+  first entry of the list.
+- "Read in full" counts bytes: an entry starts with the bytes of a chunk, and every request subtracts its bytes, even if
+  they are the same bytes again.
+- A chunk larger than ``nbytes`` bypasses the cache: with a filter it is read and decoded whole at every access; without
+  one, only the requested bytes are read, with one read per contiguous run.
+
+Not modelled: chunks that were never written (they cost no read, but may occupy a slot), writing, files whose edge
+chunks are left unfiltered, MPI. During a miss, memory holds one decoded chunk more than the cache, and its stored
+bytes. `check_cache_model.py` compares the model with HDF5 itself; `h5chunk.plan.cache` chooses settings by these rules.
+
+Source: HDF5 1.14 and 2.0, H5Dchunk.c: H5D__chunk_io_init, H5D__create_piece_file_map_hyper, H5D__chunk_lock,
+H5D__chunk_unlock, H5D__chunk_cache_prune, H5D__chunk_cacheable, H5D__chunk_hash_val.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from h5chunk.errors import OptionError
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
-from h5chunk.tools.model.accesses import Accesses, Integers, chunk_counts
+
+Integers = npt.NDArray[np.int64]
 
 HDF5_1_14 = CacheSettings(521, 1 << 20, 0.75)  # the defaults of HDF5 up to 1.14
 HDF5_2 = CacheSettings(8191, 8 << 20, 0.75)  # the defaults from HDF5 2.0 on
@@ -55,6 +57,80 @@ HDF5_2 = CacheSettings(8191, 8 << 20, 0.75)  # the defaults from HDF5 2.0 on
 HIT, MISS, BYPASS = range(3)
 
 _NOTHING = -1
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Accesses:
+    """Chunks in the order in which HDF5 visits them, over consecutive reads, as (n,) int64 arrays.
+
+    ``runs`` is the number of contiguous pieces that hold the wanted bytes, both in the chunk and in the result: HDF5
+    makes as many reads of a chunk that has no filter and does not fit the cache.
+    """
+
+    chunks: Integers
+    bytes_each: Integers
+    runs: Integers
+
+    def __len__(self) -> int:
+        return len(self.chunks)
+
+
+def chunk_counts(grid: ChunkGrid) -> tuple[int, ...]:
+    """Return the number of chunks along each axis. Raise OptionError if the dataset has no chunks."""
+    if grid.chunks is None:
+        raise OptionError(f"dataset of shape {grid.shape} is contiguous: it has no chunks and no chunk cache")
+    return tuple(math.ceil(length / chunk) for length, chunk in zip(grid.shape, grid.chunks, strict=True))
+
+
+def sample_accesses(grid: ChunkGrid, samples: npt.ArrayLike) -> Accesses:
+    """List the accesses that HDF5 makes to read single samples, ``dataset[sample]``, in this order."""
+    starts = np.asarray(samples, np.int64)
+    return range_accesses(grid, starts, starts + 1)
+
+
+def range_accesses(grid: ChunkGrid, starts: npt.ArrayLike, stops: npt.ArrayLike) -> Accesses:
+    """List the accesses that HDF5 makes to read ranges of samples, ``dataset[start:stop]``, in this order.
+
+    Parameters
+    ----------
+    grid : ChunkGrid
+    starts, stops : (m,) int
+        ``0 <= start <= stop <= grid.shape[0]``.
+    """
+    per_band = math.prod(chunk_counts(grid)[1:])
+    first, last = np.asarray(starts, np.int64), np.asarray(stops, np.int64)
+    if first.shape != last.shape or first.ndim != 1:
+        raise OptionError(f"starts and stops have the shapes {first.shape} and {last.shape}: give two (m,) arrays")
+    wrong = np.flatnonzero((first < 0) | (last < first) | (last > grid.shape[0]))
+    if len(wrong):
+        at = int(wrong[0])
+        raise OptionError(f"range {at} is {first[at]} to {last[at]}: give 0 <= start <= stop <= {grid.shape[0]}")
+    band_samples = grid.band_samples or 1
+    first_band = first // band_samples
+    num_bands = np.where(last > first, -(-last // band_samples) - first_band, 0)
+    before = np.cumsum(num_bands) - num_bands
+    bands = np.arange(int(num_bands.sum())) + np.repeat(first_band - before, num_bands)
+    low = np.maximum(bands * band_samples, np.repeat(first, num_bands))
+    high = np.minimum((bands + 1) * band_samples, np.repeat(last, num_bands))
+    samples = (high - low)[:, None]
+    elements, runs, joined = _pieces_of_sample(grid)
+    return Accesses(
+        (bands[:, None] * per_band + np.arange(per_band)).ravel(),
+        (samples * elements * grid.itemsize).ravel(),
+        (samples * runs - joined * (samples - 1)).ravel(),
+    )
+
+
+def _pieces_of_sample(grid: ChunkGrid) -> tuple[Integers, Integers, npt.NDArray[np.bool_]]:
+    """Return for each chunk of one sample: elements, contiguous pieces, whether the next sample continues the last."""
+    elements, runs, joined = np.ones(1, np.int64), np.ones(1, np.int64), np.ones(1, bool)
+    assert grid.chunks is not None
+    for length, chunk in zip(reversed(grid.shape[1:]), reversed(grid.chunks[1:]), strict=True):
+        sizes = np.minimum(chunk, length - np.arange(0, length, chunk))[:, None]
+        runs = (sizes * runs - joined * (sizes - 1)).ravel()
+        elements = (sizes * elements).ravel()
+        joined = ((sizes == length) & (length == chunk) & joined).ravel()
+    return elements, runs, joined
 
 
 @dataclass(frozen=True)
@@ -206,3 +282,18 @@ class _EntryList:
                     return slot
                 slot = self._after[slot]
         return foremost
+
+
+class CountingFile:
+    """A file object for ``h5py.File`` that records the offset and size of every read in ``reads``."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.reads: list[tuple[int, int]] = []
+
+    def readinto(self, buffer: Any) -> int:
+        self.reads.append((self._file.tell(), len(buffer)))
+        return int(self._file.readinto(buffer))  # type: ignore[attr-defined]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
