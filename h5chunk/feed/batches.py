@@ -11,6 +11,7 @@ import torch
 
 from h5chunk.feed.layout import torch_dtype
 from h5chunk.feed.slots import BatchMemory, Fields, SingleBuffer
+from h5chunk.plan.draws import Draws
 from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.transforms import Transform, compile_transforms
 from h5chunk.transforms.rows import RowConverter
@@ -48,14 +49,14 @@ class FieldPipeline:
         group = ROWS_BYTES if isinstance(self.converter, RowConverter) else GROUP_BYTES
         return max(1, group // max(1, batch_size * self.converter.sample_bytes))
 
-    def batches(self, samples: Any, batch_size: int, *, keep: bool) -> Sequence[torch.Tensor | Tensors]:
+    def batches(self, samples: Any, draws: Draws, batch_size: int, *, keep: bool) -> Sequence[torch.Tensor | Tensors]:
         """Convert samples and split them into batches; with ``keep`` the batches may share memory with the samples.
 
         A batch is a tensor, or inputs and targets where entries are held out.
 
         Batches are detached, so that autograd does not mistake an in-place change of one batch for a change of another.
         """
-        converted = self.converter(samples, keep)
+        converted = self.converter(samples, keep, draws)
         if isinstance(converted, tuple):
             return (tuple(part.data for part in converted),)
         if len(samples) <= batch_size:
@@ -80,33 +81,32 @@ class BatchMaker:
         self._others = [pipeline.others for pipeline in pipelines for _ in range(pipeline.converter.num_outputs)]
         self._finishes = any(self._others)
 
-    def begin(self, epoch: int) -> None:
-        """Set the epoch, on which the draws of random converters depend."""
-        for pipeline in self._pipelines:
-            pipeline.converter.epoch = epoch
-
-    def open(self, window: Fields, batch_size: int) -> Iterator[Tensors]:
+    def open(self, window: Fields, draws: Draws, batch_size: int) -> Iterator[Tensors]:
         """Yield the batches of a window, then empty batches, for steps in which only other ranks have samples.
 
         This generator keeps no reference to a yielded batch, not even in a ``zip``, so that its memory can be reused.
         """
         fields = zip(self._pipelines, window, strict=True)
-        batches = [self._split(pipeline, samples, batch_size) for pipeline, samples in fields]
+        batches = [self._split(pipeline, samples, draws, batch_size) for pipeline, samples in fields]
         while True:
             yield _flat(map(next, batches))
 
-    def _split(self, pipeline: FieldPipeline, samples: Any, batch_size: int) -> Iterator[torch.Tensor | Tensors]:
+    def _split(
+        self, pipeline: FieldPipeline, samples: Any, draws: Draws, batch_size: int
+    ) -> Iterator[torch.Tensor | Tensors]:
         step = batch_size * pipeline.num_together(batch_size, keep=self._keep)
         for first in count(0, step):
-            some = samples if not first and step >= len(samples) else samples[first : first + step]
-            made = deque(pipeline.batches(some, batch_size, keep=self._keep))
+            some, drawn = samples, draws
+            if first or step < len(samples):
+                some, drawn = samples[first : first + step], draws.part(first, first + step)
+            made = deque(pipeline.batches(some, drawn, batch_size, keep=self._keep))
             while made:
                 yield made.popleft()
 
-    def make(self, samples: Fields, batch_size: int) -> list[Tensors]:
+    def make(self, samples: Fields, draws: Draws, batch_size: int) -> list[Tensors]:
         """Make batches from gathered samples that nothing else refers to."""
         fields = zip(self._pipelines, samples, strict=True)
-        batches = zip(*(pipeline.batches(own, batch_size, keep=True) for pipeline, own in fields), strict=True)
+        batches = zip(*(pipeline.batches(own, draws, batch_size, keep=True) for pipeline, own in fields), strict=True)
         return list(map(_flat, batches))
 
     def num_gathered(self, batch_size: int) -> int:

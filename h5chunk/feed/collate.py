@@ -93,11 +93,13 @@ Numbering = tuple[int, int]  # a subset's key: its size, and a checksum of its s
 
 
 class TaggedBatch(list[int]):
-    """A batch of sample numbers, with the key of the subset that they count and the epoch that they were drawn for."""
+    """A batch of sample numbers, with the key of the subset that they count, and the epoch and seed of their draws."""
 
-    def __init__(self, numbers: Iterable[int] = (), numbering: Numbering | None = None, epoch: int = 0) -> None:
+    def __init__(
+        self, numbers: Iterable[int] = (), numbering: Numbering | None = None, epoch: int = 0, seed: int = 0
+    ) -> None:
         super().__init__(numbers)
-        self.numbering, self.epoch = numbering, epoch
+        self.numbering, self.epoch, self.seed = numbering, epoch, seed
 
 
 def check_numbering(drawn: Numbering, numbering: Numbering) -> None:

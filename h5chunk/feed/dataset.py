@@ -35,6 +35,7 @@ from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.files import Paths, open_other, open_reader
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.several import NOTABLE, read_amplification
+from h5chunk.transforms import Transforms
 
 SAMPLE_NUMBER = "sample_number"
 
@@ -89,7 +90,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         fields: Fields | None = None,
         trusted: bool = False,
         checksums: str = OFF,
-        transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None,
+        transform: Callable[[Any], Any] | Transforms | None = None,
     ) -> None:
         named = field_mapping(fields)
         self._numbered = [] if named is None else [name for name, dataset in named.items() if dataset == SAMPLE_NUMBER]
@@ -102,7 +103,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
             torch_dtype(self.field(name).dtype, name)
             if name != self._names[0] and self.field(name).scale is not None:
                 raise OptionError(f"field {name!r} is a matrix: name it first")
-        self._transforms = SampleTransforms(transform, self.field(self._names[0]))
+        self._transforms = self._compiled(transform)
         self._samples: np.ndarray | None = None  # numbers in the file, for a subset
         self._order: Order | None = None  # set by a sampler
         self._tables = {}
@@ -118,8 +119,11 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         `ChunkLoader` takes it if it consists of objects of `h5chunk.transforms`, and raises OptionError otherwise.
         """
         other = copy(self)
-        other._transforms = SampleTransforms(transform, self.field(self._names[0]))
+        other._transforms = self._compiled(transform)
         return other
+
+    def _compiled(self, transform: Any) -> SampleTransforms:
+        return SampleTransforms(transform, {name: self.field(name) for name in self._names})
 
     def field(self, name: str) -> Field | MatrixField:
         """Return the description of a field: its shape, dtype and chunks."""
@@ -193,7 +197,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
 
     @cached_property
     def _sample_reader(self) -> SampleReader:
-        return SampleReader(self._reader, self._transforms.rows, self._order)
+        return SampleReader(self._reader, self._transforms.converters, self._order)
 
     def split(self, fractions: Sequence[float], *, seed: int = 0, stratify: str | None = None) -> list[ChunkDataset]:
         """Split into random parts, such as for training and validation.
@@ -308,32 +312,30 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         if isinstance(index, slice):
             index = range(*index.indices(len(self)))
         if isinstance(index, (int, np.integer)) or getattr(index, "ndim", None) == 0:
-            self._transforms.begin(0)
-            batch = self._read(np.array([operator.index(index)], np.int64), shared=False)
+            batch = self._read(index, np.array([operator.index(index)], np.int64), shared=False)
             return self._transforms.of_sample(batch[0])
         batch = self._batch(index)
-        return batch.fields if not self._transforms.each else tuple(collate(self._each_transformed(batch)))
+        return batch.fields if not self._transforms.has_each else tuple(collate(self._each_transformed(batch)))
 
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Sample]:
         """Read a whole batch, and every chunk only once; torch's DataLoader calls this."""
         batch = self._batch(indices)
-        return batch if not self._transforms.each else self._each_transformed(batch)
+        return batch if not self._transforms.has_each else self._each_transformed(batch)
 
     def _batch(self, indices: Any) -> Batch:
-        self._transforms.begin(indices.epoch if isinstance(indices, TaggedBatch) else 0)
         if isinstance(indices, TaggedBatch) and indices.numbering is not None:
             check_numbering(indices.numbering, self.numbering)
-        return self._read(sample_numbers(indices), shared=get_worker_info() is not None)
+        return self._read(indices, sample_numbers(indices), shared=get_worker_info() is not None)
 
     def _each_transformed(self, batch: Batch) -> Sequence[Sample]:
         if not len(batch) and len(self):  # the shapes of an empty batch are those of a transformed sample
             return no_samples(self[0])
         return [self._transforms.of_sample(sample) for sample in batch]
 
-    def _read(self, positions: np.ndarray, *, shared: bool) -> Batch:
+    def _read(self, indices: Any, positions: np.ndarray, *, shared: bool) -> Batch:
         rows = self._rows(positions)
         numbered = dict.fromkeys(self._numbered, self._positions(rows)) if self._numbered else {}
-        return self._sample_reader.read(self._names, rows, numbered, shared=shared)
+        return self._sample_reader.read(self._names, self._transforms.draws(indices, rows), numbered, shared=shared)
 
     def _rows(self, positions: np.ndarray) -> np.ndarray:
         """Convert sample numbers in this data set to sample numbers in the file; raise IndexError for invalid ones."""

@@ -242,7 +242,6 @@ class ChunkLoader(Resumable):
         self._check_ranks()
         report = EpochReport(started=time.perf_counter())
         order, start = self.order, self._position.batch
-        self._maker.begin(order.epoch)
         feed = self._iterated = self._open(order, start)
         try:
             self._position.begin()

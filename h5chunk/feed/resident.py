@@ -25,6 +25,7 @@ from h5chunk.feed.layout import FieldLayout, MatrixLayout, slot_bytes
 from h5chunk.feed.slots import KEPT, BatchMemory, Fields, gather, to_device
 from h5chunk.feed.stream import EpochReport, WindowStream
 from h5chunk.native import DONE, GATHER, JOB, NativePool, available
+from h5chunk.plan.draws import Draws
 from h5chunk.plan.order import Order
 from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed
 from h5chunk.transforms.csr import CsrRows, Numbers
@@ -97,15 +98,18 @@ class Resident:
         without = fresh - math.ceil(len(samples) / order.batch_size)  # 1 if the last batch is empty
         together = 1 if self._memory is not None else maker.num_gathered(order.batch_size)
         for number in count():
-            for gathered in self._gathered(samples, together * order.batch_size):
+            draws, first, size = Draws(order.seed, order.epoch, samples, number), 0, together * order.batch_size
+            for gathered in self._gathered(samples, size):
                 if not left:
                     return
-                made = maker.make(gathered, order.batch_size)
+                made = maker.make(gathered, draws.part(first, first + size), order.batch_size)
+                first += size
                 yield from made[:left]
                 left -= len(made[:left])
             if left and (without if not number else not len(samples)):
                 nothing = Numbers(samples[:0], to_device(samples[:0], self._device))
-                yield from maker.make(gather(tuple(self._fields), nothing, self._memory), order.batch_size)
+                gathered = gather(tuple(self._fields), nothing, self._memory)
+                yield from maker.make(gathered, draws.part(0, 0), order.batch_size)
                 left -= 1
             if not left:
                 return

@@ -20,21 +20,23 @@ import torch
 from torch.utils.data import get_worker_info
 
 from h5chunk.errors import FileError, OptionError
-from h5chunk.feed.collate import Batch, Sample
+from h5chunk.feed.collate import Batch, Sample, TaggedBatch
 from h5chunk.feed.layout import ArrayShape, matrix_layout, torch_dtype
 from h5chunk.feed.memory import Assemble, SharedMemory
 from h5chunk.feed.slots import BatchMemory, CsrWindow
 from h5chunk.feed.stored_tables import decoded
 from h5chunk.plan.cache import CacheSettings
+from h5chunk.plan.draws import Draws
 from h5chunk.plan.order import INTERLEAVE, Order
 from h5chunk.stamp import stamp_of
 from h5chunk.store.read.direct import read_whole_fields
 from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.reader import SMALL_FIELD_BYTES, H5Reader
 from h5chunk.store.read.several import close_descriptors, direct_fields, open_descriptors
-from h5chunk.transforms import BATCH_TRANSFORMS, ToDtype, check_first, check_transforms, compile_transforms
+from h5chunk.transforms import BATCH_TRANSFORMS, ToDtype, check_first, compile_transforms, transforms_by_field
+from h5chunk.transforms.augmenting import AUGMENTING, AugmentConverter
 from h5chunk.transforms.csr import CsrRows, Entries, make_csr, scatter
-from h5chunk.transforms.images import fresh
+from h5chunk.transforms.images import ImageConverter, fresh
 from h5chunk.transforms.rows import RowConverter
 
 Tensors = Sequence[torch.Tensor]
@@ -42,42 +44,54 @@ Fields = Mapping[str, str] | Sequence[str]
 
 
 class SampleTransforms:
-    """Transforms of the first field: ``rows`` converts batches of a matrix, ``each`` converts single samples."""
+    """Transforms of the fields of a data set.
 
-    def __init__(self, transform: Any, field: Field | MatrixField) -> None:
+    ``converters`` convert batches of a field: rows of a matrix, and images that are augmented. Other transforms convert
+    single samples.
+    """
+
+    def __init__(self, transform: Any, fields: Mapping[str, Field | MatrixField]) -> None:
         self.given = transform
-        given = () if transform is None else [transform] if callable(transform) else transform
-        transforms: Sequence[Any] = check_transforms("transform", given)
-        check_first(transforms, field, torch_dtype(field.dtype, field.name))
-        self.rows: RowConverter | None = None
-        self.num_outputs = 1  # number of tensors that the first field becomes: 2 with HoldOut
-        if field.scale is not None:
-            converter, others = compile_transforms(transforms, field, None, fresh)
-            assert isinstance(converter, RowConverter)
-            self.num_outputs = converter.num_outputs
-            if converter.makes_csr and others:
-                raise OptionError("transform has functions of single samples, but Csr makes batches: use collate_fn")
-            self.rows, transforms = converter, others
+        listed = [transform] if callable(transform) else transform
+        by_field = transforms_by_field(listed, list(fields), "transform")
+        self.converters: dict[str, RowConverter | AugmentConverter] = {}
+        self._each: list[Sequence[Callable[[Any], Any]]] = []  # of each value of a sample
+        for name, field in fields.items():
+            others = self._compile(by_field[name], field)
+            converter = self.converters.get(name)
+            self._each += [others] * (1 if converter is None else converter.num_outputs)
+        self.has_each = any(self._each)
+        self._draws = any(isinstance(each, AugmentConverter) for each in self.converters.values())
+
+    def _compile(self, transforms: Sequence[Any], field: Field | MatrixField) -> Sequence[Callable[[Any], Any]]:
+        """Make the converter of a field, if it has one, and return the transforms of its single samples."""
+        stored = torch_dtype(field.dtype, field.name)
+        check_first(transforms, field, stored)
         if any(isinstance(each, ToDtype) and each.channels_last for each in transforms):
             raise OptionError("channels_last is for batches, but a transform is for single samples: use a ChunkLoader")
-        self.each = tuple(
-            partial(_of_single, each) if isinstance(each, BATCH_TRANSFORMS) else each for each in transforms
-        )
+        if field.scale is not None or any(isinstance(each, AUGMENTING) for each in transforms):
+            converter, others = compile_transforms(transforms, field, stored, fresh)
+            if isinstance(converter, RowConverter) and converter.makes_csr and others:
+                raise OptionError("transform has functions of single samples, but Csr makes batches: use collate_fn")
+            assert not isinstance(converter, ImageConverter)
+            self.converters[field.name], transforms = converter, others
+        return tuple(partial(_of_single, each) if isinstance(each, BATCH_TRANSFORMS) else each for each in transforms)
 
-    def begin(self, epoch: int) -> None:
-        """Set the epoch, on which the draws of random transforms depend."""
-        if self.rows is not None:
-            self.rows.epoch = epoch
+    def draws(self, indices: Any, rows: np.ndarray) -> Draws:
+        """Return the draws of samples, by their numbers in the file: with a sampler's seed and epoch, or torch's."""
+        if isinstance(indices, TaggedBatch):
+            return Draws(indices.seed, indices.epoch, rows)
+        return Draws(int(torch.randint(1 << 62, ())) if self._draws else 0, 0, rows)
 
     def of_sample(self, sample: Sample) -> Sample:
-        """Return a sample with its first field transformed: inputs and targets separately, if entries are held out."""
-        if not self.each:
+        """Return a sample with its values transformed."""
+        if not self.has_each:
             return sample
-        fields = list(sample)
-        for number in range(self.num_outputs):
-            for transform in self.each:
-                fields[number] = transform(fields[number])
-        return Sample(fields)
+        values = list(sample)
+        for number, transforms in enumerate(self._each):
+            for transform in transforms:
+                values[number] = transform(values[number])
+        return Sample(values)
 
 
 def _of_single(transform: Callable[[Any], Any], sample: torch.Tensor) -> Any:
@@ -106,6 +120,11 @@ def _scatter(entries: Entries, tensors: Tensors) -> None:
     scatter(tensors[0], entries)
 
 
+def _augmented(convert: AugmentConverter, images: torch.Tensor, draws: Draws) -> Loaded:
+    """Return images that are augmented in the memory of their batch."""
+    return Loaded([(convert.shape(len(images)), convert.dtype)], lambda out: convert.fill(images, draws, out[0]))
+
+
 def _csr_first(num_columns: int, num_outputs: int, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """Combine the first tensors into CSR tensors, three for each; in this process or in the receiving one."""
     left = iter(tensors)
@@ -114,27 +133,27 @@ def _csr_first(num_columns: int, num_outputs: int, tensors: tuple[torch.Tensor, 
 
 
 class SampleReader:
-    """Read the fields of a `ChunkDataset`; ``convert`` converts the first field if its samples are rows of a matrix."""
+    """Read the fields of a `ChunkDataset`; ``converters`` convert those of these names."""
 
-    def __init__(self, reader: H5Reader, convert: RowConverter | None, order: Order | None) -> None:
-        self._reader, self._convert, self._order = reader, convert, order
-        self._first = next(iter(reader.fields))
+    def __init__(
+        self, reader: H5Reader, converters: Mapping[str, RowConverter | AugmentConverter], order: Order | None
+    ) -> None:
+        self._reader, self._converters, self._order = reader, converters, order
         self._memory, self._shared = BatchMemory(), SharedMemory()
         self._assemble: Assemble | None = None  # builds the fields of a batch from its tensors, if these differ
-        if convert is not None and convert.makes_csr:
+        convert = converters.get(next(iter(reader.fields)))
+        if isinstance(convert, RowConverter) and convert.makes_csr:
             self._assemble = partial(_csr_first, convert.num_columns, convert.num_outputs)
         self._opened: _OpenFields | None = None
         self._cache: tuple[int, CacheSettings] | None = None  # number of workers, and the settings for that number
 
-    def read(
-        self, names: Sequence[str], rows: np.ndarray, numbered: Mapping[str, np.ndarray], *, shared: bool
-    ) -> Batch:
-        """Read the fields of samples by their numbers in the file, (n,) int64, in any order, possibly repeated.
+    def read(self, names: Sequence[str], draws: Draws, numbered: Mapping[str, np.ndarray], *, shared: bool) -> Batch:
+        """Read the fields of the samples of ``draws``, in any order, possibly repeated.
 
         ``numbered`` has the values of fields that are not in the file, (n,) int64. ``shared`` puts the batch in memory
         that is shared with the main process of a DataLoader.
         """
-        loaded = [each for name in names for each in self._load(name, rows, numbered.get(name))]
+        loaded = [each for name in names for each in self._load(name, draws, numbered.get(name))]
         numbers = [each for each in loaded if isinstance(each, Loaded)]
         shapes = [shape for each in numbers for shape in each.shapes]
         if shared:
@@ -154,14 +173,18 @@ class SampleReader:
         made = iter(fields)
         return Batch(tuple(next(made) if isinstance(each, Loaded) else each for each in loaded))
 
-    def _load(self, name: str, rows: np.ndarray, numbers: np.ndarray | None) -> Sequence[Loaded | list[str]]:
+    def _load(self, name: str, draws: Draws, numbers: np.ndarray | None) -> Sequence[Loaded | list[str]]:
         """Load the samples of a field, or its inputs and targets if entries are held out. Strings become lists."""
         if numbers is not None:
             return [_loaded(torch.from_numpy(numbers))]
-        field = self._reader.fields[name]
-        if self._convert is not None and name == self._first:
-            return self._load_matrix(rows, self._convert)
+        field, rows, convert = self._reader.fields[name], draws.samples, self._converters.get(name)
+        if isinstance(convert, RowConverter):
+            return self._load_matrix(field, draws, convert)
         shape = (len(rows), *field.sample_shape)
+        if convert is not None:
+            images = np.empty(shape, field.dtype)
+            self._read(name, rows, images)
+            return [_augmented(convert, torch.from_numpy(images), draws)]
         dtype = torch_dtype(field.dtype, name)
         if dtype is None:
             text = np.empty(shape, field.dtype)
@@ -169,15 +192,15 @@ class SampleReader:
             return [decoded(text).tolist()]
         return [Loaded([(shape, dtype)], lambda tensors: self._read(name, rows, tensors[0].numpy()))]
 
-    def _load_matrix(self, rows: np.ndarray, convert: RowConverter) -> list[Loaded]:
+    def _load_matrix(self, field: Field | MatrixField, draws: Draws, convert: RowConverter) -> list[Loaded]:
         """Load and convert rows of a matrix."""
+        rows = draws.samples
         if self._reader.matrix is None:
-            field = self._reader.fields[self._first]
             stored = np.empty((len(rows), *field.sample_shape), field.dtype)
-            self._read(self._first, rows, stored)
-            converted = convert(torch.from_numpy(stored), keep=True)
+            self._read(field.name, rows, stored)
+            converted = convert(torch.from_numpy(stored), True, draws)
             return [_loaded(part) for part in (converted if isinstance(converted, tuple) else (converted,))]
-        parts = convert.parted(self._read_entries(rows))
+        parts = convert.parted(self._read_entries(rows), draws)
         if convert.makes_csr:
             return [_loaded(part.starts, part.columns, part.values) for part in parts]
         shape = len(rows), convert.num_columns

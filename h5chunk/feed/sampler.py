@@ -283,7 +283,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         order = replace(self._template, epoch=epoch)
         for number, batch in enumerate(order.batches(start), start + 1):
             self._position.running = epoch, number
-            yield TaggedBatch(batch.tolist(), self._dataset.numbering, epoch)
+            yield TaggedBatch(batch.tolist(), self._dataset.numbering, epoch, order.seed)
         self._position.running = epoch, None
 
     def state_dict(self, batches: int | None = None) -> State:

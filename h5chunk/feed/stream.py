@@ -21,6 +21,7 @@ from h5chunk.feed.layout import slot_bytes
 from h5chunk.feed.memory import PinnedMemory
 from h5chunk.feed.read_pool import ReadPool, WindowRead
 from h5chunk.feed.slots import BatchMemory, CpuSlot, CudaSlot, Fields
+from h5chunk.plan.draws import Draws
 from h5chunk.plan.order import Order, Window
 from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed
 
@@ -296,7 +297,8 @@ class WindowStream:
             read = self._batches.pop((order.epoch, number))
             if read not in windows:
                 self._wait_for(read)
-                windows[read] = maker.open(read.slot.window, order.batch_size)
+                draws = Draws(order.seed, order.epoch, read.window.samples)
+                windows[read] = maker.open(read.slot.window, draws, order.batch_size)
                 self._fill()
             batch = next(windows[read])
             if last := number == read.window.batches[-1]:
@@ -339,7 +341,9 @@ class WindowStream:
         for number in count():
             samples = echo_pass(len(window.samples), order.seed, order.epoch, window.batches[0], number)
             for first in range(0, max(1, len(samples)), size):  # at least one batch, if this rank has no samples
-                yield from maker.make(read.slot.gather(samples[first : first + size]), size)
+                some = samples[first : first + size]
+                draws = Draws(order.seed, order.epoch, window.samples[some], number + 1)
+                yield from maker.make(read.slot.gather(some), draws, size)
 
     def _release(self, read: WindowRead) -> None:
         """Release the slot of a window, for the next window."""

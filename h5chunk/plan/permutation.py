@@ -72,18 +72,18 @@ class Permutation:
         low, high = numbers.astype(np.uint64) % bases[0], numbers.astype(np.uint64) // bases[0]
         for number, key in enumerate(self._keys):
             if number % 2:
-                high = (high + _mixed(low, key) % bases[1]) % bases[1]
+                high = (high + mixed(low, key) % bases[1]) % bases[1]
             else:
-                low = (low + _mixed(high, key) % bases[0]) % bases[0]
+                low = (low + mixed(high, key) % bases[0]) % bases[0]
         return np.asarray(high * bases[0] + low, np.int64)
 
 
-def _mixed(words: Words, key: np.uint64) -> Words:
+def mixed(words: Words, key: np.uint64) -> Words:
     """Hash 64-bit words with the finaliser of SplitMix64."""
-    mixed = (words + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) ^ key
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.asarray(mixed ^ (mixed >> np.uint64(31)))
+    bits = (words + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) ^ key
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(bits ^ (bits >> np.uint64(31)))
 
 
 def sorted_order(keys: Words) -> Indices:

@@ -27,19 +27,50 @@ import torch
 
 from h5chunk.errors import OptionError
 from h5chunk.store.read.fields import Field, MatrixField
+from h5chunk.transforms.augment import (
+    AlternatingFlip,
+    CenterCrop,
+    Cutout,
+    RandomCrop,
+    RandomErasing,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
+    Resize,
+)
+from h5chunk.transforms.augmenting import AUGMENTING, AugmentConverter
 from h5chunk.transforms.hold_out import HoldOut
 from h5chunk.transforms.images import ImageConverter, Normalize, ToDtype, channel_axis
 from h5chunk.transforms.rows import L2, ROW_TRANSFORMS, Allocate, Binarize, Csr, Dense, Log1p, RowConverter
 
-__all__ = ["L2", "Binarize", "Csr", "Dense", "HoldOut", "Log1p", "Normalize", "ToDtype"]
+__all__ = [
+    "L2",
+    "AlternatingFlip",
+    "Binarize",
+    "CenterCrop",
+    "Csr",
+    "Cutout",
+    "Dense",
+    "HoldOut",
+    "Log1p",
+    "Normalize",
+    "RandomCrop",
+    "RandomErasing",
+    "RandomHorizontalFlip",
+    "RandomResizedCrop",
+    "Resize",
+    "ToDtype",
+]
 
-BATCH_TRANSFORMS = (Normalize, ToDtype, *ROW_TRANSFORMS)
+IMAGE_TRANSFORMS = (Normalize, ToDtype, *AUGMENTING)
+BATCH_TRANSFORMS = (*IMAGE_TRANSFORMS, *ROW_TRANSFORMS)
 Transform = Callable[[Any], Any]
 Transforms = Sequence[Transform] | Mapping[str, Sequence[Transform]]
-Converter = ImageConverter | RowConverter
+Converter = ImageConverter | AugmentConverter | RowConverter
 
 
-def transforms_by_field(transforms: Transforms | None, fields: Sequence[str]) -> dict[str, list[Transform]]:
+def transforms_by_field(
+    transforms: Transforms | None, fields: Sequence[str], argument: str = "transforms"
+) -> dict[str, list[Transform]]:
     """Return the validated transforms of each field; a plain list is for the first field."""
     if transforms is None:
         transforms = ()
@@ -47,8 +78,8 @@ def transforms_by_field(transforms: Transforms | None, fields: Sequence[str]) ->
         transforms = {fields[0]: transforms}
     for name in transforms:
         if name not in fields:
-            raise OptionError(f"transforms has the field {name!r}, but the fields are {', '.join(map(repr, fields))}")
-    return {name: check_transforms("transforms", transforms.get(name, ())) for name in fields}
+            raise OptionError(f"{argument} has the field {name!r}, but the fields are {', '.join(map(repr, fields))}")
+    return {name: check_transforms(argument, transforms.get(name, ())) for name in fields}
 
 
 def check_transforms(name: str, transforms: Any) -> list[Transform]:
@@ -79,7 +110,13 @@ def compile_transforms(
         return RowConverter(transforms[:count], field, allocate), tuple(transforms[count:])
     assert stored is not None
     axis = channel_axis(field.sample_shape, field.axes)
-    count = _leading(transforms, (Normalize, ToDtype), Normalize, ToDtype)
+    count = _leading(transforms, IMAGE_TRANSFORMS, Normalize, ToDtype)
+    for late in (each for each in transforms[count:] if isinstance(each, AUGMENTING)):
+        raise OptionError(f"{late} stands behind {transforms[count]}: put it first, as it knows the samples only there")
+    if any(isinstance(each, AUGMENTING) for each in transforms[:count]):
+        shape, is_mask = field.sample_shape, field.axes == "NHW"
+        augment = AugmentConverter(transforms[:count], stored, shape, axis, allocate, is_mask=is_mask)
+        return augment, tuple(transforms[count:])
     converter = ImageConverter(transforms[:count], stored, field.sample_shape, axis, allocate)
     return converter, tuple(transforms[count:])
 
@@ -111,7 +148,7 @@ def check_first(transforms: Sequence[Transform], field: Field | MatrixField, sto
     if not transforms:
         return
     first, remedy = transforms[0], ""
-    if field.scale is not None and isinstance(first, (Normalize, ToDtype)):
+    if field.scale is not None and isinstance(first, IMAGE_TRANSFORMS):
         remedy = "is a matrix: give Dense, Csr, L2 or Log1p"
     elif field.scale is None and any(isinstance(each, HoldOut) for each in transforms):
         remedy = "is no matrix, whose entries could be held out"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from h5chunk.errors import OptionError
+from h5chunk.plan.draws import Draws
 from h5chunk.transforms.compiled import FusedKernel
 
 Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
@@ -81,7 +82,6 @@ class ImageConverter:
 
     is_uncut = False
     num_outputs = 1
-    epoch = 0
 
     def __init__(
         self,
@@ -93,14 +93,14 @@ class ImageConverter:
     ) -> None:
         normalize = next((each for each in transforms if isinstance(each, Normalize)), None)
         to_dtype = next((each for each in transforms if isinstance(each, ToDtype)), None)
-        self.dtype = _result_dtype(transforms, normalize, to_dtype, stored)
+        self.dtype = result_dtype(transforms, normalize, to_dtype, stored)
         self._scaled = normalize is not None or (stored == torch.uint8 and self.dtype.is_floating_point)
         channels_last = to_dtype is not None and to_dtype.channels_last
         if channels_last and (len(sample_shape) != 3 or channel_axis != 0):
             raise OptionError(f"channels_last needs samples of (C, H, W), but these are {sample_shape}")
         self._format = torch.channels_last if channels_last else torch.contiguous_format
         unit = 255 if stored == torch.uint8 else 1
-        self._scale, self._shift = _scale_and_shift(normalize or Normalize(0, 1), unit, sample_shape, channel_axis)
+        self._scale, self._shift = scale_and_shift(normalize or Normalize(0, 1), unit, sample_shape, channel_axis)
         self._channel_axis, self._stored = channel_axis, stored
         self.sample_bytes = math.prod(sample_shape) * self.dtype.itemsize
         self._allocate = allocate
@@ -120,7 +120,7 @@ class ImageConverter:
             last = self._format == torch.channels_last
             self._kernel = FusedKernel(self._scale, self._shift, self._channel_axis, last)
 
-    def __call__(self, images: torch.Tensor, keep: bool) -> torch.Tensor:
+    def __call__(self, images: torch.Tensor, keep: bool, draws: Draws | None = None) -> torch.Tensor:
         """Return the converted batch; with ``keep`` the result may be the input itself."""
         unchanged = images.dtype == self.dtype and not self._scaled
         if keep and unchanged and images.is_contiguous(memory_format=self._format):
@@ -175,7 +175,7 @@ def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-def _result_dtype(
+def result_dtype(
     transforms: Sequence[Any], normalize: Normalize | None, to_dtype: ToDtype | None, stored: torch.dtype
 ) -> torch.dtype:
     """Return the dtype of batches."""
@@ -201,7 +201,7 @@ def _numbers(transform: Normalize, values: Any) -> torch.Tensor:
     return numbers
 
 
-def _scale_and_shift(
+def scale_and_shift(
     normalize: Normalize, unit: int, sample_shape: tuple[int, ...], axis: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write (x / unit - mean) / std as x * scale + shift, float32, to be broadcast over samples."""

@@ -19,6 +19,7 @@ import torch
 
 from h5chunk.errors import OptionError, human_bytes
 from h5chunk.machine import available_cores
+from h5chunk.plan.draws import Draws
 from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.transforms.compiled import DenseKernel
 from h5chunk.transforms.csr import (
@@ -172,7 +173,6 @@ class RowConverter:
         self.dtype, self._field, self._allocate = layout.dtype, field, allocate
         self.makes_csr = isinstance(layout, Csr)
         self.hold_out = next((each for each in transforms if isinstance(each, HoldOut)), None)
-        self.epoch = 0
         self.num_columns = math.prod(field.sample_shape)
         self.rule = _rule(field, self.dtype, steps)
         self.sample_bytes = self.num_columns * self.dtype.itemsize
@@ -202,15 +202,17 @@ class RowConverter:
         """Whether the result cannot be split into several batches, as a dense batch can."""
         return self.makes_csr or self.hold_out is not None
 
-    def __call__(self, rows: CsrRows | torch.Tensor, keep: bool) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    def __call__(
+        self, rows: CsrRows | torch.Tensor, keep: bool, draws: Draws
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Return the batch: (rows, columns), dense or CSR. With ``keep`` it may share memory with the input.
 
         With `HoldOut`, return inputs and targets, which share no memory with it.
         """
         if self.hold_out is not None:
             if isinstance(rows, torch.Tensor):
-                return self.hold_out(dense_values(rows, self.rule), self.epoch)
-            return self._held_out(self.parted(rows), rows.starts.device)
+                return self.hold_out(dense_values(rows, self.rule), draws.epoch)
+            return self._held_out(self.parted(rows, draws), rows.starts.device)
         if isinstance(rows, torch.Tensor):
             return dense_values(rows, self.rule)
         if not self.makes_csr:
@@ -226,10 +228,10 @@ class RowConverter:
             values = values.clone() if rows.values is not None and shares_memory(values, rows.values) else values
         return make_csr(starts, columns, values, (len(rows), self.num_columns))
 
-    def parted(self, rows: CsrRows) -> tuple[Entries, ...]:
+    def parted(self, rows: CsrRows, draws: Draws) -> tuple[Entries, ...]:
         """Return the converted entries: all, or those of the inputs and of the targets if entries are held out."""
         entries = entries_of(rows, self.rule, self.num_columns)
-        return (entries,) if self.hold_out is None else self.hold_out.part(entries, self.epoch)
+        return (entries,) if self.hold_out is None else self.hold_out.part(entries, draws.epoch)
 
     def _held_out(self, parts: tuple[Entries, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
         num_rows = len(parts[0].counts)

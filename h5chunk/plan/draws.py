@@ -1,0 +1,142 @@
+"""Random numbers of single samples, and the geometry of augmented images that is drawn with them.
+
+A number depends only on the seed, the epoch, the sample's number, and which use of the sample in the epoch it is: not
+on batches, ranks, workers or devices.
+
+Source: the finaliser of SplitMix64, of Steele et al., "Fast splittable pseudorandom number generators" (2014).
+
+>>> draws = Draws(0, 0, np.arange(3))
+>>> draws.uniform(0, 2).shape
+(2, 3)
+>>> bool((draws.uniform(0, 2)[:, 1:] == Draws(0, 0, np.arange(1, 3)).uniform(0, 2)).all())
+True
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from h5chunk.plan.permutation import Indices, mixed
+
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+Size = tuple[int, int]
+EVERY_EPOCH = -1  # an epoch for draws that stay the same
+ERASING = 1 << 20  # first stream of transforms that erase
+STEP = 0x9E3779B97F4A7C15
+MAX_SIDE = 1 << 14  # of images and their results, so that products of sides fit 32 bits
+
+# columns of a table of geometry; ERASED + 4 * k: top, left, height and width of the k-th erased box, in the result
+OFFSET, HEIGHT, WIDTH, TOP, LEFT, BOX_HEIGHT, BOX_WIDTH, FULL_HEIGHT, FULL_WIDTH, DOWN, RIGHT, FLIP, ERASED = range(13)
+
+
+class Draws(NamedTuple):
+    """Random numbers of samples, by their numbers in the file; ``use`` is 0, or k for their k-th echo in the epoch."""
+
+    seed: int
+    epoch: int
+    samples: Indices
+    use: int = 0
+
+    def uniform(self, stream: int, count: int) -> Floats:
+        """Return ``count`` independent numbers from 0 to below 1 for each sample: (count, num_samples)."""
+        key = _key(self.seed, self.epoch, self.use, stream)
+        own = mixed(self.samples.view(np.uint64), np.uint64(key))
+        steps = (np.arange(1, count + 1, dtype=np.uint64) * np.uint64(STEP))[:, None]
+        return np.asarray((mixed(own + steps, np.uint64(0)) >> np.uint64(11)) * 2.0**-53)
+
+    def of_all_epochs(self) -> Draws:
+        """Return draws that are the same in each epoch."""
+        return Draws(self.seed, EVERY_EPOCH, self.samples)
+
+    def part(self, start: int, stop: int) -> Draws:
+        """Return the draws of samples ``start`` to ``stop``."""
+        return Draws(self.seed, self.epoch, self.samples[start:stop], self.use)
+
+
+@lru_cache
+def _key(*numbers: int) -> int:
+    """Combine several numbers into one of 64 bits."""
+    key = np.zeros(1, np.uint64)
+    for number in numbers:
+        key = mixed(key + np.uint64(number & (1 << 64) - 1), np.uint64(STEP))
+    return int(key[0])
+
+
+@dataclass
+class Geometry:
+    """How each result is cut from its image: (n,) int64 arrays, or numbers that hold for all.
+
+    A box of the image is resized to its full size, of which a window becomes the result: from ``down`` and ``right``,
+    which may lie outside, where the image is padded. Where ``flip`` is set, the window is then mirrored.
+    """
+
+    height: Indices  # of the window, at first the image
+    width: Indices
+    flip: Flags = field(init=False)
+    box: tuple[Indices, Indices, Indices, Indices] = field(init=False)
+    full: tuple[Indices, Indices] = field(init=False)
+    erased: list[tuple[Indices, Indices, Indices, Indices]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.sizes = self.full = self.height, self.width
+        zero = np.zeros(len(self.height), np.int64)
+        self.box, self.down, self.right = (zero, zero, self.height, self.width), zero, zero
+        self.flip = np.zeros(len(self.height), np.bool_)
+
+    def crop(self, top: Indices, left: Indices, height: Indices | int, width: Indices | int) -> None:
+        """Cut a box from the window, as it is seen: mirrored where it is flipped."""
+        left = np.where(self.flip, self.width - left - width, left) if self.flip.any() else left
+        self.down, self.right = self.down + top, self.right + left
+        self.height, self.width = (np.broadcast_to(each, self.down.shape) for each in (height, width))
+
+    def resize(self, height: Indices | int, width: Indices | int) -> None:
+        """Resize the window, which lies inside of the image and was not resized before."""
+        self.box = self.box[0] + self.down, self.box[1] + self.right, self.height, self.width
+        self.height, self.width = (np.broadcast_to(each, self.down.shape) for each in (height, width))
+        self.full = self.height, self.width
+        self.down = self.right = np.zeros_like(self.down)
+
+    def mirror(self, flip: Flags) -> None:
+        """Flip the window from left to right where ``flip`` is set."""
+        self.flip = self.flip ^ flip
+
+    def table(self, offsets: Indices) -> Indices:
+        """Return the table: (n, ERASED + 4 * erased boxes) int64; an image begins at its offset in the source."""
+        columns = [offsets, *self.sizes, *self.box, *self.full, self.down, self.right, self.flip]
+        columns += [each for box in self.erased for each in box]
+        table = np.empty((len(offsets), len(columns)), np.int64)
+        for number, column in enumerate(columns):
+            table[:, number] = column
+        return table
+
+
+def random_boxes(
+    numbers: Floats, height: Indices, width: Indices, scale: tuple[float, float], ratio: tuple[float, float]
+) -> tuple[Indices, Indices, Flags]:
+    """Draw heights and widths of boxes, by a part of the area and by width over height, that fit into a size.
+
+    ``numbers`` are two uniform numbers per attempt, (2 * attempts, n). Return also whether an attempt fitted.
+    """
+    heights, widths = np.zeros(len(height), np.int64), np.zeros(len(height), np.int64)
+    left, logs = np.arange(len(height)), np.log(ratio)
+    for areas, ratios in zip(numbers[::2], numbers[1::2], strict=True):
+        area = (scale[0] + areas[left] * (scale[1] - scale[0])) * (height[left] * width[left])
+        shape = np.exp(logs[0] + ratios[left] * (logs[1] - logs[0]))
+        tall, wide = (np.rint(np.sqrt(each)).astype(np.int64) for each in (area / shape, area * shape))
+        fits = (tall > 0) & (wide > 0) & (tall <= height[left]) & (wide <= width[left])
+        heights[left[fits]], widths[left[fits]] = tall[fits], wide[fits]
+        left = left[~fits]
+        if not len(left):
+            break
+    return heights, widths, heights > 0
+
+
+def random_places(numbers: Floats, room: Indices) -> Indices:
+    """Draw whole numbers from 0 to ``room``, (n,)."""
+    return np.minimum((numbers * (room + 1)).astype(np.int64), room)
