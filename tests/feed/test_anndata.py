@@ -99,7 +99,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "order of genes": ({"genes": [*GENES[:10], "gene11", "gene10"]}, "order or number differs from number 10 on: "),
     "types": (
         {"types": ["B", "NK", "M"]},
-        r"its categories of '.*type' differ .*such as 'M'.*codes must have the same meaning",
+        r"its categories of '.*type' differ .*such as 'M'.*convert their sources together",
     ),
 }
 

@@ -106,10 +106,10 @@ def test_files_of_others(tmp_path, options, value):
     ("indptr", "num_indices", "num_values", "message"),
     [
         ([0, 2, 5], 5, 4, "5 indices but 4 values"),
-        ([0, 3, 4], 5, 5, "does not go from 0 to 5 in 2 rows"),
-        ([1, 2, 5], 5, 5, "does not go from 0"),
+        ([0, 3, 4], 5, 5, "goes from 0 to 4, not from 0 to 5"),
+        ([1, 2, 5], 5, 5, "goes from 1 to 5, not from 0 to 5"),
         ([0, 7, 5], 5, 5, "indptr falls at row 1"),
-        ([0, 2, 6], 5, 5, "does not go from 0 to 5"),
+        ([0, 2, 6], 5, 5, "goes from 0 to 6, not from 0 to 5"),
         ([0, 2, 4, 5], 5, 5, "2 rows but indptr has 4 numbers"),
     ],
 )

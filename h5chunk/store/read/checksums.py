@@ -1,9 +1,9 @@
 """Check chunks against the checksums of an h5chunk file as they are read for training.
 
-A checksum covers a chunk's stored bytes, including padding (`h5chunk.store.format.spec`), so chunks are checked whole,
-even if only a few of their rows are requested. Compressed chunks that threads decode are checked in memory, and so are
-plain chunks if all their rows are requested and there are native threads. Other chunks are read again from the file,
-usually from the page cache, which finds errors on the disk and in the page cache, but no later ones.
+A checksum covers all stored bytes of a chunk, including padding (`h5chunk.store.format.spec`), so that the whole chunk
+is needed, even if few of its rows are requested. Chunks that threads decode are checked in memory, and so are
+uncompressed chunks of which native threads read all rows. Other chunks are read from the file a second time, usually
+from the page cache: this finds errors of the disk and the page cache, but not of later copies.
 """
 
 from __future__ import annotations
@@ -35,14 +35,11 @@ _local = threading.local()
 
 @dataclass(frozen=True)
 class Checksums:
-    """The checksums of a dataset's chunks, (num_chunks,) uint32, and the chunks that this process has found ``right``.
+    """The checksums of the chunks of a dataset, and which of them need not be checked again."""
 
-    Chunks that were found right are not checked again, unless the option is ``always``.
-    """
-
-    expected: np.ndarray
-    right: np.ndarray
-    always: bool
+    expected: np.ndarray  # (num_chunks,) uint32
+    right: np.ndarray  # (num_chunks,) bool: whether this process has checked the chunk; False if ``always``
+    always: bool  # check chunks at every read
 
 
 Sums = Mapping[str, Checksums]  # by field; for a matrix by ``field/indptr``, ``field/indices`` and ``field/data``
@@ -52,7 +49,7 @@ NO_SUMS: Sums = MappingProxyType({})
 class ChunkChecks:
     """Check the chunks of one dataset, from any number of threads.
 
-    ``indptr`` tells which row of a matrix an entry belongs to, for messages.
+    With the ``indptr`` of a matrix, messages name the rows of its entries.
     """
 
     def __init__(
@@ -62,10 +59,10 @@ class ChunkChecks:
         self._chunk_rows, self._across = table.chunk_shape[0], table.num_across
 
     def of_rows(self, rows: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
-        """Return the chunks that hold these rows (at least one row), or the ``counts[i]`` rows from ``rows[i]`` on."""
+        """Return the chunks that hold rows (at least one), or ``counts[i]`` rows from ``rows[i]`` on: (n,) int64."""
         bands = rows // self._chunk_rows
         if counts is None:
-            bands = np.unique(bands[np.append(True, bands[1:] != bands[:-1])])  # leaves few to sort
+            bands = np.unique(bands[np.append(True, bands[1:] != bands[:-1])])  # neighbours first, as sorting is slow
         else:
             steps = np.zeros(len(self.table) + 1, np.int64)
             np.add.at(steps, bands, 1)
@@ -74,12 +71,12 @@ class ChunkChecks:
         return (bands[:, None] * self._across + np.arange(self._across)).reshape(-1)
 
     def parts(self, chunks: np.ndarray) -> Iterator[CheckTask]:
-        """Divide `check` into tasks for several threads."""
+        """Yield tasks that check those of these chunks that need it."""
         for some in self._divided(chunks[~self.sums.right[chunks]]):
             yield CheckTask(self, some)
 
     def are_read_whole(self, rows: np.ndarray) -> np.ndarray:
-        """Return which rows belong to chunks that must be checked, and are completely requested: (n,) bool.
+        """Return which rows belong to chunks that need a check and of which all rows are requested: (n,) bool.
 
         The ``rows`` of a chunk are adjacent, ascending.
         """
@@ -92,9 +89,9 @@ class ChunkChecks:
         return np.repeat(whole & ~self.sums.right[chunks[firsts]], counts)
 
     def whole_parts(self, rows: np.ndarray, vectors: np.ndarray, out: object) -> Iterator[WholeChunks]:
-        """Yield tasks that read completely requested chunks to their vectors, and check them.
+        """Yield tasks that read whole chunks and check them: ``rows`` are all rows of these chunks.
 
-        ``rows`` are all rows of these chunks, ``vectors`` are (n, 2) uintp, as for `VectorPart`.
+        ``vectors``, (n, 2) uintp, are the places of the rows in memory, as for `VectorPart`.
         """
         count = self._chunk_rows
         chunks = rows[::count] // count
@@ -104,12 +101,12 @@ class ChunkChecks:
             yield WholeChunks(self, chunks[some], VectorPart(jobs, vectors, out, self._where_at))
 
     def _divided(self, chunks: np.ndarray) -> Iterator[np.ndarray]:
-        """Divide an array with one number per chunk into arrays for tasks."""
+        """Divide an array with an element per chunk into arrays for tasks of about `PART_BYTES`."""
         per_part = max(1, PART_BYTES // max(1, int(self.table.sizes.max(initial=0))))
         return (chunks[first : first + per_part] for first in range(0, len(chunks), per_part))
 
     def check(self, descriptor: int, chunks: np.ndarray) -> None:
-        """Read and check the stored bytes of chunks that need checking. Raises FileError if a chunk has changed."""
+        """Read the chunks that need a check, and check them. Raises FileError if a checksum does not match."""
         for chunk in chunks[~self.sums.right[chunks]].tolist():
             offset, size, found = int(self.table.offsets[chunk]), int(self.table.sizes[chunk]), 0
             if offset < 0:
@@ -121,12 +118,12 @@ class ChunkChecks:
             self.compare(chunk, found)
 
     def check_stored(self, chunk: int, stored: np.ndarray) -> None:
-        """Check a chunk whose stored bytes are in memory."""
+        """Check a chunk, if it needs it, from its stored bytes in memory."""
         if not self.sums.right[chunk]:
             self.compare(chunk, crc32(stored))
 
     def compare(self, chunk: int, found: int) -> None:
-        """Raise FileError if a computed checksum is wrong; otherwise mark the chunk as right."""
+        """Raise FileError if a computed checksum is not the expected one; otherwise mark the chunk as right."""
         if found != self.sums.expected[chunk]:
             raise self.mismatch(chunk, found)
         self.note_right(chunk)
@@ -137,7 +134,7 @@ class ChunkChecks:
             self.sums.right[chunks] = True
 
     def mismatch(self, chunk: int, found: int) -> FileError:
-        """Return the error for a chunk whose checksum differs."""
+        """Return the error for a chunk with another checksum than expected."""
         what = f"does not match its checksum ({found:08x}, not {self.sums.expected[chunk]:08x})"
         return self._error(chunk, f"{what}: its bytes have changed since they were written")
 
@@ -149,7 +146,7 @@ class ChunkChecks:
         return self.where(self.table.chunk_at(offset))
 
     def where(self, chunk: int) -> str:
-        """Name a chunk, and the first and last samples in it."""
+        """Return the text that names a chunk, with its first and last samples, for messages."""
         first, last = self.table.rows(chunk)
         if self._indptr is not None:
             first, last = (np.searchsorted(self._indptr, (first, last), "right") - 1).tolist()
@@ -157,7 +154,7 @@ class ChunkChecks:
 
 
 class CheckTask:
-    """A task, like `VectorPart`, that reads chunks from the file and checks them."""
+    """A task, with the interface of `VectorPart`, that only checks chunks."""
 
     def __init__(self, checks: ChunkChecks, chunks: np.ndarray) -> None:
         self._checks, self._chunks = checks, chunks
@@ -183,7 +180,7 @@ class CheckTask:
 
 
 class WholeChunks(CheckTask):
-    """A task that reads whole chunks, one per run of ``read``, and checks each while it is in a processor's cache."""
+    """A task that reads whole chunks, each a run of ``read``, and checks a chunk while it is in a processor's cache."""
 
     def __init__(self, checks: ChunkChecks, chunks: np.ndarray, read: VectorPart) -> None:
         super().__init__(checks, chunks)
@@ -207,9 +204,9 @@ class WholeChunks(CheckTask):
 def read_sums(
     file: h5py.File, path: Path, fields: Mapping[str, Field | MatrixField], header: Header | None, checksums: str
 ) -> dict[str, Checksums]:
-    """Read the checksums of fields; empty if checking is off. Raises OptionError if the file has no checksums.
+    """Read the checksums of fields; the result is empty if ``checksums`` is "off".
 
-    Raises FileError if the file's checksums are invalid.
+    Raises OptionError if the file has no checksums, and FileError if they are invalid.
     """
     if checksums not in (OFF, FIRST, ALWAYS):
         raise OptionError(f"checksums is {checksums!r}: give off, first or always")
@@ -221,11 +218,11 @@ def read_sums(
             datasets |= {f"{name}/{part}": f"{field.dataset}/{part}" for part in ("indptr", *field.lists)}
         else:
             datasets[name] = field.dataset
-    found = {}
+    sums = {}
     for name, dataset in datasets.items():
         expected = _expected(file, path, dataset, header, checksums)
-        found[name] = Checksums(expected, np.zeros(len(expected), bool), checksums == ALWAYS)
-    return found
+        sums[name] = Checksums(expected, np.zeros(len(expected), bool), checksums == ALWAYS)
+    return sums
 
 
 def _expected(file: h5py.File, path: Path, name: str, header: Header | None, checksums: str) -> np.ndarray:

@@ -1,8 +1,7 @@
 """Read rows of a dataset by their byte ranges in the file, outside HDF5's lock, in several threads.
 
-The chunk table is listed once through HDF5; after that the file is read only with ``preadv``. Uncompressed data goes
-straight to its place in a shuffled batch. Compressed data is read and decoded chunk by chunk, and its rows are copied
-to their places.
+HDF5 lists the chunks once; after that the file is read only with ``preadv``. Uncompressed rows are read straight to
+their places in a shuffled batch. Compressed chunks are read and decoded, and their rows copied to their places.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ from h5chunk.store.hdf5.raw_chunks import RawChunks
 from h5chunk.store.read.checksums import NO_SUMS, ChunkChecks, Sums
 from h5chunk.store.read.fields import Field
 
-WHOLE_ROW_BYTES = 1 << 10  # fields with such small rows are kept in memory: a vector of preadv costs like 1 KB
-WHOLE_BYTES = 64 << 20  # up to this size in all
-MAX_DECODED_BYTES = 256 << 20  # limit on a chunk: each thread holds one, and its stored bytes
-KEPT_CHUNKS, KEPT_BYTES = 8, 256 << 20  # bytes of chunks to keep
-MIN_KEPT_CHUNKS = 2  # bytes that each file keeps at least, if many files share the memory
-TINY_BYTES, MANY_CHUNKS = 8 << 10, 4096  # so many chunks, each at most this large, HDF5 reads faster: scripts/LOG.md
-KEPT_BANDS = 2  # chunks with the same samples: a window uses a part of them, the next window the rest
+WHOLE_ROW_BYTES = 1 << 10  # fields with rows up to this size are kept in memory: one preadv vector costs as much
+WHOLE_BYTES = 64 << 20  # unless the field is larger than this
+MAX_DECODED_BYTES = 256 << 20  # limit on a decoded chunk: each thread holds one, and its stored bytes
+KEPT_CHUNKS, KEPT_BYTES = 8, 256 << 20  # decoded chunks to keep, and the limit on their bytes
+MIN_KEPT_CHUNKS = 2  # decoded chunks that each file keeps, even if many files share the memory
+TINY_BYTES, MANY_CHUNKS = 8 << 10, 4096  # HDF5 is faster for more chunks than this that are smaller: scripts/LOG.md
+KEPT_BANDS = 2  # bands to keep if samples are cut: a window uses a part of a band, and the next window the rest
 
-_Copy = tuple[int, int, "slice | np.ndarray", np.ndarray]  # chunk, piece, rows of the chunk, destinations
+_Copy = tuple[int, int, "slice | np.ndarray", np.ndarray]  # band, chunk in it, rows of the band, destinations
 
 
 def check_bytes(dataset: h5py.Dataset, dtype: np.dtype) -> None:
-    """Raise NotDirect unless a dataset's numbers are stored in its file, plain or encoded, in this machine's format."""
+    """Raise NotDirect unless the dataset's numbers are stored in its own file and in this machine's format."""
     properties = dataset.id.get_create_plist()
     if properties.get_layout() not in (h5py.h5d.CHUNKED, h5py.h5d.CONTIGUOUS):
         raise NotDirect("it is stored compactly or is a view of other files")
@@ -56,10 +55,10 @@ def check_bytes(dataset: h5py.Dataset, dtype: np.dtype) -> None:
 
 
 class DecodedChunks:
-    """The chunks of a dataset by number, decoded by threads; chunks that a window used in part are kept.
+    """Read and decode the chunks of a dataset, from any number of threads; keep chunks that are used in part.
 
-    The dataset object is not kept. Raises NotDirect if a filter, or the size of the chunks, needs HDF5. ``indptr`` is
-    for messages about the entries of a matrix.
+    The dataset object is not kept. Raises NotDirect if only HDF5 can decode the chunks. With the ``indptr`` of a
+    matrix, messages name the rows of its entries.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class DecodedChunks:
         self.forget()
 
     def forget(self) -> None:
-        """Free the kept chunks and, in a forked process, the locks that threads of the parent may hold."""
+        """Free the kept chunks, and replace locks that threads of a forked parent may hold."""
         self.local = threading.local()
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
         self._kept_lock = threading.Lock()
@@ -95,8 +94,8 @@ class DecodedChunks:
     def read(self, descriptor: int, chunk: int, *, is_whole: bool) -> np.ndarray:
         """Read and decode a chunk: (chunk_bytes,) uint8, valid until this thread's next call.
 
-        ``is_whole`` says whether all of the chunk is used now; otherwise it is kept, because the next window will need
-        it again. Raises FileError if the chunk is damaged or unreadable.
+        Unless ``is_whole``, which says that all its rows are used now, the chunk is kept for the next window. Raises
+        FileError if the chunk is damaged or unreadable.
         """
         if is_whole:
             values = scratch(self.local, "decoded", self.chunk_bytes)
@@ -128,13 +127,13 @@ class _Kept:
 
 
 class ByteReader:
-    """Base class of readers by byte ranges. A reader holds only numbers; the caller owns the file descriptors.
+    """Base class of readers of one field by byte ranges; the caller opens the file and passes the descriptor.
 
-    A field is plain if its rows are stored neither compressed nor cut into pieces; otherwise ``chunks`` are decoded.
+    A field is plain if its rows are neither compressed nor cut into pieces. Otherwise ``chunks`` decodes its chunks.
     """
 
     name: str
-    row_bytes: int = 1 << 62  # for a matrix: above any limit, because its rows differ in length
+    row_bytes: int = 1 << 62  # for a matrix, whose rows differ in length, above any limit
     num_bytes: int
     is_plain = False
     chunks: Sequence[DecodedChunks] = ()
@@ -142,13 +141,13 @@ class ByteReader:
     def parts(self, rows: np.ndarray, places: np.ndarray, out: Any) -> Iterator[Part]:
         """Yield tasks for several threads that read row ``rows[i]`` to ``out[places[i]]``.
 
-        There is at least one row. The rows of a chunk are adjacent and ascending; no place occurs twice. ``out``, (m,
-        row_bytes) uint8, or the `CsrBuffers` of a matrix, must stay in place until the last task is done.
+        There must be at least one row, the rows of a chunk must be adjacent and ascending, and places must differ.
+        ``out`` is (m, row_bytes) uint8, or the `CsrBuffers` of a matrix, and must live until the last task is done.
         """
         raise NotImplementedError
 
     def read_all(self, descriptor: Any) -> np.ndarray:
-        """Read the whole field: for small fields that are not a matrix."""
+        """Read all rows of a field that is not a matrix: (num_rows, *sample_shape)."""
         raise NotImplementedError
 
     def bytes_read(self, rows: np.ndarray) -> int:
@@ -157,27 +156,27 @@ class ByteReader:
 
     @property
     def is_slower_than_hdf5(self) -> bool:
-        """Whether HDF5, in one thread, reads this field faster than threads decode its many tiny chunks."""
+        """Whether HDF5 in one thread reads this field faster, because it has many tiny chunks to decode."""
         return any(chunks.are_tiny for chunks in self.chunks)
 
     def scratch_bytes(self, num_threads: int) -> int:
-        """Return the bytes of memory that this many threads need, in addition to the rows themselves."""
+        """Return the bytes of memory that this many threads need for chunks, in addition to the rows themselves."""
         if not self.chunks:
             return 0
         kept = sum(chunks.num_kept * chunks.chunk_bytes for chunks in self.chunks)
         return 3 * num_threads * max(chunks.chunk_bytes for chunks in self.chunks) + kept
 
     def forget(self) -> None:
-        """Free the memory kept between tasks. A thread uses the same memory for all chunks."""
+        """Free the memory that is kept between tasks. A thread uses the same buffers for all datasets of the field."""
         for chunks in self.chunks:
             chunks.forget()
             chunks.local = self.chunks[0].local
 
 
 def direct_field(path: Path, file: h5py.File, field: Field, sums: Sums = NO_SUMS) -> PlainField | ChunkedField:
-    """Return a field's reader by byte ranges; the file object is not kept. ``sums`` are checksums to check.
+    """Return the byte reader of a field, which checks the checksums in ``sums``; the file object is not kept.
 
-    Raises NotDirect if the layout or a filter needs HDF5.
+    Raises NotDirect if only HDF5 can read the field.
     """
     dataset = file[field.dataset]
     if not same_file(dataset, file):
@@ -189,7 +188,7 @@ def direct_field(path: Path, file: h5py.File, field: Field, sums: Sums = NO_SUMS
 
 
 class PlainField(ByteReader):
-    """Read rows that are plain bytes of the file."""
+    """Read rows that are stored uncompressed, each in one run of bytes."""
 
     is_plain = True
 
@@ -211,7 +210,7 @@ class PlainField(ByteReader):
     def parts(
         self, rows: np.ndarray, places: np.ndarray, out: np.ndarray, counts: np.ndarray | None = None
     ) -> Iterator[Part]:
-        """See `ByteReader.parts`; ``counts[i]`` rows are read from ``rows[i]`` on, if all are one run of bytes."""
+        """See `ByteReader.parts`; with ``counts``, read ``counts[i]`` rows from ``rows[i]`` on, in one run of bytes."""
         blocks = self._table.offsets, self._chunk_rows, self.row_bytes
         if self._checks is None:
             return row_parts(blocks, rows, counts, places, out, self._where)
@@ -240,15 +239,14 @@ class PlainField(ByteReader):
         return (len(rows) if counts is None else int(counts.sum())) * self.row_bytes
 
     def _where(self, offset: int) -> str:
-        """Name the chunk that holds a byte of the file."""
+        """Return the text that names the chunk at an offset of the file, for messages."""
         return f"{printable(self._path)}: field {self.name!r}, chunk {self._table.chunk_at(offset)}"
 
 
 class ChunkedField(ByteReader):
-    """Read rows of chunks that are compressed, or hold parts of samples: a chunk is read once for all its rows.
+    """Read rows of chunks that are compressed, or hold only pieces of samples; each chunk is read once for all rows.
 
-    A band is the chunks that hold parts of the same samples: one chunk, if chunks hold whole samples. The piece of a
-    sample in a chunk is copied to the sample's place.
+    A band is all chunks that hold pieces of the same samples: a single chunk, if chunks hold whole samples.
     """
 
     def __init__(
@@ -266,7 +264,7 @@ class ChunkedField(ByteReader):
     def parts(
         self, rows: np.ndarray, places: np.ndarray, out: np.ndarray, counts: np.ndarray | None = None
     ) -> Iterator[Part]:
-        """See `PlainField.parts`; a task may also find stored bytes that cannot be decoded."""
+        """See `PlainField.parts`."""
         target = out if self._holds_samples else out.view(self._dtype).reshape(len(out), *self._shape[1:])
         copies = self._copies(rows, places) if counts is None else self._copies_of_runs(rows, places, counts)
         per_part = max(1, PART_BYTES // self._decoded.chunk_bytes)
@@ -294,7 +292,7 @@ class ChunkedField(ByteReader):
                 yield chunk, 0, slice(low - begin, high - begin), there[low - first : high - first]
 
     def _copy(self, copies: list[_Copy], target: np.ndarray, descriptor: int) -> None:
-        """Read the chunks of a band, and copy the pieces of selected samples in them to the places of these samples."""
+        """Decode chunks, and copy the requested rows of each to their destinations in ``target``."""
         for band, piece, rows, places in copies:
             is_whole = len(places) >= min(self._chunk[0], self._shape[0] - band * self._chunk[0])
             values = self._decoded.read(descriptor, band * len(self._pieces) + piece, is_whole=is_whole)
@@ -320,16 +318,17 @@ class ChunkedField(ByteReader):
 
 
 def is_kept_whole(field: ByteReader) -> bool:
-    """Return whether a `ReadPool` reads a field completely and keeps it in memory."""
+    """Return whether a field is so small that it is read once and kept in memory."""
     return field.row_bytes <= WHOLE_ROW_BYTES and field.num_bytes <= WHOLE_BYTES
 
 
 def read_whole_fields(
     direct: Mapping[str, ByteReader], descriptor: Any, check: Callable[[], None], most_bytes: float = math.inf
 ) -> dict[str, np.ndarray]:
-    """Read the fields that are kept in memory; ``check`` raises the error of a file that has changed.
+    """Read the fields that are kept in memory, by name; each has at most ``most_bytes``.
 
-    It is called where reading fails. The caller must call it once all is read.
+    If reading fails, ``check`` is called first, to raise the error of a file that was changed. If it succeeds, the
+    caller must make that check.
     """
     try:
         return {

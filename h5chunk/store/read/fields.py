@@ -1,7 +1,7 @@
 """Describe datasets, and groups that hold a sparse matrix, as fields of samples.
 
-`h5chunk.store.format.spec` specifies the matrix of an h5chunk file. AnnData's types differ, and may be compressed:
-https://anndata.readthedocs.io/en/latest/fileformat-prose.html, "Sparse arrays".
+`h5chunk.store.format.spec` specifies the matrix of an h5chunk file. A matrix of AnnData may have other types and
+filters: https://anndata.readthedocs.io/en/latest/fileformat-prose.html, "Sparse arrays".
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ SLACK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Field:
-    """A field of a file, as its dataset describes it: ``name`` is the user's name, ``dataset`` the path in the file.
+    """A field that is a dataset: ``name`` is the user's name of it, and ``dataset`` its path in the file.
 
-    The type has native byte order. ``axes``, such as NCHW, is empty if the file does not state it. In rows of a matrix,
-    a value is the stored number divided by ``scale``.
+    ``dtype`` has native byte order. ``axes``, such as NCHW, is empty if the file does not state it. For the dense rows
+    of a matrix, values are stored numbers divided by ``scale``.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Field:
     dtype: np.dtype
     axes: str = ""
     scale: float | None = None
-    categories: str = ""  # table of its categories, for `h5chunk.store.read.tables`; empty if it has none
+    categories: str = ""  # name of the table of its categories, see `h5chunk.store.read.tables`; empty if it has none
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
@@ -54,11 +54,10 @@ class Field:
 
 @dataclass(frozen=True)
 class MatrixField:
-    """A CSR matrix of a file; a sample is a row. ``dataset`` is the path of its group.
+    """A field that is a CSR matrix, with a row per sample; ``dataset`` is the path of its group.
 
-    Types are as stored; a pattern has no ``value_dtype``, as all its values are 1 and none is read. Other values are
-    stored numbers divided by ``scale``. ``chunk_samples`` is the number of rows in a nominal chunk of rows; entries may
-    be compressed (``filtered``).
+    Values are stored numbers of ``value_dtype``, divided by ``scale``; a pattern has no ``value_dtype``, because all
+    its values are 1. A nominal chunk has ``chunk_samples`` rows. ``filtered`` says that entries are compressed.
     """
 
     name: str
@@ -73,21 +72,21 @@ class MatrixField:
     filtered: bool
     axes: str = ""
     categories: str = ""
-    has_time_order: bool = False  # of the entries of each row
+    has_time_order: bool = False  # whether the entries of each row are in the order of their times
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
-        """Shape of a row made dense."""
+        """Shape of a dense row."""
         return (self.num_columns,)
 
     @property
     def dtype(self) -> np.dtype:
-        """Type of the values, as stored."""
+        """Type of the stored values; uint8 for a pattern."""
         return np.dtype(np.uint8) if self.value_dtype is None else self.value_dtype
 
     @property
     def lists(self) -> tuple[str, ...]:
-        """The datasets of entries to read: a pattern has no values to read."""
+        """The datasets of the group that have to be read for entries: not the values of a pattern."""
         return ("indices",) if self.value_dtype is None else ("indices", "data")
 
     @property
@@ -97,13 +96,13 @@ class MatrixField:
 
     @property
     def grid(self) -> ChunkGrid:
-        """The matrix's nominal chunks: rows of average length."""
+        """A chunk grid for estimates, with all rows of average length."""
         row_bytes = max(1, math.ceil(self.num_entries * self.entry_bytes / max(1, self.num_rows)))
         return ChunkGrid((self.num_rows, row_bytes), (self.chunk_samples, row_bytes), 1, self.filtered)
 
 
 def usual_fields(file: h5py.File, path: Path, header: Header | None) -> dict[str, str]:
-    """Return the fields that are read by default."""
+    """Return the fields to read by default: paths of datasets, by field name. Raises FieldError if there are none."""
     recorded = header.fields if header is not None else ()
     recorded = tuple(name for name in recorded if file.id.links.exists(name.encode()))
     if recorded:
@@ -123,7 +122,7 @@ def usual_fields(file: h5py.File, path: Path, header: Header | None) -> dict[str
 
 
 def _tenx_groups(file: h5py.File, path: Path) -> list[str]:
-    """Find the matrices of a file of 10x Genomics: one, or one for each genome in version 2."""
+    """Return the groups of the matrices in a file of 10x Genomics: one, or in version 2 one per genome."""
     guard, groups = Guard(path), []
     for name in file:
         if isinstance(file.get(name, getlink=True), h5py.HardLink):
@@ -134,6 +133,7 @@ def _tenx_groups(file: h5py.File, path: Path) -> list[str]:
 
 
 def _missing(file: h5py.File, path: Path, wanted: str) -> FieldError:
+    """Return the error of a missing dataset, which lists the datasets that the file has."""
     datasets = []
     for name, item in Guard(path).walk(file):
         if isinstance(item, h5py.Dataset) and not name.startswith(f"{GROUP}/"):
@@ -149,7 +149,7 @@ def _missing(file: h5py.File, path: Path, wanted: str) -> FieldError:
 def look_at(
     file: h5py.File, path: Path, name: str, dataset: str, header: Header | None, guard: Guard
 ) -> Field | MatrixField:
-    """Describe a dataset, or the group of a matrix, as a field, after checking it with the guard."""
+    """Check a dataset, or the group of a matrix, with the guard, and describe it as a field."""
     item = guard.find(file, dataset)
     if item is None:
         table, _, column = dataset.rpartition("/")
@@ -185,7 +185,7 @@ def look_at(
 
 
 def _find_categories(file: h5py.File, guard: Guard, dataset: str, has_header: bool) -> str:
-    """Find the table with the meaning of codes: of an h5chunk file, or of any version of AnnData."""
+    """Return the name of the table of a dataset's categories, as h5chunk or AnnData stores it; empty if it has none."""
     if has_header and guard.find(file, f"{GROUP}/categories/{dataset}") is not None:
         return f"categories/{dataset}"
     parent, _, name = dataset.rpartition("/")
@@ -194,7 +194,7 @@ def _find_categories(file: h5py.File, guard: Guard, dataset: str, has_header: bo
 
 
 def find_matrix_groups(names: Iterable[str]) -> list[str]:
-    """Find the groups that hold the parts of a CSR or CSC matrix, among the names of datasets.
+    """Find the groups that hold the parts of a CSR or CSC matrix, from the paths of all datasets.
 
     >>> find_matrix_groups(["X/data", "X/indices", "X/indptr", "indptr", "obs/indptr"])
     ['X']
@@ -205,9 +205,10 @@ def find_matrix_groups(names: Iterable[str]) -> list[str]:
 
 
 def look_at_matrix(group: h5py.Group, path: Path, name: str, chunk_samples: int | None) -> MatrixField:
-    """Describe the CSR matrix in a group; with ``chunk_samples``, the file is an h5chunk file and values may be codes.
+    """Describe the CSR matrix in a group, as the field ``name``.
 
-    Raises FieldError if it is not a CSR matrix, and FileError if it is damaged.
+    ``chunk_samples`` is given for h5chunk files, whose values may be codes. Raises FieldError if it is not a CSR
+    matrix, and FileError if it is damaged.
     """
     where = f"{printable(path)}: {name!r}"
     for part in MATRIX_PARTS:
@@ -246,13 +247,13 @@ def look_at_matrix(group: h5py.Group, path: Path, name: str, chunk_samples: int 
 
 
 def in_time_order(group: h5py.Group) -> bool:
-    """Return whether a matrix of an h5chunk file has the entries of each row in the order of their times."""
+    """Return whether the entries of each row of an h5chunk matrix are in the order of their times."""
     value = small_attribute(group, "time_order", 0)
     return isinstance(value, np.generic) and bool(value == 1)
 
 
 def _scale(item: h5py.HLObject, where: str) -> float:
-    """Return the divisor of the values of an h5chunk matrix."""
+    """Return the divisor of the stored values of an h5chunk matrix. Raises FileError if it is invalid."""
     try:
         scale = float(small_attribute(item, "scale"))
     except (TypeError, ValueError, OverflowError):
@@ -263,7 +264,7 @@ def _scale(item: h5py.HLObject, where: str) -> float:
 
 
 def _tenx_shape(group: h5py.Group, path: Path, where: str) -> tuple[int, int]:
-    """Return the numbers of barcodes and features: compressed columns of features x barcodes are compressed rows."""
+    """Return the numbers of rows (barcodes) and columns (features) of a 10x matrix, which is stored transposed."""
     name = f"{group.name}/shape"
     guard = Guard(path)
     sizes = guard.find(group.file, name)
@@ -275,16 +276,16 @@ def _tenx_shape(group: h5py.Group, path: Path, where: str) -> tuple[int, int]:
 
 
 def _shape(group: h5py.Group, path: Path, where: str) -> tuple[int, int]:
-    """Return the numbers of rows and columns, if the group is marked as CSR: a CSC matrix has the same datasets."""
+    """Return the numbers of rows and columns. Raises FieldError unless attributes or datasets mark the group as CSR."""
     with damages_are(FileError, f"{where} is damaged: its attributes cannot be read"):
         words = [read_words(group, name, lambda what: FileError(f"{where}: {what}")) for name in KIND_ATTRIBUTES]
     kind = next((each[0] for each in words if len(each) == 1), "")
     if not kind and all(group.id.links.exists(part) for part in TENX_PARTS):
         return _tenx_shape(group, path, where)
     if kind not in ("csr_matrix", "csr"):
-        said = f"encoding-type {kind!r}" if kind else "without an encoding-type"
+        encoding = f"encoding-type {kind!r}" if kind else "without an encoding-type"
         remedy = "h5chunk convert makes one of .h5ad and 10x files"
-        raise FieldError(f"{where} is not a matrix of compressed rows ({said}): {remedy}")
+        raise FieldError(f"{where} is not a matrix of compressed rows ({encoding}): {remedy}")
     try:
         rows, columns = map(operator.index, small_attribute(group, "shape", small_attribute(group, "h5sparse_shape")))
     except (TypeError, ValueError, OverflowError):
@@ -295,12 +296,12 @@ def _shape(group: h5py.Group, path: Path, where: str) -> tuple[int, int]:
 
 
 def read_indptr(group: h5py.Group, path: Path, field: MatrixField) -> np.ndarray:
-    """Read the start offsets of all rows, (num_rows + 1,) int64. Raises FileError if they are damaged."""
+    """Read the first entry of each row, and the end: (num_rows + 1,) int64. Raises FileError if they are damaged."""
     where = f"{printable(path)}: {field.name!r}"
     dataset = group["indptr"]
     if dataset.nbytes > dataset.id.get_storage_size() * MAX_RATIO + SLACK_BYTES:
         raise FileError(
-            f"{where} is damaged: indptr claims {dataset.nbytes} bytes out of {dataset.id.get_storage_size()} stored"
+            f"{where} is damaged: indptr claims {dataset.nbytes} bytes, but {dataset.id.get_storage_size()} are stored"
         )
     try:
         indptr: np.ndarray = dataset[:].astype(np.int64)
@@ -308,7 +309,7 @@ def read_indptr(group: h5py.Group, path: Path, field: MatrixField) -> np.ndarray
         raise FileError(f"{where}: indptr cannot be read: {error}") from error
     if indptr[0] != 0 or indptr[-1] != field.num_entries:
         raise FileError(
-            f"{where} is damaged: indptr does not go from 0 to {field.num_entries} in {field.num_rows} rows"
+            f"{where} is damaged: indptr goes from {indptr[0]} to {indptr[-1]}, not from 0 to {field.num_entries}"
         )
     falls = np.diff(indptr) < 0
     if falls.any():

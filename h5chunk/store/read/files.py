@@ -29,10 +29,11 @@ def open_reader(
 ) -> H5Reader:
     """Open a file, or several as one data set.
 
-    The path is a file; a folder, or a pattern such as ``shards/*.h5``: its files by name, ``a2`` before ``a10``; or
-    several of these, in this order. A folder of shards must have the complete set: to read some shards, use a pattern
-    or a list. Raises FileError if there is no file, a file cannot be opened, or a folder lacks shards; FieldError if
-    the fields of files differ; OptionError if a file is repeated, or lacks the checksums to check.
+    The path is a file, a folder, a pattern such as ``shards/*.h5``, or a list of these. The files of a folder or
+    pattern are sorted by name, with ``a2`` before ``a10``. A folder of shards must have all shards of the set: to read
+    only some of them, use a pattern or a list. Raises FileError if there is no file, a file cannot be opened, or a
+    shard is missing; FieldError if fields differ between files; OptionError if a file is repeated, or ``checksums`` is
+    given but a file has none.
     """
     files = list_files(path)
     _check_shards(path)
@@ -46,7 +47,7 @@ def open_other(reader: H5Reader, fields: Mapping[str, str]) -> H5Reader:
 
 
 def _open(files: list[Path], fields: Mapping[str, str] | None, name: Path, trusted: bool, checksums: str) -> H5Reader:
-    """Open files; first open untrusted files in a child process, as they may crash HDF5."""
+    """Open files; untrusted files are first opened in a child process, because they may crash HDF5."""
     options: dict[str, Any] = {"trusted": trusted, "checksums": checksums}
     if trusted is False:
         try_files(files, lambda path: H5Reader(path, fields, **options).touch(), repr(fields))
@@ -56,14 +57,14 @@ def _open(files: list[Path], fields: Mapping[str, str] | None, name: Path, trust
 
 
 def list_files(path: Paths) -> list[Path]:
-    """List the files that a path names; see `open_reader`."""
+    """List the files that a path, pattern or list names: see `open_reader`."""
     if not isinstance(path, (str, os.PathLike)):
         if isinstance(path, bytes) or not isinstance(path, Iterable):
             raise OptionError(f"path is {path!r}: give a path, a pattern, or a list of them")
-        given = list(path)
-        if not given:
+        paths = list(path)
+        if not paths:
             raise OptionError("path is an empty list: name at least one file")
-        return [file for each in given for file in list_files(each)]
+        return [file for each in paths for file in list_files(each)]
     if not str(path) or "\0" in str(path):
         raise OptionError(f"path is {str(path)!r}: give a path, a pattern, or a list of them")
     try:
@@ -75,7 +76,7 @@ def list_files(path: Paths) -> list[Path]:
 
 
 def _check_shards(path: Paths) -> None:
-    """Raise FileError if a folder has an incomplete set of shards, or several sets with the same name."""
+    """Raise FileError if a folder lacks shards of a set, or has several sets with the same name."""
     if not isinstance(path, (str, os.PathLike)):
         for each in path:
             _check_shards(each)
@@ -101,7 +102,7 @@ def _list_files(path: Path) -> list[Path]:
             )
         return sorted(found, key=_natural)
     if path.exists() or not re.search(r"[*?\[]", str(path)):
-        return [path]  # may not exist, which its reader reports
+        return [path]  # if it does not exist, opening it raises the error
     plain = next(number for number, part in enumerate(path.parts) if re.search(r"[*?\[]", part))
     root, pattern = Path(*path.parts[:plain]), str(Path(*path.parts[plain:]))
     matching = [file for file in root.glob(pattern) if file.is_file() and not file.name.startswith(".")]
@@ -111,7 +112,7 @@ def _list_files(path: Path) -> list[Path]:
 
 
 def _natural(path: Path) -> list[tuple[int, str] | str]:
-    """Return the key for sorting names, with the numbers in them by value; ties are sorted by the exact name."""
+    """Return the key for sorting paths with the numbers in them by value; equal keys are sorted by the exact path."""
     parts = re.split(r"(\d+)", str(path))
     key: list[tuple[int, str] | str] = [
         (int(part), "") if number % 2 else (-1, part) for number, part in enumerate(parts)
@@ -120,7 +121,7 @@ def _natural(path: Path) -> list[tuple[int, str] | str]:
 
 
 def shard_name(name: str, number: int, count: int) -> str:
-    """Return the name of a shard's file.
+    """Return the file name of shard ``number`` out of ``count``.
 
     >>> shard_name("photos", 3, 12)
     'photos-00003-of-00012.h5'
@@ -129,7 +130,7 @@ def shard_name(name: str, number: int, count: int) -> str:
 
 
 def missing_shards(names: Iterable[str]) -> Iterator[str]:
-    """Yield the names of missing shards, which follow from the names of the existing shards.
+    """Yield the names of the shards that are missing from sets of shards, given the names of all files.
 
     >>> list(missing_shards(["a-00001-of-00002.h5", "other.h5"]))
     ['a-00000-of-00002.h5']
@@ -139,19 +140,19 @@ def missing_shards(names: Iterable[str]) -> Iterator[str]:
 
 
 def wrong_counts(names: Iterable[str]) -> Iterator[str]:
-    """Yield messages about several sets of shards with one name, and about shard numbers beyond their count."""
+    """Yield a message for each name that several sets of shards have, and for each shard number that is too high."""
     sets = shard_numbers(names)
     for name in sorted({name for name, _ in sets}):
         counts = sorted(count for other, count in sets if other == name)
         if len(counts) > 1:
-            yield f"there are shards of {printable(name)!r} out of {', '.join(map(str, counts))}: keep those of one set"
+            yield f"there are sets of {', '.join(map(str, counts))} shards named {printable(name)!r}: keep one set"
     for (name, count), there in sorted(sets.items()):
         for number in sorted(number for number in there if number >= count):
             yield f"{printable(shard_name(name, number, count))} has a number that {count} shards do not have"
 
 
 def shard_numbers(names: Iterable[str]) -> dict[tuple[str, int], set[int]]:
-    """Return the numbers of the existing shards, by the name and count of their set.
+    """Return the numbers of the existing shards, by the name of their set and its number of shards.
 
     >>> shard_numbers(["a-00001-of-00003.h5", "other.h5"])
     {('a', 3): {1}}

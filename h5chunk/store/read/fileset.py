@@ -1,7 +1,7 @@
-"""Read several files as one, with samples numbered file after file.
+"""Read several files as one data set, with samples numbered file after file.
 
-A set has one reader per file, which opens the file when its first sample is needed. The chunks of different files may
-differ in size; their fields must agree, and so must the classes of labels.
+A set has one reader per file, which opens the file when its first sample is needed. All files must have equal fields
+and the same classes, but their chunks may differ in size.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.tables import COLUMN_IDS, check_same
 
-RESERVED_DESCRIPTORS = 32  # open files of a process in addition to the data: standard streams, sockets, libraries
+RESERVED_DESCRIPTORS = 32  # descriptors that a process needs for other things: standard streams, sockets, libraries
 
 REMEDY = "all files must have equal fields: choose fields with fields=..., or read these files separately"
 MATRIX_REMEDY = (
@@ -37,17 +37,14 @@ MATRIX_REMEDY = (
     "--values or --binarize"
 )
 COLUMNS_REMEDY = "convert their sources together, with --join inner or outer"
-CATEGORIES_REMEDY = (
-    "codes must have the same meaning in all files: convert their sources together, or read these files separately"
-)
+CATEGORIES_REMEDY = "convert their sources together, or read these files separately"
 
 
 class FileSet(H5Reader):
     """Read rows of several files as if they were one, with the attributes and options of `H5Reader`.
 
-    If the files' chunks differ, ``chunk_samples`` is their average. The header combines the files' headers, if all have
-    one; a set is shuffled if it was shuffled as a whole when written. Raises FieldError if the fields or the classes of
-    labels differ.
+    If chunks differ in size, ``chunk_samples`` is the average. ``header`` combines the headers of all files; it is None
+    if a file has none. Raises FieldError if fields or classes differ between files.
     """
 
     def __init__(
@@ -75,7 +72,7 @@ class FileSet(H5Reader):
         self.num_samples = int(self.starts[-1])
         main = self.fields[self.readers[0].main.name]
         chunk_samples = [reader.chunk_samples for reader in self.readers]
-        if not any(reader.main.grid.chunks for reader in self.readers):  # samples are read together, as in one file
+        if not any(reader.main.grid.chunks for reader in self.readers):  # contiguous data: any size, as in one file
             plan = plan_layout(max(1, self.num_samples), max(1, self.readers[0].main.grid.sample_bytes))
             chunk_samples = [plan.chunk_samples] * len(lengths)
         files = zip(self.starts[:-1].tolist(), self.starts[1:].tolist(), chunk_samples, strict=True)
@@ -86,7 +83,7 @@ class FileSet(H5Reader):
         if len(sizes) and ((sizes[:-1] != size).any() or sizes[-1] > size):
             self.chunk_starts, self.chunk_samples = starts, round(self.num_samples / len(sizes))
         self.matrix = replace(main, chunk_samples=self.chunk_samples) if isinstance(main, MatrixField) else None
-        if isinstance(main, Field) and main.grid.chunks:  # number of chunks that orders and caches assume
+        if isinstance(main, Field) and main.grid.chunks:  # orders and caches assume chunks of the average size
             main = replace(main, grid=replace(main.grid, chunks=(self.chunk_samples, *main.grid.chunks[1:])))
         self.main = self.fields[main.name] = self.matrix or main
         self.header = _joined_header(self)
@@ -94,25 +91,25 @@ class FileSet(H5Reader):
 
     @cached_property
     def fingerprint(self) -> int:
-        """See `H5Reader.fingerprint`; this covers all files in their order."""
+        """A CRC-32 of the fingerprints and lengths of all files, in their order."""
         of_each = [(reader.fingerprint, reader.num_samples) for reader in self.readers]
         return zlib.crc32(repr(of_each).encode())
 
     @cached_property
     def indptr(self) -> np.ndarray:
-        """See `H5Reader.indptr`; this concatenates the entries of all files."""
+        """See `H5Reader.indptr`, as if the matrices of all files were concatenated."""
         lengths = [np.diff(reader.indptr) for reader in self.readers]
         return np.concatenate(([0], np.cumsum(np.concatenate(lengths))))
 
     def set_caches(self, main: CacheSettings) -> None:
-        """Divide the cache ``main`` of the largest field among the files, each of which has its own."""
+        """Divide the cache of the main field among the files."""
         if main != self._cache:
             self._cache = main
             for reader in self.readers:
                 reader.set_caches(self._share(reader, main))
 
     def _share(self, reader: H5Reader, main: CacheSettings) -> CacheSettings:
-        """Return the cache of one file: its share of the open chunks, and a margin for random variation."""
+        """Return the cache of one file: for its share of the open chunks, with a margin for random variation."""
         grid = reader.main.grid
         if not main.nbytes or not grid.chunks:
             return CacheSettings(1, 0, main.w0)
@@ -121,37 +118,39 @@ class FileSet(H5Reader):
         return CacheSettings(min(main.nslots, grid.num_slots), min(main.nbytes, bands * grid.band_bytes), main.w0)
 
     def cache_bytes(self, main: CacheSettings) -> int:
-        """Return the maximum bytes that the caches of the largest field take, in all files together."""
+        """See `H5Reader.cache_bytes`."""
         return sum(self._share(reader, main).nbytes for reader in self.readers)
 
     def caches_in_force(self) -> dict[str, CacheSettings]:
-        """Return the caches that HDF5 uses in this process, by field, added up over all files."""
-        found = [reader.caches_in_force() for reader in self.readers]
+        """See `H5Reader.caches_in_force`; the caches of all files are added up."""
+        caches = [reader.caches_in_force() for reader in self.readers]
         return {
             name: CacheSettings(
-                sum(each[name].nslots for each in found), sum(each[name].nbytes for each in found), found[0][name].w0
+                sum(cache[name].nslots for cache in caches),
+                sum(cache[name].nbytes for cache in caches),
+                caches[0][name].w0,
             )
             for name in self.fields
         }
 
     def read(self, name: str, rows: np.ndarray, out: np.ndarray | CsrBuffers) -> None:
         """Read rows of a field, like `H5Reader.read`."""
-        for number, some in self.by_file(rows):
-            reader, whole = self.readers[number], len(some) == len(rows)
-            there = out
-            if not whole and isinstance(out, np.ndarray):
-                there = np.empty((len(some), *out.shape[1:]), out.dtype)
-            elif not whole and isinstance(out, CsrBuffers):  # rows of a matrix are read straight to their places
-                there = CsrBuffers(np.append(out.starts[some], out.starts[-1]), out.indices, out.values)
+        for number, positions in self.by_file(rows):
+            target, is_whole = out, len(positions) == len(rows)
+            if not is_whole and isinstance(out, np.ndarray):
+                target = np.empty((len(positions), *out.shape[1:]), out.dtype)
+            elif not is_whole and isinstance(out, CsrBuffers):  # rows of a matrix are read straight to their places
+                target = CsrBuffers(np.append(out.starts[positions], out.starts[-1]), out.indices, out.values)
             try:
-                reader.read(name, (rows if whole else rows[some]) - self.starts[number], there)
+                some = rows if is_whole else rows[positions]
+                self.readers[number].read(name, some - self.starts[number], target)
             except FileError as error:
                 raise with_remedy(error, len(self.readers)) from error.__cause__
-            if not whole and isinstance(out, np.ndarray):
-                out[some] = there
+            if not is_whole and isinstance(out, np.ndarray):
+                out[positions] = target
 
     def check_unchanged(self, descriptor: object = None) -> None:
-        """Raise FileError unless all files are unchanged; files that are open are checked when they are read."""
+        """Raise FileError if a file was changed. With a descriptor, do nothing: open files are checked when read."""
         if descriptor is None:
             for reader in self.readers:
                 reader.check_unchanged()
@@ -166,14 +165,14 @@ class FileSet(H5Reader):
 
 
 def with_remedy(error: FileError, num_files: int) -> FileError:
-    """Add a remedy to an error about too many open files."""
+    """Return the error, with a remedy if it is about too many open files."""
     if os.strerror(errno.EMFILE) not in str(error):
         return error
     return FileError(f"{error}: the set has {num_files} files: raise ulimit -n, or pack them into fewer files")
 
 
 def _check_names(readers: Sequence[H5Reader]) -> None:
-    """Raise OptionError if a file is repeated, and FieldError unless all files have the same fields."""
+    """Raise OptionError if a file is repeated, and FieldError if the names of fields differ between files."""
     seen: dict[tuple[int, ...], Path] = {}
     first = readers[0]
     for reader in readers:
@@ -190,7 +189,7 @@ def _check_names(readers: Sequence[H5Reader]) -> None:
 
 
 def _check_meanings(readers: Sequence[H5Reader]) -> None:
-    """Raise FieldError if the columns of a matrix, or the codes of a field, have another meaning in another file."""
+    """Raise FieldError if the column ids of a matrix, or the categories of a field, differ between files."""
     if all(reader.matrix is not None for reader in readers):
         check_same([(reader, COLUMN_IDS) for reader in readers], "columns", COLUMNS_REMEDY)
     for name in readers[0].fields:
@@ -200,16 +199,13 @@ def _check_meanings(readers: Sequence[H5Reader]) -> None:
 
 
 def _joined_field(readers: Sequence[H5Reader], name: str) -> Field | MatrixField:
-    """Describe the concatenation of a field of all files, with the largest of their chunks."""
+    """Describe a field of all files as one field, with the chunk shape of the file with the largest chunks."""
     fields = [reader.fields[name] for reader in readers]
     dense = [field for field in fields if isinstance(field, Field)]
     matrices = [field for field in fields if isinstance(field, MatrixField)]
     if dense and matrices:
-        here, there = (readers[fields.index(some[0])].path for some in (dense, matrices))
-        raise FieldError(
-            f"{printable(here)}: field {name!r} holds dense rows, but in {printable(there)} it is a sparse matrix: "
-            f"{REMEDY}"
-        )
+        here, there = (printable(readers[fields.index(some[0])].path) for some in (dense, matrices))
+        raise FieldError(f"{here}: field {name!r} holds dense rows, but in {there} it is a sparse matrix: {REMEDY}")
     if matrices:
         _check_equal(readers, name, ("num_columns", "index_dtype"), REMEDY)
         _check_equal(readers, name, ("value_dtype", "scale"), MATRIX_REMEDY)
@@ -229,20 +225,20 @@ def _joined_field(readers: Sequence[H5Reader], name: str) -> Field | MatrixField
 
 
 def _check_equal(readers: Sequence[H5Reader], name: str, traits: Sequence[str], remedy: str) -> None:
-    """Raise FieldError unless a field has the same value of these attributes in all files."""
+    """Raise FieldError if one of these attributes of a field differs between files."""
     first = readers[0].fields[name]
     for reader in readers[1:]:
-        for what in traits:
-            here, there = getattr(reader.fields[name], what), getattr(first, what)
+        for trait in traits:
+            here, there = getattr(reader.fields[name], trait), getattr(first, trait)
             if (here is None) != (there is None) or here != there:  # NumPy treats None as float64
                 raise FieldError(
-                    f"{printable(reader.path)}: field {name!r} has the {what.replace('_', ' ')} {_text(what, here)}, "
-                    f"but in {printable(readers[0].path)} it is {_text(what, there)}: {remedy}"
+                    f"{printable(reader.path)}: field {name!r} has the {trait.replace('_', ' ')} {_text(trait, here)}, "
+                    f"but in {printable(readers[0].path)} it is {_text(trait, there)}: {remedy}"
                 )
 
 
-def _text(what: str, value: object) -> str:
-    if what == "value_dtype" and value is None:
+def _text(trait: str, value: object) -> str:
+    if trait == "value_dtype" and value is None:
         return "none (all are ones)"
     if value is None or (isinstance(value, str) and not value):
         return "unknown"
@@ -250,7 +246,10 @@ def _text(what: str, value: object) -> str:
 
 
 def _joined_header(files: FileSet) -> Header | None:
-    """Combine the headers of all files; None if a file is not an h5chunk file."""
+    """Combine the headers of all files; None if a file has none.
+
+    The set is shuffled if its files are shards of one conversion, which shuffled all samples together.
+    """
     class_names = _class_names(files.readers)
     headers = [reader.header for reader in files.readers if reader.header is not None]
     if len(headers) < len(files.readers):
@@ -262,7 +261,7 @@ def _joined_header(files: FileSet) -> Header | None:
     shards = {repr(header.options.get("shard")) for header in headers}
     others = [{**header.options, "shard": None} for header in headers]
     are_shards = all("shard" in header.options for header in headers) and len(shards) == len(headers)
-    are_shards &= all(each == others[0] for each in others)  # shards of one conversion; some may be missing
+    are_shards &= all(each == others[0] for each in others)  # of one conversion, although some may be missing
     return replace(
         headers[0],
         num_samples=files.num_samples,
@@ -275,7 +274,7 @@ def _joined_header(files: FileSet) -> Header | None:
 
 
 def _class_names(readers: Sequence[H5Reader]) -> tuple[str, ...]:
-    """Return the longest list of classes; every other list must be a prefix of it."""
+    """Return the longest list of class names. Raises FieldError unless the lists of all files are its beginnings."""
     named = [(reader.path, reader.header.class_names) for reader in readers if reader.header is not None]
     longest, there = max(named, key=lambda each: len(each[1]), default=(Path(), ()))
     for path, here in named:
@@ -283,7 +282,6 @@ def _class_names(readers: Sequence[H5Reader]) -> tuple[str, ...]:
             if name != other:
                 raise FieldError(
                     f"{printable(path)}: label {label} means {name!r}, but in {printable(longest)} it is {other!r}: "
-                    "labels must have the same meaning "
-                    "in all files: convert their sources together, or read these files separately"
+                    "convert their sources together, or read these files separately"
                 )
     return there

@@ -1,7 +1,7 @@
 """Read rows of any HDF5 file whose samples lie along the first axis, through HDF5's own chunk cache.
 
 A reader can be sent between processes, and opens the file in each process at the first read. The rows of a request are
-read chunk by chunk, so that a request needs each chunk once, whatever the order of its rows.
+sorted and read chunk by chunk, so that no chunk is read twice for a request.
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ from h5chunk.store.read.checksums import OFF, ChunkChecks, Sums, read_sums
 from h5chunk.store.read.csr import CsrBuffers, CsrHandle, cache_of, open_dataset
 from h5chunk.store.read.fields import Field, MatrixField, look_at, read_indptr, usual_fields
 
-SMALL_FIELD_BYTES = 8 << 20  # fields of at most this size, except the largest, are cached whole
+SMALL_FIELD_BYTES = 8 << 20  # fields of at most this size, except the main field, are cached whole
 
 
 class H5Reader:
-    """Read fields of one file; a set of files is read by `h5chunk.store.read.fileset`.
+    """Read fields of one file; `h5chunk.store.read.fileset.FileSet` reads several files as one.
 
-    ``fields`` are datasets, or groups that hold a CSR matrix, by field name; None: ``images``, or the matrix ``X``, and
-    ``labels`` if they exist. With ``checksums`` "first", chunks are checked against the checksums of an h5chunk file at
-    this process's first read; with "always", at every read.
+    ``fields`` maps field names to the paths of datasets, or of groups with a CSR matrix; by default these are the
+    fields that the file records, or ``images``, or the matrix ``X``, and ``labels``. ``checksums`` says when chunks of
+    an h5chunk file are compared with their checksums: "off", "first" (at this process's first read) or "always".
 
-    ``main`` is the ``matrix``, if there is one, otherwise the field with the largest samples; ``chunk_samples`` samples
-    are read together. ``starts``, (num_files + 1,) int64: each file's first sample, then the total.
+    The ``main`` field is the matrix, if there is one, otherwise the field with the largest samples. Its chunks have
+    ``chunk_samples`` samples. ``starts``, (num_files + 1,) int64, has the first sample of each file, and finally the
+    number of samples.
     """
 
-    chunk_starts: np.ndarray | None = None  # first sample of each chunk; None: all but the last have chunk_samples
-    _readers: tuple[H5Reader, ...] = ()  # number of files in the set
+    chunk_starts: np.ndarray | None = None  # first sample of each chunk; None if all but the last have chunk_samples
+    _readers: tuple[H5Reader, ...] = ()  # the readers of the files, in a set
 
     def __init__(
         self,
@@ -93,11 +94,11 @@ class H5Reader:
 
     @property
     def readers(self) -> tuple[H5Reader, ...]:
-        """The readers of the files."""
+        """The readers of all files; for a single file, this reader."""
         return self._readers or (self,)
 
     def by_file(self, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield each file that has any of these rows, and their positions in ``rows``, in the same order."""
+        """Group rows by file: yield the number of a file, and the positions in ``rows`` of its rows, ascending."""
         if not len(rows):
             return
         if len(self.readers) == 1:
@@ -106,52 +107,52 @@ class H5Reader:
         files = np.searchsorted(self.starts, rows, "right") - 1
         order = np.argsort(files.astype(np.uint16) if len(self.readers) <= 1 << 16 else files, kind="stable")
         for start, stop in pairwise([0, *(np.flatnonzero(np.diff(files[order])) + 1).tolist(), len(rows)]):
-            some = order[start:stop]
-            yield int(files[some[0]]), some
+            positions = order[start:stop]
+            yield int(files[positions[0]]), positions
 
     def cache_bytes(self, main: CacheSettings) -> int:
-        """Return the maximum bytes that caches of the largest field take in one process, in all files together."""
+        """Return the maximum bytes that the caches of the main field take in one process, over all files."""
         return main.nbytes
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes that are read together: all chunks of the largest field that hold ``chunk_samples`` samples."""
+        """Decoded bytes of all chunks of the main field that hold the same ``chunk_samples`` samples."""
         grid = self.main.grid
         return grid.band_bytes if grid.chunks else self.chunk_samples * grid.sample_bytes
 
     @cached_property
     def fingerprint(self) -> int:
-        """A number that is equal for copies of a file, and differs for other data as far as possible.
+        """A CRC-32 that is equal for copies of a file: of the fields' names, shapes and types, and all checksums.
 
-        It is computed from the checksums of h5chunk files, and from names, shapes and types in other files.
+        Other HDF5 files have no checksums: files that differ only in their values then have the same fingerprint.
         """
         about = [
             (name, each.dataset, tuple(map(int, each.grid.shape)), each.dtype.str) for name, each in self.fields.items()
         ]
-        found = zlib.crc32(repr(about).encode())
+        fingerprint = zlib.crc32(repr(about).encode())
         if self.header is not None:
             with opened(self.path) as file:
                 self.check_unchanged()
-                found = checksums_of(file, found)
-        return found
+                fingerprint = checksums_of(file, fingerprint)
+        return fingerprint
 
     @cached_property
     def indptr(self) -> np.ndarray:
-        """The start of each row in the matrix's entries: (num_rows + 1,) int64. Raises FileError if damaged."""
+        """The first entry of each row of the matrix, and the end: (num_rows + 1,) int64; FileError if damaged."""
         assert self.matrix is not None
         name = f"{self.matrix.name}/indptr"
         with opened(self.path) as file:
             self.check_unchanged()
             if name in self.sums:
                 table = list_chunks(file[f"{self.matrix.dataset}/indptr"])
-                table = replace(table, shape=(self.matrix.num_rows,))  # messages are of rows
+                table = replace(table, shape=(self.matrix.num_rows,))  # so that messages count rows
                 checks = ChunkChecks(self.path, name, table, self.sums[name])
                 checks.check(file.id.get_vfd_handle(), np.arange(len(table)))
             return read_indptr(file[self.matrix.dataset], self.path, self.matrix)
 
     @property
     def recommendation(self) -> Recommended | None:
-        """Window (in chunks) and cache (of one process), as stored beside the file by tune, or in the file."""
+        """The window in chunks, and the cache of one process: as `h5chunk tune` stored them, or as in the header."""
         about = {"num_samples": self.num_samples, "chunk_samples": self.chunk_samples}
         beside = read_recommendation(self.path, dataset=self.main.dataset, **about)
         if beside is not None or self.header is None:
@@ -160,7 +161,7 @@ class H5Reader:
 
     @property
     def recommended_window(self) -> int:
-        """Number of chunks to shuffle together, as recommended by the file, otherwise by the model.
+        """Number of chunks to shuffle together: the recommendation, or else as many as fit in the usual memory.
 
         It is lower if some chunks of a matrix have far more entries than others, because windows are limited in bytes.
         """
@@ -173,10 +174,7 @@ class H5Reader:
         return bounded_window(window_chunks, fullest_chunks(self.indptr, self.chunk_samples))
 
     def set_caches(self, main: CacheSettings) -> None:
-        """Give the largest field the cache ``main``, and other fields caches for the same samples.
-
-        This takes effect at the next read.
-        """
+        """Set the cache of the main field, and caches for as many samples of other fields, from the next read on."""
         room_samples = main.nbytes // max(1, self.main.grid.band_bytes) * self.chunk_samples
         caches = {}
         for field in self.fields.values():
@@ -191,17 +189,17 @@ class H5Reader:
             self.close()
 
     def caches_in_force(self) -> dict[str, CacheSettings]:
-        """Return the caches that HDF5 uses in this process, by field, as HDF5 reports them."""
+        """Return the caches that HDF5 reports for the open datasets of this process, by field."""
         return {name: cache_of(handle.id) for name, handle in self._handles().items()}
 
     def read(self, name: str, rows: np.ndarray, out: np.ndarray | CsrBuffers) -> None:
-        """Read rows of a field, (n,) int64, in any order; rows may be repeated.
+        """Read rows of a field, (n,) int64, in any order and possibly repeated, into ``out``.
 
-        ``out`` is (n, *sample_shape), of the field's dtype, C-contiguous; for a matrix, CsrBuffers with ``starts`` set.
+        ``out`` is C-contiguous, (n, *sample_shape) of the field's dtype; for a matrix, CsrBuffers with ``starts`` set.
         """
         handle = self._handles()[name]
         try:
-            with handle.lock:  # it caches selections, and has memory to read through
+            with handle.lock:  # a handle reuses its buffer and its selection
                 handle.read(rows, out)  # type: ignore[arg-type]
         except FileError:
             self.check_unchanged()
@@ -215,37 +213,33 @@ class H5Reader:
         self.check_unchanged()  # HDF5 returns zeros for the missing part of a truncated file
 
     def _handles(self) -> dict[str, _Handle | CsrHandle]:
-        """The open datasets of this process; those inherited by a fork are never used."""
-        if self._opened is None or self._opened[0] != os.getpid():
-            self._opened = None
-            with translate_errors(self.path):
-                file = open_file(self.path)
-                self.check_unchanged()
-                return self.read_through(file)
-        return self._opened[1]
-
-    def read_through(self, file: h5py.File) -> dict[str, _Handle | CsrHandle]:
-        """Read through an open file, such as an HDF5 file over a Python file object, until `close`."""
+        """Return the open datasets of this process, by field; those of a forked parent are never used."""
+        if self._opened is not None and self._opened[0] == os.getpid():
+            return self._opened[1]
         handles: dict[str, _Handle | CsrHandle] = {}
-        for name, field in self.fields.items():
-            if isinstance(field, MatrixField):
-                handles[name] = CsrHandle(file, field, self.indptr, self._caches.get(name), self.sums)
-            else:
-                band_samples = field.grid.band_samples or self.chunk_samples
-                handles[name] = _Handle(file, field, self._caches.get(name), band_samples, self.sums)
+        self._opened = None
+        with translate_errors(self.path):
+            file = open_file(self.path)
+            self.check_unchanged()
+            for name, field in self.fields.items():
+                if isinstance(field, MatrixField):
+                    handles[name] = CsrHandle(file, field, self.indptr, self._caches.get(name), self.sums)
+                else:
+                    band_samples = field.grid.band_samples or self.chunk_samples
+                    handles[name] = _Handle(file, field, self._caches.get(name), band_samples, self.sums)
         self._opened = os.getpid(), handles
         return handles
 
     def check_unchanged(self, descriptor: int | None = None) -> None:
-        """Raise FileError unless the path (or the open file) is unchanged since this reader was made."""
-        found = stamp_of(self.path if descriptor is None else descriptor)
-        if not found:
+        """Raise FileError if the file at the path, or the open file, was changed since this reader was made."""
+        stamp = stamp_of(self.path if descriptor is None else descriptor)
+        if not stamp:
             raise FileError(f"{printable(self.path)}: no such file: it was removed after it was first opened")
-        if found != self.stamp:
+        if stamp != self.stamp:
             raise FileError(f"{printable(self.path)}: replaced or changed since it was first opened: open it again")
 
     def touch(self) -> None:
-        """Read all the metadata that reading samples needs, but no samples."""
+        """Read all metadata that reading samples needs, but no samples: damaged metadata is an error here."""
         assert self.fingerprint is not None
         self._handles()
         self.close()
@@ -259,7 +253,7 @@ class H5Reader:
 
 
 class _Handle:
-    """One open dataset with its cache."""
+    """An open dataset with a chunk cache of its own."""
 
     def __init__(
         self, file: h5py.File, field: Field, cache: CacheSettings | None, band_samples: int, sums: Sums
@@ -274,18 +268,19 @@ class _Handle:
             self._checks = ChunkChecks(Path(file.filename), field.name, list_chunks(dataset), sums[field.name])
         self._clears = leaves_memory(dataset)
         self._space = self.id.get_space()
-        dtype = field.dtype if field.dtype.kind == "S" else np.dtype(field.dtype.str)  # .str: no names of an enum's
-        self._kind = h5py.h5t.py_create(dtype, logical=True)  # values, or HDF5 would change values without a name
+        # dtype.str drops the names of an enum's values: HDF5 would change values that have no name
+        dtype = field.dtype if field.dtype.kind == "S" else np.dtype(field.dtype.str)
+        self._kind = h5py.h5t.py_create(dtype, logical=True)
         self._row = h5py.h5s.create_simple((1, *field.sample_shape))
         self._shape = field.sample_shape
         self._row_bytes = field.grid.sample_bytes
         self._band_samples = band_samples
         room = cache.nbytes if cache is not None else 0
-        self._whole = field.grid.filtered and field.grid.band_bytes > room  # decoded again at every call
+        self._decodes_each_call = field.grid.filtered and field.grid.band_bytes > room
         self._scratch = np.empty((0, *self._shape), field.dtype)
 
     def read(self, rows: np.ndarray, out: np.ndarray) -> None:
-        """Read rows chunk by chunk: a run in one call if that copies few rows in excess, otherwise row by row."""
+        """Read rows chunk by chunk: with one call per chunk if few rows between them are unused, else row by row."""
         if not len(rows):
             return
         if self._checks is not None:
@@ -297,7 +292,7 @@ class _Handle:
         for start, stop in pairwise([0, *borders.tolist(), len(rows)]):
             first, last = int(ordered[start]), int(ordered[stop - 1]) + 1
             too_many = (last - first) * self._row_bytes > (stop - start - 1) * CALL_BYTES
-            if stop - start == 1 or (too_many and not self._whole):
+            if stop - start == 1 or (too_many and not self._decodes_each_call):
                 for place in range(start, stop):
                     self._read_run(int(ordered[place]), self._row, out[places[place] : places[place] + 1])
                 continue

@@ -1,7 +1,6 @@
 """Read the stored chunks of a dataset, and find damaged chunks by their checksums, or by decoding them.
 
-Chunks are read by byte ranges in several threads, outside HDF5's lock; only unsupported filters are left to HDF5. The
-values of undamaged chunks can be passed on for further checks.
+Threads read the chunks by byte ranges, outside HDF5's lock; only chunks with unsupported filters are read by HDF5.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ from h5chunk.store.hdf5.ranges import PART_BYTES, read_bytes
 from h5chunk.store.hdf5.raw_chunks import RawChunks
 
 MAX_THREADS = 8
-MEMORY_BYTES = 256 << 20  # approximate memory of all threads together; a single chunk may need more
+MEMORY_BYTES = 256 << 20  # approximate limit on the memory of all threads; a single chunk may need more
 NO_CHUNKS = ChunkTable.unwritten((0,), (1,))
 CHECKSUM, DECODING, READING = "checksum", "decoding", "reading"
 
-Look = Callable[[int, np.ndarray], None]  # (number of the first element, bytes) of an undamaged run of elements
+Look = Callable[[int, np.ndarray], None]  # gets undamaged values: the number of the first element, and the bytes
 
 
 @dataclass(frozen=True)
@@ -47,14 +46,14 @@ class Damage:
     """A damaged chunk."""
 
     field: str  # path of its dataset in the file
-    chunk: int  # chunks are counted in the order of their places in the dataset
+    chunk: int  # number of the chunk, in row-major order
     first_sample: int
     last_sample: int  # included
-    offset: int  # in the file
+    offset: int  # position of the chunk in the file
     num_bytes: int
     what: str
-    expected: int | None = None  # CRC-32 that the file records, if any
-    found: int | None = None  # that of the chunk, if it can be read
+    expected: int | None = None  # recorded CRC-32, if there is one
+    found: int | None = None  # actual CRC-32, if the chunk can be read
 
     def __str__(self) -> str:
         sums = ""
@@ -65,13 +64,14 @@ class Damage:
 
 
 class CheckedDataset:
-    """Check the chunks of one dataset, by number.
+    """Check the chunks of one dataset, which is not virtual, has no external storage, and must stay open.
 
-    The dataset is not virtual, has no external storage, and must stay open. ``expected``, (num_chunks,) uint32, is the
-    CRC-32 of the stored bytes of each chunk. Raises FileError if the index of its chunks is inconsistent. If chunks are
-    not listed, for the reason in ``unlisted``, or nothing is stored outside of the header, ``table`` has no chunks.
-    ``reads_as`` is the value that readers give for the ``num_unwritten`` chunks that were never written. ``by`` says
-    how a chunk is checked; merely reading it shows only that its bytes exist.
+    ``expected``, (num_chunks,) uint32, are the recorded checksums; ``look`` is called with undamaged values. Raises
+    FileError if the index of the chunks is inconsistent.
+
+    ``by`` says how chunks are checked: `CHECKSUM`, `DECODING`, or `READING`, which shows only that their bytes exist.
+    ``table`` has no chunks if the data is stored in the dataset's header, or chunks cannot be listed, for the reason
+    in ``unlisted``. Elements of the ``num_unwritten`` chunks that were never written read as ``reads_as``.
     """
 
     def __init__(
@@ -108,11 +108,11 @@ class CheckedDataset:
 
     @property
     def written(self) -> np.ndarray:
-        """Numbers of the chunks that are stored: (n,) int64."""
+        """The numbers of the chunks that were written: (n,) int64."""
         return np.flatnonzero(self.table.offsets >= 0)
 
     def place(self, chunk: int) -> tuple[int, int]:
-        """Return the offset and the number of stored bytes of a chunk."""
+        """Return the offset of a chunk in the file, and its stored bytes."""
         return int(self.table.offsets[chunk]), int(self.table.sizes[chunk])
 
     def check(
@@ -124,9 +124,9 @@ class CheckedDataset:
         memory_bytes: int = MEMORY_BYTES,
         then: Callable[[np.ndarray], None] = lambda chunks: None,
     ) -> Generator[tuple[int, list[Damage]]]:
-        """Check the given chunks, ascending, part by part in threads; yield each part's bytes and damages.
+        """Check chunks, (n,) int64 ascending, in threads; yield the number of bytes and the damages of each part.
 
-        The threads also call ``then`` with each undamaged part.
+        The threads call ``then`` with the chunks of each undamaged part.
         """
         if not len(chunks):
             return
@@ -141,23 +141,23 @@ class CheckedDataset:
         self,
         chunks: np.ndarray,
         descriptor: int,
-        told: Callable[[int], None],
+        read: Callable[[int], None],
         undone: str,
         remedy: str = "",
-        **how: Any,
+        **options: Any,
     ) -> None:
-        """Check chunks with `check`, passing on its other arguments, and report the bytes of each part.
+        """Raise FileError if a chunk is damaged; ``undone`` and ``remedy`` become part of the message.
 
-        Raises FileError if a chunk is damaged; the message has ``undone``, what was not done, and a ``remedy``.
+        ``read`` is called with the bytes read since the last call; ``options`` are further arguments of `check`.
         """
-        with closing(self.check(chunks, descriptor, **how)) as parts:  # stop all threads after an error
+        with closing(self.check(chunks, descriptor, **options)) as parts:  # stop all threads after an error
             for num_bytes, damages in parts:
                 for damage in damages:
                     raise FileError(
                         f"{self._shown}: chunk {damage.chunk} of {self.name!r} {damage.what}: {undone}: h5chunk verify "
                         f"lists all damage, and repairs it with --repair{remedy}"
                     )
-                told(num_bytes)
+                read(num_bytes)
 
     def _check_part(
         self, chunks: np.ndarray, descriptor: int, then: Callable[[np.ndarray], None]
@@ -177,13 +177,13 @@ class CheckedDataset:
         return num_bytes, damages
 
     def _check_chunk(self, chunk: int, offset: int, size: int, descriptor: int) -> Damage | None:
-        """Check a chunk; a plain chunk is read in pieces. Raises FileError if it cannot be read."""
+        """Return the damage of a chunk, if any. Raises FileError if it cannot be read."""
+        if offset < 0 and self._expected is not None:
+            return self._damage(chunk, "was never written, although it has a checksum")
         if offset < 0:
-            return (
-                None if self._expected is None else self._damage(chunk, "was never written, although it has a checksum")
-            )
+            return None
         room = size
-        if not self.filtered:
+        if not self.filtered:  # it is read in pieces of whole elements
             room = min(size, PART_BYTES // self._item_bytes * self._item_bytes or self._item_bytes)
         memory, found = scratch(self._local, "stored", room), 0
         first = chunk * (self.chunk_bytes // self._item_bytes)

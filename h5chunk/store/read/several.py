@@ -1,7 +1,4 @@
-"""Read rows of one or several files by byte ranges: the rows of a request are grouped by file.
-
-Bytes read are counted in decoded samples, with every chunk read once, as with a cache that holds all open chunks.
-"""
+"""Read rows of one or several files by byte ranges, and estimate how many bytes that reads in excess."""
 
 from __future__ import annotations
 
@@ -24,11 +21,11 @@ from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.fileset import with_remedy
 from h5chunk.store.read.reader import H5Reader
 
-NOTABLE = 1.01  # bytes read over bytes used; smaller values are not reported
+NOTABLE = 1.01  # read amplification from which on it is reported
 
 
 class OpenFiles:
-    """File descriptors of a set, opened on first use; for any number of threads."""
+    """The file descriptors of a set of files, opened on first use; for any number of threads."""
 
     def __init__(self, reader: H5Reader) -> None:
         self._readers = reader.readers
@@ -37,20 +34,20 @@ class OpenFiles:
 
     def of(self, number: int) -> int:
         """Return the descriptor of a file. Raises FileError if it cannot be opened, or has changed."""
-        found = self._open[number]
-        if found is None:
+        descriptor = self._open[number]
+        if descriptor is None:
             with self._lock:
-                found = self._open[number]
-                if found is None:
-                    found = self._open[number] = _open_checked(self._readers[number], len(self._readers))
-        return found
+                descriptor = self._open[number]
+                if descriptor is None:
+                    descriptor = self._open[number] = _open_checked(self._readers[number], len(self._readers))
+        return descriptor
 
     def check(self, number: int) -> None:
-        """Raise FileError if a file has changed, or has been replaced by another file of its name."""
+        """Raise FileError if a file was changed or replaced."""
         self._readers[number].check_unchanged()
 
     def close(self) -> None:
-        """Close the files. Must not be called while tasks run."""
+        """Close the files; no task may be running."""
         for descriptor in self._open:
             if descriptor is not None:
                 os.close(descriptor)
@@ -71,7 +68,7 @@ def _open_checked(reader: H5Reader, num_files: int) -> int:
 
 
 def open_descriptors(reader: H5Reader) -> int | OpenFiles:
-    """Open the files of a reader for tasks: the descriptor of one file, or `OpenFiles` of several."""
+    """Open the files of a reader: return the descriptor of a single file, or `OpenFiles` of several."""
     return OpenFiles(reader) if len(reader.readers) > 1 else _open_checked(reader, 1)
 
 
@@ -84,10 +81,10 @@ def close_descriptors(opened: int | OpenFiles) -> None:
 
 
 class FilesField(ByteReader):
-    """Read a field of several files, as `PlainField` reads one file; its tasks take `OpenFiles` for a descriptor.
+    """Read a field of several files, with tasks that take `OpenFiles` instead of a descriptor.
 
-    ``readers`` has the field's reader for each file; None for a file without samples. The files share the memory that a
-    single file would use.
+    ``fields`` has the byte reader of each file; None for a file without samples. All files share the memory for kept
+    chunks that a single file would use.
     """
 
     def __init__(self, reader: H5Reader, name: str, fields: Sequence[ByteReader | None]) -> None:
@@ -106,11 +103,11 @@ class FilesField(ByteReader):
         """See `ByteReader.parts`; small tasks of several files are joined."""
         joined: list[tuple[Part, int]] = []
         total = 0
-        for number, some in self._reader.by_file(rows):
+        for number, positions in self._reader.by_file(rows):
             field = self._fields[number]
-            its_rows = rows[some] - self._reader.starts[number]
+            its_rows = rows[positions] - self._reader.starts[number]
             num_bytes = PART_BYTES if field.chunks else field.bytes_read(its_rows)
-            for part in field.parts(its_rows, places[some], out):
+            for part in field.parts(its_rows, places[positions], out):
                 joined.append((part, number))
                 total += num_bytes
                 if total >= PART_BYTES:
@@ -128,13 +125,13 @@ class FilesField(ByteReader):
 
     def bytes_read(self, rows: np.ndarray) -> int:
         return sum(
-            self._fields[number].bytes_read(rows[some] - self._reader.starts[number])
-            for number, some in self._reader.by_file(rows)
+            self._fields[number].bytes_read(rows[positions] - self._reader.starts[number])
+            for number, positions in self._reader.by_file(rows)
         )
 
 
 class FileParts:
-    """A task that combines tasks in several files, with the files' numbers; a thread runs them one after another."""
+    """Several tasks, with the numbers of their files, that a thread runs one after another."""
 
     def __init__(self, parts: list[tuple[Part, int]]) -> None:
         self._parts = parts
@@ -145,7 +142,7 @@ class FileParts:
         return all(hasattr(part, "jobs") for part, _ in self._parts)
 
     def each(self, opened: OpenFiles) -> Iterator[tuple[Part, int, Callable[[], None]]]:
-        """Yield each task with the descriptor of its file, and check that the file has not changed meanwhile."""
+        """Yield each task, the descriptor of its file, and a function that raises FileError if the file was changed."""
         for part, number in self._parts:
             yield part, opened.of(number), partial(opened.check, number)
 
@@ -156,13 +153,13 @@ class FileParts:
 
 
 def direct_fields(reader: H5Reader) -> tuple[dict[str, ByteReader], dict[str, str]]:
-    """Return the fields that can be read by byte ranges, and the reasons why the others cannot.
+    """Return the byte readers of the fields that can be read by byte ranges, and the reasons why the others cannot.
 
-    Raises FileError if a file is damaged, or has changed.
+    Raises FileError if a file is damaged, or was changed.
     """
     if not reader.num_samples:
         return {}, dict.fromkeys(reader.fields, "it is empty")
-    found: dict[str, list[Any]] = {name: [] for name in reader.fields}
+    by_file: dict[str, list[Any]] = {name: [] for name in reader.fields}
     why: dict[str, str] = {}
     for each in reader.readers:
         with opened(each.path) as file:
@@ -171,16 +168,16 @@ def direct_fields(reader: H5Reader) -> tuple[dict[str, ByteReader], dict[str, st
                 field = each.fields[name]
                 try:
                     if not each.num_samples:
-                        found[name].append(None)
+                        by_file[name].append(None)
                     elif isinstance(field, MatrixField):
-                        found[name].append(CsrField(each.path, file, field, each.indptr, each.sums))
+                        by_file[name].append(CsrField(each.path, file, field, each.indptr, each.sums))
                     else:
-                        found[name].append(direct_field(each.path, file, field, each.sums))
+                        by_file[name].append(direct_field(each.path, file, field, each.sums))
                 except NotDirect as error:
                     why.setdefault(name, f"{printable(each.path)}: {error}" if len(reader.readers) > 1 else str(error))
     return {
         name: fields[0] if len(fields) == 1 else FilesField(reader, name, fields)
-        for name, fields in found.items()
+        for name, fields in by_file.items()
         if name not in why
     }, why
 
@@ -190,7 +187,8 @@ def read_amplification(
 ) -> float:
     """Return bytes read divided by bytes used for these samples; 1.0 for no samples, or all of them (``rows`` None).
 
-    ``direct`` fields are read by byte ranges, others through HDF5; ``kept`` fields, whole in memory, do not count.
+    Bytes are counted after decoding, and each chunk once, as if a cache held all open chunks. ``direct`` fields are
+    read by byte ranges, others through HDF5; ``kept`` fields, which are held in memory, do not count.
     """
     names = [name for name in reader.fields if name not in kept]
     wanted = 0 if rows is None else sum(_bytes_of(reader, name, rows) for name in names)
@@ -201,13 +199,13 @@ def read_amplification(
         if name in direct:
             read += direct[name].bytes_read(rows)
             continue
-        for number, some in reader.by_file(rows):
-            read += _bytes_by_hdf5(reader.readers[number], name, rows[some] - reader.starts[number])
+        for number, positions in reader.by_file(rows):
+            read += _bytes_by_hdf5(reader.readers[number], name, rows[positions] - reader.starts[number])
     return read / wanted
 
 
 def _bytes_of(reader: H5Reader, name: str, rows: np.ndarray) -> int:
-    """Return the bytes of samples of a field, counting repetitions."""
+    """Return the bytes of these samples of a field; repeated samples count each time."""
     field = reader.fields[name]
     if isinstance(field, MatrixField):
         return int((reader.indptr[rows + 1] - reader.indptr[rows]).sum()) * field.entry_bytes
@@ -215,10 +213,7 @@ def _bytes_of(reader: H5Reader, name: str, rows: np.ndarray) -> int:
 
 
 def _bytes_by_hdf5(reader: H5Reader, name: str, rows: np.ndarray) -> int:
-    """Return the bytes read through HDF5's chunk cache: whole chunks, except for large uncompressed samples.
-
-    This is approximate for a compressed matrix, whose chunks are not aligned with rows.
-    """
+    """Estimate the bytes read through HDF5's chunk cache: whole chunks, except of large uncompressed samples."""
     field, grid = reader.fields[name], reader.fields[name].grid
     if isinstance(field, Field):
         if not grid.needs_cache or not grid.band_samples:

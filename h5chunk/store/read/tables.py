@@ -1,4 +1,4 @@
-"""Read names and categories: from the tables of an h5chunk file, or from where AnnData and 10x files keep them."""
+"""Read names, ids and categories: from the tables of an h5chunk file, or from an AnnData or 10x file."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ ROW_IDS, COLUMN_IDS = "row_ids", "column_ids"
 
 
 def read_table(reader: H5Reader, name: str) -> np.ndarray:
-    """Read a table of one file by its name below ``/h5chunk``: (n,) numbers, or bytes in UTF-8.
+    """Read a table of one file by its name in the group ``/h5chunk``: (n,) numbers, or bytes in UTF-8.
 
-    Raises FieldError if the file does not have it, or it must not be read, and FileError if it is damaged.
+    Raises FieldError if the file does not have the table, or must be trusted to read it; FileError if it is damaged.
     """
     values = find_table(reader, name)
     if values is None:
@@ -33,7 +33,7 @@ def read_table(reader: H5Reader, name: str) -> np.ndarray:
 
 
 def find_table(reader: H5Reader, name: str) -> np.ndarray | None:
-    """Read a table like `read_table`; None if the file does not have it."""
+    """Read a table like `read_table`, but return None if the file does not have it."""
     if reader.header is None:
         return _read_elsewhere(reader, name)
     try:
@@ -49,7 +49,7 @@ def find_table(reader: H5Reader, name: str) -> np.ndarray | None:
 
 
 def _read_elsewhere(reader: H5Reader, name: str) -> np.ndarray | None:
-    """Read names in the layout of AnnData or 10x, in a child process: HDF5 may hang on damaged strings."""
+    """Read a table of an AnnData or 10x file in a child process, because HDF5 may hang on damaged strings."""
 
     def read(_: object) -> np.ndarray | None:
         with limited_memory(reader.path), opened(reader.path) as file:
@@ -66,7 +66,7 @@ def _read_elsewhere(reader: H5Reader, name: str) -> np.ndarray | None:
 
 
 def _places(file: h5py.File, guard: Guard, name: str, matrix: str) -> Iterator[str]:
-    """Yield the paths of datasets that may hold a table."""
+    """Yield the paths of datasets that may hold the table ``name`` of an AnnData or 10x file."""
     matrix = matrix.strip("/")
     if name not in (ROW_IDS, COLUMN_IDS):
         yield name
@@ -80,7 +80,7 @@ def _places(file: h5py.File, guard: Guard, name: str, matrix: str) -> Iterator[s
 
 
 def _values(item: h5py.Dataset, where: str) -> np.ndarray:
-    """Read a list of strings as bytes, or a list of numbers."""
+    """Read a list of strings, as bytes, or of numbers."""
     if item.ndim != 1 or item.dtype.kind not in "biufSO":
         raise FieldError(f"{where} is {item.dtype} {item.shape}: names must be a list of strings or numbers")
     with damages_are(FileError, f"{where} is damaged"):
@@ -95,7 +95,7 @@ def _values(item: h5py.Dataset, where: str) -> np.ndarray:
 
 
 def check_same(tables: Sequence[tuple[H5Reader, str]], noun: str, remedy: str) -> None:
-    """Raise FieldError if a table of several files differs, with the names that only one of two files has."""
+    """Raise FieldError if the tables of several files differ; the message has names that only one file has."""
     found = [(reader.path, find_table(reader, name)) for reader, name in tables]
     named = [(printable(path), names) for path, names in found if names is not None]
     for here, names in named[1:]:
