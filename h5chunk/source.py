@@ -142,5 +142,6 @@ class OpenContext:
 
     memory_bytes: int = 1 << 30  # limit on what the source keeps in memory, such as names and labels
     skips_bad_samples: bool = False  # whether unreadable samples, even the first, are left out
+    is_guessed: bool = False  # whether the kind of the source was recognised, and not given
     with_times: bool = False  # whether matrix entries come with their times, if any
     report_found: Callable[[int], None] = lambda count: None  # called now and then with the number of samples found

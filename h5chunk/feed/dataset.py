@@ -70,8 +70,8 @@ class ChunkDataset(StoredNames, Dataset[Any]):
     transform : callable or list of callables, optional
         Applied to the first field of each sample, as torchvision's ``transform`` is to the image. For a matrix, the
         leading objects of `h5chunk.transforms` are applied to whole batches as they are read: ``transform=[Log1p(1e4),
-        Dense(torch.float16)]``. Default: dense float32. With ``Csr()`` a batch is one ``torch.sparse_csr`` tensor, also
-        from a worker, and a single row is a sparse tensor.
+        Dense(torch.float16)]``. Default: dense float32, which rounds float64 (``Dense(torch.float64)`` does not). With
+        ``Csr()`` a batch is one ``torch.sparse_csr`` tensor, also from a worker, and a single row is a sparse tensor.
 
     Raises
     ------

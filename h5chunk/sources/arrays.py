@@ -17,16 +17,16 @@ from __future__ import annotations
 import math
 import os
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
 import numpy as np
 
-from h5chunk.errors import SourceError, human_bytes, printable
+from h5chunk.errors import OptionError, SourceError, human_bytes, printable
 from h5chunk.source import OpenContext, SampleField
 from h5chunk.sources.container import ZIP_LOCAL_HEADER, StoredFile
+from h5chunk.sources.kinds import ArrayOptions
 from h5chunk.sources.numpy_files import open_npz, read_header
-from h5chunk.sources.options import Options
 from h5chunk.sources.recognise import NPY_MAGIC, is_path, zip_members
 from h5chunk.sources.samples import DATA, Samples, field_dtype, largest_first
 from h5chunk.stamp import stamp_of
@@ -59,6 +59,7 @@ class ArraySource(Samples):
 
     kind = "arrays"
     noun = "arrays"
+    Options = ArrayOptions
 
     def __init__(self, arrays: Mapping[str, Any], path: str | None = None) -> None:
         self._path = path
@@ -95,9 +96,11 @@ class ArraySource(Samples):
         return _is_array(source)
 
     @classmethod
-    def open(cls, source: Any, options: Options, context: OpenContext) -> ArraySource:
+    def open(cls, source: Any, options: ArrayOptions, context: OpenContext) -> ArraySource:
         if isinstance(source, Mapping):
-            return cls({str(name): np.asarray(array) for name, array in source.items()})
+            names = [*map(str, source)]
+            chosen = _chosen(names, options.columns, "the arrays")
+            return cls({str(name): np.asarray(array) for name, array in source.items() if str(name) in chosen})
         if not is_path(source):
             return cls({DATA: np.asarray(source)})
         path = os.fspath(source)
@@ -108,7 +111,7 @@ class ArraySource(Samples):
                 if is_npy:
                     num_bytes = os.fstat(file.fileno()).st_size
                     return cls({DATA: _open_array(path, file, printable(path), num_bytes, 0, context)}, path)
-            return cls(dict(_open_members(path, context)), path)
+            return cls(dict(_open_members(path, options.columns, context)), path)
         except OSError as error:
             raise SourceError(f"{printable(path)}: cannot be read: {error.strerror or error}") from None
 
@@ -135,7 +138,7 @@ def _common_length(arrays: Mapping[str, Any], shown: str) -> int:
     for name, array in arrays.items():
         where = f"{shown}: {printable(name)!r}"
         if not array.shape:
-            raise SourceError(f"{where} is a single number: give arrays whose first axis counts samples")
+            raise SourceError(f"{where} is a single number: {_remedy(arrays)}")
         if not math.prod(array.shape):
             what = "one element in each sample" if array.shape[0] else "one sample"
             raise SourceError(f"{where} of shape {tuple(array.shape)} holds no values: give at least {what}")
@@ -145,16 +148,38 @@ def _common_length(arrays: Mapping[str, Any], shown: str) -> int:
         if length != lengths[first]:
             raise SourceError(
                 f"{shown}: {printable(first)!r} has {lengths[first]:,} but {printable(name)!r} {length:,} samples: "
-                "give arrays of one length, or save each to a .npy file and convert that"
+                f"{_remedy(arrays)}"
             )
     if not lengths:
         raise SourceError(f"{shown}: holds no arrays")
     return lengths[first]
 
 
-def _open_members(path: str, context: OpenContext) -> Iterator[tuple[str, Any]]:
+def _remedy(arrays: Mapping[str, Any]) -> str:
+    """Suggest the arrays that are as long as the largest."""
+    largest = max(arrays.values(), key=lambda array: (len(array.shape) > 0, array.nbytes))
+    if not largest.shape:
+        return "give arrays whose first axis counts samples"
+    alike = [name for name, array in arrays.items() if array.shape[:1] == largest.shape[:1]]
+    return f"name arrays of one length (--columns {printable(','.join(alike))})"
+
+
+def _chosen(names: Sequence[str], columns: Sequence[str] | None, shown: str) -> Sequence[str]:
+    missing = next((name for name in columns or () if name not in names), None)
+    if missing is not None:
+        raise OptionError(f"{shown}: no array is called {missing!r}; there are {printable(', '.join(names))}")
+    return names if columns is None else columns
+
+
+def _open_members(
+    path: str, columns: Sequence[str] | None, context: OpenContext
+) -> Iterator[tuple[str, StoredArray | np.ndarray]]:
     with open_npz(path) as archive:
+        names = [info.filename.removesuffix(".npy") for info in archive.infolist()]
+        chosen = _chosen(names, columns, printable(path))
         for info in archive.infolist():
+            if info.filename.removesuffix(".npy") not in chosen:
+                continue
             start = None
             if info.compress_type == zipfile.ZIP_STORED:
                 header = StoredFile(path).read_at(info.header_offset, ZIP_LOCAL_HEADER.size)

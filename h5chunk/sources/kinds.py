@@ -103,6 +103,17 @@ class ImageSourceOptions(ImageOptions):
 
 
 @dataclass(frozen=True)
+class ArrayOptions(Options):
+    """Options of arrays."""
+
+    heading: ClassVar[str] = "Arrays"
+
+    columns: tuple[str, ...] | None = option(
+        None, "Arrays of an .npz to convert.", metavar="A,B[,C[,D]]", shown_default="all arrays"
+    )
+
+
+@dataclass(frozen=True)
 class TableOptions(ImageOptions):
     """Options of tables."""
 
@@ -199,13 +210,13 @@ KINDS = (
     Kind("h5ad", "matrix.anndata", "H5adSource", LayerOptions, "cells.h5ad"),
     Kind("joined", "matrix.joined", "JoinedSource", JoinOptions, "cells/ or 'cells/*.h5ad': several matrices as one"),
     Kind("npz", "matrix.numpy", "NpzSource", MatrixSourceOptions, "matrix.npz, of scipy.sparse.save_npz"),
-    Kind("arrays", "arrays", "ArraySource", Options, "images.npy or data.npz"),
+    Kind("arrays", "arrays", "ArraySource", ArrayOptions, "images.npy or data.npz"),
     Kind("npy", "matrix.numpy", "NpySource", MatrixSourceOptions, "matrix.npy, as a matrix with --format npy"),
     Kind("mtx", "matrix.mtx", "MtxSource", MatrixSourceOptions, "matrix.mtx"),
     Kind("libsvm", "matrix.libsvm", "LibsvmSource", MatrixSourceOptions, "train.svm: lines such as '1 3:0.5 7:1'"),
     Kind("csv", "matrix.delimited", "DelimitedSource", DelimitedOptions, "ratings.csv: lines such as 'user,item,4.5'"),
     Kind("ratings", "matrix.parquet", "ParquetEntries", EntryOptions, "ratings.parquet: columns user, item, rating"),
-    Kind("table", "table", "TableSource", TableOptions, "table.parquet: one sample a row"),
+    Kind("table", "table", "TableSource", TableOptions, "table.parquet, iris.csv: one sample a row"),
     Kind("images", "images", "ImageSource", ImageSourceOptions, "photos/ or photos.zip: one folder per class"),
     Kind("mapping", "mapping", "MappingSource", ImageOptions, ""),
 )

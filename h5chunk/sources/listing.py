@@ -1,7 +1,7 @@
 """List the images of a folder or an archive in order, with their classes and splits.
 
-Only names are used; no image is opened. The order and the labels are as in torchvision's ImageFolder: classes sorted by
-name, within a class the folders sorted by path, within a folder the files sorted by name.
+Only names are used; no image is opened. The order and the labels are as in torchvision's ImageFolder (which leaves out
+.gif): classes sorted by name, within a class the folders sorted by path, within a folder the files sorted by name.
 
 A data set often has the form ``train/cat/1.png``, ``val/cat/2.png``: its top folders are splits, not classes, and
 labels made from them would be worthless. The names decide; if they are ambiguous, an error asks the user.
@@ -26,7 +26,7 @@ from h5chunk.source import SPLIT_NAMES, Names
 from h5chunk.sources.container import Container, Folder, open_archive
 from h5chunk.sources.pairs import Directory, at_level, depth_of, find_pairs
 
-EXTENSIONS = (b".jpg", b".jpeg", b".png", b".ppm", b".bmp", b".pgm", b".tif", b".tiff", b".webp")
+EXTENSIONS = (b".jpg", b".jpeg", b".png", b".ppm", b".bmp", b".pgm", b".tif", b".tiff", b".webp", b".gif")
 SYSTEM = {b"__MACOSX", b".DS_Store", b".git", b".ipynb_checkpoints"}  # hidden files that are never images
 TABLES = (b"metadata.csv", b"metadata.jsonl")  # tables of Hugging Face's imagefolder
 
@@ -104,7 +104,7 @@ def list_images(
     """List the images of a folder, a .zip or a .tar, with labels if there is one folder per class.
 
     If the top folders are splits, classes are the folders in them, the same for all splits, and the column ``split``
-    has the name of the top folder. ``auto``: they are splits if all have names of splits, and there are at least two.
+    has the name of the top folder. ``auto``: they are splits if all have names of splits.
     ``masks`` are folders beside the one with the images; None: those with a usual name.
     """
     return list_pairs(read_tree(source, found), split_folders, masks)
@@ -289,7 +289,7 @@ def _has_split_folders(source: str, folders: Collection[bytes], choice: str) -> 
     if not tops:
         raise SourceError(f"{source}: has no folders that could be splits: leave --split-folders out")
     shown = ", ".join(repr(as_text(top)) for top in tops[:5]) + (", ..." if len(tops) > 5 else "")
-    if choice == "auto" and not len(named) == len(tops) > 1:
+    if choice == "auto" and len(named) < len(tops):
         if len(named) == 1 < len(tops) and named[0] not in nested:
             return False  # one class among others with the name of a split, such as trains among vehicles
         raise SourceError(

@@ -16,7 +16,7 @@ from typing import IO
 
 import numpy as np
 
-from h5chunk.errors import SourceError, printable
+from h5chunk.errors import OptionError, SourceError, printable
 from h5chunk.sources.container import DAMAGES, BoundedFile
 from h5chunk.sources.recognise import MAX_ZIP_DIRECTORY_BYTES
 from h5chunk.store.hdf5.guard import MAX_RATIO
@@ -62,7 +62,7 @@ def open_npz(path: str) -> Iterator[zipfile.ZipFile]:
             file.limit = None
             _check_members(shown, archive, os.fstat(file.fileno()).st_size)
             yield archive
-    except SourceError:
+    except (SourceError, OptionError):
         raise
     except (*DAMAGES, OSError) as error:
         raise SourceError(f"{shown}: damaged, or not an .npz: {error}") from None

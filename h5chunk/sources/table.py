@@ -1,4 +1,4 @@
-"""Tables in .parquet files, one file or a folder of files: a row is a sample, and columns are fields.
+"""Tables in .parquet files, one file or a folder of files, or in delimited text: rows are samples, columns fields.
 
 | column | becomes |
 | --- | --- |
@@ -19,7 +19,7 @@ import json
 import os
 import tempfile
 from array import array as number_array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,9 @@ from h5chunk.source import OpenContext
 from h5chunk.sources.arrow import byte_lengths, compute, is_any, parquet, pyarrow, to_fixed_bytes
 from h5chunk.sources.container import read_at
 from h5chunk.sources.kinds import TableOptions
-from h5chunk.sources.recognise import is_path
+from h5chunk.sources.recognise import is_path, read_head
 from h5chunk.sources.samples import Samples, field_dtype
+from h5chunk.sources.text_table import is_table, read_text_table
 from h5chunk.stamp import stamp_of
 
 MAGIC = b"PAR1"
@@ -117,7 +118,7 @@ class _Values(list[np.ndarray]):
 
 
 class TableSource(Samples):
-    """Tables in .parquet files with the same columns; their rows are concatenated."""
+    """Tables in .parquet files with the same columns, whose rows are concatenated; or one text."""
 
     kind = "table"
     noun = "tables"
@@ -150,27 +151,43 @@ class TableSource(Samples):
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
-        return head.startswith(MAGIC) or (is_path(source) and bool(tables_in(source)))
+        return head.startswith(MAGIC) or is_table(source, head) or (is_path(source) and bool(tables_in(source)))
 
     @classmethod
     def open(cls, source: Any, options: TableOptions, context: OpenContext) -> TableSource:
+        if context.is_guessed and options.columns is not None and not is_parquet(Path(source)):
+            raise OptionError(
+                f"{printable(source)}: its columns may be fields of samples, or the rows, columns and values of a "
+                "sparse matrix: say which with --format table or --format csv"
+            )
         try:
             return cls(tables_in(source) or [Path(source)], options, context)
         except (OSError, pyarrow.ArrowException) as error:
-            raise SourceError(f"{printable(source)}: cannot be read as .parquet: {printable(str(error))}") from None
+            kind = ".parquet" if is_parquet(Path(source)) else "a table"
+            raise SourceError(f"{printable(source)}: cannot be read as {kind}: {printable(str(error))}") from None
 
     def _read(self, path: Path, context: OpenContext) -> None:
         """Read the rows of a file."""
         self._first_rows.append(self._num_rows)
+        if not is_parquet(path):
+            table, form = read_text_table(os.fspath(path), context.memory_bytes)
+            names = "" if form.has_header else "; there is no header, so that columns are called column_0, ..."
+            self.notes = [f"each line became a sample{names} (--format csv reads entries of a sparse matrix)"]
+            columns = self._choose(path, table.schema)
+            self._add_batches(path, columns, table.select(columns).to_batches(BATCH_ROWS), context)
+            return
         with parquet.ParquetFile(path) as file:
             schema = file.schema_arrow
             columns = self._choose(path, schema)
             self._categories |= _class_names(schema)
-            for batch in file.iter_batches(BATCH_ROWS, columns=columns):
-                for name in columns:
-                    self._add(path, columns, name, batch.column(batch.schema.get_field_index(name)))
-                self._num_rows += len(batch)
-                context.report_found(self._num_rows)
+            self._add_batches(path, columns, file.iter_batches(BATCH_ROWS, columns=columns), context)
+
+    def _add_batches(self, path: Path, columns: list[str], batches: Iterable[Any], context: OpenContext) -> None:
+        for batch in batches:
+            for name in columns:
+                self._add(path, columns, name, batch.column(batch.schema.get_field_index(name)))
+            self._num_rows += len(batch)
+            context.report_found(self._num_rows)
 
     def _choose(self, path: Path, schema: Any) -> list[str]:
         columns = list(schema.names) if self._chosen is None else list(self._chosen)
@@ -248,6 +265,11 @@ def tables_in(source: Any) -> list[Path]:
         return []
     files = sorted(path for path in folder.iterdir() if not path.name.startswith((".", "_")))
     return files if files and all(path.suffix == SUFFIX and path.is_file() for path in files) else []
+
+
+def is_parquet(path: Path) -> bool:
+    """Return whether a path is a folder or a .parquet file, by its suffix or first bytes."""
+    return path.is_dir() or path.suffix == SUFFIX or read_head(path).startswith(MAGIC)
 
 
 def _kind_of(kind: Any) -> Any:

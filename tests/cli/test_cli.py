@@ -76,7 +76,7 @@ def test_convert_prints_a_report(class_folder: Make, tmp_path: Path) -> None:
     result = run("convert", class_folder(), tmp_path / "x.h5", "--workers", 2)
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout.startswith(f"{tmp_path / 'x.h5'}: 20 images of 3 x 10 x 12")
-    assert "came as 20 RGB" in result.stdout
+    assert "originals 20 RGB" in result.stdout
 
 
 def test_options_reach_the_conversion(class_folder: Make, tmp_path: Path) -> None:

@@ -128,3 +128,15 @@ def test_names_that_hdf5_cannot_read_are_an_error(tmp_path: Path) -> None:
         file["obs/_index"] = ["x" * 300] * 60
     with pytest.raises(FieldError, match="has strings of 300 bytes but the limit is 256"):
         ChunkDataset(path).obs_names  # noqa: B018
+
+
+def test_columns_with_missing_values(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"age": pd.array(range(60), "Int64"), "dose": pd.array([None, 1] * 30, "Int64")})
+    frame["type"] = pd.Categorical.from_codes(np.where(CODES, CODES, -1), TYPES)
+    path = write_h5ad(tmp_path / "a.h5ad", COUNTS, obs=frame.set_index(frame.index.astype(str)))
+    assert ChunkDataset(path, fields=["X", "obs/age"]).values("obs/age").tolist() == [*range(60)]
+    with pytest.raises(FieldError, match="'obs/dose' has no value in 30 rows"):
+        ChunkDataset(path, fields=["X", "obs/dose"])
+    report = convert(path, tmp_path / "x.h5")
+    assert [*report.fields] == ["age", "type"] and "ignored dose: has missing values" in str(report)
+    assert "note: 'type' has no category in 20 rows: their code is -1" in str(report)

@@ -127,7 +127,8 @@ def test_arrays_in_memory_are_never_complete(tmp_path: Path) -> None:
         ({"a": np.ones((0, 3))}, r"'a' of shape \(0, 3\) holds no values: give at least one sample"),
         ({"a": np.ones((5, 0))}, r"'a' of shape \(5, 0\) holds no values: give at least one element in each sample"),
         ({"a": np.ones((3, 0))}, r"'a' of shape \(3, 0\) holds no values"),
-        ({"a": np.ones(3), "b": np.ones(4)}, "'a' has 3 but 'b' 4 samples: give arrays of one length"),
+        ({"a": np.ones(3), "b": np.ones(4)}, r"'a' has 3 but 'b' 4 samples: name arrays of one length \(--columns b\)"),
+        ({"a": np.float32(1), "b": np.ones(4), "c": np.ones(4)}, r"'a' is a single .* \(--columns b,c\)"),
         ({"a": np.ones(3, complex)}, "a has the dtype complex128, which a field cannot have: split real and imaginary"),
         ({"a": np.array(["2020-01-01"], "M8[D]")}, r"dtype datetime64\[D\], .*: convert it to int64"),
         ({"a": np.array([{}, 1], object)}, "Python objects.* are never unpickled"),
@@ -190,3 +191,13 @@ def test_the_report_lists_fields_as_batches_do(tmp_path: Path) -> None:
     plan = h5chunk.convert(tmp_path / "a.npz", tmp_path / "a.h5", dry_run=True)
     report = h5chunk.convert(tmp_path / "a.npz", tmp_path / "a.h5")
     assert list(report.fields) == list(plan.fields) == list(h5chunk.ChunkDataset(tmp_path / "a.h5").fields)
+
+
+def test_some_arrays_of_a_file(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", images=np.ones((4, 2)), labels=np.arange(4), names=np.array(["x", "y"]))
+    with pytest.raises(SourceError, match=r"'images' has 4 but 'names' 2 samples: .*--columns images,labels\)"):
+        h5chunk.convert(tmp_path / "a.npz", tmp_path / "x.h5")
+    report = h5chunk.convert(tmp_path / "a.npz", tmp_path / "x.h5", columns=("images", "labels"))
+    assert [*report.fields] == ["images", "labels"] and report.num_samples == 4
+    with pytest.raises(OptionError, match="no array is called 'masks'; there are images, labels, names"):
+        h5chunk.convert(tmp_path / "a.npz", tmp_path / "y.h5", columns=("masks",))

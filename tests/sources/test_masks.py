@@ -306,3 +306,12 @@ def test_jpeg_masks_are_told(tmp_path: Path) -> None:
     report = h5chunk.convert(tmp_path / "data", tmp_path / "x.h5", workers=0)
     assert report.notes[1:] == ["masks are JPEG files, whose numbers are not exact: save masks as PNG"]
     assert [*report.fields] == ["images", "masks"] and report.counts == {"RGB": 1, "L mask": 1}
+
+
+def test_masks_in_gif(tmp_path: Path) -> None:
+    source = make_pairs(tmp_path / "data")
+    for path in sorted((source / "masks").iterdir()):
+        Image.open(path).save(path.with_name(f"{path.stem}_mask.gif"))
+        path.unlink()
+    h5chunk.convert(source, tmp_path / "x.h5", workers=0)
+    check_pairs(tmp_path / "x.h5")

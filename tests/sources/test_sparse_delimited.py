@@ -218,7 +218,7 @@ def test_long_words_do_not_take_memory_out_of_proportion(tmp_path):
     ],
 )
 def test_columns_may_be_told(tmp_path, columns, expected):
-    source = opened(tmp_path / "r.csv", b"a,b,c,d,e\n1,2,3,4,5\n", columns=columns)
+    source = opened(tmp_path / "r.csv", b"a,b,c,d,e\n1,2,3,4,5\n", kind="csv", columns=columns)
     assert tuple(None if part is None else part.tolist() for part in entries(source)) == expected
 
 
@@ -303,10 +303,19 @@ def test_memory_is_bounded(tmp_path):
 
 def test_what_names_do_not_tell_is_an_error(tmp_path):
     with pytest.raises(SourceError, match="names of the columns 'a', 'b', 'c', 'd', 'e' do not show"):
-        opened(tmp_path / "r.csv", b"a,b,c,d,e\n1,2,3,4,5\n")
+        opened(tmp_path / "r.csv", b"a,b,c,d,e\n1,2,3,4,5\n", kind="csv")
     with pytest.raises(SourceError, match="5 columns and no header"):
-        opened(tmp_path / "r.csv", b"1,2,3,4,5\n1,2,3,4,5\n")
-    assert open_source(tmp_path / "r.csv", columns=("0", "4")).kind == "csv"
+        opened(tmp_path / "r.csv", b"1,2,3,4,5\n1,2,3,4,5\n", kind="csv")
+    assert open_source(tmp_path / "r.csv", kind="csv", columns=("0", "4")).kind == "csv"
+
+
+@pytest.mark.parametrize("header", [("user", "item", "rating"), ("u", "i", "r"), ("i", "u", "r"), ("uid", "I", "v")])
+def test_i_is_an_item_beside_users(tmp_path, header):
+    values = {header[0]: 1, header[1]: 2, header[2]: 4.5}
+    text = f"{','.join(header)}\n{','.join(map(str, values.values()))}\n"
+    rows, columns, ratings = entries(opened(tmp_path / "r.csv", text.encode()))
+    user, item = (2, 1) if header[1] == "u" else (1, 2)
+    assert (rows.tolist(), columns.tolist(), ratings.tolist()) == ([user], [item], [4.5])
 
 
 def test_a_comment_below_the_first_line_is_an_error(tmp_path):
@@ -325,7 +334,7 @@ def test_a_comment_below_the_first_line_is_an_error(tmp_path):
             "name,date,price\na,2020-01-01,1.5\nb,2020-01-02,2.5\n",
             "'price' do not show which are row, column and value",
         ),
-        ("a,b,c\n1990,1.5,3\n1991,2.5,4\n", "'c' do not show which are row, column and value"),
+        ("a,b,c\n1990,15,3\n1991,25,4\n", "'c' do not show which are row, column and value"),
     ],
 )
 def test_a_layout_that_is_not_clear_is_no_guess(tmp_path, text, message):

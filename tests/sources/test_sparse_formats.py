@@ -218,6 +218,8 @@ def test_libsvm_from_zero_is_noticed_wherever_it_shows(tmp_path):
     assert set(columns[:-1].tolist()) == {3}
     assert (rows[-1], columns[-1]) == (5000, 0)
     assert source.row_fields["labels"].tolist() == [1.0] * 5000 + [0.5]
+    assert not source.notes
+    assert "index 1 became column 0" in opened(tmp_path / "one.svm", b"1 2:1\n").notes[0]
 
 
 def test_npy_of_a_version_with_long_headers(tmp_path):

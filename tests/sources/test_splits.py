@@ -132,8 +132,6 @@ def test_loose_images_and_empty_classes_in_splits(tmp_path: Path) -> None:
     [
         (("train/a/1.png", "extra/a/1.png"), r"the folders 'extra', 'train', of which 'train' has the name of a split"),
         (("train/1.png", "val/1.png", "cat/1.png"), r"'cat', 'train', 'val', of which 'train' has the name of a split"),
-        (("train/a/1.png", "train/b/1.png"), r"the folders 'train', of which 'train' has the name of a split"),
-        (("val/1.png",), r"the folders 'val', of which 'val' has the name of a split"),
     ],
 )
 def test_doubt_is_an_error_that_names_the_ways_out(tmp_path: Path, names: tuple[str, ...], message: str) -> None:
@@ -145,6 +143,13 @@ def test_doubt_is_an_error_that_names_the_ways_out(tmp_path: Path, names: tuple[
     assert list_images(tmp_path, split_folders="no").class_names == tops
     listing = list_images(tmp_path, split_folders="yes")
     assert set(listing.columns["split"].tolist()) == {top.encode() for top in tops}
+
+
+@pytest.mark.parametrize(("names", "classes"), [(("train/a/1.png", "train/b/1.png"), ["a", "b"]), (("val/1.png",), [])])
+def test_a_lone_split_is_no_class(tmp_path: Path, names: tuple[str, ...], classes: list[str]) -> None:
+    listing = list_images(make(tmp_path, *names))
+    assert listing.class_names == classes and {*listing.columns["split"].tolist()} == {names[0].split("/")[0].encode()}
+    assert list_images(tmp_path, split_folders="no").class_names == [names[0].split("/")[0]]
 
 
 def test_some_splits_with_classes_and_some_without(tmp_path: Path) -> None:

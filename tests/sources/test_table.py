@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 from pathlib import Path
@@ -176,3 +177,54 @@ def test_whole_numbers_that_the_type_of_another_file_lacks(tmp_path: Path) -> No
     pq.write_table(pa.table({"x": pa.array([2**60 + 1])}), tmp_path / "t" / "b.parquet")
     with pytest.raises(SourceError, match=r"column 'x' is of float64 and int64, and the former cannot hold all"):
         h5chunk.convert(tmp_path / "t", tmp_path / "y.h5")
+
+
+IRIS = b"""sepal length (cm),petal width (cm),size,species\n5.1,0.2,3,setosa\n6.3,1.8,4,virginica\n4.9,0.2,5,setosa\n"""
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".data.gz"])
+def test_a_text_whose_lines_are_samples(tmp_path: Path, suffix: str) -> None:
+    text = IRIS.replace(b",", b"\t") if suffix == ".tsv" else IRIS
+    source = tmp_path / f"iris{suffix}"
+    source.write_bytes(gzip.compress(text) if suffix.endswith("gz") else text)
+    report = h5chunk.convert(source, tmp_path / "x.h5", shuffle=False)
+    assert "each line became a sample" in str(report)
+    dataset = h5chunk.ChunkDataset(tmp_path / "x.h5")
+    assert dataset.values("sepal length (cm)").tolist() == [5.1, 6.3, 4.9]
+    assert dataset.values("size").tolist() == [3, 4, 5] and dataset.values("size").dtype == np.int64
+    assert dataset.values("species").tolist() == [0, 1, 0] and dataset.classes == ("setosa", "virginica")
+
+
+def test_texts_without_header_or_with_row_names(tmp_path: Path) -> None:
+    (tmp_path / "iris.data").write_bytes(b"".join(IRIS.splitlines(keepends=True)[1:]))
+    h5chunk.convert(tmp_path / "iris.data", tmp_path / "x.h5", shuffle=False)
+    assert {*h5chunk.ChunkDataset(tmp_path / "x.h5").fields} == {f"column_{number}" for number in range(4)}
+    (tmp_path / "r.csv").write_bytes(b'"","a","b"\n"1",0.5,"x, y"\n"2",1.5,"z\nz"\n')
+    h5chunk.convert(tmp_path / "r.csv", tmp_path / "r.h5", shuffle=False, format="table")
+    dataset = h5chunk.ChunkDataset(tmp_path / "r.h5")
+    assert dataset.values("index").tolist() == [1, 2] and [*dataset.categories("b")] == ["x, y", "z\nz"]
+    (tmp_path / "eu.csv").write_bytes(b"ph;name\n3,5;x\n4;y\n")
+    h5chunk.convert(tmp_path / "eu.csv", tmp_path / "eu.h5", shuffle=False)
+    assert h5chunk.ChunkDataset(tmp_path / "eu.h5").values("ph").tolist() == [3.5, 4]
+    later = b"a,b,c\n" + b"1,0.5,0.5\n" * 400_000 + b"1.5,0.5,0.5\n"  # the type of the first column shows late
+    (tmp_path / "late.csv").write_bytes(later)
+    h5chunk.convert(tmp_path / "late.csv", tmp_path / "late.h5", shuffle=False)
+    assert h5chunk.ChunkDataset(tmp_path / "late.h5").values("a")[-1] == 1.5
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        (IRIS, {"columns": ("size", "species")}, "say which with --format table or --format csv"),
+        (IRIS + b"1.5,,3,setosa\n", {}, r"'petal width \(cm\)' has no value in row 3: fill it, or leave it out"),
+        (IRIS + b"1.5,2.5,3\n", {}, "cannot be read as a table: .*Expected 4 columns, got 3"),
+        (b"a,b,a\n1.5,2.5,3.5\n", {}, "two columns are called 'a'"),
+        (IRIS + b"1.5,2.5,3,s\xe9tosa\n", {}, "column 'species' is not UTF-8"),
+        (b"a b\nc d\n", {"format": "table"}, "its first lines are not a table"),
+    ],
+)
+def test_texts_that_are_no_table(tmp_path: Path, text: bytes, options: dict[str, Any], message: str) -> None:
+    (tmp_path / "t.csv").write_bytes(text)
+    with pytest.raises((SourceError, OptionError), match=message):
+        h5chunk.convert(tmp_path / "t.csv", tmp_path / "x.h5", **options)
+    assert find_kind(tmp_path / "t.csv").kind == ("csv" if b" b" in text else "table")

@@ -165,7 +165,7 @@ def test_flat_folder_of_mixed_sizes_and_modes(tmp_path: Path) -> None:
     samples["e.png"] = np.rot90(pixels(5, 12, 10), -1)
     check_file(tmp_path / "x.h5", samples, None)
     assert report.counts == {"RGB": 3, "L": 1, "P": 1, "rotated": 1, "resized": 3}
-    assert "came as 3 RGB, 1 " in str(report) and ", 3 resized, 1 rotated" in str(report)
+    assert "originals 3 RGB, 1 " in str(report) and ", 3 resized, 1 rotated" in str(report)
 
 
 def test_manifest_columns_become_fields(class_folder: Make, tmp_path: Path) -> None:

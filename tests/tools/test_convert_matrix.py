@@ -194,6 +194,8 @@ def test_empty_rows_stay_where_rows_have_numbers(tmp_path: Path) -> None:
     assert run(Source(*entries, (None, None)), tmp_path / "c.h5").num_rows == 6
     report = run(Source(*entries, has_ids=True), tmp_path / "d.h5", binarize=5)
     assert (report.num_rows, report.num_columns) == (2, 1), "ids without entries do not exist"
+    report = run(Source(*entries, has_ids=True), tmp_path / "e.h5", binarize=5, min_row_count=0, min_column_count=0)
+    assert (report.num_rows, report.num_columns) == (3, 2), "unless they are asked for"
 
 
 def test_a_matrix_without_entries(tmp_path: Path) -> None:

@@ -662,6 +662,14 @@ def test_a_tuned_file_of_anndata(cells: Path, tmp_path: Path) -> None:
         repack(cells, tmp_path / "no.h5ad", tuned=tuned, window_chunks=3)
 
 
+def test_tuned_options_of_a_file_that_is_kept(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("images", data=np.ones((60, 4, 4), "u1"), chunks=(1, 4, 4))
+    (tmp_path / "tuned.json").write_text('{"repack": false, "chunk_samples": 1, "window_chunks": 60}')
+    report = repack(tmp_path / "a.h5", tmp_path / "b.h5", tuned=tmp_path / "tuned.json")
+    assert report.chunk_samples == 60 and "keep the file as it is" in str(report)
+
+
 def test_what_a_tuned_file_may_leave_out(tmp_path: Path) -> None:
     (tmp_path / "tuned.json").write_text('{"cache": null, "compression": null, "other": {}}')
     assert read_tuned(tmp_path / "tuned.json") == (RepackOptions(), None)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from h5chunk.errors import SourceError
+from h5chunk.errors import SourceError, count_text
 from h5chunk.source import OpenContext
 from h5chunk.sources.kinds import LayerOptions
 from h5chunk.sources.matrix.block import Block, SparseSource
@@ -49,6 +49,7 @@ class H5adSource(SparseSource):
         self.row_fields: dict[str, np.ndarray] = {}
         self.categories: dict[str, list[str]] = {}
         self.ignored: dict[str, str] = {}
+        self.notes: list[str] = []
         with self._file.open() as root:
             if "h5chunk" in root:
                 raise root.error(
@@ -190,6 +191,8 @@ class H5adSource(SparseSource):
             words = [word.decode("utf-8", "backslashreplace") for word in strings.tolist()]
         else:
             words = [str(value) for value in stored.all().tolist()]
+        if missing := int((codes == -1).sum()):
+            self.notes.append(f"{name!r} has no category in {count_text(missing, 'row')}: their code is -1")
         self.row_fields[name], self.categories[name] = codes, words
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:

@@ -68,6 +68,7 @@ class SparseSource:
     column_names: np.ndarray | None = None
     time_name: str | None = None
     ignored: Mapping[str, str] = MappingProxyType({})  # fields that are left out, with the reason
+    notes: Sequence[str] = ()  # for the report
 
     def __init__(self, path: str, options: Any, context: OpenContext) -> None:
         raise NotImplementedError
@@ -102,6 +103,7 @@ class Transposed(SparseSource):
         self.has_ids, self.time_name = source.has_ids, source.time_name
         self.shape, self.axes = source.shape[::-1], source.axes[::-1]
         self.row_names, self.column_names = source.column_names, source.row_names
+        self.notes = source.notes
 
     def files(self) -> Sequence[str]:
         return self._source.files()

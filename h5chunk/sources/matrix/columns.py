@@ -21,7 +21,7 @@ COLUMNS = re.compile(
     "item|itemid|iid|movie|movieid|product|productid|isbn|asin|artist|artistid|track|trackid|song|songid|book|bookid|"
     "business|businessid|column|columnid|col|gene|geneid|feature|term|word|to|tonodeid|target|dst|j"
 )
-VALUES = re.compile("rating|bookrating|score|value|val|count|counts|weight|stars|plays|overall|data|umi")
+VALUES = re.compile("rating|bookrating|score|value|val|count|counts|weight|stars|plays|overall|data|umi|r|v")
 TIMES = re.compile("timestamp|time|date|datetime|ts|unixreviewtime|reviewtime")
 PARTS = ("row", "column", "value", "time")
 AS_STRING = ":str"
@@ -32,9 +32,27 @@ def plain(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
+def plain_names(names: Sequence[str]) -> list[str]:
+    """Return all names as `plain`; an ``i`` beside users is an item, otherwise a row.
+
+    >>> plain_names(["U", "i", "r"]), plain_names(["i", "j", "value"])
+    (['u', 'item', 'r'], ['i', 'j', 'value'])
+    """
+    known = [plain(name) for name in names]
+    has_users = bool({"u", "uid", "user", "userid"} & {*known})
+    return ["item" if name == "i" and has_users else name for name in known]
+
+
+def names_show_entries(names: Sequence[str]) -> bool:
+    """Return whether a row and a column are among the names."""
+    known = plain_names(names)
+    return any(map(ROWS.fullmatch, known)) and any(map(COLUMNS.fullmatch, known))
+
+
 def are_entries(names: Sequence[str]) -> bool:
     """Return whether the names are those of a row, a column and at most a value and a time, without others."""
-    known = [[part for part in (ROWS, COLUMNS, VALUES, TIMES) if part.fullmatch(plain(name))] for name in names]
+    kinds = (ROWS, COLUMNS, VALUES, TIMES)
+    known = [[part for part in kinds if part.fullmatch(name)] for name in plain_names(names)]
     parts = [found[0] for found in known if found]
     return len(parts) == len(names) == len(set(parts)) and {ROWS, COLUMNS} <= set(parts)
 
@@ -67,7 +85,7 @@ def choose_columns(
         return chosen
     if header is None:
         return list(range(min(width, 3)))
-    known = [plain(name) for name in header]
+    known = plain_names(header)
     parts = [next((i for i, name in enumerate(known) if part.fullmatch(name)), -1) for part in (ROWS, COLUMNS, VALUES)]
     left = [i for i, name in enumerate(known) if name and not TIMES.fullmatch(name)]
     if parts[0] >= 0 and parts[1] >= 0 and (parts[2] >= 0 or width <= 4):
@@ -77,8 +95,8 @@ def choose_columns(
     if not (width == 2 or (len(left) == 3 and (parts[2] in left or says_nothing))):
         names = ", ".join(repr(name) for name in header)
         fail(
-            f"the names of the columns {names} do not show which are row, column and value: give --columns (a table of "
-            "samples, rather than of entries of a sparse matrix, converts from .parquet)"
+            f"the names of the columns {names} do not show which are row, column and value: name "
+            "them with --columns; or give --format table if each line is a sample, and not an entry of a sparse matrix"
         )
     return [i for i in left if i != parts[2]] + [i for i in left if i == parts[2]]
 

@@ -37,18 +37,26 @@ from h5chunk.sources.matrix.columns import (
     are_entries,
     choose_columns,
     order_of_floats,
-    plain,
+    plain_names,
     time_columns,
     without_type,
 )
-from h5chunk.sources.matrix.dialect import Dialect, guess_dialect, is_number, is_whole, time_type
+from h5chunk.sources.matrix.dialect import (
+    COMMENTS,
+    Dialect,
+    guess_dialect,
+    is_number,
+    is_whole,
+    num_comments,
+    time_type,
+)
 from h5chunk.sources.matrix.text import MAX_ID_BYTES, TextSource, read_columns, shown
 from h5chunk.sources.recognise import has_suffix, text_lines
+from h5chunk.sources.text_table import is_table
 
 MAX_BROKEN_PART = 0.005  # share of the sampled ids: fewer words than this among integers count as broken lines
 UNIX_TIMES = range(10**8, 10**14)  # from 1973 in seconds to 5138 in milliseconds
 NUM_PROBES, PROBE_BYTES = 16, 1 << 14
-COMMENTS = (b"#", b"%")
 
 
 class DelimitedSource(TextSource):
@@ -67,10 +75,12 @@ class DelimitedSource(TextSource):
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
         """Return whether the name, the header, or the form of the lines (two whole numbers first) is of this kind."""
-        if has_suffix(source, ".csv", ".tsv", ".dat"):
+        if is_table(source, head):
+            return False
+        if has_suffix(source, ".csv", ".tsv", ".psv", ".dat"):
             return True
         lines = text_lines(source, head)
-        lines = [line for line in lines[_num_comments(lines) :] if line.strip()][:100]
+        lines = [line for line in lines[num_comments(lines) :] if line.strip()][:100]
         if not lines:
             return False
         dialect = guess_dialect(lines)
@@ -83,7 +93,7 @@ class DelimitedSource(TextSource):
         super().__init__(path, options, context)
         self._options = options
         lines = self._text.head_lines()
-        self.num_skipped = _num_comments(lines, options.comment)
+        self.num_skipped = num_comments(lines, options.comment)
         marks = [line[:1] for line in lines[: self.num_skipped] if line.startswith(COMMENTS)]
         self._comment = marks[0] if marks else None  # in a file without comments, ids may look like comments
         lines = [line for line in lines[self.num_skipped :] if line.strip() and not self._is_comment(line)]
@@ -149,7 +159,7 @@ class DelimitedSource(TextSource):
     def _has_header(self, names: list[str], below: list[list[bytes]], given: tuple[str, ...] | None) -> bool:
         if self._options.header != "auto":
             return self._options.header == "yes"
-        known = [plain(name) for name in names]
+        known = plain_names(names)
         named = given is not None and not all(without_type(name).isdecimal() for name in given)
         first = [name.encode() for name in names]
         second = below[0] if below and len(below[0]) == len(first) else []
@@ -295,12 +305,6 @@ def _is_utf8(text: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
-
-
-def _num_comments(lines: list[bytes], mark: str | None = None) -> int:
-    """Count comments and blank lines before the first line of data."""
-    marks = COMMENTS + ((mark.encode(),) if mark else ())
-    return next((i for i, line in enumerate(lines) if line.strip() and not line.startswith(marks)), len(lines))
 
 
 def _dialect_of(options: DelimitedOptions, lines: list[bytes]) -> Dialect:

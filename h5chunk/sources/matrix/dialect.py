@@ -14,6 +14,7 @@ BLANKS = re.compile(rb"[ \t]+")
 EDGES = re.compile(rb"(?m)^ +| +\r?$")
 EDGE = re.compile(rb"\A |\n | \r?\n| \r?\Z")
 NUM_ALIKE = 20  # lines
+COMMENTS = (b"#", b"%")
 WHOLE = re.compile(rb"-?(0|[1-9][0-9]{0,18})")
 
 
@@ -69,19 +70,25 @@ def _are_numbers(dialect: Dialect, lines: list[bytes]) -> bool:
     return all(is_number(cell) for line in lines for cell in dialect.cells(line))
 
 
+def num_comments(lines: list[bytes], mark: str | None = None) -> int:
+    """Count comments and blank lines before the first line of data."""
+    marks = COMMENTS + ((mark.encode(),) if mark else ())
+    return next((i for i, line in enumerate(lines) if line.strip() and not line.startswith(marks)), len(lines))
+
+
 def is_whole(cell: bytes) -> bool:
     """Return whether a cell is an integer that fits int64, in canonical form."""
     cell = cell.strip(b" \t")
     return WHOLE.fullmatch(cell) is not None and -(1 << 63) <= int(cell) < 1 << 63
 
 
-def is_number(cell: bytes) -> bool:
+def is_number(cell: bytes | str) -> bool:
     """Return whether a cell is a number."""
     try:
         float(cell)
     except ValueError:
         return False
-    return b"_" not in cell
+    return "_" not in str(cell)
 
 
 def time_type(cells: list[bytes]) -> Any:

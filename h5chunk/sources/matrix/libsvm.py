@@ -50,6 +50,8 @@ class LibsvmSource(TextSource):
         super().__init__(path, options, context)
         labels = self._read_labels(MemoryLimit(path, context.memory_bytes))
         self.row_fields = {"labels": labels}
+        if self._base:
+            self.notes = ["no index is 0, so that indices count from 1: index 1 became column 0"]
         self.shape = (len(labels), None)
 
     def _read_labels(self, memory: MemoryLimit) -> np.ndarray:

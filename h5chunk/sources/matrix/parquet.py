@@ -28,7 +28,7 @@ from h5chunk.sources.matrix.columns import (
 )
 from h5chunk.sources.matrix.text import MAX_ID_BYTES
 from h5chunk.sources.recognise import is_path
-from h5chunk.sources.table import MAGIC, tables_in
+from h5chunk.sources.table import MAGIC, is_parquet, tables_in
 
 ROW_BYTES = 256  # bytes of memory per row while it is read
 IDS = ("integer", "string", "large_string", "dictionary")
@@ -50,6 +50,8 @@ class ParquetEntries(SparseSource):
 
     def __init__(self, path: str, options: EntryOptions, context: OpenContext) -> None:
         self.path, self._paths = path, tables_in(path) or [Path(path)]
+        if not is_parquet(self._paths[0]):
+            raise SourceError(f"{printable(path)}: is not a .parquet file: for entries in text give --format csv")
         self.num_bytes = sum(os.path.getsize(each) for each in self._paths)
         names = _names(self._paths[0])
         given = None if options.columns is None else [without_type(str(name)) for name in options.columns]

@@ -15,7 +15,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from h5chunk.errors import FieldError, FileError, printable
+from h5chunk.errors import FieldError, FileError, count_text, printable
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.csr import plan_csr
 from h5chunk.store.format.header import CSR, DENSE, Header, check_values
@@ -164,6 +164,11 @@ def look_at(
         dataset = f"{dataset}/codes"  # a categorical column of AnnData
         item = guard.find(file, dataset)
     where = f"{printable(path)}: {dataset!r}"
+    if isinstance(item, h5py.Group) and item.id.links.exists(b"values") and item.id.links.exists(b"mask"):
+        if num_missing := _count_masked(file, guard, f"{dataset}/mask"):  # a nullable column of AnnData
+            raise FieldError(f"{where} has no value in {count_text(num_missing, 'row')}: fill it in the source")
+        dataset = f"{dataset}/values"
+        item = guard.find(file, dataset)
     if isinstance(item, h5py.Group) and item.id.links.exists(b"indptr"):
         guard.check_matrix(file, dataset)
         return look_at_matrix(item, path, name, header.chunk_samples if header and header.kind == CSR else None)
@@ -173,7 +178,8 @@ def look_at(
     if not item.shape:
         raise FieldError(f"{where} is a single value: a field has one row per sample")
     if item.dtype.kind not in "biufS":
-        raise FieldError(f"{where} has the type {item.dtype}: a field must have numbers or strings of fixed length")
+        kind = f"{item.dtype} (strings of any length)" if h5py.check_string_dtype(item.dtype) else str(item.dtype)
+        raise FieldError(f"{where} has the type {kind}: a field must have numbers or strings of fixed length")
     filtered = item.id.get_create_plist().get_nfilters() > 0
     grid = ChunkGrid(tuple(item.shape), item.chunks, item.dtype.itemsize, filtered)
     axes = small_attribute(item, "axes", b"")
@@ -182,6 +188,15 @@ def look_at(
     scale = _scale(item, where) if codes else None
     categories = _find_categories(file, guard, dataset.strip("/"), header is not None)
     return Field(name, dataset, grid, item.dtype.newbyteorder("="), axes, scale, categories)
+
+
+def _count_masked(file: h5py.File, guard: Guard, dataset: str) -> int:
+    mask = guard.find(file, dataset)
+    if not isinstance(mask, h5py.Dataset):
+        return 0
+    guard.check_field(mask, dataset)
+    with damages_are(FileError, f"{printable(guard.path)}: {dataset!r} is damaged"):
+        return int(np.count_nonzero(mask[()]))
 
 
 def _find_categories(file: h5py.File, guard: Guard, dataset: str, has_header: bool) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,9 +52,10 @@ def _open(files: list[Path], fields: Mapping[str, str] | None, name: Path, trust
     options: dict[str, Any] = {"trusted": trusted, "checksums": checksums}
     if trusted is False:
         try_files(files, lambda path: H5Reader(path, fields, **options).touch(), repr(fields))
-    if len(files) == 1:
-        return H5Reader(files[0], fields, **options)
-    return FileSet(files, fields, name, **options)
+    reader = H5Reader(files[0], fields, **options) if len(files) == 1 else FileSet(files, fields, name, **options)
+    if reason := reader.readers[0].left_out:
+        warnings.warn(f"{reason}; batches have no labels", stacklevel=4)
+    return reader
 
 
 def list_files(path: Paths) -> list[Path]:

@@ -33,6 +33,7 @@ from h5chunk.store.read.checksums import OFF, ChunkChecks, Sums, read_sums
 from h5chunk.store.read.csr import CsrBuffers, CsrHandle, cache_of, open_dataset
 from h5chunk.store.read.fields import Field, MatrixField, look_at, read_indptr, usual_fields
 
+LABELS = "labels"
 SMALL_FIELD_BYTES = 8 << 20  # fields of at most this size, except the main field, are cached whole
 
 
@@ -49,6 +50,7 @@ class H5Reader:
     """
 
     chunk_starts: np.ndarray | None = None  # first sample of each chunk; None if all but the last have chunk_samples
+    left_out: str = ""  # why labels are not among the fields that are read by default
     _readers: tuple[H5Reader, ...] = ()  # the readers of the files, in a set
 
     def __init__(
@@ -64,6 +66,7 @@ class H5Reader:
         self.stamp = stamp_of(self.path)  # compared after opening, to notice a replacement
         with opened(self.path) as file:
             self.header: Header | None = read_header(file)
+            is_default = fields is None
             if fields is None:
                 fields = usual_fields(file, self.path, self.header)
             if not fields:
@@ -72,9 +75,14 @@ class H5Reader:
                 if not isinstance(each, str):
                     raise OptionError(f"fields has {each!r}: give names of datasets")
             guard = Guard(self.path, trusted)
-            self.fields = {
-                name: look_at(file, self.path, name, dataset, self.header, guard) for name, dataset in fields.items()
-            }
+            self.fields = {}
+            for name, dataset in fields.items():
+                try:
+                    self.fields[name] = look_at(file, self.path, name, dataset, self.header, guard)
+                except FieldError as error:
+                    if not is_default or self.header is not None or name != LABELS or not self.fields:
+                        raise
+                    self.left_out = str(error)
             self.sums: Sums = read_sums(file, self.path, self.fields, self.header, checksums)
         matrices = [field for field in self.fields.values() if isinstance(field, MatrixField)]
         if len(matrices) > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,9 @@ def convert(
         ``masks`` side by side; or a folder with Hugging Face's ``metadata.csv`` or ``.jsonl``. A sparse matrix: a file
         of (row, column[, value]) lines or columns, such as MovieLens' ratings.csv, .npz of scipy, Matrix Market,
         libsvm, .h5ad, 10x .h5, or a 10x folder (its cells become the samples). Several matrices as one: a folder of
-        .h5ad files, a pattern, or a list. Arrays: .npy, .npz, an array, or a dict of arrays. A table: .parquet, or a
-        folder of such files. A data set in Python: any object with a length and samples by number, such as those of
-        torchvision and Hugging Face.
+        .h5ad files, a pattern, or a list. Arrays: .npy, .npz, an array, or a dict of arrays. A table: .parquet, a
+        folder of such files, or delimited text with one sample a line, such as iris.csv. A data set in Python: any
+        object with a length and samples by number, such as those of torchvision and Hugging Face.
     output : path
         The file to make; with ``shards``, ``shard_bytes`` or ``split_files``, the folder.
     format : str, optional
@@ -119,7 +120,8 @@ def _open(
     check_not_source(path, *([source] if is_path(source) else []), *source_options.paths(), *how.paths())
     (check_folder if is_folder else check_output)(path, overwrite=overwrite or has_command_id(path))
     if isinstance(how, SampleOptions):
-        opened = open_kind(kind, source, source_options, open_context(how, progress))
+        context = replace(open_context(how, progress), is_guessed=format is None)
+        opened = open_kind(kind, source, source_options, context)
     else:
         with naming_memory(how.memory_bytes):
             context = OpenContext(how.memory_bytes, with_times=how.needs_times)

@@ -102,6 +102,7 @@ def convert_matrix(
         axes=source.axes,
         duplicates=options.duplicates_text(source.time_name),
         ignored=[f"{name}: {reason}" for name, reason in source.ignored.items()],
+        notes=[*source.notes],
         already_complete=complete,
         **facts,
     )

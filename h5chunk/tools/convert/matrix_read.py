@@ -41,7 +41,7 @@ def check_shape(
     ``id_bytes`` is the memory that ids take, ``part_read`` the fraction of the source that was read so far, from 0 to
     1.
     """
-    column_bytes = COLUMN_BYTES if options.min_column_count or source.has_ids else 0
+    column_bytes = COLUMN_BYTES if options.min_counts(source.has_ids)[1] else 0
     MemoryLimit(source.path, options.memory_bytes).check(
         f"{count_text(num_rows, 'row')} and {count_text(num_columns, 'column')}",
         num_rows * ROW_BYTES + num_columns * column_bytes + id_bytes,

@@ -55,12 +55,11 @@ class Selection:
 def select(matrix: SortedMatrix) -> Selection:
     """Count entries, choose the storage, and leave out columns, then rows, with too few entries.
 
-    The storage is chosen before any columns or rows are left out. If a source has ids, rows and columns without entries
-    do not exist. Raises UnfitError if a value cannot be stored, and SourceError if no rows or columns remain.
+    The storage is chosen before any columns or rows are left out. Raises UnfitError if a value cannot be stored, and
+    SourceError if no rows or columns remain.
     """
     coding, options, source = matrix.coding, matrix.options, matrix.source
-    least = int(source.has_ids)
-    min_column_count = max(options.min_column_count, least)
+    min_row_count, min_column_count = options.min_counts(source.has_ids)
     row_entries = np.zeros(len(matrix.order), np.int64)
     column_entries = np.zeros(matrix.num_columns, np.int64) if min_column_count else None
     tally: Counter[str] = Counter()
@@ -83,7 +82,7 @@ def select(matrix: SortedMatrix) -> Selection:
         row_entries[:] = 0
         for rows, _, _ in _settled(matrix, columns_kept):
             _count_rows(rows, row_entries)
-    rows_kept = row_entries >= max(options.min_row_count, least)
+    rows_kept = row_entries >= min_row_count
     rows_kept[: matrix.num_old_rows] = True
     if not rows_kept.any() or (columns_kept is not None and not columns_kept.any()):
         axis = "column" if rows_kept.any() else "row"

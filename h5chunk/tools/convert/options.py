@@ -123,8 +123,15 @@ class MatrixOptions(WriteOptions):
     )
     clip: bool = option(False, "Clip values to the range 0 to 255 (255 / S with --scale).")
     binarize: float | None = option(None, "Make values of at least MIN 1, and drop all others.", metavar="MIN")
-    min_row_count: int = option(0, "Leave out rows with fewer entries.", minimum=0)
-    min_column_count: int = option(0, "Leave out columns with fewer entries, before rows are left out.", minimum=0)
+    min_row_count: int | None = option(
+        None, "Leave out rows with fewer entries.", minimum=0, shown_default="1 if rows have ids, as in ratings, else 0"
+    )
+    min_column_count: int | None = option(
+        None,
+        "Leave out columns with fewer entries, before rows are left out.",
+        minimum=0,
+        shown_default="1 if columns have ids, else 0",
+    )
     duplicates: str = option(
         AUTO,
         "How to combine entries of one row and column. last and first use the column of times, if SOURCE has "
@@ -170,6 +177,12 @@ class MatrixOptions(WriteOptions):
     def needs_times(self) -> bool:
         """Whether times of entries are used if there are any."""
         return self.time_order or self.duplicates in IN_ORDER
+
+    def min_counts(self, has_ids: bool) -> tuple[int, int]:
+        """Return the least entries of a row and of a column: by default, one if the source has ids."""
+        counts = self.min_row_count, self.min_column_count
+        rows, columns = (int(has_ids) if count is None else count for count in counts)
+        return rows, columns
 
     def coding(self) -> Coding | FloatCoding:
         """Return how values are stored; `Coding.otherwise` if some do not fit."""

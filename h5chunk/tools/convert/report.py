@@ -11,6 +11,7 @@ from h5chunk.source import shape_text
 from h5chunk.tools.report import Report, list_some, rows, values_text
 
 COMPLETE = "already complete"
+MODES = {"L": "grey (L)", "1": "black and white (1)", "P": "palette (P)", "LA": "grey with alpha (LA)"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,7 @@ class ConvertReport(Report):
             *rows("fields", ", ".join(fields) + ("" if "labels" in self.fields else "; no labels")),
             *rows("chunks", f"{layout.num_chunks:,} of {shape_text((layout.chunk_samples, *self.sample_shape))}"),
             *rows("  -", layout.reasons if self.free_bytes is not None else ()),
-            *rows("came as", ", ".join(f"{count:,} {what}" for what, count in self.counts.items())),
+            *rows("originals", ", ".join(f"{count:,} {MODES.get(what, what)}" for what, count in self.counts.items())),
             *rows("classes", list_some(self.class_names) if self.class_names else ""),
             *rows("new class", self.new_classes),
             *rows("ignored", self.ignored),
@@ -109,6 +110,7 @@ class MatrixReport(Report):
     memory_bytes: int | None = None  # the memory limit
     temporary_bytes: int | None = None  # estimated temporary bytes beside the output; 0 if all fits in memory
     ignored: list[str] = field(default_factory=list)  # fields of the source that are left out, with the reason
+    notes: list[str] = field(default_factory=list)
     already_complete: bool = False  # the same command had already made the file: nothing was done
 
     def lines(self) -> list[str]:
@@ -125,6 +127,7 @@ class MatrixReport(Report):
             *rows("ignored", self.ignored),
             *rows("memory", memory),
             *rows("sorted", ranges if self.num_ranges > 1 else ""),
+            *rows("note:", self.notes),
         ]
 
     def _head(self) -> str:

@@ -231,6 +231,8 @@ def _describe_group(group: h5py.Group, path: Path, name: str, command: str) -> M
     shown = python_text(str(path))
     shown = shown if name == MATRIX else f"h5chunk.ChunkDataset({shown}, fields=[{python_text(name)}])"
     verdict = f"its rows can be read as samples: h5chunk.ChunkLoader({shown}, {BATCH})"
+    if data.dtype.itemsize > 4:
+        verdict += f", as float32; transforms=[Dense(torch.float64)] keeps all digits of {data.dtype}"
     if command:
         verdict += f"; {command} makes a shuffled file, which is smaller if values are counts"
     return replace(about, kind=CSR, num_rows=field.num_rows, num_columns=field.num_columns, verdict=verdict)

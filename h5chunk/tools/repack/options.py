@@ -74,8 +74,8 @@ class RepackOptions(WriteOptions):
 def read_tuned(path: str | os.PathLike[str]) -> tuple[RepackOptions, int | None]:
     """Read what a tuner recommends, such as ``{"chunk_samples": 8, "cache": [1, 0, 0.0]}``, from a JSON file.
 
-    Returns the options, and the number of samples of the file that was tuned. Every key may be missing or null; unknown
-    keys are ignored.
+    Returns the options, which are none if the tuner keeps the file, and the number of samples of the file that was
+    tuned. Every key may be missing or null; unknown keys are ignored.
     """
     shown = printable(path)
     try:
@@ -87,7 +87,8 @@ def read_tuned(path: str | os.PathLike[str]) -> tuple[RepackOptions, int | None]
     if not isinstance(given, dict):
         held = json.dumps(given)[:60]
         raise OptionError(f'{shown}: contains {held}, not a JSON object such as {{"chunk_samples": 8}}')
-    found = {name: given[name] for name in (*TUNED, "shuffle") if given.get(name) is not None}
+    names = () if given.get("repack") is False else (*TUNED, "shuffle")  # else they describe the file that was tuned
+    found = {name: given[name] for name in names if given.get(name) is not None}
     try:
         num_samples = None if given.get("num_samples") is None else check_whole("num_samples", given["num_samples"], 1)
         return RepackOptions(**found), num_samples

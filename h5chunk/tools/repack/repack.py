@@ -166,6 +166,8 @@ def _plan(
         if tuned is not None and is_anndata(source.file):
             notes += ["only chunks and compression of the tuned options are used: AnnData's files support no others"]
             best = replace(best, window_chunks=None, cache=None, shuffle=False)
+        if tuned is not None and best == RepackOptions():
+            notes += ["the tuned options keep the file as it is: chunks are chosen as without them"]
         missing = {name: getattr(best, name) for name in TUNED if getattr(options, name) is None}
         options = replace(options, shuffle=options.shuffle or best.shuffle, **missing)
         survey = survey_file(source.file)
