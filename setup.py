@@ -4,8 +4,8 @@ from setuptools import Extension, setup
 
 core = Extension(
     "h5chunk.native._core",
-    ["h5chunk/native/core.c", "h5chunk/native/rows.c"],
-    extra_compile_args=["-O3", "-fvisibility=hidden", "-pthread"],
+    ["h5chunk/native/core.c", "h5chunk/native/rows.c", "h5chunk/native/augment.c"],
+    extra_compile_args=["-O3", "-ffp-contract=off", "-fvisibility=hidden", "-pthread"],
     extra_link_args=["-pthread"],
     optional=True,
 )

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = 6  # version of the functions and structures of core.c
+VERSION = 7  # version of the functions and structures of core.c
 PART_BYTES = 2 << 20  # bytes of jobs that a thread takes at a time
 JOB = np.dtype(
     [
@@ -67,6 +67,17 @@ class _Matrix(ctypes.Structure):
     )
 
 
+class ImageRule(ctypes.Structure):
+    """What is the same for all images of a call of `augment`; ``augment.c`` describes the fields."""
+
+    kept: tuple[Any, ...] = ()  # the memory of the pointers
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("channels", "height", "width", "interpolation", "mode", "interleaved")),
+        *((name, ctypes.c_int32) for name in ("out_interleaved", "item_bytes", "conversion", "boxes")),
+        *((name, ctypes.c_void_p) for name in ("fill", "values", "erased", "scale", "shift")),
+    )
+
+
 def available() -> bool:
     """Return whether the library was built, fits this version, and is not switched off."""
     return os.environ.get("H5CHUNK_NATIVE", "1") != "0" and _library() is not None
@@ -107,6 +118,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         ("free", None, (pool,)),
         ("crc32", ctypes.c_uint32, (address, number, ctypes.c_uint32)),
         ("dense", ctypes.c_int, (ctypes.POINTER(_Matrix), address, number, address)),
+        ("augment", ctypes.c_int, (ctypes.POINTER(ImageRule), address, number, address, number, number, address)),
     ):
         function = getattr(library, f"h5chunk_{name}")
         function.restype, function.argtypes = result, arguments
@@ -288,3 +300,25 @@ def dense_rows(
     )
     if _library().h5chunk_dense(matrix, rows.ctypes.data, len(rows), out.ctypes.data):
         raise IndexError(f"a column is out of range for {out.shape[1]} columns")
+
+
+def augment(rule: ImageRule, source: int, num_bytes: int, table: np.ndarray, out: int) -> None:
+    """Augment images, one after the other, without the GIL.
+
+    Parameters
+    ----------
+    source, out : int
+        Addresses of the images, ``num_bytes`` in all, and of the results.
+    table : (n, columns) int64, C-contiguous
+        The geometry of each image, as `h5chunk.plan.draws.Geometry.table` makes it.
+
+    Raises
+    ------
+    IndexError
+        A row of the table is for bytes outside of the source.
+    MemoryError
+        Memory is short.
+    """
+    state = _library().h5chunk_augment(rule, source, num_bytes, table.ctypes.data, table.shape[1], len(table), out)
+    if state:
+        raise MemoryError("memory for resizing images is short") if state == -1 else IndexError("an image is cut short")

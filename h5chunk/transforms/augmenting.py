@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -34,10 +35,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from h5chunk import native
 from h5chunk.errors import OptionError
+from h5chunk.machine import available_cores
 from h5chunk.plan.draws import ERASED, ERASING, MAX_SIDE, Draws, Geometry, Size
 from h5chunk.plan.permutation import Indices
-from h5chunk.transforms.augment import ERASERS, GEOMETRIC, RandomCrop
+from h5chunk.transforms.augment import ERASERS, GEOMETRIC, INTERPOLATIONS, MODES, RandomCrop
 from h5chunk.transforms.images import (
     KEPT_CONVERTERS,
     Normalize,
@@ -49,6 +52,8 @@ from h5chunk.transforms.images import (
 )
 
 WEIGHT_BITS = 22
+IMAGES = 8  # that a thread takes at a time
+LOOKED_UP, SAME, FLOAT32, BFLOAT16 = range(4)  # conversions of augment.c
 AUGMENTING = (*GEOMETRIC, *ERASERS)
 
 
@@ -105,6 +110,26 @@ def augment_with_torch(rule: Rule, source: torch.Tensor, table: Indices, out: to
         for number, value in enumerate(rule.erased):
             first, start, high, long = row[ERASED + 4 * number : ERASED + 4 * number + 4]
             result[:, first : first + high, start : start + long] = value[:, None, None]
+
+
+def native_rule(rule: Rule) -> native.ImageRule:
+    """Return the rule for `h5chunk.native.augment`."""
+    (height, width), conversion = rule.size, LOOKED_UP
+    if rule.scale is not None and rule.dtype in (torch.float32, torch.bfloat16):
+        conversion = FLOAT32 if rule.dtype == torch.float32 else BFLOAT16
+    elif rule.dtype == torch.uint8:
+        conversion = SAME
+    constants = rule.scale, rule.shift
+    if rule.out_interleaved:  # for each result of a row
+        scale, shift = (torch.zeros(1) if each is None else each.repeat(width) for each in constants)
+    else:
+        scale, shift = (torch.zeros(1) if each is None else each.repeat_interleave(width) for each in constants)
+    kept = rule.fill.contiguous(), rule.values, rule.erased, scale, shift
+    numbers = rule.channels, height, width, INTERPOLATIONS.index(rule.interpolation), MODES.index(rule.mode)
+    sizes = rule.interleaved, rule.out_interleaved, rule.dtype.itemsize, conversion, len(rule.erased)
+    made = native.ImageRule(*numbers, *sizes, *(each.data_ptr() for each in kept))
+    made.kept = kept
+    return made
 
 
 def _weighted(pixels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -168,6 +193,7 @@ class AugmentConverter:
         self.dtype, self._allocate = self._rule.dtype, allocate
         self.sample_bytes = self._rule.channels * math.prod(self._rule.size) * self.dtype.itemsize
         self._kernel: Any = None
+        self._native: native.ImageRule | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._process = 0
 
@@ -229,6 +255,9 @@ class AugmentConverter:
 
     def compute(self, source: torch.Tensor, table: Indices, out: torch.Tensor) -> None:
         """Compute the results of a table, of images in ``source``, flat uint8 on the device of the batches."""
+        if source.device.type == "cpu" and native.available():
+            self._compute_natively(source, table, out)
+            return
         if source.device.type != "cpu" and self._kernel is not None:
             there = torch.from_numpy(table).to(source.device, non_blocking=True)
             if self._kernel(source, there, out):
@@ -239,6 +268,23 @@ class AugmentConverter:
         else:
             planar = out.view(count, channels, height, width)
         augment_with_torch(self._rule, source, table, planar)
+
+    def _compute_natively(self, source: torch.Tensor, table: Indices, out: torch.Tensor) -> None:
+        if self._native is None:
+            self._native = native_rule(self._rule)
+        rule, result_bytes = self._native, out.nbytes // max(1, len(table))
+
+        def compute(first: int) -> None:
+            part = table[first : first + IMAGES]
+            native.augment(rule, source.data_ptr(), source.nbytes, part, out.data_ptr() + first * result_bytes)
+
+        firsts = range(0, len(table), IMAGES)
+        if len(firsts) == 1:
+            compute(0)
+            return
+        if self._threads is None or self._process != os.getpid():  # threads do not survive a fork
+            self._threads, self._process = ThreadPoolExecutor(available_cores(), "h5chunk-augment"), os.getpid()
+        deque(self._threads.map(compute, firsts), 0)
 
     def release(self) -> None:
         """Stop the threads."""
