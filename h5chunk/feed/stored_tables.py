@@ -49,7 +49,8 @@ class StoredNames:
     def source_names(self) -> np.ndarray:
         """Path of each sample's file, relative to the source that was converted: (n,) of str.
 
-        Raise `FieldError` if the file does not store them, as do `row_ids`, `column_ids` and `categories`.
+        Raise `FieldError` if the file does not store them, as do `row_ids`, `column_ids`, `column_symbols` and
+        `categories`.
         """
         return self._of_samples(SOURCE_NAMES)
 
@@ -62,6 +63,11 @@ class StoredNames:
     def column_ids(self) -> np.ndarray:
         """Identifier of each column of a matrix, such as the name of a gene: (num_columns,), int or str."""
         return self._common("column_ids")
+
+    @property
+    def column_symbols(self) -> np.ndarray:
+        """Symbol of each column of a 10x matrix, such as CD3E for a gene: (num_columns,) of str, maybe not unique."""
+        return self._common("column_symbols")
 
     @property
     def obs_names(self) -> np.ndarray:

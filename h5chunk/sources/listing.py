@@ -24,7 +24,7 @@ import numpy as np
 from h5chunk.errors import SourceError, as_text, count_text, printable
 from h5chunk.source import SPLIT_NAMES, Names
 from h5chunk.sources.container import Container, Folder, open_archive
-from h5chunk.sources.pairs import Directory, at_level, depth_of, find_pairs
+from h5chunk.sources.pairs import MASKS, Directory, at_level, depth_of, find_pairs, take_masks
 
 EXTENSIONS = (b".jpg", b".jpeg", b".png", b".ppm", b".bmp", b".pgm", b".tif", b".tiff", b".webp", b".gif")
 SYSTEM = {b"__MACOSX", b".DS_Store", b".git", b".ipynb_checkpoints"}  # hidden files that are never images
@@ -115,9 +115,7 @@ def list_pairs(tree: Tree, split_folders: str, masks: Sequence[str] | None) -> L
     with_images = [name for name, directory in tree.directories.items() if directory.files]
     pairs = find_pairs(tree.shown, with_images, masks)
     if pairs is None:
-        listing, members = arrange(tree, split_folders)
-        listing.select(members)
-        return listing
+        return _list_one_folder(tree, split_folders)
     directories, parts = tree.directories, []
     inside = replace(tree, directories=pairs.inside(directories, pairs.images))
     listing, members = arrange(inside, split_folders)
@@ -141,6 +139,21 @@ def list_pairs(tree: Tree, split_folders: str, masks: Sequence[str] | None) -> L
         listing.ignored.append(f"{count_text(len(loose), 'image')} beside these folders, such as {as_text(min(loose))}")
     listing.notes.append(pairs.note())
     listing.select(members, *parts)
+    return listing
+
+
+def _list_one_folder(tree: Tree, split_folders: str) -> Listing:
+    """Arrange images as samples, with the masks beside them, if any."""
+    images, masks = take_masks(tree.shown, tree.directories)
+    listing, members = arrange(replace(tree, directories=images), split_folders)
+    if not masks:
+        listing.select(members)
+        return listing
+    found = [masks.get(posixpath.splitext(name)[0], (b"", -1)) for name in listing.names]
+    listing.others[MASKS] = Names(path for path, _ in found)
+    example, _ = next(mask for mask in found if mask[0])
+    listing.notes.append(f"files such as {as_text(example)} are the masks of the images beside them (field {MASKS!r})")
+    listing.select(members, [number for _, number in found])
     return listing
 
 

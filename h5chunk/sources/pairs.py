@@ -2,16 +2,18 @@
 
 They are at the top, or in each split: ``train/images``, ``train/masks``. Below them, splits and classes are as without
 masks: ``images/cat/1.jpg`` and ``masks/cat/1.png``. A mask has the name of its image, with any suffix, or that name
-followed by ``_mask``.
+followed by ``_mask``. Masks may also lie beside their images: ``cat/1.jpg`` and ``cat/1_mask.png``.
 """
 
 from __future__ import annotations
 
 import os
 import posixpath
+import re
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from h5chunk.errors import SourceError, as_text
 
@@ -21,6 +23,7 @@ MASK_FOLDERS = (
     b"masks", b"mask", b"annotations", b"labels", b"gt", b"ground_truth", b"groundtruth", b"segmentation",
     b"segmentations", b"segmentationclass",
 )  # fmt: skip
+MASK_NAME = re.compile(rb"(.+)[_-](?:mask|segmentation|seg)(?:[_-]?[0-9]+)?")
 LOSSY = (b".jpg", b".jpeg")
 
 
@@ -135,3 +138,30 @@ def find_pairs(source: str, folders: Collection[bytes], wanted: Sequence[str] | 
         shown = ", ".join(repr(as_text(name)) for name in sorted(at_level(0, folders))[:8]) or "none"
         raise SourceError(f"{source}: has no folder {wanted[0]!r} of masks beside one of images; its folders: {shown}")
     return None
+
+
+def take_masks(source: str, directories: Mapping[bytes, Directory]) -> tuple[dict[bytes, Directory], dict[bytes, Any]]:
+    """Take the masks beside images, such as ``1_mask.png`` beside ``1.jpg``, out of directories.
+
+    Returns the other images, and the path and number of the mask of each image by the image's path without suffix: none
+    unless at least half of the images have one. Raises SourceError if an image has several.
+    """
+    images: dict[bytes, Directory] = {}
+    masks: dict[bytes, tuple[bytes, int]] = {}
+    for folder, directory in directories.items():
+        images[folder] = rest = Directory()
+        stems = {posixpath.splitext(file)[0] for file in directory.files}
+        for file, number in zip(directory.files, directory.members, strict=True):
+            path, found = posixpath.join(folder, file), MASK_NAME.fullmatch(posixpath.splitext(file)[0])
+            if found is None or found[1] not in stems:
+                rest.files.append(file)
+                rest.members.append(number)
+                continue
+            image = posixpath.join(folder, found[1])
+            if masks.setdefault(image, (path, number))[0] != path:
+                raise SourceError(
+                    f"{source}: {as_text(masks[image][0])} and {as_text(path)} look like two masks of one image: merge "
+                    "them, or list images and masks in a manifest (--manifest)"
+                )
+    is_usual = 2 * len(masks) >= sum(len(directory.files) for directory in images.values())
+    return (images, masks) if masks and is_usual else (dict(directories), {})

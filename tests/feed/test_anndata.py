@@ -60,6 +60,11 @@ def test_a_file_of_10x(tmp_path: Path) -> None:
     dataset = ChunkDataset(write_10x(tmp_path / "a.h5", COUNTS))
     assert dataset.fields == ("X",) and dataset.classes == ()
     assert dataset.obs_names[:2].tolist() == ["CELL-0", "CELL-1"] and dataset.var_names[-1] == "ENSG11"
+    assert dataset.column_symbols[-1] == "GENE11"
+    convert(tmp_path / "a.h5", tmp_path / "b.h5", min_column_count=int((COUNTS > 0).sum(0).min()) + 1)
+    converted = ChunkDataset(tmp_path / "b.h5")
+    assert 0 < len(converted.column_ids) < 12, "some genes are left out"
+    assert [f"ENSG{name[4:]}" for name in converted.column_symbols] == converted.column_ids.tolist()
     with ChunkLoader(dataset, 60, shuffle=False, transforms=[Log1p(1e4)]) as loader:
         [(rows,)] = loader
     np.testing.assert_allclose(rows.expm1().sum(1), 1e4 * (COUNTS.sum(1) > 0).A1, rtol=1e-5)

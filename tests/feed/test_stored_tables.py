@@ -109,7 +109,7 @@ def test_a_table_is_read_once_and_cannot_be_changed(photos):
 
 @pytest.mark.parametrize("name", ["row_ids", "column_ids"])
 def test_what_a_file_does_not_have(photos, name):
-    with pytest.raises(FieldError, match=f"has no {name}: the converted source had none"):
+    with pytest.raises(FieldError, match=f"has no {name}: the source of the file had none"):
         getattr(ChunkDataset(photos), name)
     with pytest.raises(FieldError, match="field 'images' has no categories"):
         ChunkDataset(photos).categories("images")

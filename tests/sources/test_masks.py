@@ -315,3 +315,28 @@ def test_masks_in_gif(tmp_path: Path) -> None:
         path.unlink()
     h5chunk.convert(source, tmp_path / "x.h5", workers=0)
     check_pairs(tmp_path / "x.h5")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_masks_beside_their_images(tmp_path: Path, packed: bool) -> None:
+    source = make_pairs(tmp_path / "data", place="{part}/{label}/{number:03d}{suffix}")
+    for path in sorted(source.glob("masks/*/*")):
+        path.rename(source / "images" / path.parent.name / f"{path.stem}_mask.png")
+    for path in sorted((source / "masks").iterdir()):
+        path.rmdir()
+    (source / "masks").rmdir()
+    source = Path(shutil.make_archive(str(tmp_path / "data"), "zip", source)) if packed else source / "images"
+    report = h5chunk.convert(source, tmp_path / "x.h5", workers=0)
+    assert check_pairs(tmp_path / "x.h5").classes == ("a", "b")
+    assert "a/000_mask.png are the masks of the images beside them" in str(report)
+
+
+def test_several_masks_of_an_image_or_few_masks(tmp_path: Path) -> None:
+    for name in ("1.png", "1_mask.png", "1_mask_1.png"):
+        save(tmp_path / "data" / name, pixels(0))
+    with pytest.raises(SourceError, match=r"1_mask\.png and 1_mask_1\.png look like two masks of one image"):
+        h5chunk.convert(tmp_path / "data", tmp_path / "x.h5")
+    (tmp_path / "data" / "1_mask_1.png").unlink()
+    for number in range(2, 4):
+        save(tmp_path / "data" / f"{number}.png", pixels(0))
+    assert h5chunk.convert(tmp_path / "data", tmp_path / "x.h5").num_samples == 4, "most images have none"

@@ -196,3 +196,11 @@ def test_the_folder_above_that_of_the_only_genome(tmp_path: Path) -> None:
     assert (source.kind, source.shape) == ("10x", (3, 2))
     (folder.parent / "mm10").mkdir()
     assert find_kind(folder.parent).kind == "images"
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_symbols_of_genes(tmp_path: Path, version: int) -> None:
+    write_folder(tmp_path / "a", version=version)
+    h5chunk.convert(tmp_path / "a", tmp_path / "x.h5")
+    dataset = h5chunk.ChunkDataset(tmp_path / "x.h5")
+    assert dataset.column_ids.tolist() == FEATURES and dataset.column_symbols.tolist() == [f"GENE{i}" for i in range(8)]

@@ -87,6 +87,7 @@ def write_10x(path: Path, cells_by_genes: scipy.sparse.csr_matrix, *, version: i
         genes = np.array([f"ENSG{i}" for i in range(num_genes)], "S15")
         if version == 3:
             group.create_dataset("features/id", data=genes)
+            group.create_dataset("features/name", data=np.array([f"GENE{i}" for i in range(num_genes)], "S15"))
         else:
             group.create_dataset("genes", data=genes)
     return path

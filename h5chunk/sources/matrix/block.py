@@ -66,6 +66,7 @@ class SparseSource:
     categories: Mapping[str, list[str]] = MappingProxyType({})
     row_names: np.ndarray | None = None
     column_names: np.ndarray | None = None
+    column_symbols: np.ndarray | None = None  # names for people beside the column names, such as symbols of genes
     time_name: str | None = None
     ignored: Mapping[str, str] = MappingProxyType({})  # fields that are left out, with the reason
     notes: Sequence[str] = ()  # for the report

@@ -34,6 +34,7 @@ from h5chunk.sources.matrix.text import MAX_ID_BYTES, TextFile
 from h5chunk.sources.recognise import has_suffix, hdf5_members, is_path
 
 PIECE_BYTES = 1 << 20
+V2_NAMES = ("genes", "gene_names")
 NAME_BYTES = 64  # bytes of memory per name while a piece is read
 WAYS = (
     "put the tables of this matrix beside it, or convert the .mtx with --format mtx, which makes its rows the samples, "
@@ -73,8 +74,10 @@ class TenxSource(SparseSource):
             self.shape, parts = self._matrix(group)
             self.num_bytes = sum(part.stored_bytes for part in parts)
             self.row_names = group.dataset("barcodes").names("barcodes", self.shape[0])
-            genes = group.group("features").dataset("id") if "features" in group else group.dataset("genes")
-            self.column_names = genes.names("features", self.shape[1])
+            features, names = (group.group("features"), ("id", "name")) if "features" in group else (group, V2_NAMES)
+            self.column_names = features.dataset(names[0]).names("features", self.shape[1])
+            if names[1] in features:
+                self.column_symbols = features.dataset(names[1]).names("features", self.shape[1])
 
     def _find(self, root: GuardedGroup) -> GuardedGroup:
         """Return the group of version 3, or of the genome of version 2."""
@@ -175,6 +178,7 @@ class TenxFolderSource(SparseSource):
         most = max(size or 0 for size in matrix.shape)
         self.row_names = _read_names(files.barcodes, most, memory)
         self.column_names = _read_names(files.features, most, memory)
+        self.column_symbols = _read_names(files.features, most, memory, column=1)
         self.shape = len(self.row_names), len(self.column_names)
         if matrix.shape not in (self.shape, self.shape[::-1]):
             raise SourceError(
@@ -191,16 +195,23 @@ class TenxFolderSource(SparseSource):
         return self._matrix.blocks(max_bytes)
 
 
-def _read_names(path: str, most: int, memory: MemoryLimit) -> np.ndarray:
-    """Read the first column of a table without a header, of at most ``most`` lines: (lines,) ``S``."""
+def _read_names(path: str, most: int, memory: MemoryLimit, column: int = 0) -> np.ndarray:
+    """Read a column of a table without a header, of at most ``most`` lines: (lines,) ``S``; empty where it is missing.
+
+    Raises SourceError for an empty name in the first column.
+    """
     table = TextFile(path)
     parts: list[np.ndarray] = []
     count, width = 0, 1
     for piece in table.pieces(PIECE_BYTES):
-        names = [line.split(b"\t", 1)[0].removesuffix(b"\r") for line in piece.data.split(b"\n")[:-1]]
-        bad = next((i for i, name in enumerate(names) if not 0 < len(name) <= MAX_ID_BYTES), None)
+        rows = (line.removesuffix(b"\r").split(b"\t", column + 1) for line in piece.data.split(b"\n")[:-1])
+        names = [row[column] if len(row) > column else b"" for row in rows]
+        least = int(column == 0)
+        bad = next((i for i, name in enumerate(names) if not least <= len(name) <= MAX_ID_BYTES), None)
         if bad is not None:
-            table.fail(f"has a name of {len(names[bad])} bytes, but 1 to {MAX_ID_BYTES} are read", piece.line + bad)
+            table.fail(
+                f"has a name of {len(names[bad])} bytes, but {least} to {MAX_ID_BYTES} are read", piece.line + bad
+            )
         count, width = count + len(names), max(width, *map(len, names))
         if count > most:
             table.fail(f"has more lines than the {most:,} rows or columns of the matrix", piece.line)

@@ -67,6 +67,8 @@ there may be
 
 ``row_ids``, ``column_ids``
     int64 or fixed-length UTF-8 strings, (N,) and (columns,): the id or name that row i or column j had in the source.
+``column_symbols``
+    Fixed-length UTF-8 strings, (columns,): names for people, such as symbols of genes, where the source has both.
 ``column_index``
     int64, (columns,): column j is column ``column_index[j]`` of the source. Only if columns were left out.
 ``categories/<field>``

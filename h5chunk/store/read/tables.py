@@ -15,7 +15,7 @@ from h5chunk.store.hdf5.open import damages_are, opened
 from h5chunk.store.hdf5.strings import MAX_STRING_BYTES, read_words
 from h5chunk.store.read.reader import H5Reader
 
-ROW_IDS, COLUMN_IDS = "row_ids", "column_ids"
+ROW_IDS, COLUMN_IDS, SYMBOLS = "row_ids", "column_ids", "column_symbols"
 
 
 def read_table(reader: H5Reader, name: str) -> np.ndarray:
@@ -25,7 +25,7 @@ def read_table(reader: H5Reader, name: str) -> np.ndarray:
     """
     values = find_table(reader, name)
     if values is None:
-        reason = "the converted source had none"
+        reason = "the source of the file had none, unlike ratings, AnnData's and 10x files"
         if reader.header is None:
             reason = "only files that h5chunk converted, AnnData's and 10x files keep names and ids"
         raise FieldError(f"{printable(reader.path)}: has no {name}: {reason}")
@@ -68,6 +68,9 @@ def _read_elsewhere(reader: H5Reader, name: str) -> np.ndarray | None:
 def _places(file: h5py.File, guard: Guard, name: str, matrix: str) -> Iterator[str]:
     """Yield the paths of datasets that may hold the table ``name`` of an AnnData or 10x file."""
     matrix = matrix.strip("/")
+    if name == SYMBOLS:
+        yield from (f"{matrix}/features/name", f"{matrix}/gene_names")
+        return
     if name not in (ROW_IDS, COLUMN_IDS):
         yield name
         return

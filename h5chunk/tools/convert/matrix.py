@@ -223,6 +223,8 @@ def tables_of(kept: Selection) -> dict[str, np.ndarray]:
         tables["row_ids"] = rows[index]
     if columns is not None:
         tables["column_ids"] = columns if kept.columns is None else columns[kept.columns]
+    if source.column_symbols is not None and matrix.column_ids is None:
+        tables["column_symbols"] = source.column_symbols[... if kept.columns is None else kept.columns]
     if kept.columns is not None:
         tables["column_index"] = np.flatnonzero(kept.columns).astype(np.int64)
     for name, names in source.categories.items():

@@ -58,7 +58,7 @@ class ConvertReport(Report):
             *rows("fields", ", ".join(fields) + ("" if "labels" in self.fields else "; no labels")),
             *rows("chunks", f"{layout.num_chunks:,} of {shape_text((layout.chunk_samples, *self.sample_shape))}"),
             *rows("  -", layout.reasons if self.free_bytes is not None else ()),
-            *rows("originals", ", ".join(f"{count:,} {MODES.get(what, what)}" for what, count in self.counts.items())),
+            *rows("originals", ", ".join(f"{count:,} {_in_words(what)}" for what, count in self.counts.items())),
             *rows("classes", list_some(self.class_names) if self.class_names else ""),
             *rows("new class", self.new_classes),
             *rows("ignored", self.ignored),
@@ -142,6 +142,16 @@ class MatrixReport(Report):
         if self.free_bytes is not None:
             size, rate = f"about {size} needed, {human_bytes(self.free_bytes)} free", f"about {self.seconds:.0f} s"
         return f"{self.path}: {', '.join([*parts, size, COMPLETE if self.already_complete else rate])}"
+
+
+def _in_words(what: str) -> str:
+    """Name the mode of an image.
+
+    >>> _in_words("L mask"), _in_words("resized")
+    ('grey (L) mask', 'resized')
+    """
+    mode, _, kind = what.partition(" ")
+    return f"{MODES.get(mode, mode)} {kind}".rstrip()
 
 
 def _axes_text(num_rows: int | None, num_columns: int | None, axes: tuple[str, str]) -> str:
