@@ -1,1 +1,1 @@
-"""The commands on whole files: convert, append, info, tune, repack, verify and bench. They return reports."""
+"""The commands on whole files, as functions that return reports: convert, append, info, tune, repack, verify, bench."""

@@ -8,20 +8,20 @@ from collections.abc import Callable
 Progress = Callable[[str, int, "int | None"], None]
 """Called with (stage, done, total); the total is None if it is unknown."""
 
-LEAST_SLICE_S, MOST_SLICE_S = 0.02, 0.5
+LEAST_SLICE_S, MOST_SLICE_S = 0.02, 0.5  # limits on `TimeBudget.slice_s`
 
 
 def count_up(stage: str, total: int, progress: Progress | None) -> Callable[[int], None]:
     """Return a function to call with the size of each finished part; it reports the sum, at most the total."""
     done = 0
 
-    def told(count: int) -> None:
+    def add(count: int) -> None:
         nonlocal done
         done = min(total, done + count)
         if progress:
             progress(stage, done, total)
 
-    return told
+    return add
 
 
 class TimeBudget:
@@ -45,11 +45,11 @@ class TimeBudget:
 
     @property
     def slice_s(self) -> float:
-        """Seconds for one of many measurements."""
+        """Seconds that one of many measurements may take."""
         return min(MOST_SLICE_S, max(LEAST_SLICE_S, self.seconds / 200))
 
     def report(self) -> None:
-        """Report the percentage of the time used."""
+        """Call ``progress`` with the percentage of the time that is used, if it has grown."""
         done = min(100, int(100 * self.taken_s / self.seconds))
         if self._progress is not None and done > self._reported:
             self._progress(self._stage, done, 100)

@@ -26,7 +26,9 @@ def list_some(names: Sequence[str]) -> str:
 
 
 def rows(label: str, values: str | Iterable[object], most: int | None = None) -> list[str]:
-    """Return an indented line for each value (none for an empty text), and one that counts those above ``most``.
+    """Return an indented line for each value, at most ``most`` of them and a line that counts the others.
+
+    A text is one value; an empty text gives no line.
 
     >>> rows("note:", ["a", "b", "c"], 1)
     ['  note: a', '  note: 2 more (--json has all)']
@@ -37,7 +39,7 @@ def rows(label: str, values: str | Iterable[object], most: int | None = None) ->
 
 
 def values_text(dtype: str, scale: float) -> str:
-    """Describe how the values of a matrix are stored.
+    """Describe the dtype and scale in which the values of a matrix are stored.
 
     >>> values_text("float32", 1.0), values_text("uint8", 2.0)
     ('stored as float32', 'stored times 2 as uint8')
@@ -48,8 +50,8 @@ def values_text(dtype: str, scale: float) -> str:
 class Report:
     """Base of the dataclasses that commands print.
 
-    A subclass implements `lines`. They contain names from files unescaped: ``str()`` escapes control characters in each
-    line, so that names cannot break lines or control a terminal; ``to_json()`` keeps them.
+    A subclass implements `lines`, in which names from files are not escaped. ``str()`` escapes control characters in
+    each line, so that names cannot break lines or control a terminal; ``to_json()`` keeps them.
     """
 
     def lines(self) -> Iterable[str]:
@@ -57,7 +59,7 @@ class Report:
         raise NotImplementedError
 
     def facts(self) -> dict[str, Any]:
-        """Return the report's values for programs."""
+        """Return the values of the report by name, for `to_json`."""
         return asdict(self)  # type: ignore[call-overload]
 
     def __str__(self) -> str:
@@ -83,7 +85,7 @@ def python_text(text: str) -> str:
 
 
 def _escaped(word: str) -> str:
-    """Escape a word for use between the quotes of ``$''``."""
+    """Escape a word so that it can stand between the quotes of ``$''``."""
     bare = "".join(rf"\{each}" if each in "\\'" else each for each in word)
     return "".join(c if c.isprintable() else "".join(rf"\x{byte:02x}" for byte in os.fsencode(c)) for c in bare)
 

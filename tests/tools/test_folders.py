@@ -96,7 +96,7 @@ def test_bench_of_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     little_memory(monkeypatch, 20_000)
     report = h5chunk.bench(tmp_path / "set", cold=False, **QUICK | {"batch_size": 2})
     check_report(report, {DISK, "resident=True"})
-    assert 40 < report.measured_samples < total(UNEVEN) and "that fit in memory" in report.notes[0]
+    assert 40 < report.measured_samples < total(UNEVEN) and "no more fit in memory" in report.notes[0]
 
 
 def test_bench_from_the_disk(tmp_path: Path) -> None:

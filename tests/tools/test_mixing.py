@@ -310,7 +310,7 @@ def test_other_things_that_cannot_be():
         design_effect(clustering, Order(10, 2, 2, 1, shuffle=False))
     with pytest.raises(OptionError, match="10 samples are less than a batch of 11"):
         design_effect(clustering, Order(10, 2, 11, 1, drop_last=True))
-    with pytest.raises(OptionError, match="clustering is of 10 samples by 2, but the order of 10 by 5"):
+    with pytest.raises(OptionError, match="10 samples in pieces of 2, but the order has 10 samples in chunks of 5"):
         design_effect(clustering, Order(10, 5, 2, 1))
     for share in (0, 1, 1.5, -1):
         with pytest.raises(

@@ -112,7 +112,7 @@ def test_everything_is_kept(everything: Path, tmp_path: Path, compression: str, 
     lost = [] if compression == "none" else ["compressed without their former byte shuffle filter: images"]
     if not shuffle:
         lost.append("without their former Fletcher32 checksums: images; --window-chunks adds checksums")
-    assert report.notes == ["can no longer be resized: images: contiguous chunks have a fixed number", *lost]
+    assert report.notes == ["can no longer be resized: images: their chunks are stored contiguously", *lost]
 
 
 def test_values_of_variable_length_are_permuted_in_parts(
@@ -648,7 +648,7 @@ def test_a_tuner_that_found_that_samples_have_to_be_shuffled(tmp_path: Path) -> 
     with h5py.File(tmp_path / "b.h5") as file:
         assert read_header(file).shuffled and len(file["h5chunk/source_index"]) == report.num_samples
     assert report.shuffled and "shuffled with seed 0" in str(report)
-    assert f"it was tuned for 7 samples, but this file has {report.num_samples}" in report.notes
+    assert f"the options were tuned for 7 samples, but this file has {report.num_samples}" in report.notes
 
 
 def test_a_tuned_file_of_anndata(cells: Path, tmp_path: Path) -> None:

@@ -95,12 +95,12 @@ def refuse_columns(file: h5py.File) -> str:
 
 def refuse_falling_pointers(file: h5py.File) -> str:
     make_sparse(file, "csr_matrix", np.array([*[0, 5, 3], *[7] * 88]))
-    return "'m/indptr' is damaged: it falls at row 1"
+    return "'m/indptr' is damaged: its values must begin with 0 and never decrease: wrong at row 1"
 
 
 def refuse_pointers_elsewhere(file: h5py.File) -> str:
     make_sparse(file, "csr_matrix", np.array([*range(7), *[6] * 84]))
-    return "'m/indptr' is damaged: it ends at 6, but there are 7 elements"
+    return "'m/indptr' is damaged: its last value is 6, but there are 7 elements"
 
 
 def refuse_short_pointers(file: h5py.File) -> str:

@@ -37,9 +37,10 @@ from h5chunk.tools.progress import Progress, TimeBudget
 from h5chunk.tools.report import Report
 
 MAX_WORKERS = 4
-HELD_BATCHES, HELD_BYTES, HELD_LOADERS = 7, 1 << 30, 4  # what a loader reads ahead is limited by HELD_BYTES
-AT_LIMIT = 0.7  # a loader with this share of its limit leaves little to gain
-NOISY = 1.5  # of a limit: a larger ratio means that the machine was busy
+HELD_BATCHES, HELD_BYTES = 7, 1 << 30  # batches that a loader reads ahead, and the limit on their size
+HELD_LOADERS = 4  # loaders that are open at the same time
+AT_LIMIT = 0.7  # a loader that reaches this share of its limit leaves little to gain
+NOISY = 1.5  # a rate of more than this many times its limit means that the machine was busy
 
 
 def bench(
@@ -148,12 +149,12 @@ def _named_errors(path: str) -> Iterator[None]:
 
 
 def _check_memory(subject: Subject, num_workers: int) -> None:
-    """Raise OptionError unless there is memory for batches."""
+    """Raise OptionError if the batches of all loaders and workers do not fit in memory."""
     batch = min(subject.batch_size, subject.reader.num_samples) * subject.sample_bytes
     needed = HELD_LOADERS * min(HELD_BATCHES * batch, HELD_BYTES + 2 * batch) + 3 * (1 + num_workers) * batch
     if needed > subject.memory_bytes:
         raise OptionError(
-            f"batch_size is {subject.batch_size}, a batch of {human_bytes(batch)}: measuring takes about "
+            f"batch_size is {subject.batch_size}, which makes batches of {human_bytes(batch)}: measuring takes about "
             f"{human_bytes(needed)} of memory, but {human_bytes(subject.memory_bytes)} are free: give a smaller "
             "batch_size"
         )
@@ -170,7 +171,7 @@ class BenchReport(Report):
     fields: list[str]
     num_samples: int
     sample_bytes: int  # bytes of a decoded sample, all fields together
-    stored_bytes: int | None  # of the fields in the file; None if they lie elsewhere
+    stored_bytes: int | None  # bytes of the fields in the file; None if their data is in other files
     measured_samples: int  # number of leading samples that were measured from the page cache
     batch_size: int
     device: str
@@ -213,9 +214,10 @@ def _line(figure: Figure) -> str:
 
 
 def verdict(figures: list[Figure], *, not_direct: str, compressed: bool, fits: bool) -> str:
-    """Name the slowest stage, and how to speed it up.
+    """Return a sentence that names the slowest stage, and says how to speed it up.
 
-    ``not_direct`` is the reason if the file cannot be read by byte ranges; ``fits``: whether it fits in memory.
+    ``not_direct`` is the reason why the file cannot be read by byte ranges, or empty; ``compressed`` and ``fits`` say
+    whether the file is compressed, and whether it fits in memory.
     """
     rates = {(each.group, each.name): each.samples_per_s for each in figures if each.samples_per_s}
     measured = [each for each in figures if each.samples_per_s and each.name != RESIDENT]
@@ -240,7 +242,7 @@ def verdict(figures: list[Figure], *, not_direct: str, compressed: bool, fits: b
 def _slowest(
     best: Figure, rate: float, rates: Mapping[tuple[str, str], float], not_direct: str, compressed: bool
 ) -> str:
-    """Name the slowest of the stages that come after the page cache."""
+    """Return a sentence on the slowest stage among those that do not read the disk."""
     share = f"{rate:,.0f} samples/s, {best.ratio or 0:.2f} of {best.limit or 'the limit'}"
     workers = max((value for (group, _), value in rates.items() if group == DATALOADER), default=0.0)
     resident = rates.get((LOADER, RESIDENT), 0.0)

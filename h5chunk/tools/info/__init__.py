@@ -1,1 +1,1 @@
-"""`h5chunk info`: describe a file or a folder."""
+"""`h5chunk info`: describe a file, several files, or the machine."""

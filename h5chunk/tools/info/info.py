@@ -31,8 +31,8 @@ from h5chunk.tools.info.summary import BATCH, training_code, training_fields, us
 from h5chunk.tools.measure.machine import available_bytes, cuda_device, default_cache, library_versions
 from h5chunk.tools.report import python_text, shell_command
 
-PART_ROWS = 1 << 20  # bytes of a matrix's values, read at a time
-LOOK_BYTES = 256 << 20  # values of more bytes than this are not read
+PART_VALUES = 1 << 20  # values of a matrix that are read at a time
+LOOK_BYTES = 256 << 20  # the range of a matrix's values is not computed if they take more bytes than this
 LAYOUTS = {
     h5py.h5d.COMPACT: "compact",
     h5py.h5d.CONTIGUOUS: "contiguous",
@@ -51,13 +51,13 @@ def info(
     Parameters
     ----------
     path : path or sequence of paths, optional
-        For several files, named as for `ChunkDataset`, also check whether they form one data set. Default: describe
-        the resources of the machine that this process may use.
+        A file; or several files, named as for `ChunkDataset`, which are also checked to form one data set. Default:
+        describe the resources of the machine that this process may use.
     trusted : bool
         Whether to follow links and views of other files within the file's folder.
     show_all : bool
-        Whether the text lists every data set of a file. Default: a summary that fits on a screen, which combines data
-        sets whose names differ only in their numbers.
+        Whether the text lists every data set of a file. Default: a summary that fits on a screen, with one line for
+        data sets whose names differ only in their numbers.
 
     Returns
     -------
@@ -85,7 +85,7 @@ def info(
 
 
 def _together(path: Paths, trusted: bool) -> dict[str, Any]:
-    """Describe the data set that the files form together, or say why they do not form one."""
+    """Return the attributes of a `FolderInfo` that describe the files as one data set, or say why they are none."""
     try:
         reader = open_reader(path, trusted=trusted)
     except H5ChunkError as error:
@@ -134,7 +134,7 @@ def _look_at_file(path: Path, trusted: bool) -> FileInfo:
 
 
 def _list_datasets(file: h5py.File, guard: Guard, *, by_h5chunk: bool) -> tuple[list[h5py.Dataset], list[FileError]]:
-    """List the datasets by name, except the group /h5chunk; and the errors of refused datasets."""
+    """Return the datasets, sorted by name and without those of /h5chunk, and the errors of refused datasets."""
     found, refused = [], []
     for name, item in sorted(guard.walk(file), key=lambda each: each[0]):
         if by_h5chunk and name.startswith(f"{GROUP}/"):
@@ -201,16 +201,16 @@ def _verdict(dataset: h5py.Dataset, grid: ChunkGrid, reads: int, matrices: list[
 
 
 def _find_matrices(file: h5py.File, path: Path, names: Iterable[str]) -> list[MatrixInfo]:
-    """Describe the groups of another HDF5 file that hold the parts of a sparse matrix.
+    """Describe the sparse matrices of a file that h5chunk did not write.
 
-    Only datasets with these names are examined; the caller has checked them.
+    ``names`` are the datasets that the caller has checked; no others are opened.
     """
     groups = [name for name in find_matrix_groups(names) if isinstance(file[name], h5py.Group)]
     return [_describe_group(file[name], path, name, _convert_command(file, path, name)) for name in groups]
 
 
 def _convert_command(file: h5py.File, path: Path, name: str) -> str:
-    """Return the command that converts a matrix of AnnData or 10x; empty for other matrices."""
+    """Return the command that converts a matrix of an AnnData or 10x file; empty for other files."""
     members, (parent, _, last) = {*file}, name.rpartition("/")
     layer: list[str] | None = None
     if {"X", "obs", "var"} <= members and (parent == "layers" or name in ("X", "raw/X")):
@@ -239,7 +239,7 @@ def _describe_group(group: h5py.Group, path: Path, name: str, command: str) -> M
 
 
 def _describe_matrix(file: h5py.File) -> MatrixInfo | None:
-    """Describe the matrix of an h5chunk file; None if it has no matrix. Raises FileError if the matrix is damaged."""
+    """Describe the matrix of an h5chunk file; None if it has no matrix. Raise FileError if the matrix is damaged."""
     matrix = read_matrix(file)
     if matrix is None:
         return None
@@ -262,7 +262,7 @@ def _describe_matrix(file: h5py.File) -> MatrixInfo | None:
         raise FileError(f"{printable(file.filename)}: damaged: indptr decreases")
     data, value_range = item["data"], None
     if data.size and data.nbytes <= LOOK_BYTES:
-        parts = (data[start : start + PART_ROWS] for start in range(0, len(data), PART_ROWS))
+        parts = (data[start : start + PART_VALUES] for start in range(0, len(data), PART_VALUES))
         lows, highs = zip(*((float(part.min()), float(part.max())) for part in parts), strict=True)
         value_range = min(lows) / matrix.scale, max(highs) / matrix.scale
     return replace(

@@ -13,8 +13,8 @@ from h5chunk.store.format.header import Header
 from h5chunk.tools.info.summary import summarise
 from h5chunk.tools.report import Report, list_some, shell_command, values_text
 
-SHOWN, SHOWN_REFUSED = 20, 5  # files, and refused data sets, in the text; JSON has all
-NOTABLE = 2.0  # bytes read per byte of a sample
+SHOWN, SHOWN_REFUSED = 20, 5  # number of files, and of refused data sets, in the text; JSON has all
+NOTABLE = 2.0  # bytes read per byte of a sample, from which the report mentions them
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class DatasetInfo(Report):
 
     @property
     def can_train(self) -> bool:
-        """Whether its rows can be samples."""
+        """Whether the rows of the dataset can be samples."""
         return self.verdict.startswith(("good", "bad"))
 
     @property
@@ -66,17 +66,17 @@ class DatasetInfo(Report):
 
 @dataclass(frozen=True)
 class MatrixInfo(Report):
-    """A sparse matrix, or a matrix with dense rows, in an h5chunk file."""
+    """The report on a sparse matrix, or on the dense rows of a matrix in an h5chunk file."""
 
     name: str
-    kind: str  # csr or dense; empty if the file does not say that rows are compressed
+    kind: str  # csr or dense; empty if its rows cannot be read as samples
     num_rows: int | None  # None if `kind` is empty
     num_columns: int | None
     num_entries: int | None  # None for dense rows
     dtype: str
     stored_bytes: int  # bytes of rows, columns and values
     verdict: str = ""  # how to train on the matrix; empty for an h5chunk file
-    density: float | None = None  # this and the next two: only for sparse rows in an h5chunk file
+    density: float | None = None  # like the next two values, only for sparse rows in an h5chunk file
     median_row_entries: float | None = None
     max_row_entries: int | None = None
     scale: float = 1.0  # a value is the stored number divided by this
@@ -112,11 +112,9 @@ class FileInfo(Report):
     header: Header | None  # only for an h5chunk file
     default_cache: CacheSettings  # the default cache of this HDF5 library
     datasets: list[DatasetInfo]  # all datasets except those of /h5chunk
-    refused: list[str] = field(default_factory=list)  # links, views, implausible sizes: what was not read, and why
+    refused: list[str] = field(default_factory=list)  # why links, views and implausible datasets were not read
     matrices: list[MatrixInfo] = field(default_factory=list)  # sparse matrices; in an h5chunk file also dense rows
-    code: list[str] = field(
-        default_factory=list
-    )  # lines of Python that feed training; empty if no field suits training
+    code: list[str] = field(default_factory=list)  # lines of Python that make a loader; empty if no field suits one
     show_all: bool = False  # whether to list every data set, instead of a summary
 
     def lines(self) -> list[str]:
@@ -149,7 +147,7 @@ class FileInfo(Report):
         return lines
 
     def _advice(self) -> list[str]:
-        """Return the advice that applies to the datasets together."""
+        """Return advice on badly chunked datasets."""
         lines = []
         fields = [each for each in self.datasets if each.can_train]
         worst = max(fields, key=lambda each: each.amplification, default=None)
@@ -177,12 +175,12 @@ class FolderInfo(Report):
     num_samples: tuple[int, ...] = ()  # samples of each file; empty if the files do not form one data set
     fields: tuple[str, ...] = ()  # names of the fields
     class_names: tuple[str, ...] = ()
-    chunk_samples: tuple[int, ...] = ()  # samples of each file that are read together
-    is_shuffled: bool = False  # the samples of all files were shuffled together when they were written
+    chunk_samples: tuple[int, ...] = ()  # samples per chunk in each file
+    is_shuffled: bool = False  # whether the samples of all files were shuffled together when they were written
     why_not: str = ""  # why the files do not form one data set; empty if they do
 
     def facts(self) -> dict[str, Any]:
-        """Return the report for programs, with the number of samples in all files."""
+        """Return the values of the report by name, with the number of samples in all files."""
         return {**super().facts(), "total_samples": sum(self.num_samples)}
 
     def lines(self) -> list[str]:

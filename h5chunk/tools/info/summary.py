@@ -14,9 +14,9 @@ from h5chunk.tools.report import list_some, python_text
 if TYPE_CHECKING:
     from h5chunk.tools.info.report import DatasetInfo, MatrixInfo
 
-ALIKE = 3  # from this number on, data sets whose names differ only in numbers share a line
-MOST_LINES = 12  # lines for data sets that suit training; half as many for reasons why others do not
-MOST_FIELDS = 8  # width of a line of Python
+ALIKE = 3  # so many data sets whose names differ only in numbers share a line
+MOST_LINES = 12  # lines on data sets that suit training; half as many on data sets that do not
+MOST_FIELDS = 8  # fields in a line of Python
 NO_TENSORS = ("|S", "float128", "longdouble", ">f16")  # types that torch does not have
 BATCH = 256
 
@@ -24,9 +24,10 @@ BATCH = 256
 def training_fields(
     datasets: Sequence[DatasetInfo], matrices: Sequence[MatrixInfo], header: Header | None
 ) -> list[str]:
-    """Choose the fields for a `ChunkLoader`: the largest, or the usual ones, and those that belong to it.
+    """Return the names of fields to train on; empty if no data set suits training.
 
-    Empty if no data set suits training.
+    The first is the main field that the header names, ``images``, ``X``, or the largest data set. Further fields are as
+    long: those that the header names, ``labels``, or data sets in the same group or above it.
     """
     numeric = {each.name: each for each in datasets if each.can_train and not each.dtype.startswith(NO_TENSORS)}
     rows = {each.name: each.num_rows for each in matrices if each.num_rows}
@@ -40,7 +41,7 @@ def training_fields(
     if main is None:
         return []
     others = [*usual, "labels"]
-    if not usual and main not in ("images", "X"):  # data sets beside it, or above
+    if not usual and main not in ("images", "X"):
         others = [name for name in numeric if f"{_folder(main)}/".startswith(f"{_folder(name)}/".lstrip("/"))]
     others = [name for name in dict.fromkeys(others) if name != main and lengths.get(name) == lengths[main]]
     return [main, *others][:MOST_FIELDS]
@@ -51,7 +52,7 @@ def _folder(name: str) -> str:
 
 
 def training_code(path: str, fields: Sequence[str], usual: Sequence[str]) -> list[str]:
-    """Return lines of Python that feed training with these fields; ``usual`` fields need not be named."""
+    """Return lines of Python that make a loader of these fields; ``usual`` fields need not be named."""
     shown = python_text(path)
     if list(fields) == list(usual):
         return ["import h5chunk", f"loader = h5chunk.ChunkLoader({shown}, {BATCH})"]
@@ -61,7 +62,7 @@ def training_code(path: str, fields: Sequence[str], usual: Sequence[str]) -> lis
 
 
 def usual_fields(names: Iterable[str], header: Header | None) -> list[str]:
-    """Return the fields that readers choose among these members of a file, in their order; empty if they need names."""
+    """Return the fields that readers choose by default in a file with these members; empty if they must be named."""
     there = set(names)
     recorded = [name for name in (header.fields if header else ()) if name in there]
     main = next((name for name in ("images", "X") if name in there), None)
@@ -69,7 +70,7 @@ def usual_fields(names: Iterable[str], header: Header | None) -> list[str]:
 
 
 def summarise(datasets: Sequence[DatasetInfo]) -> list[str]:
-    """Return lines on the data sets that can be trained on, the largest first, and on the others by reason."""
+    """Return lines on the data sets that suit training, the largest first, then on the others, grouped by reason."""
     lines: list[str] = []
     good = [each for each in datasets if each.can_train]
     groups = _grouped(good)
@@ -87,7 +88,7 @@ def summarise(datasets: Sequence[DatasetInfo]) -> list[str]:
 
 
 def _grouped(datasets: Sequence[DatasetInfo]) -> list[list[DatasetInfo]]:
-    """Group data sets whose names differ only in numbers, and whose samples have equal types; the largest first."""
+    """Group data sets with equal samples whose names differ only in numbers; the largest group comes first."""
     found: dict[tuple[object, ...], list[DatasetInfo]] = {}
     for each in datasets:
         pattern = re.sub(r"\d+", "*", each.name)

@@ -1,6 +1,6 @@
 """Measure the batch rates of `ChunkLoader`, torch's DataLoader and plain h5py.
 
-Every loader stays open between measurements, so that several can be measured in turns.
+Loaders stay open between measurements, so that several loaders can be measured in turns.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ SETTLE_S, SETTLE_STEP_S = 0.5, 0.005  # timeout of waiting for idle threads, and
 
 
 class BatchRate:
-    """Measure the rate of batches, epoch after epoch; an epoch has at least one batch of fields.
+    """Measure the rate of a loader's batches, epoch after epoch.
 
-    The clock is read after the work of ``device`` is done; ``read_ahead`` samples may have been read before. ``close``
-    stops the loader, also if the first batch fails.
+    Each iteration over ``epochs`` must yield at least one batch, a tuple of fields. The clock is read after all work on
+    ``device`` has ended. A loader reads up to ``read_ahead`` samples ahead, also between measurements. ``close`` is
+    called at the end, also if the first batch fails.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class BatchRate:
         self._round = 1 if first is None else first.num_windows * first.window_batches
         self._batches = (batch for _ in itertools.count() for batch in epochs)
         try:
-            with warnings.catch_warnings():  # about more workers than cores, and forks with threads
+            with warnings.catch_warnings():  # torch warns of more workers than cores, and of forks with threads
                 warnings.simplefilter("ignore")
                 next(self._batches)
         except BaseException:
@@ -51,15 +52,14 @@ class BatchRate:
             raise
 
     def warm_up(self, seconds: float) -> None:
-        """Fill and use all memory for reading ahead, for at most about this many seconds."""
+        """Take batches until all memory for reading ahead was used, for at most about ``seconds``."""
         self._take(seconds, 2 * self._read_ahead)
 
     def rate(self, seconds: float, lead_s: float, most_s: float = 0.0) -> float:
-        """Measure samples/s over about this many seconds, and at least one batch.
+        """Measure samples/s over about ``seconds``, and at least one batch.
 
-        Before that, samples that were read ahead are used up, for at most ``lead_s`` seconds. The batches of a window
-        come all at once, and then none for a while: whole rounds of windows are measured if that takes at most
-        ``most_s`` seconds.
+        Samples that were read ahead are taken first, for at most ``lead_s`` seconds. As all batches of a window become
+        ready at once, whole rounds of windows are measured, unless that takes more than ``most_s`` seconds.
         """
         self._take(lead_s, self._read_ahead)
         self._synchronize()
@@ -82,7 +82,7 @@ class BatchRate:
             torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
-        """Close the source and free its memory."""
+        """Close the loader and free its memory."""
         self._batches.close()
         self._close()
 
@@ -132,7 +132,7 @@ def first_samples(dataset: ChunkDataset, batch_size: int, num_samples: int) -> O
 
 
 def plain_rate(reader: H5Reader, num_samples: int, batch_size: int, seconds: float) -> float:
-    """Measure samples/s of ``h5py.File(path)[name][i]``, stacked into batches, as most training loops read.
+    """Measure samples/s of ``h5py.File(path)[name][i]``, stacked into batches, as in a training loop without h5chunk.
 
     It reads random samples among the first ``num_samples``, at least one sample, after a warm-up of equal length.
     """

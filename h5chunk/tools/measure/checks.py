@@ -1,4 +1,4 @@
-"""Validate the arguments of bench and tune, and find out whether a file can be read by byte ranges."""
+"""Validate the arguments of bench and tune, and the files that they measure."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ def check_budget(budget_s: float) -> None:
 
 
 def worker_counts(workers: Sequence[int] | None, default: Sequence[int]) -> tuple[int, ...]:
-    """Return DataLoader worker counts, sorted, without duplicates. Raises OptionError if a count is invalid."""
+    """Return DataLoader worker counts, sorted, without duplicates. Raise OptionError if a count is invalid."""
     return tuple(sorted({check_whole("workers", number, 0) for number in (default if workers is None else workers)}))
 
 
 def check_samples(reader: H5Reader, done: str) -> int:
-    """Return the bytes of a sample of all fields. Raises FieldError if nothing can be measured, or tuned."""
+    """Return the bytes of a sample, all fields together. Raise FieldError if there are no samples or no bytes.
+
+    ``done`` is "measured" or "tuned", for the message.
+    """
     sample_bytes = sum(each.grid.sample_bytes for each in reader.fields.values())
     if not reader.num_samples:
         raise FieldError(f"{printable(reader.path)}: has no samples: nothing can be {done}")
@@ -32,7 +35,7 @@ def check_samples(reader: H5Reader, done: str) -> int:
 
 
 def why_not_direct(reader: H5Reader) -> str:
-    """Return why a field cannot be read by byte ranges; empty if all fields can. Strings and matrices are ignored."""
+    """Return which dense field of numbers cannot be read by byte ranges, and why; empty if all can."""
     for name, why in direct_fields(reader)[1].items():
         field = reader.fields[name]
         if isinstance(field, Field) and field.dtype.kind != "S":

@@ -23,10 +23,10 @@ from h5chunk.store.read.fields import Field
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.tools.measure.machine import NotMeasured, threads_rate
 
-READ_BYTES = 8 << 20  # bytes of one preadv
+READ_BYTES = 8 << 20  # largest read
 DISK_THREADS = 16  # concurrent reads
-DISK_BYTES = 256 << 20  # bytes dropped from the page cache at a time
-STILL_CACHED = 0.1  # if a larger share remains in the page cache, dropping failed
+DISK_BYTES = 256 << 20  # bytes that are dropped from the page cache at a time
+STILL_CACHED = 0.1  # dropping has failed if a larger share stays in the page cache
 
 _DONTNEED = getattr(os, "POSIX_FADV_DONTNEED", 0)
 _mincore = ctypes.CDLL(None, use_errno=True).mincore
@@ -34,9 +34,9 @@ _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 class ByteRange(NamedTuple):
-    """Consecutive bytes of a file (identified by its number), such as a chunk, and the first sample in them."""
+    """Consecutive bytes of a file, such as a chunk, and the first sample in them."""
 
-    file: int
+    file: int  # number of the file in the reader
     offset: int
     size: int
     first_sample: int = 0
@@ -46,7 +46,7 @@ Ranges = Sequence[ByteRange]
 
 
 def merge(ranges: Ranges) -> Ranges:
-    """Join ranges into as few reads of the same bytes as READ_BYTES allows."""
+    """Join adjacent ranges, and cut the result into pieces of at most READ_BYTES."""
     merged: list[ByteRange] = []
     for each in sorted(ranges):
         last = merged[-1] if merged else None
@@ -67,14 +67,14 @@ def cut(ranges: Ranges) -> Ranges:
 
 
 def large(ranges: Ranges) -> Ranges:
-    """Leave out ranges smaller than a page, if there are larger ranges."""
+    """Leave out ranges smaller than a page, unless all are."""
     return [each for each in ranges if each.size >= mmap.PAGESIZE] or ranges
 
 
 def locate(reader: H5Reader) -> list[ByteRange]:
-    """Locate the chunks of all fields, or the runs of rows of contiguous fields, in the order of their samples.
+    """List the chunks of all fields, in the order of their samples; contiguous fields are cut into similar pieces.
 
-    Raises NotMeasured if chunks lie outside the reader's files, or were never written.
+    Raise NotMeasured if the data is outside of the reader's files, or was never written.
     """
     found: list[ByteRange] = []
     first = 0
@@ -92,7 +92,7 @@ def locate(reader: H5Reader) -> list[ByteRange]:
 
 
 def _locate_field(file: h5py.File, field: Field, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return offsets, sizes and first samples of a field's chunks; if it is contiguous, of runs of ``rows`` rows."""
+    """Return offsets, sizes and first samples of a field's chunks; if it is contiguous, of pieces of ``rows`` rows."""
     dataset = file[field.dataset]
     properties = dataset.id.get_create_plist()
     elsewhere = not same_file(dataset, file)
@@ -115,7 +115,7 @@ def _locate_field(file: h5py.File, field: Field, rows: int) -> tuple[np.ndarray,
 
 
 class FileReads:
-    """Read the chunks of a reader's files in threads, into reused memory. Raises NotMeasured as `locate` does."""
+    """Read the chunks of a reader's files in threads, into reused memory. Raise NotMeasured as `locate` does."""
 
     def __init__(self, reader: H5Reader) -> None:
         self._paths = [each.path for each in reader.readers]
@@ -129,10 +129,10 @@ class FileReads:
             self.close = closing.pop_all().close
         self.num_bytes = sum(each.size for each in self.stored)
         self._buffers: list[np.ndarray] = []
-        self.num_read = 0  # number of ranges in the last call
+        self.num_read = 0  # number of ranges that the last call of `rate` read
 
     def rate(self, ranges: Ranges, num_threads: int, seconds: float, *, again: bool) -> float:
-        """Measure bytes/s; with ``again``, restart at the first range after the last."""
+        """Measure bytes/s of reading ranges in order; with ``again``, start over after the last range."""
         while len(self._buffers) < num_threads:
             self._buffers.append(np.zeros(READ_BYTES, np.uint8))
         numbers = itertools.count()
@@ -156,7 +156,8 @@ class FileReads:
     def fill_page_cache(self, num_threads: int, seconds: float, memory_bytes: int) -> tuple[int, bool]:
         """Read the first chunks into the page cache, as many as memory and time allow.
 
-        Returns the number of samples in the page cache, at least one, and whether there was time for all that fit.
+        Return the number of samples in the page cache, at least one, and whether there was time for all chunks that fit
+        in memory.
         """
         fitting = bisect.bisect_right(list(itertools.accumulate(each.size for each in self.stored)), memory_bytes)
         done = 0
@@ -167,12 +168,12 @@ class FileReads:
         return max(1, samples), done == fitting
 
     def read(self, wanted: ByteRange, buffer: np.ndarray) -> None:
-        """Read a range into a buffer. Raises FileError if it cannot be read, or the file ends too early."""
+        """Read a range into a buffer. Raise FileError if it cannot be read, or the file ends too early."""
         path = self._paths[wanted.file]
         read_bytes(self._descriptors[wanted.file], wanted.offset, buffer[: wanted.size].data, lambda _: printable(path))
 
     def drop(self, ranges: Ranges) -> None:
-        """Drop ranges, or if necessary whole files, from the page cache; NotMeasured if they stay there."""
+        """Drop ranges, or if necessary whole files, from the page cache. Raise NotMeasured if they stay there."""
         if not hasattr(os, "posix_fadvise"):
             raise NotMeasured("this system cannot drop a file from the page cache")
         page = mmap.PAGESIZE
@@ -185,17 +186,17 @@ class FileReads:
                 os.posix_fadvise(descriptor, 0, 0, _DONTNEED)
             if (share := self.cached_share(ranges)) > STILL_CACHED:
                 raise NotMeasured(
-                    f"{share:.0%} of it stays in the page cache: the file system is in memory (tmpfs), or the file "
-                    "was written just now (run sync first), or it is open elsewhere"
+                    f"{share:.0%} of the data stays in the page cache: the file system is in memory (tmpfs), or the "
+                    "file was written just now (run sync first), or it is open in another process"
                 )
 
     @property
     def can_be_checked(self) -> bool:
-        """Whether the system reports what is cached, as it does for files that this process may write."""
+        """Whether the system tells which pages are cached, as it does for files that this process may write."""
         return all(os.access(path, os.W_OK) or os.stat(path).st_uid == os.geteuid() for path in self._paths)
 
     def cached_share(self, ranges: Ranges) -> float:
-        """Return the fraction of these ranges' pages that is in the page cache; 0 if unknown. Source: mincore(2)."""
+        """Return the fraction of the ranges' pages that is in the page cache, by mincore(2); 0 if unknown."""
         if not self.can_be_checked or not ranges:
             return 0.0
         cached = pages = 0
@@ -211,9 +212,9 @@ class FileReads:
 
 
 def disk_rates(reads: FileReads, seconds: float) -> Iterator[float]:
-    """Yield bytes/s of reading chunks in shuffled order; each turn first drops its chunks from the page cache.
+    """Yield bytes/s of reading chunks from the disk in shuffled order, each time over about ``seconds``.
 
-    A turn takes about this many seconds; the next turn continues after it. NotMeasured if the page cache keeps chunks.
+    Chunks are dropped from the page cache before they are read. Raise NotMeasured if they stay there.
     """
     chunks = large(reads.stored)
     shuffled = itertools.cycle([chunks[place] for place in np.random.default_rng(0).permutation(len(chunks))])

@@ -15,17 +15,17 @@ import numpy as np
 
 from h5chunk.plan.cache import CacheSettings
 
-REGION_BYTES = 128 << 20  # bytes to copy: more than most processors' caches
-LEAST_PIECE_BYTES = 1 << 20  # a smaller copy would measure Python
+REGION_BYTES = 128 << 20  # memory to copy from: larger than most processors' caches
+LEAST_PIECE_BYTES = 1 << 20  # with smaller copies, the rate would be that of Python calls
 DEVICE_COPY_BYTES = 256 << 20
 
 
 class NotMeasured(Exception):
-    """A measurement is impossible; the message says why."""
+    """Raised if something cannot be measured; the message is the reason for the report."""
 
 
 def thread_counts(num_cores: int) -> list[int]:
-    """Return the numbers of threads to try: the powers of two, and one thread per core.
+    """Return the numbers of threads to try: the powers of two below the number of cores, and that number.
 
     >>> thread_counts(6)
     [1, 2, 4, 6]
@@ -54,7 +54,7 @@ def threads_rate(work: Callable[[int], int], num_threads: int, seconds: float) -
 def memory_copy(piece_bytes: int, num_threads: int, memory_bytes: int) -> Callable[[int, float], float]:
     """Return a function of (number of threads, seconds) that measures bytes/s of copying within reused memory.
 
-    Pieces are larger than ``piece_bytes`` if that is very small, and smaller if memory is short for all threads.
+    Copies are of ``piece_bytes``, but at least 1 MiB, and less if ``memory_bytes`` are not enough for all threads.
     """
     region = max(LEAST_PIECE_BYTES * num_threads, min(REGION_BYTES, memory_bytes // 2))
     piece = max(LEAST_PIECE_BYTES, min(piece_bytes, region // num_threads))
@@ -71,7 +71,7 @@ def memory_copy(piece_bytes: int, num_threads: int, memory_bytes: int) -> Callab
 
 @contextmanager
 def device_copy(device: str) -> Iterator[Callable[[float], float]]:
-    """Yield a function of seconds that measures bytes/s of copying pinned memory to a GPU; then free the memory."""
+    """Yield a function of seconds that measures bytes/s of copying pinned memory to a GPU."""
     import torch
 
     from h5chunk.feed.memory import PinnedMemory
@@ -99,7 +99,7 @@ def device_copy(device: str) -> Iterator[Callable[[float], float]]:
 
 
 def describe_device(device: str) -> str:
-    """Return the name of a device. Raises OptionError if it is missing, or neither the CPU nor a CUDA device."""
+    """Return the name of a device. Raise OptionError if it is missing, or neither the CPU nor a CUDA device."""
     import torch
 
     from h5chunk.feed.budget import find_device
@@ -122,14 +122,14 @@ def library_versions() -> dict[str, str]:
 
 
 def default_cache() -> CacheSettings:
-    """Return the chunk cache that this HDF5 library gives a dataset by default."""
+    """Return the default settings of a dataset's chunk cache in this HDF5 library."""
     import h5py
 
     return CacheSettings.of(h5py.h5p.create(h5py.h5p.FILE_ACCESS).get_cache()[1:])
 
 
 def available_bytes() -> int:
-    """Return the memory available to this process in bytes, including reclaimable page cache."""
+    """Return the bytes of memory that this process may take, including reclaimable page cache."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))

@@ -21,29 +21,29 @@ MEMORY, CACHED, DISK, TO_DEVICE = "memory copy", "page-cache read", "disk read",
 LIMITS, READERS, DATALOADER, LOADER = "limits", "readers, to the CPU", "DataLoader, to the CPU", "ChunkLoader"
 RESIDENT = "resident=True"
 
-SMALL_BYTES = 16 << 20
+SMALL_BYTES = 16 << 20  # the rates of smaller data say little about larger data
 ROUNDS = 3  # rounds, after a warm-up
-COLD_SHARE, WARM_SHARE, CHOICE_SHARE = 0.1, 0.15, 0.1  # shares of time: disk, filling the page cache, threads
-LEAST_TURNS_SHARE = 0.3  # share of the time that the turns get in any case
+COLD_SHARE, WARM_SHARE, CHOICE_SHARE = 0.1, 0.15, 0.1  # shares of the time: disk, filling the page cache, threads
+LEAST_TURNS_SHARE = 0.3  # share of the time that the rounds get in any case
 LOADING_SHARE = 0.1  # share of the time in which resident data must be loaded
-LEAD_SHARE = 0.15  # share of a slice, to use up batches that were read ahead during a pause
+LEAD_SHARE = 0.15  # share of a measurement in which batches that were read ahead are taken
 
 
 @dataclass(frozen=True)
 class Figure:
     """The measured rate of a stage, or the reason why it was not measured.
 
-    Rates are medians; bytes are of decoded samples, except for reads of the file, which count stored bytes.
+    Rates are medians. Bytes are those of decoded samples, except for reads of the file, which count stored bytes.
     """
 
     group: str
     name: str
     samples_per_s: float | None = None
     bytes_per_s: float | None = None
-    limit: str | None = None  # name of its lowest limit, in samples/s
-    ratio: float | None = None  # rate over that of the limit
+    limit: str | None = None  # name of the limit with the fewest samples/s
+    ratio: float | None = None  # this rate over that of the limit
     rates: tuple[float, ...] = ()  # bytes/s of each round
-    note: str = ""  # how the stage was measured, or why not
+    note: str = ""  # how the stage was measured, or why it was not
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Stage:
         return statistics.median(self.rates[1:] or self.rates)
 
     def figure(self, limits: Mapping[str, float]) -> Figure:
-        """Return the rate beside the lowest of the stage's limits, or the rate of copying memory without any."""
+        """Return the stage's rate, compared with its lowest limit, or with copying memory if no limit was measured."""
         if not self.rates:
             return Figure(self.group, self.name, note=self.note)
         own = (MEMORY,) if self.limits and limits.keys().isdisjoint(self.limits) else self.limits
@@ -78,7 +78,7 @@ class Stage:
 
 @dataclass
 class Subject:
-    """The data to measure, the time for it, and the exit stack that closes the stages."""
+    """The data to measure, the time budget, and the exit stack that closes what the stages open."""
 
     path: Paths
     fields: Mapping[str, str] | Sequence[str] | None
@@ -98,7 +98,7 @@ class Subject:
 
     @property
     def limits(self) -> tuple[str, ...]:
-        """The limits of stages that deliver batches on the CPU: reading, and writing of decoded chunks."""
+        """Names of the limits on batches on the CPU: reading and, if data is compressed, writing decoded chunks."""
         return (CACHED, MEMORY) if self.is_compressed else (CACHED,)
 
     @property
@@ -109,7 +109,7 @@ class Subject:
 def measure_stages(
     subject: Subject, workers: Sequence[int], cold: bool, not_direct: str
 ) -> tuple[list[Figure], list[str], int | None]:
-    """Measure all stages; return them with notes and the stored bytes (None if the data lies outside the file)."""
+    """Measure all stages; return figures, notes, and the stored bytes (None if the data is in other files)."""
     notes, stored_bytes = [], None
     try:
         reads = FileReads(subject.reader)
@@ -135,15 +135,15 @@ def measure_stages(
     _measure_in_turns([stage for stage in stages if stage.rate is not None and not stage.rates], subject.budget)
     if (measured_bytes := subject.sample_bytes * subject.num_samples) < SMALL_BYTES:
         notes.append(
-            f"the data is small ({human_bytes(measured_bytes)}): figures depend on calls and processors' caches "
-            "more than on memory"
+            f"the data is small ({human_bytes(measured_bytes)}): its rates depend on the time of calls and on the "
+            "processor's caches more than on memory"
         )
     limits = {each.name: each.median / each.bytes_per_sample for each in stages if each.group == LIMITS and each.rates}
     return [stage.figure(limits) for stage in stages], notes, stored_bytes
 
 
 def _disk_stage(subject: Subject, stage: Stage, reads: FileReads) -> Stage:
-    """Return the stage that reads from the disk chunks that were dropped from the page cache, with its rates."""
+    """Measure reads from the disk, and return their stage with its rates."""
     stage = replace(stage, note=f"{DISK_THREADS} threads, the file's chunks in shuffled order")
     turns = disk_rates(reads, COLD_SHARE * subject.budget.seconds / ROUNDS)
     try:
@@ -153,7 +153,7 @@ def _disk_stage(subject: Subject, stage: Stage, reads: FileReads) -> Stage:
     except NotMeasured as reason:
         return replace(stage, rates=[], note=str(reason))
     if not reads.can_be_checked:
-        stage.note += "; whether they were cached is unknown, because the file belongs to another user"
+        stage.note += "; whether chunks came from the page cache is unknown, because the file belongs to another user"
     return stage
 
 
@@ -168,11 +168,12 @@ def _fill_page_cache(subject: Subject, reads: FileReads) -> list[str]:
     why = "fit in memory" if all_that_fit else "could be read in the given time"
     part = human_bytes(reads.num_bytes / reads.num_samples * subject.num_samples)
     total = human_bytes(reads.num_bytes)
-    return [f"figures but the disk's are of the first {subject.num_samples:,} samples, {part} of {total}, that {why}"]
+    first = f"the first {subject.num_samples:,} samples ({part} of {total})"
+    return [f"all figures except the disk's are for {first}: no more {why}"]
 
 
 def _with_best_threads(subject: Subject, stage: Stage, rate: Callable[[int, float], float]) -> Stage:
-    """Choose the fastest number of threads, after two trials of every number."""
+    """Return the stage with the fastest number of threads, found by two trials of each number."""
     counts = thread_counts(subject.num_cores)
     seconds = CHOICE_SHARE * subject.budget.seconds / 3 / 2 / len(counts)
     found = {count: max(rate(count, seconds), rate(count, seconds)) for count in counts}
@@ -182,7 +183,7 @@ def _with_best_threads(subject: Subject, stage: Stage, rate: Callable[[int, floa
 
 
 def _batch_stages(subject: Subject, workers: Sequence[int], not_direct: str, copy_rate: float) -> list[Stage]:
-    """Open all stages that deliver batches. DataLoaders are opened first, so that workers fork without threads."""
+    """Open all loaders, and return their stages. DataLoaders come first, so that workers fork without threads."""
     cached, loader = subject.limits, partial(_open, subject)
     loaders = [loader(DATALOADER, count_text(n, "worker"), cached, num_workers=n) for n in workers]
     text = next((name for name, each in subject.reader.fields.items() if each.dtype.kind == "S"), None)
@@ -203,7 +204,7 @@ def _batch_stages(subject: Subject, workers: Sequence[int], not_direct: str, cop
 
 
 def _open(subject: Subject, group: str, name: str, limits: tuple[str, ...], why_not: str = "", **options: Any) -> Stage:
-    """Open a loader up to its first batch; the stage says so if it cannot be measured."""
+    """Open a loader, and return its stage; if there is a reason ``why_not``, return a stage without a rate."""
     from h5chunk.feed.dataset import ChunkDataset
     from h5chunk.tools.measure.batches import first_samples, open_dataset, open_loader, settle
 
@@ -229,7 +230,7 @@ def _open(subject: Subject, group: str, name: str, limits: tuple[str, ...], why_
 
 
 def _why_not_resident(subject: Subject, copy_rate: float) -> str:
-    """Return why data is not kept on the device; empty if it is."""
+    """Return why ``resident=True`` is not measured; empty if it is."""
     import torch
 
     from h5chunk.feed.budget import RESIDENT_SHARE, free_bytes
@@ -243,7 +244,7 @@ def _why_not_resident(subject: Subject, copy_rate: float) -> str:
     seconds = data_bytes / max(1.0, copy_rate) / LOADING_SHARE
     if subject.num_samples < subject.reader.num_samples or seconds > subject.budget.seconds:
         needed = max(seconds, 2 * subject.budget.seconds)
-        return f"loading {human_bytes(data_bytes)} takes long: give a budget of {needed:.0f} s"
+        return f"loading {human_bytes(data_bytes)} takes too long: give a budget of {needed:.0f} s"
     return ""
 
 

@@ -1,1 +1,1 @@
-"""The model behind `h5chunk tune`: pure arithmetic that predicts what settings read, cost and mix."""
+"""The arithmetic behind `h5chunk tune`: settings to try, their memory and shuffle quality, and ratios of rates."""

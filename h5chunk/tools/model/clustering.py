@@ -1,10 +1,11 @@
 """Measure how similar neighbouring samples of a file are: how often they share a class, patient, video or other group.
 
-Pairs are counted: how much likelier two samples of a piece of the file, such as a chunk, are to share a group than any
-two samples. This needs no table of pieces and groups, weights the short last piece correctly, and in a shuffled file
-gives 0 on average, whatever the number of groups and pieces. The pairs also show how far chance deviates from 0.
+The measure compares two probabilities: that two samples of one piece of the file, such as a chunk, share a group, and
+that any two samples do. Both are counted in pairs of samples. This needs no table of pieces and groups, weights the
+short last piece correctly, and gives 0 on average in a shuffled file, for any number of groups and pieces. The numbers
+of pairs also give the probability that a shuffled file looks as clustered.
 
-Six samples, pieces of three: of the 6 pairs within a piece 4 share a group; of all 15 pairs 6 do.
+Six samples in pieces of three: 4 of the 6 pairs within a piece share a group, and 4 of all 15 pairs.
 
 >>> find_clustering(np.array([7, 7, 7, 8, 9, 9]), 3).correlation == (4 / 6 - 4 / 15) / (1 - 4 / 15)
 True
@@ -26,9 +27,9 @@ import numpy.typing as npt
 
 from h5chunk.errors import OptionError
 
-LEAST_CHANCE = 1e-6  # clustering with a larger chance in shuffled data counts as none
+LEAST_CHANCE = 1e-6  # clustering that is more probable than this in shuffled data is ignored
 BLOCK_SAMPLES = 1 << 20  # samples processed at a time
-MAX_TABLE = 1 << 24  # group numbers within this range are counted in a table, others are sorted
+MAX_TABLE = 1 << 24  # group numbers of a smaller range are counted in a table, others are sorted
 
 Groups = npt.NDArray[Any]
 
@@ -39,8 +40,8 @@ class Clustering:
 
     num_samples: int
     piece_samples: int
-    alike: float  # share of all pairs of samples that share a group
-    correlation: float  # within a piece: 0 in a shuffled file (on average exactly), 1 if each piece has one group
+    alike: float  # fraction of all pairs of samples that share a group
+    correlation: float  # 0 on average in a shuffled file, 1 if all samples of a piece share a group
     chance: float  # upper bound of the probability that a shuffled file is as clustered as this one
 
     @property
@@ -50,12 +51,12 @@ class Clustering:
 
 
 def find_clustering(groups: Groups, piece_samples: int) -> Clustering:
-    """Measure how often two samples of a piece share a group (1 to 2 s for 10**8 samples of few groups).
+    """Measure how often two samples of a piece share a group; takes 1 to 2 s for 10**8 samples of few groups.
 
     Parameters
     ----------
     groups : (num_samples,) array of integers, bool or fixed-length strings
-        The group of each sample, in the order of the file; up to as many groups as samples.
+        The group of each sample, in the order of the file.
     piece_samples : int
         Length of a piece, such as a chunk, in consecutive samples. The last piece may be short.
 
@@ -97,7 +98,7 @@ def _codes_of(groups: Groups) -> Groups:
 
 
 def _alike_in_pieces(groups: Groups, piece: int) -> int:
-    """Count the pairs of samples in one piece that share a group."""
+    """Count the pairs of samples that are in the same piece and share a group."""
     found = 0
     for codes in map(_codes_of, _blocks(groups, max(1, BLOCK_SAMPLES // piece) * piece)):
         whole = len(codes) // piece * piece
@@ -110,14 +111,14 @@ def _alike_in_rows(rows: Groups) -> int:
     if not rows.size:
         return 0
     rows = np.sort(rows, axis=1)
-    ends = np.ones(rows.shape, bool)  # starts of runs of equal numbers; each row starts a run
+    ends = np.ones(rows.shape, bool)  # whether a run of equal numbers ends here; each row ends a run
     np.not_equal(rows[:, 1:], rows[:, :-1], out=ends[:, :-1])
     lengths = np.diff(np.flatnonzero(ends), prepend=-1)
     return (int(np.dot(lengths, lengths)) - rows.size) // 2
 
 
 def _group_sizes(groups: Groups) -> list[tuple[int, int]]:
-    """Return the histogram of group sizes, as (samples, groups); at most sqrt(2 num_samples) entries."""
+    """Return the histogram of group sizes, as (samples of a group, number of such groups)."""
     low, high = (int(groups.min()), int(groups.max())) if groups.dtype.kind in "iu" else (0, MAX_TABLE)
     if high - low < MAX_TABLE:
         counts = np.zeros(high - low + 1, np.int64)
@@ -148,10 +149,11 @@ def _chance(sizes: list[tuple[int, int]], size: int, piece: int, alike: int) -> 
     alike_pairs, alike_forks = _pairs_and_forks(sizes)
     mean = Fraction(pairs * alike_pairs, math.comb(size, 2))
     square = mean + Fraction(forks * alike_forks, math.perm(size, 3))
-    apart, alike_apart = pairs**2 - pairs - forks, alike_pairs**2 - alike_pairs - alike_forks  # of no common sample
+    # ordered pairs of pairs that have no common sample
+    apart, alike_apart = pairs**2 - pairs - forks, alike_pairs**2 - alike_pairs - alike_forks
     square += Fraction(4 * apart * alike_apart, math.perm(size, 4))
     num_pieces, least = -(-size // piece), 0
-    for members, count in sizes:  # a group is spread evenly
+    for members, count in sizes:  # the least number of pairs, if every group is spread evenly over the pieces
         each, rest = divmod(members, num_pieces)
         least += count * (num_pieces * math.comb(each, 2) + rest * each)
     variance = square - mean**2
@@ -164,7 +166,7 @@ def _chance(sizes: list[tuple[int, int]], size: int, piece: int, alike: int) -> 
 def _pairs_and_forks(sizes: list[tuple[int, int]]) -> tuple[int, int]:
     """Count the pairs, and the ordered triples, of different members of the same set.
 
-    ``sizes`` are (number of members, number of sets with that many members).
+    ``sizes`` is a histogram of set sizes, as (number of members, number of sets).
     """
     pairs = sum(count * math.comb(members, 2) for members, count in sizes)
     return pairs, sum(count * math.perm(members, 3) for members, count in sizes)

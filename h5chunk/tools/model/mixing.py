@@ -1,15 +1,16 @@
-"""Model shuffle quality: the effective batch size when neighbouring samples are similar.
+"""Model shuffle quality: the effective batch size if neighbouring samples are similar.
 
 Whole chunks are shuffled, so samples of one chunk share a window, and a batch, more often than other samples do. The
-cost follows from pairs: how much likelier two samples of one chunk are to share a group than any two samples
-(`h5chunk.tools.model.clustering`), and how much likelier two samples of one batch are to share a chunk. Every batch
-comes from one window, however many windows alternate (`h5chunk.plan.order`).
+loss follows from two probabilities: that two samples of one chunk share a group (`h5chunk.tools.model.clustering`), and
+that two samples of one batch share a chunk. Every batch comes from one window, however many windows alternate
+(`h5chunk.plan.order`).
 
-The variance is relative to a full shuffle of the same samples. It is exact, except for the place of a short last chunk
-(an error of 1 / num_chunks), if windows hold whole chunks, or parts of chunks are no more similar than whole chunks.
+The variance is relative to that of a full shuffle of the same samples. It is exact, except for the position of a short
+last chunk (an error of 1 / num_chunks), if windows hold whole chunks, or if parts of chunks are no more similar than
+whole chunks.
 
-Four classes in order, chunks of 4, batches of 4 from windows of 8. Two samples of a batch share a chunk, and so a
-class, in 3 of 7 cases; in a full shuffle in 3 of 15:
+For example, with four sorted classes, chunks of 4 and batches of 4 from windows of 8, two samples of a batch share a
+chunk, and so a class, with probability 3/7; in a full shuffle with probability 3/15:
 
 >>> from h5chunk.tools.model.clustering import find_clustering
 >>> order = Order(num_samples=16, chunk_samples=4, batch_size=4, window_chunks=2, interleave=2)
@@ -38,10 +39,10 @@ Integers = npt.NDArray[np.int64]
 
 
 def effective_batch(clustering: Clustering, order: Order) -> float:
-    """Return the size of the fully shuffled batch whose group shares vary as much; at most the batch size.
+    """Return the size of a fully shuffled batch whose shares of groups vary as much; at most the batch size.
 
-    Clustering that a shuffled file might show by chance, for example with few chunks, is ignored: shuffling that file
-    would change nothing.
+    Clustering that a shuffled file might show by chance, for example if it has few chunks, is ignored: shuffling the
+    file would change nothing.
     """
     batch = float(min(order.batch_size, order.num_samples))
     if clustering.chance >= LEAST_CHANCE:
@@ -51,17 +52,18 @@ def effective_batch(clustering: Clustering, order: Order) -> float:
 
 
 def design_effect(clustering: Clustering, order: Order) -> float:
-    """Return the variance of a batch's group shares, divided by a full shuffle's, averaged over an epoch.
+    """Return the variance of the shares of groups in a batch, over that of a full shuffle, averaged over an epoch.
 
-    For whole chunks of b in windows of W, batches of B and M samples
-    ``1 + (B - 1) (b - 1) / (W - 1) (M - W) / (M - b) M / (M - B) correlation``. Raises OptionError if ``clustering`` is
-    of other chunks than ``order``, or ``order`` does not shuffle, or has no batch.
+    For M samples in batches of B from windows of W, with whole chunks of b samples, it is
+    ``1 + (B - 1) (b - 1) / (W - 1) (M - W) / (M - b) M / (M - B) correlation``. Raise OptionError if ``clustering`` is
+    of other chunks than ``order``, or if ``order`` does not shuffle or has no batch.
     """
     size, batch = order.num_samples, order.batch_size
     found, wanted = (clustering.num_samples, clustering.piece_samples), (size, min(size, order.chunk_samples))
     if found != wanted:
         raise OptionError(
-            f"clustering is of {found[0]} samples by {found[1]}, but the order of {wanted[0]} by {wanted[1]}"
+            f"clustering is of {found[0]} samples in pieces of {found[1]}, but the order has {wanted[0]} samples in "
+            f"chunks of {wanted[1]}: measure it for these"
         )
     start, stop = _windows(order)
     if batch >= size:
@@ -79,8 +81,8 @@ def design_effect(clustering: Clustering, order: Order) -> float:
 def window_for(clustering: Clustering, order: Order, min_share: float) -> int | None:
     """Find the smallest window, in chunks, whose effective batch is at least ``min_share`` of the batch size.
 
-    Returns None if only a window of all chunks suffices. The result is exact to within a few percent for an order from
-    `h5chunk.plan.order.with_full_windows`; the order's own ``window_chunks`` is ignored.
+    Return None if only a window of all chunks suffices. The result is within a few percent of the optimum for an order
+    from `h5chunk.plan.order.with_full_windows`; the order's own ``window_chunks`` is ignored.
     """
     if not 0 < min_share < 1:
         raise OptionError(f"min_share is {min_share}: give a fraction of the batch above 0 and below 1, such as 0.95")
@@ -99,7 +101,7 @@ def window_for(clustering: Clustering, order: Order, min_share: float) -> int | 
 
 
 def _windows(order: Order) -> tuple[Integers, Integers]:
-    """Return the first sample of each window in the sequence of chunks, and its end, as (num_windows,) arrays."""
+    """Return the start and end of each window in the shuffled sequence of samples, as two (num_windows,) arrays."""
     if not order.shuffle:
         raise OptionError("shuffle is False, so the order is that of the file: give an order with shuffle=True")
     if not order.num_batches:
@@ -113,7 +115,7 @@ def _windows(order: Order) -> tuple[Integers, Integers]:
 
 
 def _pairs_in(start: Integers, stop: Integers, piece: int) -> Integers | npt.NDArray[np.float64]:
-    """Count ordered pairs of samples that share a piece, in the part [start, stop) of a sequence of pieces."""
+    """Count the ordered pairs of samples from ``start`` to ``stop`` that share a piece, if pieces follow each other."""
     first, last = -(-start // piece) * piece, stop // piece * piece
     head, tail = first - start, stop - last
     cut = head * (head - 1) + (last - first) * (piece - 1) + tail * (tail - 1)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 STUDENT = (12.7, 4.3, 3.2, 2.8, 2.6, 2.5, 2.4, 2.3, 2.3)  # 95 % of Student's t, with 1 to 9 degrees of freedom
-UNKNOWN = 100.0  # times the lower end: such an interval says nothing
+UNKNOWN = 100.0  # an interval whose upper end is this many times its lower end says nothing
 LEAST_SPREAD = 0.03  # typical difference of two runs of the same loop
 
 
@@ -42,7 +42,7 @@ class Ratio:
         return self.text("")
 
     def text(self, whose: str) -> str:
-        """Return the ratio and its interval in words; ``whose`` names the other rate."""
+        """Return the ratio and its interval in words; ``whose`` is put after "times", such as " today's rate"."""
         if self.high > UNKNOWN * self.low:
             return f"{_times(self.times)} times{whose} (not certain)"
         return f"{_times(self.times)} times{whose} ({_times(self.low)} to {_times(self.high)})"

@@ -1,7 +1,7 @@
-"""Tuning settings: enumerate them, derive their order, cache and memory, and choose one.
+"""Enumerate the settings that tune considers, derive their order, cache and memory, and choose one.
 
-A setting has the layout of samples (unchanged or repacked), the number of chunks to shuffle together, and the reader:
-`ChunkLoader` by byte ranges, or `ChunkDataset` in DataLoader workers through HDF5's chunk cache.
+A setting consists of the layout of samples (unchanged or repacked), the number of chunks to shuffle together, and the
+reader: `ChunkLoader` by byte ranges, or `ChunkDataset` in DataLoader workers through HDF5's chunk cache.
 
 >>> grid = ChunkGrid((12_000, 3, 224, 224), (8, 3, 224, 224), 1)
 >>> facts = DataFacts(grid, sample_bytes=150_536, chunk_samples=8, batch_size=256, window_chunks=9, shuffled=True)
@@ -24,12 +24,12 @@ from h5chunk.plan.order import Order, choose_interleave, with_full_windows
 from h5chunk.plan.slots import plan_slots
 
 LOADER, DATASET = "loader", "dataset"
-CHUNK_BYTES = (128 << 10, 512 << 10, 1 << 20, 2 << 20)  # least and largest chunks of a repacked file
-PAST_CACHE = 8 << 20  # larger than HDF5's default cache, so that plain readers of single samples bypass it
-FEWEST_CHUNKS = 16  # of a repacked file
+CHUNK_BYTES = (128 << 10, 512 << 10, 1 << 20, 2 << 20)  # sizes of a repacked file's chunks to try
+PAST_CACHE = 8 << 20  # larger chunks bypass HDF5's default cache, which is faster for plain readers of single samples
+FEWEST_CHUNKS = 16  # least number of chunks of a repacked file
 PREFETCH = 2  # batches that a DataLoader's worker prepares
 KEPT = 2  # windows that a loader keeps for reuse
-STAY = 0.97  # share of the best rate from which a setting without a new file, or a simpler one, is preferred
+STAY = 0.97  # a setting without a new file, or a simpler one, is preferred from this share of the best rate on
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class DataFacts:
 
     grid: ChunkGrid  # chunk grid of the field with the largest samples
     sample_bytes: int  # bytes of a sample, all fields together
-    chunk_samples: int  # samples that are read together in the unchanged file
+    chunk_samples: int  # samples per chunk in the unchanged file
     batch_size: int
-    window_chunks: int  # recommended by the file, or its default
-    shuffled: bool = False  # whether the file was shuffled, as it records
+    window_chunks: int  # window that readers choose by default
+    shuffled: bool = False  # whether the header says that the file was shuffled
     direct: bool = True  # whether it can be read by byte ranges
     given_bytes: int = 0  # bytes of a converted sample, such as a sparse row made dense; 0: not converted
-    fixed: bool = False  # whether other chunks are not tried
-    loads: bool = True  # whether `ChunkLoader` supports all fields: none has strings
+    fixed: bool = False  # whether the chunks cannot be changed
+    loads: bool = True  # whether `ChunkLoader` supports all fields, of which none has strings
 
     @property
     def num_samples(self) -> int:
@@ -69,9 +69,9 @@ class Setting:
     way: str  # "loader": `ChunkLoader`, or "dataset": `ChunkDataset` and `ChunkSampler` in torch's DataLoader
     chunk_samples: int
     window_chunks: int
-    num_workers: int = 0  # of the DataLoader
-    repack: bool = False  # the file is first rewritten uncompressed, in chunks of ``chunk_samples``
-    shuffle: bool = False  # whether its samples are then permuted
+    num_workers: int = 0  # workers of the DataLoader
+    repack: bool = False  # whether the file is first rewritten uncompressed, in chunks of ``chunk_samples``
+    shuffle: bool = False  # whether its samples are permuted when it is rewritten
 
     @property
     def layout(self) -> tuple[int, bool, bool]:
@@ -87,12 +87,12 @@ class Setting:
 
 
 def uses_hdf5(setting: Setting, facts: DataFacts) -> bool:
-    """Whether reading goes through HDF5."""
+    """Return whether a setting reads through HDF5, not by byte ranges."""
     return setting.way == DATASET or not (facts.direct or setting.repack)
 
 
 def grid_of(setting: Setting, facts: DataFacts) -> ChunkGrid:
-    """Return the chunk grid of the largest field."""
+    """Return the chunk grid of the largest field in the file that a setting reads."""
     if not setting.repack:
         return facts.grid
     return ChunkGrid(facts.grid.shape, (setting.chunk_samples, *facts.grid.shape[1:]), facts.grid.itemsize)
@@ -103,7 +103,7 @@ def _band_bytes(grid: ChunkGrid, chunk_samples: int) -> int:
 
 
 def order_of(setting: Setting, facts: DataFacts) -> Order:
-    """Return the epoch order that readers choose by default if the file recommends the window of this setting."""
+    """Return the order that readers choose if the file recommends the window of this setting."""
     band_bytes = _band_bytes(grid_of(setting, facts), setting.chunk_samples)
     order = Order(
         num_samples=facts.num_samples,
@@ -122,7 +122,7 @@ def window_samples(setting: Setting, facts: DataFacts) -> int:
 
 
 def cut_order(order: Order, num_samples: int) -> Order:
-    """Cut an order to fewer samples for measuring: it has fewer windows of the same size."""
+    """Return an order of fewer samples, with fewer windows of the same size, for measuring."""
     if num_samples >= order.num_samples:
         return order
     batches = max((each.window_batches for each in order.rounds()), default=1)
@@ -131,14 +131,14 @@ def cut_order(order: Order, num_samples: int) -> Order:
 
 
 def cache_of(setting: Setting, facts: DataFacts, num_workers: int | None = None) -> CacheSettings:
-    """Return the chunk cache of each process that reads through HDF5; by default one process per worker."""
+    """Return the chunk cache of each process that reads through HDF5, of which there is one per worker by default."""
     order = order_of(setting, facts)
     workers = max(1, setting.num_workers if num_workers is None else num_workers)
     return grid_of(setting, facts).cache_for(order.open_chunks_of(workers), order.cache_w0)
 
 
 def memory_of(setting: Setting, facts: DataFacts) -> int:
-    """Return the bytes of memory for feeding: windows or batches in flight, and chunk caches; not the interpreters."""
+    """Return the bytes of memory that a setting takes for windows, batches and chunk caches, without interpreters."""
     order = order_of(setting, facts)
     batch = facts.batch_samples * (facts.given_bytes or facts.sample_bytes)
     if setting.way == DATASET:
@@ -151,7 +151,7 @@ def memory_of(setting: Setting, facts: DataFacts) -> int:
 
 
 def enumerate_settings(facts: DataFacts, *, workers: Sequence[int], windows: Iterable[int] = ()) -> list[Setting]:
-    """Enumerate settings to consider, the current setting first; ``windows``: more windows for the unchanged file."""
+    """Return the settings to consider, the current one first; ``windows`` are further windows of the unchanged file."""
     found: dict[Setting, None] = {}
     for chunk_samples, repack in ((facts.chunk_samples, False), *((size, True) for size in _other_chunks(facts))):
         grid = grid_of(Setting(LOADER, chunk_samples, 1, repack=repack), facts)
@@ -184,11 +184,11 @@ def _other_chunks(facts: DataFacts) -> list[int]:
 
 
 def _window_sizes(facts: DataFacts, chunk_samples: int, wanted: Iterable[int]) -> list[int]:
-    """Return windows in chunks, ``wanted`` first: the default, a quarter of it, four times it, and four batches."""
+    """Return window sizes in chunks: ``wanted``, the default, a quarter and four times of it, and four batches."""
     num_chunks = math.ceil(facts.num_samples / chunk_samples)
     default = choose_window_chunks(_band_bytes(facts.grid, chunk_samples), num_chunks)
     sizes = [*wanted, default, max(1, default // 4), default * 4, math.ceil(4 * facts.batch_size / chunk_samples)]
-    made: dict[int, int] = {}  # by batches per window: more chunks without more batches change nothing
+    made: dict[int, int] = {}  # one size for each number of batches per window
     for size in (max(1, min(size, num_chunks)) for size in sizes):
         order = Order(facts.num_samples, chunk_samples, facts.batch_size, size)
         made.setdefault(order.window_batches, size)
@@ -197,20 +197,20 @@ def _window_sizes(facts: DataFacts, chunk_samples: int, wanted: Iterable[int]) -
 
 @dataclass(frozen=True)
 class Trial:
-    """A setting with its memory, shuffle quality and, once it was measured, its rate."""
+    """A setting with its memory, shuffle quality and measured rate."""
 
     setting: Setting
     memory_bytes: int
-    effective_batch: float | None  # None if no field marks similar samples
-    allowed: bool  # whether it fits in memory and mixes well enough
+    effective_batch: float | None  # None if no field tells which samples are similar
+    allowed: bool  # whether it fits in memory, and its effective batch is large enough
     rate: float | None = None  # samples/s from the page cache; None if it was not measured
 
 
 def choose(trials: Iterable[Trial]) -> Trial | None:
-    """Choose among the allowed and measured settings; None if there are none.
+    """Choose the best of the allowed and measured settings; None if there are none.
 
-    Among those within 3 % of the fastest, it is the one that changes least: the unchanged file, then `ChunkLoader`,
-    then fewer workers, then smaller chunks (cheaper for reading single samples), then less memory.
+    Among the settings within 3 % of the fastest rate, choose the one that changes least: one for the unchanged file,
+    then `ChunkLoader`, then fewer workers, then smaller chunks (cheaper for reading single samples), then less memory.
 
     >>> small, large = (Trial(Setting(LOADER, n, 9, repack=True), 1 << 20, 250.0, True, 98.0 + n) for n in (1, 2))
     >>> choose([small, large, replace(large, allowed=False, rate=200.0)]).setting.chunk_samples

@@ -28,7 +28,7 @@ IMAGES = b"images"
 
 @dataclass(frozen=True)
 class SparseGroup:
-    """A sparse matrix."""
+    """A group that holds the three datasets of a sparse matrix."""
 
     path: bytes
     kind: str  # csr or csc; empty if unknown
@@ -47,7 +47,7 @@ class SparseGroup:
 
     @property
     def chunk_entries(self) -> int:
-        """Entries of a chunk of data and indices."""
+        """Entries per chunk of ``data`` and ``indices``."""
         return max(1, min(INDEX_CHUNK_BYTES // self.indices.item_bytes, self.num_entries))
 
 
@@ -59,10 +59,10 @@ class Samples:
     main: str  # name of the main field
     layouts: dict[int, Layout | CsrLayout]  # layouts by number of samples, usually one
     fields: list[DatasetFacts] = field(default_factory=list)  # all datasets of these lengths with fixed-size types
-    others: list[DatasetFacts] = field(default_factory=list)  # datasets of other types
+    others: list[DatasetFacts] = field(default_factory=list)  # datasets of these lengths with other types
     sparse: list[SparseGroup] = field(default_factory=list)
-    anndata: bool = False  # whether the file is one of AnnData's
-    too_large: list[str] = field(default_factory=list)  # two rows of these do not fit in memory
+    anndata: bool = False  # whether the file was written by AnnData
+    too_large: list[str] = field(default_factory=list)  # names of datasets whose rows do not fit in memory
 
     @property
     def layout(self) -> Layout | CsrLayout | None:
@@ -87,7 +87,7 @@ def find_samples(
     anndata = is_anndata(file)
     candidates = [facts for facts in datasets.values() if facts.num_rows and facts.path not in parts | kept]
     large = [facts for facts in candidates if facts.grid.sample_bytes > min(part_bytes, MAX_CHUNK_BYTES)]
-    if not options.shuffle and not options.fields:  # otherwise they are refused later
+    if not options.shuffle and not options.fields:  # otherwise they are an error later
         candidates = [facts for facts in candidates if facts not in large]
     mains = _mains(candidates, datasets, sparse, header, options, anndata, shown)
     lengths = dict(mains)
@@ -108,12 +108,15 @@ def _mains(
     anndata: bool,
     shown: str,
 ) -> list[tuple[int, str]]:
-    """Return the length and name of the datasets that decide which other datasets are fields."""
+    """Return the (length, name) of the main fields; all datasets of these lengths are fields."""
     if options.fields:
         named = [_named(datasets, name, shown) for name in options.fields]
         for facts in named:
             if not facts.num_rows or not facts.fixed:
-                raise FieldError(f"{shown}: {facts.name!r} of type {facts.dtype} and shape {facts.shape} is no field")
+                raise FieldError(
+                    f"{shown}: {facts.name!r} of type {facts.dtype} and shape {facts.shape} is no field: name datasets "
+                    "of fixed-size elements with samples along the first axis"
+                )
         return [(facts.num_rows, facts.name) for facts in named]
     matrix = next((group for group in sparse if group.path == b"X"), None)
     if header is not None:
@@ -142,15 +145,15 @@ def _mains(
 def _named(datasets: dict[bytes, DatasetFacts], name: str, shown: str) -> DatasetFacts:
     facts = datasets.get(os.fsencode(name).strip(b"/"))
     if facts is None:
-        there = ", ".join(facts.name for facts in list(datasets.values())[:8]) or "none"
-        raise FieldError(f"{shown}: has no dataset {printable(name)!r}; it has {there}")
+        names = ", ".join(facts.name for facts in list(datasets.values())[:8]) or "none"
+        raise FieldError(f"{shown}: has no dataset {printable(name)!r}; it has {names}")
     return facts
 
 
 def _plan(
     num_rows: int, fields: list[DatasetFacts], sparse: list[SparseGroup], chunk_samples: int | None
 ) -> Layout | CsrLayout:
-    """Plan the chunks of the fields of one length, for the largest of them."""
+    """Plan the chunks of the fields of one length, which all have as many samples per chunk as suits the largest."""
     largest = max((facts.num_bytes for facts in fields if facts.num_rows == num_rows), default=0)
     rows = [group for group in sparse if group.kind == "csr" and group.shape[0] == num_rows and group.shape[1]]
     for group in sorted(rows, key=lambda group: group.num_entries)[-1:]:

@@ -18,7 +18,7 @@ TUNED = ("chunk_samples", "window_chunks", "cache", "compression")  # options th
 
 @dataclass(frozen=True)
 class RepackOptions(WriteOptions):
-    """Options of repack."""
+    """Options of `h5chunk.repack`."""
 
     fields: tuple[str, ...] = option(
         (),
@@ -66,16 +66,16 @@ class RepackOptions(WriteOptions):
         parse_compression(self.compression)
 
     def recorded(self) -> dict[str, Any]:
-        """Return the options that are recorded in the file: all that determine its bytes."""
+        """Return the options that determine the bytes of the file, which are recorded in it."""
         names = ("chunk_samples", "window_chunks", "shuffle", "seed", "compression", "fields", "keep")
         return {name: getattr(self, name) for name in names}
 
 
 def read_tuned(path: str | os.PathLike[str]) -> tuple[RepackOptions, int | None]:
-    """Read what a tuner recommends, such as ``{"chunk_samples": 8, "cache": [1, 0, 0.0]}``, from a JSON file.
+    """Read the options that a tuner recommends from a JSON file, such as ``{"chunk_samples": 8, "shuffle": true}``.
 
-    Returns the options, which are none if the tuner keeps the file, and the number of samples of the file that was
-    tuned. Every key may be missing or null; unknown keys are ignored.
+    Return the options, and the number of samples of the tuned file or None. There are no options if the tuner keeps the
+    file. Every key may be missing or null, and unknown keys are ignored.
     """
     shown = printable(path)
     try:
@@ -87,7 +87,7 @@ def read_tuned(path: str | os.PathLike[str]) -> tuple[RepackOptions, int | None]
     if not isinstance(given, dict):
         held = json.dumps(given)[:60]
         raise OptionError(f'{shown}: contains {held}, not a JSON object such as {{"chunk_samples": 8}}')
-    names = () if given.get("repack") is False else (*TUNED, "shuffle")  # else they describe the file that was tuned
+    names = () if given.get("repack") is False else (*TUNED, "shuffle")  # else these describe the tuned file
     found = {name: given[name] for name in names if given.get(name) is not None}
     try:
         num_samples = None if given.get("num_samples") is None else check_whole("num_samples", given["num_samples"], 1)

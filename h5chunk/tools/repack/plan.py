@@ -1,4 +1,4 @@
-"""Plan what repack does with each dataset of a file, and refuse what is impossible before writing."""
+"""Plan the new layout of each dataset; raise errors for files that cannot be repacked before anything is written."""
 
 from __future__ import annotations
 
@@ -22,32 +22,33 @@ from h5chunk.store.rewrite.survey import DatasetFacts, Survey, attribute_names, 
 from h5chunk.tools.repack.fields import Samples
 from h5chunk.tools.repack.options import RepackOptions
 
-LEAST_FILTERED_BYTES = 4 << 10  # smaller chunks are not compressed: their index would take more bytes than are saved
+LEAST_FILTERED_BYTES = 4 << 10  # compressing smaller chunks would save less than their index takes
 COMPRESSIONS = ("none", "gzip", "lzf", "zstd", "lz4", "blosc")
 _LEVELS = {"gzip": (0, 9, 4), "zstd": (1, 22, 3)}  # least, most, default
+_REGIONS = "refers to regions of datasets, which a shuffle would move: repack the file without shuffle"
 SOURCE_INDEX = f"{GROUP}/source_index"
 TABLES = (
     ("source_index", "rows"),
     ("row_ids", "rows"),
     ("source_names", "runs"),
     ("source_name_ends", "pointers"),
-)  # tables of /h5chunk with values per sample, and how a shuffle moves them
+)  # tables of /h5chunk with values per sample, and the kind of their `Move`
 
 
 @dataclass(frozen=True)
 class Move:
     """A dataset that gets a new layout.
 
-    Its ``kind`` is "copy", in the old order; "rows", permuted; "runs", permuted in runs of different lengths; or
-    "pointers", which are the starts or ends of such runs, and are recomputed.
+    Its ``kind`` is "copy" if the order stays the same, "rows" if rows are permuted, "runs" if runs of rows of different
+    lengths are permuted, or "pointers" if the values are the starts or ends of such runs, and are recomputed.
     """
 
     facts: DatasetFacts
     layout: NewLayout
     kind: str = "copy"
-    pointers: bytes = b""  # for runs: the dataset of their pointers
+    pointers: bytes = b""  # for runs: the path of their pointers
     checked: bool = False  # whether its checksums are stored
-    row_elements: float = 1.0  # elements per sample, if a row of the dataset is one element of a matrix
+    row_elements: float = 1.0  # rows per sample, if a row of the dataset is an entry of a matrix
 
     @property
     def unit_rows(self) -> int:
@@ -84,7 +85,7 @@ class RepackPlan:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the plan's entries in every report."""
+        """The values of the plan that every report contains, by name."""
         layout = self.samples.layout
         return {
             "num_samples": self.samples.num_samples,
@@ -102,7 +103,7 @@ class RepackPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Approximate bytes of disk, including temporary files."""
+        """Approximate bytes on disk of the new file and of temporary files."""
         plain = [move for move in self.moves if move.layout.written and not move.layout.filters]
         waiting = [move.facts.num_bytes for move in self.moves if move.layout.filters and move.kind != "copy"]
         moved = sum(move.num_chunks * move.chunk_bytes for move in plain) + max(waiting, default=0)
@@ -132,7 +133,7 @@ def plan_moves(
     fixed = [move.facts.name for move in moves if move.facts.maxshape != move.facts.shape]
     if fixed:
         more = f" and {len(fixed) - 4} more" if len(fixed) > 4 else ""
-        notes.append(f"can no longer be resized: {', '.join(fixed[:4])}{more}: contiguous chunks have a fixed number")
+        notes.append(f"can no longer be resized: {', '.join(fixed[:4])}{more}: their chunks are stored contiguously")
     lost = [move.facts.name for move in moves if move.layout.filters and SHUFFLE in move.facts.filters]
     if lost:
         notes.append(f"compressed without their former byte shuffle filter: {', '.join(lost)}")
@@ -176,7 +177,7 @@ def _field_moves(samples: Samples, header: FileSpec | None, options: RepackOptio
         chunk_samples = min(samples.layouts[facts.num_rows].chunk_samples, facts.num_rows)
         layout = _layout(facts, (chunk_samples, *facts.grid.shape[1:]), options)
         if samples.anndata and len(facts.grid.shape) == 1 and layout.written:
-            layout = NewLayout(None)  # a column of a table, which is always read whole
+            layout = NewLayout(None)  # a column of a table, which readers always read whole
         kind = "rows" if options.shuffle else "copy"
         yield Move(facts, layout, kind, checked=header is not None and layout.written)
 
@@ -202,19 +203,21 @@ def _sparse_moves(samples: Samples, header: FileSpec | None, options: RepackOpti
 
 
 def _table_moves(survey: Survey, samples: Samples) -> Iterator[Move]:
-    """Yield the moves of tables in the group ``/h5chunk`` with a row for each sample."""
+    """Yield the moves of the tables in ``/h5chunk`` that have values for each sample."""
     for name, kind in TABLES:
         facts = survey.datasets.get(f"{GROUP}/{name}".encode())
         if facts is None:
             continue
         if not facts.fixed or (kind != "runs" and facts.num_rows != samples.num_samples):
-            raise FileError(f"{facts.name!r} has {facts.num_rows} rows of {facts.dtype}, not one per sample: damaged")
+            raise FileError(
+                f"{facts.name!r} is damaged: it has {facts.num_rows} rows of {facts.dtype}, not one per sample"
+            )
         if facts.num_rows:
             yield Move(facts, NewLayout(None), kind, f"{GROUP}/source_name_ends".encode())
 
 
 def check_shuffle(file: h5py.File, survey: Survey, samples: Samples) -> Iterator[str]:
-    """Raise OptionError for files that cannot be shuffled; yield notes about data that is not shuffled."""
+    """Raise OptionError for files that cannot be shuffled; yield notes about data whose order will not change."""
     shown = printable(file.filename)
     if samples.anndata:
         raise OptionError(
@@ -234,14 +237,14 @@ def check_shuffle(file: h5py.File, survey: Survey, samples: Samples) -> Iterator
             )
     for facts in survey.datasets.values():
         if facts.regions:
-            raise OptionError(f"{shown}: {facts.name!r} refers to regions of datasets, which a shuffle would move")
+            raise OptionError(f"{shown}: {facts.name!r} {_REGIONS}")
     for path in sorted(survey.paths.values()):
         item = h5o.open(file.id, path or b"/")
         for name in attribute_names(item):
             attribute = h5a.open(item, name)
             where = f"attribute {printable(name)!r} of {printable(path) or 'the file'!r}"
             if refers_to_regions(attribute.get_type()):
-                raise OptionError(f"{shown}: {where} refers to regions of datasets, which a shuffle would move")
+                raise OptionError(f"{shown}: {where} {_REGIONS}")
             if samples.num_samples > 1 and (attribute.shape or ())[:1] == (samples.num_samples,):
                 yield f"{where} has {samples.num_samples} values, one per sample: their order is unchanged"
 
@@ -249,10 +252,10 @@ def check_shuffle(file: h5py.File, survey: Survey, samples: Samples) -> Iterator
 def plan_header(
     header: Header | None, survey: Survey, samples: Samples, options: RepackOptions, shown: str
 ) -> FileSpec | None:
-    """Plan the group ``/h5chunk`` of the new file; None if it does not need this group.
+    """Plan the group ``/h5chunk`` of the new file; return None if it does not need this group.
 
     An h5chunk file keeps its group. Another HDF5 file gets the group if it is shuffled, or if a window or cache is
-    recommended. Its fields may then lie in groups; ``checksums`` lists them by their paths.
+    recommended. Its fields may then be in groups; ``checksums`` lists them by their paths.
     """
     wanted = options.shuffle or options.window_chunks is not None or options.cache is not None
     if header is None and not wanted:
@@ -260,17 +263,19 @@ def plan_header(
     what = "shuffle" if options.shuffle else "window_chunks" if options.window_chunks is not None else "cache"
     if samples.anndata:
         raise OptionError(
-            f"{shown}: {what} would add the group /{GROUP}, but readers of AnnData's files refuse unknown "
-            "groups: leave it out"
+            f"{shown}: {what} would add the group /{GROUP}, but AnnData does not read files with unknown groups: "
+            "leave it out"
         )
     layout = samples.layout
     if layout is None:
         raise OptionError(f"{shown}: {what} was given, but no dataset has samples along its first axis")
     if len(samples.layouts) > 1:
         lengths = ", ".join(map(str, sorted(samples.layouts)))
-        raise OptionError(f"{shown}: {what} was given, but the fields differ in length ({lengths}): name those of one")
+        raise OptionError(
+            f"{shown}: {what} was given, but the fields differ in length ({lengths}): name only fields of one length"
+        )
     if header is None and any(node.path == GROUP.encode() for node in survey.nodes):
-        raise FileError(f"{shown}: has a group /{GROUP} that h5chunk did not write: rename it")
+        raise FileError(f"{shown}: has a group /{GROUP} that h5chunk did not write: rename that group")
     if options.window_chunks is not None:
         layout = replace(layout, window_chunks=options.window_chunks)
     numbers: dict[str, Any] = {"chunk_samples": layout.chunk_samples, "window_chunks": layout.window_chunks}
@@ -290,7 +295,7 @@ def plan_header(
 
 
 def parse_compression(text: str | None) -> tuple[Filter, ...]:
-    """Parse the name of a compression, such as ``gzip`` or ``gzip:9``."""
+    """Return the filters of a compression, such as ``gzip`` or ``gzip:9``; none for ``none`` or None."""
     name, _, level = (text or "none").partition(":")
     if name not in COMPRESSIONS or (level and name not in _LEVELS):
         raise OptionError(

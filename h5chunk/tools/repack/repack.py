@@ -44,9 +44,7 @@ from h5chunk.tools.repack.options import TUNED, RepackOptions, read_tuned
 from h5chunk.tools.repack.plan import SOURCE_INDEX, Move, RepackPlan, check_shuffle, plan_header, plan_moves
 from h5chunk.tools.repack.report import FieldReport, LaidOut, RepackReport
 
-Tuned = tuple[RepackOptions, int | None]
-
-MAX_THREADS = 8  # each thread takes its share of the memory
+MAX_THREADS = 8  # with more threads, the memory of each would be small
 
 
 def repack(
@@ -61,8 +59,8 @@ def repack(
 ) -> RepackReport:
     """Rewrite an HDF5 file with whole samples in its chunks.
 
-    A field is a dataset of fixed-size elements whose first axis is as long as that of the main field: ``images``, ``X``
-    of AnnData, or the largest dataset; or of the fields named in ``fields``. Fields get chunks of whole samples,
+    A field is a dataset of fixed-size elements whose first axis is as long as that of the main field, which is the one
+    named in ``fields``, ``images``, ``X`` of AnnData, or the largest dataset. Fields get chunks of whole samples,
     uncompressed by default. The entries of sparse matrices get chunks of about 1 MiB. All other datasets, groups,
     attributes, links, references and dimension scales are kept unchanged. If the file has checksums, data is compared
     with them before it gets new ones.
@@ -73,7 +71,7 @@ def repack(
         The file to read, and the file to write, which appears under its name when it is complete and on disk.
     tuned : path, optional
         JSON file of tuned options: ``chunk_samples``, ``window_chunks``, ``cache``, ``compression``, ``shuffle``;
-        explicit arguments take precedence. For AnnData files, only the options that these can have.
+        explicit arguments take precedence. For AnnData files, only ``chunk_samples`` and ``compression`` are used.
     overwrite : bool
         Whether to replace a file at ``path``.
     dry_run : bool
@@ -83,8 +81,8 @@ def repack(
     **options
         The fields of `h5chunk.tools.repack.options.RepackOptions`, which ``h5chunk repack --help`` lists: ``fields``,
         ``keep``, ``chunk_samples``, ``window_chunks``, ``cache``, ``compression``, ``shuffle``, ``seed`` and
-        ``memory_bytes``. With ``shuffle``, ``/h5chunk/source_index`` keeps the permutation; `h5chunk.convert` permutes
-        equally many samples alike with the same ``seed``.
+        ``memory_bytes``. With ``shuffle``, ``/h5chunk/source_index`` stores the permutation, which is that of
+        `h5chunk.convert` for the same ``seed`` and number of samples.
 
     Raises
     ------
@@ -134,7 +132,7 @@ def repack(
 
 
 def _parse_path(source: str | os.PathLike[str], path: str | os.PathLike[str], overwrite: bool) -> Path:
-    """Validate the path of the output, and return it."""
+    """Return the validated path of the output."""
     parsed = parse_output(path)
     check_not_source(parsed, source)
     check_output(parsed, overwrite or has_command_id(parsed))
@@ -142,7 +140,7 @@ def _parse_path(source: str | os.PathLike[str], path: str | os.PathLike[str], ov
 
 
 def _write(source: Source, plan: RepackPlan, new: NewFile, say: Say) -> tuple[list[FieldReport], list[str]]:
-    """Write the new file; return the changes of its fields, and what could not be kept."""
+    """Write the new file; return the reports on its fields, and notes on what could not be kept."""
     with source:
         run = Run(source, plan, new, lambda *progress: say(progress))
         with translate_errors(source.shown):
@@ -158,7 +156,7 @@ def _write(source: Source, plan: RepackPlan, new: NewFile, say: Say) -> tuple[li
 def _plan(
     source: Source, options: RepackOptions, tuned: tuple[RepackOptions, int | None] | None
 ) -> tuple[Source, RepackPlan]:
-    """Survey the file, and plan the repack and its options."""
+    """Survey the source, and plan the repack with explicit and tuned options."""
     with limited_memory(source.path), source, translate_errors(source.shown):
         old = read_header(source.file)
         notes: list[str] = []
@@ -176,7 +174,8 @@ def _plan(
         samples = find_samples(source.file, survey, old, options, part_bytes)
         if num_tuned not in (None, samples.num_samples):
             notes.append(
-                f"it was tuned for {count_text(num_tuned, 'sample')}, but this file has {samples.num_samples:,}"
+                f"the options were tuned for {count_text(num_tuned, 'sample')}, but this file has "
+                f"{samples.num_samples:,}"
             )
         notes += check_shuffle(source.file, survey, samples) if options.shuffle else []
         header = plan_header(old, survey, samples, options, source.shown)
@@ -184,11 +183,11 @@ def _plan(
 
 
 class Source:
-    """The source file, open in HDF5 and as bytes inside this context manager. It can be pickled when closed."""
+    """A context manager that holds the source open, as an HDF5 file and as bytes; it can be pickled when closed."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.shown = path, printable(path)
-        self.stamp: tuple[int, ...] = ()  # see `h5chunk.stamp`; taken when the file was first opened
+        self.stamp: tuple[int, ...] = ()  # see `h5chunk.stamp`; set when the file is opened for the first time
 
     def __enter__(self) -> Source:
         self.file = open_file(self.path)
@@ -222,8 +221,8 @@ class Run:
         self._order = NewOrder(permutation(plan.samples.num_samples, seed)) if shuffle else None
         checked = sum(move.facts.stored_bytes for move in self._moves_with_checksums())
         moved = sum(move.facts.num_bytes for move in plan.moves if move.layout.written)
-        self._told = count_up("repack", checked + moved + plan.copied_bytes, progress)
-        self._told(0)
+        self._add_done = count_up("repack", checked + moved + plan.copied_bytes, progress)
+        self._add_done(0)
 
     def _moves_with_checksums(self) -> Iterator[Move]:
         """Yield the moves of datasets with checksums in the source."""
@@ -246,7 +245,7 @@ class Run:
             checked.require_whole(
                 np.arange(checked.num_chunks),
                 self._source.descriptor,
-                self._told,
+                self._add_done,
                 "nothing was repacked",
                 f"; if values were changed on purpose, delete {CHECKSUMS}/{name} in it",
                 num_threads=shares.num_threads,
@@ -254,7 +253,7 @@ class Run:
             )
 
     def create(self) -> list[str]:
-        """Write everything except the data that is moved; return messages about what could not be kept."""
+        """Write everything except the data that is moved; return notes on what could not be kept."""
         plan, lost = self._plan, list[str]()
         others = plan.samples.others if self._order is not None else []
         changes = Changes(
@@ -267,14 +266,14 @@ class Run:
 
         def create(part: Path) -> dict[str, Region]:
             with limited_memory(self._source.path):
-                regions, lost[:] = create_replica(part, self._source.file, plan.survey, changes, self._told)
+                regions, lost[:] = create_replica(part, self._source.file, plan.survey, changes, self._add_done)
             return regions
 
         self._new.make(plan.num_bytes, create)
         return lost
 
     def move_all(self) -> None:
-        """Write the data of moved datasets, and the tables beside them."""
+        """Write the data of moved datasets, their checksums, and the permutation."""
         tables: dict[str, np.ndarray] = {}
         if self._order is not None and all(move.facts.path != SOURCE_INDEX.encode() for move in self._plan.moves):
             tables[SOURCE_INDEX] = self._order.order
@@ -303,18 +302,18 @@ class Run:
             lengths = np.diff(self._starts(facts.path, None))[order.order]
             pointers = np.concatenate(([0], np.cumsum(lengths)))[-facts.num_rows :]
             target.put(0, np.ascontiguousarray(pointers.astype(dataset.dtype)).view(np.uint8))
-            self._told(facts.num_bytes)
+            self._add_done(facts.num_bytes)
             return
         with closing(self._open_rows(dataset)) as rows:
             if move.kind == "copy" or order is None:
-                copy_rows(rows, target, shares, unit_rows=move.unit_rows, moved=self._told)
+                copy_rows(rows, target, shares, unit_rows=move.unit_rows, moved=self._add_done)
                 return
             permuted = Rows(rows, move.unit_rows)
             if move.kind == "runs":
                 starts = self._starts(move.pointers, facts.num_rows)
                 where = f"{self._source.shown}: {facts.name!r}"
                 permuted = UnevenRows(rows, starts, order.order, shares.part_bytes, where)
-            shuffle_rows(permuted, order, target, shares, folder=self._new.part.parent, moved=self._told)
+            shuffle_rows(permuted, order, target, shares, folder=self._new.part.parent, moved=self._add_done)
 
     def _starts(self, path: bytes, num_elements: int | None) -> np.ndarray:
         """Read the starts of rows of different lengths, and the end of the last row: (num_samples + 1,) int64.
@@ -335,9 +334,10 @@ class Run:
             values = np.concatenate(([0], values))
         falls = np.flatnonzero(np.diff(values) < 0)
         if values[0] != 0 or len(falls):
-            raise FileError(f"{name} is damaged: it falls at row {int(falls[0]) if len(falls) else 0}")
+            row = int(falls[0]) if len(falls) else 0
+            raise FileError(f"{name} is damaged: its values must begin with 0 and never decrease: wrong at row {row}")
         if num_elements is not None and values[-1] != num_elements:
-            raise FileError(f"{name} is damaged: it ends at {values[-1]}, but there are {num_elements} elements")
+            raise FileError(f"{name} is damaged: its last value is {values[-1]}, but there are {num_elements} elements")
         return values
 
     def _open_rows(self, dataset: h5py.Dataset) -> RawRows:

@@ -16,8 +16,8 @@ class LaidOut:
 
     chunks: tuple[int, ...] | None  # None: contiguous, or compact
     filters: tuple[str, ...]
-    stored_bytes: int | None  # None for a dry run
-    chunks_per_sample: float  # chunks that a sample, or on average a row of a sparse matrix, touches; 1 if contiguous
+    stored_bytes: int | None  # None for a layout that is only planned
+    chunks_per_sample: float  # chunks that hold parts of one sample (of a matrix, on average); 1 if contiguous
 
     @classmethod
     def of(cls, facts: DatasetFacts, row_elements: float) -> LaidOut:
@@ -36,12 +36,12 @@ class LaidOut:
 
 @dataclass(frozen=True)
 class FieldReport(Report):
-    """The change of one dataset."""
+    """The old and the new layout of one dataset."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    num_bytes: int  # of its values
+    num_bytes: int  # decoded bytes
     before: LaidOut
     after: LaidOut
     shuffled: bool
@@ -57,24 +57,24 @@ class FieldReport(Report):
 
 @dataclass(frozen=True)
 class RepackReport(Report):
-    """The result of a repack, or of a dry run, what it would be."""
+    """The result of a repack, or the plan if it was a dry run."""
 
     path: str
     dry_run: bool
-    num_samples: int  # of the field `main`; 0 if no dataset counts samples
-    main: str
-    chunk_samples: int | None  # as planned, like the next
-    window_chunks: int | None  # stored only if there is a header
-    has_header: bool  # the file has the group /h5chunk
+    num_samples: int  # length of the main field; 0 if no dataset has samples
+    main: str  # name of the main field
+    chunk_samples: int | None  # samples per chunk of the fields
+    window_chunks: int | None  # recommended window, which is stored only if there is a header
+    has_header: bool  # whether the new file has the group /h5chunk
     shuffled: bool
     seed: int
     source_bytes: int
-    num_bytes: int  # of a dry run, the approximate space on disk
+    num_bytes: int  # size of the new file; for a dry run, approximate bytes on disk
     seconds: float
     fields: list[FieldReport]  # datasets with a new layout
-    num_copied: int  # other datasets
-    notes: list[str]  # warnings, such as what could not be kept, which is not known of a complete output
-    already_complete: bool  # the same command had made the file before, and nothing was done
+    num_copied: int  # number of other datasets
+    notes: list[str]  # warnings, such as on what could not be kept
+    already_complete: bool  # whether the same command had written the file before, so that nothing was done
 
     def lines(self) -> list[str]:
         sizes = [human_bytes(self.source_bytes), f"{'about ' if self.dry_run else ''}{human_bytes(self.num_bytes)}"]

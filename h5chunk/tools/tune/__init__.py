@@ -1,1 +1,1 @@
-"""`h5chunk tune`: find the best settings with a model and measurements."""
+"""`h5chunk tune`: find the best settings by measuring them."""

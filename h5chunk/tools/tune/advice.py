@@ -1,4 +1,4 @@
-"""Detect problems of a file and of its reading settings, and give figures and a remedy for each problem."""
+"""Detect problems of a file, such as sorted labels or unsuitable chunks, and suggest a remedy for each."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from h5chunk.tools.measure.machine import default_cache
 from h5chunk.tools.model.clustering import LEAST_CHANCE, find_clustering
 from h5chunk.tools.tune.study import Study
 
-GIANT_BYTES = 64 << 20  # size of a chunk of which a window of several no longer fits in memory
-LEAST_GIANT_BYTES, FEW_CHUNKS = 1 << 20, 8  # a smaller chunk is giant if it holds an eighth of the data
-LEAST_CORRELATION = 0.02  # correlation of labels in a piece; less does not matter for a batch of hundreds
-ENOUGH = 0.95  # share of a batch that counts as a full shuffle
-PIECES = (2, 16, 64)  # number of neighbours to compare, whatever the chunks
+GIANT_BYTES = 64 << 20  # a window of several larger chunks takes too much memory
+LEAST_GIANT_BYTES, FEW_CHUNKS = 1 << 20, 8  # a chunk of this size is too large if there are fewer than 8 along axis 0
+LEAST_CORRELATION = 0.02  # a smaller correlation of labels does not matter for a batch of hundreds
+ENOUGH = 0.95  # fraction of a full shuffle that counts as full
+PIECES = (2, 16, 64)  # lengths of pieces in which labels are compared, besides the chunks
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Advice:
 def find_advice(study: Study, effective_batch: float | None, is_slow: bool, repack: str, shuffle: str) -> list[Advice]:
     """Detect all problems of the data.
 
-    ``effective_batch`` is that of the current reading; ``is_slow``: a new file is worth it; ``repack`` and
-    ``shuffle`` are the commands that rewrite it in other chunks, or shuffle it.
+    ``effective_batch`` is that of today's setting, ``is_slow`` whether a new file is recommended, and ``repack`` and
+    ``shuffle`` are the commands that rewrite the file in other chunks, or shuffle it.
     """
     found = _advise_labels(study, effective_batch, shuffle)
     if not study.matrix:
@@ -45,7 +45,7 @@ def find_advice(study: Study, effective_batch: float | None, is_slow: bool, repa
 
 
 def advise_layout(grid: ChunkGrid, cache: CacheSettings, repack: str) -> list[Advice]:
-    """Detect problems of a field's chunks, and of the cache of plain reads; ``repack`` is a command as a remedy.
+    """Detect problems of a field's chunks, and of the cache of plain reads; ``repack`` is the command to suggest.
 
     >>> grid = ChunkGrid((50_000, 32, 32, 3), (6250, 4, 4, 1), 1)
     >>> [each.code for each in advise_layout(grid, CacheSettings(8191, 8 << 20), "repack")]
@@ -76,7 +76,7 @@ def advise_layout(grid: ChunkGrid, cache: CacheSettings, repack: str) -> list[Ad
 
 
 def _advise_labels(study: Study, effective_batch: float | None, shuffle: str) -> list[Advice]:
-    """Detect neighbouring samples with more similar labels than in a shuffled file."""
+    """Detect whether the labels of neighbouring samples are more similar than in a shuffled file."""
     if study.groups is None:
         return []
     batch_size, sizes = study.facts.batch_size, {*PIECES, study.facts.chunk_samples}
@@ -99,7 +99,7 @@ def _advise_labels(study: Study, effective_batch: float | None, shuffle: str) ->
 
 
 def _advise_filter(study: Study, repack: str) -> Advice:
-    """Report that decoding takes most of the time, and how many times the space uncompressed chunks take."""
+    """Advise to store the file uncompressed, and say how much space that takes."""
     times = 1 / max(1e-9, study.stored_share)
     message = f"decoding its compressed chunks takes most of the time; uncompressed, they take {times:,.1f} x the space"
     return Advice("slow_filter", message, repack, {"times_the_space": times})

@@ -1,4 +1,4 @@
-"""The commands and lines of Python of a recommendation, which can be run as printed."""
+"""Write a recommendation as commands and lines of Python, which can be run as printed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ def tuned_path(study: Study) -> Path:
 
 
 def rewrite_command(study: Study, setting: Setting | None = None, *, shuffle: bool = False) -> str:
-    """Return the command that rewrites a file, for a setting or by default; AnnData files are converted to shuffle."""
+    """Return the command that rewrites the file, with the chunks of a setting or default chunks.
+
+    To shuffle, AnnData files are converted instead.
+    """
     source, target = str(study.reader.path), str(tuned_path(study))
     if study.anndata and shuffle:
         return shell_command(["h5chunk", "convert", source, target])
@@ -31,7 +34,7 @@ def rewrite_command(study: Study, setting: Setting | None = None, *, shuffle: bo
 
 
 def code_for(study: Study, setting: Setting, device: str) -> list[str]:
-    """Return the lines of Python that feed training with a setting."""
+    """Return the lines of Python that make the loader of a setting."""
     anew = setting.repack
     is_converted = study.anndata and setting.shuffle  # convert renames the fields
     stored = not study.anndata if anew else setting.window_chunks == study.facts.window_chunks

@@ -1,4 +1,4 @@
-"""Draw the measured rates, one line per setting, each with its description."""
+"""Draw the measured rates, one line per setting with its description."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from h5chunk.tools.model.settings import Trial
 from h5chunk.tools.tune.report import Recommendation, TuneRow
 from h5chunk.tools.tune.search import PLAIN, TODAY
 
-MOST_OTHERS = 12  # number of the fastest settings that were measured once
+MOST_OTHERS = 12  # settings to draw of those that were measured only once
 COLORS = {TODAY: "tab:blue", PLAIN: "tab:gray"}
 
 
 def check_plot(path: str | os.PathLike[str]) -> None:
-    """Raise OptionError or OutputError, before anything is measured, if a picture cannot be written to this path."""
+    """Raise OptionError or OutputError if a picture cannot be written to this path, before anything is measured."""
     try:
         import matplotlib  # noqa: F401
         from matplotlib.backend_bases import FigureCanvasBase
@@ -31,7 +31,7 @@ def check_plot(path: str | os.PathLike[str]) -> None:
 
 
 def plot(found: Recommendation, path: str | os.PathLike[str]) -> None:
-    """Draw the rates of all measured settings, one line each, after `check_plot`; the suffix chooses the format."""
+    """Draw the rates of the measured settings to a file, whose suffix chooses the format, after `check_plot`."""
     from matplotlib.figure import Figure
 
     others = _others(found)
@@ -50,14 +50,14 @@ def plot(found: Recommendation, path: str | os.PathLike[str]) -> None:
 
 
 def _others(found: Recommendation) -> list[Trial]:
-    """Return the fastest settings that were measured but are in no row of the report."""
+    """Return the fastest of the settings that were measured but are not in the report's table."""
     shown = {row.setting for row in found.rows}
     others = [each for each in found.candidates if each.rate is not None and each.setting not in shown]
     return sorted(others, key=lambda each: each.rate or 0.0, reverse=True)[:MOST_OTHERS]
 
 
 def _draw(axes: Any, found: Recommendation, others: list[Trial]) -> None:
-    """Draw a line for each row of the report, then for each other setting, with its effective batch."""
+    """Draw a line for each row of the report, then one for each other setting."""
     labels: list[tuple[str, TuneRow | Trial, float | None]] = []
     today = found.row(TODAY).rate
     for place, row in enumerate(found.rows):

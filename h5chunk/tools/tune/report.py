@@ -1,4 +1,4 @@
-"""The report of `h5chunk tune`: the recommendation, its rate against today's, and the measured settings."""
+"""The report of `h5chunk tune`: the recommendation, its rate over today's, and the measured settings."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ UNSURE = 4.0  # an interval whose upper end is this many times its lower end is 
 
 @dataclass(frozen=True)
 class TuneRow:
-    """One line of the table."""
+    """One row of the table."""
 
     name: str  # TODAY, IN_PLACE, NEW or PLAIN
     setting: Setting | None  # None for plain h5py
     description: str  # the setting in words
     rate: float  # samples/s, median of all turns
-    times: Ratio | None  # today's rate, in the same turns; None for today's setting itself
+    times: Ratio | None  # this rate over today's in the same turns; None for today's setting
     memory_bytes: int
-    effective_batch: float | None  # None if no field marks similar samples
+    effective_batch: float | None  # None if no field tells which samples are similar
 
     def lines(self, batch_size: int) -> list[str]:
         times = "" if self.times is None else str(self.times)
@@ -49,27 +49,27 @@ class Recommendation(Report):
     Attributes
     ----------
     setting : Setting
-        The recommended setting; if ``setting.repack``, for the file that `h5chunk repack` writes.
+        The recommended setting; if ``setting.repack``, it is for the file that `h5chunk repack` writes.
     cache : (nslots, nbytes, w0)
         Chunk cache of one process that reads all windows through HDF5.
     window_in_place, cache_in_place : int, (nslots, nbytes, w0)
-        The best window and cache without a new file, which ``--apply`` stores.
+        The best window and cache for the unchanged file, which ``--apply`` stores.
     num_samples, num_measured : int
-        Number of samples, and of the samples that rates were measured on.
+        Number of samples, and of those that were read to measure rates.
     chosen : str
-        The name of the row that is recommended.
+        The name of the recommended row.
     commands, code : list of str
-        The commands to run, and lines of Python that feed training.
+        The commands to run, and lines of Python that make the loader.
     why_small : str
-        Why no setting can matter for this data; empty if one may.
+        Why no setting can make a difference for this data; empty if one may.
     min_effective_batch : float
         Minimum shuffle quality, as an effective batch in samples.
     memory_bytes : int
-        Upper limit on the memory of feeding.
+        Upper limit on the memory for windows, batches and caches.
     num_turns : int
-        How often each row was measured.
+        Number of times that each row was measured.
     applied : str or None
-        Path where the recommendation was stored.
+        Path of the file in which ``--apply`` stored the recommendation.
     """
 
     setting: Setting
@@ -99,7 +99,7 @@ class Recommendation(Report):
     applied: str | None = None
 
     def row(self, name: str) -> TuneRow:
-        """Return a line of the table by its name."""
+        """Return a row of the table by its name."""
         return next(each for each in self.rows if each.name == name)
 
     def facts(self) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class Recommendation(Report):
         return [*lines, f"measured in {what}; 95 % of turns lie in the brackets"]
 
     def headline(self) -> str:
-        """Return the recommendation and its gain."""
+        """Return the recommendation and its gain, in a sentence."""
         row, today = self.row(self.chosen), self.row(TODAY)
         rate = "" if row.times is None else row.times.text(" today's rate")
         if self.chosen == TODAY:
@@ -142,7 +142,7 @@ class Recommendation(Report):
         return f"{action}: {why}{rate}."
 
     def _not_worth(self) -> str:
-        """Return the gain of a new file, if there is one, and why it is not recommended."""
+        """Return a sentence on a new file that was faster, but is not recommended; empty if none was faster."""
         times = next((each.times for each in self.rows if each.name == NEW), None)
         if times is None or times.times < 1.1:
             return ""
@@ -165,7 +165,7 @@ class Recommendation(Report):
 
 
 def _wrapped(text: str, head: str, indent: str = "        ") -> list[str]:
-    """Wrap a sentence; paths in it stay in one piece."""
+    """Wrap a text into lines of at most WIDTH, without breaking paths."""
     text = printable(text)  # wrapping would turn line breaks into spaces
     return textwrap.wrap(
         text, WIDTH, initial_indent=head, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False

@@ -1,4 +1,4 @@
-"""Search for the fastest setting by measuring, and measure the finalists again, in turns with today's setting."""
+"""Search for the fastest setting by measuring, then measure the finalists again, in turns with today's setting."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from h5chunk.tools.tune.study import Study
 if TYPE_CHECKING:
     from h5chunk.tools.measure.batches import BatchRate
 
-IN_PLACE_SHARE, NEW_SHARE, HEATS_SHARE, TURNS_SHARE = 0.15, 0.35, 0.4, 0.95  # of the budget, when a phase ends
-FIRST_SHARE = 0.2  # share of the budget; settings whose first window takes more are not measured
-FINALISTS, HEATS = 2, 2  # finalists of the unchanged file, and of a new one; and their measurements before the choice
+IN_PLACE_SHARE, NEW_SHARE, HEATS_SHARE, TURNS_SHARE = 0.15, 0.35, 0.4, 0.95  # used shares of the budget that end phases
+FIRST_SHARE = 0.2  # settings whose first window takes a larger share of the budget are not measured
+FINALISTS, HEATS = 2, 2  # fastest settings of the unchanged and of a new file, and turns among them before the choice
 LEAST_TURNS, FEW_TURNS, MOST_TURNS = 3, 6, 15
-WARM_SHARE = 0.05  # of the budget: memory is written for the first time, which takes longer than the second
-ROUND_SHARE = 0.05  # of the budget: to use up what was read ahead, and to measure whole rounds of windows
-LOOK_LEAD, LOOK_ROUND = 3, 3  # times a measurement, for the same in a first look
+WARM_SHARE = 0.05  # share of the budget to warm up, as memory takes longer to write for the first time
+ROUND_SHARE = 0.05  # share of the budget to take samples that were read ahead, and for whole rounds of windows
+LOOK_LEAD, LOOK_ROUND = 3, 3  # time for the same in a first look, over the time of a measurement
 WORTH_CODE, WORTH_FILE = 1.0, 1.3  # least certain gain that is worth a line of code, and a new file
 
 TODAY, IN_PLACE, NEW, PLAIN = "as today", "best without a new file", "rewritten", "plain h5py"
 
 
 def open_batches(study: Study, setting: Setting, device: str) -> BatchRate:
-    """Open the actual loader of a setting, on the samples to measure."""
+    """Open the loader of a setting, on the samples to measure."""
     from h5chunk.feed.dataset import ChunkDataset
     from h5chunk.tools.measure.batches import open_dataset, open_loader
 
@@ -54,24 +54,24 @@ def open_batches(study: Study, setting: Setting, device: str) -> BatchRate:
 
 @dataclass
 class Search:
-    """Measure settings, the current one first, within a time budget; the finalists in turns."""
+    """Measure the settings of ``trials``, of which the first is today's, within a time budget."""
 
     study: Study
     device: str
     budget: TimeBudget
     trials: dict[Setting, Trial]
     memory_bytes: int
-    finalists: dict[str, Setting] = field(default_factory=dict)  # by the name of their row
-    turns: dict[str, list[float]] = field(default_factory=dict)  # samples/s in each turn, by the name of their row
+    finalists: dict[str, Setting] = field(default_factory=dict)  # by the name of the row in the report
+    turns: dict[str, list[float]] = field(default_factory=dict)  # samples/s in each turn, by the name of the row
     _tried: set[Setting] = field(default_factory=set)
 
     @property
     def today(self) -> Setting:
-        """The current setting: what readers choose by default."""
+        """The setting that readers choose by default."""
         return next(iter(self.trials))
 
     def run(self, *, only_today: bool) -> None:
-        """Look for the fastest settings, unless the data is too small, and measure the finalists in turns."""
+        """Search for the fastest settings unless ``only_today``, and measure the finalists in turns."""
         in_place: list[Setting] = []
         anew: list[Setting] = []
         if not only_today:
@@ -87,13 +87,13 @@ class Search:
             self.trials[setting] = replace(self.trials[setting], rate=statistics.median(self.turns[name]))
 
     def ratio(self, name: str, other: str = TODAY) -> Ratio:
-        """Compare two finalists by the rates of the same turns."""
+        """Return the ratio of the rates of two finalists in the same turns."""
         return Ratio.of(self.turns[name], self.turns[other])
 
     def decide(self) -> tuple[str, str]:
-        """Return the names of the recommended finalist, and of the best one without a new file.
+        """Return the names of the recommended finalist, and of the best finalist without a new file.
 
-        A new file must be worth its space and time, and the gain of any change must be certain.
+        The gain of any change must be certain, and that of a new file must be at least WORTH_FILE.
         """
         kept = TODAY
         today_fails = not self.trials[self.today].allowed
@@ -105,7 +105,7 @@ class Search:
         return (NEW if anew else kept), kept
 
     def _climb(self, settings: Sequence[Setting], share: float) -> list[Setting]:
-        """Measure settings that differ in one respect from the fastest so far; return the fastest few."""
+        """Measure settings that differ in one respect from the fastest so far; return the fastest settings."""
         allowed = [each for each in settings if self.trials[each].allowed]
         while allowed and (not self._tried.intersection(allowed) or self.budget.has(share)):
             best = choose(self.trials[each] for each in allowed)
@@ -118,7 +118,10 @@ class Search:
         return sorted(known, key=lambda each: self.trials[each].rate or 0.0, reverse=True)[:FINALISTS]
 
     def _is_near(self, one: Setting, other: Setting) -> bool:
-        """Whether only window, reader or layout differ; for another layout, only the default window is near."""
+        """Return whether two settings differ only in window, reader or layout.
+
+        A setting of another layout is near only with its default window.
+        """
         same_reader = (one.way, one.num_workers) == (other.way, other.num_workers)
         if one.layout == other.layout:
             return same_reader or one.window_chunks == other.window_chunks
@@ -126,7 +129,7 @@ class Search:
         return same_reader and one.window_chunks == default.window_chunks
 
     def _look(self, setting: Setting) -> None:
-        """Measure a setting once, unless its first window would take too long, or its layout cannot be written."""
+        """Measure a setting once, unless its first window would take too long, or its file cannot be written."""
         self._tried.add(setting)
         known = [each for each in self._tried if each.layout == setting.layout and self.trials[each].rate]
         fastest = max((self.trials[each].rate or 0.0 for each in known), default=0.0)
@@ -141,7 +144,7 @@ class Search:
         self.trials[setting] = replace(self.trials[setting], rate=self._rate(setting))
 
     def _mixes_best(self) -> list[Setting]:
-        """Return the setting that mixes best within memory, if none is allowed."""
+        """Return the setting with the best shuffle that fits in memory if none is allowed, otherwise nothing."""
         if any(each.allowed for each in self.trials.values()):
             return []
         fitting = [each for each in self.trials.values() if each.memory_bytes <= self.memory_bytes]
@@ -150,7 +153,7 @@ class Search:
     def _choose_finalists(
         self, runners: Mapping[Setting, Callable[[], float]], in_place: Sequence[Setting], anew: Sequence[Setting]
     ) -> None:
-        """Choose by a few turns, because the fastest of many single measurements may be so by chance."""
+        """Choose the finalists by a few turns, because the fastest of many single measurements may be so by chance."""
         heats = self._race(runners, HEATS if len(runners) > 1 else 0, HEATS_SHARE)
         for setting, rates in heats.items():
             self.trials[setting] = replace(self.trials[setting], rate=statistics.median(rates or [0.0]))
@@ -162,7 +165,7 @@ class Search:
         self.finalists |= {NEW if each.repack else IN_PLACE: each for each in self._mixes_best()}
 
     def _race(self, runners: Mapping[Any, Callable[[], float]], most: int, share: float) -> dict[Any, list[float]]:
-        """Measure all runners in turns, forwards and backwards; at least three times."""
+        """Measure all runners in turns, forwards and backwards, at least three and at most ``most`` times."""
         turns: dict[Any, list[float]] = {name: [] for name in runners}
         for number in range(most):
             if number >= LEAST_TURNS and not self.budget.has(share):
@@ -174,11 +177,11 @@ class Search:
 
     @contextmanager
     def _opened(self, settings: Iterable[Setting]) -> Iterator[dict[Setting, Callable[[], float]]]:
-        """Yield a function for each setting that measures its rate; all loaders stay open, and are warm."""
+        """Yield a function for each setting that measures its rate; all loaders are warmed up, and stay open."""
         from h5chunk.tools.measure.batches import settle
 
         def rate(batches: BatchRate) -> float:
-            settle()  # what the last one still reads ahead takes no time of this one
+            settle()  # the previous loader may still be reading ahead
             most_s = ROUND_SHARE * self.budget.seconds
             return batches.rate(self.budget.slice_s, most_s, most_s)
 

@@ -1,4 +1,4 @@
-"""The data to tune: a file, the part to measure, and copies of its samples in other chunks."""
+"""The data to tune: a file, the number of samples to measure, and copies of these samples in other chunks."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from h5chunk.tools.repack.fields import is_anndata
 from h5chunk.tools.report import shell_command
 
 SAMPLE_BYTES = 384 << 20  # bytes of samples to measure, in the file's layout and in new layouts
-BATCH_BYTES = 4 * SAMPLE_BYTES  # limit on the bytes of a batch; of larger ones a part is measured
+BATCH_BYTES = 4 * SAMPLE_BYTES  # only a part of a larger batch is measured
 SMALL_BYTES = 16 << 20  # smaller data is not worth a new file
-PIECE_BYTES = 32 << 20
+PIECE_BYTES = 32 << 20  # bytes that are read from a field at a time
 DENSE_BYTES = 4  # bytes of a number in a dense row
-MOST_GROUPS = 1 << 27  # limit on samples whose labels are read
+MOST_GROUPS = 1 << 27  # labels of more samples are not read
 CODES = "codes"
 
 
@@ -51,21 +51,21 @@ class Study:
 
     reader: H5Reader
     facts: DataFacts
-    folder: Path  # folder for samples in new layouts
+    folder: Path  # folder for copies of samples in other chunks
     num_measured: int  # number of leading samples that are measured
-    asked: Mapping[str, str] | None = None  # the fields, if given
-    anndata: bool = False  # such files cannot be shuffled by repack, or have a header
-    stored_share: float = 1.0  # stored bytes of the largest field over decoded ones
+    asked: Mapping[str, str] | None = None  # the fields that the user named
+    anndata: bool = False  # whether AnnData wrote the file, so that repack can neither shuffle it nor add a header
+    stored_share: float = 1.0  # stored bytes of the largest field over its decoded bytes
     groups: np.ndarray | None = None  # (num_samples,): equal values mark similar samples, such as labels
     notes: list[str] = field(default_factory=list)
-    reading_s: float = math.inf  # time limit for reading samples for new layouts
+    reading_s: float = math.inf  # time limit for reading the samples to copy
     _clusterings: dict[int, Clustering] = field(default_factory=dict)
     _rows: dict[str, np.ndarray] = field(default_factory=dict)
     _made: dict[int, Path] = field(default_factory=dict)
 
     @property
     def fields(self) -> dict[str, str]:
-        """Dataset of each field name."""
+        """The dataset of each field, by the field's name."""
         return {name: each.dataset for name, each in self.reader.fields.items()}
 
     @property
@@ -74,14 +74,14 @@ class Study:
         return self.reader.matrix is not None
 
     def clustering(self, chunk_samples: int) -> Clustering:
-        """Measure how similar the samples of a chunk are."""
+        """Return how similar the samples of a chunk are, for chunks of this size."""
         assert self.groups is not None
         if chunk_samples not in self._clusterings:
             self._clusterings[chunk_samples] = find_clustering(self.groups, chunk_samples)
         return self._clusterings[chunk_samples]
 
     def effective_batch(self, setting: Setting) -> float | None:
-        """Return the effective batch size on the whole data; None if no field marks similar samples."""
+        """Return the effective batch size of a setting on all samples; None if no field tells which are similar."""
         if self.groups is None:
             return None
         if setting.shuffle:
@@ -89,7 +89,7 @@ class Study:
         return effective_batch(self.clustering(setting.chunk_samples), order_of(setting, self.facts))
 
     def path_of(self, setting: Setting) -> tuple[Path, Mapping[str, str]]:
-        """Return the file to measure a setting on, and its fields. Raises OutputError if it cannot be written."""
+        """Return the file on which a setting is measured, and its fields. Raise OutputError if it cannot be written."""
         if not setting.repack or self.matrix:
             return self.reader.path, self.fields
         if setting.chunk_samples not in self._made:
@@ -107,7 +107,7 @@ class Study:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Yield a temporary folder for samples in other chunks. Raises OutputError if no folder can be made."""
+    """Yield a temporary folder for copies in other chunks. Raise OutputError if no folder can be made."""
     try:
         made = tempfile.TemporaryDirectory(prefix="h5chunk-tune-", ignore_cleanup_errors=True)
     except OSError as error:
@@ -117,15 +117,15 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def most_samples(batch_size: int, sample_bytes: int) -> int:
-    """Return the number of samples to measure: usually at least a batch, and more small samples."""
+    """Return the number of samples to measure: SAMPLE_BYTES or a batch, whichever is larger, up to BATCH_BYTES."""
     return max(1, SAMPLE_BYTES // sample_bytes, min(batch_size, BATCH_BYTES // sample_bytes))
 
 
 def check_converted(path: str | os.PathLike[str]) -> None:
-    """Raise FileError with the command to run first if the path is for convert, such as a folder of images."""
+    """Raise FileError if the path is a source of convert, such as a folder of images, with the command to run first."""
     path = Path(path)
     if not os.path.exists(path) or path.suffix.lower() in SUFFIXES or (path.is_file() and h5py.is_hdf5(path)):
-        return  # if it cannot be read nevertheless, the reader says why
+        return  # the reader raises the error if it cannot be read
     if path.is_dir() and (found := sorted(each for each in path.glob("*.h5") if h5py.is_hdf5(each))):
         raise FileError(
             f"{printable(path)}: has several converted files, but tune takes one: give {printable(found[0])}; "
@@ -144,7 +144,7 @@ def study_file(
     folder: Path,
     trusted: bool = False,
 ) -> Study:
-    """Inspect a file before measuring. Raises the same errors as `h5chunk.tune`."""
+    """Read the facts about a file that are needed before measuring. Raise the same errors as `h5chunk.tune`."""
     from h5chunk.feed.dataset import ChunkDataset
 
     with limited_memory(Path(path)):
@@ -176,7 +176,7 @@ def study_file(
 
 
 def why_small(study: Study, device: str) -> str:
-    """Return why no layout can make reading faster; empty if one may."""
+    """Return why no setting can make training faster; empty if one may."""
     from h5chunk.feed.dataset import ChunkDataset
     from h5chunk.feed.loader import ChunkLoader
 
@@ -194,7 +194,7 @@ def why_small(study: Study, device: str) -> str:
 
 
 def fill_page_cache(study: Study, seconds: float) -> None:
-    """Read the samples to measure into the page cache; if that takes too long, fewer are measured."""
+    """Read the samples to measure into the page cache; if that takes too long, reduce their number."""
     if study.matrix:
         return
     try:
@@ -208,7 +208,10 @@ def fill_page_cache(study: Study, seconds: float) -> None:
 
 
 def _read_groups(study: Study, file: h5py.File, group_by: str | None) -> np.ndarray | None:
-    """Read the dataset whose equal values mark similar samples; if the user named it, it must exist."""
+    """Read the dataset whose equal values mark similar samples.
+
+    If there is none, add a note; raise OptionError if the user named it.
+    """
     name = "labels" if group_by is None else group_by
     found = _find_groups(study, file, study.fields.get(name, name))
     if isinstance(found, h5py.Dataset):
@@ -220,7 +223,7 @@ def _read_groups(study: Study, file: h5py.File, group_by: str | None) -> np.ndar
 
 
 def _find_groups(study: Study, file: h5py.File, name: str) -> h5py.Dataset | str:
-    """Find a dataset that can mark groups of samples; or else return the reason."""
+    """Return the dataset of this name, or the reason why it cannot mark groups of samples."""
     guard, num_samples = Guard(study.reader.path, study.reader.trusted), study.reader.num_samples
     try:
         item = guard.find(file, name)
@@ -240,7 +243,7 @@ def _find_groups(study: Study, file: h5py.File, name: str) -> h5py.Dataset | str
 
 
 def read_rows(study: Study) -> dict[str, np.ndarray]:
-    """Read the first samples of each field, as many as time allows."""
+    """Read the first samples of each field, as many as memory and time allow: {name: (n, *sample_shape)}."""
     found: dict[str, np.ndarray] = {}
     wanted = min(study.num_measured, max(1, SAMPLE_BYTES // study.facts.sample_bytes))
     until = time.perf_counter() + study.reading_s
@@ -258,9 +261,9 @@ def read_rows(study: Study) -> dict[str, np.ndarray]:
 
 
 def write_rows(path: Path, rows: Mapping[str, np.ndarray], num_samples: int, chunk_samples: int) -> None:
-    """Write these samples to an h5chunk file, repeatedly until it has enough; OutputError if it cannot be written.
+    """Write an h5chunk file of ``num_samples``, which repeats the given samples. Raise OutputError if that fails.
 
-    The bytes of uncompressed samples do not matter: reading takes the same time.
+    Repeating them is enough to measure, because reading uncompressed samples takes the same time for any values.
     """
     chunk_samples = min(chunk_samples, num_samples)
     fields = {f"f{number}": each for number, each in enumerate(rows.values())}

@@ -36,7 +36,7 @@ from h5chunk.tools.tune.study import Study, check_converted, fill_page_cache, st
 
 MEMORY_BYTES = 4 << 30
 MAX_WORKERS = 4
-READ_SHARE = 0.1  # shares of the budget: to fill the page cache, and to read samples for new layouts
+READ_SHARE = 0.1  # share of the budget to fill the page cache, and again to read samples for copies in other chunks
 
 
 def tune(
@@ -55,7 +55,7 @@ def tune(
     trusted: bool = False,
     progress: Progress | None = None,
 ) -> Recommendation:
-    """Find the fastest setting that mixes well enough, and measure it in turns with today's.
+    """Find the fastest setting that shuffles well enough, and measure it in turns with today's setting.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ def tune(
         An h5chunk file, or any other HDF5 file.
     batch_size : int
     memory_bytes : int
-        Upper limit on the memory of feeding, without the interpreters.
+        Upper limit on the memory for windows, batches and chunk caches; the memory of processes is not counted.
     workers : sequence of int, optional
         DataLoader worker counts to try. Default: 0, 1, 2 and 4, up to the number of cores.
     device : str
@@ -77,10 +77,10 @@ def tune(
     budget_s : float
         Approximate duration in seconds.
     plot : path, optional
-        Path of a picture of rate against effective batch, with the choice marked. Needs matplotlib.
+        Path of a picture of the measured rates, with the recommended setting marked. Needs matplotlib.
     apply : bool
-        Whether to write the window and cache of the best setting without a new file to ``NAME.h5chunk.json``, where
-        readers find them.
+        Whether to store the best window and cache for the unchanged file in ``NAME.h5chunk.json``, where readers find
+        them.
     trusted : bool
         As for `ChunkDataset`.
     progress : callable, optional
@@ -127,7 +127,7 @@ def tune(
 
 
 def _settings(study: Study, workers: Sequence[int], min_share: float) -> list[Setting]:
-    """Enumerate the settings to consider, the current one first."""
+    """Return the settings to consider, today's first."""
     facts, settings = study.facts, enumerate_settings(study.facts, workers=workers)
     if study.groups is None:
         return settings
@@ -141,7 +141,7 @@ def _settings(study: Study, workers: Sequence[int], min_share: float) -> list[Se
 
 
 def _trial(study: Study, setting: Setting, least_batch: float, memory_bytes: int) -> Trial:
-    """Describe a setting before it is measured."""
+    """Return a setting with its memory and shuffle quality, before it is measured."""
     needed, effective = memory_of(setting, study.facts), study.effective_batch(setting)
     mixes = effective is None or effective >= least_batch
     return Trial(setting, needed, effective, mixes and needed <= memory_bytes)
@@ -156,7 +156,7 @@ def _check_memory(trials: Iterable[Trial], memory_bytes: int) -> None:
 
 
 def _report(search: Search, small: str, least_batch: float, memory_bytes: int) -> Recommendation:
-    """Choose the recommendation, and describe it."""
+    """Choose the recommendation, and return the report."""
     study, facts = search.study, search.study.facts
     chosen, kept = search.decide()
     setting, in_place = search.finalists[chosen], search.finalists[kept]
@@ -195,7 +195,7 @@ def _report(search: Search, small: str, least_batch: float, memory_bytes: int) -
 
 
 def _cache_triple(setting: Setting, study: Study) -> Triple:
-    """Return the cache of one process that reads all windows of a setting, as (nslots, nbytes, w0)."""
+    """Return the chunk cache of one process that reads all windows of a setting, as (nslots, nbytes, w0)."""
     cache = cache_of(setting, study.facts, 1)
     return cache.nslots, cache.nbytes, cache.w0
 
@@ -210,12 +210,12 @@ def _row(search: Search, name: str) -> TuneRow:
 
 
 def _plain_row(search: Search) -> TuneRow:
-    """Describe a loop that reads single random samples through the library's default chunk cache."""
+    """Return the row of a loop that reads single random samples with h5py's default chunk cache."""
     study, facts, cache = search.study, search.study.facts, default_cache()
     description = f"h5py.File(...)[name][i] in random order, with a chunk cache of {human_bytes(cache.nbytes)}"
     if not study.matrix and facts.grid.chunks:
         times = facts.grid.amplification(facts.grid.chunk_bytes <= cache.nbytes)
-        description += f", reads up to {times:,.1f} times the bytes of its samples" if times > 1.5 else ""
+        description += f", which reads up to {times:,.1f} times the bytes of its samples" if times > 1.5 else ""
     memory = cache.nbytes * len(study.fields) + facts.batch_size * facts.sample_bytes
     mixed = None if study.groups is None else float(facts.batch_samples)
     rate = statistics.median(search.turns[PLAIN])
@@ -223,7 +223,7 @@ def _plain_row(search: Search) -> TuneRow:
 
 
 def _store(study: Study, found: Recommendation) -> str:
-    """Write window and cache beside the file, where readers find them."""
+    """Store the best window and cache beside the file, where readers find them; return the path."""
     reader, cache = study.reader, CacheSettings.of(found.cache_in_place)
     path = write_recommendation(
         reader.path,

@@ -2,8 +2,8 @@
 
 A chunk is made again from its recorded samples, with the options that the file records (for appended samples, those of
 the append), and written only if its checksum equals that in the file. So a repaired file equals the original byte for
-byte. A process that is killed while a chunk is written leaves that chunk bad, or half
-rewritten: verify reports it, and a further repair continues there. Undamaged chunks are never written to.
+byte. If the process is killed while it writes a chunk, that chunk stays bad: verify reports it, and another repair
+rewrites it. Undamaged chunks are never written to.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ IMAGES = "images"
 def repair_chunks(
     path: Path, bad: list[Damage], source: str | os.PathLike[str], manifest: str | os.PathLike[str] | None
 ) -> tuple[list[Damage], list[Damage]]:
-    """Rewrite bad chunks; return the repaired chunks, and the remaining bad chunks with reasons."""
+    """Rewrite bad chunks; return the repaired chunks, and the others with the reason in their description."""
     repaired, left = [], []
     with open_file(path) as file, writing(path):
         maker = _ChunkMaker(file, path, source, manifest)
@@ -48,7 +48,7 @@ def repair_chunks(
 
 
 class _ChunkMaker:
-    """Make chunks the way convert made them."""
+    """Make the chunks of a file again from its source, as convert made them."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class _ChunkMaker:
         )
         self._listing = list_source(source, listed)
         self.source = ImageSource(self._listing, options)
-        self._parts = [(0, self.source)]  # and for appended images, with the image size of the file
+        self._parts = [(0, self.source)]  # first source index, and source; further ones of appended images
         for first, fit in appended:
             of_part = replace(ImageOptions.of_recorded(header.options, file[IMAGES].shape), fit=fit)
             self._parts.append((first, ImageSource(self._listing, of_part)))
@@ -91,7 +91,7 @@ class _ChunkMaker:
         self._by_name: dict[bytes, int] | None = None
 
     def make(self, each: Damage) -> bytes:
-        """Make the bytes of a chunk. Raises SampleError, with the reason, if they cannot be reproduced exactly."""
+        """Return the bytes of a chunk. Raise SampleError, with the reason, if they cannot be reproduced exactly."""
         dataset = self._file[each.field]
         if each.expected is None:
             raise SampleError("the file has no checksum of it")
@@ -118,11 +118,14 @@ class _ChunkMaker:
         data = values.tobytes()
         found = zlib.crc32(data)
         if found != each.expected:
-            raise SampleError(f"the source gives {found:08x}: it has changed, or the checksum is damaged")
+            raise SampleError(
+                f"the source gives the checksum {found:08x}, not {each.expected:08x}: it has changed, or the stored "
+                "checksum is damaged"
+            )
         return data
 
     def _find(self, index: int, name: bytes) -> int:
-        """Find a sample in the source: by its old number, or by its name."""
+        """Return the number of a sample in the source: its old number if the name is still the same, or by name."""
         names = self._listing.names
         if index < len(names) and names[index] == name:
             return index
@@ -133,7 +136,7 @@ class _ChunkMaker:
         return self._by_name[name]
 
     def _value(self, field: str, index: int) -> Any:
-        """Return the value of a column; labels are numbered as in the file."""
+        """Return the value of a sample in a column of the source, with labels numbered as in the file."""
         value, class_names = self._listing.columns[field][index], self._listing.class_names
         if field != "labels" or not class_names:
             return value

@@ -9,19 +9,19 @@ from h5chunk.errors import count_text, human_bytes, printable
 from h5chunk.store.read.scan import Damage
 from h5chunk.tools.report import Report, rows
 
-SHOWN = 20  # bad chunks, whole and missing files in the text; JSON has all
+SHOWN = 20  # number of bad chunks, whole files and missing files in the text; JSON has all
 
 
 @dataclass(frozen=True)
 class Checked:
-    """The checks of one dataset, and what they found."""
+    """How many chunks of one dataset were checked, and how."""
 
     field: str
     num_chunks: int  # stored chunks
     num_checked: int  # chunks that were read
-    by: str  # checksum; decoding, which finds what filters notice; reading, which finds disk errors
+    by: str  # "checksum", "decoding" (finds errors that filters notice) or "reading" (finds disk errors)
     num_unwritten: int = 0  # chunks that were never written, which is legal; a contiguous dataset is one chunk
-    reads_as: str = ""  # the value that readers give for them; empty if there are none
+    reads_as: str = ""  # the value that unwritten chunks read as; empty if there are none
 
     def __str__(self) -> str:
         some = "" if self.num_checked == self.num_chunks else f"{self.num_checked:,} of "
@@ -36,7 +36,7 @@ class Checked:
 class VerifyReport(Report):
     """The damage in a file.
 
-    ``bad`` has the damaged chunks, in the order of the file, without those that were ``repaired``. ``problems`` are
+    ``bad`` are the damaged chunks, in the order of the file, except those that were ``repaired``. ``problems`` are
     other errors, and ``notes`` say what was not checked, and why. Only files ``by_h5chunk`` have checksums.
     """
 
@@ -58,7 +58,7 @@ class VerifyReport(Report):
         return not self.bad and not self.problems
 
     def facts(self) -> dict[str, Any]:
-        """Return the report for programs, with the verdict."""
+        """Return the values of the report by name, with the verdict."""
         return {"ok": self.ok, **super().facts()}
 
     def lines(self) -> list[str]:
@@ -88,7 +88,7 @@ class VerifyReport(Report):
 class FolderReport(Report):
     """The damage in the files of a folder.
 
-    ``files`` has a report for each file, by name; the only problem of a file that cannot be opened is that error.
+    ``files`` are the reports on the files, sorted by name; if a file cannot be opened, the error is its only problem.
     ``missing`` are the names of missing shards, and ``problems`` are errors of the files as a set.
     """
 
@@ -104,7 +104,7 @@ class FolderReport(Report):
         return not self.missing and not self.problems and all(each.ok for each in self.files)
 
     def facts(self) -> dict[str, Any]:
-        """Return the report for programs, with the verdicts."""
+        """Return the values of the report by name, with the verdicts."""
         return {"ok": self.ok, **super().facts(), "files": [each.facts() for each in self.files]}
 
     def lines(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Check the tables of an h5chunk file, and sparse matrices, for contradictions."""
+"""Check the tables of an h5chunk file, and the sparse matrices of any file, for contradictions."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.read.fields import in_time_order, look_at_matrix, read_indptr
 
 TABLES = ("source_index", "source_name_ends", "source_names")
-PART_VALUES = 4 << 20  # labels, or entries of sorted rows, to check at a time
+PART_VALUES = 4 << 20  # labels or matrix entries that are read at a time
 
 
 def look_at_tables(file: h5py.File, header: Header, names: list[str]) -> Iterator[str]:
-    """Yield the contradictions in the group ``/h5chunk``."""
+    """Yield a message for each contradiction between the group ``/h5chunk`` and the fields."""
     num_samples = header.num_samples
     tables = {name: file[f"{GROUP}/{name}"] for name in TABLES if f"{GROUP}/{name}" in names}
     for name, table in tables.items():
@@ -33,7 +33,7 @@ def look_at_tables(file: h5py.File, header: Header, names: list[str]) -> Iterato
             yield f"/{GROUP}/source_index has the negative number {index[0]}"
         twice = index[1:] == index[:-1]
         if twice.any():
-            yield f"/{GROUP}/source_index has sample {index[1:][twice.argmax()]} of the source twice"
+            yield f"/{GROUP}/source_index contains sample {index[1:][twice.argmax()]} of the source twice"
     if "source_name_ends" in tables and "source_names" in tables:
         ends = tables["source_name_ends"][()]
         if (np.diff(ends, prepend=0) < 0).any() or ends[-1] != len(tables["source_names"]):
@@ -69,36 +69,36 @@ def _check_codes(field: h5py.Dataset, num_categories: int, least: int) -> Iterat
 
 
 class MatrixCheck:
-    """Check a sparse matrix whose chunks are read, part by part, from any thread.
+    """Check the entries of a sparse matrix, whose chunks arrive one by one, in any order and from any thread.
 
-    In a matrix of an h5chunk file (``ours``), columns ascend in each row, unless rows are in the order of time, and no
-    value is zero, infinite or NaN.
+    If h5chunk wrote the matrix (``by_h5chunk``), columns must ascend in each row, unless rows are in the order of time,
+    and no value may be zero, infinite or NaN.
     """
 
-    def __init__(self, file: h5py.File, path: Path, prefix: str, ours: bool) -> None:
-        self.prefix, self.ours, self._indices = prefix, ours, file[f"{prefix}/indices"]
+    def __init__(self, file: h5py.File, path: Path, prefix: str, by_h5chunk: bool) -> None:
+        self.prefix, self.by_h5chunk, self._indices = prefix, by_h5chunk, file[f"{prefix}/indices"]
         self._dtype, self._value_dtype = self._indices.dtype, file[f"{prefix}/data"].dtype
-        self._ascends = ours and not in_time_order(file[prefix])
+        self._ascends = by_h5chunk and not in_time_order(file[prefix])
         self.problems: list[str] = []
         self.notes: list[str] = []
         self.indptr: np.ndarray | None = None  # (num_rows + 1,) int64; None if too damaged, or not a matrix
         self._num_columns = 0
-        self._ends: list[tuple[int, int, int, int]] = []  # start and end of a run, and its first and last columns
-        # The first entries with each kind of error.
+        self._ends: list[tuple[int, int, int, int]] = []  # start and stop of a run, its first and its last column
+        # the first entry with each kind of error in each run
         self._faults: dict[str, list[int]] = {"outside": [], "twice": [], "falls": [], "zero": [], "infinite": []}
         try:
-            if ours:
+            if by_h5chunk:
                 read_matrix(file)
             Guard(path).check_matrix(file, prefix)
             field = look_at_matrix(file[prefix], path, prefix, None)
             self.indptr, self._num_columns = read_indptr(file[prefix], path, field), field.num_columns
         except FieldError as error:
-            (self.problems if ours else self.notes).append(without_path(error, path))
+            (self.problems if by_h5chunk else self.notes).append(without_path(error, path))
         except FileError as error:
             self.problems.append(without_path(error, path))
 
     def look_at_columns(self, first: int, data: np.ndarray) -> None:
-        """Check the bytes of a run of column indices: within the matrix, ascending in each row, without repetition."""
+        """Check the bytes of consecutive column indices, from entry ``first`` on."""
         assert self.indptr is not None
         columns = data.view(self._dtype)[: max(0, int(self.indptr[-1]) - first)]
         if not len(columns):
@@ -116,7 +116,7 @@ class MatrixCheck:
         self._ends.append((first, first + len(columns), int(columns[0]), int(columns[-1])))
 
     def look_at_values(self, first: int, data: np.ndarray) -> None:
-        """Check the bytes of a run of stored values of an h5chunk file."""
+        """Check the bytes of consecutive stored values of an h5chunk file, from entry ``first`` on."""
         assert self.indptr is not None
         values = data.view(self._value_dtype)[: max(0, int(self.indptr[-1]) - first)]
         self._note("zero", values == 0, first)
@@ -128,10 +128,10 @@ class MatrixCheck:
             self._faults[kind].append(first + int(wrong.argmax()))
 
     def finish(self, whole: bool) -> None:
-        """Report the problems, after all chunks (``whole``) or only some of them were read."""
+        """Turn the errors of all runs into ``problems``; ``whole`` says whether all chunks were read."""
         if self.indptr is None:
             return
-        if whole:  # compare the last column of each run with the first of the next, if a row continues
+        if whole:  # compare the last column of each run with the first of the next, if both are in one row
             for (_, stop, _, last), (start, _, first, _) in pairwise(sorted(self._ends)):
                 goes_on = start == stop and self.indptr[np.searchsorted(self.indptr, start)] != start
                 if goes_on and first <= last:
@@ -155,7 +155,7 @@ class MatrixCheck:
             self.problems.append(f"{name}: the value of entry {firsts['infinite']} is not finite")
 
     def rows(self, part: str, first: int, stop: int) -> tuple[int, int] | None:
-        """Return the rows of entries ``first`` to ``stop`` of a part; None if they are unknown."""
+        """Return the first and last row of elements ``first`` to ``stop`` of a part; None if they are unknown."""
         if self.indptr is None:
             return None
         if part == "indptr":
@@ -164,7 +164,7 @@ class MatrixCheck:
 
 
 def row_of(indptr: np.ndarray, entry: int) -> int:
-    """Return the row of an entry.
+    """Return the row of an entry of a CSR matrix.
 
     >>> row_of(np.array([0, 2, 2, 5]), 2)
     2
@@ -173,7 +173,7 @@ def row_of(indptr: np.ndarray, entry: int) -> int:
 
 
 def find_twice(indices: h5py.Dataset, indptr: np.ndarray) -> int | None:
-    """Find the first row that repeats a column, with columns in any order; read through HDF5."""
+    """Return the first row that repeats a column, with columns in any order, or None; it is read through HDF5."""
     first, num_rows = 0, len(indptr) - 1
     while first < num_rows:
         last = int(np.searchsorted(indptr, indptr[first] + PART_VALUES, "right")) - 1
@@ -190,5 +190,5 @@ def find_twice(indices: h5py.Dataset, indptr: np.ndarray) -> int | None:
 
 
 def without_path(error: Exception, path: Path) -> str:
-    """Return the message of an error without the file name that it begins with."""
+    """Return the message of an error without the path at its beginning."""
     return str(error).removeprefix(f"{printable(path)}: ")

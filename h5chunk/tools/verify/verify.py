@@ -1,7 +1,7 @@
 """Check the structure of a file, every chunk against its checksum, and its tables for contradictions.
 
-Other HDF5 files have no checksums: their chunks are decoded, which detects what the filters can detect, and plain bytes
-are only read. A flipped bit in plain bytes cannot be detected.
+Other HDF5 files have no checksums. Their compressed chunks are decoded, which detects the errors that filters notice;
+uncompressed chunks are only read, so that a flipped bit in them is not detected.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from h5chunk.tools.progress import Progress
 from h5chunk.tools.verify.report import Checked, FolderReport, VerifyReport
 from h5chunk.tools.verify.tables import MatrixCheck, look_at_tables, without_path
 
-QUICK_CHUNKS = 32  # chunks to check per dataset
+QUICK_CHUNKS = 32  # chunks of a dataset that a quick check reads
 CHECKSUMS = f"{GROUP}/checksums/"
-OURS = ("images", "labels", "X", "X/indptr", "X/indices", "X/data")
+CHECKED = ("images", "labels", "X", "X/indptr", "X/indices", "X/data")  # datasets that always have checksums
 
 
 def verify(
@@ -58,25 +58,25 @@ def verify(
     Parameters
     ----------
     path : path or sequence of paths
-        For a folder, a pattern or a list, all files are checked; for shards ``NAME-00000-of-00012.h5`` also whether any
-        is missing, and whether they form one data set.
+        A file; or a folder, a pattern or a list, of which all files are checked. Shards ``NAME-00000-of-00012.h5`` must
+        also be complete, and form one data set.
     quick : bool
         Check only 32 chunks of each dataset, evenly spaced from the first to the last.
     repair : path, optional
-        The source that the file was converted from: bad chunks of images and labels are rewritten from it, if the
-        resulting bytes match the checksum.
+        The source that the file was converted from. Bad chunks of images and labels are made again from it, and
+        rewritten if the bytes match the checksum.
     manifest : path, optional
         The manifest that the file was converted with; needed to repair the fields that came from it.
     trusted : bool
-        Whether to follow links, see `h5chunk.store.hdf5.guard`. Views and external storage are never checked here, but
-        only in the files that store their data.
+        Whether to follow links, see `h5chunk.store.hdf5.guard`. Data of views and in external storage is not checked:
+        check the files that contain it.
     progress : callable, optional
         Called as ``progress("verify", done_bytes, total_bytes)``.
 
     Returns
     -------
     VerifyReport or FolderReport
-        ``report.ok`` says whether anything is wrong.
+        ``report.ok`` is True if no damage was found.
 
     Raises
     ------
@@ -93,7 +93,7 @@ def verify(
         from h5chunk.tools.verify.repair import repair_chunks
 
         repaired, bad = repair_chunks(file, list(report.bad), repair, manifest)
-        if repaired and report.problems:  # some files may be gone
+        if repaired and report.problems:  # the repair may have solved some of them
             report = _verify_file(file, quick, trusted, progress)
         return replace(report, bad=tuple(bad), repaired=tuple(repaired))
 
@@ -117,20 +117,20 @@ def _verify_file(path: Path, quick: bool, trusted: bool, progress: Progress | No
 def _verify_folder(
     path: Paths, check: Callable[[Path, Progress | None], VerifyReport], progress: Progress | None
 ) -> FolderReport:
-    """Check all files of a folder; an error that prevents a file from being opened is listed as its problem."""
+    """Check all files of a folder; if a file cannot be opened, the error is its problem."""
     started = time.perf_counter()
     files = list_files(path)
     name = Path(path) if isinstance(path, (str, os.PathLike)) else files[0].parent
     sizes = [file.stat().st_size if file.exists() else 0 for file in files]
     reports, before = list[VerifyReport](), 0
 
-    def told(stage: str, done: int, _: int | None) -> None:
+    def add_up(stage: str, done: int, _: int | None) -> None:
         if progress is not None:
             progress(stage, before + done, sum(sizes))
 
     for file, size in zip(files, sizes, strict=True):
         try:
-            reports.append(check(file, told))
+            reports.append(check(file, add_up))
         except FileError as error:
             problems = (without_path(error, file),)
             reports.append(VerifyReport(str(file), size, False, False, (), (), problems, (), seconds=0.0, read_bytes=0))
@@ -145,7 +145,7 @@ def _verify_folder(
 
 
 def _renamed(files: list[Path]) -> Iterator[str]:
-    """Yield messages about shards whose header has another number or count than their file name."""
+    """Yield a message for each shard whose header has another number or count than its file name."""
     for file in files:
         match = NUMBERED.fullmatch(file.name)
         if match is None:
@@ -162,7 +162,7 @@ def _renamed(files: list[Path]) -> Iterator[str]:
 
 
 def _disagreements(files: list[Path]) -> Iterator[str]:
-    """Yield the reasons why the shards of a set cannot be read as one data set."""
+    """Yield a message for each set of shards that cannot be read as one data set."""
     for name, count in sorted(shard_numbers([file.name for file in files])):
         matches = [(file, NUMBERED.fullmatch(file.name)) for file in files]
         shards = [file for file, match in matches if match and (match[1], int(match[3])) == (name, count)]
@@ -175,12 +175,12 @@ def _disagreements(files: list[Path]) -> Iterator[str]:
 
 
 class _FileCheck:
-    """The datasets of a file to check, and the results."""
+    """Check one file: first `survey` its structure, then `run` the checks of its data."""
 
     def __init__(self, path: Path, quick: bool, header: Header | None) -> None:
         self._started = time.perf_counter()
         self._path, self._quick, self._header = path, quick, header
-        self._datasets: list[tuple[CheckedDataset, np.ndarray]] = []  # and the chunks to read
+        self._datasets: list[tuple[CheckedDataset, np.ndarray]] = []  # with the numbers of the chunks to read
         self._matrices: dict[str, MatrixCheck] = {}
         self._problems: list[str] = []
         self._notes: list[str] = []
@@ -189,7 +189,7 @@ class _FileCheck:
         """Check the structure of the file, and list the datasets to read."""
         header, guard = self._header, Guard(self._path, trusted)
         found: dict[str, h5py.Dataset] = {}
-        sparse: dict[str, h5py.Dataset] = {}  # mostly unwritten: readers refuse them, but their chunks can be read
+        sparse: dict[str, h5py.Dataset] = {}  # mostly unwritten datasets, whose written chunks are checked
         for name, item in guard.walk(file):
             if isinstance(item, FieldError):
                 self._refuse(item)
@@ -209,7 +209,7 @@ class _FileCheck:
         if header is not None:
             try:
                 for problem in look_at_tables(file, header, names):
-                    self._problems.append(problem)  # keep those found before an error
+                    self._problems.append(problem)  # one by one, to keep those in front of an error
             except DAMAGES as error:
                 self._problems.append(f"the group /{GROUP} cannot be read: {error}")
         data = [name for name in names if header is None or not name.startswith(f"{GROUP}/")]
@@ -228,7 +228,7 @@ class _FileCheck:
         (self._notes if unread else self._problems).append(without_path(error, self._path))
 
     def _add(self, found: dict[str, h5py.Dataset], name: str) -> None:
-        """Add a dataset, with its checksums."""
+        """Add a dataset to those that are read, with its checksums, or say why it is not read."""
         dataset = found[name]
         if dataset.is_virtual or (dataset.chunks is None and dataset.external):
             self._notes.append(f"{name!r} has its values in other files: check those files")
@@ -259,14 +259,14 @@ class _FileCheck:
         self._datasets.append((checked, chunks))
 
     def _look_at(self, dataset: h5py.Dataset, name: str) -> Look | None:
-        """Return the function that checks a dataset's values if it is part of a matrix."""
+        """Return the function that checks the values of a part of a matrix; None for other datasets."""
         prefix, _, part = name.rpartition("/")
         matrix = self._matrices.get(prefix)
         if matrix is None or matrix.indptr is None or not is_stored_as(dataset, dataset.dtype):
             return None
         if part == "indices":
             return matrix.look_at_columns
-        return matrix.look_at_values if part == "data" and matrix.ours else None
+        return matrix.look_at_values if part == "data" and matrix.by_h5chunk else None
 
     def _read_checksums(self, found: dict[str, h5py.Dataset], name: str) -> np.ndarray | None:
         table = found.get(f"{CHECKSUMS}{name}")
@@ -274,7 +274,7 @@ class _FileCheck:
             return None
         if table is None:
             if found[name].size and found[name].id.get_storage_size():  # unwritten data has no checksums
-                is_field = name in OURS or name in self._header.fields
+                is_field = name in CHECKED or name in self._header.fields
                 (self._problems if is_field else self._notes).append(f"{name!r} has no checksums")
             return None
         if table.ndim != 1 or table.dtype != np.uint32:
@@ -301,7 +301,7 @@ class _FileCheck:
             os.close(descriptor)
         fields = []
         for checked, chunks in self._datasets:
-            pattern = self._header is not None and checked.name == f"{MATRIX}/data"  # whose ones are never written
+            pattern = self._header is not None and checked.name == f"{MATRIX}/data"  # ones are not stored
             known = pattern or checked.by == CHECKSUM
             unwritten = (0, "") if known else (checked.num_unwritten, checked.reads_as)
             num_chunks = max(len(checked.written), len(chunks))
@@ -324,7 +324,7 @@ class _FileCheck:
         )
 
     def _with_rows(self, damage: Damage) -> Damage:
-        """Return damage with the rows that it is in, if it is in a part of a matrix."""
+        """Return damage with its rows in place of its elements, if the dataset is part of a matrix."""
         prefix, _, part = damage.field.rpartition("/")
         matrix, entries = self._matrices.get(prefix), (damage.first_sample, damage.last_sample + 1)
         rows = matrix.rows(part, *entries) if matrix is not None and part in MATRIX_PARTS else None
