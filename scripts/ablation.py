@@ -129,7 +129,7 @@ def prepare_data(folder: Path, packed: Path, count: int, size: tuple[int, int], 
 
 @dataclass(frozen=True)
 class Run:
-    """The epochs of a training run, their rates of fresh images, and those on a cached batch meanwhile."""
+    """The epochs of a training run: their figures, rates of fresh images, and rates on a cached batch beside them."""
 
     settings: Settings
     num_samples: int
@@ -140,7 +140,7 @@ class Run:
 
 
 def train(settings: Settings, utilisation_s: float | None = None) -> Run:
-    """Train by a feed; measure on a cached batch for ``utilisation_s`` before and after each epoch, if given."""
+    """Train with a loader; with ``utilisation_s``, measure that long on a cached batch before and after each epoch."""
     check(settings)
     dataset = open_dataset(settings)
     image_size, num_classes = inspect(settings, dataset)
@@ -163,7 +163,7 @@ def train(settings: Settings, utilisation_s: float | None = None) -> Run:
 
 
 def free_memory(settings: Settings) -> None:
-    """Leave nothing behind for the next run in this process."""
+    """Free what a finished run has left in this process, before the next run."""
     gc.collect()
     if settings.compile:
         torch.compiler.reset()

@@ -185,7 +185,7 @@ class Feed:
             yield self.on_device(self.loader) if self.settings.steps is None else islice(endless, self.settings.steps)
 
     def fresh_share(self) -> float:
-        """The share of this pass's images that are not echoes."""
+        """Fraction of this pass's images that are not echoes."""
         if self.settings.echo == 1:
             return 1.0
         return self.loader.report.fresh_samples / self.loader.report.samples
@@ -199,7 +199,7 @@ class Feed:
 
 @contextmanager
 def undone(trainer: Trainer) -> Iterator[None]:
-    """Return a context that undoes the training inside it."""
+    """Return a context at whose end network, optimizer and scaler are as they were at its beginning."""
     parts = (trainer.network, trainer.optimizer, trainer.scaler)
     states = [copy.deepcopy(part.state_dict()) for part in parts]
     with torch.random.fork_rng([trainer.device] if trainer.settings.on_gpu else []):

@@ -36,7 +36,7 @@ import h5chunk
 
 
 class Plain(Dataset):
-    """A Dataset as most people write it."""
+    """A Dataset over h5py as most people write it, which reads one sample at a time."""
 
     def __init__(self, path: Path) -> None:
         self.file = h5py.File(path, "r")

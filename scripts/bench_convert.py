@@ -163,7 +163,7 @@ def main() -> None:
 
 
 def ratio(rates: list[float], limits: list[float]) -> float:
-    """Return the median of the rounds' ratios."""
+    """Return the median over the rounds of the rate over the limit."""
     return statistics.median(rate / limit for rate, limit in zip(rates, limits, strict=True))
 
 

@@ -162,7 +162,7 @@ def paged_in_bytes() -> int:
 
 
 def ratio(one: Contender, other: Contender) -> float:
-    """Return the median over the rounds of how much faster one was than the other."""
+    """Return the median over the rounds of one contender's rate over the other's."""
     return statistics.median(a / b for a, b in zip(one.rates, other.rates, strict=True))
 
 
@@ -297,7 +297,7 @@ def chosen(args: argparse.Namespace, size: int) -> list[tuple[str, str, str, dic
 
 
 def tried_there(python: str, module: str) -> list[dict]:
-    """Return the settings that a module lists, from the interpreter that can import it."""
+    """Return the settings that a peer's module lists, from the interpreter that can import it."""
     code = f"import json; from peers.{module} import Contender; print(json.dumps(Contender.TRIED))"
     environment = os.environ | {"PYTHONPATH": str(HERE.resolve())}
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, env=environment, check=True)

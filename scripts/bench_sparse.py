@@ -100,7 +100,7 @@ class Contender(bench_loader.Contender):
 
     @property
     def note(self) -> str:
-        """Say how many rows its epochs lack or repeat."""
+        """Return how many rows the contender's epochs lack or repeat, in words; empty if none."""
         return ", ".join(f"{name} {self.first[name]} rows" for name in ("dropped", "repeated") if self.first.get(name))
 
     def check(self, number: int) -> None:

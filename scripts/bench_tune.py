@@ -1,4 +1,4 @@
-"""Whether the claims of `h5chunk tune` hold: each against an independent measurement, turn about, of what it printed.
+"""Check the claims of `h5chunk tune` against independent measurements of the commands and code that it printed.
 
     python scripts/bench_tune.py --folder /tmp/bench-tune                            # 40 runs, about 2 hours on 2 cores
     python scripts/bench_tune.py --folder /tmp/bench-tune --small --runs 1 --budget 15   # small files, about 10 minutes
@@ -19,8 +19,8 @@ For each file, `h5chunk.tune` runs ``--runs`` times (5) with ``--budget`` second
 that it compares are used as it says: files are repacked, and the lines of Python and a plain loop over h5py are
 measured in ``--rounds`` turns (15), in whole epochs after one that does not count, for at least ``--seconds``. A
 claim fails if the middle of these turns lies outside of its interval. With ``--load N``, N processes meanwhile keep
-cores busy for one second in two. Prints each claim beside what was measured, and the number of claims that failed;
-ends with 1 if any did. ``--json FILE`` writes it all.
+cores busy every other second. Prints each claim beside what was measured, and the number of claims that failed;
+exits with 1 if any failed. ``--json FILE`` writes it all.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def busy() -> None:
 
 
 def lines_of(path: Path, setting: Setting) -> list[str]:
-    """The lines of Python for a setting, written anew."""
+    """Return the lines of Python that make the loader of a setting, independently of tune."""
     data, workers = f"data = h5chunk.ChunkDataset({str(path)!r})", setting.num_workers
     sampler = f"sampler = h5chunk.ChunkSampler(data, {BATCH}, window_chunks={setting.window_chunks})"
     loader = "h5chunk.ChunkLoader(data, sampler=sampler)"
@@ -165,7 +165,7 @@ def lines_of(path: Path, setting: Setting) -> list[str]:
 
 
 def contenders(path: Path, found: h5chunk.Recommendation) -> dict[str, Any]:
-    """What the report compares, after its commands were run."""
+    """Run the commands of a report, and return a measurement for each row of its table."""
     made: dict[str, Any] = {TODAY: Epochs(["import h5chunk", f"loader = h5chunk.ChunkLoader({str(path)!r}, {BATCH})"])}
     for command in found.commands:
         subprocess.run([sys.executable, "-m", *shlex.split(command), "--overwrite", "--quiet"], check=True)

@@ -60,7 +60,7 @@ class Comparison:
 
 
 def make_file(case: Case) -> bytes:
-    """Make the file with every chunk written."""
+    """Return the bytes of the file, in which every chunk is written."""
     grid, content = case.grid, io.BytesIO()
     data = np.random.default_rng(0).integers(0, 9, grid.shape, f"u{grid.itemsize}")
     options = {"compression": "gzip", "compression_opts": 1} if grid.filtered else {}

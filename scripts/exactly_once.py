@@ -119,7 +119,7 @@ def cuts_of(num_steps: int) -> list[int]:
 
 
 def dealt(order: Order, start: int, num_workers: int) -> Iterator[np.ndarray]:
-    """Return batches as a DataLoader does: from each worker in turn, each of which draws its own."""
+    """Yield the batches of an order as a DataLoader does: one from each worker in turn."""
     workers = [islice(order.batches(start), worker, None, num_workers) for worker in range(num_workers)]
     while workers:
         for worker in workers:
@@ -241,7 +241,7 @@ def part_of_all(make: Make, way: Any, world: int, state: Any, cut: int | None, o
 
 
 def real(make: Make, ways: tuple[Any, ...], worlds: tuple[int, ...], cuts: tuple[int, ...]) -> Count:
-    """Run all pairs of ways (such as numbers of workers) and of numbers of processes, at some cuts."""
+    """Cut and resume epochs for all pairs of ways (such as numbers of workers) and of numbers of processes."""
     count, started = Count(), time.perf_counter()
     for tail, options in TAILS.items():
         options = {**options, "seed": SEED, "window_chunks": 4, "lanes": LANES}

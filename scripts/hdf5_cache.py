@@ -135,7 +135,7 @@ def _pieces_of_sample(grid: ChunkGrid) -> tuple[Integers, Integers, npt.NDArray[
 
 @dataclass(frozen=True)
 class CacheReplay:
-    """Result of replaying accesses through a chunk cache.
+    """The outcome of accesses to a chunk cache.
 
     Stored bytes read, for filtered chunks: ``stored[accesses.chunks[replay.outcomes != HIT]].sum()``.
     """
@@ -152,7 +152,7 @@ class ChunkCache:
     """The chunk cache of one open dataset; its content is kept between calls of `access`.
 
     As in HDF5, its memory grows with the slots: about 50 bytes per slot, for at most as many slots as chunks can use.
-    Raises OptionError if the dataset has no chunks, or settings are out of range.
+    Raise OptionError if the dataset has no chunks, or settings are out of range.
     """
 
     def __init__(self, grid: ChunkGrid, settings: CacheSettings | Sequence[float] = HDF5_2) -> None:
@@ -182,7 +182,7 @@ class ChunkCache:
         return slots
 
     def access(self, accesses: Accesses) -> CacheReplay:
-        """Visit chunks of the same grid in this order."""
+        """Replay accesses to chunks of this grid, and return what was read."""
         outcomes = np.full(len(accesses), HIT if self._room else BYPASS, np.uint8)
         if self._room:
             outcomes[self._visit(accesses.chunks, accesses.bytes_each)] = MISS

@@ -3,9 +3,9 @@
     python scripts/sweep_reads.py [--json FILE]
 
 Reads one epoch of shuffled batches of 128 into reused memory, page cache warm, for samples from 784 bytes to 600 KB in
-the chunks of `convert`, with and without gzip. Each is read in four ways: with a cache for all open windows or without,
-and by single rows or by whole runs. Prints samples/s of each (median of the rounds) and the reader's choice. The
-constants CALL_BYTES and DIRECT_BYTES of plan/cache.py come from here.
+the chunks of `convert`, with and without gzip. Each file is read in four ways: with a cache for all open windows or
+without a cache, and by single rows or by whole runs. Prints samples/s of each way (median of the rounds) and the one
+that the reader chooses. The constants CALL_BYTES and DIRECT_BYTES of plan/cache.py are set by its results.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python scripts/train_demo.py demo-data         # needs train/, test/, train.h5 and test.h5 there: scripts/demo.sh
 
-folder   one file an image, decoded in ``__getitem__``, as torchvision's ImageFolder does it
+folder   one file per image, decoded in ``__getitem__``, as torchvision's ImageFolder does it
 h5py     ``h5py.File(...)["images"][i]``, which reads a whole chunk per image
 h5chunk  ChunkDataset
 

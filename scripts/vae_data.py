@@ -78,7 +78,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out users: the likes that the model sees, and those that it shall predict."""
+    """Held-out users: the likes that the model sees, and those that it has to predict."""
 
     shown: Rows
     hidden: Rows
