@@ -35,8 +35,8 @@ from h5chunk.store.read.reader import SMALL_FIELD_BYTES, H5Reader
 from h5chunk.store.read.several import close_descriptors, direct_fields, open_descriptors
 from h5chunk.transforms import BATCH_TRANSFORMS, ToDtype, check_first, compile_transforms, transforms_by_field
 from h5chunk.transforms.augmenting import AUGMENTING, AugmentConverter
-from h5chunk.transforms.csr import CsrRows, Entries, make_csr, scatter
-from h5chunk.transforms.images import ImageConverter, fresh
+from h5chunk.transforms.csr import CsrRows, Entries, fresh, make_csr, scatter
+from h5chunk.transforms.images import ImageConverter
 from h5chunk.transforms.rows import RowConverter
 
 Tensors = Sequence[torch.Tensor]

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = 7  # version of the functions and structures of core.c
+VERSION = 8  # version of the functions and structures of core.c
 PART_BYTES = 2 << 20  # bytes of jobs that a thread takes at a time
 JOB = np.dtype(
     [
@@ -119,6 +119,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         ("crc32", ctypes.c_uint32, (address, number, ctypes.c_uint32)),
         ("dense", ctypes.c_int, (ctypes.POINTER(_Matrix), address, number, address)),
         ("augment", ctypes.c_int, (ctypes.POINTER(ImageRule), address, number, address, number, number, address)),
+        ("entries", None, (ctypes.POINTER(_Matrix), address, number, ctypes.c_int32, *[address] * 3)),
     ):
         function = getattr(library, f"h5chunk_{name}")
         function.restype, function.argtypes = result, arguments
@@ -276,30 +277,42 @@ def crc32(data: np.ndarray, start: int = 0) -> int:
     return int(_library().h5chunk_crc32(data.ctypes.data, data.nbytes, start))
 
 
-def dense_rows(
-    starts: np.ndarray,
-    columns: np.ndarray,
-    codes: np.ndarray | None,
-    table: np.ndarray | None,
-    rows: np.ndarray,
-    out: np.ndarray,
-) -> None:
-    """Make ``rows`` of a sparse matrix dense, in ``out``; raise IndexError for a column outside of ``out``.
+class SparseRows:
+    """The rows of a sparse matrix: entries ``starts[i]`` to ``starts[i + 1]`` belong to row i.
 
-    Entries ``starts[i]`` to ``starts[i + 1]`` belong to row i. The value of an entry is ``table[code]`` of its uint8
-    code; without a table the code itself, of the itemsize of ``out``; without codes ``table[0]``.
+    The value of an entry is ``table[code]`` of its uint8 code; without a table the code itself; without codes
+    ``table[0]``.
     """
-    matrix = _Matrix(
-        starts.ctypes.data,
-        columns.ctypes.data,
-        None if codes is None else codes.ctypes.data,
-        None if table is None else table.ctypes.data,
-        out.shape[1],
-        columns.itemsize,
-        out.itemsize,
-    )
-    if _library().h5chunk_dense(matrix, rows.ctypes.data, len(rows), out.ctypes.data):
-        raise IndexError(f"a column is out of range for {out.shape[1]} columns")
+
+    def __init__(
+        self,
+        starts: np.ndarray,
+        columns: np.ndarray,
+        codes: np.ndarray | None,
+        table: np.ndarray | None,
+    ) -> None:
+        self._arrays = starts, columns, codes, table  # whose memory is used
+        addresses = (None if array is None else array.ctypes.data for array in self._arrays)
+        values = table if table is not None else codes
+        assert values is not None
+        self._matrix = _Matrix(*addresses, 0, columns.itemsize, values.itemsize)
+
+    def make_dense(self, rows: np.ndarray, out: np.ndarray) -> None:
+        """Make rows, (n,) int64, dense in ``out``, C-contiguous, with values of the table's, or the codes', itemsize.
+
+        Raises IndexError for a column outside of ``out``.
+        """
+        self._matrix.num_columns = out.shape[1]
+        if _library().h5chunk_dense(self._matrix, rows.ctypes.data, len(rows), out.ctypes.data):
+            raise IndexError(f"a column is out of range for {out.shape[1]} columns")
+
+    def copy(self, rows: np.ndarray, starts: np.ndarray, columns: np.ndarray, values: np.ndarray) -> None:
+        """Copy rows, (n,) int64, one after the other: to ``columns`` and ``values``, (entries,), C-contiguous.
+
+        Row i begins at ``starts[i]``, (n + 1,), which is int32 or int64, as are the columns.
+        """
+        out = starts.ctypes.data, columns.ctypes.data, values.ctypes.data
+        _library().h5chunk_entries(self._matrix, rows.ctypes.data, len(rows), starts.itemsize, *out)
 
 
 def augment(rule: ImageRule, source: int, num_bytes: int, table: np.ndarray, out: int) -> None:

@@ -1,9 +1,11 @@
-/* Dense rows of a sparse matrix: each row is cleared and filled while a processor's cache holds it. */
+/* Rows of a sparse matrix: copied in any order with wider types, or made dense. */
 #include <stdint.h>
 #include <string.h>
 
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
+
+enum { AHEAD_ROWS = 4, AHEAD_BYTES = 2048 };
 
 INLINE uint64_t load(const void *array, int64_t index, int num_bytes) {
     switch (num_bytes) {
@@ -32,14 +34,28 @@ typedef struct {
     int32_t column_bytes, value_bytes;
 } Matrix;
 
+/* Begin to load bytes, at most `AHEAD_BYTES`, into the cache. */
+INLINE void prefetch(const uint8_t *from, int64_t num_bytes) {
+    for (int64_t i = 0; i < num_bytes && i < AHEAD_BYTES; i += 64) __builtin_prefetch(from + i);
+}
+
+INLINE void prefetch_row(const Matrix *matrix, int64_t row) {
+    int64_t first = matrix->starts[row], count = matrix->starts[row + 1] - first;
+    int code_bytes = matrix->table ? 1 : matrix->value_bytes;
+    prefetch((const uint8_t *)matrix->columns + first * matrix->column_bytes, count * matrix->column_bytes);
+    if (matrix->codes) prefetch((const uint8_t *)matrix->codes + first * code_bytes, count * code_bytes);
+}
+
 /* The sizes are constants wherever this is used, so that a compiler makes a loop of its own for each. */
 INLINE int fill(const Matrix *matrix, const int64_t *rows, int64_t count, uint8_t *out, int column_bytes,
                 int value_bytes) {
     size_t row_bytes = (size_t)matrix->num_columns * (size_t)value_bytes;
     uint64_t constant = matrix->codes ? 0 : load(matrix->table, 0, value_bytes);
     for (int64_t i = 0; i < count; i++, out += row_bytes) {
+        int64_t first = matrix->starts[rows[i]], end = matrix->starts[rows[i] + 1];
         memset(out, 0, row_bytes);
-        for (int64_t entry = matrix->starts[rows[i]]; entry < matrix->starts[rows[i] + 1]; entry++) {
+        if (i + 1 < count) prefetch_row(matrix, rows[i + 1]);
+        for (int64_t entry = first; entry < end; entry++) {
             uint64_t column = load(matrix->columns, entry, column_bytes), value = constant;
             if (column >= (uint64_t)matrix->num_columns) return -1;
             if (matrix->codes && matrix->table)
@@ -67,5 +83,51 @@ EXPORT int h5chunk_dense(const Matrix *matrix, const int64_t *rows, int64_t coun
         case 2: return fill_columns(matrix, rows, count, out, 2);
         case 4: return fill_columns(matrix, rows, count, out, 4);
         default: return fill_columns(matrix, rows, count, out, 8);
+    }
+}
+
+/* Copy numbers to another type without a sign. */
+static void convert(const uint8_t *from, int from_bytes, void *to, int to_bytes, int64_t count) {
+#define CONVERT(from_size, to_size) \
+    if (from_bytes == from_size && to_bytes == to_size) \
+        for (int64_t i = 0; i < count; i++) store(to, (uint64_t)i, to_size, load(from, i, from_size))
+    if (from_bytes == to_bytes) memcpy(to, from, (size_t)(count * to_bytes));
+    CONVERT(1, 4);
+    CONVERT(2, 4);
+    CONVERT(8, 4);
+    CONVERT(1, 8);
+    CONVERT(2, 8);
+    CONVERT(4, 8);
+}
+
+/* Write the values of `count` entries from `first` on. */
+static void copy_values(const Matrix *matrix, int64_t first, int64_t count, void *out) {
+    int size = matrix->value_bytes;
+    const uint8_t *codes = matrix->codes ? (const uint8_t *)matrix->codes + first * (matrix->table ? 1 : size) : NULL;
+    if (codes && !matrix->table) memcpy(out, codes, (size_t)(count * size));
+    else if (codes && size == 4)
+        for (int64_t i = 0; i < count; i++) ((uint32_t *)out)[i] = ((const uint32_t *)matrix->table)[codes[i]];
+    else
+        for (int64_t i = 0; i < count; i++)
+            store(out, (uint64_t)i, size, load(matrix->table, codes ? codes[i] : 0, size));
+}
+
+/* Copy the entries of `count` rows one after the other: columns as integers of `index_bytes`, 4 or 8, and values. Row i
+ * begins at `starts[i]`, of `index_bytes` too. */
+EXPORT void h5chunk_entries(const Matrix *matrix, const int64_t *rows, int64_t count, int32_t index_bytes, void *starts,
+                            uint8_t *columns, uint8_t *values) {
+    int64_t num_copied = 0;
+    store(starts, 0, index_bytes, 0);
+    for (int64_t i = 0; i < count;) {
+        int64_t first = matrix->starts[rows[i]], end = first, begun = i;
+        if (i + AHEAD_ROWS < count) prefetch_row(matrix, rows[i + AHEAD_ROWS]);
+        do { /* rows that follow each other are one copy */
+            end = matrix->starts[rows[i] + 1];
+            store(starts, (uint64_t)++i, index_bytes, (uint64_t)(num_copied + end - first));
+        } while (i < count && rows[i] == rows[begun] + i - begun);
+        const uint8_t *from = (const uint8_t *)matrix->columns + first * matrix->column_bytes;
+        convert(from, matrix->column_bytes, columns + num_copied * index_bytes, index_bytes, end - first);
+        copy_values(matrix, first, end - first, values + num_copied * matrix->value_bytes);
+        num_copied += end - first;
     }
 }

@@ -7,8 +7,8 @@ GPU torch does it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
@@ -20,8 +20,14 @@ from h5chunk import native
 NUM_CODES = 256
 MAX_INT32 = (1 << 31) - 1
 DENSE_BYTES = 4 << 20  # bytes of a batch that one thread makes dense; scripts/LOG.md
+Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 MapParts = Callable[[Callable[[int], None], Iterable[int]], Iterable[None]]
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Allocate a tensor in new memory."""
+    return torch.empty(shape, dtype=dtype)
 
 
 class Numbers(NamedTuple):
@@ -59,6 +65,11 @@ class CsrRows:
 
     def __len__(self) -> int:
         return self._count
+
+    @property
+    def host_numbers(self) -> np.ndarray:
+        """The numbers of the selected rows: (n,) int64."""
+        return np.arange(self.first, self.first + len(self)) if self.numbers is None else self.numbers.host
 
     def __getitem__(self, rows: slice) -> CsrRows:
         start, stop, _ = rows.indices(len(self))
@@ -108,6 +119,10 @@ class ValueRule:
             values = step.on_values(values, rows)
         return values
 
+    def is_direct(self, rows: CsrRows, dtype: torch.dtype) -> bool:
+        """Whether values, before the steps, are the table's, the constant, or stored numbers, which have ``dtype``."""
+        return self.least is None and (self.table is not None or rows.values is None or rows.values.dtype == dtype)
+
     @property
     def work_dtype(self) -> torch.dtype:
         """The dtype in which values are computed."""
@@ -125,9 +140,18 @@ class Entries(NamedTuple):
     values: torch.Tensor  # (entries,)
 
 
-def entries_of(rows: CsrRows, rule: ValueRule, num_columns: int) -> Entries:
-    """Return the entries of rows, on their device. Entries that need no conversion are not copied."""
-    return (_on_host if rows.starts.device.type == "cpu" else _on_gpu)(rows, rule, num_columns)
+def entries_of(rows: CsrRows, rule: ValueRule, num_columns: int, allocate: Allocate = fresh) -> Entries:
+    """Return the entries of rows, on their device, in memory that nothing else uses; on the host from ``allocate``."""
+    if rows.starts.device.type != "cpu":
+        return _on_gpu(rows, rule, num_columns)
+    starts, numbers = rows.host_starts, rows.host_numbers
+    counts = starts[numbers + 1] - starts[numbers]
+    dtype = torch.int32 if max(num_columns - 1, int(counts.sum())) <= MAX_INT32 else torch.int64
+    entries = (_copied if native.available() else _indexed)(rows, rule, counts, dtype, allocate)
+    values = entries.values
+    if rule.steps:
+        values = torch.from_numpy(rule.applied(values.numpy(), HostArithmetic(counts)))
+    return entries._replace(values=values.to(rule.dtype))
 
 
 def dense_values(codes: torch.Tensor, rule: ValueRule) -> torch.Tensor:
@@ -139,30 +163,48 @@ def dense_values(codes: torch.Tensor, rule: ValueRule) -> torch.Tensor:
     return rule.applied(values, DenseArithmetic()).to(rule.dtype)
 
 
-def _on_host(rows: CsrRows, rule: ValueRule, num_columns: int) -> Entries:
-    host = rows.host_starts
-    numbers = np.arange(rows.first, rows.first + len(rows)) if rows.numbers is None else rows.numbers.host
-    counts = host[numbers + 1] - host[numbers]
+def _copied(rows: CsrRows, rule: ValueRule, counts: np.ndarray, dtype: torch.dtype, allocate: Allocate) -> Entries:
+    """Copy entries natively, up to the steps of the rule."""
+    kind = rule.work_dtype if rule.steps else rule.dtype
+    if is_direct := rule.is_direct(rows, kind):
+        there = native_rows(rows, rule, kind)
+    else:  # values are copied as they are stored, then converted
+        assert rows.values is not None
+        kind = rows.values.dtype
+        there = native_rows(rows, replace(rule, least=None, table=None), kind)
+    starts, columns, values = _room(allocate, len(counts) + 1, int(counts.sum()), dtype, kind)
+    there.copy(rows.host_numbers, starts.numpy(), columns.numpy(), values.view(_SAME_SIZE[kind.itemsize]).numpy())
+    if not is_direct:
+        values = torch.from_numpy(_host_values(values.numpy(), rule))
+    return Entries(starts, torch.from_numpy(counts), columns, values)
+
+
+def _room(
+    allocate: Allocate, num_starts: int, num_entries: int, dtype: torch.dtype, kind: torch.dtype
+) -> Iterator[torch.Tensor]:
+    """Yield memory for row starts, columns and values, from one allocation."""
+    sizes = [(num_starts, dtype), (num_entries, dtype), (num_entries, kind)]
+    room = allocate((sum(-(-count * each.itemsize // 8) * 8 for count, each in sizes),), torch.uint8)
+    for count, each in sizes:
+        yield room[: count * each.itemsize].view(each)
+        room = room[-(-count * each.itemsize // 8) * 8 :]
+
+
+def _indexed(rows: CsrRows, rule: ValueRule, counts: np.ndarray, dtype: torch.dtype, _allocate: Allocate) -> Entries:
+    """Copy entries by NumPy, up to the steps of the rule."""
     starts = np.concatenate(([0], np.cumsum(counts)))
-    indices, codes = rows.indices.numpy(), None if rows.values is None else rows.values.numpy()
-    if rows.numbers is None:
-        some = slice(int(host[rows.first]), int(host[rows.first + len(rows)]))
-        indices, codes = indices[some], None if codes is None else codes[some]
+    firsts, indices = rows.host_starts[rows.host_numbers], rows.indices.numpy()
+    places: Any = np.repeat(firsts - starts[:-1], counts) + np.arange(starts[-1])
+    if rows.numbers is None and len(counts):
+        places = slice(int(firsts[0]), int(firsts[0] + starts[-1]))
+    columns = indices[places].astype(_numpy_dtype(dtype))
+    if rows.values is None:
+        values = np.full(len(columns), rule.constant, _numpy_dtype(rule.work_dtype))
     else:
-        places = np.repeat(host[numbers] - starts[:-1], counts) + np.arange(starts[-1])
-        indices, codes = indices[places], None if codes is None else codes[places]
-    dtype = np.int32 if max(num_columns - 1, int(starts[-1])) <= MAX_INT32 else np.int64
-    if codes is None:
-        values = np.full(len(indices), rule.constant, _numpy_dtype(rule.work_dtype))
-    else:
-        values = _host_values(codes, rule)
-    values = rule.applied(values, HostArithmetic(counts))
-    return Entries(
-        torch.from_numpy(starts.astype(dtype)),
-        torch.from_numpy(counts),
-        torch.from_numpy(indices.astype(dtype, copy=False)),
-        torch.from_numpy(values).to(rule.dtype),
-    )
+        stored = rows.values.numpy()[places]
+        values = _host_values(stored, rule)
+        values = stored.copy() if values is stored else values
+    return Entries(*map(torch.from_numpy, (starts.astype(columns.dtype), counts, columns, values)))
 
 
 def _host_values(codes: np.ndarray, rule: ValueRule) -> np.ndarray:
@@ -305,29 +347,29 @@ def scatter(out: torch.Tensor, entries: Entries, map_parts: MapParts = map) -> N
 
 
 def scatter_natively(out: torch.Tensor, rows: CsrRows, rule: ValueRule, map_parts: MapParts = map) -> bool:
-    """Make rows dense as `scatter` does, in native code without the GIL; return whether that was possible.
-
-    It is possible if every value is the stored number itself, its entry in the table, or the constant.
-    """
-    one_by_one = rule.table is not None or rows.values is None or rows.values.dtype == rule.dtype
-    if rule.steps or rule.least is not None or not one_by_one or not native.available():
+    """Make rows dense as `scatter` does, in native code without the GIL; return whether that was possible."""
+    if rule.steps or not rule.is_direct(rows, rule.dtype) or not native.available():
         return False
-    same = _SAME_SIZE[out.itemsize]
-    table = rule.table if rows.values is not None else np.array([rule.constant])
-    values = None if table is None else torch.from_numpy(table).to(rule.dtype).view(same).numpy()
-    numbers = np.arange(rows.first, rows.first + len(rows)) if rows.numbers is None else rows.numbers.host
-    numbers = np.ascontiguousarray(numbers, np.int64)
-    columns, codes = rows.indices.numpy(), None if rows.values is None else rows.values.view(-1).numpy()
-    dense = out.view(same).numpy()
+    there, numbers = native_rows(rows, rule, rule.dtype), rows.host_numbers
+    dense = out.view(_SAME_SIZE[out.itemsize]).numpy()
 
     def fill(start: int) -> None:
         part = slice(start, start + step)
-        native.dense_rows(rows.host_starts, columns, codes, values, numbers[part], dense[part])
+        there.make_dense(numbers[part], dense[part])
 
     step = max(1, DENSE_BYTES // max(1, out.shape[1] * out.itemsize))
     for _ in map_parts(fill, range(0, len(numbers), step)):
         pass
     return True
+
+
+def native_rows(rows: CsrRows, rule: ValueRule, dtype: torch.dtype) -> native.SparseRows:
+    """Return rows for native code, with values of this dtype, if the rule is direct."""
+    table = rule.table if rows.values is not None else np.array([rule.constant])
+    if table is not None:
+        table = torch.from_numpy(table).to(dtype).view(_SAME_SIZE[dtype.itemsize]).numpy()
+    codes = None if rows.values is None else rows.values.numpy()
+    return native.SparseRows(rows.host_starts, rows.indices.numpy(), codes, table)
 
 
 def make_csr(starts: torch.Tensor, columns: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:

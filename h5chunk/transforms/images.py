@@ -6,7 +6,7 @@ Converting uint8 to floats scales it to 0..1, like torchvision's ``scale=True``;
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -16,8 +16,8 @@ import torch
 from h5chunk.errors import OptionError
 from h5chunk.plan.draws import Draws
 from h5chunk.transforms.compiled import FusedKernel
+from h5chunk.transforms.csr import Allocate, fresh
 
-Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 KEPT_CONVERTERS = 32  # allocates results of transforms that are called as functions
 
 
@@ -168,11 +168,6 @@ def _converter(
     converter = ImageConverter((transform,), stored, sample_shape, channel_axis(sample_shape), fresh)
     converter.prepare(device)
     return converter
-
-
-def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Allocate a tensor in new memory."""
-    return torch.empty(shape, dtype=dtype)
 
 
 def result_dtype(

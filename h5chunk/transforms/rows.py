@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +24,7 @@ from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.transforms.compiled import DenseKernel
 from h5chunk.transforms.csr import (
     NUM_CODES,
+    Allocate,
     CsrArithmetic,
     CsrRows,
     DenseArithmetic,
@@ -42,7 +43,6 @@ from h5chunk.transforms.hold_out import HoldOut
 DENSE_THREADS = 4  # threads that make batches dense on the host
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -222,11 +222,8 @@ class RowConverter:
             if self._kernel is None or not self._kernel(rows, out):
                 scatter(out, entries_of(rows, self.rule, self.num_columns), self._map_parts())
             return out
-        starts, _, columns, values = entries_of(rows, self.rule, self.num_columns)
-        if not keep:  # values that were stored in the right type still belong to the window
-            columns = columns.clone() if shares_memory(columns, rows.indices) else columns
-            values = values.clone() if rows.values is not None and shares_memory(values, rows.values) else values
-        return make_csr(starts, columns, values, (len(rows), self.num_columns))
+        entries = entries_of(rows, self.rule, self.num_columns, self._allocate)
+        return make_csr(entries.starts, entries.columns, entries.values, (len(rows), self.num_columns))
 
     def parted(self, rows: CsrRows, draws: Draws) -> tuple[Entries, ...]:
         """Return the converted entries: all, or those of the inputs and of the targets if entries are held out."""
@@ -279,11 +276,6 @@ def _example(matrix: MatrixField, device: torch.device) -> CsrRows:
     starts, columns = np.array([0, 1], np.int64), torch.from_numpy(np.zeros(1, matrix.index_dtype))
     values = None if matrix.value_dtype is None else torch.from_numpy(np.zeros(1, matrix.value_dtype))
     return CsrRows(torch.from_numpy(starts), starts, columns, values).to(device)
-
-
-def shares_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether a tensor lies in the memory of another, contiguous tensor."""
-    return 0 <= tensor.data_ptr() - other.data_ptr() < max(1, other.nbytes)
 
 
 def _rule(field: MatrixField | Field, dtype: torch.dtype, steps: tuple[_Values, ...]) -> ValueRule:

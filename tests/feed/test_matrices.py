@@ -110,6 +110,36 @@ def test_echoes_are_rows_of_the_window(tmp_path, echo, sparse, device):
     assert len(found) == 200 * echo and {tuple(row) for row in found.tolist()} == known
 
 
+@pytest.mark.parametrize("resident", [False, True])
+@pytest.mark.parametrize("options", [{}, {"scale": 10.0}, {"dtype": "f2"}, {"dtype": "f4"}, {"pattern": True}], ids=str)
+@pytest.mark.parametrize(
+    "transforms",
+    [
+        *([Csr(dtype)] for dtype in (torch.float32, torch.float64, torch.bfloat16)),
+        *([step, Csr()] for step in (Binarize(3), Log1p(), Log1p(9), L2())),
+        [L2(), Dense(torch.float16)],
+    ],
+    ids=str,
+)
+def test_native_code_gives_the_same_bytes(tmp_path, monkeypatch, transforms, options, resident):
+    path = write(tmp_path / "a.h5", random_matrix(70, 300, 9, 1), **options)
+
+    def batches() -> list[torch.Tensor]:
+        loader = ChunkLoader(ChunkDataset(path, trusted=True), 16, transforms=transforms, resident=resident)
+        return [part for (batch,) in loader for part in _parts(batch)]
+
+    made = batches()
+    monkeypatch.setenv("H5CHUNK_NATIVE", "0")
+    for part, other in zip(made, batches(), strict=True):
+        assert part.dtype == other.dtype and torch.equal(part, other)
+
+
+def _parts(batch: torch.Tensor) -> list[torch.Tensor]:
+    if batch.layout == torch.strided:
+        return [batch]
+    return [batch.crow_indices(), batch.col_indices(), batch.values()]
+
+
 @pytest.mark.parametrize("sparse", ["dense", "csr"])
 def test_batches_that_are_kept_stay_what_they_are(tmp_path, sparse):
     """Also where the file's types are those of the batch, so that nothing need be converted."""

@@ -1,9 +1,10 @@
-/* Drives core.c as Python does, for the sanitizers: prints nothing and returns 0 if all is well.
+/* Drives core.c and rows.c as Python does, for the sanitizers: prints nothing and returns 0 if all is well.
  *
  *     cc -fsanitize=address,undefined -Dpread=faulty_pread -Dpreadv=faulty_preadv -c driver.c
  *     cc -fsanitize=address,undefined driver.o faults.c -pthread
  */
 #include "../../h5chunk/native/core.c"
+#include "../../h5chunk/native/rows.c"
 
 #include <stdio.h>
 
@@ -143,7 +144,42 @@ static int run_pool(int descriptor, int threads, int fault, int from, int is_clo
     return status;
 }
 
+/* Copy rows of a matrix, some of which follow each other, and make them dense, with all sizes of numbers. */
+static void run_rows(int column_bytes, int value_bytes, int index_bytes, int has_codes, int has_table) {
+    enum { MATRIX_ROWS = 30, COLUMNS = 90, TAKEN = 20 };
+    int64_t starts[MATRIX_ROWS + 1] = {0}, rows[TAKEN], num_taken = 0;
+    for (int row = 0; row < MATRIX_ROWS; row++) starts[row + 1] = starts[row] + row % 7 * 5;
+    for (int i = 0; i < TAKEN; i++) rows[i] = i < 9 ? i + 4 : (i * 11) % MATRIX_ROWS, num_taken += rows[i] % 7 * 5;
+    int64_t count = starts[MATRIX_ROWS], size = value_bytes;
+    void *columns = malloc((size_t)(count * column_bytes)), *table = malloc((size_t)(256 * size));
+    void *codes = malloc((size_t)(count * (has_table ? 1 : size))), *dense = malloc((size_t)(TAKEN * COLUMNS * size));
+    for (int64_t row = 0, i = 0; row < MATRIX_ROWS; row++)
+        for (; i < starts[row + 1]; i++) store(columns, i, column_bytes, 3 * (i - starts[row]));
+    for (int64_t i = 0; i < count; i++) store(codes, i, has_table ? 1 : value_bytes, i % 100 + 1);
+    for (int i = 0; i < 256; i++) store(table, i, value_bytes, i / 2 + 1);
+    Matrix matrix = {starts, columns, has_codes ? codes : NULL, has_table ? table : NULL, COLUMNS, column_bytes, value_bytes};
+    void *ends = malloc((size_t)((TAKEN + 1) * index_bytes)), *out = malloc((size_t)(num_taken * index_bytes));
+    void *values = malloc((size_t)(num_taken * size));
+    h5chunk_entries(&matrix, rows, TAKEN, index_bytes, ends, out, values);
+    EXPECT(!h5chunk_dense(&matrix, rows, TAKEN, dense));
+    for (int64_t i = 0, entry = 0; i < TAKEN; i++) {
+        EXPECT(load(ends, i, index_bytes) == (uint64_t)entry);
+        for (int64_t from = starts[rows[i]]; from < starts[rows[i] + 1]; from++, entry++) {
+            uint64_t code = has_codes ? (uint64_t)from % 100 + 1 : 0, value = has_table ? code / 2 + 1 : code;
+            EXPECT(load(out, entry, index_bytes) == load(columns, from, column_bytes));
+            EXPECT(load(values, entry, value_bytes) == value);
+            EXPECT(load(dense, i * COLUMNS + (int64_t)load(out, entry, index_bytes), value_bytes) == value);
+        }
+    }
+    matrix.num_columns = 10;
+    EXPECT(h5chunk_dense(&matrix, rows, TAKEN, dense) == -1);
+    void *memory[] = {columns, table, codes, dense, ends, out, values};
+    for (int i = 0; i < 7; i++) free(memory[i]);
+}
+
 int main(void) {
+    for (int i = 0; i < 4 * 4 * 2 * 3; i++)
+        run_rows(1 << i % 4, 1 << i / 4 % 4, i / 16 % 2 ? 8 : 4, i / 32 != 2, i / 32 != 1);
     char path[] = "/tmp/h5chunk-driver-XXXXXX";
     int descriptor = mkstemp(path);
     for (size_t i = 0; i < sizeof data; i++) data[i] = (uint8_t)(i * i >> 7);

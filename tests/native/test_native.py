@@ -29,7 +29,7 @@ from support.loader_files import IMAGES, N, epoch_of, path
 import h5chunk.native
 from h5chunk import ChunkDataset, ChunkLoader, ChunkSampler
 from h5chunk.errors import FileError, WorkerError
-from h5chunk.native import CANCELLED, CHECKSUM, DONE, JOB, READ, VERIFY, NativePool, crc32, dense_rows, run
+from h5chunk.native import CANCELLED, CHECKSUM, DONE, JOB, READ, VERIFY, NativePool, SparseRows, crc32, run
 from h5chunk.store.hdf5.ranges import RowGather
 
 __all__ = ["nothing_is_left", "path"]
@@ -111,10 +111,19 @@ def test_rows_are_made_dense(columns: Any, values: Any, codes: Any) -> None:
     table = None if codes == "values" else (np.arange(256) % 100 + 1).astype(values)
     expected = np.where(matrix, matrix if table is None else table[matrix if codes else 0 * matrix], 0)
     rows, out = random.permutation(40), np.full((40, 70), 9, values)
-    dense_rows(starts, column.astype(columns), stored if codes else None, table, rows, out)
+    sparse = SparseRows(starts, column.astype(columns), stored if codes else None, table)
+    sparse.make_dense(rows, out)
     assert (out == expected[rows]).all()
     with pytest.raises(IndexError, match="a column is out of range for 60 columns"):
-        dense_rows(starts, column.astype(columns), None, np.ones(1, values), rows, np.empty((40, 60), values))
+        sparse.make_dense(rows, np.empty((40, 60), values))
+    for some in (rows, np.append(np.arange(7, 23), rows[:9])):
+        for dtype in (np.int32, np.int64):
+            counts = np.diff(starts)[some]
+            ends, found, numbers = np.empty(len(some) + 1, dtype), *(np.empty(counts.sum(), t) for t in (dtype, values))
+            sparse.copy(some, ends, found, numbers)
+            assert (ends == np.append(0, counts.cumsum())).all()
+            assert (found == np.concatenate([np.flatnonzero(matrix[i]) for i in some])).all()
+            assert (numbers == np.concatenate([expected[i][matrix[i] > 0] for i in some])).all()
 
 
 def job(**numbers: object) -> np.ndarray:
