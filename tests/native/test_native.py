@@ -51,7 +51,8 @@ def faulty_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("native")
     faults = ("-U_FORTIFY_SOURCE", "-Dpread=faulty_pread", "-Dpreadv=faulty_preadv")
     compile_c(folder / "core.o", "-c", "-fPIC", "-O2", "-Wall", "-Wextra", "-Werror", *faults, CORE)
-    compile_c(folder / "faulty.so", "-shared", "-fPIC", HERE / "faults.c", CORE.with_name("rows.c"), folder / "core.o")
+    others = [part for part in CORE.parent.glob("*.c") if part != CORE]
+    compile_c(folder / "faulty.so", "-shared", "-fPIC", HERE / "faults.c", *others, folder / "core.o")
     return h5chunk.native._declare(ctypes.CDLL(str(folder / "faulty.so")))
 
 
