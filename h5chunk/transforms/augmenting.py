@@ -27,7 +27,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -41,6 +40,7 @@ from h5chunk.machine import available_cores
 from h5chunk.plan.draws import ERASED, ERASING, MAX_SIDE, Draws, Geometry, Size
 from h5chunk.plan.permutation import Indices
 from h5chunk.transforms.augment import ERASERS, GEOMETRIC, INTERPOLATIONS, MODES, RandomCrop
+from h5chunk.transforms.compiled import AugmentKernel
 from h5chunk.transforms.images import (
     KEPT_CONVERTERS,
     Normalize,
@@ -60,9 +60,6 @@ AUGMENTING = (*GEOMETRIC, *ERASERS)
 @dataclass(frozen=True, eq=False)
 class Rule:
     """What is the same for all samples of a field; tensors are on the device of the batches.
-
-    ``AugmentKernel(rule)(source, table, out)`` gets ``source``, flat uint8, ``table``, (n, ERASED + 4 * boxes) int64,
-    and ``out``, contiguous, all on a GPU, and returns whether it ran; ``AugmentKernel.suits(rule)``, whether it can.
 
     ``interpolation`` is "antialias", "bilinear" or "nearest", ``mode`` "constant", "reflect" or "edge". The source is
     ``interleaved`` (H, W, C) or planar (C, H, W), and so is the memory of the result (``out_interleaved``).
@@ -192,7 +189,7 @@ class AugmentConverter:
         self._rule = _make_rule(transforms, sample_shape, axis, self._size(), is_mask)
         self.dtype, self._allocate = self._rule.dtype, allocate
         self.sample_bytes = self._rule.channels * math.prod(self._rule.size) * self.dtype.itemsize
-        self._kernel: Any = None
+        self._kernel: AugmentKernel | None = None
         self._native: native.ImageRule | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._process = 0
@@ -223,11 +220,8 @@ class AugmentConverter:
     def prepare(self, device: torch.device) -> None:
         """Put the constants on the device, and compile the kernel for it."""
         self._rule = self._rule.to(device)
-        if device.type == "cuda" and self._kernel is None:
-            with suppress(ImportError):
-                from h5chunk.transforms.augment_kernel import AugmentKernel
-
-                self._kernel = AugmentKernel(self._rule) if AugmentKernel.suits(self._rule) else None
+        if self._kernel is None and AugmentKernel.suits(self._rule):
+            self._kernel = AugmentKernel(self._rule)
 
     def __call__(self, images: torch.Tensor, keep: bool, draws: Draws) -> torch.Tensor:
         """Return the augmented batch, in memory of its own."""
@@ -255,13 +249,11 @@ class AugmentConverter:
 
     def compute(self, source: torch.Tensor, table: Indices, out: torch.Tensor) -> None:
         """Compute the results of a table, of images in ``source``, flat uint8 on the device of the batches."""
+        if self._kernel is not None and self._kernel(source, table, out):
+            return
         if source.device.type == "cpu" and native.available():
             self._compute_natively(source, table, out)
             return
-        if source.device.type != "cpu" and self._kernel is not None:
-            there = torch.from_numpy(table).to(source.device, non_blocking=True)
-            if self._kernel(source, there, out):
-                return
         count, channels, height, width = len(table), self._rule.channels, *self._rule.size
         if self._rule.out_interleaved:
             planar = out.view(count, height, width, channels).permute(0, 3, 1, 2)

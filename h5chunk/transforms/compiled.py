@@ -21,6 +21,7 @@ FEWEST_NUMBERS = 4 << 20  # in a smaller batch, launching the kernel takes longe
 MOST_CHANNELS = 16  # a program holds all channels of its pixels
 PIXELS = 1024  # pixels per program; 512 and 2048 are as fast
 BLOCK, ZEROS, NUM_WARPS = 256, 4096, 16  # entries to set and numbers to clear at a time, and warps; scripts/LOG.md
+TAPS, BLOCK_ROWS, BLOCK_COLUMNS, TOGETHER, WARPS = 128, 8, 256, 2, 2  # results of a program of augmentation
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -98,6 +99,92 @@ class FusedKernel(Compiling):
         with torch.cuda.device(images.device):
             kernel[(programs,)](
                 images, out, self._scale, self._shift, pixels, *strides, channels, padded, PIXELS, num_warps=4
+            )
+
+
+class AugmentKernel(Compiling):
+    """Compute the results of a table of geometry on a GPU, as a `h5chunk.transforms.augmenting.Rule` on it says.
+
+    One launch writes the weights of the pixels that make each row and column of each result; where nothing is resized
+    there are none. The other reads the source and writes the batch.
+    """
+
+    def __init__(self, rule: Any) -> None:
+        self._rule, self._empty = rule, torch.empty(0, dtype=torch.int32, device=rule.fill.device)
+        self._resamples = rule.interpolation != "nearest"
+        self._compile_in_thread(self._first_launch)
+
+    @staticmethod
+    def suits(rule: Any) -> bool:
+        """Return whether the kernel supports this device and dtype."""
+        return rule.fill.device.type == "cuda" and rule.dtype in (*DTYPES, torch.uint8)
+
+    def _first_launch(self) -> Any:
+        from h5chunk.transforms import augment_kernel as kernels
+
+        rule, device = self._rule, self._rule.fill.device
+        table = torch.zeros(1, 12 + 4 * len(rule.erased), dtype=torch.int64, device=device)
+        table[:, 5:9] = 1  # boxes and images of one pixel
+        out = torch.empty(1, rule.channels, *rule.size, dtype=rule.dtype, device=device)
+        self._launch(kernels, torch.zeros(16, dtype=torch.uint8, device=device), table, 2, out)
+        return kernels
+
+    def __call__(self, source: torch.Tensor, table: np.ndarray, out: torch.Tensor) -> bool:
+        """Fill ``out``, unless the kernel is not compiled yet; return whether it ran.
+
+        ``source`` is flat uint8 and ``out`` contiguous, both on the GPU; ``table`` is on the host.
+        """
+        if self._kernel is None:
+            return False
+        if len(table):
+            there = torch.from_numpy(table).to(source.device, non_blocking=True)
+            self._launch(self._kernel, source, there, self._most_taps(table), out)
+        return True
+
+    def _most_taps(self, table: np.ndarray) -> int:
+        """Return the largest number of pixels in a row or column of a box that make a pixel of a result."""
+        if self._rule.interpolation != "antialias":
+            return 2
+        return max(2, int((-(-2 * table[:, 5:7] // table[:, 7:9])).max()))
+
+    def _launch(self, kernels: Any, source: torch.Tensor, table: torch.Tensor, most: int, out: torch.Tensor) -> None:
+        rule, (height, width), taps = self._rule, self._rule.size, self._empty
+        longest, antialias = max(height, width), rule.interpolation == "antialias"
+        with torch.cuda.device(source.device):
+            if self._resamples:
+                taps = torch.empty((len(table), 2, most + 1, longest), dtype=torch.int32, device=source.device)
+                kernels.weigh_taps[(len(table), 2, -(-longest // TAPS))](
+                    table, taps, most, table.shape[1], height, width, longest, antialias, rule.mode, TAPS
+                )
+            line, planes = (width * rule.channels, 1) if rule.out_interleaved else (width, rule.channels)
+            programs = len(table) * planes * -(-height // BLOCK_ROWS) * -(-line // BLOCK_COLUMNS)
+            kernels.augment_images[(programs,)](
+                source,
+                out,
+                table,
+                taps,
+                self._empty if rule.scale is None else rule.scale,
+                self._empty if rule.shift is None else rule.shift,
+                rule.fill,
+                rule.erased,
+                most,
+                table.shape[1],
+                rule.channels,
+                height,
+                width,
+                longest,
+                not rule.interleaved,
+                rule.out_interleaved,
+                rule.scale is not None,
+                self._resamples,
+                antialias,
+                rule.mode,
+                len(rule.erased),
+                BLOCK_ROWS,
+                BLOCK_COLUMNS,
+                TOGETHER,
+                num_warps=WARPS,
+                enable_fp_fusion=False,
             )
 
 

@@ -1,0 +1,235 @@
+"""The Triton kernels of augmentation, in a module that is imported only if a GPU and Triton may exist.
+
+`h5chunk.transforms.augmenting` says what they compute, and what the columns of a table are.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def index_inside(index, full, padding: tl.constexpr):  # type: ignore[no-untyped-def,unused-ignore]
+    """Return which row or column of a resized image stands at an index that may be outside."""
+    if padding == "reflect":
+        index = tl.abs(index)
+        index = tl.minimum(index, 2 * (full - 1) - index)
+    return tl.minimum(tl.maximum(index, 0), full - 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def count_taps(own, antialias: tl.constexpr):  # type: ignore[no-untyped-def,unused-ignore]
+    """Return how many rows, and how many columns, of its box each pixel of a result is made of."""
+    height, width = tl.load(own + 5).to(tl.int32), tl.load(own + 6).to(tl.int32)
+    full_height, full_width = tl.load(own + 7).to(tl.int32), tl.load(own + 8).to(tl.int32)
+    count = 2
+    if antialias:
+        count = tl.maximum(tl.cdiv(2 * height, full_height), tl.cdiv(2 * width, full_width))
+        count = tl.maximum(count, 2)
+    return tl.minimum(count, height), tl.minimum(count, width)
+
+
+@triton.jit(  # type: ignore[untyped-decorator,unused-ignore]
+    do_not_specialize=["most"], do_not_specialize_on_alignment=["table"]
+)
+def weigh_taps(  # type: ignore[no-untyped-def,unused-ignore]
+    table,
+    taps,
+    most,
+    columns: tl.constexpr,
+    out_height: tl.constexpr,
+    out_width: tl.constexpr,
+    longest: tl.constexpr,
+    antialias: tl.constexpr,
+    padding: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Write where the taps of each output row and column of a sample begin in its box, and their 22-bit weights.
+
+    -1 stands for a pixel outside, where the padding is constant.
+    """
+    sample, axis = tl.program_id(0), tl.program_id(1)  # axis 0: rows, 1: columns
+    own = table + sample.to(tl.int64) * columns
+    size = tl.load(own + 5 + axis).to(tl.int32)
+    full = tl.load(own + 7 + axis).to(tl.int32)
+    length = tl.where(axis == 0, out_height, out_width)
+    place = tl.program_id(2) * block + tl.arange(0, block)
+    index = tl.where((axis == 1) & (tl.load(own + 11) != 0), length - 1 - place, place)
+    index += tl.load(own + 9 + axis).to(tl.int32)
+    inside = index_inside(index, full, padding)
+    reach = full
+    if antialias:
+        reach = tl.maximum(size, full)
+    count_y, count_x = count_taps(own, antialias)
+    count = tl.where(axis == 0, count_y, count_x)
+    centre = (2 * inside + 1) * size
+    first = tl.minimum(tl.maximum(centre - 2 * reach + full, 0) // (2 * full), size - count)
+    distance = (2 * first + 1) * full - centre
+    total = tl.zeros([block], tl.int32)
+    for tap in range(0, count):
+        total += tl.maximum(2 * reach - tl.abs(distance + 2 * tap * full), 0)
+    there = taps + (sample * 2 + axis).to(tl.int64) * ((most + 1) * longest) + place
+    is_place = place < length
+    for tap in range(0, count):
+        weight = tl.maximum(2 * reach - tl.abs(distance + 2 * tap * full), 0).to(tl.int64)
+        weight = (weight * 4194304 + total // 2) // total
+        tl.store(there + (1 + tap) * longest, weight.to(tl.int32), mask=is_place)
+    if padding == "constant":
+        first = tl.where(index == inside, first, -1)
+    tl.store(there, first, mask=is_place)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def add_row(sums, pixels, weights_x, tap, stride, is_column, longest: tl.constexpr):  # type: ignore[no-untyped-def,unused-ignore]
+    """Add the pixels of one tap of each column to the sums of a row of the box."""
+    weight = tl.load(weights_x + tap * longest, mask=is_column, other=0)
+    return sums + weight[None, :] * tl.load(pixels + tap * stride).to(tl.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def resampled(  # type: ignore[no-untyped-def,unused-ignore]
+    pixels,
+    row,
+    pixel,
+    weights_y,
+    weights_x,
+    count_y,
+    count_x,
+    is_row,
+    is_column,
+    longest: tl.constexpr,
+    unrolled: tl.constexpr,
+    shape: tl.constexpr,
+):
+    """Return the sums of pixels from ``pixels`` on; with ``unrolled``, this is the number of rows and columns."""
+    total = tl.zeros(shape, tl.int32)
+    if unrolled:
+        for tap_y in tl.static_range(unrolled):
+            weight_y = tl.load(weights_y + tap_y * longest, mask=is_row, other=0)
+            sums = tl.full(shape, 2097152, tl.int32)
+            for tap_x in tl.static_range(unrolled):
+                sums = add_row(sums, pixels + tap_y * row, weights_x, tap_x, pixel, is_column, longest)
+            total += weight_y[:, None] * (sums >> 22)
+    else:
+        for tap_y in range(0, count_y):
+            weight_y = tl.load(weights_y + tap_y * longest, mask=is_row, other=0)
+            sums = tl.full(shape, 2097152, tl.int32)
+            for tap_x in range(0, count_x):
+                sums = add_row(sums, pixels + tap_y * row, weights_x, tap_x, pixel, is_column, longest)
+            total += weight_y[:, None] * (sums >> 22)
+    return (total + 2097152) >> 22
+
+
+@triton.jit(  # type: ignore[untyped-decorator,unused-ignore]
+    do_not_specialize=["most"], do_not_specialize_on_alignment=["images", "table"]
+)
+def augment_images(  # type: ignore[no-untyped-def,unused-ignore]
+    images,
+    out,
+    table,
+    taps,
+    scale,
+    shift,
+    fill,
+    erased,
+    most,
+    columns: tl.constexpr,
+    channels: tl.constexpr,
+    out_height: tl.constexpr,
+    out_width: tl.constexpr,
+    longest: tl.constexpr,
+    planar: tl.constexpr,
+    interleaves: tl.constexpr,
+    scales: tl.constexpr,
+    resamples: tl.constexpr,
+    antialias: tl.constexpr,
+    padding: tl.constexpr,
+    num_erased: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_columns: tl.constexpr,
+    together: tl.constexpr,
+):
+    """Compute a block of one output image, of all channels if they are interleaved, otherwise of one channel.
+
+    ``planar`` is the layout of the stored images, ``interleaves`` that of the output.
+    """
+    line: tl.constexpr = out_width * channels if interleaves else out_width  # what is contiguous in the output
+    planes: tl.constexpr = 1 if interleaves else channels
+    across: tl.constexpr = (line + block_columns - 1) // block_columns
+    down: tl.constexpr = (out_height + block_rows - 1) // block_rows
+    sample = (tl.program_id(0) // (planes * down * across)).to(tl.int64)
+    block = tl.program_id(0) % (planes * down * across)
+    plane = block // (down * across)
+    y = block % (down * across) // across * block_rows + tl.arange(0, block_rows)
+    place = block % across * block_columns + tl.arange(0, block_columns)
+    is_row = y < out_height
+    is_column = place < line
+    x = place
+    channel = plane + tl.zeros([block_columns], tl.int32)
+    if interleaves:
+        x = place // channels
+        channel = place % channels
+    own = table + sample * columns
+    top = tl.load(own + 3).to(tl.int32)
+    left = tl.load(own + 4).to(tl.int32)
+    pixel: tl.constexpr = 1 if planar else channels
+    row = tl.load(own + 2).to(tl.int32) * pixel
+    first_number = channel
+    if planar:
+        first_number = channel * (tl.load(own + 1).to(tl.int32) * row)
+    if resamples:
+        taps_y = taps + sample * (2 * (most + 1) * longest) + y
+        taps_x = taps + (sample * 2 + 1) * ((most + 1) * longest) + x
+        from_y = tl.load(taps_y, mask=is_row, other=0)
+        from_x = tl.load(taps_x, mask=is_column, other=0)
+        is_there = (from_x >= 0)[None, :] & (from_y >= 0)[:, None]
+        from_y = tl.maximum(from_y, 0)
+        from_x = tl.maximum(from_x, 0)
+    else:
+        height = tl.load(own + 7).to(tl.int32)
+        width = tl.load(own + 8).to(tl.int32)
+        index_y = y + tl.load(own + 9).to(tl.int32)
+        index_x = tl.where(tl.load(own + 11) != 0, out_width - 1 - x, x) + tl.load(own + 10).to(tl.int32)
+        inside_y = index_inside(index_y, height, padding)
+        inside_x = index_inside(index_x, width, padding)
+        is_there = (index_x == inside_x)[None, :] & (index_y == inside_y)[:, None]
+        from_y = (2 * inside_y + 1) * tl.load(own + 5).to(tl.int32) // (2 * height)
+        from_x = (2 * inside_x + 1) * tl.load(own + 6).to(tl.int32) // (2 * width)
+    first = ((left + from_x) * pixel + first_number)[None, :] + ((top + from_y) * row)[:, None]
+    pixels = images + tl.load(own) + tl.max_contiguous(first, [1, 2])  # so that columns go to neighbouring threads
+    value = tl.zeros([block_rows, block_columns], tl.int32)
+    if resamples:
+        weights_y = taps_y + longest
+        weights_x = taps_x + longest
+        count_y, count_x = count_taps(own, antialias)
+        shape: tl.constexpr = [block_rows, block_columns]
+        if (count_y == 2) & (count_x == 2):
+            value = resampled(pixels, row, pixel, weights_y, weights_x, 2, 2, is_row, is_column, longest, 2, shape)
+        elif (count_y == 3) & (count_x == 3):
+            value = resampled(pixels, row, pixel, weights_y, weights_x, 3, 3, is_row, is_column, longest, 3, shape)
+        else:
+            value = resampled(
+                pixels, row, pixel, weights_y, weights_x, count_y, count_x, is_row, is_column, longest, 0, shape
+            )
+    else:
+        value = tl.load(pixels).to(tl.int32)
+    if padding == "constant":
+        filler = tl.load(fill + channel, mask=is_column, other=0).to(tl.int32)
+        value = tl.where(is_there, value, filler[None, :])
+    result = value
+    if scales:
+        factor = tl.load(scale + channel, mask=is_column, other=0)
+        offset = tl.load(shift + channel, mask=is_column, other=0)
+        result = value.to(tl.float32) * factor[None, :] + offset[None, :]
+    result = result.to(out.dtype.element_ty)
+    for number in tl.static_range(num_erased):
+        blank = tl.load(erased + number * channels + channel, mask=is_column, other=0)
+        top_row = tl.load(own + 12 + 4 * number)
+        left_column = tl.load(own + 13 + 4 * number)
+        in_rows = (y >= top_row) & (y < top_row + tl.load(own + 14 + 4 * number))
+        in_columns = (x >= left_column) & (x < left_column + tl.load(own + 15 + 4 * number))
+        result = tl.where(in_columns[None, :] & in_rows[:, None], blank[None, :], result)
+    image = out + (sample * planes + plane) * (out_height * line)
+    there = tl.max_contiguous(place[None, :] + (y * line)[:, None], [1, together])
+    tl.store(image + there, result, mask=is_column[None, :] & is_row[:, None])
