@@ -1,4 +1,4 @@
-"""``python -m h5chunk`` is the command line."""
+"""Run the command line: ``python -m h5chunk``."""
 
 from __future__ import annotations
 

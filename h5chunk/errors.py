@@ -1,19 +1,6 @@
-"""The errors that h5chunk raises on purpose.
+"""The errors that h5chunk raises on purpose, and functions that format their messages.
 
-H5ChunkError
- +-- OptionError   (ValueError)     an invalid argument: name, value, limit, remedy
- +-- SourceError   (ValueError)     the raw data: missing, empty, or inconsistent
- |    +-- SampleError               one sample of the source: path and reason
- |         +-- ShapeError           a sample with another shape than the others
- +-- OutputError   (OSError)        the file to be written: exists, in use, no space
- +-- FileError     (OSError)        a file to be read: not HDF5, cut short, changed
- |    +-- FieldError (KeyError)     a missing field, or a dataset that cannot be a field
- |         +-- UnsupportedError     legal in HDF5, but not supported here
- |         +-- TrustError           data outside of the file, read only if trusted
- +-- StateError    (ValueError)     a saved state that belongs to another order of samples
- +-- WorkerError   (RuntimeError)   a worker process that died, or a thread that hangs
-
-The command line prints the message of any of these and exits with 1.
+The command line prints the message of such an error and exits with 1.
 """
 
 from __future__ import annotations
@@ -26,18 +13,17 @@ from typing import Any
 
 
 class H5ChunkError(Exception):
-    """Base of every error that h5chunk raises on purpose; ``str()`` is its message as one printable line.
+    """Base class of all errors that h5chunk raises on purpose; ``str()`` is its message as one printable line.
 
     Parameters
     ----------
     *args : object
-        The message comes first.
+        The first one is the message.
     message : str, optional
-        A message of several lines, each of which is made printable, such as torch's with the traceback of a
-        DataLoader's worker.
+        A message of several lines instead, such as torch's with the traceback of a DataLoader's worker.
     """
 
-    message = "torch gives it by this name to classes that have the name"
+    message = "(torch gives the argument of this name to classes with such an attribute)"
 
     def __init__(self, *args: object, message: str | None = None) -> None:
         super().__init__(*args if message is None else (message,))
@@ -49,7 +35,7 @@ class H5ChunkError(Exception):
 
 
 class OptionError(H5ChunkError, ValueError):
-    """An invalid argument."""
+    """An argument or option is invalid."""
 
 
 class SourceError(H5ChunkError, ValueError):
@@ -57,15 +43,15 @@ class SourceError(H5ChunkError, ValueError):
 
 
 class SampleError(SourceError):
-    """One sample of the source cannot be used; ``str()`` gives the reason without the path."""
+    """One sample of the source cannot be used."""
 
 
 class ShapeError(SampleError):
-    """A sample has another shape than earlier samples, and no option says what to do about it."""
+    """A sample of the source has another shape than earlier samples, and no option allows that."""
 
 
 class OutputError(H5ChunkError, OSError):
-    """The output exists, is in use or does not fit."""
+    """The output cannot be written: it exists, is in use, or the disk is full."""
 
 
 class FileError(H5ChunkError, OSError):
@@ -73,30 +59,30 @@ class FileError(H5ChunkError, OSError):
 
 
 class FieldError(FileError, KeyError):
-    """The file lacks a field, or the dataset cannot be a field."""
+    """A file lacks a field, or a dataset in it cannot be a field."""
 
 
 class UnsupportedError(FieldError):
-    """The file has valid HDF5 content that is not supported, such as a huge dataset that is mostly unwritten."""
+    """A file has valid HDF5 content that is not supported, such as a huge dataset that was never written."""
 
 
 class TrustError(FieldError):
-    """The file refers to other files, or needs plugins, which is allowed only for trusted files."""
+    """A file refers to other files or needs plugins, which is allowed only with ``trusted=True``."""
 
 
 class StateError(H5ChunkError, ValueError):
-    """The saved state is invalid, or belongs to another file, seed, batch size or order."""
+    """A saved state is invalid, or belongs to another file, seed, batch size or order."""
 
 
 class WorkerError(H5ChunkError, RuntimeError):
     """A worker process died, or a reading thread hangs."""
 
 
-MAX_NUMBER = (1 << 63) - 1  # that a file can keep
+MAX_NUMBER = (1 << 63) - 1  # the largest int64
 
 
 def check_whole(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """Convert a whole number of Python or NumPy to int. Raises OptionError if it is not one, or out of these bounds."""
+    """Return a whole number of Python or NumPy as int. Raises OptionError unless it is from ``least`` to ``most``."""
     is_whole = isinstance(value, (int, Integral)) and not isinstance(value, bool)
     if is_whole and least <= value <= (MAX_NUMBER if most is None else most):
         return int(value)
@@ -106,7 +92,7 @@ def check_whole(name: str, value: Any, least: int, most: int | None = None) -> i
 
 
 def as_text(name: str | bytes | os.PathLike[str]) -> str:
-    r"""Decode a name for JSON and files: bytes that are not UTF-8, and lone surrogates, are escaped.
+    r"""Return a name as text that UTF-8 can encode: bytes that are not UTF-8, and lone surrogates, are escaped.
 
     >>> as_text(b"caf\xe9.jpg")
     'caf\\xe9.jpg'
@@ -117,9 +103,9 @@ def as_text(name: str | bytes | os.PathLike[str]) -> str:
 
 
 def printable(name: str | bytes | os.PathLike[str]) -> str:
-    r"""Escape a name, or a line with names in it, so that any terminal can print it safely.
+    r"""Escape a name, or a line of a message, so that any terminal can print it safely.
 
-    This escapes control characters, line breaks, invisible characters, and characters that change the text direction.
+    Line breaks, control characters, invisible characters and characters that change the text direction are escaped.
 
     >>> printable("images\nverified\x1b[2K")
     'images\\nverified\\x1b[2K'
@@ -129,7 +115,7 @@ def printable(name: str | bytes | os.PathLike[str]) -> str:
 
 
 def _escape(match: re.Match[str]) -> str:
-    """Escape a lone surrogate; surrogates that stand for bytes become these bytes."""
+    """Escape a lone surrogate, as the byte that it stands for if Python decoded it with ``surrogateescape``."""
     code = ord(match[0])
     return f"\\x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"\\u{code:04x}"
 
@@ -156,13 +142,13 @@ def difference_text(here: Sequence[Any], there: Sequence[Any], path: str, other:
     "1 only in x.h5, such as 'C'; 1 only in y.h5, such as 'B'"
     """
     only = {path: sorted({*here} - {*there}, key=str), other: sorted({*there} - {*here}, key=str)}
-    found = [
+    parts = [
         f"{len(names):,} only in {where}, such as {', '.join(map(_quoted, names[:3]))}"
         for where, names in only.items()
         if names
     ]
     place = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), min(len(here), len(there)))
-    return "; ".join(found) or f"their order or number differs from number {place} on"
+    return "; ".join(parts) or f"their order or number differs from number {place} on"
 
 
 def _quoted(name: Any) -> str:

@@ -1,4 +1,4 @@
-"""Find the resources that this process may use of its machine, and run tasks in threads."""
+"""Count the available cores, and run tasks in threads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def available_cores() -> int:
 
 
 def in_order(tasks: Iterable[Callable[[], T]], num_threads: int, ahead: int) -> Iterator[T]:
-    """Run tasks in threads, at most ``ahead`` tasks before a result is taken; yield results in task order."""
+    """Run tasks in threads, and yield their results in the order of the tasks; at most ``ahead`` tasks are pending."""
     waiting: deque[Future[T]] = deque()
     pool = ThreadPoolExecutor(num_threads, "h5chunk")
     try:

@@ -1,7 +1,6 @@
-"""The contract between sources of data and the writers of files.
+"""The interface between sources of samples and the writers of files.
 
-A source returns samples by number (`SampleSource`), or the entries of a matrix (`h5chunk.sources.matrix.block`).
-Writers depend only on this contract, not on the kinds of sources.
+Sources of matrix entries have the interface of `h5chunk.sources.matrix.block`.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ class SampleField:
     """A field that a source reads sample by sample."""
 
     shape: tuple[int, ...]  # shape of one sample; () for a number
-    dtype: np.dtype  # a dtype of fixed size
-    axes: str = ""  # names of the dataset's axes, such as NCHW; empty if they have none
+    dtype: np.dtype
+    axes: str = ""  # letters for the axes of all samples, such as NCHW; empty if they have none
 
     @property
     def sample_bytes(self) -> int:
@@ -36,7 +35,7 @@ class SampleField:
 
 
 class Names:
-    """Many byte strings in two blocks of memory: a Python list would take five times as much.
+    """A list of byte strings, in a fifth of the memory of a Python list.
 
     >>> names = Names([b"a/1.jpg", b"b/2.jpg"])
     >>> len(names), names[1]
@@ -60,7 +59,7 @@ class Names:
 
     @property
     def offsets(self) -> np.ndarray:
-        """Start of each string, and the end of the last: (num_names + 1,) int64."""
+        """Start of each string in ``blob``, and the end of the last one: (num_names + 1,) int64."""
         return np.array(self._ends)
 
     def __len__(self) -> int:
@@ -75,18 +74,18 @@ class Names:
 
 
 class SampleReader(Protocol):
-    """Interface for filling a file from a source. It is sent to workers: picklable, unless workers are forked."""
+    """Interface for reading samples by number; it is sent to workers, by pickle unless they are forked."""
 
     def session(self) -> AbstractContextManager[None]:
         """Return the context that must be active while samples are read."""
         return nullcontext()
 
     def stamp(self, index: int) -> tuple[int, ...]:
-        """Return numbers that change when sample ``index`` may have changed; empty if `identity` covers changes."""
+        """Return numbers that change if sample ``index`` changes; empty if `SampleSource.identity` covers changes."""
         return ()
 
     def read_into(self, index: int, out: Mapping[str, np.ndarray]) -> Sequence[str]:
-        """Read all fields of sample ``index`` into arrays of their shapes; return the notes to count in the report.
+        """Read sample ``index`` into the arrays of its fields, and return notes, which the report counts.
 
         Every element must be written, because the arrays still hold an earlier sample. The array of a number has the
         shape ``()``.
@@ -100,16 +99,16 @@ class SampleReader(Protocol):
 
 
 class SampleSource(SampleReader):
-    """Base class of sample sources: a `SampleReader`, with the metadata that the file and the report record."""
+    """Base class of sources of samples: a `SampleReader` with a length and metadata."""
 
     kind: ClassVar[str]  # name of the kind, such as images or arrays
     fields: Mapping[str, SampleField] = MappingProxyType({})  # at least one, the largest first
     columns: Mapping[str, np.ndarray] = MappingProxyType({})  # (num_samples,): small fields, already in memory
-    categories: Mapping[str, list[str]] = MappingProxyType({})  # meaning of a field's codes; for labels: class names
-    names: Names | None = None  # origin of each sample, such as its path
-    options: Mapping[str, Any] = MappingProxyType({})  # how samples were read, for the file's header (JSON)
+    categories: Mapping[str, list[str]] = MappingProxyType({})  # names of the codes of a field; of labels, the classes
+    names: Names | None = None  # name of each sample, such as its path
+    options: Mapping[str, Any] = MappingProxyType({})  # options of reading, for the header of the file (JSON)
     ignored: Sequence[str] = ()  # content of the source that is left out, for the report
-    notes: Sequence[str] = ()  # notes on the source, for the report
+    notes: Sequence[str] = ()  # remarks for the report
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -119,11 +118,14 @@ class SampleSource(SampleReader):
         return f"sample {index}"
 
     def identity(self) -> tuple[dict[str, Any], tuple[bytes, ...]] | None:
-        """Return the facts that, with the stamps, determine the samples' values: JSON and blobs; None if unknown."""
+        """Return all that determines the samples' values besides the stamps, as a JSON object and byte strings.
+
+        None means unknown: then an interrupted conversion cannot be continued.
+        """
         return None
 
     def disagreement(self) -> str:
-        """Name two samples of different shapes and the remedy; called once a `ShapeError` was raised."""
+        """Return the message of the error for samples of different shapes, after a `ShapeError` was raised."""
         return "the samples have different shapes"
 
 
@@ -138,10 +140,10 @@ def shape_text(shape: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class OpenContext:
-    """The context in which a source is opened: everything that it may use, except the options of its kind."""
+    """The arguments with which sources of all kinds are opened."""
 
     memory_bytes: int = 1 << 30  # limit on what the source keeps in memory, such as names and labels
-    skips_bad_samples: bool = False  # whether unreadable samples, even the first, are left out
+    skips_bad_samples: bool = False  # whether unreadable samples, even the first one, are left out
     is_guessed: bool = False  # whether the kind of the source was recognised, and not given
-    with_times: bool = False  # whether matrix entries come with their times, if any
-    report_found: Callable[[int], None] = lambda count: None  # called now and then with the number of samples found
+    with_times: bool = False  # whether matrix entries are returned with their times, if the source has times
+    report_found: Callable[[int], None] = lambda count: None  # called repeatedly with the number of samples found

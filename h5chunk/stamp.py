@@ -1,4 +1,4 @@
-"""Stamps of files, which show that a file was changed or replaced."""
+"""Make stamps of files, to notice that a file was changed or replaced."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import os
 
 
 def stamp_of(file: str | os.PathLike[str] | int | os.stat_result, *, with_ctime: bool = False) -> tuple[int, ...]:
-    """Return a stamp that changes when a file, given by path, descriptor or status, is written to or replaced.
+    """Return the stamp of a file: device, inode, size in bytes and modification time in nanoseconds.
 
-    The stamp has device, inode, size in bytes and modification time in nanoseconds; it is empty if there is no such
-    file. ``with_ctime`` adds the time of the last change of the inode, which a program cannot set, but which also
-    changes with the file's name, permissions and links.
+    It is empty if there is no such file. ``with_ctime`` adds the time of the last change of the inode: programs cannot
+    set it, but it also changes with the name, permissions and links of the file.
     """
     if not isinstance(file, os.stat_result):
         try:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from h5chunk.plan.layout import human_bytes, plan_layout
+from h5chunk.errors import human_bytes
+from h5chunk.plan.layout import plan_layout
 from h5chunk.store.format.spec import FORMAT_VERSION, GROUP, FileSpec, field_spec
 from h5chunk.store.write.new_file import NewFile
 

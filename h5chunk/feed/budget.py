@@ -10,14 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from h5chunk.errors import OptionError, check_whole, printable
+from h5chunk.errors import OptionError, check_whole, human_bytes, printable
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.layout import FieldLayout, Layouts, MatrixLayout, layout_of, slot_bytes
 from h5chunk.feed.slots import KEPT
 from h5chunk.machine import available_cores
 from h5chunk.native import available
 from h5chunk.plan.cache import CacheSettings
-from h5chunk.plan.layout import human_bytes
 from h5chunk.plan.order import Order
 from h5chunk.plan.selection import WeightedSelection
 from h5chunk.plan.slots import SlotPlan, largest_window, plan_slots

@@ -1,7 +1,7 @@
-"""A pool of threads in C that read byte ranges and gather rows without the GIL, if the C library was built.
+"""Read byte ranges, gather rows and make rows dense in C, without the GIL, if the C library was built.
 
-`pip install` builds ``core.c`` if there is a C compiler. Otherwise, and with ``H5CHUNK_NATIVE=0``, `available` is
-False, and callers read with Python threads.
+`pip install` builds it if there is a C compiler. Otherwise, and with ``H5CHUNK_NATIVE=0``, `available` is False, and
+callers use Python threads and NumPy.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import functools
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 VERSION = 8  # version of the functions and structures of core.c
-PART_BYTES = 2 << 20  # bytes of jobs that a thread takes at a time
+PART_BYTES = 2 << 20  # approximate bytes of the jobs that a thread takes at a time
 JOB = np.dtype(
     [
         ("kind", np.int32),
@@ -33,19 +33,19 @@ JOB = np.dtype(
         ("is_checked", np.uint32),
     ]
 )
-READ, VERIFY, GATHER = range(3)  # kinds of jobs; their fields are described in core.c
-DONE, SYSTEM, CUT_SHORT, CHECKSUM, CANCELLED = range(5)  # outcomes of a ticket
-_abandoned: list[Any] = []  # memory that hanging threads may still write to
+READ, VERIFY, GATHER = range(3)  # kinds of jobs; core.c describes their fields
+DONE, SYSTEM, CUT_SHORT, CHECKSUM, CANCELLED = range(5)  # statuses of a ticket, which is a number for submitted jobs
+_abandoned: list[Any] = []  # jobs and memory that hanging threads may still use
 
 
 class Result(ctypes.Structure):
-    """The result of a ticket."""
+    """The result of the jobs of a ticket."""
 
     ticket: int
     status: int  # DONE, SYSTEM, CUT_SHORT, CHECKSUM or CANCELLED
-    error: int  # the errno for SYSTEM; the bits of the checksum for CHECKSUM
-    job: int  # the number of the failed job
-    offset: int  # where the job failed in its file
+    error: int  # the errno for SYSTEM; the actual checksum, as a signed number, for CHECKSUM
+    job: int  # index of the job that failed first
+    offset: int  # offset in the file at which that job failed
     _fields_ = (
         ("ticket", ctypes.c_uint64),
         ("status", ctypes.c_int32),
@@ -79,26 +79,24 @@ class ImageRule(ctypes.Structure):
 
 
 def available() -> bool:
-    """Return whether the library was built, fits this version, and is not switched off."""
+    """Return whether the C library was built for this version, and is not switched off."""
     return os.environ.get("H5CHUNK_NATIVE", "1") != "0" and _library() is not None
 
 
 @functools.cache
 def _library() -> Any:
-    """Load the library next to this module; None if it is missing or does not fit."""
+    """Load the library next to this module; return None if it is missing or of another version."""
     for path in sorted(Path(__file__).parent.glob("_core*.so")):
-        try:
+        with suppress(OSError, AttributeError):  # a library for another machine, or another file
             library = ctypes.CDLL(str(path))
             if library.h5chunk_version() == VERSION:
                 return _declare(library)
-        except (OSError, AttributeError):  # a library for another machine, or another file
-            continue
     return None
 
 
 @functools.cache
 def _quick() -> Any:
-    """The library for functions that take microseconds: calls keep the GIL, which would be slow to get back."""
+    """Load the library for calls that take microseconds and keep the GIL, because getting it back would take longer."""
     return _declare(ctypes.PyDLL(_library()._name))
 
 
@@ -127,14 +125,14 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 class NativePool:
-    """Threads that run jobs. Raises OSError if no thread can be started. A forked process must not use the pool."""
+    """A pool of C threads that run jobs. Raises OSError if no thread can be started. Must not be used after a fork."""
 
     def __init__(self, num_threads: int) -> None:
         self._library = _library()
         self._kept: dict[int, np.ndarray] = {}  # jobs, by ticket
-        self._lock = threading.Lock()  # no function may be called after the pool was freed
-        self._num_inside = 0  # calls by other threads that are inside the library
-        opened: list[Any] = []  # which has the pool even if a signal interrupts the next statement
+        self._lock = threading.Lock()  # so that no function is called after the pool was freed
+        self._num_inside = 0  # number of threads that are inside the library
+        opened: list[Any] = []  # gets the pool even if a signal interrupts the next statement
         try:
             opened.extend(map(self._library.h5chunk_open, [num_threads], [PART_BYTES]))
             self._pool = opened[0]
@@ -148,27 +146,27 @@ class NativePool:
 
     @property
     def num_threads(self) -> int:
-        """Number of threads: fewer than requested if the system refused more."""
+        """Number of running threads: fewer than requested if the system refused more, 0 once they have ended."""
         return self._ask("num_threads")
 
     @property
     def progress(self) -> int:
-        """A number that grows whenever a part of a job ends."""
+        """A counter that grows whenever a job, or a part of a long job, ends."""
         return self._ask("progress")
 
     @property
     def num_open(self) -> int:
-        """The number of tickets that `wait` has not returned yet."""
+        """Number of submitted tickets that `wait` has not returned yet."""
         return self._ask("num_open")
 
-    def _ask(self, what: str) -> int:
+    def _ask(self, name: str) -> int:
         with self._lock:
-            return int(getattr(_quick(), f"h5chunk_{what}")(self._pool)) if self._pool else 0
+            return int(getattr(_quick(), f"h5chunk_{name}")(self._pool)) if self._pool else 0
 
     def submit(self, ticket: int, jobs: np.ndarray) -> None:
-        """Queue jobs, (n,) JOB, C-contiguous, after earlier ones; `wait` returns ``ticket`` when all have ended.
+        """Queue jobs, (n,) JOB, C-contiguous; `wait` returns their ``ticket`` when all have ended.
 
-        The memory of the jobs must stay valid until then. Raises OSError if the pool is closed, or memory is short.
+        The memory that jobs point to must live until then. Raises OSError if the pool is closed, or memory is short.
         """
         with self._lock:
             self._kept[ticket] = jobs
@@ -177,34 +175,34 @@ class NativePool:
                 raise OSError("the pool of reading threads is closed")
 
     def wait(self, timeout_s: float) -> Result | None:
-        """Return the next ticket that has ended; None if no ticket ends within ``timeout_s``.
+        """Return the result of the next ticket that ends; None if none ends within ``timeout_s``.
 
         Raises EOFError if the pool is closed, and all tickets were returned.
         """
-        found = Result()
+        result = Result()
         with self._inside() as pool:
-            state = self._library.h5chunk_wait(pool, timeout_s, found) if pool else -1
+            state = self._library.h5chunk_wait(pool, timeout_s, result) if pool else -1
         if state < 0:
             raise EOFError("the pool of reading threads is closed")
         if not state:
             return None
-        self._kept.pop(found.ticket, None)
-        return found
+        self._kept.pop(result.ticket, None)
+        return result
 
     def cancel(self) -> None:
-        """Leave undone the jobs that no thread has taken: their tickets end as CANCELLED."""
+        """Drop the jobs that no thread has taken yet: their tickets end with the status CANCELLED."""
         with self._lock:
             if self._pool:
                 _quick().h5chunk_cancel(self._pool)
 
     def close(self, timeout_s: float) -> bool:
-        """Drop waiting jobs, and wait for the threads; return whether all have ended. May be called again."""
+        """Drop the waiting jobs, and wait for the threads; return whether all have ended. May be called repeatedly."""
         with self._inside() as pool:
             return not pool or bool(self._library.h5chunk_close(pool, timeout_s))
 
     @contextmanager
     def _inside(self) -> Iterator[Any]:
-        """Return a context for calling the library, in which the pool is not freed."""
+        """Return a context in which the library may be called, because the pool is not freed."""
         with self._lock:
             pool = self._pool
             self._num_inside += 1
@@ -215,10 +213,7 @@ class NativePool:
                 self._num_inside -= 1
 
     def free(self) -> None:
-        """Free the closed pool; threads that still read keep their memory.
-
-        The pool is not freed while another thread is inside the library, such as one whose start a signal interrupted.
-        """
+        """Free the closed pool, unless another thread is inside the library; hanging threads keep their memory."""
         if self.num_threads:
             _abandoned.append(self._kept)
         with self._lock:
@@ -229,9 +224,9 @@ class NativePool:
 
 def run(jobs: np.ndarray) -> Result:
     """Run jobs, (n,) JOB, C-contiguous, in the calling thread, and return their result."""
-    found = Result()
-    _library().h5chunk_run(jobs.ctypes.data, len(jobs), found)
-    return found
+    result = Result()
+    _library().h5chunk_run(jobs.ctypes.data, len(jobs), result)
+    return result
 
 
 def plan_reads(
@@ -244,27 +239,29 @@ def plan_reads(
     out: np.ndarray,
     run_bytes: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Make the jobs that read rows of a file to places in memory; adjacent rows share a job of about ``run_bytes``.
+    """Make jobs that read rows of a file to places in memory; adjacent rows share a job, up to ``run_bytes``.
 
     Parameters
     ----------
     blocks : (num_blocks,) int64
-        Where each block of ``block_rows`` rows of ``row_bytes`` begins in the file.
+        Offset in the file of each block of ``block_rows`` rows of ``row_bytes`` bytes.
     rows, counts, places : (n,) int64
-        ``counts[i]`` rows, or without counts one, are read from ``rows[i]`` on to row ``places[i]`` of ``out``, which
-        must be consecutive memory.
+        Row ``rows[i]`` of the file, or ``counts[i]`` rows from there on, are read to row ``places[i]`` of ``out``.
+    out : array
+        C-contiguous.
 
     Returns
     -------
-    jobs : (num_jobs,) JOB, without a descriptor
+    jobs : (num_jobs,) JOB
+        Without descriptors.
     vectors : (n, 2) uintp
-        The jobs refer to them, so that the caller must keep them.
+        Memory that the jobs point to, which the caller must keep.
     """
-    given = [None if each is None else np.ascontiguousarray(each, np.int64) for each in (blocks, rows, counts, places)]
-    block, row, count, place = (None if each is None else each.ctypes.data for each in given)
+    arrays = [None if each is None else np.ascontiguousarray(each, np.int64) for each in (blocks, rows, counts, places)]
+    block, row, count, place = (None if each is None else each.ctypes.data for each in arrays)
     vectors, jobs = np.empty((len(rows), 2), np.uintp), np.empty(len(rows), JOB)
-    made = (out.ctypes.data, vectors.ctypes.data, jobs.ctypes.data)
-    num_jobs = _quick().h5chunk_plan(block, block_rows, row_bytes, row, count, place, len(rows), run_bytes, *made)
+    targets = (out.ctypes.data, vectors.ctypes.data, jobs.ctypes.data)
+    num_jobs = _quick().h5chunk_plan(block, block_rows, row_bytes, row, count, place, len(rows), run_bytes, *targets)
     return jobs[:num_jobs], vectors
 
 

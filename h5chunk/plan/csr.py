@@ -1,4 +1,6 @@
-"""Lay out a sparse matrix in a file: types, chunks, and the rows that a window shuffles.
+"""Choose the layout of a sparse matrix in a file: types, chunks, and the window.
+
+A nominal chunk is a run of rows that stay together when an epoch's order permutes them, like the chunk of a field.
 
 >>> layout = plan_csr(138_493, 26_744, 20_000_263)
 >>> layout.chunk_samples, layout.window_chunks
@@ -13,30 +15,30 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from h5chunk.errors import OptionError
+from h5chunk.errors import OptionError, human_bytes
 from h5chunk.plan.cache import CacheSettings, cache_for
-from h5chunk.plan.layout import MIN_CHUNKS, choose_window_chunks, human_bytes, power_of_two_below
+from h5chunk.plan.layout import MIN_CHUNKS, choose_window_chunks, power_of_two_below
 from h5chunk.plan.order import INTERLEAVE
 
-INDEX_CHUNK_BYTES = 1 << 20  # size of one HDF5 chunk of indices
-ROW_CHUNK_BYTES = 256 << 10  # size of the entries of one nominal chunk of rows
-MIN_ROW_CHUNK_BYTES = 16 << 10
-POINTER_BYTES = 8  # bytes of indptr per row
+INDEX_CHUNK_BYTES = 1 << 20  # size of an HDF5 chunk of ``indices``
+ROW_CHUNK_BYTES = 256 << 10  # largest average size of a nominal chunk
+MIN_ROW_CHUNK_BYTES = 16 << 10  # smallest average size, unless the matrix is smaller
+POINTER_BYTES = 8  # bytes of ``indptr`` per row
 CODE = np.dtype(np.uint8)
-WINDOW_SKEW = 2  # limit on the entries of the fullest possible window over those of an average one
+WINDOW_SKEW = 2  # limit on the entries of the fullest window, as a multiple of an average one's
 
 
 @dataclass(frozen=True)
 class CsrLayout:
-    """The layout of the rows of a matrix in the file."""
+    """The layout of a sparse matrix in a file."""
 
     num_rows: int
     num_columns: int
     num_entries: int
     value_dtype: np.dtype | None  # stored dtype; None for a pattern, whose values are all one and not stored
-    chunk_samples: int  # rows per nominal chunk, the unit that an order permutes
+    chunk_samples: int  # rows per nominal chunk
     window_chunks: int  # recommended number of nominal chunks to shuffle together
-    reasons: tuple[str, ...] = field(default=(), repr=False, compare=False)  # reasons for the layout, one sentence each
+    reasons: tuple[str, ...] = field(default=(), repr=False, compare=False)  # for the report, one sentence each
 
     @property
     def num_samples(self) -> int:
@@ -68,12 +70,12 @@ class CsrLayout:
 
     @property
     def num_chunks(self) -> int:
-        """Number of nominal chunks of rows."""
+        """Number of nominal chunks."""
         return math.ceil(self.num_rows / self.chunk_samples)
 
     @property
     def cache(self) -> CacheSettings:
-        """Recommended chunk cache of one process that reads all open windows through HDF5."""
+        """Recommended cache of one process that reads all batches through HDF5."""
         num_chunks = math.ceil(self.num_entries / self.chunk_entries)
         open_bytes = INTERLEAVE * self.window_chunks * self.chunk_samples * self.row_bytes
         open_chunks = math.ceil(open_bytes / (self.chunk_entries * self.entry_bytes)) + INTERLEAVE * self.window_chunks
@@ -89,7 +91,7 @@ def plan_csr(
     value_dtype: np.dtype | None = CODE,
     chunk_samples: int | None = None,
 ) -> CsrLayout:
-    """Choose the nominal chunk of rows, or use the given size. Raises OptionError if the given size is below 1."""
+    """Plan a layout with ``chunk_samples`` rows per nominal chunk, or choose the number. Raises OptionError below 1."""
     whole = CsrLayout(num_rows, num_columns, num_entries, value_dtype, num_rows, 1)
     row_bytes = whole.row_bytes
     if chunk_samples is None:
@@ -109,7 +111,7 @@ def plan_csr(
 
 
 def fullest_chunks(indptr: np.ndarray, chunk_samples: int) -> np.ndarray:
-    """Count the entries of the k fullest nominal chunks of rows, for all k: (num_chunks + 1,) int64.
+    """Count the entries of the k nominal chunks with the most entries, for k from 0 on: (num_chunks + 1,) int64.
 
     >>> fullest_chunks(np.array([0, 1, 2, 9, 10, 14]), 2).tolist()  # chunks of 2, 8 and 4 entries
     [0, 8, 12, 14]
@@ -121,10 +123,10 @@ def fullest_chunks(indptr: np.ndarray, chunk_samples: int) -> np.ndarray:
 
 
 def entries_of_chunks(fullest: np.ndarray, chunk_samples: int, lanes: int = 1) -> Callable[[int], int]:
-    """Return an upper bound on the entries of a window by its number of rows, from the fullest chunks.
+    """Return a function that bounds the entries of a window of n rows from above, given `fullest_chunks`.
 
-    In each lane of the rank, the window's borders cut two chunks, and a lane may contain pieces of two more chunks from
-    the end of the sequence; another chunk may fill the gap of the short chunk.
+    In each lane of the rank, a window may have pieces of four chunks: two at its borders, and two from the end of the
+    sequence. Another chunk may fill the gap of the short chunk.
     """
 
     def most(num_rows: int) -> int:
@@ -135,7 +137,7 @@ def entries_of_chunks(fullest: np.ndarray, chunk_samples: int, lanes: int = 1) -
 
 
 def entries_of_rows(lengths: np.ndarray, counts: np.ndarray) -> Callable[[int], int]:
-    """Return an upper bound on the entries by the number of rows, where a row may be repeated ``counts`` times.
+    """Return a function that bounds the entries of n rows from above, if row i occurs at most ``counts[i]`` times.
 
     >>> entries_of_rows(np.array([5, 1, 9]), np.array([1, 1, 2]))(3)  # 9, 9 and 5
     23
@@ -151,7 +153,7 @@ def entries_of_rows(lengths: np.ndarray, counts: np.ndarray) -> Callable[[int], 
 
 
 def bounded_window(window_chunks: int, fullest: np.ndarray) -> int:
-    """Return how many chunks of rows hold at most `WINDOW_SKEW` times the entries of average chunks in all cases.
+    """Lower ``window_chunks`` until no window can have more than `WINDOW_SKEW` times the entries of an average window.
 
     >>> bounded_window(2, np.array([0, 8, 12, 14]))
     2

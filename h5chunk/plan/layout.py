@@ -1,4 +1,4 @@
-"""Choose how many samples go into one chunk, and derive window and cache from it.
+"""Choose how many samples a chunk holds, and derive the window and the cache from it.
 
 >>> plan_layout(12_000, 3 * 224 * 224)
 Layout(num_samples=12000, sample_bytes=150528, chunk_samples=8, window_chunks=9)
@@ -9,28 +9,26 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from h5chunk.errors import OptionError, count_text
-from h5chunk.errors import human_bytes as human_bytes
+from h5chunk.errors import OptionError, count_text, human_bytes
 from h5chunk.plan.cache import DIRECT_BYTES, CacheSettings, cache_for
 from h5chunk.plan.order import INTERLEAVE
 
-# Smaller chunks mix better, and are read as fast (scripts/LOG.md: 8, 32, 64 samples of 147 KiB within noise).
-TARGET_CHUNK_BYTES = 2 << 20
+TARGET_CHUNK_BYTES = 2 << 20  # larger chunks shuffle worse, and are not read faster: scripts/LOG.md
 MIN_CHUNK_BYTES = 64 << 10
-MIN_CHUNKS = 128  # fewer chunks than this shuffle poorly
+MIN_CHUNKS = 128  # a file of fewer chunks is shuffled poorly
 MAX_CHUNK_BYTES = (4 << 30) - 1  # HDF5 stores the size of a chunk in 32 bits
-OPEN_WINDOWS_BYTES = 256 << 20  # memory for all open windows, over all workers
+OPEN_WINDOWS_BYTES = 256 << 20  # memory for all windows whose batches alternate, over all workers
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of samples in the file. All fields of a file share ``chunk_samples``."""
+    """The layout of samples in a file; the chunks of all fields have ``chunk_samples`` samples."""
 
     num_samples: int
     sample_bytes: int  # bytes of a sample of the largest field
     chunk_samples: int
     window_chunks: int  # recommended number of chunks to shuffle together
-    reasons: tuple[str, ...] = field(default=(), repr=False, compare=False)  # reasons for the layout, one sentence each
+    reasons: tuple[str, ...] = field(default=(), repr=False, compare=False)  # for the report, one sentence each
 
     @property
     def chunk_bytes(self) -> int:
@@ -39,19 +37,22 @@ class Layout:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks per field; the last chunk may hold fewer samples, but takes its full size in the file."""
+        """Number of chunks of a field; the last one may hold fewer samples, but takes its full size in the file."""
         return math.ceil(self.num_samples / self.chunk_samples)
 
     @property
     def cache(self) -> CacheSettings:
-        """Recommended chunk cache of one process that reads all windows; each of W workers needs a W-th of it."""
+        """Recommended cache of one process that reads all batches; each of W workers needs a W-th of it."""
         if self.sample_bytes >= DIRECT_BYTES:
             return CacheSettings(1, 0)
         return cache_for(INTERLEAVE * self.window_chunks, self.chunk_bytes, self.num_chunks)
 
 
 def plan_layout(num_samples: int, sample_bytes: int, chunk_samples: int | None = None) -> Layout:
-    """Choose or check the chunk size. Raises OptionError if a chunk would exceed HDF5's limit of 4 GiB."""
+    """Plan a layout with this number of samples per chunk, or choose the number.
+
+    Raises OptionError if a chunk would exceed HDF5's limit of 4 GiB.
+    """
     if sample_bytes > MAX_CHUNK_BYTES:
         raise OptionError(f"one sample is {sample_bytes} bytes, over HDF5's limit of {MAX_CHUNK_BYTES} for a chunk")
     if chunk_samples is None:
@@ -80,7 +81,7 @@ def plan_layout(num_samples: int, sample_bytes: int, chunk_samples: int | None =
 
 
 def choose_window_chunks(chunk_bytes: int, num_chunks: int) -> int:
-    """Choose how many chunks to shuffle together, so that the open windows fit in memory."""
+    """Choose how many chunks to shuffle together: at most as many as `OPEN_WINDOWS_BYTES` allows."""
     return max(1, min(OPEN_WINDOWS_BYTES // max(1, INTERLEAVE * chunk_bytes), num_chunks))
 
 

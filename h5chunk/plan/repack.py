@@ -1,8 +1,7 @@
 """Plan how a file is rewritten within a memory limit: the steps of reading, and the buckets of a shuffle.
 
-A shuffle of more data than memory holds takes two passes. The first reads in order, and writes each sample to the
-bucket of its new position; a bucket is a range of positions. The second shuffles one bucket after another in memory.
-Both passes read and write in long runs, and the result equals a shuffle in one pass.
+A shuffle that exceeds the memory takes two passes. The first reads the samples in order, and writes each to the bucket
+of its new position; a bucket is a range of positions. The second puts one bucket after another in order, in memory.
 
 >>> [(step.start, step.stop) for step in plan_steps(10, row_bytes=4, band_rows=3, step_bytes=24)]
 [(0, 6), (6, 10)]
@@ -19,24 +18,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from h5chunk.errors import OptionError
-from h5chunk.plan.layout import human_bytes
+from h5chunk.errors import OptionError, human_bytes
 
 MIN_MEMORY_BYTES = 8 << 20
 STEP_BYTES = 16 << 20  # size of one read, if memory allows; scripts/bench_repack.py measures it
-MAX_BAND_STEPS = 4  # factor by which a read may grow to cover a whole band
-LEAST_WRITE_BYTES = 256 << 10  # size of one write to a bucket, if memory allows
-FEW_BUCKETS = 64  # number of buckets that still get long pieces of every read
-ORDER_BYTES = 24  # bytes of memory per sample while a permutation is drawn, and for two permutations afterwards
-LONG_RUN_BYTES = 64  # pieces of a sample from this length on are copied one by one, shorter ones by an index
+MAX_BAND_STEPS = 4  # factor by which a read may grow to include a whole band
+LEAST_WRITE_BYTES = 256 << 10  # average size of a write to a bucket, if memory allows
+FEW_BUCKETS = 64  # number of buckets up to which the writes of every read are long
+ORDER_BYTES = 24  # memory per sample to make a permutation, and for it and its inverse afterwards
+LONG_RUN_BYTES = 64  # runs of a sample from this length on are copied one by one, shorter ones by an index
 MAX_INDEX = 1 << 20  # maximum length of such an index
 
 
 @dataclass(frozen=True)
 class Shares:
-    """The share of the memory that each buffer of a repack gets."""
+    """Divide the memory of a repack among its buffers."""
 
-    memory_bytes: int  # all memory except that of the interpreter and its libraries
+    memory_bytes: int  # memory for all buffers
     num_threads: int  # number of threads that work at the same time
 
     @property
@@ -50,21 +48,21 @@ class Shares:
         return min(STEP_BYTES, self.part_bytes)
 
     def bucket_bytes(self, total_bytes: int) -> int:
-        """Return the bytes of a bucket: no more than needed, because fresh memory is slow."""
+        """Return the bytes of a bucket: not more than useful, because new memory is slow."""
         return min(self.part_bytes, max(STEP_BYTES, total_bytes // FEW_BUCKETS))
 
     def scatter_bytes(self, num_buckets: int) -> int:
-        """Return the bytes of one read for this many buckets: enough for a long piece per bucket."""
+        """Return the bytes of one read of the first pass: enough for a long write to each bucket."""
         return max(self.step_bytes, min(self.part_bytes, num_buckets * LEAST_WRITE_BYTES))
 
     def banded(self, step_bytes: int, band_bytes: int, whole_bands: bool) -> int:
-        """Return the bytes of a read, rounded up to a whole band if that is required, or needs little more memory."""
+        """Return the bytes of a read, increased to a whole band if ``whole_bands``, or if that takes little memory."""
         fits = band_bytes <= min(self.part_bytes, MAX_BAND_STEPS * STEP_BYTES)
         return max(step_bytes, band_bytes) if whole_bands or fits else step_bytes
 
 
 def check_memory(memory_bytes: int, num_ordered: int) -> int:
-    """Return the memory left beside a permutation of this many samples. Raises OptionError if it is too little."""
+    """Return the memory that a permutation of ``num_ordered`` samples leaves. Raises OptionError if that is little."""
     if memory_bytes < MIN_MEMORY_BYTES:
         raise OptionError(f"memory is {memory_bytes} bytes: give at least {MIN_MEMORY_BYTES}")
     left = memory_bytes - num_ordered * ORDER_BYTES
@@ -79,10 +77,10 @@ def check_memory(memory_bytes: int, num_ordered: int) -> int:
 def plan_steps(
     num_rows: int, *, row_bytes: int, band_rows: int, step_bytes: int, unit_rows: int = 1
 ) -> Iterator[range]:
-    """Cut rows into steps of about ``step_bytes``, or one row, whose rows are read together.
+    """Cut rows into steps, whose rows are read together, of at most ``step_bytes`` or one row.
 
-    Rows of a band share their chunks: steps are whole bands if these fit; otherwise no step crosses the border of a
-    band. Writing ``unit_rows`` together is fastest: steps are multiples of them if possible.
+    The rows of a band are in the same chunks: steps have whole bands, or if these are too large, no step crosses the
+    border of a band. Steps have multiples of ``unit_rows``, which are best written together, if possible.
     """
     rows = max(1, step_bytes // row_bytes)
     for unit in (math.lcm(band_rows, unit_rows), band_rows, unit_rows):
@@ -97,17 +95,20 @@ def plan_steps(
 
 
 def plan_buckets(num_rows: int, row_bytes: int, bucket_bytes: int, unit_rows: int) -> np.ndarray:
-    """Cut rows into runs of about ``bucket_bytes``, of whole units if possible: (num_buckets + 1,) int64 borders."""
+    """Cut rows into buckets of at most ``bucket_bytes``, with multiples of ``unit_rows`` if possible.
+
+    Returns the borders: (num_buckets + 1,) int64.
+    """
     rows = max(1, bucket_bytes // row_bytes)
     rows -= rows % unit_rows if rows >= unit_rows else 0
     return np.append(np.arange(0, num_rows, rows, dtype=np.int64), num_rows)
 
 
 def plan_uneven(ends: np.ndarray, part_bytes: int, item_bytes: int) -> np.ndarray:
-    """Cut rows of different lengths into runs of at most ``part_bytes`` (or one row), and return the borders.
+    """Cut rows of different lengths into runs of at most ``part_bytes`` or one row; return the borders, (n,) int64.
 
-    Row i has the elements from ``ends[i]`` to ``ends[i + 1]``, excluded: (num_rows + 1,) int64. An element counts
-    ``item_bytes``, and a row 8 more bytes.
+    Row i has the elements from ``ends[i]`` to ``ends[i + 1]`` (excluded); ``ends`` is (num_rows + 1,) int64. An element
+    counts as ``item_bytes``, and a row as 8 more bytes.
 
     >>> plan_uneven(np.array([0, 1, 2, 12, 12, 13]), 40, 4).tolist()
     [0, 2, 3, 5]
@@ -122,22 +123,20 @@ def plan_uneven(ends: np.ndarray, part_bytes: int, item_bytes: int) -> np.ndarra
 
 @dataclass(frozen=True)
 class Packing:
-    """A plan for assembling samples that are cut into several chunks.
+    """A plan to assemble samples that are cut into several chunks.
 
-    A packed sample is the bytes of one row of every chunk, chunk after chunk, including padding at edges. ``index``,
-    (n,) intp, has the position of every unit of a sample in the packed sample; None if pieces are so long that copying
-    them one by one is faster.
+    A packed sample is its rows in all chunks, chunk after chunk, with the padding of chunks at the edges.
     """
 
     chunk_row_bytes: int  # bytes of a row of one chunk
-    num_chunks: int  # chunks of a sample
-    slices: tuple[tuple[slice, ...], ...]  # the part of a sample in each chunk; chunks at the edge have padding, too
-    unit_bytes: int  # bytes of the units that ``index`` counts
-    index: np.ndarray | None
+    num_chunks: int  # chunks that hold pieces of a sample
+    slices: tuple[tuple[slice, ...], ...]  # the piece of a sample in each chunk, without padding
+    unit_bytes: int  # bytes of the units of ``index``
+    index: np.ndarray | None  # (n,) intp: position in the packed sample of each unit of a sample; None to copy slices
 
 
 def find_pieces(sample_shape: Sequence[int], chunk_shape: Sequence[int]) -> tuple[tuple[slice, ...], ...]:
-    """Return the part of a sample that each chunk of ``chunk_shape`` (without the first axis) has, in row-major order.
+    """Return the piece of a sample in each chunk, in row-major order; ``chunk_shape`` is without the first axis.
 
     >>> find_pieces((3,), (2,))
     ((slice(0, 2, None),), (slice(2, 3, None),))
@@ -150,17 +149,15 @@ def find_pieces(sample_shape: Sequence[int], chunk_shape: Sequence[int]) -> tupl
 
 
 def plan_packing(sample_shape: Sequence[int], chunk_shape: Sequence[int], item_bytes: int) -> Packing:
-    """Plan how to assemble samples from chunks of ``chunk_shape`` (without the first axis).
+    """Plan how to assemble samples from chunks; ``chunk_shape`` is without the first axis.
 
-    >>> plan_packing((3, 2), (2, 1), 1).index.tolist()
+    >>> plan_packing((3, 2), (2, 1), 1).index.tolist()  # samples of 3 x 2 bytes, in chunks of 2 x 1
     [0, 2, 1, 3, 4, 6]
-
-    The example has samples of 3 x 2 bytes, in chunks of 2 x 1.
     """
     grid = [-(-size // chunk) for size, chunk in zip(sample_shape, chunk_shape, strict=True)]
     slices = find_pieces(sample_shape, chunk_shape)
     chunk_items, num_items = math.prod(chunk_shape), math.prod(sample_shape)
-    run_items = 1  # elements that are contiguous both in a chunk and in a sample
+    run_items = 1  # length of runs that are contiguous both in a chunk and in a sample
     for size, chunk in zip(reversed(sample_shape), reversed(chunk_shape), strict=True):
         run_items *= min(size, chunk)
         if chunk != size:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import h5chunk
-from h5chunk.plan.layout import human_bytes
+from h5chunk.errors import human_bytes
 from h5chunk.tools.measure.machine import available_bytes
 from h5chunk.transforms import Dense as DenseRows
 from peers.vae_ahead import Threads, Workers

@@ -1,4 +1,4 @@
-"""Write, read and check the header of an h5chunk file, the attributes of its group ``/h5chunk``, and its matrix."""
+"""Write and read the header of an h5chunk file (the attributes of its group ``/h5chunk``); describe its matrix."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from h5chunk.store.format.spec import FORMAT_VERSION, GROUP
 from h5chunk.store.hdf5.guard import check_beside
 from h5chunk.store.hdf5.open import damages_are
 
-MATRIX = "X"  # name of the group, or of the dataset of dense rows
+MATRIX = "X"  # name of the group of a CSR matrix, or of the dataset of dense rows
 CSR, DENSE = "csr", "dense"  # values of ``kind``
 
-VALUE_DTYPES = (np.dtype(np.uint8), np.dtype(np.float16), np.dtype(np.float32))  # of a matrix of an h5chunk file
+VALUE_DTYPES = (np.dtype(np.uint8), np.dtype(np.float16), np.dtype(np.float32))  # types of stored matrix values
 
 _NUMBERS = {
     "num_samples": np.int64,
@@ -38,26 +38,22 @@ _ATTRIBUTES = ("format_version", "h5chunk_version", "kind", *_NUMBERS, *_CACHE, 
 
 @dataclass(frozen=True)
 class Header:
-    """The header of an h5chunk file.
-
-    The cache is recommended for one process that reads all open windows. ``options`` are the options of the command
-    that wrote the file, if it records them; ``kind`` is ``csr`` or ``dense`` for a matrix, else empty.
-    """
+    """The header of an h5chunk file: see `h5chunk.store.format.spec`."""
 
     format_version: int
     num_samples: int
     chunk_samples: int
-    window_chunks: int
-    cache: CacheSettings
+    window_chunks: int  # recommended number of chunks to shuffle together
+    cache: CacheSettings  # recommended cache of one process that reads all batches
     shuffled: bool
     seed: int
-    options: dict[str, Any]
+    options: dict[str, Any]  # options of the command that wrote the file; empty if the file does not record them
     class_names: tuple[str, ...]
-    kind: str
+    kind: str  # csr or dense for a matrix, else empty
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Names of the fields to read by default, as the file records them."""
+        """The recorded names of the fields to read by default; empty if the file records none."""
         names = self.options.get("fields")
         names = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
         return tuple(name for name in names if name and name.isprintable() and "/" not in name)
@@ -66,10 +62,10 @@ class Header:
 def header_attributes(
     *, cache: CacheSettings, options: Mapping[str, Any], kind: str = "", **numbers: int
 ) -> dict[str, Any]:
-    """Return attributes of ``/h5chunk``, with the types of the specification.
+    """Return the attributes of ``/h5chunk``, by name, with the types of the specification.
 
-    ``options`` must be serialisable as JSON; ``kind`` is empty, ``csr`` or ``dense``; ``numbers`` may be
-    ``num_samples``, ``chunk_samples``, ``window_chunks``, ``seed`` and ``shuffled``.
+    ``options`` must be serialisable as JSON; ``numbers`` are ``num_samples``, ``chunk_samples``, ``window_chunks``,
+    ``seed`` and ``shuffled``, as far as they are known.
     """
     attributes: dict[str, Any] = {"format_version": np.int64(FORMAT_VERSION), "h5chunk_version": h5chunk.__version__}
     if kind:
@@ -80,7 +76,10 @@ def header_attributes(
 
 
 def read_header(file: h5py.File) -> Header | None:
-    """Read a file's header; None if h5chunk did not write it. Raises FileError if damaged, or in a newer format."""
+    """Read the header of a file; None if h5chunk did not write the file.
+
+    Raises FileError if the header is damaged, or the format is newer than this version of h5chunk.
+    """
     check_beside(file, GROUP, _ATTRIBUTES)
     group = file.get(GROUP)
     if not isinstance(group, h5py.Group) or "format_version" not in group.attrs:
@@ -99,7 +98,7 @@ def read_header(file: h5py.File) -> Header | None:
             raise ValueError("num_samples, chunk_samples and window_chunks must be at least 1")
         classes = group.get("class_names")
         if classes is not None and classes.dtype.kind != "S":  # variable-length strings of a bad file can hang HDF5
-            raise ValueError("class_names are not of a fixed length")
+            raise ValueError("class_names are not strings of fixed length")
         options = None
         with suppress(ValueError, RecursionError):
             options = json.loads(bytes(attrs["options"]).decode("utf-8", "replace"))
@@ -118,7 +117,7 @@ def read_header(file: h5py.File) -> Header | None:
 
 
 def checksums_of(file: h5py.File, start: int = 0) -> int:
-    """Return one CRC-32 over all checksums of an h5chunk file, continued from ``start``."""
+    """Return a CRC-32 of all checksums of an h5chunk file and their names, continued from the CRC-32 ``start``."""
     total = start
 
     def add(name: str, item: h5py.Dataset | h5py.Group) -> None:
@@ -134,30 +133,27 @@ def checksums_of(file: h5py.File, start: int = 0) -> int:
 
 @dataclass(frozen=True)
 class Matrix:
-    """The matrix of an h5chunk file; dense rows have no ``num_entries``.
+    """The matrix of an h5chunk file."""
 
-    A value is the stored number, of ``dtype``, divided by ``scale``.
-    """
-
-    kind: str
+    kind: str  # csr or dense
     num_rows: int
     num_columns: int
-    num_entries: int | None
-    dtype: str
-    scale: float
-    pattern: bool
+    num_entries: int | None  # None for dense rows
+    dtype: str  # type of the stored numbers
+    scale: float  # values are stored numbers divided by this
+    pattern: bool  # whether all values are 1
 
 
 def check_values(dtype: np.dtype, scale: float, pattern: bool) -> None:
-    """Raise ValueError unless the values of a matrix of an h5chunk file are as the specification says."""
+    """Raise ValueError unless the specification allows these values of a matrix."""
     if dtype not in VALUE_DTYPES or (dtype != np.uint8 and (scale != 1 or pattern)):
         raise ValueError(f"its values are {dtype}, scale {scale:g}{', a pattern' if pattern else ''}")
 
 
 def read_matrix(file: h5py.File) -> Matrix | None:
-    """Read the shape and scale of the matrix of an h5chunk file; None if it has no matrix.
+    """Read the description of the matrix of an h5chunk file; None if it has no matrix.
 
-    Raises FileError if it is damaged: shapes, types and the ends of ``indptr`` are checked, but not the entries.
+    Raises FileError if a shape, a type, or the first or last number of ``indptr`` is wrong; entries are not checked.
     """
     group = file.get(GROUP)
     if not isinstance(group, h5py.Group) or "kind" not in group.attrs:
@@ -183,6 +179,7 @@ def read_matrix(file: h5py.File) -> Matrix | None:
 
 
 def _check_csr(group: h5py.Group, num_rows: int, num_columns: int, num_samples: int) -> int:
+    """Return the number of entries of a CSR matrix. Raises ValueError if its datasets do not fit each other."""
     indptr, indices, data = group["indptr"], group["indices"], group["data"]
     num_entries = int(indices.shape[0])
     expected = (
@@ -191,7 +188,7 @@ def _check_csr(group: h5py.Group, num_rows: int, num_columns: int, num_samples: 
         (data, (num_entries,), data.dtype),
     )
     if num_rows != num_samples or num_columns < 1:
-        raise ValueError(f"{num_rows} x {num_columns} of {num_samples} samples")
+        raise ValueError(f"its shape is {num_rows} x {num_columns}, but the file has {num_samples} samples")
     for dataset, shape, dtype in expected:
         if dataset.shape != shape or dataset.dtype != dtype:
             raise ValueError(f"{dataset.name} is {dataset.dtype} {dataset.shape}, not {dtype} {shape}")

@@ -1,10 +1,8 @@
-"""Read and write the recommendation of `h5chunk tune`, which is stored beside a file: ``NAME.h5chunk.json``.
+"""Read the recommendation of `h5chunk tune`, which is stored beside a file: ``NAME.h5chunk.json``.
 
-A recommendation overrides the window and the cache in the header of an h5chunk file, which is not changed.
-
-It is a JSON object: ``version`` 1; ``window_chunks``; ``cache``: [nslots, nbytes, w0]; and the data that it applies to:
-the path ``dataset`` in the file, its ``num_samples`` and ``chunk_samples``. If these no longer match, the
-recommendation is ignored. The file gets its name once it is complete and on disk.
+It overrides the window and the cache in the header of an h5chunk file. It is a JSON object: ``version`` 1;
+``window_chunks``; ``cache``: [nslots, nbytes, w0]; and the data that it applies to: the path ``dataset`` in the file,
+its ``num_samples`` and ``chunk_samples``. If the file no longer matches, the recommendation is ignored.
 """
 
 from __future__ import annotations
@@ -22,11 +20,11 @@ SUFFIX = ".h5chunk.json"
 MAX_BYTES = 1 << 16
 NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 
-Recommended = tuple[int, CacheSettings]  # the window in chunks, and the cache of one process that reads all windows
+Recommended = tuple[int, CacheSettings]  # the window in chunks, and the cache of one process that reads all batches
 
 
 def sidecar_of(path: str | os.PathLike[str]) -> Path:
-    """Return the path of the recommendation for a file."""
+    """Return the path of the recommendation for a file: ``NAME.h5chunk.json``."""
     path = Path(path)
     return path.with_name(path.name + SUFFIX)
 
@@ -34,8 +32,8 @@ def sidecar_of(path: str | os.PathLike[str]) -> Path:
 def read_recommendation(path: str | os.PathLike[str], **made_for: str | int) -> Recommended | None:
     """Read the recommended window and cache of a file; None if there is no recommendation, or it is for other data.
 
-    It must be for this ``dataset`` (the dataset with the largest samples), ``num_samples`` and ``chunk_samples``.
-    Raises FileError if the sidecar is damaged, or exists but cannot be read.
+    ``made_for`` is the data: ``dataset`` (path of the main field), ``num_samples`` and ``chunk_samples``. Raises
+    FileError if the recommendation is damaged or cannot be read.
     """
     sidecar = sidecar_of(path)
     try:

@@ -145,17 +145,17 @@ FORMAT_VERSION = 2
 GROUP = "h5chunk"
 LIBVER = ("v110", "v110")
 ALIGNMENT = 4096
-ALIGNMENT_THRESHOLD = 64 << 10
+ALIGNMENT_THRESHOLD = 64 << 10  # smaller datasets are not aligned
 HEADER_BYTES = 16 << 10  # approximate size of a file's metadata
-GZIP_LEVEL = 1  # level for dense rows, mostly zeros: higher levels take three times as long and save a few percent
+GZIP_LEVEL = 1  # for dense rows, mostly zeros, higher levels take three times as long and save a few percent
 
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """A dataset to write; contiguous without ``chunks``.
+    """A dataset to write, contiguous unless it has ``chunks``.
 
-    With a ``fill`` value, the dataset is never written: all elements read as this value, and take no bytes. With
-    ``gzip``, chunks are compressed, and written one by one (`h5chunk.store.write.targets.CompressedTarget`).
+    If there is a ``fill`` value, nothing is written: all elements read as this value, and take no space. With ``gzip``
+    chunks are compressed (`h5chunk.store.write.targets.CompressedTarget`).
     """
 
     shape: tuple[int, ...]
@@ -166,7 +166,7 @@ class ArraySpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the dataset in the file; 0 if they are not known yet."""
+        """Bytes of the dataset in the file; 0 for compressed data, whose size is not known yet."""
         if self.fill is not None or self.gzip:
             return 0
         shape = self.shape
@@ -178,15 +178,15 @@ class ArraySpec:
 def field_spec(
     num_samples: int, chunk_samples: int, sample_shape: tuple[int, ...], dtype: np.dtype, *, gzip: bool = False
 ) -> ArraySpec:
-    """Return the dataset of a field."""
+    """Return the specification of a field's dataset, whose chunks hold whole samples."""
     return ArraySpec((num_samples, *sample_shape), dtype, (chunk_samples, *sample_shape), gzip=gzip)
 
 
 @dataclass(frozen=True)
 class FileSpec:
-    """The layout of a file, which must be known before its first sample is written: its objects by path.
+    """All datasets and attributes of a file to write, by path, without the data.
 
-    The field with the largest samples comes first, and is stored at the start of the file.
+    Data is stored in the order of ``datasets``; the field with the largest samples should come first.
     """
 
     datasets: dict[str, ArraySpec]
@@ -194,13 +194,13 @@ class FileSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Approximate bytes of the file, without alignment, part of the metadata, and compressed data."""
+        """Approximate bytes of the file, without compressed data."""
         return HEADER_BYTES + sum(each.num_bytes for each in self.datasets.values())
 
 
 @dataclass(frozen=True)
 class Region:
-    """The bytes of a dataset in the file: ``num_bytes`` from ``offset`` on."""
+    """The byte range of a dataset in the file: ``num_bytes`` from ``offset`` on."""
 
     offset: int
     num_bytes: int
@@ -209,7 +209,7 @@ class Region:
 def new_file(
     path: str | os.PathLike[str], creation: h5py.h5p.PropFCID, libver: tuple[str, str], alignment: int
 ) -> h5py.h5f.FileID:
-    """Create an empty file, without the time stamp that h5py before 3.16 writes into the root group."""
+    """Create an empty file, with time stamps off: h5py before 3.16 would write one into the root group."""
     creation.set_obj_track_times(False)
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     versions = {"v110": h5py.h5f.LIBVER_V110, "latest": h5py.h5f.LIBVER_LATEST}
@@ -221,7 +221,7 @@ def new_file(
 
 
 def make_group(parent: h5py.Group, path: str) -> h5py.Group:
-    """Open the group at a path, creating missing groups without the time stamps of h5py before 3.16."""
+    """Return the group at a path; create missing groups, with time stamps off."""
     creation = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
     creation.set_obj_track_times(False)
     for name in path.split("/"):
@@ -232,9 +232,9 @@ def make_group(parent: h5py.Group, path: str) -> h5py.Group:
 
 
 def create_file(path: str | os.PathLike[str], spec: FileSpec) -> dict[str, Region]:
-    """Write a file with everything except its data; return the regions of the data, by path without leading slash.
+    """Create a file with all its metadata, and return the byte ranges to write the data to, by path of the dataset.
 
-    Datasets without elements are left out.
+    Datasets that take no space, such as those without elements, have no byte range.
     """
     creation = h5py.h5p.create(h5py.h5p.FILE_CREATE)
     with h5py.File(new_file(path, creation, LIBVER, ALIGNMENT)) as file:
@@ -243,7 +243,7 @@ def create_file(path: str | os.PathLike[str], spec: FileSpec) -> dict[str, Regio
 
 
 def create_objects(file: h5py.File, spec: FileSpec) -> dict[str, h5py.Dataset]:
-    """Create the objects of a specification in a file; return the datasets, by path."""
+    """Create the objects of a specification in a file, and return the datasets by path."""
     datasets = {path: _create_dataset(file, path, array) for path, array in spec.datasets.items()}
     make_group(file, f"{GROUP}/checksums")
     for path, attributes in spec.attributes.items():
@@ -253,7 +253,7 @@ def create_objects(file: h5py.File, spec: FileSpec) -> dict[str, h5py.Dataset]:
 
 
 def _create_dataset(file: h5py.File, path: str, array: ArraySpec) -> h5py.Dataset:
-    """Create a dataset, allocating all its space without writing it; with a fill value or filter, allocate nothing."""
+    """Create a dataset and allocate its space without writing to it; with a fill value or gzip, allocate nothing."""
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_obj_track_times(False)
     properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)

@@ -1,9 +1,8 @@
 """Run work on an HDF5 file in a child process, so that a file that crashes or hangs HDF5 only causes an error.
 
-The child is forked: it runs the caller's code with the same memory, and uses only HDF5 and the file. Forking is safe
-despite other threads and an initialised GPU, because no thread is inside HDF5 at that moment (its lock is held), no
-garbage of the caller is collected in the child, and the child exits without any cleanup. A child that sleeps forever
-nevertheless, because of a lock that is never released, is killed.
+Forking is safe despite other threads and an initialised GPU: no other thread is inside HDF5, because its lock is held;
+the child does not collect garbage of the parent; and it exits without any cleanup. A child that nevertheless waits for
+a lock forever is killed.
 
 This works only on Linux. Elsewhere, and if the system cannot fork, the work is done in the calling process.
 """
@@ -34,27 +33,27 @@ from h5chunk.stamp import stamp_of
 T = TypeVar("T")
 Say = Callable[[Any], None]
 
-LOOP_S = 60.0  # processor time of one thread, without a read, a write or a message of the child
-IDLE_S = 120.0  # time in which all threads of the child sleep
-LOOK_S = 1.0
-METADATA_BYTES = 256 << 20  # memory limit of the child
-METADATA_RATIO = 32  # plus this many bytes per byte of the file: its tables may be compressed
+LOOP_S = 60.0  # processor time of a thread without a read, write or message, after which a child counts as looping
+IDLE_S = 120.0  # time in which all threads sleep, after which a child counts as stuck
+LOOK_S = 1.0  # time between looks at a child
+METADATA_BYTES = 256 << 20  # limit on the memory that a child may use for metadata
+METADATA_RATIO = 32  # further bytes per byte of the file, because its tables may be compressed
 PR_SET_PDEATHSIG = 1  # option of prctl
-SAID, DONE, FAILED = "said", "done", "failed"  # kinds of messages of the child, each with a value
+SAID, DONE, FAILED = "said", "done", "failed"  # kinds of messages from the child; each has a value
 
-_is_child = False  # whether work is done in this process, which may crash
-_tried: set[Hashable] = set()  # versions of files that did not crash
+_is_child = False  # whether this process is such a child
+_tried: set[Hashable] = set()  # versions of files that a child has tried without a crash
 
 
 class Stuck(WorkerError):
-    """A child process that slept for a long time, which is not the fault of the file."""
+    """A child process slept for a long time; its file need not be damaged."""
 
 
 def try_files(paths: Sequence[Path], look: Callable[[Path], None], about: Hashable) -> None:
-    """Run ``look`` on files in a child process, once per file, file version and calling process.
+    """Run ``look`` on files in a child process, to try what the caller is about to do with them.
 
-    ``look`` does with a file what the caller is about to do with it; ``about`` identifies that work. Raises FileError
-    if HDF5 crashes or loops on a file. Errors of ``look`` are raised as well.
+    A version of a file is tried once by this process for each ``about``, which identifies the work. Raises FileError
+    if HDF5 crashes or loops on a file, and errors of h5chunk that ``look`` raises.
     """
     if _is_child:
         return
@@ -75,20 +74,21 @@ def try_files(paths: Sequence[Path], look: Callable[[Path], None], about: Hashab
     except Stuck as error:
         warnings.warn(f"{error}: it is opened without a test in a child process", RuntimeWarning, stacklevel=4)
     except WorkerError:
-        return  # not an error of HDF5: the caller will get it as well
+        return  # another error than of h5chunk: the caller will get it from its own work
     _tried.update(keys[path] for path in due)
 
 
 def in_child(work: Callable[[Say], T], shown: Callable[[], str], heard: Say = lambda _: None) -> T:
-    """Return the result of ``work(say)`` in a child process, or raise its error; both must pickle.
+    """Return the result of ``work(say)`` in a child process, or raise its error; both must be picklable.
 
-    Messages to ``say`` are passed to ``heard`` in this process; ``shown`` returns the file, for messages. Raises
-    FileError if the child crashes or loops; WorkerError if its error is not an error of h5chunk, or it only sleeps.
+    Objects that ``work`` passes to ``say`` are passed to ``heard`` in this process. ``shown`` returns the name of the
+    file, for messages. Raises FileError if the child crashes or loops; WorkerError if it only sleeps, or if its error
+    is not an error of h5chunk.
     """
     if sys.platform != "linux" or _is_child:
         return work(heard)
     with contextlib.suppress(ImportError):
-        import hdf5plugin  # noqa: F401  # which each child would else have to import
+        import hdf5plugin  # noqa: F401  # otherwise every child would import it
     parent = os.getpid()
     try:
         ours, theirs = multiprocessing.Pipe(duplex=False)
@@ -121,7 +121,7 @@ def in_child(work: Callable[[Say], T], shown: Callable[[], str], heard: Say = la
 
 @contextlib.contextmanager
 def limited_memory(path: Path) -> Iterator[None]:
-    """Limit a child process's memory in a context, because damaged metadata may claim more than the file needs."""
+    """Limit the memory of a child process in a context: damaged metadata may claim more memory than there is."""
     if sys.platform != "linux" or not _is_child:
         yield
         return
@@ -137,12 +137,12 @@ def limited_memory(path: Path) -> Iterator[None]:
 
 
 def _listen(pipe: Connection, child: int, heard: Say, shown: Callable[[], str]) -> list[Any]:
-    """Receive messages, and return a list with the result; empty if the child dies before it has a result."""
+    """Receive the messages of a child; return a list with its result, or an empty list if it dies without one."""
     watch = _Watch(child)
     while True:
         try:
             if not pipe.poll(LOOK_S):
-                if watch.is_dead() and not pipe.poll():  # another process may have inherited the other end of the pipe
+                if watch.is_dead() and not pipe.poll():  # no EOFError if another process inherited the child's end
                     return []
                 watch.check(shown)
                 continue
@@ -162,12 +162,12 @@ class _Watch:
 
     def __init__(self, child: int) -> None:
         self._folder = Path(f"/proc/{child}")
-        self.moved: bytes | None = None  # counters that change whenever it reads or writes; None: unknown
+        self.moved: bytes | None = None  # the system's counters of reads and writes at the last progress
         self._ticks: dict[str, tuple[str, int]] = {}
         self._since = 0.0
 
     def check(self, shown: Callable[[], str]) -> None:
-        """Raise FileError if the child computes for too long without reading or writing, Stuck if it only sleeps."""
+        """Raise FileError if the child computes too long without a read or write, Stuck if it only sleeps."""
         moved, threads = None, self._threads()
         with contextlib.suppress(OSError):
             moved = (self._folder / "io").read_bytes()
@@ -184,11 +184,11 @@ class _Watch:
             raise Stuck(f"{shown()}: the child process that reads it has only slept for {IDLE_S:.0f} s")
 
     def is_dead(self) -> bool:
-        """Whether the child has ended."""
+        """Return whether the child has ended."""
         return {state for state, _ in self._threads().values()} <= {"Z", "X"}
 
     def _threads(self) -> dict[str, tuple[str, int]]:
-        """Return the state and the processor time, in ticks, of every thread."""
+        """Return the state, as ps shows it, and the processor time in ticks of every thread, by thread id."""
         found = {}
         with contextlib.suppress(OSError):
             for each in (self._folder / "task").iterdir():

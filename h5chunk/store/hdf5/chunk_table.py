@@ -1,8 +1,8 @@
-"""List the file offsets of a dataset's chunks once, for all threads and processes; and find unwritten chunks.
+"""List the offsets of a dataset's chunks in the file, and check them; find chunks that were never written.
 
-Source: H5Dchunk_iter (h5py: ``DatasetID.chunk_iter``), which lists all chunks in one pass; querying them one by one
-walks the index each time. HDF5 1.14.2 leaves the user block out of the offsets, in ``H5Dget_chunk_info`` too, so the
-listing of the running library is tried on a file in memory, and each table on the bytes of one chunk.
+H5Dchunk_iter (h5py: ``DatasetID.chunk_iter``) lists all chunks in one pass, while queries of single chunks search the
+index each time. HDF5 1.14.2 leaves the user block out of the offsets. So this module first lists a file in memory to
+see what the running library does, and compares one chunk of each dataset with the bytes at its offset.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from h5py._objects import phil
 
 from h5chunk.errors import FileError, as_text, printable
 
-NUMBERS_AT_A_TIME = 1 << 17
-FILTER_BYTES = 64 << 10  # most bytes that filters add to twice the length of a chunk, for headers and tables
+NUMBERS_AT_A_TIME = 1 << 17  # numbers of listed chunks that are held as Python objects
+FILTER_BYTES = 64 << 10  # limit on a stored chunk beyond twice its decoded size, for headers and tables of filters
 CHECKSUM_BYTES = 4  # bytes that Fletcher-32 appends to a chunk
-COMPARED_BYTES = 1 << 20  # the largest chunk that is read whole to compare it
-COMPARED_ELEMENTS = 64  # bytes to compare of a larger chunk, or of contiguous data
-PROBE = bytes(range(1, 33))
-PROBE_BLOCK = 512
+COMPARED_BYTES = 1 << 20  # largest chunk that is read whole to compare it
+COMPARED_ELEMENTS = 64  # elements to compare of a larger chunk, or of contiguous data
+PROBE = bytes(range(1, 33))  # content of the file in memory
+PROBE_BLOCK = 512  # size of its user block
 SEC2 = h5py.h5fd.SEC2
 DONT_FILTER_PARTIAL_CHUNKS = 2  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS of H5Dpublic.h
 ALL_FILTERS = 0xFFFFFFFF  # the filter mask of a chunk that skipped all filters
@@ -35,21 +35,19 @@ EXTENSIBLE_ARRAY = 4  # H5D_CHUNK_IDX_EARRAY of H5Dpublic.h
 
 
 class NotDirect(Exception):
-    """The reason why a dataset cannot be read by byte ranges."""
+    """A dataset cannot be read by byte ranges, for the reason in the message."""
 
 
 @dataclass(frozen=True)
 class ChunkTable:
-    """The stored chunks of one dataset, in the order of their positions in the dataset (row-major).
+    """The chunks of one dataset, in row-major order; a contiguous dataset is one chunk.
 
-    An offset of -1 means never written: all elements are the fill value. If bit i of a mask is set, filter i was
-    skipped for this chunk; all bits are set for partial edge chunks of a dataset that stores them unfiltered. Edge
-    chunks are stored in full. A contiguous dataset is one chunk.
+    Chunks at the edges are stored in full.
     """
 
-    offsets: np.ndarray  # offsets in the file: (num_chunks,) int64
+    offsets: np.ndarray  # offsets in the file: (num_chunks,) int64; -1 if the chunk was never written
     sizes: np.ndarray  # stored bytes: (num_chunks,) int64
-    filter_masks: np.ndarray  # (num_chunks,) uint32
+    filter_masks: np.ndarray  # (num_chunks,) uint32; bit i is set if filter i was skipped for the chunk
     chunk_shape: tuple[int, ...]
     shape: tuple[int, ...]
 
@@ -64,18 +62,18 @@ class ChunkTable:
 
     @property
     def is_one_run(self) -> bool:
-        """Whether chunks are contiguous, in order, and of equal size, so that any range of rows is one byte range."""
+        """Whether all chunks follow each other in the file, in order, so that any range of rows is one byte range."""
         if len(self) == 0 or self.offsets[0] < 0:
             return False
         expected = self.offsets[0] + np.arange(len(self)) * self.sizes[0]
         return bool((self.offsets == expected).all() and (self.sizes == self.sizes[0]).all())
 
     def chunk_at(self, offset: int) -> int:
-        """Return the chunk that contains a byte of the file."""
+        """Return the number of the chunk at an offset of the file."""
         return int(np.where(self.offsets <= offset, self.offsets, -1).argmax())
 
     def start(self, chunk: int) -> tuple[int, ...]:
-        """Return the first element of a chunk."""
+        """Return the index of the first element of a chunk."""
         place = np.unravel_index(chunk, _grid(self.shape, self.chunk_shape))
         return tuple(int(at) * step for at, step in zip(place, self.chunk_shape, strict=True))
 
@@ -85,27 +83,28 @@ class ChunkTable:
         return math.prod(_grid(self.shape[1:], self.chunk_shape[1:]))
 
     def rows(self, chunk: int) -> tuple[int, int]:
-        """Return the first and the last index of the first axis in a chunk."""
+        """Return the first and the last row in a chunk."""
         first = chunk // self.num_across * self.chunk_shape[0]
         return first, min(first + self.chunk_shape[0], self.shape[0]) - 1
 
 
 def _grid(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the number of chunks along each axis; a contiguous dataset may be empty."""
+    """Return the number of chunks along each axis."""
     return tuple(-(-size // chunk) if chunk else 1 for size, chunk in zip(shape, chunk_shape, strict=True))
 
 
 def list_chunks(dataset: h5py.Dataset) -> ChunkTable:
     """List the chunks of a dataset in one pass. Raises NotDirect if HDF5 lists them at wrong offsets.
 
-    Raises FileError if a chunk extends beyond the file, overlaps another or has an impossible length, the chunk index
-    is inconsistent, or HDF5 reads other bytes than the file has at the offset of a chunk.
+    Raises FileError if the index of the chunks is invalid, a chunk extends beyond the file, overlaps another or has an
+    impossible size, or HDF5 reads other bytes than the file has at the offset of a chunk.
     """
     name = f"{printable(dataset.file.filename)}: {dataset.name!r}"
     if is_listed_wrongly(dataset):
         raise NotDirect("HDF5 lists wrong offsets for its chunks, because an axis other than the first is unlimited")
     if dataset.chunks is None:
-        offset = dataset.id.get_offset() if dataset.id.get_storage_size() else None  # else None plus user block
+        # without stored bytes, h5py would add the user block to an undefined offset
+        offset = dataset.id.get_offset() if dataset.id.get_storage_size() else None
         table = ChunkTable.unwritten(dataset.shape, dataset.shape)
         if offset is not None:
             table.offsets[:] = offset
@@ -128,10 +127,10 @@ def list_chunks(dataset: h5py.Dataset) -> ChunkTable:
 
 
 def is_listed_wrongly(dataset: h5py.Dataset) -> bool:
-    """Return whether HDF5 lists chunks at wrong offsets: for an extensible array along an axis that is not the first.
+    """Return whether HDF5 lists the chunks at wrong offsets, which it does if only a later axis is unlimited.
 
-    The index moves the growing axis to the front, and HDF5 lists chunks as if it had not.
-    Source: H5Dearray.c, H5D__earray_idx_iterate_cb, as compared to H5D__earray_idx_get_addr.
+    Such chunks are indexed by an extensible array, in which the unlimited axis comes first; HDF5 lists them as if it
+    did not. Source: H5Dearray.c, H5D__earray_idx_iterate_cb, as compared to H5D__earray_idx_get_addr.
     """
     if dataset.chunks is None or None in dataset.maxshape[:1] or dataset.maxshape.count(None) != 1:
         return False
@@ -140,25 +139,25 @@ def is_listed_wrongly(dataset: h5py.Dataset) -> bool:
 
 
 def is_variable(kind: h5py.h5t.TypeID) -> bool:
-    """Return whether values of a type are stored elsewhere in the file, where HDF5 would read them unchecked."""
+    """Return whether a type has variable-length parts or references, which HDF5 follows without checks."""
     if isinstance(kind, h5py.h5t.TypeStringID):
         return bool(kind.is_variable_str())
     return bool(kind.detect_class(h5py.h5t.VLEN) or kind.detect_class(h5py.h5t.REFERENCE))
 
 
 def partial_chunks_are_plain(properties: h5py.h5p.PropDCID) -> bool | None:
-    """Return whether the partial chunks at the edges of a dataset are stored without its filters.
+    """Return whether partial chunks at the edges of a dataset are stored without its filters; None if unknown.
 
-    Their filter masks do not say so. Source: H5Pset_chunk_opts, HDF5 File Format Specification, IV.A.2.i, version 4.
+    Filter masks do not say so. Source: H5Pset_chunk_opts, HDF5 File Format Specification, IV.A.2.i, version 4.
     """
     options = _ask_library("H5Pget_chunk_opts", properties.id, ctypes.c_uint)
     return None if options is None else bool(options & DONT_FILTER_PARTIAL_CHUNKS)
 
 
 def is_stored_as(dataset: h5py.Dataset, dtype: np.dtype) -> bool:
-    """Return whether the numbers of a dataset are stored exactly as NumPy stores this type.
+    """Return whether a dataset's numbers are stored exactly as NumPy stores them in memory with this type.
 
-    For other precisions, bit offsets and float formats, h5py reports the smallest NumPy type that holds the values.
+    The type that h5py reports is only large enough: precision, bit offset or float format may differ.
     """
     stored = dataset.id.get_type()
     if isinstance(stored, h5py.h5t.TypeEnumID) and dtype.kind != "b":
@@ -176,7 +175,7 @@ def stored_item_bytes(dataset: h5py.Dataset) -> int:
 
 
 def _check_sizes(dataset: h5py.Dataset, table: ChunkTable, name: str) -> None:
-    """Check the stored lengths of chunks: HDF5 reads that many bytes into memory of the expected length."""
+    """Raise FileError if a chunk has an impossible stored size, because HDF5 would read beyond its memory."""
     if dataset.chunks is None:
         return
     chunk_bytes = math.prod(table.chunk_shape) * dataset.id.get_type().get_size()
@@ -200,9 +199,9 @@ def _check_sizes(dataset: h5py.Dataset, table: ChunkTable, name: str) -> None:
 
 
 def _check_bytes(dataset: h5py.Dataset, table: ChunkTable, name: str) -> None:
-    """Compare the smallest stored chunk with the bytes at its offset, if it is at most 1 MiB or uncompressed.
+    """Raise FileError if HDF5 reads other bytes for the smallest chunk than the file has at its offset.
 
-    Files that are open for writing are not compared.
+    Chunks that are compressed and larger than 1 MiB, and files that are open for writing, are not checked.
     """
     file, stored = dataset.file.id, np.flatnonzero(table.sizes)
     if not len(stored) or file.get_intent() != h5py.h5f.ACC_RDONLY or file.get_access_plist().get_driver() != SEC2:
@@ -221,7 +220,7 @@ def _check_bytes(dataset: h5py.Dataset, table: ChunkTable, name: str) -> None:
 
 
 def _read_start(dataset: h5py.Dataset, start: tuple[int, ...], size: int) -> bytes:
-    """Read the first stored bytes of a chunk through HDF5; no bytes if that would be slow."""
+    """Read the first stored bytes of a chunk through HDF5; return no bytes if that would be slow."""
     chunks, kind = dataset.chunks or dataset.shape, dataset.id.get_type()
     if dataset.chunks and size <= COMPARED_BYTES:
         memory = bytearray(size)
@@ -243,7 +242,7 @@ def _visit_chunks(dataset: h5py.Dataset, note: Callable[[h5py.h5d.StoreInfo], No
 
 @functools.cache
 def _leaves_out_user_block() -> bool:
-    """Return whether this HDF5 lists offsets relative to the end of the user block, by a test on a file in memory."""
+    """Return whether this HDF5 lists offsets relative to the end of the user block; found by a file in memory."""
     memory = io.BytesIO()
     listed: list[h5py.h5d.StoreInfo] = []
     with h5py.File(memory, "w", userblock_size=PROBE_BLOCK) as file:
@@ -294,7 +293,7 @@ def _list_index(dataset: h5py.Dataset, name: str) -> ChunkTable:
 
 
 def count_unwritten(dataset: h5py.Dataset) -> int:
-    """Return the number of chunks that were never written (which is valid); a contiguous dataset is one chunk."""
+    """Return the number of chunks that were never written, which is valid; a contiguous dataset is one chunk."""
     properties = dataset.id.get_create_plist()
     layout = properties.get_layout()
     if layout == h5py.h5d.CHUNKED:
@@ -304,18 +303,18 @@ def count_unwritten(dataset: h5py.Dataset) -> int:
 
 
 def unwritten_value(dataset: h5py.Dataset) -> str:
-    """Return the value that readers give for unwritten elements: the fill value, or without one zero, or an error."""
+    """Return what readers give for unwritten elements, as text for messages: usually the fill value."""
     if not _has_fill_value(dataset):
         never = dataset.id.get_create_plist().get_fill_time() == h5py.h5d.FILL_TIME_NEVER
-        found = "0" if never or dataset.id.get_storage_size() else "an error"
-        return f"{found}, as there is no fill value"
+        result = "0" if never or dataset.id.get_storage_size() else "an error"
+        return f"{result}, as there is no fill value"
     value = dataset.fillvalue
     value = value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value
     return printable(repr(as_text(value) if isinstance(value, bytes) else value))
 
 
 def leaves_memory(dataset: h5py.Dataset) -> bool:
-    """Return whether HDF5, unlike h5py, leaves memory unchanged for unwritten elements without a fill value."""
+    """Return whether HDF5 leaves memory unchanged where elements were never written, as there is no fill value."""
     if _has_fill_value(dataset):
         return False
     if dataset.chunks is None:
@@ -330,10 +329,10 @@ def _has_fill_value(dataset: h5py.Dataset) -> bool:
 
 
 def _ask_library(name: str, identifier: int, kind: type[ctypes.c_uint] | type[ctypes.c_int]) -> int | None:
-    """Call a function of HDF5 of the form ``herr_t name(hid_t identifier, kind *answer)``; return the answer.
+    """Call a function of HDF5 of the form ``herr_t name(hid_t identifier, kind *answer)``, and return the answer.
 
-    The dynamic linker finds it in the libraries that h5py's extension module depends on, wherever a wheel or a
-    distribution keeps them. Returns None (unknown) if the build of h5py hides them.
+    The dynamic linker finds the function in the libraries that h5py's extension module is linked to. Returns None if
+    this build of h5py hides it.
     """
     try:
         function = getattr(ctypes.CDLL(h5py.h5p.__file__), name)

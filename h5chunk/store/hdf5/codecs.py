@@ -1,11 +1,11 @@
 """Decode the stored bytes of one chunk outside HDF5, in any number of threads, and check every length.
 
-HDF5 decodes under its global lock and does not check the length of a decoded chunk. Here each filter must produce
-exactly the bytes of the chunk, or an error is raised; whatever the stored bytes are, it does not write beyond the chunk
-or allocate too much memory. This module reads no files, and does not depend on the meaning of values.
+HDF5 decodes under its global lock and does not check the length of a decoded chunk. Here every filter must produce
+exactly the expected number of bytes, and no stored bytes can make it write beyond the chunk or allocate too much
+memory.
 
 imagecodecs decodes gzip, shuffle, Fletcher-32, LZF, LZ4, Zstandard, Blosc and Bitshuffle; without it, HDF5 decodes
-compressed chunks. Each filter makes few calls into C, as every call releases the GIL and may wait to get it back.
+compressed chunks. Filters make few calls into C, because each call releases the GIL and may wait to get it back.
 
 Source: HDF5 File Format Specification, IV.A.2.l (filter pipeline); H5Zdeflate.c, H5Zshuffle.c, H5Zfletcher32.c and
 H5checksum.c of HDF5; the registered filters' own formats: HDF5_LZ4.pdf, README_CHUNK_FORMAT.rst of c-blosc, RFC 8878.
@@ -47,23 +47,23 @@ KNOWN_FILTERS = {
 }  # numbers as registered with The HDF Group
 INSTALL = 'pip install "h5chunk[codecs]"'
 
-PLANES_LZ4, PLANES_ZSTD = 2, 3  # Bitshuffle's numbers of the compressors of bit planes
+PLANES_LZ4, PLANES_ZSTD = 2, 3  # Bitshuffle's numbers for the compressors of its bit planes
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 class NoDecoder(Exception):
-    """The filters of a dataset must be decoded by HDF5, for the reason in the message."""
+    """Only HDF5 can decode the chunks of a dataset, for the reason in the message."""
 
 
 class DecodeError(Exception):
-    """The stored bytes of a chunk are damaged; the message says how, but does not name the chunk."""
+    """The stored bytes of a chunk are damaged; the message does not name the chunk."""
 
 
 class ChunkDecoder:
-    """Decode the chunks of one dataset. It can be pickled, and used by any number of threads at a time.
+    """Decode the chunks of one dataset; picklable, and safe to use from any number of threads.
 
-    ``properties`` (dataset creation) are not kept. No writer stores a chunk in more than ``max_stored_bytes``. Raises
-    NoDecoder if a filter cannot be decoded here, or needs imagecodecs.
+    ``properties``, the dataset's creation properties, are not kept. ``max_stored_bytes`` is a limit on the stored bytes
+    of a chunk. Raises NoDecoder if a filter is not supported here, or imagecodecs is missing.
     """
 
     def __init__(self, properties: h5py.h5p.PropDCID, chunk_bytes: int, item_bytes: int) -> None:
@@ -87,12 +87,13 @@ class ChunkDecoder:
     def decode(self, stored: memoryview | np.ndarray, filter_mask: int, out: np.ndarray) -> None:
         """Decode a chunk from its stored bytes into ``out``, (chunk_bytes,) uint8, or raise DecodeError.
 
-        Bit i of the mask says that filter i was skipped for this chunk. After an error ``out`` is undefined.
+        Bit i of ``filter_mask`` is set if filter i was skipped for this chunk. After an error ``out`` is undefined.
         """
         if out.shape != (self.chunk_bytes,) or out.dtype != np.uint8 or not out.flags.c_contiguous:
             raise ValueError(f"out is {out.dtype} {out.shape}, but must be contiguous uint8 ({self.chunk_bytes},)")
         active = [(code, values) for bit, code, values in self._filters if not filter_mask >> bit & 1]
-        lengths: list[int | None] = [self.chunk_bytes]  # before each filter, and stored; None: depends on values
+        # the length before each filter, and finally the stored length; None if it depends on the values
+        lengths: list[int | None] = [self.chunk_bytes]
         for code, values in active:
             keeps = code in (SHUFFLE, FLETCHER32) or (code == BITSHUFFLE and not _compressor(values))
             last = lengths[-1]
@@ -108,7 +109,7 @@ class ChunkDecoder:
             except DecodeError as error:
                 raise DecodeError(f"{KNOWN_FILTERS[code]}: {error}") from None
             _check_length(f"{KNOWN_FILTERS[code]} gives", len(decoded), length, self.max_stored_bytes)
-            if np.may_share_memory(decoded, room):  # otherwise it is a part of data, which must not be overwritten
+            if np.may_share_memory(decoded, room):  # otherwise the filter returned a part of data
                 turn ^= 1
             data = decoded
         if not np.may_share_memory(data, out):
@@ -148,7 +149,7 @@ def _library(function: str) -> Callable[..., Any] | None:
 
 
 def crc32(data: np.ndarray, start: int = 0) -> int:
-    """Return the CRC-32 of (n,) uint8, C-contiguous, as zlib does; the GIL is released meanwhile.
+    """Return the CRC-32 of (n,) uint8, C-contiguous, as zlib computes it, without holding the GIL.
 
     >>> hex(crc32(np.frombuffer(b"123456789", np.uint8)))
     '0xcbf43926'
@@ -163,7 +164,7 @@ def _fastest_crc32() -> Callable[..., Any]:
 
 
 def _function(name: str) -> Callable[..., Any]:
-    """Return a function of imagecodecs. Raises DecodeError if a decoder was unpickled where imagecodecs lacks it."""
+    """Return a function of imagecodecs. Raises DecodeError if it is missing, as where a decoder was unpickled."""
     call = _library(name)
     if call is None:
         raise DecodeError(f"needs imagecodecs with {name}: {INSTALL}")
@@ -171,7 +172,7 @@ def _function(name: str) -> Callable[..., Any]:
 
 
 def _call(function: str, data: np.ndarray | memoryview | bytes, out: np.ndarray, **options: int) -> np.ndarray:
-    """Call a function of imagecodecs; return the part of ``out`` that it has written."""
+    """Call a function of imagecodecs, and return the part of ``out`` that it has written."""
     call = _function(function)
     try:
         return out[: len(call(data, out=out, **options))]
@@ -183,7 +184,7 @@ _local = threading.local()
 
 
 def scratch(local: threading.local, name: str, num_bytes: int) -> np.ndarray:
-    """Return a buffer of this thread, (num_bytes,) uint8, which the next call with this name reuses."""
+    """Return a buffer of this thread, (num_bytes,) uint8, that is reused by its next call with the same name."""
     memory: np.ndarray | None = getattr(local, name, None)
     if memory is None or len(memory) < num_bytes:
         memory = np.empty(num_bytes, np.uint8)
@@ -205,15 +206,15 @@ def _check_room(found: int, out: np.ndarray) -> None:
 
 def _ungzip(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
     decoded = _call("deflate_decode", data, out)
-    if int.from_bytes(data[-4:], "big") != _function("deflate_adler32")(decoded):  # libdeflate stops at its end
+    if int.from_bytes(data[-4:], "big") != _function("deflate_adler32")(decoded):  # libdeflate ignores later bytes
         raise DecodeError("bytes follow the end of its stream")
     return decoded
 
 
 def _unshuffle(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
-    """Undo the shuffle filter, which puts byte j of all elements together; bytes after the last whole element stay."""
+    """Undo the shuffle filter, which puts byte j of all whole elements together, and leaves later bytes as they are."""
     _check_room(len(data), out)
-    if not values or not values[0]:  # so HDF5 writes a second shuffle, which it then skips in each chunk
+    if not values or not values[0]:  # HDF5 writes this for a second shuffle filter, which it skips in every chunk
         raise DecodeError("the size of elements is missing")
     item, count = values[0], len(data) // values[0]
     if item == 1 or count < 2:
@@ -229,7 +230,7 @@ def _unshuffle(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np
 
 
 def _check_fletcher32(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
-    """Check and strip the checksum. HDF5 up to 1.6.2 stored it with the bytes of both halves swapped."""
+    """Check and remove the checksum. HDF5 up to 1.6.2 stored it with the bytes of both halves swapped."""
     if len(data) < 4:
         raise DecodeError(f"{len(data)} bytes are too few for a checksum")
     found, body = int.from_bytes(data[-4:], "little"), data[:-4]
@@ -246,7 +247,7 @@ def _unzstd(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.nd
 
 
 def _unblosc(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
-    """Decode Blosc, after checking the lengths in the header, which c-blosc trusts."""
+    """Decode Blosc, after checks of the lengths in its header, which c-blosc trusts."""
     if len(data) < 16:
         raise DecodeError(f"{len(data)} bytes, but its header has 16")
     version, _, _, item, length, block, stored = struct.unpack_from("<4B3I", data.data)
@@ -267,7 +268,7 @@ def _unlz4(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.nda
 
 
 def _read_header(data: np.ndarray, out: np.ndarray) -> tuple[int, int]:
-    """Read the header of LZ4 or Bitshuffle data: the total bytes of all blocks, and the bytes of one block."""
+    """Return the decoded bytes of all blocks, and of one block, from the header of LZ4 or Bitshuffle data."""
     if len(data) < 12:
         raise DecodeError(f"{len(data)} bytes, but its header has 12")
     length, block = struct.unpack_from(">QI", data.data)
@@ -278,7 +279,7 @@ def _read_header(data: np.ndarray, out: np.ndarray) -> tuple[int, int]:
 
 
 def _find_blocks(data: np.ndarray, length: int, block: int) -> tuple[list[slice], int]:
-    """Find the compressed blocks, each preceded by its length, that give ``length`` bytes; and the last one's end."""
+    """Return the places of the compressed blocks that hold ``length`` decoded bytes, and the end of the last block."""
     places: list[slice] = []
     end = 12
     for _ in range(0, length, block):
@@ -291,12 +292,12 @@ def _find_blocks(data: np.ndarray, length: int, block: int) -> tuple[list[slice]
 
 
 def _compressor(values: tuple[int, ...]) -> int:
-    """Return the number of the compressor of Bitshuffle's bit planes; 0 if they are not compressed."""
+    """Return Bitshuffle's number for the compressor of the bit planes; 0 if they are not compressed."""
     return values[4] if len(values) > 4 else 0
 
 
 def _unbitshuffle(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
-    """Decode Bitshuffle: bit planes in blocks; elements after groups of eight are stored as they are."""
+    """Decode Bitshuffle: bit planes, in blocks, of groups of eight elements; remaining elements are not shuffled."""
     item, block = values[2], values[3] * values[2] if len(values) > 3 else 0
     length = len(data)
     if _compressor(values):
@@ -309,6 +310,7 @@ def _unbitshuffle(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) ->
 
 
 def _unpack_planes(data: np.ndarray, length: int, block: int, values: tuple[int, ...]) -> np.ndarray:
+    """Decompress the blocks of bit planes: (length,) uint8, in memory that this thread reuses."""
     rest = length % (8 * values[2])
     packed, planes = length - rest, scratch(_local, "planes", length)
     places, end = _find_blocks(data, packed, block)
@@ -335,10 +337,10 @@ def _unpack_planes(data: np.ndarray, length: int, block: int, values: tuple[int,
 
 
 class _Codec(NamedTuple):
-    """The functions of imagecodecs that a filter needs, and the function that undoes the filter."""
+    """How to undo a filter."""
 
-    functions: tuple[str, ...]
-    decode: Callable[[np.ndarray, tuple[int, ...], np.ndarray], np.ndarray]  # stored bytes, parameters, output
+    functions: tuple[str, ...]  # functions of imagecodecs that are needed
+    decode: Callable[[np.ndarray, tuple[int, ...], np.ndarray], np.ndarray]  # called with bytes, parameters, output
 
 
 _CODECS = {

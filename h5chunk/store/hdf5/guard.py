@@ -12,11 +12,11 @@
 | values of variable length, references | refused as fields; not read in /h5chunk, nor large attributes there |
 | links and datasets in the group /h5chunk | only hard links, to datasets of fixed-size types and valid shapes |
 
-Damaged metadata is left to HDF5 itself. Its errors become FileErrors, and so do its crashes and loops, because files
-are first opened in a child process (`h5chunk.store.hdf5.child`).
+Other damaged metadata is found by HDF5 itself. Its errors become FileErrors, and so do its crashes and endless loops,
+because files are first opened in a child process (`h5chunk.store.hdf5.child`).
 
-With ``trusted``, links, views, external storage and any filter are allowed if they lead to the folder of the file, or
-below it. `scripts/PROMISES.md` describes the evidence.
+With ``trusted``, any filter is allowed, and so are links, views (virtual datasets) and external storage that lead to
+files in the folder of the file or below it. `scripts/PROMISES.md` describes the evidence.
 """
 
 from __future__ import annotations
@@ -46,27 +46,27 @@ from h5chunk.store.hdf5.codecs import BITSHUFFLE, KNOWN_FILTERS
 from h5chunk.store.hdf5.open import DAMAGES, address_of, damages_are
 
 MAX_RATIO = 1032  # highest ratio of gzip
-SLACK_BYTES = 64 << 20  # bytes that may be claimed without being stored: a dataset of only the fill value
-SLACK_CHUNKS = 1 << 20  # the same limit as a number of chunks, with 20 bytes of table each
-MAX_INFLATED_BYTES = 256 << 20  # larger chunks must be stored in a size that gzip could decode to them
+SLACK_BYTES = 64 << 20  # bytes that a shape may claim although nothing was written: they read as the fill value
+SLACK_CHUNKS = 1 << 20  # chunks that a shape may claim although they were never written; each needs memory for a table
+MAX_INFLATED_BYTES = 256 << 20  # larger chunks must have at least the stored bytes that gzip could decode to them
 MAX_ATTRIBUTE_BYTES = 1 << 20
-MAX_DEPTH = 32  # links to links
+MAX_DEPTH = 32  # limit on links that lead to links
 REMEDY = "to allow it, pass trusted=True (--trusted)"
 PREFIXES = {"an external link": "HDF5_EXT_PREFIX", "a view": "HDF5_VDS_PREFIX", "storage": "HDF5_EXTFILE_PREFIX"}
 
 
 class Trust:
-    """The folder that data may come from: the folder of the trusted file, and its subfolders.
+    """Check that links of a trusted file lead only to files in its folder, or below it.
 
-    HDF5 looks for the file of a link in several places, and opens the first file that it can. This class checks the
-    same places in the same order, and the first existing file must be in the folder, after symbolic links are resolved.
+    HDF5 looks for the file of a link in several places, and opens the first one that it can. This class goes through
+    the same places in the same order: the first existing file must be in the folder, once symbolic links are resolved.
     """
 
     def __init__(self, path: Path) -> None:
         self.folder = path.resolve().parent
 
     def check(self, target: Path, where: str, target_name: str) -> None:
-        """Raise TrustError unless a file is regular and in the trusted folder."""
+        """Raise TrustError unless ``target`` is a regular file in the trusted folder."""
         real = target.resolve()
         if not real.is_relative_to(self.folder):
             raise TrustError(
@@ -78,16 +78,16 @@ class Trust:
 
     @contextmanager
     def opened(self, base: str, target: str, where: str, what: str) -> Iterator[h5py.File | None]:
-        """Open, in a context, the file that a link or view in the file ``base`` refers to.
+        """Open, in a context, the file ``target`` of a link or view in ``base``; ``what`` is a key of PREFIXES.
 
-        Yields None if HDF5 would not find that file, or if a view names many files by a number pattern.
-        Raises TrustError if the file is outside the trusted folder, FieldError if it cannot be opened.
+        The context is None if HDF5 would not find the file, or a view names many files by a number pattern. Raises
+        TrustError if the file is outside the trusted folder, FieldError if it cannot be opened.
         """
         if what == "a view" and target == ".":
             with h5py.File(base, "r") as file:
                 yield file
             return
-        if what == "a view" and "%" in target:  # one of many, by number, all in one folder
+        if what == "a view" and "%" in target:  # a pattern of numbered files, which must be in one folder
             folder, _, last = target.rpartition("/")
             place = _places(base, f"{folder}/" if folder else ".", "a view")[0]
             if "%" in folder or not place.resolve().is_relative_to(self.folder):
@@ -110,7 +110,7 @@ class Trust:
 
 
 def _places(base: str, target: str, what: str) -> list[Path]:
-    """List the places where HDF5 looks for a file. Source: H5F_prefix_open_file in H5Fint.c; H5D__build_file_prefix."""
+    """List the paths where HDF5 looks for a file. Source: H5F_prefix_open_file in H5Fint.c; H5D__build_file_prefix."""
     prefix = os.environ.get(PREFIXES[what], "")
     places = [Path(target)] if Path(target).is_absolute() else []
     if Path(target).is_absolute() and what != "storage":
@@ -123,10 +123,9 @@ def _places(base: str, target: str, what: str) -> list[Path]:
 
 
 class Guard:
-    """Find objects in a file, and refuse objects that must not be read.
+    """Find objects in a file, and refuse those that must not be read: see the description of this module.
 
-    With ``trusted``, links, views and external storage may lead to other files in the folder of this file or below it,
-    and unknown filters are run. Otherwise the error suggests ``remedy``.
+    Errors about objects that ``trusted`` would allow end with ``remedy``.
     """
 
     def __init__(self, path: str | os.PathLike[str], trusted: bool = False, *, remedy: str = REMEDY) -> None:
@@ -142,7 +141,7 @@ class Guard:
             return file[name] if self._is_there(file, name, where, 0) else None
 
     def _is_there(self, start: h5py.Group, name: str, where: str, depth: int) -> bool:
-        """Walk the names of a path; every name must be a hard link, or a trusted link."""
+        """Return whether a path exists. Raises TrustError if a name in it is neither a hard link nor a trusted link."""
         if depth > MAX_DEPTH:
             raise FieldError(f"{where} leads through more than {MAX_DEPTH} links: they may form a circle")
         group: Any = start.file["/"] if name.startswith("/") else start
@@ -156,21 +155,24 @@ class Guard:
         return True
 
     def _leads(self, link: Any, group: h5py.Group, where: str, depth: int) -> bool:
-        """Return whether a soft or external link points to an object."""
-        soft, external = isinstance(link, h5py.SoftLink), isinstance(link, h5py.ExternalLink)
-        if not soft and not external:
+        """Return whether a soft or external link leads to an object. Raises TrustError if it is not trusted."""
+        soft = isinstance(link, h5py.SoftLink)
+        if not soft and not isinstance(link, h5py.ExternalLink):
             raise TrustError(f"{where} is a user-defined link: copy its target")
         if self._trust is None:
-            to = f"a soft link to {link.path!r}" if soft else f"an external link to {link.path!r} of {link.filename!r}"
-            target = "that file" if external else "its target"
-            raise TrustError(f"{where} is {to}, which is not followed: read {target} directly; {self._remedy}")
+            kind, of = ("a soft link", "") if soft else ("an external link", f" of {link.filename!r}")
+            remedy = f"read {'its target' if soft else 'that file'} directly; {self._remedy}"
+            raise TrustError(f"{where} is {kind} to {link.path!r}{of}, which is not followed: {remedy}")
         if soft:
             return self._is_there(group, link.path, where, depth + 1)
         with self._trust.opened(group.file.filename, link.filename, where, "an external link") as other:
             return other is not None and self._is_there(other, link.path, where, depth + 1)
 
     def check_field(self, dataset: h5py.Dataset, name: str) -> None:
-        """Check a dataset's claims before its shape is used. Raises TrustError if its values are stored elsewhere."""
+        """Check a dataset before its shape is used.
+
+        Raises FieldError if its shape does not fit the stored bytes, and TrustError if it needs other files or plugins.
+        """
         where = self._where(name)
         with damages_are(FieldError, f"{where} is damaged"):
             self._check_field(dataset, where, 0)
@@ -192,7 +194,7 @@ class Guard:
                 if found is None:
                     raise FieldError(f"{where} has its values in {name!r}, which does not exist")
                 self._trust.check(found, where, name)
-        elif dataset.id.get_space().get_simple_extent_type() != h5py.h5s.NULL:  # this opens the sources of a view
+        elif dataset.id.get_space().get_simple_extent_type() != h5py.h5s.NULL:  # get_space opens the files of a view
             check_filters(properties, where, trusted=self._trust is not None, remedy=self._remedy)
             check_claims(dataset, properties, where)
 
@@ -224,7 +226,7 @@ class Guard:
                 self.check_field(item, where)
 
     def walk(self, group: h5py.Group) -> Iterator[tuple[str, h5py.Dataset | FieldError]]:
-        """Yield each dataset in a group once, by its path in the group; and the errors of refused datasets."""
+        """Yield the path and dataset of each dataset in a group, once; of a refused object, its path and the error."""
         seen: set[tuple[int, ...]] = set()
         stack: list[tuple[str, Any]] = [("", group)]
         while stack:
@@ -267,7 +269,7 @@ class Guard:
 
 
 def check_beside(file: h5py.File, name: str, attributes: Sequence[str]) -> None:
-    """Raise FileError unless h5chunk's own group, and the named attributes, can be read safely."""
+    """Raise FileError unless the group /``name``, if h5chunk wrote it, and these attributes can be read safely."""
     shown = f"{printable(file.filename)}: damaged: its group /{name} is invalid"
     with damages_are(FileError, shown):
         link = file.get(name, getlink=True)
@@ -287,7 +289,7 @@ def check_beside(file: h5py.File, name: str, attributes: Sequence[str]) -> None:
 
 
 def check_filters(properties: h5py.h5p.PropDCID, where: str, *, trusted: bool, remedy: str = "") -> None:
-    """Raise TrustError for an unknown filter, FieldError for a filter that is repeated, or has invalid parameters."""
+    """Raise TrustError for unknown filters, FieldError for filters that are repeated or have invalid parameters."""
     codes = []
     for number in range(properties.get_nfilters()):
         code, _, values, name = properties.get_filter(number)
@@ -295,7 +297,7 @@ def check_filters(properties: h5py.h5p.PropDCID, where: str, *, trusted: bool, r
             raise FieldError(f"{where} is packed with filter bitshuffle for elements of 0 bytes: it is damaged")
         if code in (h5py.h5z.FILTER_SCALEOFFSET, h5py.h5z.FILTER_NBIT) and len(values) >= 3:
             count = math.prod(properties.get_chunk())
-            if values[2] != count:  # these would crash HDF5, too
+            if values[2] != count:  # HDF5 would crash
                 raise FieldError(
                     f"{where} is packed with filter {KNOWN_FILTERS[code]} for chunks of {values[2]} elements but they "
                     f"have {count}: it is damaged"
@@ -314,7 +316,7 @@ def check_filters(properties: h5py.h5p.PropDCID, where: str, *, trusted: bool, r
 
 
 def check_claims(dataset: h5py.Dataset, properties: h5py.h5p.PropDCID, where: str) -> None:
-    """Raise FieldError unless shape, chunks and stored bytes are consistent with each other and with the file."""
+    """Raise FieldError unless a dataset's shape, chunks and stored bytes fit each other and the size of the file."""
     shape, item_bytes = dataset.id.get_space().shape, dataset.id.get_type().get_size()
     claimed, stored = math.prod(shape) * item_bytes, dataset.id.get_storage_size()
     file_bytes = dataset.file.id.get_filesize()
@@ -362,9 +364,9 @@ def _check_chunk_claims(
 
 
 def check_attributes(item: h5py.HLObject, where: str, names: Iterable[str] | None = None) -> None:
-    """Raise FileError unless all attributes, or the attributes with these names, are small and of fixed-size types.
+    """Raise FileError if an attribute, or one of these names, is large or has a type of variable length.
 
-    HDF5 may crash on damaged attributes: when it lists them, because it trusts their count, and when it opens one.
+    Give names for untrusted objects: HDF5 may crash when it lists damaged attributes, because it trusts their count.
     """
     for name in item.attrs if names is None else [name for name in names if name in item.attrs]:
         attribute = item.attrs.get_id(name)
@@ -376,7 +378,7 @@ def check_attributes(item: h5py.HLObject, where: str, names: Iterable[str] | Non
 
 
 def small_attribute(item: h5py.HLObject, name: str, default: Any = None) -> Any:
-    """Read an attribute; return the default if it is missing, large or of variable length."""
+    """Return the value of an attribute, or the default if it is missing, large or of variable length."""
     if name not in item.attrs:
         return default
     attribute = item.attrs.get_id(name)

@@ -13,7 +13,7 @@ import h5py
 
 from h5chunk.errors import FileError, H5ChunkError, OutputError, printable
 
-# errors that h5py raises for a damaged file
+# what h5py raises for damaged files
 DAMAGES = (OSError, RuntimeError, ValueError, TypeError, KeyError, OverflowError, RecursionError, MemoryError)
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 REASONS = (
@@ -21,12 +21,12 @@ REASONS = (
     ("signature not found", "not an HDF5 file"),
     ("Permission denied", "no permission to read it"),
     ("unable to lock file", "is locked by another process that is writing to it: wait for that process"),
-)  # for files that do not open: HDF5's message, and h5chunk's
+)  # a part of HDF5's message for a file that does not open, and the reason that h5chunk's error gives
 
 
 @contextmanager
 def translate_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise FileError if HDF5 fails on a damaged file, and OutputError if the disk of its copy is full."""
+    """Turn errors of h5py within the context into FileErrors that name the file, or OutputErrors if a disk is full."""
     try:
         yield
     except H5ChunkError:
@@ -39,20 +39,20 @@ def translate_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 @contextmanager
-def damages_are(kind: type[FileError], words: str, *others: type[Exception]) -> Iterator[None]:
-    """Turn HDF5's errors on a damaged file, and other errors, into an error that begins with these words."""
+def damages_are(kind: type[FileError], message: str, *others: type[Exception]) -> Iterator[None]:
+    """Turn errors of h5py, and errors of the types in ``others``, into a FileError that begins with ``message``."""
     damages: tuple[type[Exception], ...] = (*DAMAGES, *others)
     try:
         yield
     except FileError:
         raise
     except damages as error:
-        raise kind(f"{words}: {error}") from None
+        raise kind(f"{message}: {error}") from None
 
 
 @contextmanager
 def opened(path: str | os.PathLike[str], **options: Any) -> Iterator[h5py.File]:
-    """Open a file in a context; any failure of HDF5 on the file becomes a FileError."""
+    """Open a file in a context, in which errors of h5py become FileErrors: see `open_file`."""
     with translate_errors(path), open_file(path, **options) as file:
         yield file
 
@@ -72,8 +72,8 @@ def open_file(path: str | os.PathLike[str], **options: Any) -> h5py.File:
     try:
         file = h5py.File(path, "r", **options)
     except OSError as error:
-        words = "Permission denied" if isinstance(error, PermissionError) else str(error)
-        reason = next((ours for theirs, ours in REASONS if theirs in words), f"cannot be opened: {words}")
+        text = "Permission denied" if isinstance(error, PermissionError) else str(error)
+        reason = next((reason for part, reason in REASONS if part in text), f"cannot be opened: {text}")
         raise FileError(f"{shown}: {reason}") from None
     if file.id.get_intent() != h5py.h5f.ACC_RDONLY:  # HDF5 shares files that this process already has open
         file.close()
@@ -82,9 +82,9 @@ def open_file(path: str | os.PathLike[str], **options: Any) -> h5py.File:
 
 
 def address_of(item: h5py.HLObject) -> tuple[int, ...]:
-    """Return an identifier of an object that does not depend on its name: the file number, and the object's address.
+    """Return the number of an object's file and its address there, which identify the object under any name.
 
-    ``h5o.get_info`` would work as well, but it also reads the chunk index, and crashes if that is damaged.
+    ``h5o.get_info`` returns them too, but it also reads the chunk index, and crashes if that is damaged.
     """
     about = h5py.h5g.get_objinfo(item.id)
     return (*about.fileno, *about.objno)

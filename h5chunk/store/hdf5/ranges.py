@@ -16,13 +16,13 @@ import numpy as np
 from h5chunk.errors import FileError, printable
 from h5chunk.native import CUT_SHORT, DONE, GATHER, JOB, READ, SYSTEM, Result, available, plan_reads, run
 
-RUN_BYTES = 2 << 20  # approximate bytes per call; long ranges are cut into such runs, so that threads can share them
+RUN_BYTES = 2 << 20  # approximate bytes per system call: longer ranges are cut, so that threads can share them
 MAX_VECTORS = 1024  # IOV_MAX of Linux and macOS: buffers of one call
 CUT = "the file ends in the middle of its data: it was cut short"
-PART_BYTES = 8 << 20  # bytes per task of a thread: large enough to avoid fights for the GIL; scripts/LOG.md
+PART_BYTES = 8 << 20  # bytes per task of a thread: smaller tasks would compete for the GIL; scripts/LOG.md
 
-Part = Callable[[int], None]  # reads its part through a descriptor of the file
-Where = Callable[[int], str]  # names the data at an offset of the file, for messages
+Part = Callable[[int], None]  # a task: called with the descriptor of the file
+Where = Callable[[int], str]  # returns the text that names the data at an offset of the file, for messages
 
 _preadv = ctypes.CDLL(None).preadv
 _preadv.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
@@ -30,7 +30,7 @@ _preadv.restype = ctypes.c_ssize_t
 
 
 def open_descriptor(path: Path) -> int:
-    """Open a file for reading, or raise FileError."""
+    """Open a file for reading, and return the descriptor. Raises FileError if that fails."""
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -38,10 +38,10 @@ def open_descriptor(path: Path) -> int:
 
 
 class VectorPart:
-    """A task that reads runs of bytes, and scatters each run to several places in memory that ``out`` keeps alive.
+    """A task that reads runs of bytes of a file, and scatters each run to several places in memory.
 
-    ``jobs`` has a job for each run (`h5chunk.native.JOB`, without descriptors), and ``vectors``, (n, 2) uintp, the
-    address and the length of each place.
+    ``jobs``, (num_runs,) `h5chunk.native.JOB`, describes the runs; their descriptor is set later. ``vectors``, (n, 2)
+    uintp, has the address and length of each place. ``out`` owns the memory, and is kept alive.
     """
 
     def __init__(self, jobs: np.ndarray, vectors: np.ndarray, out: object, where: Where) -> None:
@@ -55,19 +55,19 @@ class VectorPart:
             return
         for source, count, offset, num_bytes in self._runs():
             got = _preadv(descriptor, source, min(count, MAX_VECTORS), offset)
-            if got != num_bytes:  # an error of the system will recur in read_bytes
+            if got != num_bytes:  # read_bytes gets an error of the system again
                 self._read_rest(descriptor, self._places(source, count), offset, max(0, got))
 
     def jobs(self, descriptor: int) -> np.ndarray:
-        """Return the task as jobs of a `h5chunk.native.NativePool`: (num_runs,) JOB."""
+        """Return the jobs for a `h5chunk.native.NativePool`: (num_runs,) JOB."""
         self._jobs["descriptor"] = descriptor
         return self._jobs
 
     def end(self) -> None:
-        """Finish the task, after all its jobs have succeeded."""
+        """Do what remains after all jobs have succeeded: here nothing."""
 
     def error_of(self, result: Result) -> FileError:
-        """Return the error of a failed job of this task."""
+        """Return the error for the result of a job of this task that failed."""
         return read_error(self._where(result.offset), result)
 
     def _runs(self) -> Iterator[tuple[int, int, int, int]]:
@@ -79,7 +79,7 @@ class VectorPart:
         return places
 
     def _read_rest(self, descriptor: int, places: list[list[int]], offset: int, got: int) -> None:
-        """Read the remaining bytes: preadv may read less than requested, for large requests or after a signal."""
+        """Read the bytes after the first ``got``: preadv may read less than requested, such as after a signal."""
         for address, length in places:
             if got < length:
                 place = (ctypes.c_char * length).from_address(address)
@@ -89,20 +89,20 @@ class VectorPart:
 
 
 class RowGather:
-    """Copy rows of a field that is kept in memory."""
+    """A task, with the interface of `VectorPart`, that copies rows of a field in memory."""
 
     def __init__(self, values: np.ndarray, samples: np.ndarray, out: np.ndarray) -> None:
         self._values, self._samples, self._out = values, np.ascontiguousarray(samples), out
 
     def __call__(self, _descriptor: object) -> None:
         there = self._out.view(self._values.dtype).reshape(len(self._samples), *self._values.shape[1:])
-        np.take(self._values, self._samples, axis=0, out=there, mode="clip")  # another mode would make NumPy copy twice
+        np.take(self._values, self._samples, axis=0, out=there, mode="clip")  # in another mode NumPy copies twice
 
     def end(self) -> None:
         """See `VectorPart.end`."""
 
     def jobs(self, _descriptor: int) -> np.ndarray:
-        """Return this task as a job of a `h5chunk.native.NativePool`: (1,) JOB."""
+        """See `VectorPart.jobs`: (1,) JOB."""
         job = np.zeros(1, JOB)
         job["kind"], job["count"], job["num_bytes"] = GATHER, len(self._samples), self._out.nbytes
         job["source"], job["indices"] = self._values.ctypes.data, self._samples.ctypes.data
@@ -111,7 +111,7 @@ class RowGather:
 
 
 def read_error(where: str, result: Result) -> FileError:
-    """Return the error of a job that failed to read."""
+    """Return the error for the result of a job that failed to read the data named ``where``."""
     if result.status == SYSTEM:
         return FileError(f"{where}: cannot be read: {os.strerror(result.error)}")
     if result.status == CUT_SHORT:
@@ -120,7 +120,7 @@ def read_error(where: str, result: Result) -> FileError:
 
 
 def vectors_of(sizes: np.ndarray, places: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Return the vectors of ``sizes[i]`` bytes from byte ``places[i]`` of ``out`` on: (n, 2) uintp."""
+    """Return vectors for `VectorPart` of ``sizes[i]`` bytes from byte ``places[i]`` of ``out`` on: (n, 2) uintp."""
     vectors = np.empty((len(sizes), 2), np.uintp)
     vectors[:, 0], vectors[:, 1] = out.ctypes.data + places, sizes
     return vectors
@@ -129,10 +129,10 @@ def vectors_of(sizes: np.ndarray, places: np.ndarray, out: np.ndarray) -> np.nda
 def vector_parts(
     offsets: np.ndarray, sizes: np.ndarray, places: np.ndarray, out: np.ndarray, where: Where
 ) -> Iterator[VectorPart]:
-    """Yield tasks that read ``sizes[i]`` bytes at ``offsets[i]`` in the file to byte ``places[i]`` of ``out``.
+    """Yield tasks that read ``sizes[i]`` bytes from ``offsets[i]`` of the file on to byte ``places[i]`` of ``out``.
 
-    All are (n,) int64, with n > 0. Adjacent ranges in the file share a system call. Native threads share one task; for
-    Python threads there are several.
+    The arrays are (n,) int64, with n > 0. Ranges that are adjacent in the file share a system call. There is one task
+    for all native threads, or several for Python threads.
     """
     if available():
         yield VectorPart(*plan_reads(offsets, 1, 1, np.arange(len(offsets)), sizes, places, out, RUN_BYTES), out, where)
@@ -157,10 +157,10 @@ def row_parts(
     out: np.ndarray,
     where: Where,
 ) -> Iterator[VectorPart]:
-    """Yield tasks that read one row, or ``counts[i]``, from ``rows[i]`` on to row ``places[i]`` of ``out``.
+    """Yield tasks that read one row, or ``counts[i]`` rows, from ``rows[i]`` on to row ``places[i]`` of ``out``.
 
-    The file has blocks of equal rows, given by the offset of each, the rows of a block, and the bytes of a row. The
-    arrays are (n,) int64, with n > 0.
+    ``blocks`` describes the file: the offsets of equal blocks of rows, the rows of a block, and the bytes of a row. The
+    other arrays are (n,) int64, with n > 0.
     """
     if available():
         yield VectorPart(*plan_reads(*blocks, rows, counts, places, out, RUN_BYTES), out, where)

@@ -15,12 +15,11 @@ from h5chunk.store.hdf5.ranges import read_bytes
 
 
 class RawChunks:
-    """The chunks of one dataset of fixed-size elements, by number in row-major order; for any number of threads.
+    """Read the chunks of a dataset of fixed-size elements, by number in row-major order, from any number of threads.
 
-    If HDF5 reads any chunk, the dataset is kept and must stay open. ``descriptor`` is used by reads that name no other
-    descriptor; ``where`` names the dataset in messages. Without a table, HDF5 reads all chunks. Chunks that pass
-    filters, or that HDF5 reads (``decodes``), can only be read whole, of ``chunk_bytes``. ``left_to_hdf5`` is the
-    reason why stored bytes are not decoded here; empty if they can be.
+    ``where`` names the dataset in messages. ``table`` lists them; if it is None, HDF5 reads them. The dataset must
+    stay open if HDF5 reads chunks, or some were never written. If ``decodes``, chunks can only be read whole, because
+    they have filters or HDF5 reads them. ``left_to_hdf5`` is the reason why HDF5 must decode them, or empty.
     """
 
     def __init__(self, dataset: h5py.Dataset, descriptor: int, where: str, table: ChunkTable | None) -> None:
@@ -43,11 +42,11 @@ class RawChunks:
 
     @property
     def needs_hdf5(self) -> bool:
-        """Whether HDF5 must read the chunks."""
+        """Whether HDF5 must read and decode the chunks."""
         return self.decodes and bool(self.left_to_hdf5)
 
     def run_ends(self, first: int, last: int) -> list[int]:
-        """Return the ends of runs of contiguous chunks, from ``first`` to ``last`` (excluded)."""
+        """Cut chunks ``first`` to ``last`` (excluded) into runs that are contiguous in the file; return their ends."""
         offsets = self._table.offsets[first:last]
         unwritten = offsets < 0
         behind = (offsets[1:] == offsets[:-1] + self.chunk_bytes) & ~unwritten[:-1]
@@ -55,7 +54,7 @@ class RawChunks:
         return [*ends.tolist(), last]
 
     def read_part(self, number: int, start: int, out: np.ndarray) -> None:
-        """Read bytes of an unfiltered chunk from its byte ``start`` on, and of the following chunks in a run."""
+        """Read an unfiltered chunk from its byte ``start`` on, and the chunks after it in a run, into ``out``."""
         offset = int(self._table.offsets[number])
         if offset < 0:
             self._put_fill(number, out)
@@ -64,7 +63,7 @@ class RawChunks:
             read_bytes(self._descriptor, offset + start, view, lambda _: f"{self.where}, chunk {number}")
 
     def decode(self, number: int, out: np.ndarray) -> None:
-        """Read a whole chunk into ``out``, (chunk_bytes,) uint8; raise FileError if it is damaged."""
+        """Read and decode a chunk into ``out``, (chunk_bytes,) uint8. Raises FileError if it is damaged."""
         if not self.decodes:
             self.read_part(number, 0, out)
         elif self._table.offsets[number] < 0 and self._is_listed:
@@ -75,21 +74,21 @@ class RawChunks:
             self.decode_stored(number, self.read_stored(self._descriptor, number, self._local), out)
 
     def read_stored(self, descriptor: int, number: int, local: threading.local) -> np.ndarray:
-        """Read the stored bytes of a chunk into memory of this thread, (n,) uint8, valid until its next call."""
+        """Read the stored bytes of a chunk: (n,) uint8, valid until this thread's next call with the same ``local``."""
         stored = scratch(local, "stored", int(self._table.sizes[number]))
         offset = int(self._table.offsets[number])
         read_bytes(descriptor, offset, stored.data, lambda _: f"{self.where}, chunk {number}")
         return stored
 
     def decode_stored(self, number: int, stored: np.ndarray, out: np.ndarray) -> None:
-        """Decode a chunk whose stored bytes are in memory into ``out``; raise FileError if it is damaged."""
+        """Decode the stored bytes of a chunk into ``out``, (chunk_bytes,) uint8. Raises FileError if it is damaged."""
         try:
             self._decoder.decode(stored, int(self._table.filter_masks[number]), out)
         except DecodeError as error:
             raise FileError(f"{self.where}, chunk {number}: {error}: it is damaged") from None
 
     def _put_fill(self, number: int, out: np.ndarray) -> None:
-        """Fill ``out`` with the value that HDF5 reads for a chunk that was never written."""
+        """Fill ``out`` with the value that HDF5 reads for elements of a chunk that was never written."""
         if self._fill is None:
             start = self._table.start(number)
             self._fill = self._read_by_hdf5(start, (1,) * len(start)).reshape(1).view(np.uint8)
@@ -106,7 +105,7 @@ class RawChunks:
         out.view(f"V{self._item_bytes}").reshape(chunks)[tuple(map(slice, count))] = values
 
     def _read_by_hdf5(self, start: tuple[int, ...], count: tuple[int, ...]) -> np.ndarray:
-        """Read elements without conversion."""
+        """Read ``count`` elements per axis from ``start`` on through HDF5, without conversion."""
         assert self._dataset is not None
         values = np.zeros(count, f"V{self._item_bytes}")  # HDF5 leaves memory unchanged if there is no fill value
         dataset = self._dataset.id

@@ -32,15 +32,12 @@ ATTRIBUTE, CONTINUATION = 0x0C, 0x10
 
 @dataclass(frozen=True)
 class Bytes:
-    """An open file to read byte ranges from; ``error`` makes an error that names the object being read.
-
-    Addresses are relative to byte ``base``, the end of the user block.
-    """
+    """An open file, for reads at addresses of HDF5."""
 
     descriptor: int
     num_bytes: int
-    error: Callable[[str], H5ChunkError]
-    base: int = 0
+    error: Callable[[str], H5ChunkError]  # makes an error that names the object that is read
+    base: int = 0  # end of the user block, at which the file has address 0
 
     def read(self, address: int, num_bytes: int) -> bytes:
         if address + num_bytes > self.num_bytes - self.base:
@@ -52,10 +49,10 @@ class Bytes:
 
 
 def read_words(item: h5py.HLObject, name: str, error: Callable[[str], H5ChunkError]) -> list[str]:
-    """Read an attribute with one or several strings; strings of variable length are read without HDF5.
+    """Read the strings of an attribute of an object, those of variable length without HDF5.
 
-    ``item`` is in a file on disk; ``error`` makes the error of a damaged attribute. Returns an empty list if the
-    attribute does not exist, or has another type.
+    ``error`` makes the error of a damaged attribute. Returns an empty list if the attribute does not exist, has no
+    strings, or has more than one axis.
     """
     if name not in item.attrs:
         return []
@@ -76,9 +73,9 @@ def read_words(item: h5py.HLObject, name: str, error: Callable[[str], H5ChunkErr
 
 
 def resolve(file: Bytes, pointers: np.ndarray) -> np.ndarray:
-    """Read the strings that pointers, (n,) `POINTER`, refer to: (n,) ``S``, as long as the longest.
+    """Read the strings that pointers, (n,) `POINTER`, lead to: (n,) bytes strings, padded to the longest one.
 
-    Raises ``file.error`` if a string is longer than `MAX_STRING_BYTES`, or the heap is damaged.
+    Raises ``file.error`` if a string is longer than `MAX_STRING_BYTES`, or the heap of strings is damaged.
     """
     lengths = pointers["length"].astype(np.int64)
     if len(lengths) and int(lengths.max()) > MAX_STRING_BYTES:
@@ -110,7 +107,7 @@ def resolve(file: Bytes, pointers: np.ndarray) -> np.ndarray:
 
 
 def _objects(file: Bytes, data: bytes) -> dict[int, tuple[int, int]]:
-    """Return the (start, size) of the objects in a collection, by index."""
+    """Return the start and size of each object in a collection of the heap, by its index."""
     objects = {}
     at = HEAP_HEADER.size
     while at + HEAP_OBJECT.size <= len(data):
@@ -126,7 +123,7 @@ def _objects(file: Bytes, data: bytes) -> dict[int, tuple[int, int]]:
 
 
 def _attribute_bytes(file: Bytes, address: int, name: str, num_bytes: int) -> bytes:
-    """Read the stored value of an attribute of the object whose header is at ``address``."""
+    """Read the stored bytes of an attribute of the object whose header is at ``address``."""
     wanted = name.encode()
     for kind, message in _messages(file, address):
         if kind == ATTRIBUTE and len(message) > 8:
@@ -143,7 +140,7 @@ def _attribute_bytes(file: Bytes, address: int, name: str, num_bytes: int) -> by
 
 
 def _messages(file: Bytes, address: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the (type, bytes) of the messages in an object header of version 1 or 2."""
+    """Yield the type and the bytes of each message in an object header of version 1 or 2."""
     start = file.read(address, 16)
     is_new = start.startswith(b"OHDR")
     if is_new:

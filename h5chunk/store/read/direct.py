@@ -18,9 +18,8 @@ from typing import Any
 import h5py
 import numpy as np
 
-from h5chunk.errors import FileError, printable
+from h5chunk.errors import FileError, human_bytes, printable
 from h5chunk.plan.cache import entries_read_with, read_with
-from h5chunk.plan.layout import human_bytes
 from h5chunk.plan.repack import find_pieces
 from h5chunk.store.hdf5.chunk_table import NotDirect, is_stored_as, list_chunks
 from h5chunk.store.hdf5.codecs import scratch

@@ -14,10 +14,10 @@ from h5chunk.errors import (
     WorkerError,
     check_whole,
     count_text,
+    human_bytes,
     printable,
 )
 from h5chunk.machine import available_cores
-from h5chunk.plan.layout import human_bytes
 from h5chunk.store.read.files import Paths, open_reader
 from h5chunk.tools.measure.checks import check_budget, check_samples, why_not_direct, worker_counts
 from h5chunk.tools.measure.machine import available_bytes, describe_device, library_versions

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from h5chunk.errors import count_text
-from h5chunk.plan.layout import human_bytes
+from h5chunk.errors import count_text, human_bytes
 from h5chunk.store.read.files import Paths
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.tools.measure.disk import DISK_THREADS, FileReads, disk_rates, merge

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from h5chunk.errors import human_bytes
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
-from h5chunk.plan.layout import human_bytes
 from h5chunk.tools.measure.machine import default_cache
 from h5chunk.tools.model.clustering import LEAST_CHANCE, find_clustering
 from h5chunk.tools.tune.study import Study

@@ -6,8 +6,7 @@ import textwrap
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from h5chunk.errors import count_text, printable
-from h5chunk.plan.layout import human_bytes
+from h5chunk.errors import count_text, human_bytes, printable
 from h5chunk.tools.model.ratio import Ratio
 from h5chunk.tools.model.settings import Setting, Trial
 from h5chunk.tools.report import Report
