@@ -89,7 +89,7 @@ class SingleBuffer:
 
 
 class DenseWindow:
-    """The samples of a dense field in one window. ``shapes`` has the shape and dtype of their array."""
+    """The samples of a dense field in one window. ``shapes`` lists the shape and dtype of the array that holds them."""
 
     def __init__(self, layout: FieldLayout, samples: np.ndarray) -> None:
         self.shapes = [((len(samples), *layout.sample_shape), layout.dtype)]
@@ -108,7 +108,7 @@ class DenseWindow:
 
 
 class CsrWindow:
-    """The rows of a CSR matrix in one window. ``shapes`` has the shapes and dtypes of their arrays."""
+    """The rows of a CSR matrix in one window. ``shapes`` lists the shapes and dtypes of the arrays that hold them."""
 
     def __init__(self, layout: MatrixLayout, samples: np.ndarray) -> None:
         starts = np.zeros(len(samples) + 1, np.int64)

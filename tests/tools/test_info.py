@@ -80,7 +80,7 @@ def test_many_alike_share_a_line(tmp_path: Path) -> None:
 
 def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
     path = write_fields(tmp_path / "a.h5", **{f"{chr(97 + n)}{chr(98 + n)}": np.arange(n + 1) for n in range(20)})
-    assert "  8 more data sets (--all)" in run("info", path).stdout
+    assert "  8 more datasets (--all)" in run("info", path).stdout
     assert "more" not in run("info", path, "--all").stdout
 
 

@@ -21,7 +21,7 @@ from h5chunk.cli.options import OUTPUT, option
 )
 @click.argument("file", type=click.Path(), required=False)
 @shared.trusted
-@option("--all", "show_all", is_flag=True, heading=OUTPUT, help="List every data set of FILE, with its chunks.")
+@option("--all", "show_all", is_flag=True, heading=OUTPUT, help="List every dataset of FILE, with its chunks.")
 @shared.as_json
 def info(file: str | None, as_json: bool, **options: Any) -> None:
     """Describe any HDF5 FILE, and whether its layout suits training.

@@ -56,8 +56,8 @@ def info(
     trusted : bool
         Whether to follow links and views of other files within the file's folder.
     show_all : bool
-        Whether the text lists every data set of a file. Default: a summary that fits on a screen, with one line for
-        data sets whose names differ only in their numbers.
+        Whether the text lists every dataset of a file. Default: a summary that fits on a screen, with one line for
+        datasets whose names differ only in their numbers.
 
     Returns
     -------

@@ -13,7 +13,7 @@ from h5chunk.store.format.header import Header
 from h5chunk.tools.info.summary import summarise
 from h5chunk.tools.report import Report, list_some, shell_command, values_text
 
-SHOWN, SHOWN_REFUSED = 20, 5  # number of files, and of refused data sets, in the text; JSON has all
+SHOWN, SHOWN_REFUSED = 20, 5  # number of files, and of refused datasets, in the text; JSON has all
 NOTABLE = 2.0  # bytes read per byte of a sample, from which the report mentions them
 
 
@@ -115,7 +115,7 @@ class FileInfo(Report):
     refused: list[str] = field(default_factory=list)  # why links, views and implausible datasets were not read
     matrices: list[MatrixInfo] = field(default_factory=list)  # sparse matrices; in an h5chunk file also dense rows
     code: list[str] = field(default_factory=list)  # lines of Python that make a loader; empty if no field suits one
-    show_all: bool = False  # whether to list every data set, instead of a summary
+    show_all: bool = False  # whether to list every dataset, instead of a summary
 
     def lines(self) -> list[str]:
         if self.header is None:

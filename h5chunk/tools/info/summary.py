@@ -1,4 +1,4 @@
-"""Summarise the data sets of a file on one screen: fields for training first, and similar data sets together."""
+"""Summarise the datasets of a file on one screen: fields for training first, and similar datasets together."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from h5chunk.tools.report import list_some, python_text
 if TYPE_CHECKING:
     from h5chunk.tools.info.report import DatasetInfo, MatrixInfo
 
-ALIKE = 3  # so many data sets whose names differ only in numbers share a line
-MOST_LINES = 12  # lines on data sets that suit training; half as many on data sets that do not
+ALIKE = 3  # so many datasets whose names differ only in numbers share a line
+MOST_LINES = 12  # lines on datasets that suit training; half as many on datasets that do not
 MOST_FIELDS = 8  # fields in a line of Python
 NO_TENSORS = ("|S", "float128", "longdouble", ">f16")  # types that torch does not have
 BATCH = 256
@@ -24,10 +24,10 @@ BATCH = 256
 def training_fields(
     datasets: Sequence[DatasetInfo], matrices: Sequence[MatrixInfo], header: Header | None
 ) -> list[str]:
-    """Return the names of fields to train on; empty if no data set suits training.
+    """Return the names of fields to train on; empty if no dataset suits training.
 
-    The first is the main field that the header names, ``images``, ``X``, or the largest data set. Further fields are as
-    long: those that the header names, ``labels``, or data sets in the same group or above it.
+    The first is the main field that the header names, ``images``, ``X``, or the largest dataset. Further fields are as
+    long: those that the header names, ``labels``, or datasets in the same group or above it.
     """
     numeric = {each.name: each for each in datasets if each.can_train and not each.dtype.startswith(NO_TENSORS)}
     rows = {each.name: each.num_rows for each in matrices if each.num_rows}
@@ -70,12 +70,9 @@ def usual_fields(names: Iterable[str], header: Header | None) -> list[str]:
 
 
 def summarise(datasets: Sequence[DatasetInfo]) -> list[str]:
-    """Return lines on the data sets that suit training, the largest first, then on the others, grouped by reason."""
-    lines: list[str] = []
-    good = [each for each in datasets if each.can_train]
-    groups = _grouped(good)
-    for alike in groups[:MOST_LINES]:
-        lines.append(_alike_line(alike))
+    """Return lines on the datasets that suit training, the largest first, then on the others, grouped by reason."""
+    groups = _grouped([each for each in datasets if each.can_train])
+    lines = [_alike_line(alike) for alike in groups[:MOST_LINES]]
     hidden = sum(len(alike) for alike in groups[MOST_LINES:])
     others: dict[str, list[str]] = {}
     for each in datasets:
@@ -84,11 +81,11 @@ def summarise(datasets: Sequence[DatasetInfo]) -> list[str]:
     for why, names in list(others.items())[: MOST_LINES // 2]:
         lines.append(f"not for training, {why}: {list_some(names) if len(names) > 1 else names[0]}")
     hidden += sum(map(len, list(others.values())[MOST_LINES // 2 :]))
-    return [*lines, f"{count_text(hidden, 'more data set')} (--all)"] if hidden else lines
+    return [*lines, f"{count_text(hidden, 'more dataset')} (--all)"] if hidden else lines
 
 
 def _grouped(datasets: Sequence[DatasetInfo]) -> list[list[DatasetInfo]]:
-    """Group data sets with equal samples whose names differ only in numbers; the largest group comes first."""
+    """Group datasets with equal samples whose names differ only in numbers; the largest group comes first."""
     found: dict[tuple[object, ...], list[DatasetInfo]] = {}
     for each in datasets:
         pattern = re.sub(r"\d+", "*", each.name)
@@ -100,7 +97,7 @@ def _grouped(datasets: Sequence[DatasetInfo]) -> list[list[DatasetInfo]]:
 
 
 def _alike_line(alike: Sequence[DatasetInfo]) -> str:
-    """Describe a data set, or several similar ones, in one line."""
+    """Describe a dataset, or several similar ones, in one line."""
     first, counts = alike[0], sorted(each.shape[0] for each in alike)
     samples = count_text(counts[0], "sample") if counts[0] == counts[-1] else f"{counts[0]:,} to {counts[-1]:,} samples"
     shape = f" of {shape_text(first.shape[1:])}" if first.shape[1:] else ""

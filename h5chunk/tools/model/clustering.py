@@ -74,7 +74,7 @@ def find_clustering(groups: Groups, piece_samples: int) -> Clustering:
         )
     if piece_samples < 1:
         raise OptionError(f"piece_samples is {piece_samples}: give at least 1, such as the samples of a chunk")
-    size, piece = len(groups), min(piece_samples, len(groups))
+    groups, size, piece = integer_groups(groups), len(groups), min(piece_samples, len(groups))
     found = _alike_in_pieces(groups, piece)
     sizes = _group_sizes(groups)
     pairs = size // piece * math.comb(piece, 2) + math.comb(size % piece, 2)
@@ -83,26 +83,17 @@ def find_clustering(groups: Groups, piece_samples: int) -> Clustering:
     return Clustering(size, piece, alike, correlation, _chance(sizes, size, piece, found))
 
 
-def _codes_of(groups: Groups) -> Groups:
-    """Map equal groups to equal integers; strings become 64-bit hashes, without collisions up to 8 bytes."""
-    if groups.dtype.kind in "iu":
-        return groups
-    octets = np.ascontiguousarray(groups).view(np.uint8).reshape(len(groups), -1)
-    words = np.zeros((len(groups), -(-octets.shape[1] // 8) * 8), np.uint8)
-    words[:, : octets.shape[1]] = octets
-    codes = np.zeros(len(groups), np.uint64)
-    for word in words.view(np.uint64).T:
-        codes = (codes ^ word) * np.uint64(0x9E3779B97F4A7C15)  # odd, so that 8 different bytes stay different
-        codes ^= codes >> np.uint64(32)
-    return codes
+def integer_groups(groups: Groups) -> Groups:
+    """Return groups as integers: strings are replaced by their number in the sorted list of all strings."""
+    return groups if groups.dtype.kind in "iu" else np.unique(groups, return_inverse=True)[1]
 
 
 def _alike_in_pieces(groups: Groups, piece: int) -> int:
     """Count the pairs of samples that are in the same piece and share a group."""
     found = 0
-    for codes in map(_codes_of, _blocks(groups, max(1, BLOCK_SAMPLES // piece) * piece)):
-        whole = len(codes) // piece * piece
-        found += _alike_in_rows(codes[:whole].reshape(-1, piece)) + _alike_in_rows(codes[whole:].reshape(1, -1))
+    for block in _blocks(groups, max(1, BLOCK_SAMPLES // piece) * piece):
+        whole = len(block) // piece * piece
+        found += _alike_in_rows(block[:whole].reshape(-1, piece)) + _alike_in_rows(block[whole:].reshape(1, -1))
     return found
 
 
@@ -119,7 +110,7 @@ def _alike_in_rows(rows: Groups) -> int:
 
 def _group_sizes(groups: Groups) -> list[tuple[int, int]]:
     """Return the histogram of group sizes, as (samples of a group, number of such groups)."""
-    low, high = (int(groups.min()), int(groups.max())) if groups.dtype.kind in "iu" else (0, MAX_TABLE)
+    low, high = int(groups.min()), int(groups.max())
     if high - low < MAX_TABLE:
         counts = np.zeros(high - low + 1, np.int64)
         for block in _blocks(groups, BLOCK_SAMPLES):
@@ -127,7 +118,7 @@ def _group_sizes(groups: Groups) -> list[tuple[int, int]]:
             counts[: len(found)] += found
         counts = counts[counts > 0]
     else:
-        counts = np.unique(_codes_of(groups), return_counts=True)[1]
+        counts = np.unique(groups, return_counts=True)[1]
     members, sets = np.unique(counts, return_counts=True)
     return list(zip(members.tolist(), sets.tolist(), strict=True))
 

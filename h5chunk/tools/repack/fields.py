@@ -21,8 +21,7 @@ from h5chunk.store.format.spec import GROUP
 from h5chunk.store.rewrite.survey import NUMBERS_AND_TEXT, DatasetFacts, Survey
 from h5chunk.tools.repack.options import RepackOptions
 
-SPARSE = {"csr_matrix": "csr", "csc_matrix": "csc", "csr": "csr", "csc": "csc"}
-PARTS = ("data", "indices", "indptr")
+PARTS = ("data", "indices", "indptr")  # the order of the attributes of `SparseGroup`
 IMAGES = b"images"
 
 
@@ -182,8 +181,8 @@ def _sparse_groups(
         facts = [each for each in parts if each is not None]
         group, where = file[node.path], f"{shown}: {printable(node.path)!r}"
         word = _word(group, "encoding-type") or _word(group, "h5sparse_format")
-        kind = SPARSE.get(word, "")
-        if not kind:
+        kind = word.removesuffix("_matrix")
+        if kind not in ("csr", "csc"):
             if not word:  # files of Cell Ranger
                 yield SparseGroup(node.path, "", (0, 0), *facts)
             continue

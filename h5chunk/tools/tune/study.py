@@ -30,7 +30,7 @@ from h5chunk.store.write.part_file import reason_of
 from h5chunk.tools.measure.checks import check_samples, why_not_direct
 from h5chunk.tools.measure.disk import FileReads
 from h5chunk.tools.measure.machine import NotMeasured, available_bytes
-from h5chunk.tools.model.clustering import Clustering, find_clustering
+from h5chunk.tools.model.clustering import Clustering, find_clustering, integer_groups
 from h5chunk.tools.model.mixing import effective_batch
 from h5chunk.tools.model.settings import DataFacts, Setting, order_of
 from h5chunk.tools.repack.fields import is_anndata
@@ -107,7 +107,7 @@ class Study:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Yield a temporary folder for copies in other chunks. Raise OutputError if no folder can be made."""
+    """Yield a temporary folder for copies of samples. Raise OutputError if no folder can be made."""
     try:
         made = tempfile.TemporaryDirectory(prefix="h5chunk-tune-", ignore_cleanup_errors=True)
     except OSError as error:
@@ -215,7 +215,7 @@ def _read_groups(study: Study, file: h5py.File, group_by: str | None) -> np.ndar
     name = "labels" if group_by is None else group_by
     found = _find_groups(study, file, study.fields.get(name, name))
     if isinstance(found, h5py.Dataset):
-        return found[:]
+        return integer_groups(found[:])
     if group_by is not None:
         raise OptionError(f"group_by is {group_by!r}: {found}: name a dataset with one number or string per sample")
     study.note(f"shuffle quality is unknown: {name!r}: {found}; --group-by FIELD names another dataset")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 from h5chunk.errors import OptionError, check_whole, human_bytes, printable
@@ -30,7 +30,7 @@ from h5chunk.tools.tune.advice import find_advice
 from h5chunk.tools.tune.commands import code_for, rewrite_command
 from h5chunk.tools.tune.plot import check_plot
 from h5chunk.tools.tune.plot import plot as draw
-from h5chunk.tools.tune.report import Recommendation, Triple, TuneRow
+from h5chunk.tools.tune.report import Recommendation, TuneRow
 from h5chunk.tools.tune.search import NEW, PLAIN, TODAY, Search
 from h5chunk.tools.tune.study import Study, check_converted, fill_page_cache, study_file, temporary_folder, why_small
 
@@ -168,9 +168,9 @@ def _report(search: Search, small: str, least_batch: float, memory_bytes: int) -
         repack = shuffle = commands[0]
     return Recommendation(
         setting=setting,
-        cache=_cache_triple(setting, study),
+        cache=astuple(cache_of(setting, facts, 1)),
         window_in_place=in_place.window_chunks,
-        cache_in_place=_cache_triple(in_place, study),
+        cache_in_place=astuple(cache_of(in_place, facts, 1)),
         path=str(study.reader.path),
         batch_size=facts.batch_size,
         device=search.device,
@@ -194,12 +194,6 @@ def _report(search: Search, small: str, least_batch: float, memory_bytes: int) -
     )
 
 
-def _cache_triple(setting: Setting, study: Study) -> Triple:
-    """Return the chunk cache of one process that reads all windows of a setting, as (nslots, nbytes, w0)."""
-    cache = cache_of(setting, study.facts, 1)
-    return cache.nslots, cache.nbytes, cache.w0
-
-
 def _row(search: Search, name: str) -> TuneRow:
     trial = search.trials[search.finalists[name]]
     times = None if name == TODAY else search.ratio(name)
@@ -210,7 +204,7 @@ def _row(search: Search, name: str) -> TuneRow:
 
 
 def _plain_row(search: Search) -> TuneRow:
-    """Return the row of a loop that reads single random samples with h5py's default chunk cache."""
+    """Return the row on plain h5py: a loop that reads single random samples through the default chunk cache."""
     study, facts, cache = search.study, search.study.facts, default_cache()
     description = f"h5py.File(...)[name][i] in random order, with a chunk cache of {human_bytes(cache.nbytes)}"
     if not study.matrix and facts.grid.chunks:
