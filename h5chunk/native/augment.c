@@ -21,6 +21,7 @@ enum { OFFSET, HEIGHT, WIDTH, TOP, LEFT, BOX_HEIGHT, BOX_WIDTH, FULL_HEIGHT, FUL
 enum { WEIGHT_BITS = 22, HALF = 1 << (WEIGHT_BITS - 1), LANES = 16 };
 
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES))); /* GCC converts to twice or half the size well */
 typedef int32_t Words __attribute__((vector_size(4 * LANES)));
 
 /* What is the same for all images. `values` has 256 results for each channel, `erased` one for each box and channel. */
@@ -108,9 +109,9 @@ INLINE void combine(uint8_t *to, const uint8_t *from, int64_t stride, const int3
     sum += HALF;
     for (int32_t tap = 0; tap < taps; tap++, from += stride) {
         memcpy(&bytes, from, LANES);
-        sum += __builtin_convertvector(bytes, Words) * weights[tap];
+        sum += __builtin_convertvector(__builtin_convertvector(bytes, Halves), Words) * weights[tap];
     }
-    bytes = __builtin_convertvector(sum >> WEIGHT_BITS, Bytes);
+    bytes = __builtin_convertvector(__builtin_convertvector(sum >> WEIGHT_BITS, Halves), Bytes);
     memcpy(to, &bytes, LANES);
 }
 

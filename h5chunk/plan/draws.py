@@ -28,6 +28,7 @@ Flags = npt.NDArray[np.bool_]
 Size = tuple[int, int]
 EVERY_EPOCH = -1  # an epoch for draws that stay the same
 ERASING = 1 << 20  # first stream of transforms that erase
+ATTEMPTS, EARLY_ATTEMPTS = 10, 2  # to draw a box that fits, as in torchvision
 STEP = 0x9E3779B97F4A7C15
 MAX_SIDE = 1 << 14  # of images and their results, so that products of sides fit 32 bits
 
@@ -43,11 +44,11 @@ class Draws(NamedTuple):
     samples: Indices
     use: int = 0
 
-    def uniform(self, stream: int, count: int) -> Floats:
-        """Return ``count`` independent numbers from 0 to below 1 for each sample: (count, num_samples)."""
+    def uniform(self, stream: int, count: int, first: int = 0) -> Floats:
+        """Return numbers ``first`` to ``first + count`` of a stream, from 0 to below 1: (count, num_samples)."""
         key = _key(self.seed, self.epoch, self.use, stream)
         own = mixed(self.samples.view(np.uint64), np.uint64(key))
-        steps = (np.arange(1, count + 1, dtype=np.uint64) * np.uint64(STEP))[:, None]
+        steps = (np.arange(first + 1, first + count + 1, dtype=np.uint64) * np.uint64(STEP))[:, None]
         return np.asarray((mixed(own + steps, np.uint64(0)) >> np.uint64(11)) * 2.0**-53)
 
     def of_all_epochs(self) -> Draws:
@@ -117,24 +118,40 @@ class Geometry:
 
 
 def random_boxes(
-    numbers: Floats, height: Indices, width: Indices, scale: tuple[float, float], ratio: tuple[float, float]
+    draws: Draws, stream: int, height: Indices, width: Indices, scale: tuple[float, float], ratio: tuple[float, float]
 ) -> tuple[Indices, Indices, Flags]:
     """Draw heights and widths of boxes, by a part of the area and by width over height, that fit into a size.
 
-    ``numbers`` are two uniform numbers per attempt, (2 * attempts, n). Return also whether an attempt fitted.
+    Return also whether one of ten attempts fitted. They take the first numbers of the stream.
     """
-    heights, widths = np.zeros(len(height), np.int64), np.zeros(len(height), np.int64)
-    left, logs = np.arange(len(height)), np.log(ratio)
-    for areas, ratios in zip(numbers[::2], numbers[1::2], strict=True):
-        area = (scale[0] + areas[left] * (scale[1] - scale[0])) * (height[left] * width[left])
-        shape = np.exp(logs[0] + ratios[left] * (logs[1] - logs[0]))
-        tall, wide = (np.rint(np.sqrt(each)).astype(np.int64) for each in (area / shape, area * shape))
-        fits = (tall > 0) & (wide > 0) & (tall <= height[left]) & (wide <= width[left])
-        heights[left[fits]], widths[left[fits]] = tall[fits], wide[fits]
-        left = left[~fits]
-        if not len(left):
-            break
-    return heights, widths, heights > 0
+    found = _attempts(draws, stream, range(EARLY_ATTEMPTS), height, width, scale, ratio)
+    left = np.flatnonzero(~found[2])
+    if len(left):  # few: most boxes fit at once
+        others = Draws(draws.seed, draws.epoch, draws.samples[left], draws.use)
+        later = _attempts(others, stream, range(EARLY_ATTEMPTS, ATTEMPTS), height[left], width[left], scale, ratio)
+        for values, value in zip(found, later, strict=True):
+            values[left] = value
+    return found
+
+
+def _attempts(
+    draws: Draws,
+    stream: int,
+    numbers: range,
+    height: Indices,
+    width: Indices,
+    scale: tuple[float, float],
+    ratio: tuple[float, float],
+) -> tuple[Indices, Indices, Flags]:
+    """Draw a box at each attempt, and return the first that fits."""
+    uniform = draws.uniform(stream, 2 * len(numbers), 2 * numbers.start)
+    areas = (scale[0] + uniform[::2] * (scale[1] - scale[0])) * (height * width)
+    low, high = np.log(ratio)
+    shapes = np.exp(low + uniform[1::2] * (high - low))
+    tall, wide = np.rint(np.sqrt(areas / shapes)), np.rint(np.sqrt(areas * shapes))
+    fits = (tall > 0) & (wide > 0) & (tall <= height) & (wide <= width)
+    first, places = fits.argmax(0), np.arange(fits.shape[1])
+    return tall[first, places].astype(np.int64), wide[first, places].astype(np.int64), fits[first, places]
 
 
 def random_places(numbers: Floats, room: Indices) -> Indices:

@@ -14,9 +14,8 @@ import numpy as np
 import torch
 
 from h5chunk.errors import OptionError, check_whole
-from h5chunk.plan.draws import MAX_SIDE, Draws, Geometry, Size, random_boxes, random_places
+from h5chunk.plan.draws import ATTEMPTS, MAX_SIDE, Draws, Geometry, Size, random_boxes, random_places
 
-ATTEMPTS = 10  # to draw a box that fits, as in torchvision
 INTERPOLATIONS = ("antialias", "bilinear", "nearest")
 MODES = ("constant", "reflect", "edge")
 Range = tuple[float, float]
@@ -77,9 +76,9 @@ class RandomResizedCrop(Geometric):
         _check_choice(self, "interpolation", INTERPOLATIONS)
 
     def change(self, geometry: Geometry, draws: Draws, stream: int) -> None:
-        numbers = draws.uniform(stream, 2 * ATTEMPTS + 2)
+        numbers = draws.uniform(stream, 2, 2 * ATTEMPTS)
         height, width = geometry.height, geometry.width
-        heights, widths, found = random_boxes(numbers[2:], height, width, self.scale, self.ratio)
+        heights, widths, found = random_boxes(draws, stream, height, width, self.scale, self.ratio)
         down, right = (random_places(numbers[0], height - heights), random_places(numbers[1], width - widths))
         if not found.all():  # the largest box in the middle
             tall = np.minimum(height, np.rint(width / self.ratio[0]).astype(np.int64))
@@ -313,10 +312,10 @@ class RandomErasing(Erasing):
         object.__setattr__(self, "value", _values(self, self.value))
 
     def boxes(self, height: int, width: int, draws: Draws, stream: int) -> tuple[Any, Any, Any, Any]:
-        numbers = draws.uniform(stream, 2 * ATTEMPTS + 3)
+        numbers = draws.uniform(stream, 3, 2 * ATTEMPTS)
         tall, wide = (np.full(len(draws.samples), side) for side in (height, width))
-        heights, widths, _ = random_boxes(numbers[3:], tall, wide, self.scale, self.ratio)
-        erases = numbers[2] < self.p
+        heights, widths, found = random_boxes(draws, stream, tall, wide, self.scale, self.ratio)
+        erases = found & (numbers[2] < self.p)
         heights, widths = heights * erases, widths * erases
         return random_places(numbers[0], height - heights), random_places(numbers[1], width - widths), heights, widths
 
