@@ -1,0 +1,164 @@
+"""Compare random resized crops and flips on the CPU: ChunkLoader, FFCV, torchvision and Kornia.
+
+    python scripts/bench_augment.py [--images 3000] [--side 256] [--size 224] [--rounds 3] [--threads 2]
+        [--only ours ffcv] [--json FILE]
+
+The data is random pixels, made once in ``bench-data/`` and packed once for each contender. All of them draw for each
+sample and give batches of 256:
+
+- ``ours``: ChunkLoader with ``[RandomResizedCrop(size), RandomHorizontalFlip()]``, as uint8; ``ours, float`` also
+  normalises to float32.
+- ``ffcv``: ``RandomResizedCropRGBImageDecoder`` and ``RandomHorizontalFlip`` from raw images, random order, as uint8.
+- ``torchvision``: a DataLoader with ``--threads`` workers over our data set, whose transform is torchvision's ``v2``.
+- ``kornia``: its augmentations of whole batches, which draw for each sample, on our batches as float32.
+
+They take turns, in the opposite order every other round; a turn is an epoch that is timed after one that is not. The
+table has images/s (median and range), images per second of processor time of the process and its children, and the
+median ratio of rates to those of FFCV in the same round. A contender that cannot be imported is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import h5chunk
+from h5chunk import transforms
+
+BATCH = 256
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+Epoch = Callable[[], Iterator[int]]  # yields the number of images in each batch
+
+
+def pixels(args: argparse.Namespace) -> np.ndarray:
+    """Return the images: (n, side, side, 3) uint8."""
+    path = Path("bench-data") / f"augment-{args.images}-{args.side}.npy"
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        np.save(path, np.random.default_rng(0).integers(0, 256, (args.images, args.side, args.side, 3), np.uint8))
+    return np.load(path, mmap_mode="r")
+
+
+def packed(args: argparse.Namespace) -> Path:
+    path = Path("bench-data") / f"augment-{args.images}-{args.side}.h5"
+    if not path.exists():
+        images = pixels(args).transpose(0, 3, 1, 2)
+        h5chunk.convert({"images": np.ascontiguousarray(images), "labels": np.arange(args.images) % 10}, path)
+    return path
+
+
+def augmenting(args: argparse.Namespace) -> list[Any]:
+    return [transforms.RandomResizedCrop(args.size), transforms.RandomHorizontalFlip()]
+
+
+def counted(batches: Any) -> Iterator[int]:
+    for images, _ in batches:
+        yield len(images)
+
+
+def ours(args: argparse.Namespace, more: tuple[Any, ...] = ()) -> Epoch:
+    loader = h5chunk.ChunkLoader(packed(args), BATCH, transforms=[*augmenting(args), *more], resident=False)
+    return lambda: counted(loader)
+
+
+def ours_as_float(args: argparse.Namespace) -> Epoch:
+    return ours(args, (transforms.Normalize(MEAN, STD),))
+
+
+def ffcv(args: argparse.Namespace) -> Epoch:
+    from ffcv.fields import IntField, RGBImageField
+    from ffcv.fields.basics import IntDecoder
+    from ffcv.fields.rgb_image import RandomResizedCropRGBImageDecoder
+    from ffcv.loader import Loader, OrderOption
+    from ffcv.transforms import RandomHorizontalFlip, Squeeze, ToTensor, ToTorchImage
+    from ffcv.writer import DatasetWriter
+
+    images, path = pixels(args), Path("bench-data") / f"augment-{args.images}-{args.side}.beton"
+    if not path.exists():
+        fields = {"image": RGBImageField(write_mode="raw"), "label": IntField()}
+        writer = DatasetWriter(str(path), fields, num_workers=1)
+        writer.from_indexed_dataset([(np.asarray(images[i]), i % 10) for i in range(args.images)])
+    decode = RandomResizedCropRGBImageDecoder((args.size, args.size))
+    pipelines = {
+        "image": [decode, RandomHorizontalFlip(), ToTensor(), ToTorchImage()],
+        "label": [IntDecoder(), ToTensor(), Squeeze()],
+    }
+    how = {"num_workers": args.threads, "order": OrderOption.RANDOM, "os_cache": True, "drop_last": False}
+    loader = Loader(str(path), batch_size=BATCH, pipelines=pipelines, **how)
+    return lambda: counted(loader)
+
+
+def torchvision(args: argparse.Namespace) -> Epoch:
+    from torchvision.transforms import v2
+
+    each = v2.Compose([v2.RandomResizedCrop(args.size, antialias=True), v2.RandomHorizontalFlip()])
+    dataset = h5chunk.ChunkDataset(packed(args), transform=each)
+    sampler = h5chunk.ChunkSampler(dataset, BATCH)
+    loader = torch.utils.data.DataLoader(dataset, batch_sampler=sampler, num_workers=args.threads)
+    return lambda: counted(loader)
+
+
+def kornia(args: argparse.Namespace) -> Epoch:
+    from kornia.augmentation import AugmentationSequential, RandomHorizontalFlip, RandomResizedCrop
+
+    augment = AugmentationSequential(RandomResizedCrop((args.size, args.size)), RandomHorizontalFlip())
+    to_float = transforms.ToDtype(torch.float32)
+    loader = h5chunk.ChunkLoader(packed(args), BATCH, transforms=[to_float, augment], resident=False)
+    return lambda: counted(loader)
+
+
+CONTENDERS = {
+    "ours": ours, "ours, float": ours_as_float, "ffcv": ffcv, "torchvision": torchvision, "kornia": kornia,
+}  # fmt: skip
+
+
+def turn(epoch: Epoch, num_images: int) -> tuple[float, float]:
+    """Return images/s, and images per second of processor time, of the second of two epochs."""
+    for _ in epoch():
+        pass
+    started, before = time.perf_counter(), sum(os.times()[:4])
+    assert sum(epoch()) == num_images
+    return num_images / (time.perf_counter() - started), num_images / (sum(os.times()[:4]) - before)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in (("images", 3000), ("side", 256), ("size", 224), ("rounds", 3), ("threads", 2)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    epochs: dict[str, Epoch] = {}
+    for name in args.only:
+        try:
+            epochs[name] = CONTENDERS[name](args)
+        except ImportError as error:
+            print(f"{name}: left out: {error}")
+    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in epochs}
+    for number in range(args.rounds):
+        for name in list(epochs)[:: -1 if number % 2 else 1]:
+            rates[name].append(turn(epochs[name], args.images))
+    for name, own in rates.items():
+        rate, cpu = (statistics.median(column) for column in zip(*own, strict=True))
+        ratios = [one[0] / other[0] for one, other in zip(own, rates.get("ffcv", own), strict=True)]
+        low, high = min(own)[0], max(own)[0]
+        print(
+            f"{name:12} {rate:8,.0f} images/s ({low:,.0f} to {high:,.0f}), {cpu:8,.0f} per second of processor time, "
+            f"{statistics.median(ratios):.2f} x FFCV"
+        )
+    if args.json:
+        args.json.write_text(json.dumps({"arguments": vars(args) | {"json": None}, "rates": rates}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
