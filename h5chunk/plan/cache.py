@@ -1,11 +1,10 @@
-"""Choose the settings of HDF5's chunk cache for a given number of open chunks.
+"""Choose the settings of HDF5's chunk cache for a number of open chunks, which are those that are partly read.
 
-The rules are described in `scripts/hdf5_cache.py`. Their consequences here: with ``nslots >= num_chunks`` no
-two whole-sample chunks compete for a slot (other chunks: `ChunkGrid.num_slots`). With ``w0 = 0`` the oldest chunk is
-evicted; the larger ``w0``, the larger the share of the list that is searched first for chunks that were read in full (a
-chunk at the end of the data never counts as such). A chunk larger than ``nbytes`` is never cached; without a filter, a
-read then fetches exactly the wanted bytes. With ``w0 = 1.0`` partly read chunks are never evicted, so ``nbytes`` limits
-nothing.
+`scripts/hdf5_cache.py` models the cache. With ``nslots >= num_chunks`` no two chunks of whole samples compete for a
+slot (for other chunks see `ChunkGrid.num_slots`). With ``w0 = 0`` the oldest chunk is evicted. The larger ``w0``, the
+more chunks are searched first for one that was read in full, which a chunk at the end of the data never is. With
+``w0 = 1.0`` partly read chunks are never evicted, so that ``nbytes`` limits nothing. A chunk larger than ``nbytes`` is
+never cached; if it has no filter, only the wanted bytes are read.
 
 Source: H5Pset_chunk_cache in the HDF5 reference manual; H5Dchunk.c, H5D__chunk_cache_prune.
 """
@@ -23,11 +22,11 @@ import numpy as np
 from h5chunk.errors import OptionError
 from h5chunk.plan.permutation import Indices
 
-OLDEST_FIRST = 0.0  # w0: no chunk of a round of windows is evicted before the round ends
-FINISHED_FIRST = 0.75  # w0: keeps the chunk that two batches share while other chunks are read
+OLDEST_FIRST = 0.0  # the w0 that keeps all chunks of a round of windows until the round ends
+FINISHED_FIRST = 0.75  # the w0 that keeps the chunk that two batches share while other chunks are read
 CALL_BYTES = 48 << 10  # bytes that HDF5 copies in the time of one call; scripts/sweep_reads.py measures it
 DIRECT_BYTES = 32 << 10  # samples of at least this size bypass the cache; scripts/sweep_reads.py measures it
-MAX_SLOTS = 1 << 20  # 8 bytes each, in every process: beyond 8 MiB, rare collisions cost less
+MAX_SLOTS = 1 << 20  # limit on slots, of 8 bytes each: collisions in a larger table would cost less than its memory
 
 
 @dataclass(frozen=True)
@@ -76,10 +75,10 @@ class CacheSettings:
 
 
 def cache_for(open_chunks: int, chunk_bytes: int, num_chunks: int) -> CacheSettings:
-    """Compute the smallest cache in which ``open_chunks`` chunks stay until they have been read in full.
+    """Return the smallest cache in which ``open_chunks`` chunks stay until they have been read in full.
 
-    It has room for one more chunk, because a chunk of the previous round or epoch may still be cached. The order knows
-    how many chunks are partly read at one time (`Order.open_chunks`).
+    It has room for one more chunk, because a chunk of the previous round or epoch may still be cached. See
+    `h5chunk.plan.order.Order.open_chunks` for the number.
 
     >>> cache_for(7, 1_048_576, 1500)
     CacheSettings(nslots=1500, nbytes=8388608, w0=0.0)
@@ -90,10 +89,10 @@ def cache_for(open_chunks: int, chunk_bytes: int, num_chunks: int) -> CacheSetti
 
 @dataclass(frozen=True)
 class ChunkGrid:
-    """The chunk shape of an HDF5 dataset, and the cost of reading one random sample.
+    """The shape of an HDF5 dataset and its chunks, and what it costs to read one random sample.
 
-    A sample is one index of the first axis. A contiguous dataset has ``chunks=None``, and reads only the bytes of the
-    sample. CIFAR-10 with the chunks that h5py guesses:
+    A sample is one index of the first axis. A band is all chunks that hold parts of the same samples. For a contiguous
+    dataset ``chunks`` is None, and exactly the bytes of a sample are read. CIFAR-10 with the chunks that h5py guesses:
 
     >>> grid = ChunkGrid((50000, 32, 32, 3), (6250, 4, 4, 1), 1)
     >>> grid.chunks_per_sample, grid.amplification(cached=True)
@@ -103,7 +102,7 @@ class ChunkGrid:
     shape: tuple[int, ...]
     chunks: tuple[int, ...] | None
     itemsize: int
-    filtered: bool = False  # whether chunks have filters: if so, a chunk is always read whole
+    filtered: bool = False  # whether chunks have filters, so that they are always read whole
 
     @property
     def sample_bytes(self) -> int:
@@ -111,29 +110,29 @@ class ChunkGrid:
 
     @property
     def chunk_bytes(self) -> int:
-        """Decoded bytes of one chunk; of one sample for a contiguous dataset."""
+        """Decoded bytes of one chunk; for a contiguous dataset, bytes of one sample."""
         return math.prod(self.chunks) * self.itemsize if self.chunks else self.sample_bytes
 
     @property
     def chunks_per_sample(self) -> int:
-        """Chunks that one sample touches; 1 for a contiguous dataset."""
+        """Number of chunks of a band, which a sample is cut into; 1 for a contiguous dataset."""
         if not self.chunks:
             return 1
         return math.prod(math.ceil(s / c) for s, c in zip(self.shape[1:], self.chunks[1:], strict=True))
 
     @property
     def band_samples(self) -> int | None:
-        """Samples that share their chunks: the first chunk dimension; None for a contiguous dataset."""
+        """Number of samples of a band: the first chunk dimension; None for a contiguous dataset."""
         return self.chunks[0] if self.chunks else None
 
     @property
     def band_bytes(self) -> int:
-        """Decoded bytes of all chunks that one sample touches."""
+        """Decoded bytes of a band."""
         return self.chunks_per_sample * self.chunk_bytes
 
     @property
     def num_bands(self) -> int:
-        """Number of bands: the chunks along the first axis."""
+        """Number of bands: of chunks along the first axis, or of samples of a contiguous dataset."""
         return math.ceil(self.shape[0] / self.chunks[0]) if self.chunks else self.shape[0]
 
     @property
@@ -143,7 +142,10 @@ class ChunkGrid:
 
     @property
     def num_slots(self) -> int:
-        """The smallest ``nslots`` with which no two chunks share a slot: the scaled coordinates' bits, concatenated."""
+        """The smallest ``nslots`` with which no two chunks share a slot.
+
+        HDF5's hash value concatenates the bits of the chunk's position along each axis.
+        """
         if not self.chunks:
             return 1
         last = max(0, self.num_bands - 1)
@@ -154,27 +156,25 @@ class ChunkGrid:
 
     @property
     def needs_cache(self) -> bool:
-        """Whether chunks should be kept between reads.
+        """Whether a cache helps: for small samples, samples that are cut into several chunks, and filtered chunks.
 
-        A large sample in one piece in the file is better read directly: exactly its bytes, once; a cache would read as
-        much and copy it twice. Small samples, parts of samples and filtered chunks need a cache.
+        A large sample that is one run of bytes in the file is read directly: a cache would copy it once more.
         """
         if self.chunks is None:
             return False
         return self.filtered or self.chunks_per_sample > 1 or self.sample_bytes < DIRECT_BYTES
 
     def cache_for(self, open_bands: int, w0: float = OLDEST_FIRST) -> CacheSettings:
-        """Compute the smallest cache that holds the chunks of this many rows of chunks; empty if none is needed."""
+        """Return the smallest cache that holds this many bands; empty if no cache is needed."""
         if not self.needs_cache:
             return CacheSettings(1, 0)
         nbytes = cache_for(open_bands, self.band_bytes, max(1, self.num_bands)).nbytes
         return CacheSettings(min(self.num_slots, MAX_SLOTS), nbytes, w0)
 
     def amplification(self, cached: bool) -> float:
-        """Return bytes read over bytes used for one random sample; ``cached``: a chunk fits the cache.
+        """Return bytes read over bytes used for one random sample; ``cached`` says that a chunk fits into the cache.
 
-        If it fits, HDF5 reads the chunk whole. If not, a filtered chunk is read whole, and of an unfiltered chunk only
-        the wanted bytes.
+        HDF5 reads whole chunks if they fit or are filtered, otherwise only the bytes of the sample.
         """
         if not self.chunks or not self.sample_bytes or not (cached or self.filtered):
             return 1.0
@@ -185,15 +185,15 @@ class ChunkGrid:
         if not self.chunks or cached or self.filtered:
             return self.chunks_per_sample
         for axis in range(len(self.shape) - 1, 0, -1):
-            if self.chunks[axis] != self.shape[axis]:  # only along later axes elements are contiguous
+            if self.chunks[axis] != self.shape[axis]:  # elements are contiguous only along this axis and later ones
                 return math.prod(self.shape[1:axis]) * math.ceil(self.shape[axis] / self.chunks[axis])
         return 1
 
 
 def read_with(wanted: Indices, chunk_size: int, length: int) -> int:
-    """Count the items in all chunks that hold a wanted item; ``wanted``, (n,), is in any order, with repetitions.
+    """Count the items in all chunks that hold a wanted item, where ``length`` items are in chunks of ``chunk_size``.
 
-    ``length`` is the total number of items, so that the last chunk may be short.
+    ``wanted``, (n,) int64, may be in any order and have repetitions.
 
     >>> read_with(np.array([0, 3, 4, 21]), 10, 22)
     12
@@ -203,7 +203,7 @@ def read_with(wanted: Indices, chunk_size: int, length: int) -> int:
 
 
 def entries_read_with(starts: Indices, stops: Indices, chunk_size: int, length: int) -> int:
-    """Count the entries in all chunks that hold an entry of these ranges: (n,) int64 arrays, ranges may be empty.
+    """Count the entries in all chunks that hold an entry of ranges ``starts[i]`` to ``stops[i]`` (excluded).
 
     >>> entries_read_with(np.array([0, 35, 4]), np.array([3, 52, 4]), 10, 55)  # chunks 0, 3, 4 and 5
     35

@@ -1,8 +1,8 @@
 """Choose how the values of a sparse matrix are stored: the smallest of uint8 codes, float16 and float32 that is exact.
 
-A value with a code is ``code / scale``. While entries are read they are counted in *units*, a fraction that all
-candidate scales share: 1/400 (or 1/scale, if a scale is given), so that duplicates are summed exactly. The sums decide
-the scale: the smallest scale that makes all of them whole numbers up to 255.
+A code is the value times the scale. While entries are read, values are expressed in units of 1/400, of which all
+candidate scales make whole codes (or of 1/scale, if a scale is given), so that entries of the same row and column are
+added exactly. The scale is the smallest one for which all sums have whole codes from 1 to 255.
 
 >>> coding = Coding()
 >>> units, unfit = coding.units(np.array([0.5, 3.0, 5.0]))
@@ -13,7 +13,7 @@ the scale: the smallest scale that makes all of them whole numbers up to 255.
 >>> coding.units(np.array([0.5, 0.3333]))[1]
 1
 
-Values without codes are counted as float64, and stored as float16 or float32.
+If a value has no code, all values are kept as float64 while they are added, and stored as float16 or float32.
 
 >>> coding = coding.otherwise()
 >>> tally = coding.tally()
@@ -38,9 +38,9 @@ MAX_WHOLE = 1 << 53  # float64 holds all integers up to this
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 UNITS = math.lcm(*SCALES)  # units per 1.0
 MAX_CODE = 255
-ROUNDING = 1e-12  # relative error of a sum or mean of decimal fractions: 0.7 + 0.1 counts as 0.8
+ROUNDING = 1e-12  # relative error of a sum or mean of decimal fractions, such as 0.7 + 0.1
 NOT_FINITE = "is not finite", "remove it from the source"
-HUGE = float(1 << 40)  # limit with clip: far above any code, and too small for sums of entries to overflow
+HUGE = float(1 << 40)  # limit on an entry's units with clip: above any code, and sums of entries do not overflow
 
 Values = npt.NDArray[Any]
 
@@ -49,14 +49,13 @@ Values = npt.NDArray[Any]
 class Coding:
     """Convert values to codes. Raises OptionError if an option is invalid, or two options exclude each other.
 
-    With ``clip``, values below 0 become 0, and values above 255 (above 255 / scale, if a scale is given) become that
-    limit. The automatic scale never makes more values exceed the limit.
+    With ``clip``, values below 0 become 0, and values above 255 (or 255 / scale, if a scale is given) become that.
     """
 
     scale: float | None = None  # a value is its code divided by this; default: chosen from `SCALES`
     clip: bool = False
     binarize: float | None = None  # values of at least this become 1, all others 0
-    strict: bool = False  # a value without a code is an error
+    strict: bool = False  # whether a value without a code is an error
 
     def __post_init__(self) -> None:
         for name, value in (("scale", self.scale), ("binarize", self.binarize)):
@@ -71,27 +70,28 @@ class Coding:
 
     @property
     def max_unit(self) -> int:
-        """The maximum of a sum of entries, in units."""
+        """The largest sum of entries that may have a code, in units."""
         return UNITS * MAX_CODE if self.scale is None and self.binarize is None else MAX_CODE
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The dtype of the result of `units`, in which sums must be exact."""
+        """The dtype that `units` returns."""
         if self.binarize is not None:
             return np.dtype(np.float64)
         return np.dtype(np.int64 if self.clip else np.uint32)
 
     @property
     def num_bits(self) -> int | None:
-        """Bits of an entry's units; None if they are unbounded."""
+        """Number of bits of an entry's units; None if there is no limit."""
         return self.max_unit.bit_length() if self.dtype == np.uint32 else None
 
     def units(self, values: Values) -> tuple[Values, int | None]:
-        """Count (n,) entries of any real type in units: (n,) of `dtype`; with ``binarize``, return the values.
+        """Convert (n,) entries of any real type to units: (n,) of `dtype`; with ``binarize``, to float64.
 
-        The second result is the first entry that has no units; the first result is meaningless then.
+        The second result is None, or the index of the first entry that has no whole units; the first one is then
+        undefined.
         """
-        with np.errstate(over="ignore", invalid="ignore"):  # overflows are reported as values that do not fit
+        with np.errstate(over="ignore", invalid="ignore"):  # values that overflow have no units
             return self._units(values.astype(np.uint8) if values.dtype.kind == "b" else values)
 
     def _units(self, values: Values) -> tuple[Values, int | None]:
@@ -101,7 +101,7 @@ class Coding:
             return real, int(unfit.argmax())
         if self.binarize is not None:
             if values.dtype.kind == "f":
-                real[values == values.dtype.type(self.binarize)] = self.binarize  # float32's 0.7 counts as 0.7
+                real[values == values.dtype.type(self.binarize)] = self.binarize  # so that float32's 0.7 equals 0.7
             return real, None
         scales = SCALES if self.scale is None else (self.scale,)
         units = np.zeros(len(values), np.float64)
@@ -123,9 +123,9 @@ class Coding:
         return np.clip(units, -HUGE, HUGE).astype(self.dtype), None
 
     def settle(self, sums: Values) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Clip or binarise (n,) sums of units: (n,) int64 units, and (n,) bool, whether above `max_unit`.
+        """Clip or binarise sums of units, (n,) uint64, int64 or float64.
 
-        0 marks entries to drop. The sums are uint64, int64 or float64.
+        Returns units, (n,) int64, where 0 marks entries to drop, and (n,) bool: whether they exceed `max_unit`.
         """
         if self.binarize is not None:
             return (sums >= self.binarize * (1 - ROUNDING)).astype(np.int64), np.zeros(len(sums), bool)
@@ -135,7 +135,7 @@ class Coding:
         return units, units > self.max_unit
 
     def choose_scale(self, units: npt.NDArray[np.int64]) -> float | None:
-        """Return the smallest scale that makes codes of all occurring units (ascending); None if none does."""
+        """Return the smallest scale with which all units, (n,) ascending, have codes; None if there is none."""
         if self.scale is not None or self.binarize is not None:
             return 1.0 if self.scale is None else float(self.scale)
         for scale in SCALES:
@@ -149,12 +149,12 @@ class Coding:
         return CodeTally(self)
 
     def otherwise(self) -> FloatCoding | None:
-        """Return how values are stored if some have no code; None if that is an error."""
+        """Return the coding to use if a value has no code; None if that is an error."""
         is_strict = self.strict or self.scale is not None or self.binarize is not None
         return None if is_strict else FloatCoding(None, self.clip)
 
     def why_unfit(self, value: float) -> tuple[str, str]:
-        """Return why a value has no code, and a remedy."""
+        """Return the reason why a value has no code, and a remedy, for a message."""
         scale = self.scale
         if not math.isfinite(value):
             return NOT_FINITE
@@ -169,7 +169,7 @@ class Coding:
         return f"has no exact code from 1 to {MAX_CODE}", "use --values auto, or --binarize MIN"
 
     def codes(self, scale: float) -> npt.NDArray[np.uint8]:
-        """Return the code of every number of units: (max_unit + 1,) uint8; arbitrary for a unit without a code."""
+        """Return the code of every number of units from 0 on: (max_unit + 1,) uint8; undefined where there is none."""
         units = np.arange(self.max_unit + 1, dtype=np.int64)
         if self.scale is None and self.binarize is None:
             units //= UNITS // int(scale)
@@ -178,20 +178,20 @@ class Coding:
 
 @dataclass(frozen=True)
 class Storage:
-    """The coding of stored values: codes (value times ``scale``), or the values themselves; a pattern stores none."""
+    """How values are stored: as codes, as floats, or as a pattern, which stores no values because all are 1."""
 
     dtype: np.dtype[Any]
-    scale: float = 1.0
+    scale: float = 1.0  # a value is the stored number divided by this
     pattern: bool = False
-    codes: npt.NDArray[np.uint8] | None = None  # code of every number of units
+    codes: npt.NDArray[np.uint8] | None = None  # code of every number of units; None for floats
 
     def encode(self, units: Values) -> Values:
-        """Return the stored numbers of (n,) units."""
+        """Return the stored numbers, (n,) of ``dtype``, for (n,) units."""
         return units.astype(self.dtype) if self.codes is None else self.codes[units]
 
 
 class CodeTally:
-    """The units that occur in a matrix."""
+    """Collect the units that occur in a matrix, to choose how they are stored."""
 
     def __init__(self, coding: Coding) -> None:
         self._coding, self._seen = coding, np.zeros(coding.max_unit + 1, bool)
@@ -200,7 +200,7 @@ class CodeTally:
         self._seen[units] = True
 
     def storage(self) -> Storage | None:
-        """Return how all units can be stored; None if they have no common scale."""
+        """Return how all units are stored; None if no scale gives all of them codes."""
         units = np.flatnonzero(self._seen)
         scale = self._coding.choose_scale(units)
         if scale is None:
@@ -212,29 +212,29 @@ class CodeTally:
 
 @dataclass(frozen=True)
 class FloatCoding:
-    """Keep values as floats, with the interface of `Coding`; their units are the values, in float64.
+    """Keep values as floats, with the interface of `Coding`; units are the values in float64.
 
-    Without ``dtype_name`` a value that float32 does not hold exactly is unfit. With it, ``float16`` or ``float32``,
-    values are rounded, and only those beyond the range of the type are unfit.
+    With ``dtype_name``, float16 or float32, values are rounded to that type, and unfit if they are beyond its range.
+    Otherwise values are unfit unless float32 is exact.
     """
 
     dtype_name: str | None = None
-    clip: bool = False  # clip to the range of codes
+    clip: bool = False  # whether values are clipped to the range from 0 to 255
     units_per_one: ClassVar[float] = 1.0
     max_unit: ClassVar[int] = MAX_CODE
     num_bits: ClassVar[None] = None
     dtype: ClassVar[np.dtype[Any]] = np.dtype(np.float64)
 
     def units(self, values: Values) -> tuple[Values, int | None]:
-        """See `Coding.units`."""
+        """Convert (n,) entries to float64; see `Coding.units`."""
         real = values.astype(np.float64)
         unfit = ~np.isfinite(real)
         if values.dtype.kind in "iu" and values.dtype.itemsize == 8 and self.dtype_name is None:
-            unfit |= (values > MAX_WHOLE) | (values < -MAX_WHOLE)  # integers above it may be the same float64
+            unfit |= (values > MAX_WHOLE) | (values < -MAX_WHOLE)  # float64 would round them
         return real, int(unfit.argmax()) if unfit.any() else None
 
     def settle(self, sums: Values) -> tuple[Values, npt.NDArray[np.bool_]]:
-        """Clip and round (n,) sums: (n,) float64, and (n,) bool, whether they are unfit."""
+        """Clip and round (n,) sums; return (n,) float64, and (n,) bool: whether they are unfit."""
         wanted = np.clip(sums, 0, MAX_CODE) if self.clip else sums
         with np.errstate(over="ignore"):
             stored = wanted.astype(self.dtype_name or np.float32).astype(np.float64)
@@ -245,10 +245,10 @@ class FloatCoding:
         return FloatTally(self.dtype_name)
 
     def otherwise(self) -> None:
-        """Return None: values that are unfit are an error."""
+        """Return None: unfit values are an error."""
 
     def why_unfit(self, value: float) -> tuple[str, str]:
-        """Return why a value is unfit, and a remedy."""
+        """Return the reason why a value is unfit, and a remedy, for a message."""
         if not math.isfinite(value):
             return NOT_FINITE
         if self.dtype_name is None and abs(value) <= MAX_FLOAT32:
@@ -259,7 +259,7 @@ class FloatCoding:
 
 
 class FloatTally:
-    """Whether float16 holds all values."""
+    """Find out whether float16 holds all values of a matrix exactly."""
 
     def __init__(self, dtype_name: str | None) -> None:
         self._dtype_name, self._fits_half = dtype_name, True

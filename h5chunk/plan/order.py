@@ -1,19 +1,18 @@
 """The order of an epoch: which samples form which batch, as a pure function of (seed, epoch).
 
-Chunks are permuted and laid end to end (`h5chunk.plan.permutation`). This sequence is cut into windows of whole
-batches; the samples of a window are shuffled and cut into its batches. Every sample comes once, no batch crosses a
-window, and two windows share at most the one chunk that their border cuts (none where a window is a whole number of
-chunks).
+The chunks are permuted, and the samples of all chunks concatenated to a sequence (`h5chunk.plan.permutation`). The
+sequence is cut into windows of whole batches; the samples of a window are shuffled and cut into its batches. Every
+sample comes once, and two windows share at most the chunk that their border cuts.
 
-Batches of ``interleave`` windows alternate: batch ``t`` of a round belongs to window ``t % interleave``. torch's
-DataLoader gives batch ``t`` to worker ``t % num_workers``, so that with every ``num_workers`` that divides
-``interleave`` each worker gets whole windows, and no chunk is read by two workers. The order itself does not depend on
-workers. Windows of a single batch are not interleaved.
+The batches of ``interleave`` windows, a round, alternate: batch ``t`` of a round belongs to window ``t % interleave``.
+torch's DataLoader gives batch ``t`` to worker ``t % num_workers``, so that with any ``num_workers`` that divides
+``interleave`` each worker gets whole windows, and no chunk is read by two workers. Windows of a single batch do not
+alternate.
 
-For several processes the sequence is divided into lanes, which are cut into windows and batches independently. A rank
-takes some lanes, and its batch ``t`` is batch ``t`` of all its lanes. So the batches ``t`` of all ranks together are
-the same samples however many ranks there are, as long as their number divides the lanes. All ranks have equally many
-batches, and no two ranks read the same chunk, except fewer chunks than lanes at the end of the sequence.
+For several processes (ranks) the sequence is divided into lanes, which are cut into windows and batches independently.
+Each rank has some of the lanes, and its batch ``t`` consists of batch ``t`` of each of its lanes. So the batches ``t``
+of all ranks together have the same samples for any number of ranks that divides the lanes. All ranks have equally many
+batches, and no chunk is read by two ranks, except for fewer chunks than lanes at the end of the sequence.
 
 >>> order = Order(num_samples=10, chunk_samples=2, batch_size=4, window_chunks=2, seed=0)
 >>> [batch.tolist() for batch in order.batches()]
@@ -40,11 +39,11 @@ from h5chunk.plan.selection import Selection, SelectionSequence
 MAX_EPOCH = (1 << 63) - 1
 MAX_OPEN_BYTES = 1 << 30  # total size of the windows whose batches alternate
 INTERLEAVE = 24  # divisible by 1, 2, 3, 4, 6, 8, 12 and 24 workers
-Sequence = Callable[[Indices], Indices]  # from positions in the sequence to samples
+Sequence = Callable[[Indices], Indices]  # returns the samples at positions of the sequence
 
 
 class Round(NamedTuple):
-    """Windows whose batches alternate: ``num_windows`` windows of ``window_batches`` batches."""
+    """Windows whose batches alternate, all with ``window_batches`` batches; the epoch's last batches may be missing."""
 
     first_batch: int
     num_windows: int
@@ -52,13 +51,10 @@ class Round(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Samples that are shuffled together, as (n,) int64 arrays.
+    """The samples of a window, (n,) int64, in two orders: ``samples[destinations] == rows``."""
 
-    ``rows`` are the samples in the order of the sequence, chunk by chunk: ``samples[destinations] == rows``.
-    """
-
-    samples: Indices  # batch after batch; all but the epoch's last are full
-    rows: Indices
+    samples: Indices  # batch after batch; all batches are full but the epoch's last
+    rows: Indices  # chunk by chunk, for reading
     destinations: Indices
     batches: range  # the numbers of the batches in the epoch
 
@@ -70,20 +66,20 @@ class Order:
     Without ``pad`` and ``drop_last`` the last batches of ranks may differ by a sample per lane, and some may be empty.
     """
 
-    num_samples: int  # in the data set; with a ``selection``, in the selection
+    num_samples: int  # number of samples in the data set, or in the ``selection``
     chunk_samples: int
     batch_size: int  # samples of a batch on one rank
     window_chunks: int  # chunks of a lane that are shuffled together; a window has at least one batch
-    interleave: int = INTERLEAVE  # windows whose batches alternate
+    interleave: int = INTERLEAVE  # number of windows whose batches alternate
     seed: int = 0
     epoch: int = 0
-    shuffle: bool = True  # False: in file order
+    shuffle: bool = True  # False: in the order of the file
     drop_last: bool = False  # leave out an incomplete last batch, on all ranks
-    lanes: int = 1  # independently shuffled parts of the sequence, a multiple of ``world_size``
+    lanes: int = 1  # number of independently shuffled parts of the sequence, a multiple of ``world_size``
     rank: int = 0
-    world_size: int = 1
+    world_size: int = 1  # number of ranks
     pad: bool = False  # fill up the last batch of every rank with the first samples of the epoch
-    selection: Selection | None = field(default=None, repr=False)  # the samples to visit; None: all
+    selection: Selection | None = field(default=None, repr=False)  # the samples to visit; None: all samples
 
     def __post_init__(self) -> None:
         at_least = dict.fromkeys(("chunk_samples", "batch_size", "window_chunks", "interleave", "world_size"), 1)
@@ -120,12 +116,12 @@ class Order:
 
     @property
     def lane_batch(self) -> int:
-        """Samples per lane in a full batch."""
+        """Number of samples of one lane in a full batch."""
         return self.batch_size * self.world_size // self.lanes
 
     @property
     def num_batches(self) -> int:
-        """Batches of the epoch; all ranks have the same number."""
+        """Number of batches of the epoch on each rank."""
         together = self.batch_size * self.world_size
         return self.num_samples // together if self.drop_last else math.ceil(self.num_samples / together)
 
@@ -136,7 +132,7 @@ class Order:
 
     @property
     def window_batches(self) -> int:
-        """Batches of a full window: as many as ``window_chunks`` hold, at least one; 1 without shuffling."""
+        """Number of batches of a full window: as many as ``window_chunks`` hold, at least 1; 1 without shuffling."""
         if not self.shuffle:
             return 1
         num_batches = max(1, self.window_chunks * self.chunk_samples // self.lane_batch)
@@ -144,15 +140,15 @@ class Order:
 
     @property
     def _chunk_batches(self) -> int:
-        """The smallest number of batches that has whole chunks."""
+        """The smallest number of batches that consists of whole chunks."""
         return math.lcm(self.lane_batch, self.chunk_samples) // self.lane_batch
 
     @property
     def open_chunks(self) -> int:
-        """The most chunks that are partly read at a time; a cache of this many chunks reads every chunk once.
+        """The maximum number of chunks that are partly read at a time: with a cache for them, no chunk is read twice.
 
-        A batch is read chunk by chunk, so a window of one batch leaves only the chunks at its borders open, besides the
-        chunk being read. The chunk that fills the gap of the short chunk stays open to the end.
+        A batch is read chunk by chunk, so in a window of one batch these are the chunks at its borders, and the chunk
+        being read. The chunk that fills the gap of the short chunk stays partly read to the end of the epoch.
         """
         samples = self.window_batches * self.lane_batch
         whole = samples % self.chunk_samples == 0 and self.selection is None
@@ -167,7 +163,7 @@ class Order:
 
     @property
     def cache_w0(self) -> float:
-        """The ``w0`` of HDF5's cache, which decides what it evicts first: see `h5chunk.plan.cache`."""
+        """The ``w0`` of HDF5's cache, which decides what chunk is evicted first: see `h5chunk.plan.cache`."""
         return FINISHED_FIRST if self.window_batches == 1 else OLDEST_FIRST
 
     def open_chunks_of(self, num_workers: int) -> int:
@@ -176,11 +172,7 @@ class Order:
         return math.ceil(self.open_chunks / groups)
 
     def rounds(self) -> Iterator[Round]:
-        """Yield the windows, round by round.
-
-        The last rounds of an epoch have smaller windows, then fewer windows: still a number that is divisible by many
-        numbers of workers.
-        """
+        """Yield the rounds of the epoch: the last ones have smaller windows, then fewer windows."""
         least = self._chunk_batches if self.window_batches % self._chunk_batches == 0 else 1
         done = 0
         while done < self.num_batches:
@@ -191,7 +183,7 @@ class Order:
             done += num_windows * window_batches
 
     def batches(self, start: int = 0) -> Iterator[Indices]:
-        """Yield the samples of each batch, from batch ``start`` on: (batch_size,) int64; the last may be shorter."""
+        """Yield the samples of each batch from batch ``start`` on: (n,) int64."""
         waiting: dict[int, Indices] = {}
         windows = self.windows(start)
         for batch in range(start, self.num_batches):
@@ -202,7 +194,7 @@ class Order:
             yield waiting.pop(batch)
 
     def windows(self, start: int = 0) -> Iterator[Window]:
-        """Yield the windows of the batches from ``start`` on, without earlier batches, in the order of first use."""
+        """Yield the windows that have batches from ``start`` on, without earlier batches, in the order of first use."""
         sequence, count = self._sequence(), self.lanes // self.world_size
         # the chunks of a selection differ in size, so its lanes are contiguous parts
         chunk = self.chunk_samples if self.selection is None else max(1, self.num_samples)
@@ -242,7 +234,7 @@ class Order:
 
 
 def with_full_windows(order: Order) -> Order:
-    """Return the order with fewer alternating windows, if that keeps them from becoming smaller.
+    """Lower ``interleave`` if the epoch has too few batches for that many full windows.
 
     >>> order = Order(num_samples=120, chunk_samples=1, batch_size=10, window_chunks=40)
     >>> [each.num_windows for each in order.rounds()], [each.num_windows for each in with_full_windows(order).rounds()]
@@ -253,7 +245,7 @@ def with_full_windows(order: Order) -> Order:
 
 
 def choose_interleave(window_bytes: int) -> int:
-    """Choose the number of windows whose batches alternate: fewer than usual if chunks are very large.
+    """Choose ``interleave`` so that the windows of a round take at most `MAX_OPEN_BYTES`.
 
     >>> choose_interleave(10 << 20), choose_interleave(100 << 20), choose_interleave(4 << 30)
     (24, 8, 1)
@@ -266,9 +258,10 @@ def _divisors(number: int) -> list[int]:
 
 
 def _round_rows(order: Order, sequence: Sequence, lanes: list[Lane], each: Round) -> tuple[Indices, Indices]:
-    """Return the samples of a round in the order of the sequence, and the destination of each in its window.
+    """Return the samples of a round, and the destination of each sample in its window.
 
-    Windows follow each other, and within a window its lanes follow each other.
+    Samples are in the order of windows, within a window in the order of lanes, and within a lane in that of the
+    sequence.
     """
     parts = [_lane_round(order, lane, each) for lane in lanes]
     if len(lanes) == 1:
@@ -288,9 +281,9 @@ def _round_rows(order: Order, sequence: Sequence, lanes: list[Lane], each: Round
 
 
 def _lane_round(order: Order, lane: Lane, each: Round) -> tuple[Indices, Indices]:
-    """Return positions in the sequence of a lane's samples, and the destination of each in its window.
+    """Return the positions in the sequence of a lane's samples in a round, and their destinations in their windows.
 
-    All windows are sorted in one call, because the number of calls, not of samples, dominates the time.
+    All windows are shuffled in one call, because the number of calls, not of samples, determines the time.
     """
     size = each.window_batches * order.lane_batch
     first = each.first_batch * order.lane_batch

@@ -1,10 +1,10 @@
-"""Random permutations that are the same on every machine, and the sequence of an epoch's samples.
+"""Make random permutations that are the same on every machine, and the sequence of an epoch's samples.
 
-Random numbers are raw Philox bits, sorted by all but their lowest bits: NumPy guarantees the bits of a bit generator
-permanently, but not those of ``Generator.permutation``. A small permutation is a list, a large one a function of a key.
+A small permutation sorts random words of Philox: NumPy guarantees for all versions the bits of a generator, but not the
+result of ``Generator.permutation``. A large permutation is a function that is evaluated on demand.
 
-The sequence of an epoch is all its samples, chunk by chunk, with the chunks in random order. It is cut into windows.
-Only the requested part is computed: an epoch over 10**10 samples of equal chunks takes no memory for the others.
+The sequence of an epoch has all samples, chunk by chunk, with the chunks in random order. Only the requested part of it
+is computed, so that an epoch of 10**10 samples takes no memory for the others.
 
 Source: Philox of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011). For the permutation by a key:
 Black and Rogaway, "Ciphers with arbitrary finite domains" (2002), a Feistel network on numbers of two digits, walked
@@ -24,17 +24,17 @@ Indices = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 Stream = tuple[int, int, int]
 
-CHUNKS, WINDOW, FILL, ONCE, SHORT, ECHO = range(6)  # the use of each stream; ECHO + k: pass k of echoes
+CHUNKS, WINDOW, FILL, ONCE, SHORT, ECHO = range(6)  # uses of random numbers; ECHO + k is pass k of echoes
 WEIGHTS, SPLIT = 1 << 40, (1 << 40) + 1
-MAX_LISTED = 1 << 22  # larger permutations are computed number by number, as a list would exceed 32 MiB
+MAX_LISTED = 1 << 22  # larger permutations are not listed: they would take more than 32 MiB
 MAX_SEED = (1 << 64) - 1
-NUM_ROUNDS = 8  # rounds of the network; from 4 on, statistical tests find nothing (tests/plan/test_permutation.py)
+NUM_ROUNDS = 8  # rounds of the network; 4 already pass the statistical tests (tests/plan/test_permutation.py)
 
 
 def permutation(size: int, seed: int, *, stream: Stream = (ONCE, 0, 0)) -> Indices:
     """Make a random permutation of ``range(size)``, the same on every machine and NumPy version: (size,) int64.
 
-    ``stream`` selects one of the independent streams of the seed; the seed is from 0 to 2**64 - 1.
+    Different streams of a seed, from 0 to 2**64 - 1, give independent permutations.
     """
     return sorted_order(random_bits(size, check_whole("seed", seed, 0, MAX_SEED), stream))
 
@@ -51,17 +51,17 @@ class Permutation:
     def __init__(self, size: int, seed: int, *, stream: Stream = (ONCE, 0, 0)) -> None:
         self.size = size
         self._listed = permutation(size, seed, stream=stream) if size <= MAX_LISTED else None
-        self._base = math.isqrt(max(0, size - 1)) + 1  # of the two digits; their domain slightly exceeds the size
+        self._base = math.isqrt(max(0, size - 1)) + 1  # numbers have two digits, of this base and of ``_other``
         self._other = -(-size // self._base) if size else 1
         self._keys = random_bits(NUM_ROUNDS, seed, stream) if self._listed is None else None
 
     def at(self, places: Indices) -> Indices:
-        """Return the numbers at these places: (n,) int64, where all places are below ``size``."""
+        """Return the numbers at these places of the permutation, which are below ``size``: (n,) int64."""
         if self._listed is not None:
             return np.asarray(self._listed[places], np.int64)
         numbers = self._network(places)
         outside = np.flatnonzero(numbers >= self.size)
-        while len(outside):  # the domain's permutation has cycles, so walking on leads back below size
+        while len(outside):  # the network permutes a slightly larger range, so repeating it leads back below size
             numbers[outside] = self._network(numbers[outside])
             outside = outside[numbers[outside] >= self.size]
         return numbers
@@ -101,24 +101,24 @@ def sorted_order(keys: Words) -> Indices:
 
 
 def random_bits(size: int, seed: int, stream: Stream, lane: int = 0) -> Words:
-    """Return random words of one lane of one of a seed's independent streams: (size,) uint64."""
+    """Return random words, (size,) uint64, which are independent for different seeds, streams and lanes."""
     generator = np.random.Philox(key=np.array([seed, lane], np.uint64), counter=np.array([0, *stream], np.uint64))
     return np.asarray(generator.random_raw(size), np.uint64)
 
 
 class ShuffledSequence:
-    """Equal chunks, permuted and concatenated; the last chunk of the file may be short.
+    """The sequence of all samples in equal chunks, permuted; the last chunk of the file may be short.
 
-    Sample ``o`` of the ``t``-th chunk is at position ``t * chunk_samples + o``. The gap of the short chunk is filled
-    with random samples of the last chunk of the sequence, so that later borders do not move. The short chunk comes last
-    less often than the others, so that its samples are not more likely than others to be at the end.
+    Sample ``o`` of the ``t``-th chunk is at position ``t * chunk_samples + o``. The gap after the short chunk is filled
+    with random samples of the last chunk of the sequence, so that the chunks after it stay in place. The short chunk is
+    last less often than other chunks, so that its samples are not at the end of the epoch more often than others.
     """
 
     def __init__(self, num_samples: int, chunk_samples: int, seed: int, epoch: int) -> None:
         self._size, self._rest = chunk_samples, num_samples % chunk_samples
         num_chunks = -(-num_samples // chunk_samples)
         self._chunks = Permutation(num_chunks, seed, stream=(CHUNKS, epoch, 0))
-        self._last = num_chunks - 1  # numbers of the short chunk and of the last position
+        self._last = num_chunks - 1  # both the number of the short chunk and the last turn
         if self._rest:
             self._short_turn = int(random_bits(1, seed, (SHORT, epoch, 0))[0]) % num_samples // chunk_samples
             self._instead = int(self._chunks.at(np.array([self._short_turn]))[0])
@@ -126,7 +126,7 @@ class ShuffledSequence:
                 self._fill = permutation(chunk_samples, seed, stream=(FILL, epoch, 0))
 
     def at(self, positions: Indices) -> Indices:
-        """Return the samples at these positions: (n,) int64."""
+        """Return the samples at positions of the sequence: (n,) int64."""
         turn, offset = np.divmod(positions, self._size)
         if self._rest and self._short_turn != self._last:
             fills = (turn == self._short_turn) & (offset >= self._rest)
@@ -134,7 +134,7 @@ class ShuffledSequence:
             offset[ends | fills] = self._fill[offset[ends | fills]]
             turn[fills] = self._last
         chunks = self._chunks.at(turn)
-        if self._rest:  # the short chunk changes places with the chunk at this position
+        if self._rest:  # exchange the short chunk with the chunk that has its turn
             chunks[chunks == self._last] = self._instead
             chunks[turn == self._short_turn] = self._last
         samples: Indices = chunks * self._size + offset
@@ -142,10 +142,10 @@ class ShuffledSequence:
 
 
 class Lane:
-    """A part of the sequence that is shuffled and cut into batches independently of the others.
+    """A part of the sequence that is shuffled and cut into batches independently of other parts.
 
-    All lanes have the same number of whole chunks. The remaining samples at the end of the sequence are distributed one
-    by one, so that the lengths of lanes differ by at most one sample.
+    All lanes have equally many whole chunks. The other samples, at the end of the sequence, are divided so that the
+    lengths of lanes differ by at most one sample.
 
     >>> lanes = [Lane(number, 3, num_samples=23, chunk_samples=5) for number in range(3)]
     >>> [lane.positions(0, lane.num_samples).tolist() for lane in lanes]
@@ -155,11 +155,14 @@ class Lane:
     def __init__(self, number: int, num_lanes: int, *, num_samples: int, chunk_samples: int) -> None:
         least, more = divmod(num_samples, num_lanes)
         self.number, self.num_samples = number, least + (number < more)
-        self._own = least // chunk_samples * chunk_samples  # samples in whole chunks per lane
-        self._rest = num_lanes * self._own + number * (least - self._own) + min(number, more)  # start of the others
+        self._own = least // chunk_samples * chunk_samples  # number of samples in the lane's whole chunks
+        self._rest = num_lanes * self._own + number * (least - self._own) + min(number, more)  # start of its others
 
     def positions(self, start: int, stop: int) -> Indices:
-        """Return the positions in the sequence of samples ``start`` to ``stop`` of this lane, which wraps around."""
+        """Return the positions in the sequence of samples ``start`` to ``stop`` (excluded) of this lane.
+
+        After the last sample of the lane come its first samples again.
+        """
         within = np.arange(start, stop, dtype=np.int64)
         if stop > self.num_samples:
             within %= self.num_samples

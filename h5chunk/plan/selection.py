@@ -1,6 +1,6 @@
-"""Subsets, weights and splits: the samples of an epoch that does not visit all samples once.
+"""Select the samples of an epoch: subsets, weights and splits.
 
-The samples of a subset, or those drawn by weight, are still visited chunk by chunk; other chunks are not read.
+Selected samples are visited chunk by chunk; chunks without selected samples are not read.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from h5chunk.plan.permutation import CHUNKS, SPLIT, WEIGHTS, Indices, permutatio
 
 @dataclass(frozen=True, eq=False)
 class FixedSelection:
-    """A selection that is the same in all epochs: a subset, or all samples of chunks of different sizes.
+    """A selection that is the same in all epochs: a subset, or all samples of a data set whose chunks differ in size.
 
-    ``starts``, (num_chunks + 1,) int64, counts the selected samples before each chunk that has any; ``samples``, (n,)
-    int64, are their numbers, ascending, possibly repeated; None: all samples.
+    ``samples``, (n,) int64, are the selected samples, ascending, possibly repeated; None means all samples. ``starts``,
+    (num_chunks + 1,) int64, is the number of selected samples before each chunk that has any, and finally n.
 
     >>> samples = np.array([1, 2, 5, 5, 40])
     >>> selection = FixedSelection(starts_of_runs(samples // 4), samples)  # of chunks of four
@@ -35,7 +35,7 @@ class FixedSelection:
         return int(self.starts[-1])
 
     def resolve(self, _seed: int, _epoch: int) -> FixedSelection:
-        """Return the samples of one epoch: this selection."""
+        """Return the selection of one epoch: this one."""
         return self
 
     @property
@@ -45,7 +45,7 @@ class FixedSelection:
 
 
 class SelectionSequence:
-    """The selected samples chunk by chunk, with the chunks permuted."""
+    """The sequence of selected samples, chunk by chunk, with the chunks permuted if ``shuffle``."""
 
     def __init__(self, selection: FixedSelection, seed: int, epoch: int, *, shuffle: bool = True) -> None:
         self._samples = selection.samples
@@ -56,7 +56,7 @@ class SelectionSequence:
         self._ends = np.concatenate(([0], np.cumsum(np.diff(selection.starts)[order])))
 
     def at(self, positions: Indices) -> Indices:
-        """Return the samples at these positions: (n,) int64."""
+        """Return the samples at positions of the sequence: (n,) int64."""
         turn = np.searchsorted(self._ends, positions, "right") - 1
         numbers = self._firsts[turn] + positions - self._ends[turn]
         return numbers if self._samples is None else self._samples[numbers]
@@ -64,9 +64,9 @@ class SelectionSequence:
 
 @dataclass(frozen=True, eq=False)
 class WeightedSelection:
-    """Samples drawn for each epoch in proportion to their weights.
+    """A selection that is drawn anew for each epoch, in proportion to the weights of samples.
 
-    A sample that is expected 2.3 times in an epoch comes two or three times: never five times or zero times.
+    A sample that is expected 2.3 times in an epoch is drawn two or three times, never more or less often.
 
     Source: systematic sampling; Madow, "On the theory of systematic sampling" (1949).
 
@@ -76,12 +76,12 @@ class WeightedSelection:
     """
 
     chunks: Indices  # (n,): the chunk of each sample, ascending
-    expected: np.ndarray  # (n + 1,): cumulative expected number of draws, from 0 to the number of draws
-    samples: Indices | None = None  # (n,): their numbers; None: 0 to n - 1
+    expected: np.ndarray  # (n + 1,): cumulative sums of the expected number of draws of each sample
+    samples: Indices | None = None  # (n,): numbers of the samples; None: 0 to n - 1
 
     @classmethod
     def of(cls, weights: np.ndarray, chunks: Indices, num_draws: int) -> WeightedSelection:
-        """Select by weights, (n,) float64 with any sum."""
+        """Make a selection of ``num_draws`` draws by weights, (n,) float64 with any sum."""
         expected = np.concatenate(([0.0], np.cumsum(weights / weights.max())))  # huge weights would overflow
         expected *= num_draws / expected[-1]
         expected[-1] = num_draws
@@ -92,12 +92,12 @@ class WeightedSelection:
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks with a sample that may be drawn."""
+        """Number of chunks that have a sample of positive weight."""
         return len(np.unique(self.chunks[np.diff(self.expected) > 0]))
 
     @property
     def most(self) -> Indices:
-        """Return the most draws of each sample in an epoch: (n,) int64."""
+        """An upper bound on the draws of each sample in an epoch: (n,) int64."""
         return np.ceil(np.diff(self.expected)).astype(np.int64) + 1
 
     def resolve(self, seed: int, epoch: int) -> FixedSelection:
@@ -114,16 +114,16 @@ Selection = FixedSelection | WeightedSelection
 
 
 def starts_of_runs(chunks: Indices) -> Indices:
-    """Return the start of each run of equal numbers, and finally the length: (num_runs + 1,) int64."""
+    """Return the start of each run of equal numbers, and finally the length of the array: (num_runs + 1,) int64."""
     if not len(chunks):
         return np.zeros(1, np.int64)
     return np.concatenate(([0], np.flatnonzero(chunks[1:] != chunks[:-1]) + 1, [len(chunks)]))
 
 
 def select_samples(samples: Any, num_samples: int) -> Indices:
-    """Validate a subset, and return its sample numbers, ascending: (n,) int64.
+    """Validate a subset, and return its samples, ascending: (n,) int64.
 
-    A subset is a mask of all samples, or the numbers of the selected samples, in any order, without repetition.
+    A subset is a mask of all samples, or the numbers of the selected samples in any order, without repetition.
     """
     given = as_array("subset", samples)
     if given.dtype == bool:
@@ -169,7 +169,7 @@ def check_weights(weights: Any, num_samples: int) -> np.ndarray:
 
 
 def balanced_weights(groups: np.ndarray) -> np.ndarray:
-    """Compute weights that make all groups equally likely.
+    """Return the weight of each sample that makes all groups of samples equally likely: (n,) float64.
 
     >>> balanced_weights(np.array([7, 7, 7, 9])).round(3).tolist()
     [0.333, 0.333, 0.333, 1.0]
@@ -179,10 +179,10 @@ def balanced_weights(groups: np.ndarray) -> np.ndarray:
 
 
 def split_samples(shuffled: Indices, fractions: Sequence[float], groups: np.ndarray | None, seed: int) -> list[Indices]:
-    """Cut samples, (n,) int64 in random order, into parts of these sizes, each ascending.
+    """Divide samples, (n,) int64 in random order, into parts of these fractions; each part is sorted.
 
-    The sum of ``fractions`` is 1, or less if samples are left out. ``groups``, (n,), has the group of each sample,
-    indexed by sample number: each group is cut in the same proportions.
+    If the fractions add up to less than 1, samples are left out. ``groups`` has the group of each sample of the data
+    set, such as its class: every group is divided in the same proportions.
 
     >>> [part.tolist() for part in split_samples(np.array([3, 1, 0, 2]), (0.5, 0.5), None, 0)]
     [[1, 3], [0, 2]]
@@ -202,7 +202,7 @@ def split_samples(shuffled: Indices, fractions: Sequence[float], groups: np.ndar
 
 
 def _cut(groups: list[Indices], shares: np.ndarray) -> list[Indices]:
-    """Cut each group in these proportions, and carry rounding errors over, so that the totals are right."""
+    """Divide every group in these proportions; rounding errors are carried over to the next group."""
     ends = np.cumsum(shares)
     parts: list[list[Indices]] = [[] for _ in shares]
     carried = np.zeros(len(shares))

@@ -1,4 +1,4 @@
-"""Choose how many windows are held at a time within a memory limit, and echo their samples.
+"""Choose how many windows are held in memory at a time, and which batches data echoing repeats.
 
 >>> order = Order(num_samples=960, chunk_samples=8, batch_size=16, window_chunks=4, interleave=3)
 >>> plan = plan_slots(order, window_bytes=lambda samples: 100 * samples, other_bytes=lambda order: 0)
@@ -6,8 +6,8 @@
 (9, 32)
 
 Data echoing uses windows more than once before they are dropped, which helps if reading is slower than training. After
-the batches of a window, its samples are shuffled again and cut into other batches, which is called a pass. With a
-factor of 2 each sample is used twice; with 1.25 every fifth batch is an echo, from an unfinished pass.
+its batches, a window is shuffled again and cut into other batches, the echoes; this is called a pass. With a factor of
+2 each sample is used twice; with 1.25 every fifth batch is an echo, and passes remain unfinished.
 
 Source: Choi et al., "Faster Neural Network Training with Data Echoing", arXiv:1907.05550.
 
@@ -27,22 +27,22 @@ from h5chunk.errors import OptionError
 from h5chunk.plan.order import Order
 from h5chunk.plan.permutation import ECHO, Indices, permutation
 
-AHEAD = 6  # windows to read ahead; see scripts/LOG.md
-AHEAD_BYTES = 1 << 30  # limit on their bytes, unless memory_bytes is given
+AHEAD = 6  # windows to read ahead: see scripts/LOG.md
+AHEAD_BYTES = 1 << 30  # limit on their bytes, unless ``memory_bytes`` is given
 
 
 @dataclass(frozen=True)
 class SlotPlan:
-    """The windows held at a time, and their memory."""
+    """The number and size of the slots, the buffers that hold one window each."""
 
     order: Order  # the order, with windows small enough to fit
     num_slots: int
-    window_samples: int  # of the largest window
+    window_samples: int  # samples of the largest window
     window_bytes: int  # bytes of all copies of the largest window
 
     @property
     def num_bytes(self) -> int:
-        """The total bytes of all held windows."""
+        """Bytes of all slots."""
         return self.num_slots * self.window_bytes
 
 
@@ -54,11 +54,11 @@ def plan_slots(
     memory_bytes: int | None = None,
     least_chunks: int | None = None,
 ) -> SlotPlan:
-    """Choose how many windows are held at a time: the alternating windows, and some that are read ahead.
+    """Choose how many windows are held at a time: those whose batches alternate, and some that are read ahead.
 
-    ``window_bytes`` gives the memory of all copies of a window of this many samples, and ``other_bytes`` the additional
-    memory of reading in an order. Windows may shrink to ``least_chunks`` to fit; None: they keep their size. Raises
-    OptionError if they exceed ``memory_bytes`` even so.
+    ``window_bytes`` returns the memory of all copies of a window of n samples, and ``other_bytes`` the other memory
+    that an order needs. To fit, windows may shrink to ``least_chunks`` chunks, if that is not None. Raises OptionError
+    if they do not fit in ``memory_bytes``.
     """
     while True:
         window_samples = largest_window(order)
@@ -83,7 +83,7 @@ def plan_slots(
 
 
 def num_ahead(order: Order) -> int:
-    """Return how many windows to read ahead: at most as many as an epoch has."""
+    """Return how many windows to read ahead: `AHEAD`, or fewer if an epoch has fewer."""
     windows = 0
     for each in order.rounds():
         windows += each.num_windows
@@ -99,9 +99,9 @@ def num_open_windows(order: Order) -> int:
 
 
 def largest_window(order: Order) -> int:
-    """Return the samples of the largest window. In an epoch of few batches it may come after the first round."""
+    """Return the number of samples of the largest window."""
     batches = 1
-    for each in order.rounds():
+    for each in order.rounds():  # in an epoch of few batches it may come after the first round
         batches = max(batches, each.window_batches)
         if batches == order.window_batches:
             break
@@ -117,10 +117,10 @@ def check_echo(echo: object) -> None:
 
 
 def num_echoed(echo: float, fresh: int) -> int:
-    """Return the number of echoed batches that are due after this many fresh ones."""
+    """Return how many echoes, in all, follow after ``fresh`` batches that are not echoes."""
     return int((Fraction(str(echo)) - 1) * fresh)
 
 
 def echo_pass(num_samples: int, seed: int, epoch: int, window: int, number: int) -> Indices:
-    """Shuffle a window for pass ``number``, from 0 on: its samples in another order, (num_samples,) int64."""
+    """Return the order of a window's samples in pass ``number``, counted from 0: (num_samples,) int64."""
     return permutation(num_samples, seed, stream=(ECHO + number, epoch, window))
