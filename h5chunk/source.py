@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
@@ -28,6 +28,7 @@ class SampleField:
     shape: tuple[int, ...]  # shape of one sample; () for a number
     dtype: np.dtype
     axes: str = ""  # letters for the axes of all samples, such as NCHW; empty if they have none
+    form: str = ""  # of images of any size: encoded or raw; ``shape`` is then their number of bytes, on average
 
     @property
     def sample_bytes(self) -> int:
@@ -73,6 +74,16 @@ class Names:
         return (blob[start:stop] for start, stop in pairwise(self._ends))
 
 
+class AnyImage(NamedTuple):
+    """An image of any size, as a file keeps it: encoded, or as pixels (H, W, C); and its size upright."""
+
+    data: bytes
+    height: int
+    width: int
+    turn: int  # the EXIF orientation that a decoder must apply; 1: none
+    notes: tuple[str, ...]  # to count in the report
+
+
 class SampleReader(Protocol):
     """Interface for reading samples by number; it is sent to workers, by pickle unless they are forked."""
 
@@ -95,6 +106,10 @@ class SampleReader(Protocol):
         SampleError
             The sample cannot be read; `h5chunk.errors.ShapeError` if its shape differs from ``fields``.
         """
+        raise NotImplementedError
+
+    def read_any(self, index: int) -> AnyImage:
+        """Read sample ``index`` of a source whose images are of any size; or raise SampleError."""
         raise NotImplementedError
 
 

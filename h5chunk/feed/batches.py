@@ -12,7 +12,8 @@ import torch
 from h5chunk.feed.layout import torch_dtype
 from h5chunk.feed.slots import BatchMemory, Fields, SingleBuffer
 from h5chunk.plan.draws import Draws
-from h5chunk.store.read.fields import Field, MatrixField
+from h5chunk.store.read.fields import Field
+from h5chunk.store.read.ragged import RaggedField
 from h5chunk.transforms import Transform, compile_transforms
 from h5chunk.transforms.rows import RowConverter
 
@@ -29,7 +30,7 @@ class FieldPipeline:
     returned. With ``reuse``, on the CPU, a batch is valid only until the next batch.
     """
 
-    def __init__(self, transforms: Sequence[Transform], field: Field | MatrixField, *, reuse: bool) -> None:
+    def __init__(self, transforms: Sequence[Transform], field: Field | RaggedField, *, reuse: bool) -> None:
         self._reuse = reuse
         self._memory: BatchMemory | SingleBuffer | None = None
         stored = torch_dtype(field.dtype, field.name)

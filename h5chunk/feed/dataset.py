@@ -33,6 +33,7 @@ from h5chunk.plan.selection import FixedSelection, SelectionSequence, select_sam
 from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.files import Paths, open_other, open_reader
+from h5chunk.store.read.ragged import RaggedField
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.several import NOTABLE, read_amplification
 from h5chunk.transforms import Transforms
@@ -125,7 +126,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
     def _compiled(self, transform: Any) -> SampleTransforms:
         return SampleTransforms(transform, {name: self.field(name) for name in self._names})
 
-    def field(self, name: str) -> Field | MatrixField:
+    def field(self, name: str) -> Field | RaggedField:
         """Return the description of a field: its shape, dtype and chunks."""
         if name in self._numbered:
             return Field(name, "", ChunkGrid((self._reader.num_samples,), None, 8, False), np.dtype(np.int64))

@@ -30,7 +30,8 @@ from h5chunk.plan.draws import Draws
 from h5chunk.plan.order import INTERLEAVE, Order
 from h5chunk.stamp import stamp_of
 from h5chunk.store.read.direct import read_whole_fields
-from h5chunk.store.read.fields import Field, MatrixField
+from h5chunk.store.read.fields import Field
+from h5chunk.store.read.ragged import RaggedField
 from h5chunk.store.read.reader import SMALL_FIELD_BYTES, H5Reader
 from h5chunk.store.read.several import close_descriptors, direct_fields, open_descriptors
 from h5chunk.transforms import BATCH_TRANSFORMS, ToDtype, check_first, compile_transforms, transforms_by_field
@@ -50,7 +51,7 @@ class SampleTransforms:
     single samples.
     """
 
-    def __init__(self, transform: Any, fields: Mapping[str, Field | MatrixField]) -> None:
+    def __init__(self, transform: Any, fields: Mapping[str, Field | RaggedField]) -> None:
         self.given = transform
         listed = [transform] if callable(transform) else transform
         by_field = transforms_by_field(listed, list(fields), "transform")
@@ -63,7 +64,7 @@ class SampleTransforms:
         self.has_each = any(self._each)
         self._draws = any(isinstance(each, AugmentConverter) for each in self.converters.values())
 
-    def _compile(self, transforms: Sequence[Any], field: Field | MatrixField) -> Sequence[Callable[[Any], Any]]:
+    def _compile(self, transforms: Sequence[Any], field: Field | RaggedField) -> Sequence[Callable[[Any], Any]]:
         """Make the converter of a field, if it has one, and return the transforms of its single samples."""
         stored = torch_dtype(field.dtype, field.name)
         check_first(transforms, field, stored)
@@ -192,7 +193,7 @@ class SampleReader:
             return [decoded(text).tolist()]
         return [Loaded([(shape, dtype)], lambda tensors: self._read(name, rows, tensors[0].numpy()))]
 
-    def _load_matrix(self, field: Field | MatrixField, draws: Draws, convert: RowConverter) -> list[Loaded]:
+    def _load_matrix(self, field: Field | RaggedField, draws: Draws, convert: RowConverter) -> list[Loaded]:
         """Load and convert rows of a matrix."""
         rows = draws.samples
         if self._reader.matrix is None:

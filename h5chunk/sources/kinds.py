@@ -18,6 +18,7 @@ MATRICES = "Matrices"  # heading of the options of matrices
 DEFAULT_MEMORY_BYTES = 1 << 30
 NAMED_SEPARATORS = {"tab": "\t", "\\t": "\t", "space": " "}
 RECORDED = ("size", "fit", "color", "layout", "animated")  # options of images that determine the pixels
+ANY_SIZE = ("keep_encoded", "keep_size", "max_side", "quality")  # recorded only for images of any size
 MAX_PIXELS = 89_478_485  # Pillow's own limit: 1 GiB of pixels of four bytes
 
 
@@ -49,6 +50,14 @@ class ImageOptions(Options):
         metavar="NAME[,NAME]",
         shown_default="those called mask or masks",
     )
+    keep_encoded: bool = option(
+        False, "Keep the bytes of the image files, of any size; they are decoded when they are read."
+    )
+    keep_size: bool = option(False, "Keep the pixels of images of any size, (H, W, C), instead of giving all one size.")
+    max_side: int | None = option(
+        None, "Shrink larger images to this longer side (with --keep-encoded or --keep-size).", minimum=1, metavar="N"
+    )
+    quality: int = option(90, "JPEG quality of images that --max-side shrinks.", minimum=1, maximum=95)
 
     def __post_init__(self) -> None:
         if isinstance(self.mask_column, str):
@@ -59,10 +68,41 @@ class ImageOptions(Options):
             raise OptionError(f"size is {self.size!r}: give a height and a width of at least 1")
         if self.size is None and self.fit != "error":
             raise OptionError(f"fit is {self.fit!r} but no size was given: give a height and a width")
+        self._check_any_size()
+
+    @property
+    def form(self) -> str:
+        """How images of any size are kept: encoded or raw; empty if all get one size."""
+        return "encoded" if self.keep_encoded else "raw" if self.keep_size else ""
+
+    def _check_any_size(self) -> None:
+        if self.keep_encoded and self.keep_size:
+            raise OptionError("keep_encoded keeps encoded images, and keep_size pixels: give one of them")
+        if not self.form:
+            if self.max_side is not None:
+                raise OptionError(f"max_side is {self.max_side}: give keep_encoded or keep_size, too")
+            return
+        given = f"keep_{'encoded' if self.keep_encoded else 'size'} is given"
+        if self.size is not None:
+            raise OptionError(f"{given} with a size, which gives all images one size: leave size out, or give max_side")
+        if self.color == "keep":
+            raise OptionError(f"{given} with color 'keep', but all images need the same channels: give rgb or gray")
+        if self.layout != "nchw":
+            raise OptionError(f"{given} with a layout, but images of any size are always (H, W, C): leave it out")
+        if self.mask_column:
+            raise OptionError(f"{given}, but masks must have one size: leave mask_column out")
+        if self.keep_encoded and self.max_pixels > MAX_PIXELS:
+            raise OptionError(
+                f"{given} with max_pixels {self.max_pixels}, but decoders refuse more than {MAX_PIXELS}: give keep_size"
+            )
 
     def recorded(self) -> dict[str, Any]:
         """Return the options that a file records: those that determine the pixels."""
-        names = (*RECORDED, *(["mask_column"] if self.mask_column is not None else []))
+        names = (
+            *RECORDED,
+            *(["mask_column"] if self.mask_column is not None else []),
+            *(ANY_SIZE if self.form else ()),
+        )
         return {name: getattr(self, name) for name in names}
 
     @classmethod

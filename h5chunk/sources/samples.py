@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 from PIL import Image
 
 from h5chunk.errors import OptionError, SampleError, ShapeError, SourceError, printable
-from h5chunk.source import SampleField, SampleSource, shape_text
+from h5chunk.source import AnyImage, SampleField, SampleSource, shape_text
+from h5chunk.sources.any_size import keep
 from h5chunk.sources.decode import Decoded, decode, pillow_limits, sample_shape, write_pixels
 from h5chunk.sources.kinds import ImageOptions
 from h5chunk.sources.options import Options
 
 IMAGES, LABELS, DATA = "images", "labels", "data"  # names of fields
 MASK_FIELDS = ("mask", "masks")  # default names of images that are masks
+PROBES = 24  # images whose bytes are averaged
 
 
 class Samples(SampleSource):
@@ -42,7 +45,23 @@ class Samples(SampleSource):
         """Return where a field of a sample comes from, for messages."""
         return f"its {printable(name)!r}"
 
+    def read_any(self, index: int) -> AnyImage:
+        return keep(self._only_image(index)[1], self.decoding)
+
+    def _only_image(self, index: int) -> tuple[str, bytes | Image.Image]:
+        """Return the name and value of the only field of a sample, an image."""
+        values = self.values(index)
+        if len(values) != 1 or not all(isinstance(value, (bytes, Image.Image)) for value in values.values()):
+            names = ", ".join(map(printable, values))
+            raise SourceError(
+                f"samples have the fields {names}, but keep_encoded and keep_size take one image a sample, of a "
+                "folder, an archive or a table: leave other fields out, or give all images one size"
+            )
+        return next(iter(values.items()))
+
     def read_into(self, index: int, out: Mapping[str, np.ndarray]) -> tuple[str, ...]:
+        if self.decoding.form:
+            return self.read_any(index).notes
         values = self.values(index)
         images = self._decode(index, values)
         notes: tuple[str, ...] = ()
@@ -79,6 +98,11 @@ class Samples(SampleSource):
 
     def describe(self, index: int) -> dict[str, SampleField]:
         """Return the fields of one sample."""
+        if self.decoding.form:
+            name, value = self._only_image(index)
+            with self.session():
+                num_bytes = len(keep(value, self.decoding).data)
+            return {name: SampleField((num_bytes,), np.dtype(np.uint8), "NHWC", self.decoding.form)}
         fields, values = {}, self.values(index)
         with self.session():
             images = self._decode(index, values)
@@ -100,13 +124,23 @@ class Samples(SampleSource):
             try:
                 fields = self.describe(index)
                 self._check_masks(fields)
-                self.fields = largest_first(fields)
+                self.fields = self._averaged(fields) if self.decoding.form else largest_first(fields)
                 return list(fields)
             except SampleError as error:
                 reason = f"{self.name(index)}: {error}"
                 if not skip_bad:
                     raise SampleError(reason) from None
         raise SourceError(f"none of the {len(self)} samples can be used; the last: {reason}")
+
+    def _averaged(self, first: Mapping[str, SampleField]) -> dict[str, SampleField]:
+        """Return the field of images of any size, with the average bytes of a few that are spread over the source."""
+        found = list(first.items())
+        for index in np.unique(np.linspace(0, len(self) - 1, PROBES).astype(np.int64)).tolist():
+            with suppress(SampleError):  # reported when the sample is converted
+                found += self.describe(index).items()
+        mean = sum(field.sample_bytes for _, field in found) // len(found)
+        name, field = found[0]
+        return {name: replace(field, shape=(max(1, mean),))}
 
     def _check_masks(self, fields: Mapping[str, SampleField]) -> None:
         images = [name for name, field in fields.items() if field.axes]

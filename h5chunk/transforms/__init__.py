@@ -27,6 +27,7 @@ import torch
 
 from h5chunk.errors import OptionError
 from h5chunk.store.read.fields import Field, MatrixField
+from h5chunk.store.read.ragged import ImagesField, RaggedField
 from h5chunk.transforms.augment import (
     AlternatingFlip,
     CenterCrop,
@@ -93,7 +94,7 @@ def check_transforms(name: str, transforms: Any) -> list[Transform]:
 
 
 def compile_transforms(
-    transforms: Sequence[Transform], field: Field | MatrixField, stored: torch.dtype | None, allocate: Allocate
+    transforms: Sequence[Transform], field: Field | RaggedField, stored: torch.dtype | None, allocate: Allocate
 ) -> tuple[Converter, tuple[Transform, ...]]:
     """Divide the transforms of a field into one conversion, computed together, and the others, in order.
 
@@ -101,7 +102,10 @@ def compile_transforms(
     `OptionError` if the transforms do not fit each other, or the field.
     """
     check_first(transforms, field, stored)
+    if isinstance(field, ImagesField):
+        raise OptionError(f"field {field.name!r} holds images of any size, which no transform takes yet")
     if field.scale is not None:
+        assert isinstance(field, (Field, MatrixField))
         count = _leading(transforms, ROW_TRANSFORMS, (Dense, Csr), HoldOut)
         held_out = next((n for n, each in enumerate(transforms[:count]) if isinstance(each, HoldOut)), count)
         after = (n for n in range(held_out + 1, count) if not isinstance(transforms[n], (Dense, Csr)))
@@ -121,7 +125,7 @@ def compile_transforms(
     return converter, tuple(transforms[count:])
 
 
-def _check_held_out(transforms: Sequence[Transform], count: int, field: Field | MatrixField) -> None:
+def _check_held_out(transforms: Sequence[Transform], count: int, field: Field | RaggedField) -> None:
     if any(isinstance(each, HoldOut) for each in transforms[count:]):
         raise OptionError("HoldOut stands behind a function, or twice: put one of it before all functions")
     last = any(isinstance(each, HoldOut) and each.last is not None for each in transforms)
@@ -143,7 +147,7 @@ def _leading(transforms: Sequence[Transform], kinds: tuple[type, ...], *once: An
     return len(transforms)
 
 
-def check_first(transforms: Sequence[Transform], field: Field | MatrixField, stored: torch.dtype | None) -> None:
+def check_first(transforms: Sequence[Transform], field: Field | RaggedField, stored: torch.dtype | None) -> None:
     """Raise OptionError if the first transform does not fit the field; behind a function, any transform is allowed."""
     if not transforms:
         return

@@ -181,7 +181,7 @@ def dense_rows(path: Path) -> None:
         (narrow_columns, r"b.h5: field 'X' has the num columns 200, but"),
         (a_pattern, r"b.h5: field 'X' has the value dtype none \(all are ones\), but in .*a.h5 it is uint8"),
         (theirs, r"b.h5: field 'X' has the index dtype int"),
-        (dense_rows, r"b.h5: field 'X' holds dense rows, but in .*a.h5 it is a sparse matrix"),
+        (dense_rows, r"b.h5: field 'X' holds dense rows, but in .*a.h5 it holds a sparse matrix"),
     ],
 )
 def test_matrices_must_agree(tmp_path: Path, make: Any, message: str) -> None:

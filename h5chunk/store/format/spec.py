@@ -34,6 +34,26 @@ fill value is written, and maximum dimensions are fixed. So HDF5 stores only the
 order, chunk i at ``offset + i * chunk_bytes``. The last chunk takes its full size; the bytes after the last sample are
 zero. Fields whose chunks take 64 KiB or more start at a multiple of 4096.
 
+Images of any size
+------------------
+``convert --keep-encoded`` and ``--keep-size`` write, in place of the dataset ``/images``, a group of that name (or of
+the name of a table's column), in row order:
+
+``/images``
+    Attributes ``form``, fixed string: ``encoded`` or ``raw``; ``channels`` uint8: of the pixels, 3 (RGB) or 1 (grey).
+``/images/data``
+    uint8, (num_bytes,), in chunks of 8 MiB, or of all bytes if they are fewer: the bytes of the images end to end. Of
+    ``encoded`` images these are image files (JPEG, PNG, WebP, BMP, PPM, TIFF, GIF), of ``raw`` ones pixels (H, W, C).
+``/images/offsets``
+    int64, (N + 1,), contiguous: the bytes of image i run from ``offsets[i]`` to ``offsets[i + 1]``, excluded.
+``/images/heights``, ``/images/widths``
+    uint32, (N,), contiguous: the size of each image, upright.
+``/images/orientations``
+    uint8, (N,), contiguous: the EXIF orientation, 1 to 8, that has to be applied to the decoded pixels; 1: none.
+
+Other fields are as above; ``chunk_samples`` is the number of samples in a nominal chunk, as in a sparse matrix. In
+``checksums`` there are ``images/data`` and, one number each, the four tables. ``options`` has the keys of the options.
+
 Sparse matrices
 ---------------
 A sample is a row of the matrix, and N is the number of rows. In place of ``/images`` there is the group ``/X``, as
@@ -147,6 +167,7 @@ LIBVER = ("v110", "v110")
 ALIGNMENT = 4096
 ALIGNMENT_THRESHOLD = 64 << 10  # smaller datasets are not aligned
 HEADER_BYTES = 16 << 10  # approximate size of a file's metadata
+IMAGE_TABLES = {"offsets": "i8", "heights": "u4", "widths": "u4", "orientations": "u1"}  # of images of any size
 GZIP_LEVEL = 1  # for dense rows, mostly zeros, higher levels take three times as long and save a few percent
 
 

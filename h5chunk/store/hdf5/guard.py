@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -219,7 +219,11 @@ class Guard:
         """Check the datasets of a sparse matrix in a group, like `check_field`."""
         group = file[name]
         parts = ["indptr", "indices"] + ([] if small_attribute(group, "pattern", False) else ["data"])
-        for part in (part for part in list(group) if part in parts):  # ``part in group`` would follow links
+        self.check_parts(file, name, parts)
+
+    def check_parts(self, file: h5py.File, name: str, parts: Collection[str]) -> None:
+        """Check these datasets of a group, if they exist, like `check_field`."""
+        for part in (part for part in list(file[name]) if part in parts):  # ``part in group`` would follow links
             where = f"{name.rstrip('/')}/{part}"
             item = self.find(file, where)
             if isinstance(item, h5py.Dataset):

@@ -25,7 +25,8 @@ from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.chunk_table import ChunkTable, is_listed_wrongly
 from h5chunk.store.hdf5.codecs import crc32, scratch
 from h5chunk.store.hdf5.ranges import PART_BYTES, VectorPart, read_bytes, read_error, read_jobs
-from h5chunk.store.read.fields import Field, MatrixField
+from h5chunk.store.read.fields import Field
+from h5chunk.store.read.ragged import RaggedField
 
 OFF, FIRST, ALWAYS = "off", "first", "always"
 PIECE_BYTES = 2 << 20  # bytes that are read and summed at a time
@@ -42,7 +43,7 @@ class Checksums:
     always: bool  # check chunks at every read
 
 
-Sums = Mapping[str, Checksums]  # by field; for a matrix by ``field/indptr``, ``field/indices`` and ``field/data``
+Sums = Mapping[str, Checksums]  # by field; for a matrix or images of any size by ``field/indptr``, ``field/data`` ...
 NO_SUMS: Sums = MappingProxyType({})
 
 
@@ -202,7 +203,7 @@ class WholeChunks(CheckTask):
 
 
 def read_sums(
-    file: h5py.File, path: Path, fields: Mapping[str, Field | MatrixField], header: Header | None, checksums: str
+    file: h5py.File, path: Path, fields: Mapping[str, Field | RaggedField], header: Header | None, checksums: str
 ) -> dict[str, Checksums]:
     """Read the checksums of fields; the result is empty if ``checksums`` is "off".
 
@@ -214,8 +215,8 @@ def read_sums(
         return {}
     datasets: dict[str, str] = {}
     for name, field in fields.items():
-        if isinstance(field, MatrixField):
-            datasets |= {f"{name}/{part}": f"{field.dataset}/{part}" for part in ("indptr", *field.lists)}
+        if isinstance(field, RaggedField):
+            datasets |= {f"{name}/{part}": f"{field.dataset}/{part}" for part in (*field.tables, *field.lists)}
         else:
             datasets[name] = field.dataset
     sums = {}

@@ -1,8 +1,8 @@
-"""Read rows of a CSR matrix by their byte ranges in the file, outside HDF5's lock, or through HDF5.
+"""Read rows of a CSR matrix by their byte ranges in the file, or through HDF5; and images of any size.
 
-A row is one range of ``indices`` and the same range of ``data``. Rows that are adjacent in the file are read with one
-call, and each row goes to its place in a shuffled window. The file may have ``indptr``, ``indices`` and ``data``
-datasets in any group: the layout of h5chunk, or of AnnData.
+A row is one range of ``indices`` and the same range of ``data``; an image is one range of bytes. Rows that are adjacent
+in the file are read with one call, and each row goes to its place in a shuffled window. The file may have ``indptr``,
+``indices`` and ``data`` datasets in any group: the layout of h5chunk, or of AnnData.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from h5chunk.store.hdf5.open import same_file
 from h5chunk.store.hdf5.ranges import Part
 from h5chunk.store.read.checksums import NO_SUMS, ChunkChecks, Sums
 from h5chunk.store.read.direct import ByteReader, ChunkedField, PlainField, check_bytes
-from h5chunk.store.read.fields import MatrixField
+from h5chunk.store.read.ragged import RaggedField
 
 GAP_BYTES = 48 << 10  # gap between two rows that takes as long to read as a call; scripts/sweep_reads.py
 
@@ -32,7 +32,7 @@ class CsrBuffers:
     """The memory that rows of a matrix are read into.
 
     Row i begins at ``starts[i]``, (num_rows + 1,) int64, of ``indices``, with the file's type, and of ``values``, which
-    does not exist for a pattern (a matrix without stored values).
+    does not exist for a pattern (a matrix without stored values); the bytes of images are ``indices``.
     """
 
     starts: np.ndarray
@@ -41,16 +41,16 @@ class CsrBuffers:
 
 
 class CsrField(ByteReader):
-    """Read rows of a CSR matrix by their byte ranges. Raises NotDirect if a layout, type or filter needs HDF5.
+    """Read rows or images by their byte ranges. Raises NotDirect if a layout, type or filter needs HDF5.
 
     The field is plain if its entries are uncompressed and contiguous.
     """
 
     def __init__(
-        self, path: Path, file: h5py.File, field: MatrixField, indptr: np.ndarray, sums: Sums = NO_SUMS
+        self, path: Path, file: h5py.File, field: RaggedField, indptr: np.ndarray, sums: Sums = NO_SUMS
     ) -> None:
         group = file[field.dataset]
-        if not all(same_file(group[part], file) for part in ("indices", "data")):
+        if not all(same_file(group[part], file) for part in field.lists):
             raise NotDirect("it is a link into another file")
         self.name, self._indptr = field.name, indptr
         self._entries: list[PlainField | ChunkedField] = []
@@ -90,7 +90,7 @@ class CsrHandle:
     """The open datasets of a matrix, each with its own chunk cache."""
 
     def __init__(
-        self, file: h5py.File, field: MatrixField, indptr: np.ndarray, cache: CacheSettings | None, sums: Sums
+        self, file: h5py.File, field: RaggedField, indptr: np.ndarray, cache: CacheSettings | None, sums: Sums
     ) -> None:
         self._file, self._indptr, self.lock = file, indptr, threading.Lock()
         self._gap = max(1, GAP_BYTES // max(1, field.entry_bytes))

@@ -19,15 +19,15 @@ from h5chunk.errors import FieldError, FileError, count_text, printable
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.csr import plan_csr
 from h5chunk.store.format.header import CSR, DENSE, Header, check_values
-from h5chunk.store.format.spec import GROUP
-from h5chunk.store.hdf5.guard import MAX_RATIO, Guard, small_attribute
+from h5chunk.store.format.spec import GROUP, IMAGE_TABLES
+from h5chunk.store.hdf5.guard import Guard, small_attribute
 from h5chunk.store.hdf5.open import damages_are
 from h5chunk.store.hdf5.strings import read_words
+from h5chunk.store.read.ragged import RaggedField, look_at_images
 
 MATRIX_PARTS = ("indptr", "indices", "data")
 TENX_PARTS = (b"barcodes", b"indptr", b"indices", b"data", b"shape")
 KIND_ATTRIBUTES = ("encoding-type", "h5sparse_format")
-SLACK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -52,26 +52,18 @@ class Field:
         return self.grid.shape[1:]
 
 
-@dataclass(frozen=True)
-class MatrixField:
-    """A field that is a CSR matrix, with a row per sample; ``dataset`` is the path of its group.
+@dataclass(frozen=True, kw_only=True)
+class MatrixField(RaggedField):
+    """A CSR matrix of a file; a sample is a row.
 
-    Values are stored numbers of ``value_dtype``, divided by ``scale``; a pattern has no ``value_dtype``, because all
-    its values are 1. A nominal chunk has ``chunk_samples`` rows. ``filtered`` says that entries are compressed.
+    Types are as stored; a pattern has no ``value_dtype``, as all its values are 1 and none is read. Other values are
+    stored numbers divided by ``scale``.
     """
 
-    name: str
-    dataset: str
-    num_rows: int
     num_columns: int
-    num_entries: int
     index_dtype: np.dtype
     value_dtype: np.dtype | None
     scale: float
-    chunk_samples: int
-    filtered: bool
-    axes: str = ""
-    categories: str = ""
     has_time_order: bool = False  # whether the entries of each row are in the order of their times
 
     @property
@@ -81,7 +73,6 @@ class MatrixField:
 
     @property
     def dtype(self) -> np.dtype:
-        """Type of the stored values; uint8 for a pattern."""
         return np.dtype(np.uint8) if self.value_dtype is None else self.value_dtype
 
     @property
@@ -91,14 +82,7 @@ class MatrixField:
 
     @property
     def entry_bytes(self) -> int:
-        """Stored bytes per entry."""
         return self.index_dtype.itemsize + (0 if self.value_dtype is None else self.value_dtype.itemsize)
-
-    @property
-    def grid(self) -> ChunkGrid:
-        """A chunk grid for estimates, with all rows of average length."""
-        row_bytes = max(1, math.ceil(self.num_entries * self.entry_bytes / max(1, self.num_rows)))
-        return ChunkGrid((self.num_rows, row_bytes), (self.chunk_samples, row_bytes), 1, self.filtered)
 
 
 def usual_fields(file: h5py.File, path: Path, header: Header | None) -> dict[str, str]:
@@ -148,8 +132,8 @@ def _missing(file: h5py.File, path: Path, wanted: str) -> FieldError:
 
 def look_at(
     file: h5py.File, path: Path, name: str, dataset: str, header: Header | None, guard: Guard
-) -> Field | MatrixField:
-    """Check a dataset, or the group of a matrix, with the guard, and describe it as a field."""
+) -> Field | RaggedField:
+    """Check a dataset, or the group of a matrix or of images, with the guard, and describe it as a field."""
     item = guard.find(file, dataset)
     if item is None:
         table, _, column = dataset.rpartition("/")
@@ -172,6 +156,9 @@ def look_at(
     if isinstance(item, h5py.Group) and item.id.links.exists(b"indptr"):
         guard.check_matrix(file, dataset)
         return look_at_matrix(item, path, name, header.chunk_samples if header and header.kind == CSR else None)
+    if isinstance(item, h5py.Group) and item.id.links.exists(b"offsets") and header is not None:
+        guard.check_parts(file, dataset, (*IMAGE_TABLES, "data"))
+        return look_at_images(item, path, name, header.chunk_samples)
     if not isinstance(item, h5py.Dataset):
         raise FieldError(f"{where} is a {type(item).__name__.lower()}: name a dataset in it")
     guard.check_field(item, dataset)
@@ -254,10 +241,18 @@ def look_at_matrix(group: h5py.Group, path: Path, name: str, chunk_samples: int 
         if num_entries and indices.chunks and indices.id.get_create_plist().get_nfilters():
             chosen = max(chosen, math.ceil(indices.chunks[0] * num_rows / num_entries))
         chunk_samples = max(1, min(chosen, num_rows))
-    sizes = num_rows, num_columns, num_entries
-    time_order = is_own and in_time_order(group)
     return MatrixField(
-        name, group.name, *sizes, index_dtype, values, scale, chunk_samples, filtered, has_time_order=time_order
+        name,
+        group.name,
+        num_rows,
+        num_entries,
+        chunk_samples,
+        filtered,
+        num_columns=num_columns,
+        index_dtype=index_dtype,
+        value_dtype=values,
+        scale=scale,
+        has_time_order=is_own and in_time_order(group),
     )
 
 
@@ -308,25 +303,3 @@ def _shape(group: h5py.Group, path: Path, where: str) -> tuple[int, int]:
     if not (0 <= rows < 1 << 62 and 1 <= columns < 1 << 62):
         raise FileError(f"{where} is damaged: its shape is {rows} x {columns}")
     return rows, columns
-
-
-def read_indptr(group: h5py.Group, path: Path, field: MatrixField) -> np.ndarray:
-    """Read the first entry of each row, and the end: (num_rows + 1,) int64. Raises FileError if they are damaged."""
-    where = f"{printable(path)}: {field.name!r}"
-    dataset = group["indptr"]
-    if dataset.nbytes > dataset.id.get_storage_size() * MAX_RATIO + SLACK_BYTES:
-        raise FileError(
-            f"{where} is damaged: indptr claims {dataset.nbytes} bytes, but {dataset.id.get_storage_size()} are stored"
-        )
-    try:
-        indptr: np.ndarray = dataset[:].astype(np.int64)
-    except OSError as error:
-        raise FileError(f"{where}: indptr cannot be read: {error}") from error
-    if indptr[0] != 0 or indptr[-1] != field.num_entries:
-        raise FileError(
-            f"{where} is damaged: indptr goes from {indptr[0]} to {indptr[-1]}, not from 0 to {field.num_entries}"
-        )
-    falls = np.diff(indptr) < 0
-    if falls.any():
-        raise FileError(f"{where} is damaged: indptr falls at row {int(falls.argmax())}")
-    return indptr

@@ -26,11 +26,13 @@ from h5chunk.store.format.header import Header
 from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.csr import CsrBuffers
 from h5chunk.store.read.fields import Field, MatrixField
+from h5chunk.store.read.ragged import ImagesField, ImageSizes, RaggedField
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.tables import COLUMN_IDS, check_same
 
 RESERVED_DESCRIPTORS = 32  # descriptors that a process needs for other things: standard streams, sockets, libraries
 
+KINDS = {Field: "dense rows", MatrixField: "a sparse matrix", ImagesField: "images of any size"}
 REMEDY = "all files must have equal fields: choose fields with fields=..., or read these files separately"
 MATRIX_REMEDY = (
     "all files must store values in the same way: convert their sources together, or each with the same --scale, "
@@ -82,10 +84,10 @@ class FileSet(H5Reader):
         sizes = np.diff(starts)
         if len(sizes) and ((sizes[:-1] != size).any() or sizes[-1] > size):
             self.chunk_starts, self.chunk_samples = starts, round(self.num_samples / len(sizes))
-        self.matrix = replace(main, chunk_samples=self.chunk_samples) if isinstance(main, MatrixField) else None
+        self.ragged = replace(main, chunk_samples=self.chunk_samples) if isinstance(main, RaggedField) else None
         if isinstance(main, Field) and main.grid.chunks:  # orders and caches assume chunks of the average size
             main = replace(main, grid=replace(main.grid, chunks=(self.chunk_samples, *main.grid.chunks[1:])))
-        self.main = self.fields[main.name] = self.matrix or main
+        self.main = self.fields[main.name] = self.ragged or main
         self.header = _joined_header(self)
         self._cache: CacheSettings | None = None
 
@@ -100,6 +102,11 @@ class FileSet(H5Reader):
         """See `H5Reader.indptr`, as if the matrices of all files were concatenated."""
         lengths = [np.diff(reader.indptr) for reader in self.readers]
         return np.concatenate(([0], np.cumsum(np.concatenate(lengths))))
+
+    @cached_property
+    def image_sizes(self) -> ImageSizes:
+        """See `H5Reader.image_sizes`; this concatenates those of all files."""
+        return ImageSizes(*map(np.concatenate, zip(*(reader.image_sizes for reader in self.readers), strict=True)))
 
     def set_caches(self, main: CacheSettings) -> None:
         """Divide the cache of the main field among the files."""
@@ -198,25 +205,26 @@ def _check_meanings(readers: Sequence[H5Reader]) -> None:
             check_same(tables, f"categories of {name!r}", CATEGORIES_REMEDY)
 
 
-def _joined_field(readers: Sequence[H5Reader], name: str) -> Field | MatrixField:
+def _joined_field(readers: Sequence[H5Reader], name: str) -> Field | RaggedField:
     """Describe a field of all files as one field, with the chunk shape of the file with the largest chunks."""
     fields = [reader.fields[name] for reader in readers]
     dense = [field for field in fields if isinstance(field, Field)]
-    matrices = [field for field in fields if isinstance(field, MatrixField)]
-    if dense and matrices:
-        here, there = (printable(readers[fields.index(some[0])].path) for some in (dense, matrices))
-        raise FieldError(f"{here}: field {name!r} holds dense rows, but in {there} it is a sparse matrix: {REMEDY}")
-    if matrices:
+    ragged = [field for field in fields if isinstance(field, RaggedField)]
+    others = [number for number, field in enumerate(fields) if type(field) is not type(fields[0])]
+    if others:
+        here, there = (printable(readers[number].path) for number in (others[0], 0))
+        one, other = (KINDS[type(fields[number])] for number in (others[0], 0))
+        raise FieldError(f"{here}: field {name!r} holds {one}, but in {there} it holds {other}: {REMEDY}")
+    if ragged:
+        sums = {trait: sum(getattr(field, trait) for field in ragged) for trait in ("num_rows", "num_entries")}
+        sums |= {trait: max(getattr(field, trait) for field in ragged) for trait in ("chunk_samples", "filtered")}
+        if isinstance(ragged[0], ImagesField):
+            _check_equal(readers, name, ("form", "channels"), REMEDY)
+            return replace(ragged[0], **sums)
         _check_equal(readers, name, ("num_columns", "index_dtype"), REMEDY)
         _check_equal(readers, name, ("value_dtype", "scale"), MATRIX_REMEDY)
-        return replace(
-            matrices[0],
-            num_rows=sum(field.num_rows for field in matrices),
-            num_entries=sum(field.num_entries for field in matrices),
-            chunk_samples=max(field.chunk_samples for field in matrices),
-            filtered=any(field.filtered for field in matrices),
-            has_time_order=all(field.has_time_order for field in matrices),
-        )
+        matrices = [field for field in ragged if isinstance(field, MatrixField)]
+        return replace(matrices[0], **sums, has_time_order=all(field.has_time_order for field in matrices))
     _check_equal(readers, name, ("dtype", "sample_shape", "axes", "scale"), REMEDY)
     largest = max(dense, key=lambda each: (each.grid.filtered, each.grid.chunks is not None, each.grid.band_bytes))
     shape = (sum(field.grid.shape[0] for field in dense), *dense[0].sample_shape)

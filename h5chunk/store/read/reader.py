@@ -31,7 +31,8 @@ from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import open_file, opened, translate_errors
 from h5chunk.store.read.checksums import OFF, ChunkChecks, Sums, read_sums
 from h5chunk.store.read.csr import CsrBuffers, CsrHandle, cache_of, open_dataset
-from h5chunk.store.read.fields import Field, MatrixField, look_at, read_indptr, usual_fields
+from h5chunk.store.read.fields import Field, MatrixField, look_at, usual_fields
+from h5chunk.store.read.ragged import ImagesField, ImageSizes, RaggedField, read_image_sizes, read_indptr
 
 LABELS = "labels"
 SMALL_FIELD_BYTES = 8 << 20  # fields of at most this size, except the main field, are cached whole
@@ -44,9 +45,9 @@ class H5Reader:
     fields that the file records, or ``images``, or the matrix ``X``, and ``labels``. ``checksums`` says when chunks of
     an h5chunk file are compared with their checksums: "off", "first" (at this process's first read) or "always".
 
-    The ``main`` field is the matrix, if there is one, otherwise the field with the largest samples. Its chunks have
-    ``chunk_samples`` samples. ``starts``, (num_files + 1,) int64, has the first sample of each file, and finally the
-    number of samples.
+    The ``main`` field is ``ragged``, a matrix or images of any size, if there is one, otherwise the field with the
+    largest samples. Its chunks have ``chunk_samples`` samples. ``starts``, (num_files + 1,) int64, has the first sample
+    of each file, and finally the number of samples.
     """
 
     chunk_starts: np.ndarray | None = None  # first sample of each chunk; None if all but the last have chunk_samples
@@ -84,10 +85,11 @@ class H5Reader:
                         raise
                     self.left_out = str(error)
             self.sums: Sums = read_sums(file, self.path, self.fields, self.header, checksums)
-        matrices = [field for field in self.fields.values() if isinstance(field, MatrixField)]
-        if len(matrices) > 1:
-            raise FieldError(f"{printable(self.path)}: fields name {len(matrices)} sparse matrices: name one")
-        self.matrix = matrices[0] if matrices else None
+        ragged = [field for field in self.fields.values() if isinstance(field, RaggedField)]
+        if len(ragged) > 1:
+            which = "sparse matrices" if all(isinstance(each, MatrixField) for each in ragged) else "fields of any size"
+            raise FieldError(f"{printable(self.path)}: fields name {len(ragged)} {which}: name one")
+        self.ragged: RaggedField | None = ragged[0] if ragged else None
         lengths = {name: field.grid.shape[0] for name, field in self.fields.items()}
         if len(set(lengths.values())) > 1:
             shown = ", ".join(f"{name!r} has {length}" for name, length in lengths.items())
@@ -96,9 +98,16 @@ class H5Reader:
         self._caches: dict[str, CacheSettings] = {}
         self._opened: tuple[int, dict[str, _Handle | CsrHandle]] | None = None
         self.starts = np.array([0, self.num_samples])
-        self.main = self.matrix or max(self.fields.values(), key=lambda field: field.grid.sample_bytes)
+        self.main: Field | RaggedField = self.ragged or max(
+            self.fields.values(), key=lambda field: field.grid.sample_bytes
+        )
         good = plan_layout(max(1, self.num_samples), max(1, self.main.grid.sample_bytes))
         self.chunk_samples: int = self.main.grid.band_samples or good.chunk_samples  # contiguous data has no chunks
+
+    @property
+    def matrix(self) -> MatrixField | None:
+        """The sparse matrix, if there is one."""
+        return self.ragged if isinstance(self.ragged, MatrixField) else None
 
     @property
     def readers(self) -> tuple[H5Reader, ...]:
@@ -146,17 +155,30 @@ class H5Reader:
 
     @cached_property
     def indptr(self) -> np.ndarray:
-        """The first entry of each row of the matrix, and the end: (num_rows + 1,) int64; FileError if damaged."""
-        assert self.matrix is not None
-        name = f"{self.matrix.name}/indptr"
+        """The start of each sample in the entries of `ragged`: (n + 1,) int64. Raises FileError if damaged."""
+        assert self.ragged is not None
         with opened(self.path) as file:
             self.check_unchanged()
-            if name in self.sums:
-                table = list_chunks(file[f"{self.matrix.dataset}/indptr"])
-                table = replace(table, shape=(self.matrix.num_rows,))  # so that messages count rows
-                checks = ChunkChecks(self.path, name, table, self.sums[name])
-                checks.check(file.id.get_vfd_handle(), np.arange(len(table)))
-            return read_indptr(file[self.matrix.dataset], self.path, self.matrix)
+            self._check_table(file, self.ragged, self.ragged.pointers)
+            return read_indptr(file[self.ragged.dataset], self.path, self.ragged)
+
+    @cached_property
+    def image_sizes(self) -> ImageSizes:
+        """The sizes of images of any size. Raises FileError if damaged."""
+        assert isinstance(self.ragged, ImagesField)
+        with opened(self.path) as file:
+            self.check_unchanged()
+            for table in ImageSizes._fields:
+                self._check_table(file, self.ragged, table)
+            return read_image_sizes(file[self.ragged.dataset], self.path, self.ragged, self.indptr)
+
+    def _check_table(self, file: h5py.File, field: RaggedField, table: str) -> None:
+        """Check the checksum of a table of a field, if checksums are to be checked."""
+        name = f"{field.name}/{table}"
+        if name in self.sums:
+            chunks = replace(list_chunks(file[f"{field.dataset}/{table}"]), shape=(field.num_rows,))  # for messages
+            checks = ChunkChecks(self.path, name, chunks, self.sums[name])
+            checks.check(file.id.get_vfd_handle(), np.arange(len(chunks)))
 
     @property
     def recommendation(self) -> Recommended | None:
@@ -177,7 +199,7 @@ class H5Reader:
             window_chunks = recommended[0]
         else:
             window_chunks = choose_window_chunks(self.chunk_bytes, math.ceil(self.num_samples / self.chunk_samples))
-        if self.matrix is None:
+        if self.ragged is None:
             return window_chunks
         return bounded_window(window_chunks, fullest_chunks(self.indptr, self.chunk_samples))
 
@@ -230,7 +252,7 @@ class H5Reader:
             file = open_file(self.path)
             self.check_unchanged()
             for name, field in self.fields.items():
-                if isinstance(field, MatrixField):
+                if isinstance(field, RaggedField):
                     handles[name] = CsrHandle(file, field, self.indptr, self._caches.get(name), self.sums)
                 else:
                     band_samples = field.grid.band_samples or self.chunk_samples
@@ -257,7 +279,10 @@ class H5Reader:
         self._opened = None
 
     def __getstate__(self) -> dict[str, object]:
-        return {**{name: value for name, value in self.__dict__.items() if name != "indptr"}, "_opened": None}
+        return {
+            **{name: value for name, value in self.__dict__.items() if name not in ("indptr", "image_sizes")},
+            "_opened": None,
+        }
 
 
 class _Handle:

@@ -17,8 +17,9 @@ from h5chunk.store.hdf5.open import opened
 from h5chunk.store.hdf5.ranges import PART_BYTES, Part, open_descriptor
 from h5chunk.store.read.csr import CsrField
 from h5chunk.store.read.direct import MIN_KEPT_CHUNKS, ByteReader, direct_field
-from h5chunk.store.read.fields import Field, MatrixField
+from h5chunk.store.read.fields import Field
 from h5chunk.store.read.fileset import with_remedy
+from h5chunk.store.read.ragged import RaggedField
 from h5chunk.store.read.reader import H5Reader
 
 NOTABLE = 1.01  # read amplification from which on it is reported
@@ -169,7 +170,7 @@ def direct_fields(reader: H5Reader) -> tuple[dict[str, ByteReader], dict[str, st
                 try:
                     if not each.num_samples:
                         by_file[name].append(None)
-                    elif isinstance(field, MatrixField):
+                    elif isinstance(field, RaggedField):
                         by_file[name].append(CsrField(each.path, file, field, each.indptr, each.sums))
                     else:
                         by_file[name].append(direct_field(each.path, file, field, each.sums))
@@ -207,7 +208,7 @@ def read_amplification(
 def _bytes_of(reader: H5Reader, name: str, rows: np.ndarray) -> int:
     """Return the bytes of these samples of a field; repeated samples count each time."""
     field = reader.fields[name]
-    if isinstance(field, MatrixField):
+    if isinstance(field, RaggedField):
         return int((reader.indptr[rows + 1] - reader.indptr[rows]).sum()) * field.entry_bytes
     return len(rows) * field.grid.sample_bytes
 

@@ -64,6 +64,12 @@ class FillJob:
     source: SampleReader
     order: np.ndarray  # (num_samples,) int64: row i of each field is sample ``order[i]`` of the source
 
+    in_order = False  # whether tasks must be returned in their order
+
+    def runner(self, stopped: Callable[[], bool] = lambda: False) -> TaskRunner:
+        """Return what runs the tasks in a process until ``stopped``."""
+        return TaskRunner(self, stopped)
+
     @property
     def num_chunks(self) -> int:
         return -(-len(self.order) // self.chunk_samples)
@@ -99,6 +105,7 @@ class Done(NamedTuple):
     failures: list[Failure]
     stamp: int  # stamp of its samples, see `stamp_of_samples`
     is_new: bool = True  # False for a claim, whose chunks an earlier run wrote
+    data: bytes = b""  # images of any size, end to end, which the main process writes
 
     def record(self) -> list[Any]:
         """Return the JSON value that `parse_record` turns into a claim."""
@@ -126,6 +133,12 @@ class Filled:
     failures: list[Failure] = field(default_factory=list)  # in row order; their rows are zeros
     stamp: int = 0  # stamp of all samples at the time of reading
 
+    def add(self, done: Done) -> None:
+        """Add what is known of a task's samples."""
+        self.notes.update(done.notes)
+        self.failures.extend(done.failures)
+        self.stamp ^= done.stamp
+
 
 def fill(
     job: FillJob,
@@ -145,14 +158,12 @@ def fill(
     claimed = {first: claim for first, claim in (claims or {}).items() if not (stop_at_failure and claim.failures)}
     tasks = [(chunks, claimed.get(chunks.start)) for chunks in job.tasks()]
     tasks.sort(key=lambda task: task[1] is None)
-    results = _in_this_process(job, tasks) if num_workers == 0 else _in_workers(job, tasks, num_workers)
+    results = run_tasks(job, tasks, num_workers)
     try:
         for done in results:
             for chunk, of_fields in zip(done.chunks, done.checksums, strict=False):
                 checksums[:, chunk] = of_fields
-            filled.notes.update(done.notes)
-            filled.failures.extend(done.failures)
-            filled.stamp ^= done.stamp
+            filled.add(done)
             is_end = bool(done.failures) and stop_at_failure
             if done.is_new and not is_end:
                 finished(done)
@@ -166,16 +177,20 @@ def fill(
     return filled
 
 
-_Task = tuple[range, "Done | None"]
+Task = tuple[range, "Done | None"]
 
 
-def _in_this_process(job: FillJob, tasks: list[_Task]) -> Generator[Done]:
-    with _TaskRunner(job) as runner:
+def run_tasks(job: FillJob, tasks: list[Task], num_workers: int) -> Generator[Done]:
+    """Run tasks, which may have claims, in ``num_workers`` processes, or in this process if that is 0."""
+    if num_workers:
+        yield from _in_workers(job, tasks, num_workers)
+        return
+    with job.runner() as runner:
         for task in tasks:
             yield runner.run(*task)
 
 
-def _in_workers(job: FillJob, tasks: list[_Task], num_workers: int) -> Generator[Done]:
+def _in_workers(job: FillJob, tasks: list[Task], num_workers: int) -> Generator[Done]:
     context = multiprocessing.get_context(START_METHOD)
     try:
         told = context.RawValue("b", GO_ON)  # without a lock, which a killed worker could hold
@@ -187,19 +202,20 @@ def _in_workers(job: FillJob, tasks: list[_Task], num_workers: int) -> Generator
             f"no worker can be started: {error.strerror}: check the space in /dev/shm and {tempfile.gettempdir()}, or "
             "use --workers 0"
         ) from None
-    waiting: set[Future[Done]] = set()
+    waiting: list[Future[Done]] = []
     left = iter(tasks)
     try:
         while True:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # warnings about forks of processes with threads
                 for task in left:
-                    waiting.add(pool.submit(_run_task, *task))
+                    waiting.append(pool.submit(_run_task, *task))
                     if len(waiting) >= TASKS_AHEAD * num_workers:
                         break
             if not waiting:
                 return
-            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            done = waiting[:1] if job.in_order else wait(waiting, return_when=FIRST_COMPLETED).done
+            waiting = [future for future in waiting if future not in done]
             for future in done:
                 yield future.result()
     except BrokenProcessPool:
@@ -215,14 +231,14 @@ def _in_workers(job: FillJob, tasks: list[_Task], num_workers: int) -> Generator
         timer.cancel()
 
 
-_runner: _TaskRunner
+_runner: TaskRunner
 
 
 def _start_worker(job: FillJob, told: Any) -> None:
     global _runner
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the main process, which stops this one
     threading.Thread(target=_leave_in_time, args=(told,), daemon=True).start()
-    _runner = _TaskRunner(job, lambda: told.value != GO_ON)
+    _runner = job.runner(lambda: told.value != GO_ON)
     _runner.__enter__()  # until this process exits
 
 
@@ -239,7 +255,7 @@ def _run_task(chunks: range, claim: Done | None) -> Done:
     return _runner.run(chunks, claim)
 
 
-class _TaskRunner:
+class TaskRunner:
     """Context manager that runs tasks, one after the other.
 
     The buffers for one chunk of each field are reused, because allocating new memory would cost more than writing.
@@ -252,7 +268,7 @@ class _TaskRunner:
         self._bytes = [samples.reshape(-1).view(np.uint8).reshape(size, -1) for samples in self._samples.values()]
         self._session = job.source.session()
 
-    def __enter__(self) -> _TaskRunner:
+    def __enter__(self) -> TaskRunner:
         self._descriptor = os.open(self._job.part, os.O_RDWR | os.O_CLOEXEC)
         self._session.__enter__()
         return self
@@ -263,7 +279,7 @@ class _TaskRunner:
 
     def run(self, chunks: range, claim: Done | None = None) -> Done:
         """Write these chunks of all fields, unless the claim holds."""
-        if claim is not None and self._holds(chunks, claim):
+        if claim is not None and self.is_unchanged(chunks, claim) and self._are_written(claim):
             return claim
         done = Done(chunks, [], Counter(), [], 0)
         for chunk in chunks:
@@ -308,14 +324,14 @@ class _TaskRunner:
             return error
         return None
 
-    def _holds(self, chunks: range, claim: Done) -> bool:
-        """Return whether the samples are unchanged, including those that failed, and the chunks are intact."""
+    def is_unchanged(self, chunks: range, claim: Done) -> bool:
+        """Return whether the samples of a claim are unchanged, including those that failed."""
         job = self._job
         if claim.chunks != chunks:
             return False
         rows = job.rows(chunks)
         now = stamp_of_samples(job.source, job.order[rows.start : rows.stop])
-        return now == claim.stamp and self._still_fail(claim.failures) and self._are_written(claim)
+        return now == claim.stamp and self._still_fail(claim.failures)
 
     def _still_fail(self, failures: list[Failure]) -> bool:
         """Return whether samples that failed fail again: the cause may be gone without a change to their files."""

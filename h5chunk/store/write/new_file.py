@@ -92,6 +92,22 @@ class NewFile(Output):
         self._take_room()
         return self._regions
 
+    def begin(self, spec: FileSpec, name: str) -> None:
+        """Find where a dataset starts in files like ``spec``, whatever its length, to write it before the header."""
+        with writing(self.path):
+            try:
+                start = create_file(self._header, spec)[name].offset
+            finally:
+                self._header.unlink(missing_ok=True)
+        self._regions = {name: Region(start, 0)}
+
+    def complete(self, spec: FileSpec, name: str, num_bytes: int) -> None:
+        """Write the header around the ``num_bytes`` of a dataset that were written after `begin`."""
+        self._regions = {name: Region(self.offset(name), num_bytes)}
+        os.ftruncate(self.descriptor, self.offset(name) + num_bytes)  # an earlier run may have written more
+        self.reallocate(spec, [name])
+        self.write_bytes(name, num_bytes, bytes(self._regions[name].num_bytes - num_bytes))  # if the data moved
+
     def _take_room(self) -> None:
         num_bytes = os.fstat(self.descriptor).st_size
         try:

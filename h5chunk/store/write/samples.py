@@ -17,12 +17,15 @@ import numpy as np
 from h5chunk.errors import SampleError, ShapeError, SourceError
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.layout import Layout
-from h5chunk.source import SampleField, SampleReader, SampleSource
+from h5chunk.source import AnyImage, SampleField, SampleReader, SampleSource
 from h5chunk.store.format.header import header_attributes
 from h5chunk.store.format.spec import GROUP, ArraySpec, FileSpec, Region, field_spec
+from h5chunk.store.write.any_size import AnySizeJob, any_size_specs, fill_any_size, write_image_tables
 from h5chunk.store.write.fill import Done, Failure, Filled, FillField, FillJob, fill
 from h5chunk.store.write.new_file import NewFile, checksum_specs, column_specs, table_specs, write_columns
 from h5chunk.store.write.old_file import OldDataset
+
+LARGE_BYTES = 1 << 20  # of a dataset that HDF5 aligns
 
 
 @dataclass(frozen=True)
@@ -70,12 +73,18 @@ class SampleJob:
     categories: Mapping[str, Sequence[str]]  # names of codes, by field, for the whole file
     num_workers: int
     skip: bool  # whether unreadable samples are left out
+    num_bytes: int | None = None  # of all images of any size, once they were read
     old: OldSamples = field(default_factory=OldSamples)
 
     @property
     def fields(self) -> dict[str, SampleField]:
         """The fields that are read sample by sample, the largest first."""
         return dict(sorted(self.source.fields.items(), key=lambda item: -item[1].sample_bytes))
+
+    @property
+    def any_size(self) -> str:
+        """The field of images of any size; empty if there is none."""
+        return next((name for name, each in self.source.fields.items() if each.form), "")
 
     @property
     def field_names(self) -> list[str]:
@@ -115,9 +124,13 @@ class SampleJob:
         """Return the specification of the file to write."""
         layout, is_appended = self.layout, self.old.num_samples > 0
         size = layout.num_samples, layout.chunk_samples
-        fields = {name: field_spec(*size, each.shape, each.dtype) for name, each in self.fields.items()}
-        fields |= column_specs(self.columns, *size)
-        axes = {name: {"axes": each.axes} for name, each in self.fields.items() if each.axes}
+        fields = column_specs(self.columns, *size)
+        images: dict[str, ArraySpec] = {}
+        axes: dict[str, dict[str, Any]] = {name: {"axes": each.axes} for name, each in self.fields.items() if each.axes}
+        if self.any_size:
+            images, axes[self.any_size] = self._any_size_specs()
+        else:
+            fields = {name: field_spec(*size, each.shape, each.dtype) for name, each in self.fields.items()} | fields
         options = self.options
         if is_appended:
             before = self.old.options.get("appended")
@@ -134,8 +147,17 @@ class SampleJob:
         )
         kept = {name: each for name, each in self.old.attributes.items() if name != GROUP}
         header = {**self.old.attributes.get(GROUP, {}), **header}
-        datasets = fields | self._table_specs() | checksum_specs(fields, layout.num_chunks)
+        datasets = images | fields | self._table_specs() | checksum_specs(fields, layout.num_chunks)
         return FileSpec(datasets, {**(kept or axes), GROUP: header})
+
+    def _any_size_specs(self) -> tuple[dict[str, ArraySpec], dict[str, Any]]:
+        """Return the datasets of images of any size, and the attributes of their group."""
+        name, num_samples = self.any_size, self.layout.num_samples
+        field, num_bytes = self.source.fields[name], self.num_bytes
+        if num_bytes is None:
+            num_bytes = num_samples * field.sample_bytes
+        channels = np.uint8(1 if self.options.get("color") == "gray" else 3)
+        return any_size_specs(name, num_samples, num_bytes), {"form": field.form, "channels": channels}
 
     def _table_specs(self) -> dict[str, ArraySpec]:
         each_sample = ArraySpec((self.layout.num_samples,), np.dtype(np.int64))
@@ -186,6 +208,8 @@ def write_samples(
     the number of samples written, and of old bytes copied, since the last call. Returns the job without the samples
     that were skipped, and the results of all tasks; the rows of failures count from the first new sample.
     """
+    if job.any_size:
+        return _write_any_size(new, job, claims or {}, finished, written)
     regions = new.reallocate(job.spec(), job.fields) if claims else new.allocate(job.spec())
     tail = job.old.tail(job.layout.chunk_samples)
     with new.flusher():
@@ -200,6 +224,29 @@ def write_samples(
     if filled.failures:
         job = _close_gaps(new, job, filled)
     _write_tables(new, job, filled.checksums)
+    return job, filled
+
+
+def _write_any_size(
+    new: NewFile,
+    job: SampleJob,
+    claims: Mapping[int, Done],
+    finished: Callable[[Done], None],
+    written: Callable[[int], None],
+) -> tuple[SampleJob, Filled]:
+    name, size = job.any_size, job.layout.chunk_samples
+    new.begin(replace(job, num_bytes=LARGE_BYTES).spec(), f"{name}/data")
+    mean = job.source.fields[name].sample_bytes
+    images = AnySizeJob(new.part, (), size, job.source, job.order, mean)
+    with new.flusher():
+        filled = fill_any_size(new, name, images, job.num_workers, not job.skip, written, claims, finished)
+    check_failures(job, filled.failures)
+    good = filled.facts[:, 0] >= 0
+    facts = filled.facts[good]
+    job = replace(job.with_order(job.order[good]), num_bytes=int(facts[:, 0].sum()))
+    new.complete(job.spec(), f"{name}/data", job.num_bytes or 0)
+    write_image_tables(new, name, facts, filled.checksums)
+    _write_tables(new, job, {})
     return job, filled
 
 
@@ -235,6 +282,9 @@ class _TailedReader:
         for name, samples in self.tail.items():
             out[name][...] = samples[-1 - index]
         return ()
+
+    def read_any(self, index: int) -> AnyImage:
+        return self.source.read_any(index)
 
 
 def check_failures(job: SampleJob, failures: Sequence[Failure]) -> None:

@@ -15,6 +15,7 @@ from h5chunk.source import SampleSource, shape_text
 from h5chunk.sources.images import IMAGES, ImageSource
 from h5chunk.sources.kinds import ImageOptions
 from h5chunk.store.format.spec import GROUP
+from h5chunk.store.read.ragged import find_image_groups
 from h5chunk.store.write.old_file import OldDataset, OldFile
 from h5chunk.store.write.samples import OldSamples, SampleJob
 
@@ -29,6 +30,7 @@ def recorded_options(old: OldFile, kind: Any) -> dict[str, Any]:
 
     Raises FileError if the file does not record them.
     """
+    check_appendable(old)
     if not issubclass(kind.Options, ImageOptions):
         return {}
     try:
@@ -42,6 +44,15 @@ def recorded_options(old: OldFile, kind: Any) -> dict[str, Any]:
             raise FileError(f"{old.shown}: lacks {what}: only files of h5chunk convert can be appended to")
         recorded["split_folders"] = str(old.options.get("split_folders", "auto"))
     return recorded
+
+
+def check_appendable(old: OldFile) -> None:
+    """Raise FileError if the file holds images of any size."""
+    if names := find_image_groups(old.datasets):
+        raise FileError(
+            f"{old.shown}: {names[0]!r} are images of any size, which append cannot add to: convert the new ones to "
+            "another file, and read both as one data set (a folder or a list)"
+        )
 
 
 def plan_addition(old: OldFile, job: SampleJob, *, new_classes: bool, source: str) -> tuple[SampleJob, list[str]]:
@@ -87,6 +98,7 @@ def plan_addition(old: OldFile, job: SampleJob, *, new_classes: bool, source: st
 
 def _check_file(old: OldFile) -> None:
     """Raise FileError unless a file is in the form that convert writes."""
+    check_appendable(old)
     known = {*(f"{GROUP}/{name}" for name in TABLES), *old.fields, *(f"{CATEGORIES}{name}" for name in old.fields)}
     known |= {f"{GROUP}/checksums/{name}" for name in old.fields}
     lost = min(old.datasets.keys() - known, default=None)

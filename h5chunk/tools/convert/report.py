@@ -27,7 +27,9 @@ class ConvertReport(Report):
     seconds: float  # from the first look at the source until the file was on disk under its name; estimated if dry_run
     free_bytes: int | None  # on the disk of the output; this and the next: None unless something would be written
     num_workers: int | None
-    sample_shape: tuple[int, ...]  # of the largest field
+    sample_shape: tuple[int, ...]  # of the largest field; empty for images of any size
+    form: str = ""  # of images of any size: encoded or raw
+    size_bytes: dict[str, int] = field(default_factory=dict)  # bytes of all images of any size, by form; estimated
     fields: dict[str, str]  # dtypes, in the order of batches
     shapes: dict[str, tuple[int, ...]]  # of one sample, by field
     layout: Layout
@@ -56,7 +58,7 @@ class ConvertReport(Report):
         return [
             self._head(),
             *rows("fields", ", ".join(fields) + ("" if "labels" in self.fields else "; no labels")),
-            *rows("chunks", f"{layout.num_chunks:,} of {shape_text((layout.chunk_samples, *self.sample_shape))}"),
+            *rows("chunks", f"{layout.num_chunks:,} of {self._chunk_text()}"),
             *rows("  -", layout.reasons if self.free_bytes is not None else ()),
             *rows("originals", ", ".join(f"{count:,} {_in_words(what)}" for what, count in self.counts.items())),
             *rows("classes", list_some(self.class_names) if self.class_names else ""),
@@ -65,6 +67,11 @@ class ConvertReport(Report):
             *rows("skipped", skipped),
             *rows("note:", self.notes),
         ]
+
+    def _chunk_text(self) -> str:
+        if self.form:
+            return f"{count_text(self.layout.chunk_samples, 'image')} of any size, {self.form}"
+        return shape_text((self.layout.chunk_samples, *self.sample_shape))
 
     def _head(self) -> str:
         noun = "image" if self.source_kind == "images" else "sample"

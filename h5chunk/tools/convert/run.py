@@ -58,7 +58,8 @@ class SampleRun:
         skipped = [(job.name(failure.row), failure.reason) for failure in filled.failures]
         if self.overwrite and self.old is None and not self.dry_run and not skipped:
             skipped_path(job.path).unlink(missing_ok=True)  # bytes of the replaced file
-        kinds = {name: (each.shape, each.dtype) for name, each in job.fields.items()}
+        form = job.source.fields[job.any_size].form if job.any_size else ""
+        kinds = {name: (() if each.form else each.shape, each.dtype) for name, each in job.fields.items()}
         kinds |= {name: ((), values.dtype) for name, values in job.columns.items()}
         layout = folder_layout(files) if self.shards else files[0].layout
         return ConvertReport(
@@ -72,6 +73,7 @@ class SampleRun:
             free_bytes=shutil.disk_usage(job.path.absolute().parent).free if dry_run else None,
             num_workers=job.num_workers if dry_run else None,
             sample_shape=next(iter(kinds.values()))[0],
+            form=form,
             fields={name: str(kinds[name][1]) for name in job.field_names},
             shapes={name: kinds[name][0] for name in job.field_names},
             layout=layout,

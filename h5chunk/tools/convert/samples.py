@@ -212,7 +212,7 @@ def job_key(job: SampleJob, num_files: int, old: OldFile | None = None) -> str |
     if identity is None:
         return None
     facts, blobs = identity
-    fields = [(name, each.shape, str(each.dtype)) for name, each in job.fields.items()]
+    fields = [(name, each.form or each.shape, str(each.dtype)) for name, each in job.fields.items()]
     mine = {"fields": fields, "chunk_samples": job.layout.chunk_samples, "files": num_files}
     mine |= {name: job.options[name] for name in ("seed", "shuffle", "split_files") if name in job.options}
     key = key_of({**facts_of_all(), "kind": job.source.kind, **facts, **mine}, blobs)

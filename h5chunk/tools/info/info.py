@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from h5chunk.errors import FieldError, FileError, H5ChunkError, printable
 from h5chunk.machine import available_cores
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.source import shape_text
-from h5chunk.store.format.header import CSR, MATRIX, read_header, read_matrix
+from h5chunk.store.format.header import CSR, MATRIX, Header, read_header, read_matrix
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.child import in_child, limited_memory
 from h5chunk.store.hdf5.chunk_table import count_unwritten, partial_chunks_are_plain, unwritten_value
@@ -26,7 +26,14 @@ from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import opened
 from h5chunk.store.read.fields import MATRIX_PARTS, Field, find_matrix_groups, look_at_matrix
 from h5chunk.store.read.files import Paths, list_files, open_reader
-from h5chunk.tools.info.report import DatasetInfo, FileInfo, FolderInfo, MachineInfo, MatrixInfo
+from h5chunk.store.read.ragged import (
+    ImagesField,
+    find_image_groups,
+    look_at_images,
+    read_image_sizes,
+    read_indptr,
+)
+from h5chunk.tools.info.report import DatasetInfo, FileInfo, FolderInfo, ImagesInfo, MachineInfo, MatrixInfo
 from h5chunk.tools.info.summary import BATCH, training_code, training_fields, usual_fields
 from h5chunk.tools.measure.machine import available_bytes, cuda_device, default_cache, library_versions
 from h5chunk.tools.report import python_text, shell_command
@@ -93,6 +100,7 @@ def _together(path: Paths, trusted: bool) -> dict[str, Any]:
     fields = []
     for name, field in reader.fields.items():
         kind = str(field.dtype) if isinstance(field, Field) else "sparse row of"
+        kind = f"{field.form}, of any size" if isinstance(field, ImagesField) else kind
         fields.append(f"{name} ({f'{kind} {shape_text(field.sample_shape)}'.strip()})")
     return {
         "num_samples": tuple(each.num_samples for each in reader.readers),
@@ -117,10 +125,12 @@ def _look_at_file(path: Path, trusted: bool) -> FileInfo:
         datasets, refused = _list_datasets(file, guard, by_h5chunk=header is not None)
         names = [dataset.name.lstrip("/") for dataset in datasets]
         matrices = [matrix] if matrix is not None else _find_matrices(file, path, names)
-        groups = [each.name for each in matrices]
+        images = [_describe_images(file, path, name, header) for name in find_image_groups(names)] if header else []
+        groups = {each.name: "part of the matrix" for each in matrices}
+        groups |= {each.name: f"part of {each.name}" for each in images}
         cache = default_cache()
         described = [_describe(dataset, cache, groups) for dataset in datasets]
-        fields = training_fields(described, matrices, header)
+        fields = training_fields(described, matrices, images, header)
         return FileInfo(
             path=str(path),
             num_bytes=path.stat().st_size,
@@ -128,8 +138,9 @@ def _look_at_file(path: Path, trusted: bool) -> FileInfo:
             default_cache=cache,
             datasets=described,
             matrices=matrices,
+            images=images,
             refused=[str(error).removeprefix(f"{printable(path)}: ") for error in refused],
-            code=training_code(str(path), fields, usual_fields(file, header)) if fields else [],
+            code=training_code(str(path), fields, usual_fields(file, header), images) if fields else [],
         )
 
 
@@ -150,7 +161,7 @@ def _list_datasets(file: h5py.File, guard: Guard, *, by_h5chunk: bool) -> tuple[
     return found, refused
 
 
-def _describe(dataset: h5py.Dataset, cache: CacheSettings, matrices: list[str]) -> DatasetInfo:
+def _describe(dataset: h5py.Dataset, cache: CacheSettings, groups: Mapping[str, str]) -> DatasetInfo:
     properties = dataset.id.get_create_plist()
     numbers = [properties.get_filter(i)[0] for i in range(properties.get_nfilters())]
     grid = ChunkGrid(tuple(dataset.shape or ()), dataset.chunks, dataset.dtype.itemsize, bool(numbers))
@@ -173,15 +184,15 @@ def _describe(dataset: h5py.Dataset, cache: CacheSettings, matrices: list[str]) 
         chunks_per_sample=grid.chunks_per_sample if usable else 0,
         reads_per_sample=reads,
         amplification=grid.amplification(cached) if usable else 1.0,
-        verdict=_verdict(dataset, grid, reads, matrices),
+        verdict=_verdict(dataset, grid, reads, groups),
         num_unwritten=num_unwritten,
         reads_as=unwritten_value(dataset) if num_unwritten else "",
     )
 
 
-def _verdict(dataset: h5py.Dataset, grid: ChunkGrid, reads: int, matrices: list[str]) -> str:
-    if dataset.name.lstrip("/").rpartition("/")[0] in matrices:
-        return "part of the matrix"
+def _verdict(dataset: h5py.Dataset, grid: ChunkGrid, reads: int, groups: Mapping[str, str]) -> str:
+    if part := groups.get(dataset.name.lstrip("/").rpartition("/")[0]):
+        return part
     if not grid.shape:
         return "a single value: no samples along a first axis"
     if dataset.dtype.kind not in "biufS":
@@ -195,6 +206,15 @@ def _verdict(dataset: h5py.Dataset, grid: ChunkGrid, reads: int, matrices: list[
     if grid.chunks_per_sample > 1:
         return f"bad: each sample touches {grid.chunks_per_sample:,} chunks in {reads:,} reads"
     return "good: whole samples in each chunk"
+
+
+def _describe_images(file: h5py.File, path: Path, name: str, header: Header) -> ImagesInfo:
+    """Describe images of any size. Raises FileError if they are damaged."""
+    field = look_at_images(file[name], path, name, header.chunk_samples)
+    sizes = read_image_sizes(file[name], path, field, read_indptr(file[name], path, field))
+    heights, widths = ((int(each.min()), int(each.max())) for each in (sizes.heights, sizes.widths))
+    raw_bytes = int((sizes.heights.astype(np.int64) * sizes.widths).sum()) * field.channels
+    return ImagesInfo(name, field.form, field.num_rows, field.num_entries, heights, widths, raw_bytes)
 
 
 # ---- sparse matrices

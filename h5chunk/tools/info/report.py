@@ -104,6 +104,28 @@ class MatrixInfo(Report):
 
 
 @dataclass(frozen=True)
+class ImagesInfo(Report):
+    """Images of any size in an h5chunk file."""
+
+    name: str
+    form: str  # encoded or raw
+    num_images: int
+    num_bytes: int
+    heights: tuple[int, int]  # least and most
+    widths: tuple[int, int]
+    raw_bytes: int  # of the pixels of all images
+
+    def lines(self) -> list[str]:
+        sizes = " to ".join(shape_text(size) for size in zip(self.heights, self.widths, strict=True))
+        mean = human_bytes(self.num_bytes / self.num_images)
+        raw = "" if self.form == "raw" else f", {human_bytes(self.raw_bytes)} as pixels"
+        return [
+            f"{self.name}  {count_text(self.num_images, f'{self.form} image')} of any size, {sizes}, "
+            f"{human_bytes(self.num_bytes)} ({mean} each){raw}"
+        ]
+
+
+@dataclass(frozen=True)
 class FileInfo(Report):
     """The report on the contents of a file."""
 
@@ -114,6 +136,7 @@ class FileInfo(Report):
     datasets: list[DatasetInfo]  # all datasets except those of /h5chunk
     refused: list[str] = field(default_factory=list)  # why links, views and implausible datasets were not read
     matrices: list[MatrixInfo] = field(default_factory=list)  # sparse matrices; in an h5chunk file also dense rows
+    images: list[ImagesInfo] = field(default_factory=list)  # of any size
     code: list[str] = field(default_factory=list)  # lines of Python that make a loader; empty if no field suits one
     show_all: bool = False  # whether to list every dataset, instead of a summary
 
@@ -133,6 +156,7 @@ class FileInfo(Report):
         lines += [
             f"  {line}" for matrix in self.matrices[: None if self.show_all else SHOWN] for line in matrix.lines()
         ]
+        lines += [f"  {line}" for images in self.images for line in images.lines()]
         listed = (
             [line for each in self.datasets for line in each.lines()] if self.show_all else summarise(self.datasets)
         )

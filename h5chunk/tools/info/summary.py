@@ -12,17 +12,21 @@ from h5chunk.store.format.header import Header
 from h5chunk.tools.report import list_some, python_text
 
 if TYPE_CHECKING:
-    from h5chunk.tools.info.report import DatasetInfo, MatrixInfo
+    from h5chunk.tools.info.report import DatasetInfo, ImagesInfo, MatrixInfo
 
 ALIKE = 3  # so many datasets whose names differ only in numbers share a line
 MOST_LINES = 12  # lines on datasets that suit training; half as many on datasets that do not
 MOST_FIELDS = 8  # fields in a line of Python
 NO_TENSORS = ("|S", "float128", "longdouble", ">f16")  # types that torch does not have
 BATCH = 256
+RESIZING = "from h5chunk.transforms import RandomResizedCrop"
 
 
 def training_fields(
-    datasets: Sequence[DatasetInfo], matrices: Sequence[MatrixInfo], header: Header | None
+    datasets: Sequence[DatasetInfo],
+    matrices: Sequence[MatrixInfo],
+    images: Sequence[ImagesInfo],
+    header: Header | None,
 ) -> list[str]:
     """Return the names of fields to train on; empty if no dataset suits training.
 
@@ -31,6 +35,7 @@ def training_fields(
     """
     numeric = {each.name: each for each in datasets if each.can_train and not each.dtype.startswith(NO_TENSORS)}
     rows = {each.name: each.num_rows for each in matrices if each.num_rows}
+    rows |= {each.name: each.num_images for each in images}
     lengths = {name: each.shape[0] for name, each in numeric.items()} | rows
     usual = [name for name in (header.fields if header else ()) if name in lengths]
     main = next((name for name in (*usual, "images", "X") if name in lengths), None)
@@ -51,14 +56,18 @@ def _folder(name: str) -> str:
     return name.rpartition("/")[0]
 
 
-def training_code(path: str, fields: Sequence[str], usual: Sequence[str]) -> list[str]:
+def training_code(
+    path: str, fields: Sequence[str], usual: Sequence[str], images: Sequence[ImagesInfo] = ()
+) -> list[str]:
     """Return lines of Python that make a loader of these fields; ``usual`` fields need not be named."""
-    shown = python_text(path)
+    shown, how, imports = python_text(path), "", ["import h5chunk"]
+    if any(each.name == fields[0] for each in images):
+        how, imports = ", transforms=[RandomResizedCrop(224)]", [*imports, RESIZING]
     if list(fields) == list(usual):
-        return ["import h5chunk", f"loader = h5chunk.ChunkLoader({shown}, {BATCH})"]
+        return [*imports, f"loader = h5chunk.ChunkLoader({shown}, {BATCH}{how})"]
     names = ", ".join(map(python_text, fields))
     data = f"data = h5chunk.ChunkDataset({shown}, fields=[{names}])"
-    return ["import h5chunk", data, f"loader = h5chunk.ChunkLoader(data, {BATCH})"]
+    return [*imports, data, f"loader = h5chunk.ChunkLoader(data, {BATCH}{how})"]
 
 
 def usual_fields(names: Iterable[str], header: Header | None) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from h5chunk.errors import FieldError, OptionError, check_whole, printable
 from h5chunk.store.read.fields import Field
+from h5chunk.store.read.ragged import ImagesField
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.several import direct_fields
 
@@ -26,6 +27,9 @@ def check_samples(reader: H5Reader, done: str) -> int:
 
     ``done`` is "measured" or "tuned", for the message.
     """
+    if isinstance(reader.ragged, ImagesField):
+        name = reader.ragged.name
+        raise FieldError(f"{printable(reader.path)}: {name!r} are images of any size, which cannot be {done}")
     sample_bytes = sum(each.grid.sample_bytes for each in reader.fields.values())
     if not reader.num_samples:
         raise FieldError(f"{printable(reader.path)}: has no samples: nothing can be {done}")

@@ -11,9 +11,10 @@ import numpy as np
 
 from h5chunk.errors import FieldError, FileError, count_text, printable
 from h5chunk.store.format.header import Header, read_matrix
-from h5chunk.store.format.spec import GROUP
+from h5chunk.store.format.spec import GROUP, IMAGE_TABLES
 from h5chunk.store.hdf5.guard import Guard
-from h5chunk.store.read.fields import in_time_order, look_at_matrix, read_indptr
+from h5chunk.store.read.fields import in_time_order, look_at_matrix
+from h5chunk.store.read.ragged import look_at_images, read_image_sizes, read_indptr
 
 TABLES = ("source_index", "source_name_ends", "source_names")
 PART_VALUES = 4 << 20  # labels or matrix entries that are read at a time
@@ -160,6 +161,34 @@ class MatrixCheck:
             return None
         if part == "indptr":
             return max(0, first - 1), max(0, min(stop, len(self.indptr) - 1) - 1)
+        return row_of(self.indptr, first), row_of(self.indptr, stop - 1)
+
+
+class ImagesCheck:
+    """Check the tables of images of any size; their bytes have checksums."""
+
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, file: h5py.File, path: Path, prefix: str, header: Header) -> None:
+        self.problems: list[str] = []
+        self.indptr: np.ndarray | None = None
+        try:
+            Guard(path).check_parts(file, prefix, ("data", *IMAGE_TABLES))
+            field = look_at_images(file[prefix], path, prefix, header.chunk_samples)
+            self.indptr = read_indptr(file[prefix], path, field)
+            read_image_sizes(file[prefix], path, field, self.indptr)
+            if field.num_rows != header.num_samples:
+                self.problems.append(f"{prefix} has {field.num_rows} images for {header.num_samples} samples")
+        except FileError as error:
+            self.problems.append(without_path(error, path))
+
+    def finish(self, whole: bool) -> None:
+        """Do nothing: all was checked at once."""
+
+    def rows(self, part: str, first: int, stop: int) -> tuple[int, int] | None:
+        """Return the images of bytes ``first`` to ``stop``; None if they are unknown."""
+        if self.indptr is None or part != "data":
+            return None
         return row_of(self.indptr, first), row_of(self.indptr, stop - 1)
 
 

@@ -34,14 +34,24 @@ from h5chunk.store.read.files import (
     shard_numbers,
     wrong_counts,
 )
+from h5chunk.store.read.ragged import find_image_groups
 from h5chunk.store.read.scan import CHECKSUM, CheckedDataset, Damage, Look
 from h5chunk.tools.progress import Progress
 from h5chunk.tools.verify.report import Checked, FolderReport, VerifyReport
-from h5chunk.tools.verify.tables import MatrixCheck, look_at_tables, without_path
+from h5chunk.tools.verify.tables import ImagesCheck, MatrixCheck, look_at_tables, without_path
 
 QUICK_CHUNKS = 32  # chunks of a dataset that a quick check reads
 CHECKSUMS = f"{GROUP}/checksums/"
-CHECKED = ("images", "labels", "X", "X/indptr", "X/indices", "X/data")  # datasets that always have checksums
+# datasets that always have checksums
+CHECKED = (
+    "images",
+    "images/data",
+    "labels",
+    "X",
+    "X/indptr",
+    "X/indices",
+    "X/data",
+)
 
 
 def verify(
@@ -181,7 +191,7 @@ class _FileCheck:
         self._started = time.perf_counter()
         self._path, self._quick, self._header = path, quick, header
         self._datasets: list[tuple[CheckedDataset, np.ndarray]] = []  # with the numbers of the chunks to read
-        self._matrices: dict[str, MatrixCheck] = {}
+        self._matrices: dict[str, MatrixCheck | ImagesCheck] = {}
         self._problems: list[str] = []
         self._notes: list[str] = []
 
@@ -216,6 +226,9 @@ class _FileCheck:
         is_csr = header is not None and header.kind == CSR
         for prefix in find_matrix_groups(data):
             self._matrices[prefix] = MatrixCheck(file, self._path, prefix, is_csr and prefix == MATRIX)
+        if header is not None:
+            for prefix in find_image_groups(data):
+                self._matrices[prefix] = ImagesCheck(file, self._path, prefix, header)
         for name in sorted([*data, *sparse]):
             self._add({**found, **sparse}, name)
         if header is not None:
@@ -263,6 +276,8 @@ class _FileCheck:
         prefix, _, part = name.rpartition("/")
         matrix = self._matrices.get(prefix)
         if matrix is None or matrix.indptr is None or not is_stored_as(dataset, dataset.dtype):
+            return None
+        if isinstance(matrix, ImagesCheck):
             return None
         if part == "indices":
             return matrix.look_at_columns

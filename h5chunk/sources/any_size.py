@@ -1,0 +1,45 @@
+"""Images of any size as a file keeps them: the bytes of an image file, or pixels; either may be shrunk first."""
+
+from __future__ import annotations
+
+import io
+
+from PIL import Image
+
+from h5chunk.errors import SampleError
+from h5chunk.source import AnyImage
+from h5chunk.sources.decode import decode
+from h5chunk.sources.kinds import ImageOptions
+
+
+def keep(image: bytes | Image.Image, options: ImageOptions) -> AnyImage:
+    """Decode an image completely, which shows that it is sound, and return what is kept of it.
+
+    Call it within `pillow_limits`. A SampleError says why an image is refused.
+    """
+    decoded = decode(image, options)
+    pixels, notes, turn = decoded.image, decoded.notes, 1
+    is_large = options.max_side is not None and max(pixels.size) > options.max_side
+    if is_large:
+        pixels, notes = _shrunk(pixels, options.max_side or 0), (*notes, "resized")
+    if options.form == "raw":
+        data = pixels.tobytes()
+    elif is_large:
+        data = _encoded(pixels, options.quality)
+    elif isinstance(image, bytes):
+        data, turn = image, decoded.turn if decoded.turn in range(2, 9) else 1
+    else:
+        raise SampleError("comes as pixels, not as an image file: use keep_size=True, or save the images as files")
+    return AnyImage(data, pixels.height, pixels.width, turn, notes)
+
+
+def _shrunk(image: Image.Image, max_side: int) -> Image.Image:
+    scale = max_side / max(image.size)
+    size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
+    return image.resize(size, Image.Resampling.BICUBIC, reducing_gap=3.0)
+
+
+def _encoded(image: Image.Image, quality: int) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=quality)
+    return buffer.getvalue()

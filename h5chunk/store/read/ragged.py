@@ -1,0 +1,172 @@
+"""Fields whose samples differ in length: rows of a sparse matrix, and images of any size.
+
+`h5chunk.store.format.spec` has their layout: lists of entries, and where in them each sample starts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import h5py
+import numpy as np
+
+from h5chunk.errors import FileError, printable
+from h5chunk.plan.cache import ChunkGrid
+from h5chunk.store.format.spec import GROUP, IMAGE_TABLES
+from h5chunk.store.hdf5.guard import MAX_RATIO, small_attribute
+from h5chunk.store.hdf5.open import damages_are
+
+SLACK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class RaggedField:
+    """A field whose samples are runs of different lengths in lists of entries; ``dataset`` is the path of its group.
+
+    ``chunk_samples`` is the number of samples in a nominal chunk; entries may be compressed (``filtered``).
+    """
+
+    name: str
+    dataset: str
+    num_rows: int
+    num_entries: int
+    chunk_samples: int
+    filtered: bool
+
+    axes = ""
+    categories = ""
+    scale: float | None = None
+    pointers = "indptr"  # name of the dataset with the start of each row
+
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """Shape of a sample in a batch."""
+        raise NotImplementedError
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Type of the values, as stored."""
+        raise NotImplementedError
+
+    @property
+    def lists(self) -> tuple[str, ...]:
+        """The datasets of entries to read."""
+        raise NotImplementedError
+
+    @property
+    def entry_bytes(self) -> int:
+        """Stored bytes per entry."""
+        raise NotImplementedError
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The datasets that are read whole: the start of each sample, and further facts about samples."""
+        return (self.pointers,)
+
+    @property
+    def grid(self) -> ChunkGrid:
+        """The nominal chunks: rows of average length."""
+        row_bytes = max(1, math.ceil(self.num_entries * self.entry_bytes / max(1, self.num_rows)))
+        return ChunkGrid((self.num_rows, row_bytes), (self.chunk_samples, row_bytes), 1, self.filtered)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImagesField(RaggedField):
+    """Images of any size, encoded or as pixels (``form``): an entry is a byte."""
+
+    form: str
+    channels: int
+
+    axes = "NHWC"
+    pointers = "offsets"
+    lists = ("data",)
+    entry_bytes = 1
+    dtype = np.dtype(np.uint8)
+    sample_shape = ()
+    tables = tuple(IMAGE_TABLES)
+
+
+def find_image_groups(names: Iterable[str]) -> list[str]:
+    """Find the groups of images of any size among the names of datasets of an h5chunk file.
+
+    >>> find_image_groups(["images/data", "images/offsets", "images/heights", "labels"])
+    ['images']
+    """
+    there = {name for name in names if not name.startswith(f"{GROUP}/")}
+    groups = sorted(name.removesuffix("/offsets") for name in there if name.endswith("/offsets"))
+    return [group for group in groups if {f"{group}/data", f"{group}/heights"} <= there]
+
+
+def look_at_images(group: h5py.Group, path: Path, name: str, chunk_samples: int) -> ImagesField:
+    """Describe the images of any size in a group. Raises FileError if they are damaged."""
+    where = f"{printable(path)}: {name!r} is damaged"
+    kinds = {**IMAGE_TABLES, "data": "u1"}
+    parts = {part: group.get(part) for part in kinds}
+    for part, dataset in parts.items():
+        if not isinstance(dataset, h5py.Dataset) or dataset.ndim != 1 or dataset.dtype != np.dtype(kinds[part]):
+            raise FileError(f"{where}: it has no list of {np.dtype(kinds[part])} {part!r}")
+    num_rows, num_bytes = len(parts["heights"]), len(parts["data"])
+    for part, length in {"offsets": num_rows + 1, "widths": num_rows, "orientations": num_rows}.items():
+        if len(parts[part]) != length:
+            raise FileError(f"{where}: {num_rows} heights but {len(parts[part])} {part}")
+    form, channels = small_attribute(group, "form", b""), small_attribute(group, "channels", 0)
+    if form not in (b"encoded", b"raw") or channels not in (1, 3):
+        raise FileError(f"{where}: its form is {form!r} with {channels!r} channels")
+    filtered = parts["data"].id.get_create_plist().get_nfilters() > 0
+    chunk_samples = max(1, min(chunk_samples, num_rows))
+    about = {"form": form.decode(), "channels": int(channels)}
+    return ImagesField(name, group.name, num_rows, num_bytes, chunk_samples, filtered, **about)
+
+
+class ImageSizes(NamedTuple):
+    """Heights and widths, upright, and EXIF orientations of all images of any size: (num_rows,) each."""
+
+    heights: np.ndarray
+    widths: np.ndarray
+    orientations: np.ndarray
+
+
+def read_image_sizes(group: h5py.Group, path: Path, field: ImagesField, offsets: np.ndarray) -> ImageSizes:
+    """Read the sizes of all images. Raises FileError if they contradict the lengths of the images."""
+    where = f"{printable(path)}: {field.name!r} is damaged"
+    with damages_are(FileError, where):
+        sizes = ImageSizes(*(group[table][()] for table in ImageSizes._fields))
+    area = sizes.heights.astype(np.float64) * sizes.widths
+    lengths = np.diff(offsets)
+    wrong = (area < 1) | (lengths < 1) | (sizes.orientations < 1) | (sizes.orientations > 8)
+    if field.form == "raw":
+        wrong |= (lengths != area * field.channels) | (sizes.orientations != 1)
+    if wrong.any():
+        row = int(wrong.argmax())
+        raise FileError(
+            f"{where}: image {row} is {sizes.heights[row]} x {sizes.widths[row]}, orientation "
+            f"{sizes.orientations[row]}, in {lengths[row]} bytes"
+        )
+    return sizes
+
+
+def read_indptr(group: h5py.Group, path: Path, field: RaggedField) -> np.ndarray:
+    """Read the start offsets of all rows, (num_rows + 1,) int64. Raises FileError if they are damaged."""
+    where = f"{printable(path)}: {field.name!r}"
+    dataset, pointers = group[field.pointers], field.pointers
+    if dataset.nbytes > dataset.id.get_storage_size() * MAX_RATIO + SLACK_BYTES:
+        raise FileError(
+            f"{where} is damaged: {pointers} claims {dataset.nbytes} bytes out of {dataset.id.get_storage_size()} "
+            "stored"
+        )
+    try:
+        indptr: np.ndarray = dataset[:].astype(np.int64)
+    except OSError as error:
+        raise FileError(f"{where}: {pointers} cannot be read: {error}") from error
+    if indptr[0] != 0 or indptr[-1] != field.num_entries:
+        raise FileError(
+            f"{where} is damaged: {pointers} does not go from 0 to {field.num_entries} in {field.num_rows} rows"
+        )
+    falls = np.diff(indptr) < 0
+    if falls.any():
+        raise FileError(f"{where} is damaged: {pointers} falls at row {int(falls.argmax())}")
+    return indptr

@@ -1,0 +1,209 @@
+"""Images of any size in one file: converting, describing, verifying."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import h5py
+import numpy as np
+import pytest
+from PIL import Image
+
+import h5chunk
+from h5chunk.errors import FileError, OptionError, SampleError, SourceError
+
+
+def picture(height, width, seed=0, mode="RGB"):
+    """A smooth image, which JPEG keeps well."""
+    values = np.random.default_rng(seed).integers(0, 256, (2, 3, 3), np.uint8)
+    return Image.fromarray(values).resize((width, height), Image.Resampling.BICUBIC).convert(mode)
+
+
+def encoded(image, kind="JPEG", **options):
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """Two classes of images, all of other sizes and many kinds."""
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    files = {
+        "a/0.jpg": encoded(picture(40, 60)),
+        "a/1.jpg": encoded(picture(30, 50, 1), exif=turned),
+        "a/2.png": encoded(picture(33, 21, 2, "RGBA"), "PNG"),
+        "b/3.jpg": encoded(picture(64, 48, 3), progressive=True),
+        "b/4.jpg": encoded(picture(20, 90, 4, "L")),
+        "b/5.jpg": encoded(picture(25, 35, 5, "CMYK")),
+        "b/6.webp": encoded(picture(44, 55, 6), "WEBP", lossless=True),
+    }
+    for name, data in files.items():
+        path = tmp_path / "photos" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return tmp_path / "photos"
+
+
+def stored(path):
+    """The kept bytes of each image by its name, with its height, width and orientation."""
+    found = {}
+    with h5py.File(path) as file:
+        group, names = file["images"], file["h5chunk/source_names"][()].tobytes()
+        ends, offsets = [0, *file["h5chunk/source_name_ends"]], group["offsets"][()]
+        data = group["data"][()].tobytes()
+        for row in range(len(offsets) - 1):
+            facts = tuple(int(group[table][row]) for table in ("heights", "widths", "orientations"))
+            found[names[ends[row] : ends[row + 1]].decode()] = (data[offsets[row] : offsets[row + 1]], facts)
+    return found
+
+
+def test_bytes_of_the_files_are_kept(photos, tmp_path):
+    report = h5chunk.convert(photos, tmp_path / "p.h5", keep_encoded=True)
+    found = stored(tmp_path / "p.h5")
+    assert {name: data for name, (data, _) in found.items()} == {name: (photos / name).read_bytes() for name in found}
+    assert found["a/0.jpg"][1] == (40, 60, 1)
+    assert found["a/1.jpg"][1] == (50, 30, 6)  # upright
+    assert report.form == "encoded" and report.num_samples == 7 and "images of any size" in str(report)
+    with h5py.File(tmp_path / "p.h5") as file:
+        labels = dict(zip(stored(tmp_path / "p.h5"), file["labels"][()].tolist(), strict=True))
+    assert all(label == (name[0] == "b") for name, label in labels.items())
+
+
+def test_pixels_are_kept(photos, tmp_path):
+    h5chunk.convert(photos, tmp_path / "p.h5", keep_size=True)
+    found = stored(tmp_path / "p.h5")
+    pixels, (height, width, turn) = found["a/1.jpg"]
+    upright = np.rot90(np.asarray(Image.open(photos / "a/1.jpg")), 3)
+    assert turn == 1
+    np.testing.assert_array_equal(np.frombuffer(pixels, np.uint8).reshape(height, width, 3), upright)
+
+
+def test_larger_images_are_shrunk(photos, tmp_path):
+    report = h5chunk.convert(photos, tmp_path / "p.h5", keep_encoded=True, max_side=50, quality=80)
+    found = stored(tmp_path / "p.h5")
+    assert report.counts["resized"] == 4
+    assert all(max(facts[:2]) <= 50 for _, facts in found.values())
+    assert found["a/1.jpg"][0] == (photos / "a/1.jpg").read_bytes()
+    assert Image.open(io.BytesIO(found["a/0.jpg"][0])).size == (50, 33)
+
+
+def test_bytes_do_not_depend_on_workers_and_a_run_continues(photos, tmp_path, monkeypatch):
+    h5chunk.convert(photos, tmp_path / "one.h5", keep_encoded=True, workers=0, chunk_samples=1, shuffle=False)
+    monkeypatch.setattr("h5chunk.store.write.any_size.TASK_BYTES", 1)
+    h5chunk.convert(photos, tmp_path / "two.h5", keep_encoded=True, workers=2, chunk_samples=1, shuffle=False)
+    broken = photos / "b/4.jpg"
+    good = broken.read_bytes()
+    broken.write_bytes(good[:100])
+    with pytest.raises(SampleError, match=r"4.jpg: cannot be decoded.*--on-error skip"):
+        h5chunk.convert(photos, tmp_path / "three.h5", keep_encoded=True, workers=0, chunk_samples=1, shuffle=False)
+    broken.write_bytes(good)
+    said = []
+    h5chunk.convert(
+        photos, tmp_path / "three.h5", keep_encoded=True, workers=2, chunk_samples=1, shuffle=False, notify=said.append
+    )
+    assert any("are already written" in line for line in said)
+    whole = (tmp_path / "one.h5").read_bytes()
+    assert (tmp_path / "two.h5").read_bytes() == whole == (tmp_path / "three.h5").read_bytes()
+    assert h5chunk.convert(
+        photos, tmp_path / "three.h5", keep_encoded=True, chunk_samples=1, shuffle=False
+    ).already_complete
+
+
+def test_a_changed_image_moves_those_after_it(photos, tmp_path, monkeypatch):
+    monkeypatch.setattr("h5chunk.store.write.any_size.TASK_BYTES", 1)
+    how = {"keep_encoded": True, "workers": 0, "chunk_samples": 1, "shuffle": False}
+    good = (photos / "b/6.webp").read_bytes()
+    (photos / "b/6.webp").write_bytes(b"broken")
+    with pytest.raises(SampleError):
+        h5chunk.convert(photos, tmp_path / "p.h5", **how)
+    (photos / "b/6.webp").write_bytes(good)
+    (photos / "a/1.jpg").write_bytes(encoded(picture(100, 100, 9)))
+    said = []
+    h5chunk.convert(photos, tmp_path / "p.h5", **how, notify=said.append)
+    assert {name: data for name, (data, _) in stored(tmp_path / "p.h5").items()} == {
+        path.relative_to(photos).as_posix(): path.read_bytes() for path in photos.glob("*/*")
+    }
+    assert h5chunk.verify(tmp_path / "p.h5").ok
+
+
+def test_broken_images_are_left_out(photos, tmp_path):
+    (photos / "a/0.jpg").write_bytes((photos / "a/0.jpg").read_bytes()[:200])
+    report = h5chunk.convert(photos, tmp_path / "p.h5", keep_encoded=True, on_error="skip")
+    assert [name for name, _ in report.skipped] == ["a/0.jpg"]
+    assert len(stored(tmp_path / "p.h5")) == 6 and h5chunk.verify(tmp_path / "p.h5").ok
+
+
+def test_several_chunks_of_bytes(photos, tmp_path, monkeypatch):
+    monkeypatch.setattr("h5chunk.store.write.any_size.CHUNK_BYTES", 4096)
+    h5chunk.convert(photos, tmp_path / "p.h5", keep_size=True)
+    with h5py.File(tmp_path / "p.h5") as file:
+        assert file["images/data"].chunks == (4096,) and file["h5chunk/checksums/images/data"].size > 8
+    assert h5chunk.verify(tmp_path / "p.h5").ok
+
+
+def test_verify_names_damaged_images(photos, tmp_path):
+    h5chunk.convert(photos, tmp_path / "p.h5", keep_encoded=True)
+    with h5py.File(tmp_path / "p.h5", "r+") as file:
+        file["images/data"][10] ^= 1
+    report = h5chunk.verify(tmp_path / "p.h5")
+    assert [(bad.field, bad.first_sample, bad.last_sample) for bad in report.bad] == [("images/data", 0, 6)]
+
+
+@pytest.mark.parametrize(
+    ("table", "row", "value", "said"),
+    [
+        ("offsets", 3, 1 << 40, "offsets falls at row 3"),
+        ("offsets", 7, 5, "does not go from 0"),
+        ("heights", 2, 0, "image 2 is 0 x"),
+        ("orientations", 1, 9, "orientation 9"),
+    ],
+)
+def test_tables_that_lie_are_errors(photos, tmp_path, table, row, value, said):
+    h5chunk.convert(photos, tmp_path / "p.h5", keep_encoded=True)
+    with h5py.File(tmp_path / "p.h5", "r+") as file:
+        file[f"images/{table}"][row] = value
+        if row == 3:
+            file["images/offsets"][4] = 7
+    assert any(said in problem for problem in h5chunk.verify(tmp_path / "p.h5").problems)
+    with pytest.raises(FileError, match=said):
+        h5chunk.info(tmp_path / "p.h5")
+
+
+def test_info(photos, tmp_path):
+    h5chunk.convert(photos, tmp_path / "p.h5", keep_encoded=True)
+    report = h5chunk.info(tmp_path / "p.h5")
+    assert "7 encoded images of any size, 20 x 21 to 64 x 90" in str(report)
+    assert json.loads(report.to_json())["images"][0]["num_images"] == 7
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"keep_encoded": True, "keep_size": True}, "give one of them"),
+        ({"max_side": 100}, "give keep_encoded or keep_size"),
+        ({"keep_encoded": True, "size": (8, 8)}, "leave size out"),
+        ({"keep_size": True, "color": "keep"}, "give rgb or gray"),
+        ({"keep_size": True, "layout": "nhwc"}, "always"),
+    ],
+)
+def test_options_that_do_not_fit(photos, tmp_path, options, said):
+    with pytest.raises(OptionError, match=said):
+        h5chunk.convert(photos, tmp_path / "p.h5", **options)
+
+
+def test_only_one_image_a_sample(photos, tmp_path):
+    with pytest.raises(SourceError, match="one image a sample"):
+        h5chunk.convert([(picture(8, 8), 0)], tmp_path / "p.h5", keep_encoded=True)
+
+
+def test_other_commands_refuse(photos, tmp_path):
+    h5chunk.convert(photos, tmp_path / "p.h5", keep_encoded=True)
+    with pytest.raises(FileError, match="append cannot add"):
+        h5chunk.append(tmp_path / "p.h5", photos)
+    with pytest.raises(FileError, match="repack cannot move"):
+        h5chunk.repack(tmp_path / "p.h5", tmp_path / "q.h5")
+    with pytest.raises(FileError, match="cannot be tuned"):
+        h5chunk.tune(tmp_path / "p.h5")
