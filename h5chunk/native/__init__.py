@@ -303,13 +303,13 @@ class SparseRows:
         if _library().h5chunk_dense(self._matrix, rows.ctypes.data, len(rows), out.ctypes.data):
             raise IndexError(f"a column is out of range for {out.shape[1]} columns")
 
-    def copy(self, rows: np.ndarray, starts: np.ndarray, columns: np.ndarray, values: np.ndarray) -> None:
-        """Copy rows, (n,) int64, one after the other: to ``columns`` and ``values``, (entries,), C-contiguous.
+    def copy(self, rows: np.ndarray, index_bytes: int, starts: int, columns: int, values: int) -> None:
+        """Copy rows, (n,) int64, C-contiguous, one after the other, to memory at addresses.
 
-        Row i begins at ``starts[i]``, (n + 1,), which is int32 or int64, as are the columns.
+        Row i begins at ``starts[i]``, (n + 1,), of ``columns`` and ``values``; starts and columns have 4 or 8 bytes.
         """
-        out = starts.ctypes.data, columns.ctypes.data, values.ctypes.data
-        _library().h5chunk_entries(self._matrix, rows.ctypes.data, len(rows), starts.itemsize, *out)
+        matrix, numbers = self._matrix, rows.ctypes.data
+        _library().h5chunk_entries(matrix, numbers, len(rows), index_bytes, starts, columns, values)
 
 
 def augment(rule: ImageRule, source: int, num_bytes: int, table: np.ndarray, out: int) -> None:

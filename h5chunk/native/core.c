@@ -265,24 +265,32 @@ EXPORT void h5chunk_run(const Job *jobs, int64_t num_jobs, Result *result) {
 }
 
 /* Write the tables of jobs that read rows of `row_bytes` from a file of blocks, `block_rows` at each of `blocks`: from
- * `rows[i]` on one row, or `counts[i]`, to `out + places[i] * row_bytes`. There is a vector for each i, and a job for
- * each run of adjacent ranges, of about `run_bytes`. Return the number of jobs, at most `count`. */
+ * `rows[i]` on one row, or `counts[i]`, to `out + places[i] * row_bytes`. There is a vector for each run of adjacent
+ * memory, and a job for each run of adjacent ranges, of about `run_bytes`. Return the number of jobs, at most `count`. */
 EXPORT int64_t h5chunk_plan(const int64_t *blocks, int64_t block_rows, int64_t row_bytes, const int64_t *rows,
                             const int64_t *counts, const int64_t *places, int64_t count, int64_t run_bytes,
                             uint8_t *out, struct iovec *vectors, Job *jobs) {
     int64_t num_jobs = 0, end = 0, block = 0, first = 0;
+    struct iovec *next = vectors;
+    uint8_t *to_end = NULL;
     Job *job = jobs;
     for (int64_t i = 0; i < count; i++) {
         if (rows[i] < first || rows[i] >= first + block_rows || !i) block = rows[i] / block_rows, first = block * block_rows;
         int64_t offset = blocks[block] + (rows[i] - first) * row_bytes, size = counts ? counts[i] * row_bytes : row_bytes;
-        vectors[i] = (struct iovec){.iov_base = out + places[i] * row_bytes, .iov_len = (size_t)size};
-        if (!num_jobs || offset != end || job->count == MAX_VECTORS || job->num_bytes >= run_bytes) {
+        uint8_t *to = out + places[i] * row_bytes;
+        int is_new = !num_jobs || offset != end || job->count == MAX_VECTORS || job->num_bytes >= run_bytes;
+        if (is_new) {
             job = jobs + num_jobs++;
-            *job = (Job){.kind = READ, .offset = offset, .source = vectors + i};
+            *job = (Job){.kind = READ, .offset = offset, .source = next};
         }
-        job->count++;
+        if (is_new || to != to_end) {
+            *next++ = (struct iovec){.iov_base = to, .iov_len = 0};
+            job->count++;
+        }
+        next[-1].iov_len += (size_t)size;
         job->num_bytes += size;
         end = offset + size;
+        to_end = to + size;
     }
     return num_jobs;
 }

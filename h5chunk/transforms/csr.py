@@ -7,8 +7,8 @@ GPU torch does it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
@@ -57,7 +57,9 @@ class CsrRows:
         first: int = 0,
         count: int | None = None,
         numbers: Numbers | None = None,
+        native_rows: dict[int, native.SparseRows] | None = None,
     ) -> None:
+        self._native_rows = {} if native_rows is None else native_rows  # the same for all selections
         self.starts, self.host_starts = starts, host_starts
         self.indices, self.values = indices, values
         self.first, self.numbers = first, numbers
@@ -71,17 +73,32 @@ class CsrRows:
         """The numbers of the selected rows: (n,) int64."""
         return np.arange(self.first, self.first + len(self)) if self.numbers is None else self.numbers.host
 
+    @property
+    def host_counts(self) -> np.ndarray:
+        """The number of entries of each selected row: (n,) int64."""
+        if self.numbers is not None:
+            return self.host_starts[self.numbers.host + 1] - self.host_starts[self.numbers.host]
+        starts = self.host_starts[self.first : self.first + len(self) + 1]
+        return starts[1:] - starts[:-1]
+
+    def natively(self, table: np.ndarray | None) -> native.SparseRows:
+        """Return all rows for native code: a code stands for its value in the table, or for itself."""
+        if id(table) not in self._native_rows:
+            codes = None if self.values is None else self.values.numpy()
+            self._native_rows[id(table)] = native.SparseRows(self.host_starts, self.indices.numpy(), codes, table)
+        return self._native_rows[id(table)]
+
     def __getitem__(self, rows: slice) -> CsrRows:
         start, stop, _ = rows.indices(len(self))
         numbers = None if self.numbers is None else self.numbers.part(start, stop)
         first = self.first if numbers is not None else self.first + start
         arrays = self.starts, self.host_starts, self.indices, self.values
-        return CsrRows(*arrays, first, max(0, stop - start), numbers)
+        return CsrRows(*arrays, first, max(0, stop - start), numbers, self._native_rows)
 
     def take(self, numbers: Numbers) -> CsrRows:
         """Select stored rows, in this order, without a copy."""
         arrays = self.starts, self.host_starts, self.indices, self.values
-        return CsrRows(*arrays, 0, len(numbers.host), numbers)
+        return CsrRows(*arrays, 0, len(numbers.host), numbers, self._native_rows)
 
     def to(self, device: torch.device) -> CsrRows:
         """Copy all stored rows, selected or not, to another device."""
@@ -123,6 +140,17 @@ class ValueRule:
         """Whether values, before the steps, are the table's, the constant, or stored numbers, which have ``dtype``."""
         return self.least is None and (self.table is not None or rows.values is None or rows.values.dtype == dtype)
 
+    def table_of(self, rows: CsrRows, dtype: torch.dtype) -> np.ndarray | None:
+        """The values of codes, or the constant, as integers of the size of ``dtype``: always the same array."""
+        table = np.array([self.constant]) if rows.values is None else self.table
+        if table is not None and dtype not in self._tables:
+            self._tables[dtype] = torch.from_numpy(table).to(dtype).view(_SAME_SIZE[dtype.itemsize]).numpy()
+        return self._tables.get(dtype)
+
+    @cached_property
+    def _tables(self) -> dict[torch.dtype, np.ndarray]:
+        return {}
+
     @property
     def work_dtype(self) -> torch.dtype:
         """The dtype in which values are computed."""
@@ -144,14 +172,13 @@ def entries_of(rows: CsrRows, rule: ValueRule, num_columns: int, allocate: Alloc
     """Return the entries of rows, on their device, in memory that nothing else uses; on the host from ``allocate``."""
     if rows.starts.device.type != "cpu":
         return _on_gpu(rows, rule, num_columns)
-    starts, numbers = rows.host_starts, rows.host_numbers
-    counts = starts[numbers + 1] - starts[numbers]
+    counts = rows.host_counts
     dtype = torch.int32 if max(num_columns - 1, int(counts.sum())) <= MAX_INT32 else torch.int64
     entries = (_copied if native.available() else _indexed)(rows, rule, counts, dtype, allocate)
-    values = entries.values
     if rule.steps:
-        values = torch.from_numpy(rule.applied(values.numpy(), HostArithmetic(counts)))
-    return entries._replace(values=values.to(rule.dtype))
+        values = rule.applied(entries.values.numpy(), HostArithmetic(counts))
+        entries = entries._replace(values=torch.from_numpy(values))
+    return entries if entries.values.dtype == rule.dtype else entries._replace(values=entries.values.to(rule.dtype))
 
 
 def dense_values(codes: torch.Tensor, rule: ValueRule) -> torch.Tensor:
@@ -167,27 +194,24 @@ def _copied(rows: CsrRows, rule: ValueRule, counts: np.ndarray, dtype: torch.dty
     """Copy entries natively, up to the steps of the rule."""
     kind = rule.work_dtype if rule.steps else rule.dtype
     if is_direct := rule.is_direct(rows, kind):
-        there = native_rows(rows, rule, kind)
+        there = rows.natively(rule.table_of(rows, kind))
     else:  # values are copied as they are stored, then converted
         assert rows.values is not None
-        kind = rows.values.dtype
-        there = native_rows(rows, replace(rule, least=None, table=None), kind)
+        there, kind = rows.natively(None), rows.values.dtype
     starts, columns, values = _room(allocate, len(counts) + 1, int(counts.sum()), dtype, kind)
-    there.copy(rows.host_numbers, starts.numpy(), columns.numpy(), values.view(_SAME_SIZE[kind.itemsize]).numpy())
+    there.copy(rows.host_numbers, starts.itemsize, starts.data_ptr(), columns.data_ptr(), values.data_ptr())
     if not is_direct:
         values = torch.from_numpy(_host_values(values.numpy(), rule))
     return Entries(starts, torch.from_numpy(counts), columns, values)
 
 
 def _room(
-    allocate: Allocate, num_starts: int, num_entries: int, dtype: torch.dtype, kind: torch.dtype
-) -> Iterator[torch.Tensor]:
-    """Yield memory for row starts, columns and values, from one allocation."""
-    sizes = [(num_starts, dtype), (num_entries, dtype), (num_entries, kind)]
-    room = allocate((sum(-(-count * each.itemsize // 8) * 8 for count, each in sizes),), torch.uint8)
-    for count, each in sizes:
-        yield room[: count * each.itemsize].view(each)
-        room = room[-(-count * each.itemsize // 8) * 8 :]
+    allocate: Allocate, num_starts: int, total: int, dtype: torch.dtype, kind: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return memory for row starts and columns, of ``dtype``, and for values of type ``kind``, from one allocation."""
+    ends = -(-total * kind.itemsize // 8) * 8, -(-total * kind.itemsize // 8) * 8 + total * dtype.itemsize
+    values, columns, starts = allocate((ends[1] + num_starts * dtype.itemsize,), torch.uint8).tensor_split(ends)
+    return starts.view(dtype), columns.view(dtype), values.view(kind)[:total]
 
 
 def _indexed(rows: CsrRows, rule: ValueRule, counts: np.ndarray, dtype: torch.dtype, _allocate: Allocate) -> Entries:
@@ -201,9 +225,7 @@ def _indexed(rows: CsrRows, rule: ValueRule, counts: np.ndarray, dtype: torch.dt
     if rows.values is None:
         values = np.full(len(columns), rule.constant, _numpy_dtype(rule.work_dtype))
     else:
-        stored = rows.values.numpy()[places]
-        values = _host_values(stored, rule)
-        values = stored.copy() if values is stored else values
+        values = np.array(_host_values(rows.values.numpy()[places], rule))
     return Entries(*map(torch.from_numpy, (starts.astype(columns.dtype), counts, columns, values)))
 
 
@@ -350,7 +372,7 @@ def scatter_natively(out: torch.Tensor, rows: CsrRows, rule: ValueRule, map_part
     """Make rows dense as `scatter` does, in native code without the GIL; return whether that was possible."""
     if rule.steps or not rule.is_direct(rows, rule.dtype) or not native.available():
         return False
-    there, numbers = native_rows(rows, rule, rule.dtype), rows.host_numbers
+    there, numbers = rows.natively(rule.table_of(rows, rule.dtype)), rows.host_numbers
     dense = out.view(_SAME_SIZE[out.itemsize]).numpy()
 
     def fill(start: int) -> None:
@@ -361,15 +383,6 @@ def scatter_natively(out: torch.Tensor, rows: CsrRows, rule: ValueRule, map_part
     for _ in map_parts(fill, range(0, len(numbers), step)):
         pass
     return True
-
-
-def native_rows(rows: CsrRows, rule: ValueRule, dtype: torch.dtype) -> native.SparseRows:
-    """Return rows for native code, with values of this dtype, if the rule is direct."""
-    table = rule.table if rows.values is not None else np.array([rule.constant])
-    if table is not None:
-        table = torch.from_numpy(table).to(dtype).view(_SAME_SIZE[dtype.itemsize]).numpy()
-    codes = None if rows.values is None else rows.values.numpy()
-    return native.SparseRows(rows.host_starts, rows.indices.numpy(), codes, table)
 
 
 def make_csr(starts: torch.Tensor, columns: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:

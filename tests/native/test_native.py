@@ -121,7 +121,7 @@ def test_rows_are_made_dense(columns: Any, values: Any, codes: Any) -> None:
         for dtype in (np.int32, np.int64):
             counts = np.diff(starts)[some]
             ends, found, numbers = np.empty(len(some) + 1, dtype), *(np.empty(counts.sum(), t) for t in (dtype, values))
-            sparse.copy(some, ends, found, numbers)
+            sparse.copy(some, ends.itemsize, *(each.ctypes.data for each in (ends, found, numbers)))
             assert (ends == np.append(0, counts.cumsum())).all()
             assert (found == np.concatenate([np.flatnonzero(matrix[i]) for i in some])).all()
             assert (numbers == np.concatenate([expected[i][matrix[i] > 0] for i in some])).all()
