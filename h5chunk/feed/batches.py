@@ -17,7 +17,7 @@ from h5chunk.store.read.ragged import RaggedField
 from h5chunk.transforms import Transform, compile_transforms
 from h5chunk.transforms.rows import RowConverter
 
-GROUP_BYTES = 32 << 20  # batches to convert with one call: launching a kernel costs more than running it on a small one
+GROUP_BYTES = 64 << 20  # batches to convert with one call: launching a kernel costs more than running it on a small one
 ROWS_BYTES = 256 << 20  # the same for dense rows: 500 x 26,744 then take 40 us of Python, not 90; scripts/LOG.md
 ALL = 1 << 30  # more batches than any window has
 Tensors = tuple[torch.Tensor, ...]  # one per field; two where entries are held out

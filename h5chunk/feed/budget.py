@@ -19,7 +19,7 @@ from h5chunk.native import available
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.order import Order
 from h5chunk.plan.selection import WeightedSelection
-from h5chunk.plan.slots import SlotPlan, largest_window, plan_slots
+from h5chunk.plan.slots import TOGETHER_BYTES, SlotPlan, largest_window, plan_slots, with_windows_together
 from h5chunk.store.read.checksums import OFF, PIECE_BYTES
 from h5chunk.store.read.direct import ByteReader, is_kept_whole
 from h5chunk.store.read.reader import H5Reader
@@ -149,7 +149,11 @@ class MemoryBudget:
         )
         may_stay = resident == "auto" and self._on_cpu and order.selection is None
         is_better = may_stay and KEPT_BYTES <= self._resident_bytes <= plan.num_bytes and available()
-        return None if is_better else plan
+        if is_better:
+            return None
+        if self._on_cpu:
+            return with_windows_together(plan, TOGETHER_BYTES, 0 if self._reuse else KEPT)
+        return with_windows_together(plan, 2 * TOGETHER_BYTES)
 
     def _window_bytes(self, num_samples: int) -> int:
         """Return the bytes of a window: on the host and, if the device is a GPU, on the device too."""
@@ -211,8 +215,9 @@ class MemoryBudget:
         """Describe the memory in words; without a plan the data stays on the device."""
         if plan is None:
             return f"all {self._source.reader.num_samples} samples resident ({human_bytes(self._resident_bytes)})"
-        num_batches, held = -(-plan.window_samples // order.batch_size), human_bytes(plan.num_bytes)
-        return f"{plan.num_slots} windows of {num_batches} batches ({held})"
+        num_windows, held = plan.num_slots * plan.together, human_bytes(plan.num_bytes)
+        num_batches = -(-plan.window_samples // (plan.together * order.batch_size))
+        return f"{num_windows} windows of {num_batches} batches ({held})"
 
 
 def find_device(device: str | torch.device) -> torch.device:

@@ -73,21 +73,21 @@ class _Planner:
     It plans many windows at a time, because waking it takes the consumer longer than planning.
     """
 
-    def __init__(self, order: Order, start: int, *, once: bool) -> None:
+    def __init__(self, order: Order, start: int, together: int, *, once: bool) -> None:
         self._planned: SimpleQueue[tuple[int, Window] | BaseException] = SimpleQueue()  # (epoch, window) pairs
         self._room, self._stop, self._num_taken = threading.Semaphore(2 * PLANNED), threading.Event(), 0
         self._thread = threading.Thread(
-            target=self._plan, args=(order, start, once), name="h5chunk-planner", daemon=True
+            target=self._plan, args=(order, start, together, once), name="h5chunk-planner", daemon=True
         )
 
     def start(self) -> None:
         """Start the thread; `close` ends it even if a signal interrupts this call."""
         self._thread.start()
 
-    def _plan(self, order: Order, start: int, once: bool) -> None:
+    def _plan(self, order: Order, start: int, together: int, once: bool) -> None:
         try:
             while order.num_batches:
-                for window in order.windows(start):
+                for window in order.windows(start, together):
                     self._room.acquire()
                     if self._stop.is_set():
                         return
@@ -140,7 +140,7 @@ class WindowStream:
         once: bool = False,
         start: int = 0,
     ) -> None:
-        self._lends_slot, self._echo, self._once = lends_slot, echo, once
+        self._lends_slot, self._echo, self._once, self._together = lends_slot, echo, once, plan.together
         self._process = os.getpid()
         self._open: dict[WindowRead, None] = {}  # windows in the order of reading
         self._batches: dict[tuple[int, int], WindowRead] = {}  # reads, by epoch and number
@@ -231,7 +231,7 @@ class WindowStream:
     def _begin(self, order: Order, start: int) -> None:
         """Start reading the windows of an order, from batch ``start`` on."""
         self._next: tuple[int, int] | None = (order.epoch, start)
-        self._planner = _Planner(order, start, once=self._once)
+        self._planner = _Planner(order, start, self._together, once=self._once)
         self._planner.start()
         if self._is_closed:  # by another thread, just now
             self._end_planner()

@@ -25,7 +25,7 @@ batches, and no chunk is read by two ranks, except for fewer chunks than lanes a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -39,7 +39,7 @@ from h5chunk.plan.selection import Selection, SelectionSequence
 MAX_EPOCH = (1 << 63) - 1
 MAX_OPEN_BYTES = 1 << 30  # total size of the windows whose batches alternate
 INTERLEAVE = 24  # divisible by 1, 2, 3, 4, 6, 8, 12 and 24 workers
-Sequence = Callable[[Indices], Indices]  # returns the samples at positions of the sequence
+Samples = Callable[[Indices], Indices]  # returns the samples at positions of the sequence
 
 
 class Round(NamedTuple):
@@ -51,12 +51,15 @@ class Round(NamedTuple):
 
 
 class Window(NamedTuple):
-    """The samples of a window, (n,) int64, in two orders: ``samples[destinations] == rows``."""
+    """The samples of a window, or of several that are read together: (n,) int64, in two orders.
+
+    ``samples[destinations] == rows``.
+    """
 
     samples: Indices  # batch after batch; all batches are full but the epoch's last
     rows: Indices  # chunk by chunk, for reading
     destinations: Indices
-    batches: range  # the numbers of the batches in the epoch
+    batches: Sequence[int]  # the numbers of the batches in the epoch, ascending
 
 
 @dataclass(frozen=True)
@@ -177,7 +180,7 @@ class Order:
         done = 0
         while done < self.num_batches:
             left = self.num_batches - done
-            num_windows = next((n for n in _divisors(self.interleave) if n * least <= left), 1)
+            num_windows = next((n for n in divisors(self.interleave) if n * least <= left), 1)
             window_batches = min(self.window_batches, max(least, left // num_windows // least * least), left)
             yield Round(done, num_windows, window_batches)
             done += num_windows * window_batches
@@ -193,8 +196,11 @@ class Order:
                 waiting.update(zip(window.batches, np.split(window.samples, cuts), strict=True))
             yield waiting.pop(batch)
 
-    def windows(self, start: int = 0) -> Iterator[Window]:
-        """Yield the windows that have batches from ``start`` on, without earlier batches, in the order of first use."""
+    def windows(self, start: int = 0, together: int = 1) -> Iterator[Window]:
+        """Yield the windows that have batches from ``start`` on, without earlier batches, in the order of first use.
+
+        Each ``together`` windows that follow each other, or fewer near the end of an epoch, are joined.
+        """
         sequence, count = self._sequence(), self.lanes // self.world_size
         # the chunks of a selection differ in size, so its lanes are contiguous parts
         chunk = self.chunk_samples if self.selection is None else max(1, self.num_samples)
@@ -203,18 +209,21 @@ class Order:
             for number in range(self.rank * count, (self.rank + 1) * count)
         ]
         for each in self.rounds():
-            if each.first_batch + each.num_windows * each.window_batches <= start:
+            stop = each.first_batch + each.num_windows * each.window_batches
+            if stop <= start:
                 continue
             rows, destinations = _round_rows(self, sequence, lanes, each)
+            joined = math.gcd(together, each.num_windows)
             size = each.window_batches * self.batch_size
-            stop = each.first_batch + each.num_windows * each.window_batches
-            for window in range(each.num_windows):
-                numbers = range(each.first_batch + window, stop, each.num_windows)
+            for window in range(0, each.num_windows, joined):
+                firsts = range(each.first_batch + window, stop, each.num_windows)
+                numbers = [first + number for first in firsts for number in range(joined)]
                 if numbers[-1] >= start:
-                    some = slice(window * size, (window + 1) * size)
-                    yield self._window(rows[some], destinations[some], numbers, start)
+                    some = slice(window * size, (window + joined) * size)
+                    there = _joined(destinations[some], joined, size, self.batch_size)
+                    yield self._window(rows[some], there, numbers, start)
 
-    def _window(self, rows: Indices, destinations: Indices, numbers: range, start: int) -> Window:
+    def _window(self, rows: Indices, destinations: Indices, numbers: Sequence[int], start: int) -> Window:
         done = sum(number < start for number in numbers)
         if done:
             left = destinations >= done * self.batch_size
@@ -224,7 +233,7 @@ class Order:
         samples[destinations] = rows
         return Window(samples, rows, destinations, numbers)
 
-    def _sequence(self) -> Sequence:
+    def _sequence(self) -> Samples:
         if self.selection is not None:
             selected = self.selection.resolve(self.seed, self.epoch)
             return SelectionSequence(selected, self.seed, self.epoch, shuffle=self.shuffle).at
@@ -240,7 +249,7 @@ def with_full_windows(order: Order) -> Order:
     >>> [each.num_windows for each in order.rounds()], [each.num_windows for each in with_full_windows(order).rounds()]
     ([12], [3])
     """
-    fitting = (n for n in _divisors(order.interleave) if n * order.window_batches <= order.num_batches)
+    fitting = (n for n in divisors(order.interleave) if n * order.window_batches <= order.num_batches)
     return replace(order, interleave=next(fitting, 1))
 
 
@@ -250,14 +259,15 @@ def choose_interleave(window_bytes: int) -> int:
     >>> choose_interleave(10 << 20), choose_interleave(100 << 20), choose_interleave(4 << 30)
     (24, 8, 1)
     """
-    return next((n for n in _divisors(INTERLEAVE) if n * window_bytes <= MAX_OPEN_BYTES), 1)
+    return next((n for n in divisors(INTERLEAVE) if n * window_bytes <= MAX_OPEN_BYTES), 1)
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Return all divisors, the largest first."""
     return [n for n in range(number, 0, -1) if number % n == 0]
 
 
-def _round_rows(order: Order, sequence: Sequence, lanes: list[Lane], each: Round) -> tuple[Indices, Indices]:
+def _round_rows(order: Order, sequence: Samples, lanes: list[Lane], each: Round) -> tuple[Indices, Indices]:
     """Return the samples of a round, and the destination of each sample in its window.
 
     Samples are in the order of windows, within a window in the order of lanes, and within a lane in that of the
@@ -278,6 +288,14 @@ def _round_rows(order: Order, sequence: Sequence, lanes: list[Lane], each: Round
     by_window = np.argsort(np.concatenate(windows).astype(np.uint32), kind="stable")
     rows, destinations = (np.concatenate(column)[by_window] for column in zip(*parts, strict=True))
     return sequence(rows), destinations
+
+
+def _joined(destinations: Indices, num_windows: int, window_samples: int, batch_size: int) -> Indices:
+    """Return the destinations of windows that follow each other in one window, whose batches are in their order."""
+    if num_windows == 1:
+        return destinations
+    before = destinations // batch_size * (num_windows - 1) + np.arange(len(destinations)) // window_samples
+    return destinations + before * batch_size
 
 
 def _lane_round(order: Order, lane: Lane, each: Round) -> tuple[Indices, Indices]:

@@ -17,6 +17,7 @@ Source: Choi et al., "Faster Neural Network Training with Data Echoing", arXiv:1
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -24,21 +25,23 @@ from fractions import Fraction
 import numpy as np
 
 from h5chunk.errors import OptionError
-from h5chunk.plan.order import Order
+from h5chunk.plan.order import Order, divisors
 from h5chunk.plan.permutation import ECHO, Indices, permutation
 
 AHEAD = 6  # windows to read ahead: see scripts/LOG.md
 AHEAD_BYTES = 1 << 30  # limit on their bytes, unless ``memory_bytes`` is given
+TOGETHER_BYTES = 32 << 20  # small windows are read together up to this size, since each read has its cost
 
 
 @dataclass(frozen=True)
 class SlotPlan:
-    """The number and size of the slots, the buffers that hold one window each."""
+    """The number and size of the slots, the buffers that hold a window each, or several small ones."""
 
     order: Order  # the order, with windows small enough to fit
     num_slots: int
-    window_samples: int  # samples of the largest window
-    window_bytes: int  # bytes of all copies of the largest window
+    window_samples: int  # samples in a slot: those of the largest windows that are read together
+    window_bytes: int  # bytes of a slot, with all copies
+    together: int = 1  # windows in a slot
 
     @property
     def num_bytes(self) -> int:
@@ -82,6 +85,26 @@ def plan_slots(
     )
 
 
+def with_windows_together(plan: SlotPlan, most_bytes: int, num_kept: int = 0) -> SlotPlan:
+    """Return the plan with small windows read together, if the same memory then still holds two to read ahead.
+
+    ``most_bytes`` limits the bytes of windows that are read together. Beside the slots, memory for ``num_kept`` more is
+    held.
+
+    >>> order = Order(num_samples=9600, chunk_samples=8, batch_size=16, window_chunks=4)
+    >>> plan = plan_slots(order, window_bytes=lambda samples: 1000 * samples, other_bytes=lambda order: 0)
+    >>> together = with_windows_together(plan, 1 << 20)
+    >>> plan.num_slots, plan.window_samples, together.num_slots, together.window_samples
+    (30, 32, 10, 96)
+    """
+    for count in (n for n in divisors(plan.order.interleave) if n * plan.window_bytes <= most_bytes):
+        num_slots = (plan.num_slots + num_kept) // count - num_kept
+        if num_slots >= num_open_windows(plan.order, count) + 2:
+            samples, held = plan.window_samples * count, plan.window_bytes * count
+            return replace(plan, num_slots=num_slots, window_samples=samples, window_bytes=held, together=count)
+    return plan
+
+
 def num_ahead(order: Order) -> int:
     """Return how many windows to read ahead: `AHEAD`, or fewer if an epoch has fewer."""
     windows = 0
@@ -92,10 +115,12 @@ def num_ahead(order: Order) -> int:
     return max(1, windows)
 
 
-def num_open_windows(order: Order) -> int:
-    """Return the number of windows whose batches alternate."""
+def num_open_windows(order: Order, together: int = 1) -> int:
+    """Return the most groups of windows whose batches alternate, if this many windows are read together."""
     first = next(order.rounds(), None)
-    return 1 if first is None or first.window_batches == 1 else first.num_windows
+    if first is None or first.window_batches == 1:
+        return 1
+    return max(n // math.gcd(n, together) for n in divisors(order.interleave) if n <= first.num_windows)
 
 
 def largest_window(order: Order) -> int:

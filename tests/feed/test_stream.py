@@ -25,6 +25,7 @@ from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
 from h5chunk.feed.slots import CudaSlot
+from h5chunk.plan.draws import Draws
 from h5chunk.plan.order import Order
 from h5chunk.transforms import Normalize, ToDtype
 
@@ -38,7 +39,8 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 @pytest.fixture
 def loads(monkeypatch):
-    """Every window that was asked for, in order."""
+    """Every window that was asked for, in order; each is read alone."""
+    monkeypatch.setattr("h5chunk.feed.budget.TOGETHER_BYTES", 0)
     asked: list[tuple[list[int], object]] = []
     watch(monkeypatch, "load window", lambda _, window, slot: asked.append((window.samples.tolist(), slot)))
     return asked
@@ -198,10 +200,11 @@ def make_maker(path, transforms: list, keep: bool) -> BatchMaker:
 def test_batches_made_together_are_those_made_alone(path, keep, transforms):
     images, labels = torch.from_numpy(IMAGES), torch.from_numpy(LABELS)
     maker = make_maker(path, transforms, keep)
-    window = maker.open((images, labels), 16)
+    draws = Draws(0, 0, np.arange(len(images)))
+    window = maker.open((images, labels), draws, 16)
     for number in range(13):
         some, batch = slice(16 * number, 16 * number + 16), next(window)
-        [alone] = maker.make((images[some], labels[some]), 16)
+        [alone] = maker.make((images[some], labels[some]), draws.part(some.start, some.stop), 16)
         assert all(one.equal(other) for one, other in zip(batch, alone, strict=True))
         assert (batch[1].data_ptr() == labels[some].data_ptr()) == keep
     assert [len(field) for field in next(window)] == [0, 0]  # as another rank may have one

@@ -355,14 +355,15 @@ def test_ranks_read_different_chunks(order):
         assert not shared
 
 
-@given(order=lane_orders, start=st.integers(0, 60))
+@given(order=lane_orders, start=st.integers(0, 60), together=st.sampled_from([1, 1, 2, 3, 4, 24]))
 @many
-def test_windows_say_where_each_sample_lies(order, start):
+def test_windows_say_where_each_sample_lies(order, start, together):
     """And hold nothing of batches before the start: what was trained already is not read again."""
     for each in ranks_of(order, 1 if order.lanes == 1 else order.lanes // 2 if order.lanes % 2 == 0 else 1):
         wanted = dict(enumerate(each.batches()))
-        found = {}
-        for window in each.windows(start):
+        found, firsts = {}, []
+        for window in each.windows(start, together):
+            firsts.append(window.batches[0])
             assert window.samples[window.destinations].tolist() == window.rows.tolist()
             assert sorted(window.destinations.tolist()) == list(range(len(window.rows)))
             assert len(window.samples) == sum(len(wanted[number]) for number in window.batches)
@@ -371,6 +372,7 @@ def test_windows_say_where_each_sample_lies(order, start):
         assert {number: batch.tolist() for number, batch in found.items()} == {
             number: batch.tolist() for number, batch in wanted.items() if number >= start
         }
+        assert start or firsts == sorted(firsts)
 
 
 picked = st.builds(
