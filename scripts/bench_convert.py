@@ -32,7 +32,8 @@ import PIL
 from PIL import Image
 
 import h5chunk
-from h5chunk.sources.listing import list_images
+from h5chunk.sources.images import list_source
+from h5chunk.sources.kinds import ImageSourceOptions
 
 HERE = Path(__file__).parent
 TASK = 64
@@ -117,7 +118,7 @@ def main() -> None:
         folder = Path("bench-data") / f"jpegs-{args.count}-224"
         command = [sys.executable, HERE / "make_images.py", folder, "--count", str(args.count), "--size", "224", "224"]
         subprocess.run(command, check=True)
-    listing = list_images(folder)
+    listing = list_source(folder, ImageSourceOptions())
     paths = [os.path.join(os.fsencode(folder), name).decode() for name in listing.names]
     paths = [paths[i] for i in np.random.default_rng(0).permutation(len(paths))]
     out = (args.out or folder.parent) / "bench-convert.h5"

@@ -1,6 +1,7 @@
-"""The command line: arguments, progress bars and exit codes around the functions of `h5chunk.tools`.
+"""The command line: a thin layer of arguments, progress bars and exit codes around the functions of `h5chunk.tools`.
 
-Exit codes: 0 success, 1 an expected error (one line on standard error), 2 arguments that cannot be parsed, 130 Ctrl-C.
+Exit codes: 0 for success, 1 for an expected error (one line on standard error), 2 for invalid arguments, 130 for
+Ctrl-C.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command `h5chunk`: help, progress bars and reports of its subcommands, and their exit codes on errors."""
+"""The command `h5chunk`: format help, show progress, print reports, and turn errors into exit codes."""
 
 from __future__ import annotations
 
@@ -15,20 +15,28 @@ import h5chunk
 from h5chunk.errors import H5ChunkError, printable
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
-WORDS = {"list": "listing", "convert": "converting", "bench": "measuring", "read": "reading", "write": "writing"}
-WORDS |= {"repack": "repacking", "tune": "tuning", "verify": "verifying", "copy": "copying"}
-UNITS = {"read": "B", "write": " entries", "repack": "B", "verify": "B", "copy": "B", "bench": " %", "tune": " %"}
+STAGES = {  # label and unit of the progress bar of each stage
+    "list": ("listing", " images"),
+    "convert": ("converting", " images"),
+    "read": ("reading", "B"),
+    "write": ("writing", " entries"),
+    "copy": ("copying", "B"),
+    "repack": ("repacking", "B"),
+    "verify": ("verifying", "B"),
+    "bench": ("measuring", " %"),
+    "tune": ("tuning", " %"),
+}
 
 
 class Command(click.Command):
-    """A command whose help lists options under headings and ends with examples: command lines by what they do."""
+    """A command whose help groups the options under headings and ends with examples: {purpose: command line}."""
 
     def __init__(self, *args: Any, examples: Mapping[str, str] | None = None, **attributes: Any) -> None:
         super().__init__(*args, **attributes)
         self.examples = dict(examples or {})
 
     def get_short_help_str(self, limit: int = 45) -> str:
-        return super().get_short_help_str(1000)  # summaries are wrapped instead of cut off
+        return super().get_short_help_str(1000)  # wrap the summary instead of truncating it
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -59,7 +67,7 @@ class _Group(click.Group):
             *_, message = str(error).strip().rpartition(f"{kind.__module__}.{kind.__qualname__}: ")
             click.echo(f"error: {message}", err=True)  # the message of a worker's error starts with a traceback
             ctx.exit(1)
-        except click.UsageError as error:  # it may have names of files that the shell found for a pattern
+        except click.UsageError as error:  # its message may contain file names
             raise click.UsageError(printable(error.format_message()), error.ctx) from None
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
@@ -70,11 +78,11 @@ class _Group(click.Group):
 @click.version_option(h5chunk.__version__, package_name="h5chunk")
 def main() -> None:
     """Keep training data in plain HDF5, and feed the GPU from it as fast as the machine can move bytes."""
-    tqdm.monitor_interval = 0  # tqdm's thread would make forking workers unsafe
+    tqdm.monitor_interval = 0  # forking workers is unsafe while tqdm's monitor thread runs
 
 
 def run(call: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
-    """Call a function with the options of the command line; print its report, which --quiet silences unless as JSON."""
+    """Call a function with the options from the command line, and print its report; --quiet silences all but JSON."""
     options = {**more, **_given_options()}
     quiet, as_json = options.pop("quiet", False), options.pop("as_json", False)
     with progress_bar(quiet) as progress:
@@ -85,7 +93,7 @@ def run(call: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
 
 
 def _given_options() -> dict[str, Any]:
-    """Return the options that were given to the current command, by their names in Python."""
+    """Return the options that were given on the command line, by their Python names."""
     context, given = click.get_current_context(), dict[str, Any]()
     for parameter in context.command.params:
         name = parameter.name or ""
@@ -96,12 +104,13 @@ def _given_options() -> dict[str, Any]:
 
 
 def note(line: str) -> None:
-    tqdm.write(f"note: {printable(line)}", file=sys.stderr)  # above the bar
+    """Print a note to standard error, above the progress bar."""
+    tqdm.write(f"note: {printable(line)}", file=sys.stderr)
 
 
 @contextmanager
 def progress_bar(quiet: bool) -> Iterator[Callable[[str, int, int | None], None] | None]:
-    """Draw a progress bar per stage, unless --quiet is given or standard error is not a terminal."""
+    """Yield a progress callback that draws a bar per stage; None if quiet, or if standard error is not a terminal."""
     if quiet or not sys.stderr.isatty():
         yield None
         return
@@ -112,9 +121,9 @@ def progress_bar(quiet: bool) -> Iterator[Callable[[str, int, int | None], None]
             if stage not in bars:
                 shown.close()  # the bar of the previous stage
                 bars.clear()
-                unit = UNITS.get(stage, " images")
+                label, unit = STAGES[stage]
                 look = {"unit": unit, "unit_scale": unit in ("B", " entries"), "leave": False, "dynamic_ncols": True}
-                bar = tqdm(desc=WORDS[stage], total=total, mininterval=0.1, **look)
+                bar = tqdm(desc=label, total=total, mininterval=0.1, **look)
                 bars[stage] = shown.enter_context(bar)
             bars[stage].update(done - bars[stage].n)
 

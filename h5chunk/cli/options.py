@@ -1,4 +1,4 @@
-"""Option types, options that several commands share, and options of the kinds of sources, with their help headings."""
+"""Types of command-line options, options that several commands share, and options made from option classes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Option(click.Option):
-    """An option that the help of its command lists under a heading."""
+    """A `click.Option` that is listed under a heading of its command's help."""
 
     def __init__(self, *args: Any, heading: str, **attributes: Any) -> None:
         metavar = {int: "N"}.get(attributes.get("type", str))
@@ -31,26 +31,29 @@ class Option(click.Option):
     def get_help_extra(self, ctx: click.Context) -> click.types.OptionHelpExtra:
         extra = super().get_help_extra(ctx)
         if isinstance(self.show_default, str):
-            extra["default"] = self.show_default  # without click's parentheses
+            extra["default"] = self.show_default  # click would put it in parentheses
         return extra
 
 
 def option(*names: str, heading: str, **attributes: Any) -> Decorator:
-    """Declare an option of a command, like `click.option`, listed under a heading of the command's help."""
+    """Add an option to a command, like `click.option`, under a heading of the command's help."""
     return click.option(*names, cls=Option, heading=heading, **attributes)
 
 
 class Parsed(click.ParamType):
-    """An option type: its name in help, a function that parses text or raises ValueError, and a reason for errors."""
+    """An option type made from a parser, which raises ValueError for invalid text.
 
-    def __init__(self, name: str, parse: Callable[[Any], Any], wrong: str = "") -> None:
-        self.name, self._parse, self._wrong = name, parse, wrong
+    ``name`` stands for the value in help. The error message is ``problem``, or else that of the ValueError.
+    """
+
+    def __init__(self, name: str, parse: Callable[[Any], Any], problem: str = "") -> None:
+        self.name, self._parse, self._problem = name, parse, problem
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
             return self._parse(value)
         except ValueError as error:
-            self.fail(f"{value!r} {self._wrong}" if self._wrong else str(error), param, ctx)
+            self.fail(f"{value!r} {self._problem}" if self._problem else str(error), param, ctx)
 
 
 def _parse_seconds(value: Any) -> float:
@@ -60,7 +63,7 @@ def _parse_seconds(value: Any) -> float:
 
 SECONDS = Parsed("TIME", _parse_seconds, "is not a time, such as 60s or 2m")
 CHUNK_SAMPLES = Parsed(
-    "N|auto", lambda value: None if value in (None, "auto") else int(value), "is neither auto nor a number"
+    "N|auto", lambda value: None if value in (None, "auto") else int(value), "is neither auto nor a whole number"
 )
 BYTES = Parsed("SIZE", lambda value: value if isinstance(value, int) else parse_bytes(value))
 NAMES = Parsed("A,B[,C[,D]]", lambda value: tuple(value.split(",")) if isinstance(value, str) else tuple(value))
@@ -77,15 +80,15 @@ tuned = option(
     type=click.Path(),
     metavar="FOUND.json",
     heading=LAYOUT,
-    help="Settings that h5chunk tune --json printed. Options that are given here take precedence.",
+    help="Use the settings that h5chunk tune --json printed. Options on the command line take precedence.",
 )
-batch_size = option("--batch-size", type=int, default=256, heading=FIELDS, help="Samples in a batch.")
+batch_size = option("--batch-size", type=int, default=256, heading=FIELDS, help="Number of samples per batch.")
 device = option(
     "--device",
     metavar="DEVICE",
     default="cpu",
     heading=RUNNING,
-    help="Device of the batches: cpu, cuda or cuda:N.",
+    help="Device to copy batches to: cpu, cuda or cuda:N.",
 )
 fields = option(
     "--fields",
@@ -99,7 +102,7 @@ trusted = option(
     "--trusted",
     is_flag=True,
     heading=SOURCE,
-    help="Follow links, views and external storage within the file's folder, and load plugins for filters.",
+    help="Follow links, virtual datasets and external storage within the file's folder, and load filter plugins.",
 )
 source_format = option(
     "--format",
@@ -111,32 +114,32 @@ source_format = option(
 
 
 def memory_bytes(default: str, help: str) -> Decorator:
-    """The option for an upper limit on memory."""
+    """Make the option --memory-bytes."""
     return option("--memory-bytes", type=BYTES, default=default, heading=RUNNING, help=help)
 
 
 def budget(default: str) -> Decorator:
-    """The option for the time that measuring may take."""
-    help = "Time that measuring may take, such as 10s or 2m."
+    """Make the option --budget."""
+    help = "Upper limit on the time for measuring, such as 10s or 2m."
     return option("--budget", "budget_s", type=SECONDS, default=default, heading=RUNNING, help=help)
 
 
 def loader_workers(default: str) -> Decorator:
-    """The option for the DataLoader worker counts to measure."""
-    help = "Number of DataLoader workers to try (repeatable)."
+    """Make the option --workers."""
+    help = "Number of DataLoader workers to measure with (repeatable)."
     return option("--workers", type=int, multiple=True, show_default=default, heading=RUNNING, help=help)
 
 
-# ---- options that are made from the options of the kinds of sources
+# ---- options that are made from option classes
 
 
 def options_of(
     groups: Sequence[Any], *, left_out: Collection[str] = (), defaults: Mapping[str, str] | None = None
 ) -> Decorator:
-    """Declare an option for each field of these option classes, except fields that are left out.
+    """Return a decorator that adds an option for each field of some subclasses of `h5chunk.sources.options.Options`.
 
-    If several classes have a field, its help combines their descriptions. ``defaults`` replaces the text about the
-    defaults of these options in help.
+    Fields in ``left_out`` get no option. If several classes have the same field, its help combines their descriptions.
+    ``defaults`` maps fields to the text that describes their defaults in help.
     """
     made: dict[str, tuple[str, dict[str, Any]]] = {}
     for group in groups:
@@ -149,7 +152,7 @@ def options_of(
                     known[1]["help"] += f" {field.metadata['help']}"
 
     def decorate(function: Any) -> Any:
-        for flag, attributes in reversed(made.values()):  # reversed, because the last decorator is applied first
+        for flag, attributes in reversed(made.values()):  # click lists the option that is added last first
             function = option(flag, **attributes)(function)
         return function
 
@@ -159,7 +162,7 @@ def options_of(
 def _describe(
     field: dataclasses.Field[Any], hint: Any, heading: str, defaults: Mapping[str, str]
 ) -> tuple[str, dict[str, Any]]:
-    """Return the flag of an option, and its attributes for `click.option`."""
+    """Return the flag for a field, such as --seed, and the keyword arguments for `option`."""
     about, name = field.metadata, field.name.replace("_", "-")
     default = defaults.get(field.name)
     shown_default = default or about["shown_default"] or field.default is not None
@@ -172,7 +175,7 @@ def _describe(
 
 
 def _type(about: Any, hint: Any) -> dict[str, Any]:
-    """Return the arguments of `click.Option` that give an option its type."""
+    """Return the keyword arguments for `option` that depend on the type of a field."""
     if about["choices"]:
         return {"type": click.Choice(about["choices"])}
     if about["is_path"] or about["repeatable"]:

@@ -1,7 +1,7 @@
 """Sources of data: read samples, or the entries of matrices, from files and Python objects.
 
-``kinds`` lists the kinds of data and their options, ``open`` finds the kind of a source. The kinds of samples
+``kinds`` lists the kinds of sources and their options; ``open`` determines the kind of a source. The kinds of samples
 (``images``, ``arrays``, ``table``, ``mapping``) share ``samples``; the kinds of matrices are in ``matrix``. For images,
 ``listing`` (with ``pairs`` for masks, or ``manifest``) lists the files, ``container`` reads their bytes, and ``decode``
-makes pixels.
+decodes them.
 """

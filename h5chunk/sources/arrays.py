@@ -2,14 +2,14 @@
 
 | array | becomes |
 | --- | --- |
-| of numbers, of one dimension | a column, unless it is larger than 64 MiB or there is no other array |
-| of more dimensions | a field, called ``data`` if it is the only one of a file, or as its member or key |
+| one dimension | a column, unless it is larger than 64 MiB or the only array |
+| more dimensions | a field with the name of the member or key; ``data`` for a single array |
 | bool | uint8 |
 | fixed-length text (``U``) | UTF-8 |
 | Python objects, complex numbers, dates | refused |
 
-A .npy file, and an uncompressed member of an .npz, are read sample by sample, in place. Compressed members are unpacked
-into memory, up to a limit.
+The samples of a .npy file, or of an uncompressed member of an .npz, are read one by one. Compressed members, and arrays
+in Fortran order, are read into memory, up to a limit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_COLUMN_BYTES = 64 << 20
 
 
 class StoredArray:
-    """An array in a file, in C order, whose samples are read on demand."""
+    """An uncompressed array in C order in a file; indexing reads one sample."""
 
     def __init__(self, path: str, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> None:
         self._file, self._offset = StoredFile(path), offset
@@ -55,7 +55,7 @@ class StoredArray:
 
 
 class ArraySource(Samples):
-    """Arrays of equal length, of shape (num_samples, ...), and the file that contains them, if any."""
+    """Arrays of shape (num_samples, ...), from the file ``path`` or from memory."""
 
     kind = "arrays"
     noun = "arrays"
@@ -83,7 +83,7 @@ class ArraySource(Samples):
         self.columns = {name: np.asarray(self._arrays[name]).astype(fields[name].dtype) for name in columns}
         self.options = {"fields": list(self._arrays)}
         if path is None:
-            self.notes = ["changes of arrays in Python are not noticed: a conversion that is stopped starts anew"]
+            self.notes = ["changes of arrays in Python cannot be detected, so a stopped conversion starts over"]
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
@@ -134,14 +134,14 @@ def _is_array(value: Any) -> bool:
 
 
 def _common_length(arrays: Mapping[str, Any], shown: str) -> int:
-    """Return the common length of all arrays, or raise an error that names two arrays of different lengths."""
+    """Return the common length of all arrays. Raises SourceError if lengths differ, or if an array is empty."""
     for name, array in arrays.items():
         where = f"{shown}: {printable(name)!r}"
         if not array.shape:
             raise SourceError(f"{where} is a single number: {_remedy(arrays)}")
         if not math.prod(array.shape):
-            what = "one element in each sample" if array.shape[0] else "one sample"
-            raise SourceError(f"{where} of shape {tuple(array.shape)} holds no values: give at least {what}")
+            least = "one element per sample" if array.shape[0] else "one sample"
+            raise SourceError(f"{where} of shape {tuple(array.shape)} holds no values: give at least {least}")
     lengths = {name: array.shape[0] for name, array in arrays.items()}
     first = next(iter(lengths), "")
     for name, length in lengths.items():
@@ -156,7 +156,7 @@ def _common_length(arrays: Mapping[str, Any], shown: str) -> int:
 
 
 def _remedy(arrays: Mapping[str, Any]) -> str:
-    """Suggest the arrays that are as long as the largest."""
+    """Advise the user, in an error, to choose the arrays that are as long as the largest."""
     largest = max(arrays.values(), key=lambda array: (len(array.shape) > 0, array.nbytes))
     if not largest.shape:
         return "give arrays whose first axis counts samples"
@@ -193,13 +193,16 @@ def _open_members(
 def _open_array(
     path: str, file: IO[bytes], shown: str, file_size: int, start: int | None, context: OpenContext
 ) -> StoredArray | np.ndarray:
-    """Open an array of a .npy file: in place if it is stored in C order, otherwise in memory."""
+    """Open an array of a .npy file that starts at byte ``start``, or is compressed (None).
+
+    An uncompressed array in C order is read on demand; any other array is read into memory.
+    """
     shape, is_fortran, dtype = read_header(file, shown)
     field_dtype(shown, dtype if dtype.kind != "U" else np.dtype("S1"))
-    num_bytes, there = math.prod(shape) * dtype.itemsize, file_size - file.tell()
-    if num_bytes != there:
+    num_bytes, num_stored = math.prod(shape) * dtype.itemsize, file_size - file.tell()
+    if num_bytes != num_stored:
         raise SourceError(
-            f"{shown}: shape {shape} of {dtype} takes {num_bytes} bytes but there are {there}: it is damaged or "
+            f"{shown}: shape {shape} of {dtype} takes {num_bytes} bytes but there are {num_stored}: it is damaged or "
             "cut short"
         )
     is_fortran = is_fortran and len(shape) > 1
@@ -207,8 +210,7 @@ def _open_array(
         return StoredArray(path, start + file.tell(), shape, dtype)
     if num_bytes > context.memory_bytes:
         raise SourceError(
-            f"{shown} takes {human_bytes(num_bytes)} of memory, as its samples are not contiguous, but "
-            f"the limit is {human_bytes(context.memory_bytes)}: save it in C order and uncompressed (np.save, "
-            "np.savez)"
+            f"{shown} is compressed or in Fortran order, so that it takes {human_bytes(num_bytes)} of memory, but the "
+            f"limit is {human_bytes(context.memory_bytes)}: save it in C order and uncompressed (np.save, np.savez)"
         )
     return np.frombuffer(file.read(num_bytes), dtype).reshape(shape, order="F" if is_fortran else "C")

@@ -1,4 +1,4 @@
-"""Import pyarrow on first use, because recognising sources and showing help must not need it."""
+"""Import pyarrow, an optional package, on first use; and convert Arrow arrays to NumPy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from h5chunk.errors import SourceError
 from h5chunk.source import ENDS_IN_NULL
 
 
-class _Late:
+class _LazyModule:
     """A module that is imported when one of its names is used."""
 
     def __init__(self, name: str) -> None:
@@ -21,14 +21,14 @@ class _Late:
         return getattr(importlib.import_module(self._name), name)
 
 
-pyarrow: Any = _Late("pyarrow")
-compute: Any = _Late("pyarrow.compute")
-csv: Any = _Late("pyarrow.csv")
-parquet: Any = _Late("pyarrow.parquet")
+pyarrow: Any = _LazyModule("pyarrow")
+compute: Any = _LazyModule("pyarrow.compute")
+csv: Any = _LazyModule("pyarrow.csv")
+parquet: Any = _LazyModule("pyarrow.parquet")
 
 
 def is_any(kind: Any, *names: str) -> bool:
-    """Return whether any of these predicates accepts an Arrow type.
+    """Return whether an Arrow type is any of these, by the names of predicates in ``pyarrow.types``.
 
     >>> is_any(pyarrow.int8(), "floating", "integer")
     True
@@ -37,14 +37,14 @@ def is_any(kind: Any, *names: str) -> bool:
 
 
 def byte_lengths(column: Any) -> np.ndarray:
-    """Return the lengths of the strings of a binary array: (n,) int32."""
+    """Return the lengths in bytes of the strings in an Arrow array: (n,) int32."""
     return np.diff(_offsets(column))
 
 
 def to_fixed_bytes(column: Any) -> np.ndarray:
-    """Convert a binary array without missing values to bytes of a fixed length: (n,) ``S``.
+    """Convert an Arrow array of strings without missing values to fixed-length bytes: (n,) ``S``.
 
-    Raises SourceError for a string that ends in a null byte, which bytes of a fixed length lose.
+    Raises SourceError for a string that ends with a NUL byte, which fixed-length bytes would lose.
     """
     if not len(column):
         return np.empty(0, "S1")
@@ -58,7 +58,9 @@ def to_fixed_bytes(column: Any) -> np.ndarray:
 
 
 def number_values(known: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Number values, int64 or bytes of a fixed length, by their positions in ``known``, to which new values are added.
+    """Return the index of each value in ``known`` followed by the new values, and these new values.
+
+    Values are (n,) int64, or fixed-length bytes.
 
     >>> number_values(np.array([7, 5]), np.array([5, 9, 5]))
     (array([1, 2, 1]), array([9]))

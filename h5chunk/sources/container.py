@@ -1,7 +1,7 @@
-"""Read the encoded bytes of images from a folder, or from an archive in place.
+"""Read the encoded bytes of images from a folder, or from an archive without unpacking it.
 
-A container is sent to worker processes: it holds paths and numbers, and opens files when bytes are requested. Archives
-are read with ``pread`` at the offsets in their index, so that workers share nothing.
+A container is sent to worker processes, so it opens files only when bytes are requested. Archives are read with
+``pread``, at the offsets in their index, so that workers share no file position.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import numpy as np
 from h5chunk.errors import SampleError, SourceError, printable
 from h5chunk.stamp import stamp_of
 
-MAX_FILE_BYTES = 1 << 30  # larger files are not images
-MAX_DIRECTORY_BYTES = 1 << 30  # of a zip: about 15 million members; listing them takes ten times as much memory
-MAX_HEADER_BYTES = 1 << 20  # of the header of a tar member
+MAX_FILE_BYTES = 1 << 30  # size of an encoded image
+MAX_DIRECTORY_BYTES = 1 << 30  # directory of a zip: about 15 million members, which take ten times as much memory
+MAX_HEADER_BYTES = 1 << 20  # header of a tar member
 SPARSE, UNKNOWN = 1, 2  # in addition to the file types of `stat`
-MAX_LINKS = 40  # from one to the next
+MAX_LINKS = 40  # length of a chain of links
 KINDS = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
@@ -41,8 +41,9 @@ DAMAGES = (
     tarfile.TarError, zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, OverflowError,
     NotImplementedError, RuntimeError,
 )  # fmt: skip
-ZIP_UNIX = 3  # operating system that packed the member
-IN_TAR = -1  # in addition to the methods of `zipfile`
+PACKED_MAGICS = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # first bytes of gzip, bzip2, xz and zstd
+ZIP_UNIX = 3  # code of Unix as the operating system that made a zip
+IN_TAR = -1  # in addition to the compression methods of `zipfile`
 _TAR_KINDS = {
     **dict.fromkeys(tarfile.REGULAR_TYPES, stat.S_IFREG),
     tarfile.FIFOTYPE: stat.S_IFIFO,
@@ -52,11 +53,11 @@ _TAR_KINDS = {
     tarfile.SYMTYPE: stat.S_IFLNK,
     tarfile.LNKTYPE: stat.S_IFLNK,
 }
-ZIP_LOCAL_HEADER = struct.Struct("<26x2H")  # position of the lengths of name and extra field, which follow the header
+ZIP_LOCAL_HEADER = struct.Struct("<26x2H")  # unpacks the lengths of the name and the extra field, which follow it
 
 
 def _content_stamp(status: os.stat_result) -> tuple[int, ...]:
-    """Return size, modification time and inode change time of a file; programs cannot set the inode change time."""
+    """Return size, modification time and inode change time of a file; programs cannot set the last of these."""
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
@@ -67,7 +68,7 @@ class Folder:
         self._root = os.fsencode(root)
 
     def select(self, members: np.ndarray) -> None:
-        """Do nothing: a folder needs only the names of files."""
+        """Do nothing: files in a folder are read by name, not by number."""
 
     def stamp(self, index: int, name: bytes) -> tuple[int, ...]:
         try:
@@ -94,7 +95,7 @@ class Folder:
 
 
 def _check_member(kind: int, num_bytes: int) -> None:
-    """Raise SampleError unless a file is regular, by its `stat.S_IFMT` type, and of a valid size for an image."""
+    """Raise SampleError unless ``kind``, from `stat.S_IFMT`, is that of a regular file and the size is valid."""
     if kind != stat.S_IFREG:
         raise SampleError(f"is {KINDS.get(kind, KINDS[UNKNOWN])}, not a regular file")
     if num_bytes == 0:
@@ -104,7 +105,7 @@ def _check_member(kind: int, num_bytes: int) -> None:
 
 
 def read_at(descriptor: int, offset: int, num_bytes: int) -> bytes:
-    """Read ``num_bytes`` from ``offset`` on, or fewer at the end of the file."""
+    """Read ``num_bytes`` from an offset on, or fewer at the end of the file."""
     data = os.pread(descriptor, num_bytes, offset)
     while len(data) < num_bytes and (more := os.pread(descriptor, num_bytes - len(data), offset + len(data))):
         data += more
@@ -112,7 +113,7 @@ def read_at(descriptor: int, offset: int, num_bytes: int) -> bytes:
 
 
 class StoredFile:
-    """A file that is read at offsets, and must not change; each process opens it once."""
+    """A file that is read at offsets, and must not change. Every process opens it once."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = path
@@ -126,7 +127,7 @@ class StoredFile:
 
     def read_at(self, offset: int, num_bytes: int) -> bytes:
         """Read bytes from an offset. Raises SampleError if the file is too short, has changed, or cannot be read."""
-        if not 0 <= offset <= offset + num_bytes <= self._num_bytes:  # before memory is allocated
+        if not 0 <= offset <= offset + num_bytes <= self._num_bytes:  # check before memory is allocated
             raise SampleError("is cut off by the end of its archive")
         try:
             if self._opened is None or self._opened[0] != os.getpid():
@@ -147,10 +148,11 @@ class StoredFile:
 
 
 class Archive(StoredFile):
-    """A zip, whose members are a local header and a run of bytes; or an uncompressed tar, whose members are such runs.
+    """A zip, or an uncompressed tar.
 
-    ``index``, (num_members, 6) int64, has for each member its offset, its bytes in the archive and unpacked, its
-    compression method (in a tar, `IN_TAR`), its CRC-32, and its file type.
+    ``index``, (num_members, 6) int64, has the offset of each member, its size in the archive, its size unpacked, its
+    compression method (`IN_TAR` in a tar), its CRC-32, and its file type. In a zip, the offset is that of the local
+    header; in a tar, that of the data.
     """
 
     def __init__(self, path: Path, index: np.ndarray) -> None:
@@ -158,16 +160,16 @@ class Archive(StoredFile):
         self._index = index
 
     def select(self, members: np.ndarray) -> None:
-        """Set the member of each sample: (num_samples,) int64."""
+        """Keep these members, (num_samples,) int64, in this order: then ``index`` counts samples, not members."""
         self._index = self._index[members]
 
     def stamp(self, index: int, name: bytes) -> tuple[int, ...]:
-        """Return 64-bit integers that change when the bytes of sample ``index``, with path ``name``, change."""
+        """Return 64-bit integers that change when the bytes of sample ``index`` change."""
         start, _, size, method, crc, _ = self._index[index].tolist()
-        return (*self.whole_stamp, start, size) if method == IN_TAR else (size, crc)  # a new zip keeps it
+        return (*self.whole_stamp, start, size) if method == IN_TAR else (size, crc)
 
     def read(self, index: int, name: bytes) -> bytes:
-        """Return the bytes of sample ``index``. Raises SampleError if they cannot be read, or the file has changed."""
+        """Read the bytes of sample ``index``. Raises SampleError if this fails, or the archive has changed."""
         start, stored, size, method, crc, kind = self._index[index].tolist()
         _check_member(kind, size)
         if method == IN_TAR:
@@ -184,7 +186,7 @@ class Archive(StoredFile):
             except zlib.error as error:
                 raise SampleError(f"cannot be inflated: {error}") from None
         elif method != zipfile.ZIP_STORED:
-            raise SampleError(f"is packed with zip method {method}: only stored and deflated members are supported")
+            raise SampleError(f"is compressed with zip method {method}, but only stored and deflated are supported")
         if len(data) != size or zlib.crc32(data) != crc:
             raise SampleError("does not match its length and checksum in the archive: the archive is damaged")
         return data
@@ -194,19 +196,19 @@ Container = Folder | Archive
 
 
 def open_archive(path: Path) -> tuple[Archive, list[tuple[bytes, int]]]:
-    """Open a zip or tar, and list the (name, number) of its members; names of folders end with a slash."""
+    """Open a zip or tar; return it with the (name, number) of its members. Names of folders end with a slash."""
     shown = printable(path)
     if not path.is_file():
-        raise SourceError(f"{shown}: neither a folder nor a regular file")
+        raise SourceError(f"{shown}: is neither a folder nor a regular file")
     try:
         with path.open("rb") as file:
             start = file.read(262)
-        if start.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")):
+        if start.startswith(PACKED_MAGICS):
             raise SourceError(
-                f"{shown}: compressed as a whole, so that its files cannot be read one by one: decompress it first "
+                f"{shown}: is compressed as a whole, so that its files cannot be read one by one: decompress it first "
                 "(gunzip, bunzip2, unxz, unzstd)"
             )
-        if start[257:262] == b"ustar":  # tried first, because the last file in a tar may be a zip
+        if start[257:262] == b"ustar":  # tried first, because a tar whose last member is a zip also looks like a zip
             return _open_tar(path)
         if zipfile.is_zipfile(path):
             return _open_zip(path)
@@ -216,11 +218,11 @@ def open_archive(path: Path) -> tuple[Archive, list[tuple[bytes, int]]]:
         raise SourceError(f"{shown}: cannot be read: {error.strerror or error}") from None
     except DAMAGES as error:
         raise SourceError(f"{shown}: cannot be read as an archive: {error}") from None
-    raise SourceError(f"{shown}: not a folder, .zip or .tar of images")
+    raise SourceError(f"{shown}: is not a folder, .zip or .tar of images")
 
 
 class BoundedFile(io.FileIO):
-    """An archive whose headers are read with a limit: no header may have more than ``limit`` bytes."""
+    """A file that raises ``damage`` for reads of more than ``limit`` bytes, which damaged headers may ask for."""
 
     def __init__(self, path: str | os.PathLike[str], limit: int, damage: type[Exception]) -> None:
         super().__init__(path)
@@ -237,7 +239,7 @@ def _open_zip(path: Path) -> tuple[Archive, list[tuple[bytes, int]]]:
     with BoundedFile(path, MAX_DIRECTORY_BYTES, zipfile.BadZipFile) as file, zipfile.ZipFile(file) as archive:
         members = archive.infolist()
     if any(info.flag_bits & 1 for info in members):
-        raise SourceError(f"{printable(path)}: encrypted: decrypt it first")
+        raise SourceError(f"{printable(path)}: is encrypted: decrypt it first")
     index = array("q")
     for info in members:
         kind = stat.S_IFMT(info.external_attr >> 16) if info.create_system == ZIP_UNIX else 0
@@ -256,7 +258,7 @@ def _open_tar(path: Path) -> tuple[Archive, list[tuple[bytes, int]]]:
         tarfile.open(fileobj=file, mode="r:", errors="surrogateescape") as archive,
     ):
         for member in archive:
-            archive.members = []  # type: ignore[attr-defined]  # tarfile would keep a kilobyte a member
+            archive.members = []  # type: ignore[attr-defined]  # tarfile would keep a kilobyte per member
             name = os.fsencode(member.name)
             if member.islnk() or member.issym():
                 folder = b"" if member.islnk() else posixpath.dirname(name)
@@ -267,14 +269,14 @@ def _open_tar(path: Path) -> tuple[Archive, list[tuple[bytes, int]]]:
             names.append((name + b"/" if member.isdir() else name, len(names)))
             index.extend((member.offset_data, member.size, member.size, IN_TAR, 0, kind))
         file.seek(archive.offset)
-        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile treats a damaged header as the end
+        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile stops at a damaged header silently
             raise tarfile.ReadError(f"damaged or cut short at byte {file.tell()}, after {len(names)} members")
     followed = _follow_links(links, names)
     return Archive(path, np.frombuffer(index, np.int64).reshape(-1, 6)[followed]), names
 
 
 def _follow_links(links: dict[int, bytes], names: list[tuple[bytes, int]]) -> np.ndarray:
-    """Return the member that has the bytes of each member; links that lead to no member stay links."""
+    """Return the number of the member with the bytes of each member: the target of a link, else the member itself."""
     numbers = {posixpath.normpath(name): number for name, number in names} if links else {}
     following = {link: numbers.get(target, link) for link, target in links.items()}
     followed = np.arange(len(names))

@@ -3,26 +3,26 @@
 | kind | policy |
 | --- | --- |
 | EXIF orientation | applied, counted as ``rotated`` |
-| grey (L), 1-bit | to RGB by repeating; 1-bit becomes 0 and 255 |
+| grey (L), 1-bit | converted to RGB by repeating the channel; 1-bit becomes 0 and 255 |
 | alpha (RGBA, LA, PA) | alpha is dropped, as torchvision's loader does; ``color="keep"`` keeps it |
-| palette (P) | to RGB; refused by ``color="keep"``, because palette indices are not intensities |
-| CMYK, YCbCr | to RGB by Pillow's formula, without colour profiles |
+| palette (P) | converted to RGB; refused by ``color="keep"``, because palette indices are not intensities |
+| CMYK, YCbCr | converted to RGB by Pillow, without colour profiles |
 | 16 bits or more, float | refused: 8 bits cannot hold them, and only the user knows the range of interest |
 | LAB, HSV, others | refused |
-| animated, several pages | refused, or the first with ``animated="first"``; of MPO (two JPEGs in one), the first |
+| several frames or pages | refused; ``animated="first"`` takes the first; MPO (several JPEGs in a file): the first |
 | truncated, broken, not an image | refused |
 | more pixels than ``max_pixels`` | refused before they are decoded |
 
-A mask (``mask_column``) keeps its numbers, one per pixel, and is scaled by nearest neighbour:
+A mask (``mask_column``) keeps its class numbers, one per pixel, and is resized by nearest neighbour:
 
 | kind | policy |
 | --- | --- |
 | palette (P) | its indices |
-| grey (L), 1 to 8 bits | its numbers; 1-bit becomes 0 and 1 |
-| 16 bits or more, float | its numbers, if all are integers up to 255, otherwise refused |
-| colours, alpha | the numbers, if channels are equal and no pixel is transparent, otherwise refused |
+| grey (L), 1 to 8 bits | its values; 1-bit becomes 0 and 1 |
+| 16 bits or more, float | its values, if all are integers from 0 to 255, otherwise refused |
+| colours, alpha | the values of a channel, if all channels are equal and no pixel is transparent, otherwise refused |
 
-A refusal is a `SampleError`. Colour, size and frame policies are options; nothing is cut or clipped silently.
+A refused image is a `SampleError`.
 """
 
 from __future__ import annotations
@@ -41,33 +41,34 @@ from h5chunk.errors import SampleError
 from h5chunk.sources.kinds import ImageOptions
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF", "GIF")
-DRAFT_GAP = 2  # decode JPEGs at no less than this many times the wanted size
+SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap height and width
+DRAFT_GAP = 2  # minimum ratio of the size at which a JPEG is decoded to the requested size
 
-_TO_RGB = {"1", "L", "LA", "P", "PA", "RGBA", "RGBX", "CMYK", "YCbCr", "RGB"}
-_KEPT = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4}
-_DEEP = re.compile(r";(12|16|32|64)[BLNSF]+$|^(I|F)(;|$)")
-_SCALED = {"L;2": 85, "L;4": 17}  # factors by which Pillow scales grey numbers of few bits
-_STRETCHED = "maxval"  # raw modes of a PPM that Pillow scales to another range
+_TO_RGB = {"1", "L", "LA", "P", "PA", "RGBA", "RGBX", "CMYK", "YCbCr", "RGB"}  # modes that are converted to RGB
+_KEPT = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4}  # channels of the modes that color="keep" supports
+_DEEP = re.compile(r";(12|16|32|64)[BLNSF]+$|^(I|F)(;|$)")  # raw modes of more than 8 bits
+_SCALED = {"L;2": 85, "L;4": 17}  # factors by which Pillow scales grey values of 2 and 4 bits
+_STRETCHED = "maxval"  # stands for the raw modes of a PPM whose values Pillow scales to another range
 _NUMBERS = ("1", "L", "P", "I", "I;16", "I;16L", "I;16B", "I;16N", "F")  # modes of one channel
 
 
 class Decoded(NamedTuple):
-    """A decoded image, of mode L, LA, RGB or RGBA, and facts about it."""
+    """A decoded image."""
 
-    image: Image.Image
-    notes: tuple[str, ...]  # to count in the report: its original mode, and the conversions
-    size: tuple[int, int]  # height and width, upright, before it was scaled
-    turn: int  # its EXIF orientation, which was applied; 1 is upright
+    image: Image.Image  # of mode L, LA, RGB or RGBA
+    notes: tuple[str, ...]  # for the report, which counts them: its original mode, and how it was changed
+    size: tuple[int, int]  # height and width, upright, before resizing
+    orientation: int  # EXIF orientation, which has been applied; 1 is upright
 
 
 @contextmanager
 def pillow_limits(max_pixels: int) -> Iterator[None]:
-    """Make Pillow refuse images over ``max_pixels``, and truncated images, in the whole process."""
+    """Make Pillow refuse images of more than ``max_pixels``, and truncated images, while the context is active."""
     before = Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES
     Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = max_pixels, False
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module="PIL")  # about odd EXIF and palettes: see the policy above
+            warnings.filterwarnings("ignore", module="PIL")  # warnings about odd EXIF data and palettes
             warnings.filterwarnings("error", category=Image.DecompressionBombWarning)
             yield
     finally:
@@ -75,9 +76,9 @@ def pillow_limits(max_pixels: int) -> Iterator[None]:
 
 
 def decode(image: bytes | Image.Image, options: ImageOptions, is_mask: bool = False) -> Decoded:
-    """Decode an encoded image, or an image that Pillow has opened; apply orientation, colours and size.
+    """Decode an encoded or opened image: apply its orientation, convert its colours, and resize it.
 
-    Call it within `pillow_limits`. A SampleError says why an image is refused.
+    Must be called within `pillow_limits`. Raises SampleError if the image is refused.
     """
     try:
         return _adapt(_open(image) if isinstance(image, bytes) else image, options, is_mask)
@@ -89,7 +90,7 @@ def decode(image: bytes | Image.Image, options: ImageOptions, is_mask: bool = Fa
         ) from None
     except MemoryError:
         raise SampleError("needs more memory than is available") from None
-    except Exception as error:  # Pillow's plugins raise many types of errors on broken data
+    except Exception as error:  # Pillow's plugins raise many types of errors for damaged data
         raise SampleError(f"cannot be decoded: {error or type(error).__name__}") from None
 
 
@@ -98,40 +99,41 @@ def _open(data: bytes) -> Image.Image:
         return Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
         raise SampleError(
-            f"is not an image in a known format ({', '.join(FORMATS)}); starts with {data[:16]!r} (or is a "
-            "variant that Pillow cannot read)"
+            f"is not an image in a known format ({', '.join(FORMATS)}), or is a variant that Pillow cannot read; "
+            f"starts with {data[:16]!r}"
         ) from None
 
 
 def _adapt(image: Image.Image, options: ImageOptions, is_mask: bool) -> Decoded:
     notes = [f"{image.mode} mask" if is_mask else image.mode]
     raw_modes = _raw_modes(image)
-    if not (is_mask and image.mode in _NUMBERS):
-        _refuse_deep(raw_modes)
+    deep = next((mode for mode in raw_modes if _DEEP.search(mode)), None)
+    if deep is not None and not (is_mask and image.mode in _NUMBERS):  # Pillow opens some as 8 bits, without a warning
+        raise SampleError(f"has over 8 bits per channel ({deep}): scale it to 8 bits first; only you know its range")
     num_frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
     if num_frames > 1:
         if options.animated == "error":
             raise SampleError(f"has {num_frames} frames: use animated='first' (--animated first) for the first one")
         notes.append("first frame")
-    turn, size = _turn(image), (image.height, image.width)
+    orientation, size = _orientation(image), (image.height, image.width)
     if options.size and options.fit != "error" and not is_mask:
-        _draft(image, options, sideways=turn in (5, 6, 7, 8))
+        _draft(image, options, sideways=orientation in SIDEWAYS)
     image.load()
-    if turn == 1 and image.format == "PNG":  # the EXIF data may come after the pixels
-        turn = _turn(image)
-    if turn in range(2, 9):
+    if orientation == 1 and image.format == "PNG":  # the EXIF data may come after the pixels
+        orientation = _orientation(image)
+    if orientation in range(2, 9):
         image = ImageOps.exif_transpose(image)
         notes.append("rotated")
     image = _class_numbers(image, raw_modes) if is_mask else _convert(image, options.color)
     if options.size and (image.height, image.width) != options.size:
         image = _resize(image, options, Image.Resampling.NEAREST if is_mask else Image.Resampling.BICUBIC)
         notes.append("resized")
-    notes = notes[:1] if is_mask else notes  # other notes are counted for its image
-    return Decoded(image, tuple(notes), size[::-1] if turn in (5, 6, 7, 8) else size, turn)
+    notes = notes[:1] if is_mask else notes  # changes are counted for the image of the mask
+    return Decoded(image, tuple(notes), size[::-1] if orientation in SIDEWAYS else size, orientation)
 
 
 def _raw_modes(image: Image.Image) -> list[str]:
-    """Return the mode of an image, and the modes of the pixels in its file."""
+    """Return the mode of an image, and Pillow's raw modes of the pixels in its file."""
     args = [image.mode]
     for tile in getattr(image, "tile", ()):
         more = tile[3] if isinstance(tile[3], tuple) else (tile[3],)
@@ -143,14 +145,7 @@ def _raw_modes(image: Image.Image) -> list[str]:
     return args
 
 
-def _refuse_deep(raw_modes: list[str]) -> None:
-    """Refuse images of more than 8 bits; Pillow opens some of them as 8-bit modes and drops the lower byte."""
-    deep = next((mode for mode in raw_modes if _DEEP.search(mode)), None)
-    if deep is not None:
-        raise SampleError(f"has over 8 bits per channel ({deep}): scale it to 8 bits first; only you know its range")
-
-
-def _turn(image: Image.Image) -> int:
+def _orientation(image: Image.Image) -> int:
     """Return the EXIF orientation; 1 is upright. EXIF is parsed only if present, because parsing is slow."""
     if image.format == "TIFF" or any(key in image.info for key in ("exif", "xmp", "XML:com.adobe.xmp")):
         return image.getexif().get(0x0112, 1)
@@ -158,7 +153,7 @@ def _turn(image: Image.Image) -> int:
 
 
 def _draft(image: Image.Image, options: ImageOptions, sideways: bool) -> None:
-    """Let the JPEG decoder scale by 1/2, 1/4 or 1/8 if the target is much smaller; other decoders ignore it."""
+    """Make the JPEG decoder scale by 1/2, 1/4 or 1/8 if the target is much smaller; other decoders ignore this."""
     assert options.size is not None
     height, width = reversed(options.size) if sideways else options.size
     scales = width / image.width, height / image.height
@@ -190,20 +185,22 @@ def _convert(image: Image.Image, color: str) -> Image.Image:
 
 
 def _class_numbers(image: Image.Image, raw_modes: list[str]) -> Image.Image:
-    """Return the numbers of a mask, unchanged, as an image of mode L."""
+    """Return the class numbers of a mask, unchanged, as an image of mode L."""
     if image.mode in ("RGB", "RGBA", "LA"):
         *bands, last = image.split()
         if image.mode == "RGB":
             bands.append(last)
         elif last.getextrema() != (255, 255):
-            raise SampleError("is a mask with transparent pixels: give these a number")
+            raise SampleError("is a mask with transparent pixels: give these pixels a class number")
         if any(band.tobytes() != bands[0].tobytes() for band in bands):
             raise SampleError(
-                f"is a mask in colours ({image.mode}): give each colour a number, and save the numbers as a grey PNG"
+                f"is a mask in colours ({image.mode}): give every colour a number, and save the numbers as a grey PNG"
             )
         return bands[0]
     if image.mode not in _NUMBERS or _STRETCHED in raw_modes:
-        raise SampleError(f"is a mask of mode {image.mode} or range that changes its numbers: save it as a grey PNG")
+        raise SampleError(
+            f"is a mask of mode {image.mode}, or of a range, that would change its numbers: save it as a grey PNG"
+        )
     numbers = np.asarray(image)
     with np.errstate(invalid="ignore"):
         fitted = (numbers // next((_SCALED[mode] for mode in raw_modes if mode in _SCALED), 1)).astype(np.uint8)
@@ -221,7 +218,7 @@ def _resize(image: Image.Image, options: ImageOptions, resample: Image.Resamplin
     height, width = options.size
     if options.fit == "error":
         raise SampleError(
-            f"is {image.height} x {image.width} but size is {height} x {width}: use fit stretch, crop or pad"
+            f"is {image.height} x {image.width}, but the size is {height} x {width}: use fit stretch, crop or pad"
         )
     if options.fit == "stretch":
         return image.resize((width, height), resample)
@@ -242,7 +239,7 @@ def write_pixels(image: Image.Image, layout: str, out: np.ndarray) -> None:
 
 
 def sample_shape(image: Image.Image, layout: str, is_mask: bool = False) -> tuple[int, ...]:
-    """Return the shape of an image as a sample."""
+    """Return the shape of the array for an image: (C, H, W), (H, W, C), or (H, W) for a mask."""
     if is_mask:
         return image.height, image.width
     channels = _KEPT[image.mode]

@@ -1,4 +1,4 @@
-"""Images in a folder or an archive: a list of names, a container of their bytes, and the options of decoding."""
+"""The source of images in a folder or an archive."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ import PIL
 from h5chunk.errors import SampleError, SourceError, as_text, printable
 from h5chunk.source import OpenContext
 from h5chunk.sources.kinds import ImageOptions, ImageSourceOptions
-from h5chunk.sources.listing import Found, Listing, list_pairs, read_tree
-from h5chunk.sources.manifest import Choice, list_manifest, list_metadata
+from h5chunk.sources.listing import Listing, ReportFound, list_tree, read_tree
+from h5chunk.sources.manifest import list_manifest, list_metadata
 from h5chunk.sources.pairs import LOSSY
 from h5chunk.sources.recognise import is_path, may_be_archive
 from h5chunk.sources.samples import IMAGES, LABELS, Samples
 
 
 def list_source(
-    source: str | os.PathLike[str], options: ImageSourceOptions, report_found: Found = lambda count: None
+    source: str | os.PathLike[str], options: ImageSourceOptions, report_found: ReportFound = lambda count: None
 ) -> Listing:
     """List the images of a source: by a manifest, by Hugging Face's metadata in the source, or by its folders."""
-    choice = Choice(options.columns, options.mask_column)
+    columns, masks = options.columns, options.mask_column
     if options.manifest is not None:
-        return list_manifest(options.manifest, source, report_found, choice)
+        return list_manifest(options.manifest, source, columns, masks, report_found)
     tree = read_tree(source, report_found)
-    listing = list_metadata(tree, options.split_folders, choice) if tree.tables else None
-    if listing is None and options.columns is not None:
-        raise SourceError(f"{tree.shown}: has neither a manifest nor metadata.csv: leave --columns out")
-    return listing or list_pairs(tree, options.split_folders, options.mask_column)
+    listing = list_metadata(tree, options.split_folders, columns, masks) if tree.tables else None
+    if listing is None and columns is not None:
+        raise SourceError(f"{tree.shown}: has neither a manifest nor metadata.csv: leave out --columns")
+    return listing or list_tree(tree, options.split_folders, masks)
 
 
 class ImageSource(Samples):
-    """Images of one shape, which is known once `settle` was called; ``options`` are for the file's header."""
+    """Images of one shape, which `find_fields` determines; ``options`` are recorded in the file."""
 
     kind = IMAGES
     noun = "images"
@@ -51,12 +51,12 @@ class ImageSource(Samples):
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
-        """Return whether a source is the path of a folder or an archive, or a missing path, which `open` reports."""
+        """Return whether a source is a folder, an archive, or a missing path (which is an error in `open`)."""
         return is_path(source) and (not os.path.isfile(source) or may_be_archive(source, head))
 
     @classmethod
     def open(cls, source: Any, options: ImageSourceOptions, context: OpenContext) -> ImageSource:
-        """List the images, and take the shape of the first one."""
+        """List the images, and decode the first to find their shape."""
         listing = list_source(source, options, context.report_found)
         recorded: dict[str, Any] = {"split_folders": options.split_folders}
         if options.manifest is None and "split" in listing.columns:
@@ -66,18 +66,18 @@ class ImageSource(Samples):
         decoding = ImageOptions(**{name: getattr(options, name) for name in ImageOptions.names()})
         images = cls(listing, decoding, **recorded)
         images.check_parts(context.skips_bad_samples)
-        images.settle(context.skips_bad_samples)
+        images.find_fields(context.skips_bad_samples)
         return images
 
     def check_parts(self, skip_bad: bool) -> None:
-        """Raise SourceError if an image lacks a mask, unless ``skip_bad``; note masks that are lossy JPEG files."""
+        """Raise SourceError if an image lacks a mask, unless ``skip_bad``; add a note if masks are JPEG files."""
         for name, paths in self.listing.others.items():
             missing = np.flatnonzero(np.diff(paths.offsets) == 0)
             if len(missing) and not skip_bad:
                 raise SourceError(
                     f"{len(missing):,} of {len(self):,} images have no image in {name!r}, such as "
-                    f"{printable(self.listing.names[missing[0]])}: add them, leave such samples out (--on-error skip), "
-                    "or list the pairs in a manifest (--manifest)"
+                    f"{printable(self.listing.names[missing[0]])}: add the missing images, skip such samples "
+                    "(--on-error skip), or list the pairs in a manifest (--manifest)"
                 )
             if name in self.masks and any(path.lower().endswith(LOSSY) for path in paths):
                 self.listing.notes.append(f"{name} are JPEG files, whose numbers are not exact: save masks as PNG")

@@ -1,7 +1,7 @@
-"""The kinds of data that can be converted, and their options.
+"""The kinds of sources that can be converted, and their options.
 
-To add a kind, write a module with a class that implements the contract of `h5chunk.source`, and list it here. Help and
-command lines are made from this list, so nothing heavy is imported: `h5chunk.sources.open` imports the readers.
+To add a kind, write a module with a class that implements the interface in `h5chunk.source`, and list it in `KINDS`.
+The command line imports this module for its help, so this module imports no readers: `h5chunk.sources.open` does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_PIXELS = 89_478_485  # Pillow's own limit: 1 GiB of pixels of four bytes
 
 @dataclass(frozen=True)
 class ImageOptions(Options):
-    """Options of decoding images."""
+    """Options for decoding images."""
 
     heading: ClassVar[str] = "Images"
 
@@ -33,19 +33,21 @@ class ImageOptions(Options):
     )
     fit: str = option(
         "error",
-        "How to bring an image of another size to --size: refuse it, scale both sides, scale and cut out the middle, "
-        "or scale and fill with black.",
+        "How to resize an image to --size: error refuses images of another size, stretch scales both sides, crop "
+        "scales and cuts out the centre, pad scales and fills the rest with black.",
         choices=("error", "stretch", "crop", "pad"),
     )
     color: str = option(
-        "rgb", "Channels in the file; keep: those of the images, with alpha.", choices=("rgb", "gray", "keep")
+        "rgb", "Channels of the stored images; keep: those of the source, with alpha.", choices=("rgb", "gray", "keep")
     )
-    layout: str = option("nchw", "Axes of the images in the file.", choices=("nchw", "nhwc"))
-    animated: str = option("error", "Refuse images of several frames, or use the first.", choices=("error", "first"))
-    max_pixels: int = option(MAX_PIXELS, "Maximum number of pixels; larger images are refused.", minimum=1)
+    layout: str = option("nchw", "Order of the axes of the stored images.", choices=("nchw", "nhwc"))
+    animated: str = option(
+        "error", "Refuse images with several frames, or use the first frame.", choices=("error", "first")
+    )
+    max_pixels: int = option(MAX_PIXELS, "Maximum number of pixels per image; larger images are refused.", minimum=1)
     mask_column: tuple[str, ...] | None = option(
         None,
-        "Columns, or folders beside the image folder, with masks: their values are kept, and they are scaled "
+        "Columns, or folders beside the folder of images, with masks: their values do not change, and they are resized "
         "like their images, by nearest neighbour.",
         metavar="NAME[,NAME]",
         shown_default="those called mask or masks",
@@ -67,15 +69,16 @@ class ImageOptions(Options):
         if self.size is not None and not (is_pair and all(isinstance(n, int) and n >= 1 for n in self.size)):
             raise OptionError(f"size is {self.size!r}: give a height and a width of at least 1")
         if self.size is None and self.fit != "error":
-            raise OptionError(f"fit is {self.fit!r} but no size was given: give a height and a width")
+            raise OptionError(f"fit is {self.fit!r}, but no size was given: give a height and a width")
         self._check_any_size()
 
     @property
     def form(self) -> str:
-        """How images of any size are kept: encoded or raw; empty if all get one size."""
+        """Form in which images of any size are stored, encoded or raw; empty if all images get one size."""
         return "encoded" if self.keep_encoded else "raw" if self.keep_size else ""
 
     def _check_any_size(self) -> None:
+        """Raise OptionError for options that exclude keep_encoded or keep_size, or that need one of them."""
         if self.keep_encoded and self.keep_size:
             raise OptionError("keep_encoded keeps encoded images, and keep_size pixels: give one of them")
         if not self.form:
@@ -97,7 +100,7 @@ class ImageOptions(Options):
             )
 
     def recorded(self) -> dict[str, Any]:
-        """Return the options that a file records: those that determine the pixels."""
+        """Return the options to record in the file: those that determine the pixels."""
         names = (
             *RECORDED,
             *(["mask_column"] if self.mask_column is not None else []),
@@ -107,27 +110,30 @@ class ImageOptions(Options):
 
     @classmethod
     def of_recorded(cls, options: Mapping[str, Any], shape: Sequence[int] = ()) -> ImageOptions:
-        """Return the options that a file records; with the ``shape`` of its images, to bring others to their size.
+        """Create the options from those that a file records. The size is that of its images, of ``shape``, if given.
 
-        Raises KeyError, TypeError or ValueError if the file does not record them.
+        Raises KeyError, TypeError or ValueError if the file does not record valid options.
         """
-        found = {name: options[name] for name in RECORDED}
+        recorded = {name: options[name] for name in RECORDED}
         masks = options.get("mask_column")
-        found["mask_column"] = masks if masks is None else tuple(map(str, masks))
-        size = (shape[2:] if options["layout"] == "nchw" else shape[1:3]) or found["size"]
-        return ImageOptions(**{**found, "size": size and tuple(int(n) for n in size)})
+        recorded["mask_column"] = masks if masks is None else tuple(map(str, masks))
+        size = (shape[2:] if options["layout"] == "nchw" else shape[1:3]) or recorded["size"]
+        return ImageOptions(**{**recorded, "size": size and tuple(int(n) for n in size)})
 
 
 @dataclass(frozen=True)
 class ImageSourceOptions(ImageOptions):
-    """Options of a folder or an archive of images."""
+    """Options for reading a folder or an archive of images."""
 
     manifest: str | os.PathLike[str] | None = option(
-        None, "Table of image paths below SOURCE; its other columns become fields.", metavar="TABLE.csv", is_path=True
+        None,
+        "Table with the paths of images, relative to SOURCE; its other columns become fields.",
+        metavar="TABLE.csv",
+        is_path=True,
     )
     split_folders: str = option(
         "auto",
-        "Whether the top folders are splits (train, val, ...), which become a field, with classes one level down.",
+        "Whether the top folders are splits (train, val, ...) rather than classes; splits become a field.",
         choices=("auto", "yes", "no"),
     )
     columns: tuple[str, ...] | None = option(
@@ -138,13 +144,14 @@ class ImageSourceOptions(ImageOptions):
         super().__post_init__()
         if self.manifest is not None and self.split_folders != "auto":
             raise OptionError(
-                f"split_folders is {self.split_folders!r}, but a manifest has a column for splits: leave it out"
+                f"split_folders is {self.split_folders!r}, but with a manifest a column says the split: leave out "
+                "split_folders"
             )
 
 
 @dataclass(frozen=True)
 class ArrayOptions(Options):
-    """Options of arrays."""
+    """Options for reading arrays."""
 
     heading: ClassVar[str] = "Arrays"
 
@@ -155,7 +162,7 @@ class ArrayOptions(Options):
 
 @dataclass(frozen=True)
 class TableOptions(ImageOptions):
-    """Options of tables."""
+    """Options for reading tables."""
 
     heading: ClassVar[str] = "Tables"
 
@@ -166,61 +173,64 @@ class TableOptions(ImageOptions):
 
 @dataclass(frozen=True)
 class MatrixSourceOptions(Options):
-    """Options of a source of a matrix: none."""
+    """Options that all kinds of matrices share: none."""
 
     heading: ClassVar[str] = MATRICES
 
 
 @dataclass(frozen=True)
 class LayerOptions(MatrixSourceOptions):
-    """Options of a file that holds several matrices."""
+    """Options for reading a file with several matrices."""
 
     layer: str | None = option(
-        None, "Matrix to convert: X, raw or the name of a layer of an .h5ad, or a genome of a 10x file.", metavar="NAME"
+        None,
+        "Matrix to convert: X, raw, or a layer of an .h5ad; or a genome of a 10x file.",
+        metavar="NAME",
+        shown_default="X, or the only genome",
     )
 
 
 @dataclass(frozen=True)
 class JoinOptions(LayerOptions):
-    """Options of several matrices that are joined."""
+    """Options for reading several matrices as one."""
 
     join: str | None = option(
         None,
-        "Columns to keep of several files: those of all files (inner), or of any file (outer), with zeros if a "
-        "file lacks one.",
+        "With several files, keep the columns that all files have (inner), or that any file has (outer); columns that "
+        "a file lacks are zero.",
         choices=("inner", "outer"),
-        shown_default="all files must have the same",
+        shown_default="all files must have the same columns",
     )
 
 
 @dataclass(frozen=True)
 class EntryOptions(MatrixSourceOptions):
-    """Options of a table of entries."""
+    """Options for reading a table of entries."""
 
     columns: tuple[str, ...] | None = option(
         None,
-        "Row, column, value and time columns of ratings and other entries (names, or 0, 1, ...).",
+        "For ratings and other entries: the columns with row, column, value and time (names, or 0, 1, ...).",
         metavar="A,B[,C[,D]]",
     )
 
 
 @dataclass(frozen=True)
 class DelimitedOptions(EntryOptions):
-    """Options of a delimited file."""
+    """Options for reading delimited text."""
 
     heading: ClassVar[str] = "Delimited text"
 
     separator: str | None = option(
         None,
-        "Separator between cells, such as ';' or '::'; also the words tab, and space (any run of blanks).",
+        "Separator between cells, such as ';' or '::', or the word tab, or space for any run of blanks.",
         metavar="SEP",
         shown_default="detected",
     )
     header: str = option("auto", "Whether the first line names the columns.", choices=("auto", "yes", "no"))
     quotes: bool = option(True, "Treat double quotes as ordinary characters.")
     decimal: str = option(".", "Decimal mark.", choices=(".", ","))
-    comment: str | None = option(None, "Skip the lines that begin with this.", metavar="MARK")
-    encoding: str | None = option(None, "Encoding, such as latin-1.", metavar="NAME", shown_default="utf-8")
+    comment: str | None = option(None, "Skip lines that begin with MARK.", metavar="MARK")
+    encoding: str | None = option(None, "Encoding of the text, such as latin-1.", metavar="NAME", shown_default="utf-8")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -235,16 +245,16 @@ class DelimitedOptions(EntryOptions):
 
 
 class Kind(NamedTuple):
-    """A kind of data: its name, the module and class that read it, its options, and an example for messages."""
+    """A kind of source."""
 
     name: str
-    module: str
+    module: str  # module and class that read it
     class_name: str
     options: type[Options]
-    example: str
+    example: str  # for messages
 
 
-# In the order in which they are asked; images take any folder or archive that no other kind recognises.
+# In the order in which they are tried; images accept any folder or archive that no other kind recognises.
 KINDS = (
     Kind("10x", "matrix.tenx", "TenxSource", LayerOptions, "matrix.h5 or a folder with matrix.mtx.gz, of Cell Ranger"),
     Kind("h5ad", "matrix.anndata", "H5adSource", LayerOptions, "cells.h5ad"),
@@ -256,7 +266,7 @@ KINDS = (
     Kind("libsvm", "matrix.libsvm", "LibsvmSource", MatrixSourceOptions, "train.svm: lines such as '1 3:0.5 7:1'"),
     Kind("csv", "matrix.delimited", "DelimitedSource", DelimitedOptions, "ratings.csv: lines such as 'user,item,4.5'"),
     Kind("ratings", "matrix.parquet", "ParquetEntries", EntryOptions, "ratings.parquet: columns user, item, rating"),
-    Kind("table", "table", "TableSource", TableOptions, "table.parquet, iris.csv: one sample a row"),
+    Kind("table", "table", "TableSource", TableOptions, "table.parquet, iris.csv: one sample per row"),
     Kind("images", "images", "ImageSource", ImageSourceOptions, "photos/ or photos.zip: one folder per class"),
     Kind("mapping", "mapping", "MappingSource", ImageOptions, ""),
 )

@@ -1,10 +1,10 @@
 """List the images of a folder or an archive in order, with their classes and splits.
 
-Only names are used; no image is opened. The order and the labels are as in torchvision's ImageFolder (which leaves out
-.gif): classes sorted by name, within a class the folders sorted by path, within a folder the files sorted by name.
+No image is opened. The order and the labels are those of torchvision's ImageFolder, which leaves out .gif: classes are
+sorted by name, the folders of a class by path, and the files of a folder by name.
 
-A data set often has the form ``train/cat/1.png``, ``val/cat/2.png``: its top folders are splits, not classes, and
-labels made from them would be worthless. The names decide; if they are ambiguous, an error asks the user.
+The top folders may be splits rather than classes, as in ``train/cat/1.png``, ``val/cat/2.png``. Their names decide
+this; ambiguous names are an error.
 """
 
 from __future__ import annotations
@@ -27,118 +27,97 @@ from h5chunk.sources.container import Container, Folder, open_archive
 from h5chunk.sources.pairs import MASKS, Directory, at_level, depth_of, find_pairs, take_masks
 
 EXTENSIONS = (b".jpg", b".jpeg", b".png", b".ppm", b".bmp", b".pgm", b".tif", b".tiff", b".webp", b".gif")
-SYSTEM = {b"__MACOSX", b".DS_Store", b".git", b".ipynb_checkpoints"}  # hidden files that are never images
-TABLES = (b"metadata.csv", b"metadata.jsonl")  # tables of Hugging Face's imagefolder
+SYSTEM = {b"__MACOSX", b".DS_Store", b".git", b".ipynb_checkpoints"}  # hidden names that reports do not mention
+TABLES = (b"metadata.csv", b"metadata.jsonl")  # metadata of Hugging Face's imagefolder
 
-Found = Callable[[int], None]  # called with the number of images found so far
+ReportFound = Callable[[int], None]  # called with the number of images found so far
 
 
 @dataclass
 class Listing:
-    """The samples of a source, without their pixels; ``names`` are paths below it, with slashes.
-
-    ``others`` are the paths of further images of each sample, such as masks, by field; a path is empty if there is
-    none. Columns are (num_samples,): ``labels`` int64 if there are classes, ``split`` if there are splits, and the
-    columns of a manifest.
-    """
+    """The images of a source by their paths, with labels and other columns, but without pixels."""
 
     container: Container
-    names: Names
-    others: dict[str, Names] = field(default_factory=dict)
-    columns: dict[str, np.ndarray] = field(default_factory=dict)
+    names: Names  # path of the main image of each sample, relative to the source, with slashes
+    others: dict[str, Names] = field(default_factory=dict)  # by field: paths of masks and the like; empty if missing
+    columns: dict[str, np.ndarray] = field(default_factory=dict)  # (num_samples,): labels, split, and further columns
     class_names: list[str] = field(default_factory=list)
-    ignored: list[str] = field(default_factory=list)  # names of files in the source that are not packed
+    ignored: list[str] = field(default_factory=list)  # descriptions of files that are left out
     notes: list[str] = field(default_factory=list)
 
     def select(self, *members: Any) -> None:
-        """Set the numbers in the archive of all images: (num_samples,) int64 for ``names``, then for each other."""
-        self.container.select(np.concatenate([np.asarray(each, np.int64) for each in members]))
+        """Set the archive members of all images: (num_samples,) int64 for ``names``, then for each of ``others``."""
+        self.container.select(np.concatenate([np.asarray(numbers, np.int64) for numbers in members]))
 
     def parts(self, index: int) -> Iterator[tuple[str, int, bytes]]:
-        """Yield (field, number in the container, path) of the other images of a sample."""
-        for place, (name, paths) in enumerate(self.others.items(), 1):
-            yield name, place * len(self.names) + index, paths[index]
+        """Yield (field, number in the container, path) for the other images of sample ``index``."""
+        for i, (name, paths) in enumerate(self.others.items(), 1):
+            yield name, i * len(self.names) + index, paths[index]
 
 
 @dataclass
 class Tree:
-    """The images of a folder or an archive, by folder, and its tables of metadata, as (path, number in the archive)."""
+    """The contents of a folder or an archive."""
 
-    shown: str
+    shown: str  # its path, for messages
     container: Container
-    directories: dict[bytes, Directory]
-    tables: list[tuple[bytes, int]]
-    ignored: list[str]
+    directories: dict[bytes, Directory]  # its folders, by path
+    tables: list[tuple[bytes, int]]  # path, and number in the archive, of each table of metadata
+    ignored: list[str]  # descriptions of files that are left out
 
 
-def read_tree(source: str | os.PathLike[str], found: Found | None = None) -> Tree:
+def read_tree(source: str | os.PathLike[str], report_found: ReportFound) -> Tree:
     """List all files of a folder, a .zip or a .tar."""
     path = Path(source)
-    found = found or (lambda count: None)
     check_source(path)
-    found(0)
+    report_found(0)
     if path.is_dir():
         container: Container = Folder(path)
         files = _walk(os.fsencode(path))
     else:
         container, members = open_archive(path)
-        files = _split(members)
-    tree = _group(files, Tree(printable(path), container, {}, [], []), found)
+        files = _split_paths(members)
+    tree = Tree(printable(path), container, {}, [], [])
+    _add_files(tree, files, report_found)
     tops = {name.partition(b"/")[0] for name, directory in tree.directories.items() if directory.files}
-    if not path.is_dir() and len(tops) == 1 and b"" not in tops:  # a folder that wraps all images is left out of paths
+    if not path.is_dir() and len(tops) == 1 and b"" not in tops:  # strip the folder that contains all images
         top, directories = tops.pop() + b"/", tree.directories
         inside = (name for name in directories if (name + b"/").startswith(top))
         tree.directories = {name[len(top) :]: directories[name] for name in inside}
         tree.tables = [(name[len(top) :], number) for name, number in tree.tables if name.startswith(top)]
-    found(sum(len(directory.files) for directory in tree.directories.values()))
+    report_found(sum(len(directory.files) for directory in tree.directories.values()))
     return tree
 
 
-def list_images(
-    source: str | os.PathLike[str],
-    found: Found | None = None,
-    *,
-    split_folders: str = "auto",
-    masks: Sequence[str] | None = None,
-) -> Listing:
-    """List the images of a folder, a .zip or a .tar, with labels if there is one folder per class.
+def list_tree(tree: Tree, split_folders: str, masks: Sequence[str] | None) -> Listing:
+    """List the images of a tree as samples, with labels if there is one folder per class, and with their masks.
 
-    If the top folders are splits, classes are the folders in them, the same for all splits, and the column ``split``
-    has the name of the top folder. ``auto``: they are splits if all have names of splits.
-    ``masks`` are folders beside the one with the images; None: those with a usual name.
+    ``split_folders`` says whether the top folders are splits: yes, no, or auto if their names decide. ``masks`` are the
+    folders of masks beside the folder of images; None: folders with the usual names.
     """
-    return list_pairs(read_tree(source, found), split_folders, masks)
-
-
-def list_pairs(tree: Tree, split_folders: str, masks: Sequence[str] | None) -> Listing:
-    """Arrange the images of a tree as samples, with the masks of the same names from the folders beside."""
     with_images = [name for name, directory in tree.directories.items() if directory.files]
     pairs = find_pairs(tree.shown, with_images, masks)
     if pairs is None:
         return _list_one_folder(tree, split_folders)
-    directories, parts = tree.directories, []
-    inside = replace(tree, directories=pairs.inside(directories, pairs.images))
-    listing, members = arrange(inside, split_folders)
-    plain = listing.names
-    listing.names = Names(pairs.outside(name, pairs.images) for name in plain)
+    directories, mask_members = tree.directories, []
+    listing, members = arrange(replace(tree, directories=pairs.inside(directories, pairs.images)), split_folders)
+    inner_names = listing.names
+    listing.names = Names(pairs.outside(name, pairs.images) for name in inner_names)
     for name, folder in pairs.masks.items():
-        paths, numbers, left = pairs.match(plain, pairs.inside(directories, folder), folder)
+        paths, numbers, unused = pairs.match(inner_names, pairs.inside(directories, folder), folder)
         listing.others[name] = Names(paths)
-        parts.append(numbers)
-        if left:
+        mask_members.append(numbers)
+        if unused:
             listing.ignored.append(
-                f"{count_text(len(left), 'image')} in {as_text(folder)!r} without an image, such as {left[0]}"
+                f"{count_text(len(unused), 'mask')} in {as_text(folder)!r} without an image, such as {unused[0]}"
             )
-    loose = [
-        posixpath.join(name, file)
-        for name in with_images
-        if not pairs.is_inside(name)
-        for file in directories[name].files
-    ]
-    if loose:
-        listing.ignored.append(f"{count_text(len(loose), 'image')} beside these folders, such as {as_text(min(loose))}")
+    outside = [name for name in with_images if not pairs.contain(name)]
+    if loose := [posixpath.join(name, file) for name in outside for file in directories[name].files]:
+        listing.ignored.append(
+            f"{count_text(len(loose), 'image')} outside of these folders, such as {as_text(min(loose))}"
+        )
     listing.notes.append(pairs.note())
-    listing.select(members, *parts)
+    listing.select(members, *mask_members)
     return listing
 
 
@@ -158,7 +137,7 @@ def _list_one_folder(tree: Tree, split_folders: str) -> Listing:
 
 
 def check_source(path: Path) -> None:
-    """Raise SourceError unless ``path`` exists."""
+    """Raise SourceError if ``path`` does not exist or is not accessible."""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -175,10 +154,10 @@ def _is_hidden(name: bytes) -> bool:
 
 
 def _walk(root: bytes) -> Iterator[tuple[bytes, bytes, int]]:
-    """Yield (folder, file, -1) for all files below ``root``, and the folders themselves with an empty file.
+    """Yield (folder, file name, -1) for all files below ``root``, and (folder, b"", -1) for the folders.
 
-    Links are followed, but not into a folder that contains the link. Anything with the name of an image, except a
-    folder, counts as an image, so that a broken link or a pipe is an error of that sample and not a missing sample.
+    Links are followed, but not to a folder that contains the link. Broken links and pipes are yielded like files, so
+    that they become errors of a sample rather than missing samples.
     """
     stack: list[tuple[bytes, tuple[tuple[int, int], ...]]] = [(b"", ())]  # folders to list, with their parents
     while stack:
@@ -206,8 +185,8 @@ def _walk(root: bytes) -> Iterator[tuple[bytes, bytes, int]]:
             raise SourceError(f"{printable(path)}: cannot be listed: {error.strerror}") from None
 
 
-def _split(members: Iterable[tuple[bytes, int]]) -> Iterator[tuple[bytes, bytes, int]]:
-    """Yield (folder, file, number) for the members of an archive, and its folders with an empty file."""
+def _split_paths(members: Iterable[tuple[bytes, int]]) -> Iterator[tuple[bytes, bytes, int]]:
+    """Yield (folder, file name, number) for the members of an archive; the file name of a folder is empty."""
     for name, number in members:
         parts = [part for part in name.split(b"/") if part not in (b"", b".")]
         hidden = next(filter(_is_hidden, parts), None)
@@ -218,8 +197,8 @@ def _split(members: Iterable[tuple[bytes, int]]) -> Iterator[tuple[bytes, bytes,
         yield b"/".join(parts), file, number
 
 
-def _group(files: Iterable[tuple[bytes, bytes, int]], tree: Tree, found: Found) -> Tree:
-    """Add files to an empty tree."""
+def _add_files(tree: Tree, files: Iterable[tuple[bytes, bytes, int]], report_found: ReportFound) -> None:
+    """Add files to an empty tree: images, tables, and descriptions of all others."""
     others = Counter[str]()
     count, other, hidden = 0, b"", b""
     for folder, file, number in files:
@@ -235,45 +214,48 @@ def _group(files: Iterable[tuple[bytes, bytes, int]], tree: Tree, found: Found) 
             directory.members.append(number)
             count += 1
             if count % 4096 == 0:
-                found(count)
+                report_found(count)
         elif file in TABLES:
             tree.tables.append((posixpath.join(folder, file), number))
         elif file:
-            others[as_text(os.path.splitext(file)[1].lower()) or "no ending"] += 1
+            others[as_text(os.path.splitext(file)[1].lower()) or "without a suffix"] += 1
             other = min(other or file, file)
     if others:
         kinds = ", ".join(f"{num:,} {kind}" for kind, num in others.most_common(5))
         tree.ignored.append(f"files that are not named like images ({kinds}), such as {as_text(other)}")
     if hidden:
         tree.ignored.append(f"hidden files and folders, such as {as_text(hidden)}")
-    return tree
 
 
 def arrange(tree: Tree, split_folders: str, least_classes: float = 1) -> tuple[Listing, array[int]]:
-    """Sort and label images as torchvision's ImageFolder would, split by split; return their numbers, too."""
+    """Sort and label the images of a tree as torchvision's ImageFolder does, split by split.
+
+    Fewer than ``least_classes`` folders do not count as classes. Returns the listing, and the number in the archive of
+    each image.
+    """
     source, directories, ignored = tree.shown, tree.directories, [*tree.ignored]
     with_images = {name: directory for name, directory in directories.items() if directory.files}
     if not with_images:
-        wanted = ", ".join(e.decode() for e in EXTENSIONS)
+        wanted = ", ".join(suffix.decode() for suffix in EXTENSIONS)
         raise SourceError(f"{source}: no images found; looked for {wanted} (any case) in it and the folders below")
-    level = int(_has_split_folders(source, with_images, split_folders))  # names of class folders
+    level = int(_has_split_folders(source, with_images, split_folders))  # index of the class folder in a path
     if level and (empty := sorted(at_level(0, directories) - at_level(0, with_images))):
         ignored.append(f"folders without images, which are not treated as splits: {', '.join(map(as_text, empty))}")
-        directories = {name: each for name, each in directories.items() if name.split(b"/")[0] not in empty}
+        directories = {name: kept for name, kept in directories.items() if name.split(b"/")[0] not in empty}
     classes = sorted(at_level(level, with_images))
     classes = classes if len(classes) >= least_classes else []
     if classes and (empty := sorted(at_level(level, directories) - set(classes))):
         raise SourceError(
-            f"{source}: class folder {as_text(empty[0])!r} has no images ({len(empty)} such of "
-            f"{len(empty) + len(classes)}): remove it, or put images in it"
+            f"{source}: {len(empty)} of {len(empty) + len(classes)} class folders have no images, such as "
+            f"{as_text(empty[0])!r}: remove them, or add images"
         )
-    depth = level + bool(classes)  # lowest depth of a folder with samples
+    depth = level + bool(classes)  # minimum depth of a folder whose images are samples
     kept = {name: directory for name, directory in with_images.items() if depth_of(name) >= depth}
     if loose := {name: directory for name, directory in with_images.items() if name not in kept}:
-        what, count = "class" if classes else "split", sum(len(directory.files) for directory in loose.values())
-        example = min(name + b"/" * bool(name) + min(directory.files) for name, directory in loose.items())
+        kind, count = "class" if classes else "split", sum(len(directory.files) for directory in loose.values())
+        example = min(posixpath.join(name, min(directory.files)) for name, directory in loose.items())
         images = count_text(count, "image")
-        ignored.append(f"{images} without a {what}, beside the {what} folders, such as {as_text(example)}")
+        ignored.append(f"{images} without a {kind}, outside of the {kind} folders, such as {as_text(example)}")
     members = array("q")
     listing = Listing(tree.container, Names(_names(kept, depth, members)), ignored=ignored)
     if classes:
@@ -287,7 +269,7 @@ def arrange(tree: Tree, split_folders: str, least_classes: float = 1) -> tuple[L
 
 
 def _has_split_folders(source: str, folders: Collection[bytes], choice: str) -> bool:
-    """Decide whether the top folders of a source are splits, given the paths of all folders with images.
+    """Return whether the top folders of a source are splits, given the paths of all folders with images.
 
     >>> _has_split_folders("data", [b"train/cat", b"train/dog", b"val/cat"], "auto")
     True
@@ -300,43 +282,42 @@ def _has_split_folders(source: str, folders: Collection[bytes], choice: str) -> 
     if choice == "no" or (choice == "auto" and not named):
         return False
     if not tops:
-        raise SourceError(f"{source}: has no folders that could be splits: leave --split-folders out")
+        raise SourceError(f"{source}: has no folders that could be splits: leave out --split-folders")
     shown = ", ".join(repr(as_text(top)) for top in tops[:5]) + (", ..." if len(tops) > 5 else "")
     if choice == "auto" and len(named) < len(tops):
         if len(named) == 1 < len(tops) and named[0] not in nested:
             return False  # one class among others with the name of a split, such as trains among vehicles
         raise SourceError(
-            f"{source}: holds the folders {shown}, of which {as_text(named[0])!r} has the name of a split: give "
-            "--split-folders yes if they are splits, with classes one level down; no if they are classes; or convert "
-            "one of them alone"
+            f"{source}: contains the folders {shown}, of which {as_text(named[0])!r} has the name of a split: give "
+            "--split-folders yes if they are splits, with classes one level down; no if they are classes; or "
+            "convert one of them alone"
         )
     if nested and len(nested) < len(tops):
         flat = next(top for top in tops if top not in nested)
         raise SourceError(
-            f"{source}: of the splits {shown}, {as_text(min(nested))!r} has class folders and {as_text(flat)!r} has "
-            "none: convert each alone; or give --split-folders no if they are classes"
+            f"{source}: of the splits {shown}, {as_text(min(nested))!r} has class folders but {as_text(flat)!r} has "
+            "none: convert each split alone, or give --split-folders no if they are classes"
         )
     return True
 
 
 def _names(directories: dict[bytes, Directory], depth: int, members: array[int]) -> Iterator[bytes]:
-    """Return the paths of all images, sorted by their first folders, then folder, then name; note their members."""
+    """Yield the paths of all images: split by split, class by class, folder by folder; append to ``members``."""
     for name in sorted(directories, key=lambda name: (name.split(b"/")[:depth], name)):
         directory = directories[name]
         last = dict(sorted(zip(directory.files, directory.members, strict=True)))  # keep the last of equal names
         members.extend(last.values())
-        prefix = name + b"/" if name else b""
-        yield from (prefix + file for file in last)
+        yield from (posixpath.join(name, file) for file in last)
 
 
 def _numbers(names: Names, level: int, folders: list[bytes]) -> np.ndarray:
-    """Return the number of the folder of each image at one level: (num_images,) int64."""
-    number = {folder: number for number, folder in enumerate(folders)}
+    """Return the index in ``folders`` of the folder of each image at one level of its path: (num_images,) int64."""
+    number = {folder: i for i, folder in enumerate(folders)}
     return np.fromiter((number[name.split(b"/", level + 1)[level]] for name in names), np.int64, len(names))
 
 
 def _add_splits(listing: Listing, directories: dict[bytes, Directory]) -> None:
-    """Add the column ``split``, and notes about it and about classes that some splits lack."""
+    """Add the column ``split``, a note on its values, and notes on classes that a split lacks."""
     splits = sorted(at_level(0, directories))
     numbers = _numbers(listing.names, 0, splits)
     listing.columns["split"] = np.array([as_text(split).encode() for split in splits])[numbers]

@@ -1,7 +1,7 @@
-"""Read the lines of a manifest: .csv, .tsv, JSON lines, or CelebA's own list.
+"""Read the rows of a manifest: .csv, .tsv, JSON lines, or a list in the format of CelebA.
 
-CelebA's list has a line with the count, then a header without the path column, then lines separated by blanks. JSON
-lines have one object per line, all with the same keys.
+A CelebA list has a first line with the number of images, then a header without the column of paths, then rows with
+blanks between the cells. JSON lines have one object per line, all with the same keys.
 """
 
 from __future__ import annotations
@@ -9,30 +9,31 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any, TextIO
 
 from h5chunk.errors import SourceError, count_text
 
 MAX_LINE = 1 << 20  # characters
-NESTED = "\0"  # replaces a value that is a list or an object
+NESTED = "\0"  # stands for a JSON value that is a list or an object
 
 Rows = Iterator[tuple[int, list[str]]]  # line numbers and cells
 
 
 class Table:
-    """The columns and the rows of a manifest, which is read once; ``shown`` and ``name`` are its path and its name."""
+    """The columns and rows of an open manifest. ``shown`` is its path for messages, ``name`` its file name."""
 
     def __init__(self, shown: str, name: str, file: TextIO) -> None:
         self.shown, self._file = shown, file
-        self.declared: int | None = None  # number of lines that CelebA's first line claims
-        self.first_line = 1  # number of the line with the names of the columns
+        self.declared: int | None = None  # number of rows that the first line of a CelebA list declares
+        self.first_line = 1  # number of the header line
         lines = self._read_lines()
         if name.lower().endswith(".jsonl"):
             self.columns, self._rows = self._open_json(lines)
             return
         first, second = next(lines, ""), next(lines, "")
-        if first.strip().isdecimal() and len(first) < 20 and second.strip() and "," not in second:  # CelebA's own list
+        if first.strip().isdecimal() and len(first) < 20 and second.strip() and "," not in second:  # a CelebA list
             self.columns, self.declared, self.first_line = ["path", *second.split()], int(first), 2
             self._rows = ((number, line.split()) for number, line in enumerate(lines, 3))
             return
@@ -40,20 +41,19 @@ class Table:
         self.columns = [name.strip() for name in next(csv.reader([first], delimiter=delimiter), [])]
         self._rows = self._delimited(chain([second], lines), delimiter)
 
-    def error(self, line: int, what: str) -> SourceError:
+    def error(self, line: int, problem: str) -> SourceError:
         """Return an error that names the file and a line."""
-        return SourceError(f"{self.shown}, line {line}: {what}")
+        return SourceError(f"{self.shown}, line {line}: {problem}")
 
     def _read_lines(self) -> Iterator[str]:
-        """Yield the lines of the file; no line may take unbounded memory."""
-        number = 0
-        while line := self._file.readline(MAX_LINE + 1):
-            number += 1
+        """Yield the lines of the file. Raises SourceError for a line of more than `MAX_LINE` characters."""
+        for number, line in enumerate(iter(partial(self._file.readline, MAX_LINE + 1), ""), 1):
             if len(line) > MAX_LINE:
                 raise self.error(number, f"longer than the limit of {MAX_LINE} characters: is this a table?")
             yield line
 
     def _delimited(self, lines: Iterable[str], delimiter: str) -> Rows:
+        """Yield the rows of the lines below the header."""
         reader = csv.reader(lines, delimiter=delimiter, strict=True)
         number = 1
         try:
@@ -64,6 +64,7 @@ class Table:
             raise self.error(number + 1, str(error)) from None
 
     def _open_json(self, lines: Iterable[str]) -> tuple[list[str], Rows]:
+        """Return the columns, which are the keys of the first object, and the rows of JSON lines."""
         objects = self._objects(lines)
         first = next(objects, (1, {}))
         columns = list(first[1])
@@ -72,7 +73,7 @@ class Table:
             for number, values in chain([first] if columns else [], objects):
                 if values.keys() != {*columns}:
                     differing = sorted(values.keys() ^ {*columns})[0]
-                    raise self.error(number, f"{differing!r} is not in all lines: give all objects the same keys")
+                    raise self.error(number, f"some lines lack the key {differing!r}: give all lines the same keys")
                 yield number, [_text(values[name]) for name in columns]
 
         return columns, rows()
@@ -92,13 +93,15 @@ class Table:
         """Yield (line number, cells) for each line below the header that is not blank."""
         for number, row in self._rows:
             if row and len(row) != len(self.columns):
-                raise self.error(number, f"{count_text(len(row), 'column')} but the header has {len(self.columns)}")
+                raise self.error(
+                    number, f"has {count_text(len(row), 'column')}, but the header has {len(self.columns)}"
+                )
             if row:
                 yield number, row
 
 
 def _text(value: Any) -> str:
-    """Format a JSON value like a cell of a .csv; booleans become 0 and 1."""
+    """Format a JSON value like a cell of a .csv: null is empty, and booleans are 0 and 1."""
     if value is None or isinstance(value, str):
         return (value or "").strip().replace("\0", "\ufffd")
     if isinstance(value, (list, dict)):

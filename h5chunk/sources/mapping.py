@@ -1,17 +1,17 @@
-"""Map-style data sets in Python, such as torchvision's and Hugging Face's: objects with ``len()`` and ``[index]``.
+"""Map-style data sets in Python, such as torchvision's and Hugging Face's: objects with ``len()`` and indexing.
 
 | sample | becomes the fields |
 | --- | --- |
-| a dict | its own names |
+| a dict | its keys |
 | a pair of an image and a number | ``images`` and ``labels`` |
-| another tuple or list | ``images`` (an image), else ``field0``, ``field1``, ... |
-| anything else | ``images`` (an image), else ``data`` |
+| another tuple or list | ``images`` for the only image, and ``field0``, ``field1``, ... |
+| anything else | ``images`` for an image, otherwise ``data`` |
 
-Images are Pillow images, and are converted by the options of images. Numbers, arrays, tensors, bytes and strings (UTF-8
-of a fixed length, that of the longest string) are stored unchanged. All samples must have the same structure.
-``classes`` or ``class_to_idx`` of the data set, or the names in Hugging Face's ``features``, become its class names.
+Pillow images are converted with the options for images. Numbers, arrays and tensors are stored unchanged; strings and
+bytes become fixed-length bytes, as long as the longest. All samples must have the same structure. The class names come
+from ``classes`` or ``class_to_idx`` of the data set, or from Hugging Face's ``features``.
 
-Samples are read in forked worker processes, if the system supports fork, as many data sets cannot be pickled.
+Samples are read in forked worker processes, if the system supports fork, because many data sets cannot be pickled.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from h5chunk.sources.samples import DATA, IMAGES, LABELS, Samples, field_dtype, 
 
 
 class MappingSource(Samples):
-    """A map-style data set."""
+    """A map-style data set in Python."""
 
     kind = "mapping"
     noun = "a data set in Python"
@@ -39,7 +39,7 @@ class MappingSource(Samples):
 
     def __init__(self, dataset: Any, decoding: ImageOptions, context: OpenContext) -> None:
         self._dataset, self.decoding = dataset, decoding
-        order = self.settle(context.skips_bad_samples)
+        order = self.find_fields(context.skips_bad_samples)
         if any(field.dtype.kind == "S" for field in self.fields.values()):
             widths = self._text_widths(context)
             texts = {name: SampleField((), np.dtype(f"S{width}")) for name, width in widths.items()}
@@ -47,7 +47,7 @@ class MappingSource(Samples):
         has_images = any(field.axes for field in self.fields.values())
         self.options = {**(decoding.recorded() if has_images else {}), "fields": order}
         self.categories = _class_names(dataset, self.fields)
-        self.notes = ["changes of a data set in Python are not noticed: a conversion that is stopped starts anew"]
+        self.notes = ["changes of a data set in Python cannot be detected, so a stopped conversion starts over"]
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
@@ -85,7 +85,7 @@ class MappingSource(Samples):
         }
 
     def _sample(self, index: int) -> dict[str, Any]:
-        """Return a sample as a dict, with the names of the first sample."""
+        """Read a sample as a dict. Raises SampleError if its fields are not those of the first sample."""
         try:
             sample = _named(self._dataset[index])
         except SampleError:
@@ -98,7 +98,7 @@ class MappingSource(Samples):
         return sample
 
     def _text_widths(self, context: OpenContext) -> dict[str, int]:
-        """Return the length of the longest string of each field, which requires reading all samples."""
+        """Return the length in bytes of the longest string in each field of strings, by reading all samples."""
         widths: dict[str, int] = {}
         for index in range(len(self)):
             try:
@@ -113,7 +113,7 @@ class MappingSource(Samples):
 
 
 def _named(sample: Any) -> dict[str, Any]:
-    """Name the parts of a sample."""
+    """Return the parts of a sample by the names of their fields."""
     if isinstance(sample, Mapping):
         return {str(name): value for name, value in sample.items()}
     if not isinstance(sample, (tuple, list)):
@@ -135,9 +135,9 @@ def _encoded(value: str | bytes) -> bytes:
 
 
 def _as_array(name: str, value: Any, field: SampleField | None) -> np.ndarray:
-    """Convert a number, an array, a tensor or a string to an array, with the dtype of its field if known.
+    """Convert a number, array, tensor or string to an array with the dtype of its field, if that is known.
 
-    Raises SampleError for any other value, or if the field cannot hold the value exactly.
+    Raises SampleError for any other value, or if the dtype cannot hold the value exactly.
     """
     shown = f"field {printable(name)!r}"
     if value is None:
@@ -169,7 +169,7 @@ def _as_array(name: str, value: Any, field: SampleField | None) -> np.ndarray:
 
 
 def _class_names(dataset: Any, fields: Mapping[str, SampleField]) -> dict[str, list[str]]:
-    """Return the class names of fields, as torchvision and Hugging Face define them."""
+    """Return the class names by field, from the attributes of a data set of torchvision or Hugging Face."""
     found: dict[str, list[str]] = {}
     features = getattr(dataset, "features", None)
     if isinstance(features, Mapping):

@@ -1,4 +1,4 @@
-"""Check headers of .npy and members of .npz before memory is allocated for them, without unpickling.
+"""Validate the headers of .npy and the members of .npz files before memory is allocated, and never unpickle.
 
 Source: numpy.lib.format (the .npy format), numpy.savez.
 """
@@ -26,9 +26,9 @@ PACKINGS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 
 
 def read_header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Read shape, Fortran order and dtype of a .npy array; leave the file at its first value.
+    """Return shape, whether in Fortran order, and dtype of a .npy array; leave the file position at its first value.
 
-    Raises SourceError if it is not an array, or an array of Python objects.
+    Raises SourceError if this is not an array, or an array of Python objects.
     """
     try:
         with warnings.catch_warnings():
@@ -55,7 +55,7 @@ def read_header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.d
 
 @contextmanager
 def open_npz(path: str) -> Iterator[zipfile.ZipFile]:
-    """Open an .npz whose members claim valid sizes, in a context; damage found in it becomes a SourceError."""
+    """Open an .npz in a context, after validating the sizes of its members. Raises SourceError if it is damaged."""
     shown = printable(path)
     try:
         with BoundedFile(path, MAX_ZIP_DIRECTORY_BYTES, zipfile.BadZipFile) as file, zipfile.ZipFile(file) as archive:

@@ -1,4 +1,4 @@
-"""Find out the kind of a source, and open it."""
+"""Determine the kind of a source, and open it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ PACKAGES = {"pyarrow": "sparse"}  # optional packages, and the extra that instal
 
 
 def all_kinds() -> list[Any]:
-    """Return the classes of all kinds of sources, in the order in which they are tried."""
+    """Import the classes of all kinds of sources; return them in the order in which they are tried."""
     return [getattr(import_module(f"h5chunk.sources.{kind.module}"), kind.class_name) for kind in KINDS]
 
 
 def find_kind(source: Any, kind: str | None = None) -> Any:
-    """Find the class that opens a source: by the name of its kind, otherwise the first that recognises the source."""
+    """Return the class that opens a source: the one whose kind is given, or the first that recognises the source."""
     kinds = all_kinds()
     names = [each.kind for each in kinds]
     if kind is not None:
@@ -48,7 +48,7 @@ def _unrecognised(head: bytes) -> str:
 
 
 def open_kind(kind: Any, source: Any, options: Options, context: OpenContext) -> Any:
-    """Open a source of a known kind."""
+    """Open a source of a known kind. Raises SourceError if an optional package is missing."""
     try:
         return kind.open(source, options, context)
     except ModuleNotFoundError as error:
@@ -62,9 +62,9 @@ def open_kind(kind: Any, source: Any, options: Options, context: OpenContext) ->
 def choose_options(
     kind: Any, source: Any, given: Mapping[str, Any], groups: Sequence[type[Options]], *others: type[Options]
 ) -> list[Any]:
-    """Divide options by name into the groups that apply to the source: one object per group.
+    """Create one options object per group from the options that are given by name.
 
-    Raises OptionError if an option does not exist, or belongs only to the ``others`` or to another kind.
+    Raises OptionError if an option does not exist, or belongs only to another kind of source or to ``others``.
     """
     known = {name for group in groups for name in group.names()}
     for name in given:
@@ -74,7 +74,7 @@ def choose_options(
 
 
 def _misplaced(name: str, kind: Any, source: Any, others: Iterable[type[Options]]) -> OptionError:
-    """Return the error for an option that only other kinds have, or that no kind has."""
+    """Return an error for an option that only other kinds of sources have, or that does not exist."""
     homes: dict[str, list[str]] = {each.noun: [] for each in others if name in each.names()}
     for each in all_kinds():
         if name in each.Options.names():
@@ -84,15 +84,16 @@ def _misplaced(name: str, kind: Any, source: Any, others: Iterable[type[Options]
     nouns = one_of([_with_kinds(noun, *kinds) for noun, kinds in homes.items()])
     return OptionError(
         f"{flag_of(name)} applies only to {nouns}; {describe(source)} contains {_with_kinds(kind.noun, kind.kind)}: "
-        "leave it out, or give the format of the source if this is wrong"
+        "leave out the option; or give the format of the source if the detected format is wrong"
     )
 
 
 def _with_kinds(noun: str, *kinds: str) -> str:
+    """Name the contents of some kinds of sources, with the kinds in parentheses unless they are called the same."""
     is_same = kinds in ((), (noun,), (noun.removesuffix("s"),))
     return noun if is_same else f"{noun} ({', '.join(kinds)})"
 
 
 def describe(source: Any) -> str:
-    """Describe a source in messages."""
+    """Describe a source by its path, or by its type if it is an object, for messages."""
     return printable(source) if is_path(source) else f"the {type(source).__name__}"

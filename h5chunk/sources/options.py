@@ -1,4 +1,4 @@
-"""Options as frozen dataclasses whose fields describe themselves: checks, help and command lines are made from them."""
+"""Options as frozen dataclasses: the metadata of their fields defines validation, help and command lines."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 from h5chunk.errors import MAX_NUMBER, OptionError
 
 ANYTHING: tuple[Any, str] = (object, "")
-KINDS: dict[Any, tuple[Any, str]] = {
+KINDS: dict[Any, tuple[Any, str]] = {  # by the annotation of an option: the types of its values, and their name
     int: (Integral, "a whole number"),
     bool: (bool, "True or False"),
     float: (Real, "a number"),
     str: (str, "text"),
-}  # by type of option: types of values, and words for messages
+}
 
 
 def option(
@@ -33,11 +33,11 @@ def option(
     is_path: bool = False,
     repeatable: bool = False,
 ) -> Any:
-    """Describe an option: a field of a dataclass that derives from `Options`.
+    """Define an option as a field of a subclass of `Options`.
 
-    The default is always allowed; the default of a switch is ``False``. ``metavar`` replaces the value in help, such as
-    ``H W``; ``shown_default`` replaces the default in help. A number whose unit is ``bytes`` may be written as
-    ``512M``. ``heading`` replaces that of the class. A path names a file, which must not be the output.
+    The default is always valid. ``metavar`` and ``shown_default`` stand for the value and the default in help. If
+    ``unit`` is ``bytes``, the command line accepts sizes such as ``512M``. ``heading`` replaces that of the class.
+    ``is_path`` marks the path of an input file, which must not be the output.
     """
     metadata = {name: value for name, value in locals().items() if name != "default"}
     return dataclasses.field(default=default, metadata=metadata)
@@ -45,7 +45,7 @@ def option(
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Base of options: checks choices and limits on creation, and raises `OptionError`."""
+    """Base class of options, which are validated on creation. Raises OptionError for an invalid value."""
 
     heading: ClassVar[str] = ""  # heading in the command line's help
     noun: ClassVar[str] = ""  # the data that the options apply to, for messages
@@ -61,26 +61,26 @@ class Options:
 
     @classmethod
     def heading_of(cls, name: str) -> str:
-        """Return the heading of the class that describes an option."""
-        homes: list[Any] = [each for each in cls.__mro__ if name in getattr(each, "__dataclass_fields__", ())]
-        return cls.__dataclass_fields__[name].metadata["heading"] or homes[-1].heading
+        """Return the heading of an option in help: its own, or that of the class that defines the option."""
+        owners: list[Any] = [base for base in cls.__mro__ if name in getattr(base, "__dataclass_fields__", ())]
+        return cls.__dataclass_fields__[name].metadata["heading"] or owners[-1].heading
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
         return tuple(field.name for field in dataclasses.fields(cls))
 
     def given(self) -> dict[str, Any]:
-        """The options whose values differ from their defaults."""
+        """Return the options whose values differ from their defaults."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
 
     def paths(self) -> list[Any]:
-        """Values of the options that are paths of files."""
+        """Return the values of all options that are paths."""
         values = [getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata.get("is_path")]
         return [value for value in values if value is not None]
 
 
 def _why_wrong(value: Any, hint: Any, about: Mapping[str, Any]) -> str:
-    """Return what an option must be instead; empty if its value is valid."""
+    """Describe the valid values of an option, for an error; return an empty text if ``value`` is valid."""
     kind, *others = typing.get_args(hint) or (hint,)
     wanted, words = KINDS.get(kind, ANYTHING) if {*others} <= {type(None)} else ANYTHING
     if not isinstance(value, wanted) or (isinstance(value, bool) and wanted in (Integral, Real)):
@@ -96,7 +96,7 @@ def _why_wrong(value: Any, hint: Any, about: Mapping[str, Any]) -> str:
 
 
 def one_of(words: Sequence[str]) -> str:
-    """List words to choose from.
+    """Join words with commas and "or".
 
     >>> one_of(["fail", "skip"]), one_of(["auto", "yes", "no"])
     ('fail or skip', 'auto, yes or no')
@@ -105,7 +105,7 @@ def one_of(words: Sequence[str]) -> str:
 
 
 def flag_of(name: str) -> str:
-    """Return the spelling of an option on the command line.
+    """Return the command-line flag of an option.
 
     >>> flag_of("min_row_count")
     '--min-row-count'

@@ -1,8 +1,9 @@
-"""Folders of masks beside a folder of images: ``images/1.jpg`` and ``masks/1.png`` are one sample.
+"""Match masks with images by name: ``images/1.jpg`` and ``masks/1.png`` are one sample.
 
-They are at the top, or in each split: ``train/images``, ``train/masks``. Below them, splits and classes are as without
-masks: ``images/cat/1.jpg`` and ``masks/cat/1.png``. A mask has the name of its image, with any suffix, or that name
-followed by ``_mask``. Masks may also lie beside their images: ``cat/1.jpg`` and ``cat/1_mask.png``.
+The folders of images and masks are at the top, or in each split, as in ``train/images`` and ``train/masks``. They may
+contain the same folders of splits and classes, as in ``images/cat/1.jpg`` and ``masks/cat/1.png``. A mask has the name
+of its image, with any suffix, or that name followed by ``_mask``. Masks may also lie beside their images, as in
+``cat/1.jpg`` and ``cat/1_mask.png``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from h5chunk.errors import SourceError, as_text
 
-MASKS = "masks"  # the field of masks in a folder of a usual name
+MASKS = "masks"  # name of the field of masks from a folder with one of the `MASK_FOLDERS` names
 IMAGE_FOLDERS = (b"images", b"image", b"imgs", b"img", b"jpegimages")
 MASK_FOLDERS = (
     b"masks", b"mask", b"annotations", b"labels", b"gt", b"ground_truth", b"groundtruth", b"segmentation",
@@ -36,47 +37,47 @@ class Directory:
 
 
 def depth_of(name: bytes) -> int:
-    """Return the number of folders on the path of a folder, including itself."""
+    """Return the number of folders in the path of a folder, including itself; 0 for the root."""
     return name.count(b"/") + 1 if name else 0
 
 
 def at_level(level: int, names: Iterable[bytes]) -> set[bytes]:
-    """Return the folder names of these paths at one level, counted from 0."""
+    """Return the distinct folder names at one level, counted from 0, of the paths of folders."""
     return {name.split(b"/")[level] for name in names if depth_of(name) > level}
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """A folder of images, and folders of masks by their fields, on one level of all paths."""
+    """A folder of images and folders of masks, all at one level of the tree."""
 
-    level: int
-    images: bytes
-    masks: Mapping[str, bytes]
+    level: int  # 0: at the top; 1: in each split
+    images: bytes  # name of the folder of images
+    masks: Mapping[str, bytes]  # name of the folder of masks, by field
 
-    def is_inside(self, name: bytes) -> bool:
-        """Return whether a folder is one of these folders, or inside one."""
+    def contain(self, name: bytes) -> bool:
+        """Return whether the folder with path ``name`` is one of the paired folders, or inside one."""
         return bool(at_level(self.level, [name]) & {self.images, *self.masks.values()})
 
     def inside(self, directories: Mapping[bytes, Directory], folder: bytes) -> dict[bytes, Directory]:
-        """Return the directories in ``folder``, one of these folders, which is removed from their paths."""
-        paths = ((name.split(b"/"), each) for name, each in directories.items() if at_level(self.level, [name]))
+        """Return the directories in a paired folder, by their paths without the name of that folder."""
         return {
-            b"/".join(parts[: self.level] + parts[self.level + 1 :]): each
-            for parts, each in paths
-            if parts[self.level] == folder
+            b"/".join(parts[: self.level] + parts[self.level + 1 :]): directory
+            for parts, directory in ((name.split(b"/"), directory) for name, directory in directories.items())
+            if parts[self.level : self.level + 1] == [folder]
         }
 
     def outside(self, name: bytes, folder: bytes) -> bytes:
-        """Return the path with one of these folders in it."""
+        """Insert the name of a paired folder into a path that `inside` returned."""
         parts = name.split(b"/")
         return b"/".join([*parts[: self.level], folder, *parts[self.level :]])
 
     def match(
         self, names: Iterable[bytes], directories: Mapping[bytes, Directory], folder: bytes
     ) -> tuple[list[bytes], list[int], list[str]]:
-        """Return the path and number of the mask of each image (an empty path if it has none), and the other masks.
+        """Return the path and number of the mask of each image, and the masks without an image.
 
-        Raises SourceError if a mask fits two images, or two masks fit an image.
+        The path is empty if an image has no mask. Raises SourceError if two images match a mask, or two masks match an
+        image.
         """
         masks: dict[bytes, tuple[bytes, int]] = {}
         for name, directory in directories.items():
@@ -85,7 +86,7 @@ class Pairs:
                 first, _ = masks.setdefault(posixpath.splitext(path)[0], (path, number))
                 if first != path:
                     raise self._twice(folder, first, path)
-        found: dict[bytes, bytes] = {}  # from masks to their images
+        found: dict[bytes, bytes] = {}  # image of each mask
         paths, numbers = [], []
         for name in names:
             stem = posixpath.splitext(name)[0]
@@ -104,15 +105,16 @@ class Pairs:
         )
 
     def note(self) -> str:
-        """Describe the pairs, for the report."""
+        """Describe the pairs for the report."""
         masks = ", ".join(f"the masks in {as_text(folder)!r} (field {name!r})" for name, folder in self.masks.items())
         return f"images in {as_text(self.images)!r} go with {masks}, by name"
 
 
 def find_pairs(source: str, folders: Collection[bytes], wanted: Sequence[str] | None) -> Pairs | None:
-    """Find folders of images and of masks: the ``wanted`` ones, or (None) one of each with a usual name.
+    """Find a folder of images beside folders of masks: the ``wanted`` masks, or if None a folder with a usual name.
 
-    ``folders`` are the paths of all folders with images. Raises SourceError if the folders are ambiguous.
+    ``folders`` are the paths of all folders with images. Returns None if no masks are wanted or found. Raises
+    SourceError if the folders are ambiguous, or wanted folders are missing.
     """
     is_usual = wanted is None or list(wanted) == [MASKS]
     for level in (0, 1):
@@ -129,9 +131,8 @@ def find_pairs(source: str, folders: Collection[bytes], wanted: Sequence[str] | 
         if len(images) > 1 or len(names) > 1 + len(masks):
             shown = ", ".join(repr(as_text(name)) for name in names[:8])
             raise SourceError(
-                f"{source}: holds the folders {shown}: name the folders of masks, so that one with images is "
-                "left (--mask-column "
-                "NAME[,NAME]), or list the pairs in a manifest (--manifest)"
+                f"{source}: contains the folders {shown}: name all folders of masks, so that one folder of images "
+                "remains (--mask-column NAME[,NAME]), or list the pairs in a manifest (--manifest)"
             )
         return Pairs(level, images[0], masks)
     if wanted:

@@ -1,4 +1,4 @@
-"""Inspect a source from outside: its suffix, its first bytes, the members of an archive or an HDF5 file."""
+"""Recognise the format of a source by its suffix, its first bytes, or the members of an archive or HDF5 file."""
 
 from __future__ import annotations
 
@@ -8,26 +8,25 @@ import zipfile
 from typing import Any
 
 from h5chunk.errors import SourceError
-from h5chunk.sources.container import BoundedFile
+from h5chunk.sources.container import PACKED_MAGICS, BoundedFile
 
 HEAD_BYTES = 1 << 12
-MAX_ZIP_DIRECTORY_BYTES = 1 << 20  # a zip with more members is neither a matrix nor a file of arrays
+MAX_ZIP_DIRECTORY_BYTES = 1 << 20  # a zip with a larger directory is neither a matrix nor a file of arrays
 MAX_HDF5_LINKS = 1000
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 ZIP_MAGIC = b"PK\x03\x04"
 NPY_MAGIC = b"\x93NUMPY"
 PACKINGS = (".gz", ".bz2", ".xz", ".zst")
-PACKED_MAGICS = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 def is_path(source: Any) -> bool:
-    """Return whether a source is the path of a file or folder."""
+    """Return whether a source is given as a path, which may not exist, rather than as an object."""
     return isinstance(source, (str, os.PathLike))
 
 
 def read_head(source: Any) -> bytes:
-    """Read the first bytes of a regular file; empty for anything else."""
+    """Read the first `HEAD_BYTES` of a regular file; return b"" for any other source."""
     try:
         if is_path(source) and os.path.isfile(source):
             with open(source, "rb") as file:  # noqa: PTH123
@@ -38,7 +37,7 @@ def read_head(source: Any) -> bytes:
 
 
 def has_suffix(source: Any, *suffixes: str) -> bool:
-    """Return whether a source is a regular file with one of these lower-case suffixes, before that of a compression."""
+    """Return whether a source is a regular file with one of these suffixes, ignoring case and a suffix such as .gz."""
     if not is_path(source):
         return False
     stem, suffix = posixpath.splitext(os.fsencode(source).decode("utf-8", "backslashreplace").lower())
@@ -47,14 +46,14 @@ def has_suffix(source: Any, *suffixes: str) -> bool:
 
 
 def may_be_archive(source: Any, head: bytes) -> bool:
-    """Return whether a regular file is a zip or tar, possibly compressed as a whole, or has such a suffix."""
+    """Return whether a regular file is a zip or tar by its content, or by its suffix, such as .tgz."""
     if has_suffix(source, ".zip", ".tar", ".tgz", ".tbz2", ".txz"):
         return True
     return head[257:262] == b"ustar" or zipfile.is_zipfile(source)
 
 
 def zip_members(source: Any, head: bytes) -> set[str]:
-    """Return the names of the members of a zip with a small directory; empty for anything else."""
+    """Return the names of the members of a zip with a small directory; an empty set for any other source."""
     if not head.startswith(ZIP_MAGIC):
         return set()
     try:
@@ -65,7 +64,7 @@ def zip_members(source: Any, head: bytes) -> set[str]:
 
 
 def hdf5_members(source: Any, head: bytes) -> dict[str, set[str]]:
-    """Return the names at the root of an HDF5 file, and within its groups; empty for anything else."""
+    """Return the names at the root of an HDF5 file, with the names in each group; empty for any other source."""
     if not head.startswith(HDF5_MAGIC):
         return {}
     import h5py
@@ -80,7 +79,7 @@ def hdf5_members(source: Any, head: bytes) -> dict[str, set[str]]:
 
 
 def text_lines(source: Any, head: bytes) -> list[bytes]:
-    """Return the first lines of a text, compressed or not; empty for anything else."""
+    """Return the first lines of a text file, compressed or not; an empty list for any other source."""
     if not head or (b"\0" in head and not head.startswith((*PACKED_MAGICS, *UTF16_MARKS))):
         return []
     from h5chunk.sources.matrix.text import TextFile

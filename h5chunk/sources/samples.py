@@ -1,4 +1,4 @@
-"""Base of the sample sources, whose values are numbers, arrays, strings or images."""
+"""The base class of sources whose samples are numbers, arrays, strings or images."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ PROBES = 24  # images whose bytes are averaged
 
 
 class Samples(SampleSource):
-    """Base of sample sources: a subclass recognises and opens a source, and reads values; images are decoded here."""
+    """Base class of sample sources: subclasses recognise, open and read a source; this class decodes the images."""
 
-    noun: ClassVar[str]  # the contents of such a source, for messages
+    noun: ClassVar[str]  # what such a source contains, for messages
     Options: ClassVar[type[Options]] = Options
     decoding: ImageOptions = ImageOptions()
 
     def values(self, index: int) -> Mapping[str, Any]:
-        """Read all fields of a sample: arrays, opened images, or encoded images as bytes; or raise SampleError."""
+        """Read the fields of a sample: arrays, Pillow images, or encoded images as bytes. May raise SampleError."""
         raise NotImplementedError
 
     def session(self) -> AbstractContextManager[None]:
@@ -38,11 +38,11 @@ class Samples(SampleSource):
 
     @property
     def masks(self) -> Sequence[str]:
-        """The fields that are masks, if they are images."""
+        """Names of the fields whose images, if any, are masks."""
         return MASK_FIELDS if self.decoding.mask_column is None else self.decoding.mask_column
 
     def part_name(self, index: int, name: str) -> str:
-        """Return where a field of a sample comes from, for messages."""
+        """Name the origin of a field of a sample, such as the path of its mask, for messages."""
         return f"its {printable(name)!r}"
 
     def read_any(self, index: int) -> AnyImage:
@@ -77,27 +77,27 @@ class Samples(SampleSource):
         return notes
 
     def _decode(self, index: int, values: Mapping[str, Any]) -> dict[str, Decoded]:
-        """Decode the images among the values of a sample; masks must have the size of the first other image."""
-        found: dict[str, Decoded] = {}
+        """Decode the images of a sample; its masks must have the size of its first image that is not a mask."""
+        images: dict[str, Decoded] = {}
         for name, value in values.items():
             if isinstance(value, (bytes, Image.Image)):
                 try:
-                    found[name] = decode(value, self.decoding, name in self.masks)
+                    images[name] = decode(value, self.decoding, name in self.masks)
                 except SampleError as error:
-                    if not found:
+                    if not images:
                         raise
                     raise SampleError(f"{self.part_name(index, name)} {error}") from None
-        pictured = next((image for name, image in found.items() if name not in self.masks), None)
+        main = next((image for name, image in images.items() if name not in self.masks), None)
         for name in self.masks:
-            if pictured and name in found:
-                check_pair(self.part_name(index, name), found[name], pictured)
-        return found
+            if main and name in images:
+                check_pair(self.part_name(index, name), images[name], main)
+        return images
 
     def _shape(self, name: str, image: Image.Image) -> tuple[int, ...]:
         return sample_shape(image, self.decoding.layout, name in self.masks)
 
     def describe(self, index: int) -> dict[str, SampleField]:
-        """Return the fields of one sample."""
+        """Return the shapes and dtypes of the fields of one sample."""
         if self.decoding.form:
             name, value = self._only_image(index)
             with self.session():
@@ -115,10 +115,11 @@ class Samples(SampleSource):
                 fields[name] = SampleField(value.shape, field_dtype(name, value.dtype))
         return fields
 
-    def settle(self, skip_bad: bool) -> list[str]:
-        """Take the fields of the first readable sample, which all samples must share; return the unreadable names.
+    def find_fields(self, skip_bad: bool) -> list[str]:
+        """Set ``fields``, the largest first, to those of the first sample; return their names in the sample's order.
 
-        Raises SampleError if the first sample is unreadable, or with ``skip_bad`` SourceError if all samples are.
+        Raises SampleError if the first sample is unreadable; with ``skip_bad``, the first readable sample is taken, and
+        SourceError is raised if there is none.
         """
         for index in range(len(self)):
             try:
@@ -130,7 +131,7 @@ class Samples(SampleSource):
                 reason = f"{self.name(index)}: {error}"
                 if not skip_bad:
                     raise SampleError(reason) from None
-        raise SourceError(f"none of the {len(self)} samples can be used; the last: {reason}")
+        raise SourceError(f"none of the {len(self)} samples can be used; the error of the last is: {reason}")
 
     def _averaged(self, first: Mapping[str, SampleField]) -> dict[str, SampleField]:
         """Return the field of images of any size, with the average bytes of a few that are spread over the source."""
@@ -147,10 +148,10 @@ class Samples(SampleSource):
         for name in self.decoding.mask_column or ():
             if name not in images:
                 names = ", ".join(map(printable, images)) or "none"
-                raise OptionError(f"mask_column is {name!r}, but the fields of images are {names}: name one")
+                raise OptionError(f"mask_column is {name!r}, but the fields of images are {names}: give one of these")
 
     def disagreement(self) -> str:
-        """Name the first two samples of different shapes, and the remedy."""
+        """Describe the first two samples of different shapes, and the remedy, for an error."""
         first: dict[str, tuple[int, tuple[int, ...]]] = {}
         for index in range(len(self)):
             try:
@@ -171,37 +172,38 @@ class Samples(SampleSource):
                     f"samples differ in {printable(name)!r}: {self.name(number)} is {shape_text(shape)}, "
                     f"{self.name(index)} is {shape_text(field.shape)}: {remedy}"
                 )
-        return "the samples had different shapes, and have changed since"
+        return "the samples had different shapes, and have changed since: convert again"
 
 
 def check_pair(name: str, mask: Decoded, image: Decoded) -> None:
-    """Raise SampleError unless a mask, called ``name``, has the pixels of its image."""
+    """Raise SampleError unless a mask, which messages call ``name``, has the size and orientation of its image."""
     if mask.size != image.size:
         raise SampleError(
             f"{name} is {shape_text(mask.size)} but the image is {shape_text(image.size)}: give a mask the size of its "
-            "image" + (" after its EXIF orientation is applied" if image.turn != 1 else "")
+            "image" + (" after its EXIF orientation is applied" if image.orientation != 1 else "")
         )
-    if mask.turn != image.turn and (image.turn in (2, 3, 4) or image.size[0] == image.size[1]):
+    is_unclear = image.orientation in (2, 3, 4) or image.size[0] == image.size[1]
+    if mask.orientation != image.orientation and is_unclear:
         raise SampleError(
-            f"EXIF turns the image but not {name}, and their sizes do not show whether the mask is upright: turn the "
-            "pixels of the image, and remove its EXIF orientation"
+            f"EXIF rotates the image but not {name}, and their sizes do not show whether the mask is upright: rotate "
+            "the pixels of the image, and remove its EXIF orientation"
         )
 
 
 def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
     if tuple(shape) != tuple(expected):
-        raise ShapeError(f"{printable(name)!r} is {shape_text(shape)} but others are {shape_text(expected)}")
+        raise ShapeError(f"{printable(name)!r} is {shape_text(shape)}, but in other samples {shape_text(expected)}")
 
 
 def largest_first(fields: Mapping[str, SampleField]) -> dict[str, SampleField]:
-    """Sort fields by the size of a sample."""
+    """Sort fields by the size of a sample, the largest first."""
     return dict(sorted(fields.items(), key=lambda item: -item[1].sample_bytes))
 
 
 def field_dtype(name: str, dtype: np.dtype) -> np.dtype:
-    """Return the dtype in which a file stores values of a dtype: native byte order, and bool as uint8.
+    """Return the dtype in which a file stores values of ``dtype``: in native byte order, and uint8 for bool.
 
-    Raises SourceError if a file cannot hold such values; the message says how to change them.
+    Raises SourceError if a file cannot store such values; the message names the remedy.
     """
     if dtype.kind == "b":
         return np.dtype(np.uint8)

@@ -3,7 +3,7 @@
 | column | becomes |
 | --- | --- |
 | numbers, bool | a column of that type; bool is uint8 |
-| strings | UTF-8 of a fixed length, that of the longest, at most 4096 bytes |
+| strings | UTF-8, as fixed-length bytes as long as the longest, at most 4096 bytes |
 | categories (Arrow's dictionaries) | int64 and their names; so do Hugging Face's class labels |
 | lists of numbers of one length | vectors |
 | encoded images, as bytes or as Hugging Face's ``{bytes, path}`` | uint8 pixels, by the options of images |
@@ -44,7 +44,7 @@ MAX_STRING_BYTES = 4096
 
 
 class _Spool:
-    """Values of any size in a temporary file without a name, which forked processes share."""
+    """Values of any size in an unnamed temporary file, which forked processes share."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(prefix=".h5chunk-", buffering=0)
@@ -54,7 +54,7 @@ class _Spool:
         self._file.close()
 
     def append(self, data: Any, count: int = 1) -> None:
-        """Write ``count`` values of one size."""
+        """Append ``count`` values of equal size."""
         view = memoryview(data).cast("B")
         start, size = self._ends[-1], len(view) // count
         self._ends.extend(range(start + size, start + len(view) + 1, size) if size else [start] * count)
@@ -67,7 +67,7 @@ class _Spool:
 
 
 class _Vectors(_Spool):
-    """Lists of numbers, all of the same length and type."""
+    """A column with lists of numbers, all of the same length and type."""
 
     dtype = np.dtype(np.uint8)
     length: int | None = None
@@ -92,7 +92,7 @@ class _Vectors(_Spool):
 
 
 class _Images(_Spool):
-    """Encoded images."""
+    """A column with encoded images."""
 
     def add(self, array: Any) -> None:
         if pyarrow.types.is_struct(array.type):
@@ -104,7 +104,7 @@ class _Images(_Spool):
 
 
 class _Values(list[np.ndarray]):
-    """Numbers, or strings, in memory."""
+    """A column of numbers or strings, in memory."""
 
     def add(self, array: Any) -> None:
         if not is_any(array.type, *TEXTS):
@@ -147,7 +147,7 @@ class TableSource(Samples):
         self.columns = columns
         self.categories = {name: names for name, names in self._categories.items() if names}
         self.options = {**options.recorded(), "fields": list(self._columns)}
-        self.settle(context.skips_bad_samples)
+        self.find_fields(context.skips_bad_samples)
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
@@ -167,7 +167,7 @@ class TableSource(Samples):
             raise SourceError(f"{printable(source)}: cannot be read as {kind}: {printable(str(error))}") from None
 
     def _read(self, path: Path, context: OpenContext) -> None:
-        """Read the rows of a file."""
+        """Append the rows of a file to the columns."""
         self._first_rows.append(self._num_rows)
         if not is_parquet(path):
             table, form = read_text_table(os.fspath(path), context.memory_bytes)
@@ -222,7 +222,7 @@ class TableSource(Samples):
             raise SourceError(f"{where} {error}: change it, or {remedy}") from None
 
     def _joined(self, name: str, parts: list[np.ndarray]) -> np.ndarray:
-        """Return a column's values in all files; the files' types may differ if one of them can hold all values."""
+        """Concatenate a column from all files. Raises SourceError if their common type cannot hold all integers."""
         values = np.concatenate(parts)
         for part in parts:
             if part.dtype.kind in "iu" and (part.astype(values.dtype).astype(part.dtype) != part).any():
@@ -259,7 +259,7 @@ class TableSource(Samples):
 
 
 def tables_in(source: Any) -> list[Path]:
-    """Return the .parquet files of a folder, if it has no other visible files."""
+    """Return the .parquet files of a folder; an empty list if it has other visible files, or is not a folder."""
     folder = Path(os.fsdecode(source))
     if not folder.is_dir():
         return []
@@ -273,7 +273,7 @@ def is_parquet(path: Path) -> bool:
 
 
 def _kind_of(kind: Any) -> Any:
-    """Return the class that keeps the values of a column of an Arrow type; None for unsupported types."""
+    """Return the class that stores a column of an Arrow type; None for unsupported types."""
     numbers = ("integer", "floating", "boolean")
     if is_any(kind, *numbers, *TEXTS):
         return _Values
@@ -284,7 +284,7 @@ def _kind_of(kind: Any) -> Any:
 
 
 def _class_names(schema: Any) -> dict[str, list[str]]:
-    """Return class names, as Hugging Face writes them into the metadata of a table."""
+    """Return the class names by column from the metadata that Hugging Face writes into a table."""
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
         return {name: list(each["names"]) for name, each in features.items() if each.get("_type") == "ClassLabel"}

@@ -1,13 +1,15 @@
-"""Delimited text whose lines are samples, such as iris.csv, as a table of Arrow; for entries see `matrix.delimited`.
+"""Read delimited text whose lines are samples, such as iris.csv, as an Arrow table.
+
+Text whose lines are entries of a sparse matrix is read by `h5chunk.sources.matrix.delimited`.
 
 | column | becomes |
 | --- | --- |
 | numbers | int64 or float64 |
-| words, at most 50 different ones | categories |
-| other words | strings |
-| without a name, as pandas and R write row names | ``index`` |
+| strings, at most 50 distinct ones | categories |
+| other strings | strings |
+| a column without a name, as pandas and R write row names | a field called ``index`` |
 
-Separators are guessed as for entries. Without a header, columns are called ``column_0``, ``column_1`` and so on.
+Without a header, columns are called ``column_0``, ``column_1`` and so on.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ DECIMAL_COMMA = re.compile(r"[+-]?[0-9]+,[0-9]+")
 
 
 class TextTable(NamedTuple):
-    """The form of a table in a text."""
+    """The format of a table in a text file."""
 
     dialect: Dialect
     names: list[str]
@@ -44,7 +46,7 @@ class TextTable(NamedTuple):
 
 
 def find_form(lines: list[bytes]) -> TextTable | None:
-    """Return the form of a table, given its first lines; None if there are not several columns, or none of numbers."""
+    """Detect the format of a table from its first lines; None without several columns, of which one has numbers."""
     num_skipped = num_comments(lines)
     some = [line for line in lines[num_skipped:] if line.strip()][:HEAD_LINES]
     if len(some) < 2:
@@ -64,9 +66,9 @@ def find_form(lines: list[bytes]) -> TextTable | None:
 
 
 def is_table(source: Any, head: bytes) -> bool:
-    """Return whether lines of a text are samples, rather than entries of a matrix or anything else.
+    """Return whether the lines of a text file are samples rather than entries of a matrix, or anything else.
 
-    Entries have columns with usual names, or two to four columns that begin with two ids, which are no fractions.
+    Entries have well-known column names, or two to four columns of which the first two have no fractions.
     """
     lines = text_lines(source, head) if has_suffix(source, *SUFFIXES) else []
     form = find_form(lines)
@@ -78,7 +80,7 @@ def is_table(source: Any, head: bytes) -> bool:
 
 
 def _rows(dialect: Dialect, lines: list[bytes]) -> list[list[str]]:
-    """Return the cells of lines; a cell in quotes may go on in the next line."""
+    """Split lines into cells; a quoted cell may contain line breaks."""
     text = dialect.translate(b"\n".join(lines)).decode("utf-8", "backslashreplace")
     rows = csv.reader(
         io.StringIO(text, newline=""),
@@ -96,7 +98,7 @@ def _is_fraction(cell: str) -> bool:
 
 
 def read_text_table(path: str, memory_bytes: int) -> tuple[Any, TextTable]:
-    """Read a whole text as a table of Arrow, whose column types fit all rows. Raises SourceError if it is too large."""
+    """Read a text file as an Arrow table, and return it with its format. Raises SourceError if it is too large."""
     text = TextFile(path)
     form = find_form(text.head_lines())
     if form is None:

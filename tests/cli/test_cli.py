@@ -131,7 +131,7 @@ def test_named_errors_are_one_line(class_folder: Make, tmp_path: Path) -> None:
     check_error(run("convert", root, out, "--chunk-samples", 0), "chunk_samples is 0")
     check_error(run("convert", root, tmp_path), "is a folder")
     check_error(run("convert", root, tmp_path / "no" / "x.h5"), "does not exist: make it first")
-    check_error(run("convert", root, out, "--size", 5, 5), "is 10 x 12 but size is 5 x 5")
+    check_error(run("convert", root, out, "--size", 5, 5), "is 10 x 12, but the size is 5 x 5")
     (root / "class0" / "0000.png").write_bytes(b"\n<html>\x1b[31m")
     check_error(run("convert", root, out), "class0/0000.png: is not an image in a known format")
     assert not out.exists()

@@ -115,7 +115,7 @@ def test_the_command_line(tmp_path: Path) -> None:
 
 def test_arrays_in_memory_are_never_complete(tmp_path: Path) -> None:
     report = h5chunk.convert(np.ones((3, 2)), tmp_path / "x.h5")
-    assert any("starts anew" in note for note in report.notes)
+    assert any("starts over" in note for note in report.notes)
     with pytest.raises(OutputError, match="exists: use --overwrite"):
         h5chunk.convert(np.ones((3, 2)), tmp_path / "x.h5")
 

@@ -238,7 +238,7 @@ def test_no_claim_takes_memory(tmp_path: Path) -> None:
     assert {name for name, text in said.items() if not text} == {name for name in options if "legal" in name}
     refused = [text for text in said.values() if "over the limit of 32.0 MiB: if this is right, allow" in text]
     assert len(refused) > 70
-    assert "the system has less free memory: lower it" in allowed
+    assert "the system has less free memory: lower the limit" in allowed
 
 
 def test_the_error_says_what_it_would_take(tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 from support.faults import small
+from support.listings import list_images
 
 from h5chunk.errors import SampleError, SourceError
 from h5chunk.sources.container import Container, Folder, open_archive
-from h5chunk.sources.listing import list_images
 from h5chunk.sources.open import find_kind
 
 
@@ -119,13 +119,13 @@ def test_encrypted_zip_is_refused(tmp_path: Path) -> None:
     central = data.index(b"PK\x01\x02")
     data[central + 8] |= 1  # flag bit 0: encrypted
     path.write_bytes(data)
-    with pytest.raises(SourceError, match=r"x\.zip: encrypted: decrypt it first"):
+    with pytest.raises(SourceError, match=r"x\.zip: is encrypted: decrypt it first"):
         list_images(path)
 
 
 def test_method_that_is_not_read(tmp_path: Path) -> None:
     listing = list_images(write_zip(tmp_path / "x.zip", zipfile.ZIP_BZIP2))
-    check_refused(listing.container, b"a.png", "packed with zip method 12: only stored and deflated")
+    check_refused(listing.container, b"a.png", "compressed with zip method 12, but only stored and deflated")
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
@@ -208,7 +208,7 @@ def test_zip_cut_short_or_with_a_broken_name(tmp_path: Path) -> None:
     path = write_zip(tmp_path / "x.zip")
     whole = path.read_bytes()
     path.write_bytes(whole[:-30])
-    with pytest.raises(SourceError, match=r"x\.zip: not a folder, \.zip or \.tar"):
+    with pytest.raises(SourceError, match=r"x\.zip: is not a folder, \.zip or \.tar"):
         list_images(path)
     data = bytearray(whole)
     central = data.index(b"PK\x01\x02")
@@ -336,7 +336,7 @@ def test_compressed_tar_is_refused(tmp_path: Path, mode: str) -> None:
 @pytest.mark.parametrize("data", [b"", b"hello", b"\xff\xd8\xff\xe0", gzip.compress(b"x", mtime=0)[1:]])
 def test_file_that_is_no_archive(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "x").write_bytes(data)
-    with pytest.raises(SourceError, match=r"x: not a folder, \.zip or \.tar of images"):
+    with pytest.raises(SourceError, match=r"x: is not a folder, \.zip or \.tar of images"):
         list_images(tmp_path / "x")
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from support.listings import list_images
 from support.pictures import pixels
 
 from h5chunk.errors import SampleError, ShapeError, SourceError
 from h5chunk.source import SampleField, shape_text
 from h5chunk.sources.images import ImageSource
 from h5chunk.sources.kinds import ImageOptions
-from h5chunk.sources.listing import list_images
 
 
 def source_of(root: Path, **options: object) -> ImageSource:
@@ -32,7 +32,7 @@ def test_samples_by_number(class_folder: Callable[..., Path], layout: str) -> No
     source = pickle.loads(pickle.dumps(source_of(class_folder(6, 2), layout=layout)))
     assert len(source) == 6 and source.name(3) == "class1/0001.png"
     shape = (3, 10, 12) if layout == "nchw" else (10, 12, 3)
-    assert source.settle(skip_bad=False) == ["images"]
+    assert source.find_fields(skip_bad=False) == ["images"]
     assert source.fields == {"images": SampleField(shape, np.dtype("u1"), layout.upper())}
     out = np.empty(shape, np.uint8)
     with source.session():
@@ -44,7 +44,7 @@ def test_other_shape_is_refused_and_leaves_the_buffer_alone(tmp_path: Path) -> N
     save(tmp_path, "1.png", 1, 4, 5)
     out = np.full((3, 10, 12), 7, np.uint8)
     source = source_of(tmp_path)
-    with source.session(), pytest.raises(ShapeError, match="is 3 x 4 x 5 but others are 3 x 10 x 12"):
+    with source.session(), pytest.raises(ShapeError, match="is 3 x 4 x 5, but in other samples 3 x 10 x 12"):
         source.read_into(0, {"images": out})
     assert (out == 7).all()
 
@@ -67,17 +67,17 @@ def test_settling_the_shape_where_the_first_is_broken(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"broken")
     save(tmp_path, "b.png", 1)
     source = source_of(tmp_path)
-    source.settle(skip_bad=True)
+    source.find_fields(skip_bad=True)
     assert source.fields["images"].shape == (3, 10, 12)
     with pytest.raises(SampleError, match=r"a\.png: is not an image in a known format"):
-        source.settle(skip_bad=False)
+        source.find_fields(skip_bad=False)
 
 
 def test_settling_the_shape_where_all_are_broken(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / f"{name}.png").write_bytes(b"broken")
-    with pytest.raises(SourceError, match=r"none of the 2 samples can be used; the last: b\.png: is not an image"):
-        source_of(tmp_path).settle(skip_bad=True)
+    with pytest.raises(SourceError, match=r"none of the 2 .* the error of the last is: b\.png: is not an image"):
+        source_of(tmp_path).find_fields(skip_bad=True)
 
 
 def test_shape_text() -> None:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.listings import list_images
 
 from h5chunk.errors import SourceError
 from h5chunk.source import Names
-from h5chunk.sources.listing import Listing, list_images
+from h5chunk.sources.listing import Listing
 
 IMG_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
@@ -72,7 +73,7 @@ def test_what_is_left_out_is_named(tmp_path: Path) -> None:
         for path in sorted(tmp_path.rglob("*")):
             if path.is_file() and path.suffix != ".zip":
                 archive.write(path, path.relative_to(tmp_path))
-    expected = ["files that are not named like images (2 .avif, 1 no ending), such as 3.avif"]
+    expected = ["files that are not named like images (2 .avif, 1 without a suffix), such as 3.avif"]
     expected += ["hidden files and folders, such as .c"]
     assert list_images(tmp_path / "x.zip").ignored == expected
     (tmp_path / "x.zip").unlink()
@@ -95,7 +96,7 @@ def test_flat_folder_has_no_labels(tmp_path: Path) -> None:
 def test_loose_images_beside_classes_are_reported(tmp_path: Path) -> None:
     listing = list_images(make(tmp_path, "a/1.png", "b/1.png", "y.png", "x.png"))
     assert samples(listing) == [("a/1.png", 0), ("b/1.png", 1)]
-    assert listing.ignored == ["2 images without a class, beside the class folders, such as x.png"]
+    assert listing.ignored == ["2 images without a class, outside of the class folders, such as x.png"]
 
 
 def test_hidden_files_and_mac_leftovers_are_ignored(tmp_path: Path) -> None:
@@ -106,7 +107,7 @@ def test_hidden_files_and_mac_leftovers_are_ignored(tmp_path: Path) -> None:
 def test_empty_class_folder_is_an_error(tmp_path: Path) -> None:
     make(tmp_path, "a/1.png", "c/readme.txt")
     (tmp_path / "b" / "deep").mkdir(parents=True)
-    with pytest.raises(SourceError, match=r"class folder 'b' has no images \(2 such of 3\): remove it"):
+    with pytest.raises(SourceError, match=r"2 of 3 class folders have no images, such as 'b': remove"):
         list_images(tmp_path)
 
 
@@ -244,7 +245,7 @@ def test_flat_archive_has_no_labels(tmp_path: Path, pack: Pack, prefix: str) -> 
 def test_archive_with_loose_images_within_its_wrapping_folder(tmp_path: Path, pack: Pack) -> None:
     listing = list_images(pack(tmp_path / "x", "photos/", ("a/1.png", "b/1.png", "x.png")))
     assert samples(listing) == [("a/1.png", 0), ("b/1.png", 1)]
-    assert listing.ignored == ["1 image without a class, beside the class folders, such as x.png"]
+    assert listing.ignored == ["1 image without a class, outside of the class folders, such as x.png"]
 
 
 @pytest.mark.parametrize("names", [("a/1.png", "b/"), ("a/1.png", "b/readme.txt")])
@@ -252,7 +253,7 @@ def test_archive_with_loose_images_within_its_wrapping_folder(tmp_path: Path, pa
 def test_empty_class_in_an_archive(tmp_path: Path, pack: Pack, names: tuple[str, ...]) -> None:
     for prefix in ("", "photos/"):
         path = pack(tmp_path / "x", prefix, (*names, "c/1.png"))
-        with pytest.raises(SourceError, match=r"class folder 'b' has no images \(1 such of 3\)"):
+        with pytest.raises(SourceError, match=r"1 of 3 class folders have no images, such as 'b'"):
             list_images(path)
 
 

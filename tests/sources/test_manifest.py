@@ -88,7 +88,7 @@ def test_long_strings_are_refused_before_memory_is_taken(read: Read, monkeypatch
     assert column(read, "x" * 4096).dtype == "S4096"
     monkeypatch.setattr(np, "empty", None)
     check_refused(
-        read, f"path,word\n1.png,{'x' * 4097}\n", "column 'word' holds a string of 4097 bytes but the limit is 4096"
+        read, f"path,word\n1.png,{'x' * 4097}\n", "column 'word' holds a string of 4097 bytes, over the limit of 4096"
     )
 
 
@@ -143,8 +143,8 @@ def test_celebas_own_list(read: Read) -> None:
     assert list(listing.names) == [b"1.png", b"3.png", b"2.png"]
     assert listing.columns["Smiling"].dtype == listing.columns["Young"].dtype == np.int8
     assert listing.columns["Smiling"].tolist() == [-1, 1, 1] and listing.columns["Young"].tolist() == [1, -1, 1]
-    check_refused(read, text[:-13], r"list\.csv: cut short: 2 lines, but its first line says 3")
-    check_refused(read, text.replace("-1  1", "-1"), r"list\.csv, line 3: 2 columns but the header has 3")
+    check_refused(read, text[:-13], r"list\.csv: is cut short: it has 2 lines, but its first line says 3")
+    check_refused(read, text.replace("-1  1", "-1"), r"list\.csv, line 3: has 2 columns, but the header has 3")
 
 
 def test_forms_of_the_file(read: Read) -> None:
@@ -159,9 +159,9 @@ def test_forms_of_the_file(read: Read) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("path,n\n1.png,1\n2.png\n", r"list\.csv, line 3: 1 column but the header has 2"),
-        ("path,n\n1.png,1\n\n2.png,1,2\n", "line 4: 3 columns but the header has 2"),
-        ("path,n\n1.png,1\n2.png,\n", "line 3: column 'n' is empty: fill it or drop the column"),
+        ("path,n\n1.png,1\n2.png\n", r"list\.csv, line 3: has 1 column, but the header has 2"),
+        ("path,n\n1.png,1\n\n2.png,1,2\n", "line 4: has 3 columns, but the header has 2"),
+        ("path,n\n1.png,1\n2.png,\n", "line 3: column 'n' is empty: fill it, or drop the column"),
         ("path,n\n ,1\n", "line 2: column 'path' is empty"),
         ('path,n\n1.png,"1\n', "line 2: unexpected end of data"),
         ('path,n\n1.png,"1"x\n', r"line 2: ',' expected after"),
@@ -178,9 +178,9 @@ def test_forms_of_the_file(read: Read) -> None:
         ("path,.\n1.png,1\n", r"line 1: column '\.' cannot be the name of a field"),
         ("path,a\tb\n1.png,1\n", r"line 1: column 'a\\tb' cannot be the name"),
         (b"path,caf\xe9\n1.png,1\n", r"line 1: column 'caf\\udce9' cannot be the name"),
-        ("path,images\n1.png,1\n", "line 1: column 'images' has a name that files reserve"),
-        ("path,h5chunk\n1.png,1\n", "line 1: column 'h5chunk' has a name that files reserve"),
-        ("1.png,0\n2.png,1\n", r"line 1: 1\.png is an image: put a line with the columns' names first"),
+        ("path,images\n1.png,1\n", "line 1: column 'images' has a name that is reserved"),
+        ("path,h5chunk\n1.png,1\n", "line 1: column 'h5chunk' has a name that is reserved"),
+        ("1.png,0\n2.png,1\n", r"line 1: 1\.png is an image: insert a first line with the names"),
         ("path,n\n", "lists no images: it has no line below the header"),
     ],
 )
@@ -222,4 +222,4 @@ def test_manifest_that_changes_while_it_is_read(read: Read, tmp_path: Path) -> N
     read("path,n\n1.png,1\n2.png,2\n")
     path = tmp_path / "list.csv"
     with pytest.raises(SourceError, match=r"list\.csv: changed while it was read"):
-        list_manifest(path, tmp_path / "photos", lambda count: path.write_text("path,n\n1.png,1\n"))
+        list_manifest(path, tmp_path / "photos", report_found=lambda count: path.write_text("path,n\n1.png,1\n"))

@@ -72,7 +72,7 @@ def test_every_sample_is_in_the_file(tmp_path: Path, number: int, workers: int) 
     check_same(tmp_path / "x.h5", expected)
     assert h5chunk.verify(tmp_path / "x.h5").ok
     assert set(plan.fields) == set(report.fields) == set(expected)
-    assert any("starts anew" in note for note in report.notes)
+    assert any("starts over" in note for note in report.notes)
 
 
 def test_a_list_of_samples_is_a_data_set(tmp_path: Path) -> None:

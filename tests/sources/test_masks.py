@@ -84,7 +84,7 @@ def test_folders_of_other_names(tmp_path: Path) -> None:
         h5chunk.convert(root, tmp_path / "w.h5", mask_column="lies")
     save(root / "depth" / "000.png", mask_of(0))
     with pytest.raises(
-        SourceError, match="holds the folders 'JPEGImages', 'depth', 'truth': name the folders of masks"
+        SourceError, match="contains the folders 'JPEGImages', 'depth', 'truth': name all folders of masks"
     ):
         h5chunk.convert(root, tmp_path / "w.h5", mask_column="truth")
 
@@ -95,8 +95,8 @@ def test_folders_that_do_not_fit(tmp_path: Path) -> None:
     save(root / "loose.png", mask_of(0))
     ignored = h5chunk.convert(root, tmp_path / "x.h5", workers=0).ignored
     assert ignored == [
-        "1 image in 'masks' without an image, such as extra.png",
-        "1 image beside these folders, such as loose.png",
+        "1 mask in 'masks' without an image, such as extra.png",
+        "1 image outside of these folders, such as loose.png",
     ]
     (root / "masks" / "003.png").unlink()
     with pytest.raises(SourceError, match=r"1 of 6 images have no image in 'masks', such as images/003\.bmp: add"):
@@ -255,10 +255,13 @@ COLOURS = Image.fromarray(pixels(0))
             r"a mask with the number \d.5, but only integers",
         ),
         (encoded(Image.fromarray(NUMBERS - np.float32(5)), "TIFF"), "a mask with the number -2.0, but only integers"),
-        (encoded(COLOURS), r"a mask in colours \(RGB\): give each colour a number"),
+        (encoded(COLOURS), r"a mask in colours \(RGB\): give every colour a number"),
         (encoded(COLOURS.convert("RGBA")), r"a mask in colours \(RGBA\)"),
         (encoded(Image.merge("LA", [Image.fromarray(NUMBERS)] * 2)), "a mask with transparent pixels"),
-        (b"P5 2 2 7\n\0\1\2\3", "a mask of mode L or range that changes its numbers: save it as a grey PNG"),
+        (
+            b"P5 2 2 7\n\0\1\2\3",
+            "a mask of mode L, or of a range, that would change its numbers: save it",
+        ),
         (encoded(COLOURS.convert("CMYK"), "TIFF"), "a mask of mode CMYK"),
     ],
 )
@@ -281,8 +284,8 @@ def test_sizes_that_differ_in_a_pair(tmp_path: Path) -> None:
     [
         (6, (12, 18), (18, 12), None),
         (6, (12, 18), (12, 18), r"is 12 x 18 but the image is 18 x 12: .* after its EXIF orientation is applied"),
-        (3, (12, 18), (12, 18), r"EXIF turns the image but not masks/1\.png, and their sizes do not show"),
-        (6, (12, 12), (12, 12), r"EXIF turns the image but not masks/1\.png"),
+        (3, (12, 18), (12, 18), r"EXIF rotates the image but not masks/1\.png, and their sizes do not show"),
+        (6, (12, 12), (12, 12), r"EXIF rotates the image but not masks/1\.png"),
     ],
 )
 def test_turned_images(tmp_path: Path, orientation: int, shape: Any, upright: Any, message: str | None) -> None:

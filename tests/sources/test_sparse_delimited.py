@@ -120,7 +120,7 @@ def test_ids_that_are_not_utf8_name_the_option(tmp_path):
         SourceError, match=r"line 3: row 'user' is 'caf.+xe9', which is not UTF-8: .*--encoding latin-1"
     ):
         entries(source)
-    with pytest.raises(SourceError, match="no text in the encoding ascii"):
+    with pytest.raises(SourceError, match="is not text in the encoding ascii"):
         open_source(tmp_path / "r.csv", encoding="ascii")
     titles = "1|7|Café\n2|8|x\n".encode("latin-1")  # of a column that is left out
     assert len(entries(opened(tmp_path / "u.item", titles, columns=("0", "1")))[0]) == 2
@@ -225,7 +225,7 @@ def test_columns_may_be_told(tmp_path, columns, expected):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        (("a",), "names 1 column"),
+        (("a",), "columns has 1 name"),
         (("a", "a"), "names a column twice"),
         (("a", "z"), "column 'z' is not in .*which has a, b"),
         (("a", "9"), "column 9 is missing"),
@@ -250,8 +250,8 @@ BROKEN = {
     "1,99999999999999999999,3": "which is not a 64-bit integer",
     "1.5,2,3": "row 'userId' is '1.5', which is not a 64-bit integer",
     '1,"2,3': "a quote is not closed",
-    "1,2\r,3": "holds a carriage return",
-    "1,2,3\r4,5,6": "holds a carriage return",
+    "1,2\r,3": "contains a carriage return",
+    "1,2,3\r4,5,6": "contains a carriage return",
     "   ": "1 column where",
 }
 

@@ -89,7 +89,7 @@ TEXT: dict[str, tuple[str, bytes, str]] = {
     "rubbish": ("r.csv", RNG.bytes(5000), "zero byte: it is not text"),
     "rubbish later": ("r.csv", RATINGS + RATINGS[22:] * 20 + b"\n1\x002,3,4\n", "line 105003: contains a zero byte"),
     "rubbish without zeros": ("r.csv", RATINGS + b"\xff\x80,\xfe\n" * 9, "line 5002: 2 columns where"),
-    "return and quote": ("r.csv", b'1,2,3\n1,"a"\r2,3\n1,2,3\n', "line 2: holds a carriage return"),
+    "return and quote": ("r.csv", b'1,2,3\n1,"a"\r2,3\n1,2,3\n', "line 2: contains a carriage return"),
     "old Macintosh": ("r.csv", b"1,2,3\r4,5,6\r", "end with carriage returns"),
     "HTML": ("r.csv", b"<!DOCTYPE html>\n<html>\n", "this is a web page or XML"),
     "duplicate header": ("r.csv", b"userId,movieId,movieId\n1,2,3\n", "line 1: two columns are called 'movieId'"),
@@ -110,7 +110,7 @@ TEXT: dict[str, tuple[str, bytes, str]] = {
     "no size": ("m.mtx", REAL + b"% more\n", "ends before the line with the numbers"),
     "bad size": ("m.mtx", REAL + b"3 -3 1\n1 1 1\n", "line 2: must be numbers of rows"),
     "huge claim": ("m.mtx", REAL + b"9 9 99999999999\n1 1 1\n", "line 2: claims 99999999999 entries but the file has"),
-    "not square": ("m.mtx", MTX + b"real symmetric\n2 3 1\n1 1 1\n", "symmetric, but it has 2 rows and 3 columns"),
+    "not square": ("m.mtx", MTX + b"real symmetric\n2 3 1\n1 1 1\n", "is symmetric, but has 2 rows and 3 columns"),
     "cut mtx": ("m.mtx", REAL + b"9 9 3\n1 1 1\n2 2 2\n", "cut short: 2 entries but line 2 claims 3"),
     "too many": ("m.mtx", REAL + b"9 9 1\n1 1 1\n2 2 2\n", "more entries than the 1"),
     "row 0": ("m.mtx", REAL + b"9 9 2\n\n1 1 1\n0 1 1\n", "line 5: row 0 is out of range 1 to 9: '0 1 1'"),
@@ -123,7 +123,7 @@ TEXT: dict[str, tuple[str, bytes, str]] = {
     "skew diagonal": (
         "m.mtx",
         MTX + b"real skew-symmetric\n2 2 1\n1 1 1\n",
-        "line 3: skew-symmetric, so that the diagonal",
+        "line 3: is skew-symmetric, so that the diagonal",
     ),
     "no label": ("m.svm", b"1 1:2\n3:4\n", "line 2: must start with a label"),
     "label NaN": ("m.svm", b"nan 1:2\n", "line 1: must start with a label that is a finite number"),
@@ -136,7 +136,7 @@ TEXT: dict[str, tuple[str, bytes, str]] = {
     "label inf": ("m.svm", b"1 1:2\n\n-1e999 1:2\n", "line 3: must start with a label"),
     "label like Python": ("m.svm", b"1_0 1:2\n", "finite number: '1_0 1:2'"),
     "svm inf": ("m.svm", b"1 4:1e999\n", "column '4' has the value '1e999'"),
-    "svm comments": ("m.svm", b"# one\n", "has no row"),
+    "svm comments": ("m.svm", b"# one\n", "has no rows"),
 }
 
 ARRAYS: dict[str, tuple[str, bytes, str]] = {
@@ -149,7 +149,7 @@ ARRAYS: dict[str, tuple[str, bytes, str]] = {
     "indptr negative": ("m.npz", npz(indptr=np.array([0, -2, 2, 3])), "indptr falls from 0 to -2"),
     "indptr overshoots": ("m.npz", npz(indptr=np.array([0, 2, 9, 9])), "indptr has 9 at row 1 but there are only 3"),
     "indptr ends early": ("m.npz", npz(indptr=np.array([0, 1, 1, 2])), "indptr ends at 2 but .*indices has 3"),
-    "indptr too long": ("m.npz", npz(indptr=np.array([0, 2, 2, 3, 3])), "indptr has 5 numbers but a matrix of 3"),
+    "indptr too long": ("m.npz", npz(indptr=np.array([0, 2, 2, 3, 3])), "indptr has 5 numbers but must have 4"),
     "float indptr": ("m.npz", npz(indptr=np.array([0.0, 2, 2, 3])), "indptr has the type float64 but must be whole"),
     "float indices": ("m.npz", npz(indices=np.array([0.0, 1, 2])), "indices has the type float64"),
     "lengths": ("m.npz", npz(data=np.array([1.0, 2])), "data has 2 values but .*indices 3 numbers"),
@@ -357,10 +357,10 @@ H5AD: dict[str, tuple[Callable[[h5py.File], None], str]] = {
     "encoding": (lambda f: f["X"].attrs.__setitem__("encoding-type", "bsr"), "X: is encoded as 'bsr'"),
     "shape": (lambda f: f["X"].attrs.__setitem__("shape", [20, 10, 3]), "'shape' must be two numbers"),
     "no shape": (lambda f: f["X"].attrs.__delitem__("shape"), "has no attribute 'shape'"),
-    "rows": (lambda f: f["X"].attrs.__setitem__("shape", [21, 10]), "indptr has 21 numbers but a matrix of 21"),
+    "rows": (lambda f: f["X"].attrs.__setitem__("shape", [21, 10]), "indptr has 21 numbers but must have 22"),
     "names": (lambda f: put(f, "obs/_index", np.array([b"a"] * 19)), "obs/_index: has 19 names but the matrix has 20"),
     "long names": (lambda f: put(f, "obs/_index", ["x" * 257] * 20), "string 0 has 257 bytes but the limit is 256"),
-    "no X": (lambda f: f.__delitem__("X"), r"no matrix 'X'; matrices that it has \(--layer\): none"),
+    "no X": (lambda f: f.__delitem__("X"), r"no matrix 'X'; its matrices are \(--layer\): none"),
     "codes": (lambda f: categorical(f, 2), "code 2 of row 0 is out of range for 2"),
     "negative codes": (lambda f: categorical(f, -2), "code -2 of row 0 is out of range for 2"),
     "field": (

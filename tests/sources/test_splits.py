@@ -12,13 +12,13 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 from support.conversions import check_file
+from support.listings import list_images
 from support.pictures import pixels
 from support.stopped import Stop, packed, stop_at
 
 import h5chunk
 from h5chunk.cli import main
 from h5chunk.errors import OptionError, OutputError, SampleError, SourceError
-from h5chunk.sources.listing import list_images
 from h5chunk.tools.convert.append import append
 from h5chunk.tools.convert.convert import convert
 
@@ -112,7 +112,7 @@ def test_flat_splits_have_no_labels(tmp_path: Path) -> None:
     assert list(listing.columns) == ["split"] and listing.class_names == []
     assert listing.ignored[1:] == [
         "folders without images, which are not treated as splits: docs",
-        "1 image without a split, beside the split folders, such as loose.png",
+        "1 image without a split, outside of the split folders, such as loose.png",
     ]
 
 
@@ -121,9 +121,9 @@ def test_loose_images_and_empty_classes_in_splits(tmp_path: Path) -> None:
     (tmp_path / "val" / "b").mkdir()
     listing = list_images(tmp_path)
     assert listing.columns["labels"].tolist() == [0, 1, 0]
-    assert "2 images without a class, beside the class folders, such as val/2.png" in listing.ignored
+    assert "2 images without a class, outside of the class folders, such as val/2.png" in listing.ignored
     (tmp_path / "val" / "c").mkdir()
-    with pytest.raises(SourceError, match=r"class folder 'c' has no images \(1 such of 3\)"):
+    with pytest.raises(SourceError, match=r"1 of 3 class folders have no images, such as 'c'"):
         list_images(tmp_path)
 
 
@@ -155,7 +155,7 @@ def test_a_lone_split_is_no_class(tmp_path: Path, names: tuple[str, ...], classe
 def test_some_splits_with_classes_and_some_without(tmp_path: Path) -> None:
     make(tmp_path, "train/a/1.png", "train/b/1.png", "test/1.png")
     for choice in ("auto", "yes"):
-        with pytest.raises(SourceError, match="'train' has class folders and 'test' has none: convert each alone; or"):
+        with pytest.raises(SourceError, match="'train' has class folders but 'test' has none: convert each"):
             list_images(tmp_path, split_folders=choice)
     assert list_images(tmp_path, split_folders="no").class_names == ["test", "train"]
 
@@ -187,7 +187,7 @@ def test_choices_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="split_folders is 'maybe': give auto, yes or no"):
         convert(root, tmp_path / "x.h5", split_folders="maybe")
     (tmp_path / "m.csv").write_text("path\n" + name_of(0) + "\n")
-    with pytest.raises(OptionError, match="split_folders is 'yes', but a manifest has a column for splits"):
+    with pytest.raises(OptionError, match="split_folders is 'yes', but with a manifest a column says"):
         convert(root, tmp_path / "x.h5", manifest=tmp_path / "m.csv", split_folders="yes")
     with pytest.raises(SourceError, match="has no folders that could be splits"):
         convert(root / name_of(1).rpartition("/")[0], tmp_path / "x.h5", split_folders="yes")
@@ -215,10 +215,10 @@ def test_splits_are_appended(tmp_path: Path) -> None:
     check_splits(path, 36)
     check_file(path, *expected(36))
     classes = make_tree(tmp_path / "classes") / "val"
-    with pytest.raises(SourceError, match="lacks the field 'split' that"):
+    with pytest.raises(SourceError, match="lacks the field 'split', which"):
         append(path, classes, split_folders="no")
     convert(classes, tmp_path / "y.h5", workers=0)
-    with pytest.raises(SourceError, match=r"has the field 'split', which .* does not have"):
+    with pytest.raises(SourceError, match=r"has the field 'split', which .* lacks"):
         append(tmp_path / "y.h5", tmp_path / "data")
 
 
@@ -296,6 +296,6 @@ def test_what_cannot_be_a_file_for_each_split(tmp_path: Path, splits: Any, reaso
     data = {"data": np.zeros((120, 5), np.uint8)} | ({} if splits is None else {"split": splits})
     with pytest.raises(OptionError, match=f"split_files is given, but {reason}"):
         convert(data, tmp_path / "out", split_files=True)
-    with pytest.raises(OptionError, match="shards is 2 and split_files is True: give one of them"):
+    with pytest.raises(OptionError, match="shards is 2 and split_files is True: give only one of them"):
         convert(data, tmp_path / "out", split_files=True, shards=2)
     assert not list(tmp_path.iterdir())

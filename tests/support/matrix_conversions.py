@@ -28,7 +28,6 @@ class Source(SparseSource):
     has_ids: bool = False
     path: str = "fake.csv"
     kind: str = "csv"
-    is_sorted_by_row: bool = False
     row_fields: dict[str, np.ndarray] = field(default_factory=dict)
     categories: dict[str, list[str]] = field(default_factory=dict)
     row_names: np.ndarray | None = None

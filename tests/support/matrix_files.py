@@ -34,8 +34,6 @@ def entries(source: SparseSource, max_bytes: int = 1 << 20) -> tuple[np.ndarray,
     rows, columns = (np.concatenate([ids_of(block)[i] for block in parts]) for i in range(2))
     patterns = {block.values is None for block in parts}
     assert len(patterns) == 1
-    if source.is_sorted_by_row:
-        assert (np.diff(rows) >= 0).all()
     return rows, columns, None if patterns == {True} else np.concatenate([block.values for block in parts])
 
 

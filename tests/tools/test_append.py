@@ -155,11 +155,11 @@ def test_killed_when_it_was_through(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         append(path, source, **options)
     data, number = path.read_bytes(), path.stat().st_ino
     assert (
-        append(path, source, **options, dry_run=True).notes[0].startswith("the same command appended the same samples")
+        append(path, source, **options, dry_run=True).notes[0].startswith("the last command appended the same samples")
     )
     for _ in range(2):
         report = append(path, source, **options)
-        assert report.already_complete and report.notes[0].startswith("the same command appended the same samples")
+        assert report.already_complete and report.notes[0].startswith("the last command appended the same samples")
         assert "already complete" in str(report) and report.counts == {}
         for name in ("num_added", "num_samples", "num_bytes", "class_names", "skipped"):
             assert getattr(report, name) == getattr(whole, name), name
@@ -219,7 +219,7 @@ def test_size_and_fit_are_those_of_the_file(tmp_path: Path) -> None:
 def test_other_sizes_need_a_fit(tmp_path: Path) -> None:
     path, source = make_file(tmp_path, 6), make_source(tmp_path / "new", range(6, 12), height=30, width=20)
     old = path.read_bytes()
-    with pytest.raises(SampleError, match="is 30 x 20 but size is 10 x 12: use fit stretch, crop or pad"):
+    with pytest.raises(SampleError, match="is 30 x 20, but the size is 10 x 12: use fit stretch, crop or pad"):
         append(path, source, workers=0)
     check_left(path, old)
     assert append(path, source, fit="crop", workers=0).counts["resized"] == 6
@@ -233,7 +233,7 @@ def test_progress_and_small_chunks(tmp_path: Path) -> None:
     report = append(path, make_source(tmp_path / "new", range(22, 82)), workers=2, progress=lambda *it: told.append(it))
     assert [stage for stage, done, total in told if done == total] == ["copy", "convert"]
     assert ("list", 60, None) in told and told[-1] == ("convert", 60, 60)
-    assert len(report.notes) == 2 and "chunks keep 1 sample each; " in report.notes[1]
+    assert len(report.notes) == 2 and "chunks still hold 1 sample, " in report.notes[1]
     assert len(append(path, make_source(tmp_path / "more", range(82, 85)), workers=0, new_classes=True).notes) == 2
 
 
@@ -366,7 +366,7 @@ def test_classes_are_found_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("path,n\n{},1\n", "path,m\n{},1\n", "lacks the field 'n' that"),
+        ("path,n\n{},1\n", "path,m\n{},1\n", "lacks the field 'n', which"),
         ("path,n\n{},1\n", "path,n,m\n{},1,2\n", "has the field 'm', which"),
         ("path,n\n{},1\n", "path,n\n{},300\n", "has the value 300 .sample 0., but in .* it is uint8"),
         ("path,n\n{},7\n", "path,n\n{},0.5\n", "has the value 0.5 .sample 0., but in .* it is int64"),
@@ -374,8 +374,8 @@ def test_classes_are_found_by_name(tmp_path: Path) -> None:
         ("path,n\n{},1\n", "path,n\n{},-1\n", "has the value -1"),
         ("path,n\n{},ab\n", "path,n\n{},abc\n", "has a string of 3 bytes but .* has room for 2"),
         ("path,n\n{},ab\n", "path,n\n{},7\n", "is int64 but in .* strings of 2 bytes"),
-        ("path,label\n{},cat\n", "path,label\n{},7\n", "labels have names in .* but are numbers in"),
-        ("path,n\n{},1\n", None, "lacks the field 'n' that"),
+        ("path,label\n{},cat\n", "path,label\n{},7\n", "labels have names in .* but are only numbers in"),
+        ("path,n\n{},1\n", None, "lacks the field 'n', which"),
     ],
 )
 def test_fields_that_differ(tmp_path: Path, old: str, new: str | None, message: str) -> None:

@@ -320,7 +320,7 @@ def test_all_broken_is_an_error(
 ) -> None:
     root = class_folder(10)
     skipping(root, list(range(10)))
-    with pytest.raises(SourceError, match=r"none of the 10 samples can be used; the last: class2/0008\.png: is no"):
+    with pytest.raises(SourceError, match=r"none of the 10 .* the error of the last is: class2/0008\.png: is no"):
         convert(root, out[0], workers=workers, on_error="skip", overwrite=True)
     fields = {"images": SampleField((3, 10, 12), np.dtype(np.uint8), "NCHW")}
     monkeypatch.setattr(ImageSource, "settle", lambda self, skip_bad: setattr(self, "fields", fields))
@@ -342,7 +342,7 @@ def test_all_broken_is_an_error(
         ({"seed": -1}, "seed is -1: give a number from 0"),
         ({"seed": 1 << 64, "shuffle": False}, "seed is 18446744073709551616: give a number"),
         ({"chunk_samples": 0}, "chunk_samples is 0: give at least 1"),
-        ({"fit": "crop"}, "fit is 'crop' but no size was given"),
+        ({"fit": "crop"}, "fit is 'crop', but no size was given"),
     ],
 )
 def test_options_that_cannot_be(class_folder: Make, tmp_path: Path, options: dict[str, Any], reason: str) -> None:
@@ -554,7 +554,7 @@ def test_report_as_json(class_folder: Make, tmp_path: Path) -> None:
     (root / "loose.png").write_bytes(b"x")
     report = json.loads(convert(root, tmp_path / "x.h5", workers=0).to_json())
     assert report["num_samples"] == 5 and report["counts"] == {"RGB": 5} and report["skipped"] == []
-    assert report["ignored"] == ["1 image without a class, beside the class folders, such as loose.png"]
+    assert report["ignored"] == ["1 image without a class, outside of the class folders, such as loose.png"]
     assert report["path"] == str(tmp_path / "x.h5") and report["seconds"] > 0
 
 

@@ -289,7 +289,7 @@ def test_dense_rows_that_are_empty_at_both_ends(tmp_path: Path) -> None:
 
 def test_dense_rows_must_fit_in_memory(tmp_path: Path) -> None:
     source = Source(np.array([0]), np.array([0]), np.array([3]), (10, 1 << 20))
-    with pytest.raises(OptionError, match=r"dense chunks of .* MiB take .* but half of memory_bytes is 1\.0 MiB"):
+    with pytest.raises(OptionError, match=r"dense chunks of .* MiB need .* but half of memory_bytes is 1\.0 MiB"):
         run(source, tmp_path / "x.h5", dense=True, memory_bytes=2 << 20)
     assert list(tmp_path.iterdir()) == []
 
@@ -481,16 +481,16 @@ def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
 def test_nothing_left_is_an_error(tmp_path: Path) -> None:
     source, _ = make()
     for options in ({"min_row_count": 41}, {"min_column_count": 301}):
-        with pytest.raises(SourceError, match=r"fake\.csv: no (row|column) is left: filter less"):
+        with pytest.raises(SourceError, match=r"fake\.csv: no (row|column) has enough entries: lower"):
             run(source, tmp_path / "x.h5", **options)
     empty = np.empty(0, np.int64)
-    with pytest.raises(SourceError, match="0 rows and 0 columns: nothing to convert"):
+    with pytest.raises(SourceError, match="the matrix is empty, with 0 rows and 0 columns"):
         run(Source(empty, empty, None, has_ids=True), tmp_path / "x.h5")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_entry_outside_of_the_matrix_is_noticed(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="an entry is outside of 3 x 3"):
+    with pytest.raises(SourceError, match="an entry lies outside of the matrix of 3 x 3"):
         run(Source(np.array([3]), np.array([0]), None, (3, 3)), tmp_path / "x.h5")
 
 
@@ -744,6 +744,6 @@ def test_sizes(text: str, number: int) -> None:
 @pytest.mark.parametrize("text", ["", "GiB", "much", "1 e", "inf", "nan"])
 def test_no_sizes(text: str) -> None:
     with pytest.raises(
-        OptionError, match=f"^'{text}' is not a number of bytes: give a number, or a size such as 1.0 GiB"
+        OptionError, match=f"^'{text}' is not a size: give a number of bytes, or a size such as 1.0 GiB"
     ):
         parse_bytes(text)

@@ -228,7 +228,7 @@ def test_times_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     ):
         convert(tmp_path / "r.csv", "user,item,rating,reviewTime\n1,2,3,09 13 2009\n", duplicates="last")
     many = "user,item,rating,date\n" + "1,2,3,2020-01-01\n" * 40_000
-    with pytest.raises(SourceError, match=r"line 40002: time 'date' is 'soon', which is not a time like those above"):
+    with pytest.raises(SourceError, match=r"line 40002: time 'date' is 'soon', which is not in the format of the"):
         convert(tmp_path / "r.csv", many + "1,2,3,soon\n", duplicates="last")
     report, _ = convert(tmp_path / "r.csv", many + "1,2,3,soon\n", duplicates="max")  # they are not looked at
     assert report.num_entries == 1

@@ -144,7 +144,7 @@ def test_ids_that_do_not_fit(tmp_path):
     h5chunk.convert(tmp_path / "m.npy", tmp_path / "m.h5", format="npy")
     with pytest.raises(FieldError, match="has no row_ids"):
         h5chunk.convert(words, tmp_path / "x.h5", ids_from=tmp_path / "m.h5")
-    with pytest.raises(OptionError, match=r"m.npy \(npy\) has numbers in place of ids"):
+    with pytest.raises(OptionError, match=r"m.npy \(npy\) has no ids"):
         h5chunk.convert(tmp_path / "m.npy", tmp_path / "x.h5", format="npy", ids_from=tmp_path / "n.h5")
     with pytest.raises(h5chunk.H5ChunkError, match=r"n\.h5"):
         h5chunk.convert(numbers, tmp_path / "n.h5", ids_from=tmp_path / "n.h5", overwrite=True)

@@ -104,7 +104,7 @@ def test_a_source_without_identity_starts_anew_and_says_so(tmp_path: Path) -> No
     said: list[str] = []
     with pytest.raises(WorkerError):
         write(source, tmp_path / "x.h5", shuffle=False, workers=1, notify=said.append)
-    assert said == ["the work is lost, because changes of this source cannot be noticed"]
+    assert said == ["the work is lost, because changes of this source cannot be detected"]
     assert list(tmp_path.iterdir()) == []
     source.kill_at = None
     write(source, tmp_path / "x.h5", shuffle=False)
@@ -227,7 +227,7 @@ def test_fields_that_differ(tmp_path: Path, change: dict[str, Any], message: str
         ({"fields": {"x": SampleField((), np.dtype(object))}}, "field 'x' is object"),
         ({"fields": {"x": SampleField((), np.dtype("c8"))}}, "field 'x' is complex64"),
         ({"columns": {"x": np.zeros(5, "M8[s]")}}, "field 'x' is datetime64"),
-        ({"columns": {"x": np.zeros(4)}}, "column 'x' is .4,. but there are 5 samples"),
+        ({"columns": {"x": np.zeros(4)}}, "column 'x' has the shape .4,. for 5 samples"),
         ({"columns": {"age": np.zeros(5)}}, "column 'age' .* is also a field"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The commands, one module per command: arguments and options for functions of `h5chunk.tools`, imported when used."""
+"""The commands, one module each; importing this package imports all modules and thus registers the commands."""
 
 from __future__ import annotations
 

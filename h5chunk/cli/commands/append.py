@@ -12,7 +12,7 @@ from h5chunk.cli.group import main, note, run
 from h5chunk.cli.options import options_of
 from h5chunk.tools.convert.options import append_options
 
-AS_BEFORE = "that of FILE"
+AS_RECORDED = "as recorded in FILE"
 
 
 @main.command(
@@ -28,15 +28,15 @@ AS_BEFORE = "that of FILE"
 @options_of(
     append_options(),
     left_out=("size", "color", "layout", "animated", "mask_column"),
-    defaults={"fit": AS_BEFORE, "split_folders": AS_BEFORE},
+    defaults={"fit": AS_RECORDED, "split_folders": AS_RECORDED},
 )
 @shared.dry_run
 @shared.quiet
 @shared.as_json
 def append(file: str, source: str, **options: Any) -> None:
-    """Append the samples of SOURCE to FILE, which convert made.
+    """Append the samples of SOURCE to FILE, a file that convert made.
 
-    SOURCE must have the fields of FILE. A longer file replaces FILE once it is complete and on disk. Until then FILE is
-    unchanged, so the disk must have space for both. Images are decoded with the options of FILE.
+    SOURCE must have the same fields as FILE; its images are decoded with the options that FILE records. A longer file
+    is written beside FILE and replaces it once it is complete, so the disk must have space for both.
     """
     run(h5chunk.append, file, source, notify=note)

@@ -15,8 +15,8 @@ from h5chunk.cli.options import RUNNING, option
 @main.command(
     examples={
         "Name the slowest stage of feeding a file": "h5chunk bench photos.h5",
-        "Measure up to the GPU for a minute": "h5chunk bench photos.h5 --device cuda --budget 1m",
-        "Measure the files of a folder as one data set": "h5chunk bench shards/ --workers 0 --workers 8",
+        "Include copying to the GPU, and measure for a minute": "h5chunk bench photos.h5 --device cuda --budget 1m",
+        "Measure a folder of files as one data set": "h5chunk bench shards/ --workers 0 --workers 8",
     }
 )
 @click.argument("file", type=click.Path())
@@ -30,13 +30,13 @@ from h5chunk.cli.options import RUNNING, option
     "--cold/--no-cold",
     default=True,
     heading=RUNNING,
-    help="Whether to measure the disk too, which drops parts of FILE from the page cache.",
+    help="Whether to measure the disk as well, which drops parts of FILE from the page cache.",
 )
 @shared.quiet
 @shared.as_json
 def bench(file: str, **options: Any) -> None:
-    """Measure how fast this machine feeds FILE, and name the slowest stage.
+    """Measure how fast this machine delivers batches from FILE, and name the slowest stage.
 
-    The files of a folder, or of a quoted pattern such as 'shards/*.h5', are measured as one data set.
+    FILE may also be a folder, or a quoted pattern such as 'shards/*.h5', whose files are measured as one data set.
     """
     run(h5chunk.bench, file)

@@ -15,8 +15,8 @@ from h5chunk.tools.convert.options import convert_options
 
 @main.command(
     examples={
-        "Convert a folder with one folder per class": "h5chunk convert photos/ photos.h5 --size 224 224 --fit crop",
-        "Convert ratings and keep the last duplicates": "h5chunk convert ratings.csv ratings.h5 --duplicates last",
+        "Convert images with one folder per class": "h5chunk convert photos/ photos.h5 --size 224 224 --fit crop",
+        "Convert ratings, keeping the last of duplicates": "h5chunk convert ratings.csv ratings.h5 --duplicates last",
         "Print the plan and write nothing": "h5chunk convert photos/ photos.h5 --dry-run",
     }
 )
@@ -32,12 +32,12 @@ from h5chunk.tools.convert.options import convert_options
 def convert(source: str, output: str, **options: Any) -> None:
     """Convert SOURCE into the HDF5 file OUTPUT, or a folder of such files.
 
-    SOURCE is a folder of images with one folder per class, a flat folder, folders images/ and masks/ with equal names,
-    or any of these in a .zip or .tar; arrays in .npy or .npz; a table or a folder of tables in .parquet; or a sparse
-    matrix: ratings.csv and other (row, column[, value]) lines, .npz of scipy, .mtx, libsvm, .h5ad, 10x .h5 or folder,
-    or a folder or quoted pattern of .h5ad files.
+    SOURCE is a folder of images with one folder per class, a flat folder of images, folders images/ and masks/ with
+    files of the same names, or any of these in a .zip or .tar; arrays in .npy or .npz; a table or a folder of tables in
+    .parquet; or a sparse matrix: ratings.csv and other (row, column[, value]) lines, .npz of scipy, .mtx, libsvm,
+    .h5ad, 10x .h5 or folder, or a folder or quoted pattern of .h5ad files.
 
-    If it is stopped, by Ctrl-C, a full disk, a bad sample or a signal, the same command continues. If OUTPUT is already
-    complete, the same command says so and does nothing.
+    If a conversion is stopped, by Ctrl-C, a full disk, a bad sample or a signal, the same command continues it. If
+    OUTPUT is already complete, the command says so and does nothing.
     """
     run(h5chunk.convert, source, output, notify=note)

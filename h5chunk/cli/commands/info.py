@@ -15,7 +15,7 @@ from h5chunk.cli.options import OUTPUT, option
 @main.command(
     examples={
         "Describe a file": "h5chunk info photos.h5",
-        "Describe several files that are read as one": "h5chunk info 'shards/*.h5'",
+        "Describe several files that form one data set": "h5chunk info 'shards/*.h5'",
         "Describe this machine": "h5chunk info --json",
     }
 )
@@ -26,8 +26,9 @@ from h5chunk.cli.options import OUTPUT, option
 def info(file: str | None, as_json: bool, **options: Any) -> None:
     """Describe any HDF5 FILE, and whether its layout suits training.
 
-    For a folder, or a quoted pattern such as 'shards/*.h5', describe its files and whether they read as one data set.
-    Without FILE, describe what this process may use of the machine: cores, memory, threads, device and versions.
+    FILE may also be a folder, or a quoted pattern such as 'shards/*.h5': the report then says whether its files form
+    one data set. Without FILE, describe the cores, memory, threads and devices that are available, and the versions of
+    packages.
     """
     result = h5chunk.info(file, **options)
     click.echo(result.to_json() if as_json else str(result))

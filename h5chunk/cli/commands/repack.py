@@ -15,9 +15,9 @@ from h5chunk.tools.repack.options import RepackOptions
 
 @main.command(
     examples={
-        "Give any HDF5 file chunks of whole samples": "h5chunk repack theirs.h5 ours.h5",
-        "Shuffle the samples too": "h5chunk repack theirs.h5 ours.h5 --shuffle --seed 7",
-        "Use the settings that tune recommends": "h5chunk repack theirs.h5 ours.h5 --tuned found.json",
+        "Rewrite an HDF5 file with whole samples in its chunks": "h5chunk repack old.h5 new.h5",
+        "Shuffle the samples, too": "h5chunk repack old.h5 new.h5 --shuffle --seed 7",
+        "Use the settings that tune recommends": "h5chunk repack old.h5 new.h5 --tuned found.json",
     }
 )
 @click.argument("file", type=click.Path())
@@ -31,7 +31,7 @@ from h5chunk.tools.repack.options import RepackOptions
 def repack(file: str, output: str, **options: Any) -> None:
     """Rewrite any HDF5 FILE as OUTPUT, with whole samples in its chunks.
 
-    The fields are the datasets whose first axis counts samples; everything else is copied unchanged. The report
-    compares the layout of each field before and after.
+    The datasets whose first axis counts samples get new chunks; everything else is copied unchanged. The report
+    compares their layouts before and after.
     """
     run(h5chunk.repack, file, output)

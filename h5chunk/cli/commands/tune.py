@@ -15,8 +15,8 @@ from h5chunk.cli.options import FIELDS, OUTPUT, option
 @main.command(
     examples={
         "Find the best settings for a file, and store them for its readers": "h5chunk tune photos.h5 --apply",
-        "Save the result for --tuned of repack and convert": "h5chunk tune theirs.h5 --json > found.json",
-        "Take more time, and draw what was measured": "h5chunk tune theirs.h5 --budget 5m --plot rates.png",
+        "Save the settings, for --tuned of repack and convert": "h5chunk tune old.h5 --json > found.json",
+        "Measure for longer, and plot the results": "h5chunk tune old.h5 --budget 5m --plot rates.png",
     }
 )
 @click.argument("file", type=click.Path())
@@ -25,9 +25,9 @@ from h5chunk.cli.options import FIELDS, OUTPUT, option
 @option(
     "--group-by",
     metavar="DATASET",
-    show_default="labels",
+    show_default="labels, if FILE has them",
     heading=FIELDS,
-    help="Dataset whose equal values mark similar samples, such as labels.",
+    help="Dataset with a group of each sample, such as labels, to measure how well groups are mixed.",
 )
 @shared.batch_size
 @option(
@@ -38,7 +38,7 @@ from h5chunk.cli.options import FIELDS, OUTPUT, option
     heading=FIELDS,
     help="Minimum shuffle quality, as a fraction of a full shuffle.",
 )
-@shared.memory_bytes("4GiB", "Upper limit on the memory for feeding, such as 512M.")
+@shared.memory_bytes("4GiB", "Upper limit on the memory of the loader, such as 512M.")
 @shared.loader_workers("0, 1, 2 and 4, up to the number of cores")
 @shared.device
 @shared.budget("60s")
@@ -46,21 +46,21 @@ from h5chunk.cli.options import FIELDS, OUTPUT, option
     "--apply",
     is_flag=True,
     heading=OUTPUT,
-    help="Store the recommended window and cache in FILE.h5chunk.json, where readers find them.",
+    help="Store the recommended window and cache in FILE.h5chunk.json, where h5chunk's readers find them.",
 )
 @option(
     "--plot",
     type=click.Path(),
     metavar="PICTURE.png",
     heading=OUTPUT,
-    help="Draw rate against effective batch (needs matplotlib).",
+    help="Plot samples/s against shuffle quality (needs matplotlib).",
 )
 @shared.quiet
 @option("--json", "as_json", is_flag=True, heading=OUTPUT, help="Print JSON, for --tuned of convert and repack.")
 def tune(file: str, **options: Any) -> None:
-    """Find the settings that feed FILE fastest on this machine and still shuffle well.
+    """Find the settings that read batches from FILE fastest on this machine and still shuffle well.
 
-    The settings are chunk size, window, cache and number of workers. FILE may be an h5chunk file or any other HDF5
-    file. The best few settings are measured on its data.
+    The settings are the chunk size, the shuffle window, the cache and the number of workers. FILE may be an h5chunk
+    file or any other HDF5 file. The most promising settings are measured on its data.
     """
     run(h5chunk.tune, file)

@@ -16,8 +16,8 @@ from h5chunk.cli.options import RUNNING, SOURCE, option
 @main.command(
     examples={
         "Check every chunk of a file": "h5chunk verify photos.h5",
-        "Check some chunks of each dataset": "h5chunk verify photos.h5 --quick",
-        "Rewrite damaged chunks from the images": "h5chunk verify photos.h5 --repair photos/",
+        "Check a few chunks of each dataset": "h5chunk verify photos.h5 --quick",
+        "Rewrite damaged chunks from the original images": "h5chunk verify photos.h5 --repair photos/",
     }
 )
 @click.argument("file", type=click.Path())
@@ -27,23 +27,23 @@ from h5chunk.cli.options import RUNNING, SOURCE, option
     type=click.Path(),
     metavar="SOURCE",
     heading=SOURCE,
-    help="Rewrite damaged chunks of images from SOURCE, the source of FILE.",
+    help="Rewrite damaged chunks of images from SOURCE, the folder or archive that FILE was converted from.",
 )
 @option(
     "--manifest",
     type=click.Path(),
     metavar="TABLE.csv",
     heading=SOURCE,
-    help="Manifest of the conversion of FILE, for --repair.",
+    help="With --repair: the manifest that FILE was converted with.",
 )
 @option("--quick", is_flag=True, heading=RUNNING, help="Read only 32 chunks of each dataset; the report says which.")
 @shared.quiet
 @shared.as_json
 def verify(file: str, **options: Any) -> None:
-    """Check the structure of FILE, and every chunk against its checksum. Exit code 1 if anything is wrong.
+    """Check the structure of FILE, and every chunk against its checksum. The exit code is 1 if anything is wrong.
 
-    If FILE is a folder, all files in it are checked, and missing shards are named. Other HDF5 files have no checksums:
-    their chunks are decoded, and the report says so.
+    If FILE is a folder, all files in it are checked, and missing shards are named. HDF5 files that h5chunk did not
+    write have no checksums: their chunks are only decoded, and the report says so.
     """
     if not run(h5chunk.verify, file).ok:
         sys.exit(1)

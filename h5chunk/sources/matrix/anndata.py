@@ -1,8 +1,8 @@
 """Read AnnData files: one matrix, the columns of ``obs`` as fields, and the names of rows and columns.
 
-The matrix is X, a layer, or raw/X: compressed rows or columns as in any version of AnnData, or dense, whose zeros are
-dropped. Columns of ``obs`` without a type of fixed size are left out and listed in ``ignored``.
-Source: the on-disk format of AnnData (encoding versions 0.1.0 to 0.2.0) and of h5sparse (legacy).
+The matrix is X, a layer, or raw/X. It may be stored as compressed rows or columns, as in any version of AnnData, or be
+dense; then its zeros are dropped. Columns of ``obs`` whose type a file cannot store are left out, and listed in
+``ignored``. Source: the on-disk format of AnnData (encoding versions 0.1.0 to 0.2.0) and of h5sparse (legacy).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from h5chunk.sources.matrix.hdf5 import GuardedFile, GuardedGroup, Stored
 from h5chunk.sources.recognise import HDF5_MAGIC, has_suffix, hdf5_members
 
 FORMATS = {"csr_matrix": "csr", "csc_matrix": "csc", "csr": "csr", "csc": "csc"}
-CELL_BYTES = 64  # bytes of memory per cell of a dense matrix: int64 numbers, value and masks
+CELL_BYTES = 64  # bytes of memory per element of a dense matrix: int64 row and column, value, and masks
 MAX_CATEGORIES = 1 << 20
 
 
 class H5adSource(SparseSource):
-    """An .h5ad: X, a layer, or raw (``raw/X``); ``ignored`` has the columns of ``obs`` left out, with the reason."""
+    """A matrix of an .h5ad: X, a layer, or ``raw/X``."""
 
     kind = "h5ad"
     Options = LayerOptions
@@ -53,15 +53,13 @@ class H5adSource(SparseSource):
         with self._file.open() as root:
             if "h5chunk" in root:
                 raise root.error(
-                    "was written by h5chunk, which stores values as codes (value * scale): convert its source instead, "
-                    "or change its layout with h5chunk repack"
+                    "was written by h5chunk, which stores values multiplied by a scale: convert its source instead, or "
+                    "change its layout with h5chunk repack"
                 )
             if self._where == ("raw", "X") and "raw" not in root and "raw.X" in root:
                 self._where = ("raw.X",)
-            self._layout, self.shape, parts = self._matrix(root)
+            _, self.shape, parts = self._matrix(root)
             self.num_bytes = sum(part.stored_bytes for part in parts)
-            whole_rows = self._layout == "dense" and (not parts[0].chunks or parts[0].chunks[1] >= self.shape[1])
-            self.is_sorted_by_row = self._layout == "csr" or whole_rows
             self.row_names = self._names(root, "obs", self.shape[0])
             holder = root.group("raw") if self._where[0] == "raw" else root
             table = "raw.var" if self._where == ("raw.X",) else "var"
@@ -72,7 +70,7 @@ class H5adSource(SparseSource):
                 self._read_table(root)
 
     def _matrix(self, root: GuardedGroup) -> tuple[str, tuple[int, int], list[Stored]]:
-        """Return the encoding of the matrix, its shape, and its datasets: data, indices, indptr; or the dense one."""
+        """Return the encoding of the matrix, its shape, and its datasets: data, indices and indptr, or a dense one."""
         holder = root
         for name in self._where[:-1]:
             if name not in holder:
@@ -103,7 +101,7 @@ class H5adSource(SparseSource):
         raise group.error("has no attribute 'shape'")
 
     def _names(self, holder: GuardedGroup, table: str, length: int) -> np.ndarray | None:
-        """Read obs_names or var_names, if they are strings."""
+        """Read the names of rows or columns from the table ``obs`` or ``var``; None if they are not strings."""
         if table not in holder:
             return None
         if not holder.is_group(table):
@@ -130,7 +128,7 @@ class H5adSource(SparseSource):
                 self.ignored[name] = str(reason)
 
     def _read_table(self, root: GuardedGroup) -> None:
-        """Read ``obs`` as files from before 2020 have it: one table, with the categories in ``uns``."""
+        """Read ``obs`` from a file written before 2020: one compound dataset, with the categories in ``uns``."""
         try:
             rows = _table(root, "obs", self.shape[0])
         except _Unfit as reason:
@@ -169,7 +167,7 @@ class H5adSource(SparseSource):
             raise _Unfit(f"is encoded as {word!r}")
 
     def _column(self, stored: Stored) -> np.ndarray:
-        """Read the values of one row field."""
+        """Read a column of ``obs``. Raises _Unfit if a file cannot store its type."""
         if stored.length != self.shape[0]:
             raise stored.error(f"has {stored.length} values but the matrix {self.shape[0]} rows")
         if stored.is_strings:
@@ -210,7 +208,7 @@ class H5adSource(SparseSource):
 
 
 class _Unfit(Exception):
-    """A column of obs is left out, for the reason in the message."""
+    """A column of ``obs`` cannot be converted; the message is the reason."""
 
 
 def _strings(stored: Stored) -> np.ndarray:
@@ -223,7 +221,7 @@ def _strings(stored: Stored) -> np.ndarray:
 
 
 def _table(holder: GuardedGroup, name: str, length: int) -> np.ndarray:
-    """Read a table that is one dataset with several columns. Raises _Unfit for other types."""
+    """Read a compound dataset, whose members are columns. Raises _Unfit for datasets of other types."""
     try:
         stored = holder.dataset(name)
     except SourceError as error:
@@ -237,6 +235,6 @@ def _table(holder: GuardedGroup, name: str, length: int) -> np.ndarray:
 
 def _choices(root: GuardedGroup) -> str:
     """List the matrices of the file, for messages."""
-    there = [name for name in ("X", "raw") if name in root or f"{name}.X" in root]
-    there += root.group("layers").names() if "layers" in root else []
-    return f"matrices that it has (--layer): {', '.join(there) or 'none'}"
+    matrices = [name for name in ("X", "raw") if name in root or f"{name}.X" in root]
+    matrices += root.group("layers").names() if "layers" in root else []
+    return f"its matrices are (--layer): {', '.join(matrices) or 'none'}"

@@ -1,8 +1,8 @@
 """The interface of all readers of sparse matrices.
 
-A source knows its file, but not how its data is used. It checks what the file claims before trusting it, names row,
-column or line in errors, and accepts any finite value of any type: which values fit the output, and how duplicates are
-combined, is decided by the converter.
+A source validates the sizes that a file claims before it allocates memory, names the row, column or line in errors, and
+yields finite values of any numeric type. The converter decides which values the output can store, and how duplicates
+are combined.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from h5chunk.stamp import stamp_of
 
 @dataclass(frozen=True)
 class Block:
-    """A block of n entries of a sparse matrix; arrays may be read-only.
+    """A block of n entries of a sparse matrix, as (n,) arrays, which may be read-only.
 
-    Rows and columns are int64, counted from 0; or if the source has ids (`SparseSource.has_ids`) the raw ids, int64 or
-    fixed-length bytes (``S``, UTF-8) whose length may differ from block to block. Values are finite, of any numeric
-    type, and zeros that a sparse file holds are kept; None in all blocks of a pattern, whose entries are all one.
+    Rows and columns are int64, counted from 0. If the source has ids (`SparseSource.has_ids`), they are these ids:
+    int64, or fixed-length bytes (``S``, UTF-8) whose length may differ from block to block. Values are finite and of
+    any numeric type; explicit zeros are kept. A matrix whose values are all one may have None in all blocks.
     """
 
     rows: np.ndarray
     columns: np.ndarray
     values: np.ndarray | None
     times: np.ndarray | None = None  # int64: time of each entry, in any unit, if requested and known
-    first_line: int | None = None  # line of the first entry, from 1, if every entry is a line and no lines are skipped
+    first_line: int | None = None  # line of the first entry, from 1, if entry i is on line first_line + i
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -46,28 +46,24 @@ class Block:
 class SparseSource:
     """Base class of the readers of sparse matrices.
 
-    Sizes in ``shape`` are None if only reading shows them (delimited files; the columns of libsvm). Raw ids
-    (``has_ids``) are numbered in ascending order: integers by value, strings by their bytes; an axis has one of these
-    types in all blocks. ``row_fields`` are of fixed-size types, (rows,) each, such as h5ad's ``obs``;
-    ``categories`` give the meaning of a field's codes; code -1 means missing. ``row_names`` and ``column_names`` are
-    UTF-8 of a fixed length, such as barcodes. ``time_name`` is the column that ``times`` of blocks are from.
+    Ids of rows or columns are all integers, or all strings. The converter numbers them in ascending order: integers by
+    value, strings by their bytes. Names of rows and columns are fixed-length bytes (``S``, UTF-8).
     """
 
     kind: str
     noun: ClassVar[str] = "sparse matrices"
     Options: ClassVar[type[Options]] = MatrixSourceOptions
     path: str
-    shape: tuple[int | None, int | None]
+    shape: tuple[int | None, int | None]  # a size is None until the entries are read if the file does not state it
     num_bytes: int  # bytes to read, for progress
     axes: tuple[str, str] = ("rows of the source", "columns of the source")  # what rows and columns are, for reports
-    has_ids: bool = False
-    is_sorted_by_row: bool = False  # whether rows are in ascending order, within and across blocks
-    row_fields: Mapping[str, np.ndarray] = MappingProxyType({})
-    categories: Mapping[str, list[str]] = MappingProxyType({})
-    row_names: np.ndarray | None = None
-    column_names: np.ndarray | None = None
-    column_symbols: np.ndarray | None = None  # names for people beside the column names, such as symbols of genes
-    time_name: str | None = None
+    has_ids: bool = False  # whether blocks have ids in place of row and column numbers
+    row_fields: Mapping[str, np.ndarray] = MappingProxyType({})  # (rows,) of fixed-size dtypes, such as h5ad's obs
+    categories: Mapping[str, list[str]] = MappingProxyType({})  # by field: names of its codes; code -1 means missing
+    row_names: np.ndarray | None = None  # (rows,), such as barcodes
+    column_names: np.ndarray | None = None  # (columns,), such as ids of genes
+    column_symbols: np.ndarray | None = None  # (columns,): second names, such as symbols of genes
+    time_name: str | None = None  # name of the column of times, if blocks have times
     ignored: Mapping[str, str] = MappingProxyType({})  # fields that are left out, with the reason
     notes: Sequence[str] = ()  # for the report
 
@@ -76,7 +72,7 @@ class SparseSource:
 
     @classmethod
     def open(cls, source: Any, options: Any, context: OpenContext) -> SparseSource:
-        """Open a source; read no more than its description."""
+        """Open a source without reading its entries."""
         return cls(os.fspath(source), options, context)
 
     def files(self) -> Sequence[str]:
@@ -84,19 +80,20 @@ class SparseSource:
         return (self.path,)
 
     def identity(self) -> dict[str, Any] | None:
-        """Return a JSON fingerprint: equal fingerprints mean equal entries. None if the source has none."""
+        """Return a fingerprint for JSON, such that equal fingerprints mean equal entries; None if this is unknown."""
         return {"kind": self.kind, "stamps": [stamp_of(path, with_ctime=True) for path in self.files()]}
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
-        """Yield the entries block by block, with the bytes of the source read so far; all calls yield the same blocks.
+        """Yield the blocks of entries, and the number of bytes of the source read so far.
 
-        Reading takes about ``max_bytes`` of memory, the blocks included. SourceErrors name the line, or row and column.
+        All calls yield the same blocks. Reading takes about ``max_bytes`` of memory, including the blocks. Raises
+        SourceError for invalid data; the message names the line, or the row and column.
         """
         raise NotImplementedError
 
 
 class Transposed(SparseSource):
-    """The transpose of a source; its row fields are left out, because they now belong to columns."""
+    """The transpose of a source. Its row fields are left out, because a file stores only fields of rows."""
 
     def __init__(self, source: SparseSource) -> None:
         self._source = source
@@ -115,7 +112,7 @@ class Transposed(SparseSource):
 
 
 class MemoryLimit:
-    """Limit on the memory of one source: what the file claims is checked before memory is allocated."""
+    """The memory limit of a source, against which claimed sizes are checked before memory is allocated."""
 
     def __init__(self, path: str | os.PathLike[str], memory_bytes: int) -> None:
         self.memory_bytes = memory_bytes
@@ -123,7 +120,7 @@ class MemoryLimit:
         self._held_bytes = 0
 
     def check(self, claim: str, num_bytes: int, part_read: float = 1.0) -> None:
-        """Raise SourceError if the data that the source claims, with the data that it already keeps, exceeds memory.
+        """Raise SourceError if ``num_bytes`` for ``claim``, and the memory that is already kept, exceed the limit.
 
         ``part_read`` is the fraction of the source read so far, from 0 to 1; the rest is assumed to be similar.
         """
@@ -140,13 +137,13 @@ class MemoryLimit:
         )
 
     def keep(self, claim: str, num_bytes: int) -> None:
-        """Check and count memory that the source keeps until it is converted."""
+        """Check memory that the source keeps until the end, and count it in later checks."""
         self.check(claim, num_bytes)
         self._held_bytes += num_bytes
 
 
 class RegularFile:
-    """A regular file that is not empty, and must not change while it is read."""
+    """A regular, nonempty file that must not change while it is read. Raises SourceError otherwise."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
@@ -155,7 +152,7 @@ class RegularFile:
         except (OSError, ValueError) as error:
             raise self.error(f"cannot be read: {getattr(error, 'strerror', error)}") from None
         if not stat.S_ISREG(status.st_mode):
-            raise self.error("not a regular file")
+            raise self.error("is not a regular file")
         if not status.st_size:
             raise self.error("is empty (0 bytes)")
         self.num_bytes, self._stamp = status.st_size, stamp_of(status)
@@ -165,7 +162,7 @@ class RegularFile:
 
     @contextmanager
     def reading(self) -> Iterator[IO[bytes]]:
-        """Open the file in a context, after checking that it is unchanged; an OSError becomes a SourceError."""
+        """Open the file in a context. Raises SourceError if the file has changed or cannot be read."""
         try:
             with open(self.path, "rb") as file:  # noqa: PTH123
                 self.check_unchanged(file.fileno())

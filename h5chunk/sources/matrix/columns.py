@@ -1,4 +1,4 @@
-"""Choose the columns for row, column, value and time in a table of entries, such as ratings, by their names.
+"""Find the columns with row, column, value and time in a table of entries, such as ratings, by their names.
 
 Names are compared in lower case, without separators: ``User-ID`` is ``userid``.
 """
@@ -33,7 +33,7 @@ def plain(name: str) -> str:
 
 
 def plain_names(names: Sequence[str]) -> list[str]:
-    """Return all names as `plain`; an ``i`` beside users is an item, otherwise a row.
+    """Return all names as `plain` does, except that an ``i`` beside a column of users becomes ``item``.
 
     >>> plain_names(["U", "i", "r"]), plain_names(["i", "j", "value"])
     (['u', 'item', 'r'], ['i', 'j', 'value'])
@@ -44,13 +44,13 @@ def plain_names(names: Sequence[str]) -> list[str]:
 
 
 def names_show_entries(names: Sequence[str]) -> bool:
-    """Return whether a row and a column are among the names."""
+    """Return whether the names of a row and of a column of entries are among the names."""
     known = plain_names(names)
     return any(map(ROWS.fullmatch, known)) and any(map(COLUMNS.fullmatch, known))
 
 
 def are_entries(names: Sequence[str]) -> bool:
-    """Return whether the names are those of a row, a column and at most a value and a time, without others."""
+    """Return whether the names are those of a row, a column and perhaps a value and a time, with no others."""
     kinds = (ROWS, COLUMNS, VALUES, TIMES)
     known = [[part for part in kinds if part.fullmatch(name)] for name in plain_names(names)]
     parts = [found[0] for found in known if found]
@@ -58,30 +58,32 @@ def are_entries(names: Sequence[str]) -> bool:
 
 
 def order_of_floats(times: np.ndarray) -> np.ndarray:
-    """Return whole numbers in the same order: (n,) int64 for (n,) float64."""
+    """Map (n,) float64 to (n,) int64 that sort in the same order."""
     bits = (times + 0.0).view(np.int64)  # -0.0 becomes 0.0
     return bits ^ (bits >> 63 & np.int64((1 << 63) - 1))
 
 
 def without_type(name: str) -> str:
+    """Remove the suffix ``:str``, which declares ids to be strings, from the name of a column."""
     return name.removesuffix(AS_STRING)
 
 
 def choose_columns(
     header: Sequence[str] | None, width: int, given: Sequence[str] | None, path: str, fail: Callable[[str], NoReturn]
 ) -> list[int]:
-    """Return the numbers of the columns for row, column[, value[, time]]; a time only if it is among the given names.
+    """Return the indices of the columns with row, column and, if there are any, value and time.
 
-    ``given`` are names or numbers; ``fail`` raises the error of a source whose header is ambiguous.
+    ``given`` are names or indices that the user chose, or None. A column of times is returned only if it is among
+    these. ``fail`` raises a SourceError, for an ambiguous header.
     """
     if given is not None:
         if not 2 <= len(given) <= len(PARTS):
             raise OptionError(
-                f"columns names {count_text(len(given), 'column')}: name row, column and, if they exist, value and time"
+                f"columns has {count_text(len(given), 'name')}: name row, column and, if they exist, value and time"
             )
         chosen = [_number(name, header, width, path) for name in given]
         if len(set(chosen)) < len(chosen):
-            raise OptionError(f"columns {tuple(given)!r} names a column twice")
+            raise OptionError(f"columns is {tuple(given)!r}, which names a column twice: name each once")
         return chosen
     if header is None:
         return list(range(min(width, 3)))
@@ -102,7 +104,7 @@ def choose_columns(
 
 
 def time_columns(header: Sequence[str], chosen: Sequence[int]) -> list[int]:
-    """Return the numbers of the columns with names of times, besides the chosen ones."""
+    """Return the indices of the columns with names of times, except the chosen columns."""
     return [i for i, name in enumerate(header) if i not in chosen and TIMES.fullmatch(plain(name))]
 
 
@@ -113,6 +115,6 @@ def _number(name: str, header: Sequence[str] | None, width: int, path: str) -> i
         if word.isdecimal():
             if int(word) < width:
                 return int(word)
-            raise OptionError(f"column {word} is missing: {printable(path)} has {width}, counted from 0")
-    there = ", ".join(header) if header else f"no header, but columns 0 to {width - 1}"
-    raise OptionError(f"column {name!r} is not in {printable(path)}, which has {there}")
+            raise OptionError(f"column {word} is missing: {printable(path)} has {width} columns, counted from 0")
+    existing = ", ".join(header) if header else f"no header, but columns 0 to {width - 1}"
+    raise OptionError(f"column {name!r} is not in {printable(path)}, which has {existing}")

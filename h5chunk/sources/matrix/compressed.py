@@ -1,7 +1,7 @@
-"""Read compressed rows, compressed columns and coordinates piece by piece, with full checks.
+"""Read compressed sparse rows, compressed sparse columns and coordinates in blocks, and validate them.
 
-A vector, from a zip or HDF5, has a length, a type, and ranges of values. All of it is validated: pointers must start at
-0, never decrease and end at the number of entries; indices must be in range; values must be finite.
+Pointers must start at 0, never decrease, and end at the number of entries; indices must be in range; values must be
+finite.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ MIN_ENTRIES = 256
 
 
 class Vector(Protocol):
-    """A one-dimensional array of numbers in a file, with its name for messages, that is read in ascending order."""
+    """A one-dimensional array of numbers in a file, which is read from its start to its end."""
 
-    name: str
+    name: str  # for messages
     length: int
     dtype: np.dtype
 
@@ -30,13 +30,13 @@ class Vector(Protocol):
         """Bytes of the source read so far."""
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Read the values from ``start`` up to ``stop``."""
+        """Read the values from index ``start`` up to ``stop``, excluded."""
 
 
 def check_vectors(layout: str, shape: tuple[int, int], vectors: Sequence[Vector]) -> None:
-    """Validate shape, lengths and types of a matrix of layout ``csr``, ``csc`` or ``coo`` before a value is read.
+    """Validate the shape, lengths and types of a matrix in layout ``csr``, ``csc`` or ``coo``, without reading values.
 
-    The vectors are data, indices and pointers; for coordinates, they are data, rows and columns.
+    The vectors are data, indices and pointers; or, for coo, data, rows and columns.
     """
     data, first, second = vectors
     if not all(0 <= length < 1 << 62 for length in shape):
@@ -54,13 +54,13 @@ def check_vectors(layout: str, shape: tuple[int, int], vectors: Sequence[Vector]
     num_major = shape[layout == "csc"]
     if second.length != num_major + 1:
         raise SourceError(
-            f"{second.name} has {second.length} numbers but a matrix of {num_major} must have {num_major + 1}: "
-            "one more than its rows (or columns, for csc)"
+            f"{second.name} has {second.length} numbers but must have {num_major + 1}, one more than the matrix has "
+            f"{'columns' if layout == 'csc' else 'rows'}"
         )
 
 
 def check_values_type(name: str, dtype: np.dtype) -> None:
-    """Raise SourceError unless a type is for real numbers of at most 64 bits."""
+    """Raise SourceError unless ``dtype`` is one of real numbers of at most 64 bits."""
     if dtype.kind == "c":
         raise SourceError(f"{name} holds complex numbers ({dtype}): keep the real part, or the absolute value")
     if dtype.kind not in "biuf" or dtype.itemsize > 8:
@@ -70,7 +70,7 @@ def check_values_type(name: str, dtype: np.dtype) -> None:
 def read_blocks(
     layout: str, shape: tuple[int, int], vectors: Sequence[Vector], max_bytes: int
 ) -> Iterator[tuple[Block, int]]:
-    """Yield the entries in stored order, with the bytes read so far; for parameters, see `check_vectors`."""
+    """Yield the entries in stored order, and the number of bytes read so far; for parameters, see `check_vectors`."""
     check_vectors(layout, shape, vectors)
     at_once = max(MIN_ENTRIES, max_bytes // ENTRY_BYTES)
     if layout == "coo":
@@ -113,9 +113,10 @@ def _coordinates(shape: tuple[int, int], vectors: Sequence[Vector], at_once: int
 
 
 def _pointers(vector: Vector, first: int, last: int, previous: int, num_entries: int, word: str) -> np.ndarray:
-    """Return the starts of rows ``first`` to ``last``, and the end of the last row: (last - first + 1,) int64.
+    """Return the starts of rows ``first`` up to ``last``, and the end of the last of them: (last - first + 1,) int64.
 
-    Vectors are read once and in order, so that the first start is the end of the previous piece.
+    The first start is ``previous``, the end of the row before, because vectors are read only once. ``word`` is the
+    name of the axis, row or column, for messages.
     """
     start = 0 if first == 0 else first + 1
     read = vector.read(start, last + 1)
@@ -143,7 +144,10 @@ def _pointers(vector: Vector, first: int, last: int, previous: int, num_entries:
 def _numbers(
     vector: Vector, start: int, stop: int, limit: int, word: str, others: str, other: np.ndarray
 ) -> np.ndarray:
-    """Read and check numbers of rows or columns, int64; messages name the number on the other axis."""
+    """Read row or column numbers below ``limit``, as int64.
+
+    Messages name the axis ``word``, and the position on the other axis: its name ``others``, and numbers ``other``.
+    """
     read = vector.read(start, stop)
     if len(read) and (int(read.min()) < 0 or int(read.max()) >= limit):
         place = int(np.flatnonzero((read < 0) | (read >= limit))[0])
@@ -163,9 +167,10 @@ def _values(vector: Vector, start: int, stop: int, rows: np.ndarray, columns: np
 def dense_block(
     name: str, cells: np.ndarray, first: int, width: int, corner: tuple[int, int] = (0, 0), *, by_column: bool = False
 ) -> Block:
-    """Return the nonzero cells among (n,) cells of a dense matrix, from cell ``first`` on, in lines of a width.
+    """Return the nonzero values among consecutive cells, (n,), of a dense matrix; ``first`` is the index of the first.
 
-    Lines are rows, or columns; the cells are part of a larger matrix, from its corner (row, column) on.
+    The matrix is stored row by row, or ``by_column``, with ``width`` cells per row or column. It is part of a larger
+    matrix, in which its first cell is at ``corner`` (row, column).
     """
     places = np.flatnonzero(cells)
     values = native(cells[places])
@@ -184,7 +189,7 @@ def native(values: np.ndarray) -> np.ndarray:
 
 
 def check_finite(name: str, values: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> None:
-    """Raise SourceError, with row and column, if a value is NaN or infinite."""
+    """Raise a SourceError that names row and column if a value is NaN or infinite."""
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         place = int(np.flatnonzero(~np.isfinite(values))[0])
         raise SourceError(

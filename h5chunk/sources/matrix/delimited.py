@@ -1,20 +1,19 @@
-"""Delimited files of (row, column[, value]) in any number of lines: ratings.csv, ratings.dat, u.data, edge lists.
+"""Read (row, column[, value[, time]]) entries from delimited text: ratings.csv, ratings.dat, u.data, edge lists.
 
-| question | answer (unless an option of `DelimitedOptions` says so) |
+| property | how it is detected, unless an option of `DelimitedOptions` sets it |
 | --- | --- |
-| separator | what separates the cells of the first lines: ``::``, tab, ``|``, semicolon, comma, or runs of blanks |
-| header | the first line, if it names columns: words where the second line has numbers, or well-known names; if it \
-has one name too few, the last column is empty, or the first has the names of rows, as R writes them |
-| columns | by their names (userId, movieId, rating, timestamp and the like), else the first, second and third; others \
-are left out |
-| ids | int64 if a sample of them (from all over the file) are integers in canonical form, but for one in 200, which \
-counts as broken; otherwise bytes, unchanged; ``007`` is a string |
+| separator | ``::``, tab, ``|``, semicolon, comma or runs of blanks, whichever splits the first lines evenly |
+| header | the first line, if it has words where the second line has numbers, or well-known names; if it has one name \
+too few, the last column is empty, or the first column has row names, as R writes them |
+| columns | by their names (userId, movieId, rating, timestamp and the like), otherwise the first, second and third |
+| ids | int64 if all ids in a sample of lines are integers without leading zeros, except at most one in 200, which is \
+then an error; otherwise strings |
 | values | float64, finite |
-| times | only if requested: the column with such a name, or the fourth of four without a header if it looks like Unix \
-times; integers, real numbers or ISO 8601 dates |
+| times | if requested: the column with such a name, or the fourth of four columns without a header if it looks like \
+Unix times; integers, real numbers or ISO 8601 dates |
 
 Lines at the start that begin with ``#`` or ``%`` are comments; comments further down are an error unless the option
-``comment`` has their mark. Blank lines are skipped. Source: pyarrow.csv reads the numbers.
+``comment`` has their mark. Blank lines are skipped.
 """
 
 from __future__ import annotations
@@ -54,16 +53,16 @@ from h5chunk.sources.matrix.text import MAX_ID_BYTES, TextSource, read_columns, 
 from h5chunk.sources.recognise import has_suffix, text_lines
 from h5chunk.sources.text_table import is_table
 
-MAX_BROKEN_PART = 0.005  # share of the sampled ids: fewer words than this among integers count as broken lines
+MAX_BROKEN_PART = 0.005  # ids are integers if at most this fraction of the sampled ids are not
 UNIX_TIMES = range(10**8, 10**14)  # from 1973 in seconds to 5138 in milliseconds
 NUM_PROBES, PROBE_BYTES = 16, 1 << 14
 
 
 class DelimitedSource(TextSource):
-    """A delimited file. Ids that are strings are fixed-length bytes (``S``) in the blocks.
+    """Entries in delimited text.
 
-    The option ``columns`` names the columns for row, column and optionally value and time, by the header or by numbers
-    from 0; a name that ends with ``:str`` declares its ids to be strings.
+    The option ``columns`` names the columns with row, column and optionally value and time, by their names in the
+    header or their numbers from 0. A name that ends with ``:str`` declares its ids to be strings.
     """
 
     kind = "csv"
@@ -74,7 +73,7 @@ class DelimitedSource(TextSource):
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
-        """Return whether the name, the header, or the form of the lines (two whole numbers first) is of this kind."""
+        """Return whether a source is text with entries, by its suffix, its header, or two integers in every line."""
         if is_table(source, head):
             return False
         if has_suffix(source, ".csv", ".tsv", ".psv", ".dat"):
@@ -95,7 +94,7 @@ class DelimitedSource(TextSource):
         lines = self._text.head_lines()
         self.num_skipped = num_comments(lines, options.comment)
         marks = [line[:1] for line in lines[: self.num_skipped] if line.startswith(COMMENTS)]
-        self._comment = marks[0] if marks else None  # in a file without comments, ids may look like comments
+        self._comment = marks[0] if marks else None  # without comments at the start, ids may begin with such a mark
         lines = [line for line in lines[self.num_skipped :] if line.strip() and not self._is_comment(line)]
         if not lines:
             self._text.fail("has no line of data")
@@ -131,7 +130,7 @@ class DelimitedSource(TextSource):
             self._text.fail(f"{self._width} columns and no header: name row, column and value (--columns)")
 
     def _choose_id_types(self, table: list[list[bytes]], given: tuple[str, ...] | None) -> None:
-        """Read ids as strings if the given names declare it, or if many of the sampled ids are not numbers."""
+        """Read ids as strings if the option ``columns`` declares this, or if too many sampled ids are not integers."""
         probes = [line for lines in self._text.probes(NUM_PROBES, PROBE_BYTES) for line in lines.split(b"\n")]
         probed = map(self._dialect.cells, filter(bytes.strip, probes))
         sample = [*table, *(row for row in probed if len(row) == self._width)]
@@ -143,7 +142,7 @@ class DelimitedSource(TextSource):
             self._types[part] = pyarrow.string() if is_text or has_words else pyarrow.int64()
 
     def _find_header(self, table: list[list[bytes]], given: tuple[str, ...] | None) -> list[str] | None:
-        """Return the names of all columns, or None if the first line has data."""
+        """Return the names of all columns, or None if the first line is not a header."""
         first = table[0]
         names = [cell.decode("utf-8", "backslashreplace").strip() for cell in first]
         below = table[1:]
@@ -176,7 +175,7 @@ class DelimitedSource(TextSource):
         return named or not any(map(is_number, first))  # else a broken line
 
     def _find_time(self, table: list[list[bytes]]) -> None:
-        """Choose the column of times, if there is one, and its type, from the first lines."""
+        """Find the column of times, if there is one, and its type, from the first lines."""
         if "time" in self._columns:
             candidates = [self._columns["time"]]
         elif self.header is not None:
@@ -196,7 +195,7 @@ class DelimitedSource(TextSource):
             strange = next((cell for cell in cells if time_type([cell]) is None), cells[-1])
             self._text.fail(
                 f"{self._name(candidates[0])} holds times that are neither numbers nor ISO 8601 dates, such as "
-                f"{shown(strange)}: convert them, or sort the lines by time and leave that column out"
+                f"{shown(strange)}: convert them, or sort the lines by time and leave out that column"
             )
 
     def _name(self, number: int) -> str:
@@ -220,7 +219,7 @@ class DelimitedSource(TextSource):
             self._text.fail("has no line of data below its header")
 
     def _read(self, data: bytes) -> dict[str, pyarrow.Array]:
-        """Parse the columns of whole lines; raise ArrowInvalid if anything is wrong."""
+        """Parse the columns of whole lines. Raises ArrowInvalid if a line is invalid."""
         if self._options.comment:
             lines = data.splitlines(keepends=True)
             data = b"".join(line for line in lines if not self._is_comment(line))
@@ -251,9 +250,9 @@ class DelimitedSource(TextSource):
             mark = self._comment.decode()
             self._text.fail(f"a comment below the data: remove it, or give --comment '{mark}': {shown(text)}", line)
         if b"\r" in text:
-            self._text.fail(f"holds a carriage return that ends no line: {shown(text)}", line)
+            self._text.fail(f"contains a carriage return that does not end the line: {shown(text)}", line)
         if self._dialect.has_quotes and text.count(b'"') % 2:
-            self._text.fail(f"a quote is not closed (--no-quotes takes quotes for letters): {shown(text)}", line)
+            self._text.fail(f"a quote is not closed: close it, or give --no-quotes: {shown(text)}", line)
         if len(cells) != self._width:
             self._text.fail(
                 f"{count_text(len(cells), 'column')} where the lines above have {self._width}: {shown(text)}", line
@@ -263,7 +262,7 @@ class DelimitedSource(TextSource):
         self._text.fail(f"cannot be read: {shown(text)}", line)
 
     def _refuse_cell(self, line: int, text: bytes, part: str, number: int, cells: list[bytes]) -> None:
-        """Raise an error that says what is wrong with a cell, if anything is."""
+        """Raise a SourceError that describes the problem of a cell, if it is invalid."""
         cell, kind = cells[number], self._types[part]
         told = self.header[number] if self.header else number
         name = f"{part} {told!r}" if self.header else part
@@ -277,7 +276,7 @@ class DelimitedSource(TextSource):
                 problem = "which is not UTF-8: give its encoding, such as --encoding latin-1"
         elif part == "time":
             is_right = is_number(cell) if kind == pyarrow.float64() else time_type([cell]) == kind
-            problem = "" if is_right else "which is not a time like those above"
+            problem = "" if is_right else "which is not in the format of the times above"
         elif kind == pyarrow.int64() and not is_whole(cell):
             problem = (
                 "which is not a 64-bit integer like the ids above: if ids are strings, name the column "
@@ -296,7 +295,7 @@ class DelimitedSource(TextSource):
     def _number_hint(self, cell: bytes) -> str:
         if is_number(cell.replace(b",", b".")):
             return ": if commas mark decimals, give --decimal ,"
-        return "" if self.header or self._options.columns else ": if values are elsewhere, say where (--columns)"
+        return "" if self.header or self._options.columns else ": if values are in another column, give --columns"
 
 
 def _is_utf8(text: bytes) -> bool:
@@ -317,7 +316,7 @@ def _dialect_of(options: DelimitedOptions, lines: list[bytes]) -> Dialect:
 
 
 def _to_numpy(column: pyarrow.Array, part: str) -> np.ndarray:
-    """Convert strings to bytes of fixed length, and times to integers of the same order."""
+    """Convert a column to NumPy: strings to fixed-length bytes, and times to int64 that sort in the same order."""
     if column.type == pyarrow.string():
         return to_fixed_bytes(column)
     if pyarrow.types.is_timestamp(column.type):

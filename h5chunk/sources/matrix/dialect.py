@@ -1,4 +1,4 @@
-"""Guess and undo the separators and quotes of text in columns, and distinguish numbers, words and times."""
+"""Detect the separator of delimited text, split its lines, and distinguish numbers, words and times."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from h5chunk.sources.arrow import pyarrow
 BLANKS = re.compile(rb"[ \t]+")
 EDGES = re.compile(rb"(?m)^ +| +\r?$")
 EDGE = re.compile(rb"\A |\n | \r?\n| \r?\Z")
-NUM_ALIKE = 20  # lines
+NUM_ALIKE = 20  # lines that must have equal numbers of cells
 COMMENTS = (b"#", b"%")
 WHOLE = re.compile(rb"-?(0|[1-9][0-9]{0,18})")
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """A separator of cells, and whether cells may be in double quotes."""
+    """The separator of cells, and whether cells may be in double quotes."""
 
     separator: bytes
     has_quotes: bool = True
 
     @property
     def mark(self) -> bytes:
-        """The single character that stands for the separator after `translate`."""
+        """The single character to which `translate` changes the separator."""
         return self.separator if len(self.separator) == 1 else b"\x1f"
 
     def translate(self, data: bytes) -> bytes:
-        """Return the same lines with a separator of one character."""
+        """Replace the separator between the cells of lines by `mark`."""
         if self.separator == b" ":
             data = BLANKS.sub(b" ", data) if b"  " in data or b"\t" in data else data
             return EDGES.sub(b"", data) if EDGE.search(data) else data
@@ -45,7 +45,7 @@ class Dialect:
         text = line.decode("utf-8", "surrogateescape")
         try:
             row = next(csv.reader([text], delimiter=self.mark.decode()), [])
-        except csv.Error:  # a broken line, which is reported elsewhere
+        except csv.Error:  # parsing reports this line
             return line.split(self.mark)
         return [cell.encode("utf-8", "surrogateescape") for cell in row]
 
@@ -55,13 +55,16 @@ DIALECTS = (Dialect(b"::", has_quotes=False), TAB, Dialect(b"|"), Dialect(b";"),
 
 
 def guess_dialect(lines: list[bytes]) -> Dialect:
-    """Guess the separator of a file from its first lines: one that gives all of them the same number of cells."""
-    for is_sure in (True, False):
-        some = lines[: NUM_ALIKE if is_sure else 2]
+    """Guess the separator of a file: the first that splits its first lines into equal numbers of cells.
+
+    If there is none, the first that splits the first two lines at all.
+    """
+    for must_agree in (True, False):
+        sample = lines[: NUM_ALIKE if must_agree else 2]
         for dialect in DIALECTS:
-            widths = {len(dialect.cells(line)) for line in some}
-            if min(widths) > 1 and (len(widths) == 1 or not is_sure):
-                mixed = dialect == TAB and not _are_numbers(TAB, some[:2]) and _are_numbers(BLANK, some[:2])
+            widths = {len(dialect.cells(line)) for line in sample}
+            if min(widths) > 1 and (len(widths) == 1 or not must_agree):
+                mixed = dialect == TAB and not _are_numbers(TAB, sample[:2]) and _are_numbers(BLANK, sample[:2])
                 return BLANK if mixed else dialect
     return next((dialect for dialect in DIALECTS if dialect.separator in lines[0]), BLANK)
 
@@ -92,7 +95,7 @@ def is_number(cell: bytes | str) -> bool:
 
 
 def time_type(cells: list[bytes]) -> Any:
-    """Return the type for reading times; None if they are neither numbers nor ISO 8601 dates."""
+    """Return the Arrow type for a column of times; None if they are neither numbers nor ISO 8601 dates."""
     if all(map(is_whole, cells)):
         return pyarrow.int64()
     if all(map(is_number, cells)):

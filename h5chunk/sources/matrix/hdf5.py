@@ -1,9 +1,9 @@
-"""Groups and datasets of untrusted HDF5 files of matrices, checked and read by `h5chunk.store.hdf5`.
+"""Read groups and datasets of untrusted HDF5 files safely, for sources of matrices.
 
 Links to other files are refused, and shapes must be in proportion to the stored bytes (`h5chunk.store.hdf5.guard`).
-Chunks are decoded outside of HDF5 if possible, to their exact length. Strings of variable length are resolved without
-HDF5, within bounds (`h5chunk.store.hdf5.strings`), and become strings of fixed length. Chunks, tables and strings that
-exceed the memory limit are refused before memory is allocated.
+Chunks are decoded without the HDF5 library if possible, and must have their exact length. So are variable-length
+strings (`h5chunk.store.hdf5.strings`), which become fixed-length bytes. Sizes are checked against the memory limit
+before memory is allocated.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ REMEDY = "or copy it into this file (h5repack)"
 
 
 class GuardedFile(RegularFile):
-    """An HDF5 file that is opened when needed, with a limit on kept memory and on the size of a decoded chunk."""
+    """An untrusted HDF5 file, with a limit on the memory for its chunks and for data that is kept."""
 
     def __init__(self, path: str | os.PathLike[str], memory_bytes: int = DEFAULT_MEMORY_BYTES) -> None:
         super().__init__(path)
@@ -45,7 +45,7 @@ class GuardedFile(RegularFile):
 
     @contextmanager
     def open(self) -> Iterator[GuardedGroup]:
-        """Open the root group in a context, in which errors of the file become SourceErrors."""
+        """Open the root group in a context, and turn each FileError in it into a SourceError."""
         try:
             with opened(self.path) as file:
                 descriptor = open_descriptor(Path(self.path))
@@ -60,7 +60,7 @@ class GuardedFile(RegularFile):
 
 
 class GuardedGroup:
-    """A group whose members are reached by hard links only."""
+    """A group of an untrusted file, whose members must be hard links."""
 
     def __init__(self, owner: GuardedFile, group: h5py.Group, descriptor: int, path: str) -> None:
         self.owner, self.path = owner, path
@@ -73,16 +73,16 @@ class GuardedGroup:
         return list(self._group)
 
     def words(self, name: str) -> list[str]:
-        """Read an attribute with one or several strings; empty if it does not exist."""
+        """Read an attribute with one or several strings; return an empty list if it does not exist."""
         return read_words(self._group, name, self.error)
 
     def word(self, name: str) -> str:
-        """Read an attribute with one string; empty if it does not exist."""
+        """Read an attribute with one string; return an empty string if it does not exist."""
         words = self.words(name)
         return words[0] if len(words) == 1 else ""
 
     def numbers(self, name: str) -> np.ndarray | None:
-        """Read an attribute with whole numbers; None if it does not exist."""
+        """Read an attribute with integers; return None if it does not exist."""
         if name not in self._group.attrs:
             return None
         kind = h5py.h5a.open(self._group.id, name.encode()).get_type()
@@ -91,7 +91,7 @@ class GuardedGroup:
         return np.asarray(self._group.attrs[name])
 
     def error(self, what: str, name: str = "") -> SourceError:
-        """Return an error that names the file and a member."""
+        """Return an error that names the file, and the group or its member ``name``."""
         where = self._place(name)
         return self.owner.error(f"{where}: {what}" if where else what)
 
@@ -114,7 +114,7 @@ class GuardedGroup:
         return GuardedGroup(self.owner, member, self._descriptor, self._place(name))
 
     def dataset(self, name: str, num_dimensions: int = 1) -> Stored:
-        """Open a dataset of the group, whose claims are checked."""
+        """Open a dataset in the group, and validate its size and type."""
         member = self._member(name)
         if not isinstance(member, h5py.Dataset):
             raise self.error("must be a dataset", name)
@@ -125,7 +125,7 @@ class GuardedGroup:
 
 
 class Stored:
-    """A dataset of numbers or strings, read chunk by chunk; a `compressed.Vector` if it has one dimension."""
+    """A dataset of numbers or strings, read chunk by chunk. With one dimension, it is a `compressed.Vector`."""
 
     def __init__(self, dataset: h5py.Dataset, descriptor: int, owner: GuardedFile, where: str) -> None:
         self.name = f"{printable(owner.path)}: {where}"
@@ -170,7 +170,7 @@ class Stored:
         return False, dtype
 
     def _is_plain_table(self, dtype: np.dtype) -> bool:
-        """Return whether a compound type has members of fixed size only, stored as NumPy has them."""
+        """Return whether all members of a compound dtype have a fixed size, and the memory layout of NumPy."""
         kinds = {dtype[name].kind for name in dtype.names or ()}
         same = self._dataset.id.get_type().equal(h5py.h5t.py_create(dtype, logical=True))
         return kinds <= {*"biufS"} and bool(same)
@@ -190,7 +190,7 @@ class Stored:
         return self.stored_bytes * self._at // max(1, self.length)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Read values from ``start`` to ``stop`` of a dataset with one dimension."""
+        """Read the values from ``start`` up to ``stop``, excluded, of a dataset with one dimension."""
         self._at = stop
         if self._chunks is None:
             return self._read_run(start, (stop - start,), (slice(start, stop),))
@@ -203,13 +203,13 @@ class Stored:
         return values
 
     def names(self, what: str, length: int) -> np.ndarray:
-        """Read strings, one per row or column, which are kept."""
+        """Read ``length`` strings, one per row or column, and count them as kept memory."""
         if self.length != length:
             raise self.error(f"has {self.length} names but the matrix has {length} {what}")
         return self.keep(self.strings(), what)
 
     def keep(self, values: np.ndarray, what: str) -> np.ndarray:
-        """Count the memory of an array that is kept until the end, including the memory for permuting it."""
+        """Check and count the memory of an array that is kept, and of a permuted copy; return the array."""
         self.memory.keep(f"{len(values):,} {what}", 2 * values.nbytes)
         return values
 
@@ -219,7 +219,7 @@ class Stored:
         return self.read(0, self.length)
 
     def strings(self) -> np.ndarray:
-        """Read strings of any kind as bytes of fixed length: (length,) ``S``, UTF-8."""
+        """Read strings of fixed or variable length as fixed-length bytes: (length,) ``S``, UTF-8."""
         if self.is_text and (self._chunks is None or not self._chunks.needs_hdf5):
             pointers = self.all()
             width = min(int(pointers["length"].max(initial=0)), MAX_STRING_BYTES)
@@ -243,7 +243,7 @@ class Stored:
             raise self.error(f"has strings of {width} bytes but the limit is {MAX_STRING_BYTES}")
 
     def _strings_by_hdf5(self) -> np.ndarray:
-        """Read strings whose chunks only HDF5 can decode, in a child process, as HDF5 may hang on damaged strings."""
+        """Read strings with HDF5, in a child process, because HDF5 may hang on damaged strings."""
         self.memory.check(f"{self.length:,} strings in {self.where}", self.length * STRING_BYTES)
 
         def read(_: object) -> np.ndarray:
@@ -254,7 +254,7 @@ class Stored:
         return in_child(read, lambda: self.name)
 
     def parts(self, max_bytes: int) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Yield (row, column, values) for blocks that cover a dataset with two dimensions."""
+        """Yield (first row, first column, values) for blocks that cover a dataset with two dimensions."""
         if not self.num_bytes:
             return
         num_rows, num_columns = self.shape
@@ -274,7 +274,7 @@ class Stored:
                     yield row, column, self._chunk(number)[: self._at - row, : stop - column]
 
     def _read_run(self, start: int, shape: tuple[int, ...], wanted: tuple[slice, ...]) -> np.ndarray:
-        """Read contiguous elements of a contiguous dataset, or elements of a compact dataset."""
+        """Read elements of a dataset without chunks: by number if it is contiguous, by slices if it is compact."""
         if self._offset is None:
             if self.is_text and self.length:
                 raise self.error("its strings are in an unsupported layout: rewrite the file (h5repack)")

@@ -1,6 +1,6 @@
-"""Several matrices with named columns as one source: their rows one after the other, with columns joined by name.
+"""Read several matrices as one: their rows are concatenated, and their columns are matched by name.
 
-Columns of ``obs`` that all files have become fields; categories are joined by their names. The field ``file`` has the
+Row fields that all files have are kept; their categories are matched by name. The field ``file`` has the name of the
 file of each row.
 """
 
@@ -80,13 +80,14 @@ class JoinedSource(SparseSource):
         return [path for source in self._sources for path in source.files()]
 
     def _join_field(self, name: str) -> None:
+        """Concatenate a row field of all files, or add it to ``ignored`` with the reason."""
         columns = [source.row_fields.get(name) for source in self._sources]
-        there = [values for values in columns if values is not None]
-        if len(there) < len(columns):
-            self.ignored[name] = f"only {len(there)} of {len(columns)} files have it"
+        parts = [values for values in columns if values is not None]
+        if len(parts) < len(columns):
+            self.ignored[name] = f"only {len(parts)} of {len(columns)} files have it"
             return
         coded = [name in source.categories for source in self._sources]
-        if any(coded) != all(coded) or len({values.dtype.kind for values in there}) > 1:
+        if any(coded) != all(coded) or len({values.dtype.kind for values in parts}) > 1:
             self.ignored[name] = "is not of one type in all files"
             return
         if all(coded):
@@ -94,8 +95,8 @@ class JoinedSource(SparseSource):
             self.categories[name] = union = list(dict.fromkeys(word for words in lists for word in words))
             number = {word: code for code, word in enumerate(union)}
             new_codes = [np.array([*(number[word] for word in words), -1], np.int64) for words in lists]
-            there = [new[codes] for new, codes in zip(new_codes, there, strict=True)]  # -1 is the last
-        self.row_fields[name] = np.concatenate(there)
+            parts = [new[codes] for new, codes in zip(new_codes, parts, strict=True)]  # code -1 takes the last
+        self.row_fields[name] = np.concatenate(parts)
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
         before = 0
@@ -112,7 +113,7 @@ class JoinedSource(SparseSource):
 
 
 def _list_paths(source: Any) -> list[str]:
-    """List the files of a list of paths, a pattern, or a folder of .h5ad files."""
+    """Return the files of a list of paths, a pattern, or a folder of .h5ad files; an empty list for other sources."""
     if isinstance(source, (list, tuple)):
         return [os.fsdecode(path) for path in source] if source and all(map(is_path, source)) else []
     if not is_path(source):
@@ -128,7 +129,7 @@ def _list_paths(source: Any) -> list[str]:
 
 
 def _has_cells(folder: str) -> bool:
-    """Return whether an .h5ad is among the first names of a folder, which may have millions of images."""
+    """Return whether an .h5ad is among the first `MAX_NAMES` of a folder, which may contain millions of images."""
     try:
         with os.scandir(folder) as entries:
             return any(entry.name.endswith(".h5ad") for entry in islice(entries, MAX_NAMES))
@@ -143,10 +144,11 @@ def _shown(source: Any) -> str:
 
 
 def _check_shape(source: SparseSource) -> int:
-    """Return the number of rows, which must be known before the entries are read."""
+    """Return the number of rows of a source. Raises SourceError if its shape is unknown before it is read."""
     if source.has_ids or source.shape[0] is None or source.shape[1] is None:
         raise SourceError(
-            f"{printable(source.path)}: {source.kind} has no known numbers of rows and columns, which joining needs"
+            f"{printable(source.path)}: the numbers of rows and columns of {source.kind} are unknown before all "
+            "entries are read, so that it cannot be joined: convert it alone"
         )
     return source.shape[0]
 
@@ -154,7 +156,11 @@ def _check_shape(source: SparseSource) -> int:
 def _join_columns(
     sources: Sequence[SparseSource], join: str | None
 ) -> tuple[list[np.ndarray | None], np.ndarray | None, int]:
-    """Return the new number of each source's columns (-1: left out; None: all unchanged), their names, and count."""
+    """Match the columns of all sources by name.
+
+    Returns, for each source, the new numbers of its columns (-1 if left out; None if they are unchanged); and the names
+    and the number of all columns.
+    """
     first = sources[0]
     lists = [None if source.column_names is None else source.column_names.tolist() for source in sources]
     other = next(
@@ -162,15 +168,15 @@ def _join_columns(
     )
     if other is None:
         return [None] * len(sources), first.column_names, first.shape[1] or 0
-    where, there = printable(sources[other].path), printable(first.path)
+    where, reference = printable(sources[other].path), printable(first.path)
     named = [names for names in lists if names is not None]
     if len(named) < len(lists):
-        raise SourceError(f"{where}: cannot be joined with {there}: not all files name their columns")
+        raise SourceError(f"{where}: cannot be joined with {reference}: not all files name their columns")
     if join is None:
-        difference = difference_text(named[other], named[0], where, there)
+        difference = difference_text(named[other], named[0], where, reference)
         raise OptionError(
-            f"{where}: its columns differ from those of {there}: {difference}: give --join inner, for those that all "
-            "files have, or --join outer, for all, with zeros where a file lacks them"
+            f"{where}: its columns differ from those of {reference}: {difference}: give --join inner to keep the "
+            "columns that all files have, or --join outer to keep all, with zeros where a file lacks them"
         )
     for source, names in zip(sources, named, strict=True):
         [(twice, count)] = Counter(names).most_common(1)

@@ -1,8 +1,8 @@
 """Read libsvm and svmlight files: ``label [qid:N] index:value ... # comment``; also .gz.
 
-Indices count from 1, or from 0 if the file contains an index 0. A file is read twice: when it is opened for its labels
-and the lowest index, and then for its entries. Blank lines and comment lines are not rows. Source: the README of LIBSVM
-and the page of SVM-light; pyarrow splits the words and parses the numbers.
+Indices count from 1, or from 0 if the file contains an index 0. A file is read twice: first for its labels and the
+lowest index, then for its entries. Blank lines and comment lines are not rows. Sources: the README of LIBSVM, and the
+page of SVM-light.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from h5chunk.sources.matrix.block import Block, MemoryLimit
 from h5chunk.sources.matrix.text import TextSource, shown
 from h5chunk.sources.recognise import has_suffix, text_lines
 
-LABEL_BYTES = 32  # bytes of memory per label: as read, in one array, as int64, permuted
+LABEL_BYTES = 32  # bytes of memory per label, with all copies
 COMMENT = re.compile(rb"#[^\n]*")
 FIRST_WORD = re.compile(rb"(?m)^[ \t]*([^ \t\r\n]+)")
 ZERO = re.compile(rb"[ \t]\+?0+:")
@@ -32,7 +32,6 @@ class LibsvmSource(TextSource):
     """A libsvm or svmlight file; its labels are kept in memory."""
 
     kind = "libsvm"
-    is_sorted_by_row = True
     pieces_in_memory = 24  # bytes of memory per byte read: words, pairs and numbers in pyarrow's columns
 
     @classmethod
@@ -55,7 +54,7 @@ class LibsvmSource(TextSource):
         self.shape = (len(labels), None)
 
     def _read_labels(self, memory: MemoryLimit) -> np.ndarray:
-        """Read all labels, int64 if all are integers, otherwise float64, and find the lowest index."""
+        """Read all labels, as int64 if all are integers, otherwise as float64; also find the lowest index."""
         parts: list[np.ndarray] = []
         self._base, count = 1, 0
         for piece in self._pieces(memory.memory_bytes // 8):
@@ -67,7 +66,7 @@ class LibsvmSource(TextSource):
             memory.check(f"{count:,} rows", count * LABEL_BYTES, piece.consumed_bytes / self.num_bytes)
         labels = np.concatenate(parts)
         if not len(labels):
-            self._text.fail("has no row")
+            self._text.fail("has no rows: it contains only comments")
         whole = (labels == np.rint(labels)).all() and np.abs(labels).max() < 1 << 53
         return labels.astype(np.int64) if whole else labels
 
@@ -80,7 +79,10 @@ class LibsvmSource(TextSource):
             yield Block(rows, columns, values), piece.consumed_bytes
 
     def _read(self, data: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the number of entries of each row, and all columns and values. Raises ValueError on invalid lines."""
+        """Return the number of entries of each row, then the columns and values of all entries.
+
+        Raises ValueError if a line is invalid.
+        """
         lines = pyarrow.array([_without_comments(data)], pyarrow.large_binary())
         lines = pc.split_pattern(lines, "\n").flatten().cast(pyarrow.large_string())
         lines = pc.ascii_trim_whitespace(lines)

@@ -1,7 +1,7 @@
 """Read Matrix Market coordinate files: real, integer or pattern; general, symmetric or skew-symmetric; also .gz.
 
-A symmetric file stores one triangle and yields both. Source: Boisvert, Pozo, Remington, "The Matrix Market Exchange
-Formats" (NISTIR 5935); pyarrow.csv reads the numbers.
+The blocks of a symmetric file have both triangles, although the file stores one. Source: Boisvert, Pozo, Remington,
+"The Matrix Market Exchange Formats" (NISTIR 5935).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class MtxSource(TextSource):
             self._text.fail(f"must be numbers of rows, columns and entries but is {shown(line)}", self.num_skipped)
         rows, columns, entries = (int(word) for word in words)
         if self._symmetry != "general" and rows != columns:
-            self._text.fail(f"{self._symmetry}, but it has {rows} rows and {columns} columns", self.num_skipped)
+            self._text.fail(f"is {self._symmetry}, but has {rows} rows and {columns} columns", self.num_skipped)
         if entries * MIN_ENTRY_BYTES > self.num_bytes * (MAX_RATIO if self._text.is_packed else 1):
             self._text.fail(
                 f"claims {entries} entries but the file has {self.num_bytes} bytes: it is cut short",
@@ -87,8 +87,8 @@ class MtxSource(TextSource):
                 triangles |= set(np.unique(np.sign(rows - columns)).tolist()) - {0}
                 if len(triangles) > 1:
                     self._text.fail(
-                        f"{self._symmetry}, but entries lie on both sides of the diagonal, which is ambiguous: "
-                        "it must have one triangle, or be general",
+                        f"is {self._symmetry}, but has entries on both sides of the diagonal, which is ambiguous: "
+                        "keep one triangle, or declare the matrix general",
                         piece.line,
                     )
                 off = rows != columns
@@ -104,7 +104,7 @@ class MtxSource(TextSource):
             )
 
     def _read(self, data: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Parse rows, columns and values; raise ValueError if anything is wrong."""
+        """Parse the rows and columns, counted from 0, and the values. Raises ValueError if a line is invalid."""
         types = dict(enumerate([INTEGER, INTEGER, *([self._value_type] if self._value_type else [])]))
         read = read_columns(BLANK.translate(data), " ", False, len(types), types)
         rows, columns, *rest = (column.to_numpy() for column in read)
@@ -132,5 +132,5 @@ class MtxSource(TextSource):
         if rest and not np.isfinite(float(rest[0])):
             self._text.fail(f"the value at row {row}, column {column} is {rest[0]}: values must be finite", line)
         if rest and row == column and self._symmetry == "skew-symmetric":
-            self._text.fail(f"skew-symmetric, so that the diagonal must be zero: {shown(text)}", line)
+            self._text.fail(f"is skew-symmetric, so that the diagonal must be zero: {shown(text)}", line)
         self._text.fail(f"cannot be read: {shown(text)}", line)

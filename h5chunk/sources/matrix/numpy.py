@@ -1,7 +1,7 @@
 """Read matrices in NumPy files: an .npz of ``scipy.sparse.save_npz``, or a dense .npy, whose zeros are dropped.
 
-The members of an .npz (compressed rows, compressed columns or coordinates) are unpacked as parallel streams, so that
-memory is bounded whatever sizes they claim. Source: scipy.sparse.save_npz (members and their names).
+The members of an .npz (compressed rows, compressed columns or coordinates) are read side by side as streams, so that
+memory is bounded whatever sizes they claim. Source: scipy.sparse.save_npz.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from h5chunk.sources.matrix.compressed import check_values_type, check_vectors, 
 from h5chunk.sources.numpy_files import MAX_SMALL_BYTES, open_npz, read_header
 from h5chunk.sources.recognise import NPY_MAGIC, has_suffix, zip_members
 
-FREE_BYTES, MAX_LARGE_RATIO = 1 << 30, 256  # real indices above this do not compress so well
+FREE_BYTES, MAX_LARGE_RATIO = 1 << 30, 256  # real indices of more bytes do not compress better than this ratio
 CELL_BYTES = 48  # bytes of memory per nonzero cell: int64 numbers and masks
 MIN_CELLS = 1024
 MEMBERS = {"csr": ("indices", "indptr"), "csc": ("indices", "indptr"), "coo": ("row", "col")}
 
 
 class NpzSource(SparseSource):
-    """An .npz of scipy."""
+    """An .npz that scipy.sparse.save_npz wrote."""
 
     kind = "npz"
     shape: tuple[int, int]
@@ -56,7 +56,6 @@ class NpzSource(SparseSource):
                 raise self._file.error(f"member 'shape' is {shape.tolist()} but must be two numbers: rows and columns")
             self.shape = int(shape[0]), int(shape[1])
             check_vectors(self._layout, self.shape, self._vectors(archive))
-        self.is_sorted_by_row = self._layout == "csr"
 
     @contextmanager
     def _open(self) -> Iterator[zipfile.ZipFile]:
@@ -88,7 +87,7 @@ class NpzSource(SparseSource):
         return name
 
     def _vectors(self, archive: zipfile.ZipFile) -> list[_Member]:
-        """Open the streams of data, and of indices and indptr, or of rows and columns."""
+        """Open the members with the matrix: data, indices and indptr; or data, rows and columns."""
         return [_Member(self.path, archive, name) for name in ("data", *MEMBERS[self._layout])]
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
@@ -97,7 +96,7 @@ class NpzSource(SparseSource):
 
 
 class _Member:
-    """A vector in a zip, as a stream; zipfile checks its checksum at the last value."""
+    """A `compressed.Vector` in a zip, read as a stream; zipfile checks its checksum at the end."""
 
     def __init__(self, path: str, archive: zipfile.ZipFile, name: str) -> None:
         self.name = f"{printable(path)}: {name}"
@@ -108,9 +107,9 @@ class _Member:
         self.length = shape[0] if shape else 1
         self.num_bytes = self.length * self.dtype.itemsize
         info = archive.getinfo(f"{name}.npy")
-        there = info.file_size - self._file.tell()
-        if there != self.num_bytes:
-            raise SourceError(f"{self.name} claims {self.num_bytes} bytes but the archive has {there}")
+        num_stored = info.file_size - self._file.tell()
+        if num_stored != self.num_bytes:
+            raise SourceError(f"{self.name} claims {self.num_bytes} bytes but the archive has {num_stored}")
         self._packed_bytes = info.compress_size
         self._at = 0
 
@@ -154,7 +153,6 @@ class NpySource(SparseSource):
             raise SourceError(
                 f"{shown} has {self.num_bytes} bytes but its shape {shape} needs {claimed}: it is cut short"
             )
-        self.is_sorted_by_row = not self._by_column
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
         width, num_cells = self.shape[not self._by_column], math.prod(self.shape)
@@ -165,7 +163,7 @@ class NpySource(SparseSource):
             yield block, self._offset + (start + len(part)) * self._dtype.itemsize
 
     def _cells(self, start: int, count: int) -> np.ndarray:
-        """Read cells in stored order, without mapping the file, because truncation would then kill the process."""
+        """Read cells in stored order; a memory map is not used, because truncating the file would kill the process."""
         offset = self._offset + start * self._dtype.itemsize
         with self._file.reading() as file:
             cells = np.fromfile(file, self._dtype, count, offset=offset)

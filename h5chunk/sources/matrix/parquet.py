@@ -1,4 +1,4 @@
-"""Read (row, column[, value[, time]]) entries from .parquet files, one file or a folder of files.
+"""Read (row, column[, value[, time]]) entries from a .parquet file, or a folder of such files.
 
 A table is recognised if the name of every column is a known name for rows, columns, values or times (see
 `choose_columns`). Ids are integers or strings, values are numbers, and times are numbers, dates or timestamps.
@@ -32,7 +32,7 @@ from h5chunk.sources.table import MAGIC, is_parquet, tables_in
 
 ROW_BYTES = 256  # bytes of memory per row while it is read
 IDS = ("integer", "string", "large_string", "dictionary")
-TYPES = {  # types of Arrow that each part may have
+TYPES = {  # Arrow types that are accepted
     "row": IDS,
     "column": IDS,
     "value": ("integer", "floating", "boolean", "decimal"),
@@ -67,19 +67,21 @@ class ParquetEntries(SparseSource):
         self.axes = self._columns["row"], self._columns["column"]
 
     def _check_types(self) -> None:
-        """Raise SourceError unless all files have the columns, with types that fit their parts and each other."""
+        """Raise SourceError unless all files have the chosen columns, with supported types that agree."""
         first = _schema(self._paths[0])
         for path in self._paths:
             schema = _schema(path)
             for part, name in self._columns.items():
                 where = f"{printable(path)}: {part} {name!r}"
                 if name not in schema.names:
-                    raise SourceError(f"{where}: has no such column, unlike {printable(self._paths[0].name)}")
+                    raise SourceError(f"{where}: is missing, but {printable(self._paths[0].name)} has this column")
                 kind = schema.field(name).type
                 if not is_any(kind, *TYPES[part]):
                     raise SourceError(f"{where} is of type {kind}: choose other columns (--columns)")
                 if is_any(kind, "integer") != is_any(first.field(name).type, "integer") and part in PARTS[:2]:
-                    raise SourceError(f"{where} is of type {kind}, but of {first.field(name).type} in the first file")
+                    raise SourceError(
+                        f"{where} is of type {kind}, but of type {first.field(name).type} in the first file"
+                    )
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
@@ -87,7 +89,7 @@ class ParquetEntries(SparseSource):
             return False
         try:
             return are_entries(_names((tables_in(source) or [Path(source)])[0]))
-        except (ImportError, SourceError):  # reported when it is read as a table
+        except (ImportError, SourceError):  # reading it as a table reports this
             return False
 
     def files(self) -> Sequence[str]:
@@ -125,7 +127,7 @@ class ParquetEntries(SparseSource):
 
 
 def _names(path: Path) -> list[str]:
-    """Return the names of the columns, except an index that pandas wrote."""
+    """Return the names of the columns, except the index that pandas writes."""
     return [name for name in _schema(path).names if not name.startswith("__index_level_")]
 
 

@@ -43,13 +43,12 @@ WAYS = (
 
 
 class TenxSource(SparseSource):
-    """A 10x .h5; in files of version 2 with several genomes, the layer is the genome."""
+    """A 10x .h5. If a file of version 2 has several genomes, the option ``layer`` chooses one."""
 
     kind = "10x"
     Options = LayerOptions
     shape: tuple[int, int]
     axes = ("barcodes", "features")
-    is_sorted_by_row = True
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
@@ -60,7 +59,7 @@ class TenxSource(SparseSource):
 
     @classmethod
     def open(cls, source: Any, options: LayerOptions, context: OpenContext) -> SparseSource:
-        """Open an HDF5 file, a folder, or the Matrix Market file of a folder."""
+        """Open an HDF5 file, a folder, or a Matrix Market file with its tables."""
         files = _find_files(source)
         if files is None:
             return cls(os.fspath(source), options, context)
@@ -80,7 +79,7 @@ class TenxSource(SparseSource):
                 self.column_symbols = features.dataset(names[1]).names("features", self.shape[1])
 
     def _find(self, root: GuardedGroup) -> GuardedGroup:
-        """Return the group of version 3, or of the genome of version 2."""
+        """Return the group with the matrix: the only one, or that of the genome chosen by ``layer``."""
         found = [
             name
             for name in root.names()
@@ -111,7 +110,7 @@ class TenxSource(SparseSource):
 
 
 class TenxFiles(NamedTuple):
-    """Paths of the matrix and of its tables; None for a table that is missing."""
+    """Paths of a Matrix Market file and of its tables; None for a missing table."""
 
     matrix: str
     barcodes: str | None
@@ -119,10 +118,10 @@ class TenxFiles(NamedTuple):
 
 
 def _find_files(path: str | os.PathLike[str]) -> TenxFiles | None:
-    """Find the tables that belong to a folder, or to a Matrix Market file.
+    """Find the Matrix Market file of a folder, or take ``path`` as such a file, and find its tables.
 
-    None for a folder without ``matrix.mtx`` in it, or in its only subfolder (which Cell Ranger 2 names after the
-    genome), and for any other file without a table beside it.
+    Cell Ranger 2 has the files in a subfolder with the name of the genome. Returns None for a folder without
+    ``matrix.mtx``, and for a file that is not a Matrix Market file or has no table beside it.
     """
     path = os.fsdecode(path)
     if os.path.isdir(path):
@@ -158,7 +157,7 @@ def _first_file(folder: str, name: str) -> str | None:
 
 
 class TenxFolderSource(SparseSource):
-    """A Matrix Market file of 10x with its tables; it has one matrix and therefore no layers."""
+    """A Matrix Market file with tables of barcodes and features."""
 
     kind = "10x"
     axes = ("barcodes", "features")

@@ -1,8 +1,6 @@
-"""Read text, also compressed with gzip, bzip2, xz or zstd, in pieces of whole lines with their line numbers.
+"""Read text in pieces of whole lines, also from files compressed with gzip, bzip2, xz or zstd.
 
-This module splits lines; subclasses of `TextSource` know their meaning. Memory is bounded: pieces and lines have a
-maximum length, and data that inflates without end is a line that is too long. Lines are UTF-8, whatever the encoding
-of the file.
+Memory is bounded, because pieces and lines have a maximum length. Pieces are UTF-8, whatever the encoding of the file.
 """
 
 from __future__ import annotations
@@ -23,12 +21,12 @@ from h5chunk.errors import SourceError, printable
 from h5chunk.source import OpenContext
 from h5chunk.sources.arrow import csv, pyarrow
 from h5chunk.sources.matrix.block import RegularFile, SparseSource
+from h5chunk.sources.recognise import UTF16_MARKS
 
-WIDE_TEXT = (b"\xff\xfe", b"\xfe\xff")
 UTF8_MARK = b"\xef\xbb\xbf"
 MAX_ID_BYTES = 256
 MAX_LINE_BYTES = 64 << 20  # a row of libsvm with five million entries
-MIN_LINE_BYTES, PIECES_OF_LINE = 1 << 20, 16  # least limit on the length of a line
+MIN_LINE_BYTES, PIECES_OF_LINE = 1 << 20, 16  # a line may have 16 times the bytes of a piece, but at least 1 MiB
 MAX_SHOWN = 120  # characters of a line that a message shows
 HEAD_BYTES = 1 << 18
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 1 << 14, 32 << 20
@@ -46,7 +44,7 @@ class Piece:
 
 
 class _Xz(io.RawIOBase):
-    """Decompress xz with a limit on memory, which `lzma.LZMAFile` does not have."""
+    """Decompress xz with a memory limit, which `lzma.LZMAFile` lacks."""
 
     def __init__(self, raw: IO[bytes]) -> None:
         self._raw, self._decoder = raw, lzma.LZMADecompressor(memlimit=XZ_MEMORY_BYTES)
@@ -72,7 +70,7 @@ class _Xz(io.RawIOBase):
 
 
 class _Recoded:
-    """Text of another encoding, as UTF-8."""
+    """Convert a file in another encoding to UTF-8."""
 
     def __init__(self, file: Any, encoding: str) -> None:
         self._file, self._decoder = file, codecs.getincrementaldecoder(encoding)()
@@ -84,7 +82,7 @@ class _Recoded:
         return self._decoder.decode(b"", True).encode()
 
 
-PACKINGS: dict[bytes, tuple[str, Callable[[Any], Any]]] = {  # by the first bytes of a file
+PACKINGS: dict[bytes, tuple[str, Callable[[Any], Any]]] = {  # name and opener of a compression, by its first bytes
     b"": ("", lambda raw: raw),
     b"\x1f\x8b": ("gzip", lambda raw: gzip.GzipFile(fileobj=raw)),
     b"BZh": ("bzip2", bz2.BZ2File),
@@ -94,7 +92,7 @@ PACKINGS: dict[bytes, tuple[str, Callable[[Any], Any]]] = {  # by the first byte
 
 
 class TextFile(RegularFile):
-    """A text file that is read from its start as often as needed; UTF-16 is recognised by its first bytes."""
+    """A text file, which may be compressed. UTF-16 is detected; other encodings than UTF-8 must be given."""
 
     def __init__(self, path: str | os.PathLike[str], encoding: str | None = None) -> None:
         super().__init__(path)
@@ -104,7 +102,7 @@ class TextFile(RegularFile):
         self._packing, self._unpack = PACKINGS[magic]
         self._encoding = encoding
         with self.reading() as raw, self._naming_damage(lambda: 1):
-            if encoding is None and self._unpack(raw).read(2) in WIDE_TEXT:
+            if encoding is None and self._unpack(raw).read(2) in UTF16_MARKS:
                 self._encoding = "utf-16"
         with self.reading() as raw, self._naming_damage(lambda: 1):
             file = self._unpacked(raw)
@@ -118,10 +116,10 @@ class TextFile(RegularFile):
         if b"\r" in self.head and b"\n" not in self.head:
             self.fail("its lines end with carriage returns: replace them by line feeds (tr '\\r' '\\n')")
 
-    def fail(self, what: str, line: int | None = None) -> NoReturn:
-        """Raise an error that names file and line."""
+    def fail(self, problem: str, line: int | None = None) -> NoReturn:
+        """Raise a SourceError that names the file and the line."""
         where = printable(self.path) + (f", line {line}" if line else "")
-        raise SourceError(f"{where}: {what}") from None
+        raise SourceError(f"{where}: {problem}") from None
 
     @property
     def is_packed(self) -> bool:
@@ -132,14 +130,14 @@ class TextFile(RegularFile):
         return file if self._encoding is None else _Recoded(file, self._encoding)
 
     def head_lines(self) -> list[bytes]:
-        """Return the first lines, whole, without line ends."""
+        """Return the complete lines in the first bytes of the file, without line ends."""
         lines = self.head.split(b"\n")
         if len(lines) > 1 and (self._goes_on or not lines[-1]):
             lines.pop()
         return [line.removesuffix(b"\r") for line in lines]
 
     def probes(self, num_probes: int, num_bytes: int) -> Iterator[bytes]:
-        """Yield whole lines from places spread over an uncompressed text, unless it is of another encoding."""
+        """Yield groups of whole lines, ``num_bytes`` each, spread over the file, unless it is compressed or recoded."""
         if self.is_packed or self._encoding is not None or self.num_bytes <= HEAD_BYTES:
             return
         with self.reading() as raw:
@@ -149,7 +147,7 @@ class TextFile(RegularFile):
                 yield b"\n".join(lines if number == num_probes else lines[:-1])
 
     def pieces(self, num_bytes: int) -> Iterator[Piece]:
-        """Yield all lines, in order, about ``num_bytes`` at a time; no piece exceeds `PIECES_OF_LINE` times that."""
+        """Yield all lines in order, in pieces of about ``num_bytes``, or up to `PIECES_OF_LINE` times that."""
         line = 1
         limit = min(MAX_LINE_BYTES, max(MIN_LINE_BYTES, PIECES_OF_LINE * num_bytes))
         rest: list[bytes] = []  # the start of an unfinished line
@@ -180,22 +178,23 @@ class TextFile(RegularFile):
 
     @contextlib.contextmanager
     def _naming_damage(self, line: Callable[[], int]) -> Iterator[None]:
+        """Turn errors of decompressing, decoding and reading in the context into SourceErrors that name the line."""
         try:
             yield
         except EOFError:
-            self.fail(f"cut short: its {self._packing} stream has no end; copy or download it again", line())
+            self.fail(f"cut short: its {self._packing} stream has no end: copy or download it again", line())
         except (gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
             self.fail(f"its {self._packing} stream is damaged: {error}", line())
         except UnicodeError as error:
-            self.fail(f"no text in the encoding {self._encoding}: {error}", line())
+            self.fail(f"is not text in the encoding {self._encoding}: {error}", line())
         except OSError as error:
             self.fail(f"cannot be read: {error.strerror or error}", line())
 
 
 class TextSource(SparseSource):
-    """Base of text matrices, which are parsed piece by piece; if a piece fails, its first bad line is found."""
+    """Base class of matrices in text files, which are parsed piece by piece."""
 
-    pieces_in_memory: ClassVar[int]  # bytes of memory per byte of text
+    pieces_in_memory: ClassVar[int]  # bytes of memory needed per byte of a piece
     num_skipped = 0  # lines above the data
 
     def __init__(self, path: str, options: Any, context: OpenContext) -> None:
@@ -203,7 +202,7 @@ class TextSource(SparseSource):
         self.path, self.num_bytes = self._text.path, self._text.num_bytes
 
     def _pieces(self, max_bytes: int) -> Iterator[Piece]:
-        """Yield the lines of data."""
+        """Yield the lines of data, without the skipped lines above them."""
         size = max(MIN_PIECE_BYTES, min(MAX_PIECE_BYTES, max_bytes // self.pieces_in_memory))
         for piece in self._text.pieces(size):
             if piece.line <= self.num_skipped:
@@ -212,7 +211,7 @@ class TextSource(SparseSource):
             yield piece
 
     def _parse(self, piece: Piece, read: Callable[[bytes], Any]) -> Any:
-        """Return the result of ``read`` for a piece; on a ValueError, also from Arrow, find the line that is wrong."""
+        """Return ``read(piece.data)``; if it raises ValueError, find the first invalid line, and raise its error."""
         try:
             return read(piece.data)
         except ValueError:
@@ -228,16 +227,17 @@ class TextSource(SparseSource):
             self._refuse_line(piece.line + low, lines[low].removesuffix(b"\r"))
 
     def _refuse_line(self, line: int, text: bytes) -> NoReturn:
-        """Raise an error that says what is wrong with a line."""
+        """Raise a SourceError that describes the problem of an invalid line."""
         raise NotImplementedError
 
 
 def read_columns(
     data: bytes, mark: str, quotes: bool, width: int, types: Mapping[int, Any], decimal: str = "."
 ) -> list[Any]:
-    """Read columns of whole lines, by number, as Arrow arrays of the given types, or raise ArrowInvalid.
+    """Parse the columns that are the keys of ``types``, as Arrow arrays of these types.
 
-    All lines must have ``width`` columns, and strings must be UTF-8.
+    All lines must have ``width`` columns, with the separator ``mark``; strings must be UTF-8. Raises ArrowInvalid
+    otherwise.
     """
     if not data.strip(b"\r\n"):
         return [pyarrow.array([], kind) for kind in types.values()]

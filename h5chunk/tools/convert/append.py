@@ -29,7 +29,7 @@ from h5chunk.tools.convert.samples import is_complete, open_context, prepare
 from h5chunk.tools.progress import Progress
 from h5chunk.tools.verify.tables import look_at_tables
 
-AGAIN = "the same command appended the same samples last: they are not appended again (with another seed they would be)"
+AGAIN = "the last command appended the same samples: they are not appended again (with another seed they would be)"
 
 
 def append(
@@ -44,28 +44,27 @@ def append(
 ) -> ConvertReport:
     """Append the samples of a source to a file that `h5chunk.convert` made.
 
-    A sparse matrix cannot be appended to: convert new rows to another file, as several files are one data set.
+    The old samples keep their numbers, and the new samples follow them. After all old chunks are checked, a longer file
+    is written beside the old one and then replaces it in one step. The disk must have space for both. A process that
+    has the old file open still sees the old file; h5chunk's readers detect this and raise a FileError. The same file,
+    source and options give the same bytes, with any number of workers.
 
-    The old samples keep their places; the new samples follow them. A longer file is written beside the old one, after
-    checking all old chunks, and replaces it in one step: so the disk needs space for both, and the old samples stay
-    readable. A process that has the old file open keeps it; h5chunk's readers notice this, and raise a FileError
-    instead of mixing both files. Equal file, source and options give equal bytes, with any number of workers.
-
-    New samples are permuted only among themselves. The file therefore no longer counts as shuffled, and its windows are
-    those of an unshuffled file: `h5chunk repack --shuffle` mixes old and new samples.
+    New samples are shuffled only among themselves, so the file no longer counts as shuffled:
+    `h5chunk repack --shuffle` mixes old and new samples. Sparse matrices cannot be appended to: convert new rows to a
+    second file, and read both as one data set.
 
     Parameters
     ----------
     path : path
-        The file, as convert writes it.
+        A file that `h5chunk.convert` wrote.
     source : path or object
         As for `h5chunk.convert`, with the same fields as the file; or a `h5chunk.source.SampleSource`.
     format, dry_run, progress, notify
         As for `h5chunk.convert`.
     **options
-        The fields of `h5chunk.tools.convert.options.AppendOptions`, and options of the kind of source as for
-        `h5chunk.convert`. Images are decoded and sized as the file's images were; ``fit`` and ``split_folders`` may
-        differ.
+        The fields of `h5chunk.tools.convert.options.AppendOptions`, and options for reading the source as for
+        `h5chunk.convert`. Images are decoded and resized with the options that the file records; only ``fit`` and
+        ``split_folders`` may differ.
 
     Raises
     ------
@@ -79,19 +78,20 @@ def append(
         An option is invalid. After any of these errors the file is unchanged.
     """
     started = time.perf_counter()
-    with _settled(path, source, format, progress, options) as (old, job, new_classes):
+    with _planned(path, source, format, progress, options) as (old, job, new_classes):
         complete = is_complete(job, 1)
         notes = [AGAIN] if complete else _duplicate_names(job)
-        notes += [_unmixed(old.shown), *_small_chunks(job.layout), *job.source.notes]
+        notes.append(f"old and new samples are not mixed: h5chunk repack {old.shown} NEW.h5 --shuffle mixes them")
+        notes += [*_small_chunks(job.layout), *job.source.notes]
         run = SampleRun(job, [], True, dry_run, progress, notify, started, old, complete)
         return run.report(notes, new_classes)
 
 
 @contextmanager
-def _settled(
+def _planned(
     path: str | os.PathLike[str], source: Any, format: str | None, progress: Progress | None, given: Mapping[str, Any]
 ) -> Iterator[tuple[OldFile, SampleJob, list[str]]]:
-    """Open and compare file and source; yield the job of the longer file, and the new classes."""
+    """Open the file and the source; yield the old file, the job that writes the longer file, and the new classes."""
     given = {name: value for name, value in given.items() if value is not None}
     with _open_checked(Path(path), source, given.get("manifest")) as old:
         if hasattr(source, "read_into"):
@@ -106,13 +106,13 @@ def _settled(
 
 @contextmanager
 def _open_checked(path: Path, *sources: Any) -> Iterator[OldFile]:
-    """Open the file to append to, and check that its tables are consistent."""
+    """Open the file to append to, in a context. Raises FileError if its tables are inconsistent."""
     if not path.exists():
         raise FileError(f"{printable(path)}: no such file: make it with h5chunk convert")
     if path.is_dir():
         raise FileError(
             f"{printable(path)}: is a folder: append to one of its files, or convert the new samples into another file "
-            "and read them together"
+            "and read all files as one data set"
         )
     check_not_source(path, *filter(is_path, sources))
     with open_old(path) as old:
@@ -126,7 +126,7 @@ def _open_checked(path: Path, *sources: Any) -> Iterator[OldFile]:
 def _open_source(
     old: OldFile, source: Any, format: str | None, progress: Progress | None, given: Mapping[str, Any]
 ) -> tuple[SampleSource, AppendOptions]:
-    """Open a source of any kind, with images decoded by the file's options."""
+    """Open a path or object as a source whose images are decoded with the options of the file."""
     kind = find_kind(source, format)
     if issubclass(kind, SparseSource):
         raise OptionError(
@@ -143,7 +143,7 @@ def _open_source(
 
 
 def _duplicate_names(job: SampleJob) -> list[str]:
-    """Return a warning if the file already has samples with the new names, which may have been appended before."""
+    """Return a warning if the file already has samples with names of the new samples."""
     old, source = job.old, job.source
     if source.names is None:
         return []
@@ -157,13 +157,9 @@ def _duplicate_names(job: SampleJob) -> list[str]:
     ]
 
 
-def _unmixed(shown: str) -> str:
-    return f"old and new samples are not mixed: h5chunk repack {shown} NEW.h5 --shuffle mixes them"
-
-
 def _small_chunks(layout: Layout) -> list[str]:
-    """Return a note if chunks are much smaller than the longer file should have."""
-    size, chosen = layout.chunk_samples, plan_layout(layout.num_samples, layout.sample_bytes).chunk_samples
-    if chosen < 4 * size:
+    """Return a note if the chunks are much smaller than those that convert would choose for the longer file."""
+    size, better = layout.chunk_samples, plan_layout(layout.num_samples, layout.sample_bytes).chunk_samples
+    if better < 4 * size:
         return []
-    return [f"chunks keep {count_text(size, 'sample')} each; {chosen} would suit the longer file: use repack for that"]
+    return [f"chunks still hold {count_text(size, 'sample')}, but {better} would suit the longer file: use repack"]

@@ -1,4 +1,4 @@
-"""Compare new samples with the file that they are appended to: fields, types, and the meaning of labels."""
+"""Check that new samples match the file that they are appended to, and convert their columns to its types."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from h5chunk.store.read.ragged import find_image_groups
 from h5chunk.store.write.old_file import OldDataset, OldFile
 from h5chunk.store.write.samples import OldSamples, SampleJob
 
-# options of images that keep the file's values
-SET_BY_FILE = ("size", "color", "layout", "animated", "mask_column")
+SET_BY_FILE = ("size", "color", "layout", "animated", "mask_column")  # options that are taken from the file
 TABLES = ("source_index", "source_names", "source_name_ends", "class_names")
 CATEGORIES = f"{GROUP}/categories/"
 
 
 def recorded_options(old: OldFile, kind: Any) -> dict[str, Any]:
-    """Return the options with which the file's samples were read.
+    """Return the options, recorded in the file, for decoding the images of a kind of source.
 
     Raises FileError if the file does not record them.
     """
@@ -40,8 +39,8 @@ def recorded_options(old: OldFile, kind: Any) -> dict[str, Any]:
         recorded = {}
     if kind is ImageSource:
         if IMAGES not in old.datasets or not recorded:
-            what = "the options of its images" if IMAGES in old.datasets else repr(IMAGES)
-            raise FileError(f"{old.shown}: lacks {what}: only files of h5chunk convert can be appended to")
+            missing = "the options of its images" if IMAGES in old.datasets else repr(IMAGES)
+            raise FileError(f"{old.shown}: lacks {missing}: only files that h5chunk convert made can be appended to")
         recorded["split_folders"] = str(old.options.get("split_folders", "auto"))
     return recorded
 
@@ -56,10 +55,10 @@ def check_appendable(old: OldFile) -> None:
 
 
 def plan_addition(old: OldFile, job: SampleJob, *, new_classes: bool, source: str) -> tuple[SampleJob, list[str]]:
-    """Turn the job of the new samples into the job of the longer file; return it and the names of new classes.
+    """Return the job that writes the longer file, given the job of the new samples; and the names of new classes.
 
-    Raises FileError if the file is not as convert writes it, or is damaged, and SourceError if the source, which is
-    called ``source`` in messages, does not agree with it.
+    Raises FileError if convert did not write the file, or it is damaged; and SourceError if the source, which messages
+    call ``source``, does not match the file.
     """
     _check_file(old)
     _check_fields(old, job.source, job.columns, source)
@@ -72,14 +71,14 @@ def plan_addition(old: OldFile, job: SampleJob, *, new_classes: bool, source: st
         if bool(before) != bool(now):
             named, other = (old.shown, source) if before else (source, old.shown)
             raise SourceError(
-                f"{source}: {name} have names in {named} but are numbers in {other}: use one kind in both"
+                f"{source}: {name} have names in {named}, but are only numbers in {other}: give both names, or neither"
             )
         new = _new_names(before, now, new_classes=new_classes, shown=old.shown, source=source)
         categories[name] = [*before, *new]
         added += new
         codes = {category: code for code, category in enumerate(categories[name])}
         numbers = np.array([codes[category] for category in now], np.int64)
-        if name in columns:  # -1, which means no class, stays
+        if name in columns:  # -1, which means no class, is kept
             labels = columns[name]
             columns[name] = np.where(labels < 0, labels, numbers[np.maximum(labels, 0)]) if len(numbers) else labels
         elif not np.array_equal(numbers, np.arange(len(numbers))):
@@ -87,7 +86,7 @@ def plan_addition(old: OldFile, job: SampleJob, *, new_classes: bool, source: st
     header, sample_bytes = old.header, job.layout.sample_bytes
     was = plan_layout(header.num_samples, sample_bytes, header.chunk_samples)
     layout = plan_layout(header.num_samples + len(job.order), sample_bytes, header.chunk_samples)
-    if header.window_chunks != was.window_chunks:  # a tuner chose the window, and perhaps the cache
+    if header.window_chunks != was.window_chunks:  # tune chose the window, and perhaps the cache
         layout = replace(layout, window_chunks=header.window_chunks)
     cache = None if header.cache == was.cache else header.cache
     options = {name: value for name, value in job.options.items() if name in ("seed", "shuffle", "fit")}
@@ -97,7 +96,7 @@ def plan_addition(old: OldFile, job: SampleJob, *, new_classes: bool, source: st
 
 
 def _check_file(old: OldFile) -> None:
-    """Raise FileError unless a file is in the form that convert writes."""
+    """Raise FileError unless the file has only datasets that convert writes, in uncompressed chunks."""
     check_appendable(old)
     known = {*(f"{GROUP}/{name}" for name in TABLES), *old.fields, *(f"{CATEGORIES}{name}" for name in old.fields)}
     known |= {f"{GROUP}/checksums/{name}" for name in old.fields}
@@ -108,7 +107,7 @@ def _check_file(old: OldFile) -> None:
             "to the original converted file"
         )
     if f"{GROUP}/source_index" not in old.datasets:
-        raise FileError(f"{old.shown}: lacks 'source_index': only files of h5chunk convert can be appended to")
+        raise FileError(f"{old.shown}: lacks 'source_index': only files that h5chunk convert made can be appended to")
     size = old.header.chunk_samples
     for name in old.fields:
         dataset = old.datasets[name]
@@ -121,17 +120,18 @@ def _check_file(old: OldFile) -> None:
 
 
 def _check_fields(old: OldFile, source: SampleSource, columns: Collection[str], shown: str) -> None:
-    """Raise SourceError unless a source with these columns has the fields of the file."""
+    """Raise SourceError unless the fields of the source and these columns are those of the file."""
     names = [*source.fields, *columns]
     more = next((name for name in names if name not in old.fields), None)
     lacking = next((name for name in old.fields if name not in names), None)
     if more is not None or lacking is not None:
-        which = f"lacks the field {lacking!r} that" if lacking is not None else f"has the field {more!r}, which"
-        does = "has" if lacking is not None else "does not have"
+        problem = f"has the field {more!r}, which {old.shown} lacks"
+        if lacking is not None:
+            problem = f"lacks the field {lacking!r}, which {old.shown} has"
         listed = ", ".join(name for name in old.fields if name not in source.fields) or "none"
         raise SourceError(
-            f"{shown}: {which} {old.shown} {does}: fields must be equal: give a source like the first one, or a "
-            f"manifest (--manifest) with the columns {listed}"
+            f"{shown}: {problem}: give a source with the fields of the file, or a manifest (--manifest) with the "
+            f"columns {listed}"
         )
     for name, field in source.fields.items():
         dataset = old.datasets[name]
@@ -146,7 +146,7 @@ def _check_fields(old: OldFile, source: SampleSource, columns: Collection[str], 
 
 
 def _old_categories(old: OldFile) -> dict[str, list[str]]:
-    """Return the meaning of the codes of all fields in the file."""
+    """Return the names of the categories of all fields in the file; a code is the index of its name."""
     categories = {"labels": list(old.header.class_names)} if old.header.class_names else {}
     for path in old.datasets:
         if path.startswith(CATEGORIES):
@@ -155,7 +155,7 @@ def _old_categories(old: OldFile) -> dict[str, list[str]]:
 
 
 def _new_names(old: Sequence[str], new: Sequence[str], *, new_classes: bool, shown: str, source: str) -> list[str]:
-    """Return the names of classes that the file lacks; raise SourceError if new classes are not allowed."""
+    """Return the class names of the source that the file lacks. Raises SourceError if new classes are not allowed."""
     twice = next((name for name in old if old.count(name) > 1), None) if len({*old}) < len(old) else None
     if twice is not None:
         raise SourceError(f"{shown}: two of its classes have the name {twice!r}, which is ambiguous: rename one")
@@ -170,7 +170,7 @@ def _new_names(old: Sequence[str], new: Sequence[str], *, new_classes: bool, sho
 
 
 def _old_samples(old: OldFile, source: SampleSource, cache: CacheSettings | None) -> OldSamples:
-    """Read the samples of the old file, which come first."""
+    """Read the columns and tables of the old file, whose samples come first in the longer file."""
     index, ends, names = (old.table(name) for name in ("source_index", "source_name_ends", "source_names"))
     assert index is not None
     return OldSamples(
@@ -189,10 +189,10 @@ def _old_samples(old: OldFile, source: SampleSource, cache: CacheSettings | None
 
 
 def _fit(name: str, values: np.ndarray, dtype: np.dtype, shown: str, source: str) -> np.ndarray:
-    """Convert a column of a source to the file's type, or raise SourceError.
+    """Convert a column of the source to the type that the file has for it.
 
-    The type of a column follows from its values, and the new values may all be small: they are converted to the file's
-    type if that holds them exactly.
+    The type of a column in a source follows from its values, so it may be smaller than in the file. Raises SourceError
+    if the type in the file cannot hold the values exactly.
     """
     if values.dtype == dtype:
         return values

@@ -15,7 +15,7 @@ from h5chunk.sources.recognise import is_path
 from h5chunk.store.write.journal import has_command_id
 from h5chunk.store.write.output import check_folder
 from h5chunk.store.write.part_file import check_not_source, check_output, parse_output
-from h5chunk.tools.convert.matrix import convert_matrix, naming_memory
+from h5chunk.tools.convert.matrix import convert_matrix, explain_memory_error
 from h5chunk.tools.convert.options import MatrixOptions, SampleOptions
 from h5chunk.tools.convert.report import ConvertReport, MatrixReport
 from h5chunk.tools.convert.run import Notify, SampleRun
@@ -38,10 +38,10 @@ def convert(
 ) -> ConvertReport | MatrixReport:
     """Convert a source of any kind into one HDF5 file, or samples into a folder of several files.
 
-    The file, or folder, gets its name once it is complete and on disk. Equal source and options give
-    equal bytes, with any number of workers. If a conversion is stopped, by Ctrl-C, a full disk, an unusable sample or a
-    signal, its work is kept in ``.NAME.h5chunk-part`` beside the output: the same call continues. The conversion of a
-    matrix starts over.
+    The output appears under its name once it is complete and on disk. The same source and options give the same bytes,
+    with any number of workers. If a conversion is stopped, by Ctrl-C, a full disk, an unusable sample or a signal, its
+    work is kept in ``.NAME.h5chunk-part`` beside the output, and the same call continues it. The conversion of a matrix
+    starts over.
 
     Parameters
     ----------
@@ -51,26 +51,27 @@ def convert(
         of (row, column[, value]) lines or columns, such as MovieLens' ratings.csv, .npz of scipy, Matrix Market,
         libsvm, .h5ad, 10x .h5, or a 10x folder (its cells become the samples). Several matrices as one: a folder of
         .h5ad files, a pattern, or a list. Arrays: .npy, .npz, an array, or a dict of arrays. A table: .parquet, a
-        folder of such files, or delimited text with one sample a line, such as iris.csv. A data set in Python: any
-        object with a length and samples by number, such as those of torchvision and Hugging Face.
+        folder of such files, or delimited text with one sample per line, such as iris.csv. A data set in Python: any
+        object with ``len()`` and indexing, such as those of torchvision and Hugging Face.
     output : path
         The file to make; with ``shards``, ``shard_bytes`` or ``split_files``, the folder.
     format : str, optional
         The kind of the source, if its name and first bytes do not show it: see `h5chunk.sources.kinds.KINDS`.
     tuned : path, optional
-        Recommendation of `h5chunk.tune`, as JSON, for ``chunk_samples`` unless that is given.
+        JSON that `h5chunk.tune` saved. Its ``chunk_samples`` is used unless that option is given.
     overwrite : bool
-        Whether to replace a file at ``output``, or a folder that holds nothing but shards or splits.
+        Whether to replace a file at ``output``, or a folder that contains only shards or split files.
     dry_run : bool
         Write nothing, and predict the report from the source and a few of its samples.
     progress : callable, optional
-        Called as ``progress(stage, done, total)``.
+        Called as ``progress(stage, done, total)``; ``total`` is None while it is unknown.
     notify : callable, optional
-        Called with a line of text: an unfinished conversion is continued, or kept.
+        Called with a line of text, such as that an unfinished conversion is continued.
     **options
-        Options of the kind of source: the fields of classes such as `h5chunk.sources.kinds.ImageSourceOptions`. Options
-        of the file: the fields of `h5chunk.tools.convert.options.SampleOptions`, or of `MatrixOptions` for a sparse
-        matrix. ``h5chunk convert --help`` lists all of them.
+        Options for reading the source: the fields of its class of options, such as
+        `h5chunk.sources.kinds.ImageSourceOptions`. Options for writing: the fields of
+        `h5chunk.tools.convert.options.SampleOptions`, or of `MatrixOptions` for a sparse matrix.
+        ``h5chunk convert --help`` lists all of them.
 
     Returns
     -------
@@ -81,20 +82,22 @@ def convert(
     SourceError, SampleError
         The source cannot be used; the message names the sample and the reason.
     OutputError
-        The file cannot be made, or ``output`` exists and was not made by the same call; it is unchanged.
+        The file cannot be written; or ``output`` exists and was not made by the same call, and is left unchanged.
     OptionError
         An option does not exist, does not apply to the source, or has an invalid value.
     """
     started = time.perf_counter()
     if tuned is not None:
-        found, _ = read_tuned(tuned)
-        options = {"chunk_samples": found.chunk_samples, **options}
-        left = [name for name in TUNED if name != "chunk_samples" and getattr(found, name) is not None]
-        if left and notify is not None:
-            notify(f"convert chooses {', '.join(left)} itself; repack takes them from {os.fspath(tuned)}")
+        settings, _ = read_tuned(tuned)
+        options = {"chunk_samples": settings.chunk_samples, **options}
+        unused = [name for name in TUNED if name != "chunk_samples" and getattr(settings, name) is not None]
+        if unused and notify is not None:
+            notify(f"convert chooses {', '.join(unused)} itself; repack takes them from {os.fspath(tuned)}")
     opened, path, how, given = _open(source, output, format, overwrite, options, progress)
     if isinstance(how, MatrixOptions):
-        return convert_matrix(opened, path, how, how=given, overwrite=overwrite, dry_run=dry_run, progress=progress)
+        return convert_matrix(
+            opened, path, how, source_options=given, overwrite=overwrite, dry_run=dry_run, progress=progress
+        )
     job = prepare(opened, path, how)
     run = SampleRun(job, split_job(job, how), overwrite, dry_run, progress, notify, started)
     return run.report(opened.notes)
@@ -108,9 +111,9 @@ def _open(
     options: dict[str, Any],
     progress: Progress | None,
 ) -> tuple[Any, Path, SampleOptions | MatrixOptions, dict[str, Any]]:
-    """Check all options, refuse an output that cannot be written, and open the source.
+    """Validate the options and the output path, and open the source.
 
-    Returns the source, the path of the output, the options for writing it, and the options given to the source.
+    Returns the open source, the output path, the options for writing, and the options for reading that were given.
     """
     kind = find_kind(source, format)
     groups = (MatrixOptions, SampleOptions) if issubclass(kind, SparseSource) else (SampleOptions, MatrixOptions)
@@ -123,7 +126,7 @@ def _open(
         context = replace(open_context(how, progress), is_guessed=format is None)
         opened = open_kind(kind, source, source_options, context)
     else:
-        with naming_memory(how.memory_bytes):
+        with explain_memory_error(how.memory_bytes):
             context = OpenContext(how.memory_bytes, with_times=how.needs_times)
             opened = open_kind(kind, source, source_options, context)
         check_not_source(path, *opened.files())

@@ -1,7 +1,7 @@
 """Convert a sparse matrix into one HDF5 file: read, sort by row, choose how values are stored, write.
 
-Entries are read once and sorted within ``memory_bytes``; the rest is stored on disk beside the output, in unnamed files
-that the system removes when the process ends. The bytes of the output do not depend on the memory.
+Entries are read once and sorted within ``memory_bytes``. What does not fit is kept on disk beside the output, in
+unnamed files that the system removes when the process ends. The memory limit does not change the bytes of the output.
 
 A conversion that is stopped starts over.
 """
@@ -43,19 +43,19 @@ from h5chunk.tools.convert.matrix_read import (
     SortedMatrix,
     check_shape,
     first_that_fits,
-    no_scale,
-    place_text,
+    no_scale_error,
+    position_text,
     unfit_error,
 )
 from h5chunk.tools.convert.matrix_select import Selection, select
 from h5chunk.tools.convert.options import MatrixOptions
 from h5chunk.tools.convert.report import MatrixReport
-from h5chunk.tools.convert.samples import facts_of_all
+from h5chunk.tools.convert.samples import KEY_FACTS
 from h5chunk.tools.progress import Progress, count_up
 
-PROBE_S = 1.0  # seconds of reading the start of a source for a plan
+PROBE_S = 1.0  # seconds for which a dry run reads the source
 
-Columns = Mapping[str, np.ndarray]
+Arrays = Mapping[str, np.ndarray]
 
 
 def convert_matrix(
@@ -63,33 +63,33 @@ def convert_matrix(
     path: Path,
     options: MatrixOptions,
     *,
-    how: Mapping[str, Any] = MappingProxyType({}),
+    source_options: Mapping[str, Any] = MappingProxyType({}),
     overwrite: bool = False,
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> MatrixReport:
     """Write a matrix to one HDF5 file, or report that the same call has already written it.
 
-    A dry run reads the start of the source, which takes a second, and writes nothing. ``how`` are the options that the
-    source was opened with. Raises the same errors as `h5chunk.convert`.
+    A dry run reads the source for about a second, and writes nothing. ``source_options`` are the options with which
+    the source was opened. Raises the same errors as `h5chunk.convert`.
     """
     started = time.perf_counter()
     source = Transposed(source) if options.transpose else source
     options, identity = options.for_kind(source.kind), source.identity()
-    facts: dict[str, Any] = {**facts_of_all(), "options": options.recorded(), "how": dict(how), "source": identity}
+    facts: dict[str, Any] = {"options": options.recorded(), "how": dict(source_options), "source": identity}
     if options.time_order and source.time_name is None:
         raise OptionError(
-            f"time_order is given, but {printable(source.path)} has no column of times: name it as the fourth of "
-            "--columns"
+            f"time_order is given, but {printable(source.path)} has no known column of times: name the column as the "
+            "fourth of --columns"
         )
     old = read_old_ids(options.ids_from, source, keep_rows=options.keep_rows)
     if options.ids_from is not None:
         facts["ids_from"] = stamp_of(options.ids_from, with_ctime=True)
-    command_id = None if identity is None else key_of(facts)
+    command_id = None if identity is None else key_of({**KEY_FACTS, **facts})
     complete = not overwrite and command_id is not None and is_made_by(path, command_id)
     if not complete:
         check_output(path, overwrite)
-    with naming_memory(options.memory_bytes):
+    with explain_memory_error(options.memory_bytes):
         if dry_run and not complete:
             facts = _predict(source, path, options)
         else:
@@ -117,16 +117,20 @@ def _write(
     command_id: str | None,
     progress: Progress | None,
 ) -> dict[str, Any]:
-    """Write the file; return facts for the report that the file does not hold."""
+    """Write the file; return the values for the report that cannot be read from the file."""
 
     def report_read(done: int) -> None:
         if progress:
             progress("read", done, source.num_bytes)
 
     with NewFile(path, overwrite) as new, ExitStack() as stack:
-        kept = _select(source, options, old, Path(os.path.realpath(path)).parent, stack, report_read)
-        if kept.num_columns < 1 or not kept.num_rows:
-            raise SourceError(f"{printable(source.path)}: no rows are left")
+        folder = Path(os.path.realpath(path)).parent
+
+        def attempt(coding: Coding | FloatCoding) -> Selection:
+            stack.close()
+            return select(SortedMatrix(source, options, coding, folder, stack, report_read, old))
+
+        kept = first_that_fits(options, attempt)
         fields, tables = fields_of(kept), tables_of(kept)
         write = _write_dense if options.dense else _write_csr
         chunk_samples = write(new, kept, fields, tables, count_up("write", kept.num_entries, progress))
@@ -139,25 +143,8 @@ def _write(
         return {**known, "fields": {name: str(values.dtype) for name, values in fields.items()}}
 
 
-def _select(
-    source: SparseSource,
-    options: MatrixOptions,
-    old: OldIds,
-    folder: Path,
-    stack: ExitStack,
-    report_read: Callable[[int], None],
-) -> Selection:
-    """Read and sort the entries, and choose how they are stored."""
-
-    def attempt(coding: Coding | FloatCoding) -> Selection:
-        stack.close()
-        return select(SortedMatrix(source, options, coding, folder, stack, report_read, old))
-
-    return first_that_fits(options, attempt)
-
-
 def _facts_of_file(path: Path) -> dict[str, Any]:
-    """Return the facts for the report that the header of a complete file holds."""
+    """Read the values for the report from the header of a complete file."""
     with opened(path) as file:
         matrix = read_matrix(file)
         assert matrix is not None
@@ -170,13 +157,13 @@ def _facts_of_file(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def naming_memory(memory_bytes: int) -> Iterator[None]:
-    """Turn a failed memory allocation into an error with a remedy."""
+def explain_memory_error(memory_bytes: int) -> Iterator[None]:
+    """Turn a MemoryError within the context into an OptionError that names the limit and the remedy."""
     try:
         yield
     except MemoryError:
         raise OptionError(
-            f"the limit on memory is {human_bytes(memory_bytes)}, but the system has less free memory: lower it "
+            f"the memory limit is {human_bytes(memory_bytes)}, but the system has less free memory: lower the limit "
             "(--memory-bytes), or free memory"
         ) from None
 
@@ -185,7 +172,7 @@ def naming_memory(memory_bytes: int) -> Iterator[None]:
 
 
 def fields_of(kept: Selection) -> dict[str, np.ndarray]:
-    """Return the row fields of the source, in the order of the file's rows."""
+    """Return the row fields of the source by their names in the file, with one value per row of the file."""
     fields: dict[str, np.ndarray] = {}
     source, order = kept.matrix.source, kept.matrix.order
     for name, values in source.row_fields.items():
@@ -203,7 +190,7 @@ def fields_of(kept: Selection) -> dict[str, np.ndarray]:
 
 
 def field_name(name: str) -> str:
-    """Return the name of the dataset at the root for a column of a source.
+    """Turn the name of a source's field into a valid name for a dataset at the root of the file.
 
     >>> field_name("cell type"), field_name("n/a"), field_name("X")
     ('cell type', 'n_a', 'X_')
@@ -213,7 +200,7 @@ def field_name(name: str) -> str:
 
 
 def tables_of(kept: Selection) -> dict[str, np.ndarray]:
-    """Return the tables of names and indices, by the names of their datasets."""
+    """Return the tables of row and column names, source indices and categories, by their names in the file."""
     matrix, source = kept.matrix, kept.matrix.source
     index = matrix.order[kept.rows]
     tables: dict[str, np.ndarray] = {"source_index": index}
@@ -241,9 +228,9 @@ def tables_of(kept: Selection) -> dict[str, np.ndarray]:
 
 
 def _write_csr(
-    new: NewFile, kept: Selection, fields: Columns, tables: Columns, report_written: Callable[[int], None]
+    new: NewFile, kept: Selection, fields: Arrays, tables: Arrays, report_written: Callable[[int], None]
 ) -> int:
-    """Write compressed rows; return the number of rows in a nominal chunk."""
+    """Write compressed sparse rows; return the number of rows that a chunk holds on average."""
     options = kept.matrix.options
     sizes = kept.num_rows, kept.num_columns, kept.num_entries
     dtype = None if kept.storage.pattern else kept.storage.dtype
@@ -260,18 +247,18 @@ def _write_csr(
 
 
 def _write_dense(
-    new: NewFile, kept: Selection, fields: Columns, tables: Columns, report_written: Callable[[int], None]
+    new: NewFile, kept: Selection, fields: Arrays, tables: Arrays, report_written: Callable[[int], None]
 ) -> int:
-    """Write dense rows, in compressed chunks of whole rows; return the number of rows in a chunk."""
+    """Write dense rows in chunks of whole rows; return the number of rows per chunk."""
     options = kept.matrix.options
     layout = plan_layout(kept.num_rows, kept.num_columns * kept.storage.dtype.itemsize, options.chunk_samples)
     threads, memory_bytes = available_cores(), options.memory_bytes
     need = layout.chunk_bytes * 3 * (threads + 1)
     if need > memory_bytes // 2:
         raise OptionError(
-            f"dense chunks of {human_bytes(layout.chunk_bytes)} take {human_bytes(need)} while they are written, "
-            "but half "
-            f"of memory_bytes is {human_bytes(memory_bytes // 2)}: allow more, or give a smaller chunk_samples"
+            f"dense chunks of {human_bytes(layout.chunk_bytes)} need {human_bytes(need)} of memory while they are "
+            f"written, but half of memory_bytes is {human_bytes(memory_bytes // 2)}: raise memory_bytes, or give a "
+            "smaller chunk_samples"
         )
     is_compressed = options.compression != "none"
     about = {"scale": kept.storage.scale, "pattern": kept.storage.pattern, "attributes": _attributes(kept)}
@@ -291,7 +278,7 @@ def _write_dense(
 
 
 def _dense_chunks(layout: Layout, kept: Selection, report_written: Callable[[int], None]) -> Iterator[np.ndarray]:
-    """Yield chunks, (chunk_samples, columns), in one reused buffer; rows after the last row are zero."""
+    """Yield the chunks, (chunk_samples, columns), in one reused buffer; the last chunk is padded with zeros."""
     size, number = layout.chunk_samples, 0
     chunk = np.zeros((size, kept.num_columns), kept.storage.dtype)
     for rows, columns, values in kept.parts(index_dtype(kept.num_columns)):
@@ -318,51 +305,52 @@ def _attributes(kept: Selection) -> dict[str, Any]:
 # ---- planning
 
 
-class _Start(NamedTuple):
-    """Facts about a source, estimated from its start."""
+class _Estimate(NamedTuple):
+    """Properties of a matrix, estimated from the start of its source."""
 
-    num_entries: int  # estimated, unless the whole source was read
-    seconds: float  # seconds of reading the whole source
-    whole: bool
+    num_entries: int  # exact if the whole source was read
+    seconds: float  # time to read the whole source
+    whole: bool  # whether the whole source was read
     num_columns: int  # lower bound
     coding: Coding | FloatCoding
     storage: Storage
 
 
-def _read_start(source: SparseSource, options: MatrixOptions, coding: Coding | FloatCoding) -> _Start:
-    """Read for `PROBE_S` seconds. Raises UnfitError for a value that ``coding`` cannot store."""
-    occurring, started = coding.tally(), time.perf_counter()
+def _read_start(source: SparseSource, options: MatrixOptions, coding: Coding | FloatCoding) -> _Estimate:
+    """Read the source for `PROBE_S` seconds. Raises UnfitError for a value that ``coding`` cannot store."""
+    tally, started = coding.tally(), time.perf_counter()
     num_entries, done, whole, largest = 0, 0, True, 0
     for block, done in source.blocks(options.memory_bytes // READ_SHARE):
         num_entries += len(block)
-        occurring.add(_settled_values(source, block, coding))
+        tally.add(_units_of(source, block, coding))
         if not source.has_ids:
             largest = max(largest, int(block.columns.max(initial=0)))
         if time.perf_counter() - started > PROBE_S:
             whole = done >= source.num_bytes
             break
-    storage = occurring.storage()
+    storage = tally.storage()
     if storage is None:
-        raise no_scale(source)
-    share = 1.0 if whole else source.num_bytes / max(1, done)
-    seconds = (time.perf_counter() - started) * share
-    return _Start(int(num_entries * share), seconds, whole, largest + 1, coding, storage)
+        raise no_scale_error(source)
+    factor = 1.0 if whole else source.num_bytes / max(1, done)
+    seconds = (time.perf_counter() - started) * factor
+    return _Estimate(int(num_entries * factor), seconds, whole, largest + 1, coding, storage)
 
 
-def _settled_values(source: SparseSource, block: Block, coding: Coding | FloatCoding) -> np.ndarray:
-    """Return the units of a block's entries as if they had no duplicates."""
+def _units_of(source: SparseSource, block: Block, coding: Coding | FloatCoding) -> np.ndarray:
+    """Return the values of a block in the units of the coding, as if no entry had duplicates."""
     values = np.ones(len(block), np.uint8) if block.values is None else block.values
     units, unfit = coding.units(values)
     if unfit is None:
         units, wrong = coding.settle(units)
         unfit = int(wrong.argmax()) if wrong.any() else None
     if unfit is not None:
-        raise unfit_error(source, coding, place_text(block.rows[unfit], block.columns[unfit]), values[unfit].item())
+        position = position_text(block.rows[unfit], block.columns[unfit])
+        raise unfit_error(source, coding, position, values[unfit].item())
     return units
 
 
 def _predict(source: SparseSource, path: Path, options: MatrixOptions) -> dict[str, Any]:
-    """Predict the report from the start of the source. Raises the errors that this start shows."""
+    """Predict the values for the report from the start of the source. Raises the errors that occur there."""
     memory_bytes = options.memory_bytes
     check_shape(source, options, source.shape[0] or 0, source.shape[1] or 0)
     start = first_that_fits(options, lambda coding: _read_start(source, options, coding))

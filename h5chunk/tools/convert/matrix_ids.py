@@ -1,4 +1,4 @@
-"""Number the ids of a source's rows and columns, also such that old ids keep the numbers that they have in a file."""
+"""Number the row and column ids of a source; ids that an older converted file has can keep their numbers."""
 
 from __future__ import annotations
 
@@ -15,40 +15,48 @@ from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.tables import COLUMN_IDS, ROW_IDS, read_table
 
 TABLE_START = 1 << 16
-NUMBERS_BYTES, ID_COPIES = 24, 4  # of memory for an id: its number, in several orders, and copies of itself
+NUMBERS_BYTES, ID_COPIES = 24, 4  # memory for an id: bytes for its number, in several orders, and copies of the id
 
 
 class OldIds(NamedTuple):
-    """The ids of a converted file, in its order; no rows where only columns keep their numbers."""
+    """The ids of an older converted file, in the order of their numbers; None for an axis that is numbered anew."""
 
     rows: np.ndarray | None = None
     columns: np.ndarray | None = None
-    shuffled: bool = True
+    shuffled: bool = True  # whether the older file is shuffled
+
+    @property
+    def num_rows(self) -> int:
+        return 0 if self.rows is None else len(self.rows)
+
+    @property
+    def num_columns(self) -> int:
+        return 0 if self.columns is None else len(self.columns)
 
 
 def read_old_ids(path: str | os.PathLike[str] | None, source: SparseSource, *, keep_rows: bool) -> OldIds:
-    """Read the ids of the file at ``path``, so that a conversion can number its ids as that file does.
+    """Read the ids of the converted file at ``path`` (None: no file), whose numbers the new file reuses.
 
-    Raises OptionError if ``source`` has no ids.
+    Without ``keep_rows``, only column ids are returned. Raises OptionError if ``source`` has no ids.
     """
     if path is None:
         return OldIds()
     if not source.has_ids:
         raise OptionError(
-            f"ids_from is given, but {printable(source.path)} ({source.kind}) has numbers in place of ids: ratings and "
-            "other lists of entries have ids"
+            f"ids_from is given, but {printable(source.path)} ({source.kind}) has no ids: use it with ratings and "
+            "other lists of entries"
         )
     reader = H5Reader(Path(path))
     rows, columns = (read_table(reader, name) for name in (ROW_IDS, COLUMN_IDS))
     for name, ids in ((ROW_IDS, rows), (COLUMN_IDS, columns)):
         if len(np.unique(ids)) < len(ids):
-            raise FileError(f"{printable(path)}: damaged: {name} names an id twice")
+            raise FileError(f"{printable(path)}: damaged: {name} contains an id twice")
     is_shuffled = reader.header is not None and reader.header.shuffled
     return OldIds(rows, columns, is_shuffled) if keep_rows else OldIds(None, columns)
 
 
 class Ids:
-    """Ids that are numbered as they appear, after ``old`` ids.
+    """Number ids in the order in which they appear, after the ``old`` ids.
 
     Integers below ``table_ids`` are looked up in a table, which is many times faster than Arrow's hash table.
     """
@@ -56,7 +64,7 @@ class Ids:
     def __init__(self, table_ids: int, old: np.ndarray | None = None) -> None:
         self._table_ids = table_ids
         self._table: np.ndarray | None = np.full(min(TABLE_START, table_ids), -1, np.int32)
-        self._known = old  # the ids in the order of their numbers
+        self._known = old  # all ids, in the order of their numbers
         self._num_old = 0 if old is None else len(old)
         if old is not None and self._num_old:
             self._table = None
@@ -70,12 +78,12 @@ class Ids:
 
     @property
     def num_bytes(self) -> int:
-        """Upper limit on the memory for the ids until they are written, in bytes."""
+        """Upper limit on the memory that the ids take until they are written, in bytes."""
         width = 8 if self._known is None else max(8, self._known.itemsize)
         return self.size * (NUMBERS_BYTES + ID_COPIES * width)
 
     def number(self, ids: np.ndarray) -> np.ndarray:
-        """Return the numbers of (n,) ids, int64 or fixed-length bytes; new ids get the next numbers."""
+        """Return the numbers, (n,) int64, of (n,) ids, int64 or fixed-length bytes; new ids get the next numbers."""
         if not len(ids):
             return np.empty(0, np.int64)
         if self._table is not None:
@@ -105,7 +113,7 @@ class Ids:
         return np.arange(first, self.size, dtype=np.int64)
 
     def ranks(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids, old ones in their order and then new ones, ascending; and the rank of every number."""
+        """Return the sorted ids, and the rank of each number in them: old ids keep their order and come first."""
         ids, num_old = np.empty(0, np.int64) if self._known is None else self._known, self._num_old
         order = np.concatenate([np.arange(num_old), np.argsort(ids[num_old:], kind="stable") + num_old])
         return ids[order], inverse_of(order)
@@ -113,6 +121,6 @@ class Ids:
 
 def inverse_of(order: np.ndarray) -> np.ndarray:
     """Return the inverse of a permutation."""
-    places = np.empty(len(order), np.int64)
-    places[order] = np.arange(len(order), dtype=np.int64)
-    return places
+    inverse = np.empty(len(order), np.int64)
+    inverse[order] = np.arange(len(order), dtype=np.int64)
+    return inverse

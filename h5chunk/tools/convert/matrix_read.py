@@ -1,4 +1,4 @@
-"""Read the blocks of a source, number their ids, and sort their entries into the order of the file."""
+"""Read the blocks of a sparse source, number their ids, and sort the entries into the row order of the file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from h5chunk.errors import OptionError, SourceError, count_text, printable
+from h5chunk.errors import OptionError, SourceError, as_text, count_text, printable
 from h5chunk.plan.codes import MAX_CODE, Coding, FloatCoding
 from h5chunk.plan.permutation import permutation
 from h5chunk.sources.matrix.block import Block, MemoryLimit, SparseSource
@@ -20,11 +20,10 @@ from h5chunk.tools.convert.options import MatrixOptions
 
 T = TypeVar("T")
 
-# Shares of the memory limit, which do not peak at the same time: one eighth for reading, and so on.
+# Divisors of the memory limit: reading gets one eighth, and so on. The shares do not peak at the same time.
 READ_SHARE, SPOOL_SHARE, SORT_SHARE, TABLE_SHARE = 8, 4, 2, 16
-TABLE_BYTES = 4  # bytes of an id in a table of ids
-# Of memory for a row (its number while rows are permuted, its entries, its source), and for a column whose entries are
-# counted: 49 and 25 were measured (tracemalloc, as in tests/sources/test_claims.py).
+TABLE_BYTES = 4  # bytes per entry of a table of ids
+# Bytes of memory per row, and per column whose entries are counted. 49 and 25 were measured with tracemalloc.
 ROW_BYTES, COLUMN_BYTES = 56, 32
 
 
@@ -36,10 +35,9 @@ def check_shape(
     id_bytes: int = 0,
     part_read: float = 1.0,
 ) -> None:
-    """Refuse a matrix whose rows and columns alone do not fit in memory, however few entries it has.
+    """Raise SourceError if the rows and columns of a matrix exceed the memory limit, even without entries.
 
-    ``id_bytes`` is the memory that ids take, ``part_read`` the fraction of the source that was read so far, from 0 to
-    1.
+    ``id_bytes`` is the memory for ids; ``part_read`` is the fraction of the source read so far, from 0 to 1.
     """
     column_bytes = COLUMN_BYTES if options.min_counts(source.has_ids)[1] else 0
     MemoryLimit(source.path, options.memory_bytes).check(
@@ -50,17 +48,17 @@ def check_shape(
 
 
 class UnfitError(SourceError):
-    """A value cannot be stored in the storage that was tried."""
+    """A value cannot be stored with the coding that was tried."""
 
 
-def unfit_error(source: SparseSource, coding: Coding | FloatCoding, place: str, value: float) -> UnfitError:
-    """Return the error of a value that cannot be stored, with the remedy."""
+def unfit_error(source: SparseSource, coding: Coding | FloatCoding, position: str, value: float) -> UnfitError:
+    """Return an error for a value at a position that the coding cannot store; the message has the remedy."""
     reason, remedy = coding.why_unfit(value)
-    return UnfitError(f"{printable(source.path)}: {place}: value {value} {reason}: {remedy}")
+    return UnfitError(f"{printable(source.path)}: {position}: value {value} {reason}: {remedy}")
 
 
-def no_scale(source: SparseSource) -> UnfitError:
-    """Return the error of values that have codes, but no common scale."""
+def no_scale_error(source: SparseSource) -> UnfitError:
+    """Return an error for values that no common scale turns into codes."""
     return UnfitError(
         f"{printable(source.path)}: no scale makes all values whole numbers up to {MAX_CODE}: use --values auto, "
         "--scale S with --clip, or --binarize MIN"
@@ -68,25 +66,25 @@ def no_scale(source: SparseSource) -> UnfitError:
 
 
 def first_that_fits(options: MatrixOptions, attempt: Callable[[Coding | FloatCoding], T]) -> T:
-    """Call ``attempt`` with the coding of the options, and again with floats if it raises UnfitError."""
+    """Call ``attempt`` with the requested coding; if it raises UnfitError, call it with the fallback coding, if any."""
     coding = options.coding()
     try:
         return attempt(coding)
     except UnfitError:
-        otherwise = coding.otherwise()
-        if otherwise is None:
+        fallback = coding.otherwise()
+        if fallback is None:
             raise
-    return attempt(otherwise)
+    return attempt(fallback)
 
 
 class SortedMatrix:
-    """The entries of a source, sorted into the order of the file.
+    """The entries of a source, sorted by their rows in the file, before any rows are left out.
 
-    Temporary data go to ``folder``; ``stack`` removes them. Raises UnfitError for a value that ``coding`` cannot store,
-    and SourceError for more rows and columns than fit in memory, and for errors of the source.
+    Temporary files are made in ``folder``; closing ``stack`` removes them. Raises UnfitError for a value that
+    ``coding`` cannot store, and SourceError for an invalid source, or for more rows and columns than fit in memory.
     """
 
-    entries: Entries  # rows are numbered as in the file, before any is left out
+    entries: Entries
     order: np.ndarray  # (rows,) int64: row i is row order[i] of the source
     num_columns: int
 
@@ -103,9 +101,9 @@ class SortedMatrix:
         self.source, self.options, self.coding, self.old = source, options, coding, old
         self._folder, self._stack = folder, stack
         self._uses_times = source.time_name is not None and options.needs_times
-        self.row_ids: np.ndarray | None = None  # ids of all rows of the source, ascending; None if it has no ids
+        self.row_ids: np.ndarray | None = None  # ids of the source's rows, as numbered; None if it has no ids
         self.column_ids: np.ndarray | None = None
-        self.num_read = 0  # number of entries
+        self.num_read = 0  # entries read
         num_rows, num_columns = source.shape
         if source.has_ids or num_rows is None or num_columns is None:
             self._read_unnumbered(report_read)
@@ -114,13 +112,15 @@ class SortedMatrix:
             for block, done in source.blocks(self.options.memory_bytes // READ_SHARE):
                 units = self._units(block)
                 if len(block) and (int(block.rows.max()) >= num_rows or int(block.columns.max()) >= num_columns):
-                    raise SourceError(f"{printable(source.path)}: an entry is outside of {num_rows} x {num_columns}")
+                    raise SourceError(
+                        f"{printable(source.path)}: an entry lies outside of the matrix of {num_rows} x {num_columns}"
+                    )
                 self.entries.append(destination[block.rows], block.columns, units, block.times)
                 report_read(done)
         self.entries.finish()
 
     def _read_unnumbered(self, report_read: Callable[[int], None]) -> None:
-        """Read a source that must be read completely to know the number of rows, and the order of their ids."""
+        """Read a source whose shape, or order of ids, is known only at the end; entries are spooled until then."""
         source, memory_bytes = self.source, self.options.memory_bytes
         number = np.uint32 if source.has_ids else np.int64
         times = [("time", np.int64)] if self._uses_times else []
@@ -150,7 +150,7 @@ class SortedMatrix:
                 spool.append(records)
                 report_read(done)
             if ids is None:
-                rows, columns = source.shape  # a source may know its shape by now
+                rows, columns = source.shape  # some sources know their shape once they were read
                 num_rows = rows or max([num_rows, *map(len, source.row_fields.values())])
                 num_columns = columns or num_columns
                 destination = self._open_entries(num_rows, num_columns)
@@ -161,22 +161,21 @@ class SortedMatrix:
                 destination = self._open_entries(num_rows, num_columns)[row_ranks]
             for records in spool.take(PART_ENTRIES):
                 numbers = records["column"] if column_ranks is None else column_ranks[records["column"]]
-                made = records["time"] if times else None
-                self.entries.append(destination[records["row"]], numbers, records["value"], made)
+                entry_times = records["time"] if times else None
+                self.entries.append(destination[records["row"]], numbers, records["value"], entry_times)
 
     def _open_entries(self, num_rows: int, num_columns: int) -> np.ndarray:
-        """Choose the order of rows, and prepare to sort; return the row in the file of each row of the source."""
+        """Choose the row order, and open the sorter; return (num_rows,) int64, the new number of each source row."""
         if num_rows < 1 or num_columns < 1:
             raise SourceError(
-                f"{printable(self.source.path)}: {num_rows} rows and {num_columns} columns: nothing to convert"
+                f"{printable(self.source.path)}: the matrix is empty, with {num_rows} rows and {num_columns} columns"
             )
         options, coding = self.options, self.coding
         check_shape(self.source, options, num_rows, num_columns)
         self.order = np.arange(num_rows, dtype=np.int64)
         if options.shuffle:
-            self.order[self.num_old_rows :] = (
-                permutation(num_rows - self.num_old_rows, options.seed) + self.num_old_rows
-            )
+            first = self.old.num_rows
+            self.order[first:] = permutation(num_rows - first, options.seed) + first
         self.num_columns = num_columns
         entries = Entries(
             self._folder,
@@ -192,17 +191,8 @@ class SortedMatrix:
         self.entries = self._stack.enter_context(entries)
         return inverse_of(self.order) if options.shuffle else self.order
 
-    @property
-    def num_old_rows(self) -> int:
-        """Number of rows, the first of the file, whose numbers are those of an older file."""
-        return 0 if self.old.rows is None else len(self.old.rows)
-
-    @property
-    def num_old_columns(self) -> int:
-        return 0 if self.old.columns is None else len(self.old.columns)
-
     def _check_id_types(self, block: Block) -> None:
-        """Raise OptionError if old ids are strings and those of the source numbers, or the reverse."""
+        """Raise OptionError unless the ids of the source and those of ``ids_from`` are of one type."""
         for axis, ids, old in (("row", block.rows, self.old.rows), ("column", block.columns, self.old.columns)):
             if old is not None and len(ids) and old.dtype.kind != ids.dtype.kind:
                 words = {"S": "strings", "i": "whole numbers"}
@@ -214,35 +204,32 @@ class SortedMatrix:
                 )
 
     def _units(self, block: Block) -> np.ndarray:
-        """Return the units of all entries, including zeros: a zero may be the last of several duplicates."""
+        """Return the values of a block in units, including zeros: a zero may be the last of several duplicates."""
         values = np.ones(len(block.rows), np.uint8) if block.values is None else block.values
         units, unfit = self.coding.units(values)
         if unfit is not None:
-            place = place_text(block.rows[unfit], block.columns[unfit])
-            raise self.unfit_error(place, values[unfit].item())
+            position = position_text(block.rows[unfit], block.columns[unfit])
+            raise self.unfit_error(position, values[unfit].item())
         self.num_read += len(units)
         return units
 
     def ids_of(self, source_row: int, column: int) -> tuple[object, object]:
-        """Return the ids of a row and a column in the source, or else their numbers."""
+        """Return the ids of a row and a column of the source, or their numbers if it has no ids."""
         return (
             source_row if self.row_ids is None else self.row_ids[source_row],
             column if self.column_ids is None else self.column_ids[column],
         )
 
-    def place(self, row: int, column: int) -> str:
-        """Describe a row and a column in a message; ``row`` is a row of the file."""
-        return place_text(*self.ids_of(int(self.order[row]), column))
+    def position(self, row: int, column: int) -> str:
+        """Describe row ``row`` of the file and a column by their ids in the source, for messages."""
+        return position_text(*self.ids_of(int(self.order[row]), column))
 
-    def unfit_error(self, place: str, value: float) -> UnfitError:
-        """Return the error of a value that cannot be stored."""
-        return unfit_error(self.source, self.coding, place, value)
+    def unfit_error(self, position: str, value: float) -> UnfitError:
+        """Return an error for a value at a position that cannot be stored."""
+        return unfit_error(self.source, self.coding, position, value)
 
 
-def place_text(row: object, column: object) -> str:
-    """Describe a row and a column in a message; ids of bytes as text."""
-    shown = [
-        repr(name.decode("utf-8", "backslashreplace")) if isinstance(name, bytes) else str(name)
-        for name in (row, column)
-    ]
-    return f"row {shown[0]}, column {shown[1]}"
+def position_text(row: object, column: object) -> str:
+    """Describe a row and a column, given as numbers or as ids (bytes), for messages."""
+    row, column = (repr(as_text(name)) if isinstance(name, bytes) else name for name in (row, column))
+    return f"row {row}, column {column}"

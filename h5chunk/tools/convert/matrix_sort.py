@@ -1,9 +1,8 @@
 """Sort the entries of a matrix by row and column in bounded memory, and combine duplicates.
 
-Entries come in any order. If they fit in memory, they are sorted there. Otherwise each part that fits is sorted and
-written to disk, and keys at regular steps are kept in memory. They determine where to cut the range of keys so that the
-entries between two cuts fit in memory, and the position of each cut in every part. So rows of any length are cut
-evenly.
+Entries come in any order. If they fit in memory, they are sorted there. Otherwise runs that fit in memory are sorted
+and written to disk, and some keys of each run, at regular steps, are kept in memory. These keys show where to cut the
+range of keys so that the entries between two cuts fit in memory, and where the cuts lie in each run.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ from h5chunk.errors import OptionError
 from h5chunk.store.write.spool import Spool
 from h5chunk.tools.convert.options import IN_ORDER
 
-MAX_KEY_STEP = 1024  # one of this many keys, in order, is kept in memory
-MIN_ALIKE = 1 << 16  # duplicates of one place that are sorted at once, whatever the memory
-PART_ENTRIES = 1 << 19  # entries passed on at a time: a few MB
+MAX_KEY_STEP = 1024  # at most, every so many keys of a run, one is kept in memory
+MIN_ALIKE = 1 << 16  # duplicates of one position that are sorted together even if they exceed the memory limit
+PART_ENTRIES = 1 << 19  # entries yielded at a time: a few MB
 
 
 class _Run(NamedTuple):
-    """A sorted part on disk: the number of its first record, its length, and its keys at regular steps."""
+    """A sorted run of records on disk."""
 
-    first: int
-    size: int
-    keys: np.ndarray
+    first: int  # number of its first record in the spool
+    size: int  # number of records
+    keys: np.ndarray  # keys at regular steps
 
 
-class Places(NamedTuple):
-    """Sorted places of a matrix, as (n,) arrays: rows and columns as int64, and the combined values of their entries.
+class Positions(NamedTuple):
+    """Distinct (row, column) positions, sorted, as (n,) arrays: rows and columns, int64, and the combined values.
 
-    ``counts`` has the number of entries of each place; None if every place has one.
+    ``counts`` is the number of entries at each position; None if every position has one.
     """
 
     rows: np.ndarray
@@ -43,19 +42,19 @@ class Places(NamedTuple):
     values: np.ndarray
     counts: np.ndarray | None
 
-    def take(self, order: np.ndarray) -> Places:
-        """Return the places in another order."""
+    def take(self, order: np.ndarray) -> Positions:
+        """Return the positions in another order."""
         counts = None if self.counts is None else self.counts[order]
-        return Places(self.rows[order], self.columns[order], self.values[order], counts)
+        return Positions(self.rows[order], self.columns[order], self.values[order], counts)
 
 
 class Entries:
-    """Context manager around (row, column, number) records, of which ``memory_bytes`` are kept in memory.
+    """Sort (row, column, value) entries within ``memory_bytes`` and combine duplicates; a context manager.
 
-    Numbers bounded by ``num_bits`` are sorted together with their place, if both fit in 64 bits. Numbers of one place
-    are combined as ``duplicates`` says (see `combine`), in the order of their times, or else of arrival. Raises
-    OptionError for a matrix of more than 2**64 places. With ``time_order`` the places of a row come in the order of
-    their times, that of the last entry of each, and places of one time by column.
+    Values of at most ``num_bits`` bits are packed into the sort key if row, column and value fit in 64 bits. Duplicates
+    are combined by `combine`, in the order of their times, or otherwise in the order in which they were appended. With
+    ``time_order``, the positions of a row are sorted by the time of their last entry, then by column. Raises
+    OptionError for a matrix of more than 2**64 positions.
     """
 
     def __init__(
@@ -78,7 +77,8 @@ class Entries:
         fits = fits and not time_order and duplicates not in IN_ORDER
         self._bits = num_bits if fits and num_bits else 0
         self._duplicates, self._has_times = duplicates, has_times
-        self._whole_bits = self._column_bits if time_order else 0  # of keys; entries that share the rest stay together
+        # Entries whose keys agree without these lowest bits are sorted together: those of a position, or of a row.
+        self._group_bits = self._column_bits if time_order else 0
         packed = np.dtype(np.uint64)
         times = [("time", np.int64)] if has_times else []
         self._record = packed if self._bits else np.dtype([("key", packed), *times, ("value", dtype)])
@@ -102,13 +102,13 @@ class Entries:
 
     @property
     def num_ranges(self) -> int:
-        """Number of ranges of keys that are sorted separately."""
+        """Number of key ranges that are sorted one after the other; 1 if all entries fit in memory."""
         return len(self._cuts) + 1
 
     def append(
         self, rows: np.ndarray, columns: np.ndarray, values: np.ndarray, times: np.ndarray | None = None
     ) -> None:
-        """Add records: (n,) int64, (n,) int64, (n,) of the numbers' dtype, and (n,) int64 if they have times."""
+        """Add entries as (n,) arrays: rows and columns, int64; values of the sorter's dtype; times, int64, if any."""
         keys = rows.astype(np.uint64)
         keys <<= np.uint64(self._column_bits)
         keys |= columns.astype(np.uint64)
@@ -129,7 +129,7 @@ class Entries:
             self._num_waiting += len(part)
 
     def finish(self) -> None:
-        """Sort the records that were appended; no more can be appended."""
+        """Finish sorting; no more entries can be appended."""
         if not self._runs:
             self._sorted = self._sort_waiting()
             return
@@ -137,8 +137,8 @@ class Entries:
         keys = np.sort(np.concatenate([run.keys for run in self._runs]))
         # A range with n kept keys may have up to one more step of records in each run.
         step = max(1, self._limit // self._step - len(self._runs))
-        whole = np.uint64(self._whole_bits)
-        self._cuts = np.unique(keys[step::step] >> whole << whole).tolist()
+        bits = np.uint64(self._group_bits)
+        self._cuts = np.unique(keys[step::step] >> bits << bits).tolist()
 
     def _sort_waiting(self) -> np.ndarray:
         records = np.empty(self._num_waiting, self._record)
@@ -152,7 +152,7 @@ class Entries:
         return self._sort(records)
 
     def _sort(self, records: np.ndarray) -> np.ndarray:
-        """Sort by key, then by time; the sort is stable, so that sums of floats are reproducible."""
+        """Sort records by key, then by time. The sort is stable, so that sums of floats are reproducible."""
         if self._bits:
             records.sort()
             return records
@@ -161,12 +161,12 @@ class Entries:
         return records[np.argsort(records["key"], kind="stable")]
 
     def _keys(self, records: Any) -> Any:
-        """The keys of several records, or the key of a single record."""
+        """Return the keys of an array of records, or the key of a single record."""
         return records >> np.uint64(self._bits) if self._bits else records["key"]
 
-    def _wholes(self, records: Any) -> Any:
-        """The part of the keys that entries which stay together share."""
-        return self._keys(records) >> np.uint64(self._whole_bits)
+    def _groups(self, records: Any) -> Any:
+        """Return the part of the keys that is equal for records of one position, or with time_order of one row."""
+        return self._keys(records) >> np.uint64(self._group_bits)
 
     def _spill(self) -> None:
         if self._num_waiting:
@@ -174,8 +174,8 @@ class Entries:
             self._runs.append(_Run(len(self._spool), len(records), self._keys(records[:: self._step]).copy()))
             self._spool.append(records)
 
-    def sorted(self) -> Iterator[Places]:
-        """Yield all places in the order of rows, then columns. May be called again."""
+    def sorted(self) -> Iterator[Positions]:
+        """Yield all positions, sorted by row, then by column or time. Can be called several times."""
         if self._sorted is not None:
             yield from self._combined(self._sorted)
             return
@@ -183,12 +183,12 @@ class Entries:
             yield from self._combined(self._sort(self._range(low, high)))
 
     def _range(self, low: int, high: int | None) -> np.ndarray:
-        """Return the records with keys from ``low`` to ``high`` (excluded), part by part.
+        """Return the records with keys from ``low`` up to ``high`` (excluded; None: the end), run after run.
 
-        Raises OptionError if one place has more entries than fit in memory: no cut can divide them, and ``low`` is
-        their key.
+        Raises OptionError if the position with key ``low`` has more entries than fit in memory, because cuts cannot
+        divide the entries of a position.
         """
-        found, num_alike = [], 0
+        parts, num_alike = [], 0
         for run in self._runs:
             start = max(0, _first_at(run.keys, low) - 1) * self._step
             stop = run.size if high is None else min(run.size, _first_at(run.keys, high) * self._step)
@@ -197,27 +197,28 @@ class Entries:
             records = self._spool.read(run.first + start, run.first + stop)
             keys = self._keys(records)
             begin, end = _first_at(keys, low), len(keys) if high is None else _first_at(keys, high)
-            found.append(records[begin:end].copy())
+            parts.append(records[begin:end].copy())
             num_alike += int(np.searchsorted(keys, np.uint64(low), "right")) - begin
             if num_alike > max(MIN_ALIKE, self._limit):
                 raise OptionError(
                     f"{num_alike:,} or more duplicates of one row and column do not fit in memory: allow more "
                     "(--memory-bytes), or remove them from the source"
                 )
-        return np.concatenate(found) if found else np.empty(0, self._record)
+        return np.concatenate(parts) if parts else np.empty(0, self._record)
 
-    def _combined(self, records: np.ndarray) -> Iterator[Places]:
+    def _combined(self, records: np.ndarray) -> Iterator[Positions]:
+        """Yield the positions of sorted records, about `PART_ENTRIES` records at a time."""
         start = 0
         while start < len(records):
             stop = min(start + PART_ENTRIES, len(records))
-            if stop < len(records):  # entries that share a place, or a row, stay together
-                stop = bisect_right(records, self._wholes(records[stop - 1]), stop, key=self._wholes)
+            if stop < len(records):
+                stop = bisect_right(records, self._groups(records[stop - 1]), stop, key=self._groups)
             part = records[start:stop]
             keys = self._keys(part)
             values = part & np.uint64((1 << self._bits) - 1) if self._bits else part["value"]
             if values.dtype.kind == "u":
                 values = values.astype(np.uint64, copy=False)
-            times = part["time"] if self._whole_bits else keys
+            times = part["time"] if self._group_bits else keys
             first = np.empty(len(keys), bool)
             first[0] = True
             np.not_equal(keys[1:], keys[:-1], out=first[1:])
@@ -225,13 +226,13 @@ class Entries:
             if not first.all():
                 starts = np.flatnonzero(first)
                 counts = np.diff(starts, append=len(keys))
-                if self._whole_bits:
+                if self._group_bits:
                     times = combine("first" if self._duplicates == "first" else "last", times, starts)
                 values, keys = combine(self._duplicates, values, starts), keys[starts]
             rows = (keys >> np.uint64(self._column_bits)).astype(np.int64)
             columns = (keys & np.uint64((1 << self._column_bits) - 1)).astype(np.int64)
-            places = Places(rows, columns, values, counts)
-            yield places.take(np.lexsort((times, rows))) if self._whole_bits else places
+            positions = Positions(rows, columns, values, counts)
+            yield positions.take(np.lexsort((times, rows))) if self._group_bits else positions
             start = stop
 
 
@@ -241,9 +242,11 @@ def _first_at(keys: np.ndarray, key: int) -> int:
 
 
 def combine(how: str, values: np.ndarray[Any, Any], starts: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Combine each run of values into one value; ``error`` and ``mean`` return sums, and also need the counts.
+    """Combine each group of duplicates into one value; ``error`` and ``mean`` return sums.
 
-    >>> values, starts = np.array([4, 2, 3, 5]), np.array([0, 1])  # 4 alone; 2, 3 and 5 share a place
+    Groups are consecutive values, (n,); ``starts`` has the index of the first value of each group.
+
+    >>> values, starts = np.array([4, 2, 3, 5]), np.array([0, 1])  # 4 alone; 2, 3 and 5 share a position
     >>> {how: combine(how, values, starts).tolist() for how in ("sum", "first", "last", "max")}
     {'sum': [4, 10], 'first': [4, 2], 'last': [4, 5], 'max': [4, 5]}
     """

@@ -1,4 +1,4 @@
-"""Options of `h5chunk.convert` and `h5chunk.append` for writing files, for any kind of data."""
+"""Options of `h5chunk.convert` and `h5chunk.append`, except those for reading a kind of source."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MIN_MEMORY_BYTES = 1 << 20
 MAX_SHARDS = 99_999  # shard numbers have five digits
 AUTO = "auto"
 FLOATS = ("float16", "float32")  # types that the values of a matrix may have in a file
-UNIQUE = ("csv", "ratings", "libsvm")  # kinds in which duplicates are an error by default
-DUPLICATES = {  # treatments of duplicates, with their descriptions in reports
+UNIQUE = ("csv", "ratings", "libsvm")  # kinds of sources whose duplicates are an error by default
+DUPLICATES = {  # ways to combine duplicates, with their descriptions in reports
     "error": "are an error",
     "sum": "summed",
     "last": "reduced to the last",
@@ -27,12 +27,12 @@ DUPLICATES = {  # treatments of duplicates, with their descriptions in reports
     "max": "reduced to the largest",
     "mean": "averaged",
 }
-IN_ORDER = ("last", "first")  # treatments that depend on the order of the entries
+IN_ORDER = ("last", "first")  # those that depend on the order of the entries
 
 
 @dataclass(frozen=True)
 class OrderOptions(Options):
-    """Options of the order of samples."""
+    """Options for the order of the samples."""
 
     heading: ClassVar[str] = "Layout"
 
@@ -42,16 +42,16 @@ class OrderOptions(Options):
 
 @dataclass(frozen=True)
 class WriteOptions(OrderOptions):
-    """Options of writing any file."""
+    """Options for writing any file."""
 
     chunk_samples: int | None = option(
-        None, "Samples in one HDF5 chunk.", minimum=1, metavar="N|auto", shown_default="auto"
+        None, "Number of samples per HDF5 chunk.", minimum=1, metavar="N|auto", shown_default="auto"
     )
 
 
 @dataclass(frozen=True)
 class ReadOptions(Options):
-    """Options of reading samples."""
+    """Options for reading samples."""
 
     heading: ClassVar[str] = "Samples"
     noun: ClassVar[str] = "images and other samples"
@@ -61,22 +61,21 @@ class ReadOptions(Options):
     )
     on_error: str = option(
         "fail",
-        "Stop at unusable samples, or leave them out and list them in a .skipped.csv beside the output.",
+        "Stop at the first unusable sample, or skip such samples and list them in a .skipped.csv beside the output.",
         choices=("fail", "skip"),
     )
 
 
 @dataclass(frozen=True)
 class SampleOptions(ReadOptions, WriteOptions):
-    """Options of files of samples: images, arrays, tables."""
+    """Options for converting samples: images, arrays or tables."""
 
     shards: int | None = option(
         None, "Make OUTPUT a folder of N files that are one data set.", minimum=1, maximum=MAX_SHARDS
     )
     shard_bytes: int | None = option(
-        None, "Split OUTPUT into files of about this size, such as 1GiB.", minimum=1, unit="bytes"
+        None, "Make OUTPUT a folder of files of at most this size, such as 1GiB.", minimum=1, unit="bytes"
     )
-
     split_files: bool = option(
         False, "Make OUTPUT a folder with one file per split (train.h5, val.h5, ...), with the same classes in all."
     )
@@ -86,7 +85,7 @@ class SampleOptions(ReadOptions, WriteOptions):
         given = [name for name in ("shards", "shard_bytes", "split_files") if getattr(self, name)]
         if len(given) > 1:
             shown = " and ".join(f"{name} is {getattr(self, name)}" for name in given)
-            raise OptionError(f"{shown}: give one of them")
+            raise OptionError(f"{shown}: give only one of them")
 
     @property
     def is_sharded(self) -> bool:
@@ -94,68 +93,68 @@ class SampleOptions(ReadOptions, WriteOptions):
         return self.shards is not None or self.shard_bytes is not None or self.split_files
 
     def recorded(self) -> dict[str, Any]:
-        """Return the options that a file records, besides those of its order."""
+        """Return the options to record in the file, besides those for the order of the samples."""
         return {"split_files": True} if self.split_files else {}
 
 
 @dataclass(frozen=True)
 class AppendOptions(ReadOptions, OrderOptions):
-    """Options of `append`, besides those of the kind of source."""
+    """Options of `append`, except those for reading the source."""
 
-    new_classes: bool = option(False, "Add classes that FILE does not have, after its own; old labels are unchanged.")
+    new_classes: bool = option(False, "Add the classes that FILE lacks after its own; old labels do not change.")
 
 
 @dataclass(frozen=True)
 class MatrixOptions(WriteOptions):
-    """Options of files of matrices."""
+    """Options for converting sparse matrices."""
 
     heading: ClassVar[str] = MATRICES
     noun: ClassVar[str] = "sparse matrices"
 
     values: str = option(
         AUTO,
-        "How values are stored. auto: the smallest type that holds all exactly, of uint8 (with --scale), float16 and "
-        "float32. uint8: exact, or an error. float16, float32: rounded.",
+        "Type of the stored values. auto: the smallest of uint8 (with --scale), float16 and float32 that stores all "
+        "values exactly. uint8: other values are an error. float16, float32: values are rounded.",
         choices=(AUTO, "uint8", *FLOATS),
     )
     scale: float | None = option(
-        None, "Store value * S as uint8.", metavar="S", shown_default="the smallest S that is exact"
+        None, "Store each value times S, as uint8.", metavar="S", shown_default="the smallest S that is exact"
     )
     clip: bool = option(False, "Clip values to the range 0 to 255 (255 / S with --scale).")
-    binarize: float | None = option(None, "Make values of at least MIN 1, and drop all others.", metavar="MIN")
+    binarize: float | None = option(None, "Store values of at least MIN as 1, and drop all others.", metavar="MIN")
     min_row_count: int | None = option(
-        None, "Leave out rows with fewer entries.", minimum=0, shown_default="1 if rows have ids, as in ratings, else 0"
+        None, "Leave out rows with fewer than N entries.", minimum=0, shown_default="1 if rows have ids, else 0"
     )
     min_column_count: int | None = option(
         None,
-        "Leave out columns with fewer entries, before rows are left out.",
+        "Leave out columns with fewer than N entries, before rows are left out.",
         minimum=0,
         shown_default="1 if columns have ids, else 0",
     )
     duplicates: str = option(
         AUTO,
-        "How to combine entries of one row and column. last and first use the column of times, if SOURCE has "
-        "one. auto: error for ratings and libsvm, sum for other sources.",
+        "How to combine several entries for the same row and column. last and first go by the column of times, if "
+        "SOURCE has one. auto: error for ratings and libsvm, sum for other sources.",
         choices=(AUTO, *DUPLICATES),
     )
     time_order: bool = option(
-        False, "Keep the entries of each row in the order of their times, for HoldOut(last=N) and models of sequences."
+        False, "Sort the entries of each row by their times, for HoldOut(last=N) and sequence models."
     )
     ids_from: str | os.PathLike[str] | None = option(
         None,
-        "Converted file whose column numbers to reuse, matched by id; columns with new ids come after these.",
+        "Give columns the numbers that their ids have in this converted file; columns with new ids come last.",
         metavar="OLD.h5",
         is_path=True,
     )
-    keep_rows: bool = option(False, "Keep the numbers of rows as well (with --ids-from); new rows come after these.")
+    keep_rows: bool = option(False, "With --ids-from: give rows their old numbers, too; rows with new ids come last.")
     transpose: bool = option(False, "Make the columns of SOURCE the samples.")
-    dense: bool = option(False, "Write dense rows.")
+    dense: bool = option(False, "Store all values, zeros included, rather than compressed sparse rows.")
     compression: str | None = option(
         None, "Compression of --dense rows.", choices=("gzip", "none"), shown_default="gzip"
     )
     memory_bytes: int = option(
         DEFAULT_MEMORY_BYTES,
-        "Upper limit on host memory, such as 512M; the rest is stored on disk beside OUTPUT.",
+        "Upper limit on host memory, such as 512M; data that exceeds it goes to temporary files beside OUTPUT.",
         minimum=MIN_MEMORY_BYTES,
         unit="bytes",
         shown_default="1GiB",
@@ -168,14 +167,14 @@ class MatrixOptions(WriteOptions):
                 f"compression is {self.compression!r} but only dense rows are compressed: add dense=True (--dense)"
             )
         if self.dense and self.time_order:
-            raise OptionError("time_order is given, but dense rows have no order of entries: leave out dense")
+            raise OptionError("time_order is given, but the entries of dense rows have no order: leave out dense")
         if self.keep_rows and self.ids_from is None:
             raise OptionError("keep_rows is given without ids_from: name the file whose rows keep their numbers")
         self.coding()
 
     @property
     def needs_times(self) -> bool:
-        """Whether times of entries are used if there are any."""
+        """Whether the times of entries matter, if the source has them."""
         return self.time_order or self.duplicates in IN_ORDER
 
     def min_counts(self, has_ids: bool) -> tuple[int, int]:
@@ -185,7 +184,7 @@ class MatrixOptions(WriteOptions):
         return rows, columns
 
     def coding(self) -> Coding | FloatCoding:
-        """Return how values are stored; `Coding.otherwise` if some do not fit."""
+        """Return the coding of the values to try first; `Coding.otherwise` gives the fallback."""
         from h5chunk.plan.codes import Coding, FloatCoding
 
         codes = Coding(self.scale, self.clip, self.binarize, strict=self.values != AUTO)
@@ -196,11 +195,11 @@ class MatrixOptions(WriteOptions):
         return FloatCoding(self.values, self.clip)
 
     def for_kind(self, kind: str) -> MatrixOptions:
-        """Return the same options with a policy for duplicates that fits a kind of source."""
+        """Replace the duplicates option ``auto`` by the default of a kind of source."""
         return self if self.duplicates != AUTO else replace(self, duplicates="error" if kind in UNIQUE else "sum")
 
     def duplicates_text(self, time_name: str | None) -> str:
-        """Describe the treatment of duplicates, for reports.
+        """Describe for reports how duplicates are combined.
 
         >>> MatrixOptions(duplicates="last").duplicates_text("timestamp")
         'reduced to the last by timestamp'
@@ -209,24 +208,24 @@ class MatrixOptions(WriteOptions):
         return DUPLICATES[self.duplicates] + (order if self.duplicates in IN_ORDER else "")
 
     def recorded(self) -> dict[str, Any]:
-        """Return the options that a file records: all that determine its bytes."""
+        """Return the options to record in the file: those that determine its bytes."""
         left_out = ("memory_bytes", "ids_from", *(() if self.dense else ("compression",)))
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
 
 def convert_options() -> list[type[Options]]:
-    """Return the classes of the options that `convert` takes, those of matrices last."""
+    """Return the option classes of `convert`, those for matrices last."""
     groups = [*KIND_OPTIONS.values(), SampleOptions, MatrixOptions]
     return sorted(groups, key=lambda group: group.heading == MATRICES)
 
 
 def append_options() -> list[type[Options]]:
-    """Return the classes of the options that `append` takes."""
-    return [*(each for each in KIND_OPTIONS.values() if not issubclass(each, MatrixSourceOptions)), AppendOptions]
+    """Return the option classes of `append`."""
+    return [*(group for group in KIND_OPTIONS.values() if not issubclass(group, MatrixSourceOptions)), AppendOptions]
 
 
 def parse_bytes(text: str) -> int:
-    """Parse a number of bytes, with or without a unit. Raises OptionError if it is invalid.
+    """Parse a size in bytes, with or without a unit. Raises OptionError if it is invalid.
 
     >>> parse_bytes("1GiB"), parse_bytes("512M"), parse_bytes("1048576")
     (1073741824, 536870912, 1048576)
@@ -237,4 +236,4 @@ def parse_bytes(text: str) -> int:
     try:
         return int(float(number) * units[stripped[len(number) :]])
     except (ValueError, KeyError, OverflowError):
-        raise OptionError(f"{text!r} is not a number of bytes: give a number, or a size such as 1.0 GiB") from None
+        raise OptionError(f"{text!r} is not a size: give a number of bytes, or a size such as 1.0 GiB") from None

@@ -1,4 +1,4 @@
-"""Reports of converting and appending, and their plans, as text (``str``) and for scripts (``to_json``)."""
+"""Reports of `h5chunk.convert` and `h5chunk.append`, and of their dry runs."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ MODES = {"L": "grey (L)", "1": "black and white (1)", "P": "palette (P)", "LA": 
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertReport(Report):
-    """The report of `h5chunk.convert` or `h5chunk.append` on samples; of a dry run, what the command would do."""
+    """Report on converted or appended samples; the report of a dry run predicts the outcome."""
 
     path: str
     source_kind: str
     dry_run: bool
-    num_added: int  # samples of the source
+    num_added: int  # samples from the source
     num_samples: int  # samples in the file, or in all shards
-    num_bytes: int  # of the whole file, or of all shards
-    seconds: float  # from the first look at the source until the file was on disk under its name; estimated if dry_run
-    free_bytes: int | None  # on the disk of the output; this and the next: None unless something would be written
-    num_workers: int | None
-    sample_shape: tuple[int, ...]  # of the largest field; empty for images of any size
-    form: str = ""  # of images of any size: encoded or raw
-    size_bytes: dict[str, int] = field(default_factory=dict)  # bytes of all images of any size, by form; estimated
-    fields: dict[str, str]  # dtypes, in the order of batches
-    shapes: dict[str, tuple[int, ...]]  # of one sample, by field
+    num_bytes: int  # size of the file, or of all shards
+    seconds: float  # duration of the whole call; estimated if dry_run
+    free_bytes: int | None  # free space on the disk of the output; None unless this is the plan of a dry run
+    num_workers: int | None  # number of reading processes; None unless this is the plan of a dry run
+    sample_shape: tuple[int, ...]  # shape of one sample of the largest field; empty for images of any size
+    form: str = ""  # form of images of any size: encoded or raw
+    size_bytes: dict[str, int] = field(default_factory=dict)  # by form: estimated bytes of all images of any size
+    fields: dict[str, str]  # dtype of each field, in the order of batches
+    shapes: dict[str, tuple[int, ...]]  # shape of one sample of each field
     layout: Layout
     class_names: list[str]
     new_classes: list[str]  # classes that append added
-    counts: dict[str, int]  # numbers of images by original mode, such as RGB or L, and by conversion
-    skipped: list[tuple[str, str]]  # names and reasons, which are also in the file `skipped_list`
-    skipped_list: str | None
-    ignored: list[str]  # content of the source that is not used
+    counts: dict[str, int]  # numbers of images by original mode, such as RGB or L, and by conversion, such as resized
+    skipped: list[tuple[str, str]]  # names of unusable samples, with the reasons
+    skipped_list: str | None  # path of a .csv with ``skipped``
+    ignored: list[str]  # parts of the source that are not converted
     notes: list[str]
-    already_complete: bool  # the same command had already done this: nothing was done, and counts are unknown
+    already_complete: bool  # whether an earlier call had already done this; then counts are unknown
 
     def facts(self) -> dict[str, Any]:
-        """Return the report for programs, with the values that follow from the layout."""
+        """Return the values of the report for JSON, and those that follow from the layout."""
         layout = self.layout
-        more = {"num_chunks": layout.num_chunks, "chunk_bytes": layout.chunk_bytes, "cache": asdict(layout.cache)}
-        return {**super().facts(), "layout": {**asdict(layout), **more}}
+        derived = {"num_chunks": layout.num_chunks, "chunk_bytes": layout.chunk_bytes, "cache": asdict(layout.cache)}
+        return {**super().facts(), "layout": {**asdict(layout), **derived}}
 
     def lines(self) -> list[str]:
         layout, skipped = self.layout, ""
@@ -90,35 +90,33 @@ class ConvertReport(Report):
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixReport(Report):
-    """The report of `h5chunk.convert` on a sparse matrix; of a dry run, an estimate from the start of the source."""
+    """Report on a converted sparse matrix; the report of a dry run is an estimate from the start of the source."""
 
     path: str
     source_kind: str
     dry_run: bool
     kind: str  # csr or dense
-    num_rows: int | None  # this and the next: None if only reading the whole source shows them
-    num_columns: int | None
-    num_entries: int | None  # None if the file does not say, for dense rows that were already complete
-    is_exact: bool = True  # whether entries were counted, not estimated from the size of the source
-    num_bytes: int  # of the whole file
-    seconds: float  # from the first look at the source until the file was on disk under its name; estimated if dry_run
-    fields: dict[str, str]  # dtypes
-    axes: tuple[str, str]  # what rows, which are the samples, and columns are in the source
-    duplicates: str  # treatment of duplicates
-    dtype: (
-        str  # of the stored values: uint8, float16 or float32; of a dry run, as far as its start shows, as the next two
-    )
-    scale: float  # a value is the stored number over this
-    pattern: bool  # all values are one
+    num_rows: int | None  # None in the plan of a dry run that would have to read the whole source to know
+    num_columns: int | None  # None in the same case
+    num_entries: int | None  # None for dense rows that were already complete
+    is_exact: bool = True  # whether num_entries was counted rather than estimated
+    num_bytes: int  # size of the file
+    seconds: float  # duration of the whole call; estimated if dry_run
+    fields: dict[str, str]  # dtype of each row field
+    axes: tuple[str, str]  # names of the rows, which are the samples, and of the columns in the source
+    duplicates: str  # how duplicates are combined
+    dtype: str  # dtype of the stored values: uint8, float16 or float32
+    scale: float  # a value is the stored number divided by this
+    pattern: bool  # whether all values are one, so that only their positions are stored
     chunk_samples: int | None = None  # None for a dry run
-    counts: dict[str, int] = field(default_factory=dict)  # numbers of dropped entries, rows and columns, except zeros
-    num_ranges: int = 1  # parts that were sorted one after the other; 1 if all fit in memory
-    free_bytes: int | None = None  # on the disk of the output; this and the next two: None unless it would be written
-    memory_bytes: int | None = None  # the memory limit
-    temporary_bytes: int | None = None  # estimated temporary bytes beside the output; 0 if all fits in memory
+    counts: dict[str, int] = field(default_factory=dict)  # numbers of entries read and dropped, rows left out, ...
+    num_ranges: int = 1  # parts that were sorted one after the other; 1 if all entries fit in memory
+    free_bytes: int | None = None  # free space on the disk of the output; None unless this is the plan of a dry run
+    memory_bytes: int | None = None  # the memory limit; None unless this is the plan of a dry run
+    temporary_bytes: int | None = None  # estimated size of temporary files; None unless this is the plan of a dry run
     ignored: list[str] = field(default_factory=list)  # fields of the source that are left out, with the reason
     notes: list[str] = field(default_factory=list)
-    already_complete: bool = False  # the same command had already made the file: nothing was done
+    already_complete: bool = False  # whether an earlier call had already made the file
 
     def lines(self) -> list[str]:
         ranges = f"in {self.num_ranges} parts, through temporary data on disk"
@@ -162,7 +160,7 @@ def _in_words(what: str) -> str:
 
 
 def _axes_text(num_rows: int | None, num_columns: int | None, axes: tuple[str, str]) -> str:
-    """Describe which axis of the source became the samples.
+    """Describe the sizes of a matrix and the names that its axes have in the source.
 
     >>> _axes_text(138493, 26744, ("userId", "movieId"))
     '138,493 rows (userId); columns: 26,744 (movieId)'

@@ -1,8 +1,8 @@
-"""Write the samples of a source into a file or a folder of files, or predict that, and report on it.
+"""Write the samples of a source into a file or a folder of files, or predict the result, and report on it.
 
-Samples are written task by task, and a journal beside the unfinished output records which tasks are done. When a
-conversion continues, the checksums of these chunks are computed again, and their samples must have their old stamps.
-So only changed chunks are written again.
+A journal beside the unfinished output records which tasks, runs of chunks, are written. When a conversion continues,
+these chunks are read back and compared with their checksums, and the stamps of their samples with the source, so that
+only chunks that have changed are written again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,34 +31,34 @@ from h5chunk.tools.convert.report import ConvertReport
 from h5chunk.tools.convert.samples import command_id, estimate_s, folder_layout, is_complete, job_key, left_out
 from h5chunk.tools.progress import Progress, count_up
 
-APPLIED = ("rotated", "resized", "first frame")  # notes on images, except their modes
+APPLIED = ("rotated", "resized", "first frame")  # notes on what was done to images; other notes are their modes
 
 Notify = Callable[[str], None]
 
 
 @dataclass
 class SampleRun:
-    """Write a job into one file, or into ``shards``, or, with ``old``, into a longer file that replaces that one."""
+    """Convert or append samples: write a job into one file or into several, unless it is complete, and report on it."""
 
     job: SampleJob
-    shards: list[SampleJob]
+    shards: list[SampleJob]  # jobs of the files of an output folder; empty for a single file
     overwrite: bool
-    dry_run: bool  # write nothing
+    dry_run: bool  # whether to predict the report, and write nothing
     progress: Progress | None
     notify: Notify | None
-    started: float  # by `time.perf_counter`
-    old: OldFile | None = None
-    complete: bool = False  # the same command has made the output
+    started: float  # time of `time.perf_counter` at the start of the command
+    old: OldFile | None = None  # the file to append to, which the output replaces
+    complete: bool = False  # whether the same command has already made the output
 
     def report(self, notes: Sequence[str], new_classes: Sequence[str] = ()) -> ConvertReport:
-        """Write what is not complete yet, or predict that, and report on it."""
+        """Write the output unless it is complete or this is a dry run, and return the report."""
         files, filled = self._result()
         job, dry_run = self.job, self.dry_run and not self.complete
         skipped = [(job.name(failure.row), failure.reason) for failure in filled.failures]
         if self.overwrite and self.old is None and not self.dry_run and not skipped:
-            skipped_path(job.path).unlink(missing_ok=True)  # bytes of the replaced file
+            skipped_path(job.path).unlink(missing_ok=True)  # the list of the file that was replaced
         form = job.source.fields[job.any_size].form if job.any_size else ""
-        kinds = {name: (() if each.form else each.shape, each.dtype) for name, each in job.fields.items()}
+        kinds = {name: (() if field.form else field.shape, field.dtype) for name, field in job.fields.items()}
         kinds |= {name: ((), values.dtype) for name, values in job.columns.items()}
         layout = folder_layout(files) if self.shards else files[0].layout
         return ConvertReport(
@@ -81,14 +80,14 @@ class SampleRun:
             new_classes=list(new_classes),
             counts=dict(sorted(filled.notes.most_common(), key=lambda note: note[0] in APPLIED)),
             skipped=skipped,
-            skipped_list=None if self.dry_run else save_skipped(job.path, skipped, behind=self.old is not None),
+            skipped_list=None if self.dry_run else save_skipped(job.path, skipped, append=self.old is not None),
             ignored=list(job.source.ignored),
             notes=list(notes),
             already_complete=self.complete,
         )
 
     def _result(self) -> tuple[list[SampleJob], Filled]:
-        """Return the jobs of the files without the skipped samples, and the result for all new samples."""
+        """Write, predict or read back the output; return its files, without skipped samples, and the outcome."""
         files = self.shards or [self.job]
         try:
             if not self.complete:
@@ -105,12 +104,12 @@ class SampleRun:
         return files, Filled()
 
     def _write(self, files: list[SampleJob]) -> tuple[list[SampleJob], Filled]:
-        """Write the files and put the output in its place, continuing earlier work on it."""
+        """Write the files, continuing earlier work if any, and move the complete output to its path."""
         job, old, all_filled, kept = self.job, self.old, Filled(), []
         output = (NewFolder if self.shards else NewFile)(job.path, self.overwrite)
-        with self._keeping(output), output:
+        with self._explain_interruption(output), output:
             if old is not None:
-                old.check_unchanged()  # by the previous holder of the lock
+                old.check_unchanged()  # another process may have held the lock before
             output.open_journal(job_key(job, len(files), old))
             log = _TaskLog(output.journal, files, self.progress, self._notify)
             if self.shards:
@@ -134,7 +133,7 @@ class SampleRun:
         return kept, all_filled
 
     def _read_back(self, files: list[SampleJob]) -> tuple[list[SampleJob], Filled]:
-        """Report on files that are already complete, except facts that would require reading all samples."""
+        """Read from complete files which samples they contain; counts of notes would require reading all samples."""
         job, old = self.job, self.job.old
         if old.num_samples:
             last = old.options["appended"][-1]
@@ -142,35 +141,35 @@ class SampleRun:
             written = [replace(job, order=kept, layout=replace(job.layout, num_samples=old.num_samples))]
         else:
             written = []
-            for each in files:
-                with opened(each.path) as file:
-                    written.append(each.with_order(file[f"{GROUP}/source_index"][()]))
-        return written, Filled(failures=left_out(job, np.concatenate([each.order for each in written])))
+            for file_job in files:
+                with opened(file_job.path) as file:
+                    written.append(file_job.with_order(file[f"{GROUP}/source_index"][()]))
+        return written, Filled(failures=left_out(job, np.concatenate([file_job.order for file_job in written])))
 
     def _notify(self, line: str) -> None:
         if self.notify is not None:
             self.notify(line)
 
     @contextmanager
-    def _keeping(self, new: NewFile | NewFolder) -> Iterator[None]:
-        """Report what happens to an output that is not finished, in a context."""
+    def _explain_interruption(self, output: NewFile | NewFolder) -> Iterator[None]:
+        """If the context ends with an error, notify the user whether the finished work is kept."""
         try:
             yield
         except BaseException:
-            if new.kept:
-                there = [path for path in (new.part, new.journal.path) if path.exists()]
+            if output.kept:
+                paths = [path for path in (output.part, output.journal.path) if path.exists()]
                 self._notify(
                     "the finished work is kept, and the same command continues it; to free its space, delete "
-                    + " and ".join(map(printable, there))
+                    + " and ".join(map(printable, paths))
                 )
             elif self.job.source.identity() is None:
-                self._notify("the work is lost, because changes of this source cannot be noticed")
+                self._notify("the work is lost, because changes of this source cannot be detected")
             raise
 
 
 @contextmanager
 def _file_of(output: NewFile | NewFolder, name: str) -> Iterator[NewFile]:
-    """Open a file of an output to be written or continued, in a context: the file itself, or a shard."""
+    """Open the output file, or the file of this name in an output folder, for writing, in a context."""
     if isinstance(output, NewFile):
         yield output
         return
@@ -181,15 +180,15 @@ def _file_of(output: NewFile | NewFolder, name: str) -> Iterator[NewFile]:
 
 
 class _TaskLog:
-    """The finished tasks of several files, one file per job: read from a journal, and added to it."""
+    """The tasks that are already written, by file, as recorded in the journal; reports progress."""
 
     def __init__(self, journal: Journal, jobs: Sequence[SampleJob], progress: Progress | None, notify: Notify) -> None:
         self._journal, self._jobs, self._notify = journal, jobs, notify
         num_samples = sum(len(job.order) for job in jobs)
         self._written = count_up("convert", num_samples, progress)
         self._written(0)
-        self._claims: list[dict[int, Done]] = [{} for _ in jobs]  # tasks of each file, by their first chunks
-        self._num_again = 0
+        self._claims: list[dict[int, Done]] = [{} for _ in jobs]  # recorded tasks of each file, by their first chunks
+        self._num_rewritten = 0  # samples
         for record in journal.records:
             if isinstance(record, list) and record and record[0] in range(len(jobs)):
                 done = parse_record(record[1:])
@@ -198,29 +197,29 @@ class _TaskLog:
         if journal.key_mismatch:
             notify("the unfinished conversion had other options or sources: starting over")
         if journal.records:
-            there = sum(self._samples(i, done) for i, claims in enumerate(self._claims) for done in claims.values())
-            notify(f"continuing: {there:,} of {count_text(num_samples, 'sample')} are already written")
+            written = sum(self._samples(i, done) for i, claims in enumerate(self._claims) for done in claims.values())
+            notify(f"continuing: {written:,} of {count_text(num_samples, 'sample')} are already written")
 
     def _samples(self, number: int, done: Done) -> int:
+        """Return the number of samples in the chunks of a task of file ``number``."""
         num_samples, size = len(self._jobs[number].order), self._jobs[number].layout.chunk_samples
         return max(0, min(done.chunks.stop * size, num_samples) - done.chunks.start * size)
 
     def write(self, new: NewFile, number: int, carried: Callable[[int], None]) -> tuple[SampleJob, Filled]:
-        """Write a file, except the chunks that the journal claims to be written."""
-        claims, finished = self._claims[number], partial(self._add, number)
-        return write_samples(
-            new, self._jobs[number], claims=claims, finished=finished, written=self._written, carried=carried
-        )
+        """Write file ``number``, except chunks that the journal records and that are unchanged; see `write_samples`."""
 
-    def _add(self, number: int, done: Done) -> None:
-        if done.chunks.start in self._claims[number]:
-            self._num_again += self._samples(number, done)
-        self._journal.add([number, *done.record()])
+        def finished(done: Done) -> None:
+            if done.chunks.start in self._claims[number]:
+                self._num_rewritten += self._samples(number, done)
+            self._journal.add([number, *done.record()])
+
+        job, claims = self._jobs[number], self._claims[number]
+        return write_samples(new, job, claims=claims, finished=finished, written=self._written, carried=carried)
 
     def finish(self) -> None:
-        """Report how many samples had to be written again."""
-        if self._num_again:
-            self._notify(f"{count_text(self._num_again, 'sample')} had changed, and were written again")
+        """Notify the user how many samples were written again, if any."""
+        if self._num_rewritten:
+            self._notify(f"{count_text(self._num_rewritten, 'sample')} had changed, and were written again")
 
 
 # ---- the list of skipped samples
@@ -231,17 +230,17 @@ def skipped_path(output: Path) -> Path:
     return output.with_name(output.name + ".skipped.csv")
 
 
-def save_skipped(output: Path, skipped: Sequence[tuple[str, str]], *, behind: bool = False) -> str | None:
-    """Write the list of (name, reason) beside the output; return its path, or None if no sample was left out.
+def save_skipped(output: Path, skipped: Sequence[tuple[str, str]], *, append: bool = False) -> str | None:
+    """Write the (name, reason) of skipped samples to a .csv beside the output; return its path, or None if none were.
 
-    With ``behind``, append them to an earlier list, unless it already ends with them.
+    With ``append``, add them to an earlier list, unless it already ends with them.
     """
-    target, rows = skipped_path(output), [list(each) for each in skipped]
+    target, rows = skipped_path(output), [list(row) for row in skipped]
     if not rows:
         return None
     try:
         before = []
-        if behind and target.exists():
+        if append and target.exists():
             with target.open(newline="", encoding="utf-8", errors="replace") as file:
                 before = list(csv.reader(file))
         if before[-len(rows) :] != rows:

@@ -6,7 +6,6 @@ import re
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -36,27 +35,24 @@ from h5chunk.tools.convert.options import MAX_SHARDS, ReadOptions, SampleOptions
 from h5chunk.tools.progress import Progress
 
 PROBES = 24  # samples read to estimate the time
-SPLIT = "split"  # the field with the split of each sample
+SPLIT = "split"  # field with the split of each sample
 SPLIT_NAME = re.compile(r"\w[\w .-]*")
-MAX_SPLITS = 100  # limit on the number of splits
-DTYPE_KINDS = "iufS"  # kinds of types of fields: integers, floats and fixed-length strings
+MAX_SPLITS = 100
+DTYPE_KINDS = "iufS"  # NumPy's codes of the dtypes that a field may have: integers, floats, fixed-length strings
+KEY_FACTS = {"h5chunk": h5chunk.__version__, "journal": 2}  # part of the key of every journal
 
 
 def open_context(how: ReadOptions, progress: Progress | None) -> OpenContext:
-    """Return the context in which a source of samples is opened."""
-
-    def report_found(count: int) -> None:
-        if progress:
-            progress("list", count, None)
-
-    return OpenContext(skips_bad_samples=how.on_error == "skip", report_found=report_found)
+    """Return the context for opening a source of samples."""
+    report = progress or (lambda stage, done, total: None)
+    return OpenContext(skips_bad_samples=how.on_error == "skip", report_found=lambda count: report("list", count, None))
 
 
 def prepare(source: SampleSource, path: Path, how: SampleOptions) -> SampleJob:
-    """Choose layout and order of a new file; raise SourceError if a file cannot hold the source's data."""
+    """Choose the layout and the order of a new file. Raises SourceError if a file cannot hold the source's fields."""
     check_fields(source)
     largest = max(field.sample_bytes for field in source.fields.values())
-    # the default fields of readers are recorded, except images and their labels
+    # Readers load images and labels by default; other default fields are recorded.
     fields = {} if "images" in source.fields else {"fields": [*source.fields, *source.columns]}
     return SampleJob(
         path=path,
@@ -72,7 +68,7 @@ def prepare(source: SampleSource, path: Path, how: SampleOptions) -> SampleJob:
 
 
 def check_fields(source: SampleSource) -> None:
-    """Raise SourceError unless a file can hold the fields and columns of a source."""
+    """Raise SourceError unless a file can hold the fields and columns of the source."""
     if not len(source) or not source.fields:
         raise SourceError(f"the source has {len(source)} samples of {len(source.fields)} fields: give at least one")
     columns = {name: SampleField(values.shape[1:], values.dtype) for name, values in source.columns.items()}
@@ -87,12 +83,13 @@ def check_fields(source: SampleSource) -> None:
     for name, values in source.columns.items():
         if name in source.fields or values.shape != (len(source),):
             raise SourceError(
-                f"column {name!r} is {values.shape} but there are {len(source)} samples, or is also a field"
+                f"column {name!r} has the shape {values.shape} for {len(source)} samples, or is also a field: give it "
+                "one value per sample, and a name of its own"
             )
 
 
 def estimate_s(job: SampleJob) -> float:
-    """Estimate the seconds that writing will take, from reading a few samples spread over the source."""
+    """Estimate the time to write the file, in seconds, by reading a few samples spread over the source."""
     source, out = job.source, job.sample_buffers()
     probes = np.unique(np.linspace(0, len(source) - 1, PROBES).astype(np.int64))
     started = time.perf_counter()
@@ -112,10 +109,10 @@ def estimate_s(job: SampleJob) -> float:
 
 
 def split_job(job: SampleJob, how: SampleOptions) -> list[SampleJob]:
-    """Divide a job into jobs of shards, if requested, with equal numbers of whole chunks, if possible.
+    """Divide a job into one job per output file; return an empty list if the output is a single file.
 
-    A chunk size that was not requested may become smaller. Raises OptionError if there are fewer chunks than shards, or
-    a chunk is larger than a shard may be.
+    Shards get equal numbers of whole chunks if possible; chunks become smaller if no chunk size was requested. Raises
+    OptionError if there are fewer chunks than shards, or if a chunk exceeds ``shard_bytes``.
     """
     if not how.is_sharded:
         return []
@@ -125,7 +122,7 @@ def split_job(job: SampleJob, how: SampleOptions) -> list[SampleJob]:
     if shards is not None and how.chunk_samples is None and layout.num_chunks < shards <= layout.num_samples:
         smaller = plan_layout(layout.num_samples, layout.sample_bytes, layout.num_samples // shards)
         samples = count_text(smaller.chunk_samples, "sample")
-        layout = replace(smaller, reasons=(f"{samples} a chunk, so that each shard has one",))
+        layout = replace(smaller, reasons=(f"{samples} per chunk, so that each shard has a chunk",))
     if how.shard_bytes is not None:
         shards = _num_shards(job, layout, how.shard_bytes)
     assert shards is not None
@@ -147,7 +144,7 @@ def split_job(job: SampleJob, how: SampleOptions) -> list[SampleJob]:
 
 
 def _files_of_splits(job: SampleJob) -> list[SampleJob]:
-    """Divide a job by the field ``split``: one file per value, which is its name."""
+    """Divide a job by the field ``split`` into one job per value, which becomes the file name."""
     splits = job.columns.get(SPLIT)
     if splits is None:
         raise OptionError(
@@ -167,7 +164,7 @@ def _files_of_splits(job: SampleJob) -> list[SampleJob]:
 
 
 def folder_layout(jobs: list[SampleJob]) -> Layout:
-    """Return the layout of all shards together, with the plan as its last reason."""
+    """Return the layout of all shards together; its last reason describes the number and size of the files."""
     first, num_samples = jobs[0], sum(len(job.order) for job in jobs)
     size = human_bytes(first.spec().num_bytes)
     samples = count_text(max(len(job.order) for job in jobs), "sample")
@@ -176,21 +173,21 @@ def folder_layout(jobs: list[SampleJob]) -> Layout:
 
 
 def _num_shards(job: SampleJob, layout: Layout, shard_bytes: int) -> int:
-    """Return the number of shards needed so that no shard is larger than ``shard_bytes``."""
-    sample_bytes = (job.spec().num_bytes - HEADER_BYTES) / layout.num_samples  # including all fields and tables
+    """Return the number of shards needed to keep all of them within ``shard_bytes``."""
+    sample_bytes = (job.spec().num_bytes - HEADER_BYTES) / layout.num_samples  # of all fields and tables
     chunk_bytes = int(sample_bytes * layout.chunk_samples) + 1
     per_shard = (shard_bytes - HEADER_BYTES) // chunk_bytes
     if per_shard < 1:
         samples = count_text(layout.chunk_samples, "sample")
         raise OptionError(
-            f"shard_bytes is {shard_bytes} but a file of one chunk of {samples} takes "
-            f"{chunk_bytes + HEADER_BYTES}: give more, or fewer samples per chunk"
+            f"shard_bytes is {shard_bytes}, but a file with one chunk of {samples} takes "
+            f"{chunk_bytes + HEADER_BYTES} bytes: raise shard_bytes, or give fewer samples per chunk"
         )
     shards = -(-layout.num_chunks // per_shard)
     if shards > MAX_SHARDS:
         raise OptionError(
-            f"shard_bytes is {shard_bytes}, which makes {shards} shards, but at most {MAX_SHARDS} are possible: "
-            "give more"
+            f"shard_bytes is {shard_bytes}, which makes {shards} shards, but the limit is {MAX_SHARDS}: raise "
+            "shard_bytes"
         )
     return shards
 
@@ -198,24 +195,19 @@ def _num_shards(job: SampleJob, layout: Layout, shard_bytes: int) -> int:
 # ---- recognising earlier work
 
 
-def facts_of_all() -> dict[str, Any]:
-    """Return the facts that are part of every journal's key."""
-    return {"h5chunk": h5chunk.__version__, "journal": 2}
-
-
 def job_key(job: SampleJob, num_files: int, old: OldFile | None = None) -> str | None:
-    """Return the key of a journal: everything that determines the bytes of new chunks, except the samples' own bytes.
+    """Return a journal key: a hash of everything that determines the bytes of new chunks, except the samples.
 
-    None if the source has no identity: then earlier work cannot be reused.
+    Returns None if the source has no identity, so that earlier work cannot be reused.
     """
     identity = job.source.identity()
     if identity is None:
         return None
     facts, blobs = identity
-    fields = [(name, each.form or each.shape, str(each.dtype)) for name, each in job.fields.items()]
-    mine = {"fields": fields, "chunk_samples": job.layout.chunk_samples, "files": num_files}
-    mine |= {name: job.options[name] for name in ("seed", "shuffle", "split_files") if name in job.options}
-    key = key_of({**facts_of_all(), "kind": job.source.kind, **facts, **mine}, blobs)
+    fields = [(name, field.form or field.shape, str(field.dtype)) for name, field in job.fields.items()]
+    written = {"fields": fields, "chunk_samples": job.layout.chunk_samples, "files": num_files}
+    written |= {name: job.options[name] for name in ("seed", "shuffle", "split_files") if name in job.options}
+    key = key_of({**KEY_FACTS, "kind": job.source.kind, **facts, **written}, blobs)
     if old is None:
         return key
     was = {"num_samples": old.header.num_samples, "chunk_samples": old.header.chunk_samples}
@@ -223,7 +215,7 @@ def job_key(job: SampleJob, num_files: int, old: OldFile | None = None) -> str |
 
 
 def command_id(job: SampleJob, num_files: int, stamp: int) -> str | None:
-    """Return the identity of the command: equal commands make equal files. None if the source has no identity.
+    """Return a hash that is equal for commands that make equal files, or None if the source has no identity.
 
     ``stamp`` is the combined stamp of all samples: see `h5chunk.store.write.fill.stamp_of_samples`.
     """
@@ -238,7 +230,7 @@ def command_id(job: SampleJob, num_files: int, stamp: int) -> str | None:
 
 
 def is_complete(job: SampleJob, num_files: int) -> bool:
-    """Return whether the output exists, and this command made it from the samples as they are now."""
+    """Return whether the output exists and this command made it from the samples in their present state."""
     if not has_command_id(job.path):
         return False
     command = command_id(job, num_files, stamp_of_samples(job.source, job.order))
@@ -246,12 +238,12 @@ def is_complete(job: SampleJob, num_files: int) -> bool:
 
 
 def left_out(job: SampleJob, kept: np.ndarray) -> list[Failure]:
-    """Return the samples that were left out, and the reasons, by reading these samples again."""
+    """Return the samples of the job whose numbers are not in ``kept``, with the reasons, by reading them again."""
     failures = []
     out = job.sample_buffers()
     with job.source.session():
         for row in np.flatnonzero(~np.isin(job.order, kept)).tolist():
-            reason = "could not be used then, although it can now"
+            reason = "was unusable when it was converted, but is usable now"
             try:
                 job.source.read_into(int(job.order[row]), out)
             except SampleError as error:
