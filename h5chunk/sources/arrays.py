@@ -25,7 +25,7 @@ import numpy as np
 from h5chunk.errors import OptionError, SourceError, human_bytes, printable
 from h5chunk.source import OpenContext, SampleField
 from h5chunk.sources.container import ZIP_LOCAL_HEADER, StoredFile
-from h5chunk.sources.kinds import ArrayOptions
+from h5chunk.sources.kinds import ColumnOptions
 from h5chunk.sources.numpy_files import open_npz, read_header
 from h5chunk.sources.recognise import NPY_MAGIC, is_path, zip_members
 from h5chunk.sources.samples import DATA, Samples, field_dtype, largest_first
@@ -59,7 +59,7 @@ class ArraySource(Samples):
 
     kind = "arrays"
     noun = "arrays"
-    Options = ArrayOptions
+    Options = ColumnOptions
 
     def __init__(self, arrays: Mapping[str, Any], path: str | None = None) -> None:
         self._path = path
@@ -96,7 +96,7 @@ class ArraySource(Samples):
         return _is_array(source)
 
     @classmethod
-    def open(cls, source: Any, options: ArrayOptions, context: OpenContext) -> ArraySource:
+    def open(cls, source: Any, options: ColumnOptions, context: OpenContext) -> ArraySource:
         if isinstance(source, Mapping):
             names = [*map(str, source)]
             chosen = _chosen(names, options.columns, "the arrays")

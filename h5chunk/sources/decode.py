@@ -81,9 +81,15 @@ def decode(image: bytes | Image.Image, options: ImageOptions, is_mask: bool = Fa
     Must be called within `pillow_limits`. Raises SampleError if the image is refused.
     """
     try:
-        return _adapt(_open(image) if isinstance(image, bytes) else image, options, is_mask)
+        opened = Image.open(io.BytesIO(image), formats=FORMATS) if isinstance(image, bytes) else image
+        return _adapt(opened, options, is_mask)
     except SampleError:
         raise
+    except UnidentifiedImageError:
+        start = f"; starts with {image[:16]!r}" if isinstance(image, bytes) else ""
+        raise SampleError(
+            f"is not an image in a known format ({', '.join(FORMATS)}), or is a variant that Pillow cannot read{start}"
+        ) from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise SampleError(
             f"has more pixels than the limit max_pixels={options.max_pixels}: raise the limit if this is intended"
@@ -92,16 +98,6 @@ def decode(image: bytes | Image.Image, options: ImageOptions, is_mask: bool = Fa
         raise SampleError("needs more memory than is available") from None
     except Exception as error:  # Pillow's plugins raise many types of errors for damaged data
         raise SampleError(f"cannot be decoded: {error or type(error).__name__}") from None
-
-
-def _open(data: bytes) -> Image.Image:
-    try:
-        return Image.open(io.BytesIO(data), formats=FORMATS)
-    except UnidentifiedImageError:
-        raise SampleError(
-            f"is not an image in a known format ({', '.join(FORMATS)}), or is a variant that Pillow cannot read; "
-            f"starts with {data[:16]!r}"
-        ) from None
 
 
 def _adapt(image: Image.Image, options: ImageOptions, is_mask: bool) -> Decoded:

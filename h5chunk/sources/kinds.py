@@ -122,7 +122,21 @@ class ImageOptions(Options):
 
 
 @dataclass(frozen=True)
-class ImageSourceOptions(ImageOptions):
+class ColumnOptions(Options):
+    """Options for reading tables and arrays."""
+
+    heading: ClassVar[str] = "Tables"
+
+    columns: tuple[str, ...] | None = option(
+        None,
+        "Columns of a table or manifest, or arrays of an .npz, to convert.",
+        metavar="A,B[,C[,D]]",
+        shown_default="all",
+    )
+
+
+@dataclass(frozen=True)
+class ImageSourceOptions(ImageOptions, ColumnOptions):
     """Options for reading a folder or an archive of images."""
 
     manifest: str | os.PathLike[str] | None = option(
@@ -136,9 +150,6 @@ class ImageSourceOptions(ImageOptions):
         "Whether the top folders are splits (train, val, ...) rather than classes; splits become a field.",
         choices=("auto", "yes", "no"),
     )
-    columns: tuple[str, ...] | None = option(
-        None, "Columns of a manifest to convert.", metavar="A,B[,C[,D]]", shown_default="all columns"
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -150,25 +161,8 @@ class ImageSourceOptions(ImageOptions):
 
 
 @dataclass(frozen=True)
-class ArrayOptions(Options):
-    """Options for reading arrays."""
-
-    heading: ClassVar[str] = "Arrays"
-
-    columns: tuple[str, ...] | None = option(
-        None, "Arrays of an .npz to convert.", metavar="A,B[,C[,D]]", shown_default="all arrays"
-    )
-
-
-@dataclass(frozen=True)
-class TableOptions(ImageOptions):
-    """Options for reading tables."""
-
-    heading: ClassVar[str] = "Tables"
-
-    columns: tuple[str, ...] | None = option(
-        None, "Columns of a table to convert.", metavar="A,B[,C[,D]]", shown_default="all columns"
-    )
+class TableOptions(ImageOptions, ColumnOptions):
+    """Options for reading tables, which may have columns of images."""
 
 
 @dataclass(frozen=True)
@@ -260,7 +254,7 @@ KINDS = (
     Kind("h5ad", "matrix.anndata", "H5adSource", LayerOptions, "cells.h5ad"),
     Kind("joined", "matrix.joined", "JoinedSource", JoinOptions, "cells/ or 'cells/*.h5ad': several matrices as one"),
     Kind("npz", "matrix.numpy", "NpzSource", MatrixSourceOptions, "matrix.npz, of scipy.sparse.save_npz"),
-    Kind("arrays", "arrays", "ArraySource", ArrayOptions, "images.npy or data.npz"),
+    Kind("arrays", "arrays", "ArraySource", ColumnOptions, "images.npy or data.npz"),
     Kind("npy", "matrix.numpy", "NpySource", MatrixSourceOptions, "matrix.npy, as a matrix with --format npy"),
     Kind("mtx", "matrix.mtx", "MtxSource", MatrixSourceOptions, "matrix.mtx"),
     Kind("libsvm", "matrix.libsvm", "LibsvmSource", MatrixSourceOptions, "train.svm: lines such as '1 3:0.5 7:1'"),

@@ -272,7 +272,7 @@ class DelimitedSource(TextSource):
         if kind == pyarrow.string():
             if len(cell) > MAX_ID_BYTES:
                 self._text.fail(f"{name} takes {len(cell)} bytes but the limit for an id is {MAX_ID_BYTES}", line)
-            if not _is_utf8(cell):
+            if cell.decode("utf-8", "ignore").encode() != cell:
                 problem = "which is not UTF-8: give its encoding, such as --encoding latin-1"
         elif part == "time":
             is_right = is_number(cell) if kind == pyarrow.float64() else time_type([cell]) == kind
@@ -296,14 +296,6 @@ class DelimitedSource(TextSource):
         if is_number(cell.replace(b",", b".")):
             return ": if commas mark decimals, give --decimal ,"
         return "" if self.header or self._options.columns else ": if values are in another column, give --columns"
-
-
-def _is_utf8(text: bytes) -> bool:
-    try:
-        text.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _dialect_of(options: DelimitedOptions, lines: list[bytes]) -> Dialect:
