@@ -167,7 +167,7 @@ class TableOptions(ImageOptions, ColumnOptions):
 
 @dataclass(frozen=True)
 class MatrixSourceOptions(Options):
-    """Options that all kinds of matrices share: none."""
+    """Base class of the options for reading matrices."""
 
     heading: ClassVar[str] = MATRICES
 

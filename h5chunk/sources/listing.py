@@ -122,7 +122,7 @@ def list_tree(tree: Tree, split_folders: str, masks: Sequence[str] | None) -> Li
 
 
 def _list_one_folder(tree: Tree, split_folders: str) -> Listing:
-    """Arrange images as samples, with the masks beside them, if any."""
+    """List the images of a tree without folders of masks; a mask may lie in the folder of its image."""
     images, masks = take_masks(tree.shown, tree.directories)
     listing, members = arrange(replace(tree, directories=images), split_folders)
     if not masks:
@@ -149,7 +149,7 @@ def check_source(path: Path) -> None:
 
 
 def _is_hidden(name: bytes) -> bool:
-    """Return whether a file or folder is hidden or was made by the system (dot files, macOS's resource folder)."""
+    """Return whether a name is that of a hidden file or folder, or of macOS's resource folder."""
     return name.startswith(b".") or name == b"__MACOSX"
 
 

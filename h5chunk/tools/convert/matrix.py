@@ -317,7 +317,7 @@ class _Estimate(NamedTuple):
 
 
 def _read_start(source: SparseSource, options: MatrixOptions, coding: Coding | FloatCoding) -> _Estimate:
-    """Read the source for `PROBE_S` seconds. Raises UnfitError for a value that ``coding`` cannot store."""
+    """Estimate a matrix by reading for `PROBE_S` seconds. Raises UnfitError if ``coding`` cannot store a value."""
     tally, started = coding.tally(), time.perf_counter()
     num_entries, done, whole, largest = 0, 0, True, 0
     for block, done in source.blocks(options.memory_bytes // READ_SHARE):

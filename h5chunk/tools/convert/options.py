@@ -178,7 +178,7 @@ class MatrixOptions(WriteOptions):
         return self.time_order or self.duplicates in IN_ORDER
 
     def min_counts(self, has_ids: bool) -> tuple[int, int]:
-        """Return the least entries of a row and of a column: by default, one if the source has ids."""
+        """Return the minimum numbers of entries of a row and of a column; the default is 1 if the source has ids."""
         counts = self.min_row_count, self.min_column_count
         rows, columns = (int(has_ids) if count is None else count for count in counts)
         return rows, columns

@@ -150,7 +150,7 @@ class MatrixReport(Report):
 
 
 def _in_words(what: str) -> str:
-    """Name the mode of an image.
+    """Describe the mode of an image, or a change to an image, in words.
 
     >>> _in_words("L mask"), _in_words("resized")
     ('grey (L) mask', 'resized')

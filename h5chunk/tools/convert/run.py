@@ -231,7 +231,7 @@ def skipped_path(output: Path) -> Path:
 
 
 def save_skipped(output: Path, skipped: Sequence[tuple[str, str]], *, append: bool = False) -> str | None:
-    """Write the (name, reason) of skipped samples to a .csv beside the output; return its path, or None if none were.
+    """Write the names and reasons of skipped samples to a .csv beside the output; return its path, or None.
 
     With ``append``, add them to an earlier list, unless it already ends with them.
     """
