@@ -125,7 +125,7 @@ def test_arrays_in_memory_are_never_complete(tmp_path: Path) -> None:
     [
         ({"a": np.float32(1)}, "'a' is a single number: give arrays whose first axis counts samples"),
         ({"a": np.ones((0, 3))}, r"'a' of shape \(0, 3\) holds no values: give at least one sample"),
-        ({"a": np.ones((5, 0))}, r"'a' of shape \(5, 0\) holds no values: give at least one element in each sample"),
+        ({"a": np.ones((5, 0))}, r"'a' of shape \(5, 0\) holds no values: give at least one element per sample"),
         ({"a": np.ones((3, 0))}, r"'a' of shape \(3, 0\) holds no values"),
         ({"a": np.ones(3), "b": np.ones(4)}, r"'a' has 3 but 'b' 4 samples: name arrays of one length \(--columns b\)"),
         ({"a": np.float32(1), "b": np.ones(4), "c": np.ones(4)}, r"'a' is a single .* \(--columns b,c\)"),

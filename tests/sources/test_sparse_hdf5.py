@@ -322,5 +322,5 @@ def test_files_from_before_2020_have_tables(tmp_path, packed):
 def test_codes_of_our_own_files_are_not_taken_for_values(tmp_path):
     (tmp_path / "a.csv").write_text("user,item,rating\n1,2,0.5\n2,3,4.5\n")
     h5chunk.convert(tmp_path / "a.csv", tmp_path / "a.h5")
-    with pytest.raises(SourceError, match=r"a\.h5: was written by h5chunk, which stores values as codes"):
+    with pytest.raises(SourceError, match=r"a\.h5: was written by h5chunk, which stores values multiplied by a scale"):
         h5chunk.convert(tmp_path / "a.h5", tmp_path / "b.h5", format="h5ad")

@@ -323,7 +323,7 @@ def test_all_broken_is_an_error(
     with pytest.raises(SourceError, match=r"none of the 10 .* the error of the last is: class2/0008\.png: is no"):
         convert(root, out[0], workers=workers, on_error="skip", overwrite=True)
     fields = {"images": SampleField((3, 10, 12), np.dtype(np.uint8), "NCHW")}
-    monkeypatch.setattr(ImageSource, "settle", lambda self, skip_bad: setattr(self, "fields", fields))
+    monkeypatch.setattr(ImageSource, "find_fields", lambda self, skip_bad: setattr(self, "fields", fields))
     with pytest.raises(
         SourceError, match=r"none of the 10 samples can be used, such as class\d/\d+\.png: is not an image"
     ):
