@@ -27,7 +27,7 @@ def keep(image: bytes | Image.Image, options: ImageOptions) -> AnyImage:
     elif is_large:
         data = _encoded(pixels, options.quality)
     elif isinstance(image, bytes):
-        data, turn = image, decoded.turn if decoded.turn in range(2, 9) else 1
+        data, turn = image, decoded.orientation if decoded.orientation in range(2, 9) else 1
     else:
         raise SampleError("comes as pixels, not as an image file: use keep_size=True, or save the images as files")
     return AnyImage(data, pixels.height, pixels.width, turn, notes)

@@ -79,7 +79,7 @@ def convert_matrix(
     facts: dict[str, Any] = {"options": options.recorded(), "how": dict(source_options), "source": identity}
     if options.time_order and source.time_name is None:
         raise OptionError(
-            f"time_order is given, but {printable(source.path)} has no known column of times: name the column as the "
+            f"time_order is given, but {printable(source.path)} has no column of times: name the column as the "
             "fourth of --columns"
         )
     old = read_old_ids(options.ids_from, source, keep_rows=options.keep_rows)
