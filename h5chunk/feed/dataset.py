@@ -97,13 +97,13 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         self._numbered = [] if named is None else [name for name, dataset in named.items() if dataset == SAMPLE_NUMBER]
         stored = named if named is None else {name: named[name] for name in named if name not in self._numbered}
         if self._numbered and not stored:
-            raise OptionError(f"fields is {fields!r}: name a dataset of the file, too")
+            raise OptionError(f"fields is {fields!r}: name at least one dataset of the file beside {SAMPLE_NUMBER}")
         self._reader = open_reader(path, stored, trusted=trusted, checksums=checksums)
         self._names = tuple(self._reader.fields if named is None else named)
         for name in self._names:
             torch_dtype(self.field(name).dtype, name)
             if name != self._names[0] and self.field(name).scale is not None:
-                raise OptionError(f"field {name!r} is a matrix: name it first")
+                raise OptionError(f"field {name!r} is a matrix, but not the first field: name it first")
         self._transforms = self._compiled(transform)
         self._samples: np.ndarray | None = None  # numbers in the file, for a subset
         self._order: Order | None = None  # set by a sampler

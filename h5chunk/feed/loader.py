@@ -235,7 +235,8 @@ class ChunkLoader(Resumable):
     def _batches(self) -> Generator[Any]:
         if get_worker_info() is not None:
             raise OptionError(
-                "a ChunkLoader in a DataLoader's worker: each worker would give all samples; iterate it directly"
+                "a ChunkLoader is iterated in a worker of a DataLoader, where each worker would return all samples: "
+                "iterate it without a DataLoader"
             )
         if self._iterated is not None:
             raise OptionError("this loader is already being iterated: make another one, or end that iteration first")
@@ -319,7 +320,7 @@ def _dataset(data: Paths | ChunkDataset, transforms: Transforms | None) -> tuple
     if not isinstance(data, ChunkDataset):
         if isinstance(data, Dataset):
             raise OptionError(
-                f"data is a {type(data).__name__}: give a ChunkDataset; its subset and split take parts of it"
+                f"data is a {type(data).__name__}: give a ChunkDataset, whose subset() and split() select samples"
             )
         return ChunkDataset(data), transforms
     changed = [name for name in ("__getitem__", "__getitems__") if _differs(type(data), name)]

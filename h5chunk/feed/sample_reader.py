@@ -73,7 +73,7 @@ class SampleTransforms:
         if field.scale is not None or any(isinstance(each, AUGMENTING) for each in transforms):
             converter, others = compile_transforms(transforms, field, stored, fresh)
             if isinstance(converter, RowConverter) and converter.makes_csr and others:
-                raise OptionError("transform has functions of single samples, but Csr makes batches: use collate_fn")
+                raise OptionError("transform has functions of a sample, but Csr makes whole batches: use collate_fn")
             assert not isinstance(converter, ImageConverter)
             self.converters[field.name], transforms = converter, others
         return tuple(partial(_of_single, each) if isinstance(each, BATCH_TRANSFORMS) else each for each in transforms)

@@ -193,7 +193,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         weights: Any = None,
     ) -> None:
         if not isinstance(dataset, ChunkDataset):
-            raise OptionError(f"dataset is a {type(dataset).__name__}: give the ChunkDataset, as its chunks matter")
+            raise OptionError(f"dataset is a {type(dataset).__name__}: give a ChunkDataset, whose chunks are needed")
         reader = dataset.new_reader()
         selection = _selection(reader, dataset, weights)
         if selection is None:
@@ -264,9 +264,9 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         order = self._template
         if order.world_size > 1:
             raise OptionError(
-                f"this sampler gives rank {order.rank} its part of {order.world_size} already, and something, "
-                "such as Accelerate's prepare(), is about to divide that part again: give the sampler rank=0, "
-                "world_size=1, or leave the DataLoader out of prepare()"
+                f"this sampler has divided the samples among {order.world_size} ranks already, and something, such as "
+                "Accelerate's prepare(), is about to divide them again: give the sampler rank=0, world_size=1, or "
+                "leave the DataLoader out of prepare()"
             )
         raise AttributeError("batch_size")
 
@@ -306,7 +306,9 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
             return self._state(*position.reached)
         is_whole = isinstance(batches, (int, np.integer)) and not isinstance(batches, bool)
         if not is_whole or not 0 <= batches <= len(self):
-            raise OptionError(f"batches is {batches!r}: an epoch has 0 to {len(self)}; count only those of this epoch")
+            raise OptionError(
+                f"batches is {batches!r}: give a number from 0 to {len(self)}, counted from the start of this epoch"
+            )
         return self._state(position.running[0] if position.running else position.epoch, batches)
 
     def __repr__(self) -> str:

@@ -88,7 +88,8 @@ class StoredNames:
         if stored.dataset.strip("/") == "labels" and self.header and self.header.class_names:
             return np.array(self.header.class_names)
         if not stored.categories:
-            raise FieldError(f"{printable(self._reader.path)}: field {field!r} has no categories")
+            path = printable(self._reader.path)
+            raise FieldError(f"{path}: field {field!r} has no categories: name a field of codes")
         return self._common(stored.categories)
 
     def _of_samples(self, name: str) -> np.ndarray:
@@ -105,7 +106,8 @@ class StoredNames:
             table = read_table(first, name)
             for other in others:
                 if not np.array_equal(read_table(other, name), table):
-                    raise FieldError(f"{name} of {printable(other.path)} differs from that of {printable(first.path)}")
+                    paths = f"{printable(first.path)} and {printable(other.path)}"
+                    raise FieldError(f"{name} differs between {paths}: open these files as two data sets")
             return decoded(table)
 
         return self._once(name, read)

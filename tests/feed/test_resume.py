@@ -281,7 +281,7 @@ def test_workers_of_a_dataloader(path, before, after):
 def test_batches_that_an_epoch_does_not_have(path):
     sampler = ChunkSampler(ChunkDataset(path), 16)
     for batches in (-1, NUM_BATCHES + 1, 1.5, True):
-        with pytest.raises(OptionError, match=rf"batches is {batches}: an epoch has 0 to {NUM_BATCHES}"):
+        with pytest.raises(OptionError, match=rf"batches is {batches}: give a number from 0 to {NUM_BATCHES}"):
             sampler.state_dict(batches)
 
 

@@ -45,7 +45,7 @@ from h5chunk.tools.model.settings import (
     order_of,
 )
 from h5chunk.tools.progress import TimeBudget
-from h5chunk.tools.repack.options import read_tuned
+from h5chunk.tools.repack.options import RepackOptions, read_tuned
 from h5chunk.tools.tune.report import WIDTH
 from h5chunk.tools.tune.search import IN_PLACE, MOST_TURNS, NEW, PLAIN, TODAY, TURNS_SHARE, Search
 from h5chunk.tools.tune.study import BATCH_BYTES, SAMPLE_BYTES, most_samples
@@ -170,13 +170,15 @@ def test_a_ratio_is_that_of_turns(rates, factor):
 
 def test_json_is_what_repack_and_convert_take(converted, class_folder, tmp_path):
     found = h5chunk.tune(converted, **QUICK)
-    (tmp_path / "tuned.json").write_text(found.to_json())
+    parsed = json.loads(found.to_json(), parse_constant=pytest.fail)
+    assert {"advice", "rows", "candidates", "chosen"} <= set(parsed)
+    (tmp_path / "tuned.json").write_text(json.dumps({**parsed, "repack": False}))
+    assert read_tuned(tmp_path / "tuned.json") == (RepackOptions(), COUNT)  # the file stays as it is
+    (tmp_path / "tuned.json").write_text(json.dumps({**parsed, "repack": True}))
     tuned, num_samples = read_tuned(tmp_path / "tuned.json")
     assert num_samples == COUNT
     assert (tuned.chunk_samples, tuned.window_chunks) == (found.setting.chunk_samples, found.setting.window_chunks)
     assert tuned.cache == CacheSettings.of(found.cache) and tuned.shuffle == found.setting.shuffle
-    parsed = json.loads(found.to_json(), parse_constant=pytest.fail)
-    assert {"advice", "rows", "candidates", "chosen"} <= set(parsed)
     arguments = "convert", class_folder(count=COUNT), tmp_path / "out.h5", "--tuned", tmp_path / "tuned.json"
     assert run(*arguments).exit_code == 0
     with h5py.File(tmp_path / "out.h5") as file:

@@ -94,7 +94,7 @@ def bench(
     device_name = describe_device(device)
     reader = open_reader(path, field_mapping(fields), trusted=trusted)
     if reader.matrix is not None:
-        raise FieldError(f"{printable(reader.path)}: has a sparse matrix, which bench cannot measure")
+        raise FieldError(f"{printable(reader.path)}: has a sparse matrix, which bench cannot measure: use h5chunk tune")
     subject = Subject(
         path=path,
         fields=fields,
@@ -140,8 +140,8 @@ def _named_errors(path: str) -> Iterator[None]:
     except H5ChunkError:
         raise
     except OSError as error:
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        raise FileError(f"{printable(path)}: cannot be read: {said[-1]}") from error
+        message = str(error).strip().splitlines() or [type(error).__name__]
+        raise FileError(f"{printable(path)}: cannot be read: {message[-1]}") from error
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise

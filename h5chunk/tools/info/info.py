@@ -279,7 +279,7 @@ def _describe_matrix(file: h5py.File) -> MatrixInfo | None:
         return about
     sizes = np.diff(item["indptr"][()])
     if (sizes < 0).any():
-        raise FileError(f"{printable(file.filename)}: damaged: indptr decreases")
+        raise FileError(f"{printable(file.filename)}: damaged: the row starts in {MATRIX}/indptr decrease")
     data, value_range = item["data"], None
     if data.size and data.nbytes <= LOOK_BYTES:
         parts = (data[start : start + PART_VALUES] for start in range(0, len(data), PART_VALUES))

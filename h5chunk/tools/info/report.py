@@ -59,8 +59,8 @@ class DatasetInfo(Report):
         shape = shape_text(self.shape) or "scalar"
         lines = [f"{self.name}  {self.dtype} {shape}  {layout}{filters}", f"    {self.verdict}"]
         if self.num_unwritten:
-            some = f"{count_text(self.num_unwritten, 'chunk')} " if self.num_unwritten < self.num_chunks else ""
-            lines.append(f"    {some}never written: reads as {self.reads_as}")
+            part = f"{count_text(self.num_unwritten, 'chunk')} " if self.num_unwritten < self.num_chunks else ""
+            lines.append(f"    {part}never written: reads as {self.reads_as}")
         return lines
 
 

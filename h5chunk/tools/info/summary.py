@@ -72,10 +72,10 @@ def training_code(
 
 def usual_fields(names: Iterable[str], header: Header | None) -> list[str]:
     """Return the fields that readers choose by default in a file with these members; empty if they must be named."""
-    there = set(names)
-    recorded = [name for name in (header.fields if header else ()) if name in there]
-    main = next((name for name in ("images", "X") if name in there), None)
-    return recorded or ([main, *({"labels"} & there)] if main else [])
+    members = set(names)
+    recorded = [name for name in (header.fields if header else ()) if name in members]
+    main = next((name for name in ("images", "X") if name in members), None)
+    return recorded or ([main, *({"labels"} & members)] if main else [])
 
 
 def summarise(datasets: Sequence[DatasetInfo]) -> list[str]:

@@ -110,8 +110,8 @@ def _locate_field(file: h5py.File, field: Field, rows: int) -> tuple[np.ndarray,
         return (offsets, sizes, firsts) if table.offsets[0] >= 0 else (firsts[:0],) * 3
     per_band = max(1, len(table) // -(-len(dataset) // dataset.chunks[0]))
     firsts = np.arange(len(table)) // per_band * dataset.chunks[0]
-    there = (table.offsets >= 0) & (table.sizes > 0)
-    return table.offsets[there], table.sizes[there], firsts[there]
+    written = (table.offsets >= 0) & (table.sizes > 0)
+    return table.offsets[written], table.sizes[written], firsts[written]
 
 
 class FileReads:

@@ -81,9 +81,9 @@ class Setting:
     def __str__(self) -> str:
         workers = f"{self.num_workers} worker{'' if self.num_workers == 1 else 's'}"
         who = "ChunkLoader" if self.way == LOADER else f"DataLoader with {workers}"
-        anew = f", the file rewritten in chunks of {self.chunk_samples:,}" if self.repack else ""
+        rewritten = f", the file rewritten in chunks of {self.chunk_samples:,}" if self.repack else ""
         shuffled = " and shuffled" if self.shuffle else ""
-        return f"{who}, windows of {self.window_chunks * self.chunk_samples:,} samples{anew}{shuffled}"
+        return f"{who}, windows of {self.window_chunks * self.chunk_samples:,} samples{rewritten}{shuffled}"
 
 
 def uses_hdf5(setting: Setting, facts: DataFacts) -> bool:

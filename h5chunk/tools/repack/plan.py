@@ -268,7 +268,7 @@ def plan_header(
         )
     layout = samples.layout
     if layout is None:
-        raise OptionError(f"{shown}: {what} was given, but no dataset has samples along its first axis")
+        raise OptionError(f"{shown}: {what} was given, but no dataset has samples along its first axis: leave it out")
     if len(samples.layouts) > 1:
         lengths = ", ".join(map(str, sorted(samples.layouts)))
         raise OptionError(
@@ -322,5 +322,5 @@ def _of_plugin(name: str, level: int) -> tuple[Filter, ...]:
     made = {"zstd": lambda: hdf5plugin.Zstd(clevel=level), "lz4": hdf5plugin.LZ4, "blosc": hdf5plugin.Blosc}[name]()
     code = int(made["compression"])
     if not h5py.h5z.filter_avail(code):
-        raise OptionError(f"compression is {name!r} but this hdf5plugin lacks it: install one that has it")
+        raise OptionError(f"compression is {name!r} but this hdf5plugin lacks it: install a newer hdf5plugin")
     return (Filter(code, tuple(made["compression_opts"])),)

@@ -111,7 +111,7 @@ def repack(
             fields, lost = in_child(
                 lambda say: _write(file, plan, new, say),
                 lambda: file.shown,
-                lambda told: progress(*told) if progress else None,
+                lambda args: progress(*args) if progress else None,
             )
             new.command_id = command_id
             new.commit()

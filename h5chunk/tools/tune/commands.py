@@ -35,14 +35,14 @@ def rewrite_command(study: Study, setting: Setting | None = None, *, shuffle: bo
 
 def code_for(study: Study, setting: Setting, device: str) -> list[str]:
     """Return the lines of Python that make the loader of a setting."""
-    anew = setting.repack
+    rewritten = setting.repack
     is_converted = study.anndata and setting.shuffle  # convert renames the fields
-    stored = not study.anndata if anew else setting.window_chunks == study.facts.window_chunks
-    path = python_text(str(tuned_path(study) if anew else study.reader.path))
-    fields = study.fields if (study.asked or anew) and not is_converted else {}
+    stored = not study.anndata if rewritten else setting.window_chunks == study.facts.window_chunks
+    path = python_text(str(tuned_path(study) if rewritten else study.reader.path))
+    fields = study.fields if (study.asked or rewritten) and not is_converted else {}
     shown = list(fields) if all(key == fields[key] for key in fields) else fields
     named = f", fields={shown!r}" if fields else ""
-    trusted = ", trusted=True" if study.reader.trusted and not anew else ""
+    trusted = ", trusted=True" if study.reader.trusted and not rewritten else ""
     window = "" if stored else f", window_chunks={setting.window_chunks}"
     data = f"data = h5chunk.ChunkDataset({path}{named}{trusted})"
     sampler = f"h5chunk.ChunkSampler(data, {study.facts.batch_size}{window})"

@@ -73,13 +73,13 @@ class Search:
     def run(self, *, only_today: bool) -> None:
         """Search for the fastest settings unless ``only_today``, and measure the finalists in turns."""
         in_place: list[Setting] = []
-        anew: list[Setting] = []
+        rewritten: list[Setting] = []
         if not only_today:
             in_place = self._climb([each for each in self.trials if not each.repack], IN_PLACE_SHARE)
-            anew = self._climb([each for each in self.trials if each.repack], NEW_SHARE)
+            rewritten = self._climb([each for each in self.trials if each.repack], NEW_SHARE)
         in_place = list(dict.fromkeys([self.today, *in_place]))
-        with self._opened([*in_place, *anew, *self._mixes_best()]) as runners:
-            self._choose_finalists(runners, in_place, anew)
+        with self._opened([*in_place, *rewritten, *self._mixes_best()]) as runners:
+            self._choose_finalists(runners, in_place, rewritten)
             race: dict[Any, Callable[[], float]] = {name: runners[each] for name, each in self.finalists.items()}
             race[PLAIN] = self._plain_rate
             self.turns = self._race(race, FEW_TURNS if only_today else MOST_TURNS, TURNS_SHARE)
@@ -99,10 +99,10 @@ class Search:
         today_fails = not self.trials[self.today].allowed
         if IN_PLACE in self.finalists and (today_fails or self.ratio(IN_PLACE).low > WORTH_CODE):
             kept = IN_PLACE
-        anew = NEW in self.finalists and (
+        rewritten = NEW in self.finalists and (
             (today_fails and kept == TODAY) or self.ratio(NEW, kept).low > WORTH_FILE < self.ratio(NEW).low
         )
-        return (NEW if anew else kept), kept
+        return (NEW if rewritten else kept), kept
 
     def _climb(self, settings: Sequence[Setting], share: float) -> list[Setting]:
         """Measure settings that differ in one respect from the fastest so far; return the fastest settings."""
@@ -151,14 +151,14 @@ class Search:
         return [min(fitting, key=lambda each: (-(each.effective_batch or 0.0), each.memory_bytes)).setting]
 
     def _choose_finalists(
-        self, runners: Mapping[Setting, Callable[[], float]], in_place: Sequence[Setting], anew: Sequence[Setting]
+        self, runners: Mapping[Setting, Callable[[], float]], in_place: Sequence[Setting], rewritten: Sequence[Setting]
     ) -> None:
         """Choose the finalists by a few turns, because the fastest of many single measurements may be so by chance."""
         heats = self._race(runners, HEATS if len(runners) > 1 else 0, HEATS_SHARE)
         for setting, rates in heats.items():
             self.trials[setting] = replace(self.trials[setting], rate=statistics.median(rates or [0.0]))
         self.finalists = {TODAY: self.today}
-        for name, settings in ((IN_PLACE, in_place), (NEW, anew)):
+        for name, settings in ((IN_PLACE, in_place), (NEW, rewritten)):
             best = choose(self.trials[each] for each in settings)
             if best is not None and best.setting != self.today:
                 self.finalists[name] = best.setting

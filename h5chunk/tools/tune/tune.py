@@ -160,8 +160,8 @@ def _report(search: Search, small: str, least_batch: float, memory_bytes: int) -
     study, facts = search.study, search.study.facts
     chosen, kept = search.decide()
     setting, in_place = search.finalists[chosen], search.finalists[kept]
-    anew = search.finalists.get(NEW)
-    best_new = None if anew is None or anew.shuffle else anew
+    rewritten = search.finalists.get(NEW)
+    best_new = None if rewritten is None or rewritten.shuffle else rewritten
     repack, shuffle = rewrite_command(study, best_new), rewrite_command(study, shuffle=True)
     commands = [rewrite_command(study, setting, shuffle=setting.shuffle)] if setting.repack else []
     if commands and setting.shuffle:

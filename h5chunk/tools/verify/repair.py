@@ -94,11 +94,11 @@ class _ChunkMaker:
         """Return the bytes of a chunk. Raise SampleError, with the reason, if they cannot be reproduced exactly."""
         dataset = self._file[each.field]
         if each.expected is None:
-            raise SampleError("the file has no checksum of it")
+            raise SampleError("the file has no checksum of this chunk")
         if dataset.id.get_create_plist().get_nfilters():
-            raise SampleError("it is compressed: repack the file again")
+            raise SampleError("the chunk is compressed: repack the original file again")
         if dataset.chunks is None or dataset.chunks[1:] != dataset.shape[1:]:
-            raise SampleError("it does not have whole samples")
+            raise SampleError("the chunk holds parts of samples: repack the original file again")
         is_image = each.field == IMAGES or each.field in self._listing.others
         if not is_image and each.field not in self._listing.columns:
             raise SampleError("the source does not have this field: give the manifest of the conversion")

@@ -24,8 +24,8 @@ class Checked:
     reads_as: str = ""  # the value that unwritten chunks read as; empty if there are none
 
     def __str__(self) -> str:
-        some = "" if self.num_checked == self.num_chunks else f"{self.num_checked:,} of "
-        parts = [f"{some}{count_text(self.num_chunks, 'chunk')}, by {self.by}"] if self.num_chunks else []
+        read = "" if self.num_checked == self.num_chunks else f"{self.num_checked:,} of "
+        parts = [f"{read}{count_text(self.num_chunks, 'chunk')}, by {self.by}"] if self.num_chunks else []
         if self.num_unwritten:
             what = f"{count_text(self.num_unwritten, 'chunk')} never written" if self.num_chunks else "never written"
             parts.append(f"{what}: reads as {self.reads_as}")

@@ -121,7 +121,7 @@ def _verify_file(path: Path, quick: bool, trusted: bool, progress: Progress | No
                 found.survey(file, trusted)
             return found.run(say)
 
-    return in_child(check, lambda: printable(path), lambda told: progress(*told) if progress else None)
+    return in_child(check, lambda: printable(path), lambda args: progress(*args) if progress else None)
 
 
 def _verify_folder(
@@ -251,8 +251,8 @@ class _FileCheck:
             expected = self._read_checksums(found, name)
             checked = CheckedDataset(self._path, dataset, expected, look)
             if checked.unlisted:
-                said = self._notes if expected is None else self._problems
-                said.append(f"{name!r} is not checked: {checked.unlisted}")
+                messages = self._notes if expected is None else self._problems
+                messages.append(f"{name!r} is not checked: {checked.unlisted}")
                 if not checked.num_unwritten:
                     return
             if expected is not None and len(expected) != checked.num_chunks:
