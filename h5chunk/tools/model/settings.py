@@ -86,11 +86,6 @@ class Setting:
         return f"{who}, windows of {self.window_chunks * self.chunk_samples:,} samples{rewritten}{shuffled}"
 
 
-def uses_hdf5(setting: Setting, facts: DataFacts) -> bool:
-    """Return whether a setting reads through HDF5, not by byte ranges."""
-    return setting.way == DATASET or not (facts.direct or setting.repack)
-
-
 def grid_of(setting: Setting, facts: DataFacts) -> ChunkGrid:
     """Return the chunk grid of the largest field in the file that a setting reads."""
     if not setting.repack:
@@ -145,7 +140,7 @@ def memory_of(setting: Setting, facts: DataFacts) -> int:
         cache = cache_of(setting, facts).nbytes
         return max(1, setting.num_workers) * cache + (1 + setting.num_workers * (PREFETCH + 1) + KEPT) * batch
     windows = plan_slots(order, lambda samples: samples * facts.sample_bytes, lambda order: 0)
-    cache = cache_of(setting, facts, 1).nbytes if uses_hdf5(setting, facts) else 0
+    cache = 0 if facts.direct or setting.repack else cache_of(setting, facts, 1).nbytes
     made = (1 + KEPT) * batch if facts.given_bytes else 0
     return (windows.num_slots + KEPT) * windows.window_samples * facts.sample_bytes + made + cache
 

@@ -96,7 +96,9 @@ def repack(
     """
     started = time.perf_counter()
     parsed, found = RepackOptions(**options), None if tuned is None else read_tuned(tuned)
-    output, file = _parse_path(source, path, overwrite), Source(Path(source))
+    output, file = parse_output(path), Source(Path(source))
+    check_not_source(output, source)
+    check_output(output, overwrite or has_command_id(output))
     # in child processes, so that HDF5 never opens the source in this process
     file, plan = in_child(lambda _: _plan(file, parsed, found), lambda: file.shown)
     command_id = key_of(["repack", h5chunk.__version__, parsed.recorded(), repr(parsed.cache), repr(found), file.stamp])
@@ -130,14 +132,6 @@ def repack(
         already_complete=complete,
         **plan.facts,
     )
-
-
-def _parse_path(source: str | os.PathLike[str], path: str | os.PathLike[str], overwrite: bool) -> Path:
-    """Return the validated path of the output."""
-    parsed = parse_output(path)
-    check_not_source(parsed, source)
-    check_output(parsed, overwrite or has_command_id(parsed))
-    return parsed
 
 
 def _write(source: Source, plan: RepackPlan, new: NewFile, say: Say) -> tuple[list[FieldReport], list[str]]:

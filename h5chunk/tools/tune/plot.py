@@ -9,7 +9,7 @@ from typing import Any
 
 from h5chunk.errors import OptionError, OutputError, printable
 from h5chunk.tools.model.settings import Trial
-from h5chunk.tools.tune.report import Recommendation, TuneRow
+from h5chunk.tools.tune.report import Recommendation
 from h5chunk.tools.tune.search import PLAIN, TODAY
 
 MOST_OTHERS = 12  # settings to draw of those that were measured only once
@@ -58,24 +58,26 @@ def _others(found: Recommendation) -> list[Trial]:
 
 def _draw(axes: Any, found: Recommendation, others: list[Trial]) -> None:
     """Draw a line for each row of the report, then one for each other setting."""
-    labels: list[tuple[str, TuneRow | Trial, float | None]] = []
-    today = found.row(TODAY).rate
+    labels, today = list[str](), found.row(TODAY).rate
     for place, row in enumerate(found.rows):
         color = "tab:red" if row.name == found.chosen != TODAY else COLORS.get(row.name, "tab:green")
         axes.plot(row.rate, place, "o", color=color)
         if row.times is not None:
             ends = [max(limit, 1e-3) * today for limit in (row.times.low, min(row.times.high, 1e3))]
             axes.plot(ends, [place, place], color=color, linewidth=2)
-        labels.append((f"{row.name}{', recommended' if row.name == found.chosen else ''}", row, row.effective_batch))
+        title = f"{row.name}{', recommended' if row.name == found.chosen else ''}"
+        labels.append("\n".join([title, *_about(row.description, row.effective_batch, found.batch_size)]))
     for place, trial in enumerate(others, len(labels)):
         axes.plot(trial.rate, place, "o", color="tab:gray", fillstyle="none")
-        labels.append(("", trial, trial.effective_batch))
-    names = []
-    for name, each, effective in labels:
-        about = each.description if isinstance(each, TuneRow) else f"{each.setting} (measured once)"
-        mixes = effective is None or effective >= found.batch_size
-        worth = "" if mixes else f"; a batch of {found.batch_size} mixes like {effective:.0f} shuffled samples"
-        names.append("\n".join([name] * bool(name) + textwrap.wrap(f"{about}{worth}", 64)))
-    axes.set_yticks(range(len(names)), names, fontsize=7)
+        setting = f"{trial.setting} (measured once)"
+        labels.append("\n".join(_about(setting, trial.effective_batch, found.batch_size)))
+    axes.set_yticks(range(len(labels)), labels, fontsize=7)
     axes.invert_yaxis()
     axes.grid(axis="x", linewidth=0.3)
+
+
+def _about(setting: str, effective: float | None, batch_size: int) -> list[str]:
+    """Return the lines of a label: the setting, and its effective batch if that is smaller than the batch."""
+    mixes = effective is None or effective >= batch_size
+    worth = "" if mixes else f"; a batch of {batch_size} mixes like {effective:.0f} shuffled samples"
+    return textwrap.wrap(f"{setting}{worth}", 64)
