@@ -237,7 +237,14 @@ def arrange(tree: Tree, split_folders: str, least_classes: float = 1) -> tuple[L
     with_images = {name: directory for name, directory in directories.items() if directory.files}
     if not with_images:
         wanted = ", ".join(suffix.decode() for suffix in EXTENSIONS)
-        raise SourceError(f"{source}: no images found; looked for {wanted} (any case) in it and the folders below")
+        hint = "; it has " + " and ".join(ignored) if ignored else ""
+        if any(b"dataset_info.json" in name or b".arrow" in name for name in map(os.fsencode, ignored)):
+            hint += (
+                "; a data set of Hugging Face converts in Python: h5chunk.convert(datasets.load_from_disk(...), ...)"
+            )
+        raise SourceError(
+            f"{source}: no images found; looked for {wanted} (any case) in it and the folders below{hint}"
+        )
     level = int(_has_split_folders(source, with_images, split_folders))  # index of the class folder in a path
     if level and (empty := sorted(at_level(0, directories) - at_level(0, with_images))):
         ignored.append(f"folders without images, which are not treated as splits: {', '.join(map(as_text, empty))}")

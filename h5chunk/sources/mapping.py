@@ -29,6 +29,12 @@ from h5chunk.sources.kinds import ImageOptions
 from h5chunk.sources.recognise import is_path
 from h5chunk.sources.samples import DATA, IMAGES, LABELS, Samples, field_dtype, largest_first
 
+NO_SOURCES = {  # attributes of objects that have a length, but not samples by number
+    "nnz": "save it with scipy.sparse.save_npz, and convert the .npz",
+    "write_h5ad": "save it with write_h5ad, and convert the .h5ad",
+    "iloc": "give a dict of its columns, dict(frame), or save it as .parquet",
+}
+
 
 class MappingSource(Samples):
     """A map-style data set in Python."""
@@ -66,10 +72,9 @@ class MappingSource(Samples):
                 )
             lists = ", ".join(repr(name) for name, value in source.items() if not hasattr(value, "__array__"))
             raise SourceError(f"a dict of columns whose values are not all arrays ({lists}): use np.array")
-        if hasattr(source, "nnz"):
-            raise SourceError(
-                "a sparse matrix in Python is not a source: save it with scipy.sparse.save_npz, and convert the .npz"
-            )
+        for attribute, remedy in NO_SOURCES.items():
+            if hasattr(source, attribute):
+                raise SourceError(f"an object of type {type(source).__name__} is not a source: {remedy}")
         if not len(source):
             raise SourceError(f"the {type(source).__name__} is empty: give at least one sample")
         return cls(source, options, context)

@@ -31,6 +31,7 @@ from h5chunk.source import OpenContext
 from h5chunk.sources.arrow import byte_lengths, compute, is_any, parquet, pyarrow, to_fixed_bytes
 from h5chunk.sources.container import read_at
 from h5chunk.sources.kinds import TableOptions
+from h5chunk.sources.matrix.dialect import is_number
 from h5chunk.sources.recognise import is_path, read_head
 from h5chunk.sources.samples import Samples, field_dtype
 from h5chunk.sources.text_table import is_table, read_text_table
@@ -172,6 +173,8 @@ class TableSource(Samples):
         if not is_parquet(path):
             table, form = read_text_table(os.fspath(path), context.memory_bytes)
             names = "" if form.has_header else "; there is no header, so that columns are called column_0, ..."
+            if form.has_header and any(map(is_number, form.names)):
+                names = f"; the first line became names of columns: {', '.join(form.names[:8])}"
             self.notes = [f"each line became a sample{names} (--format csv reads entries of a sparse matrix)"]
             columns = self._choose(path, table.schema)
             self._add_batches(path, columns, table.select(columns).to_batches(BATCH_ROWS), context)

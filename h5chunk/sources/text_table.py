@@ -32,6 +32,7 @@ MAX_ENTRY_COLUMNS = 4  # row, column, value and time
 HEAD_LINES = 100
 MAX_CATEGORIES = 50
 PIECE_BYTES = 16 << 20
+MISSING = ("", "?", "-", "NA", "N/A", "None", "null")
 DECIMAL_COMMA = re.compile(r"[+-]?[0-9]+,[0-9]+")
 
 
@@ -58,8 +59,10 @@ def find_form(lines: list[bytes]) -> TextTable | None:
     has_numbers = has_commas or any(is_number(cell) for row in whole for cell in row)
     if len(first) < 2 or 2 * len(whole) <= len(below) or not has_numbers:
         return None
-    has_header = not any(is_number(cell) or DECIMAL_COMMA.fullmatch(cell) for cell in first)
-    names = [cell or "index" for cell in first]
+    above = [any(map(is_number, column)) for column in zip(*whole, strict=True)]  # numbers
+    words = [not is_number(cell) and cell not in MISSING and not DECIMAL_COMMA.fullmatch(cell) for cell in first]
+    has_header = all(words) or any(word and number for word, number in zip(words, above, strict=True))
+    names = [cell.strip("'").replace("/", "_") or "index" for cell in first]
     if not has_header:
         names = [f"column_{number}" for number in range(len(first))]
     return TextTable(dialect, names, num_skipped + has_header, has_header, "," if has_commas else ".")

@@ -267,3 +267,9 @@ def test_hidden_members_are_ignored(tmp_path: Path, pack: Pack) -> None:
 def test_archive_without_images(tmp_path: Path, pack: Pack) -> None:
     with pytest.raises(SourceError, match=r"x\.\w+: no images found"):
         list_images(pack(tmp_path / "x", "", ("readme.txt",)))
+
+
+def test_a_data_set_that_hugging_face_saved_is_no_folder_of_images(tmp_path: Path) -> None:
+    make(tmp_path, "data-00000-of-00001.arrow", "dataset_info.json", "state.json")
+    with pytest.raises(SourceError, match=r"no images found; .* \(2 \.json, 1 \.arrow\).*datasets\.load_from_disk"):
+        list_images(tmp_path)

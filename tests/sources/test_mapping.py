@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import scipy.sparse
 from PIL import Image
@@ -156,6 +157,10 @@ def test_a_dict_with_a_list_names_it(tmp_path):
 def test_a_sparse_matrix_in_python_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"save it with scipy\.sparse\.save_npz"):
         h5chunk.convert(scipy.sparse.eye(5, format="csr"), tmp_path / "a.h5")
+    frame = pandas.DataFrame({"a": [1, 2], "b": [0.5, 1.5]})
+    with pytest.raises(SourceError, match=r"type DataFrame is not a source: give a dict of its columns, dict\(frame\)"):
+        h5chunk.convert(frame, tmp_path / "a.h5")
+    assert h5chunk.convert(dict(frame), tmp_path / "a.h5").num_samples == 2
 
 
 def test_a_dict_of_data_sets(tmp_path):

@@ -334,6 +334,7 @@ def test_a_comment_below_the_first_line_is_an_error(tmp_path):
             "name,date,price\na,2020-01-01,1.5\nb,2020-01-02,2.5\n",
             "'price' do not show which are row, column and value",
         ),
+        ("year,volume\n1871,1120\n1872,1160\n", "'year', 'volume' do not show which are row, column"),
         ("a,b,c\n1990,15,3\n1991,25,4\n", "'c' do not show which are row, column and value"),
     ],
 )
@@ -347,3 +348,8 @@ def test_a_first_line_whose_cells_come_again_is_data(tmp_path):
     (tmp_path / "a.csv").write_text("fr,paris\nde,berlin\nfr,lyon\n")
     h5chunk.convert(tmp_path / "a.csv", tmp_path / "a.h5")
     assert sorted(h5chunk.ChunkDataset(tmp_path / "a.h5").column_ids) == ["berlin", "lyon", "paris"]
+
+
+def test_two_columns_of_which_one_is_known(tmp_path):
+    rows, columns, _ = entries(opened(tmp_path / "r.csv", b"film,user\n1,2\n"))
+    assert (rows.tolist(), columns.tolist()) == ([2], [1])

@@ -203,6 +203,9 @@ def test_texts_without_header_or_with_row_names(tmp_path: Path) -> None:
     h5chunk.convert(tmp_path / "r.csv", tmp_path / "r.h5", shuffle=False, format="table")
     dataset = h5chunk.ChunkDataset(tmp_path / "r.h5")
     assert dataset.values("index").tolist() == [1, 2] and [*dataset.categories("b")] == ["x, y", "z\nz"]
+    (tmp_path / "n.csv").write_bytes(b"150,4,'a/b',c\n5.1,0.2,0.5,3\n6.3,1.8,0.5,4\n")
+    report = h5chunk.convert(tmp_path / "n.csv", tmp_path / "n.h5", shuffle=False)
+    assert report.num_samples == 2 and "the first line became names of columns: 150, 4, a_b, c" in str(report)
     (tmp_path / "eu.csv").write_bytes(b"ph;name\n3,5;x\n4;y\n")
     h5chunk.convert(tmp_path / "eu.csv", tmp_path / "eu.h5", shuffle=False)
     assert h5chunk.ChunkDataset(tmp_path / "eu.h5").values("ph").tolist() == [3.5, 4]

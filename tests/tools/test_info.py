@@ -88,3 +88,12 @@ def test_nothing_to_train_on(tmp_path: Path) -> None:
     path = write_fields(tmp_path / "a.h5", one=1.0, none=np.zeros((0, 3)))
     text = run("info", path).stdout
     assert "import h5chunk" not in text and text.count("not for training, ") == 2
+
+
+def test_a_type_that_numpy_does_not_have(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["images"] = np.ones((4, 2), "u1")
+        h5py.h5d.create(file.id, b"time", h5py.h5t.UNIX_D32LE.copy(), h5py.h5s.create_simple((4,)))
+    report = h5chunk.info(tmp_path / "a.h5")
+    assert [each.name for each in report.datasets] == ["images"]
+    assert "not looked at: 'time' has a type that NumPy does not have" in str(report)

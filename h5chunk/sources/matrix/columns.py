@@ -94,7 +94,9 @@ def choose_columns(
         value = parts[2] if parts[2] >= 0 else next((i for i in left if i not in parts), -1)
         return [i for i in (*parts[:2], value) if i >= 0]
     says_nothing = all(name.isdecimal() for name in known)
-    if not (width == 2 or (len(left) == 3 and (parts[2] in left or says_nothing))):
+    if width == 2 and max(parts[:2]) >= 0:
+        return [1, 0] if parts[0] == 1 or parts[1] == 0 else [0, 1]
+    if not ((width == 2 and says_nothing) or (len(left) == 3 and (parts[2] in left or says_nothing))):
         names = ", ".join(repr(name) for name in header)
         fail(
             f"the names of the columns {names} do not show which are row, column and value: name "

@@ -11,6 +11,7 @@ from h5chunk.source import shape_text
 from h5chunk.tools.report import Report, list_some, rows, values_text
 
 COMPLETE = "already complete"
+MOST_FIELDS = 12  # fields that a report lists
 MODES = {"L": "grey (L)", "1": "black and white (1)", "P": "palette (P)", "LA": "grey with alpha (LA)"}
 
 
@@ -55,9 +56,11 @@ class ConvertReport(Report):
         fields = [
             f"{name} ({f'{shape_text(self.shapes[name])} {kind}'.lstrip()})" for name, kind in self.fields.items()
         ]
+        more = [f"... ({len(fields):,} in all)"] if len(fields) > MOST_FIELDS else []
+        is_unlabelled = self.source_kind == "images" and "labels" not in self.fields
         return [
             self._head(),
-            *rows("fields", ", ".join(fields) + ("" if "labels" in self.fields else "; no labels")),
+            *rows("fields", ", ".join([*fields[:MOST_FIELDS], *more]) + ("; no labels" if is_unlabelled else "")),
             *rows("chunks", f"{layout.num_chunks:,} of {self._chunk_text()}"),
             *rows("  -", layout.reasons if self.free_bytes is not None else ()),
             *rows("originals", ", ".join(f"{count:,} {_in_words(what)}" for what, count in self.counts.items())),

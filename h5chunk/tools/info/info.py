@@ -23,7 +23,7 @@ from h5chunk.store.hdf5.child import in_child, limited_memory
 from h5chunk.store.hdf5.chunk_table import count_unwritten, partial_chunks_are_plain, unwritten_value
 from h5chunk.store.hdf5.codecs import KNOWN_FILTERS
 from h5chunk.store.hdf5.guard import Guard
-from h5chunk.store.hdf5.open import opened
+from h5chunk.store.hdf5.open import damages_are, opened
 from h5chunk.store.read.fields import MATRIX_PARTS, Field, find_matrix_groups, look_at_matrix
 from h5chunk.store.read.files import Paths, list_files, open_reader
 from h5chunk.store.read.ragged import (
@@ -153,9 +153,10 @@ def _list_datasets(file: h5py.File, guard: Guard, *, by_h5chunk: bool) -> tuple[
         try:
             if isinstance(item, FieldError):
                 raise item
-            if not (by_h5chunk and name == f"{MATRIX}/data"):  # the ones of a pattern are not stored
-                guard.check_field(item, name)
-            found.append(item)
+            with damages_are(FieldError, f"{name!r} has a type that NumPy does not have"):
+                if not (by_h5chunk and name == f"{MATRIX}/data"):  # the ones of a pattern are not stored
+                    guard.check_field(item, name)
+                found += [item] if item.dtype else []
         except FileError as error:
             refused.append(error)
     return found, refused

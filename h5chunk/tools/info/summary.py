@@ -49,7 +49,7 @@ def training_fields(
     if not usual and main not in ("images", "X"):
         others = [name for name in numeric if f"{_folder(main)}/".startswith(f"{_folder(name)}/".lstrip("/"))]
     others = [name for name in dict.fromkeys(others) if name != main and lengths.get(name) == lengths[main]]
-    return [main, *others][:MOST_FIELDS]
+    return [main, *others][: max(MOST_FIELDS, len(usual))]
 
 
 def _folder(name: str) -> str:
