@@ -68,7 +68,7 @@ class _Matrix(ctypes.Structure):
 
 
 class ImageRule(ctypes.Structure):
-    """What is the same for all images of a call of `augment`; ``augment.c`` describes the fields."""
+    """Parameters that apply to all images of a call of `augment`; ``augment.c`` describes them."""
 
     kept: tuple[Any, ...] = ()  # the memory of the pointers
     _fields_ = (

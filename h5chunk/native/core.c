@@ -480,7 +480,7 @@ COUNT(int, num_threads)
 COUNT(int64_t, num_open)
 COUNT(int64_t, progress)
 
-/* Leave undone what no thread has taken; its tickets are over once the jobs that threads have taken are. */
+/* Drop jobs that no thread has taken; their tickets end as soon as the jobs that threads have taken are done. */
 EXPORT void h5chunk_cancel(Pool *pool) {
     pthread_mutex_lock(&pool->lock);
     while (pool->waiting.first) skip_first(pool, CANCELLED);

@@ -216,4 +216,4 @@ def _run(work: Callable[[Say], Any], pipe: Connection, parent: int) -> NoReturn:
                 pipe.send((FAILED, WorkerError(traceback.format_exc())))
             code = 0
     finally:
-        os._exit(code)  # closes and flushes nothing of the parent
+        os._exit(code)  # without closing or flushing files of the parent

@@ -56,7 +56,7 @@ class FillField(NamedTuple):
 
 @dataclass
 class FillJob:
-    """All that workers need to know: the file, its fields, and the source. It is sent to each worker once."""
+    """The part file, the fields to fill, and the source with its order; it is sent to each worker once."""
 
     part: Path
     fields: tuple[FillField, ...]  # the fields that the source reads

@@ -20,7 +20,7 @@ LOCK_WAIT_S = 0.5  # workers of a killed writer hold its lock until they notice 
 
 
 def part_path(path: Path) -> Path:
-    """Return the path of an unfinished file or folder."""
+    """Return the path that an output has until it is complete."""
     return path.with_name(f".{path.name}.h5chunk-part")
 
 

@@ -62,7 +62,7 @@ class OldSamples:
 
 @dataclass(frozen=True)
 class SampleJob:
-    """What to write, and how: all decisions that are made before the first sample is written."""
+    """The plan of a file of samples: all decisions that are made before the first sample is written."""
 
     path: Path  # the output
     source: SampleSource

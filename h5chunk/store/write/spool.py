@@ -1,4 +1,4 @@
-"""Keep temporary arrays in memory or, beyond a limit, in a file without a name, which ends with the process."""
+"""Keep temporary data in memory or in a file without a name, which the system removes when the process ends."""
 
 from __future__ import annotations
 
