@@ -1,4 +1,4 @@
-"""Images of any size as a file keeps them: the bytes of an image file, or pixels; either may be shrunk first."""
+"""Prepare images of any size for a file: as the bytes of the image file, or as pixels; large images may be shrunk."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from h5chunk.sources.kinds import ImageOptions
 
 
 def keep(image: bytes | Image.Image, options: ImageOptions) -> AnyImage:
-    """Decode an image completely, which shows that it is sound, and return what is kept of it.
+    """Decode an image to validate it, and return the bytes to store.
 
-    Call it within `pillow_limits`. A SampleError says why an image is refused.
+    Must be called within `pillow_limits`. Raises SampleError if the image is refused.
     """
     decoded = decode(image, options)
     pixels, notes, turn = decoded.image, decoded.notes, 1

@@ -53,13 +53,16 @@ class ImageOptions(Options):
         shown_default="those called mask or masks",
     )
     keep_encoded: bool = option(
-        False, "Keep the bytes of the image files, of any size; they are decoded when they are read."
+        False, "Store the bytes of the image files, of any size; they are decoded whenever they are read."
     )
-    keep_size: bool = option(False, "Keep the pixels of images of any size, (H, W, C), instead of giving all one size.")
+    keep_size: bool = option(False, "Store images of any size as pixels, (H, W, C), rather than resizing them.")
     max_side: int | None = option(
-        None, "Shrink larger images to this longer side (with --keep-encoded or --keep-size).", minimum=1, metavar="N"
+        None,
+        "With --keep-encoded or --keep-size: shrink images whose longer side exceeds N pixels to that side.",
+        minimum=1,
+        metavar="N",
     )
-    quality: int = option(90, "JPEG quality of images that --max-side shrinks.", minimum=1, maximum=95)
+    quality: int = option(90, "JPEG quality of the images that --max-side shrinks.", minimum=1, maximum=95)
 
     def __post_init__(self) -> None:
         if isinstance(self.mask_column, str):

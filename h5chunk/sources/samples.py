@@ -134,7 +134,7 @@ class Samples(SampleSource):
         raise SourceError(f"none of the {len(self)} samples can be used; the error of the last is: {reason}")
 
     def _averaged(self, first: Mapping[str, SampleField]) -> dict[str, SampleField]:
-        """Return the field of images of any size, with the average bytes of a few that are spread over the source."""
+        """Return the field of images of any size, with the average size in bytes of a few samples as its shape."""
         found = list(first.items())
         for index in np.unique(np.linspace(0, len(self) - 1, PROBES).astype(np.int64)).tolist():
             with suppress(SampleError):  # reported when the sample is converted
