@@ -15,6 +15,7 @@ from h5chunk.plan.draws import Draws
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.ragged import RaggedField
 from h5chunk.transforms import Transform, compile_transforms
+from h5chunk.transforms.per_sample import split_per_sample, warn_if_drawn_once
 from h5chunk.transforms.rows import RowConverter
 
 GROUP_BYTES = 64 << 20  # batches to convert with one call: launching a kernel costs more than running it on a small one
@@ -26,15 +27,18 @@ Tensors = tuple[torch.Tensor, ...]  # one per field; two where entries are held 
 class FieldPipeline:
     """Convert samples of one field, and split them into batches.
 
-    ``converter`` computes the leading transforms in one step; ``others`` are applied to a batch just before it is
-    returned. With ``reuse``, on the CPU, a batch is valid only until the next batch.
+    ``converter`` computes the leading transforms in one step. Transforms for each sample are applied to its results,
+    and ``others`` to a batch just before it is returned. With ``reuse``, on the CPU, a batch is valid only until the
+    next batch.
     """
 
     def __init__(self, transforms: Sequence[Transform], field: Field | RaggedField, *, reuse: bool) -> None:
         self._reuse = reuse
         self._memory: BatchMemory | SingleBuffer | None = None
         stored = torch_dtype(field.dtype, field.name)
-        self.converter, self.others = compile_transforms(transforms, field, stored, self._empty)
+        self.converter, others = compile_transforms(transforms, field, stored, self._empty)
+        warn_if_drawn_once(others)
+        self._each, self.others = split_per_sample(others)
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if self._memory is None:
@@ -43,7 +47,7 @@ class FieldPipeline:
 
     def num_together(self, batch_size: int, *, keep: bool) -> int:
         """Return how many batches to convert with one call: all if nothing is converted, otherwise a few small ones."""
-        if self.converter.is_uncut:
+        if self.converter.is_uncut or self._each:
             return 1
         if keep:
             return ALL if self.converter.changes_nothing else 1
@@ -60,6 +64,8 @@ class FieldPipeline:
         converted = self.converter(samples, keep, draws)
         if isinstance(converted, tuple):
             return (tuple(part.data for part in converted),)
+        for number, transform in enumerate(self._each):
+            converted = transform.with_draws(converted, draws, number)
         if len(samples) <= batch_size:
             return (converted.data,)
         return [batch.data for batch in converted.split(batch_size)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from copy import copy
 from dataclasses import replace
 from inspect import GEN_RUNNING, getgeneratorstate
@@ -328,10 +328,11 @@ def _dataset(data: Paths | ChunkDataset, transforms: Transforms | None) -> tuple
         raise OptionError(
             f"{type(data).__name__} has its own {changed[0]}, which a ChunkLoader does not call: use transforms="
         )
-    own = [data.transform] if callable(data.transform) else list(data.transform or ())
+    own: Transforms = [data.transform] if callable(data.transform) else data.transform or ()
     if not own:
         return data, transforms
-    if transforms is not None or not all(isinstance(each, BATCH_TRANSFORMS) for each in own):
+    lists = own.values() if isinstance(own, Mapping) else [own]
+    if transforms is not None or not all(isinstance(each, BATCH_TRANSFORMS) for some in lists for each in some):
         raise OptionError(
             "the data set has a transform, which is for single samples in a DataLoader: give it to the loader as "
             "transforms=, and remove it from the data set (dataset.with_transform(None))"

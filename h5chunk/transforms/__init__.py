@@ -41,6 +41,7 @@ from h5chunk.transforms.augment import (
 from h5chunk.transforms.augmenting import AUGMENTING, AugmentConverter
 from h5chunk.transforms.hold_out import HoldOut
 from h5chunk.transforms.images import ImageConverter, Normalize, ToDtype, channel_axis
+from h5chunk.transforms.per_sample import per_sample
 from h5chunk.transforms.rows import L2, ROW_TRANSFORMS, Allocate, Binarize, Csr, Dense, Log1p, RowConverter
 
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "RandomResizedCrop",
     "Resize",
     "ToDtype",
+    "per_sample",
 ]
 
 IMAGE_TRANSFORMS = (Normalize, ToDtype, *AUGMENTING)

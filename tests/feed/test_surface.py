@@ -59,6 +59,6 @@ def test_errors_are_in_the_package():
 
 def test_transforms():
     augmenting = {"AlternatingFlip", "CenterCrop", "Cutout", "RandomCrop", "RandomErasing", "RandomHorizontalFlip"}
-    augmenting |= {"RandomResizedCrop", "Resize"}
+    augmenting |= {"RandomResizedCrop", "Resize", "per_sample"}
     names = {"L2", "Binarize", "Csr", "Dense", "HoldOut", "Log1p", "Normalize", "ToDtype"}
     assert set(h5chunk.transforms.__all__) == names | augmenting

@@ -1,0 +1,112 @@
+"""Apply a transform of single samples to each sample of a batch, with draws of its own."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import torch
+
+from h5chunk.errors import OptionError
+from h5chunk.plan.draws import Draws
+
+DRAW_ONCE = {  # of torchvision, beside those whose names begin with Random
+    "AugMix",
+    "AutoAugment",
+    "ColorJitter",
+    "ElasticTransform",
+    "GaussianNoise",
+    "RandAugment",
+    "ScaleJitter",
+    "TrivialAugmentWide",
+}
+OURS = {"RandomCrop", "RandomErasing", "RandomHorizontalFlip", "RandomResizedCrop"}  # in h5chunk.transforms
+STREAM = 1 << 30  # of the draws that seed torch
+
+
+@dataclass(frozen=True)
+class PerSample:
+    """A transform that is applied to each sample of a batch; made by `per_sample`."""
+
+    transform: Callable[[torch.Tensor], torch.Tensor]
+
+    def __call__(self, batch: torch.Tensor) -> torch.Tensor:
+        """Apply the transform, with draws from torch's generators as they are."""
+        return self._stacked([self.transform(sample) for sample in batch], batch)
+
+    def with_draws(self, batch: torch.Tensor, draws: Draws, number: int) -> torch.Tensor:
+        """Apply the transform with torch's generators seeded for each sample; afterwards they are as before."""
+        seeds = (draws.uniform(STREAM + number, 1)[0] * 2.0**53).astype("int64").tolist()
+        devices = [batch.device] if batch.device.type == "cuda" else []
+        results = []
+        with torch.random.fork_rng(devices):
+            for sample, seed in zip(batch, seeds, strict=True):
+                torch.manual_seed(seed)
+                results.append(self.transform(sample))
+        return self._stacked(results, batch)
+
+    def _stacked(self, results: list[torch.Tensor], batch: torch.Tensor) -> torch.Tensor:
+        if not results:  # of no samples
+            return batch
+        shapes = {tuple(result.shape) for result in results}
+        if len(shapes) > 1:
+            raise OptionError(f"per_sample: results of {self.transform} differ in shape, such as {sorted(shapes)[:2]}")
+        return torch.stack(results)
+
+
+def per_sample(transform: Callable[[torch.Tensor], torch.Tensor]) -> PerSample:
+    """Apply a transform to each sample of a batch by itself, so that random transforms draw for each sample.
+
+    ::
+
+        ChunkLoader("photos.h5", 256, transforms=[RandomResizedCrop(224), per_sample(v2.ColorJitter(0.4)), normalize])
+
+    Torchvision's random transforms draw once per call, and so once per batch without this. In a `ChunkLoader`, torch's
+    random generators are seeded from the loader's seed, the epoch and the sample's number before each call, so that
+    the result depends on nothing else; it must stand before functions of batches. Calls for each sample are slow:
+    the transforms of `h5chunk.transforms` take microseconds per image, these take hundreds.
+
+    Parameters
+    ----------
+    transform : callable
+        Takes a sample, such as (C, H, W), on the device of the batch, and returns it changed; all results have one
+        shape.
+    """
+    if isinstance(transform, type) or not callable(transform):
+        raise OptionError(f"per_sample: transform is {transform!r}: give an object or function that can be called")
+    return PerSample(transform)
+
+
+def split_per_sample(transforms: tuple[Any, ...]) -> tuple[tuple[PerSample, ...], tuple[Any, ...]]:
+    """Divide transforms into the leading ones for each sample, and the others."""
+    leading = tuple(takewhile(lambda each: isinstance(each, PerSample), transforms))
+    others = transforms[len(leading) :]
+    for late in (each for each in others if isinstance(each, PerSample)):
+        raise OptionError(f"{late} stands behind {others[0]}: put it first, as it knows the samples only there")
+    return leading, others
+
+
+def warn_if_drawn_once(transforms: tuple[Any, ...]) -> None:
+    """Warn about transforms of torchvision that draw once for a whole batch."""
+    for transform in transforms:
+        for each in _with_parts(transform):
+            name = type(each).__name__
+            is_random = name.startswith("Random") or name in DRAW_ONCE
+            if is_random and type(each).__module__.startswith("torchvision.transforms"):
+                own = "h5chunk.transforms has one of that name, or " if name in OURS else ""
+                warnings.warn(
+                    f"{name} of torchvision draws once for all samples of a batch: {own}give per_sample({name}(...)), "
+                    "which draws for each sample",
+                    stacklevel=5,
+                )
+
+
+def _with_parts(transform: Any) -> Iterator[Any]:
+    """Yield a transform and, for a ``Compose``, what it consists of."""
+    yield transform
+    parts = getattr(transform, "transforms", ())
+    for part in parts if isinstance(parts, (list, tuple, torch.nn.ModuleList)) else ():
+        yield from _with_parts(part)
