@@ -15,7 +15,7 @@ from h5chunk.plan.draws import Draws
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.ragged import RaggedField
 from h5chunk.transforms import Transform, compile_transforms
-from h5chunk.transforms.per_sample import split_per_sample, warn_if_drawn_once
+from h5chunk.transforms.per_sample import PerSample, split_per_sample
 from h5chunk.transforms.rows import RowConverter
 
 GROUP_BYTES = 64 << 20  # batches to convert with one call: launching a kernel costs more than running it on a small one
@@ -37,8 +37,10 @@ class FieldPipeline:
         self._memory: BatchMemory | SingleBuffer | None = None
         stored = torch_dtype(field.dtype, field.name)
         self.converter, others = compile_transforms(transforms, field, stored, self._empty)
-        warn_if_drawn_once(others)
-        self._each, self.others = split_per_sample(others)
+        self._each: tuple[PerSample, ...] = ()
+        self.others: tuple[Transform, ...] = ()
+        if others:
+            self._each, self.others = split_per_sample(others)
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if self._memory is None:

@@ -81,15 +81,16 @@ def per_sample(transform: Callable[[torch.Tensor], torch.Tensor]) -> PerSample:
 
 
 def split_per_sample(transforms: tuple[Any, ...]) -> tuple[tuple[PerSample, ...], tuple[Any, ...]]:
-    """Divide transforms into the leading ones for each sample, and the others."""
+    """Divide transforms into the leading ones for each sample, and the others, which are checked."""
     leading = tuple(takewhile(lambda each: isinstance(each, PerSample), transforms))
     others = transforms[len(leading) :]
     for late in (each for each in others if isinstance(each, PerSample)):
         raise OptionError(f"{late} stands behind {others[0]}: put it first, as it knows the samples only there")
+    _warn_if_drawn_once(others)
     return leading, others
 
 
-def warn_if_drawn_once(transforms: tuple[Any, ...]) -> None:
+def _warn_if_drawn_once(transforms: tuple[Any, ...]) -> None:
     """Warn about transforms of torchvision that draw once for a whole batch."""
     for transform in transforms:
         for each in _with_parts(transform):
@@ -100,7 +101,7 @@ def warn_if_drawn_once(transforms: tuple[Any, ...]) -> None:
                 warnings.warn(
                     f"{name} of torchvision draws once for all samples of a batch: {own}give per_sample({name}(...)), "
                     "which draws for each sample",
-                    stacklevel=5,
+                    stacklevel=6,
                 )
 
 
