@@ -36,6 +36,7 @@ from h5chunk.tools.model.settings import DataFacts, Setting, order_of
 from h5chunk.tools.repack.fields import is_anndata
 from h5chunk.tools.report import shell_command
 
+WHOLE_BYTES = 4 << 30  # a resident data set up to this size is measured as a whole, since a part would be streamed
 SAMPLE_BYTES = 384 << 20  # bytes of samples to measure, in the file's layout and in new layouts
 BATCH_BYTES = 4 * SAMPLE_BYTES  # only a part of a larger batch is measured
 SMALL_BYTES = 16 << 20  # smaller data is not worth a new file
@@ -176,7 +177,10 @@ def study_file(
 
 
 def why_small(study: Study, device: str) -> str:
-    """Return why no setting can make training faster; empty if one may."""
+    """Return why no setting can make training faster; empty if one may.
+
+    A file that stays in memory is then measured as a whole, unless it is very large.
+    """
     from h5chunk.feed.dataset import ChunkDataset
     from h5chunk.feed.loader import ChunkLoader
 
@@ -190,6 +194,8 @@ def why_small(study: Study, device: str) -> str:
         dataset = ChunkDataset(study.reader.path, fields=study.fields, trusted=study.reader.trusted)
         with ChunkLoader(dataset, study.facts.batch_size, device=device) as loader:
             is_resident = loader.is_resident
+    if is_resident and num_bytes <= WHOLE_BYTES:
+        study.num_measured = study.facts.num_samples
     return f"ChunkLoader reads its {human_bytes(num_bytes)} once and keeps them in memory" if is_resident else ""
 
 
