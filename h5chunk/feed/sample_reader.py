@@ -37,6 +37,7 @@ from h5chunk.store.read.several import close_descriptors, direct_fields, open_de
 from h5chunk.transforms import BATCH_TRANSFORMS, ToDtype, check_first, compile_transforms, transforms_by_field
 from h5chunk.transforms.augmenting import AUGMENTING, AugmentConverter
 from h5chunk.transforms.csr import CsrRows, Entries, fresh, make_csr, scatter
+from h5chunk.transforms.hold_out import as_array
 from h5chunk.transforms.images import ImageConverter
 from h5chunk.transforms.rows import RowConverter
 
@@ -108,11 +109,14 @@ class Loaded(NamedTuple):
 
 
 def _loaded(*parts: torch.Tensor) -> Loaded:
-    """Return samples that have been read already, and only have to be copied."""
+    """Return samples that have been read already, and only have to be copied.
+
+    NumPy copies them, because torch would start threads, which wait for each other on busy cores.
+    """
 
     def fill(tensors: Tensors) -> None:
         for part, tensor in zip(parts, tensors, strict=True):
-            tensor.copy_(part)
+            np.copyto(as_array(tensor), as_array(part))
 
     return Loaded([(tuple(part.shape), part.dtype) for part in parts], fill)
 
@@ -201,10 +205,12 @@ class SampleReader:
             self._read(field.name, rows, stored)
             converted = convert(torch.from_numpy(stored), True, draws)
             return [_loaded(part) for part in (converted if isinstance(converted, tuple) else (converted,))]
-        parts = convert.parted(self._read_entries(rows), draws)
+        shape, entries = (len(rows), convert.num_columns), self._read_entries(rows)
+        if convert.hold_out is None and not convert.makes_csr:
+            return [Loaded([(shape, convert.dtype)], lambda tensors: convert.make_dense(entries, tensors[0]))]
+        parts = convert.parted(entries, draws)
         if convert.makes_csr:
             return [_loaded(part.starts, part.columns, part.values) for part in parts]
-        shape = len(rows), convert.num_columns
         return [Loaded([(shape, convert.dtype)], partial(_scatter, part)) for part in parts]
 
     def _read(self, name: str, rows: np.ndarray, out: np.ndarray) -> None:

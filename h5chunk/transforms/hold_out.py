@@ -82,7 +82,7 @@ class HoldOut:
 
     def part(self, entries: Entries, epoch: int) -> tuple[Entries, Entries]:
         """Split entries into those that stay and those that are held out, in their original order."""
-        counts, columns, values = (_on_host(each) if each.device.type == "cpu" else each for each in entries[1:])
+        counts, columns, values = (as_array(each) if each.device.type == "cpu" else each for each in entries[1:])
         rows, exists = _row_of_each(counts), values != 0
         if not exists.all():
             rows, columns, values = rows[exists], columns[exists], values[exists]
@@ -110,7 +110,7 @@ class HoldOut:
         return rank < num_held[rows], num_held
 
 
-def _on_host(tensor: torch.Tensor) -> np.ndarray:
+def as_array(tensor: torch.Tensor) -> np.ndarray:
     """Return a tensor as an array, because torch's threads would wait for each other on busy cores."""
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
@@ -141,7 +141,7 @@ def _entries(counts: Array, columns: Array, values: Array, dtype: torch.dtype) -
 
 def _entries_of(batch: torch.Tensor) -> Entries:
     """Return the entries of a dense batch that are not zero."""
-    flat: Array = _on_host(batch.reshape(-1)) if batch.device.type == "cpu" else batch.reshape(-1)
+    flat: Array = as_array(batch.reshape(-1)) if batch.device.type == "cpu" else batch.reshape(-1)
     places = flat.nonzero()[0] if isinstance(flat, np.ndarray) else flat.nonzero()[:, 0]
     xp = np if isinstance(flat, np.ndarray) else torch
     counts = xp.bincount(places // batch.shape[1], minlength=len(batch))

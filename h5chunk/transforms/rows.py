@@ -217,13 +217,17 @@ class RowConverter:
             return dense_values(rows, self.rule)
         if not self.makes_csr:
             out = self._empty(len(rows), rows.starts.device)
-            if out.device.type == "cpu" and scatter_natively(out, rows, self.rule, self._map_parts()):
-                return out
-            if self._kernel is None or not self._kernel(rows, out):
-                scatter(out, entries_of(rows, self.rule, self.num_columns), self._map_parts())
+            self.make_dense(rows, out, self._map_parts() if out.device.type == "cpu" else map)
             return out
         entries = entries_of(rows, self.rule, self.num_columns, self._allocate)
         return make_csr(entries.starts, entries.columns, entries.values, (len(rows), self.num_columns))
+
+    def make_dense(self, rows: CsrRows, out: torch.Tensor, map_parts: MapParts = map) -> None:
+        """Fill ``out``, (rows, columns), with the converted rows; ``map_parts`` may use several threads."""
+        if out.device.type == "cpu" and scatter_natively(out, rows, self.rule, map_parts):
+            return
+        if self._kernel is None or not self._kernel(rows, out):
+            scatter(out, entries_of(rows, self.rule, self.num_columns), map_parts)
 
     def parted(self, rows: CsrRows, draws: Draws) -> tuple[Entries, ...]:
         """Return the converted entries: all, or those of the inputs and of the targets if entries are held out."""

@@ -479,3 +479,17 @@ def test_several_entries_in_one_place_are_refused(tmp_path, columns, resident):
         ChunkLoader(rows, 3, resident=resident) as loader,
     ):
         list(loader)
+
+
+@pytest.mark.parametrize("sparse", ["dense", "csr"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_those_of_the_loader(tmp_path, sparse, dtype):
+    """With numbers of samples that are a view, and without samples."""
+    path = write(tmp_path / "a.h5", random_matrix(40, 30, 8))
+    fields = {"X": "X", "numbers": "sample_number"}
+    dataset = ChunkDataset(path, fields=fields, transform=LAYOUTS[sparse](dtype), trusted=True)
+    (whole,) = ChunkLoader(ChunkDataset(path, trusted=True), 40, shuffle=False, transforms=[LAYOUTS[sparse](dtype)])
+    for numbers in (np.arange(40)[::3], np.arange(0)):
+        rows, found = dataset[numbers]
+        assert found.tolist() == numbers.tolist() and rows.dtype == dtype
+        assert torch.equal(dense(rows), dense(whole[0])[numbers])
