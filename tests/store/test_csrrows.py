@@ -16,7 +16,7 @@ from support.faults import small
 
 from h5chunk.errors import FieldError, FileError
 from h5chunk.store.read.csr import CsrBuffers, CsrField
-from h5chunk.store.read.fields import read_indptr
+from h5chunk.store.read.ragged import read_indptr
 from h5chunk.store.read.reader import H5Reader
 
 

@@ -150,12 +150,12 @@ def read_image_sizes(group: h5py.Group, path: Path, field: ImagesField, offsets:
 
 
 def read_indptr(group: h5py.Group, path: Path, field: RaggedField) -> np.ndarray:
-    """Read the start offsets of all rows, (num_rows + 1,) int64. Raises FileError if they are damaged."""
+    """Read the first entry of each row, and the end: (num_rows + 1,) int64. Raises FileError if they are damaged."""
     where = f"{printable(path)}: {field.name!r}"
     dataset, pointers = group[field.pointers], field.pointers
     if dataset.nbytes > dataset.id.get_storage_size() * MAX_RATIO + SLACK_BYTES:
         raise FileError(
-            f"{where} is damaged: {pointers} claims {dataset.nbytes} bytes out of {dataset.id.get_storage_size()} "
+            f"{where} is damaged: {pointers} claims {dataset.nbytes} bytes, but {dataset.id.get_storage_size()} are "
             "stored"
         )
     try:
@@ -164,7 +164,7 @@ def read_indptr(group: h5py.Group, path: Path, field: RaggedField) -> np.ndarray
         raise FileError(f"{where}: {pointers} cannot be read: {error}") from error
     if indptr[0] != 0 or indptr[-1] != field.num_entries:
         raise FileError(
-            f"{where} is damaged: {pointers} does not go from 0 to {field.num_entries} in {field.num_rows} rows"
+            f"{where} is damaged: {pointers} goes from {indptr[0]} to {indptr[-1]}, not from 0 to {field.num_entries}"
         )
     falls = np.diff(indptr) < 0
     if falls.any():
