@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 import weakref
 from collections.abc import Generator, Iterator, Mapping
 from copy import copy
@@ -322,7 +323,7 @@ def _dataset(data: Paths | ChunkDataset, transforms: Transforms | None) -> tuple
             raise OptionError(
                 f"data is a {type(data).__name__}: give a ChunkDataset, whose subset() and split() select samples"
             )
-        return ChunkDataset(data), transforms
+        return _without_strings(data, ChunkDataset(data)), transforms
     changed = [name for name in ("__getitem__", "__getitems__") if _differs(type(data), name)]
     if changed:
         raise OptionError(
@@ -338,6 +339,18 @@ def _dataset(data: Paths | ChunkDataset, transforms: Transforms | None) -> tuple
             "transforms=, and remove it from the data set (dataset.with_transform(None))"
         )
     return data, own
+
+
+def _without_strings(path: Paths, dataset: ChunkDataset) -> ChunkDataset:
+    """Return the data set without the default fields that hold strings, which cannot be on a device, and warn."""
+    numbers = [name for name in dataset.fields if dataset.field(name).dtype.kind != "S"]
+    if not numbers or len(numbers) == len(dataset.fields):
+        return dataset
+    strings = ", ".join(repr(name) for name in dataset.fields if name not in numbers)
+    warnings.warn(
+        f"{printable(dataset.path)}: batches leave out {strings}: strings cannot be on a device", stacklevel=4
+    )
+    return ChunkDataset(path, fields=numbers)
 
 
 def _differs(kind: type[ChunkDataset], name: str) -> bool:

@@ -231,3 +231,14 @@ def test_texts_that_are_no_table(tmp_path: Path, text: bytes, options: dict[str,
     with pytest.raises((SourceError, OptionError), match=message):
         h5chunk.convert(tmp_path / "t.csv", tmp_path / "x.h5", **options)
     assert find_kind(tmp_path / "t.csv").kind == ("csv" if b" b" in text else "table")
+
+
+def test_a_loader_of_a_file_with_strings(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": [1.5, 2.5], "word": ["x", "y"]}), tmp_path / "t.parquet")
+    h5chunk.convert(tmp_path / "t.parquet", tmp_path / "x.h5")
+    with pytest.warns(UserWarning, match="batches leave out 'word': strings cannot be on a device"):
+        loader = h5chunk.ChunkLoader(tmp_path / "x.h5", 2)
+    with loader:
+        [(numbers,)] = loader
+    assert sorted(numbers.tolist()) == [1.5, 2.5]
+    assert h5chunk.ChunkDataset(tmp_path / "x.h5").fields == ("a", "word")

@@ -74,8 +74,8 @@ class RepackOptions(WriteOptions):
 def read_tuned(path: str | os.PathLike[str]) -> tuple[RepackOptions, int | None]:
     """Read the options that a tuner recommends from a JSON file, such as ``{"chunk_samples": 8, "shuffle": true}``.
 
-    Return the options, and the number of samples of the tuned file or None. There are no options if the tuner keeps the
-    file. Every key may be missing or null, and unknown keys are ignored.
+    Return the options, and the number of samples of the tuned file or None. There are no options if the tuner keeps a
+    file with chunks of one sample. Every key may be missing or null, and unknown keys are ignored.
     """
     shown = printable(path)
     try:
@@ -87,7 +87,8 @@ def read_tuned(path: str | os.PathLike[str]) -> tuple[RepackOptions, int | None]
     if not isinstance(given, dict):
         held = json.dumps(given)[:60]
         raise OptionError(f'{shown}: contains {held}, not a JSON object such as {{"chunk_samples": 8}}')
-    names = () if given.get("repack") is False else (*TUNED, "shuffle")  # else these describe the tuned file
+    is_none = given.get("repack") is False and given.get("chunk_samples") == 1  # of a file that is not worth rewriting
+    names = () if is_none else (*TUNED, "shuffle")
     found = {name: given[name] for name in names if given.get(name) is not None}
     try:
         num_samples = None if given.get("num_samples") is None else check_whole("num_samples", given["num_samples"], 1)
