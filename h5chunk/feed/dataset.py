@@ -68,11 +68,12 @@ class ChunkDataset(StoredNames, Dataset[Any]):
     checksums : {"off", "first", "always"}
         Check chunks against the checksums of a converted file: once per process, or at every read. A chunk is read
         whole for this, however few of its samples are needed.
-    transform : callable or list of callables, optional
-        Applied to the first field of each sample, as torchvision's ``transform`` is to the image. For a matrix, the
-        leading objects of `h5chunk.transforms` are applied to whole batches as they are read: ``transform=[Log1p(1e4),
-        Dense(torch.float16)]``. Default: dense float32, which rounds float64 (``Dense(torch.float64)`` does not). With
-        ``Csr()`` a batch is one ``torch.sparse_csr`` tensor, also from a worker, and a single row is a sparse tensor.
+    transform : callable, list of callables, or dict of lists, optional
+        Applied to the first field of each sample, as torchvision's ``transform`` is to the image, or to several fields
+        by name. The leading objects of `h5chunk.transforms` that augment images, or are for a matrix, are applied to
+        whole batches as they are read: ``transform=[Log1p(1e4), Dense(torch.float16)]``. Default: dense float32, which
+        rounds float64 (``Dense(torch.float64)`` does not). With ``Csr()`` a batch is one ``torch.sparse_csr`` tensor,
+        also from a worker, and a single row is a sparse tensor.
 
     Raises
     ------

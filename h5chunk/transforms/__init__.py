@@ -6,16 +6,28 @@ torchvision's ``v2``, or a function. A list of them is applied in order, on the 
     from h5chunk.transforms import Normalize, ToDtype
 
     ChunkLoader("photos.h5", 256, transforms=[Normalize(mean, std), ToDtype(torch.bfloat16, channels_last=True)])
-    ChunkLoader("photos.h5", 256, transforms=[v2.RandomHorizontalFlip(), Normalize(mean, std)])
+    ChunkLoader("photos.h5", 256, transforms=[RandomResizedCrop(224), RandomHorizontalFlip(), Normalize(mean, std)])
     ChunkLoader("cells.h5", 256, transforms={"X": [Log1p(10_000), Dense(torch.bfloat16)], "labels": [to_one_hot]})
 
 The transforms of this module are frozen dataclasses, and can be called like any function of a batch. Those at the start
-of a list are computed together, in one kernel and with one rounding at the end: `Normalize` and `ToDtype` for images
-and other dense fields; `Binarize`, `L2`, `Log1p`, `HoldOut`, `Dense` and `Csr` for a matrix, whose rows stay sparse
-until they are on the device. Without transforms, images come as they are stored and rows of a matrix as dense float32.
+of a list are computed together, in one kernel and with one rounding at the end: crops, resizing, flips, `Cutout`,
+`RandomErasing`, `Normalize` and `ToDtype` for images; the last two for other dense fields; `Binarize`, `L2`, `Log1p`,
+`HoldOut`, `Dense` and `Csr` for a matrix, whose rows stay sparse until they are on the device. Without transforms,
+images come as they are stored and rows of a matrix as dense float32.
 
-Random transforms are applied to a whole batch with one draw of their parameters, unless they draw for each sample
-themselves. Do in the training loop whatever needs several fields at once, such as CutMix.
+The random transforms of images draw for each sample. The draw depends only on the seed of the loader or sampler, the
+epoch, the sample's number in the file and the transform's place among the random ones of its list: it is the same for
+all batch sizes, ranks, workers, devices and readers, and after resuming. So fields with equal lists, such as images and
+masks, are changed alike::
+
+    augment = [RandomCrop(224), RandomHorizontalFlip()]
+    ChunkLoader("pairs.h5", 32, transforms={"images": [*augment, Normalize(mean, std)], "masks": augment})
+
+Each echo of a sample draws anew, but a sample that weights repeat in an epoch is changed alike each time. With another
+sampler than `h5chunk.ChunkSampler`, draws come from torch's random generator.
+
+Other random transforms draw once for a whole batch, unless they draw for each sample themselves: see `per_sample`. Do
+in the training loop whatever needs several fields at once, such as CutMix.
 """
 
 from __future__ import annotations
