@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "store.read": {"native", "store.hdf5", "store.format", "plan", *GROUND},
     "store.write": {"store.hdf5", "store.format", "store.read", "source", "plan", *GROUND},
     "store.rewrite": {*STORE, "plan", *GROUND},
-    "transforms": {"native", "plan", "store.hdf5", "store.format", "store.read", *GROUND},
+    "transforms": {"native", "sources", "plan", "store.hdf5", "store.format", "store.read", *GROUND},
     "feed": {"native", "transforms", *STORE, "plan", *GROUND},
     "tools.progress": set(),
     "tools.model": {"plan", "errors"},

@@ -15,12 +15,15 @@ from h5chunk.plan.draws import Draws
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.ragged import RaggedField
 from h5chunk.transforms import Transform, compile_transforms
+from h5chunk.transforms.any_size import AHEAD, AnySizeConverter, Pending
+from h5chunk.transforms.csr import CsrRows
 from h5chunk.transforms.per_sample import PerSample, split_per_sample
 from h5chunk.transforms.rows import RowConverter
 
 GROUP_BYTES = 64 << 20  # batches to convert with one call: launching a kernel costs more than running it on a small one
 ROWS_BYTES = 256 << 20  # the same for dense rows: 500 x 26,744 then take 40 us of Python, not 90; scripts/LOG.md
 ALL = 1 << 30  # more batches than any window has
+Part = Any  # of a batch: a tensor, a tuple of tensors, or what is still being decoded
 Tensors = tuple[torch.Tensor, ...]  # one per field; two where entries are held out
 
 
@@ -44,8 +47,13 @@ class FieldPipeline:
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if self._memory is None:
-            self._memory = SingleBuffer() if self._reuse else BatchMemory()
+            self._memory = SingleBuffer() if self._reuse and not self.ahead else BatchMemory()
         return self._memory.empty(shape, dtype)
+
+    @property
+    def ahead(self) -> int:
+        """Number of batches to begin while the caller uses another."""
+        return AHEAD if isinstance(self.converter, AnySizeConverter) else 0
 
     def num_together(self, batch_size: int, *, keep: bool) -> int:
         """Return how many batches to convert with one call: all if nothing is converted, otherwise a few small ones."""
@@ -66,11 +74,20 @@ class FieldPipeline:
         converted = self.converter(samples, keep, draws)
         if isinstance(converted, tuple):
             return (tuple(part.data for part in converted),)
-        for number, transform in enumerate(self._each):
-            converted = transform.with_draws(converted, draws, number)
+        converted = self._changed(converted, draws)
         if len(samples) <= batch_size:
             return (converted.data,)
         return [batch.data for batch in converted.split(batch_size)]
+
+    def start(self, images: CsrRows, draws: Draws) -> Pending:
+        """Start to make a batch of images that have to be decoded."""
+        assert isinstance(self.converter, AnySizeConverter)
+        return self.converter.start(images, draws, lambda batch: self._changed(batch, draws))
+
+    def _changed(self, batch: torch.Tensor, draws: Draws) -> torch.Tensor:
+        for number, transform in enumerate(self._each):
+            batch = transform.with_draws(batch, draws, number)
+        return batch.data
 
     def release(self) -> None:
         """Stop the threads, and free the memory that is kept for later batches."""
@@ -85,8 +102,9 @@ class BatchMaker:
     the slot will be filled again.
     """
 
-    def __init__(self, pipelines: Sequence[FieldPipeline], *, keep: bool) -> None:
-        self._pipelines, self._keep = pipelines, keep
+    def __init__(self, pipelines: Sequence[FieldPipeline], *, keep: bool, device: torch.device | None = None) -> None:
+        self._pipelines, self._keep, self._device = pipelines, keep, device
+        self.ahead = max(pipeline.ahead for pipeline in pipelines)  # batches to begin before they are needed
         self._others = [pipeline.others for pipeline in pipelines for _ in range(pipeline.converter.num_outputs)]
         self._finishes = any(self._others)
 
@@ -100,14 +118,15 @@ class BatchMaker:
         while True:
             yield _flat(map(next, batches))
 
-    def _split(
-        self, pipeline: FieldPipeline, samples: Any, draws: Draws, batch_size: int
-    ) -> Iterator[torch.Tensor | Tensors]:
+    def _split(self, pipeline: FieldPipeline, samples: Any, draws: Draws, batch_size: int) -> Iterator[Part]:
         step = batch_size * pipeline.num_together(batch_size, keep=self._keep)
         for first in count(0, step):
             some, drawn = samples, draws
             if first or step < len(samples):
                 some, drawn = samples[first : first + step], draws.part(first, first + step)
+            if pipeline.ahead:
+                yield pipeline.start(some, drawn)
+                continue
             made = deque(pipeline.batches(some, drawn, batch_size, keep=self._keep))
             while made:
                 yield made.popleft()
@@ -123,7 +142,9 @@ class BatchMaker:
         return self._pipelines[0].num_together(batch_size, keep=False)
 
     def finish(self, batch: Tensors) -> tuple[Any, ...]:
-        """Apply the transforms that are not part of the conversion."""
+        """Apply the transforms that are not part of the conversion, on the device of the batches."""
+        if self._device is not None:
+            batch = tuple(each.to(self._device, non_blocking=True) for each in batch)
         if not self._finishes:
             return batch
         finished: list[Any] = []
@@ -134,6 +155,18 @@ class BatchMaker:
         return tuple(finished)
 
 
-def _flat(batch: Iterable[torch.Tensor | Tensors]) -> Tensors:
+def settled(batch: Tensors) -> Tensors:
+    """Wait for the images of a batch that are being decoded."""
+    return tuple(each.result() if isinstance(each, Pending) else each for each in batch)
+
+
+def drop(batch: Tensors) -> None:
+    """Give up a batch, of which no thread then uses anything."""
+    for each in batch:
+        if isinstance(each, Pending):
+            each.drop()
+
+
+def _flat(batch: Iterable[Part]) -> Tensors:
     """Return the tensors of a batch, with inputs and targets one after the other."""
     return tuple(part for field in batch for part in (field if isinstance(field, tuple) else (field,)))

@@ -22,9 +22,11 @@ from h5chunk.plan.selection import WeightedSelection
 from h5chunk.plan.slots import TOGETHER_BYTES, SlotPlan, largest_window, plan_slots, with_windows_together
 from h5chunk.store.read.checksums import OFF, PIECE_BYTES
 from h5chunk.store.read.direct import ByteReader, is_kept_whole
+from h5chunk.store.read.ragged import ImagesField
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.several import NOTABLE, direct_fields, read_amplification
 from h5chunk.transforms import Converter
+from h5chunk.transforms.any_size import AnySizeConverter
 
 LOADING_BYTES = 8 << 20  # size of the pieces in which resident data is read
 LOADING_SLOTS = 4  # number of pieces that are read at the same time
@@ -88,6 +90,8 @@ def make_source(
     """
     h5reader, numbered = dataset.new_reader(), dataset.numbered_fields
     counts, lanes = _counts(dataset, h5reader.num_samples, order), order.lanes // order.world_size
+    if isinstance(h5reader.ragged, ImagesField):
+        device = torch.device("cpu")  # images are decoded from windows on the host
     layouts = {
         name: FieldLayout((), torch.int64) if name in numbered else layout_of(h5reader, name, counts, lanes)
         for name in dataset.fields
@@ -134,6 +138,7 @@ class MemoryBudget:
         self, source: DataSource, converters: Sequence[Converter], memory_bytes: int | None, *, reuse: bool
     ) -> None:
         self._source, self._memory_bytes, self._reuse = source, memory_bytes, reuse
+        self._converters = converters
         self._on_cpu = source.device.type == "cpu"
         self._converted_bytes = sum(each.sample_bytes for each in converters if not each.changes_nothing)
 
@@ -148,6 +153,7 @@ class MemoryBudget:
             order, self._window_bytes, self._beside_windows, memory_bytes=self._memory_bytes, least_chunks=least_chunks
         )
         may_stay = resident == "auto" and self._on_cpu and order.selection is None
+        may_stay = may_stay and not isinstance(self._source.reader.ragged, ImagesField)  # decoding takes longer
         is_better = may_stay and KEPT_BYTES <= self._resident_bytes <= plan.num_bytes and available()
         if is_better:
             return None
@@ -161,7 +167,9 @@ class MemoryBudget:
 
     def _beside_windows(self, order: Order) -> int:
         """Return the bytes that streaming in this order takes in addition to the windows."""
-        total = self._reading_bytes(order)
+        total = self._reading_bytes(order) + sum(
+            each.decoding_bytes(order.batch_size) for each in self._converters if isinstance(each, AnySizeConverter)
+        )
         if self._on_cpu and not self._reuse:  # released windows that wait for reuse
             total += KEPT * self._window_bytes(largest_window(order))
         if self._on_cpu:
@@ -177,7 +185,7 @@ class MemoryBudget:
         )
         if source.why:
             total += source.reader.cache_bytes(source.hdf5_cache(order))
-        if source.reader.matrix is not None:
+        if source.reader.ragged is not None:
             copies = 2 if len(source.reader.readers) > 1 else 1  # also the cache of each file
             total += source.reader.indptr.nbytes * copies
         if source.reader.checksums != OFF:

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from h5chunk.errors import OptionError
+from h5chunk.errors import FieldError, OptionError
 
 
 class Sample(tuple[Any, ...]):
@@ -48,6 +48,23 @@ class Batch(Sequence[Sample]):
         if not len(self):  # torch looks at the first sample even of an empty batch
             return Sample()
         return Sample(field[index] for field in self.fields)
+
+    def stacked(self) -> Batch:
+        """Stack images that were decoded one by one. Raise FieldError if they differ in size."""
+        images = [
+            isinstance(field, list) and bool(field) and isinstance(field[0], torch.Tensor) for field in self.fields
+        ]
+        if not any(images):
+            return self
+        pairs = list(zip(self.fields, images, strict=True))
+        sizes = {tuple(image.shape) for field, is_image in pairs if is_image for image in field}
+        if len(sizes) > 1:
+            one, other = (" x ".join(map(str, size)) for size in sorted(sizes)[:2])
+            raise FieldError(
+                f"the images of a batch differ in size ({one}, {other}): give ChunkDataset a transform that makes them "
+                "equal, such as transform=[RandomResizedCrop(224)], or [Resize(256), CenterCrop(224)]"
+            )
+        return Batch([torch.stack(field) if is_image else field for field, is_image in pairs], len(self))
 
     def __iter__(self) -> Iterator[Sample]:
         return (self[i] for i in range(len(self)))

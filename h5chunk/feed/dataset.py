@@ -327,7 +327,8 @@ class ChunkDataset(StoredNames, Dataset[Any]):
     def _batch(self, indices: Any) -> Batch:
         if isinstance(indices, TaggedBatch) and indices.numbering is not None:
             check_numbering(indices.numbering, self.numbering)
-        return self._read(indices, sample_numbers(indices), shared=get_worker_info() is not None)
+        batch = self._read(indices, sample_numbers(indices), shared=get_worker_info() is not None)
+        return batch if self._transforms.has_each else batch.stacked()
 
     def _each_transformed(self, batch: Batch) -> Sequence[Sample]:
         if not len(batch) and len(self):  # the shapes of an empty batch are those of a transformed sample

@@ -17,9 +17,11 @@ from h5chunk.errors import FieldError, printable
 from h5chunk.plan.csr import entries_of_chunks, entries_of_rows, fullest_chunks
 from h5chunk.store.format.header import CSR
 from h5chunk.store.read.fields import MatrixField
+from h5chunk.store.read.ragged import RaggedField
 from h5chunk.store.read.reader import H5Reader
 
 ALIGNMENT = 512  # alignment of an array in a slot's buffer
+BYTES = 256  # values of a byte
 ArrayShape = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -86,13 +88,13 @@ Layouts = Mapping[str, FieldLayout | MatrixLayout]
 
 
 def layout_of(reader: H5Reader, name: str, counts: np.ndarray | None, lanes: int) -> FieldLayout | MatrixLayout:
-    """Make the layout of a field; ``counts`` and ``lanes`` are arguments of `matrix_layout`.
+    """Make the layout of a field; ``counts`` and ``lanes`` are arguments of `ragged_layout`.
 
     Raise `FieldError` if it holds strings, or numbers that torch does not support.
     """
     stored = reader.fields[name]
-    if isinstance(stored, MatrixField):
-        return matrix_layout(reader, stored, counts, lanes)
+    if isinstance(stored, RaggedField):
+        return ragged_layout(reader, stored, counts, lanes)
     dtype = torch_dtype(stored.dtype, name)
     if dtype is None:
         raise FieldError(
@@ -102,25 +104,27 @@ def layout_of(reader: H5Reader, name: str, counts: np.ndarray | None, lanes: int
     return FieldLayout(stored.sample_shape, dtype)
 
 
-def matrix_layout(
-    reader: H5Reader, matrix: MatrixField, counts: np.ndarray | None = None, lanes: int = 1
+def ragged_layout(
+    reader: H5Reader, field: RaggedField, counts: np.ndarray | None = None, lanes: int = 1
 ) -> MatrixLayout:
-    """Make the layout of a file's matrix.
+    """Make the layout of a file's matrix, or of its images of any size: a matrix whose columns are their bytes.
 
     ``counts``, (num_rows,) int64, is the largest number of times that an epoch uses each row; None: all rows once,
     chunk by chunk, in this many lanes of the rank. Raise `FieldError` if the matrix holds numbers that torch does not
     support, and `FileError` if it is damaged.
     """
-    values = None if matrix.value_dtype is None else torch_dtype(matrix.value_dtype, matrix.name)
-    columns = torch_dtype(matrix.index_dtype, matrix.name)
-    assert columns is not None
-    where = f"{printable(reader.path)}: {matrix.name!r}"
+    where = f"{printable(reader.path)}: {field.name!r}"
     if counts is None:
-        most = entries_of_chunks(fullest_chunks(reader.indptr, matrix.chunk_samples), matrix.chunk_samples, lanes)
+        most = entries_of_chunks(fullest_chunks(reader.indptr, field.chunk_samples), field.chunk_samples, lanes)
     else:
         most = entries_of_rows(np.diff(reader.indptr), counts)
+    if not isinstance(field, MatrixField):
+        return MatrixLayout(reader.indptr, BYTES, torch.uint8, None, where, False, most)
+    values = None if field.value_dtype is None else torch_dtype(field.value_dtype, field.name)
+    columns = torch_dtype(field.index_dtype, field.name)
+    assert columns is not None
     may_repeat = reader.header is None or reader.header.kind != CSR
-    return MatrixLayout(reader.indptr, matrix.num_columns, columns, values, where, may_repeat, most)
+    return MatrixLayout(reader.indptr, field.num_columns, columns, values, where, may_repeat, most)
 
 
 def torch_dtype(dtype: np.dtype, name: str) -> torch.dtype | None:

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Generator, Iterator, Mapping
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from inspect import GEN_RUNNING, getgeneratorstate
 from typing import Any
 
@@ -22,11 +23,13 @@ from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.read_pool import TIMEOUT_S
 from h5chunk.feed.resident import Resident
 from h5chunk.feed.sampler import ChunkSampler, Resumable, State
+from h5chunk.feed.stored_tables import name_of_sample
 from h5chunk.feed.stream import EpochReport, WindowStream
 from h5chunk.plan.order import Order
 from h5chunk.plan.slots import check_echo, num_echoed
 from h5chunk.store.read.files import Paths
 from h5chunk.transforms import BATCH_TRANSFORMS, Transforms, transforms_by_field
+from h5chunk.transforms.any_size import AnySizeConverter
 
 CLOSED = "this loader was closed while it was iterated: end the iteration first"
 
@@ -178,15 +181,19 @@ class ChunkLoader(Resumable):
         by_field = transforms_by_field(transforms, dataset.fields)
         self._pipelines = [FieldPipeline(by_field[name], dataset.field(name), reuse=reuse) for name in dataset.fields]
         converters = [pipeline.converter for pipeline in self._pipelines]
+        for converter in converters:
+            if isinstance(converter, AnySizeConverter):
+                named = partial(name_of_sample, self._source.reader)
+                converter.attach(self._source.reader.image_sizes, named, self._source.num_threads)
+            converter.prepare(target if isinstance(converter, AnySizeConverter) else self._source.device)
         self._budget = MemoryBudget(self._source, converters, memory_bytes, reuse=reuse)
         self._plan = self._budget.plan(resident, order, least_chunks=least_chunks)
         self.is_resident = self._plan is None
         self._template = order if self._plan is None else self._plan.order
-        for converter in converters:
-            converter.prepare(target)
         # echoes must not change if the caller changes a batch in place
-        keep = self.is_resident or (target.type == "cpu" and echo == 1)
-        self._maker, self._reuse, self._echo = BatchMaker(self._pipelines, keep=keep), reuse, float(echo)
+        keep = self.is_resident or (self._source.device.type == "cpu" and echo == 1)
+        self._device, self._reuse, self._echo = target, reuse, float(echo)
+        self._maker = BatchMaker(self._pipelines, keep=keep, device=None if target == self._source.device else target)
         self.report = EpochReport()
         self._feed: WindowStream | Resident | None = None
         self._iterated: WindowStream | Resident | None = None
@@ -310,9 +317,11 @@ class ChunkLoader(Resumable):
     def __repr__(self) -> str:
         order, source = self.order, self._source
         echo = "" if self._echo == 1 else f"; echo {self._echo:g}"
+        converters = (pipeline.converter for pipeline in self._pipelines)
+        decoders = "".join(f"; {each.decoder}" for each in converters if isinstance(each, AnySizeConverter))
         return printable(
-            f"ChunkLoader({str(source.reader.path)!r} to {source.device}: {len(self)} batches of {order.batch_size}; "
-            f"{self._budget.describe(order, self._plan)}{echo}; {source.describe(order)})"
+            f"ChunkLoader({str(source.reader.path)!r} to {self._device}: {len(self)} batches of {order.batch_size}; "
+            f"{self._budget.describe(order, self._plan)}{echo}; {source.describe(order)}{decoders})"
         )
 
 

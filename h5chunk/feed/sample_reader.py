@@ -21,20 +21,21 @@ from torch.utils.data import get_worker_info
 
 from h5chunk.errors import FileError, OptionError
 from h5chunk.feed.collate import Batch, Sample, TaggedBatch
-from h5chunk.feed.layout import ArrayShape, matrix_layout, torch_dtype
+from h5chunk.feed.layout import ArrayShape, ragged_layout, torch_dtype
 from h5chunk.feed.memory import Assemble, SharedMemory
 from h5chunk.feed.slots import BatchMemory, CsrWindow
-from h5chunk.feed.stored_tables import decoded
+from h5chunk.feed.stored_tables import decoded, name_of_sample
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.draws import Draws
 from h5chunk.plan.order import INTERLEAVE, Order
 from h5chunk.stamp import stamp_of
 from h5chunk.store.read.direct import read_whole_fields
 from h5chunk.store.read.fields import Field
-from h5chunk.store.read.ragged import RaggedField
+from h5chunk.store.read.ragged import ImagesField, RaggedField
 from h5chunk.store.read.reader import SMALL_FIELD_BYTES, H5Reader
 from h5chunk.store.read.several import close_descriptors, direct_fields, open_descriptors
 from h5chunk.transforms import BATCH_TRANSFORMS, ToDtype, check_first, compile_transforms, transforms_by_field
+from h5chunk.transforms.any_size import AnySizeConverter, whole_images
 from h5chunk.transforms.augmenting import AUGMENTING, AugmentConverter
 from h5chunk.transforms.csr import CsrRows, Entries, fresh, make_csr, scatter
 from h5chunk.transforms.hold_out import as_array
@@ -149,6 +150,7 @@ class SampleReader:
         convert = converters.get(next(iter(reader.fields)))
         if isinstance(convert, RowConverter) and convert.makes_csr:
             self._assemble = partial(_csr_first, convert.num_columns, convert.num_outputs)
+        self._name_of = partial(name_of_sample, reader)
         self._opened: _OpenFields | None = None
         self._cache: tuple[int, CacheSettings] | None = None  # number of workers, and the settings for that number
 
@@ -178,13 +180,15 @@ class SampleReader:
         made = iter(fields)
         return Batch(tuple(next(made) if isinstance(each, Loaded) else each for each in loaded))
 
-    def _load(self, name: str, draws: Draws, numbers: np.ndarray | None) -> Sequence[Loaded | list[str]]:
+    def _load(self, name: str, draws: Draws, numbers: np.ndarray | None) -> Sequence[Loaded | list[Any]]:
         """Load the samples of a field, or its inputs and targets if entries are held out. Strings become lists."""
         if numbers is not None:
             return [_loaded(torch.from_numpy(numbers))]
         field, rows, convert = self._reader.fields[name], draws.samples, self._converters.get(name)
         if isinstance(convert, RowConverter):
             return self._load_matrix(field, draws, convert)
+        if isinstance(field, ImagesField):
+            return [self._load_any_size(field, draws, convert)]
         shape = (len(rows), *field.sample_shape)
         if convert is not None:
             images = np.empty(shape, field.dtype)
@@ -196,6 +200,14 @@ class SampleReader:
             self._read_by_hdf5(name, rows, text)
             return [decoded(text).tolist()]
         return [Loaded([(shape, dtype)], lambda tensors: self._read(name, rows, tensors[0].numpy()))]
+
+    def _load_any_size(self, field: ImagesField, draws: Draws, convert: Any) -> Loaded | list[torch.Tensor]:
+        """Load and decode images of any size: as one tensor if they are augmented, otherwise as a list."""
+        rows, sizes = self._read_entries(draws.samples), self._reader.image_sizes
+        if isinstance(convert, AnySizeConverter):
+            convert.attach(sizes, self._name_of, 1 if get_worker_info() else None)
+            return _loaded(convert(rows, True, draws))
+        return whole_images(rows, draws.samples, sizes, field, self._name_of)
 
     def _load_matrix(self, field: Field | RaggedField, draws: Draws, convert: RowConverter) -> list[Loaded]:
         """Load and convert rows of a matrix."""
@@ -227,7 +239,7 @@ class SampleReader:
 
     def _read_entries(self, rows: np.ndarray) -> CsrRows:
         """Read rows of a sparse matrix as they are stored."""
-        opened, matrix = self._open(), self._reader.matrix
+        opened, matrix = self._open(), self._reader.ragged
         assert matrix is not None and opened.layout is not None
         window = CsrWindow(opened.layout, rows)
         arrays = [torch.empty(shape, dtype=dtype) for shape, dtype in window.shapes]
@@ -287,7 +299,7 @@ class _OpenFields:
 
     def __init__(self, reader: H5Reader) -> None:
         self.process, self._reader = os.getpid(), reader
-        self.layout = None if reader.matrix is None else matrix_layout(reader, reader.matrix)
+        self.layout = None if reader.ragged is None else ragged_layout(reader, reader.ragged)
         self.direct = plain_fields(reader)
         self._descriptors = open_descriptors(reader)
         weakref.finalize(self, close_descriptors, self._descriptors)

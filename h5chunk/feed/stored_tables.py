@@ -120,6 +120,17 @@ class StoredNames:
         return self._tables[name]
 
 
+def name_of_sample(reader: H5Reader, number: int) -> str:
+    """Return file and name of a sample for messages, by its number in the file."""
+    file = int(np.searchsorted(reader.starts, number, "right")) - 1
+    own = reader.readers[file]
+    try:
+        name = printable(_values_of_samples(own, SOURCE_NAMES)[number - reader.starts[file]])
+    except FileError:
+        name = f"image {number - reader.starts[file]}"
+    return f"{printable(own.path)}: {name}"
+
+
 def _values_of_samples(reader: H5Reader, name: str) -> np.ndarray:
     """Read a table of one file with a value per sample: (n,), numbers or str."""
     table = read_table(reader, name)

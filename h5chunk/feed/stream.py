@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from h5chunk.errors import FileError, printable
-from h5chunk.feed.batches import BatchMaker, Tensors
+from h5chunk.feed.batches import BatchMaker, Tensors, drop, settled
 from h5chunk.feed.budget import DataSource
 from h5chunk.feed.layout import slot_bytes
 from h5chunk.feed.memory import PinnedMemory
@@ -291,30 +291,54 @@ class WindowStream:
         report.waited_s += time.perf_counter() - report.started  # starting threads, opening the file
         windows: dict[WindowRead, Iterator[Tensors]] = {}  # the batches of the windows that were read
         stays = self._lends_slot or self._echo != 1  # the window, until its last batch is used
-        for number in range(start, order.num_batches):
-            while (order.epoch, number) not in self._batches:
-                self._load_next()
-            read = self._batches.pop((order.epoch, number))
-            if read not in windows:
-                self._wait_for(read)
-                draws = Draws(order.seed, order.epoch, read.window.samples)
-                windows[read] = maker.open(read.slot.window, draws, order.batch_size)
-                self._fill()
-            batch = next(windows[read])
-            if last := number == read.window.batches[-1]:
-                del windows[read]
-            if not stays and number + 1 == order.num_batches:
-                self._next = order.epoch + 1, 0  # before the last batch: a consumer that counts batches stops there
-            if not stays and last:
-                self._release(read)
-            report.add(batch[0].shape[0], fresh=True)
-            yield maker.finish(batch)
-            if stays and last:
-                for batch in islice(self._echoes(read, order, maker), self._num_due(read, number)):
-                    report.add(batch[0].shape[0], fresh=False)
-                    yield maker.finish(batch)
-                self._release(read)
+        begun: deque[tuple[WindowRead, Tensors]] = deque()  # batches that are being decoded
+        due = count(start)
+        try:
+            for number in range(start, order.num_batches):
+                while not begun or (len(begun) <= maker.ahead and self._is_ready(order, number + len(begun))):
+                    begun.append(self._begin_batch(order, maker, next(due), windows))
+                read, batch = begun.popleft()
+                if maker.ahead:
+                    batch = settled(batch)
+                last = number == read.window.batches[-1]
+                if not stays and number + 1 == order.num_batches:
+                    self._next = order.epoch + 1, 0  # before the last batch: a consumer that counts batches stops there
+                if not stays and last:
+                    self._release(read)
+                report.add(batch[0].shape[0], fresh=True)
+                yield maker.finish(batch)
+                if stays and last:
+                    for batch in islice(self._echoes(read, order, maker), self._num_due(read, number)):
+                        report.add(batch[0].shape[0], fresh=False)
+                        yield maker.finish(batch)
+                    self._release(read)
+        finally:
+            for _, batch in begun:
+                drop(batch)
         self._next = order.epoch + 1, 0
+
+    def _is_ready(self, order: Order, number: int) -> bool:
+        """Return whether the window of a batch has been read."""
+        self._pool.hand_on_all()
+        read = self._batches.get((order.epoch, number))
+        return read is not None and read.is_ready
+
+    def _begin_batch(
+        self, order: Order, maker: BatchMaker, number: int, windows: dict[WindowRead, Iterator[Tensors]]
+    ) -> tuple[WindowRead, Tensors]:
+        """Begin a batch, and open its window if it is the first of it; wait until the window is read."""
+        while (order.epoch, number) not in self._batches:
+            self._load_next()
+        read = self._batches.pop((order.epoch, number))
+        if read not in windows:
+            self._wait_for(read)
+            draws = Draws(order.seed, order.epoch, read.window.samples)
+            windows[read] = maker.open(read.slot.window, draws, order.batch_size)
+            self._fill()
+        batch = next(windows[read])
+        if number == read.window.batches[-1]:
+            del windows[read]
+        return read, batch
 
     def _wait_for(self, read: WindowRead) -> None:
         """Wait until a window is read, and raise its error, if any."""

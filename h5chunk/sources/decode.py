@@ -102,10 +102,9 @@ def decode(image: bytes | Image.Image, options: ImageOptions, is_mask: bool = Fa
 
 def _adapt(image: Image.Image, options: ImageOptions, is_mask: bool) -> Decoded:
     notes = [f"{image.mode} mask" if is_mask else image.mode]
-    raw_modes = _raw_modes(image)
-    deep = next((mode for mode in raw_modes if _DEEP.search(mode)), None)
-    if deep is not None and not (is_mask and image.mode in _NUMBERS):  # Pillow opens some as 8 bits, without a warning
-        raise SampleError(f"has over 8 bits per channel ({deep}): scale it to 8 bits first; only you know its range")
+    raw_modes = raw_modes_of(image)
+    if not (is_mask and image.mode in _NUMBERS):
+        check_depth(raw_modes)
     num_frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
     if num_frames > 1:
         if options.animated == "error":
@@ -120,7 +119,7 @@ def _adapt(image: Image.Image, options: ImageOptions, is_mask: bool) -> Decoded:
     if orientation in range(2, 9):
         image = ImageOps.exif_transpose(image)
         notes.append("rotated")
-    image = _class_numbers(image, raw_modes) if is_mask else _convert(image, options.color)
+    image = _class_numbers(image, raw_modes) if is_mask else to_color(image, options.color)
     if options.size and (image.height, image.width) != options.size:
         image = _resize(image, options, Image.Resampling.NEAREST if is_mask else Image.Resampling.BICUBIC)
         notes.append("resized")
@@ -128,7 +127,7 @@ def _adapt(image: Image.Image, options: ImageOptions, is_mask: bool) -> Decoded:
     return Decoded(image, tuple(notes), size[::-1] if orientation in SIDEWAYS else size, orientation)
 
 
-def _raw_modes(image: Image.Image) -> list[str]:
+def raw_modes_of(image: Image.Image) -> list[str]:
     """Return the mode of an image, and Pillow's raw modes of the pixels in its file."""
     args = [image.mode]
     for tile in getattr(image, "tile", ()):
@@ -139,6 +138,12 @@ def _raw_modes(image: Image.Image) -> list[str]:
         if tile[0] in ("ppm", "ppm_plain") and more[-1] not in (255, 65535):
             args.append(_STRETCHED)
     return args
+
+
+def check_depth(raw_modes: list[str]) -> None:
+    """Refuse images of more than 8 bits: Pillow opens some of them as 8 bits, without a warning."""
+    if (deep := next((mode for mode in raw_modes if _DEEP.search(mode)), None)) is not None:
+        raise SampleError(f"has over 8 bits per channel ({deep}): scale it to 8 bits first; only you know its range")
 
 
 def _orientation(image: Image.Image) -> int:
@@ -162,7 +167,8 @@ def _draft(image: Image.Image, options: ImageOptions, sideways: bool) -> None:
         image.draft(None, (wanted[0], wanted[1]))
 
 
-def _convert(image: Image.Image, color: str) -> Image.Image:
+def to_color(image: Image.Image, color: str) -> Image.Image:
+    """Convert an image to the colours rgb or gray, or keep those of a usual mode; or raise SampleError."""
     if color == "keep":
         if image.mode == "1":
             return image.convert("L")

@@ -40,6 +40,7 @@ import torch
 from h5chunk.errors import OptionError
 from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.ragged import ImagesField, RaggedField
+from h5chunk.transforms.any_size import AnySizeConverter
 from h5chunk.transforms.augment import (
     AlternatingFlip,
     CenterCrop,
@@ -117,7 +118,9 @@ def compile_transforms(
     """
     check_first(transforms, field, stored)
     if isinstance(field, ImagesField):
-        raise OptionError(f"field {field.name!r} holds images of any size, which no transform takes yet")
+        count = _leading(transforms, IMAGE_TRANSFORMS, Normalize, ToDtype)
+        _check_late(transforms, count)
+        return AnySizeConverter(transforms[:count], field, allocate), tuple(transforms[count:])
     if field.scale is not None:
         assert isinstance(field, (Field, MatrixField))
         count = _leading(transforms, ROW_TRANSFORMS, (Dense, Csr), HoldOut)
@@ -129,14 +132,18 @@ def compile_transforms(
     assert stored is not None
     axis = channel_axis(field.sample_shape, field.axes)
     count = _leading(transforms, IMAGE_TRANSFORMS, Normalize, ToDtype)
-    for late in (each for each in transforms[count:] if isinstance(each, AUGMENTING)):
-        raise OptionError(f"{late} stands behind {transforms[count]}: put it first, as it knows the samples only there")
+    _check_late(transforms, count)
     if any(isinstance(each, AUGMENTING) for each in transforms[:count]):
         shape, is_mask = field.sample_shape, field.axes == "NHW"
         augment = AugmentConverter(transforms[:count], stored, shape, axis, allocate, is_mask=is_mask)
         return augment, tuple(transforms[count:])
     converter = ImageConverter(transforms[:count], stored, field.sample_shape, axis, allocate)
     return converter, tuple(transforms[count:])
+
+
+def _check_late(transforms: Sequence[Transform], count: int) -> None:
+    for late in (each for each in transforms[count:] if isinstance(each, AUGMENTING)):
+        raise OptionError(f"{late} stands behind {transforms[count]}: put it first, as it knows the samples only there")
 
 
 def _check_held_out(transforms: Sequence[Transform], count: int, field: Field | RaggedField) -> None:

@@ -1,0 +1,89 @@
+"""Decode images that a file keeps encoded: JPEG by simplejpeg if it is installed, all others by Pillow.
+
+Both run without the GIL while they decode. The size of an image is known from the file, and checked before decoding.
+"""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+from PIL import Image
+
+from h5chunk.errors import SampleError
+from h5chunk.sources.decode import FORMATS, check_depth, raw_modes_of, to_color
+from h5chunk.sources.kinds import MAX_PIXELS
+
+try:
+    import simplejpeg
+except ImportError:  # the extra "jpeg"
+    simplejpeg = None
+
+MISSING = 'JPEG by Pillow: pip install "h5chunk[jpeg]" decodes faster'
+SCALED = 2  # least factor by which JPEG is scaled while decoding; smaller ones take as long as decoding all
+TRANSPOSED = (5, 6, 7, 8)  # EXIF orientations that exchange height and width
+
+
+def decode_any(
+    data: np.ndarray, height: int, width: int, turn: int, channels: int, least: tuple[int, int], out: np.ndarray
+) -> tuple[int, int]:
+    """Decode an image of this upright size, (n,) uint8, into the beginning of ``out``, flat uint8, as (H, W, C).
+
+    Returns height and width of the result: if the image is a JPEG that stays larger than ``least``, it may be scaled by
+    1/2, 1/4 or 1/8. A SampleError says what is wrong with the image.
+    """
+    size = (width, height) if turn in TRANSPOSED else (height, width)
+    if height * width > MAX_PIXELS:
+        raise SampleError(f"is {height} x {width}, but decoders refuse more than {MAX_PIXELS} pixels")
+    least = (least[1], least[0]) if turn in TRANSPOSED else least
+    pixels = _by_simplejpeg(data, size, channels, least, out) if simplejpeg and data[0] == 0xFF else None
+    if pixels is None:
+        pixels = _by_pillow(data, size, channels)
+    if turn != 1:
+        pixels = _turned(pixels.copy(), turn)
+    target = out[: pixels.size].reshape(pixels.shape)
+    if not np.shares_memory(pixels, target):
+        target[...] = pixels
+    return pixels.shape[0], pixels.shape[1]
+
+
+def _by_simplejpeg(
+    data: np.ndarray, size: tuple[int, int], channels: int, least: tuple[int, int], out: np.ndarray
+) -> np.ndarray | None:
+    """Decode a JPEG; None if Pillow has to: other colours, and data that is not sound."""
+    try:
+        *found, color, _ = simplejpeg.decode_jpeg_header(data)
+        if tuple(found) != size or color not in ("YCbCr", "RGB", "Gray"):
+            return None
+        how = {"min_height": max(1, least[0]), "min_width": max(1, least[1])}
+        name = "RGB" if channels == 3 else "GRAY"
+        pixels: np.ndarray = simplejpeg.decode_jpeg(data, name, buffer=out, min_factor=SCALED, **how)
+        return pixels
+    except ValueError:
+        return None
+
+
+def _by_pillow(data: np.ndarray, size: tuple[int, int], channels: int) -> np.ndarray:
+    try:
+        image = Image.open(io.BytesIO(data.tobytes()), formats=FORMATS)
+        if image.size[::-1] != size:
+            raise SampleError(f"is {image.height} x {image.width}, but the file says {size[0]} x {size[1]}")
+        check_depth(raw_modes_of(image))
+        image.load()
+        pixels = np.asarray(to_color(image, "rgb" if channels == 3 else "gray"))
+        return pixels.reshape(*size, channels)
+    except SampleError:
+        raise
+    except MemoryError:
+        raise SampleError("needs more memory than is available") from None
+    except Exception as error:  # Pillow's plugins raise many types of errors on broken data
+        raise SampleError(f"cannot be decoded: {error or type(error).__name__}") from None
+
+
+def _turned(pixels: np.ndarray, turn: int) -> np.ndarray:
+    """Apply an EXIF orientation."""
+    if turn in TRANSPOSED:
+        pixels = pixels.transpose(1, 0, 2)
+    if turn in (2, 3, 6, 7):
+        pixels = pixels[:, ::-1]
+    return pixels[::-1] if turn in (3, 4, 7, 8) else pixels

@@ -1,0 +1,298 @@
+"""Convert images of any size: decode them in threads, a few batches ahead, then crop and resize them in one step.
+
+On the CPU a thread decodes a few images into memory of its own, and `h5chunk.transforms.augmenting` writes their
+results into the batch. For a GPU, images are decoded into one buffer, by nvJPEG if possible, and augmented there.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from h5chunk.errors import FieldError, FileError, OptionError, SampleError
+from h5chunk.machine import available_cores
+from h5chunk.plan.draws import (
+    BOX_HEIGHT,
+    BOX_WIDTH,
+    FULL_HEIGHT,
+    FULL_WIDTH,
+    HEIGHT,
+    LEFT,
+    MAX_SIDE,
+    OFFSET,
+    TOP,
+    WIDTH,
+    Draws,
+    Size,
+)
+from h5chunk.store.read.ragged import ImagesField, ImageSizes
+from h5chunk.transforms.augmenting import AUGMENTING, IMAGES, AugmentConverter
+from h5chunk.transforms.csr import CsrRows
+from h5chunk.transforms.nvjpeg import find_decoder
+
+AHEAD = 2  # batches that are decoded while the caller uses another
+GAP = 2  # a JPEG is scaled while it is decoded only if a box stays this many times larger than its result
+REMEDY = "add RandomResizedCrop(224), or Resize(256) and CenterCrop(224), to transforms"
+
+
+_local = threading.local()
+
+
+class Pending:
+    """A batch whose images are being decoded; `result` waits for it."""
+
+    def __init__(self, parts: Sequence[Future[Any]], finish: Callable[[], torch.Tensor]) -> None:
+        self._parts, self._finish = parts, finish
+        self.then: Callable[[torch.Tensor], torch.Tensor] = lambda batch: batch
+
+    def result(self) -> torch.Tensor:
+        """Return the batch, or raise the error of an image."""
+        for part in self._parts:
+            part.result()
+        return self.then(self._finish())
+
+    def drop(self) -> None:
+        """Wait until no thread reads the images, or writes the batch."""
+        for part in self._parts:
+            if not part.cancel():
+                part.exception()
+
+
+class AnySizeConverter(AugmentConverter):
+    """Convert images of any size; `attach` must be called before any batch is made."""
+
+    is_uncut = True
+
+    def __init__(
+        self,
+        transforms: Sequence[Any],
+        field: ImagesField,
+        allocate: Callable[[tuple[int, ...], torch.dtype], torch.Tensor],
+    ) -> None:
+        if not any(isinstance(each, AUGMENTING) for each in transforms):
+            raise OptionError(f"the images of field {field.name!r} differ in size: {REMEDY}")
+        self._result_size = _size_after(transforms, field)
+        super().__init__(transforms, torch.uint8, (field.channels, *self._result_size), 0, allocate)
+        self._rule = replace(self._rule, interleaved=True)
+        self._field, self._device = field, torch.device("cpu")
+        self._decode_batch: Callable[..., torch.Tensor] | None = None
+        self.decoder = "pixels" if field.form == "raw" else ""
+
+    def _size(self) -> Size:
+        return self._result_size
+
+    def prepare(self, device: torch.device) -> None:
+        self._device = device
+        on_gpu = self._field.form == "encoded" and device.type == "cuda" and self._field.channels == 3
+        if on_gpu and (found := find_decoder()) is not None:
+            self.decoder, self._decode_batch = found
+            self._rule = replace(self._rule, interleaved=False)
+        if not self.decoder:
+            from h5chunk.sources import decode_any
+
+            self.decoder = "JPEG by simplejpeg" if decode_any.simplejpeg else decode_any.MISSING
+        super().prepare(device)
+
+    def attach(self, sizes: ImageSizes, name_of: Callable[[int], str], num_threads: int | None = None) -> None:
+        """Take the sizes of all images, and the function that names an image in messages."""
+        most = max(int(sizes.heights.max(initial=0)), int(sizes.widths.max(initial=0)))
+        if most > MAX_SIDE:
+            raise FieldError(f"field {self._field.name!r} has an image of {most} pixels a side, more than {MAX_SIDE}")
+        self._image_sizes, self._name_of = sizes, name_of
+        self._num_threads = num_threads or available_cores()
+
+    def decoding_bytes(self, batch_size: int) -> int:
+        """Return the bytes of images that are decoded at a time, if they have average size, and of batches ahead."""
+        areas = self._image_sizes.heights.astype(np.float64) * self._image_sizes.widths
+        held = self._num_threads * IMAGES if self._device.type == "cpu" else (AHEAD + 1) * batch_size
+        pixels = held * float(areas.mean()) + float(areas.max(initial=0))
+        return int(pixels) * self._field.channels + AHEAD * batch_size * self.sample_bytes
+
+    def __call__(self, rows: CsrRows, keep: bool, draws: Draws) -> torch.Tensor:  # type: ignore[override]
+        return self.start(rows, draws).result()
+
+    def start(
+        self, rows: CsrRows, draws: Draws, then: Callable[[torch.Tensor], torch.Tensor] = lambda batch: batch
+    ) -> Pending:
+        """Start to make a batch of images, which must stay in place until it is made; ``then`` changes the batch."""
+        heights, widths, turns = (table[draws.samples] for table in self._image_sizes)
+        geometry = self.geometry(heights.astype(np.int64), widths.astype(np.int64), draws)
+        table = geometry.table(np.zeros(len(draws.samples), np.int64))
+        numbers = np.arange(rows.first, rows.first + len(rows)) if rows.numbers is None else rows.numbers.host
+        job = _Job(rows, numbers, draws.samples, turns, table)
+        pending = self._on_gpu(job) if self._device.type != "cpu" else self._on_host(job)
+        pending.then = then
+        return pending
+
+    def _on_host(self, job: _Job) -> Pending:
+        out = self._allocate(self.shape(len(job.table)), self.dtype)
+        firsts = range(0, len(job.table), IMAGES)
+        parts = [self._pool().submit(self._make, job, slice(first, first + IMAGES), out) for first in firsts]
+        return Pending(parts, lambda: out.permute(0, 3, 1, 2) if self._rule.out_interleaved else out)
+
+    def _make(self, job: _Job, some: slice, out: torch.Tensor) -> None:
+        """Decode a few images, and write their results."""
+        table = job.table[some]
+        if self._field.form == "raw":
+            table[:, OFFSET] = job.starts[some]
+            self.compute(job.rows.indices, table, out[some])
+            return
+        source = self._scratch(int((table[:, HEIGHT] * table[:, WIDTH]).sum()) * self._field.channels)
+        self._decode(job, range(*some.indices(len(job.table))), source)
+        self.compute(torch.from_numpy(source), table, out[some])
+
+    def _decode(self, job: _Job, images: range, source: np.ndarray) -> None:
+        """Decode images one after the other into ``source``, flat uint8, and put their places into the table."""
+        from h5chunk.sources.decode_any import decode_any
+
+        offset = 0
+        for number in images:
+            row = job.table[number]
+            height, width = int(row[HEIGHT]), int(row[WIDTH])
+            least = (_least(height, row[BOX_HEIGHT], row[FULL_HEIGHT]), _least(width, row[BOX_WIDTH], row[FULL_WIDTH]))
+            image = height, width, int(job.turns[number]), self._field.channels
+            try:
+                found = decode_any(job.bytes_of(number), *image, least, source[offset:])
+            except SampleError as error:
+                raise FileError(f"{self._name_of(int(job.samples[number]))} {error}") from None
+            row[OFFSET] = offset
+            if found != (height, width):
+                _scale(row, found)
+            offset += found[0] * found[1] * self._field.channels
+
+    def _scratch(self, num_bytes: int) -> np.ndarray:
+        """Return memory of this thread."""
+        held = getattr(_local, "held", None)
+        if held is None or len(held) < num_bytes:
+            held = _local.held = np.empty(num_bytes, np.uint8)
+        return held[:num_bytes]
+
+    def _on_gpu(self, job: _Job) -> Pending:
+        """Decode on the GPU, or in threads into one pinned buffer; the result is computed on the caller's stream."""
+        if self._decode_batch is not None:
+            decoded = self._pool().submit(self._by_gpu, job)
+            return Pending([decoded], lambda: self._augmented(decoded.result(), job.table))
+        if self._field.form == "raw":
+            job.table[:, OFFSET] = job.starts
+            return Pending([], lambda: self._augmented(job.rows.indices.to(self._device), job.table))
+        sizes = job.table[:, HEIGHT] * job.table[:, WIDTH] * self._field.channels
+        ends = np.cumsum(sizes)
+        source = torch.empty(int(sizes.sum()), dtype=torch.uint8, pin_memory=True)
+
+        def decode(images: range) -> None:
+            start = int(ends[images.start] - sizes[images.start])
+            self._decode(job, images, source.numpy()[start : int(ends[images.stop - 1])])
+            job.table[images.start : images.stop, OFFSET] += start
+
+        count = len(job.table)
+        groups = [range(first, min(first + IMAGES, count)) for first in range(0, count, IMAGES)]
+        parts = [self._pool().submit(decode, images) for images in groups]
+        return Pending(parts, lambda: self._augmented(source.to(self._device, non_blocking=True), job.table))
+
+    def _by_gpu(self, job: _Job) -> torch.Tensor:
+        """Decode a batch by nvJPEG into one buffer, (C, H, W) each; images that it does not take, by the CPU."""
+        assert self._decode_batch is not None
+        counts = self._field.channels * job.table[:, HEIGHT] * job.table[:, WIDTH]
+        job.table[:, OFFSET] = np.cumsum(counts) - counts
+        sizes = [(int(row[HEIGHT]), int(row[WIDTH])) for row in job.table]
+        data = [job.bytes_of(number) for number in range(len(job.table))]
+        by_cpu = partial(self._by_cpu, job)
+        return self._decode_batch(data, sizes, job.turns, by_cpu, self._device)
+
+    def _by_cpu(self, job: _Job, number: int) -> torch.Tensor:
+        """Decode one image on the CPU: (H, W, C)."""
+        size = int(job.table[number, HEIGHT]), int(job.table[number, WIDTH])
+        facts = size, int(job.turns[number]), self._field.channels
+        return decode_whole(job.bytes_of(number), *facts, partial(self._name_of, int(job.samples[number])))
+
+    def _augmented(self, source: torch.Tensor, table: np.ndarray) -> torch.Tensor:
+        source.record_stream(torch.cuda.current_stream(self._device))
+        out = torch.empty(self.shape(len(table)), dtype=self.dtype, device=self._device)
+        self.compute(source, table, out)
+        return out.permute(0, 3, 1, 2) if self._rule.out_interleaved else out
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = "_image_sizes", "_name_of"  # which `attach` sets again in another process
+        kept = {name: value for name, value in self.__dict__.items() if name not in own}
+        return {**kept, "_threads": None, "_native": None}
+
+    def _pool(self) -> ThreadPoolExecutor:
+        if self._threads is None or self._process != os.getpid():  # threads do not survive a fork
+            count = 1 if self._decode_batch is not None else self._num_threads
+            self._threads, self._process = ThreadPoolExecutor(count, "h5chunk-decode"), os.getpid()
+        return self._threads
+
+
+def decode_whole(data: np.ndarray, size: Size, turn: int, channels: int, name: Callable[[], str]) -> torch.Tensor:
+    """Decode an image of this size: (H, W, C). Raises FileError with its name if that fails."""
+    from h5chunk.sources.decode_any import decode_any
+
+    out = np.empty((*size, channels), np.uint8)
+    try:
+        decode_any(data, *size, turn, channels, size, out.reshape(-1))
+    except SampleError as error:
+        raise FileError(f"{name()} {error}") from None
+    return torch.from_numpy(out)
+
+
+def whole_images(
+    rows: CsrRows, samples: np.ndarray, sizes: ImageSizes, field: ImagesField, name_of: Callable[[int], str]
+) -> list[torch.Tensor]:
+    """Return all images of some rows as they are: (C, H, W) each."""
+    data, found = rows.indices.numpy(), []
+    for number, sample in enumerate(samples.tolist()):
+        one = data[rows.host_starts[number] : rows.host_starts[number + 1]]
+        height, width, turn = (int(table[sample]) for table in sizes)
+        if field.form == "raw":
+            image = torch.from_numpy(one.reshape(height, width, field.channels))
+        else:
+            image = decode_whole(one, (height, width), turn, field.channels, partial(name_of, sample))
+        found.append(image.permute(2, 0, 1).contiguous())
+    return found
+
+
+class _Job:
+    """The images of a batch, and their geometry."""
+
+    def __init__(
+        self, rows: CsrRows, numbers: np.ndarray, samples: np.ndarray, turns: np.ndarray, table: np.ndarray
+    ) -> None:
+        self.rows, self.samples, self.turns, self.table = rows, samples, turns, table
+        self.starts, self._ends = rows.host_starts[numbers], rows.host_starts[numbers + 1]
+        self._bytes = rows.indices.numpy()
+
+    def bytes_of(self, number: int) -> np.ndarray:
+        """Return the bytes of an image."""
+        return self._bytes[self.starts[number] : self._ends[number]]
+
+
+def _size_after(transforms: Sequence[Any], field: ImagesField) -> Size:
+    """Return the size of results; raise OptionError if that of the images shows."""
+    size: Size | None = None
+    for each in transforms:
+        size = each.size_after(size) if hasattr(each, "size_after") else size
+    if size is None:
+        raise OptionError(f"the images of field {field.name!r} still differ in size after all transforms: {REMEDY}")
+    return size
+
+
+def _least(side: int, box: int, full: int) -> int:
+    """Return the least length of an image's side that is large enough for the result of a box."""
+    return min(side, -(-GAP * side * int(full) // int(box)))
+
+
+def _scale(row: np.ndarray, size: tuple[int, int]) -> None:
+    """Change a row of a table for an image that was scaled to another size while it was decoded."""
+    for side, first, length, new in ((HEIGHT, TOP, BOX_HEIGHT, size[0]), (WIDTH, LEFT, BOX_WIDTH, size[1])):
+        old = int(row[side])
+        start = round(int(row[first]) * new / old)
+        stop = min(new, max(start + 1, round((int(row[first]) + int(row[length])) * new / old)))
+        row[first], row[length], row[side] = min(start, new - 1), stop - min(start, new - 1), new

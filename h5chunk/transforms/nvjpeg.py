@@ -1,0 +1,61 @@
+"""Decode JPEG on a GPU, in batches, by torchcodec or torchvision, whichever is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+
+import numpy as np
+import torch
+
+Decode = Callable[
+    [Sequence[np.ndarray], Sequence[tuple[int, int]], np.ndarray, Callable[[int], torch.Tensor], torch.device],
+    torch.Tensor,
+]
+
+
+@cache
+def find_decoder() -> tuple[str, Decode] | None:
+    """Return the name of what decodes batches on a GPU, and the function; None if nothing does."""
+    try:
+        from torchcodec.decoders import decode_jpeg
+
+        return "JPEG by nvJPEG of torchcodec", partial(_decoded, partial(decode_jpeg))
+    except (ImportError, RuntimeError, OSError):  # torchcodec raises others where it does not fit torch
+        pass
+    try:
+        from torchvision.io import ImageReadMode, decode_jpeg
+
+        return "JPEG by nvJPEG of torchvision", partial(_decoded, partial(decode_jpeg, mode=ImageReadMode.RGB))
+    except (ImportError, RuntimeError, OSError):
+        return None
+
+
+def _decoded(
+    decode: Callable[..., list[torch.Tensor]],
+    data: Sequence[np.ndarray],
+    sizes: Sequence[tuple[int, int]],
+    turns: np.ndarray,
+    by_cpu: Callable[[int], torch.Tensor],
+    device: torch.device,
+) -> torch.Tensor:
+    """Return the pixels of all images, (C, H, W) each, end to end.
+
+    An image that is not a JPEG, is turned, or that nvJPEG refuses, is decoded by the CPU.
+    """
+    taken = [number for number, each in enumerate(data) if each[0] == 0xFF and turns[number] == 1]
+    found: dict[int, torch.Tensor] = {}
+    try:
+        pixels = decode([torch.from_numpy(data[number]) for number in taken], device=device) if taken else []
+        found = dict(zip(taken, pixels, strict=True))
+    except RuntimeError:  # one of them is not sound, or of other colours
+        pass
+    parts = []
+    for number, size in enumerate(sizes):
+        image = found.get(number)
+        if image is None or tuple(image.shape) != (3, *size):
+            image = by_cpu(number).permute(2, 0, 1).contiguous().to(device)
+        parts.append(image.reshape(-1))
+    joined = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
+    torch.cuda.current_stream(device).synchronize()
+    return joined

@@ -1,0 +1,243 @@
+"""Images of any size in batches: decoded, cropped and resized, with every reader."""
+
+from __future__ import annotations
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+from torch.utils.data import DataLoader
+
+import h5chunk
+from h5chunk.errors import FieldError, FileError, OptionError
+from h5chunk.transforms import CenterCrop, Normalize, RandomHorizontalFlip, RandomResizedCrop, Resize, ToDtype
+
+SQUARE = [Resize(24), CenterCrop(20)]
+RANDOM = [RandomResizedCrop(16), RandomHorizontalFlip()]
+
+
+def picture(height, width, seed):
+    values = np.random.default_rng(seed).integers(0, 256, (2, 3, 3), np.uint8)
+    return Image.fromarray(values).resize((width, height), Image.Resampling.BICUBIC)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """Images of other sizes, kinds, colours and orientations, in two classes."""
+    folder = tmp_path_factory.mktemp("any") / "photos"
+    for name in "ab":
+        (folder / name).mkdir(parents=True)
+    for number in range(40):
+        image, how = picture(28 + number, 90 - number, number), {}
+        kind = ("jpg", "png", "jpg", "webp")[number % 4]
+        if number % 8 == 2:
+            how["exif"] = Image.Exif()
+            how["exif"][0x0112] = 1 + number // 8 + number % 3
+        if kind == "jpg":
+            image = image.convert(("RGB", "L", "CMYK")[number % 3])
+            how |= {"quality": 95, "subsampling": 0, "progressive": number % 5 == 0}
+        image.save(
+            folder / "ab"[number % 2] / f"{number}.{kind}", **({"lossless": True} if kind == "webp" else {}), **how
+        )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def kept(photos):
+    h5chunk.convert(photos, photos.parent / "kept.h5", keep_encoded=True, chunk_samples=4)
+    return photos.parent / "kept.h5"
+
+
+@pytest.fixture(scope="module")
+def raw(photos):
+    h5chunk.convert(photos, photos.parent / "raw.h5", keep_size=True, chunk_samples=4)
+    return photos.parent / "raw.h5"
+
+
+def all_batches(data, size=8, epoch_of=1, **options):
+    with h5chunk.ChunkLoader(data, size, **options) as loader:
+        for _ in range(epoch_of - 1):
+            list(loader)
+        return [tuple(each.clone() for each in batch) for batch in loader]
+
+
+def test_samples_are_decoded_upright_in_rgb(photos, kept):
+    dataset = h5chunk.ChunkDataset(kept)
+    for number, name in enumerate(dataset.source_names):
+        expected = np.asarray(ImageOps.exif_transpose(Image.open(photos / name)).convert("RGB"))
+        found = dataset[number][0].permute(1, 2, 0).numpy()
+        assert np.abs(found.astype(int) - expected).max() <= 3, name
+
+
+@pytest.mark.parametrize("transforms", [SQUARE, RANDOM], ids=["square", "random"])
+def test_encoded_and_raw_give_the_same(kept, raw, transforms):
+    for (one, labels), (other, others) in zip(
+        all_batches(kept, transforms=transforms), all_batches(raw, transforms=transforms), strict=True
+    ):
+        assert torch.equal(labels, others) and one.shape[1:] == other.shape[1:] and one.dtype == torch.uint8
+        assert (one.int() - other.int()).abs().max() <= 3
+
+
+def test_result_is_that_of_pillow(photos, raw):
+    dataset = h5chunk.ChunkDataset(raw, fields=["images", "sample_number"])
+    for images, numbers in all_batches(dataset, transforms=[Resize((20, 30))]):
+        for image, name in zip(images, dataset.source_names[numbers], strict=True):
+            expected = ImageOps.exif_transpose(Image.open(photos / name)).convert("RGB")
+            expected = np.asarray(expected.resize((30, 20), Image.Resampling.BILINEAR))
+            assert np.abs(image.permute(1, 2, 0).numpy().astype(int) - expected).max() <= 1
+
+
+@pytest.mark.parametrize("options", [{"reuse": True}, {"resident": True}, {"reader": "h5py"}, {"num_threads": 1}])
+def test_all_ways_of_reading_agree(kept, options):
+    how = {"transforms": [*RANDOM, Normalize(0.5, 0.25), ToDtype(torch.float16, channels_last=True)], "epoch_of": 2}
+    expected, found = all_batches(kept, **how), all_batches(kept, **how, **options)
+    assert len(found) == len(expected) == 5
+    assert all(
+        torch.equal(a, b) for one, other in zip(expected, found, strict=True) for a, b in zip(one, other, strict=True)
+    )
+    assert found[0][0].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_echoes_are_drawn_again(kept):
+    batches = all_batches(kept, size=20, transforms=RANDOM, echo=2)
+    assert len(batches) == 4 and not torch.equal(batches[0][0], batches[1][0])
+
+
+def test_a_position_is_resumed_and_left(kept):
+    data = h5chunk.ChunkDataset(kept, fields=["images", "sample_number"])
+    whole = all_batches(data, transforms=RANDOM)
+    assert sorted(torch.cat([numbers for _, numbers in whole]).tolist()) == list(range(40))
+    with (
+        h5chunk.ChunkLoader(data, 8, transforms=RANDOM) as first,
+        h5chunk.ChunkLoader(data, 8, transforms=RANDOM) as other,
+    ):
+        for number, _ in enumerate(first, 1):
+            if number == 2:
+                break
+        other.load_state_dict(first.state_dict())
+        rest = [tuple(each.clone() for each in batch) for batch in other]
+        again = [tuple(each.clone() for each in batch) for batch in first]
+    assert [numbers.tolist() for _, numbers in rest] == [numbers.tolist() for _, numbers in whole[2:]]
+    assert all(torch.equal(one[0], two[0]) for one, two in zip(rest, whole[2:], strict=True))
+    assert len(again) in (3, 5)
+
+
+def test_ranks_share_the_images(kept):
+    data, seen = h5chunk.ChunkDataset(kept, fields=["images", "sample_number"]), []
+    for rank in range(2):
+        sampler = h5chunk.ChunkSampler(data, 4, rank=rank, world_size=2)
+        seen += [
+            n for _, numbers in all_batches(data, None, sampler=sampler, transforms=SQUARE) for n in numbers.tolist()
+        ]
+    assert sorted(seen) == list(range(40))
+
+
+def test_several_files_and_subsets(photos, kept, raw, tmp_path):
+    h5chunk.convert(photos, tmp_path / "shards", keep_encoded=True, shards=3, chunk_samples=4)
+    data = h5chunk.ChunkDataset(tmp_path / "shards", fields=["images", "sample_number"])
+    assert len(data) == 40
+    part = data.subset(np.arange(5, 30, 3))
+    found = all_batches(part, transforms=SQUARE, shuffle=False)
+    one = {name: number for number, name in enumerate(h5chunk.ChunkDataset(kept).source_names)}
+    alike = all_batches(h5chunk.ChunkDataset(kept), transforms=SQUARE, shuffle=False)
+    images = torch.cat([batch[0] for batch in alike])
+    for own, numbers in found:
+        for image, name in zip(own, part.source_names[numbers.numpy()], strict=True):
+            assert torch.equal(image, images[one[name]])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_data_set_in_a_data_loader(kept, workers):
+    dataset = h5chunk.ChunkDataset(kept, transform=[*RANDOM, Normalize(0.5, 0.25)])
+    sampler = h5chunk.ChunkSampler(dataset, 8)
+    found = list(DataLoader(dataset, batch_sampler=sampler, num_workers=workers))
+    expected = all_batches(kept, transforms=[*RANDOM, Normalize(0.5, 0.25)])
+    assert all(torch.equal(one[0], other[0]) for one, other in zip(found, expected, strict=True))
+
+
+def test_batches_of_other_sizes_name_the_remedy(kept):
+    for transforms in (None, [Normalize(0.5, 0.5)], [Resize(24)], [RandomHorizontalFlip()]):
+        with pytest.raises(OptionError, match=r"differ in size.*RandomResizedCrop"):
+            h5chunk.ChunkLoader(kept, 8, transforms=transforms)
+    dataset = h5chunk.ChunkDataset(kept)
+    with pytest.raises(FieldError, match=r"differ in size.*RandomResizedCrop"):
+        next(iter(DataLoader(dataset, batch_sampler=h5chunk.ChunkSampler(dataset, 8))))
+
+
+def change(path, tmp_path, dataset, change_it):
+    copy = tmp_path / "changed.h5"
+    copy.write_bytes(path.read_bytes())
+    with h5py.File(copy, "r+") as file:
+        values = file[dataset][()]
+        change_it(values)
+        file[dataset][...] = values
+    return copy
+
+
+def test_a_broken_image_is_named(kept, tmp_path):
+    dataset = h5chunk.ChunkDataset(kept)
+    names = dataset.source_names.tolist()
+    number = next(n for n, name in enumerate(names) if name.endswith(".jpg"))
+    with h5py.File(kept) as file:
+        start, stop = file["images/offsets"][number : number + 2]
+    broken = change(kept, tmp_path, "images/data", lambda data: data[(start + stop) // 2 : stop].fill(0))
+    with pytest.raises(FileError, match=rf"changed.h5: {names[number]} cannot be decoded"):
+        all_batches(broken, transforms=SQUARE)
+    with pytest.raises(FileError, match="does not match its checksum"):
+        all_batches(h5chunk.ChunkDataset(broken, checksums="first"), transforms=SQUARE)
+
+
+@pytest.mark.parametrize("height", [7, 1 << 15, 1 << 31])
+def test_sizes_that_lie_are_errors(kept, tmp_path, height):
+    def lie(heights):
+        heights[3] = height
+
+    with pytest.raises(FileError, match=r"but the file says|more than"):
+        all_batches(change(kept, tmp_path, "images/heights", lie), transforms=SQUARE)
+
+
+def test_offsets_that_lie_are_errors(kept, raw, tmp_path):
+    def lie(offsets):
+        offsets[5] = 1 << 40
+
+    for path in (kept, raw):
+        with pytest.raises(FileError, match="is damaged"):
+            all_batches(change(path, tmp_path, "images/offsets", lie), transforms=SQUARE)
+    with pytest.raises(FileError, match="is damaged: image"):
+        all_batches(change(raw, tmp_path, "images/widths", lambda widths: widths.fill(9)), transforms=SQUARE)
+
+
+def test_large_jpegs_are_scaled_while_they_are_decoded(tmp_path):
+    folder = tmp_path / "large"
+    folder.mkdir()
+    smooth = picture(640, 512, 1)
+    smooth.save(folder / "a.jpg", quality=95)
+    h5chunk.convert(folder, tmp_path / "p.h5", keep_encoded=True)
+    ((found,),) = all_batches(tmp_path / "p.h5", transforms=[Resize((40, 32))])
+    expected = np.asarray(Image.open(folder / "a.jpg").resize((32, 40), Image.Resampling.BILINEAR))
+    assert np.abs(found[0].permute(1, 2, 0).numpy().astype(int) - expected).max() <= 4
+
+
+def test_pillow_decodes_without_simplejpeg(kept, monkeypatch):
+    expected = all_batches(kept, transforms=SQUARE)
+    monkeypatch.setattr("h5chunk.sources.decode_any.simplejpeg", None)
+    with h5chunk.ChunkLoader(kept, 8, transforms=SQUARE) as loader:
+        assert 'pip install "h5chunk[jpeg]"' in repr(loader)
+    for one, other in zip(expected, all_batches(kept, transforms=SQUARE), strict=True):
+        assert (one[0].int() - other[0].int()).abs().max() <= 3
+
+
+def test_memory_is_limited(kept):
+    with pytest.raises(OptionError, match="memory_bytes"):
+        h5chunk.ChunkLoader(kept, 8, transforms=SQUARE, memory_bytes=1000)
+
+
+def test_grey_images(photos, tmp_path):
+    h5chunk.convert(photos, tmp_path / "g.h5", keep_encoded=True, color="gray")
+    ((images, _), *_) = all_batches(tmp_path / "g.h5", transforms=SQUARE)
+    assert images.shape == (8, 1, 20, 20)
+    data = h5chunk.ChunkDataset(tmp_path / "g.h5")
+    name = data.source_names[0]
+    expected = np.asarray(ImageOps.exif_transpose(Image.open(photos / name)).convert("L"))
+    assert np.abs(data[0][0][0].numpy().astype(int) - expected).max() <= 3
