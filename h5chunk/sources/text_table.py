@@ -59,9 +59,9 @@ def find_form(lines: list[bytes]) -> TextTable | None:
     has_numbers = has_commas or any(is_number(cell) for row in whole for cell in row)
     if len(first) < 2 or 2 * len(whole) <= len(below) or not has_numbers:
         return None
-    above = [any(map(is_number, column)) for column in zip(*whole, strict=True)]  # numbers
+    numbers = [any(map(is_number, column)) for column in zip(*whole, strict=True)]
     words = [not is_number(cell) and cell not in MISSING and not DECIMAL_COMMA.fullmatch(cell) for cell in first]
-    has_header = all(words) or any(word and number for word, number in zip(words, above, strict=True))
+    has_header = all(words) or any(word and number for word, number in zip(words, numbers, strict=True))
     names = [cell.strip("'").replace("/", "_") or "index" for cell in first]
     if not has_header:
         names = [f"column_{number}" for number in range(len(first))]
@@ -105,17 +105,14 @@ def read_text_table(path: str, memory_bytes: int) -> tuple[Any, TextTable]:
     text = TextFile(path)
     form = find_form(text.head_lines())
     if form is None:
-        text.fail(
-            "its first lines are not a table: give several columns, one of them numbers, in lines of equal length"
-        )
+        text.fail("its first lines are not a table: give several columns, one of them numbers, in all lines")
     data = io.BytesIO()
     for piece in text.pieces(PIECE_BYTES):
         data.write(form.dialect.translate(piece.data))
         if data.tell() > memory_bytes // 2:
             text.fail(f"takes over {human_bytes(memory_bytes // 2)} as text: save it as .parquet and convert that")
-    repeated = next((name for name in form.names if form.names.count(name) > 1), None)
-    if repeated is not None:
-        text.fail(f"two columns are called {printable(repeated)!r}: rename one")
+    if repeated := [name for name in form.names if form.names.count(name) > 1]:
+        text.fail(f"two columns are called {printable(repeated[0])!r}: rename one")
     data.seek(0)
     table = arrow_csv.read_csv(
         data,

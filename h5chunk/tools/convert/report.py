@@ -13,6 +13,7 @@ from h5chunk.tools.report import Report, list_some, rows, values_text
 COMPLETE = "already complete"
 MOST_FIELDS = 12  # fields that a report lists
 MODES = {"L": "grey (L)", "1": "black and white (1)", "P": "palette (P)", "LA": "grey with alpha (LA)"}
+MODES |= {f"{mode} mask": f"{name} mask" for mode, name in MODES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +64,7 @@ class ConvertReport(Report):
             *rows("fields", ", ".join([*fields[:MOST_FIELDS], *more]) + ("; no labels" if is_unlabelled else "")),
             *rows("chunks", f"{layout.num_chunks:,} of {self._chunk_text()}"),
             *rows("  -", layout.reasons if self.free_bytes is not None else ()),
-            *rows("originals", ", ".join(f"{count:,} {_in_words(what)}" for what, count in self.counts.items())),
+            *rows("originals", ", ".join(f"{count:,} {MODES.get(what, what)}" for what, count in self.counts.items())),
             *rows("classes", list_some(self.class_names) if self.class_names else ""),
             *rows("new class", self.new_classes),
             *rows("ignored", self.ignored),
@@ -150,16 +151,6 @@ class MatrixReport(Report):
         if self.free_bytes is not None:
             size, rate = f"about {size} needed, {human_bytes(self.free_bytes)} free", f"about {self.seconds:.0f} s"
         return f"{self.path}: {', '.join([*parts, size, COMPLETE if self.already_complete else rate])}"
-
-
-def _in_words(what: str) -> str:
-    """Describe the mode of an image, or a change to an image, in words.
-
-    >>> _in_words("L mask"), _in_words("resized")
-    ('grey (L) mask', 'resized')
-    """
-    mode, _, kind = what.partition(" ")
-    return f"{MODES.get(mode, mode)} {kind}".rstrip()
 
 
 def _axes_text(num_rows: int | None, num_columns: int | None, axes: tuple[str, str]) -> str:
