@@ -16,7 +16,9 @@ from h5chunk.store.read.fields import Field
 from h5chunk.store.read.ragged import RaggedField
 from h5chunk.transforms import Transform, compile_transforms
 from h5chunk.transforms.any_size import AHEAD, AnySizeConverter, Pending
+from h5chunk.transforms.augmenting import AugmentConverter
 from h5chunk.transforms.csr import CsrRows
+from h5chunk.transforms.images import ImagesByNumber
 from h5chunk.transforms.per_sample import PerSample, split_per_sample
 from h5chunk.transforms.rows import RowConverter
 
@@ -136,6 +138,12 @@ class BatchMaker:
         fields = zip(self._pipelines, samples, strict=True)
         batches = zip(*(pipeline.batches(own, draws, batch_size, keep=True) for pipeline, own in fields), strict=True)
         return list(map(_flat, batches))
+
+    def by_number(self, fields: Sequence[Any]) -> Fields:
+        """Return the fields of all samples on a GPU, as what converters gather themselves where they can."""
+        augmented = (isinstance(pipeline.converter, AugmentConverter) for pipeline in self._pipelines)
+        pairs = zip(fields, augmented, strict=True)
+        return tuple(ImagesByNumber(own) if is_it and isinstance(own, torch.Tensor) else own for own, is_it in pairs)
 
     def num_gathered(self, batch_size: int) -> int:
         """Return how many batches to gather and convert with one call, so that each call has enough work."""

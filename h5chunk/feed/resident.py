@@ -98,8 +98,9 @@ class Resident:
         without = fresh - math.ceil(len(samples) / order.batch_size)  # 1 if the last batch is empty
         together = 1 if self._memory is not None else maker.num_gathered(order.batch_size)
         for number in count():
-            draws, first, size = Draws(order.seed, order.epoch, samples, number), 0, together * order.batch_size
-            for gathered in self._gathered(samples, size):
+            draws = Draws(order.seed, order.epoch, samples, number, kept={}, whole=samples)
+            first, size = 0, together * order.batch_size
+            for gathered in self._gathered(samples, size, maker):
                 if not left:
                     return
                 made = maker.make(gathered, draws.part(first, first + size), order.batch_size)
@@ -115,14 +116,15 @@ class Resident:
                 return
             samples = samples[echo_pass(len(samples), order.seed, order.epoch, 0, number)]
 
-    def _gathered(self, samples: np.ndarray, size: int) -> Iterator[Fields]:
+    def _gathered(self, samples: np.ndarray, size: int, maker: BatchMaker) -> Iterator[Fields]:
         """Yield the fields of samples, up to ``size`` samples at a time."""
         if self._ahead is not None and self._ahead.is_worthwhile(size):
             yield from self._ahead.batches(samples, size)
             return
         numbers = Numbers(samples, to_device(samples, self._device))
+        fields = tuple(self._fields) if self._memory is not None else maker.by_number(self._fields)
         for first in range(0, len(samples), size):
-            yield gather(tuple(self._fields), numbers.part(first, first + size), self._memory)
+            yield gather(fields, numbers.part(first, first + size), self._memory)
 
     def _plan(self, order: Order) -> _DrawnOrder:
         if self._process != os.getpid():  # a fork has no threads

@@ -24,6 +24,7 @@ from h5chunk.errors import FileError, OptionError, human_bytes
 from h5chunk.feed.layout import FieldLayout, Layouts, MatrixLayout, aligned_bytes, slot_bytes
 from h5chunk.store.read.csr import CsrBuffers
 from h5chunk.transforms.csr import CsrRows, Numbers
+from h5chunk.transforms.images import ImagesByNumber
 
 KEPT = 2  # free buffers to keep, because a loop holds one batch while the next is read
 REUSED_BYTES = 1 << 20  # smaller buffers come from malloc, which reuses their memory itself
@@ -326,7 +327,7 @@ def gather(fields: Fields, samples: Numbers, memory: BatchMemory | None) -> Fiel
     """
     gathered: list[Any] = []
     for field in fields:
-        if isinstance(field, CsrRows):
+        if isinstance(field, (CsrRows, ImagesByNumber)):
             gathered.append(field.take(samples))
         elif memory is None:
             gathered.append(field.index_select(0, samples.there))

@@ -332,7 +332,7 @@ class WindowStream:
         read = self._batches.pop((order.epoch, number))
         if read not in windows:
             self._wait_for(read)
-            draws = Draws(order.seed, order.epoch, read.window.samples)
+            draws = Draws(order.seed, order.epoch, read.window.samples, kept={}, whole=read.window.samples)
             windows[read] = maker.open(read.slot.window, draws, order.batch_size)
             self._fill()
         batch = next(windows[read])

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,12 +37,19 @@ OFFSET, HEIGHT, WIDTH, TOP, LEFT, BOX_HEIGHT, BOX_WIDTH, FULL_HEIGHT, FULL_WIDTH
 
 
 class Draws(NamedTuple):
-    """Random numbers of samples, by their numbers in the file; ``use`` is 0, or k for their k-th echo in the epoch."""
+    """Random numbers of samples, by their numbers in the file; ``use`` is 0, or k for their k-th echo in the epoch.
+
+    Parts of the draws of all samples of a window or an epoch share ``kept``, which holds what converters computed for
+    several parts at once, and begin at sample ``first`` of these ``whole`` samples.
+    """
 
     seed: int
     epoch: int
     samples: Indices
     use: int = 0
+    kept: dict[Any, Any] | None = None
+    whole: Indices | None = None
+    first: int = 0
 
     def uniform(self, stream: int, count: int, first: int = 0) -> Floats:
         """Return numbers ``first`` to ``first + count`` of a stream, from 0 to below 1: (count, num_samples)."""
@@ -57,7 +64,7 @@ class Draws(NamedTuple):
 
     def part(self, start: int, stop: int) -> Draws:
         """Return the draws of samples ``start`` to ``stop``."""
-        return Draws(self.seed, self.epoch, self.samples[start:stop], self.use)
+        return self._replace(samples=self.samples[start:stop], first=self.first + start)
 
 
 @lru_cache

@@ -81,15 +81,16 @@ def weigh_taps(  # type: ignore[no-untyped-def,unused-ignore]
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def add_row(sums, pixels, weights_x, tap, stride, is_column, longest: tl.constexpr):  # type: ignore[no-untyped-def,unused-ignore]
+def add_row(sums, source, at, weights_x, tap, stride, is_column, longest: tl.constexpr):  # type: ignore[no-untyped-def,unused-ignore]
     """Add the pixels of one tap of each column to the sums of a row of the box."""
     weight = tl.load(weights_x + tap * longest, mask=is_column, other=0)
-    return sums + weight[None, :] * tl.load(pixels + tap * stride).to(tl.int32)
+    return sums + weight[None, :] * tl.load(source + at + tap * stride).to(tl.int32)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def resampled(  # type: ignore[no-untyped-def,unused-ignore]
-    pixels,
+    source,
+    at,
     row,
     pixel,
     weights_y,
@@ -102,43 +103,47 @@ def resampled(  # type: ignore[no-untyped-def,unused-ignore]
     unrolled: tl.constexpr,
     shape: tl.constexpr,
 ):
-    """Return the sums of pixels from ``pixels`` on; with ``unrolled``, this is the number of rows and columns."""
+    """Return the weighted means of pixels from ``source + at`` on, of ``unrolled`` rows and columns if it is not 0."""
     total = tl.zeros(shape, tl.int32)
     if unrolled:
         for tap_y in tl.static_range(unrolled):
             weight_y = tl.load(weights_y + tap_y * longest, mask=is_row, other=0)
             sums = tl.full(shape, 2097152, tl.int32)
             for tap_x in tl.static_range(unrolled):
-                sums = add_row(sums, pixels + tap_y * row, weights_x, tap_x, pixel, is_column, longest)
+                sums = add_row(sums, source + tap_y * row, at, weights_x, tap_x, pixel, is_column, longest)
             total += weight_y[:, None] * (sums >> 22)
     else:
         for tap_y in range(0, count_y):
             weight_y = tl.load(weights_y + tap_y * longest, mask=is_row, other=0)
             sums = tl.full(shape, 2097152, tl.int32)
             for tap_x in range(0, count_x):
-                sums = add_row(sums, pixels + tap_y * row, weights_x, tap_x, pixel, is_column, longest)
+                sums = add_row(sums, source + tap_y * row, at, weights_x, tap_x, pixel, is_column, longest)
             total += weight_y[:, None] * (sums >> 22)
     return (total + 2097152) >> 22
 
 
 @triton.jit(  # type: ignore[untyped-decorator,unused-ignore]
-    do_not_specialize=["most"], do_not_specialize_on_alignment=["images", "table"]
+    do_not_specialize=["first", "row_bytes", "most"], do_not_specialize_on_alignment=["images", "rows"]
 )
 def augment_images(  # type: ignore[no-untyped-def,unused-ignore]
     images,
     out,
+    rows,
     table,
     taps,
     scale,
     shift,
     fill,
     erased,
+    first,
+    row_bytes,
     most,
     columns: tl.constexpr,
     channels: tl.constexpr,
     out_height: tl.constexpr,
     out_width: tl.constexpr,
     longest: tl.constexpr,
+    has_rows: tl.constexpr,
     planar: tl.constexpr,
     interleaves: tl.constexpr,
     scales: tl.constexpr,
@@ -150,42 +155,35 @@ def augment_images(  # type: ignore[no-untyped-def,unused-ignore]
     block_columns: tl.constexpr,
     together: tl.constexpr,
 ):
-    """Compute a block of one output image, of all channels if they are interleaved, otherwise of one channel.
+    """Compute a block of one output image, channel after channel.
 
     ``planar`` is the layout of the stored images, ``interleaves`` that of the output.
     """
-    line: tl.constexpr = out_width * channels if interleaves else out_width  # what is contiguous in the output
-    planes: tl.constexpr = 1 if interleaves else channels
-    across: tl.constexpr = (line + block_columns - 1) // block_columns
+    across: tl.constexpr = (out_width + block_columns - 1) // block_columns
     down: tl.constexpr = (out_height + block_rows - 1) // block_rows
-    sample = (tl.program_id(0) // (planes * down * across)).to(tl.int64)
-    block = tl.program_id(0) % (planes * down * across)
-    plane = block // (down * across)
-    y = block % (down * across) // across * block_rows + tl.arange(0, block_rows)
-    place = block % across * block_columns + tl.arange(0, block_columns)
+    sample = (tl.program_id(0) // (down * across)).to(tl.int64)
+    y = tl.program_id(0) % (down * across) // across * block_rows + tl.arange(0, block_rows)
+    x = tl.program_id(0) % across * block_columns + tl.arange(0, block_columns)
     is_row = y < out_height
-    is_column = place < line
-    x = place
-    channel = plane + tl.zeros([block_columns], tl.int32)
-    if interleaves:
-        x = place // channels
-        channel = place % channels
-    own = table + sample * columns
-    top = tl.load(own + 3).to(tl.int32)
-    left = tl.load(own + 4).to(tl.int32)
+    is_column = x < out_width
+    own = table + (first + sample) * columns
+    stored = sample
+    if has_rows:
+        stored = tl.load(rows + sample)
     pixel: tl.constexpr = 1 if planar else channels
     row = tl.load(own + 2).to(tl.int32) * pixel
-    first_number = channel
-    if planar:
-        first_number = channel * (tl.load(own + 1).to(tl.int32) * row)
+    step = tl.load(own + 1).to(tl.int32) * row if planar else 1
     if resamples:
-        taps_y = taps + sample * (2 * (most + 1) * longest) + y
-        taps_x = taps + (sample * 2 + 1) * ((most + 1) * longest) + x
+        taps_y = taps + (first + sample) * (2 * (most + 1) * longest) + y
+        taps_x = taps + ((first + sample) * 2 + 1) * ((most + 1) * longest) + x
         from_y = tl.load(taps_y, mask=is_row, other=0)
         from_x = tl.load(taps_x, mask=is_column, other=0)
-        is_there = (from_x >= 0)[None, :] & (from_y >= 0)[:, None]
+        is_there = (from_y >= 0)[:, None] & (from_x >= 0)[None, :]
         from_y = tl.maximum(from_y, 0)
         from_x = tl.maximum(from_x, 0)
+        count_y, count_x = count_taps(own, antialias)
+        taps_y += longest
+        taps_x += longest
     else:
         height = tl.load(own + 7).to(tl.int32)
         width = tl.load(own + 8).to(tl.int32)
@@ -193,43 +191,43 @@ def augment_images(  # type: ignore[no-untyped-def,unused-ignore]
         index_x = tl.where(tl.load(own + 11) != 0, out_width - 1 - x, x) + tl.load(own + 10).to(tl.int32)
         inside_y = index_inside(index_y, height, padding)
         inside_x = index_inside(index_x, width, padding)
-        is_there = (index_x == inside_x)[None, :] & (index_y == inside_y)[:, None]
+        is_there = (index_y == inside_y)[:, None] & (index_x == inside_x)[None, :]
         from_y = (2 * inside_y + 1) * tl.load(own + 5).to(tl.int32) // (2 * height)
         from_x = (2 * inside_x + 1) * tl.load(own + 6).to(tl.int32) // (2 * width)
-    first = ((left + from_x) * pixel + first_number)[None, :] + ((top + from_y) * row)[:, None]
-    pixels = images + tl.load(own) + tl.max_contiguous(first, [1, 2])  # so that columns go to neighbouring threads
-    value = tl.zeros([block_rows, block_columns], tl.int32)
-    if resamples:
-        weights_y = taps_y + longest
-        weights_x = taps_x + longest
-        count_y, count_x = count_taps(own, antialias)
-        shape: tl.constexpr = [block_rows, block_columns]
-        if (count_y == 2) & (count_x == 2):
-            value = resampled(pixels, row, pixel, weights_y, weights_x, 2, 2, is_row, is_column, longest, 2, shape)
-        elif (count_y == 3) & (count_x == 3):
-            value = resampled(pixels, row, pixel, weights_y, weights_x, 3, 3, is_row, is_column, longest, 3, shape)
-        else:
-            value = resampled(
-                pixels, row, pixel, weights_y, weights_x, count_y, count_x, is_row, is_column, longest, 0, shape
-            )
+    at = ((tl.load(own + 3).to(tl.int32) + from_y) * row)[:, None]
+    at += ((tl.load(own + 4).to(tl.int32) + from_x) * pixel)[None, :]
+    at = tl.max_contiguous(at.to(tl.uint32), [1, 2])  # so that neighbouring threads read neighbouring columns
+    source = images + tl.load(own) + stored * row_bytes
+    if interleaves:
+        there = ((y * out_width)[:, None] + x[None, :]) * channels
     else:
-        value = tl.load(pixels).to(tl.int32)
-    if padding == "constant":
-        filler = tl.load(fill + channel, mask=is_column, other=0).to(tl.int32)
-        value = tl.where(is_there, value, filler[None, :])
-    result = value
-    if scales:
-        factor = tl.load(scale + channel, mask=is_column, other=0)
-        offset = tl.load(shift + channel, mask=is_column, other=0)
-        result = value.to(tl.float32) * factor[None, :] + offset[None, :]
-    result = result.to(out.dtype.element_ty)
-    for number in tl.static_range(num_erased):
-        blank = tl.load(erased + number * channels + channel, mask=is_column, other=0)
-        top_row = tl.load(own + 12 + 4 * number)
-        left_column = tl.load(own + 13 + 4 * number)
-        in_rows = (y >= top_row) & (y < top_row + tl.load(own + 14 + 4 * number))
-        in_columns = (x >= left_column) & (x < left_column + tl.load(own + 15 + 4 * number))
-        result = tl.where(in_columns[None, :] & in_rows[:, None], blank[None, :], result)
-    image = out + (sample * planes + plane) * (out_height * line)
-    there = tl.max_contiguous(place[None, :] + (y * line)[:, None], [1, together])
-    tl.store(image + there, result, mask=is_column[None, :] & is_row[:, None])
+        there = tl.max_contiguous((y * out_width)[:, None] + x[None, :], [1, together])
+    image = out + sample * (channels * out_height * out_width)
+    for channel in range(channels):
+        if resamples:
+            shape: tl.constexpr = [block_rows, block_columns]
+            if (count_y == 2) & (count_x == 2):
+                value = resampled(source, at, row, pixel, taps_y, taps_x, 2, 2, is_row, is_column, longest, 2, shape)
+            elif (count_y == 3) & (count_x == 3):
+                value = resampled(source, at, row, pixel, taps_y, taps_x, 3, 3, is_row, is_column, longest, 3, shape)
+            else:
+                value = resampled(
+                    source, at, row, pixel, taps_y, taps_x, count_y, count_x, is_row, is_column, longest, 0, shape
+                )
+        else:
+            value = tl.load(source + at).to(tl.int32)
+        if padding == "constant":
+            value = tl.where(is_there, value, tl.load(fill + channel).to(tl.int32))
+        result = value
+        if scales:
+            result = value.to(tl.float32) * tl.load(scale + channel) + tl.load(shift + channel)
+        result = result.to(out.dtype.element_ty)
+        for number in tl.static_range(num_erased):
+            box = own + 12 + 4 * number
+            in_rows = (y >= tl.load(box)) & (y < tl.load(box) + tl.load(box + 2))
+            in_columns = (x >= tl.load(box + 1)) & (x < tl.load(box + 1) + tl.load(box + 3))
+            blank = tl.load(erased + number * channels + channel)
+            result = tl.where(in_rows[:, None] & in_columns[None, :], blank, result)
+        tl.store(image + there, result, mask=is_row[:, None] & is_column[None, :])
+        source += step
+        image += 1 if interleaves else out_height * out_width

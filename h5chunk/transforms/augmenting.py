@@ -37,12 +37,13 @@ import torch
 from h5chunk import native
 from h5chunk.errors import OptionError
 from h5chunk.machine import available_cores
-from h5chunk.plan.draws import ERASED, ERASING, MAX_SIDE, Draws, Geometry, Size
+from h5chunk.plan.draws import ERASED, ERASING, MAX_SIDE, OFFSET, Draws, Geometry, Size
 from h5chunk.plan.permutation import Indices
 from h5chunk.transforms.augment import ERASERS, GEOMETRIC, INTERPOLATIONS, MODES, RandomCrop
-from h5chunk.transforms.compiled import AugmentKernel
+from h5chunk.transforms.compiled import AugmentKernel, LoadedTable
 from h5chunk.transforms.images import (
     KEPT_CONVERTERS,
+    ImagesByNumber,
     Normalize,
     ToDtype,
     channel_axis,
@@ -52,6 +53,7 @@ from h5chunk.transforms.images import (
 )
 
 WEIGHT_BITS = 22
+MOST_TOGETHER, TAPS_BYTES = 1024, 16 << 20  # samples to draw at a time, and their bytes on a GPU
 IMAGES = 8  # that a thread takes at a time
 LOOKED_UP, SAME, FLOAT32, BFLOAT16 = range(4)  # conversions of augment.c
 AUGMENTING = (*GEOMETRIC, *ERASERS)
@@ -69,6 +71,7 @@ class Rule:
     size: Size  # of results
     interpolation: str
     mode: str
+    pads: bool  # whether anything outside of an image is seen
     interleaved: bool
     out_interleaved: bool
     fill: torch.Tensor  # (channels,) uint8
@@ -160,6 +163,15 @@ def _places(rule: Rule, count: int, first: int, length: int) -> tuple[Indices, n
     return places.clip(0, length - 1), outside & (rule.mode == "constant")
 
 
+@dataclass(eq=False)
+class Drawn:
+    """The geometry of samples, of which the first has this place in their draws, and its copy on a GPU."""
+
+    table: Indices
+    first: int
+    loaded: LoadedTable | None = None
+
+
 class AugmentConverter:
     """Convert stored images as transforms say: crops, resizing and flips, then `Normalize`, `ToDtype` and erasing.
 
@@ -189,6 +201,8 @@ class AugmentConverter:
         self._rule = _make_rule(transforms, sample_shape, axis, self._size(), is_mask)
         self.dtype, self._allocate = self._rule.dtype, allocate
         self.sample_bytes = self._rule.channels * math.prod(self._rule.size) * self.dtype.itemsize
+        taps = 2 * (3 + 2 * max(self._sides) // min(self._rule.size)) * max(self._rule.size)
+        self._together = max(1, min(MOST_TOGETHER, TAPS_BYTES // (4 * taps)))
         self._kernel: AugmentKernel | None = None
         self._native: native.ImageRule | None = None
         self._threads: ThreadPoolExecutor | None = None
@@ -223,13 +237,14 @@ class AugmentConverter:
         if self._kernel is None and AugmentKernel.suits(self._rule):
             self._kernel = AugmentKernel(self._rule)
 
-    def __call__(self, images: torch.Tensor, keep: bool, draws: Draws) -> torch.Tensor:
+    def __call__(self, images: torch.Tensor | ImagesByNumber, keep: bool, draws: Draws) -> torch.Tensor:
         """Return the augmented batch, in memory of its own."""
+        images = images if isinstance(images, ImagesByNumber) else ImagesByNumber(images)
         shape = self.shape(len(images))
-        if images.device.type == "cpu":
+        if images.images.device.type == "cpu":
             out = self._allocate(shape, self.dtype)
         else:
-            out = torch.empty(shape, dtype=self.dtype, device=images.device)
+            out = torch.empty(shape, dtype=self.dtype, device=images.images.device)
         self.fill(images, draws, out)
         return out.permute(0, 3, 1, 2) if self._rule.out_interleaved and not self._interleaved else out
 
@@ -240,16 +255,41 @@ class AugmentConverter:
             return count, *rule.size
         return (count, *rule.size, rule.channels) if rule.out_interleaved else (count, rule.channels, *rule.size)
 
-    def fill(self, images: torch.Tensor, draws: Draws, out: torch.Tensor) -> None:
+    def fill(self, images: torch.Tensor | ImagesByNumber, draws: Draws, out: torch.Tensor) -> None:
         """Write the results to ``out``, of this shape in memory."""
-        count = len(images)
-        offsets = np.arange(count, dtype=np.int64) * math.prod(self._shape)
-        table = self.geometry(*self._sizes(count), draws).table(offsets)
-        self.compute(images.reshape(-1), table, out)
+        images = images if isinstance(images, ImagesByNumber) else ImagesByNumber(images)
+        if not len(images):
+            return
+        source, numbers, image_bytes = images.images.reshape(-1), images.numbers, math.prod(self._shape)
+        drawn = self._drawn(draws)
+        first, count = draws.first - drawn.first, len(images)
+        if self._kernel is not None and (loaded := self._kernel.load(drawn.table, drawn.loaded)) is not None:
+            drawn.loaded = loaded
+            self._kernel(source, loaded, first, None if numbers is None else numbers.there, image_bytes, out)
+            return
+        table = drawn.table[first : first + count].copy()
+        table[:, OFFSET] = image_bytes * (np.arange(count) if numbers is None else numbers.host)
+        self.compute(source, table, out)
+
+    def _drawn(self, draws: Draws) -> Drawn:
+        """Return the geometry of these samples, which may be that of several batches."""
+        if draws.kept is None or draws.whole is None:
+            return Drawn(self._table(draws), draws.first)
+        drawn, stop = draws.kept.get(self), draws.first + len(draws.samples)
+        if drawn is None or not drawn.first <= draws.first <= stop <= drawn.first + len(drawn.table):
+            count = max(1, self._together // len(draws.samples)) * len(draws.samples)
+            whole = draws.whole[draws.first : draws.first + count]
+            drawn = draws.kept[self] = Drawn(self._table(draws._replace(samples=whole)), draws.first)
+        return drawn
+
+    def _table(self, draws: Draws) -> Indices:
+        count = len(draws.samples)
+        return self.geometry(*self._sizes(count), draws).table(np.zeros(count, np.int64))
 
     def compute(self, source: torch.Tensor, table: Indices, out: torch.Tensor) -> None:
         """Compute the results of a table, of images in ``source``, flat uint8 on the device of the batches."""
-        if self._kernel is not None and self._kernel(source, table, out):
+        if self._kernel is not None and (loaded := self._kernel.load(table, None)) is not None:
+            self._kernel(source, loaded, 0, None, 0, out)
             return
         if source.device.type == "cpu" and native.available():
             self._compute_natively(source, table, out)
@@ -336,6 +376,7 @@ def _make_rule(transforms: Sequence[Any], sample_shape: tuple[int, ...], axis: i
         size,
         "nearest" if is_mask else resizing,
         crop.mode,
+        crop.pads,
         axis == 2,
         axis == 2 or channels_last,
         _per_channel(crop, "fill", crop.fill, channels).to(torch.uint8),

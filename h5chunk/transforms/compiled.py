@@ -10,18 +10,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from h5chunk.plan.draws import BOX_HEIGHT, DOWN, ERASED, FULL_HEIGHT, HEIGHT, LEFT, TOP
 from h5chunk.transforms.csr import CsrRows, Numbers, ValueRule
 
 FEWEST_NUMBERS = 4 << 20  # in a smaller batch, launching the kernel takes longer than torch.addcmul; scripts/LOG.md
 MOST_CHANNELS = 16  # a program holds all channels of its pixels
 PIXELS = 1024  # pixels per program; 512 and 2048 are as fast
 BLOCK, ZEROS, NUM_WARPS = 256, 4096, 16  # entries to set and numbers to clear at a time, and warps; scripts/LOG.md
-TAPS, BLOCK_ROWS, BLOCK_COLUMNS, TOGETHER, WARPS = 128, 8, 256, 2, 2  # results of a program of augmentation
+TAPS, BLOCK_ROWS, BLOCK_COLUMNS = 128, 2, 256  # results of a program of augmentation
+TOGETHER, WARPS, REGISTERS = 4, 1, 128  # of these programs: results that a thread writes at once, warps, registers
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -102,6 +104,18 @@ class FusedKernel(Compiling):
             )
 
 
+class LoadedTable(NamedTuple):
+    """A table of geometry on a GPU, and the weights of taps: (n, 2, most + 1, longest) int32, or nothing.
+
+    They may be used by ``stream`` alone, which fills them.
+    """
+
+    table: torch.Tensor
+    taps: torch.Tensor
+    most: int  # taps of a row or column
+    stream: torch.cuda.Stream
+
+
 class AugmentKernel(Compiling):
     """Compute the results of a table of geometry on a GPU, as a `h5chunk.transforms.augmenting.Rule` on it says.
 
@@ -110,8 +124,9 @@ class AugmentKernel(Compiling):
     """
 
     def __init__(self, rule: Any) -> None:
-        self._rule, self._empty = rule, torch.empty(0, dtype=torch.int32, device=rule.fill.device)
-        self._resamples = rule.interpolation != "nearest"
+        self._rule, self._device = rule, rule.fill.device
+        self._padding = rule.mode if rule.pads else "none"
+        self._empty = torch.empty(0, dtype=torch.int32, device=self._device)
         self._compile_in_thread(self._first_launch)
 
     @staticmethod
@@ -122,68 +137,97 @@ class AugmentKernel(Compiling):
     def _first_launch(self) -> Any:
         from h5chunk.transforms import augment_kernel as kernels
 
-        rule, device = self._rule, self._rule.fill.device
-        table = torch.zeros(1, 12 + 4 * len(rule.erased), dtype=torch.int64, device=device)
-        table[:, 5:9] = 1  # boxes and images of one pixel
+        rule, device = self._rule, self._device
+        table = np.zeros((1, ERASED + 4 * len(rule.erased)), np.int64)
+        table[:, HEIGHT:DOWN] = 1  # an image and a box of one pixel
+        table[:, TOP], table[:, LEFT] = 0, 0
+        source = torch.zeros(rule.channels, dtype=torch.uint8, device=device)
         out = torch.empty(1, rule.channels, *rule.size, dtype=rule.dtype, device=device)
-        self._launch(kernels, torch.zeros(16, dtype=torch.uint8, device=device), table, 2, out)
+        loaded = self._load(kernels, table)
+        for rows in (None, torch.zeros(1, dtype=torch.int64, device=device)):
+            self._launch(kernels, source, loaded, 0, rows, 0, out)
         return kernels
 
-    def __call__(self, source: torch.Tensor, table: np.ndarray, out: torch.Tensor) -> bool:
-        """Fill ``out``, unless the kernel is not compiled yet; return whether it ran.
+    def load(self, table: np.ndarray, loaded: LoadedTable | None) -> LoadedTable | None:
+        """Copy a table to the GPU and weigh its taps, unless it is ``loaded`` there; None: nothing is compiled yet."""
+        if loaded is not None and loaded.stream == torch.cuda.current_stream(self._device):
+            return loaded
+        return None if self._kernel is None else self._load(self._kernel, table)
 
-        ``source`` is flat uint8 and ``out`` contiguous, both on the GPU; ``table`` is on the host.
+    def __call__(
+        self,
+        source: torch.Tensor,
+        loaded: LoadedTable,
+        first: int,
+        rows: torch.Tensor | None,
+        row_bytes: int,
+        out: torch.Tensor,
+    ) -> None:
+        """Fill ``out``, contiguous, by rows of the table from ``first`` on.
+
+        Result k is made of the image at ``row_bytes * rows[k]``, or ``row_bytes * k``, in ``source``, flat uint8.
         """
-        if self._kernel is None:
-            return False
-        if len(table):
-            there = torch.from_numpy(table).to(source.device, non_blocking=True)
-            self._launch(self._kernel, source, there, self._most_taps(table), out)
-        return True
+        if len(out):
+            self._launch(self._kernel, source, loaded, first, rows, row_bytes, out)
 
-    def _most_taps(self, table: np.ndarray) -> int:
-        """Return the largest number of pixels in a row or column of a box that make a pixel of a result."""
-        if self._rule.interpolation != "antialias":
-            return 2
-        return max(2, int((-(-2 * table[:, 5:7] // table[:, 7:9])).max()))
-
-    def _launch(self, kernels: Any, source: torch.Tensor, table: torch.Tensor, most: int, out: torch.Tensor) -> None:
-        rule, (height, width), taps = self._rule, self._rule.size, self._empty
-        longest, antialias = max(height, width), rule.interpolation == "antialias"
-        with torch.cuda.device(source.device):
-            if self._resamples:
-                taps = torch.empty((len(table), 2, most + 1, longest), dtype=torch.int32, device=source.device)
+    def _load(self, kernels: Any, table: np.ndarray) -> LoadedTable:
+        rule, (height, width), most, taps = self._rule, self._rule.size, 2, self._empty
+        there = torch.from_numpy(table).to(self._device, non_blocking=True)
+        antialias, longest = rule.interpolation == "antialias", max(height, width)
+        if antialias and len(table):
+            most = max(2, int((-(-2 * table[:, BOX_HEIGHT:FULL_HEIGHT] // table[:, FULL_HEIGHT:DOWN])).max()))
+        with torch.cuda.device(self._device):
+            if rule.interpolation != "nearest" and len(table):
+                taps = torch.empty((len(table), 2, most + 1, longest), dtype=torch.int32, device=self._device)
                 kernels.weigh_taps[(len(table), 2, -(-longest // TAPS))](
-                    table, taps, most, table.shape[1], height, width, longest, antialias, rule.mode, TAPS
+                    there, taps, most, table.shape[1], height, width, longest, antialias, self._padding, TAPS
                 )
-            line, planes = (width * rule.channels, 1) if rule.out_interleaved else (width, rule.channels)
-            programs = len(table) * planes * -(-height // BLOCK_ROWS) * -(-line // BLOCK_COLUMNS)
+            return LoadedTable(there, taps, most, torch.cuda.current_stream(self._device))
+
+    def _launch(
+        self,
+        kernels: Any,
+        source: torch.Tensor,
+        loaded: LoadedTable,
+        first: int,
+        rows: torch.Tensor | None,
+        row_bytes: int,
+        out: torch.Tensor,
+    ) -> None:
+        rule, (height, width) = self._rule, self._rule.size
+        programs = len(out) * -(-height // BLOCK_ROWS) * -(-width // BLOCK_COLUMNS)
+        with torch.cuda.device(self._device):
             kernels.augment_images[(programs,)](
                 source,
                 out,
-                table,
-                taps,
-                self._empty if rule.scale is None else rule.scale,
-                self._empty if rule.shift is None else rule.shift,
+                self._empty if rows is None else rows,
+                loaded.table,
+                loaded.taps,
+                rule.fill if rule.scale is None else rule.scale,
+                rule.fill if rule.shift is None else rule.shift,
                 rule.fill,
                 rule.erased,
-                most,
-                table.shape[1],
+                first,
+                row_bytes,
+                loaded.most,
+                loaded.table.shape[1],
                 rule.channels,
                 height,
                 width,
-                longest,
+                max(height, width),
+                rows is not None,
                 not rule.interleaved,
-                rule.out_interleaved,
+                rule.out_interleaved and rule.channels > 1,
                 rule.scale is not None,
-                self._resamples,
-                antialias,
-                rule.mode,
+                rule.interpolation != "nearest",
+                rule.interpolation == "antialias",
+                self._padding,
                 len(rule.erased),
                 BLOCK_ROWS,
                 BLOCK_COLUMNS,
                 TOGETHER,
                 num_warps=WARPS,
+                maxnreg=REGISTERS,
                 enable_fp_fusion=False,
             )
 

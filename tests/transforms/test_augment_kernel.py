@@ -28,7 +28,8 @@ from h5chunk.transforms import (
 )
 from h5chunk.transforms.augmenting import AugmentConverter
 from h5chunk.transforms.compiled import AugmentKernel
-from h5chunk.transforms.images import fresh
+from h5chunk.transforms.csr import Numbers, fresh
+from h5chunk.transforms.images import ImagesByNumber
 
 NORMALIZE = Normalize((0.4, 0.5, 0.6), (0.2, 0.3, 0.25))
 LISTS = {
@@ -62,13 +63,21 @@ def test_interpreted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (2, *shape), np.uint8))
     draws = Draws(1, 2, np.arange(2))
     expected = AugmentConverter(LISTS[name], torch.uint8, shape, axis, fresh)(batch, False, draws)
+    monkeypatch.setattr("h5chunk.transforms.augmenting.MOST_TOGETHER", 1)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: 0)
     monkeypatch.setattr(AugmentKernel, "suits", staticmethod(lambda rule: True))
     converter = AugmentConverter(LISTS[name], torch.uint8, shape, axis, fresh)
     converter.prepare(torch.device("cpu"))
     monkeypatch.setattr("h5chunk.transforms.augmenting.augment_with_torch", None)
     converter.release()  # waits until the kernel is compiled
     assert torch.equal(converter(batch, False, draws), expected)
+    turned = ImagesByNumber(batch.flip(0), Numbers(np.array([1, 0]), torch.tensor([1, 0])))
+    assert torch.equal(converter(turned, False, draws), expected)
+    whole = draws._replace(kept={}, whole=draws.samples)
+    parts = [converter(batch[first : first + 1], False, whole.part(first, first + 1)) for first in range(2)]
+    converter.release()
+    assert torch.equal(torch.cat(parts), expected)
 
 
 @pytest.mark.gpu
