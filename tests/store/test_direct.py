@@ -87,9 +87,9 @@ def check_direct(path: Path, data: np.ndarray, rows: list[int], field: PlainFiel
 
 
 def runs_of(field: PlainField, rows: np.ndarray) -> list[tuple[int, int, int]]:
-    """The offset, the rows and the bytes of each run that is read for some rows."""
+    """The offset, the rows and the bytes of each run that is read for some rows, none beside the next in memory."""
     out = np.empty((len(rows), field.row_bytes), np.uint8)
-    jobs = np.concatenate([part.jobs(0) for part in field.parts(rows, np.arange(len(rows)), out)])
+    jobs = np.concatenate([part.jobs(0) for part in field.parts(rows, np.arange(len(rows))[::-1], out)])
     return [(int(job["offset"]), int(job["count"]), int(job["num_bytes"])) for job in jobs]
 
 
