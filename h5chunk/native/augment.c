@@ -18,6 +18,7 @@ enum { ANTIALIAS = 0, BILINEAR = 1, NEAREST = 2 };
 enum { CONSTANT = 0, REFLECT = 1, EDGE = 2 };
 enum { LOOKED_UP = 0, SAME = 1, FLOAT32 = 2, BFLOAT16 = 3 }; /* how a result is made of a byte */
 enum { OFFSET, HEIGHT, WIDTH, TOP, LEFT, BOX_HEIGHT, BOX_WIDTH, FULL_HEIGHT, FULL_WIDTH, DOWN, RIGHT, FLIP, ERASED };
+enum { MOST_CHANNELS = 256 };
 enum { WEIGHT_BITS = 22, HALF = 1 << (WEIGHT_BITS - 1), LANES = 16 };
 
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
@@ -341,7 +342,7 @@ static int augment(const Rule *rule, const uint8_t *source, const int64_t *image
                  image[WIDTH] * channels, image[HEIGHT] * image[WIDTH]};
     if (low < high && arrange_rows(rule, &rows, image, columns, low, high, !is_resized, rooms)) return -1;
     uint8_t *made = (uint8_t *)(lines + height), *spare = made + rule->channels * (width + 2 * LANES);
-    const uint8_t *ready[256];
+    const uint8_t *ready[MOST_CHANNELS];
     for (int64_t i = 0; i < height; i++) {
         for (int64_t plane = 0; plane < planes; plane++) {
             const uint8_t *from = rows.first + plane * rows.plane_stride;
@@ -374,7 +375,7 @@ EXPORT int h5chunk_augment(const Rule *rule, const uint8_t *source, int64_t num_
                            int64_t columns, int64_t count, uint8_t *out) {
     int64_t result_bytes = (int64_t)rule->channels * rule->height * rule->width * rule->item_bytes;
     Room rooms[NUM_ROOMS] = {{0}};
-    int state = 0;
+    int state = rule->channels > MOST_CHANNELS ? -2 : 0;
     for (int64_t i = 0; i < count && !state; i++, table += columns, out += result_bytes)
         state = is_inside(rule, table, num_bytes) ? augment(rule, source, table, out, rooms) : -2;
     for (int i = 0; i < NUM_ROOMS; i++) free(rooms[i].data);

@@ -54,6 +54,7 @@ from h5chunk.transforms.images import (
 
 WEIGHT_BITS = 22
 MOST_TOGETHER, TAPS_BYTES = 1024, 16 << 20  # samples to draw at a time, and their bytes on a GPU
+MOST_CHANNELS = 256  # of augment.c
 IMAGES = 8  # that a thread takes at a time
 LOOKED_UP, SAME, FLOAT32, BFLOAT16 = range(4)  # conversions of augment.c
 AUGMENTING = (*GEOMETRIC, *ERASERS)
@@ -194,7 +195,7 @@ class AugmentConverter:
     ) -> None:
         self._geometric = tuple(each for each in transforms if isinstance(each, GEOMETRIC))
         self._erasers = tuple(each for each in transforms if isinstance(each, ERASERS))
-        _check_list(transforms, stored, sample_shape)
+        _check_list(transforms, stored, sample_shape, axis)
         self._shape, self._interleaved = sample_shape, axis == 2
         height, width = sample_shape[:2] if self._interleaved else sample_shape[-2:]
         self._sides = height, width
@@ -210,7 +211,7 @@ class AugmentConverter:
 
     def _size(self) -> Size:
         """Return the size of results; raise OptionError if an image does not suit the transforms."""
-        geometry = self.geometry(*self._sizes(1), Draws(0, 0, np.zeros(1, np.int64)))
+        geometry = self._cut(*self._sizes(1), Draws(0, 0, np.zeros(1, np.int64)))
         return int(geometry.height[0]), int(geometry.width[0])
 
     def _sizes(self, count: int) -> tuple[Indices, Indices]:
@@ -221,15 +222,20 @@ class AugmentConverter:
 
         A draw depends on its place among the random transforms, so that equal lists of two fields draw alike.
         """
+        geometry = self._cut(heights, widths, draws)
+        for number, eraser in enumerate(self._erasers, ERASING):
+            geometry.erased.append(eraser.boxes(*self._rule.size, draws, number))
+        return geometry
+
+    def _cut(self, heights: Indices, widths: Indices, draws: Draws) -> Geometry:
         geometry, stream = Geometry(heights, widths), 0
         for each in self._geometric:
             each.change(geometry, draws, stream)
             stream += each.is_random
-        if self._erasers:
-            height, width = int(geometry.height[0]), int(geometry.width[0])
-            for number, eraser in enumerate(self._erasers, ERASING):
-                geometry.erased.append(eraser.boxes(height, width, draws, number))
         return geometry
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kernel": None, "_native": None, "_threads": None}  # another process makes its own
 
     def prepare(self, device: torch.device) -> None:
         """Put the constants on the device, and compile the kernel for it."""
@@ -327,7 +333,7 @@ class AugmentConverter:
         self._threads = None
 
 
-def _check_list(transforms: Sequence[Any], stored: torch.dtype, sample_shape: tuple[int, ...]) -> None:
+def _check_list(transforms: Sequence[Any], stored: torch.dtype, sample_shape: tuple[int, ...], axis: int) -> None:
     """Raise OptionError if transforms do not fit each other, or the samples."""
     first = next(each for each in transforms if isinstance(each, AUGMENTING))
     if stored != torch.uint8:
@@ -337,6 +343,8 @@ def _check_list(transforms: Sequence[Any], stored: torch.dtype, sample_shape: tu
             f"{first} is for images of (C, H, W), (H, W, C) or (H, W), of at most {MAX_SIDE} pixels a side, but "
             f"samples have the shape {sample_shape}"
         )
+    if len(sample_shape) == 3 and sample_shape[axis] > MOST_CHANNELS:
+        raise OptionError(f"{first} is for at most {MOST_CHANNELS} channels, but samples have {sample_shape[axis]}")
     padded = resized = behind = None
     for each in transforms:
         if not isinstance(each, GEOMETRIC):

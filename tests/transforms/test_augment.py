@@ -118,7 +118,7 @@ class TestResizing:
         assert torch.equal(crop(images), Resize(24)(images))
 
     def test_of_no_images(self):
-        assert RandomResizedCrop(8)(photos()[:0]).shape == (0, 3, 8, 8)
+        assert augment([RandomResizedCrop(8), Cutout(3)], photos()[:0]).shape == (0, 3, 8, 8)
 
 
 class TestRandomResizedCrop:
@@ -274,6 +274,14 @@ def test_native_equals_torch(transforms, axis, monkeypatch):
     assert torch.equal(augment(transforms, images, axis=axis), found)
 
 
+def test_many_channels():
+    images = torch.arange(256).to(torch.uint8).view(1, 256, 1, 1).expand(2, 256, 4, 5).contiguous()
+    for transforms in ([RandomResizedCrop((6, 7))], [RandomCrop((6, 7), padding=2, mode="edge")]):
+        assert torch.equal(augment(transforms, images), images[:, :, :1, :1].expand(2, 256, 6, 7))
+        last = augment(transforms, images.permute(0, 2, 3, 1).contiguous(), axis=2)
+        assert torch.equal(last, images[:, :, 0, 0].view(2, 1, 1, 256).expand(2, 6, 7, 256))
+
+
 def test_draws_depend_on_seed_epoch_use_and_sample():
     images = photos(1).expand(64, -1, -1, -1).contiguous()
     found = [augment([RandomResizedCrop(9)], images, epoch=epoch, use=use) for epoch, use in ((0, 0), (1, 0), (0, 1))]
@@ -316,6 +324,7 @@ def test_called_as_functions_they_draw_from_torch():
         (lambda: augment([Cutout(8, (1, 2))], photos()), "value has 2 values for 3 channels"),
         (lambda: augment([RandomCrop(8)], photos().float()), "is for uint8, not for torch.float32"),
         (lambda: augment([RandomCrop(8)], torch.zeros(3, 9, dtype=torch.uint8)), r"samples have the shape \(9,\)"),
+        (lambda: augment([Resize(3)], torch.zeros(1, 257, 4, 4, dtype=torch.uint8)), "at most 256 channels"),
         (lambda: augment([Resize(100)], photos(1, 300, 1)), "30000 pixels long, more than 16384"),
         (lambda: augment([RandomCrop(4), ToDtype(torch.uint8, True)], photos()[:, 0]), "channels_last needs samples"),
     ],

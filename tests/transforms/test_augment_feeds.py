@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from typing import Any
 
@@ -83,6 +84,21 @@ def test_torchs_loader(dataset, expected, num_workers):
     loader = DataLoader(augmented, batch_sampler=ChunkSampler(augmented, 16, seed=5), num_workers=num_workers)
     assert by_sample(loader) == expected
     assert by_sample(loader) != expected  # another epoch
+
+
+def test_it_goes_to_another_process(dataset, expected):
+    augmented = dataset.with_transform(LIST)
+    assert len(augmented[[3, 4]]) == 2  # which starts what a process has for itself
+    again = pickle.loads(pickle.dumps(augmented))
+    assert by_sample(DataLoader(again, batch_sampler=ChunkSampler(again, 16, seed=5))) == expected
+
+
+def test_ranks_without_samples(dataset):
+    few = dataset.subset(np.arange(3))
+    for resident in (False, True):
+        samplers = [ChunkSampler(few, 2, rank=rank, world_size=2) for rank in range(2)]
+        loaders = [ChunkLoader(few, sampler=each, transforms=LIST, resident=resident) for each in samplers]
+        assert len(by_sample(*loaders)) == 3
 
 
 def test_torchs_loader_with_functions_behind(dataset, expected):
