@@ -122,6 +122,28 @@ def resampled(  # type: ignore[no-untyped-def,unused-ignore]
     return (total + 2097152) >> 22
 
 
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def nearest_places(own, y, x, out_width: tl.constexpr, padding: tl.constexpr):  # type: ignore[no-untyped-def,unused-ignore]
+    """Return the rows and columns of the box that rows and columns of a result are copies of, and which exist."""
+    height, width = tl.load(own + 7).to(tl.int32), tl.load(own + 8).to(tl.int32)
+    index_y = y + tl.load(own + 9).to(tl.int32)
+    index_x = tl.where(tl.load(own + 11) != 0, out_width - 1 - x, x) + tl.load(own + 10).to(tl.int32)
+    inside_y = index_inside(index_y, height, padding)
+    inside_x = index_inside(index_x, width, padding)
+    from_y = (2 * inside_y + 1) * tl.load(own + 5).to(tl.int32) // (2 * height)
+    from_x = (2 * inside_x + 1) * tl.load(own + 6).to(tl.int32) // (2 * width)
+    return from_y, from_x, index_y == inside_y, index_x == inside_x
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def is_erased(box, y, x):  # type: ignore[no-untyped-def,unused-ignore]
+    """Return which pixels are in a box: its top, left, height and width."""
+    top, left = tl.load(box), tl.load(box + 1)
+    in_rows = (y >= top) & (y < top + tl.load(box + 2))
+    in_columns = (x >= left) & (x < left + tl.load(box + 3))
+    return in_rows[:, None] & in_columns[None, :]
+
+
 @triton.jit(  # type: ignore[untyped-decorator,unused-ignore]
     do_not_specialize=["first", "row_bytes", "most"], do_not_specialize_on_alignment=["images", "rows"]
 )
@@ -178,22 +200,15 @@ def augment_images(  # type: ignore[no-untyped-def,unused-ignore]
         taps_x = taps + ((first + sample) * 2 + 1) * ((most + 1) * longest) + x
         from_y = tl.load(taps_y, mask=is_row, other=0)
         from_x = tl.load(taps_x, mask=is_column, other=0)
-        is_there = (from_y >= 0)[:, None] & (from_x >= 0)[None, :]
+        is_there_y = from_y >= 0
+        is_there_x = from_x >= 0
         from_y = tl.maximum(from_y, 0)
         from_x = tl.maximum(from_x, 0)
         count_y, count_x = count_taps(own, antialias)
         taps_y += longest
         taps_x += longest
     else:
-        height = tl.load(own + 7).to(tl.int32)
-        width = tl.load(own + 8).to(tl.int32)
-        index_y = y + tl.load(own + 9).to(tl.int32)
-        index_x = tl.where(tl.load(own + 11) != 0, out_width - 1 - x, x) + tl.load(own + 10).to(tl.int32)
-        inside_y = index_inside(index_y, height, padding)
-        inside_x = index_inside(index_x, width, padding)
-        is_there = (index_y == inside_y)[:, None] & (index_x == inside_x)[None, :]
-        from_y = (2 * inside_y + 1) * tl.load(own + 5).to(tl.int32) // (2 * height)
-        from_x = (2 * inside_x + 1) * tl.load(own + 6).to(tl.int32) // (2 * width)
+        from_y, from_x, is_there_y, is_there_x = nearest_places(own, y, x, out_width, padding)
     at = ((tl.load(own + 3).to(tl.int32) + from_y) * row)[:, None]
     at += ((tl.load(own + 4).to(tl.int32) + from_x) * pixel)[None, :]
     at = tl.max_contiguous(at.to(tl.uint32), [1, 2])  # so that neighbouring threads read neighbouring columns
@@ -217,17 +232,15 @@ def augment_images(  # type: ignore[no-untyped-def,unused-ignore]
         else:
             value = tl.load(source + at).to(tl.int32)
         if padding == "constant":
+            is_there = is_there_y[:, None] & is_there_x[None, :]
             value = tl.where(is_there, value, tl.load(fill + channel).to(tl.int32))
         result = value
         if scales:
             result = value.to(tl.float32) * tl.load(scale + channel) + tl.load(shift + channel)
         result = result.to(out.dtype.element_ty)
         for number in tl.static_range(num_erased):
-            box = own + 12 + 4 * number
-            in_rows = (y >= tl.load(box)) & (y < tl.load(box) + tl.load(box + 2))
-            in_columns = (x >= tl.load(box + 1)) & (x < tl.load(box + 1) + tl.load(box + 3))
             blank = tl.load(erased + number * channels + channel)
-            result = tl.where(in_rows[:, None] & in_columns[None, :], blank, result)
+            result = tl.where(is_erased(own + 12 + 4 * number, y, x), blank, result)
         tl.store(image + there, result, mask=is_row[:, None] & is_column[None, :])
         source += step
         image += 1 if interleaves else out_height * out_width

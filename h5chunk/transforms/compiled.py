@@ -23,7 +23,7 @@ MOST_CHANNELS = 16  # a program holds all channels of its pixels
 PIXELS = 1024  # pixels per program; 512 and 2048 are as fast
 BLOCK, ZEROS, NUM_WARPS = 256, 4096, 16  # entries to set and numbers to clear at a time, and warps; scripts/LOG.md
 TAPS, BLOCK_ROWS, BLOCK_COLUMNS = 128, 2, 256  # results of a program of augmentation
-TOGETHER, WARPS, REGISTERS = 4, 1, 128  # of these programs: results that a thread writes at once, warps, registers
+TOGETHER, WARPS, REGISTERS = 4, 2, 80  # of these programs: results that a thread writes at once, warps, registers
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
