@@ -1,5 +1,5 @@
 /* Cut, resize, pad, flip, erase, normalise and cast images, one after the other: the arithmetic that
- * h5chunk/transforms/augmenting.py describes. */
+ * h5chunk/transforms/augment_rule.py describes. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>

@@ -1,6 +1,6 @@
 """The Triton kernels of augmentation, in a module that is imported only if a GPU and Triton may exist.
 
-`h5chunk.transforms.augmenting` says what they compute, and what the columns of a table are.
+`h5chunk.transforms.augment_rule` says what they compute, and what the columns of a table are.
 """
 
 from __future__ import annotations

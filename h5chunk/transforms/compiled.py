@@ -117,7 +117,7 @@ class LoadedTable(NamedTuple):
 
 
 class AugmentKernel(Compiling):
-    """Compute the results of a table of geometry on a GPU, as a `h5chunk.transforms.augmenting.Rule` on it says.
+    """Compute the results of a table of geometry on a GPU, as a `h5chunk.transforms.augment_rule.Rule` on it says.
 
     One launch writes the weights of the pixels that make each row and column of each result; where nothing is resized
     there are none. The other reads the source and writes the batch.
