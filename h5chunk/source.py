@@ -124,6 +124,7 @@ class SampleSource(SampleReader):
     options: Mapping[str, Any] = MappingProxyType({})  # options of reading, for the header of the file (JSON)
     ignored: Sequence[str] = ()  # content of the source that is left out, for the report
     notes: Sequence[str] = ()  # remarks for the report
+    size_bytes: Mapping[str, int] = MappingProxyType({})  # estimates for images of any size, as kept and otherwise
 
     def __len__(self) -> int:
         raise NotImplementedError

@@ -6,6 +6,8 @@ Both run without the GIL while they decode. The size of an image is known from t
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 from PIL import Image
@@ -21,21 +23,29 @@ except ImportError:  # the extra "jpeg"
 
 MISSING = 'JPEG by Pillow: pip install "h5chunk[jpeg]" decodes faster'
 SCALED = 2  # least factor by which JPEG is scaled while decoding; smaller ones take as long as decoding all
+HEAD_BYTES = 256
+COLORS = {1: "GRAY", 3: "RGB"}
 TRANSPOSED = (5, 6, 7, 8)  # EXIF orientations that exchange height and width
 
 
 def decode_any(
-    data: np.ndarray, height: int, width: int, turn: int, channels: int, least: tuple[int, int], out: np.ndarray
+    data: np.ndarray, height: int, width: int, turn: int, channels: int, least: Sequence[int], out: np.ndarray
 ) -> tuple[int, int]:
     """Decode an image of this upright size, (n,) uint8, into the beginning of ``out``, flat uint8, as (H, W, C).
 
     Returns height and width of the result: if the image is a JPEG that stays larger than ``least``, it may be scaled by
     1/2, 1/4 or 1/8. A SampleError says what is wrong with the image.
     """
+    is_plain = turn == 1 and data[0] == 0xFF and b"Adobe" not in data[:HEAD_BYTES].tobytes()  # which marks CMYK
+    if is_plain and simplejpeg and (2 * least[0] > height or 2 * least[1] > width):
+        with suppress(ValueError):  # the usual case, with as little Python as possible
+            pixels = simplejpeg.decode_jpeg(data, COLORS[channels], buffer=out)
+            if pixels.shape == (height, width, channels):
+                return height, width
     size = (width, height) if turn in TRANSPOSED else (height, width)
     if height * width > MAX_PIXELS:
         raise SampleError(f"is {height} x {width}, but decoders refuse more than {MAX_PIXELS} pixels")
-    least = (least[1], least[0]) if turn in TRANSPOSED else least
+    least = (least[1], least[0]) if turn in TRANSPOSED else (least[0], least[1])
     pixels = _by_simplejpeg(data, size, channels, least, out) if simplejpeg and data[0] == 0xFF else None
     if pixels is None:
         pixels = _by_pillow(data, size, channels)
@@ -56,8 +66,7 @@ def _by_simplejpeg(
         if tuple(found) != size or color not in ("YCbCr", "RGB", "Gray"):
             return None
         how = {"min_height": max(1, least[0]), "min_width": max(1, least[1])}
-        name = "RGB" if channels == 3 else "GRAY"
-        pixels: np.ndarray = simplejpeg.decode_jpeg(data, name, buffer=out, min_factor=SCALED, **how)
+        pixels: np.ndarray = simplejpeg.decode_jpeg(data, COLORS[channels], buffer=out, min_factor=SCALED, **how)
         return pixels
     except ValueError:
         return None

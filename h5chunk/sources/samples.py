@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, ClassVar
 
 import numpy as np
@@ -99,10 +98,7 @@ class Samples(SampleSource):
     def describe(self, index: int) -> dict[str, SampleField]:
         """Return the shapes and dtypes of the fields of one sample."""
         if self.decoding.form:
-            name, value = self._only_image(index)
-            with self.session():
-                num_bytes = len(keep(value, self.decoding).data)
-            return {name: SampleField((num_bytes,), np.dtype(np.uint8), "NHWC", self.decoding.form)}
+            return self._averaged([index])
         fields, values = {}, self.values(index)
         with self.session():
             images = self._decode(index, values)
@@ -125,7 +121,10 @@ class Samples(SampleSource):
             try:
                 fields = self.describe(index)
                 self._check_masks(fields)
-                self.fields = self._averaged(fields) if self.decoding.form else largest_first(fields)
+                self.fields = largest_first(fields)
+                if self.decoding.form:
+                    probes = np.linspace(0, len(self) - 1, PROBES).astype(np.int64)
+                    self.fields = self._averaged([index, *np.unique(probes).tolist()])
                 return list(fields)
             except SampleError as error:
                 reason = f"{self.name(index)}: {error}"
@@ -133,15 +132,23 @@ class Samples(SampleSource):
                     raise SampleError(reason) from None
         raise SourceError(f"none of the {len(self)} samples can be used; the error of the last is: {reason}")
 
-    def _averaged(self, first: Mapping[str, SampleField]) -> dict[str, SampleField]:
-        """Return the field of images of any size, with the average size in bytes of a few samples as its shape."""
-        found = list(first.items())
-        for index in np.unique(np.linspace(0, len(self) - 1, PROBES).astype(np.int64)).tolist():
-            with suppress(SampleError):  # reported when the sample is converted
-                found += self.describe(index).items()
-        mean = sum(field.sample_bytes for _, field in found) // len(found)
-        name, field = found[0]
-        return {name: replace(field, shape=(max(1, mean),))}
+    def _averaged(self, indices: Sequence[int]) -> dict[str, SampleField]:
+        """Return the field of images of any size, with the average size in bytes of these samples as its shape.
+
+        Raises SampleError if one of a single sample, or none of several, can be read.
+        """
+        sizes: list[tuple[int, int, int]] = []
+        for index in indices:
+            with nullcontext() if len(indices) == 1 else suppress(SampleError), self.session():
+                name, value = self._only_image(index)
+                image = keep(value, self.decoding)
+                encoded = len(value) if isinstance(value, bytes) else 0
+                pixels = image.height * image.width * (1 if self.decoding.color == "gray" else 3)
+                sizes.append((len(image.data), encoded, pixels))
+        kept, encoded, pixels = (sum(column) // len(sizes) for column in zip(*sizes, strict=True))
+        self.size_bytes = {"as files": encoded, "kept": kept, "as pixels": pixels}
+        self.size_bytes = {how: size * len(self) for how, size in self.size_bytes.items()}
+        return {name: SampleField((max(1, kept),), np.dtype(np.uint8), "NHWC", self.decoding.form)}
 
     def _check_masks(self, fields: Mapping[str, SampleField]) -> None:
         images = [name for name, field in fields.items() if field.axes]

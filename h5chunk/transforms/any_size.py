@@ -153,20 +153,18 @@ class AnySizeConverter(AugmentConverter):
         """Decode images one after the other into ``source``, flat uint8, and put their places into the table."""
         from h5chunk.sources.decode_any import decode_any
 
-        offset = 0
-        for number in images:
-            row = job.table[number]
-            height, width = int(row[HEIGHT]), int(row[WIDTH])
-            least = (_least(height, row[BOX_HEIGHT], row[FULL_HEIGHT]), _least(width, row[BOX_WIDTH], row[FULL_WIDTH]))
-            image = height, width, int(job.turns[number]), self._field.channels
+        offset, offsets, channels = 0, [], self._field.channels
+        for number, facts in zip(images, job.facts(images), strict=True):
+            start, stop, turn, height, width, *least = facts
             try:
-                found = decode_any(job.bytes_of(number), *image, least, source[offset:])
+                found = decode_any(job.data[start:stop], height, width, turn, channels, least, source[offset:])
             except SampleError as error:
                 raise FileError(f"{self._name_of(int(job.samples[number]))} {error}") from None
-            row[OFFSET] = offset
+            offsets.append(offset)
             if found != (height, width):
-                _scale(row, found)
-            offset += found[0] * found[1] * self._field.channels
+                _scale(job.table[number], found)
+            offset += found[0] * found[1] * channels
+        job.table[images.start : images.stop, OFFSET] = offsets
 
     def _scratch(self, num_bytes: int) -> np.ndarray:
         """Return memory of this thread."""
@@ -267,11 +265,21 @@ class _Job:
     ) -> None:
         self.rows, self.samples, self.turns, self.table = rows, samples, turns, table
         self.starts, self._ends = rows.host_starts[numbers], rows.host_starts[numbers + 1]
-        self._bytes = rows.indices.numpy()
+        self.data = rows.indices.numpy()
 
     def bytes_of(self, number: int) -> np.ndarray:
         """Return the bytes of an image."""
-        return self._bytes[self.starts[number] : self._ends[number]]
+        return self.data[self.starts[number] : self._ends[number]]
+
+    def facts(self, images: range) -> list[list[int]]:
+        """Return start, end, EXIF orientation, height and width of images, and the least size to decode them at."""
+        some = slice(images.start, images.stop)
+        table = self.table[some]
+        columns = [self.starts[some], self._ends[some], self.turns[some], table[:, HEIGHT], table[:, WIDTH]]
+        for side, box, full in ((HEIGHT, BOX_HEIGHT, FULL_HEIGHT), (WIDTH, BOX_WIDTH, FULL_WIDTH)):
+            least = -(-GAP * table[:, side] * table[:, full] // table[:, box])
+            columns.append(np.minimum(table[:, side], least))
+        return [list(row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
 
 def _size_after(transforms: Sequence[Any], field: ImagesField) -> Size:
@@ -282,11 +290,6 @@ def _size_after(transforms: Sequence[Any], field: ImagesField) -> Size:
     if size is None:
         raise OptionError(f"the images of field {field.name!r} still differ in size after all transforms: {REMEDY}")
     return size
-
-
-def _least(side: int, box: int, full: int) -> int:
-    """Return the least length of an image's side that is large enough for the result of a box."""
-    return min(side, -(-GAP * side * int(full) // int(box)))
 
 
 def _scale(row: np.ndarray, size: tuple[int, int]) -> None:

@@ -31,6 +31,17 @@ def find_decoder() -> tuple[str, Decode] | None:
         return None
 
 
+def _accepted(decode: Callable[..., list[torch.Tensor]], encoded: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Decode images; None for those that are refused, which halving the list finds."""
+    if not encoded:
+        return []
+    try:
+        return list(decode(encoded))
+    except RuntimeError:  # one of them is not sound, or of other colours
+        half = len(encoded) // 2
+        return [*_accepted(decode, encoded[:half]), *_accepted(decode, encoded[half:])] if half else [None]
+
+
 def _decoded(
     decode: Callable[..., list[torch.Tensor]],
     data: Sequence[np.ndarray],
@@ -44,12 +55,8 @@ def _decoded(
     An image that is not a JPEG, is turned, or that nvJPEG refuses, is decoded by the CPU.
     """
     taken = [number for number, each in enumerate(data) if each[0] == 0xFF and turns[number] == 1]
-    found: dict[int, torch.Tensor] = {}
-    try:
-        pixels = decode([torch.from_numpy(data[number]) for number in taken], device=device) if taken else []
-        found = dict(zip(taken, pixels, strict=True))
-    except RuntimeError:  # one of them is not sound, or of other colours
-        pass
+    encoded = [torch.from_numpy(data[number]) for number in taken]
+    found = dict(zip(taken, _accepted(partial(decode, device=device), encoded), strict=True))
     parts = []
     for number, size in enumerate(sizes):
         image = found.get(number)

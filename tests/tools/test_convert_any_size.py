@@ -172,6 +172,15 @@ def test_tables_that_lie_are_errors(photos, tmp_path, table, row, value, said):
         h5chunk.info(tmp_path / "p.h5")
 
 
+def test_a_dry_run_says_what_images_take_on_disk(photos, tmp_path):
+    report = h5chunk.convert(photos, tmp_path / "p.h5", keep_encoded=True, dry_run=True)
+    files = sum(path.stat().st_size for path in photos.glob("*/*"))
+    pixels = 3 * sum(h * w for h, w in ((40, 60), (30, 50), (33, 21), (64, 48), (20, 90), (25, 35), (44, 55)))
+    for how, size in {"as files": files, "kept": files, "as pixels": pixels}.items():
+        assert abs(report.size_bytes[how] - size) < size / 2
+    assert "as pixels" in str(report) and not (tmp_path / "p.h5").exists()
+
+
 def test_info(photos, tmp_path):
     h5chunk.convert(photos, tmp_path / "p.h5", keep_encoded=True)
     report = h5chunk.info(tmp_path / "p.h5")

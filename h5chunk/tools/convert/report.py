@@ -31,7 +31,7 @@ class ConvertReport(Report):
     num_workers: int | None  # number of reading processes; None unless this is the plan of a dry run
     sample_shape: tuple[int, ...]  # shape of one sample of the largest field; empty for images of any size
     form: str = ""  # form of images of any size: encoded or raw
-    size_bytes: dict[str, int] = field(default_factory=dict)  # by form: estimated bytes of all images of any size
+    size_bytes: dict[str, int] = field(default_factory=dict)  # of a dry run: images of any size, as kept and otherwise
     fields: dict[str, str]  # dtype of each field, in the order of batches
     shapes: dict[str, tuple[int, ...]]  # shape of one sample of each field
     layout: Layout
@@ -64,6 +64,7 @@ class ConvertReport(Report):
             *rows("fields", ", ".join([*fields[:MOST_FIELDS], *more]) + ("; no labels" if is_unlabelled else "")),
             *rows("chunks", f"{layout.num_chunks:,} of {self._chunk_text()}"),
             *rows("  -", layout.reasons if self.free_bytes is not None else ()),
+            *rows("on disk", ", ".join(f"about {human_bytes(size)} {how}" for how, size in self.size_bytes.items())),
             *rows("originals", ", ".join(f"{count:,} {MODES.get(what, what)}" for what, count in self.counts.items())),
             *rows("classes", list_some(self.class_names) if self.class_names else ""),
             *rows("new class", self.new_classes),

@@ -73,6 +73,7 @@ class SampleRun:
             num_workers=job.num_workers if dry_run else None,
             sample_shape=next(iter(kinds.values()))[0],
             form=form,
+            size_bytes=dict(job.source.size_bytes) if dry_run else {},
             fields={name: str(kinds[name][1]) for name in job.field_names},
             shapes={name: kinds[name][0] for name in job.field_names},
             layout=layout,

@@ -1,0 +1,197 @@
+"""Compare loaders of JPEG images: ChunkLoader from a converted file, decoding alone, and FFCV.
+
+    python scripts/bench_encoded.py [--images 2000] [--side 224] [--size 224] [--rounds 3] [--threads 2]
+        [--device cuda] [--only ours decode ffcv] [--json FILE]
+
+The data is JPEG images of quality 90, as noisy as photos, in ``bench-data/``. Batches have 256 images:
+
+- ``ours``: ChunkLoader of a file of ``convert --keep-encoded``, with ``[CenterCrop(size)]``; ``ours, cropped`` with
+  ``[RandomResizedCrop(size), RandomHorizontalFlip()]``; ``ours, float`` normalises these to float32. The uint8 images
+  of ``--device cuda`` are on the GPU.
+- ``decode``: the same bytes in memory, decoded by threads with simplejpeg into reused memory, and nothing else; with
+  ``--device cuda`` ``decode, gpu``, batches by nvJPEG.
+- ``ffcv``: images in JPEG mode, in random order, decoded by ``CenterCropRGBImageDecoder`` with ratio 1, or, for ``ffcv,
+  cropped``, by ``RandomResizedCropRGBImageDecoder`` and then flipped.
+
+They take turns, in the opposite order every other round; a turn is an epoch that is timed after one that is not. The
+table has images/s (median and range). A contender that cannot be imported is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+import h5chunk
+from h5chunk import transforms
+
+BATCH, GROUP = 256, 8
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+Epoch = Callable[[], Iterator[int]]  # yields the number of images in each batch
+
+
+def photos(args: argparse.Namespace) -> Path:
+    """Return the folder of the images."""
+    folder = Path("bench-data") / f"jpeg-{args.images}-{args.side}"
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        random, side = np.random.default_rng(0), args.side
+        for number in range(args.images):
+            small = Image.fromarray(random.integers(0, 256, (side // 16, side // 16, 3), np.uint8))
+            smooth = np.asarray(small.resize((side, side), Image.Resampling.BICUBIC)).astype(np.int16)
+            noisy = (smooth + random.integers(-8, 9, smooth.shape)).clip(0, 255).astype(np.uint8)
+            Image.fromarray(noisy).save(folder / f"{number:06}.jpg", quality=90)
+    return folder
+
+
+def kept(args: argparse.Namespace) -> Path:
+    folder = photos(args)
+    path = folder.with_suffix(".h5")
+    if not path.exists():
+        h5chunk.convert(folder, path, keep_encoded=True)
+    return path
+
+
+def counted(batches: Any) -> Iterator[int]:
+    for batch in batches:
+        yield len(batch[0] if isinstance(batch, (tuple, list)) else batch)
+
+
+def loaded(args: argparse.Namespace, *chosen: Any) -> Epoch:
+    loader = h5chunk.ChunkLoader(kept(args), BATCH, transforms=chosen, num_threads=args.threads, device=args.device)
+    print(loader)
+
+    def epoch() -> Iterator[int]:
+        yield from counted(loader)
+        if args.device == "cuda":
+            torch.cuda.synchronize()
+
+    return epoch
+
+
+def ours(args: argparse.Namespace) -> Epoch:
+    return loaded(args, transforms.CenterCrop(args.size))
+
+
+def ours_cropped(args: argparse.Namespace, *more: Any) -> Epoch:
+    return loaded(args, transforms.RandomResizedCrop(args.size), transforms.RandomHorizontalFlip(), *more)
+
+
+def ours_as_float(args: argparse.Namespace) -> Epoch:
+    return ours_cropped(args, transforms.Normalize(MEAN, STD))
+
+
+def decode(args: argparse.Namespace) -> Epoch:
+    from simplejpeg import decode_jpeg
+
+    data = [path.read_bytes() for path in sorted(photos(args).iterdir())]
+    out = np.empty((BATCH, args.side, args.side, 3), np.uint8)
+    pool = ThreadPoolExecutor(args.threads)
+
+    def group(first: int) -> int:
+        some = range(first, min(first + GROUP, len(data)))
+        for number in some:
+            decode_jpeg(data[number], "RGB", buffer=out[number % BATCH])
+        return len(some)
+
+    return lambda: pool.map(group, range(0, len(data), GROUP))
+
+
+def decode_gpu(args: argparse.Namespace) -> Epoch:
+    from h5chunk.transforms.nvjpeg import find_decoder
+
+    if args.device != "cuda" or (found := find_decoder()) is None:
+        raise ImportError("needs --device cuda, and torchvision or torchcodec")
+    data = [np.frombuffer(path.read_bytes(), np.uint8) for path in sorted(photos(args).iterdir())]
+    turns, size, device = np.ones(BATCH, np.uint8), (args.side, args.side), torch.device("cuda")
+
+    def epoch() -> Iterator[int]:
+        for first in range(0, len(data), BATCH):
+            some = data[first : first + BATCH]
+            found[1](some, [size] * len(some), turns, lambda number: torch.empty(0), device)
+            yield len(some)
+
+    return epoch
+
+
+def ffcv(args: argparse.Namespace, cropped: bool = False) -> Epoch:
+    from ffcv.fields import IntField, RGBImageField
+    from ffcv.fields.basics import IntDecoder
+    from ffcv.fields.rgb_image import CenterCropRGBImageDecoder, RandomResizedCropRGBImageDecoder
+    from ffcv.loader import Loader, OrderOption
+    from ffcv.transforms import RandomHorizontalFlip, Squeeze, ToTensor, ToTorchImage
+    from ffcv.writer import DatasetWriter
+
+    path = photos(args).with_suffix(".beton")
+    if not path.exists():
+        images = [Image.open(io.BytesIO(each.read_bytes())) for each in sorted(photos(args).iterdir())]
+        fields = {"image": RGBImageField(write_mode="jpg", jpeg_quality=90), "label": IntField()}
+        DatasetWriter(str(path), fields, num_workers=1).from_indexed_dataset([(image, 0) for image in images])
+    size = (args.size, args.size)
+    first = [RandomResizedCropRGBImageDecoder(size), RandomHorizontalFlip()] if cropped else []
+    pipelines = {
+        "image": [*(first or [CenterCropRGBImageDecoder(size, 1)]), ToTensor(), ToTorchImage()],
+        "label": [IntDecoder(), ToTensor(), Squeeze()],
+    }
+    how = {"num_workers": args.threads, "order": OrderOption.RANDOM, "os_cache": True, "drop_last": False}
+    loader = Loader(str(path), batch_size=BATCH, pipelines=pipelines, **how)
+    return lambda: counted(loader)
+
+
+def ffcv_cropped(args: argparse.Namespace) -> Epoch:
+    return ffcv(args, cropped=True)
+
+
+CONTENDERS = {
+    "ours": ours, "decode": decode, "decode, gpu": decode_gpu, "ffcv": ffcv, "ours, cropped": ours_cropped,
+    "ffcv, cropped": ffcv_cropped, "ours, float": ours_as_float,
+}  # fmt: skip
+
+
+def turn(epoch: Epoch, num_images: int) -> float:
+    """Return images/s of the second of two epochs."""
+    for _ in epoch():
+        pass
+    started = time.perf_counter()
+    assert sum(epoch()) == num_images
+    return num_images / (time.perf_counter() - started)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in (("images", 2000), ("side", 224), ("size", 224), ("rounds", 3), ("threads", 2)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    epochs: dict[str, Epoch] = {}
+    for name in args.only:
+        try:
+            epochs[name] = CONTENDERS[name](args)
+        except ImportError as error:
+            print(f"{name}: left out: {error}")
+    rates: dict[str, list[float]] = {name: [] for name in epochs}
+    for number in range(args.rounds):
+        for name in list(epochs)[:: -1 if number % 2 else 1]:
+            rates[name].append(turn(epochs[name], args.images))
+    for name, own in rates.items():
+        print(f"{name:14} {statistics.median(own):8,.0f} images/s ({min(own):,.0f} to {max(own):,.0f})")
+    if args.json:
+        args.json.write_text(json.dumps({"arguments": vars(args) | {"json": None}, "rates": rates}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
