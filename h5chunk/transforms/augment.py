@@ -25,6 +25,7 @@ class Geometric:
     """A transform of where each pixel comes from."""
 
     is_random: ClassVar[bool] = False
+    crops: ClassVar[bool] = False  # without resizing
     resizes: ClassVar[bool] = False
     pads: ClassVar[bool] = False
 
@@ -81,8 +82,8 @@ class RandomResizedCrop(Geometric):
         heights, widths, found = random_boxes(draws, stream, height, width, self.scale, self.ratio)
         down, right = (random_places(numbers[0], height - heights), random_places(numbers[1], width - widths))
         if not found.all():  # the largest box in the middle
-            tall = np.minimum(height, np.rint(width / self.ratio[0]).astype(np.int64))
-            wide = np.minimum(width, np.rint(height * self.ratio[1]).astype(np.int64))
+            tall = np.rint(width / self.ratio[0]).clip(1, height).astype(np.int64)
+            wide = np.rint(height * self.ratio[1]).clip(1, width).astype(np.int64)
             heights, widths = np.where(found, heights, tall), np.where(found, widths, wide)
             down = np.where(found, down, (height - tall) // 2)
             right = np.where(found, right, (width - wide) // 2)
@@ -113,7 +114,7 @@ class RandomCrop(Geometric):
     padding: int | Sequence[int] = 0
     mode: str = "constant"
     fill: int | Sequence[int] = 0
-    is_random = True
+    is_random = crops = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", _size(self, self.size))
@@ -157,6 +158,7 @@ class CenterCrop(Geometric):
     """
 
     size: int | Size
+    crops = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", _size(self, self.size))

@@ -19,7 +19,7 @@ from h5chunk.errors import OptionError
 from h5chunk.machine import available_cores
 from h5chunk.plan.draws import ERASING, MAX_SIDE, OFFSET, Draws, Geometry, Size
 from h5chunk.plan.permutation import Indices
-from h5chunk.transforms.augment import ERASERS, GEOMETRIC, RandomCrop
+from h5chunk.transforms.augment import ERASERS, GEOMETRIC
 from h5chunk.transforms.augment_rule import AUGMENTING, augment_with_torch, make_rule, native_rule
 from h5chunk.transforms.compiled import AugmentKernel, LoadedTable
 from h5chunk.transforms.images import (
@@ -215,7 +215,7 @@ def _check_list(transforms: Sequence[Any], stored: torch.dtype, sample_shape: tu
         )
     if len(sample_shape) == 3 and sample_shape[axis] > MOST_CHANNELS:
         raise OptionError(f"{first} is for at most {MOST_CHANNELS} channels, but samples have {sample_shape[axis]}")
-    padded = resized = behind = None
+    padded = resized = cut = behind = None
     for each in transforms:
         if not isinstance(each, GEOMETRIC):
             behind = each
@@ -226,10 +226,11 @@ def _check_list(transforms: Sequence[Any], stored: torch.dtype, sample_shape: tu
             raise OptionError(f"{each} resizes again what {resized} has resized: give one of them")
         if each.resizes and padded is not None:
             raise OptionError(f"{each} would resize the padding of {padded}: put it before")
+        if each.pads and cut is not None:
+            raise OptionError(f"{each} would pad with what {cut} has cut off: put it first, or give a Resize between")
         padded, resized = each if each.pads else padded, each if each.resizes else resized
-    paddings = {(each.mode, each.fill) for each in transforms if isinstance(each, RandomCrop) and each.pads}
-    if len(paddings) > 1:
-        raise OptionError("two RandomCrops pad in different ways: give both the same mode and fill")
+        if each.crops or each.resizes:
+            cut = each if each.crops else None
 
 
 def augment_batch(transform: Any, batch: torch.Tensor) -> torch.Tensor:

@@ -130,6 +130,12 @@ class TestRandomResizedCrop:
         low, high = found.min(2), found.max(2)
         return np.concatenate([low, high - low + 1], 1).T
 
+    @pytest.mark.parametrize(("ratio", "size"), [((3.0, 4.0), (9, 1)), ((0.2, 0.3), (1, 9))], ids=["wide", "tall"])
+    def test_no_box_of_the_ratio_fits(self, ratio, size):
+        """The box in the middle has at least a pixel."""
+        found = augment([RandomResizedCrop(2, ratio=ratio)], places(2, *size))
+        assert (found.flatten(2) == torch.tensor([size[0] // 2, size[1] // 2])[:, None]).all()
+
     def test_areas_and_shapes(self):
         size = 200  # more pixels than the boxes have, so that each pixel of a box is in the result
         crop = RandomResizedCrop(size, scale=(0.1, 0.5), ratio=(0.5, 2.0), interpolation="nearest")
@@ -173,6 +179,11 @@ class TestRandomCrop:
         images = photos(2, 30, 30)
         found = augment([Resize((20, 20)), RandomCrop(24, padding=2, fill=7)], images)
         assert torch.equal(found, functional.pad(Resize((20, 20))(images), (2, 2, 2, 2), value=7))
+
+    def test_padding_of_what_was_cut(self):
+        images = photos(2, 30, 30)
+        found = augment([CenterCrop(20), Resize(20), RandomCrop(24, padding=2, fill=7)], images)
+        assert torch.equal(found, functional.pad(images[..., 5:25, 5:25], (2, 2, 2, 2), value=7))
 
     def test_a_flip_before_a_crop_is_seen_by_it(self):
         images = photos(4, 9, 12)
@@ -319,7 +330,8 @@ def test_called_as_functions_they_draw_from_torch():
         (lambda: augment([Cutout(8), RandomHorizontalFlip()], photos()), "stands behind Cutout"),
         (lambda: augment([Resize(8), RandomResizedCrop(4)], photos()), "resizes again"),
         (lambda: augment([RandomCrop(40, padding=4), Resize(8)], photos()), "would resize the padding"),
-        (lambda: augment([RandomCrop(8, 1), RandomCrop(8, 1, fill=1)], photos()), "pad in different ways"),
+        (lambda: augment([RandomCrop(8, 1), RandomCrop(8, 1)], photos()), "pad with what RandomCrop.* has cut off"),
+        (lambda: augment([CenterCrop(8), RandomCrop(8, 1)], photos()), "CenterCrop.* has cut off: put it first"),
         (lambda: augment([RandomCrop(8, 1, fill=(1, 2))], photos()), "fill has 2 values for 3 channels"),
         (lambda: augment([Cutout(8, (1, 2))], photos()), "value has 2 values for 3 channels"),
         (lambda: augment([RandomCrop(8)], photos().float()), "is for uint8, not for torch.float32"),
