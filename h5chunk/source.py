@@ -75,12 +75,12 @@ class Names:
 
 
 class AnyImage(NamedTuple):
-    """An image of any size, as a file keeps it: encoded, or as pixels (H, W, C); and its size upright."""
+    """The bytes to store for an image of any size, encoded or pixels (H, W, C), and its size after EXIF rotation."""
 
     data: bytes
     height: int
     width: int
-    turn: int  # the EXIF orientation that a decoder must apply; 1: none
+    orientation: int  # the EXIF orientation that a decoder must apply; 1: none
     notes: tuple[str, ...]  # to count in the report
 
 

@@ -107,7 +107,7 @@ def _counts(dataset: ChunkDataset, num_samples: int, order: Order) -> np.ndarray
     """Return the largest number of times that an epoch uses each sample, (n,) int64, or None for once each."""
     if order.selection is None and not order.pad:
         return None
-    most = order.selection.most if isinstance(order.selection, WeightedSelection) else 1
+    most = order.selection.max_draws if isinstance(order.selection, WeightedSelection) else 1
     counts = np.zeros(num_samples, np.int64)
     counts[slice(None) if dataset.subset_samples is None else dataset.subset_samples] = most
     if order.pad:  # a short lane starts again, maybe several times

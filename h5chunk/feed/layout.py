@@ -110,7 +110,7 @@ def ragged_layout(
     """Make the layout of a file's matrix, or of its images of any size: a matrix whose columns are their bytes.
 
     ``counts``, (num_rows,) int64, is the largest number of times that an epoch uses each row; None: all rows once,
-    chunk by chunk, in this many lanes of the rank. Raise `FieldError` if the matrix holds numbers that torch does not
+    chunk by chunk, in ``lanes`` lanes per rank. Raise `FieldError` if the matrix holds numbers that torch does not
     support, and `FileError` if it is damaged.
     """
     where = f"{printable(reader.path)}: {field.name!r}"

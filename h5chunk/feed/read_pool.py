@@ -25,13 +25,12 @@ from h5chunk.errors import FileError, WorkerError, printable
 from h5chunk.native import CANCELLED, DONE, JOB, NativePool, Result, available
 from h5chunk.plan.order import Window
 from h5chunk.stamp import stamp_of
-from h5chunk.store.hdf5.ranges import Part as ReadTask
-from h5chunk.store.hdf5.ranges import RowGather, open_descriptor
+from h5chunk.store.hdf5.ranges import ReadTask, RowGather, open_descriptor
 from h5chunk.store.read.csr import CsrBuffers
 from h5chunk.store.read.direct import ByteReader, read_whole_fields
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.reader import H5Reader
-from h5chunk.store.read.several import FileParts, OpenFiles, close_descriptors
+from h5chunk.store.read.several import FileTasks, OpenFiles, close_descriptors
 
 QUICK_BYTES = 16 << 10  # gathering a smaller window takes less time than passing it to a thread
 FOREVER_S = 1e9
@@ -295,8 +294,8 @@ class ReadPool:
         for task in tasks:
             if hasattr(task, "jobs"):
                 native.append((task, self.descriptor, None))
-            elif isinstance(task, FileParts) and task.is_plain:
-                native += task.each(self.descriptor)
+            elif isinstance(task, FileTasks) and task.is_plain:
+                native += task.split(self.descriptor)
             else:
                 others.append(task)
         return native, others
@@ -325,7 +324,7 @@ class ReadPool:
         if not len(window.samples):  # an empty last batch
             return ()
         if name in self._direct:
-            return self._direct[name].parts(window.rows, window.destinations, out)
+            return self._direct[name].tasks(window.rows, window.destinations, out)
         return (partial(self._read_by_hdf5, name, window.samples, out),)
 
     def _read_by_hdf5(self, name: str, samples: np.ndarray, out: np.ndarray | CsrBuffers, _descriptor: int) -> None:

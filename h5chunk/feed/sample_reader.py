@@ -309,7 +309,7 @@ class _OpenFields:
         """Read rows of a field; ``out`` is (n, row_bytes) uint8 or, for a matrix, a `CsrBuffers`."""
         order = np.argsort(rows, kind="stable")
         try:
-            for part in self.direct[name].parts(rows[order], order, out):
+            for part in self.direct[name].tasks(rows[order], order, out):
                 part(self._descriptors)
         except FileError:
             self._reader.check_unchanged()

@@ -267,24 +267,24 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(number, 0, -1) if number % n == 0]
 
 
-def _round_rows(order: Order, sequence: Samples, lanes: list[Lane], each: Round) -> tuple[Indices, Indices]:
+def _round_rows(order: Order, sequence: Samples, lanes: list[Lane], round_: Round) -> tuple[Indices, Indices]:
     """Return the samples of a round, and the destination of each sample in its window.
 
     Samples are in the order of windows, within a window in the order of lanes, and within a lane in that of the
     sequence.
     """
-    parts = [_lane_round(order, lane, each) for lane in lanes]
+    parts = [_lane_rows(order, lane, round_) for lane in lanes]
     if len(lanes) == 1:
         return sequence(parts[0][0]), parts[0][1]
     lengths, batch = [len(rows) for rows, _ in parts], order.lane_batch
-    left = lengths[0] - batch * np.arange(each.num_windows * each.window_batches)  # before each batch of the round
+    left = lengths[0] - batch * np.arange(round_.num_windows * round_.window_batches)  # before each batch of the round
     most, least = (np.clip(left - fewer, 0, batch) for fewer in (0, lengths[0] - lengths[-1]))
     num_longer, windows = lengths.count(lengths[0]), []  # the first lanes may have a sample more than the others
     for number, (_, destinations) in enumerate(parts):
         before = min(number, num_longer) * most + max(0, number - num_longer) * least
-        windows.append(np.arange(len(destinations)) // (each.window_batches * batch))
+        windows.append(np.arange(len(destinations)) // (round_.window_batches * batch))
         batches = destinations // batch
-        destinations += batches * (order.batch_size - batch) + before[windows[-1] * each.window_batches + batches]
+        destinations += batches * (order.batch_size - batch) + before[windows[-1] * round_.window_batches + batches]
     by_window = np.argsort(np.concatenate(windows).astype(np.uint32), kind="stable")
     rows, destinations = (np.concatenate(column)[by_window] for column in zip(*parts, strict=True))
     return sequence(rows), destinations
@@ -298,14 +298,14 @@ def _joined(destinations: Indices, num_windows: int, window_samples: int, batch_
     return destinations + before * batch_size
 
 
-def _lane_round(order: Order, lane: Lane, each: Round) -> tuple[Indices, Indices]:
-    """Return the positions in the sequence of a lane's samples in a round, and their destinations in their windows.
+def _lane_rows(order: Order, lane: Lane, round_: Round) -> tuple[Indices, Indices]:
+    """Return the samples of a lane in a round, as positions in the sequence, and their destinations in their windows.
 
     All windows are shuffled in one call, because the number of calls, not of samples, determines the time.
     """
-    size = each.window_batches * order.lane_batch
-    first = each.first_batch * order.lane_batch
-    stop = first + each.num_windows * size
+    size = round_.window_batches * order.lane_batch
+    first = round_.first_batch * order.lane_batch
+    stop = first + round_.num_windows * size
     if not order.pad and not order.drop_last:
         stop = min(stop, lane.num_samples)
     rows, count = lane.positions(first, stop), stop - first

@@ -61,17 +61,20 @@ class Shares:
         return max(step_bytes, band_bytes) if whole_bands or fits else step_bytes
 
 
-def check_memory(memory_bytes: int, num_ordered: int) -> int:
-    """Return the memory that a permutation of ``num_ordered`` samples leaves. Raises OptionError if that is little."""
+def memory_for_copying(memory_bytes: int, num_permuted: int) -> int:
+    """Return the memory that remains beside a permutation of ``num_permuted`` samples, in bytes.
+
+    Raises OptionError if too little remains to copy data.
+    """
     if memory_bytes < MIN_MEMORY_BYTES:
         raise OptionError(f"memory is {memory_bytes} bytes: give at least {MIN_MEMORY_BYTES}")
-    left = memory_bytes - num_ordered * ORDER_BYTES
-    if left < MIN_MEMORY_BYTES // 2:
-        need = human_bytes(num_ordered * ORDER_BYTES + MIN_MEMORY_BYTES)
+    remaining = memory_bytes - num_permuted * ORDER_BYTES
+    if remaining < MIN_MEMORY_BYTES // 2:
+        need = human_bytes(num_permuted * ORDER_BYTES + MIN_MEMORY_BYTES)
         raise OptionError(
-            f"memory is {human_bytes(memory_bytes)} but a permutation of {num_ordered} samples takes {need}: allow more"
+            f"memory is {human_bytes(memory_bytes)}, but shuffling {num_permuted} samples needs {need}: allow more"
         )
-    return left
+    return remaining
 
 
 def plan_steps(

@@ -96,8 +96,8 @@ class WeightedSelection:
         return len(np.unique(self.chunks[np.diff(self.expected) > 0]))
 
     @property
-    def most(self) -> Indices:
-        """An upper bound on the draws of each sample in an epoch: (n,) int64."""
+    def max_draws(self) -> Indices:
+        """The largest number of times that an epoch may draw each sample: (n,) int64."""
         return np.ceil(np.diff(self.expected)).astype(np.int64) + 1
 
     def resolve(self, seed: int, epoch: int) -> FixedSelection:

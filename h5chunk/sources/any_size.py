@@ -18,7 +18,7 @@ def keep(image: bytes | Image.Image, options: ImageOptions) -> AnyImage:
     Must be called within `pillow_limits`. Raises SampleError if the image is refused.
     """
     decoded = decode(image, options)
-    pixels, notes, turn = decoded.image, decoded.notes, 1
+    pixels, notes, orientation = decoded.image, decoded.notes, 1
     is_large = options.max_side is not None and max(pixels.size) > options.max_side
     if is_large:
         pixels, notes = _shrunk(pixels, options.max_side or 0), (*notes, "resized")
@@ -27,10 +27,10 @@ def keep(image: bytes | Image.Image, options: ImageOptions) -> AnyImage:
     elif is_large:
         data = _encoded(pixels, options.quality)
     elif isinstance(image, bytes):
-        data, turn = image, decoded.orientation if decoded.orientation in range(2, 9) else 1
+        data, orientation = image, decoded.orientation if decoded.orientation in range(2, 9) else 1
     else:
         raise SampleError("comes as pixels, not as an image file: use keep_size=True, or save the images as files")
-    return AnyImage(data, pixels.height, pixels.width, turn, notes)
+    return AnyImage(data, pixels.height, pixels.width, orientation, notes)
 
 
 def _shrunk(image: Image.Image, max_side: int) -> Image.Image:

@@ -167,7 +167,7 @@ def _remedy(arrays: Mapping[str, Any]) -> str:
 def _chosen(names: Sequence[str], columns: Sequence[str] | None, shown: str) -> Sequence[str]:
     missing = next((name for name in columns or () if name not in names), None)
     if missing is not None:
-        raise OptionError(f"{shown}: no array is called {missing!r}; there are {printable(', '.join(names))}")
+        raise OptionError(f"{shown}: no array is called {missing!r}; the arrays are {printable(', '.join(names))}")
     return names if columns is None else columns
 
 

@@ -57,8 +57,8 @@ class Decoded(NamedTuple):
 
     image: Image.Image  # of mode L, LA, RGB or RGBA
     notes: tuple[str, ...]  # for the report, which counts them: its original mode, and how it was changed
-    size: tuple[int, int]  # height and width, upright, before resizing
-    orientation: int  # EXIF orientation, which has been applied; 1 is upright
+    size: tuple[int, int]  # height and width after EXIF rotation, before resizing
+    orientation: int  # EXIF orientation, which has been applied; 1: not rotated
 
 
 @contextmanager
@@ -147,7 +147,7 @@ def check_depth(raw_modes: list[str]) -> None:
 
 
 def _orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation; 1 is upright. EXIF is parsed only if present, because parsing is slow."""
+    """Return the EXIF orientation; 1: not rotated. EXIF is parsed only if present, because parsing is slow."""
     if image.format == "TIFF" or any(key in image.info for key in ("exif", "xmp", "XML:com.adobe.xmp")):
         return image.getexif().get(0x0112, 1)
     return 1

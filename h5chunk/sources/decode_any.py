@@ -29,28 +29,28 @@ TRANSPOSED = (5, 6, 7, 8)  # EXIF orientations that exchange height and width
 
 
 def decode_any(
-    data: np.ndarray, height: int, width: int, turn: int, channels: int, least: Sequence[int], out: np.ndarray
+    data: np.ndarray, height: int, width: int, orientation: int, channels: int, least: Sequence[int], out: np.ndarray
 ) -> tuple[int, int]:
-    """Decode an image of this upright size, (n,) uint8, into the beginning of ``out``, flat uint8, as (H, W, C).
+    """Decode the bytes of an image, (n,) uint8, to the beginning of ``out``, flat uint8, as (H, W, C).
 
-    Returns height and width of the result: if the image is a JPEG that stays larger than ``least``, it may be scaled by
-    1/2, 1/4 or 1/8. A SampleError says what is wrong with the image.
+    ``height`` and ``width`` are those after EXIF rotation. Returns height and width of the result: a JPEG may be scaled
+    by 1/2, 1/4 or 1/8 if it stays at least as large as ``least``. Raises SampleError if the image cannot be decoded.
     """
-    is_plain = turn == 1 and data[0] == 0xFF and b"Adobe" not in data[:HEAD_BYTES].tobytes()  # which marks CMYK
+    is_plain = orientation == 1 and data[0] == 0xFF and b"Adobe" not in data[:HEAD_BYTES].tobytes()  # which marks CMYK
     if is_plain and simplejpeg and (2 * least[0] > height or 2 * least[1] > width):
         with suppress(ValueError):  # the usual case, with as little Python as possible
             pixels = simplejpeg.decode_jpeg(data, COLORS[channels], buffer=out)
             if pixels.shape == (height, width, channels):
                 return height, width
-    size = (width, height) if turn in TRANSPOSED else (height, width)
+    size = (width, height) if orientation in TRANSPOSED else (height, width)
     if height * width > MAX_PIXELS:
         raise SampleError(f"is {height} x {width}, but decoders refuse more than {MAX_PIXELS} pixels")
-    least = (least[1], least[0]) if turn in TRANSPOSED else (least[0], least[1])
+    least = (least[1], least[0]) if orientation in TRANSPOSED else (least[0], least[1])
     pixels = _by_simplejpeg(data, size, channels, least, out) if simplejpeg and data[0] == 0xFF else None
     if pixels is None:
         pixels = _by_pillow(data, size, channels)
-    if turn != 1:
-        pixels = _turned(pixels.copy(), turn)
+    if orientation != 1:
+        pixels = _turned(pixels.copy(), orientation)
     target = out[: pixels.size].reshape(pixels.shape)
     if not np.shares_memory(pixels, target):
         target[...] = pixels
@@ -60,7 +60,7 @@ def decode_any(
 def _by_simplejpeg(
     data: np.ndarray, size: tuple[int, int], channels: int, least: tuple[int, int], out: np.ndarray
 ) -> np.ndarray | None:
-    """Decode a JPEG; None if Pillow has to: other colours, and data that is not sound."""
+    """Decode a JPEG; return None for CMYK, another size than ``size`` or damaged data, which Pillow has to handle."""
     try:
         *found, color, _ = simplejpeg.decode_jpeg_header(data)
         if tuple(found) != size or color not in ("YCbCr", "RGB", "Gray"):
@@ -89,10 +89,10 @@ def _by_pillow(data: np.ndarray, size: tuple[int, int], channels: int) -> np.nda
         raise SampleError(f"cannot be decoded: {error or type(error).__name__}") from None
 
 
-def _turned(pixels: np.ndarray, turn: int) -> np.ndarray:
+def _turned(pixels: np.ndarray, orientation: int) -> np.ndarray:
     """Apply an EXIF orientation."""
-    if turn in TRANSPOSED:
+    if orientation in TRANSPOSED:
         pixels = pixels.transpose(1, 0, 2)
-    if turn in (2, 3, 6, 7):
+    if orientation in (2, 3, 6, 7):
         pixels = pixels[:, ::-1]
-    return pixels[::-1] if turn in (3, 4, 7, 8) else pixels
+    return pixels[::-1] if orientation in (3, 4, 7, 8) else pixels

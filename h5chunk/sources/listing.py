@@ -1,7 +1,8 @@
 """List the images of a folder or an archive in order, with their classes and splits.
 
-No image is opened. The order and the labels are those of torchvision's ImageFolder, which leaves out .gif: classes are
-sorted by name, the folders of a class by path, and the files of a folder by name.
+No image is opened. The order and the labels are those of torchvision's ImageFolder, except that .gif files, which
+ImageFolder ignores, are listed, too: classes are sorted by name, the folders of a class by path, and the files of a
+folder by name.
 
 The top folders may be splits rather than classes, as in ``train/cat/1.png``, ``val/cat/2.png``. Their names decide
 this; ambiguous names are an error.
@@ -100,11 +101,13 @@ def list_tree(tree: Tree, split_folders: str, masks: Sequence[str] | None) -> Li
     if pairs is None:
         return _list_one_folder(tree, split_folders)
     directories, mask_members = tree.directories, []
-    listing, members = arrange(replace(tree, directories=pairs.inside(directories, pairs.images)), split_folders)
+    listing, members = arrange(
+        replace(tree, directories=pairs.directories_in(directories, pairs.images)), split_folders
+    )
     inner_names = listing.names
-    listing.names = Names(pairs.outside(name, pairs.images) for name in inner_names)
+    listing.names = Names(pairs.full_path(name, pairs.images) for name in inner_names)
     for name, folder in pairs.masks.items():
-        paths, numbers, unused = pairs.match(inner_names, pairs.inside(directories, folder), folder)
+        paths, numbers, unused = pairs.match(inner_names, pairs.directories_in(directories, folder), folder)
         listing.others[name] = Names(paths)
         mask_members.append(numbers)
         if unused:

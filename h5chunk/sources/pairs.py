@@ -48,7 +48,7 @@ def at_level(level: int, names: Iterable[bytes]) -> set[bytes]:
 
 @dataclass(frozen=True)
 class Pairs:
-    """A folder of images and folders of masks, all at one level of the tree."""
+    """The names of a folder of images and of the folders of its masks, which lie side by side."""
 
     level: int  # 0: at the top; 1: in each split
     images: bytes  # name of the folder of images
@@ -58,17 +58,20 @@ class Pairs:
         """Return whether the folder with path ``name`` is one of the paired folders, or inside one."""
         return bool(at_level(self.level, [name]) & {self.images, *self.masks.values()})
 
-    def inside(self, directories: Mapping[bytes, Directory], folder: bytes) -> dict[bytes, Directory]:
-        """Return the directories in a paired folder, by their paths without the name of that folder."""
+    def directories_in(self, directories: Mapping[bytes, Directory], folder: bytes) -> dict[bytes, Directory]:
+        """Return the directories in a paired folder, by their paths without the name of that folder.
+
+        With the folder ``images``, ``train/images/cat`` becomes ``train/cat``; `full_path` undoes this.
+        """
         return {
             b"/".join(parts[: self.level] + parts[self.level + 1 :]): directory
             for parts, directory in ((name.split(b"/"), directory) for name, directory in directories.items())
             if parts[self.level : self.level + 1] == [folder]
         }
 
-    def outside(self, name: bytes, folder: bytes) -> bytes:
-        """Insert the name of a paired folder into a path that `inside` returned."""
-        parts = name.split(b"/")
+    def full_path(self, path: bytes, folder: bytes) -> bytes:
+        """Return a path with the name of its paired folder, which `directories_in` removed."""
+        parts = path.split(b"/")
         return b"/".join([*parts[: self.level], folder, *parts[self.level :]])
 
     def match(
@@ -85,20 +88,20 @@ class Pairs:
                 path = posixpath.join(name, file)
                 first, _ = masks.setdefault(posixpath.splitext(path)[0], (path, number))
                 if first != path:
-                    raise self._twice(folder, first, path)
+                    raise self._ambiguous(folder, first, path)
         found: dict[bytes, bytes] = {}  # image of each mask
         paths, numbers = [], []
         for name in names:
             stem = posixpath.splitext(name)[0]
             mask, number = masks.get(stem) or masks.get(stem + b"_mask") or (b"", -1)
             if mask and found.setdefault(mask, name) != name:
-                raise self._twice(self.images, found[mask], name)
-            paths.append(self.outside(mask, folder) if mask else b"")
+                raise self._ambiguous(self.images, found[mask], name)
+            paths.append(self.full_path(mask, folder) if mask else b"")
             numbers.append(number)
         return paths, numbers, sorted(as_text(mask) for mask, _ in masks.values() if mask not in found)
 
-    def _twice(self, folder: bytes, first: bytes, second: bytes) -> SourceError:
-        first, second = (self.outside(path, folder) for path in (first, second))
+    def _ambiguous(self, folder: bytes, first: bytes, second: bytes) -> SourceError:
+        first, second = (self.full_path(path, folder) for path in (first, second))
         return SourceError(
             f"{as_text(first)} and {as_text(second)} differ only in their suffix, so that their masks are "
             "ambiguous: rename one"

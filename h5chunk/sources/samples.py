@@ -158,7 +158,7 @@ class Samples(SampleSource):
                 raise OptionError(f"mask_column is {name!r}, but the fields of images are {names}: give one of these")
 
     def disagreement(self) -> str:
-        """Describe the first two samples of different shapes, and the remedy, for an error."""
+        """Return the text of an error that names two samples of different shapes, and the remedy."""
         first: dict[str, tuple[int, tuple[int, ...]]] = {}
         for index in range(len(self)):
             try:

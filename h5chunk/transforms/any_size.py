@@ -122,12 +122,15 @@ class AnySizeConverter(AugmentConverter):
     def start(
         self, rows: CsrRows, draws: Draws, then: Callable[[torch.Tensor], torch.Tensor] = lambda batch: batch
     ) -> Pending:
-        """Start to make a batch of images, which must stay in place until it is made; ``then`` changes the batch."""
-        heights, widths, turns = (table[draws.samples] for table in self._image_sizes)
+        """Start to decode and augment a batch, and return it as pending; ``then`` is applied to the finished batch.
+
+        The memory of ``rows`` must not change until the batch is finished or dropped.
+        """
+        heights, widths, orientations = (table[draws.samples] for table in self._image_sizes)
         geometry = self.geometry(heights.astype(np.int64), widths.astype(np.int64), draws)
         table = geometry.table(np.zeros(len(draws.samples), np.int64))
         numbers = np.arange(rows.first, rows.first + len(rows)) if rows.numbers is None else rows.numbers.host
-        job = _Job(rows, numbers, draws.samples, turns, table)
+        job = _Job(rows, numbers, draws.samples, orientations, table)
         pending = self._on_gpu(job) if self._device.type != "cpu" else self._on_host(job)
         pending.then = then
         return pending
@@ -155,9 +158,9 @@ class AnySizeConverter(AugmentConverter):
 
         offset, offsets, channels = 0, [], self._field.channels
         for number, facts in zip(images, job.facts(images), strict=True):
-            start, stop, turn, height, width, *least = facts
+            start, stop, orientation, height, width, *least = facts
             try:
-                found = decode_any(job.data[start:stop], height, width, turn, channels, least, source[offset:])
+                found = decode_any(job.data[start:stop], height, width, orientation, channels, least, source[offset:])
             except SampleError as error:
                 raise FileError(f"{self._name_of(int(job.samples[number]))} {error}") from None
             offsets.append(offset)
@@ -203,12 +206,12 @@ class AnySizeConverter(AugmentConverter):
         sizes = [(int(row[HEIGHT]), int(row[WIDTH])) for row in job.table]
         data = [job.bytes_of(number) for number in range(len(job.table))]
         by_cpu = partial(self._by_cpu, job)
-        return self._decode_batch(data, sizes, job.turns, by_cpu, self._device)
+        return self._decode_batch(data, sizes, job.orientations, by_cpu, self._device)
 
     def _by_cpu(self, job: _Job, number: int) -> torch.Tensor:
         """Decode one image on the CPU: (H, W, C)."""
         size = int(job.table[number, HEIGHT]), int(job.table[number, WIDTH])
-        facts = size, int(job.turns[number]), self._field.channels
+        facts = size, int(job.orientations[number]), self._field.channels
         return decode_whole(job.bytes_of(number), *facts, partial(self._name_of, int(job.samples[number])))
 
     def _augmented(self, source: torch.Tensor, table: np.ndarray) -> torch.Tensor:
@@ -229,13 +232,15 @@ class AnySizeConverter(AugmentConverter):
         return self._threads
 
 
-def decode_whole(data: np.ndarray, size: Size, turn: int, channels: int, name: Callable[[], str]) -> torch.Tensor:
-    """Decode an image of this size: (H, W, C). Raises FileError with its name if that fails."""
+def decode_whole(
+    data: np.ndarray, size: Size, orientation: int, channels: int, name: Callable[[], str]
+) -> torch.Tensor:
+    """Decode an image of this size: (H, W, C). Raises FileError, with the name of the image, if that fails."""
     from h5chunk.sources.decode_any import decode_any
 
     out = np.empty((*size, channels), np.uint8)
     try:
-        decode_any(data, *size, turn, channels, size, out.reshape(-1))
+        decode_any(data, *size, orientation, channels, size, out.reshape(-1))
     except SampleError as error:
         raise FileError(f"{name()} {error}") from None
     return torch.from_numpy(out)
@@ -248,11 +253,11 @@ def whole_images(
     data, found = rows.indices.numpy(), []
     for number, sample in enumerate(samples.tolist()):
         one = data[rows.host_starts[number] : rows.host_starts[number + 1]]
-        height, width, turn = (int(table[sample]) for table in sizes)
+        height, width, orientation = (int(table[sample]) for table in sizes)
         if field.form == "raw":
             image = torch.from_numpy(one.reshape(height, width, field.channels))
         else:
-            image = decode_whole(one, (height, width), turn, field.channels, partial(name_of, sample))
+            image = decode_whole(one, (height, width), orientation, field.channels, partial(name_of, sample))
         found.append(image.permute(2, 0, 1).contiguous())
     return found
 
@@ -261,9 +266,9 @@ class _Job:
     """The images of a batch, and their geometry."""
 
     def __init__(
-        self, rows: CsrRows, numbers: np.ndarray, samples: np.ndarray, turns: np.ndarray, table: np.ndarray
+        self, rows: CsrRows, numbers: np.ndarray, samples: np.ndarray, orientations: np.ndarray, table: np.ndarray
     ) -> None:
-        self.rows, self.samples, self.turns, self.table = rows, samples, turns, table
+        self.rows, self.samples, self.orientations, self.table = rows, samples, orientations, table
         self.starts, self._ends = rows.host_starts[numbers], rows.host_starts[numbers + 1]
         self.data = rows.indices.numpy()
 
@@ -275,7 +280,7 @@ class _Job:
         """Return start, end, EXIF orientation, height and width of images, and the least size to decode them at."""
         some = slice(images.start, images.stop)
         table = self.table[some]
-        columns = [self.starts[some], self._ends[some], self.turns[some], table[:, HEIGHT], table[:, WIDTH]]
+        columns = [self.starts[some], self._ends[some], self.orientations[some], table[:, HEIGHT], table[:, WIDTH]]
         for side, box, full in ((HEIGHT, BOX_HEIGHT, FULL_HEIGHT), (WIDTH, BOX_WIDTH, FULL_WIDTH)):
             least = -(-GAP * table[:, side] * table[:, full] // table[:, box])
             columns.append(np.minimum(table[:, side], least))
@@ -283,7 +288,7 @@ class _Job:
 
 
 def _size_after(transforms: Sequence[Any], field: ImagesField) -> Size:
-    """Return the size of results; raise OptionError if that of the images shows."""
+    """Return the size of results. Raise OptionError if it depends on the size of the image."""
     size: Size | None = None
     for each in transforms:
         size = each.size_after(size) if hasattr(each, "size_after") else size

@@ -243,9 +243,9 @@ class AlternatingFlip(Geometric):
 
 
 class Erasing:
-    """A transform that overwrites a box of each result; ``value`` has the units of values at its place in the list."""
+    """Base class of the transforms that overwrite a random box of each image."""
 
-    value: float | Sequence[float]
+    value: float | Sequence[float]  # one value, or one per channel, in the units of the values that come before
 
     def boxes(self, height: int, width: int, draws: Draws, stream: int) -> tuple[Any, Any, Any, Any]:
         """Return top, left, height and width of the boxes, (n,) int64; 0 x 0 where nothing is erased."""

@@ -21,7 +21,10 @@ def scale_and_shift(  # type: ignore[no-untyped-def,unused-ignore]
     padded: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Convert a block of pixels of one sample, all channels; ``source_*`` and ``out_*`` are strides within a sample."""
+    """Multiply a block of pixels of one sample by the scale of each channel, and add its shift.
+
+    ``source_*`` and ``out_*`` are the strides of channels and pixels within a sample.
+    """
     blocks = tl.cdiv(num_pixels, block)
     sample = (tl.program_id(0) // blocks).to(tl.int64) * channels * num_pixels
     pixel = (tl.program_id(0) % blocks * block + tl.arange(0, block))[:, None]

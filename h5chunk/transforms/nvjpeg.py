@@ -16,7 +16,7 @@ Decode = Callable[
 
 @cache
 def find_decoder() -> tuple[str, Decode] | None:
-    """Return the name of what decodes batches on a GPU, and the function; None if nothing does."""
+    """Return the name of the installed GPU decoder, and its function; None if none is installed."""
     try:
         from torchcodec.decoders import decode_jpeg
 
@@ -46,7 +46,7 @@ def _decoded(
     decode: Callable[..., list[torch.Tensor]],
     data: Sequence[np.ndarray],
     sizes: Sequence[tuple[int, int]],
-    turns: np.ndarray,
+    orientations: np.ndarray,
     by_cpu: Callable[[int], torch.Tensor],
     device: torch.device,
 ) -> torch.Tensor:
@@ -54,7 +54,7 @@ def _decoded(
 
     An image that is not a JPEG, is turned, or that nvJPEG refuses, is decoded by the CPU.
     """
-    taken = [number for number, each in enumerate(data) if each[0] == 0xFF and turns[number] == 1]
+    taken = [number for number, each in enumerate(data) if each[0] == 0xFF and orientations[number] == 1]
     encoded = [torch.from_numpy(data[number]) for number in taken]
     found = dict(zip(taken, _accepted(partial(decode, device=device), encoded), strict=True))
     parts = []

@@ -14,7 +14,7 @@ from h5chunk.errors import OptionError
 from h5chunk.plan.repack import (
     MIN_MEMORY_BYTES,
     Shares,
-    check_memory,
+    memory_for_copying,
     plan_buckets,
     plan_packing,
     plan_steps,
@@ -106,8 +106,8 @@ def test_the_parts_fit_in_memory_together(num_threads: int) -> None:
 
 
 def test_too_little_memory_is_refused() -> None:
-    assert check_memory(1 << 30, 1000) == (1 << 30) - 24_000
+    assert memory_for_copying(1 << 30, 1000) == (1 << 30) - 24_000
     with pytest.raises(OptionError, match=f"give at least {MIN_MEMORY_BYTES}"):
-        check_memory(MIN_MEMORY_BYTES - 1, 0)
-    with pytest.raises(OptionError, match=r"a permutation of 100000000 samples takes 2.2 GiB: allow more"):
-        check_memory(1 << 30, 100_000_000)
+        memory_for_copying(MIN_MEMORY_BYTES - 1, 0)
+    with pytest.raises(OptionError, match=r"shuffling 100000000 samples needs 2.2 GiB: allow more"):
+        memory_for_copying(1 << 30, 100_000_000)

@@ -33,7 +33,7 @@ def test_each_sample_is_drawn_as_often_as_it_is_due(weights, chunk_samples, num_
     assert len(picks) == len(drawn) == num_draws
     counts = np.bincount(drawn.samples, minlength=len(found))
     due = found / found.sum() * num_draws
-    assert (np.abs(counts - due) < 1 + 1e-6).all() and (counts <= picks.most).all()
+    assert (np.abs(counts - due) < 1 + 1e-6).all() and (counts <= picks.max_draws).all()
     assert (np.diff(drawn.samples) >= 0).all()
     for start, stop in zip(drawn.starts[:-1], drawn.starts[1:], strict=True):
         assert len(set((drawn.samples[start:stop] // chunk_samples).tolist())) == 1

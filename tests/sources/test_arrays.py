@@ -199,5 +199,5 @@ def test_some_arrays_of_a_file(tmp_path: Path) -> None:
         h5chunk.convert(tmp_path / "a.npz", tmp_path / "x.h5")
     report = h5chunk.convert(tmp_path / "a.npz", tmp_path / "x.h5", columns=("images", "labels"))
     assert [*report.fields] == ["images", "labels"] and report.num_samples == 4
-    with pytest.raises(OptionError, match="no array is called 'masks'; there are images, labels, names"):
+    with pytest.raises(OptionError, match="no array is called 'masks'; the arrays are images, labels, names"):
         h5chunk.convert(tmp_path / "a.npz", tmp_path / "y.h5", columns=("masks",))

@@ -288,7 +288,7 @@ def test_files_of_splits_continue(tmp_path: Path) -> None:
     ("splits", "reason"),
     [
         (None, "the source has no field 'split': make folders such as train/ and val/"),
-        (np.array([b"a", b"../b"] * 60), r"the field 'split' has an invalid file name, such as \.\./b"),
+        (np.array([b"a", b"../b"] * 60), r"the field 'split' has a value that cannot name a file, such as \.\./b"),
         (np.arange(120), "the field 'split' has more than 100 values, such as 100"),
     ],
 )

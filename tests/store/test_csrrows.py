@@ -46,7 +46,7 @@ def read(path: Path, field: CsrField, rows: np.ndarray) -> scipy.sparse.csr_matr
     places = np.argsort(rows, kind="stable")
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        for part in field.parts(rows[places], places, room):
+        for part in field.tasks(rows[places], places, room):
             part(descriptor)
     finally:
         os.close(descriptor)
@@ -108,7 +108,7 @@ def test_files_of_others(tmp_path, options, value):
         ([0, 2, 5], 5, 4, "5 indices but 4 values"),
         ([0, 3, 4], 5, 5, "goes from 0 to 4, not from 0 to 5"),
         ([1, 2, 5], 5, 5, "goes from 1 to 5, not from 0 to 5"),
-        ([0, 7, 5], 5, 5, "indptr falls at row 1"),
+        ([0, 7, 5], 5, 5, "indptr decreases after row 1"),
         ([0, 2, 6], 5, 5, "goes from 0 to 6, not from 0 to 5"),
         ([0, 2, 4, 5], 5, 5, "2 rows but indptr has 4 numbers"),
     ],
@@ -157,7 +157,7 @@ def test_cut_short(tmp_path):
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size // 4)
         with pytest.raises(FileError, match=r"a\.h5: field 'X/(indices|data)', chunk \d+: the file ends"):
-            for part in field.parts(np.arange(90), np.arange(90), room):
+            for part in field.tasks(np.arange(90), np.arange(90), room):
                 part(file.fileno())
 
 

@@ -71,7 +71,7 @@ def read(field: PlainField | ChunkedField, path: Path, rows: np.ndarray, out: np
     places = np.argsort(rows, kind="stable")
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        for part in field.parts(rows[places], places, out.reshape(len(rows), -1).view(np.uint8)):
+        for part in field.tasks(rows[places], places, out.reshape(len(rows), -1).view(np.uint8)):
             part(descriptor)
     finally:
         os.close(descriptor)
@@ -89,7 +89,7 @@ def check_direct(path: Path, data: np.ndarray, rows: list[int], field: PlainFiel
 def runs_of(field: PlainField, rows: np.ndarray) -> list[tuple[int, int, int]]:
     """The offset, the rows and the bytes of each run that is read for some rows, none beside the next in memory."""
     out = np.empty((len(rows), field.row_bytes), np.uint8)
-    jobs = np.concatenate([part.jobs(0) for part in field.parts(rows, np.arange(len(rows))[::-1], out)])
+    jobs = np.concatenate([part.jobs(0) for part in field.tasks(rows, np.arange(len(rows))[::-1], out)])
     return [(int(job["offset"]), int(job["count"]), int(job["num_bytes"])) for job in jobs]
 
 
@@ -148,7 +148,7 @@ def test_places_may_leave_others_out(tmp_path, options):
     rows, places = np.array([5, 6, 9]), np.array([4, 0, 2])
     out = np.full((6, 15), 77, np.uint8)
     with path.open("rb") as file:
-        for part in field.parts(rows, places, out):
+        for part in field.tasks(rows, places, out):
             part(file.fileno())
     assert out[places].tobytes() == data[rows].tobytes() and (out[[1, 3, 5]] == 77).all()
 
@@ -271,7 +271,7 @@ def test_windows_that_cut_chunks(tmp_path, decoded, chunk, batch, shuffle, num_t
         found, done = [], []
         for window in order.windows():
             found.append((window.samples, np.zeros((len(window.samples), 40), np.uint8)))
-            parts = field.parts(window.rows, window.destinations, found[-1][1])
+            parts = field.tasks(window.rows, window.destinations, found[-1][1])
             done += [threads.submit(part, file.fileno()) for part in parts]
         for each in done:
             each.result()

@@ -34,7 +34,7 @@ def read(field: ChunkedField, path: Path, rows: np.ndarray, data: np.ndarray) ->
     out = np.zeros((len(rows), *data.shape[1:]), data.dtype)
     places = np.random.default_rng(0).permutation(len(rows))
     with path.open("rb") as file:
-        for part in field.parts(np.sort(rows), places, out.reshape(len(rows), -1).view(np.uint8)):
+        for part in field.tasks(np.sort(rows), places, out.reshape(len(rows), -1).view(np.uint8)):
             part(file.fileno())
     return out[places]
 

@@ -62,7 +62,7 @@ CALLS = {
     "load window": "feed.read_pool.ReadPool.load",
     "make slot": "feed.slots.CpuSlot.__init__",
     "read image": "sources.images.ImageSource.read_into",
-    "read part": "store.hdf5.ranges.VectorPart.__call__",  # of Python's threads: take the fixture python_threads
+    "read part": "store.hdf5.ranges.VectorTask.__call__",  # of Python's threads: take the fixture python_threads
     "read through HDF5": "store.read.reader.H5Reader.read",
     "sync folder": "store.write.output.sync_folder",
     "touch file": "store.read.reader.H5Reader.touch",

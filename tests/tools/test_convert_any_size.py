@@ -75,9 +75,9 @@ def test_bytes_of_the_files_are_kept(photos, tmp_path):
 def test_pixels_are_kept(photos, tmp_path):
     h5chunk.convert(photos, tmp_path / "p.h5", keep_size=True)
     found = stored(tmp_path / "p.h5")
-    pixels, (height, width, turn) = found["a/1.jpg"]
+    pixels, (height, width, orientation) = found["a/1.jpg"]
     upright = np.rot90(np.asarray(Image.open(photos / "a/1.jpg")), 3)
-    assert turn == 1
+    assert orientation == 1
     np.testing.assert_array_equal(np.frombuffer(pixels, np.uint8).reshape(height, width, 3), upright)
 
 
@@ -155,7 +155,7 @@ def test_verify_names_damaged_images(photos, tmp_path):
 @pytest.mark.parametrize(
     ("table", "row", "value", "said"),
     [
-        ("offsets", 3, 1 << 40, "offsets falls at row 3"),
+        ("offsets", 3, 1 << 40, "offsets decreases after row 3"),
         ("offsets", 7, 5, "not from 0 to"),
         ("heights", 2, 0, "image 2 is 0 x"),
         ("orientations", 1, 9, "orientation 9"),

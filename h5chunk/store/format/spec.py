@@ -47,7 +47,7 @@ the name of a table's column), in row order:
 ``/images/offsets``
     int64, (N + 1,), contiguous: the bytes of image i run from ``offsets[i]`` to ``offsets[i + 1]``, excluded.
 ``/images/heights``, ``/images/widths``
-    uint32, (N,), contiguous: the size of each image, upright.
+    uint32, (N,), contiguous: the size of each image after EXIF rotation.
 ``/images/orientations``
     uint8, (N,), contiguous: the EXIF orientation, 1 to 8, that has to be applied to the decoded pixels; 1: none.
 

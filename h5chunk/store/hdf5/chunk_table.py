@@ -303,7 +303,7 @@ def count_unwritten(dataset: h5py.Dataset) -> int:
 
 
 def unwritten_value(dataset: h5py.Dataset) -> str:
-    """Return what readers give for unwritten elements, as text for messages: usually the fill value."""
+    """Return the value that unwritten elements read as, as text for messages: usually the fill value."""
     if not _has_fill_value(dataset):
         never = dataset.id.get_create_plist().get_fill_time() == h5py.h5d.FILL_TIME_NEVER
         result = "0" if never or dataset.id.get_storage_size() else "an error"

@@ -158,7 +158,7 @@ class Guard:
         """Return whether a soft or external link leads to an object. Raises TrustError if it is not trusted."""
         soft = isinstance(link, h5py.SoftLink)
         if not soft and not isinstance(link, h5py.ExternalLink):
-            raise TrustError(f"{where} is a user-defined link: copy its target")
+            raise TrustError(f"{where} is a user-defined link, which is not followed: put a copy of its target there")
         if self._trust is None:
             kind, of = ("a soft link", "") if soft else ("an external link", f" of {link.filename!r}")
             remedy = f"read {'its target' if soft else 'that file'} directly; {self._remedy}"

@@ -21,7 +21,7 @@ MAX_VECTORS = 1024  # IOV_MAX of Linux and macOS: buffers of one call
 CUT = "the file ends in the middle of its data: it was cut short"
 PART_BYTES = 8 << 20  # bytes per task of a thread: smaller tasks would compete for the GIL; scripts/LOG.md
 
-Part = Callable[[int], None]  # a task: called with the descriptor of the file
+ReadTask = Callable[[int], None]  # a task: called with the descriptor of the file
 Where = Callable[[int], str]  # returns the text that names the data at an offset of the file, for messages
 
 _preadv = ctypes.CDLL(None).preadv
@@ -37,7 +37,7 @@ def open_descriptor(path: Path) -> int:
         raise FileError(f"{printable(path)}: cannot be opened: {error.strerror}") from None
 
 
-class VectorPart:
+class VectorTask:
     """A task that reads runs of bytes of a file, and scatters each run to several places in memory.
 
     ``jobs``, (num_runs,) `h5chunk.native.JOB`, describes the runs; their descriptor is set later. ``vectors``, (n, 2)
@@ -89,7 +89,7 @@ class VectorPart:
 
 
 class RowGather:
-    """A task, with the interface of `VectorPart`, that copies rows of a field in memory."""
+    """A task, with the interface of `VectorTask`, that copies rows of a field in memory."""
 
     def __init__(self, values: np.ndarray, samples: np.ndarray, out: np.ndarray) -> None:
         self._values, self._samples, self._out = values, np.ascontiguousarray(samples), out
@@ -99,10 +99,10 @@ class RowGather:
         np.take(self._values, self._samples, axis=0, out=there, mode="clip")  # in another mode NumPy copies twice
 
     def end(self) -> None:
-        """See `VectorPart.end`."""
+        """See `VectorTask.end`."""
 
     def jobs(self, _descriptor: int) -> np.ndarray:
-        """See `VectorPart.jobs`: (1,) JOB."""
+        """See `VectorTask.jobs`: (1,) JOB."""
         job = np.zeros(1, JOB)
         job["kind"], job["count"], job["num_bytes"] = GATHER, len(self._samples), self._out.nbytes
         job["source"], job["indices"] = self._values.ctypes.data, self._samples.ctypes.data
@@ -120,22 +120,22 @@ def read_error(where: str, result: Result) -> FileError:
 
 
 def vectors_of(sizes: np.ndarray, places: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Return vectors for `VectorPart` of ``sizes[i]`` bytes from byte ``places[i]`` of ``out`` on: (n, 2) uintp."""
+    """Return vectors for `VectorTask` of ``sizes[i]`` bytes from byte ``places[i]`` of ``out`` on: (n, 2) uintp."""
     vectors = np.empty((len(sizes), 2), np.uintp)
     vectors[:, 0], vectors[:, 1] = out.ctypes.data + places, sizes
     return vectors
 
 
-def vector_parts(
+def vector_tasks(
     offsets: np.ndarray, sizes: np.ndarray, places: np.ndarray, out: np.ndarray, where: Where
-) -> Iterator[VectorPart]:
+) -> Iterator[VectorTask]:
     """Yield tasks that read ``sizes[i]`` bytes from ``offsets[i]`` of the file on to byte ``places[i]`` of ``out``.
 
     The arrays are (n,) int64, with n > 0. Ranges that are adjacent in the file share a system call. There is one task
     for all native threads, or several for Python threads.
     """
     if available():
-        yield VectorPart(*plan_reads(offsets, 1, 1, np.arange(len(offsets)), sizes, places, out, RUN_BYTES), out, where)
+        yield VectorTask(*plan_reads(offsets, 1, 1, np.arange(len(offsets)), sizes, places, out, RUN_BYTES), out, where)
         return
     vectors = vectors_of(sizes, places, out)
     groups = (np.cumsum(sizes) - 1) // RUN_BYTES
@@ -146,29 +146,29 @@ def vector_parts(
     jobs = read_jobs(vectors, firsts, counts, offsets[firsts], np.add.reduceat(sizes, firsts))
     per_part = max(1, PART_BYTES * len(jobs) // max(1, int(sizes.sum())))
     for first in range(0, len(jobs), per_part):
-        yield VectorPart(jobs[first : first + per_part], vectors, out, where)
+        yield VectorTask(jobs[first : first + per_part], vectors, out, where)
 
 
-def row_parts(
+def row_tasks(
     blocks: tuple[np.ndarray, int, int],
     rows: np.ndarray,
     counts: np.ndarray | None,
     places: np.ndarray,
     out: np.ndarray,
     where: Where,
-) -> Iterator[VectorPart]:
+) -> Iterator[VectorTask]:
     """Yield tasks that read one row, or ``counts[i]`` rows, from ``rows[i]`` on to row ``places[i]`` of ``out``.
 
     ``blocks`` describes the file: the offsets of equal blocks of rows, the rows of a block, and the bytes of a row. The
     other arrays are (n,) int64, with n > 0.
     """
     if available():
-        yield VectorPart(*plan_reads(*blocks, rows, counts, places, out, RUN_BYTES), out, where)
+        yield VectorTask(*plan_reads(*blocks, rows, counts, places, out, RUN_BYTES), out, where)
         return
     starts, block_rows, row_bytes = blocks
     offsets = starts[rows // block_rows] + rows % block_rows * row_bytes
     sizes = np.full(len(rows), row_bytes) if counts is None else counts * row_bytes
-    yield from vector_parts(offsets, sizes, places * row_bytes, out, where)
+    yield from vector_tasks(offsets, sizes, places * row_bytes, out, where)
 
 
 def read_jobs(

@@ -24,7 +24,7 @@ from h5chunk.store.format.header import Header
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.chunk_table import ChunkTable, is_listed_wrongly
 from h5chunk.store.hdf5.codecs import crc32, scratch
-from h5chunk.store.hdf5.ranges import PART_BYTES, VectorPart, read_bytes, read_error, read_jobs
+from h5chunk.store.hdf5.ranges import PART_BYTES, VectorTask, read_bytes, read_error, read_jobs
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.ragged import RaggedField
 
@@ -71,7 +71,7 @@ class ChunkChecks:
             bands = np.flatnonzero(np.cumsum(steps[:-1]))
         return (bands[:, None] * self._across + np.arange(self._across)).reshape(-1)
 
-    def parts(self, chunks: np.ndarray) -> Iterator[CheckTask]:
+    def tasks(self, chunks: np.ndarray) -> Iterator[CheckTask]:
         """Yield tasks that check those of these chunks that need it."""
         for some in self._divided(chunks[~self.sums.right[chunks]]):
             yield CheckTask(self, some)
@@ -89,17 +89,17 @@ class ChunkChecks:
         whole = (counts == self._chunk_rows) & np.logical_and.reduceat(follows, firsts)
         return np.repeat(whole & ~self.sums.right[chunks[firsts]], counts)
 
-    def whole_parts(self, rows: np.ndarray, vectors: np.ndarray, out: object) -> Iterator[WholeChunks]:
+    def whole_tasks(self, rows: np.ndarray, vectors: np.ndarray, out: object) -> Iterator[WholeChunks]:
         """Yield tasks that read whole chunks and check them: ``rows`` are all rows of these chunks.
 
-        ``vectors``, (n, 2) uintp, are the places of the rows in memory, as for `VectorPart`.
+        ``vectors``, (n, 2) uintp, are the places of the rows in memory, as for `VectorTask`.
         """
         count = self._chunk_rows
         chunks = rows[::count] // count
         firsts, offsets, sizes = np.arange(len(chunks)) * count, self.table.offsets[chunks], self.table.sizes[chunks]
         for some in self._divided(np.arange(len(chunks))):
             jobs = read_jobs(vectors, firsts[some], np.full(len(some), count), offsets[some], sizes[some])
-            yield WholeChunks(self, chunks[some], VectorPart(jobs, vectors, out, self._where_at))
+            yield WholeChunks(self, chunks[some], VectorTask(jobs, vectors, out, self._where_at))
 
     def _divided(self, chunks: np.ndarray) -> Iterator[np.ndarray]:
         """Divide an array with an element per chunk into arrays for tasks of about `PART_BYTES`."""
@@ -155,7 +155,7 @@ class ChunkChecks:
 
 
 class CheckTask:
-    """A task, with the interface of `VectorPart`, that only checks chunks."""
+    """A task, with the interface of `VectorTask`, that only checks chunks."""
 
     def __init__(self, checks: ChunkChecks, chunks: np.ndarray) -> None:
         self._checks, self._chunks = checks, chunks
@@ -183,7 +183,7 @@ class CheckTask:
 class WholeChunks(CheckTask):
     """A task that reads whole chunks, each a run of ``read``, and checks a chunk while it is in a processor's cache."""
 
-    def __init__(self, checks: ChunkChecks, chunks: np.ndarray, read: VectorPart) -> None:
+    def __init__(self, checks: ChunkChecks, chunks: np.ndarray, read: VectorTask) -> None:
         super().__init__(checks, chunks)
         self._read = read
 

@@ -19,7 +19,7 @@ import numpy as np
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.store.hdf5.chunk_table import NotDirect, list_chunks
 from h5chunk.store.hdf5.open import same_file
-from h5chunk.store.hdf5.ranges import Part
+from h5chunk.store.hdf5.ranges import ReadTask
 from h5chunk.store.read.checksums import NO_SUMS, ChunkChecks, Sums
 from h5chunk.store.read.direct import ByteReader, ChunkedField, PlainField, check_bytes
 from h5chunk.store.read.ragged import RaggedField
@@ -68,17 +68,17 @@ class CsrField(ByteReader):
         self.num_bytes = field.num_entries * field.entry_bytes
         self.forget()
 
-    def parts(self, rows: np.ndarray, places: np.ndarray, out: CsrBuffers) -> Iterator[Part]:
-        """See `ByteReader.parts`; ``out.starts`` is already set. Neighbours in the file are adjacent in ``rows``."""
+    def tasks(self, rows: np.ndarray, destinations: np.ndarray, out: CsrBuffers) -> Iterator[ReadTask]:
+        """See `ByteReader.tasks`; ``out.starts`` is already set. Neighbours in the file are adjacent in ``rows``."""
         firsts = self._indptr[rows]
         counts = self._indptr[rows + 1] - firsts
         some = counts > 0
-        firsts, counts, places = firsts[some], counts[some], out.starts[places[some]]
+        firsts, counts, destinations = firsts[some], counts[some], out.starts[destinations[some]]
         if len(firsts):
             for entries, target in zip(self._entries, (out.indices, out.values), strict=False):
                 if target is not None:
                     memory = target.view(np.uint8).reshape(len(target), -1)
-                    yield from entries.parts(firsts, places, memory, counts)
+                    yield from entries.tasks(firsts, destinations, memory, counts)
 
     def bytes_read(self, rows: np.ndarray) -> int:
         firsts = self._indptr[rows]
@@ -111,7 +111,7 @@ class CsrHandle:
             return
         order = np.argsort(rows, kind="stable")
         firsts, ends = self._indptr[rows[order]], self._indptr[rows[order] + 1]
-        counts, places = ends - firsts, out.starts[:-1][order]
+        counts, destinations = ends - firsts, out.starts[:-1][order]
         for checks in self._checks:
             checks.check(self._file.id.get_vfd_handle(), checks.of_rows(firsts[counts > 0], counts[counts > 0]))
         borders = np.flatnonzero(firsts[1:] - ends[:-1] > self._gap) + 1
@@ -123,7 +123,7 @@ class CsrHandle:
             before = np.cumsum(sizes) - sizes
             entries = np.arange(int(sizes.sum()))
             wanted = np.repeat(firsts[start:stop] - low - before, sizes) + entries
-            there = np.repeat(places[start:stop] - before, sizes) + entries
+            there = np.repeat(destinations[start:stop] - before, sizes) + entries
             for dataset, target in zip(self._parts, (out.indices, out.values), strict=False):
                 if target is not None:
                     target[there] = dataset[low:high][wanted]

@@ -1,7 +1,7 @@
 """Read rows of a dataset by their byte ranges in the file, outside HDF5's lock, in several threads.
 
 HDF5 lists the chunks once; after that the file is read only with ``preadv``. Uncompressed rows are read straight to
-their places in a shuffled batch. Compressed chunks are read and decoded, and their rows copied to their places.
+their places in a shuffled batch. Compressed chunks are read and decoded, and their rows are copied there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from h5chunk.plan.repack import find_pieces
 from h5chunk.store.hdf5.chunk_table import NotDirect, is_stored_as, list_chunks
 from h5chunk.store.hdf5.codecs import scratch
 from h5chunk.store.hdf5.open import same_file
-from h5chunk.store.hdf5.ranges import PART_BYTES, Part, read_bytes, row_parts, vectors_of
+from h5chunk.store.hdf5.ranges import PART_BYTES, ReadTask, read_bytes, row_tasks, vectors_of
 from h5chunk.store.hdf5.raw_chunks import RawChunks
 from h5chunk.store.read.checksums import NO_SUMS, ChunkChecks, Sums
 from h5chunk.store.read.fields import Field
@@ -137,10 +137,11 @@ class ByteReader:
     is_plain = False
     chunks: Sequence[DecodedChunks] = ()
 
-    def parts(self, rows: np.ndarray, places: np.ndarray, out: Any) -> Iterator[Part]:
-        """Yield tasks for several threads that read row ``rows[i]`` to ``out[places[i]]``.
+    def tasks(self, rows: np.ndarray, destinations: np.ndarray, out: Any) -> Iterator[ReadTask]:
+        """Yield tasks for several threads that read row ``rows[i]`` to ``out[destinations[i]]``.
 
-        There must be at least one row, the rows of a chunk must be adjacent and ascending, and places must differ.
+        There must be at least one row, the rows of a chunk must be adjacent and ascending, and no two destinations may
+        be equal.
         ``out`` is (m, row_bytes) uint8, or the `CsrBuffers` of a matrix, and must live until the last task is done.
         """
         raise NotImplementedError
@@ -206,22 +207,22 @@ class PlainField(ByteReader):
         self._table, self._chunk_rows = table, table.chunk_shape[0]
         self._checks = ChunkChecks(path, name, table, sums[name], indptr) if name in sums else None
 
-    def parts(
-        self, rows: np.ndarray, places: np.ndarray, out: np.ndarray, counts: np.ndarray | None = None
-    ) -> Iterator[Part]:
-        """See `ByteReader.parts`; with ``counts``, read ``counts[i]`` rows from ``rows[i]`` on, in one run of bytes."""
+    def tasks(
+        self, rows: np.ndarray, destinations: np.ndarray, out: np.ndarray, counts: np.ndarray | None = None
+    ) -> Iterator[ReadTask]:
+        """See `ByteReader.tasks`; with ``counts``, read ``counts[i]`` rows from ``rows[i]`` on, in one run of bytes."""
         blocks = self._table.offsets, self._chunk_rows, self.row_bytes
         if self._checks is None:
-            return row_parts(blocks, rows, counts, places, out, self._where)
+            return row_tasks(blocks, rows, counts, destinations, out, self._where)
         whole = self._checks.are_read_whole(rows) if counts is None else np.zeros(len(rows), bool)
         sizes = np.full(int(whole.sum()), self.row_bytes)
-        vectors = vectors_of(sizes, places[whole] * self.row_bytes, out)
-        parts: Iterator[Part] = self._checks.whole_parts(rows[whole], vectors, out)
+        vectors = vectors_of(sizes, destinations[whole] * self.row_bytes, out)
+        parts: Iterator[ReadTask] = self._checks.whole_tasks(rows[whole], vectors, out)
         if not whole.all():
-            rows, places = rows[~whole], places[~whole]
+            rows, destinations = rows[~whole], destinations[~whole]
             counts = None if counts is None else counts[~whole]
-            due = self._checks.parts(self._checks.of_rows(rows, counts))
-            parts = chain(parts, due, row_parts(blocks, rows, counts, places, out, self._where))
+            due = self._checks.tasks(self._checks.of_rows(rows, counts))
+            parts = chain(parts, due, row_tasks(blocks, rows, counts, destinations, out, self._where))
         return parts
 
     def read_all(self, descriptor: int) -> np.ndarray:
@@ -260,17 +261,19 @@ class ChunkedField(ByteReader):
         self._decoded = DecodedChunks(path, name, dataset, sums, indptr, num_kept)
         self.chunks = [self._decoded]
 
-    def parts(
-        self, rows: np.ndarray, places: np.ndarray, out: np.ndarray, counts: np.ndarray | None = None
-    ) -> Iterator[Part]:
-        """See `PlainField.parts`."""
+    def tasks(
+        self, rows: np.ndarray, destinations: np.ndarray, out: np.ndarray, counts: np.ndarray | None = None
+    ) -> Iterator[ReadTask]:
+        """See `PlainField.tasks`."""
         target = out if self._holds_samples else out.view(self._dtype).reshape(len(out), *self._shape[1:])
-        copies = self._copies(rows, places) if counts is None else self._copies_of_runs(rows, places, counts)
+        copies = (
+            self._copies(rows, destinations) if counts is None else self._copies_of_runs(rows, destinations, counts)
+        )
         per_part = max(1, PART_BYTES // self._decoded.chunk_bytes)
         while some := list(islice(copies, per_part)):
             yield partial(self._copy, some, target)
 
-    def _copies(self, rows: np.ndarray, places: np.ndarray) -> Iterator[_Copy]:
+    def _copies(self, rows: np.ndarray, destinations: np.ndarray) -> Iterator[_Copy]:
         bands = rows // self._chunk[0]
         within = rows - bands * self._chunk[0]
         for start, stop in pairwise([0, *(np.flatnonzero(bands[1:] != bands[:-1]) + 1).tolist(), len(rows)]):
@@ -278,13 +281,13 @@ class ChunkedField(ByteReader):
             if (within[start + 1 : stop] == within[start : stop - 1] + 1).all():  # NumPy copies a slice faster
                 some = slice(int(within[start]), int(within[start]) + stop - start)
             for piece in range(len(self._pieces)):
-                yield int(bands[start]), piece, some, places[start:stop]
+                yield int(bands[start]), piece, some, destinations[start:stop]
 
-    def _copies_of_runs(self, firsts: np.ndarray, places: np.ndarray, counts: np.ndarray) -> Iterator[_Copy]:
+    def _copies_of_runs(self, firsts: np.ndarray, destinations: np.ndarray, counts: np.ndarray) -> Iterator[_Copy]:
         apart = np.flatnonzero(firsts[1:] != firsts[:-1] + counts[:-1]) + 1
         for start, stop in pairwise([0, *apart.tolist(), len(firsts)]):
             first, end = int(firsts[start]), int(firsts[stop - 1] + counts[stop - 1])
-            there = np.repeat(places[start:stop] - firsts[start:stop], counts[start:stop]) + np.arange(first, end)
+            there = np.repeat(destinations[start:stop] - firsts[start:stop], counts[start:stop]) + np.arange(first, end)
             for chunk in range(first // self._chunk[0], (end - 1) // self._chunk[0] + 1):
                 begin = chunk * self._chunk[0]
                 low, high = max(first, begin), min(end, begin + self._chunk[0])
@@ -292,21 +295,21 @@ class ChunkedField(ByteReader):
 
     def _copy(self, copies: list[_Copy], target: np.ndarray, descriptor: int) -> None:
         """Decode chunks, and copy the requested rows of each to their destinations in ``target``."""
-        for band, piece, rows, places in copies:
-            is_whole = len(places) >= min(self._chunk[0], self._shape[0] - band * self._chunk[0])
+        for band, piece, rows, destinations in copies:
+            is_whole = len(destinations) >= min(self._chunk[0], self._shape[0] - band * self._chunk[0])
             values = self._decoded.read(descriptor, band * len(self._pieces) + piece, is_whole=is_whole)
             if self._holds_samples:
-                target[places] = values.reshape(self._chunk[0], self.row_bytes)[rows]
+                target[destinations] = values.reshape(self._chunk[0], self.row_bytes)[rows]
                 continue
             where = self._pieces[piece]
             inside: Any = (rows, *(slice(0, each.stop - each.start) for each in where))  # edge chunks are full
-            there: Any = (places, *where)
+            there: Any = (destinations, *where)
             target[there] = values.view(self._dtype).reshape(self._chunk)[inside]
 
     def read_all(self, descriptor: int) -> np.ndarray:
         values = np.empty(self._shape, self._dtype)
         rows = np.arange(self._shape[0])
-        for part in self.parts(rows, rows, values.reshape(len(values), -1).view(np.uint8)):
+        for part in self.tasks(rows, rows, values.reshape(len(values), -1).view(np.uint8)):
             part(descriptor)
         return values
 
@@ -326,8 +329,8 @@ def read_whole_fields(
 ) -> dict[str, np.ndarray]:
     """Read the fields that are kept in memory, by name; each has at most ``most_bytes``.
 
-    If reading fails, ``check`` is called first, to raise the error of a file that was changed. If it succeeds, the
-    caller must make that check.
+    If reading fails, ``check`` is called before the error is raised: it raises the error of a file that was changed. If
+    reading succeeds, the caller must call ``check``.
     """
     try:
         return {

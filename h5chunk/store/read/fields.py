@@ -23,7 +23,7 @@ from h5chunk.store.format.spec import GROUP, IMAGE_TABLES
 from h5chunk.store.hdf5.guard import Guard, small_attribute
 from h5chunk.store.hdf5.open import damages_are
 from h5chunk.store.hdf5.strings import read_words
-from h5chunk.store.read.ragged import RaggedField, look_at_images
+from h5chunk.store.read.ragged import RaggedField, describe_images
 
 MATRIX_PARTS = ("indptr", "indices", "data")
 TENX_PARTS = (b"barcodes", b"indptr", b"indices", b"data", b"shape")
@@ -155,10 +155,10 @@ def look_at(
         item = guard.find(file, dataset)
     if isinstance(item, h5py.Group) and item.id.links.exists(b"indptr"):
         guard.check_matrix(file, dataset)
-        return look_at_matrix(item, path, name, header.chunk_samples if header and header.kind == CSR else None)
+        return describe_matrix(item, path, name, header.chunk_samples if header and header.kind == CSR else None)
     if isinstance(item, h5py.Group) and item.id.links.exists(b"offsets") and header is not None:
         guard.check_parts(file, dataset, (*IMAGE_TABLES, "data"))
-        return look_at_images(item, path, name, header.chunk_samples)
+        return describe_images(item, path, name, header.chunk_samples)
     if not isinstance(item, h5py.Dataset):
         raise FieldError(f"{where} is a {type(item).__name__.lower()}: name a dataset in it")
     guard.check_field(item, dataset)
@@ -206,7 +206,7 @@ def find_matrix_groups(names: Iterable[str]) -> list[str]:
     return [group for group in groups if all(f"{group}/{part}" in there for part in MATRIX_PARTS)]
 
 
-def look_at_matrix(group: h5py.Group, path: Path, name: str, chunk_samples: int | None) -> MatrixField:
+def describe_matrix(group: h5py.Group, path: Path, name: str, chunk_samples: int | None) -> MatrixField:
     """Describe the CSR matrix in a group, as the field ``name``.
 
     ``chunk_samples`` is given for h5chunk files, whose values may be codes. Raises FieldError if it is not a CSR
@@ -294,7 +294,7 @@ def _shape(group: h5py.Group, path: Path, where: str) -> tuple[int, int]:
         return _tenx_shape(group, path, where)
     if kind not in ("csr_matrix", "csr"):
         encoding = f"encoding-type {kind!r}" if kind else "without an encoding-type"
-        remedy = "h5chunk convert makes one of .h5ad and 10x files"
+        remedy = "convert .h5ad and 10x files with h5chunk convert"
         raise FieldError(f"{where} is not a matrix of compressed rows ({encoding}): {remedy}")
     try:
         rows, columns = map(operator.index, small_attribute(group, "shape", small_attribute(group, "h5sparse_shape")))

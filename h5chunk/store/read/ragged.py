@@ -1,6 +1,6 @@
 """Fields whose samples differ in length: rows of a sparse matrix, and images of any size.
 
-`h5chunk.store.format.spec` has their layout: lists of entries, and where in them each sample starts.
+`h5chunk.store.format.spec` describes their layout: lists of entries, and the index at which each sample starts.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class RaggedField:
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """The datasets that are read whole: the start of each sample, and further facts about samples."""
+        """The datasets that are read as a whole: the start of each sample and, for images, their sizes."""
         return (self.pointers,)
 
     @property
@@ -96,19 +96,19 @@ def find_image_groups(names: Iterable[str]) -> list[str]:
     >>> find_image_groups(["images/data", "images/offsets", "images/heights", "labels"])
     ['images']
     """
-    there = {name for name in names if not name.startswith(f"{GROUP}/")}
-    groups = sorted(name.removesuffix("/offsets") for name in there if name.endswith("/offsets"))
-    return [group for group in groups if {f"{group}/data", f"{group}/heights"} <= there]
+    datasets = {name for name in names if not name.startswith(f"{GROUP}/")}
+    groups = sorted(name.removesuffix("/offsets") for name in datasets if name.endswith("/offsets"))
+    return [group for group in groups if {f"{group}/data", f"{group}/heights"} <= datasets]
 
 
-def look_at_images(group: h5py.Group, path: Path, name: str, chunk_samples: int) -> ImagesField:
+def describe_images(group: h5py.Group, path: Path, name: str, chunk_samples: int) -> ImagesField:
     """Describe the images of any size in a group. Raises FileError if they are damaged."""
     where = f"{printable(path)}: {name!r} is damaged"
     kinds = {**IMAGE_TABLES, "data": "u1"}
     parts = {part: group.get(part) for part in kinds}
     for part, dataset in parts.items():
         if not isinstance(dataset, h5py.Dataset) or dataset.ndim != 1 or dataset.dtype != np.dtype(kinds[part]):
-            raise FileError(f"{where}: it has no list of {np.dtype(kinds[part])} {part!r}")
+            raise FileError(f"{where}: it has no one-dimensional dataset {part!r} of {np.dtype(kinds[part])}")
     num_rows, num_bytes = len(parts["heights"]), len(parts["data"])
     for part, length in {"offsets": num_rows + 1, "widths": num_rows, "orientations": num_rows}.items():
         if len(parts[part]) != length:
@@ -123,7 +123,7 @@ def look_at_images(group: h5py.Group, path: Path, name: str, chunk_samples: int)
 
 
 class ImageSizes(NamedTuple):
-    """Heights and widths, upright, and EXIF orientations of all images of any size: (num_rows,) each."""
+    """Heights and widths after EXIF rotation, and the EXIF orientations, of all images of a field: (num_rows,) each."""
 
     heights: np.ndarray
     widths: np.ndarray
@@ -150,7 +150,10 @@ def read_image_sizes(group: h5py.Group, path: Path, field: ImagesField, offsets:
 
 
 def read_indptr(group: h5py.Group, path: Path, field: RaggedField) -> np.ndarray:
-    """Read the first entry of each row, and the end: (num_rows + 1,) int64. Raises FileError if they are damaged."""
+    """Read the index of the first entry of each row, and the number of entries: (num_rows + 1,) int64.
+
+    Raises FileError if they are damaged.
+    """
     where = f"{printable(path)}: {field.name!r}"
     dataset, pointers = group[field.pointers], field.pointers
     if dataset.nbytes > dataset.id.get_storage_size() * MAX_RATIO + SLACK_BYTES:
@@ -168,5 +171,5 @@ def read_indptr(group: h5py.Group, path: Path, field: RaggedField) -> np.ndarray
         )
     falls = np.diff(indptr) < 0
     if falls.any():
-        raise FileError(f"{where} is damaged: {pointers} falls at row {int(falls.argmax())}")
+        raise FileError(f"{where} is damaged: {pointers} decreases after row {int(falls.argmax())}")
     return indptr

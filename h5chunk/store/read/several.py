@@ -14,7 +14,7 @@ from h5chunk.errors import FileError, printable
 from h5chunk.plan.cache import read_with
 from h5chunk.store.hdf5.chunk_table import NotDirect
 from h5chunk.store.hdf5.open import opened
-from h5chunk.store.hdf5.ranges import PART_BYTES, Part, open_descriptor
+from h5chunk.store.hdf5.ranges import PART_BYTES, ReadTask, open_descriptor
 from h5chunk.store.read.csr import CsrField
 from h5chunk.store.read.direct import MIN_KEPT_CHUNKS, ByteReader, direct_field
 from h5chunk.store.read.fields import Field
@@ -100,22 +100,22 @@ class FilesField(ByteReader):
             chunks.num_kept = min(chunks.num_kept, max(MIN_KEPT_CHUNKS, share))
         self.forget()
 
-    def parts(self, rows: np.ndarray, places: np.ndarray, out: Any) -> Iterator[Part]:
-        """See `ByteReader.parts`; small tasks of several files are joined."""
-        joined: list[tuple[Part, int]] = []
+    def tasks(self, rows: np.ndarray, destinations: np.ndarray, out: Any) -> Iterator[ReadTask]:
+        """See `ByteReader.tasks`; small tasks of several files are joined."""
+        joined: list[tuple[ReadTask, int]] = []
         total = 0
         for number, positions in self._reader.by_file(rows):
             field = self._fields[number]
             its_rows = rows[positions] - self._reader.starts[number]
             num_bytes = PART_BYTES if field.chunks else field.bytes_read(its_rows)
-            for part in field.parts(its_rows, places[positions], out):
+            for part in field.tasks(its_rows, destinations[positions], out):
                 joined.append((part, number))
                 total += num_bytes
                 if total >= PART_BYTES:
-                    yield FileParts(joined)
+                    yield FileTasks(joined)
                     joined, total = [], 0
         if total:
-            yield FileParts(joined)
+            yield FileTasks(joined)
 
     def read_all(self, opened: OpenFiles) -> np.ndarray:
         values = []
@@ -131,10 +131,10 @@ class FilesField(ByteReader):
         )
 
 
-class FileParts:
+class FileTasks:
     """Several tasks, with the numbers of their files, that a thread runs one after another."""
 
-    def __init__(self, parts: list[tuple[Part, int]]) -> None:
+    def __init__(self, parts: list[tuple[ReadTask, int]]) -> None:
         self._parts = parts
 
     @property
@@ -142,7 +142,7 @@ class FileParts:
         """Whether native threads can run the whole task."""
         return all(hasattr(part, "jobs") for part, _ in self._parts)
 
-    def each(self, opened: OpenFiles) -> Iterator[tuple[Part, int, Callable[[], None]]]:
+    def split(self, opened: OpenFiles) -> Iterator[tuple[ReadTask, int, Callable[[], None]]]:
         """Yield each task, the descriptor of its file, and a function that raises FileError if the file was changed."""
         for part, number in self._parts:
             yield part, opened.of(number), partial(opened.check, number)

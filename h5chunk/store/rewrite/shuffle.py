@@ -21,7 +21,7 @@ from h5chunk.errors import OptionError, human_bytes
 from h5chunk.machine import in_order
 from h5chunk.plan.repack import Shares, plan_buckets, plan_steps, plan_uneven
 from h5chunk.store.hdf5.codecs import scratch
-from h5chunk.store.hdf5.ranges import vector_parts
+from h5chunk.store.hdf5.ranges import vector_tasks
 from h5chunk.store.rewrite.raw_rows import RawRows
 from h5chunk.store.write.spool import TemporaryBytes
 from h5chunk.store.write.targets import PlainTarget, Target, Waiting
@@ -238,7 +238,7 @@ def _settle(
         if not isinstance(rows, UnevenRows) and width >= LEAST_VECTOR_BYTES:
             offsets = waiting.offset + (first + np.arange(len(wanted))) * width
             where = "the file being written"
-            for part in vector_parts(offsets, rows.sizes(wanted), by_row * width, data, lambda _: where):
+            for part in vector_tasks(offsets, rows.sizes(wanted), by_row * width, data, lambda _: where):
                 part(waiting.descriptor)
         else:
             bucketed = scratch(local, "bucketed", stop - start)

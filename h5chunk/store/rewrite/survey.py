@@ -115,7 +115,9 @@ def _describe_link(group: h5g.GroupID, parent: bytes, name: bytes, paths: dict[i
     if kind == h5l.TYPE_SOFT:
         return Node(parent, name, "soft", group.links.get_val(name))
     if kind == h5l.TYPE_EXTERNAL:
-        raise FileError(f"{where} is a link into another file, which is not followed: copy its target, or delete it")
+        raise FileError(
+            f"{where} is a link into another file, which is not followed: copy its target there, or delete it"
+        )
     if kind != h5l.TYPE_HARD:
         raise FileError(f"{where} is a link of an unknown kind ({kind}): delete it")
     info = h5o.get_info(group, name)

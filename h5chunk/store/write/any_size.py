@@ -83,7 +83,7 @@ class _ImageReader(TaskRunner):
                     done.failures.append(Failure(row, str(error), type(error).__name__))
                     facts += [-1, 0, 0, 0]
                     continue
-                facts += [len(image.data), image.height, image.width, image.turn]
+                facts += [len(image.data), image.height, image.width, image.orientation]
                 facts[0] = zlib.crc32(image.data, facts[0])
                 done.notes.update(image.notes)
                 parts.append(image.data)

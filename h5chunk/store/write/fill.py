@@ -360,7 +360,7 @@ class TaskRunner:
 
 
 def stamp_of_samples(source: SampleReader, indices: np.ndarray) -> int:
-    """Return a number of 64 bits that changes when one of the samples may have changed; their order does not matter."""
+    """Return a 64-bit fingerprint of samples, which does not depend on their order; it changes if a sample changes."""
     combined = 0
     for index in indices.tolist():
         if stamp := source.stamp(index):

@@ -48,7 +48,7 @@ class NewFile(Output):
             return open_own(self.part, shown)
         except IsADirectoryError:
             raise OutputError(
-                f"{shown}: there is an unfinished folder of shards of that name: run its command again, or remove "
+                f"{shown}: an unfinished folder of shards has this name: repeat the command that began it, or remove "
                 f"{printable(self.part)}"
             ) from None
 
@@ -187,7 +187,10 @@ def _move_data(descriptor: int, moves: list[tuple[Region, Region]]) -> None:
         if (old, new) in small or new.offset == old.offset:
             continue
         if new.offset > old.offset:
-            raise RuntimeError(f"this version of HDF5 moves a field of {new.num_bytes} bytes up in a smaller file")
+            raise RuntimeError(
+                f"HDF5 placed a field of {new.num_bytes} bytes at a higher offset in a smaller file: report this as a "
+                "bug of h5chunk, with the version of HDF5"
+            )
         for start in range(0, new.num_bytes, PIECE_BYTES):
             piece = os.pread(descriptor, min(PIECE_BYTES, new.num_bytes - start), old.offset + start)
             write_at(descriptor, piece, new.offset + start)

@@ -30,7 +30,7 @@ NO_KERNEL_COPY = (errno.ENOSYS, errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL, err
 
 
 class OldFile:
-    """An open h5chunk file to append samples to, after checks of its header and all its datasets."""
+    """An open h5chunk file to copy into a longer one; its header and all its datasets were checked."""
 
     def __init__(self, path: Path, file: h5py.File, descriptor: int) -> None:
         self.path, self.file, self.descriptor = path, file, descriptor
@@ -82,7 +82,7 @@ class OldFile:
 
 @contextmanager
 def open_old(path: str | os.PathLike[str]) -> Iterator[OldFile]:
-    """Open, in a context, a file to append samples to."""
+    """Return a context with an h5chunk file, opened to be copied into the longer file that `append` writes."""
     path = Path(path)
     with open_file(path) as file:
         descriptor = open_descriptor(path)

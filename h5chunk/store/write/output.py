@@ -148,8 +148,8 @@ class NewFolder(Output):
             return os.open(self.part, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileExistsError:
             raise OutputError(
-                f"{shown}: there is an unfinished file of that name: run its "
-                f"command again, or remove {printable(self.part)}"
+                f"{shown}: an unfinished file has this name: repeat the command that began it, or remove "
+                f"{printable(self.part)}"
             ) from None
         except FileNotFoundError:
             if self.path.parent.is_dir():

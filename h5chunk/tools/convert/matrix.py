@@ -239,7 +239,7 @@ def _write_csr(
     new.allocate(csr_spec(layout, attributes=_attributes(kept), fields=fields, tables=tables, **about))
     writer = CsrWriter(new, layout)
     with new.flusher():
-        for rows, columns, values in kept.parts(layout.index_dtype):
+        for rows, columns, values in kept.entries(layout.index_dtype):
             writer.append(columns, None if layout.pattern else values)
             report_written(len(rows))
         writer.finish(kept.row_entries)
@@ -281,7 +281,7 @@ def _dense_chunks(layout: Layout, kept: Selection, report_written: Callable[[int
     """Yield the chunks, (chunk_samples, columns), in one reused buffer; the last chunk is padded with zeros."""
     size, number = layout.chunk_samples, 0
     chunk = np.zeros((size, kept.num_columns), kept.storage.dtype)
-    for rows, columns, values in kept.parts(index_dtype(kept.num_columns)):
+    for rows, columns, values in kept.entries(index_dtype(kept.num_columns)):
         start = 0
         while start < len(rows):
             while rows[start] >= (number + 1) * size:

@@ -113,7 +113,10 @@ class Ids:
         return np.arange(first, self.size, dtype=np.int64)
 
     def ranks(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the sorted ids, and the rank of each number in them: old ids keep their order and come first."""
+        """Return all ids in their final order, and the place in it of the id that has each number.
+
+        Old ids come first, in their old order; new ids follow, sorted.
+        """
         ids, num_old = np.empty(0, np.int64) if self._known is None else self._known, self._num_old
         order = np.concatenate([np.arange(num_old), np.argsort(ids[num_old:], kind="stable") + num_old])
         return ids[order], inverse_of(order)

@@ -13,7 +13,7 @@ from h5chunk.plan.codes import FloatCoding, Storage
 from h5chunk.tools.convert.matrix_read import READ_SHARE, SortedMatrix, no_scale_error, position_text
 from h5chunk.tools.convert.matrix_sort import Positions
 
-Part = tuple[np.ndarray, np.ndarray, np.ndarray]
+Entries = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Entries in the order of the file, as (n,) arrays: rows, int64; columns, integers; units or stored numbers."""
 
 
@@ -40,8 +40,8 @@ class Selection:
     def num_entries(self) -> int:
         return int(self.row_entries.sum())
 
-    def parts(self, index_dtype: np.dtype) -> Iterator[Part]:
-        """Yield the entries to write: row numbers in the file, columns of ``index_dtype``, and stored numbers."""
+    def entries(self, index_dtype: np.dtype) -> Iterator[Entries]:
+        """Yield groups of entries to write: row numbers, column numbers of ``index_dtype``, and encoded values."""
         new_rows = None if self.rows.all() else np.cumsum(self.rows) - 1
         new_columns = None if self.columns is None else (np.cumsum(self.columns) - 1).astype(index_dtype)
         for rows, columns, units in _final_entries(self.matrix, self.columns):
@@ -112,7 +112,7 @@ def _count_rows(rows: np.ndarray, row_entries: np.ndarray) -> None:
 
 def _final_entries(
     matrix: SortedMatrix, columns_kept: np.ndarray | None, tally: Counter[str] | None = None
-) -> Iterator[Part]:
+) -> Iterator[Entries]:
     """Yield nonzero entries in kept columns, with units, after duplicates are combined; count all in ``tally``."""
     coding = matrix.coding
     for positions in matrix.entries.sorted():

@@ -133,8 +133,8 @@ class MatrixOptions(WriteOptions):
     )
     duplicates: str = option(
         AUTO,
-        "How to combine several entries for the same row and column. last and first go by the column of times, if "
-        "SOURCE has one. auto: error for ratings and libsvm, sum for other sources.",
+        "How to combine several entries for the same row and column. last and first: by time, or in the order "
+        "of SOURCE if it has no times. auto: error for ratings and libsvm, sum for other sources.",
         choices=(AUTO, *DUPLICATES),
     )
     time_order: bool = option(

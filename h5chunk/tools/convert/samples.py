@@ -156,7 +156,7 @@ def _files_of_splits(job: SampleJob) -> list[SampleJob]:
         name = as_text(split) if isinstance(split, bytes) else str(split)
         name = job.categories[SPLIT][int(split)] if SPLIT in job.categories else name
         if not SPLIT_NAME.fullmatch(name) or len(jobs) == MAX_SPLITS:
-            what = "an invalid file name" if len(jobs) < MAX_SPLITS else f"more than {MAX_SPLITS} values"
+            what = "a value that cannot name a file" if len(jobs) < MAX_SPLITS else f"more than {MAX_SPLITS} values"
             raise OptionError(f"split_files is given, but the field 'split' has {what}, such as {printable(name)}")
         of_split = replace(job, path=job.path / f"{name}.h5")
         jobs.append(of_split.with_order(job.order[splits[job.order] == split]))

@@ -24,12 +24,12 @@ from h5chunk.store.hdf5.chunk_table import count_unwritten, partial_chunks_are_p
 from h5chunk.store.hdf5.codecs import KNOWN_FILTERS
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import damages_are, opened
-from h5chunk.store.read.fields import MATRIX_PARTS, Field, find_matrix_groups, look_at_matrix
+from h5chunk.store.read.fields import MATRIX_PARTS, Field, describe_matrix, find_matrix_groups
 from h5chunk.store.read.files import Paths, list_files, open_reader
 from h5chunk.store.read.ragged import (
     ImagesField,
+    describe_images,
     find_image_groups,
-    look_at_images,
     read_image_sizes,
     read_indptr,
 )
@@ -211,7 +211,7 @@ def _verdict(dataset: h5py.Dataset, grid: ChunkGrid, reads: int, groups: Mapping
 
 def _describe_images(file: h5py.File, path: Path, name: str, header: Header) -> ImagesInfo:
     """Describe images of any size. Raises FileError if they are damaged."""
-    field = look_at_images(file[name], path, name, header.chunk_samples)
+    field = describe_images(file[name], path, name, header.chunk_samples)
     sizes = read_image_sizes(file[name], path, field, read_indptr(file[name], path, field))
     heights, widths = ((int(each.min()), int(each.max())) for each in (sizes.heights, sizes.widths))
     raw_bytes = int((sizes.heights.astype(np.int64) * sizes.widths).sum()) * field.channels
@@ -245,7 +245,7 @@ def _describe_group(group: h5py.Group, path: Path, name: str, command: str) -> M
     data = group["data"]
     about = MatrixInfo(name, "", None, None, math.prod(data.shape), str(data.dtype), _stored_bytes(group))
     try:
-        field = look_at_matrix(group, path, name, None)
+        field = describe_matrix(group, path, name, None)
     except FileError as error:
         reason = str(error).removeprefix(f"{printable(path)}: {name!r} ").partition(": ")[0]
         return replace(about, verdict=f"{reason}: {command} converts it" if command else reason)

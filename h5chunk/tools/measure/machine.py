@@ -52,9 +52,10 @@ def threads_rate(work: Callable[[int], int], num_threads: int, seconds: float) -
 
 
 def memory_copy(piece_bytes: int, num_threads: int, memory_bytes: int) -> Callable[[int, float], float]:
-    """Return a function of (number of threads, seconds) that measures bytes/s of copying within reused memory.
+    """Return a function of (number of threads, seconds) that measures how fast memory is copied, in bytes/s.
 
-    Copies are of ``piece_bytes``, but at least 1 MiB, and less if ``memory_bytes`` are not enough for all threads.
+    Threads copy pieces of ``piece_bytes`` within memory that is reused: smaller pieces if ``memory_bytes`` is too
+    little for all threads, but at least 1 MiB.
     """
     region = max(LEAST_PIECE_BYTES * num_threads, min(REGION_BYTES, memory_bytes // 2))
     piece = max(LEAST_PIECE_BYTES, min(piece_bytes, region // num_threads))

@@ -54,7 +54,7 @@ class RepackOptions(WriteOptions):
 
     def __post_init__(self) -> None:
         from h5chunk.plan.cache import CacheSettings
-        from h5chunk.plan.repack import check_memory
+        from h5chunk.plan.repack import memory_for_copying
         from h5chunk.tools.repack.plan import parse_compression
 
         super().__post_init__()
@@ -62,7 +62,7 @@ class RepackOptions(WriteOptions):
             object.__setattr__(self, "cache", CacheSettings.of(self.cache))
             if max(self.cache.nslots, self.cache.nbytes) > MAX_NUMBER:
                 raise OptionError(f"cache is {self.cache}: give numbers of at most {MAX_NUMBER}")
-        check_memory(self.memory_bytes, 0)
+        memory_for_copying(self.memory_bytes, 0)
         parse_compression(self.compression)
 
     def recorded(self) -> dict[str, Any]:

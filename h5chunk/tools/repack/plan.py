@@ -12,7 +12,7 @@ import numpy as np
 from h5py import h5a, h5d, h5o
 
 from h5chunk.errors import FileError, OptionError, human_bytes, printable
-from h5chunk.plan.repack import Shares, check_memory
+from h5chunk.plan.repack import Shares, memory_for_copying
 from h5chunk.store.format.header import Header, header_attributes
 from h5chunk.store.format.spec import GROUP, HEADER_BYTES, ArraySpec, FileSpec
 from h5chunk.store.hdf5.codecs import FLETCHER32, GZIP, LZF, SHUFFLE
@@ -155,7 +155,8 @@ def plan_moves(
                 ) from None
             header.datasets[table] = ArraySpec((move.num_chunks,), np.dtype(np.uint32))
     runs = sum(move.kind == "pointers" for move in moves)
-    memory_bytes = check_memory(options.memory_bytes, samples.num_samples * (1 + 2 * runs) if options.shuffle else 0)
+    num_permuted = samples.num_samples * (1 + 2 * runs) if options.shuffle else 0
+    memory_bytes = memory_for_copying(options.memory_bytes, num_permuted)
     shares = Shares(memory_bytes, num_threads)
     _check_samples(moves, shares, shown)
     return RepackPlan(options, survey, samples, header, moves, shares, notes)

@@ -13,8 +13,8 @@ from h5chunk.errors import FieldError, FileError, count_text, printable
 from h5chunk.store.format.header import Header, read_matrix
 from h5chunk.store.format.spec import GROUP, IMAGE_TABLES
 from h5chunk.store.hdf5.guard import Guard
-from h5chunk.store.read.fields import in_time_order, look_at_matrix
-from h5chunk.store.read.ragged import look_at_images, read_image_sizes, read_indptr
+from h5chunk.store.read.fields import describe_matrix, in_time_order
+from h5chunk.store.read.ragged import describe_images, read_image_sizes, read_indptr
 
 TABLES = ("source_index", "source_name_ends", "source_names")
 PART_VALUES = 4 << 20  # labels or matrix entries that are read at a time
@@ -91,7 +91,7 @@ class MatrixCheck:
             if by_h5chunk:
                 read_matrix(file)
             Guard(path).check_matrix(file, prefix)
-            field = look_at_matrix(file[prefix], path, prefix, None)
+            field = describe_matrix(file[prefix], path, prefix, None)
             self.indptr, self._num_columns = read_indptr(file[prefix], path, field), field.num_columns
         except FieldError as error:
             (self.problems if by_h5chunk else self.notes).append(without_path(error, path))
@@ -174,7 +174,7 @@ class ImagesCheck:
         self.indptr: np.ndarray | None = None
         try:
             Guard(path).check_parts(file, prefix, ("data", *IMAGE_TABLES))
-            field = look_at_images(file[prefix], path, prefix, header.chunk_samples)
+            field = describe_images(file[prefix], path, prefix, header.chunk_samples)
             self.indptr = read_indptr(file[prefix], path, field)
             read_image_sizes(file[prefix], path, field, self.indptr)
             if field.num_rows != header.num_samples:
