@@ -125,7 +125,10 @@ def test_damaged(tmp_path, indptr, num_indices, num_values, message):
 @pytest.mark.parametrize(
     ("attributes", "message"),
     [
-        ({}, "not a matrix of compressed rows \\(without an encoding-type\\): convert .h5ad and 10x files with h5chunk convert"),
+        (
+            {},
+            "not a matrix of compressed rows \\(without an encoding-type\\): convert .h5ad and 10x files",
+        ),
         ({"encoding-type": "csc_matrix", "shape": [2, 9]}, "encoding-type 'csc_matrix'"),
         ({"encoding-type": "csr_matrix"}, "damaged: it has no shape of two numbers"),
         ({"encoding-type": "csr_matrix", "shape": [2, 0]}, "its shape is 2 x 0"),

@@ -10,7 +10,6 @@ import h5chunk
 from h5chunk.cli import options as shared
 from h5chunk.cli.group import main, note, run
 from h5chunk.cli.options import options_of
-from h5chunk.sources.kinds import ANY_SIZE
 from h5chunk.tools.convert.options import append_options
 
 AS_RECORDED = "as recorded in FILE"
@@ -28,7 +27,7 @@ AS_RECORDED = "as recorded in FILE"
 @shared.source_format
 @options_of(
     append_options(),
-    left_out=("size", "color", "layout", "animated", "mask_column", *ANY_SIZE),
+    left_out=("size", "color", "layout", "animated", "mask_column", "keep_encoded", "keep_size", "max_side", "quality"),
     defaults={"fit": AS_RECORDED, "split_folders": AS_RECORDED},
 )
 @shared.dry_run

@@ -13,13 +13,13 @@ from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.layout import plan_layout
 from h5chunk.source import SampleSource, shape_text
 from h5chunk.sources.images import IMAGES, ImageSource
-from h5chunk.sources.kinds import ImageOptions
+from h5chunk.sources.kinds import ANY_SIZE, ImageOptions
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.read.ragged import find_image_groups
 from h5chunk.store.write.old_file import OldDataset, OldFile
 from h5chunk.store.write.samples import OldSamples, SampleJob
 
-SET_BY_FILE = ("size", "color", "layout", "animated", "mask_column")  # options that are taken from the file
+SET_BY_FILE = ("size", "color", "layout", "animated", "mask_column", *ANY_SIZE)  # options that the file determines
 TABLES = ("source_index", "source_names", "source_name_ends", "class_names")
 CATEGORIES = f"{GROUP}/categories/"
 
