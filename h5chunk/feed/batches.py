@@ -38,7 +38,7 @@ class FieldPipeline:
     """
 
     def __init__(self, transforms: Sequence[Transform], field: Field | RaggedField, *, reuse: bool) -> None:
-        self._reuse = reuse
+        self.reuses = reuse
         self._memory: BatchMemory | SingleBuffer | None = None
         stored = torch_dtype(field.dtype, field.name)
         self.converter, others = compile_transforms(transforms, field, stored, self._empty)
@@ -49,7 +49,7 @@ class FieldPipeline:
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if self._memory is None:
-            self._memory = SingleBuffer() if self._reuse and not self.ahead else BatchMemory()
+            self._memory = SingleBuffer() if self.reuses else BatchMemory()
         return self._memory.empty(shape, dtype)
 
     @property
@@ -107,6 +107,8 @@ class BatchMaker:
     def __init__(self, pipelines: Sequence[FieldPipeline], *, keep: bool, device: torch.device | None = None) -> None:
         self._pipelines, self._keep, self._device = pipelines, keep, device
         self.ahead = max(pipeline.ahead for pipeline in pipelines)  # batches to begin before they are needed
+        for pipeline in pipelines if self.ahead else ():
+            pipeline.reuses = False  # batches of all fields are begun together
         self._others = [pipeline.others for pipeline in pipelines for _ in range(pipeline.converter.num_outputs)]
         self._finishes = any(self._others)
 

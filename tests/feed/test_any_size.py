@@ -99,6 +99,15 @@ def test_all_ways_of_reading_agree(kept, options):
     assert found[0][0].is_contiguous(memory_format=torch.channels_last)
 
 
+def test_other_fields_of_batches_that_are_begun_ahead(kept):
+    data = h5chunk.ChunkDataset(kept, fields=["images", "sample_number"])
+    how = {"transforms": {"images": SQUARE, "sample_number": [ToDtype(torch.float32)]}}
+    for (images, numbers), (others, also) in zip(
+        all_batches(data, **how), all_batches(data, reuse=True, **how), strict=True
+    ):
+        assert torch.equal(images, others) and torch.equal(numbers, also)
+
+
 def test_echoes_are_drawn_again(kept):
     batches = all_batches(kept, size=20, transforms=RANDOM, echo=2)
     assert len(batches) == 4 and not torch.equal(batches[0][0], batches[1][0])
