@@ -122,9 +122,11 @@ class Resident:
             yield from self._ahead.batches(samples, size)
             return
         numbers = Numbers(samples, to_device(samples, self._device))
-        fields = tuple(self._fields) if self._memory is not None else maker.by_number(self._fields)
-        for first in range(0, len(samples), size):
-            yield gather(fields, numbers.part(first, first + size), self._memory)
+        for first in range(0, len(samples), size):  # a suspended generator must not keep the fields
+            yield gather(self._all(maker), numbers.part(first, first + size), self._memory)
+
+    def _all(self, maker: BatchMaker) -> Fields:
+        return tuple(self._fields) if self._memory is not None else maker.by_number(self._fields)
 
     def _plan(self, order: Order) -> _DrawnOrder:
         if self._process != os.getpid():  # a fork has no threads
