@@ -125,6 +125,7 @@ EXPORT void h5chunk_entries(const Matrix *matrix, const int64_t *rows, int64_t c
             end = matrix->starts[rows[i] + 1];
             store(starts, (uint64_t)++i, index_bytes, (uint64_t)(num_copied + end - first));
         } while (i < count && rows[i] == rows[begun] + i - begun);
+        if (end == first) continue; /* without entries, there may be no memory */
         const uint8_t *from = (const uint8_t *)matrix->columns + first * matrix->column_bytes;
         convert(from, matrix->column_bytes, columns + num_copied * index_bytes, index_bytes, end - first);
         copy_values(matrix, first, end - first, values + num_copied * matrix->value_bytes);

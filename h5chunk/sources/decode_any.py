@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from h5chunk.errors import SampleError
 from h5chunk.sources.decode import FORMATS, check_depth, raw_modes_of, to_color
@@ -43,8 +43,7 @@ def decode_any(
             if pixels.shape == (height, width, channels):
                 return height, width
     size = (width, height) if orientation in TRANSPOSED else (height, width)
-    if height * width > MAX_PIXELS:
-        raise SampleError(f"is {height} x {width}, but decoders refuse more than {MAX_PIXELS} pixels")
+    check_size(height, width)
     least = (least[1], least[0]) if orientation in TRANSPOSED else (least[0], least[1])
     pixels = _by_simplejpeg(data, size, channels, least, out) if simplejpeg and data[0] == 0xFF else None
     if pixels is None:
@@ -55,6 +54,12 @@ def decode_any(
     if not np.shares_memory(pixels, target):
         target[...] = pixels
     return pixels.shape[0], pixels.shape[1]
+
+
+def check_size(height: int, width: int) -> None:
+    """Raise SampleError if decoders refuse images of this size."""
+    if height * width > MAX_PIXELS:
+        raise SampleError(f"is {height} x {width}, but decoders refuse more than {MAX_PIXELS} pixels")
 
 
 def _by_simplejpeg(
@@ -83,6 +88,8 @@ def _by_pillow(data: np.ndarray, size: tuple[int, int], channels: int) -> np.nda
         return pixels.reshape(*size, channels)
     except SampleError:
         raise
+    except UnidentifiedImageError:
+        raise SampleError("cannot be decoded: its bytes are not those of an image") from None
     except MemoryError:
         raise SampleError("needs more memory than is available") from None
     except Exception as error:  # Pillow's plugins raise many types of errors on broken data

@@ -236,10 +236,11 @@ def decode_whole(
     data: np.ndarray, size: Size, orientation: int, channels: int, name: Callable[[], str]
 ) -> torch.Tensor:
     """Decode an image of this size: (H, W, C). Raises FileError, with the name of the image, if that fails."""
-    from h5chunk.sources.decode_any import decode_any
+    from h5chunk.sources.decode_any import check_size, decode_any
 
-    out = np.empty((*size, channels), np.uint8)
     try:
+        check_size(*size)
+        out = np.empty((*size, channels), np.uint8)
         decode_any(data, *size, orientation, channels, size, out.reshape(-1))
     except SampleError as error:
         raise FileError(f"{name()} {error}") from None

@@ -195,6 +195,9 @@ def test_a_broken_image_is_named(kept, tmp_path):
         all_batches(broken, transforms=SQUARE)
     with pytest.raises(FileError, match="does not match its checksum"):
         all_batches(h5chunk.ChunkDataset(broken, checksums="first"), transforms=SQUARE)
+    broken = change(kept, tmp_path, "images/data", lambda data: data[start:stop].fill(0))
+    with pytest.raises(FileError, match=rf"changed.h5: {names[number]} cannot be decoded: its bytes are not those of"):
+        all_batches(broken, transforms=SQUARE)
 
 
 @pytest.mark.parametrize("height", [7, 1 << 15, 1 << 31])
@@ -202,8 +205,11 @@ def test_sizes_that_lie_are_errors(kept, tmp_path, height):
     def lie(heights):
         heights[3] = height
 
+    lying = change(kept, tmp_path, "images/heights", lie)
     with pytest.raises(FileError, match=r"but the file says|more than"):
-        all_batches(change(kept, tmp_path, "images/heights", lie), transforms=SQUARE)
+        all_batches(lying, transforms=SQUARE)
+    with pytest.raises(FileError, match=r"but the file says|more than"):
+        h5chunk.ChunkDataset(lying)[3]
 
 
 def test_offsets_that_lie_are_errors(kept, raw, tmp_path):

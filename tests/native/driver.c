@@ -173,6 +173,10 @@ static void run_rows(int column_bytes, int value_bytes, int index_bytes, int has
     }
     matrix.num_columns = 10;
     EXPECT(h5chunk_dense(&matrix, rows, TAKEN, dense) == -1);
+    int64_t none[2] = {0}, row = 0;
+    Matrix empty = {none, NULL, NULL, table, COLUMNS, column_bytes, value_bytes};
+    h5chunk_entries(&empty, &row, 1, index_bytes, ends, NULL, NULL);
+    EXPECT(load(ends, 1, index_bytes) == 0);
     void *memory[] = {columns, table, codes, dense, ends, out, values};
     for (int i = 0; i < 7; i++) free(memory[i]);
 }
