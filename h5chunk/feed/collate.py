@@ -50,7 +50,10 @@ class Batch(Sequence[Sample]):
         return Sample(field[index] for field in self.fields)
 
     def stacked(self) -> Batch:
-        """Stack images that were decoded one by one. Raise FieldError if they differ in size."""
+        """Return the batch with its images, which were decoded one by one, stacked into one tensor per field.
+
+        Raise FieldError if images of the batch differ in size.
+        """
         images = [
             isinstance(field, list) and bool(field) and isinstance(field[0], torch.Tensor) for field in self.fields
         ]
@@ -110,7 +113,7 @@ Numbering = tuple[int, int]  # a subset's key: its size, and a checksum of its s
 
 
 class TaggedBatch(list[int]):
-    """A batch of sample numbers, with the key of the subset that they count, and the epoch and seed of their draws."""
+    """A batch of sample numbers, with the key of the subset that they index, and the epoch and seed of random draws."""
 
     def __init__(
         self, numbers: Iterable[int] = (), numbering: Numbering | None = None, epoch: int = 0, seed: int = 0

@@ -146,7 +146,7 @@ def _empty(layout: FieldLayout | MatrixLayout, num_samples: int, device: torch.d
 
 
 def _put(field: Any, first: int, part: Any) -> None:
-    """Copy consecutive samples of a field to their position, which begins at sample ``first``."""
+    """Copy consecutive samples, ``part``, into a field, from sample ``first`` on."""
     if isinstance(field, torch.Tensor):
         field[first : first + len(part)].copy_(part)
         return

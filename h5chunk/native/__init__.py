@@ -96,7 +96,7 @@ def _library() -> Any:
 
 @functools.cache
 def _quick() -> Any:
-    """Load the library for calls that take microseconds and keep the GIL, because getting it back would take longer."""
+    """Load the library for calls of a few microseconds, which keep the GIL because reacquiring it would take longer."""
     return _declare(ctypes.PyDLL(_library()._name))
 
 
@@ -202,7 +202,7 @@ class NativePool:
 
     @contextmanager
     def _inside(self) -> Iterator[Any]:
-        """Return a context in which the library may be called, because the pool is not freed."""
+        """Return a context in which the pool is not freed, so that the library may be called with it."""
         with self._lock:
             pool = self._pool
             self._num_inside += 1
@@ -235,18 +235,19 @@ def plan_reads(
     row_bytes: int,
     rows: np.ndarray,
     counts: np.ndarray | None,
-    places: np.ndarray,
+    destinations: np.ndarray,
     out: np.ndarray,
     run_bytes: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Make jobs that read rows of a file to places in memory; adjacent rows share a job, up to ``run_bytes``.
+    """Make jobs that read rows of a file into rows of an array; adjacent rows share a job, up to ``run_bytes``.
 
     Parameters
     ----------
     blocks : (num_blocks,) int64
         Offset in the file of each block of ``block_rows`` rows of ``row_bytes`` bytes.
-    rows, counts, places : (n,) int64
-        Row ``rows[i]`` of the file, or ``counts[i]`` rows from there on, are read to row ``places[i]`` of ``out``.
+    rows, counts, destinations : (n,) int64
+        Row ``rows[i]`` of the file, or ``counts[i]`` rows from there on, are read to row ``destinations[i]`` of
+        ``out``.
     out : array
         C-contiguous.
 
@@ -257,7 +258,8 @@ def plan_reads(
     vectors : (n, 2) uintp
         Memory that the jobs point to, which the caller must keep.
     """
-    arrays = [None if each is None else np.ascontiguousarray(each, np.int64) for each in (blocks, rows, counts, places)]
+    given = (blocks, rows, counts, destinations)
+    arrays = [None if each is None else np.ascontiguousarray(each, np.int64) for each in given]
     block, row, count, place = (None if each is None else each.ctypes.data for each in arrays)
     vectors, jobs = np.empty((len(rows), 2), np.uintp), np.empty(len(rows), JOB)
     targets = (out.ctypes.data, vectors.ctypes.data, jobs.ctypes.data)
@@ -295,7 +297,7 @@ class SparseRows:
         self._matrix = _Matrix(*addresses, 0, columns.itemsize, values.itemsize)
 
     def make_dense(self, rows: np.ndarray, out: np.ndarray) -> None:
-        """Make rows, (n,) int64, dense in ``out``, C-contiguous, with values of the table's, or the codes', itemsize.
+        """Write rows, (n,) int64, as dense rows to ``out``, C-contiguous, whose itemsize is that of the values.
 
         Raises IndexError for a column outside of ``out``.
         """
@@ -304,9 +306,10 @@ class SparseRows:
             raise IndexError(f"a column is out of range for {out.shape[1]} columns")
 
     def copy(self, rows: np.ndarray, index_bytes: int, starts: int, columns: int, values: int) -> None:
-        """Copy rows, (n,) int64, C-contiguous, one after the other, to memory at addresses.
+        """Copy the entries of rows, (n,) int64, C-contiguous, end to end, to the arrays at three addresses.
 
-        Row i begins at ``starts[i]``, (n + 1,), of ``columns`` and ``values``; starts and columns have 4 or 8 bytes.
+        The entries of row i begin at index ``starts[i]``, (n + 1,), of ``columns`` and ``values``. A start or a column
+        has ``index_bytes`` bytes: 4 or 8.
         """
         matrix, numbers = self._matrix, rows.ctypes.data
         _library().h5chunk_entries(matrix, numbers, len(rows), index_bytes, starts, columns, values)
@@ -325,7 +328,7 @@ def augment(rule: ImageRule, source: int, num_bytes: int, table: np.ndarray, out
     Raises
     ------
     IndexError
-        A row of the table is for bytes outside of the source.
+        A row of the table refers to bytes outside of the source.
     MemoryError
         Memory is short.
     """

@@ -1,4 +1,4 @@
-"""Random numbers of single samples, and the geometry of augmented images that is drawn with them.
+"""Random numbers for individual samples, and the geometry of augmented images that is drawn with them.
 
 A number depends only on the seed, the epoch, the sample's number, and which use of the sample in the epoch it is: not
 on batches, ranks, workers or devices.
@@ -52,7 +52,7 @@ class Draws(NamedTuple):
     first: int = 0
 
     def uniform(self, stream: int, count: int, first: int = 0) -> Floats:
-        """Return numbers ``first`` to ``first + count`` of a stream, from 0 to below 1: (count, num_samples)."""
+        """Return numbers ``first`` to ``first + count`` of a stream, uniform in [0, 1): (count, num_samples)."""
         key = _key(self.seed, self.epoch, self.use, stream)
         own = mixed(self.samples.view(np.uint64), np.uint64(key))
         steps = (np.arange(first + 1, first + count + 1, dtype=np.uint64) * np.uint64(STEP))[:, None]
@@ -98,13 +98,13 @@ class Geometry:
         self.flip = np.zeros(len(self.height), np.bool_)
 
     def crop(self, top: Indices, left: Indices, height: Indices | int, width: Indices | int) -> None:
-        """Cut a box from the window, as it is seen: mirrored where it is flipped."""
+        """Crop the window; ``left`` counts from its left side after mirroring, where ``flip`` is set."""
         left = np.where(self.flip, self.width - left - width, left) if self.flip.any() else left
         self.down, self.right = self.down + top, self.right + left
         self.height, self.width = (np.broadcast_to(each, self.down.shape) for each in (height, width))
 
     def resize(self, height: Indices | int, width: Indices | int) -> None:
-        """Resize the window, which lies inside of the image and was not resized before."""
+        """Resize the window, which must lie inside of the image, and must not have been resized before."""
         self.box = self.box[0] + self.down, self.box[1] + self.right, self.height, self.width
         self.height, self.width = (np.broadcast_to(each, self.down.shape) for each in (height, width))
         self.full = self.height, self.width
@@ -115,7 +115,10 @@ class Geometry:
         self.flip = self.flip ^ flip
 
     def table(self, offsets: Indices) -> Indices:
-        """Return the table: (n, ERASED + 4 * erased boxes) int64; an image begins at its offset in the source."""
+        """Return a table with a row per image: (n, ERASED + 4 * erased boxes) int64.
+
+        ``offsets`` are the first bytes of the images in the source.
+        """
         columns = [offsets, *self.sizes, *self.box, *self.full, self.down, self.right, self.flip]
         columns += [each for box in self.erased for each in box]
         table = np.empty((len(offsets), len(columns)), np.int64)
@@ -127,9 +130,11 @@ class Geometry:
 def random_boxes(
     draws: Draws, stream: int, height: Indices, width: Indices, scale: tuple[float, float], ratio: tuple[float, float]
 ) -> tuple[Indices, Indices, Flags]:
-    """Draw heights and widths of boxes, by a part of the area and by width over height, that fit into a size.
+    """Draw the heights and widths of boxes that fit into images of these sizes.
 
-    Return also whether one of ten attempts fitted. They take the first numbers of the stream.
+    ``scale`` is the range of a box's area, as a fraction of the image's, and ``ratio`` that of its aspect ratio, width
+    over height. Returns the heights, the widths, and whether one of `ATTEMPTS` boxes fitted; otherwise the size is
+    invalid. The attempts use the first 2 * `ATTEMPTS` numbers of the stream.
     """
     found = _attempts(draws, stream, range(EARLY_ATTEMPTS), height, width, scale, ratio)
     left = np.flatnonzero(~found[2])
@@ -150,7 +155,7 @@ def _attempts(
     scale: tuple[float, float],
     ratio: tuple[float, float],
 ) -> tuple[Indices, Indices, Flags]:
-    """Draw a box at each attempt, and return the first that fits."""
+    """Draw a box for each of the attempts ``numbers``, and return the first that fits, as `random_boxes` does."""
     uniform = draws.uniform(stream, 2 * len(numbers), 2 * numbers.start)
     areas = (scale[0] + uniform[::2] * (scale[1] - scale[0])) * (height * width)
     low, high = np.log(ratio)
@@ -162,5 +167,5 @@ def _attempts(
 
 
 def random_places(numbers: Floats, room: Indices) -> Indices:
-    """Draw whole numbers from 0 to ``room``, (n,)."""
+    """Turn random numbers below 1, (n,), into whole numbers from 0 to ``room``."""
     return np.minimum((numbers * (room + 1)).astype(np.int64), room)

@@ -34,7 +34,7 @@ NUM_ROUNDS = 8  # rounds of the network; 4 already pass the statistical tests (t
 def permutation(size: int, seed: int, *, stream: Stream = (ONCE, 0, 0)) -> Indices:
     """Make a random permutation of ``range(size)``, the same on every machine and NumPy version: (size,) int64.
 
-    Different streams of a seed, from 0 to 2**64 - 1, give independent permutations.
+    The seed is from 0 to 2**64 - 1; different streams of one seed give independent permutations.
     """
     return sorted_order(random_bits(size, check_whole("seed", seed, 0, MAX_SEED), stream))
 
@@ -55,11 +55,11 @@ class Permutation:
         self._other = -(-size // self._base) if size else 1
         self._keys = random_bits(NUM_ROUNDS, seed, stream) if self._listed is None else None
 
-    def at(self, places: Indices) -> Indices:
-        """Return the numbers at these places of the permutation, which are below ``size``: (n,) int64."""
+    def at(self, positions: Indices) -> Indices:
+        """Return the numbers at positions, from 0 to ``size`` - 1, of the permutation: (n,) int64."""
         if self._listed is not None:
-            return np.asarray(self._listed[places], np.int64)
-        numbers = self._network(places)
+            return np.asarray(self._listed[positions], np.int64)
+        numbers = self._network(positions)
         outside = np.flatnonzero(numbers >= self.size)
         while len(outside):  # the network permutes a slightly larger range, so repeating it leads back below size
             numbers[outside] = self._network(numbers[outside])

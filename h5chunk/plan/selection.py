@@ -35,7 +35,7 @@ class FixedSelection:
         return int(self.starts[-1])
 
     def resolve(self, _seed: int, _epoch: int) -> FixedSelection:
-        """Return the selection of one epoch: this one."""
+        """Return this selection, which is the same in every epoch."""
         return self
 
     @property

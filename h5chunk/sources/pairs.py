@@ -70,7 +70,7 @@ class Pairs:
         }
 
     def full_path(self, path: bytes, folder: bytes) -> bytes:
-        """Return a path with the name of its paired folder, which `directories_in` removed."""
+        """Put the name of a paired folder, which `directories_in` removed, back into a path."""
         parts = path.split(b"/")
         return b"/".join([*parts[: self.level], folder, *parts[self.level :]])
 

@@ -54,7 +54,7 @@ from h5chunk.transforms.augment import (
 from h5chunk.transforms.augmenting import AUGMENTING, AugmentConverter
 from h5chunk.transforms.hold_out import HoldOut
 from h5chunk.transforms.images import ImageConverter, Normalize, ToDtype, channel_axis
-from h5chunk.transforms.per_sample import per_sample
+from h5chunk.transforms.per_sample import NO_NUMBERS, per_sample
 from h5chunk.transforms.rows import L2, ROW_TRANSFORMS, Allocate, Binarize, Csr, Dense, Log1p, RowConverter
 
 __all__ = [
@@ -143,7 +143,7 @@ def compile_transforms(
 
 def _check_late(transforms: Sequence[Transform], count: int) -> None:
     for late in (each for each in transforms[count:] if isinstance(each, AUGMENTING)):
-        raise OptionError(f"{late} stands behind {transforms[count]}: put it first, as it knows the samples only there")
+        raise OptionError(f"{late} comes after {transforms[count]}: put it first, as {NO_NUMBERS}")
 
 
 def _check_held_out(transforms: Sequence[Transform], count: int, field: Field | RaggedField) -> None:

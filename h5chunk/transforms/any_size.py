@@ -105,7 +105,7 @@ class AnySizeConverter(AugmentConverter):
         """Take the sizes of all images, and the function that names an image in messages."""
         most = max(int(sizes.heights.max(initial=0)), int(sizes.widths.max(initial=0)))
         if most > MAX_SIDE:
-            raise FieldError(f"field {self._field.name!r} has an image of {most} pixels a side, more than {MAX_SIDE}")
+            raise FieldError(f"field {self._field.name!r} has an image of {most} pixels per side, more than {MAX_SIDE}")
         self._image_sizes, self._name_of = sizes, name_of
         self._num_threads = num_threads or available_cores()
 

@@ -1,6 +1,6 @@
 """Transforms that augment images sample by sample: crops, resizing, flips and erased boxes.
 
-They describe only the geometry; `h5chunk.transforms.augmenting` computes all of a list together.
+They describe only the geometry; `h5chunk.transforms.augmenting` applies all transforms of a list in one step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Range = tuple[float, float]
 
 
 class Geometric:
-    """A transform of where each pixel comes from."""
+    """Base class of the transforms that crop, resize or flip images."""
 
     is_random: ClassVar[bool] = False
     crops: ClassVar[bool] = False  # without resizing
@@ -30,7 +30,7 @@ class Geometric:
     pads: ClassVar[bool] = False
 
     def change(self, geometry: Geometry, draws: Draws, stream: int) -> None:
-        """Change the geometry of the samples of ``draws``."""
+        """Apply the transform to the geometry of images, with random numbers from a stream of ``draws``."""
         raise NotImplementedError
 
     def size_after(self, size: Size | None) -> Size | None:
@@ -47,21 +47,22 @@ class Geometric:
 class RandomResizedCrop(Geometric):
     """Crop a random part of each image, and resize it, like torchvision's transform of this name.
 
-    The result is that of Pillow's ``BILINEAR`` and of torchvision with ``antialias=True`` on uint8, within 1 of 255.
+    Pixels differ by at most 1 of 255 from those of Pillow's ``BILINEAR``, and of torchvision with ``antialias=True`` on
+    uint8.
 
     Parameters
     ----------
     size : int or (int, int)
         Height and width of the result.
     scale : (float, float)
-        Range of the part of the image's area.
+        Range of the crop's area, as a fraction of the image's area.
     ratio : (float, float)
-        Range of width over height, drawn on a logarithmic scale.
+        Range of the crop's aspect ratio, width / height, drawn on a logarithmic scale.
     interpolation : {"antialias", "bilinear", "nearest"}
-        ``"bilinear"`` takes the four nearest pixels however much the image shrinks, which is faster; it is not the
-        antialiased result of Pillow and torchvision, unless the image grows. ``"nearest"`` is torch's
-        ``nearest-exact``, and Pillow's. Masks, whose axes are NHW in a converted file, are always resized by
-        ``"nearest"``.
+        ``"bilinear"`` interpolates between the four nearest pixels, however much the image shrinks, which is faster;
+        only where the image grows is the result that of Pillow and torchvision. ``"nearest"`` is torch's
+        ``nearest-exact``, and Pillow's ``NEAREST``. Masks, whose axes are NHW in a converted file, are always resized
+        by ``"nearest"``.
     """
 
     size: int | Size
@@ -107,7 +108,7 @@ class RandomCrop(Geometric):
     mode : {"constant", "reflect", "edge"}
         Fill the padding with ``fill``; with the image, mirrored at its edge; or with the pixels of the edge.
     fill : int, or sequence of int
-        From 0 to 255, for all channels or for each.
+        Value of the padding, from 0 to 255: one value, or one per channel.
     """
 
     size: int | Size
@@ -231,8 +232,9 @@ class RandomHorizontalFlip(Geometric):
 class AlternatingFlip(Geometric):
     """Mirror a random half of the images in the first epoch, the others in the next, and so on.
 
-    Each two epochs show every image in both ways. Source: Jordan, "94% on CIFAR-10 in 3.29 seconds on a single GPU",
-    arXiv:2404.00498.
+    In two consecutive epochs, every image appears once mirrored and once not.
+
+    Source: Jordan, "94% on CIFAR-10 in 3.29 seconds on a single GPU", arXiv:2404.00498.
     """
 
     is_random = True
@@ -256,7 +258,7 @@ class Erasing:
 
 @dataclass(frozen=True)
 class Cutout(Erasing):
-    """Overwrite a square with its middle at a random pixel of each image; a part may lie outside.
+    """Overwrite a square around a random pixel of each image; parts of it may lie outside of the image.
 
     Source: DeVries and Taylor, "Improved regularization of convolutional neural networks with cutout",
     arXiv:1708.04552.
@@ -266,8 +268,8 @@ class Cutout(Erasing):
     size : int
         Side of the square.
     value : float, or sequence of float
-        For all channels or for each: of pixels (0 to 255) before `Normalize` and `ToDtype`, and in the converted units
-        after them.
+        One value, or one per channel: from 0 to 255 if `Cutout` comes before `Normalize` and `ToDtype`, otherwise in
+        the units of their results.
     """
 
     size: int
@@ -294,10 +296,11 @@ class RandomErasing(Erasing):
     Parameters
     ----------
     p : float
+        Probability that an image gets a box.
     scale : (float, float)
-        Range of the box's part of the area.
+        Range of the box's area, as a fraction of the image's area.
     ratio : (float, float)
-        Range of the box's width over height, drawn on a logarithmic scale.
+        Range of the box's aspect ratio, width / height, drawn on a logarithmic scale.
     value : float, or sequence of float
         As for `Cutout`. (Random values per pixel are not supported.)
     """
@@ -382,4 +385,4 @@ def _check_reflection(crop: RandomCrop, geometry: Geometry) -> None:
     left, top, right, bottom = crop.padding  # type: ignore[misc]
     for sides, most in ((geometry.height, max(top, bottom)), (geometry.width, max(left, right))):
         if len(sides) and most >= sides.min():
-            raise OptionError(f"{crop}: an image of {sides.min()} pixels cannot be mirrored over {most}: pad less")
+            raise OptionError(f"{crop}: a side of {sides.min()} pixels is too short to reflect {most} pixels: pad less")

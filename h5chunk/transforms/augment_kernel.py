@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def index_inside(index, full, padding: tl.constexpr):  # type: ignore[no-untyped-def,unused-ignore]
-    """Return which row or column of a resized image stands at an index that may be outside."""
+    """Return the row or column of a resized image to read at an index, which may lie in the padding."""
     if padding == "reflect":
         index = tl.abs(index)
         index = tl.minimum(index, 2 * (full - 1) - index)
@@ -20,7 +20,7 @@ def index_inside(index, full, padding: tl.constexpr):  # type: ignore[no-untyped
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def count_taps(own, antialias: tl.constexpr):  # type: ignore[no-untyped-def,unused-ignore]
-    """Return how many rows, and how many columns, of its box each pixel of a result is made of."""
+    """Return the number of rows, and of columns, of the source box that are weighted into one pixel of the result."""
     height, width = tl.load(own + 5).to(tl.int32), tl.load(own + 6).to(tl.int32)
     full_height, full_width = tl.load(own + 7).to(tl.int32), tl.load(own + 8).to(tl.int32)
     count = 2

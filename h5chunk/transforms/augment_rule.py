@@ -44,7 +44,7 @@ LOOKED_UP, SAME, FLOAT32, BFLOAT16 = range(4)  # conversions of augment.c
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """What is the same for all samples of a field; tensors are on the device of the batches.
+    """The parameters that all samples of a field share; tensors are on the device of the batches.
 
     ``interpolation`` is "antialias", "bilinear" or "nearest", ``mode`` "constant", "reflect" or "edge". The source is
     ``interleaved`` (H, W, C) or planar (C, H, W), and so is the memory of the result (``out_interleaved``).

@@ -210,7 +210,7 @@ def _check_list(transforms: Sequence[Any], stored: torch.dtype, sample_shape: tu
         raise OptionError(f"{first} is for uint8, not for {stored}: convert the images to uint8")
     if len(sample_shape) not in (2, 3) or not all(0 < side <= MAX_SIDE for side in sample_shape):
         raise OptionError(
-            f"{first} is for images of (C, H, W), (H, W, C) or (H, W), of at most {MAX_SIDE} pixels a side, but "
+            f"{first} is for images of (C, H, W), (H, W, C) or (H, W), of at most {MAX_SIDE} pixels per side, but "
             f"samples have the shape {sample_shape}"
         )
     if len(sample_shape) == 3 and sample_shape[axis] > MOST_CHANNELS:
@@ -221,7 +221,7 @@ def _check_list(transforms: Sequence[Any], stored: torch.dtype, sample_shape: tu
             behind = each
             continue
         if behind is not None:
-            raise OptionError(f"{each} stands behind {behind}: put crops, resizing and flips first")
+            raise OptionError(f"{each} comes after {behind}: put crops, resizing and flips first")
         if each.resizes and resized is not None:
             raise OptionError(f"{each} resizes again what {resized} has resized: give one of them")
         if each.resizes and padded is not None:

@@ -111,7 +111,10 @@ class HoldOut:
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """Return a tensor as an array, because torch's threads would wait for each other on busy cores."""
+    """Return a view of a CPU tensor as an array; bfloat16 values become their bits, as int16.
+
+    NumPy computes with it in one thread: torch's threads would wait for each other on busy cores.
+    """
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 

@@ -1,4 +1,4 @@
-"""Apply a transform of single samples to each sample of a batch, with draws of its own."""
+"""Apply a transform to each sample of a batch separately, with random numbers of its own."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ DRAW_ONCE = {  # of torchvision, beside those whose names begin with Random
     "TrivialAugmentWide",
 }
 OURS = {"RandomCrop", "RandomErasing", "RandomHorizontalFlip", "RandomResizedCrop"}  # in h5chunk.transforms
+NO_NUMBERS = "functions get batches without the numbers of their samples, on which draws depend"
 STREAM = 1 << 30  # of the draws that seed torch
 
 
@@ -34,11 +35,11 @@ class PerSample:
     transform: Callable[[torch.Tensor], torch.Tensor]
 
     def __call__(self, batch: torch.Tensor) -> torch.Tensor:
-        """Apply the transform, with draws from torch's generators as they are."""
+        """Apply the transform, without seeding torch's random generators."""
         return self._stacked([self.transform(sample) for sample in batch], batch)
 
     def with_draws(self, batch: torch.Tensor, draws: Draws, number: int) -> torch.Tensor:
-        """Apply the transform with torch's generators seeded for each sample; afterwards they are as before."""
+        """Apply the transform with torch's generators seeded for each sample, and then restore their state."""
         seeds = (draws.uniform(STREAM + number, 1)[0] * 2.0**53).astype("int64").tolist()
         devices = [batch.device] if batch.device.type == "cuda" else []
         results = []
@@ -64,9 +65,9 @@ def per_sample(transform: Callable[[torch.Tensor], torch.Tensor]) -> PerSample:
 
         ChunkLoader("photos.h5", 256, transforms=[RandomResizedCrop(224), per_sample(v2.ColorJitter(0.4)), normalize])
 
-    Torchvision's random transforms draw once per call, and so once per batch without this. In a `ChunkLoader`, torch's
+    Torchvision's random transforms draw once per call, and so without this once per batch. In a `ChunkLoader`, torch's
     random generators are seeded from the loader's seed, the epoch and the sample's number before each call, so that
-    the result depends on nothing else; it must stand before functions of batches. Calls for each sample are slow:
+    the result depends on nothing else; put it before functions of batches. Calls for each sample are slow:
     the transforms of `h5chunk.transforms` take microseconds per image, these take hundreds.
 
     Parameters
@@ -81,11 +82,11 @@ def per_sample(transform: Callable[[torch.Tensor], torch.Tensor]) -> PerSample:
 
 
 def split_per_sample(transforms: tuple[Any, ...]) -> tuple[tuple[PerSample, ...], tuple[Any, ...]]:
-    """Divide transforms into the leading ones for each sample, and the others, which are checked."""
+    """Divide transforms into the leading `PerSample` ones and the others. Raise OptionError for a late `PerSample`."""
     leading = tuple(takewhile(lambda each: isinstance(each, PerSample), transforms))
     others = transforms[len(leading) :]
     for late in (each for each in others if isinstance(each, PerSample)):
-        raise OptionError(f"{late} stands behind {others[0]}: put it first, as it knows the samples only there")
+        raise OptionError(f"{late} comes after {others[0]}: put it first, as {NO_NUMBERS}")
     _warn_if_drawn_once(others)
     return leading, others
 
@@ -106,7 +107,7 @@ def _warn_if_drawn_once(transforms: tuple[Any, ...]) -> None:
 
 
 def _with_parts(transform: Any) -> Iterator[Any]:
-    """Yield a transform and, for a ``Compose``, what it consists of."""
+    """Yield a transform and, if it is a ``Compose`` or similar, the transforms in it."""
     yield transform
     parts = getattr(transform, "transforms", ())
     for part in parts if isinstance(parts, (list, tuple, torch.nn.ModuleList)) else ():

@@ -205,8 +205,8 @@ def test_functions_between(dataset):
 @pytest.mark.parametrize(
     ("transforms", "match"),
     [
-        ([lambda images: images, RandomCrop(6)], "stands behind <function.*put it first"),
-        ([lambda images: images, per_sample(abs)], "stands behind <function.*put it first"),
+        ([lambda images: images, RandomCrop(6)], "comes after <function.*put it first"),
+        ([lambda images: images, per_sample(abs)], "comes after <function.*put it first"),
         ([RandomCrop(20)], "larger than an image of 9 x 12"),
         ({"sample_number": [RandomCrop(6)]}, "is for uint8, not for torch.int64"),
     ],

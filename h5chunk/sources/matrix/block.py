@@ -80,7 +80,7 @@ class SparseSource:
         return (self.path,)
 
     def identity(self) -> dict[str, Any] | None:
-        """Return a fingerprint for JSON, such that equal fingerprints mean equal entries; None if this is unknown."""
+        """Return a fingerprint that JSON can store: equal ones mean equal entries. None if there is no fingerprint."""
         return {"kind": self.kind, "stamps": [stamp_of(path, with_ctime=True) for path in self.files()]}
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:

@@ -151,7 +151,7 @@ class NpySource(SparseSource):
         claimed = self._offset + shape[0] * shape[1] * self._dtype.itemsize
         if claimed != self.num_bytes:
             raise SourceError(
-                f"{shown} has {self.num_bytes} bytes but its shape {shape} needs {claimed}: it is cut short"
+                f"{shown} has {self.num_bytes} bytes but its shape {shape} needs {claimed}: it is damaged"
             )
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:

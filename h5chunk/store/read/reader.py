@@ -88,7 +88,8 @@ class H5Reader:
             self.sums: Sums = read_sums(file, self.path, self.fields, self.header, checksums)
         ragged = [field for field in self.fields.values() if isinstance(field, RaggedField)]
         if len(ragged) > 1:
-            which = "sparse matrices" if all(isinstance(each, MatrixField) for each in ragged) else "fields of any size"
+            all_matrices = all(isinstance(each, MatrixField) for each in ragged)
+            which = "sparse matrices" if all_matrices else "fields whose samples differ in length"
             raise FieldError(f"{printable(self.path)}: fields name {len(ragged)} {which}: name one")
         self.ragged: RaggedField | None = ragged[0] if ragged else None
         lengths = {name: field.grid.shape[0] for name, field in self.fields.items()}

@@ -304,9 +304,9 @@ def _permute_values(old: h5py.Dataset, new: h5py.Dataset, copier: _Copier, order
         last = min(first + part, num_rows)
         values = np.empty((last - first, *old.shape[1:]), old.dtype)
         for rows in _bands(old):
-            places = order.places[rows.start : rows.stop] - first
-            wanted = (places >= 0) & (places < last - first)
-            values[places[wanted]] = _read(old, rows)[wanted]
+            targets = order.inverse[rows.start : rows.stop] - first
+            wanted = (targets >= 0) & (targets < last - first)
+            values[targets[wanted]] = _read(old, rows)[wanted]
         _write(new, range(first, last), copier.translated(values, printable(old.name)))
 
 

@@ -36,12 +36,12 @@ R = TypeVar("R")
 
 
 class NewOrder:
-    """A permutation of rows: row i of the new file is row ``order[i]`` of the old file; ``places`` is its inverse."""
+    """A permutation of rows: row i of the new file is row ``order[i]`` of the old file; ``inverse`` maps back."""
 
     def __init__(self, order: np.ndarray) -> None:
         self.order = order
-        self.places = np.empty_like(order)
-        self.places[order] = np.arange(len(order), dtype=order.dtype)
+        self.inverse = np.empty_like(order)
+        self.inverse[order] = np.arange(len(order), dtype=order.dtype)
 
 
 class Rows:
@@ -194,7 +194,7 @@ def _scatter(rows: Rows, new: NewOrder, waiting: Waiting, shares: Shares, border
         Returns the span, the order of its rows by bucket, and for each bucket its offset and the grouped bytes for it:
         from the first byte to the last, excluded.
         """
-        buckets = np.searchsorted(borders, new.places[span.start : span.stop], "right") - 1
+        buckets = np.searchsorted(borders, new.inverse[span.start : span.stop], "right") - 1
         picks = np.argsort(buckets, kind="stable")
         ordered = buckets[picks]
         firsts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))

@@ -49,7 +49,7 @@ def check_appendable(old: OldFile) -> None:
     """Raise FileError if the file holds images of any size."""
     if names := find_image_groups(old.datasets):
         raise FileError(
-            f"{old.shown}: {names[0]!r} are images of any size, which append cannot add to: convert the new ones to "
+            f"{old.shown}: {names[0]!r} holds images of any size, to which append cannot add: convert the new ones to "
             "another file, and read both as one data set (a folder or a list)"
         )
 

@@ -92,7 +92,7 @@ def info(
 
 
 def _together(path: Paths, trusted: bool) -> dict[str, Any]:
-    """Return the attributes of a `FolderInfo` that describe the files as one data set, or say why they are none."""
+    """Return the attributes of a `FolderInfo` that describe the files as one data set, or why they do not form one."""
     try:
         reader = open_reader(path, trusted=trusted)
     except H5ChunkError as error:

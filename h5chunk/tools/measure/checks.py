@@ -29,7 +29,7 @@ def check_samples(reader: H5Reader, done: str) -> int:
     """
     if isinstance(reader.ragged, ImagesField):
         name = reader.ragged.name
-        raise FieldError(f"{printable(reader.path)}: {name!r} are images of any size, which cannot be {done}")
+        raise FieldError(f"{printable(reader.path)}: {name!r} holds images of any size, which cannot be {done}")
     sample_bytes = sum(each.grid.sample_bytes for each in reader.fields.values())
     if not reader.num_samples:
         raise FieldError(f"{printable(reader.path)}: has no samples: nothing can be {done}")

@@ -167,7 +167,7 @@ def _plan(
         names = find_image_groups(path.decode("utf-8", "replace") for path in survey.datasets)
         if old is not None and names:
             raise FileError(
-                f"{source.shown}: {names[0]!r} are images of any size, which repack cannot move: convert their source "
+                f"{source.shown}: {names[0]!r} holds images of any size, which repack cannot move: convert the source "
                 "again with other options"
             )
         num_threads = min(MAX_THREADS, available_cores())
