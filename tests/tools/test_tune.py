@@ -172,8 +172,8 @@ def test_json_is_what_repack_and_convert_take(converted, class_folder, tmp_path)
     found = h5chunk.tune(converted, **QUICK)
     parsed = json.loads(found.to_json(), parse_constant=pytest.fail)
     assert {"advice", "rows", "candidates", "chosen"} <= set(parsed)
-    (tmp_path / "tuned.json").write_text(json.dumps({**parsed, "repack": False}))
-    assert read_tuned(tmp_path / "tuned.json") == (RepackOptions(), COUNT)  # the file stays as it is
+    (tmp_path / "tuned.json").write_text(json.dumps({**parsed, "repack": False, "chunk_samples": 1}))
+    assert read_tuned(tmp_path / "tuned.json") == (RepackOptions(), COUNT)  # nobody chose chunks of one sample
     (tmp_path / "tuned.json").write_text(json.dumps({**parsed, "repack": True}))
     tuned, num_samples = read_tuned(tmp_path / "tuned.json")
     assert num_samples == COUNT

@@ -15,7 +15,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from h5chunk.errors import FieldError, FileError, count_text, printable
+from h5chunk.errors import FieldError, FileError, UnsupportedError, count_text, printable
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.csr import plan_csr
 from h5chunk.store.format.header import CSR, DENSE, Header, check_values
@@ -166,7 +166,7 @@ def look_at(
         raise FieldError(f"{where} is a single value: a field has one row per sample")
     if item.dtype.kind not in "biufS":
         kind = f"{item.dtype} (strings of any length)" if h5py.check_string_dtype(item.dtype) else str(item.dtype)
-        raise FieldError(f"{where} has the type {kind}: a field must have numbers or strings of fixed length")
+        raise UnsupportedError(f"{where} has the type {kind}: a field must have numbers or strings of fixed length")
     filtered = item.id.get_create_plist().get_nfilters() > 0
     grid = ChunkGrid(tuple(item.shape), item.chunks, item.dtype.itemsize, filtered)
     axes = small_attribute(item, "axes", b"")

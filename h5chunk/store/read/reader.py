@@ -19,7 +19,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from h5chunk.errors import FieldError, FileError, OptionError, TrustError, printable
+from h5chunk.errors import FieldError, FileError, OptionError, UnsupportedError, printable
 from h5chunk.plan.cache import CALL_BYTES, CacheSettings
 from h5chunk.plan.csr import bounded_window, fullest_chunks
 from h5chunk.plan.layout import choose_window_chunks, plan_layout
@@ -82,7 +82,7 @@ class H5Reader:
                     self.fields[name] = look_at(file, self.path, name, dataset, self.header, guard)
                 except FieldError as error:
                     may_miss = is_default and self.header is None and name == LABELS and self.fields
-                    if not may_miss or isinstance(error, TrustError):
+                    if not may_miss or not isinstance(error, UnsupportedError):
                         raise
                     self.left_out = str(error)
             self.sums: Sums = read_sums(file, self.path, self.fields, self.header, checksums)
