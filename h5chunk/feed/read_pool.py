@@ -361,13 +361,13 @@ class ReadPool:
     def _join(self, threads: list[threading.Thread], end: float) -> bool:
         """Wait for all threads, and return whether they have ended."""
 
-        def left() -> float:
+        def remaining_s() -> float:
             return max(0.0, min(end - time.monotonic(), FOREVER_S))
 
-        have_ended = self._native is None or self._native.close(left())
+        have_ended = self._native is None or self._native.close(remaining_s())
         for thread in threads:
             if thread.is_alive():  # else it was not started
-                thread.join(left())
+                thread.join(remaining_s())
         return have_ended and not any(thread.is_alive() for thread in threads)
 
     def _end(self, threads: list[threading.Thread]) -> None:

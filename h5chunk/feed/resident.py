@@ -28,7 +28,7 @@ from h5chunk.native import DONE, GATHER, JOB, NativePool, available
 from h5chunk.plan.draws import Draws
 from h5chunk.plan.order import Order
 from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed
-from h5chunk.transforms.csr import CsrRows, Numbers
+from h5chunk.transforms.csr import CsrRows, SampleNumbers
 
 AHEAD = 3  # batches per thread that are gathered ahead: few enough to stay in a processor's cache
 AHEAD_BYTES = 16 << 20  # limit on the batches that are gathered ahead
@@ -108,7 +108,7 @@ class Resident:
                 yield from made[:left]
                 left -= len(made[:left])
             if left and (without if not number else not len(samples)):
-                nothing = Numbers(samples[:0], to_device(samples[:0], self._device))
+                nothing = SampleNumbers(samples[:0], to_device(samples[:0], self._device))
                 gathered = gather(tuple(self._fields), nothing, self._memory)
                 yield from maker.make(gathered, draws.part(0, 0), order.batch_size)
                 left -= 1
@@ -121,7 +121,7 @@ class Resident:
         if self._ahead is not None and self._ahead.is_worthwhile(size):
             yield from self._ahead.batches(samples, size)
             return
-        numbers = Numbers(samples, to_device(samples, self._device))
+        numbers = SampleNumbers(samples, to_device(samples, self._device))
         for first in range(0, len(samples), size):  # a suspended generator must not keep the fields
             yield gather(self._all(maker), numbers.part(first, first + size), self._memory)
 

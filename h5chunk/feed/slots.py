@@ -23,7 +23,7 @@ import torch
 from h5chunk.errors import FileError, OptionError, human_bytes
 from h5chunk.feed.layout import FieldLayout, Layouts, MatrixLayout, aligned_bytes, slot_bytes
 from h5chunk.store.read.csr import CsrBuffers
-from h5chunk.transforms.csr import CsrRows, Numbers
+from h5chunk.transforms.csr import CsrRows, SampleNumbers
 from h5chunk.transforms.images import ImagesByNumber
 
 KEPT = 2  # free buffers to keep, because a loop holds one batch while the next is read
@@ -225,7 +225,7 @@ class CpuSlot:
 
     def gather(self, order: np.ndarray) -> Fields:
         """Return a copy of some samples of the window, by their positions in it, (n,) int64."""
-        return gather(self.window, Numbers(order, torch.from_numpy(order)), self._gathered)
+        return gather(self.window, SampleNumbers(order, torch.from_numpy(order)), self._gathered)
 
     def release(self) -> None:
         """Release the window: the consumer is done with all its batches."""
@@ -296,7 +296,7 @@ class CudaSlot:
 
     def gather(self, order: np.ndarray) -> Fields:
         """Return a copy of some samples of the window, on the device, by their positions in it, (n,) int64."""
-        return gather(self.window, Numbers(order, to_device(order, self._stream.device)), None)
+        return gather(self.window, SampleNumbers(order, to_device(order, self._stream.device)), None)
 
     def release(self) -> None:
         """Record an event on the consumer's current stream, after which the device buffer may be overwritten."""
@@ -319,7 +319,7 @@ def _samples(windows: Windows, arrays: Arrays) -> Fields:
     return tuple(window.samples(own) for window, own in zip(windows.values(), arrays, strict=True))
 
 
-def gather(fields: Fields, samples: Numbers, memory: BatchMemory | None) -> Fields:
+def gather(fields: Fields, samples: SampleNumbers, memory: BatchMemory | None) -> Fields:
     """Gather samples of all fields: on a GPU into torch's memory, on the CPU into memory from ``memory``.
 
     On the CPU this uses NumPy, because torch's threads wait for each other, which is slow on busy cores. Rows of a
@@ -330,7 +330,7 @@ def gather(fields: Fields, samples: Numbers, memory: BatchMemory | None) -> Fiel
         if isinstance(field, (CsrRows, ImagesByNumber)):
             gathered.append(field.take(samples))
         elif memory is None:
-            gathered.append(field.index_select(0, samples.there))
+            gathered.append(field.index_select(0, samples.on_device))
         else:
             out = memory.empty((len(samples.host), *field.shape[1:]), field.dtype)
             np.take(field.numpy(), samples.host, axis=0, out=out.numpy(), mode="clip")

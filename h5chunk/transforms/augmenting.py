@@ -141,7 +141,7 @@ class AugmentConverter:
         first, count = draws.first - drawn.first, len(images)
         if self._kernel is not None and (loaded := self._kernel.load(drawn.table, drawn.loaded)) is not None:
             drawn.loaded = loaded
-            self._kernel(source, loaded, first, None if numbers is None else numbers.there, image_bytes, out)
+            self._kernel(source, loaded, first, None if numbers is None else numbers.on_device, image_bytes, out)
             return
         table = drawn.table[first : first + count].copy()
         table[:, OFFSET] = image_bytes * (np.arange(count) if numbers is None else numbers.host)

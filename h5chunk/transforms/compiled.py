@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from h5chunk.plan.draws import BOX_HEIGHT, DOWN, ERASED, FULL_HEIGHT, HEIGHT, LEFT, TOP
-from h5chunk.transforms.csr import CsrRows, Numbers, ValueRule
+from h5chunk.transforms.csr import CsrRows, SampleNumbers, ValueRule
 
 FEWEST_NUMBERS = 4 << 20  # in a smaller batch, launching the kernel takes longer than torch.addcmul; scripts/LOG.md
 MOST_CHANNELS = 16  # a program holds all channels of its pixels
@@ -258,7 +258,7 @@ class DenseKernel(Compiling):
             self._table = torch.from_numpy(self._rule.table).to(device)
         out = torch.empty(1, self._num_columns, dtype=self._rule.dtype, device=device)
         self._launch(kernel, rows, out)
-        self._launch(kernel, rows.take(Numbers(zero, torch.from_numpy(zero).to(device))), out)
+        self._launch(kernel, rows.take(SampleNumbers(zero, torch.from_numpy(zero).to(device))), out)
         return kernel
 
     @staticmethod
@@ -275,7 +275,7 @@ class DenseKernel(Compiling):
         return True
 
     def _launch(self, kernel: Any, rows: CsrRows, out: torch.Tensor) -> None:
-        numbers = rows.starts if rows.numbers is None else rows.numbers.there
+        numbers = rows.starts if rows.numbers is None else rows.numbers.on_device
         values = rows.indices if rows.values is None else rows.values
         with torch.cuda.device(out.device):
             kernel[(len(rows),)](

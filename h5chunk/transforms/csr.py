@@ -30,15 +30,15 @@ def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-class Numbers(NamedTuple):
-    """Sample numbers, (n,) int64, on the host and on the device that holds the samples (``there``)."""
+class SampleNumbers(NamedTuple):
+    """Sample numbers, (n,) int64, on the host and on the device that holds the samples."""
 
     host: np.ndarray
-    there: torch.Tensor
+    on_device: torch.Tensor
 
-    def part(self, start: int, stop: int) -> Numbers:
+    def part(self, start: int, stop: int) -> SampleNumbers:
         """Return the numbers from ``start`` to ``stop``."""
-        return Numbers(self.host[start:stop], self.there[start:stop])
+        return SampleNumbers(self.host[start:stop], self.on_device[start:stop])
 
 
 class CsrRows:
@@ -56,7 +56,7 @@ class CsrRows:
         values: torch.Tensor | None,
         first: int = 0,
         count: int | None = None,
-        numbers: Numbers | None = None,
+        numbers: SampleNumbers | None = None,
         native_rows: dict[int, native.SparseRows] | None = None,
     ) -> None:
         self._native_rows = {} if native_rows is None else native_rows  # the same for all selections
@@ -95,7 +95,7 @@ class CsrRows:
         arrays = self.starts, self.host_starts, self.indices, self.values
         return CsrRows(*arrays, first, max(0, stop - start), numbers, self._native_rows)
 
-    def take(self, numbers: Numbers) -> CsrRows:
+    def take(self, numbers: SampleNumbers) -> CsrRows:
         """Select stored rows, in this order, without a copy."""
         arrays = self.starts, self.host_starts, self.indices, self.values
         return CsrRows(*arrays, 0, len(numbers.host), numbers, self._native_rows)
@@ -254,8 +254,8 @@ def _on_gpu(rows: CsrRows, rule: ValueRule, num_columns: int) -> Entries:
     else:
         numbers = rows.numbers
         total = int((host[numbers.host + 1] - host[numbers.host]).sum())
-        firsts = rows.starts[numbers.there]
-        counts = rows.starts[numbers.there + 1] - firsts
+        firsts = rows.starts[numbers.on_device]
+        counts = rows.starts[numbers.on_device + 1] - firsts
         starts = torch.zeros(len(counts) + 1, dtype=torch.int64, device=device)
         torch.cumsum(counts, 0, out=starts[1:])
         places = torch.repeat_interleave(firsts - starts[:-1], counts, output_size=total)

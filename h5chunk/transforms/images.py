@@ -16,7 +16,7 @@ import torch
 from h5chunk.errors import OptionError
 from h5chunk.plan.draws import Draws
 from h5chunk.transforms.compiled import FusedKernel
-from h5chunk.transforms.csr import Allocate, Numbers, fresh
+from h5chunk.transforms.csr import Allocate, SampleNumbers, fresh
 
 KEPT_CONVERTERS = 32  # allocates results of transforms that are called as functions
 
@@ -76,13 +76,13 @@ class ToDtype:
 class ImagesByNumber:
     """Images of which those with these numbers are meant, in this order; they are not gathered yet."""
 
-    def __init__(self, images: torch.Tensor, numbers: Numbers | None = None) -> None:
+    def __init__(self, images: torch.Tensor, numbers: SampleNumbers | None = None) -> None:
         self.images, self.numbers = images, numbers
 
     def __len__(self) -> int:
         return len(self.images) if self.numbers is None else len(self.numbers.host)
 
-    def take(self, numbers: Numbers) -> ImagesByNumber:
+    def take(self, numbers: SampleNumbers) -> ImagesByNumber:
         """Return the images with these numbers."""
         return ImagesByNumber(self.images, numbers)
 

@@ -150,7 +150,7 @@ def test_a_chunk_with_a_checksum_must_be_there(class_folder, tmp_path: Path) -> 
         del file["images"]
         file.create_dataset("images", shape, "u1", chunks=chunks)
     found = h5chunk.verify(tmp_path / "a.h5")
-    assert not found.ok and {each.what for each in found.bad} == {"was never written, although it has a checksum"}
+    assert not found.ok and {each.problem for each in found.bad} == {"was never written, although it has a checksum"}
 
 
 def test_a_pattern_of_ones_is_in_full(tmp_path: Path) -> None:

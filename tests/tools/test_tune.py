@@ -48,7 +48,7 @@ from h5chunk.tools.progress import TimeBudget
 from h5chunk.tools.repack.options import RepackOptions, read_tuned
 from h5chunk.tools.tune.report import WIDTH
 from h5chunk.tools.tune.search import IN_PLACE, MOST_TURNS, NEW, PLAIN, TODAY, TURNS_SHARE, Search
-from h5chunk.tools.tune.study import BATCH_BYTES, SAMPLE_BYTES, most_samples
+from h5chunk.tools.tune.study import BATCH_BYTES, SAMPLE_BYTES, samples_to_measure
 
 QUICK: dict[str, Any] = {"budget_s": 0.3, "batch_size": 32, "workers": [0]}
 CODES = {"labels_clustered", "sample_spans_chunks", "giant_chunk", "cache_below_chunk", "slow_filter"}
@@ -609,10 +609,10 @@ def test_no_temporary_folder(converted, monkeypatch):
 
 
 def test_large_samples_are_measured_on_fewer_than_a_batch():
-    assert most_samples(256, 100) == SAMPLE_BYTES // 100
-    assert most_samples(256, 4 << 20) == 256
-    assert most_samples(256, 100 << 20) == BATCH_BYTES // (100 << 20) < 256
-    assert most_samples(256, 10 << 30) == 1
+    assert samples_to_measure(256, 100) == SAMPLE_BYTES // 100
+    assert samples_to_measure(256, 4 << 20) == 256
+    assert samples_to_measure(256, 100 << 20) == BATCH_BYTES // (100 << 20) < 256
+    assert samples_to_measure(256, 10 << 30) == 1
 
 
 @pytest.mark.parametrize("slow", [0.01, 0.5, 3.0])

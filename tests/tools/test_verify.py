@@ -105,7 +105,7 @@ def test_samples_are_named(images: Path) -> None:
     flip(images, offset + 1)
     [bad] = h5chunk.verify(images).bad
     assert (bad.field, bad.chunk, bad.first_sample, bad.last_sample) == (name, chunk, 3, 5)
-    assert (bad.offset, bad.num_bytes) == (offset, size) and bad.expected != bad.found
+    assert (bad.offset, bad.num_bytes) == (offset, size) and bad.expected != bad.actual
     assert f"images, chunk 1, samples 3 to 5: does not match its checksum: expected {bad.expected:08x}" in str(bad)
 
 
@@ -277,7 +277,7 @@ def test_rows_of_chunks_of_parts(tmp_path: Path) -> None:
         offset = file["x"].id.get_chunk_info_by_coord((7, 18)).byte_offset
     flip(path, offset)
     [bad] = h5chunk.verify(path).bad
-    assert (bad.chunk, bad.first_sample, bad.last_sample) == (8, 7, 13) and "fletcher32" in bad.what
+    assert (bad.chunk, bad.first_sample, bad.last_sample) == (8, 7, 13) and "fletcher32" in bad.problem
 
 
 def test_quick_says_what_it_read(images: Path, monkeypatch) -> None:
@@ -311,7 +311,7 @@ def test_bytes_that_the_disk_does_not_give(images: Path, monkeypatch) -> None:
 
     monkeypatch.setattr(h5chunk.store.hdf5.ranges.os, "preadv", failing)
     report = h5chunk.verify(images)
-    assert [(each.field, each.chunk, each.what) for each in report.bad] == [("images", 2, "Input/output error")]
+    assert [(each.field, each.chunk, each.problem) for each in report.bad] == [("images", 2, "Input/output error")]
 
 
 # Repairing
@@ -332,9 +332,9 @@ def test_only_what_gives_the_checksum_is_written(images: Path, source: Path) -> 
     Image.fromarray(pixels(999)).save(source / name)
     report = h5chunk.verify(images, repair=source)
     assert [each.chunk for each in report.repaired] == [0] and [each.chunk for each in report.bad] == [1]
-    assert "not repaired: the source gives" in report.bad[0].what and "it has changed" in report.bad[0].what
+    assert "not repaired: the source gives" in report.bad[0].problem and "it has changed" in report.bad[0].problem
     (source / name).unlink()
-    assert "is no longer in the source" in h5chunk.verify(images, repair=source).bad[0].what
+    assert "is no longer in the source" in h5chunk.verify(images, repair=source).bad[0].problem
     (source / name).write_bytes(kept)
     assert images.read_bytes() not in (whole, damaged)
     assert h5chunk.verify(images, repair=source).ok and images.read_bytes() == whole
@@ -360,7 +360,7 @@ def test_fields_of_a_manifest(class_folder, tmp_path: Path) -> None:
     for offset in at:
         flip(tmp_path / "a.h5", offset)
     report = h5chunk.verify(tmp_path / "a.h5", repair=folder)
-    assert [each.field for each in report.repaired] == ["images"] and "give the manifest" in report.bad[0].what
+    assert [each.field for each in report.repaired] == ["images"] and "give the manifest" in report.bad[0].problem
     assert h5chunk.verify(tmp_path / "a.h5", repair=folder, manifest=manifest).ok
     assert (tmp_path / "a.h5").read_bytes() == whole
 

@@ -28,7 +28,7 @@ from h5chunk.transforms import (
 )
 from h5chunk.transforms.augmenting import AugmentConverter
 from h5chunk.transforms.compiled import AugmentKernel
-from h5chunk.transforms.csr import Numbers, fresh
+from h5chunk.transforms.csr import SampleNumbers, fresh
 from h5chunk.transforms.images import ImagesByNumber
 
 NORMALIZE = Normalize((0.4, 0.5, 0.6), (0.2, 0.3, 0.25))
@@ -72,7 +72,7 @@ def test_interpreted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("h5chunk.transforms.augmenting.augment_with_torch", None)
     converter.release()  # waits until the kernel is compiled
     assert torch.equal(converter(batch, False, draws), expected)
-    turned = ImagesByNumber(batch.flip(0), Numbers(np.array([1, 0]), torch.tensor([1, 0])))
+    turned = ImagesByNumber(batch.flip(0), SampleNumbers(np.array([1, 0]), torch.tensor([1, 0])))
     assert torch.equal(converter(turned, False, draws), expected)
     whole = draws._replace(kept={}, whole=draws.samples)
     parts = [converter(batch[first : first + 1], False, whole.part(first, first + 1)) for first in range(2)]

@@ -51,16 +51,16 @@ class Damage:
     last_sample: int  # included
     offset: int  # position of the chunk in the file
     num_bytes: int
-    what: str
+    problem: str
     expected: int | None = None  # recorded CRC-32, if there is one
-    found: int | None = None  # actual CRC-32, if the chunk can be read
+    actual: int | None = None  # actual CRC-32, if the chunk can be read
 
     def __str__(self) -> str:
         sums = ""
-        if self.expected is not None and self.found is not None and self.expected != self.found:
-            sums = f": expected {self.expected:08x}, found {self.found:08x}"
+        if self.expected is not None and self.actual is not None and self.expected != self.actual:
+            sums = f": expected {self.expected:08x}, found {self.actual:08x}"
         samples = f"samples {self.first_sample} to {self.last_sample}"
-        return printable(f"{self.field}, chunk {self.chunk}, {samples}: {self.what}{sums}")
+        return printable(f"{self.field}, chunk {self.chunk}, {samples}: {self.problem}{sums}")
 
 
 class CheckedDataset:
@@ -154,8 +154,8 @@ class CheckedDataset:
             for num_bytes, damages in parts:
                 for damage in damages:
                     raise FileError(
-                        f"{self._shown}: chunk {damage.chunk} of {self.name!r} {damage.what}: {undone}: h5chunk verify "
-                        f"lists all damage, and repairs it with --repair{remedy}"
+                        f"{self._shown}: chunk {damage.chunk} of {self.name!r} {damage.problem}: {undone}: h5chunk "
+                        f"verify lists all damage, and repairs it with --repair{remedy}"
                     )
                 read(num_bytes)
 
@@ -210,8 +210,8 @@ class CheckedDataset:
             self._look(first, values)
         return None
 
-    def _damage(self, chunk: int, what: str, expected: int | None = None, found: int | None = None) -> Damage:
-        return Damage(self.name, chunk, *self.table.rows(chunk), *self.place(chunk), what, expected, found)
+    def _damage(self, chunk: int, problem: str, expected: int | None = None, actual: int | None = None) -> Damage:
+        return Damage(self.name, chunk, *self.table.rows(chunk), *self.place(chunk), problem, expected, actual)
 
     def _reason(self, chunk: int, error: FileError) -> str:
         text = str(error).removeprefix(f"{self._where}, chunk {chunk}: ")

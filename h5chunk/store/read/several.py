@@ -33,7 +33,7 @@ class OpenFiles:
         self._open: list[int | None] = [None] * len(reader.readers)
         self._lock = threading.Lock()
 
-    def of(self, number: int) -> int:
+    def descriptor_of(self, number: int) -> int:
         """Return the descriptor of a file. Raises FileError if it cannot be opened, or has changed."""
         descriptor = self._open[number]
         if descriptor is None:
@@ -120,7 +120,7 @@ class FilesField(ByteReader):
     def read_all(self, opened: OpenFiles) -> np.ndarray:
         values = []
         for number, field in self._fields.items():
-            values.append(field.read_all(opened.of(number)))
+            values.append(field.read_all(opened.descriptor_of(number)))
             opened.check(number)
         return np.concatenate(values)
 
@@ -145,11 +145,11 @@ class FileTasks:
     def split(self, opened: OpenFiles) -> Iterator[tuple[ReadTask, int, Callable[[], None]]]:
         """Yield each task, the descriptor of its file, and a function that raises FileError if the file was changed."""
         for part, number in self._parts:
-            yield part, opened.of(number), partial(opened.check, number)
+            yield part, opened.descriptor_of(number), partial(opened.check, number)
 
     def __call__(self, opened: Any) -> None:
         for part, number in self._parts:
-            part(opened.of(number))
+            part(opened.descriptor_of(number))
             opened.check(number)
 
 

@@ -117,8 +117,8 @@ def temporary_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-def most_samples(batch_size: int, sample_bytes: int) -> int:
-    """Return the number of samples to measure: SAMPLE_BYTES or a batch, whichever is larger, up to BATCH_BYTES."""
+def samples_to_measure(batch_size: int, sample_bytes: int) -> int:
+    """Return the number of samples to measure: those in SAMPLE_BYTES or, if larger, a batch of at most BATCH_BYTES."""
     return max(1, SAMPLE_BYTES // sample_bytes, min(batch_size, BATCH_BYTES // sample_bytes))
 
 
@@ -165,7 +165,7 @@ def study_file(
         fixed=reader.matrix is not None,
         loads=all(each.dtype.kind != "S" for each in reader.fields.values()),
     )
-    num_measured = min(reader.num_samples, most_samples(batch_size, sample_bytes))
+    num_measured = min(reader.num_samples, samples_to_measure(batch_size, sample_bytes))
     study = Study(reader, facts, folder, num_measured, asked=fields)
     with opened(path) as file:
         study.groups = _read_groups(study, file, group_by)

@@ -42,7 +42,7 @@ def repair_chunks(
                     write_at(target.fileno(), maker.make(each), each.offset)
                     repaired.append(each)
                 except SampleError as error:
-                    left.append(replace(each, what=f"{each.what} (not repaired: {error})"))
+                    left.append(replace(each, problem=f"{each.problem} (not repaired: {error})"))
             os.fsync(target.fileno())
     return repaired, left
 
