@@ -158,7 +158,7 @@ class ImageSourceOptions(ImageOptions, ColumnOptions):
         super().__post_init__()
         if self.manifest is not None and self.split_folders != "auto":
             raise OptionError(
-                f"split_folders is {self.split_folders!r}, but with a manifest a column says the split: leave out "
+                f"split_folders is {self.split_folders!r}, but with a manifest, a column gives the split: leave out "
                 "split_folders"
             )
 

@@ -226,4 +226,4 @@ def field_dtype(name: str, dtype: np.dtype) -> np.dtype:
         "m": "convert it to int64",
     }
     remedy = remedies.get(dtype.kind, "convert it to a number of at most 64 bits")
-    raise SourceError(f"{printable(name)} has the dtype {dtype}, which a field cannot have: {remedy}")
+    raise SourceError(f"{printable(name)} has the dtype {dtype}, which fields do not support: {remedy}")

@@ -217,7 +217,7 @@ class TableSource(Samples):
         if name not in self._columns:
             kind = _kind_of(array.type)
             if kind is None:
-                raise SourceError(f"{where} is of type {array.type}, which a field cannot have: {remedy}")
+                raise SourceError(f"{where} is of type {array.type}, which fields do not support: {remedy}")
             self._columns[name] = kind()
         try:
             self._columns[name].add(array)

@@ -148,7 +148,7 @@ def _check_late(transforms: Sequence[Transform], count: int) -> None:
 
 def _check_held_out(transforms: Sequence[Transform], count: int, field: Field | RaggedField) -> None:
     if any(isinstance(each, HoldOut) for each in transforms[count:]):
-        raise OptionError("HoldOut is given twice, or behind a function: give it once, and before all functions")
+        raise OptionError("HoldOut is given twice, or after a function: give it once, before all functions")
     last = any(isinstance(each, HoldOut) and each.last is not None for each in transforms)
     if last and not (isinstance(field, MatrixField) and field.has_time_order):
         raise OptionError(

@@ -119,7 +119,10 @@ def test_images_that_cannot_be_used_are_skipped(tmp_path: Path) -> None:
         ([[1, None]], "column 'a' holds a list with a missing number"),
         (["x", "y\0"], "column 'a' .*string ends with a NUL byte"),
         (["x" * 5000], "column 'a' holds a string of 5000 bytes, over the limit of 4096"),
-        ([{"b": 1}], "column 'a' is of type struct<b: int64>, which a field cannot have: convert the table without it"),
+        (
+            [{"b": 1}],
+            "column 'a' is of type struct<b: int64>, which fields do not support: convert the table without it",
+        ),
         ([{"bytes": None, "path": "a.png"}], "an image as a path without bytes: embed"),
     ],
 )

@@ -328,7 +328,7 @@ def test_called_as_functions_they_draw_from_torch():
         (lambda: augment([RandomCrop(8, padding=33, mode="reflect")], photos()), "too short to reflect 33 pixels"),
         (lambda: augment([NORMALIZE, RandomCrop(8)], photos()), "comes after Normalize.*put crops"),
         (lambda: augment([Cutout(8), RandomHorizontalFlip()], photos()), "comes after Cutout"),
-        (lambda: augment([Resize(8), RandomResizedCrop(4)], photos()), "resizes again"),
+        (lambda: augment([Resize(8), RandomResizedCrop(4)], photos()), "which resizes, too"),
         (lambda: augment([RandomCrop(40, padding=4), Resize(8)], photos()), "would resize the padding"),
         (lambda: augment([RandomCrop(8, 1), RandomCrop(8, 1)], photos()), "pad with what RandomCrop.* has cut off"),
         (lambda: augment([CenterCrop(8), RandomCrop(8, 1)], photos()), "CenterCrop.* has cut off: put it first"),
