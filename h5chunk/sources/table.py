@@ -207,7 +207,8 @@ class TableSource(Samples):
     def _add(self, path: Path, columns: list[str], name: str, array: Any) -> None:
         where = f"{printable(path)}: column {name!r}"
         others = ",".join(each for each in columns if each != name)
-        remedy = f"leave it out (--columns {printable(others)})" if others else "convert the table without it"
+        kind = "" if is_parquet(path) else " --format table"
+        remedy = f"leave it out (--columns {printable(others)}{kind})" if others else "convert the table without it"
         if array.null_count:
             row = self._num_rows - self._first_rows[-1] + array.is_null().index(True).as_py()
             raise SourceError(f"{where} has no value in row {row}: fill it, or {remedy}")
