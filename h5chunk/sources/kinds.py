@@ -215,7 +215,7 @@ class EntryOptions(MatrixSourceOptions):
 class DelimitedOptions(EntryOptions):
     """Options for reading delimited text."""
 
-    heading: ClassVar[str] = "Delimited text"
+    heading: ClassVar[str] = "Delimited text with entries of a matrix"
 
     separator: str | None = option(
         None,

@@ -198,6 +198,13 @@ def test_a_text_whose_lines_are_samples(tmp_path: Path, suffix: str) -> None:
     assert dataset.values("species").tolist() == [0, 1, 0] and dataset.classes == ("setosa", "virginica")
 
 
+def test_a_table_of_names_of_images_says_how_to_convert_the_images(tmp_path: Path) -> None:
+    (tmp_path / "list.csv").write_text("path,label,share\ncat/1.JPG,cat,0.5\nowl/2.JPG,owl,1.5\n")
+    report = h5chunk.convert(tmp_path / "list.csv", tmp_path / "x.h5", format="table", shuffle=False)
+    assert "column 'path' has names of images, and stays text" in str(report) and "--manifest" in str(report)
+    assert h5chunk.ChunkDataset(tmp_path / "x.h5").values("share").tolist() == [0.5, 1.5]
+
+
 def test_texts_without_header_or_with_row_names(tmp_path: Path) -> None:
     (tmp_path / "iris.data").write_bytes(b"".join(IRIS.splitlines(keepends=True)[1:]))
     h5chunk.convert(tmp_path / "iris.data", tmp_path / "x.h5", shuffle=False)
