@@ -9,7 +9,7 @@ from PIL import Image
 from h5chunk.errors import SampleError
 from h5chunk.source import AnyImage
 from h5chunk.sources.decode import decode
-from h5chunk.sources.kinds import ImageOptions
+from h5chunk.sources.kinds import MAX_SIDE, ImageOptions
 
 
 def keep(image: bytes | Image.Image, options: ImageOptions) -> AnyImage:
@@ -22,6 +22,11 @@ def keep(image: bytes | Image.Image, options: ImageOptions) -> AnyImage:
     is_large = options.max_side is not None and max(pixels.size) > options.max_side
     if is_large:
         pixels, notes = _shrunk(pixels, options.max_side or 0), (*notes, "resized")
+    if max(pixels.size) > MAX_SIDE:
+        raise SampleError(
+            f"is {pixels.height} x {pixels.width}, but loaders take at most {MAX_SIDE} pixels per side: shrink it by "
+            "max_side (--max-side)"
+        )
     if options.form == "raw":
         data = pixels.tobytes()
     elif is_large:

@@ -19,6 +19,7 @@ DEFAULT_MEMORY_BYTES = 1 << 30
 NAMED_SEPARATORS = {"tab": "\t", "\\t": "\t", "space": " "}
 RECORDED = ("size", "fit", "color", "layout", "animated")  # options of images that determine the pixels
 ANY_SIZE = ("keep_encoded", "keep_size", "max_side", "quality")  # recorded only for images of any size
+MAX_SIDE = 1 << 14  # of images of any size: that of h5chunk.plan.draws
 MAX_PIXELS = 89_478_485  # Pillow's own limit: 1 GiB of pixels of four bytes
 
 
@@ -158,7 +159,7 @@ class ImageSourceOptions(ImageOptions, ColumnOptions):
         super().__post_init__()
         if self.manifest is not None and self.split_folders != "auto":
             raise OptionError(
-                f"split_folders is {self.split_folders!r}, but with a manifest, a column gives the split: leave out "
+                f"split_folders is {self.split_folders!r}, but with a manifest a column says the split: leave out "
                 "split_folders"
             )
 
@@ -215,7 +216,7 @@ class EntryOptions(MatrixSourceOptions):
 class DelimitedOptions(EntryOptions):
     """Options for reading delimited text."""
 
-    heading: ClassVar[str] = "Delimited text with entries of a matrix"
+    heading: ClassVar[str] = "Delimited text"
 
     separator: str | None = option(
         None,

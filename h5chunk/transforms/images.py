@@ -74,7 +74,7 @@ class ToDtype:
 
 
 class ImagesByNumber:
-    """A selection of images by their numbers, in this order, that is gathered only when it is converted."""
+    """Images of which those with these numbers are meant, in this order; they are not gathered yet."""
 
     def __init__(self, images: torch.Tensor, numbers: SampleNumbers | None = None) -> None:
         self.images, self.numbers = images, numbers
@@ -83,7 +83,7 @@ class ImagesByNumber:
         return len(self.images) if self.numbers is None else len(self.numbers.host)
 
     def take(self, numbers: SampleNumbers) -> ImagesByNumber:
-        """Select images by their numbers, without a copy."""
+        """Return the images with these numbers."""
         return ImagesByNumber(self.images, numbers)
 
 

@@ -12,6 +12,7 @@ from PIL import Image
 
 import h5chunk
 from h5chunk.errors import FileError, OptionError, SampleError, SourceError
+from h5chunk.transforms import Resize
 
 
 def picture(height, width, seed=0, mode="RGB"):
@@ -134,6 +135,15 @@ def test_broken_images_are_left_out(photos, tmp_path):
     report = h5chunk.convert(photos, tmp_path / "p.h5", keep_encoded=True, on_error="skip")
     assert [name for name, _ in report.skipped] == ["a/0.jpg"]
     assert len(stored(tmp_path / "p.h5")) == 6 and h5chunk.verify(tmp_path / "p.h5").ok
+
+
+def test_images_that_no_loader_takes_are_refused(tmp_path):
+    (tmp_path / "long").mkdir()
+    Image.new("RGB", (1 << 14 | 1, 2)).save(tmp_path / "long" / "1.png")
+    with pytest.raises(SampleError, match=r"1.png: is 2 x 16385, but .* at most 16384 pixels per side: .*--max-side"):
+        h5chunk.convert(tmp_path / "long", tmp_path / "long.h5", keep_encoded=True)
+    h5chunk.convert(tmp_path / "long", tmp_path / "long.h5", keep_encoded=True, max_side=1 << 14)
+    assert h5chunk.ChunkLoader(tmp_path / "long.h5", 1, transforms=[Resize((2, 9))]).is_resident is False
 
 
 def test_several_chunks_of_bytes(photos, tmp_path, monkeypatch):

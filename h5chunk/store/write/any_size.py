@@ -1,8 +1,7 @@
 """Write images of any size end to end, in the order of their rows.
 
-The length of an image is known only after it was read, and maybe shrunk. So workers return the bytes of their tasks,
-the main process writes them in order, and the header of the file is written last. `h5chunk.store.format.spec` has the
-layout.
+Their lengths are known only once they were read, maybe shrunk. So workers return the bytes of their tasks, the main
+process writes them in order, and the header of the file is written last. `h5chunk.store.format.spec` has the layout.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ class _ImageReader(TaskRunner):
 
 
 class _BytesWriter:
-    """Write a dataset of bytes from its start, and compute the checksums of its chunks."""
+    """Write a list of bytes from its start, and sum up its chunks."""
 
     def __init__(self, new: NewFile, name: str) -> None:
         self._new, self._name = new, name
@@ -113,7 +112,7 @@ class _BytesWriter:
         self._count(np.frombuffer(data, np.uint8))
 
     def keep(self, facts: list[list[int]]) -> bool:
-        """Keep the next bytes of an earlier run if their checksums match ``facts``; return whether they do."""
+        """Keep the next bytes, which were written before, if they have the checksums of a claim."""
         before = self.num_bytes, self._sum, len(self._sums)
         for crc, *numbers in facts:
             left, found = _num_bytes(numbers), 0
@@ -141,7 +140,7 @@ class _BytesWriter:
                 self._sum = 0
 
     def finish(self) -> np.ndarray:
-        """Return the checksum of each chunk; the last chunk is padded with zeros, unless it is the only one."""
+        """Return the checksum of each chunk; the last of several is filled up with zeros."""
         rest = self.num_bytes % CHUNK_BYTES
         if rest and self._sums:
             self._sum = crc32(np.zeros(CHUNK_BYTES - rest, np.uint8), self._sum)
@@ -165,10 +164,7 @@ def fill_any_size(
     claims: Mapping[int, Done],
     finished: Callable[[Done], None],
 ) -> AnySizeFilled:
-    """Write all images of the job; see `fill`.
-
-    Claims are used up to the first that is outdated, because the bytes of all later images then move.
-    """
+    """Write all images of the job; see `fill`. Claims hold up to the first that does not: others then move."""
     filled, writer = AnySizeFilled(), _BytesWriter(new, f"{name}/data")
     facts: list[int] = []
     left = job.tasks()

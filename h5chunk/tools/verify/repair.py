@@ -96,9 +96,9 @@ class _ChunkMaker:
         if each.expected is None:
             raise SampleError("the file has no checksum of this chunk")
         if dataset.id.get_create_plist().get_nfilters():
-            raise SampleError("the chunk is compressed: repack the original file again")
+            raise SampleError("the chunk is compressed: make the file again")
         if dataset.chunks is None or dataset.chunks[1:] != dataset.shape[1:]:
-            raise SampleError("the chunk holds parts of samples: repack the original file again")
+            raise SampleError("the chunk holds parts of samples: make the file again")
         is_image = each.field == IMAGES or each.field in self._listing.others
         if not is_image and each.field not in self._listing.columns:
             raise SampleError("the source does not have this field: give the manifest of the conversion")
