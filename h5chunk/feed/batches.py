@@ -166,12 +166,12 @@ class BatchMaker:
 
 
 def settled(batch: Tensors) -> Tensors:
-    """Wait for the images of a batch that are being decoded."""
+    """Return the batch with its pending images, once they are decoded."""
     return tuple(each.result() if isinstance(each, Pending) else each for each in batch)
 
 
 def drop(batch: Tensors) -> None:
-    """Give up a batch, of which no thread then uses anything."""
+    """Discard a batch: cancel its pending images, and wait until no thread uses its memory."""
     for each in batch:
         if isinstance(each, Pending):
             each.drop()

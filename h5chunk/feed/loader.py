@@ -182,7 +182,7 @@ class ChunkLoader(Resumable):
         self._source = make_source(
             dataset, order, reader=reader, device=target, num_threads=num_threads, timeout_s=timeout or None
         )
-        by_field = transforms_by_field(transforms, dataset.fields)
+        by_field = transforms_by_field(transforms, {name: dataset.field(name) for name in dataset.fields})
         self._pipelines = [FieldPipeline(by_field[name], dataset.field(name), reuse=reuse) for name in dataset.fields]
         converters = [pipeline.converter for pipeline in self._pipelines]
         for converter in converters:

@@ -56,7 +56,7 @@ class SampleTransforms:
     def __init__(self, transform: Any, fields: Mapping[str, Field | RaggedField]) -> None:
         self.given = transform
         listed = [transform] if callable(transform) else transform
-        by_field = transforms_by_field(listed, list(fields), "transform")
+        by_field = transforms_by_field(listed, fields, "transform")
         self.converters: dict[str, RowConverter | AugmentConverter] = {}
         self._each: list[Sequence[Callable[[Any], Any]]] = []  # of each value of a sample
         for name, field in fields.items():

@@ -175,7 +175,7 @@ def _arrays_in(buffer: torch.Tensor, layouts: Layouts, num_samples: int) -> Arra
 
 
 def _beginnings(arrays: Arrays, windows: Windows) -> Arrays:
-    """Return the arrays of a window, which are the beginnings of the largest window's arrays."""
+    """Return the arrays of a window: leading slices of the largest window's arrays."""
     return [
         [
             array if array.shape[0] == shape[0] else array[: shape[0]]

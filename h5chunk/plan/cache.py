@@ -58,7 +58,7 @@ class CacheSettings:
                 f"without limit; use {OLDEST_FIRST:.0f}, or up to 0.99 to evict chunks first that were read in full"
             )
         if not 0.0 <= self.w0 < 1.0:
-            raise OptionError(f"cache w0 is {self.w0}: give a number from 0 to below 1")
+            raise OptionError(f"cache w0 is {self.w0}: give a number of at least 0 and below 1")
 
     @classmethod
     def of(cls, value: CacheSettings | Sequence[Any]) -> CacheSettings:

@@ -81,7 +81,7 @@ def _by_pillow(data: np.ndarray, size: tuple[int, int], channels: int) -> np.nda
     try:
         image = Image.open(io.BytesIO(data.tobytes()), formats=FORMATS)
         if image.size[::-1] != size:
-            raise SampleError(f"is {image.height} x {image.width}, but the file says {size[0]} x {size[1]}")
+            raise SampleError(f"is {image.height} x {image.width}, but the HDF5 file records {size[0]} x {size[1]}")
         check_depth(raw_modes_of(image))
         image.load()
         pixels = np.asarray(to_color(image, "rgb" if channels == 3 else "gray"))

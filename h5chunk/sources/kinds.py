@@ -159,7 +159,7 @@ class ImageSourceOptions(ImageOptions, ColumnOptions):
         super().__post_init__()
         if self.manifest is not None and self.split_folders != "auto":
             raise OptionError(
-                f"split_folders is {self.split_folders!r}, but with a manifest a column says the split: leave out "
+                f"split_folders is {self.split_folders!r}, but with a manifest, a column gives the split: leave out "
                 "split_folders"
             )
 
@@ -216,7 +216,7 @@ class EntryOptions(MatrixSourceOptions):
 class DelimitedOptions(EntryOptions):
     """Options for reading delimited text."""
 
-    heading: ClassVar[str] = "Delimited text"
+    heading: ClassVar[str] = "Delimited text with entries of a matrix"
 
     separator: str | None = option(
         None,

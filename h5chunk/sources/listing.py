@@ -224,7 +224,7 @@ def _add_files(tree: Tree, files: Iterable[tuple[bytes, bytes, int]], report_fou
             others[as_text(os.path.splitext(file)[1].lower()) or "without a suffix"] += 1
             other = min(other or file, file)
     if others:
-        kinds = ", ".join(f"{num:,} {kind}" for kind, num in others.most_common(5))
+        kinds = ", ".join(f"{num:,} {kind}" for kind, num in others.most_common(5)) + ", ..." * (len(others) > 5)
         tree.ignored.append(f"files that are not named like images ({kinds}), such as {as_text(other)}")
     if hidden:
         tree.ignored.append(f"hidden files and folders, such as {as_text(hidden)}")

@@ -172,6 +172,8 @@ class Samples(SampleSource):
                 remedy = "give arrays of one shape"
                 if field.axes:
                     remedy = "give a size and how to fit it (--size H W --fit stretch|crop|pad)"
+                    if len(fields) == 1:
+                        remedy += ", or keep their sizes (--keep-encoded)"
                     same_size = self.decoding.size or sorted(shape)[1:] == sorted(field.shape)[1:]
                     if self.decoding.color == "keep" and same_size:
                         remedy = "give the colours of all images (--color rgb|gray)"
@@ -226,4 +228,4 @@ def field_dtype(name: str, dtype: np.dtype) -> np.dtype:
         "m": "convert it to int64",
     }
     remedy = remedies.get(dtype.kind, "convert it to a number of at most 64 bits")
-    raise SourceError(f"{printable(name)} has the dtype {dtype}, which a field cannot have: {remedy}")
+    raise SourceError(f"{printable(name)} has the dtype {dtype}, which fields do not support: {remedy}")

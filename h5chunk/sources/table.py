@@ -31,6 +31,7 @@ from h5chunk.source import OpenContext
 from h5chunk.sources.arrow import byte_lengths, compute, is_any, parquet, pyarrow, to_fixed_bytes
 from h5chunk.sources.container import read_at
 from h5chunk.sources.kinds import TableOptions
+from h5chunk.sources.listing import EXTENSIONS
 from h5chunk.sources.matrix.dialect import is_number
 from h5chunk.sources.recognise import is_path, read_head
 from h5chunk.sources.samples import Samples, field_dtype
@@ -42,6 +43,10 @@ SUFFIX = ".parquet"
 TEXTS = ("string", "large_string")
 BATCH_ROWS = 1024
 MAX_STRING_BYTES = 4096
+NAMED_IMAGES = (
+    "column {!r} has names of images, and stays text: to convert the images, give their folder as the source, and this "
+    "file as its manifest (--manifest)"
+)
 
 
 class _Spool:
@@ -118,6 +123,14 @@ class _Values(list[np.ndarray]):
         self.append(to_fixed_bytes(strings))
 
 
+def _first_row(table: Any) -> Iterable[tuple[str, Any]]:
+    return table.slice(0, 1).to_pylist()[0].items() if table.num_rows else ()
+
+
+def _names_image(value: Any) -> bool:
+    return isinstance(value, str) and value.lower().encode().endswith(EXTENSIONS)
+
+
 class TableSource(Samples):
     """Tables in .parquet files with the same columns, whose rows are concatenated; or one text."""
 
@@ -177,6 +190,7 @@ class TableSource(Samples):
                 names = f"; the first line became names of columns: {', '.join(form.names[:8])}"
             self.notes = [f"each line became a sample{names} (--format csv reads entries of a sparse matrix)"]
             columns = self._choose(path, table.schema)
+            self.notes += [NAMED_IMAGES.format(name) for name, value in _first_row(table) if _names_image(value)]
             self._add_batches(path, columns, table.select(columns).to_batches(BATCH_ROWS), context)
             return
         with parquet.ParquetFile(path) as file:
@@ -207,7 +221,8 @@ class TableSource(Samples):
     def _add(self, path: Path, columns: list[str], name: str, array: Any) -> None:
         where = f"{printable(path)}: column {name!r}"
         others = ",".join(each for each in columns if each != name)
-        remedy = f"leave it out (--columns {printable(others)})" if others else "convert the table without it"
+        kind = "" if is_parquet(path) else " --format table"
+        remedy = f"leave it out (--columns {printable(others)}{kind})" if others else "convert the table without it"
         if array.null_count:
             row = self._num_rows - self._first_rows[-1] + array.is_null().index(True).as_py()
             raise SourceError(f"{where} has no value in row {row}: fill it, or {remedy}")
@@ -217,7 +232,7 @@ class TableSource(Samples):
         if name not in self._columns:
             kind = _kind_of(array.type)
             if kind is None:
-                raise SourceError(f"{where} is of type {array.type}, which a field cannot have: {remedy}")
+                raise SourceError(f"{where} is of type {array.type}, which fields do not support: {remedy}")
             self._columns[name] = kind()
         try:
             self._columns[name].add(array)

@@ -18,7 +18,7 @@ images come as they are stored and rows of a matrix as dense float32.
 The random transforms of images draw for each sample. The draw depends only on the seed of the loader or sampler, the
 epoch, the sample's number in the file and the transform's place among the random ones of its list: it is the same for
 all batch sizes, ranks, workers, devices and readers, and after resuming. So fields with equal lists, such as images and
-masks, are changed alike::
+masks, are changed alike; one list that crops or flips only the first of them is an error::
 
     augment = [RandomCrop(224), RandomHorizontalFlip()]
     ChunkLoader("pairs.h5", 32, transforms={"images": [*augment, Normalize(mean, std)], "masks": augment})
@@ -42,6 +42,7 @@ from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.ragged import ImagesField, RaggedField
 from h5chunk.transforms.any_size import AnySizeConverter
 from h5chunk.transforms.augment import (
+    GEOMETRIC,
     AlternatingFlip,
     CenterCrop,
     Cutout,
@@ -85,17 +86,40 @@ Converter = ImageConverter | AugmentConverter | RowConverter
 
 
 def transforms_by_field(
-    transforms: Transforms | None, fields: Sequence[str], argument: str = "transforms"
+    transforms: Transforms | None, fields: Mapping[str, Field | RaggedField], argument: str = "transforms"
 ) -> dict[str, list[Transform]]:
     """Return the validated transforms of each field; a plain list is for the first field."""
     if transforms is None:
         transforms = ()
     if not isinstance(transforms, Mapping):
-        transforms = {fields[0]: transforms}
+        _check_masks(check_transforms(argument, transforms), fields, argument)
+        transforms = {next(iter(fields)): transforms}
     for name in transforms:
         if name not in fields:
             raise OptionError(f"{argument} has the field {name!r}, but the fields are {', '.join(map(repr, fields))}")
     return {name: check_transforms(argument, transforms.get(name, ())) for name in fields}
+
+
+def _check_masks(transforms: list[Transform], fields: Mapping[str, Field | RaggedField], argument: str) -> None:
+    """Raise OptionError if a list would crop or flip the first field, but not another one with as many pixels."""
+    moved = next((each for each in transforms if isinstance(each, GEOMETRIC)), None)
+    first, *others = fields
+    like = next((name for name in others if _sides(fields[name]) == _sides(fields[first]) is not None), None)
+    if moved is not None and like is not None:
+        raise OptionError(
+            f"{argument} is a list, which changes {first!r} alone: {like!r}, of the same height and width, would "
+            f"not fit it after {type(moved).__name__}; give a list for each: "
+            f"{argument}={{{first!r}: [...], {like!r}: [...]}}"
+        )
+
+
+def _sides(field: Field | RaggedField) -> tuple[int, ...] | None:
+    """Return height and width of the samples of a field; None if they are no pictures of one size."""
+    shape = field.sample_shape if isinstance(field, Field) and field.scale is None else ()
+    if len(shape) == 3:
+        axis = channel_axis(shape, field.axes)
+        return shape[:axis] + shape[axis + 1 :]
+    return shape if len(shape) == 2 else None
 
 
 def check_transforms(name: str, transforms: Any) -> list[Transform]:
@@ -148,7 +172,7 @@ def _check_late(transforms: Sequence[Transform], count: int) -> None:
 
 def _check_held_out(transforms: Sequence[Transform], count: int, field: Field | RaggedField) -> None:
     if any(isinstance(each, HoldOut) for each in transforms[count:]):
-        raise OptionError("HoldOut is given twice, or behind a function: give it once, and before all functions")
+        raise OptionError("HoldOut is given twice, or after a function: give it once, before all functions")
     last = any(isinstance(each, HoldOut) and each.last is not None for each in transforms)
     if last and not (isinstance(field, MatrixField) and field.has_time_order):
         raise OptionError(

@@ -60,7 +60,7 @@ class Pending:
         return self.then(self._finish())
 
     def drop(self) -> None:
-        """Wait until no thread reads the images, or writes the batch."""
+        """Cancel the decoding, and wait until no thread reads the images or writes the batch."""
         for part in self._parts:
             if not part.cancel():
                 part.exception()
@@ -102,7 +102,7 @@ class AnySizeConverter(AugmentConverter):
         super().prepare(device)
 
     def attach(self, sizes: ImageSizes, name_of: Callable[[int], str], num_threads: int | None = None) -> None:
-        """Take the sizes of all images, and the function that names an image in messages."""
+        """Set the sizes of all images, the function that names an image in messages, and the number of threads."""
         most = max(int(sizes.heights.max(initial=0)), int(sizes.widths.max(initial=0)))
         if most > MAX_SIDE:
             raise FieldError(f"field {self._field.name!r} has an image of {most} pixels per side, more than {MAX_SIDE}")
@@ -110,7 +110,7 @@ class AnySizeConverter(AugmentConverter):
         self._num_threads = num_threads or available_cores()
 
     def decoding_bytes(self, batch_size: int) -> int:
-        """Return the bytes of images that are decoded at a time, if they have average size, and of batches ahead."""
+        """Estimate the memory for images that are decoded at a time, and for batches begun ahead, in bytes."""
         areas = self._image_sizes.heights.astype(np.float64) * self._image_sizes.widths
         held = self._num_threads * IMAGES if self._device.type == "cpu" else (AHEAD + 1) * batch_size
         pixels = held * float(areas.mean()) + float(areas.max(initial=0))
@@ -170,7 +170,7 @@ class AnySizeConverter(AugmentConverter):
         job.table[images.start : images.stop, OFFSET] = offsets
 
     def _scratch(self, num_bytes: int) -> np.ndarray:
-        """Return memory of this thread."""
+        """Return a buffer that this thread uses again for the next images: (num_bytes,) uint8."""
         held = getattr(_local, "held", None)
         if held is None or len(held) < num_bytes:
             held = _local.held = np.empty(num_bytes, np.uint8)
@@ -250,7 +250,7 @@ def decode_whole(
 def whole_images(
     rows: CsrRows, samples: np.ndarray, sizes: ImageSizes, field: ImagesField, name_of: Callable[[int], str]
 ) -> list[torch.Tensor]:
-    """Return all images of some rows as they are: (C, H, W) each."""
+    """Decode the images of some rows, and return each at its own size: (C, H, W)."""
     data, found = rows.indices.numpy(), []
     for number, sample in enumerate(samples.tolist()):
         one = data[rows.host_starts[number] : rows.host_starts[number + 1]]

@@ -377,7 +377,7 @@ def _check_room(transform: Any, geometry: Geometry, rooms: tuple[Any, Any]) -> N
         return
     first = int(np.flatnonzero((rooms[0] < 0) | (rooms[1] < 0))[0])
     size = f"{geometry.height[first]} x {geometry.width[first]}"
-    remedy = "a larger padding" if isinstance(transform, RandomCrop) else "a RandomCrop with padding"
+    remedy = "a larger padding" if isinstance(transform, RandomCrop) else "a smaller size"
     raise OptionError(f"{transform} is larger than an image of {size}: put a Resize before it, or give {remedy}")
 
 

@@ -124,7 +124,7 @@ def resampled(  # type: ignore[no-untyped-def,unused-ignore]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def nearest_places(own, y, x, out_width: tl.constexpr, padding: tl.constexpr):  # type: ignore[no-untyped-def,unused-ignore]
-    """Return the rows and columns of the box that rows and columns of a result are copies of, and which exist."""
+    """Return the rows and columns of the box to copy for those of a result, and whether they lie inside the image."""
     height, width = tl.load(own + 7).to(tl.int32), tl.load(own + 8).to(tl.int32)
     index_y = y + tl.load(own + 9).to(tl.int32)
     index_x = tl.where(tl.load(own + 11) != 0, out_width - 1 - x, x) + tl.load(own + 10).to(tl.int32)

@@ -137,7 +137,7 @@ def _weights(interpolation: str, length: int, full: int, places: Indices) -> tor
 
 
 def _places(rule: Rule, count: int, first: int, length: int) -> tuple[Indices, np.ndarray]:
-    """Return the places of a window in a side of ``length`` pixels, and which of them are filled."""
+    """Return the positions of a window along a side of ``length`` pixels, and which of them get the fill value."""
     places = np.arange(first, first + count)
     if rule.mode == "reflect":
         places = np.abs(places)

@@ -35,16 +35,16 @@ IMAGES = 8  # that a thread takes at a time
 
 
 @dataclass(eq=False)
-class Drawn:
-    """The geometry of samples, of which the first has this place in their draws, and its copy on a GPU."""
+class GeometryTable:
+    """The table of geometry of consecutive samples of a window or an epoch."""
 
     table: Indices
-    first: int
-    loaded: LoadedTable | None = None
+    first: int  # position of the first of these samples in the window or epoch
+    loaded: LoadedTable | None = None  # the table on a GPU
 
 
 class AugmentConverter:
-    """Convert stored images as transforms say: crops, resizing and flips, then `Normalize`, `ToDtype` and erasing.
+    """Convert stored images by a list of transforms: crop, resize and flip, then `Normalize`, `ToDtype` and erase.
 
     For the arguments see `h5chunk.transforms.images.ImageConverter`; ``is_mask`` resizes by nearest neighbour.
     """
@@ -90,7 +90,8 @@ class AugmentConverter:
     def geometry(self, heights: Indices, widths: Indices, draws: Draws) -> Geometry:
         """Draw the geometry of images of these sizes.
 
-        A draw depends on its place among the random transforms, so that equal lists of two fields draw alike.
+        The numbers of a random transform depend on its position among the random transforms of the list, so that fields
+        with equal lists get equal geometry.
         """
         geometry = self._cut(heights, widths, draws)
         for number, eraser in enumerate(self._erasers, ERASING):
@@ -132,12 +133,12 @@ class AugmentConverter:
         return (count, *rule.size, rule.channels) if rule.out_interleaved else (count, rule.channels, *rule.size)
 
     def fill(self, images: torch.Tensor | ImagesByNumber, draws: Draws, out: torch.Tensor) -> None:
-        """Write the results to ``out``, of this shape in memory."""
+        """Write the results to ``out``, whose shape is that of `shape`."""
         images = images if isinstance(images, ImagesByNumber) else ImagesByNumber(images)
         if not len(images):
             return
         source, numbers, image_bytes = images.images.reshape(-1), images.numbers, math.prod(self._shape)
-        drawn = self._drawn(draws)
+        drawn = self._geometry_of(draws)
         first, count = draws.first - drawn.first, len(images)
         if self._kernel is not None and (loaded := self._kernel.load(drawn.table, drawn.loaded)) is not None:
             drawn.loaded = loaded
@@ -147,15 +148,15 @@ class AugmentConverter:
         table[:, OFFSET] = image_bytes * (np.arange(count) if numbers is None else numbers.host)
         self.compute(source, table, out)
 
-    def _drawn(self, draws: Draws) -> Drawn:
-        """Return the geometry of these samples, which may be that of several batches."""
+    def _geometry_of(self, draws: Draws) -> GeometryTable:
+        """Return geometry that includes that of these samples; it may be drawn for several batches at once."""
         if draws.kept is None or draws.whole is None:
-            return Drawn(self._table(draws), draws.first)
+            return GeometryTable(self._table(draws), draws.first)
         drawn, stop = draws.kept.get(self), draws.first + len(draws.samples)
         if drawn is None or not drawn.first <= draws.first <= stop <= drawn.first + len(drawn.table):
             count = max(1, self._together // len(draws.samples)) * len(draws.samples)
             whole = draws.whole[draws.first : draws.first + count]
-            drawn = draws.kept[self] = Drawn(self._table(draws._replace(samples=whole)), draws.first)
+            drawn = draws.kept[self] = GeometryTable(self._table(draws._replace(samples=whole)), draws.first)
         return drawn
 
     def _table(self, draws: Draws) -> Indices:
@@ -163,7 +164,7 @@ class AugmentConverter:
         return self.geometry(*self._sizes(count), draws).table(np.zeros(count, np.int64))
 
     def compute(self, source: torch.Tensor, table: Indices, out: torch.Tensor) -> None:
-        """Compute the results of a table, of images in ``source``, flat uint8 on the device of the batches."""
+        """Write the result of each row of ``table`` to ``out``; ``source`` has the images: flat uint8 on its device."""
         if self._kernel is not None and (loaded := self._kernel.load(table, None)) is not None:
             self._kernel(source, loaded, 0, None, 0, out)
             return
@@ -223,7 +224,7 @@ def _check_list(transforms: Sequence[Any], stored: torch.dtype, sample_shape: tu
         if behind is not None:
             raise OptionError(f"{each} comes after {behind}: put crops, resizing and flips first")
         if each.resizes and resized is not None:
-            raise OptionError(f"{each} resizes again what {resized} has resized: give one of them")
+            raise OptionError(f"{each} comes after {resized}, which resizes, too: give only one of them")
         if each.resizes and padded is not None:
             raise OptionError(f"{each} would resize the padding of {padded}: put it before")
         if each.pads and cut is not None:

@@ -74,7 +74,7 @@ class ToDtype:
 
 
 class ImagesByNumber:
-    """Images of which those with these numbers are meant, in this order; they are not gathered yet."""
+    """A selection of images by their numbers, in this order, that is gathered only when it is converted."""
 
     def __init__(self, images: torch.Tensor, numbers: SampleNumbers | None = None) -> None:
         self.images, self.numbers = images, numbers
@@ -83,7 +83,7 @@ class ImagesByNumber:
         return len(self.images) if self.numbers is None else len(self.numbers.host)
 
     def take(self, numbers: SampleNumbers) -> ImagesByNumber:
-        """Return the images with these numbers."""
+        """Select images by their numbers, without a copy."""
         return ImagesByNumber(self.images, numbers)
 
 

@@ -206,9 +206,9 @@ def test_sizes_that_lie_are_errors(kept, tmp_path, height):
         heights[3] = height
 
     lying = change(kept, tmp_path, "images/heights", lie)
-    with pytest.raises(FileError, match=r"but the file says|more than"):
+    with pytest.raises(FileError, match=r"but the HDF5 file records|more than"):
         all_batches(lying, transforms=SQUARE)
-    with pytest.raises(FileError, match=r"but the file says|more than"):
+    with pytest.raises(FileError, match=r"but the HDF5 file records|more than"):
         h5chunk.ChunkDataset(lying)[3]
 
 

@@ -22,7 +22,7 @@ from h5chunk.plan.cache import MAX_SLOTS, CacheSettings, ChunkGrid, cache_for
     [
         ((0, 1, 0.5), "cache nslots is 0: give at least 1"),
         ((1, -1, 0.5), "cache nbytes is -1: give 0"),
-        ((1, 1, -0.1), "cache w0 is -0.1: give a number from 0 to below 1"),
+        ((1, 1, -0.1), "cache w0 is -0.1: give a number of at least 0 and below 1"),
         ((1, 1, 1.5), "cache w0 is 1.5"),
         ((1, 1, math.nan), "cache w0 is nan"),
         (

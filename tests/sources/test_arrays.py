@@ -129,7 +129,10 @@ def test_arrays_in_memory_are_never_complete(tmp_path: Path) -> None:
         ({"a": np.ones((3, 0))}, r"'a' of shape \(3, 0\) holds no values"),
         ({"a": np.ones(3), "b": np.ones(4)}, r"'a' has 3 but 'b' 4 samples: name arrays of one length \(--columns b\)"),
         ({"a": np.float32(1), "b": np.ones(4), "c": np.ones(4)}, r"'a' is a single .* \(--columns b,c\)"),
-        ({"a": np.ones(3, complex)}, "a has the dtype complex128, which a field cannot have: split real and imaginary"),
+        (
+            {"a": np.ones(3, complex)},
+            "a has the dtype complex128, which fields do not support: split real and imaginary",
+        ),
         ({"a": np.array(["2020-01-01"], "M8[D]")}, r"dtype datetime64\[D\], .*: convert it to int64"),
         ({"a": np.array([{}, 1], object)}, "Python objects.* are never unpickled"),
     ],

@@ -67,6 +67,11 @@ def test_order_and_labels_are_those_of_image_folder(tmp_path: Path) -> None:
     assert listing.ignored == ["files that are not named like images (1 .txt), such as notes.txt"]
 
 
+def test_more_suffixes_than_are_named_are_hinted_at(tmp_path: Path) -> None:
+    make(tmp_path, "a/1.png", *(f"a/{suffix}.{suffix}" for suffix in ("csv", "md", "npy", "py", "txt", "xml")))
+    assert list_images(tmp_path).ignored[0].endswith(", ...), such as csv.csv")
+
+
 def test_what_is_left_out_is_named(tmp_path: Path) -> None:
     make(tmp_path, "a/1.png", "b/2.png", "b/3.avif", "b/4.AVIF", "b/README", ".c/5.png", "b/._2.png", ".DS_Store")
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:

@@ -119,7 +119,10 @@ def test_images_that_cannot_be_used_are_skipped(tmp_path: Path) -> None:
         ([[1, None]], "column 'a' holds a list with a missing number"),
         (["x", "y\0"], "column 'a' .*string ends with a NUL byte"),
         (["x" * 5000], "column 'a' holds a string of 5000 bytes, over the limit of 4096"),
-        ([{"b": 1}], "column 'a' is of type struct<b: int64>, which a field cannot have: convert the table without it"),
+        (
+            [{"b": 1}],
+            "column 'a' is of type struct<b: int64>, which fields do not support: convert the table without it",
+        ),
         ([{"bytes": None, "path": "a.png"}], "an image as a path without bytes: embed"),
     ],
 )
@@ -195,6 +198,13 @@ def test_a_text_whose_lines_are_samples(tmp_path: Path, suffix: str) -> None:
     assert dataset.values("species").tolist() == [0, 1, 0] and dataset.classes == ("setosa", "virginica")
 
 
+def test_a_table_of_names_of_images_says_how_to_convert_the_images(tmp_path: Path) -> None:
+    (tmp_path / "list.csv").write_text("path,label,share\ncat/1.JPG,cat,0.5\nowl/2.JPG,owl,1.5\n")
+    report = h5chunk.convert(tmp_path / "list.csv", tmp_path / "x.h5", format="table", shuffle=False)
+    assert "column 'path' has names of images, and stays text" in str(report) and "--manifest" in str(report)
+    assert h5chunk.ChunkDataset(tmp_path / "x.h5").values("share").tolist() == [0.5, 1.5]
+
+
 def test_texts_without_header_or_with_row_names(tmp_path: Path) -> None:
     (tmp_path / "iris.data").write_bytes(b"".join(IRIS.splitlines(keepends=True)[1:]))
     h5chunk.convert(tmp_path / "iris.data", tmp_path / "x.h5", shuffle=False)
@@ -219,7 +229,11 @@ def test_texts_without_header_or_with_row_names(tmp_path: Path) -> None:
     ("text", "options", "message"),
     [
         (IRIS, {"columns": ("size", "species")}, "say which with --format table or --format csv"),
-        (IRIS + b"1.5,,3,setosa\n", {}, r"'petal width \(cm\)' has no value in row 3: fill it, or leave it out"),
+        (
+            IRIS + b"1.5,,3,setosa\n",
+            {},
+            r"'petal width \(cm\)' has no value in row 3: .*\(--columns .* --format table",
+        ),
         (IRIS + b"1.5,2.5,3\n", {}, "cannot be read as a table: .*Expected 4 columns, got 3"),
         (b"a,b,a\n1.5,2.5,3.5\n", {}, "two columns are called 'a'"),
         (IRIS + b"1.5,2.5,3,s\xe9tosa\n", {}, "column 'species' is not UTF-8"),

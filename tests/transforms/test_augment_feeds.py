@@ -175,6 +175,15 @@ class TestMasks:
         for found, masks in ChunkLoader(dataset, 16, transforms=lists):
             assert torch.equal((found[:, 0] * 255).round(), masks.double())
 
+    def test_one_list_that_would_move_images_alone_is_an_error(self, path):
+        dataset = ChunkDataset(path, fields=["images", "masks"])
+        with pytest.raises(OptionError, match="changes 'images' alone: 'masks', of the same height and width"):
+            ChunkLoader(dataset, 16, transforms=[self.FLIP])
+        with pytest.raises(OptionError, match=r"give a list for each: transform=\{'images': \[...\], 'masks'"):
+            ChunkDataset(path, fields=["images", "masks"], transform=[Resize(6)])
+        ChunkLoader(dataset, 16, transforms={"images": [self.FLIP]})
+        ChunkLoader(dataset, 16, transforms=[RandomErasing(0.5)])
+
     def test_with_torchs_loader(self, path):
         lists = {"images": [RandomCrop(6), self.FLIP], "masks": [RandomCrop(6), self.FLIP]}
         dataset = ChunkDataset(path, fields=["images", "masks"], transform=lists)

@@ -161,8 +161,8 @@ def test_arguments_that_make_no_sense(make, match):
 @pytest.mark.parametrize(
     ("transforms", "match"),
     [
-        ([HoldOut(0.5), HoldOut(0.5)], "twice, or behind a function"),
-        ([lambda batch: batch, HoldOut(0.5)], "twice, or behind a function"),
+        ([HoldOut(0.5), HoldOut(0.5)], "twice, or after a function"),
+        ([lambda batch: batch, HoldOut(0.5)], "twice, or after a function"),
         ([HoldOut(last=1)], "needs entries in the order of time.*--time-order"),
     ],
 )

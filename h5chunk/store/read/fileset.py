@@ -282,7 +282,7 @@ def _joined_header(files: FileSet) -> Header | None:
 
 
 def _class_names(readers: Sequence[H5Reader]) -> tuple[str, ...]:
-    """Return the longest list of class names. Raises FieldError unless the lists of all files are its beginnings."""
+    """Return the longest list of class names. Raises FieldError unless it begins with the list of every other file."""
     named = [(reader.path, reader.header.class_names) for reader in readers if reader.header is not None]
     longest, there = max(named, key=lambda each: len(each[1]), default=(Path(), ()))
     for path, here in named:

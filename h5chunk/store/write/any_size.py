@@ -1,7 +1,8 @@
 """Write images of any size end to end, in the order of their rows.
 
-Their lengths are known only once they were read, maybe shrunk. So workers return the bytes of their tasks, the main
-process writes them in order, and the header of the file is written last. `h5chunk.store.format.spec` has the layout.
+The length of an image is known only after it was read, and maybe shrunk. So workers return the bytes of their tasks,
+the main process writes them in order, and the header of the file is written last. `h5chunk.store.format.spec` has the
+layout.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class _ImageReader(TaskRunner):
 
 
 class _BytesWriter:
-    """Write a list of bytes from its start, and sum up its chunks."""
+    """Write a dataset of bytes from its start, and compute the checksums of its chunks."""
 
     def __init__(self, new: NewFile, name: str) -> None:
         self._new, self._name = new, name
@@ -112,7 +113,7 @@ class _BytesWriter:
         self._count(np.frombuffer(data, np.uint8))
 
     def keep(self, facts: list[list[int]]) -> bool:
-        """Keep the next bytes, which were written before, if they have the checksums of a claim."""
+        """Keep the next bytes of an earlier run if their checksums match ``facts``; return whether they do."""
         before = self.num_bytes, self._sum, len(self._sums)
         for crc, *numbers in facts:
             left, found = _num_bytes(numbers), 0
@@ -140,7 +141,7 @@ class _BytesWriter:
                 self._sum = 0
 
     def finish(self) -> np.ndarray:
-        """Return the checksum of each chunk; the last of several is filled up with zeros."""
+        """Return the checksum of each chunk; the last chunk is padded with zeros, unless it is the only one."""
         rest = self.num_bytes % CHUNK_BYTES
         if rest and self._sums:
             self._sum = crc32(np.zeros(CHUNK_BYTES - rest, np.uint8), self._sum)
@@ -164,7 +165,10 @@ def fill_any_size(
     claims: Mapping[int, Done],
     finished: Callable[[Done], None],
 ) -> AnySizeFilled:
-    """Write all images of the job; see `fill`. Claims hold up to the first that does not: others then move."""
+    """Write all images of the job; see `fill`.
+
+    Claims are used up to the first that is outdated, because the bytes of all later images then move.
+    """
     filled, writer = AnySizeFilled(), _BytesWriter(new, f"{name}/data")
     facts: list[int] = []
     left = job.tasks()
