@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from h5chunk.errors import FieldError, FileError, OptionError, SampleError
+from h5chunk.errors import FieldError, FileError, OptionError, SampleError, WorkerError
 from h5chunk.machine import available_cores
 from h5chunk.plan.draws import (
     BOX_HEIGHT,
@@ -50,18 +50,20 @@ class Pending:
     """A batch whose images are being decoded; `result` waits for it."""
 
     def __init__(self, parts: Sequence[Future[Any]], finish: Callable[[], torch.Tensor]) -> None:
-        self._parts, self._finish = parts, finish
+        self._parts, self._finish, self._process = parts, finish, os.getpid()
         self.then: Callable[[torch.Tensor], torch.Tensor] = lambda batch: batch
 
     def result(self) -> torch.Tensor:
-        """Return the batch, or raise the error of an image."""
+        """Return the batch, or raise the error of an image; `WorkerError` in a fork, which has no threads."""
+        if self._process != os.getpid():
+            raise WorkerError("the threads that decode belong to the process before the fork: iterate again")
         for part in self._parts:
             part.result()
         return self.then(self._finish())
 
     def drop(self) -> None:
         """Cancel the decoding, and wait until no thread reads the images or writes the batch."""
-        for part in self._parts:
+        for part in self._parts if self._process == os.getpid() else ():
             if not part.cancel():
                 part.exception()
 

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps
+from support.leftovers import in_fork
 from torch.utils.data import DataLoader
 
 import h5chunk
-from h5chunk.errors import FieldError, FileError, OptionError
+from h5chunk.errors import FieldError, FileError, H5ChunkError, OptionError
 from h5chunk.transforms import CenterCrop, Normalize, RandomHorizontalFlip, RandomResizedCrop, Resize, ToDtype
 
 SQUARE = [Resize(24), CenterCrop(20)]
@@ -256,3 +257,18 @@ def test_grey_images(photos, tmp_path):
     name = data.source_names[0]
     expected = np.asarray(ImageOps.exif_transpose(Image.open(photos / name)).convert("L"))
     assert np.abs(data[0][0][0].numpy().astype(int) - expected).max() <= 3
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_fork_has_no_decoding_threads(kept):
+    """It raises an error, where it would wait for them forever."""
+
+    def go_on() -> None:
+        with pytest.raises(H5ChunkError, match="before the fork"):
+            next(batches)
+
+    with h5chunk.ChunkLoader(kept, 2, transforms=SQUARE, resident=False) as loader:
+        batches = iter(loader)
+        next(batches)
+        assert in_fork(go_on) == 0
+        list(batches)

@@ -303,7 +303,7 @@ def test_memory_is_bounded(tmp_path: Path, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"memory_bytes": 1 << 20}, "memory is 1048576 bytes: give at least"),
-    ({"memory_bytes": 8 << 20, "shuffle": True}, "a permutation of 400000 samples takes"),
+    ({"memory_bytes": 8 << 20, "shuffle": True}, "shuffling 400000 samples needs"),
     ({"chunk_samples": 0}, "chunk_samples is 0"),
     ({"window_chunks": 0}, "window_chunks is 0"),
     ({"window_chunks": 1 << 63}, "window_chunks is 9223372036854775808: give at most 9223372036854775807"),

@@ -16,7 +16,7 @@ from h5chunk.transforms.csr import (
     NUM_CODES,
     CsrRows,
     Entries,
-    Numbers,
+    SampleNumbers,
     ValueRule,
     entries_of,
     make_csr,
@@ -67,7 +67,7 @@ class Case:
         self.host = CsrRows(starts, starts.numpy(), indices, values)
         self.rows = self.host.to(device)
         order = np.random.default_rng(source.seed).permutation(source.num_rows)
-        self.shuffled = self.rows.take(Numbers(order, torch.from_numpy(order).to(device)))
+        self.shuffled = self.rows.take(SampleNumbers(order, torch.from_numpy(order).to(device)))
         self.num_batches = source.num_rows // batch_size
         self.num_buffers = max(2, buffers_bytes // (batch_size * self.num_columns * 4))
         shape = (self.num_buffers * batch_size, self.num_columns)
@@ -101,7 +101,7 @@ class Case:
         values = None if rows.values is None else self.host.values
         numbers = np.arange(rows.first, rows.first + len(rows)) if rows.numbers is None else rows.numbers.host
         arrays = self.host.starts, self.host.host_starts, self.host.indices, values
-        same = CsrRows(*arrays).take(Numbers(numbers, torch.from_numpy(numbers)))
+        same = CsrRows(*arrays).take(SampleNumbers(numbers, torch.from_numpy(numbers)))
         expected = torch.empty(made.shape, dtype=rule.dtype)
         scatter(expected, entries_of(same, rule, self.num_columns))
         if not torch.allclose(made.cpu(), expected, rtol=1e-6 if rule.steps else 0, atol=0):
