@@ -116,8 +116,9 @@ class Recommendation(Report):
         ]
         for row in self.rows:
             lines += row.lines(self.batch_size)
+        head = "advice for other readers: " if self.why_small else "advice: "
         for advice in self.advice:
-            lines += [*_wrapped(f"{advice.code}: {advice.message}:", "advice: "), f"{'':8s}{advice.remedy}"]
+            lines += [*_wrapped(f"{advice.code}: {advice.message}:", head), f"{'':8s}{advice.remedy}"]
         lines += self._stored()
         for note in self.notes:
             lines += _wrapped(note, "note: ")
