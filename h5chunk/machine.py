@@ -17,6 +17,29 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+class KeptThreads:
+    """A pool of threads that starts when it is first used, and again in a forked or another process."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._process = name, 0
+        self._pool: ThreadPoolExecutor | None = None
+
+    def pool(self, num_threads: int) -> ThreadPoolExecutor:
+        """Return the pool of this process; ``num_threads`` counts only when it starts."""
+        if self._pool is None or self._process != os.getpid():
+            self._pool, self._process = ThreadPoolExecutor(num_threads, self._name), os.getpid()
+        return self._pool
+
+    def close(self) -> None:
+        """Stop the threads; a later use starts others."""
+        if self._pool is not None and self._process == os.getpid():
+            self._pool.shutdown()
+        self._pool = None
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_pool": None}
+
+
 def in_order(tasks: Iterable[Callable[[], T]], num_threads: int, ahead: int) -> Iterator[T]:
     """Run tasks in threads, and yield their results in the order of the tasks; at most ``ahead`` tasks are pending."""
     waiting: deque[Future[T]] = deque()

@@ -178,7 +178,7 @@ class Coding:
 
 @dataclass(frozen=True)
 class Storage:
-    """How values are stored: as codes, as floats, or as a pattern, which stores no values because all are 1."""
+    """The form in which values are stored: codes, floats, or a pattern, which stores no values because all are 1."""
 
     dtype: np.dtype[Any]
     scale: float = 1.0  # a value is the stored number divided by this

@@ -78,7 +78,7 @@ def _key(*numbers: int) -> int:
 
 @dataclass
 class Geometry:
-    """How each result is cut from its image: (n,) int64 arrays, or numbers that hold for all.
+    """The part of an image that each result shows, and its size: (n,) int64 arrays, or numbers for all results.
 
     A box of the image is resized to its full size, of which a window becomes the result: from ``down`` and ``right``,
     which may lie outside, where the image is padded. Where ``flip`` is set, the window is then mirrored.

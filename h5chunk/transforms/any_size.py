@@ -34,14 +34,14 @@ from h5chunk.plan.draws import (
     Size,
 )
 from h5chunk.store.read.ragged import ImagesField, ImageSizes
-from h5chunk.transforms.augmenting import AUGMENTING, IMAGES, AugmentConverter
+from h5chunk.transforms.augment_rule import AUGMENTING
+from h5chunk.transforms.augmenting import IMAGES, AugmentConverter
 from h5chunk.transforms.csr import CsrRows
 from h5chunk.transforms.nvjpeg import find_decoder
 
 AHEAD = 2  # batches that are decoded while the caller uses another
 GAP = 2  # a JPEG is scaled while it is decoded only if a box stays this many times larger than its result
 REMEDY = "add RandomResizedCrop(224), or Resize(256) and CenterCrop(224), to transforms"
-
 
 _local = threading.local()
 
@@ -141,7 +141,7 @@ class AnySizeConverter(AugmentConverter):
         out = self._allocate(self.shape(len(job.table)), self.dtype)
         firsts = range(0, len(job.table), IMAGES)
         parts = [self._pool().submit(self._make, job, slice(first, first + IMAGES), out) for first in firsts]
-        return Pending(parts, lambda: out.permute(0, 3, 1, 2) if self._rule.out_interleaved else out)
+        return Pending(parts, lambda: self.as_stored(out))
 
     def _make(self, job: _Job, some: slice, out: torch.Tensor) -> None:
         """Decode a few images, and write their results."""
@@ -220,18 +220,15 @@ class AnySizeConverter(AugmentConverter):
         source.record_stream(torch.cuda.current_stream(self._device))
         out = torch.empty(self.shape(len(table)), dtype=self.dtype, device=self._device)
         self.compute(source, table, out)
-        return out.permute(0, 3, 1, 2) if self._rule.out_interleaved else out
+        return self.as_stored(out)
 
     def __getstate__(self) -> dict[str, Any]:
         own = "_image_sizes", "_name_of"  # which `attach` sets again in another process
         kept = {name: value for name, value in self.__dict__.items() if name not in own}
-        return {**kept, "_threads": None, "_native": None}
+        return {**kept, "_native": None}
 
     def _pool(self) -> ThreadPoolExecutor:
-        if self._threads is None or self._process != os.getpid():  # threads do not survive a fork
-            count = 1 if self._decode_batch is not None else self._num_threads
-            self._threads, self._process = ThreadPoolExecutor(count, "h5chunk-decode"), os.getpid()
-        return self._threads
+        return self._threads.pool(1 if self._decode_batch is not None else self._num_threads)
 
 
 def decode_whole(

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,18 +13,13 @@ import torch
 
 from h5chunk import native
 from h5chunk.errors import OptionError
-from h5chunk.machine import available_cores
+from h5chunk.machine import KeptThreads, available_cores
 from h5chunk.plan.draws import ERASING, MAX_SIDE, OFFSET, Draws, Geometry, Size
 from h5chunk.plan.permutation import Indices
 from h5chunk.transforms.augment import ERASERS, GEOMETRIC
 from h5chunk.transforms.augment_rule import AUGMENTING, augment_with_torch, make_rule, native_rule
 from h5chunk.transforms.compiled import AugmentKernel, LoadedTable
-from h5chunk.transforms.images import (
-    KEPT_CONVERTERS,
-    ImagesByNumber,
-    channel_axis,
-    fresh,
-)
+from h5chunk.transforms.images import ImagesByNumber, kept_converter
 
 MOST_TOGETHER, TAPS_BYTES = 1024, 16 << 20  # samples to draw at a time, and their bytes on a GPU
 MOST_CHANNELS = 256  # of augment.c
@@ -76,8 +68,7 @@ class AugmentConverter:
         self._together = max(1, min(MOST_TOGETHER, TAPS_BYTES // (4 * taps)))
         self._kernel: AugmentKernel | None = None
         self._native: native.ImageRule | None = None
-        self._threads: ThreadPoolExecutor | None = None
-        self._process = 0
+        self._threads = KeptThreads("h5chunk-augment")
 
     def _size(self) -> Size:
         """Return the size of results; raise OptionError if an image does not suit the transforms."""
@@ -106,7 +97,7 @@ class AugmentConverter:
         return geometry
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kernel": None, "_native": None, "_threads": None}  # another process makes its own
+        return {**self.__dict__, "_kernel": None, "_native": None}  # another process makes its own
 
     def prepare(self, device: torch.device) -> None:
         """Put the constants on the device, and compile the kernel for it."""
@@ -123,6 +114,10 @@ class AugmentConverter:
         else:
             out = torch.empty(shape, dtype=self.dtype, device=images.images.device)
         self.fill(images, draws, out)
+        return self.as_stored(out)
+
+    def as_stored(self, out: torch.Tensor) -> torch.Tensor:
+        """Return results in memory with their axes in the order of the stored images' axes."""
         return out.permute(0, 3, 1, 2) if self._rule.out_interleaved and not self._interleaved else out
 
     def shape(self, count: int) -> tuple[int, ...]:
@@ -191,17 +186,13 @@ class AugmentConverter:
         if len(firsts) == 1:
             compute(0)
             return
-        if self._threads is None or self._process != os.getpid():  # threads do not survive a fork
-            self._threads, self._process = ThreadPoolExecutor(available_cores(), "h5chunk-augment"), os.getpid()
-        deque(self._threads.map(compute, firsts), 0)
+        deque(self._threads.pool(available_cores()).map(compute, firsts), 0)
 
     def release(self) -> None:
         """Stop the threads."""
         if self._kernel is not None:
             self._kernel.wait()
-        if self._threads is not None and self._process == os.getpid():
-            self._threads.shutdown()
-        self._threads = None
+        self._threads.close()
 
 
 def _check_list(transforms: Sequence[Any], stored: torch.dtype, sample_shape: tuple[int, ...], axis: int) -> None:
@@ -236,15 +227,6 @@ def _check_list(transforms: Sequence[Any], stored: torch.dtype, sample_shape: tu
 
 def augment_batch(transform: Any, batch: torch.Tensor) -> torch.Tensor:
     """Apply one transform to a batch, with draws from torch's random generator."""
-    converter = _converter(transform, batch.dtype, tuple(batch.shape[1:]), batch.device)
+    converter = kept_converter(AugmentConverter, transform, batch.dtype, tuple(batch.shape[1:]), batch.device)
     seed = int(torch.randint(1 << 62, ()))
     return converter(batch.contiguous(), True, Draws(seed, 0, np.arange(len(batch))))
-
-
-@lru_cache(KEPT_CONVERTERS)
-def _converter(
-    transform: Any, stored: torch.dtype, sample_shape: tuple[int, ...], device: torch.device
-) -> AugmentConverter:
-    converter = AugmentConverter((transform,), stored, sample_shape, channel_axis(sample_shape), fresh)
-    converter.prepare(device)
-    return converter

@@ -6,7 +6,7 @@ Converting uint8 to floats scales it to 0..1, like torchvision's ``scale=True``;
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,7 +18,7 @@ from h5chunk.plan.draws import Draws
 from h5chunk.transforms.compiled import FusedKernel
 from h5chunk.transforms.csr import Allocate, SampleNumbers, fresh
 
-KEPT_CONVERTERS = 32  # allocates results of transforms that are called as functions
+KEPT_CONVERTERS = 32  # of transforms that are called as functions
 
 
 @dataclass(frozen=True)
@@ -172,14 +172,16 @@ def channel_axis(sample_shape: tuple[int, ...], axes: str = "") -> int:
 
 def _convert(transform: Normalize | ToDtype, batch: torch.Tensor) -> torch.Tensor:
     shape = tuple(batch.shape[1:])
-    return _converter(transform, batch.dtype, shape, batch.device)(batch, keep=True)
+    converter: ImageConverter = kept_converter(ImageConverter, transform, batch.dtype, shape, batch.device)
+    return converter(batch, keep=True)
 
 
 @lru_cache(KEPT_CONVERTERS)
-def _converter(
-    transform: Normalize | ToDtype, stored: torch.dtype, sample_shape: tuple[int, ...], device: torch.device
-) -> ImageConverter:
-    converter = ImageConverter((transform,), stored, sample_shape, channel_axis(sample_shape), fresh)
+def kept_converter(
+    kind: Callable[..., Any], transform: Any, stored: torch.dtype, sample_shape: tuple[int, ...], device: torch.device
+) -> Any:
+    """Return the converter, of a kind, of a transform that is called as a function; it is made only once."""
+    converter = kind((transform,), stored, sample_shape, channel_axis(sample_shape), fresh)
     converter.prepare(device)
     return converter
 

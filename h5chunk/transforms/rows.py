@@ -7,9 +7,7 @@ A missing entry is a zero, and all transforms of values keep zeros. So they give
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +16,7 @@ import numpy as np
 import torch
 
 from h5chunk.errors import OptionError, human_bytes
-from h5chunk.machine import available_cores
+from h5chunk.machine import KeptThreads, available_cores
 from h5chunk.plan.draws import Draws
 from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.transforms.compiled import DenseKernel
@@ -181,8 +179,7 @@ class RowConverter:
             self.sample_bytes = 4 + math.ceil(per_row * (4 + self.dtype.itemsize))
         self.sample_bytes *= self.num_outputs
         self._kernel: DenseKernel | None = None
-        self._threads: ThreadPoolExecutor | None = None
-        self._process = 0
+        self._threads = KeptThreads("h5chunk-dense")
 
     def prepare(self, device: torch.device) -> None:
         """Start to compile the kernel that makes sparse rows dense, if the device and the transforms allow it."""
@@ -249,17 +246,11 @@ class RowConverter:
         """Stop the threads that compile the kernel or make rows dense."""
         if self._kernel is not None:
             self._kernel.wait()
-        if self._threads is not None and self._process == os.getpid():
-            self._threads.shutdown()
-        self._threads = None
+        self._threads.close()
 
     def _map_parts(self) -> MapParts:
-        """Return the ``map`` of a pool of threads; a forked process makes its own pool, as threads are not copied."""
-        if self._threads is None or self._process != os.getpid():
-            count = min(DENSE_THREADS, available_cores())
-            self._threads = ThreadPoolExecutor(count, thread_name_prefix="h5chunk-dense")
-            self._process = os.getpid()
-        return self._threads.map
+        """Return the ``map`` of a pool of threads."""
+        return self._threads.pool(min(DENSE_THREADS, available_cores())).map
 
     def _empty(self, num_rows: int, device: torch.device) -> torch.Tensor:
         shape = (num_rows, self.num_columns)

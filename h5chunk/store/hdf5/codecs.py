@@ -337,7 +337,7 @@ def _unpack_planes(data: np.ndarray, length: int, block: int, values: tuple[int,
 
 
 class _Codec(NamedTuple):
-    """How to undo a filter."""
+    """A function that reverses a filter, and the functions of imagecodecs that it calls."""
 
     functions: tuple[str, ...]  # functions of imagecodecs that are needed
     decode: Callable[[np.ndarray, tuple[int, ...], np.ndarray], np.ndarray]  # called with bytes, parameters, output

@@ -14,7 +14,7 @@ SHOWN = 20  # number of bad chunks, whole files and missing files in the text; J
 
 @dataclass(frozen=True)
 class Checked:
-    """How many chunks of one dataset were checked, and how."""
+    """The number of chunks of one dataset that were checked, and the kind of check."""
 
     field: str
     num_chunks: int  # stored chunks
