@@ -20,23 +20,20 @@ median ratio of rates to those of FFCV in the same round. A contender that canno
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from turns import Epoch, make_parser, take_turns, write_json
 
 import h5chunk
 from h5chunk import transforms
 
 BATCH = 256
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-Epoch = Callable[[], Iterator[int]]  # yields the number of images in each batch
 
 
 def pixels(args: argparse.Namespace) -> np.ndarray:
@@ -121,33 +118,9 @@ CONTENDERS = {
 }  # fmt: skip
 
 
-def turn(epoch: Epoch, num_images: int) -> tuple[float, float]:
-    """Return images/s, and images per second of processor time, of the second of two epochs."""
-    for _ in epoch():
-        pass
-    started, before = time.perf_counter(), sum(os.times()[:4])
-    assert sum(epoch()) == num_images
-    return num_images / (time.perf_counter() - started), num_images / (sum(os.times()[:4]) - before)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("images", 3000), ("side", 256), ("size", 224), ("rounds", 3), ("threads", 2)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    epochs: dict[str, Epoch] = {}
-    for name in args.only:
-        try:
-            epochs[name] = CONTENDERS[name](args)
-        except ImportError as error:
-            print(f"{name}: left out: {error}")
-    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in epochs}
-    for number in range(args.rounds):
-        for name in list(epochs)[:: -1 if number % 2 else 1]:
-            rates[name].append(turn(epochs[name], args.images))
+    args = make_parser(__doc__.splitlines()[0], CONTENDERS, images=3000, side=256).parse_args()
+    rates = take_turns(args, CONTENDERS)
     for name, own in rates.items():
         rate, cpu = (statistics.median(column) for column in zip(*own, strict=True))
         ratios = [one[0] / other[0] for one, other in zip(own, rates.get("ffcv", own), strict=True)]
@@ -156,8 +129,7 @@ def main() -> None:
             f"{name:12} {rate:8,.0f} images/s ({low:,.0f} to {high:,.0f}), {cpu:8,.0f} per second of processor time, "
             f"{statistics.median(ratios):.2f} x FFCV"
         )
-    if args.json:
-        args.json.write_text(json.dumps({"arguments": vars(args) | {"json": None}, "rates": rates}, indent=1))
+    write_json(args, rates)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,8 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,13 +30,13 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from turns import Epoch, make_parser, take_turns, write_json
 
 import h5chunk
 from h5chunk import transforms
 
 BATCH, GROUP = 256, 8
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-Epoch = Callable[[], Iterator[int]]  # yields the number of images in each batch
 
 
 def photos(args: argparse.Namespace) -> Path:
@@ -159,38 +157,14 @@ CONTENDERS = {
 }  # fmt: skip
 
 
-def turn(epoch: Epoch, num_images: int) -> float:
-    """Return images/s of the second of two epochs."""
-    for _ in epoch():
-        pass
-    started = time.perf_counter()
-    assert sum(epoch()) == num_images
-    return num_images / (time.perf_counter() - started)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("images", 2000), ("side", 224), ("size", 224), ("rounds", 3), ("threads", 2)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser = make_parser(__doc__.splitlines()[0], CONTENDERS, images=2000, side=224)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    epochs: dict[str, Epoch] = {}
-    for name in args.only:
-        try:
-            epochs[name] = CONTENDERS[name](args)
-        except ImportError as error:
-            print(f"{name}: left out: {error}")
-    rates: dict[str, list[float]] = {name: [] for name in epochs}
-    for number in range(args.rounds):
-        for name in list(epochs)[:: -1 if number % 2 else 1]:
-            rates[name].append(turn(epochs[name], args.images))
+    rates = {name: [rate for rate, _ in own] for name, own in take_turns(args, CONTENDERS).items()}
     for name, own in rates.items():
         print(f"{name:14} {statistics.median(own):8,.0f} images/s ({min(own):,.0f} to {max(own):,.0f})")
-    if args.json:
-        args.json.write_text(json.dumps({"arguments": vars(args) | {"json": None}, "rates": rates}, indent=1))
+    write_json(args, rates)
 
 
 if __name__ == "__main__":

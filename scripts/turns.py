@@ -1,0 +1,56 @@
+"""Loaders that take turns: the common part of `bench_augment.py` and `bench_encoded.py`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+Epoch = Callable[[], Iterator[int]]  # yields the number of images in each batch
+Contenders = Mapping[str, Callable[[argparse.Namespace], Epoch]]
+
+
+def make_parser(description: str, contenders: Contenders, *, images: int, side: int) -> argparse.ArgumentParser:
+    """Make a parser of the common options, with these defaults."""
+    parser = argparse.ArgumentParser(description=description)
+    for name, default in (("images", images), ("side", side), ("size", 224), ("rounds", 3), ("threads", 2)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--only", nargs="+", choices=contenders, default=list(contenders))
+    parser.add_argument("--json", type=Path)
+    return parser
+
+
+def take_turns(args: argparse.Namespace, contenders: Contenders) -> dict[str, list[tuple[float, float]]]:
+    """Return images/s, and images per second of processor time, of each contender in each round."""
+    torch.set_num_threads(args.threads)
+    epochs: dict[str, Epoch] = {}
+    for name in args.only:
+        try:
+            epochs[name] = contenders[name](args)
+        except ImportError as error:
+            print(f"{name}: left out: {error}")
+    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in epochs}
+    for number in range(args.rounds):
+        for name in list(epochs)[:: -1 if number % 2 else 1]:
+            rates[name].append(turn(epochs[name], args.images))
+    return rates
+
+
+def turn(epoch: Epoch, num_images: int) -> tuple[float, float]:
+    """Return images/s, and images per second of processor time, of the second of two epochs."""
+    for _ in epoch():
+        pass
+    started, before = time.perf_counter(), sum(os.times()[:4])
+    assert sum(epoch()) == num_images
+    return num_images / (time.perf_counter() - started), num_images / (sum(os.times()[:4]) - before)
+
+
+def write_json(args: argparse.Namespace, rates: Mapping[str, list]) -> None:
+    """Write arguments and rates to the file of ``--json``, if it was given."""
+    if args.json:
+        args.json.write_text(json.dumps({"arguments": vars(args) | {"json": None}, "rates": rates}, indent=1))
