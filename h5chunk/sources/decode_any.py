@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from h5chunk.errors import SampleError
-from h5chunk.sources.decode import FORMATS, check_depth, raw_modes_of, to_color
+from h5chunk.sources.decode import FORMATS, SIDEWAYS, check_depth, raw_modes_of, to_color
 from h5chunk.sources.kinds import MAX_PIXELS
 
 try:
@@ -25,7 +25,6 @@ MISSING = 'JPEG by Pillow: pip install "h5chunk[jpeg]" decodes faster'
 SCALED = 2  # least factor by which JPEG is scaled while decoding; smaller ones take as long as decoding all
 HEAD_BYTES = 256
 COLORS = {1: "GRAY", 3: "RGB"}
-TRANSPOSED = (5, 6, 7, 8)  # EXIF orientations that exchange height and width
 
 
 def decode_any(
@@ -42,9 +41,9 @@ def decode_any(
             pixels = simplejpeg.decode_jpeg(data, COLORS[channels], buffer=out)
             if pixels.shape == (height, width, channels):
                 return height, width
-    size = (width, height) if orientation in TRANSPOSED else (height, width)
+    size = (width, height) if orientation in SIDEWAYS else (height, width)
     check_size(height, width)
-    least = (least[1], least[0]) if orientation in TRANSPOSED else (least[0], least[1])
+    least = (least[1], least[0]) if orientation in SIDEWAYS else (least[0], least[1])
     pixels = _by_simplejpeg(data, size, channels, least, out) if simplejpeg and data[0] == 0xFF else None
     if pixels is None:
         pixels = _by_pillow(data, size, channels)
@@ -98,7 +97,7 @@ def _by_pillow(data: np.ndarray, size: tuple[int, int], channels: int) -> np.nda
 
 def _turned(pixels: np.ndarray, orientation: int) -> np.ndarray:
     """Apply an EXIF orientation."""
-    if orientation in TRANSPOSED:
+    if orientation in SIDEWAYS:
         pixels = pixels.transpose(1, 0, 2)
     if orientation in (2, 3, 6, 7):
         pixels = pixels[:, ::-1]
