@@ -84,12 +84,12 @@ class FieldPipeline:
     def start(self, images: CsrRows, draws: Draws) -> Pending:
         """Start to make a batch of images that have to be decoded."""
         assert isinstance(self.converter, AnySizeConverter)
-        return self.converter.start(images, draws, lambda batch: self._changed(batch, draws))
+        return self.converter.start(images, draws, lambda batch: self._changed(batch, draws).data)
 
     def _changed(self, batch: torch.Tensor, draws: Draws) -> torch.Tensor:
         for number, transform in enumerate(self._each):
             batch = transform.with_draws(batch, draws, number)
-        return batch.data
+        return batch
 
     def release(self) -> None:
         """Stop the threads, and free the memory that is kept for later batches."""

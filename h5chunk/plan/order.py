@@ -199,7 +199,7 @@ class Order:
     def windows(self, start: int = 0, together: int = 1) -> Iterator[Window]:
         """Yield the windows that have batches from ``start`` on, without earlier batches, in the order of first use.
 
-        Each ``together`` windows that follow each other, or fewer near the end of an epoch, are joined.
+        Consecutive windows are joined in groups of ``together``, or of fewer near the end of an epoch.
         """
         sequence, count = self._sequence(), self.lanes // self.world_size
         # the chunks of a selection differ in size, so its lanes are contiguous parts
