@@ -121,6 +121,7 @@ class ImageOptions(Options):
         recorded = {name: options[name] for name in RECORDED}
         masks = options.get("mask_column")
         recorded["mask_column"] = masks if masks is None else tuple(map(str, masks))
+        recorded |= {name: options[name] for name in ANY_SIZE if name in options}
         size = (shape[2:] if options["layout"] == "nchw" else shape[1:3]) or recorded["size"]
         return ImageOptions(**{**recorded, "size": size and tuple(int(n) for n in size)})
 

@@ -12,6 +12,9 @@ from PIL import Image
 
 import h5chunk
 from h5chunk.errors import FileError, OptionError, SampleError, SourceError
+from h5chunk.source import OpenContext
+from h5chunk.sources.images import ImageSource
+from h5chunk.sources.kinds import ImageSourceOptions
 from h5chunk.transforms import Resize
 
 
@@ -220,9 +223,84 @@ def test_only_one_image_a_sample(photos, tmp_path):
 
 def test_other_commands_refuse(photos, tmp_path):
     h5chunk.convert(photos, tmp_path / "p.h5", keep_encoded=True)
-    with pytest.raises(FileError, match="append cannot add"):
-        h5chunk.append(tmp_path / "p.h5", photos)
     with pytest.raises(FileError, match="repack cannot move"):
         h5chunk.repack(tmp_path / "p.h5", tmp_path / "q.h5")
     with pytest.raises(FileError, match="cannot be tuned"):
         h5chunk.tune(tmp_path / "p.h5")
+
+
+# ---- appending
+
+
+@pytest.fixture
+def more(tmp_path):
+    """Further images of the classes of ``photos``."""
+    for number in range(9):
+        path = tmp_path / "more" / "ab"[number % 2] / f"m{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encoded(picture(30 + number, 70 - 4 * number, number)))
+    return tmp_path / "more"
+
+
+@pytest.mark.parametrize("how", ["keep_encoded", "keep_size"])
+@pytest.mark.parametrize("chunk_bytes", [4096, 8 << 20])
+def test_appended_images_follow_the_others(photos, more, tmp_path, monkeypatch, how, chunk_bytes):
+    monkeypatch.setattr("h5chunk.store.write.any_size.CHUNK_BYTES", chunk_bytes)
+    path = tmp_path / "p.h5"
+    h5chunk.convert(photos, path, **{how: True}, max_side=60)
+    before = stored(path)
+    report = h5chunk.append(path, more, shuffle=False, workers=0)
+    h5chunk.convert(more, tmp_path / "more.h5", **{how: True}, max_side=60)
+    after = stored(path)
+    assert list(after)[:7] == list(before) and after == before | stored(tmp_path / "more.h5")
+    assert (report.num_added, report.num_samples, report.form) == (9, 16, "raw" if how == "keep_size" else "encoded")
+    assert h5chunk.verify(path).ok
+    with h5py.File(path) as file:
+        assert file["labels"][7:].tolist() == [name[0] == "b" for name in list(after)[7:]]
+        assert dict(file["images"].attrs)["channels"] == 3 and file["images/data"].chunks[0] <= chunk_bytes
+    assert h5chunk.append(path, more, shuffle=False).already_complete
+
+
+def test_an_append_continues_and_leaves_the_old_file_until_then(photos, more, tmp_path, monkeypatch):
+    monkeypatch.setattr("h5chunk.store.write.any_size.TASK_BYTES", 1)
+    monkeypatch.setattr("h5chunk.store.write.any_size.CHUNK_BYTES", 1000)
+    path, said = tmp_path / "p.h5", []
+    h5chunk.convert(photos, path, keep_encoded=True, chunk_samples=1)
+    old, good = path.read_bytes(), (more / "b/m7.jpg").read_bytes()
+    (more / "b/m7.jpg").write_bytes(good[:200])
+    with pytest.raises(SampleError, match=r"m7\.jpg"):
+        h5chunk.append(path, more, shuffle=False, workers=0)
+    assert path.read_bytes() == old
+    (more / "b/m7.jpg").write_bytes(good)
+    h5chunk.append(path, more, shuffle=False, workers=0, notify=said.append)
+    assert any("are already written" in line for line in said) and h5chunk.verify(path).ok
+    continued = path.read_bytes()
+    path.write_bytes(old)
+    h5chunk.append(path, more, shuffle=False, workers=2)
+    assert path.read_bytes() == continued
+    (more / "a/m0.jpg").write_bytes(b"broken")
+    path.write_bytes(old)
+    assert [name for name, _ in h5chunk.append(path, more, on_error="skip").skipped] == ["a/m0.jpg"]
+    assert len(stored(path)) == 15 and h5chunk.verify(path).ok
+
+
+@pytest.mark.parametrize("name", ["images/data", "images/widths", "labels"])
+def test_damaged_images_are_not_carried_into_a_longer_file(photos, more, tmp_path, name):
+    h5chunk.convert(photos, tmp_path / "p.h5", keep_encoded=True)
+    with h5py.File(tmp_path / "p.h5", "r+") as file:
+        file[name][1] ^= 1
+    damaged = (tmp_path / "p.h5").read_bytes()
+    with pytest.raises(FileError, match=f"chunk 0 of '{name}' .*nothing was appended"):
+        h5chunk.append(tmp_path / "p.h5", more)
+    assert (tmp_path / "p.h5").read_bytes() == damaged
+
+
+def test_images_of_another_form_are_not_appended(photos, more, tmp_path):
+    h5chunk.convert(photos, tmp_path / "p.h5", keep_encoded=True)
+    with pytest.raises(OptionError, match="--keep-size: images are decoded with the options of"):
+        h5chunk.append(tmp_path / "p.h5", more, keep_size=True)
+    with pytest.raises(SourceError, match=r"lacks the field 'labels'"):
+        h5chunk.append(tmp_path / "p.h5", more / "a")
+    listing = ImageSource.open(more, ImageSourceOptions(keep_size=True), OpenContext())
+    with pytest.raises(SourceError, match=r"its images are raw, but those in .* are encoded"):
+        h5chunk.append(tmp_path / "p.h5", listing)

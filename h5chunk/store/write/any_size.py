@@ -28,6 +28,7 @@ from h5chunk.store.write.fill import (
     stamp_of_samples,
 )
 from h5chunk.store.write.new_file import NewFile, checksum_specs
+from h5chunk.store.write.old_file import OldImages
 
 CHUNK_BYTES = 8 << 20
 TASK_BYTES = 4 << 20  # of images that a worker returns at once, on average
@@ -99,13 +100,20 @@ class _ImageReader(TaskRunner):
         return None
 
 
-class _BytesWriter:
+class BytesWriter:
     """Write a dataset of bytes from its start, and compute the checksums of its chunks."""
 
     def __init__(self, new: NewFile, name: str) -> None:
         self._new, self._name = new, name
         self.num_bytes, self._sum = 0, 0
         self._sums: list[int] = []
+
+    def carry(self, old: OldImages, copied: Callable[[int], None]) -> None:
+        """Copy the images of an old file to the start, after comparing them with their checksums."""
+        num_chunks = old.num_bytes // CHUNK_BYTES if old.data.dataset.chunks == (CHUNK_BYTES,) else 0
+        old.data.carry(num_chunks, self._new.part, self._new.offset(self._name), copied)
+        self.num_bytes, self._sums = num_chunks * CHUNK_BYTES, old.data.checksums[:num_chunks].tolist()
+        self.put(old.data.values(num_chunks).tobytes())
 
     def put(self, data: bytes) -> None:
         """Write the next bytes."""
@@ -150,14 +158,13 @@ class _BytesWriter:
 
 @dataclass
 class AnySizeFilled(Filled):
-    """Result of `fill_any_size`: ``facts`` is (num_rows, FACTS) int64, and ``checksums`` are of the bytes."""
+    """Result of `fill_any_size`: ``facts`` is (num_rows, FACTS) int64."""
 
     facts: np.ndarray = field(default_factory=lambda: np.empty((0, FACTS), np.int64))
 
 
 def fill_any_size(
-    new: NewFile,
-    name: str,
+    writer: BytesWriter,
     job: AnySizeJob,
     num_workers: int,
     stop_at_failure: bool,
@@ -169,8 +176,7 @@ def fill_any_size(
 
     Claims are used up to the first that is outdated, because the bytes of all later images then move.
     """
-    filled, writer = AnySizeFilled(), _BytesWriter(new, f"{name}/data")
-    facts: list[int] = []
+    filled, facts = AnySizeFilled(), list[int]()
     left = job.tasks()
     while left:
         usable = {first: claim for first, claim in claims.items() if not (stop_at_failure and claim.failures)}
@@ -202,7 +208,6 @@ def fill_any_size(
         finally:
             results.close()
     filled.facts = np.array(facts, np.int64).reshape(-1, FACTS)
-    filled.checksums = {f"{name}/data": writer.finish()}
     return filled
 
 
@@ -210,13 +215,15 @@ def _num_bytes(numbers: list[int]) -> int:
     return sum(max(0, number) for number in numbers[::FACTS])
 
 
-def write_image_tables(new: NewFile, name: str, facts: np.ndarray, checksums: Mapping[str, np.ndarray]) -> None:
-    """Write the offsets and sizes of all images, and all checksums, into the file whose header is complete."""
+def write_image_tables(new: NewFile, name: str, facts: np.ndarray, checksums: np.ndarray) -> None:
+    """Write the offsets and sizes of all images into the file whose header is complete.
+
+    ``checksums`` are those of their bytes.
+    """
     offsets = np.concatenate(([0], np.cumsum(facts[:, 0])))
     columns = dict(zip(IMAGE_TABLES, (offsets, *facts.T[1:]), strict=True))
     for table, values in columns.items():
         values = values.astype(IMAGE_TABLES[table])
         new.write(f"{name}/{table}", values)
         new.write(f"{GROUP}/checksums/{name}/{table}", np.array([zlib.crc32(values.tobytes())], np.uint32))
-    for part, sums in checksums.items():
-        new.write(f"{GROUP}/checksums/{part}", sums)
+    new.write(f"{GROUP}/checksums/{name}/data", checksums)

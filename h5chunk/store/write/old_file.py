@@ -17,10 +17,11 @@ import numpy as np
 from h5chunk.errors import FieldError, FileError, OutputError, printable
 from h5chunk.stamp import stamp_of
 from h5chunk.store.format.header import read_header
-from h5chunk.store.format.spec import GROUP
+from h5chunk.store.format.spec import GROUP, IMAGE_TABLES
 from h5chunk.store.hdf5.guard import Guard, check_attributes
 from h5chunk.store.hdf5.open import open_file, translate_errors
 from h5chunk.store.hdf5.ranges import open_descriptor, read_bytes
+from h5chunk.store.read.ragged import describe_images, find_image_groups, read_image_sizes, read_indptr
 from h5chunk.store.read.scan import CheckedDataset
 from h5chunk.store.write.part_file import write_at
 
@@ -75,9 +76,15 @@ class OldFile:
         return None if dataset is None else dataset[()]
 
     @property
+    def image_group(self) -> str:
+        """The name of the group of images of any size; empty if there is none."""
+        return next(iter(find_image_groups(self.datasets)), "")
+
+    @property
     def fields(self) -> list[str]:
-        """Names of the fields: the datasets at the root that have checksums."""
-        return [name for name in self.datasets if "/" not in name and f"{CHECKSUMS}/{name}" in self.datasets]
+        """Names of the fields: images of any size, and the datasets at the root that have checksums."""
+        names = [name for name in self.datasets if "/" not in name and f"{CHECKSUMS}/{name}" in self.datasets]
+        return [*filter(None, [self.image_group]), *names]
 
 
 @contextmanager
@@ -112,7 +119,8 @@ class OldDataset:
     def values(self, first_chunk: int = 0) -> np.ndarray:
         """Check the chunks from ``first_chunk`` on, and return their values."""
         self._require(range(first_chunk, len(self.checksums)), lambda num_bytes: None)
-        values: np.ndarray = self.dataset[first_chunk * self.dataset.chunks[0] :]
+        chunk_rows = self.dataset.chunks[0] if self.dataset.chunks else 0
+        values: np.ndarray = self.dataset[first_chunk * chunk_rows :]
         return values
 
     def carry(self, num_chunks: int, part: Path, offset: int, copied: Callable[[int], None]) -> None:
@@ -146,6 +154,24 @@ class OldDataset:
     ) -> None:
         numbers = np.arange(chunks.start, chunks.stop)
         self._checked.require_whole(numbers, self._old.descriptor, read, "nothing was appended", then=then)
+
+
+class OldImages:
+    """The images of any size of the old file: their bytes ``data``, and their ``facts``, (num_images, 4) int64.
+
+    Facts are the number of bytes, the height, the width and the EXIF orientation.
+    """
+
+    def __init__(self, old: OldFile, name: str) -> None:
+        field = describe_images(old.file[name], old.path, name, old.header.chunk_samples)
+        self.form, self.num_bytes = field.form, field.num_entries
+        self.data = OldDataset(old, f"{name}/data")
+        for table in IMAGE_TABLES:
+            OldDataset(old, f"{name}/{table}").values()  # compared with its checksum
+        offsets = read_indptr(old.file[name], old.path, field)
+        sizes = read_image_sizes(old.file[name], old.path, field, offsets)
+        self.facts = np.stack([np.diff(offsets), *sizes], axis=1).astype(np.int64)
+        self.mean_bytes = -(-self.num_bytes // len(self.facts))
 
 
 def copy_range(source: int, target: int, offsets: tuple[int, int], num_bytes: int, shown: str = "a file") -> None:

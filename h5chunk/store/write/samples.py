@@ -20,10 +20,10 @@ from h5chunk.plan.layout import Layout
 from h5chunk.source import AnyImage, SampleField, SampleReader, SampleSource
 from h5chunk.store.format.header import header_attributes
 from h5chunk.store.format.spec import GROUP, ArraySpec, FileSpec, Region, field_spec
-from h5chunk.store.write.any_size import AnySizeJob, any_size_specs, fill_any_size, write_image_tables
+from h5chunk.store.write.any_size import AnySizeJob, BytesWriter, any_size_specs, fill_any_size, write_image_tables
 from h5chunk.store.write.fill import Done, Failure, Filled, FillField, FillJob, fill
 from h5chunk.store.write.new_file import NewFile, checksum_specs, column_specs, table_specs, write_columns
-from h5chunk.store.write.old_file import OldDataset
+from h5chunk.store.write.old_file import OldDataset, OldImages
 
 LARGE_BYTES = 1 << 20  # of a dataset that HDF5 aligns
 
@@ -38,6 +38,7 @@ class OldSamples:
     num_samples: int = 0
     shown: str = ""  # the file's name, for messages
     fields: Mapping[str, OldDataset] = field(default_factory=dict)  # fields that are read sample by sample
+    images: OldImages | None = None  # images of any size, in place of ``fields``
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)  # values of all other fields
     source_index: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     name_ends: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
@@ -100,6 +101,8 @@ class SampleJob:
     @property
     def carried_bytes(self) -> int:
         """Bytes of the chunks of old samples that are copied as they are."""
+        if self.old.images is not None:
+            return self.old.images.num_bytes
         size = self.first_chunk * self.layout.chunk_samples
         return size * sum(each.sample_bytes for each in self.fields.values())
 
@@ -153,9 +156,9 @@ class SampleJob:
     def _any_size_specs(self) -> tuple[dict[str, ArraySpec], dict[str, Any]]:
         """Return the datasets of images of any size, and the attributes of their group."""
         name, num_samples = self.any_size, self.layout.num_samples
-        field, num_bytes = self.source.fields[name], self.num_bytes
+        field, num_bytes, old = self.source.fields[name], self.num_bytes, self.old.images
         if num_bytes is None:
-            num_bytes = num_samples * field.sample_bytes
+            num_bytes = len(self.order) * field.sample_bytes + (0 if old is None else old.num_bytes)
         channels = np.uint8(1 if self.options.get("color") == "gray" else 3)
         return any_size_specs(name, num_samples, num_bytes), {"form": field.form, "channels": channels}
 
@@ -209,7 +212,7 @@ def write_samples(
     that were skipped, and the results of all tasks; the rows of failures count from the first new sample.
     """
     if job.any_size:
-        return _write_any_size(new, job, claims or {}, finished, written)
+        return _write_any_size(new, job, claims or {}, finished, written, carried)
     regions = new.reallocate(job.spec(), job.fields) if claims else new.allocate(job.spec())
     tail = job.old.tail(job.layout.chunk_samples)
     with new.flusher():
@@ -233,19 +236,23 @@ def _write_any_size(
     claims: Mapping[int, Done],
     finished: Callable[[Done], None],
     written: Callable[[int], None],
+    carried: Callable[[int], None],
 ) -> tuple[SampleJob, Filled]:
-    name, size = job.any_size, job.layout.chunk_samples
+    name, size, old = job.any_size, job.layout.chunk_samples, job.old.images
     new.begin(replace(job, num_bytes=LARGE_BYTES).spec(), f"{name}/data")
     mean = job.source.fields[name].sample_bytes
     images = AnySizeJob(new.part, (), size, job.source, job.order, mean)
+    writer = BytesWriter(new, f"{name}/data")
     with new.flusher():
-        filled = fill_any_size(new, name, images, job.num_workers, not job.skip, written, claims, finished)
+        if old is not None:
+            writer.carry(old, carried)
+        filled = fill_any_size(writer, images, job.num_workers, not job.skip, written, claims, finished)
     check_failures(job, filled.failures)
     good = filled.facts[:, 0] >= 0
-    facts = filled.facts[good]
+    facts = filled.facts[good] if old is None else np.concatenate([old.facts, filled.facts[good]])
     job = replace(job.with_order(job.order[good]), num_bytes=int(facts[:, 0].sum()))
     new.complete(job.spec(), f"{name}/data", job.num_bytes or 0)
-    write_image_tables(new, name, facts, filled.checksums)
+    write_image_tables(new, name, facts, writer.finish())
     _write_tables(new, job, {})
     return job, filled
 

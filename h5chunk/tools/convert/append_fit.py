@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 
 from h5chunk.errors import FileError, SourceError, as_text
-from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.layout import plan_layout
 from h5chunk.source import SampleSource, shape_text
 from h5chunk.sources.images import IMAGES, ImageSource
 from h5chunk.sources.kinds import ANY_SIZE, ImageOptions
-from h5chunk.store.format.spec import GROUP
-from h5chunk.store.read.ragged import find_image_groups
-from h5chunk.store.write.old_file import OldDataset, OldFile
+from h5chunk.store.format.spec import GROUP, IMAGE_TABLES
+from h5chunk.store.read.ragged import describe_images
+from h5chunk.store.write.old_file import OldDataset, OldFile, OldImages
 from h5chunk.store.write.samples import OldSamples, SampleJob
 
 SET_BY_FILE = ("size", "color", "layout", "animated", "mask_column", *ANY_SIZE)  # options that the file determines
@@ -29,29 +28,20 @@ def recorded_options(old: OldFile, kind: Any) -> dict[str, Any]:
 
     Raises FileError if the file does not record them.
     """
-    check_appendable(old)
     if not issubclass(kind.Options, ImageOptions):
         return {}
     try:
+        has_images = IMAGES in old.fields
         shape = old.datasets[IMAGES].shape if IMAGES in old.datasets else ()
         recorded = ImageOptions.of_recorded(old.options, shape).recorded()
     except (KeyError, TypeError, ValueError):
         recorded = {}
     if kind is ImageSource:
-        if IMAGES not in old.datasets or not recorded:
-            missing = "the options of its images" if IMAGES in old.datasets else repr(IMAGES)
+        if not has_images or not recorded:
+            missing = "the options of its images" if has_images else repr(IMAGES)
             raise FileError(f"{old.shown}: lacks {missing}: only files that h5chunk convert made can be appended to")
         recorded["split_folders"] = str(old.options.get("split_folders", "auto"))
     return recorded
-
-
-def check_appendable(old: OldFile) -> None:
-    """Raise FileError if the file holds images of any size."""
-    if names := find_image_groups(old.datasets):
-        raise FileError(
-            f"{old.shown}: {names[0]!r} holds images of any size, to which append cannot add: convert the new ones to "
-            "another file, and read both as one data set (a folder or a list)"
-        )
 
 
 def plan_addition(old: OldFile, job: SampleJob, *, new_classes: bool, source: str) -> tuple[SampleJob, list[str]]:
@@ -83,23 +73,24 @@ def plan_addition(old: OldFile, job: SampleJob, *, new_classes: bool, source: st
             columns[name] = np.where(labels < 0, labels, numbers[np.maximum(labels, 0)]) if len(numbers) else labels
         elif not np.array_equal(numbers, np.arange(len(numbers))):
             raise SourceError(f"{source}: field {name!r} numbers its categories differently from {old.shown}")
-    header, sample_bytes = old.header, job.layout.sample_bytes
+    header, first = old.header, _old_samples(old, job.source)
+    sample_bytes = job.layout.sample_bytes if first.images is None else first.images.mean_bytes
     was = plan_layout(header.num_samples, sample_bytes, header.chunk_samples)
     layout = plan_layout(header.num_samples + len(job.order), sample_bytes, header.chunk_samples)
     if header.window_chunks != was.window_chunks:  # tune chose the window, and perhaps the cache
         layout = replace(layout, window_chunks=header.window_chunks)
-    cache = None if header.cache == was.cache else header.cache
+    first = replace(first, cache=None if header.cache == was.cache else header.cache)
     options = {name: value for name, value in job.options.items() if name in ("seed", "shuffle", "fit")}
-    first = _old_samples(old, job.source, cache)
     job = replace(job, layout=layout, options=options, columns=columns, categories=categories, old=first)
     return job, added
 
 
 def _check_file(old: OldFile) -> None:
     """Raise FileError unless the file has only datasets that convert writes, in uncompressed chunks."""
-    check_appendable(old)
-    known = {*(f"{GROUP}/{name}" for name in TABLES), *old.fields, *(f"{CATEGORIES}{name}" for name in old.fields)}
-    known |= {f"{GROUP}/checksums/{name}" for name in old.fields}
+    fields = [name for name in old.fields if name != old.image_group]
+    written = [*fields, *(f"{old.image_group}/{part}" for part in ("data", *IMAGE_TABLES) if old.image_group)]
+    known = {*(f"{GROUP}/{name}" for name in TABLES), *written, *(f"{CATEGORIES}{name}" for name in fields)}
+    known |= {f"{GROUP}/checksums/{name}" for name in written}
     lost = min(old.datasets.keys() - known, default=None)
     if lost is not None:
         raise FileError(
@@ -109,7 +100,7 @@ def _check_file(old: OldFile) -> None:
     if f"{GROUP}/source_index" not in old.datasets:
         raise FileError(f"{old.shown}: lacks 'source_index': only files that h5chunk convert made can be appended to")
     size = old.header.chunk_samples
-    for name in old.fields:
+    for name in fields:
         dataset = old.datasets[name]
         is_plain = not dataset.id.get_create_plist().get_nfilters() and dataset.chunks == (size, *dataset.shape[1:])
         if dataset.shape[:1] != (old.header.num_samples,) or not is_plain:
@@ -134,6 +125,9 @@ def _check_fields(old: OldFile, source: SampleSource, columns: Collection[str], 
             f"columns {listed}"
         )
     for name, field in source.fields.items():
+        if name == old.image_group or field.form:
+            _check_images(old, name, field.form, shown)
+            continue
         dataset = old.datasets[name]
         if (dataset.shape[1:], dataset.dtype) != (field.shape, field.dtype):
             raise SourceError(
@@ -143,6 +137,19 @@ def _check_fields(old: OldFile, source: SampleSource, columns: Collection[str], 
     if (source.names is None) == (f"{GROUP}/source_names" in old.datasets):
         named, other = (shown, old.shown) if source.names is not None else (old.shown, shown)
         raise SourceError(f"{shown}: samples have names in {named} but not in {other}: give names in both or neither")
+
+
+def _check_images(old: OldFile, name: str, form: str, shown: str) -> None:
+    """Raise SourceError unless a field of the source has images of any size, in the form of those in the file."""
+    was = describe_images(old.file[name], old.path, name, 1).form if name == old.image_group else "of one size"
+    if form != was:
+        raise SourceError(
+            f"{shown}: its {name} are {form or 'of one size'}, but those in {old.shown} are {was}: convert them to "
+            "another file"
+        )
+    filters = old.datasets[f"{name}/data"].id.get_create_plist().get_nfilters()
+    if filters:
+        raise FileError(f"{old.shown}: its {name} are compressed: repack it (--compression none)")
 
 
 def _old_categories(old: OldFile) -> dict[str, list[str]]:
@@ -169,14 +176,15 @@ def _new_names(old: Sequence[str], new: Sequence[str], *, new_classes: bool, sho
     return added
 
 
-def _old_samples(old: OldFile, source: SampleSource, cache: CacheSettings | None) -> OldSamples:
+def _old_samples(old: OldFile, source: SampleSource) -> OldSamples:
     """Read the columns and tables of the old file, whose samples come first in the longer file."""
     index, ends, names = (old.table(name) for name in ("source_index", "source_name_ends", "source_names"))
     assert index is not None
     return OldSamples(
         num_samples=old.header.num_samples,
         shown=old.shown,
-        fields={name: OldDataset(old, name) for name in source.fields},
+        fields={name: OldDataset(old, name) for name in source.fields if name != old.image_group},
+        images=OldImages(old, old.image_group) if old.image_group else None,
         columns={name: OldDataset(old, name).values() for name in old.fields if name not in source.fields},
         source_index=index,
         name_ends=index[:0] if ends is None else ends,
@@ -184,7 +192,6 @@ def _old_samples(old: OldFile, source: SampleSource, cache: CacheSettings | None
         attributes={name: old.attributes(name) for name in ("/", GROUP, *old.fields)},
         options=old.options,
         seed=old.header.seed,
-        cache=cache,
     )
 
 
