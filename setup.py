@@ -4,7 +4,8 @@ from setuptools import Extension, setup
 
 core = Extension(
     "h5chunk.native._core",
-    ["h5chunk/native/core.c", "h5chunk/native/rows.c", "h5chunk/native/augment.c"],
+    [f"h5chunk/native/{name}.c" for name in ("core", "rows", "augment", "draws")],
+    libraries=["m"],
     extra_compile_args=["-O3", "-ffp-contract=off", "-fvisibility=hidden", "-pthread"],
     extra_link_args=["-pthread"],
     optional=True,

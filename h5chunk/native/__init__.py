@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = 8  # version of the functions and structures of core.c
+VERSION = 9  # version of the functions and structures in C
 PART_BYTES = 2 << 20  # approximate bytes of the jobs that a thread takes at a time
 JOB = np.dtype(
     [
@@ -33,6 +33,16 @@ JOB = np.dtype(
         ("is_checked", np.uint32),
     ]
 )
+STEP = np.dtype(  # draws.c describes the fields
+    [
+        ("kind", np.int64),
+        ("key", np.uint64),
+        *((name, np.int64) for name in ("height", "width", "left", "top", "right", "bottom", "flag", "reflects")),
+        *((name, np.float64, 2) for name in ("scale", "ratio", "log_ratio")),
+        ("p", np.float64),
+    ]
+)
+BOX, CROP, RESIZE, FLIP, CUTOUT, ERASE = range(6)  # kinds of steps
 READ, VERIFY, GATHER = range(3)  # kinds of jobs; core.c describes their fields
 DONE, SYSTEM, CUT_SHORT, CHECKSUM, CANCELLED = range(5)  # statuses of a ticket, which is a number for submitted jobs
 _abandoned: list[Any] = []  # jobs and memory that hanging threads may still use
@@ -117,6 +127,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         ("crc32", ctypes.c_uint32, (address, number, ctypes.c_uint32)),
         ("dense", ctypes.c_int, (ctypes.POINTER(_Matrix), address, number, address)),
         ("augment", ctypes.c_int, (ctypes.POINTER(ImageRule), address, number, address, number, number, address)),
+        ("draw", number, (address, number, address, number, address, address, number, address, number, address)),
         ("entries", None, (ctypes.POINTER(_Matrix), address, number, ctypes.c_int32, *[address] * 3)),
     ):
         function = getattr(library, f"h5chunk_{name}")
@@ -323,7 +334,7 @@ def augment(rule: ImageRule, source: int, num_bytes: int, table: np.ndarray, out
     source, out : int
         Addresses of the images, ``num_bytes`` in all, and of the results.
     table : (n, columns) int64, C-contiguous
-        The geometry of each image, as `h5chunk.plan.draws.Geometry.table` makes it.
+        The geometry of each image, as `h5chunk.plan.draws.Geometry.fill` writes it.
 
     Raises
     ------
@@ -335,3 +346,32 @@ def augment(rule: ImageRule, source: int, num_bytes: int, table: np.ndarray, out
     state = _library().h5chunk_augment(rule, source, num_bytes, table.ctypes.data, table.shape[1], len(table), out)
     if state:
         raise MemoryError("memory for resizing images is short") if state == -1 else IndexError("an image is cut short")
+
+
+def draw(
+    steps: np.ndarray,
+    samples: np.ndarray,
+    sizes: tuple[np.ndarray, np.ndarray],
+    sides: np.ndarray,
+    longest: int,
+    table: np.ndarray,
+) -> bool:
+    """Draw the geometry of images; return False if an image does not suit a step.
+
+    Parameters
+    ----------
+    steps : (k,) STEP
+    samples : (n,) int64
+    sizes : two of (n,) or (1,) int64
+        Heights and widths, of each image or of all.
+    sides : (2,) int64
+        Height and width of results.
+    longest : int
+        Longest side that an image may be resized to.
+    table : (n, columns) int64, C-contiguous
+        Gets the rows of `h5chunk.plan.draws.Geometry.fill`.
+    """
+    samples, *sizes = (np.ascontiguousarray(each, np.int64) for each in (samples, *sizes))  # type: ignore[assignment]
+    images = *(each.ctypes.data for each in sizes), int(len(sizes[0]) > 1)
+    given = steps.ctypes.data, len(steps), samples.ctypes.data, len(samples), *images
+    return bool(_quick().h5chunk_draw(*given, sides.ctypes.data, longest, table.ctypes.data) == len(samples))

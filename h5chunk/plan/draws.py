@@ -14,6 +14,7 @@ True
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ Size = tuple[int, int]
 EVERY_EPOCH = -1  # an epoch for draws that stay the same
 ERASING = 1 << 20  # first stream of transforms that erase
 ATTEMPTS, EARLY_ATTEMPTS = 10, 2  # to draw a box that fits, as in torchvision
+POWERS = [math.log(2) ** n / math.factorial(n) for n in range(8)]  # of the series of 2**x; also in draws.c
 STEP = 0x9E3779B97F4A7C15
 MAX_SIDE = 1 << 14  # of images and their results, so that products of sides fit 32 bits
 
@@ -53,7 +55,7 @@ class Draws(NamedTuple):
 
     def uniform(self, stream: int, count: int, first: int = 0) -> Floats:
         """Return numbers ``first`` to ``first + count`` of a stream, uniform in [0, 1): (count, num_samples)."""
-        key = _key(self.seed, self.epoch, self.use, stream)
+        key = stream_key(self.seed, self.epoch, self.use, stream)
         own = mixed(self.samples.view(np.uint64), np.uint64(key))
         steps = (np.arange(first + 1, first + count + 1, dtype=np.uint64) * np.uint64(STEP))[:, None]
         return np.asarray((mixed(own + steps, np.uint64(0)) >> np.uint64(11)) * 2.0**-53)
@@ -67,9 +69,9 @@ class Draws(NamedTuple):
         return self._replace(samples=self.samples[start:stop], first=self.first + start)
 
 
-@lru_cache
-def _key(*numbers: int) -> int:
-    """Combine several numbers into one of 64 bits."""
+@lru_cache(1024)
+def stream_key(*numbers: int) -> int:
+    """Combine the seed, the epoch, the use and the stream into one number of 64 bits."""
     key = np.zeros(1, np.uint64)
     for number in numbers:
         key = mixed(key + np.uint64(number & (1 << 64) - 1), np.uint64(STEP))
@@ -114,14 +116,10 @@ class Geometry:
         """Flip the window from left to right where ``flip`` is set."""
         self.flip = self.flip ^ flip
 
-    def table(self, offsets: Indices) -> Indices:
-        """Return a table with a row per image: (n, ERASED + 4 * erased boxes) int64.
-
-        ``offsets`` are the first bytes of the images in the source.
-        """
-        columns = [offsets, *self.sizes, *self.box, *self.full, self.down, self.right, self.flip]
+    def fill(self, table: Indices) -> Indices:
+        """Fill a table, (n, ERASED + 4 * erased boxes) int64, with a row per image and offsets of 0, and return it."""
+        columns: list[Any] = [0, *self.sizes, *self.box, *self.full, self.down, self.right, self.flip]
         columns += [each for box in self.erased for each in box]
-        table = np.empty((len(offsets), len(columns)), np.int64)
         for number, column in enumerate(columns):
             table[:, number] = column
         return table
@@ -158,12 +156,21 @@ def _attempts(
     """Draw a box for each of the attempts ``numbers``, and return the first that fits, as `random_boxes` does."""
     uniform = draws.uniform(stream, 2 * len(numbers), 2 * numbers.start)
     areas = (scale[0] + uniform[::2] * (scale[1] - scale[0])) * (height * width)
-    low, high = np.log(ratio)
-    shapes = np.exp(low + uniform[1::2] * (high - low))
+    low, high = (math.log2(each) for each in ratio)
+    shapes = _powers_of_two(low + uniform[1::2] * (high - low))
     tall, wide = np.rint(np.sqrt(areas / shapes)), np.rint(np.sqrt(areas * shapes))
     fits = (tall > 0) & (wide > 0) & (tall <= height) & (wide <= width)
     first, places = fits.argmax(0), np.arange(fits.shape[1])
     return tall[first, places].astype(np.int64), wide[first, places].astype(np.int64), fits[first, places]
+
+
+def _powers_of_two(exponents: Floats) -> Floats:
+    """Return 2**x with a relative error below 1e-7, by operations whose results are the same in C; np.exp2 is not."""
+    whole = np.rint(exponents)
+    part, total = exponents - whole, np.full_like(exponents, POWERS[-1])
+    for power in POWERS[-2::-1]:
+        total = total * part + power
+    return np.ldexp(total, whole.astype(np.int64))
 
 
 def random_places(numbers: Floats, room: Indices) -> Indices:

@@ -129,8 +129,7 @@ class AnySizeConverter(AugmentConverter):
         The memory of ``rows`` must not change until the batch is finished or dropped.
         """
         heights, widths, orientations = (table[draws.samples] for table in self._image_sizes)
-        geometry = self.geometry(heights.astype(np.int64), widths.astype(np.int64), draws)
-        table = geometry.table(np.zeros(len(draws.samples), np.int64))
+        table = self.table(heights, widths, draws)
         numbers = np.arange(rows.first, rows.first + len(rows)) if rows.numbers is None else rows.numbers.host
         job = _Job(rows, numbers, draws.samples, orientations, table)
         pending = self._on_gpu(job) if self._device.type != "cpu" else self._on_host(job)
@@ -224,8 +223,7 @@ class AnySizeConverter(AugmentConverter):
 
     def __getstate__(self) -> dict[str, Any]:
         own = "_image_sizes", "_name_of"  # which `attach` sets again in another process
-        kept = {name: value for name, value in self.__dict__.items() if name not in own}
-        return {**kept, "_native": None}
+        return {name: value for name, value in super().__getstate__().items() if name not in own}
 
     def _pool(self) -> ThreadPoolExecutor:
         return self._threads.pool(1 if self._decode_batch is not None else self._num_threads)

@@ -14,11 +14,12 @@ import torch
 from h5chunk import native
 from h5chunk.errors import OptionError
 from h5chunk.machine import KeptThreads, available_cores
-from h5chunk.plan.draws import ERASING, MAX_SIDE, OFFSET, Draws, Geometry, Size
+from h5chunk.plan.draws import ERASED, ERASING, MAX_SIDE, OFFSET, Draws, Geometry, Size
 from h5chunk.plan.permutation import Indices
 from h5chunk.transforms.augment import ERASERS, GEOMETRIC
 from h5chunk.transforms.augment_rule import AUGMENTING, augment_with_torch, make_rule, native_rule
 from h5chunk.transforms.compiled import AugmentKernel, LoadedTable
+from h5chunk.transforms.drawing import NativeDraws
 from h5chunk.transforms.images import ImagesByNumber, kept_converter
 
 MOST_TOGETHER, TAPS_BYTES = 1024, 16 << 20  # samples to draw at a time, and their bytes on a GPU
@@ -60,34 +61,45 @@ class AugmentConverter:
         _check_list(transforms, stored, sample_shape, axis)
         self._shape, self._interleaved = sample_shape, axis == 2
         height, width = sample_shape[:2] if self._interleaved else sample_shape[-2:]
-        self._sides = height, width
+        self._sides = np.array([height]), np.array([width])
         self._rule = make_rule(transforms, sample_shape, axis, self._size(), is_mask)
         self.dtype, self._allocate = self._rule.dtype, allocate
         self.sample_bytes = self._rule.channels * math.prod(self._rule.size) * self.dtype.itemsize
-        taps = 2 * (3 + 2 * max(self._sides) // min(self._rule.size)) * max(self._rule.size)
+        taps = 2 * (3 + 2 * max(height, width) // min(self._rule.size)) * max(self._rule.size)
         self._together = max(1, min(MOST_TOGETHER, TAPS_BYTES // (4 * taps)))
         self._kernel: AugmentKernel | None = None
         self._native: native.ImageRule | None = None
+        self._native_draws: NativeDraws | None = None
         self._threads = KeptThreads("h5chunk-augment")
 
     def _size(self) -> Size:
         """Return the size of results; raise OptionError if an image does not suit the transforms."""
-        geometry = self._cut(*self._sizes(1), Draws(0, 0, np.zeros(1, np.int64)))
+        geometry = self._cut(*self._sides, Draws(0, 0, np.zeros(1, np.int64)))
         return int(geometry.height[0]), int(geometry.width[0])
 
-    def _sizes(self, count: int) -> tuple[Indices, Indices]:
-        return np.full(count, self._sides[0]), np.full(count, self._sides[1])
-
-    def geometry(self, heights: Indices, widths: Indices, draws: Draws) -> Geometry:
-        """Draw the geometry of images of these sizes.
+    def table(self, heights: Indices, widths: Indices, draws: Draws) -> Indices:
+        """Draw the geometry of images of these sizes, (n,) or (1,) for all: a table with offsets of 0.
 
         The numbers of a random transform depend on its position among the random transforms of the list, so that fields
         with equal lists get equal geometry.
         """
-        geometry = self._cut(heights, widths, draws)
+        count = len(draws.samples)
+        table = self._empty_table(count)
+        if native.available():
+            if self._native_draws is None:
+                self._native_draws = NativeDraws(self._geometric, self._erasers, self._rule.size)
+            if self._native_draws.fill(table, heights, widths, draws):
+                return table
+        height, width = (np.broadcast_to(each, count).astype(np.int64) for each in (heights, widths))
+        geometry = self._cut(height, width, draws)
         for number, eraser in enumerate(self._erasers, ERASING):
             geometry.erased.append(eraser.boxes(*self._rule.size, draws, number))
-        return geometry
+        return geometry.fill(table)
+
+    def _empty_table(self, count: int) -> Indices:
+        """Return memory for a table, pinned if it is for a GPU."""
+        shape = count, ERASED + 4 * len(self._erasers)
+        return torch.empty(shape, dtype=torch.int64, pin_memory=self._rule.fill.device.type == "cuda").numpy()
 
     def _cut(self, heights: Indices, widths: Indices, draws: Draws) -> Geometry:
         geometry, stream = Geometry(heights, widths), 0
@@ -97,7 +109,12 @@ class AugmentConverter:
         return geometry
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kernel": None, "_native": None}  # another process makes its own
+        return {
+            **self.__dict__,
+            "_kernel": None,
+            "_native": None,
+            "_native_draws": None,
+        }  # another process makes its own
 
     def prepare(self, device: torch.device) -> None:
         """Put the constants on the device, and compile the kernel for it."""
@@ -146,17 +163,15 @@ class AugmentConverter:
     def _geometry_of(self, draws: Draws) -> GeometryTable:
         """Return geometry that includes that of these samples; it may be drawn for several batches at once."""
         if draws.kept is None or draws.whole is None:
-            return GeometryTable(self._table(draws), draws.first)
+            return GeometryTable(self.table(*self._sides, draws), draws.first)
         drawn, stop = draws.kept.get(self), draws.first + len(draws.samples)
         if drawn is None or not drawn.first <= draws.first <= stop <= drawn.first + len(drawn.table):
             count = max(1, self._together // len(draws.samples)) * len(draws.samples)
             whole = draws.whole[draws.first : draws.first + count]
-            drawn = draws.kept[self] = GeometryTable(self._table(draws._replace(samples=whole)), draws.first)
+            drawn = draws.kept[self] = GeometryTable(
+                self.table(*self._sides, draws._replace(samples=whole)), draws.first
+            )
         return drawn
-
-    def _table(self, draws: Draws) -> Indices:
-        count = len(draws.samples)
-        return self.geometry(*self._sizes(count), draws).table(np.zeros(count, np.int64))
 
     def compute(self, source: torch.Tensor, table: Indices, out: torch.Tensor) -> None:
         """Write the result of each row of ``table`` to ``out``; ``source`` has the images: flat uint8 on its device."""

@@ -285,6 +285,29 @@ def test_native_equals_torch(transforms, axis, monkeypatch):
     assert torch.equal(augment(transforms, images, axis=axis), found)
 
 
+@pytest.mark.skipif(not native.available(), reason="the native library was not built")
+@pytest.mark.parametrize(
+    "transforms",
+    [
+        [RandomResizedCrop((24, 30)), RandomHorizontalFlip(0.3), RandomCrop((9, 8)), RandomErasing(0.7)],
+        [AlternatingFlip(), RandomResizedCrop(20, (0.9, 1), (2, 7)), Cutout(5), RandomErasing(scale=(0.5, 1))],
+        [RandomHorizontalFlip(), RandomCrop(30, padding=(3, 4, 5, 6), mode="reflect"), Cutout(40)],
+        [Resize(31), CenterCrop((20, 23)), AlternatingFlip()],
+        [CenterCrop(25), Resize((50, 20)), RandomCrop(40, padding=20)],
+    ],
+    ids=repr,
+)
+def test_native_draws_equal_numpys(transforms, monkeypatch):
+    converter = AugmentConverter(transforms, torch.uint8, (3, 40, 33), 0, fresh)
+    rng = np.random.default_rng(0)
+    draws = Draws(2**63 + 5, 3, rng.integers(0, 1 << 40, 500), use=2)
+    several = rng.integers(26, 400, (2, 500), np.uint16)
+    found = [converter.table(*sizes, draws) for sizes in (np.array([[40], [33]]), several)]
+    monkeypatch.setenv("H5CHUNK_NATIVE", "0")
+    assert (converter.table(np.array([40]), np.array([33]), draws) == found[0]).all()
+    assert (converter.table(*several, draws) == found[1]).all()
+
+
 def test_many_channels():
     images = torch.arange(256).to(torch.uint8).view(1, 256, 1, 1).expand(2, 256, 4, 5).contiguous()
     for transforms in ([RandomResizedCrop((6, 7))], [RandomCrop((6, 7), padding=2, mode="edge")]):
