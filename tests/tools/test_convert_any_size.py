@@ -12,6 +12,7 @@ from PIL import Image
 
 import h5chunk
 from h5chunk.errors import FileError, OptionError, SampleError, SourceError
+from h5chunk.plan.permutation import permutation
 from h5chunk.source import OpenContext
 from h5chunk.sources.images import ImageSource
 from h5chunk.sources.kinds import ImageSourceOptions
@@ -223,8 +224,6 @@ def test_only_one_image_a_sample(photos, tmp_path):
 
 def test_other_commands_refuse(photos, tmp_path):
     h5chunk.convert(photos, tmp_path / "p.h5", keep_encoded=True)
-    with pytest.raises(FileError, match="repack cannot move"):
-        h5chunk.repack(tmp_path / "p.h5", tmp_path / "q.h5")
     with pytest.raises(FileError, match="cannot be tuned"):
         h5chunk.tune(tmp_path / "p.h5")
 
@@ -304,3 +303,60 @@ def test_images_of_another_form_are_not_appended(photos, more, tmp_path):
     listing = ImageSource.open(more, ImageSourceOptions(keep_size=True), OpenContext())
     with pytest.raises(SourceError, match=r"its images are raw, but those in .* are encoded"):
         h5chunk.append(tmp_path / "p.h5", listing)
+
+
+# ---- repacking
+
+
+@pytest.mark.parametrize("how", ["keep_encoded", "keep_size"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"chunk_samples": 2},
+        {"shuffle": True, "seed": 3},
+        {"shuffle": True, "compression": "gzip"},
+        {"shuffle": True, "memory_bytes": 8 << 20},
+    ],
+)
+def test_repacked_images_are_the_same(photos, tmp_path, monkeypatch, how, options):
+    monkeypatch.setattr("h5chunk.tools.repack.fields.CHUNK_BYTES", 4096)
+    monkeypatch.setattr("h5chunk.plan.repack.STEP_BYTES", 5000)  # more than one bucket
+    path, out = tmp_path / "p.h5", tmp_path / "out.h5"
+    h5chunk.convert(photos, path, **{how: True}, shuffle=False)
+    report = h5chunk.repack(path, out, **options)
+    before, after = stored(path), stored(out)
+    order = permutation(7, options.get("seed", 0)) if "shuffle" in options else np.arange(7)
+    assert list(after) == [list(before)[row] for row in order] and after == before
+    assert h5chunk.verify(out).ok and report.main == "images"
+    with h5py.File(path) as old, h5py.File(out) as new:
+        assert new["labels"][()].tolist() == old["labels"][()][order].tolist()
+        assert new["images/data"].compression == options.get("compression")
+        assert new["h5chunk"].attrs["chunk_samples"] == options.get("chunk_samples", 7)
+        assert {name: len(sums) for name, sums in new["h5chunk/checksums/images"].items()}.keys() == {*old["images"]}
+    with h5chunk.ChunkLoader(out, 7, transforms=[Resize((8, 8))], shuffle=False) as loader:
+        assert next(iter(loader))[0].shape == (7, 3, 8, 8)
+
+
+def test_damaged_images_are_not_repacked(photos, tmp_path):
+    h5chunk.convert(photos, tmp_path / "p.h5", keep_encoded=True)
+    with h5py.File(tmp_path / "p.h5", "r+") as file:
+        file["images/data"][100] ^= 1
+    with pytest.raises(FileError, match="'images/data' does not match its checksum: nothing was repacked"):
+        h5chunk.repack(tmp_path / "p.h5", tmp_path / "q.h5", shuffle=True)
+    h5chunk.convert(photos, tmp_path / "p.h5", keep_encoded=True, overwrite=True)
+    with h5py.File(tmp_path / "p.h5", "r+") as file:
+        file["h5chunk"].attrs["num_samples"] = 6
+    with pytest.raises(FileError, match="7 images for 6 samples"):
+        h5chunk.repack(tmp_path / "p.h5", tmp_path / "q.h5")
+
+
+def test_images_are_appended_to_a_repacked_file(photos, more, tmp_path):
+    path, out = tmp_path / "p.h5", tmp_path / "out.h5"
+    h5chunk.convert(photos, path, keep_size=True)
+    h5chunk.repack(path, out, shuffle=True, chunk_samples=2)
+    before = stored(out)
+    assert h5chunk.append(out, more).num_samples == 16 and h5chunk.verify(out).ok
+    assert list(stored(out))[:7] == list(before)
+    h5chunk.repack(path, out, compression="gzip", overwrite=True)
+    with pytest.raises(FileError, match=r"compressed: repack it \(--compression none\)"):
+        h5chunk.append(out, more)

@@ -138,8 +138,9 @@ this number plus the sample's number in its source. It is one more than any earl
 Files that were repacked
 ------------------------
 `h5chunk repack` keeps all of the above, and updates the group: ``options`` gets the key ``repack``, and a shuffle
-permutes ``source_index``, ``row_ids`` and ``source_names`` as well. Fields and the parts of ``/X`` may be compressed:
-then HDF5 has an index of their chunks, which are stored in order, and checksums cover the stored bytes.
+permutes ``source_index``, ``row_ids`` and ``source_names`` as well. Fields, the parts of ``/X`` and the bytes of images
+(then in chunks of 1 MiB) may be compressed: then HDF5 has an index of their chunks, which are stored in order, and
+checksums cover the stored bytes.
 
 Another HDF5 file that is repacked with a shuffle, window or cache gets the group, without ``kind``, ``class_names``,
 ``source_names`` and, unless it was shuffled, ``source_index``. It keeps its own types, soft links, attributes and user

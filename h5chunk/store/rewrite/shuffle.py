@@ -101,7 +101,7 @@ class Rows:
 
 
 class UnevenRows(Rows):
-    """Rows of different lengths to be shuffled: rows of a sparse matrix, or names that are stored end to end.
+    """Rows of different lengths to be shuffled: rows of a sparse matrix, or names or images that are stored end to end.
 
     Row i has the elements from ``starts[i]`` to ``starts[i + 1]`` (excluded) of ``source``; ``starts``, (num_rows + 1,)
     int64, must ascend. Raises OptionError if a row takes more than ``part_bytes`` of memory.
@@ -111,7 +111,9 @@ class UnevenRows(Rows):
         super().__init__(source)
         self._starts, self._counts = starts, np.diff(starts)
         self._new_starts = np.concatenate(([0], np.cumsum(self._counts[order])))
-        longest = int(self._counts.max(initial=0)) * (self._width + INDEX_BYTES)
+        self._are_long = source.num_rows * self._width >= LEAST_VECTOR_BYTES * len(self._counts)
+        self._cost = self._width + (0 if self._are_long else INDEX_BYTES)
+        longest = int(self._counts.max(initial=0)) * self._cost
         if longest > part_bytes:
             row = int(self._counts.argmax())
             raise OptionError(
@@ -120,11 +122,11 @@ class UnevenRows(Rows):
             )
 
     def spans(self, shares: Shares, step_bytes: int) -> Iterator[range]:
-        borders = plan_uneven(self._starts, step_bytes, self._width + INDEX_BYTES).tolist()
+        borders = plan_uneven(self._starts, step_bytes, self._cost).tolist()
         return (range(first, last) for first, last in pairwise(borders))
 
     def borders(self, part_bytes: int) -> np.ndarray:
-        return plan_uneven(self._new_starts, part_bytes, self._width + INDEX_BYTES)
+        return plan_uneven(self._new_starts, part_bytes, self._cost)
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
         return self._counts[rows] * self._width
@@ -136,6 +138,10 @@ class UnevenRows(Rows):
             lengths = self._counts[held]
             firsts, counts = (np.cumsum(lengths) - lengths)[picks], lengths[picks]
         before = np.cumsum(counts) - counts
+        if self._are_long:
+            for first, place, size in zip(*(n * self._width for n in (firsts, before, counts)), strict=True):
+                out[place : place + size] = data[first : first + size]
+            return
         index = np.repeat(firsts - before, counts)
         index += np.arange(len(index))
         wide = f"V{self._width}"

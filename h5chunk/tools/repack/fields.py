@@ -1,7 +1,8 @@
 """Find the datasets of a file that hold samples, and plan their chunks.
 
 A field is a dataset whose first axis counts samples: it is as long as the named dataset, otherwise as ``images``, ``X``
-of AnnData, or the largest dataset. A sparse matrix is a group of ``data``, ``indices`` and ``indptr``.
+of AnnData, or the largest dataset. A sparse matrix is a group of ``data``, ``indices`` and ``indptr``. Images of any
+size are a group of ``data``, ``offsets`` and tables of their sizes, in h5chunk files only.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -17,37 +19,53 @@ from h5chunk.errors import FieldError, FileError, as_text, printable
 from h5chunk.plan.csr import INDEX_CHUNK_BYTES, CsrLayout, plan_csr
 from h5chunk.plan.layout import MAX_CHUNK_BYTES, Layout, plan_layout
 from h5chunk.store.format.header import Header
-from h5chunk.store.format.spec import GROUP
+from h5chunk.store.format.spec import GROUP, IMAGE_TABLES
+from h5chunk.store.read.ragged import describe_images, find_image_groups
 from h5chunk.store.rewrite.survey import NUMBERS_AND_TEXT, DatasetFacts, Survey
+from h5chunk.store.write.any_size import CHUNK_BYTES
 from h5chunk.tools.repack.options import RepackOptions
 
-PARTS = ("data", "indices", "indptr")  # the order of the attributes of `SparseGroup`
+PARTS = ("indices", "data", "indptr")  # of a sparse matrix
 IMAGES = b"images"
 
 
 @dataclass(frozen=True)
-class SparseGroup:
-    """A group that holds the three datasets of a sparse matrix."""
+class RaggedGroup:
+    """A group of samples that differ in length: a sparse matrix, or images of any size.
+
+    Its ``lists`` have the entries of all samples, end to end: first the indices of a matrix, or the bytes of images.
+    """
 
     path: bytes
-    kind: str  # csr or csc; empty if unknown
+    kind: str  # csr, csc or images; empty if unknown
     shape: tuple[int, int]  # zeros if unknown
-    data: DatasetFacts
-    indices: DatasetFacts
-    indptr: DatasetFacts
+    lists: tuple[DatasetFacts, ...]
+    pointers: DatasetFacts
+    tables: tuple[DatasetFacts, ...] = ()  # one value per sample: the sizes of images
 
     @property
     def parts(self) -> tuple[DatasetFacts, ...]:
-        return self.data, self.indices, self.indptr
+        return *self.lists, self.pointers, *self.tables
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether a sample is a run of entries."""
+        return self.kind in ("csr", "images")
 
     @property
     def num_entries(self) -> int:
-        return self.indices.num_rows
+        return self.lists[0].num_rows
 
     @property
-    def chunk_entries(self) -> int:
-        """Entries per chunk of ``data`` and ``indices``."""
-        return max(1, min(INDEX_CHUNK_BYTES // self.indices.item_bytes, self.num_entries))
+    def num_bytes(self) -> int:
+        """Bytes of all entries, without values of a pattern, which are not stored."""
+        first, *others = self.lists
+        return self.num_entries * (first.item_bytes + sum(facts.item_bytes for facts in others if facts.stored_bytes))
+
+    def chunk_entries(self, compressed: bool) -> int:
+        """Return the entries per chunk of the lists."""
+        num_bytes = CHUNK_BYTES if self.kind == "images" and not compressed else INDEX_CHUNK_BYTES
+        return max(1, min(num_bytes // self.lists[0].item_bytes, self.num_entries))
 
 
 @dataclass(frozen=True)
@@ -59,7 +77,7 @@ class Samples:
     layouts: dict[int, Layout | CsrLayout]  # layouts by number of samples, usually one
     fields: list[DatasetFacts] = field(default_factory=list)  # all datasets of these lengths with fixed-size types
     others: list[DatasetFacts] = field(default_factory=list)  # datasets of these lengths with other types
-    sparse: list[SparseGroup] = field(default_factory=list)
+    ragged: list[RaggedGroup] = field(default_factory=list)
     anndata: bool = False  # whether the file was written by AnnData
     too_large: list[str] = field(default_factory=list)  # names of datasets whose rows do not fit in memory
 
@@ -77,31 +95,31 @@ def find_samples(
     beside = f"{GROUP}/".encode() if header is not None else b"\0"
     datasets = {path: facts for path, facts in survey.datasets.items() if not path.startswith(beside)}
     kept = {_named(datasets, name, shown).path for name in options.keep}
-    sparse = [
+    ragged = [
         group
-        for group in _sparse_groups(file, survey, datasets, shown)
+        for group in (*_sparse_groups(file, survey, datasets, shown), *_image_groups(file, datasets, header))
         if not kept & {part.path for part in group.parts}
     ]
-    parts = {facts.path for group in sparse for facts in group.parts}
+    parts = {facts.path for group in ragged for facts in group.parts}
     anndata = is_anndata(file)
     candidates = [facts for facts in datasets.values() if facts.num_rows and facts.path not in parts | kept]
     large = [facts for facts in candidates if facts.grid.sample_bytes > min(part_bytes, MAX_CHUNK_BYTES)]
     if not options.shuffle and not options.fields:  # otherwise they are an error later
         candidates = [facts for facts in candidates if facts not in large]
-    mains = _mains(candidates, datasets, sparse, header, options, anndata, shown)
+    mains = _mains(candidates, datasets, ragged, header, options, anndata, shown)
     lengths = dict(mains)
     members = [facts for facts in candidates if facts.num_rows in lengths]
     fields = [facts for facts in members if facts.fixed]
-    layouts = {rows: _plan(rows, fields, sparse, options.chunk_samples) for rows in lengths}
+    layouts = {rows: _plan(rows, fields, ragged, options.chunk_samples) for rows in lengths}
     num_samples, main = mains[0] if mains else (0, "")
     others = [facts for facts in members if not facts.fixed]
-    return Samples(num_samples, main, layouts, fields, others, sparse, anndata, [facts.name for facts in large])
+    return Samples(num_samples, main, layouts, fields, others, ragged, anndata, [facts.name for facts in large])
 
 
 def _mains(
     candidates: list[DatasetFacts],
     datasets: dict[bytes, DatasetFacts],
-    sparse: list[SparseGroup],
+    ragged: list[RaggedGroup],
     header: Header | None,
     options: RepackOptions,
     anndata: bool,
@@ -117,10 +135,10 @@ def _mains(
                     "of fixed-size elements with samples along the first axis"
                 )
         return [(facts.num_rows, facts.name) for facts in named]
-    matrix = next((group for group in sparse if group.path == b"X"), None)
+    matrix = next((group for group in ragged if group.path == b"X" or group.kind == "images"), None)
     if header is not None:
         if matrix is not None:
-            return [(header.num_samples, "X")]
+            return [(header.num_samples, printable(matrix.path))]
         whole = [facts for facts in candidates if facts.fixed and facts.num_rows == header.num_samples]
         first = datasets.get(IMAGES) or datasets.get(b"X")
         first = first or max(whole, key=lambda facts: facts.num_bytes, default=None)
@@ -132,10 +150,10 @@ def _mains(
     if anndata and (matrix is not None or b"X" in usable):
         return [(matrix.shape[0] if matrix is not None else usable[b"X"].num_rows, "X")]
     largest = sorted(usable.values(), key=lambda facts: facts.num_bytes)[-1:]
-    rows = [group for group in sparse if group.kind == "csr" and group.shape[0]]
+    rows = [group for group in ragged if group.kind == "csr" and group.shape[0]]
     if rows and not images:
         group = max(rows, key=lambda group: group.num_entries)
-        entry_bytes = group.data.item_bytes + group.indices.item_bytes
+        entry_bytes = sum(facts.item_bytes for facts in group.lists)
         if not largest or group.num_entries * entry_bytes > largest[0].num_bytes:
             return [(group.shape[0], printable(group.path))]
     return [(facts.num_rows, facts.name) for facts in images or largest]
@@ -150,15 +168,19 @@ def _named(datasets: dict[bytes, DatasetFacts], name: str, shown: str) -> Datase
 
 
 def _plan(
-    num_rows: int, fields: list[DatasetFacts], sparse: list[SparseGroup], chunk_samples: int | None
+    num_rows: int, fields: list[DatasetFacts], ragged: list[RaggedGroup], chunk_samples: int | None
 ) -> Layout | CsrLayout:
     """Plan the chunks of the fields of one length, which all have as many samples per chunk as suits the largest."""
     largest = max((facts.num_bytes for facts in fields if facts.num_rows == num_rows), default=0)
-    rows = [group for group in sparse if group.kind == "csr" and group.shape[0] == num_rows and group.shape[1]]
+    rows = [group for group in ragged if group.has_samples and group.shape[0] == num_rows and group.shape[1]]
     for group in sorted(rows, key=lambda group: group.num_entries)[-1:]:
-        entry_bytes = group.indices.item_bytes + (group.data.item_bytes if group.data.stored_bytes else 0)
-        if group.num_entries * entry_bytes >= largest:
-            dtype = np.dtype(f"V{group.data.item_bytes}") if group.data.stored_bytes else None
+        if group.num_bytes < largest:
+            continue
+        if group.kind == "images":
+            largest = group.num_bytes
+        else:
+            values = group.lists[1]
+            dtype = np.dtype(f"V{values.item_bytes}") if values.stored_bytes else None
             return plan_csr(num_rows, group.shape[1], group.num_entries, value_dtype=dtype, chunk_samples=chunk_samples)
     return plan_layout(num_rows, max(1, largest // num_rows), chunk_samples)
 
@@ -170,7 +192,7 @@ def is_anndata(file: h5py.File) -> bool:
 
 def _sparse_groups(
     file: h5py.File, survey: Survey, datasets: dict[bytes, DatasetFacts], shown: str
-) -> Iterator[SparseGroup]:
+) -> Iterator[RaggedGroup]:
     for node in survey.nodes:
         if node.kind != "group":
             continue
@@ -184,7 +206,7 @@ def _sparse_groups(
         kind = word.removesuffix("_matrix")
         if kind not in ("csr", "csc"):
             if not word:  # files of Cell Ranger
-                yield SparseGroup(node.path, "", (0, 0), *facts)
+                yield RaggedGroup(node.path, "", (0, 0), (facts[0], facts[1]), facts[2])
             continue
         shape = np.asarray(group.attrs.get("shape", group.attrs.get("h5sparse_shape", ())))
         if shape.shape != (2,) or shape.dtype.kind not in "iu" or int(shape.min()) < 0:
@@ -193,10 +215,26 @@ def _sparse_groups(
         lengths = [each.shape[0] if each.shape else 0 for each in facts]
         if lengths[2] != major + 1 or lengths[0] != lengths[1] or facts[2].kind not in "iu":
             raise FileError(
-                f"{where} is damaged: {lengths[0]} values, {lengths[1]} indices and {lengths[2]} pointers of "
+                f"{where} is damaged: {lengths[1]} values, {lengths[0]} indices and {lengths[2]} pointers of "
                 f"{facts[2].dtype} in {shape[0]} x {shape[1]}"
             )
-        yield SparseGroup(node.path, kind, (int(shape[0]), int(shape[1])), *facts)
+        yield RaggedGroup(node.path, kind, (int(shape[0]), int(shape[1])), (facts[0], facts[1]), facts[2])
+
+
+def _image_groups(file: h5py.File, datasets: dict[bytes, DatasetFacts], header: Header | None) -> Iterator[RaggedGroup]:
+    """Yield the images of any size of an h5chunk file. Raises FileError if they are damaged."""
+    names = find_image_groups(path.decode("utf-8", "replace") for path in datasets) if header is not None else []
+    for name in names:
+        assert header is not None
+        field = describe_images(file[name], Path(file.filename), name, header.chunk_samples)
+        if field.num_rows != header.num_samples:
+            raise FileError(
+                f"{printable(file.filename)}: {name!r} is damaged: it has {field.num_rows} images for "
+                f"{header.num_samples} samples"
+            )
+        pointers, *tables = (datasets[f"{name}/{table}".encode()] for table in IMAGE_TABLES)
+        lists = (datasets[f"{name}/data".encode()],)
+        yield RaggedGroup(name.encode(), "images", (field.num_rows, 1), lists, pointers, tuple(tables))
 
 
 def _word(group: h5py.Group, name: str) -> str:

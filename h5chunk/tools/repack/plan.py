@@ -121,7 +121,7 @@ def plan_moves(
 ) -> RepackPlan:
     """Plan a repack; add the tables of its checksums to ``header``, and warnings to ``notes``."""
     shown = printable(file.filename)
-    moves = [*_field_moves(samples, header, options), *_sparse_moves(samples, header, options)]
+    moves = [*_field_moves(samples, header, options), *_ragged_moves(samples, header, options)]
     if options.shuffle:
         moves += _table_moves(survey, samples)
     moved = {move.facts.name for move in moves}
@@ -189,18 +189,20 @@ def _layout(facts: DatasetFacts, chunks: tuple[int, ...], options: RepackOptions
     return NewLayout(chunks, parse_compression(options.compression) if written and large else (), written)
 
 
-def _sparse_moves(samples: Samples, header: FileSpec | None, options: RepackOptions) -> Iterator[Move]:
-    for group in samples.sparse:
-        by_sample = options.shuffle and group.kind == "csr" and group.shape[0] == samples.num_samples
-        for facts in (group.indices, group.data):
+def _ragged_moves(samples: Samples, header: FileSpec | None, options: RepackOptions) -> Iterator[Move]:
+    for group in samples.ragged:
+        by_sample = options.shuffle and group.has_samples and group.shape[0] == samples.num_samples
+        chunk_entries = group.chunk_entries(bool(parse_compression(options.compression)))
+        for facts in group.lists:
             if facts.num_rows:
-                layout = _layout(facts, (group.chunk_entries,), options)
+                layout = _layout(facts, (chunk_entries,), options)
                 checked = header is not None and layout.written
-                kind, elements = "runs" if by_sample else "copy", facts.num_rows / max(1, group.indptr.num_rows - 1)
-                yield Move(facts, layout, kind, group.indptr.path, checked, elements)
-        if group.indptr.stored_bytes:
-            kind = "pointers" if by_sample else "copy"
-            yield Move(group.indptr, NewLayout(None), kind, checked=header is not None)
+                kind, elements = "runs" if by_sample else "copy", facts.num_rows / max(1, group.pointers.num_rows - 1)
+                yield Move(facts, layout, kind, group.pointers.path, checked, elements)
+        for facts in (group.pointers, *group.tables):
+            if facts.stored_bytes:
+                kind = "pointers" if facts is group.pointers else "rows"
+                yield Move(facts, NewLayout(None), kind if by_sample else "copy", checked=header is not None)
 
 
 def _table_moves(survey: Survey, samples: Samples) -> Iterator[Move]:
@@ -225,7 +227,7 @@ def check_shuffle(file: h5py.File, survey: Survey, samples: Samples) -> Iterator
             f"{shown}: is an AnnData file, whose tables, graphs and names would all have to be permuted: shuffle "
             "it with h5chunk convert, which makes a training file, or repack it without shuffle"
         )
-    for group in samples.sparse:
+    for group in samples.ragged:
         if not group.kind:
             raise OptionError(
                 f"{shown}: {printable(group.path)!r} looks like a sparse matrix, but its format, csr or csc, is "

@@ -29,7 +29,6 @@ from h5chunk.store.hdf5.child import Say, in_child, limited_memory
 from h5chunk.store.hdf5.chunk_table import is_stored_as
 from h5chunk.store.hdf5.codecs import KNOWN_FILTERS
 from h5chunk.store.hdf5.open import open_file, translate_errors
-from h5chunk.store.read.ragged import find_image_groups
 from h5chunk.store.read.scan import CheckedDataset
 from h5chunk.store.rewrite.raw_rows import RawRows
 from h5chunk.store.rewrite.replica import CHECKSUMS, Changes, create_replica, region_key
@@ -164,12 +163,6 @@ def _plan(
         missing = {name: getattr(best, name) for name in TUNED if getattr(options, name) is None}
         options = replace(options, shuffle=options.shuffle or best.shuffle, **missing)
         survey = survey_file(source.file)
-        names = find_image_groups(path.decode("utf-8", "replace") for path in survey.datasets)
-        if old is not None and names:
-            raise FileError(
-                f"{source.shown}: {names[0]!r} holds images of any size, which repack cannot move: convert the source "
-                "again with other options"
-            )
         num_threads = min(MAX_THREADS, available_cores())
         part_bytes = Shares(options.memory_bytes, num_threads).part_bytes
         samples = find_samples(source.file, survey, old, options, part_bytes)
