@@ -34,7 +34,8 @@ MAY_IMPORT = {
     "feed": {"native", "transforms", *STORE, "plan", *GROUND},
     "tools.progress": set(),
     "tools.model": {"plan", "errors"},
-    "tools.measure": {"tools.model", "tools.progress", "plan", *STORE, "feed", *GROUND, "__init__"},
+    "tools.measure": {"tools.model", "tools.progress", "sources", "plan", *STORE, "transforms", "feed", "__init__"}
+    | GROUND,
     "tools": {"native", "source", "sources", "plan", *STORE, "feed", *GROUND, "__init__"},  # and its inner rooms
     "lightning": {"feed", "errors"},
     "cli": {"tools", "errors", "__init__"},

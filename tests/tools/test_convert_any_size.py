@@ -16,6 +16,7 @@ from h5chunk.plan.permutation import permutation
 from h5chunk.source import OpenContext
 from h5chunk.sources.images import ImageSource
 from h5chunk.sources.kinds import ImageSourceOptions
+from h5chunk.tools.measure.stages import DATALOADER, DECODING, LIMITS, LOADER, READERS, RESIDENT
 from h5chunk.transforms import Resize
 
 
@@ -222,10 +223,41 @@ def test_only_one_image_a_sample(photos, tmp_path):
         h5chunk.convert([(picture(8, 8), 0)], tmp_path / "p.h5", keep_encoded=True)
 
 
-def test_other_commands_refuse(photos, tmp_path):
+# ---- measuring
+
+
+def test_bench_measures_decoding_and_loaders(photos, tmp_path):
     h5chunk.convert(photos, tmp_path / "p.h5", keep_encoded=True)
-    with pytest.raises(FileError, match="cannot be tuned"):
-        h5chunk.tune(tmp_path / "p.h5")
+    report = h5chunk.bench(tmp_path / "p.h5", budget_s=0.2, batch_size=4, workers=[0], cold=False)
+    rates = {(each.group, each.name): each.samples_per_s for each in report.figures}
+    for name in (
+        (LIMITS, DECODING),
+        (READERS, "direct"),
+        (READERS, "h5py"),
+        (DATALOADER, "0 workers"),
+        (LOADER, "reuse=False"),
+    ):
+        assert rates[name] > 0
+    assert "cropped for each batch" in report.figure(LOADER, RESIDENT).note
+    assert "RandomResizedCrop(224)" in str(report) and report.stored_bytes >= report.num_samples * 100
+
+
+@pytest.mark.parametrize("how", ["keep_encoded", "keep_size"])
+def test_tune_measures_loaders_and_advises(photos, tmp_path, monkeypatch, how):
+    monkeypatch.setattr("h5chunk.tools.tune.study.SMALL_BYTES", 0)
+    monkeypatch.setattr("h5chunk.tools.tune.advice.DECODES_SHARE", 0)
+    monkeypatch.setattr("h5chunk.tools.tune.advice.available_bytes", lambda: 1000)
+    h5chunk.convert(photos, tmp_path / "p.h5", **{how: True})
+    report = h5chunk.tune(tmp_path / "p.h5", budget_s=0.2, batch_size=4, workers=[0])
+    assert all(row.rate > 0 for row in report.rows) and not report.setting.repack
+    advice = {each.code: each for each in report.advice}
+    if how == "keep_size":
+        assert "--keep-encoded" in advice["exceeds_memory"].remedy
+    else:
+        assert "--max-side 448" in advice["slow_decoding"].remedy and "do not fit" in advice["slow_decoding"].message
+    scope = {}
+    exec("\n".join(report.code), scope)
+    assert sum(len(images) for images, _ in scope["loader"]) == 7
 
 
 # ---- appending

@@ -19,11 +19,20 @@ from h5chunk.errors import (
 )
 from h5chunk.machine import available_cores
 from h5chunk.store.read.files import Paths, open_reader
-from h5chunk.tools.measure.checks import check_budget, check_samples, why_not_direct, worker_counts
+from h5chunk.store.read.ragged import ImagesField
+from h5chunk.tools.measure.checks import (
+    CROP,
+    batch_bytes,
+    check_budget,
+    check_samples,
+    why_not_direct,
+    worker_counts,
+)
 from h5chunk.tools.measure.machine import available_bytes, describe_device, library_versions
 from h5chunk.tools.measure.stages import (
     CACHED,
     DATALOADER,
+    DECODING,
     DISK,
     LIMITS,
     LOADER,
@@ -113,6 +122,8 @@ def bench(
         figures, notes, stored_bytes = measure_stages(subject, numbers, cold, not_direct)
     if any(each.ratio is not None and each.ratio > NOISY for each in figures if each.limit == CACHED):
         notes.append("some figures are above their limit, because the machine was busy: run it again")
+    if isinstance(reader.ragged, ImagesField):
+        notes.append(f"images of any size are cropped by RandomResizedCrop({CROP}); bytes are those in the file")
     fits = stored_bytes is None or stored_bytes < subject.memory_bytes
     return BenchReport(
         path=str(reader.path),
@@ -150,7 +161,8 @@ def _named_errors(path: str) -> Iterator[None]:
 
 def _check_memory(subject: Subject, num_workers: int) -> None:
     """Raise OptionError if the batches of all loaders and workers do not fit in memory."""
-    batch = min(subject.batch_size, subject.reader.num_samples) * subject.sample_bytes
+    reader = subject.reader
+    batch = min(subject.batch_size, reader.num_samples) * batch_bytes(reader, subject.sample_bytes)
     needed = HELD_LOADERS * min(HELD_BATCHES * batch, HELD_BYTES + 2 * batch) + 3 * (1 + num_workers) * batch
     if needed > subject.memory_bytes:
         raise OptionError(
@@ -255,6 +267,9 @@ def _slowest(
         remedy = "store it uncompressed if the disk has room, or use more cores"
         return f"Slowest stage: decompressing, {share}: {remedy}"
     stay = f"resident=True keeps the data on the device: {resident:,.0f} samples/s" if resident > 1.2 * rate else ""
+    if best.limit == DECODING and (best.ratio or 0) >= AT_LIMIT:
+        remedy = "more cores, smaller images (convert --max-side), or pixels, if they fit in memory (--keep-size)"
+        return f"Slowest stage: decoding images, {share}: {remedy}"
     if (best.ratio or 0) < AT_LIMIT:
         name = "ChunkLoader" if best.group == LOADER else "the DataLoader"
         remedy = stay or "try larger batches, another num_threads and an idle machine"

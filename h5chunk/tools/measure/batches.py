@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+import h5py
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
@@ -21,9 +22,13 @@ from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
 from h5chunk.plan.order import Order
 from h5chunk.plan.selection import FixedSelection
+from h5chunk.sources.decode import decode
+from h5chunk.sources.kinds import ImageOptions
 from h5chunk.store.hdf5.open import open_file
-from h5chunk.store.read.fields import MatrixField
+from h5chunk.store.read.fields import Field, MatrixField
+from h5chunk.store.read.ragged import ImagesField, RaggedField
 from h5chunk.store.read.reader import H5Reader
+from h5chunk.tools.measure.checks import CROP
 
 SETTLE_S, SETTLE_STEP_S = 0.5, 0.005  # timeout of waiting for idle threads, and how often they are checked
 
@@ -138,8 +143,8 @@ def plain_rate(reader: H5Reader, num_samples: int, batch_size: int, seconds: flo
     """
     rng, done, warm = np.random.default_rng(0), 0, False
     with open_file(reader.path) as file:
-        datasets = [file[each.dataset] for each in reader.fields.values() if not isinstance(each, MatrixField)]
-        matrix = None if reader.matrix is None else file[reader.matrix.dataset]
+        datasets = [file[each.dataset] for each in reader.fields.values() if isinstance(each, Field)]
+        read_row = _row_reader(file, reader.ragged)
         started = time.perf_counter()
         while not done or not warm or time.perf_counter() < started + seconds:
             if not warm and time.perf_counter() >= started + seconds:
@@ -148,13 +153,39 @@ def plain_rate(reader: H5Reader, num_samples: int, batch_size: int, seconds: flo
             for row in rng.integers(0, num_samples, batch_size).tolist():
                 for dataset, column in zip(datasets, samples, strict=True):
                     column.append(dataset[row])
-                if reader.matrix is not None and matrix is not None:
-                    dense = np.zeros(reader.matrix.num_columns, np.float32)
-                    start, stop = matrix["indptr"][row : row + 2].tolist()
-                    dense[matrix["indices"][start:stop]] = matrix["data"][start:stop]
+                read_row(row)
                 done += 1
                 if time.perf_counter() >= started + seconds:
                     break
             for column in samples:
                 np.stack(column)
         return done / (time.perf_counter() - started)
+
+
+def _row_reader(file: h5py.File, field: RaggedField | None) -> Callable[[int], Any]:
+    """Return a function that reads a row of a matrix as dense numbers, or an image, as a plain training loop does."""
+    if field is None:
+        return lambda row: None
+    group = file[field.dataset]
+    if isinstance(field, MatrixField):
+        columns = field.num_columns
+
+        def read_row(row: int) -> None:
+            dense = np.zeros(columns, np.float32)
+            start, stop = group["indptr"][row : row + 2].tolist()
+            dense[group["indices"][start:stop]] = group["data"][start:stop]
+
+        return read_row
+
+    assert isinstance(field, ImagesField)
+    options = ImageOptions(color="rgb" if field.channels == 3 else "gray")
+
+    def read_image(row: int) -> torch.Tensor:
+        start, stop = group["offsets"][row : row + 2].tolist()
+        pixels = group["data"][start:stop]
+        if field.form == "encoded":
+            pixels = np.array(decode(pixels.tobytes(), options).image)
+        image = torch.from_numpy(pixels.reshape(group["heights"][row], group["widths"][row], field.channels))
+        return torch.nn.functional.interpolate(image.permute(2, 0, 1)[None], (CROP, CROP), mode="bilinear")
+
+    return read_image

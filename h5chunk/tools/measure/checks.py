@@ -10,6 +10,8 @@ from h5chunk.store.read.ragged import ImagesField
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.several import direct_fields
 
+CROP = 224  # height and width to which images of any size are cropped
+
 
 def check_budget(budget_s: float) -> None:
     """Raise OptionError unless the budget is a positive number of seconds."""
@@ -23,19 +25,22 @@ def worker_counts(workers: Sequence[int] | None, default: Sequence[int]) -> tupl
 
 
 def check_samples(reader: H5Reader, done: str) -> int:
-    """Return the bytes of a sample, all fields together. Raise FieldError if there are no samples or no bytes.
+    """Return the stored bytes of a sample, all fields together. Raise FieldError if there are no samples or no bytes.
 
     ``done`` is "measured" or "tuned", for the message.
     """
-    if isinstance(reader.ragged, ImagesField):
-        name = reader.ragged.name
-        raise FieldError(f"{printable(reader.path)}: {name!r} holds images of any size, which cannot be {done}")
     sample_bytes = sum(each.grid.sample_bytes for each in reader.fields.values())
     if not reader.num_samples:
         raise FieldError(f"{printable(reader.path)}: has no samples: nothing can be {done}")
     if not sample_bytes:
         raise FieldError(f"{printable(reader.path)}: its samples have no bytes: nothing can be {done}")
     return sample_bytes
+
+
+def batch_bytes(reader: H5Reader, sample_bytes: int) -> int:
+    """Return the bytes of a sample in a batch: those of a crop for images of any size."""
+    field = reader.ragged
+    return max(sample_bytes, field.channels * CROP * CROP) if isinstance(field, ImagesField) else sample_bytes
 
 
 def why_not_direct(reader: H5Reader) -> str:

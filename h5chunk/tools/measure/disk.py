@@ -20,6 +20,7 @@ from h5chunk.store.hdf5.chunk_table import NotDirect, list_chunks
 from h5chunk.store.hdf5.open import opened, same_file
 from h5chunk.store.hdf5.ranges import open_descriptor, read_bytes
 from h5chunk.store.read.fields import Field
+from h5chunk.store.read.ragged import RaggedField
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.tools.measure.machine import NotMeasured, threads_rate
 
@@ -43,6 +44,7 @@ class ByteRange(NamedTuple):
 
 
 Ranges = Sequence[ByteRange]
+Columns = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def merge(ranges: Ranges) -> Ranges:
@@ -81,9 +83,14 @@ def locate(reader: H5Reader) -> list[ByteRange]:
     for number, each in enumerate(reader.readers):
         with opened(each.path) as file:
             for field in each.fields.values():
-                if isinstance(field, Field) and each.num_samples:
-                    columns = [column.tolist() for column in _locate_field(file, field, each.chunk_samples)]
-                    for offset, size, sample in zip(*columns, strict=True):
+                if not each.num_samples:
+                    continue
+                if isinstance(field, Field):
+                    located = [_locate_field(file, field.name, file[field.dataset], each.chunk_samples)]
+                else:
+                    located = _locate_ragged(file, field, each.indptr)
+                for columns in located:
+                    for offset, size, sample in zip(*(column.tolist() for column in columns), strict=True):
                         found.append(ByteRange(number, offset, size, first + sample))
         first += each.num_samples
     if not any(each.size for each in found):
@@ -91,22 +98,31 @@ def locate(reader: H5Reader) -> list[ByteRange]:
     return sorted(found, key=lambda each: each.first_sample)
 
 
-def _locate_field(file: h5py.File, field: Field, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return offsets, sizes and first samples of a field's chunks; if it is contiguous, of pieces of ``rows`` rows."""
-    dataset = file[field.dataset]
+def _locate_ragged(file: h5py.File, field: RaggedField, indptr: np.ndarray) -> list[Columns]:
+    """Return offsets, sizes and first samples of the chunks of each list of entries."""
+    found = []
+    for part in field.lists if field.num_entries else ():
+        offsets, sizes, entries = _locate_field(file, field.name, file[f"{field.dataset}/{part}"], READ_BYTES)
+        found.append((offsets, sizes, np.searchsorted(indptr, entries, "right") - 1))
+    return found
+
+
+def _locate_field(file: h5py.File, name: str, dataset: h5py.Dataset, rows: int) -> Columns:
+    """Return offsets, sizes and first rows of a dataset's chunks; if it is contiguous, of pieces of ``rows`` rows."""
     properties = dataset.id.get_create_plist()
     elsewhere = not same_file(dataset, file)
     plain = properties.get_layout() in (h5py.h5d.CHUNKED, h5py.h5d.CONTIGUOUS)
     if elsewhere or not plain or (dataset.chunks is None and properties.get_external_count()):
-        raise NotMeasured(f"the bytes of field {field.name!r} are in other files, or in the file's header")
+        raise NotMeasured(f"the bytes of field {name!r} are in other files, or in the file's header")
     try:
         table = list_chunks(dataset)
     except NotDirect as error:
-        raise NotMeasured(f"field {field.name!r}: {error}") from None
+        raise NotMeasured(f"field {name!r}: {error}") from None
     if dataset.chunks is None:
         firsts = np.arange(0, len(dataset), rows)
-        offsets = table.offsets[0] + firsts * field.grid.sample_bytes
-        sizes = np.minimum(rows, len(dataset) - firsts) * field.grid.sample_bytes
+        row_bytes = dataset.nbytes // len(dataset)
+        offsets = table.offsets[0] + firsts * row_bytes
+        sizes = np.minimum(rows, len(dataset) - firsts) * row_bytes
         return (offsets, sizes, firsts) if table.offsets[0] >= 0 else (firsts[:0],) * 3
     per_band = max(1, len(table) // -(-len(dataset) // dataset.chunks[0]))
     firsts = np.arange(len(table)) // per_band * dataset.chunks[0]

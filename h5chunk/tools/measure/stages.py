@@ -11,12 +11,14 @@ from typing import Any
 
 from h5chunk.errors import count_text, human_bytes
 from h5chunk.store.read.files import Paths
+from h5chunk.store.read.ragged import ImagesField
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.tools.measure.disk import DISK_THREADS, FileReads, disk_rates, merge
 from h5chunk.tools.measure.machine import NotMeasured, device_copy, memory_copy, thread_counts
 from h5chunk.tools.progress import TimeBudget
 
 MEMORY, CACHED, DISK, TO_DEVICE = "memory copy", "page-cache read", "disk read", "copy to the GPU"
+DECODING = "decoding whole images"
 LIMITS, READERS, DATALOADER, LOADER = "limits", "readers, to the CPU", "DataLoader, to the CPU", "ChunkLoader"
 RESIDENT = "resident=True"
 
@@ -96,9 +98,15 @@ class Subject:
         return self.reader.main.grid.filtered
 
     @property
+    def is_encoded(self) -> bool:
+        """Whether samples are encoded images."""
+        return isinstance(self.reader.ragged, ImagesField) and self.reader.ragged.form == "encoded"
+
+    @property
     def limits(self) -> tuple[str, ...]:
         """Names of the limits on batches on the CPU: reading and, if data is compressed, writing decoded chunks."""
-        return (CACHED, MEMORY) if self.is_compressed else (CACHED,)
+        more = [DECODING] * self.is_encoded + [MEMORY] * self.is_compressed
+        return (CACHED, *more)
 
     @property
     def on_gpu(self) -> bool:
@@ -129,6 +137,8 @@ def measure_stages(
     if subject.on_gpu:
         copy = subject.closing.enter_context(device_copy(subject.device))
         device = replace(device, rate=copy, note="pinned memory")
+    if subject.is_encoded:
+        reading.append(_decoding_stage(subject))
     batches = _batch_stages(subject, workers, not_direct, memory.first_rate)
     stages = [memory, *reading, device, *batches]
     _measure_in_turns([stage for stage in stages if stage.rate is not None and not stage.rates], subject.budget)
@@ -139,6 +149,14 @@ def measure_stages(
         )
     limits = {each.name: each.median / each.bytes_per_sample for each in stages if each.group == LIMITS and each.rates}
     return [stage.figure(limits) for stage in stages], notes, stored_bytes
+
+
+def _decoding_stage(subject: Subject) -> Stage:
+    """Return the stage of decoding images of any size, without reading or cropping them."""
+    from h5chunk.tools.measure.images import decoding
+
+    image_bytes, rate = decoding(subject.reader, subject.num_samples)
+    return _with_best_threads(subject, Stage(LIMITS, DECODING, image_bytes), rate)
 
 
 def _disk_stage(subject: Subject, stage: Stage, reads: FileReads) -> Stage:
@@ -204,13 +222,13 @@ def _batch_stages(subject: Subject, workers: Sequence[int], not_direct: str, cop
 
 def _open(subject: Subject, group: str, name: str, limits: tuple[str, ...], why_not: str = "", **options: Any) -> Stage:
     """Open a loader, and return its stage; if there is a reason ``why_not``, return a stage without a rate."""
-    from h5chunk.feed.dataset import ChunkDataset
     from h5chunk.tools.measure.batches import first_samples, open_dataset, open_loader, settle
+    from h5chunk.tools.measure.images import open_data
 
     stage = Stage(group, name, subject.sample_bytes, note=why_not, limits=limits)
     if why_not:
         return stage
-    dataset = ChunkDataset(subject.path, fields=subject.fields, trusted=subject.reader.trusted)
+    dataset = open_data(subject.path, subject.fields, subject.reader.trusted)
     order = first_samples(dataset, subject.batch_size, subject.num_samples)
     if group == DATALOADER:
         batches = open_dataset(dataset, order, **options)
@@ -234,6 +252,8 @@ def _why_not_resident(subject: Subject, copy_rate: float) -> str:
 
     from h5chunk.feed.budget import RESIDENT_SHARE, free_bytes
 
+    if isinstance(subject.reader.ragged, ImagesField):
+        return "images of any size are cropped for each batch"
     room = subject.memory_bytes // 4
     if subject.on_gpu:
         room = free_bytes(torch.device(subject.device)) // RESIDENT_SHARE

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from h5chunk.errors import human_bytes
+from h5chunk.machine import available_cores
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
-from h5chunk.tools.measure.machine import default_cache
+from h5chunk.store.read.ragged import ImagesField
+from h5chunk.tools.measure.checks import CROP
+from h5chunk.tools.measure.machine import available_bytes, default_cache
 from h5chunk.tools.model.clustering import LEAST_CHANCE, find_clustering
 from h5chunk.tools.tune.study import Study
 
@@ -14,6 +17,8 @@ GIANT_BYTES = 64 << 20  # a window of several larger chunks takes too much memor
 LEAST_GIANT_BYTES, FEW_CHUNKS = 1 << 20, 8  # a chunk of this size is too large if there are fewer than 8 along axis 0
 LEAST_CORRELATION = 0.02  # a smaller correlation of labels does not matter for a batch of hundreds
 ENOUGH = 0.95  # fraction of a full shuffle that counts as full
+DECODING_S = 0.3  # time to measure decoding
+DECODES_SHARE = 0.5  # a loader of this share of the rate of decoding waits for the decoder most of the time
 PIECES = (2, 16, 64)  # lengths of pieces in which labels are compared, besides the chunks
 
 
@@ -21,8 +26,8 @@ PIECES = (2, 16, 64)  # lengths of pieces in which labels are compared, besides 
 class Advice:
     """A problem, with its figures and its remedy: a command, or settings for h5py.File.
 
-    ``code`` is ``labels_clustered``, ``sample_spans_chunks``, ``giant_chunk``, ``cache_below_chunk`` or
-    ``slow_filter``.
+    ``code`` is ``labels_clustered``, ``sample_spans_chunks``, ``giant_chunk``, ``cache_below_chunk``, ``slow_filter``,
+    ``slow_decoding`` or ``exceeds_memory``.
     """
 
     code: str
@@ -38,7 +43,7 @@ def find_advice(study: Study, effective_batch: float | None, is_slow: bool, repa
     ``shuffle`` are the commands that rewrite the file in other chunks, or shuffle it.
     """
     found = _advise_labels(study, effective_batch, shuffle)
-    if not study.matrix:
+    if not study.is_ragged:
         found += advise_layout(study.facts.grid, default_cache(), repack)
         found += [_advise_filter(study, repack)] if study.facts.grid.filtered and is_slow else []
     return found
@@ -103,3 +108,36 @@ def _advise_filter(study: Study, repack: str) -> Advice:
     times = 1 / max(1e-9, study.stored_share)
     message = f"decoding its compressed chunks takes most of the time; uncompressed, they take {times:,.1f} x the space"
     return Advice("slow_filter", message, repack, {"times_the_space": times})
+
+
+def advise_images(study: Study, rate: float) -> list[Advice]:
+    """Say whether images of any size had better be kept in the other form; ``rate`` is the best in samples/s."""
+    field, memory = study.reader.ragged, available_bytes()
+    if not isinstance(field, ImagesField):
+        return []
+    convert = "h5chunk convert SOURCE NEW.h5"
+    if field.form == "raw":
+        if field.num_entries <= memory:
+            return []
+        message = (
+            f"{human_bytes(field.num_entries)} of pixels exceed the {human_bytes(memory)} of free memory, so that each "
+            "epoch reads the disk"
+        )
+        raw = {"pixel_bytes": float(field.num_entries), "memory_bytes": float(memory)}
+        return [Advice("exceeds_memory", message, f"{convert} --keep-encoded", raw)]
+    from h5chunk.tools.measure.images import decoding
+
+    image_bytes, measured = decoding(study.reader, study.num_measured)
+    decoded = measured(available_cores(), DECODING_S) / image_bytes
+    if rate < DECODES_SHARE * decoded:
+        return []
+    num_bytes = int(image_bytes * field.num_rows)
+    fits = num_bytes <= memory
+    figures = {"decoded_per_s": decoded, "pixel_bytes": num_bytes, "memory_bytes": memory}
+    message = (
+        f"decoding takes most of the time: all cores decode {decoded:,.0f} whole images/s; as pixels, the images take "
+        f"about {human_bytes(num_bytes)}, {num_bytes / field.num_entries:,.1f} times as much, "
+        f"which {'fit' if fits else 'do not fit'} in the {human_bytes(memory)} of free memory"
+    )
+    smaller = f"{convert} --keep-encoded --max-side {2 * CROP}, or more cores"
+    return [Advice("slow_decoding", message, f"{convert} --keep-size" if fits else smaller, figures)]

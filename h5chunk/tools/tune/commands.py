@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from h5chunk.store.read.ragged import ImagesField
+from h5chunk.tools.measure.checks import CROP
 from h5chunk.tools.model.settings import LOADER, Setting
 from h5chunk.tools.report import python_text, shell_command
 from h5chunk.tools.tune.study import Study
+
+CROPS = "from h5chunk.transforms import RandomResizedCrop"
 
 
 def tuned_path(study: Study) -> Path:
@@ -23,7 +27,7 @@ def rewrite_command(study: Study, setting: Setting | None = None, *, shuffle: bo
     if study.anndata and shuffle:
         return shell_command(["h5chunk", "convert", source, target])
     parts = ["h5chunk", "repack", source, target]
-    if setting is not None and not study.matrix:
+    if setting is not None and not study.is_ragged:
         parts += ["--chunk-samples", str(setting.chunk_samples)]
     if setting is not None and not study.anndata:
         parts += ["--window-chunks", str(setting.window_chunks)]
@@ -44,19 +48,25 @@ def code_for(study: Study, setting: Setting, device: str) -> list[str]:
     named = f", fields={shown!r}" if fields else ""
     trusted = ", trusted=True" if study.reader.trusted and not rewritten else ""
     window = "" if stored else f", window_chunks={setting.window_chunks}"
-    data = f"data = h5chunk.ChunkDataset({path}{named}{trusted})"
+    has_images = isinstance(study.reader.ragged, ImagesField)
+    crop, crops = (f"[RandomResizedCrop({CROP})]", [CROPS]) if has_images else ("", [])
+    transform = f", transform={crop}" if crop else ""
+    data = f"data = h5chunk.ChunkDataset({path}{named}{trusted}{transform})"
     sampler = f"h5chunk.ChunkSampler(data, {study.facts.batch_size}{window})"
     if setting.way == LOADER:
         target = "" if device == "cpu" else f", device={device!r}"
         if stored:
             opened = "data" if named or trusted else path
             made = f"loader = h5chunk.ChunkLoader({opened}, {study.facts.batch_size}{target})"
+            if crop and opened == path:
+                made = f"{made[:-1]}, transforms={crop})"
         else:
             made = f"loader = h5chunk.ChunkLoader(data, sampler={sampler}{target})"
-        return ["import h5chunk", *([data] if named or trusted or not stored else []), made]
+        return ["import h5chunk", *crops, *([data] if named or trusted or not stored else []), made]
     workers = f"num_workers={setting.num_workers}" + (", persistent_workers=True" if setting.num_workers else "")
     return [
         "import h5chunk, torch",
+        *crops,
         data,
         f"loader = torch.utils.data.DataLoader(data, batch_sampler={sampler}, {workers})",
     ]

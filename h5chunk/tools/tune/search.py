@@ -40,12 +40,12 @@ TODAY, IN_PLACE, NEW, PLAIN = "as today", "best without a new file", "rewritten"
 
 def open_batches(study: Study, setting: Setting, device: str) -> BatchRate:
     """Open the loader of a setting, on the samples to measure."""
-    from h5chunk.feed.dataset import ChunkDataset
     from h5chunk.tools.measure.batches import open_dataset, open_loader
+    from h5chunk.tools.measure.images import open_data
 
     path, fields = study.path_of(setting)
     order = cut_order(order_of(setting, study.facts), study.num_measured)
-    dataset = ChunkDataset(path, fields=fields, trusted=study.reader.trusted)
+    dataset = open_data(path, fields, study.reader.trusted)
     if setting.way != LOADER:
         return open_dataset(dataset, order, num_workers=setting.num_workers)
     is_whole = study.num_measured == study.facts.num_samples

@@ -25,9 +25,10 @@ from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import opened
 from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.files import SUFFIXES
+from h5chunk.store.read.ragged import ImagesField
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.write.part_file import reason_of
-from h5chunk.tools.measure.checks import check_samples, why_not_direct
+from h5chunk.tools.measure.checks import batch_bytes, check_samples, why_not_direct
 from h5chunk.tools.measure.disk import FileReads
 from h5chunk.tools.measure.machine import NotMeasured, available_bytes
 from h5chunk.tools.model.clustering import Clustering, find_clustering, integer_groups
@@ -70,9 +71,9 @@ class Study:
         return {name: each.dataset for name, each in self.reader.fields.items()}
 
     @property
-    def matrix(self) -> bool:
-        """Whether samples are rows of a sparse matrix."""
-        return self.reader.matrix is not None
+    def is_ragged(self) -> bool:
+        """Whether samples are rows of a sparse matrix, or images of any size, so that chunks cannot be changed."""
+        return self.reader.ragged is not None
 
     def clustering(self, chunk_samples: int) -> Clustering:
         """Return how similar the samples of a chunk are, for chunks of this size."""
@@ -91,7 +92,7 @@ class Study:
 
     def path_of(self, setting: Setting) -> tuple[Path, Mapping[str, str]]:
         """Return the file on which a setting is measured, and its fields. Raise OutputError if it cannot be written."""
-        if not setting.repack or self.matrix:
+        if not setting.repack or self.is_ragged:
             return self.reader.path, self.fields
         if setting.chunk_samples not in self._made:
             self._rows = self._rows or read_rows(self)
@@ -161,8 +162,8 @@ def study_file(
         window_chunks=ChunkDataset(path, fields=fields, trusted=trusted).window_chunks,
         shuffled=reader.header is not None and reader.header.shuffled,
         direct=not why,
-        given_bytes=0 if reader.matrix is None else reader.matrix.num_columns * DENSE_BYTES,
-        fixed=reader.matrix is not None,
+        given_bytes=_given_bytes(reader, sample_bytes),
+        fixed=reader.ragged is not None,
         loads=all(each.dtype.kind != "S" for each in reader.fields.values()),
     )
     num_measured = min(reader.num_samples, samples_to_measure(batch_size, sample_bytes))
@@ -176,32 +177,41 @@ def study_file(
     return study
 
 
+def _given_bytes(reader: H5Reader, sample_bytes: int) -> int:
+    """Return the bytes of a sample that batches have in another form; 0 if they have it as it is stored."""
+    if reader.matrix is not None:
+        return reader.matrix.num_columns * DENSE_BYTES
+    return 0 if reader.ragged is None else batch_bytes(reader, sample_bytes)
+
+
 def why_small(study: Study, device: str) -> str:
     """Return why no setting can make training faster; empty if one may.
 
     A file that stays in memory is then measured as a whole, unless it is very large.
     """
-    from h5chunk.feed.dataset import ChunkDataset
     from h5chunk.feed.loader import ChunkLoader
+    from h5chunk.tools.measure.images import open_data
 
-    num_bytes = study.facts.num_samples * study.facts.sample_bytes
+    facts = study.facts
+    has_images = isinstance(study.reader.ragged, ImagesField)
+    num_bytes = facts.num_samples * (facts.given_bytes if has_images else facts.sample_bytes)
     if num_bytes < SMALL_BYTES:
         return f"its {human_bytes(num_bytes)} are too small to matter"
-    if not study.facts.loads:
+    if not facts.loads:
         return ""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dataset = ChunkDataset(study.reader.path, fields=study.fields, trusted=study.reader.trusted)
-        with ChunkLoader(dataset, study.facts.batch_size, device=device) as loader:
+        dataset = open_data(study.reader.path, study.fields, study.reader.trusted)
+        with ChunkLoader(dataset, facts.batch_size, device=device) as loader:
             is_resident = loader.is_resident
     if is_resident and num_bytes <= WHOLE_BYTES:
-        study.num_measured = study.facts.num_samples
+        study.num_measured = facts.num_samples
     return f"ChunkLoader reads its {human_bytes(num_bytes)} once and keeps them in memory" if is_resident else ""
 
 
 def fill_page_cache(study: Study, seconds: float) -> None:
     """Read the samples to measure into the page cache; if that takes too long, reduce their number."""
-    if study.matrix:
+    if study.reader.matrix is not None:
         return
     try:
         reads = FileReads(study.reader)

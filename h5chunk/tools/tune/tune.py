@@ -26,7 +26,7 @@ from h5chunk.tools.model.settings import (
     order_of,
 )
 from h5chunk.tools.progress import Progress, TimeBudget
-from h5chunk.tools.tune.advice import find_advice
+from h5chunk.tools.tune.advice import advise_images, find_advice
 from h5chunk.tools.tune.commands import code_for, rewrite_command
 from h5chunk.tools.tune.plot import check_plot
 from h5chunk.tools.tune.plot import plot as draw
@@ -135,7 +135,7 @@ def _settings(study: Study, workers: Sequence[int], min_share: float) -> list[Se
     window = window_for(clustering, order, min_share)
     settings = enumerate_settings(facts, workers=workers, windows=[order.num_chunks if window is None else window])
     if not study.anndata and clustering.chance < LEAST_CHANCE:
-        kept = {each for each in settings if each.repack or study.matrix or facts.is_good}
+        kept = {each for each in settings if each.repack or study.is_ragged or facts.is_good}
         settings += sorted({replace(each, repack=True, shuffle=True) for each in kept}, key=str)
     return settings
 
@@ -179,7 +179,10 @@ def _report(search: Search, small: str, least_batch: float, memory_bytes: int) -
         sample_bytes=facts.sample_bytes,
         chosen=chosen,
         rows=[*(_row(search, name) for name in search.finalists), _plain_row(search)],
-        advice=find_advice(study, search.trials[search.today].effective_batch, chosen == NEW, repack, shuffle),
+        advice=[
+            *find_advice(study, search.trials[search.today].effective_batch, chosen == NEW, repack, shuffle),
+            *advise_images(study, max(statistics.median(turns) for turns in search.turns.values())),
+        ],
         commands=commands,
         code=code_for(study, setting, search.device),
         why_small=small,
@@ -207,7 +210,7 @@ def _plain_row(search: Search) -> TuneRow:
     """Return the row on plain h5py: a loop that reads single random samples through the default chunk cache."""
     study, facts, cache = search.study, search.study.facts, default_cache()
     description = f"h5py.File(...)[name][i] in random order, with a chunk cache of {human_bytes(cache.nbytes)}"
-    if not study.matrix and facts.grid.chunks:
+    if not study.is_ragged and facts.grid.chunks:
         times = facts.grid.amplification(facts.grid.chunk_bytes <= cache.nbytes)
         description += f", which reads up to {times:,.1f} times the bytes of its samples" if times > 1.5 else ""
     memory = cache.nbytes * len(study.fields) + facts.batch_size * facts.sample_bytes

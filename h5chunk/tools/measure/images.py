@@ -1,0 +1,61 @@
+"""Measure images of any size: they are decoded, cropped at random and resized to one size, as for training."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+
+from h5chunk.feed.dataset import ChunkDataset
+from h5chunk.sources.decode_any import decode_any
+from h5chunk.store.read.csr import CsrBuffers
+from h5chunk.store.read.files import Paths
+from h5chunk.store.read.ragged import ImagesField
+from h5chunk.store.read.reader import H5Reader
+from h5chunk.tools.measure.checks import CROP
+from h5chunk.tools.measure.machine import threads_rate
+from h5chunk.transforms import RandomResizedCrop
+
+PROBES = 64  # images to decode again and again
+
+
+def open_data(path: Paths, fields: Mapping[str, str] | Sequence[str] | None, trusted: bool) -> ChunkDataset:
+    """Open a data set to measure; images of any size are cropped to CROP x CROP pixels."""
+    dataset = ChunkDataset(path, fields=fields, trusted=trusted)
+    ragged = [name for name in dataset.fields if isinstance(dataset.field(name), ImagesField)]
+    return dataset.with_transform({name: [RandomResizedCrop(CROP)] for name in ragged}) if ragged else dataset
+
+
+def read_images(reader: H5Reader, rows: np.ndarray) -> list[np.ndarray]:
+    """Read the bytes of images of any size: (num_bytes,) uint8 each."""
+    assert reader.ragged is not None
+    starts = np.concatenate(([0], np.cumsum(reader.indptr[rows + 1] - reader.indptr[rows])))
+    data = np.empty(int(starts[-1]), np.uint8)
+    reader.read(reader.ragged.name, rows, CsrBuffers(starts, data, None))
+    return [data[start:stop] for start, stop in itertools.pairwise(starts.tolist())]
+
+
+def decoding(reader: H5Reader, num_samples: int) -> tuple[float, Callable[[int, float], float]]:
+    """Return the bytes of decoded images, on average, and a function that measures bytes/s of decoding alone.
+
+    The function takes a number of threads, and seconds. It decodes some of the first ``num_samples`` images.
+    """
+    field = reader.ragged
+    assert isinstance(field, ImagesField)
+    rows = np.unique(np.linspace(0, num_samples - 1, PROBES).astype(np.int64))
+    images, facts = read_images(reader, rows), [table[rows].tolist() for table in reader.image_sizes]
+    areas = [height * width * field.channels for height, width in zip(*facts[:2], strict=True)]
+    buffers: dict[int, np.ndarray] = {}
+    numbers = itertools.count()
+
+    def decode(thread: int) -> int:
+        number = next(numbers) % len(images)
+        height, width, orientation = (table[number] for table in facts)
+        if thread not in buffers:
+            buffers[thread] = np.empty(max(areas), np.uint8)
+        decode_any(images[number], height, width, orientation, field.channels, (height, width), buffers[thread])
+        return areas[number]
+
+    return sum(areas) / len(areas), partial(threads_rate, decode)
