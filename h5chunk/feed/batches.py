@@ -57,6 +57,11 @@ class FieldPipeline:
         """Number of batches to begin while the caller uses another."""
         return AHEAD if isinstance(self.converter, AnySizeConverter) else 0
 
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether batches are the samples as they are stored."""
+        return self.converter.changes_nothing and not self._each
+
     def num_together(self, batch_size: int, *, keep: bool) -> int:
         """Return how many batches to convert with one call: all if nothing is converted, otherwise a few small ones."""
         if self.converter.is_uncut or self._each:
@@ -111,6 +116,7 @@ class BatchMaker:
             pipeline.reuses = False  # batches of all fields are begun together
         self._others = [pipeline.others for pipeline in pipelines for _ in range(pipeline.converter.num_outputs)]
         self._finishes = any(self._others)
+        self._changes_nothing = all(pipeline.changes_nothing for pipeline in pipelines)
 
     def open(self, window: Fields, draws: Draws, batch_size: int) -> Iterator[Tensors]:
         """Yield the batches of a window, then empty batches, for steps in which only other ranks have samples.
@@ -137,6 +143,8 @@ class BatchMaker:
 
     def make(self, samples: Fields, draws: Draws, batch_size: int) -> list[Tensors]:
         """Make batches from gathered samples that nothing else refers to."""
+        if self._changes_nothing and len(samples[0]) <= batch_size:
+            return [samples]
         fields = zip(self._pipelines, samples, strict=True)
         batches = zip(*(pipeline.batches(own, draws, batch_size, keep=True) for pipeline, own in fields), strict=True)
         return list(map(_flat, batches))

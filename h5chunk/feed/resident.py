@@ -198,7 +198,7 @@ class GatherAhead:
         self._fields = [(field, field[:1].nbytes) for field in fields]
         self._sample_bytes = sum(row_bytes for _, row_bytes in self._fields)
         self._num_threads, self._tickets, self._process = num_threads, 0, os.getpid()
-        self._pool = NativePool(num_threads)
+        self._pool = NativePool(max(1, num_threads - 1))  # the caller gathers, too, when it would have to wait
         self._memory = BatchMemory(KEPT + AHEAD * num_threads)
         self._queue: deque[tuple[int, tuple[torch.Tensor, ...], np.ndarray]] = deque()  # threads may write to these
         self._lock, self._is_iterated, self._is_closed = threading.Lock(), False, False
@@ -244,7 +244,7 @@ class GatherAhead:
 
     def _wait(self, ticket: int, done: set[int]) -> None:
         while ticket not in done:
-            if (result := self._pool.wait(FOREVER_S)) is not None:
+            if (result := self._pool.wait(FOREVER_S, gathers=True)) is not None:
                 if result.status != DONE:
                     raise EOFError("the threads that gather batches were stopped")
                 done.add(result.ticket)

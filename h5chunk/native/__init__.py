@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = 9  # version of the functions and structures in C
+VERSION = 10  # version of the functions and structures in C
 PART_BYTES = 2 << 20  # approximate bytes of the jobs that a thread takes at a time
 JOB = np.dtype(
     [
@@ -116,7 +116,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         ("open", pool, (ctypes.c_int, number)),
         ("num_threads", ctypes.c_int, (pool,)),
         ("submit", ctypes.c_int, (pool, ctypes.c_uint64, address, number)),
-        ("wait", ctypes.c_int, (pool, ctypes.c_double, ctypes.POINTER(Result))),
+        ("wait", ctypes.c_int, (pool, ctypes.c_double, ctypes.c_int, ctypes.POINTER(Result))),
         ("run", None, (address, number, ctypes.POINTER(Result))),
         ("plan", number, (address, number, number, *[address] * 3, number, number, *[address] * 3)),
         ("progress", number, (pool,)),
@@ -185,14 +185,15 @@ class NativePool:
                 del self._kept[ticket]
                 raise OSError("the pool of reading threads is closed")
 
-    def wait(self, timeout_s: float) -> Result | None:
+    def wait(self, timeout_s: float, *, gathers: bool = False) -> Result | None:
         """Return the result of the next ticket that ends; None if none ends within ``timeout_s``.
 
-        Raises EOFError if the pool is closed, and all tickets were returned.
+        With ``gathers``, the calling thread runs waiting jobs meanwhile, which must be of the kind GATHER. Raises
+        EOFError if the pool is closed, and all tickets were returned.
         """
         result = Result()
         with self._inside() as pool:
-            state = self._library.h5chunk_wait(pool, timeout_s, result) if pool else -1
+            state = self._library.h5chunk_wait(pool, timeout_s, gathers, result) if pool else -1
         if state < 0:
             raise EOFError("the pool of reading threads is closed")
         if not state:

@@ -16,7 +16,7 @@
 #include <unistd.h>
 
 #define EXPORT __attribute__((visibility("default")))
-#define VERSION 9
+#define VERSION 10
 
 enum { READ = 0, VERIFY = 1, GATHER = 2 };                               /* kinds of jobs */
 enum { DONE = 0, SYSTEM = 1, CUT_SHORT = 2, CHECKSUM = 3, CANCELLED = 4 }; /* outcomes of a ticket */
@@ -347,34 +347,35 @@ static void free_pool(Pool *pool) {
     free(pool);
 }
 
+/* Run a part of the first waiting ticket; the caller holds the lock. */
+static void run_part(Pool *pool, uint8_t *scratch) {
+    Ticket *ticket = pool->waiting.first;
+    if (ticket->result.status != DONE) {
+        skip_first(pool, CANCELLED);
+        return;
+    }
+    const Job *job = ticket->jobs + ticket->num_taken;
+    int64_t count = take(pool, ticket);
+    if (pool->waiting.first) pthread_cond_signal(&pool->work); /* each thread wakes the next: see h5chunk_submit */
+    pthread_mutex_unlock(&pool->lock);
+    Result result = {0};
+    for (int64_t i = 0; i < count && !result.status; i++)
+        if (do_job(job + i, scratch, &result)) result.job = job + i - ticket->jobs;
+    pthread_mutex_lock(&pool->lock);
+    if (result.status && ticket->result.status == DONE) {
+        result.ticket = ticket->result.ticket;
+        ticket->result = result;
+    }
+    finish(pool, ticket, count);
+}
+
 static void *run(void *argument) {
     Pool *pool = argument;
     uint8_t *scratch = malloc(PIECE_BYTES);
     pthread_mutex_lock(&pool->lock);
-    while (scratch) {
-        Ticket *ticket = pool->waiting.first;
-        if (!ticket) {
-            if (pool->is_closing) break;
-            pthread_cond_wait(&pool->work, &pool->lock);
-            continue;
-        }
-        if (ticket->result.status != DONE) {
-            skip_first(pool, CANCELLED);
-            continue;
-        }
-        const Job *job = ticket->jobs + ticket->num_taken;
-        int64_t count = take(pool, ticket);
-        if (pool->waiting.first) pthread_cond_signal(&pool->work); /* each thread wakes the next: see h5chunk_submit */
-        pthread_mutex_unlock(&pool->lock);
-        Result result = {0};
-        for (int64_t i = 0; i < count && !result.status; i++)
-            if (do_job(job + i, scratch, &result)) result.job = job + i - ticket->jobs;
-        pthread_mutex_lock(&pool->lock);
-        if (result.status && ticket->result.status == DONE) {
-            result.ticket = ticket->result.ticket;
-            ticket->result = result;
-        }
-        finish(pool, ticket, count);
+    while (scratch && (pool->waiting.first || !pool->is_closing)) {
+        if (pool->waiting.first) run_part(pool, scratch);
+        else pthread_cond_wait(&pool->work, &pool->lock);
     }
     free(scratch);
     pool->num_threads--;
@@ -450,13 +451,15 @@ EXPORT int h5chunk_submit(Pool *pool, uint64_t number, const Job *jobs, int64_t 
 }
 
 /* Wait for the next ticket that is done: 1 and its result; 0 after `timeout_s`; -1 if the pool is closing and all
-* tickets were returned. */
-EXPORT int h5chunk_wait(Pool *pool, double timeout_s, Result *result) {
+ * tickets were returned. With `gathers`, the caller runs waiting jobs meanwhile, which must be of that kind. */
+EXPORT int h5chunk_wait(Pool *pool, double timeout_s, int gathers, Result *result) {
     struct timespec end = after(timeout_s);
     pthread_mutex_lock(&pool->lock);
     int error = 0;
-    while (!pool->finished.first && !(pool->is_closing && !pool->num_open) && error != ETIMEDOUT)
-        error = pthread_cond_timedwait(&pool->done, &pool->lock, &end);
+    while (!pool->finished.first && !(pool->is_closing && !pool->num_open) && error != ETIMEDOUT) {
+        if (gathers && pool->waiting.first) run_part(pool, NULL);
+        else error = pthread_cond_timedwait(&pool->done, &pool->lock, &end);
+    }
     Ticket *ticket = pop(&pool->finished);
     pool->num_open -= !!ticket;
     int found = ticket ? 1 : pool->is_closing && !pool->num_open ? -1 : 0;

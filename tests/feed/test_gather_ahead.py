@@ -68,7 +68,7 @@ def test_threads_write_to_no_memory_that_was_freed(small_images: Path, monkeypat
         asked[ticket] = made[:]
         made.clear()
 
-    def check(*_: Any) -> None:
+    def check(*_: Any, **__: Any) -> None:
         assert all(tensor() is not None for tensors in asked.values() for tensor in tensors)
 
     with ChunkLoader(small_images, 64, resident=True) as loader:
@@ -99,7 +99,7 @@ def test_a_fork_while_batches_are_gathered_ahead(small_images: Path, monkeypatch
     """The child calls no function of its parent's pool, whose locks may be held for ever."""
     parent = os.getpid()
 
-    def check(*_: Any) -> None:
+    def check(*_: Any, **__: Any) -> None:
         assert os.getpid() == parent
 
     for call in ("submit", "wait", "_ask"):

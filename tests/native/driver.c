@@ -100,11 +100,33 @@ static void run_cancelled(int descriptor) {
         }
         if (!round) h5chunk_cancel(pool);
         for (int i = 0; i < TICKETS; i++) {
-            EXPECT(h5chunk_wait(pool, 20, &result) == 1);
+            EXPECT(h5chunk_wait(pool, 20, 0, &result) == 1);
             EXPECT(result.status == DONE || (!round && result.status == CANCELLED));
         }
         EXPECT(!h5chunk_num_open(pool));
         for (int i = 0; i < TICKETS; i++) free_window(windows + i);
+    }
+    EXPECT(h5chunk_close(pool, 20));
+    h5chunk_free(pool);
+}
+
+/* A caller that waits gathers, too. */
+static void run_gathered(void) {
+    int64_t indices[ROWS];
+    uint8_t out[TICKETS][ROWS * ROW_BYTES];
+    Job jobs[TICKETS];
+    Pool *pool = h5chunk_open(1, 1);
+    Result result;
+    for (int64_t i = 0; i < ROWS; i++) indices[i] = (i * 7) % ROWS;
+    for (int i = 0; i < TICKETS; i++) {
+        jobs[i] = (Job){.kind = GATHER, .count = ROWS, .num_bytes = ROWS * ROW_BYTES, .source = data,
+                        .indices = indices, .destination = out[i]};
+        EXPECT(!h5chunk_submit(pool, (uint64_t)i, jobs + i, 1));
+    }
+    for (int i = 0; i < TICKETS; i++) {
+        EXPECT(h5chunk_wait(pool, 20, 1, &result) == 1 && result.status == DONE);
+        for (int row = 0; row < ROWS; row++)
+            EXPECT(!memcmp(out[result.ticket] + row * ROW_BYTES, data + indices[row] * ROW_BYTES, ROW_BYTES));
     }
     EXPECT(h5chunk_close(pool, 20));
     h5chunk_free(pool);
@@ -128,14 +150,14 @@ static int run_pool(int descriptor, int threads, int fault, int from, int is_clo
     int seen = 0, status = DONE;
     Result result;
     for (int state; seen < TICKETS; seen += state) {
-        EXPECT((state = h5chunk_wait(pool, 20, &result)) == 1);
+        EXPECT((state = h5chunk_wait(pool, 20, 0, &result)) == 1);
         if (result.status) status = result.status;
         else if (!is_closed_early)
             for (int row = 0; row < ROWS; row++)
                 EXPECT(!memcmp(windows[result.ticket].out + windows[result.ticket].places[row] * ROW_BYTES,
                                data + row * ROW_BYTES, ROW_BYTES));
     }
-    EXPECT(h5chunk_wait(pool, 0.001, &result) == (is_closed_early ? -1 : 0));
+    EXPECT(h5chunk_wait(pool, 0.001, 0, &result) == (is_closed_early ? -1 : 0));
     EXPECT(h5chunk_close(pool, 20) && h5chunk_close(pool, 20));
     h5chunk_free(pool);
     for (int i = 0; i < TICKETS; i++) free_window(windows + i);
@@ -192,6 +214,7 @@ int main(void) {
     run_planned(descriptor, 1);
     run_planned(descriptor, 2);
     run_cancelled(descriptor);
+    run_gathered();
     for (int threads = 1; threads < 6; threads += 2) {
         EXPECT(run_pool(descriptor, threads, NONE, 0, 0) == DONE);
         EXPECT(run_pool(descriptor, threads, SHORT, 0, 0) == DONE);
