@@ -81,13 +81,14 @@ class WorkerError(H5ChunkError, RuntimeError):
 MAX_NUMBER = (1 << 63) - 1  # the largest int64
 
 
-def check_whole(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """Return a whole number of Python or NumPy as int. Raises OptionError unless it is from ``least`` to ``most``."""
+def check_whole(name: str, value: Any, minimum: int, maximum: int | None = None) -> int:
+    """Convert a whole number of Python or NumPy to int. Raises OptionError if it is out of range, or another type."""
     is_whole = isinstance(value, (int, Integral)) and not isinstance(value, bool)
-    if is_whole and least <= value <= (MAX_NUMBER if most is None else most):
+    if is_whole and minimum <= value <= (MAX_NUMBER if maximum is None else maximum):
         return int(value)
     is_huge = is_whole and value > MAX_NUMBER
-    limits = f", at least {least}" if most is None and not is_huge else f" from {least} to {most or MAX_NUMBER}"
+    is_open = maximum is None and not is_huge
+    limits = f", at least {minimum}" if is_open else f" from {minimum} to {maximum or MAX_NUMBER}"
     raise OptionError(f"{name} is {value!r}: give a whole number{limits}")
 
 
@@ -135,20 +136,21 @@ def human_bytes(num_bytes: float) -> str:
     return f"{num_bytes / 1024:.1f} TiB"
 
 
-def difference_text(here: Sequence[Any], there: Sequence[Any], path: str, other: str) -> str:
+def difference_text(first: Sequence[Any], second: Sequence[Any], path: str, other_path: str) -> str:
     """Describe the names that only one of two files has, or the first difference of their order.
 
     >>> difference_text([b"A", b"C"], [b"A", b"B"], "x.h5", "y.h5")
     "1 only in x.h5, such as 'C'; 1 only in y.h5, such as 'B'"
     """
-    only = {path: sorted({*here} - {*there}, key=str), other: sorted({*there} - {*here}, key=str)}
+    only = {path: sorted({*first} - {*second}, key=str), other_path: sorted({*second} - {*first}, key=str)}
     parts = [
         f"{len(names):,} only in {where}, such as {', '.join(map(_quoted, names[:3]))}"
         for where, names in only.items()
         if names
     ]
-    place = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), min(len(here), len(there)))
-    return "; ".join(parts) or f"their order or number differs from number {place} on"
+    differing = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    position = next(differing, min(len(first), len(second)))
+    return "; ".join(parts) or f"their order or number differs from number {position} on"
 
 
 def _quoted(name: Any) -> str:

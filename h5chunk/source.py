@@ -75,7 +75,7 @@ class Names:
 
 
 class AnyImage(NamedTuple):
-    """The bytes to store for an image of any size, encoded or pixels (H, W, C), and its size after EXIF rotation."""
+    """An image of any size, as it is stored: encoded or as pixels (H, W, C), with its size after EXIF rotation."""
 
     data: bytes
     height: int
@@ -124,7 +124,7 @@ class SampleSource(SampleReader):
     options: Mapping[str, Any] = MappingProxyType({})  # options of reading, for the header of the file (JSON)
     ignored: Sequence[str] = ()  # content of the source that is left out, for the report
     notes: Sequence[str] = ()  # remarks for the report
-    size_bytes: Mapping[str, int] = MappingProxyType({})  # estimates for images of any size, as kept and otherwise
+    size_bytes: Mapping[str, int] = MappingProxyType({})  # estimated size of images of any size, by form of storage
 
     def __len__(self) -> int:
         raise NotImplementedError

@@ -158,7 +158,7 @@ def lines_of(path: Path, setting: Setting) -> list[str]:
     data, workers = f"data = h5chunk.ChunkDataset({str(path)!r})", setting.num_workers
     sampler = f"sampler = h5chunk.ChunkSampler(data, {BATCH}, window_chunks={setting.window_chunks})"
     loader = "h5chunk.ChunkLoader(data, sampler=sampler)"
-    if setting.way == DATASET:
+    if setting.reader == DATASET:
         options = f"num_workers={workers}, persistent_workers={workers > 0}"
         loader = f"torch.utils.data.DataLoader(data, batch_sampler=sampler, {options})"
     return ["import h5chunk, torch", data, sampler, f"loader = {loader}"]

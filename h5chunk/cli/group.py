@@ -94,13 +94,13 @@ def run(call: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
 
 def _given_options() -> dict[str, Any]:
     """Return the options that were given on the command line, by their Python names."""
-    context, given = click.get_current_context(), dict[str, Any]()
+    context, options = click.get_current_context(), dict[str, Any]()
     for parameter in context.command.params:
         name = parameter.name or ""
         is_default = context.get_parameter_source(name) is ParameterSource.DEFAULT
         if isinstance(parameter, click.Option) and not is_default:
-            given |= {name.removeprefix("no_"): False} if name.startswith("no_") else {name: context.params[name]}
-    return given
+            options |= {name.removeprefix("no_"): False} if name.startswith("no_") else {name: context.params[name]}
+    return options
 
 
 def note(line: str) -> None:

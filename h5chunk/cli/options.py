@@ -134,18 +134,18 @@ def loader_workers(default: str) -> Decorator:
 
 
 def options_of(
-    groups: Sequence[Any], *, left_out: Collection[str] = (), defaults: Mapping[str, str] | None = None
+    groups: Sequence[Any], *, excluded: Collection[str] = (), defaults: Mapping[str, str] | None = None
 ) -> Decorator:
     """Return a decorator that adds an option for each field of some subclasses of `h5chunk.sources.options.Options`.
 
-    Fields in ``left_out`` get no option. If several classes have the same field, its help combines their descriptions.
+    Fields in ``excluded`` get no option. If several classes have the same field, its help combines their descriptions.
     ``defaults`` maps fields to the text that describes their defaults in help.
     """
     made: dict[str, tuple[str, dict[str, Any]]] = {}
     for group in groups:
         hints = typing.get_type_hints(group)
         for field in dataclasses.fields(group):
-            if field.name not in left_out:
+            if field.name not in excluded:
                 heading = group.heading_of(field.name)
                 known = made.setdefault(field.name, _describe(field, hints[field.name], heading, defaults or {}))
                 if field.metadata["help"] not in known[1]["help"]:
@@ -163,26 +163,26 @@ def _describe(
     field: dataclasses.Field[Any], hint: Any, heading: str, defaults: Mapping[str, str]
 ) -> tuple[str, dict[str, Any]]:
     """Return the flag for a field, such as --seed, and the keyword arguments for `option`."""
-    about, name = field.metadata, field.name.replace("_", "-")
+    metadata, name = field.metadata, field.name.replace("_", "-")
     default = defaults.get(field.name)
-    shown_default = default or about["shown_default"] or field.default is not None
-    attributes: dict[str, Any] = {"help": about["help"], "heading": heading, "show_default": shown_default}
-    if about["metavar"]:
-        attributes["metavar"] = about["metavar"]
+    shown_default = default or metadata["shown_default"] or field.default is not None
+    attributes: dict[str, Any] = {"help": metadata["help"], "heading": heading, "show_default": shown_default}
+    if metadata["metavar"]:
+        attributes["metavar"] = metadata["metavar"]
     if isinstance(field.default, bool):
         return f"--no-{name}" if field.default else f"--{name}", attributes | {"is_flag": True}
-    return f"--{name}", attributes | {"default": None if default else field.default} | _type(about, hint)
+    return f"--{name}", attributes | {"default": None if default else field.default} | _type(metadata, hint)
 
 
-def _type(about: Any, hint: Any) -> dict[str, Any]:
+def _type(metadata: Any, hint: Any) -> dict[str, Any]:
     """Return the keyword arguments for `option` that depend on the type of a field."""
-    if about["choices"]:
-        return {"type": click.Choice(about["choices"])}
-    if about["is_path"] or about["repeatable"]:
-        return {"type": click.Path() if about["is_path"] else str, "multiple": about["repeatable"]}
-    if about["unit"] == "bytes":
+    if metadata["choices"]:
+        return {"type": click.Choice(metadata["choices"])}
+    if metadata["is_path"] or metadata["repeatable"]:
+        return {"type": click.Path() if metadata["is_path"] else str, "multiple": metadata["repeatable"]}
+    if metadata["unit"] == "bytes":
         return {"type": BYTES}
-    if about["metavar"] == CHUNK_SAMPLES.name:
+    if metadata["metavar"] == CHUNK_SAMPLES.name:
         return {"type": CHUNK_SAMPLES}
     kind = typing.get_args(hint)[0] if type(None) in typing.get_args(hint) else hint
     if typing.get_origin(kind) is tuple:

@@ -21,7 +21,7 @@ from h5chunk.plan.order import Order
 from h5chunk.plan.selection import WeightedSelection
 from h5chunk.plan.slots import TOGETHER_BYTES, SlotPlan, largest_window, plan_slots, with_windows_together
 from h5chunk.store.read.checksums import OFF, PIECE_BYTES
-from h5chunk.store.read.direct import ByteReader, is_kept_whole
+from h5chunk.store.read.direct import ByteReader, is_small_field
 from h5chunk.store.read.ragged import ImagesField
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.several import NOTABLE, direct_fields, read_amplification
@@ -58,7 +58,7 @@ class DataSource:
     def read_amplification(self, order: Order) -> float:
         """Return bytes read over bytes used in an epoch of this order, on all ranks; fields kept whole don't count."""
         rows = None if order.selection is None else order.selection.resolve(order.seed, order.epoch).samples
-        kept = [name for name, field in self.direct.items() if is_kept_whole(field)]
+        kept = [name for name, field in self.direct.items() if is_small_field(field)]
         return read_amplification(self.reader, rows, self.direct, kept)
 
     def hdf5_cache(self, order: Order) -> CacheSettings:
@@ -126,7 +126,7 @@ def _direct_fields(reader: H5Reader, how: str) -> tuple[dict[str, ByteReader], d
     for name, reason in why.items():
         warnings.warn(printable(f"field {name!r} is read through h5py, in one thread: {reason}"), stacklevel=4)
     if how == "auto":
-        slower = [name for name, field in direct.items() if field.is_slower_than_hdf5 and not is_kept_whole(field)]
+        slower = [name for name, field in direct.items() if field.is_slower_than_hdf5 and not is_small_field(field)]
         why |= dict.fromkeys(slower, "its chunks are tiny")
     return {name: field for name, field in direct.items() if name not in why}, why
 
@@ -142,7 +142,7 @@ class MemoryBudget:
         self._on_cpu = source.device.type == "cpu"
         self._converted_bytes = sum(each.sample_bytes for each in converters if not each.changes_nothing)
 
-    def plan(self, resident: bool | str, order: Order, *, least_chunks: int | None) -> SlotPlan | None:
+    def plan(self, resident: bool | str, order: Order, *, min_chunks: int | None) -> SlotPlan | None:
         """Plan the number and size of the windows in memory; return None if all data stays on the device instead.
 
         Raise `OptionError` if resident data was requested but does not fit.
@@ -150,7 +150,7 @@ class MemoryBudget:
         if self._fits_device(resident, order):
             return None
         plan = plan_slots(
-            order, self._window_bytes, self._beside_windows, memory_bytes=self._memory_bytes, least_chunks=least_chunks
+            order, self._window_bytes, self._beside_windows, memory_bytes=self._memory_bytes, min_chunks=min_chunks
         )
         may_stay = resident == "auto" and self._on_cpu and order.selection is None
         may_stay = may_stay and not isinstance(self._source.reader.ragged, ImagesField)  # decoding takes longer
@@ -180,7 +180,7 @@ class MemoryBudget:
         """Return the bytes for small fields, for HDF5's chunk caches, and for decoding compressed chunks."""
         source = self._source
         total = sum(
-            field.num_bytes if is_kept_whole(field) else field.scratch_bytes(source.num_threads)
+            field.num_bytes if is_small_field(field) else field.scratch_bytes(source.num_threads)
             for field in source.direct.values()
         )
         if source.why:

@@ -32,7 +32,7 @@ from h5chunk.plan.permutation import SPLIT, ShuffledSequence, permutation
 from h5chunk.plan.selection import FixedSelection, SelectionSequence, select_samples, split_samples
 from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.fields import Field, MatrixField
-from h5chunk.store.read.files import Paths, open_other, open_reader
+from h5chunk.store.read.files import Paths, open_reader, reopen_with_fields
 from h5chunk.store.read.ragged import RaggedField
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.several import NOTABLE, read_amplification
@@ -244,7 +244,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         """
         if not isinstance(name, str):
             raise OptionError(f"name is a {type(name).__name__}: give the name of a field, a str")
-        reader = self._reader if name in self._reader.fields else open_other(self._reader, {name: name})
+        reader = self._reader if name in self._reader.fields else reopen_with_fields(self._reader, {name: name})
         field = reader.fields[name]
         if isinstance(field, MatrixField) or field.sample_shape:
             raise FieldError(
@@ -294,10 +294,10 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         """Settings of the largest field's chunk cache in this process, for reads through HDF5."""
         return self._sample_reader.cache
 
-    def caches_in_force(self) -> dict[str, CacheSettings]:
+    def actual_caches(self) -> dict[str, CacheSettings]:
         """Return the settings of every field's chunk cache in this process, as HDF5 reports them."""
         self._reader.set_caches(self.cache)
-        return self._reader.caches_in_force()
+        return self._reader.actual_caches()
 
     def expect_order(self, order: Order) -> None:
         """Size the chunk cache for a sampler's order; of several orders, the one with the most open chunks decides."""

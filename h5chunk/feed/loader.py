@@ -178,7 +178,7 @@ class ChunkLoader(Resumable):
         else:
             _check_sampler(sampler, dataset, batch_size, shuffle, seed, drop_last)
         self.batch_sampler, self._position, self._given_rank = sampler, sampler._position, sampler._given_rank
-        order, least_chunks = _order_in_file(sampler, dataset, echo)
+        order, min_chunks = _order_in_file(sampler, dataset, echo)
         self._source = make_source(
             dataset, order, reader=reader, device=target, num_threads=num_threads, timeout_s=timeout or None
         )
@@ -191,7 +191,7 @@ class ChunkLoader(Resumable):
                 converter.attach(self._source.reader.image_sizes, named, self._source.num_threads)
             converter.prepare(target if isinstance(converter, AnySizeConverter) else self._source.device)
         self._budget = MemoryBudget(self._source, converters, memory_bytes, reuse=reuse)
-        self._plan = self._budget.plan(resident, order, least_chunks=least_chunks)
+        self._plan = self._budget.plan(resident, order, min_chunks=min_chunks)
         self.is_resident = self._plan is None
         self._template = order if self._plan is None else self._plan.order
         # echoes must not change if the caller changes a batch in place

@@ -27,7 +27,7 @@ from h5chunk.plan.order import Window
 from h5chunk.stamp import stamp_of
 from h5chunk.store.hdf5.ranges import ReadTask, RowGather, open_descriptor
 from h5chunk.store.read.csr import CsrBuffers
-from h5chunk.store.read.direct import ByteReader, read_whole_fields
+from h5chunk.store.read.direct import ByteReader, read_small_fields
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.several import FileTasks, OpenFiles, close_descriptors
@@ -178,7 +178,7 @@ class ReadPool:
             if not isinstance(self.descriptor, OpenFiles) and stamp_of(self.descriptor) != reader.stamp:
                 reader.check_unchanged(self.descriptor)
             self._forget()
-            self._whole = read_whole_fields(direct, self.descriptor, reader.check_unchanged)
+            self._whole = read_small_fields(direct, self.descriptor, reader.check_unchanged)
             if available():
                 self._native = NativePool(num_threads)
             else:

@@ -29,7 +29,7 @@ from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.draws import Draws
 from h5chunk.plan.order import INTERLEAVE, Order
 from h5chunk.stamp import stamp_of
-from h5chunk.store.read.direct import read_whole_fields
+from h5chunk.store.read.direct import read_small_fields
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.ragged import ImagesField, RaggedField
 from h5chunk.store.read.reader import SMALL_FIELD_BYTES, H5Reader
@@ -303,7 +303,7 @@ class _OpenFields:
         self.direct = plain_fields(reader)
         self._descriptors = open_descriptors(reader)
         weakref.finalize(self, close_descriptors, self._descriptors)
-        self.whole = read_whole_fields(self.direct, self._descriptors, reader.check_unchanged, SMALL_FIELD_BYTES)
+        self.whole = read_small_fields(self.direct, self._descriptors, reader.check_unchanged, SMALL_FIELD_BYTES)
 
     def read(self, name: str, rows: np.ndarray, out: Any) -> None:
         """Read rows of a field; ``out`` is (n, row_bytes) uint8 or, for a matrix, a `CsrBuffers`."""

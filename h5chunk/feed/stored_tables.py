@@ -8,7 +8,7 @@ import numpy as np
 
 from h5chunk.errors import FieldError, FileError, printable
 from h5chunk.store.format.header import Header
-from h5chunk.store.read.files import open_other
+from h5chunk.store.read.files import reopen_with_fields
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.tables import read_table
 
@@ -84,7 +84,7 @@ class StoredNames:
 
         The code -1 stands for a missing value. For the labels of images, the categories are the `classes`.
         """
-        stored = self._reader.fields.get(field) or open_other(self._reader, {field: field}).fields[field]
+        stored = self._reader.fields.get(field) or reopen_with_fields(self._reader, {field: field}).fields[field]
         if stored.dataset.strip("/") == "labels" and self.header and self.header.class_names:
             return np.array(self.header.class_names)
         if not stored.categories:

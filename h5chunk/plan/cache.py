@@ -75,10 +75,10 @@ class CacheSettings:
 
 
 def cache_for(open_chunks: int, chunk_bytes: int, num_chunks: int) -> CacheSettings:
-    """Return the smallest cache in which ``open_chunks`` chunks stay until they have been read in full.
+    """Return the smallest cache that keeps ``open_chunks`` chunks until they have been read in full.
 
-    It has room for one more chunk, because a chunk of the previous round or epoch may still be cached. See
-    `h5chunk.plan.order.Order.open_chunks` for the number.
+    It has space for one more chunk, because a chunk of the previous round or epoch may still be cached.
+    `h5chunk.plan.order.Order.open_chunks` is the number of chunks that an order needs.
 
     >>> cache_for(7, 1_048_576, 1500)
     CacheSettings(nslots=1500, nbytes=8388608, w0=0.0)
@@ -150,22 +150,22 @@ class ChunkGrid:
             return 1
         last = max(0, self.num_bands - 1)
         for size, chunk in zip(self.shape[1:], self.chunks[1:], strict=True):
-            most = max(0, math.ceil(size / chunk) - 1)
-            last = (last << most.bit_length()) + most
+            last_position = max(0, math.ceil(size / chunk) - 1)
+            last = (last << last_position.bit_length()) + last_position
         return last + 1
 
     @property
     def needs_cache(self) -> bool:
         """Whether a cache helps: for small samples, samples that are cut into several chunks, and filtered chunks.
 
-        A large sample that is one run of bytes in the file is read directly: a cache would copy it once more.
+        A large sample that is one run of bytes in the file is read directly, because a cache would add a copy.
         """
         if self.chunks is None:
             return False
         return self.filtered or self.chunks_per_sample > 1 or self.sample_bytes < DIRECT_BYTES
 
     def cache_for(self, open_bands: int, w0: float = OLDEST_FIRST) -> CacheSettings:
-        """Return the smallest cache that holds this many bands; empty if no cache is needed."""
+        """Return the smallest cache that holds this many bands; a cache of 0 bytes if none is needed."""
         if not self.needs_cache:
             return CacheSettings(1, 0)
         nbytes = cache_for(open_bands, self.band_bytes, max(1, self.num_bands)).nbytes
@@ -190,27 +190,27 @@ class ChunkGrid:
         return 1
 
 
-def read_with(wanted: Indices, chunk_size: int, length: int) -> int:
-    """Count the items in all chunks that hold a wanted item, where ``length`` items are in chunks of ``chunk_size``.
+def count_items_read(items: Indices, chunk_size: int, length: int) -> int:
+    """Count the items in all chunks that hold one of ``items``, of ``length`` items in chunks of ``chunk_size``.
 
-    ``wanted``, (n,) int64, may be in any order and have repetitions.
+    ``items``, (n,) int64, are numbers in any order, possibly repeated.
 
-    >>> read_with(np.array([0, 3, 4, 21]), 10, 22)
+    >>> count_items_read(np.array([0, 3, 4, 21]), 10, 22)
     12
     """
-    chunks = np.unique(wanted // chunk_size)
+    chunks = np.unique(items // chunk_size)
     return int(np.minimum(chunks * chunk_size + chunk_size, length).sum() - (chunks * chunk_size).sum())
 
 
-def entries_read_with(starts: Indices, stops: Indices, chunk_size: int, length: int) -> int:
-    """Count the entries in all chunks that hold an entry of ranges ``starts[i]`` to ``stops[i]`` (excluded).
+def count_entries_read(starts: Indices, stops: Indices, chunk_size: int, length: int) -> int:
+    """Count the entries in all chunks that overlap one of the ranges from ``starts[i]`` to ``stops[i]`` (excluded).
 
-    >>> entries_read_with(np.array([0, 35, 4]), np.array([3, 52, 4]), 10, 55)  # chunks 0, 3, 4 and 5
+    >>> count_entries_read(np.array([0, 35, 4]), np.array([3, 52, 4]), 10, 55)  # chunks 0, 3, 4 and 5
     35
     """
-    some = stops > starts
+    nonempty = stops > starts
     num_chunks = -(-length // chunk_size)
-    opened = np.bincount(starts[some] // chunk_size, minlength=num_chunks + 1)
-    closed = np.bincount((stops[some] - 1) // chunk_size + 1, minlength=num_chunks + 1)
+    opened = np.bincount(starts[nonempty] // chunk_size, minlength=num_chunks + 1)
+    closed = np.bincount((stops[nonempty] - 1) // chunk_size + 1, minlength=num_chunks + 1)
     chunks = np.flatnonzero(np.cumsum(opened - closed)[:num_chunks] > 0)
-    return read_with(chunks * chunk_size, chunk_size, length)
+    return count_items_read(chunks * chunk_size, chunk_size, length)

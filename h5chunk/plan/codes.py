@@ -15,9 +15,9 @@ added exactly. The scale is the smallest one for which all sums have whole codes
 
 If a value has no code, all values are kept as float64 while they are added, and stored as float16 or float32.
 
->>> coding = coding.otherwise()
+>>> coding = coding.fallback()
 >>> tally = coding.tally()
->>> tally.add(coding.settle(np.array([-0.5, 300.0]))[0])
+>>> tally.add(coding.finish_sums(np.array([-0.5, 300.0]))[0])
 >>> tally.storage().dtype
 dtype('float16')
 """
@@ -88,8 +88,8 @@ class Coding:
     def units(self, values: Values) -> tuple[Values, int | None]:
         """Convert (n,) entries of any real type to units: (n,) of `dtype`; with ``binarize``, to float64.
 
-        The second result is None, or the index of the first entry that has no whole units; the first one is then
-        undefined.
+        The second result is None, or the index of the first entry that is not a whole number of units; the units are
+        then undefined.
         """
         with np.errstate(over="ignore", invalid="ignore"):  # values that overflow have no units
             return self._units(values.astype(np.uint8) if values.dtype.kind == "b" else values)
@@ -122,8 +122,8 @@ class Coding:
             return units, int(left.argmax())
         return np.clip(units, -HUGE, HUGE).astype(self.dtype), None
 
-    def settle(self, sums: Values) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Clip or binarise sums of units, (n,) uint64, int64 or float64.
+    def finish_sums(self, sums: Values) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Clip or binarise the sums of duplicates, in units: (n,) uint64, int64 or float64.
 
         Returns units, (n,) int64, where 0 marks entries to drop, and (n,) bool: whether they exceed `max_unit`.
         """
@@ -148,12 +148,12 @@ class Coding:
         """Return an empty tally of units."""
         return CodeTally(self)
 
-    def otherwise(self) -> FloatCoding | None:
+    def fallback(self) -> FloatCoding | None:
         """Return the coding to use if a value has no code; None if that is an error."""
         is_strict = self.strict or self.scale is not None or self.binarize is not None
         return None if is_strict else FloatCoding(None, self.clip)
 
-    def why_unfit(self, value: float) -> tuple[str, str]:
+    def explain_unfit(self, value: float) -> tuple[str, str]:
         """Return the reason why a value has no code, and a remedy, for a message."""
         scale = self.scale
         if not math.isfinite(value):
@@ -169,7 +169,7 @@ class Coding:
         return f"has no exact code from 1 to {MAX_CODE}", "use --values auto, or --binarize MIN"
 
     def codes(self, scale: float) -> npt.NDArray[np.uint8]:
-        """Return the code of every number of units from 0 on: (max_unit + 1,) uint8; undefined where there is none."""
+        """Return a table of the codes of all numbers of units: (max_unit + 1,) uint8; undefined where there is none."""
         units = np.arange(self.max_unit + 1, dtype=np.int64)
         if self.scale is None and self.binarize is None:
             units //= UNITS // int(scale)
@@ -233,21 +233,21 @@ class FloatCoding:
             unfit |= (values > MAX_WHOLE) | (values < -MAX_WHOLE)  # float64 would round them
         return real, int(unfit.argmax()) if unfit.any() else None
 
-    def settle(self, sums: Values) -> tuple[Values, npt.NDArray[np.bool_]]:
+    def finish_sums(self, sums: Values) -> tuple[Values, npt.NDArray[np.bool_]]:
         """Clip and round (n,) sums; return (n,) float64, and (n,) bool: whether they are unfit."""
-        wanted = np.clip(sums, 0, MAX_CODE) if self.clip else sums
+        clipped = np.clip(sums, 0, MAX_CODE) if self.clip else sums
         with np.errstate(over="ignore"):
-            stored = wanted.astype(self.dtype_name or np.float32).astype(np.float64)
-        return stored, stored != wanted if self.dtype_name is None else ~np.isfinite(stored)
+            stored = clipped.astype(self.dtype_name or np.float32).astype(np.float64)
+        return stored, stored != clipped if self.dtype_name is None else ~np.isfinite(stored)
 
     def tally(self) -> FloatTally:
         """Return an empty tally of values."""
         return FloatTally(self.dtype_name)
 
-    def otherwise(self) -> None:
+    def fallback(self) -> None:
         """Return None: unfit values are an error."""
 
-    def why_unfit(self, value: float) -> tuple[str, str]:
+    def explain_unfit(self, value: float) -> tuple[str, str]:
         """Return the reason why a value is unfit, and a remedy, for a message."""
         if not math.isfinite(value):
             return NOT_FINITE

@@ -1,6 +1,6 @@
 """Choose the layout of a sparse matrix in a file: types, chunks, and the window.
 
-A nominal chunk is a run of rows that stay together when an epoch's order permutes them, like the chunk of a field.
+A nominal chunk is a run of rows that an epoch's order keeps together, like the chunk of a field.
 
 >>> layout = plan_csr(138_493, 26_744, 20_000_263)
 >>> layout.chunk_samples, layout.window_chunks
@@ -96,8 +96,8 @@ def plan_csr(
     row_bytes = whole.row_bytes
     if chunk_samples is None:
         by_bytes = power_of_two_below(ROW_CHUNK_BYTES / row_bytes)
-        least = power_of_two_below(MIN_ROW_CHUNK_BYTES / row_bytes)
-        by_count = max(power_of_two_below(num_rows / MIN_CHUNKS), least)
+        min_samples = power_of_two_below(MIN_ROW_CHUNK_BYTES / row_bytes)
+        by_count = max(power_of_two_below(num_rows / MIN_CHUNKS), min_samples)
         chunk_samples = min(by_bytes, by_count, num_rows)
         reason = f"{chunk_samples} rows per nominal chunk: {human_bytes(chunk_samples * row_bytes)} on average"
     elif chunk_samples < 1:
@@ -111,7 +111,7 @@ def plan_csr(
 
 
 def fullest_chunks(indptr: np.ndarray, chunk_samples: int) -> np.ndarray:
-    """Count the entries of the k nominal chunks with the most entries, for k from 0 on: (num_chunks + 1,) int64.
+    """Return the total entries of the k fullest nominal chunks, for each k from 0 to all: (num_chunks + 1,) int64.
 
     >>> fullest_chunks(np.array([0, 1, 2, 9, 10, 14]), 2).tolist()  # chunks of 2, 8 and 4 entries
     [0, 8, 12, 14]
@@ -129,11 +129,11 @@ def entries_of_chunks(fullest: np.ndarray, chunk_samples: int, lanes: int = 1) -
     sequence. Another chunk may fill the gap of the short chunk.
     """
 
-    def most(num_rows: int) -> int:
+    def max_entries(num_rows: int) -> int:
         num_chunks = -(-num_rows // chunk_samples) + 4 * lanes + 1
         return int(fullest[min(num_chunks, len(fullest) - 1)])
 
-    return most
+    return max_entries
 
 
 def entries_of_rows(lengths: np.ndarray, counts: np.ndarray) -> Callable[[int], int]:
@@ -146,10 +146,10 @@ def entries_of_rows(lengths: np.ndarray, counts: np.ndarray) -> Callable[[int], 
     rows = np.concatenate(([0], np.cumsum(counts[longest])))
     entries = np.concatenate(([0], np.cumsum(counts[longest] * lengths[longest])))
 
-    def most(num_rows: int) -> int:
+    def max_entries(num_rows: int) -> int:
         return int(entries[min(int(np.searchsorted(rows, num_rows)), len(entries) - 1)])
 
-    return most
+    return max_entries
 
 
 def bounded_window(window_chunks: int, fullest: np.ndarray) -> int:
@@ -161,8 +161,8 @@ def bounded_window(window_chunks: int, fullest: np.ndarray) -> int:
     1
     """
     num_chunks = max(1, len(fullest) - 1)
-    most = WINDOW_SKEW * window_chunks * int(fullest[-1]) / num_chunks
-    return max(1, min(window_chunks, int(np.searchsorted(fullest, most, "right")) - 1))
+    max_entries = WINDOW_SKEW * window_chunks * int(fullest[-1]) / num_chunks
+    return max(1, min(window_chunks, int(np.searchsorted(fullest, max_entries, "right")) - 1))
 
 
 def index_dtype(num_columns: int) -> np.dtype[np.unsignedinteger]:

@@ -87,8 +87,8 @@ class Order:
     def __post_init__(self) -> None:
         at_least = dict.fromkeys(("chunk_samples", "batch_size", "window_chunks", "interleave", "world_size"), 1)
         at_most = {"epoch": MAX_EPOCH, "seed": MAX_SEED}
-        for name, least in {**at_least, "lanes": 1, "num_samples": 0, "rank": 0, "epoch": 0, "seed": 0}.items():
-            value = check_whole(name, getattr(self, name), least, at_most.get(name))
+        for name, minimum in {**at_least, "lanes": 1, "num_samples": 0, "rank": 0, "epoch": 0, "seed": 0}.items():
+            value = check_whole(name, getattr(self, name), minimum, at_most.get(name))
             object.__setattr__(self, name, value)  # NumPy's narrow integers wrap around
         self._check_lanes()
 
@@ -176,17 +176,17 @@ class Order:
 
     def rounds(self) -> Iterator[Round]:
         """Yield the rounds of the epoch: the last ones have smaller windows, then fewer windows."""
-        least = self._chunk_batches if self.window_batches % self._chunk_batches == 0 else 1
+        unit = self._chunk_batches if self.window_batches % self._chunk_batches == 0 else 1
         done = 0
         while done < self.num_batches:
             left = self.num_batches - done
-            num_windows = next((n for n in divisors(self.interleave) if n * least <= left), 1)
-            window_batches = min(self.window_batches, max(least, left // num_windows // least * least), left)
+            num_windows = next((n for n in divisors(self.interleave) if n * unit <= left), 1)
+            window_batches = min(self.window_batches, max(unit, left // num_windows // unit * unit), left)
             yield Round(done, num_windows, window_batches)
             done += num_windows * window_batches
 
     def batches(self, start: int = 0) -> Iterator[Indices]:
-        """Yield the samples of each batch from batch ``start`` on: (n,) int64."""
+        """Yield the samples of each batch, starting at batch ``start``: (n,) int64."""
         waiting: dict[int, Indices] = {}
         windows = self.windows(start)
         for batch in range(start, self.num_batches):
@@ -197,7 +197,7 @@ class Order:
             yield waiting.pop(batch)
 
     def windows(self, start: int = 0, together: int = 1) -> Iterator[Window]:
-        """Yield the windows that have batches from ``start`` on, without earlier batches, in the order of first use.
+        """Yield the windows that have batches from number ``start``, without earlier batches, in order of first use.
 
         Consecutive windows are joined in groups of ``together``, or of fewer near the end of an epoch.
         """
@@ -208,20 +208,20 @@ class Order:
             Lane(number, self.lanes, num_samples=self.num_samples, chunk_samples=chunk)
             for number in range(self.rank * count, (self.rank + 1) * count)
         ]
-        for each in self.rounds():
-            stop = each.first_batch + each.num_windows * each.window_batches
+        for round_ in self.rounds():
+            stop = round_.first_batch + round_.num_windows * round_.window_batches
             if stop <= start:
                 continue
-            rows, destinations = _round_rows(self, sequence, lanes, each)
-            joined = math.gcd(together, each.num_windows)
-            size = each.window_batches * self.batch_size
-            for window in range(0, each.num_windows, joined):
-                firsts = range(each.first_batch + window, stop, each.num_windows)
+            rows, destinations = _round_rows(self, sequence, lanes, round_)
+            joined = math.gcd(together, round_.num_windows)
+            size = round_.window_batches * self.batch_size
+            for window in range(0, round_.num_windows, joined):
+                firsts = range(round_.first_batch + window, stop, round_.num_windows)
                 numbers = [first + number for first in firsts for number in range(joined)]
                 if numbers[-1] >= start:
-                    some = slice(window * size, (window + joined) * size)
-                    there = _joined(destinations[some], joined, size, self.batch_size)
-                    yield self._window(rows[some], there, numbers, start)
+                    selected = slice(window * size, (window + joined) * size)
+                    targets = _joined(destinations[selected], joined, size, self.batch_size)
+                    yield self._window(rows[selected], targets, numbers, start)
 
     def _window(self, rows: Indices, destinations: Indices, numbers: Sequence[int], start: int) -> Window:
         done = sum(number < start for number in numbers)
@@ -278,10 +278,10 @@ def _round_rows(order: Order, sequence: Samples, lanes: list[Lane], round_: Roun
         return sequence(parts[0][0]), parts[0][1]
     lengths, batch = [len(rows) for rows, _ in parts], order.lane_batch
     left = lengths[0] - batch * np.arange(round_.num_windows * round_.window_batches)  # before each batch of the round
-    most, least = (np.clip(left - fewer, 0, batch) for fewer in (0, lengths[0] - lengths[-1]))
+    longer, shorter = (np.clip(left - fewer, 0, batch) for fewer in (0, lengths[0] - lengths[-1]))
     num_longer, windows = lengths.count(lengths[0]), []  # the first lanes may have a sample more than the others
     for number, (_, destinations) in enumerate(parts):
-        before = min(number, num_longer) * most + max(0, number - num_longer) * least
+        before = min(number, num_longer) * longer + max(0, number - num_longer) * shorter
         windows.append(np.arange(len(destinations)) // (round_.window_batches * batch))
         batches = destinations // batch
         destinations += batches * (order.batch_size - batch) + before[windows[-1] * round_.window_batches + batches]

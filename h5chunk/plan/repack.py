@@ -26,13 +26,13 @@ MAX_BAND_STEPS = 4  # factor by which a read may grow to include a whole band
 LEAST_WRITE_BYTES = 256 << 10  # average size of a write to a bucket, if memory allows
 FEW_BUCKETS = 64  # number of buckets up to which the writes of every read are long
 ORDER_BYTES = 24  # memory per sample to make a permutation, and for it and its inverse afterwards
-LONG_RUN_BYTES = 64  # runs of a sample from this length on are copied one by one, shorter ones by an index
+LONG_RUN_BYTES = 64  # runs of a sample of at least this length are copied one by one, shorter ones by an index
 MAX_INDEX = 1 << 20  # maximum length of such an index
 
 
 @dataclass(frozen=True)
-class Shares:
-    """Divide the memory of a repack among its buffers."""
+class MemoryShares:
+    """The shares of a repack's memory for its various buffers."""
 
     memory_bytes: int  # memory for all buffers
     num_threads: int  # number of threads that work at the same time
@@ -55,8 +55,8 @@ class Shares:
         """Return the bytes of one read of the first pass: enough for a long write to each bucket."""
         return max(self.step_bytes, min(self.part_bytes, num_buckets * LEAST_WRITE_BYTES))
 
-    def banded(self, step_bytes: int, band_bytes: int, whole_bands: bool) -> int:
-        """Return the bytes of a read, increased to a whole band if ``whole_bands``, or if that takes little memory."""
+    def with_whole_band(self, step_bytes: int, band_bytes: int, whole_bands: bool) -> int:
+        """Increase the bytes of a read to a whole band if ``whole_bands``, or if that takes little memory."""
         fits = band_bytes <= min(self.part_bytes, MAX_BAND_STEPS * STEP_BYTES)
         return max(step_bytes, band_bytes) if whole_bands or fits else step_bytes
 

@@ -64,7 +64,7 @@ class SelectionSequence:
 
 @dataclass(frozen=True, eq=False)
 class WeightedSelection:
-    """A selection that is drawn anew for each epoch, in proportion to the weights of samples.
+    """A new random selection for each epoch, in which samples occur in proportion to their weights.
 
     A sample that is expected 2.3 times in an epoch is drawn two or three times, never more or less often.
 
@@ -125,14 +125,14 @@ def select_samples(samples: Any, num_samples: int) -> Indices:
 
     A subset is a mask of all samples, or the numbers of the selected samples in any order, without repetition.
     """
-    given = as_array("subset", samples)
-    if given.dtype == bool:
-        if given.shape != (num_samples,):
-            raise OptionError(f"subset is a mask of shape {given.shape}, but there are {num_samples} samples")
-        return np.flatnonzero(given)
-    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-        raise OptionError(f"subset has the shape {given.shape} and type {given.dtype}: give whole numbers, or a mask")
-    numbers = np.sort(given)
+    subset = as_array("subset", samples)
+    if subset.dtype == bool:
+        if subset.shape != (num_samples,):
+            raise OptionError(f"subset is a mask of shape {subset.shape}, but there are {num_samples} samples")
+        return np.flatnonzero(subset)
+    if subset.ndim != 1 or (subset.size and subset.dtype.kind not in "iu"):
+        raise OptionError(f"subset has the shape {subset.shape} and type {subset.dtype}: give whole numbers, or a mask")
+    numbers = np.sort(subset)
     if len(numbers) and (numbers[0] < 0 or numbers[-1] >= num_samples):
         wrong = numbers[0] if numbers[0] < 0 else numbers[-1]
         raise OptionError(f"subset has sample {wrong}, but samples are numbered from 0 to {num_samples - 1}")
@@ -154,10 +154,10 @@ def as_array(name: str, values: Any) -> np.ndarray:
 
 def check_weights(weights: Any, num_samples: int) -> np.ndarray:
     """Validate weights, one per sample, and return them as (n,) float64."""
-    given = as_array("weights", weights)
-    if given.dtype.kind not in "biuf":
-        raise OptionError(f"weights are of type {given.dtype}: give numbers, or the name of a field")
-    values = given.astype(np.float64)
+    array = as_array("weights", weights)
+    if array.dtype.kind not in "biuf":
+        raise OptionError(f"weights are of type {array.dtype}: give numbers, or the name of a field")
+    values = array.astype(np.float64)
     if values.shape != (num_samples,):
         raise OptionError(f"weights have the shape {values.shape}, but must have one value for {num_samples} samples")
     wrong = np.flatnonzero(~np.isfinite(values) | (values < 0))

@@ -55,41 +55,41 @@ def plan_slots(
     other_bytes: Callable[[Order], int],
     *,
     memory_bytes: int | None = None,
-    least_chunks: int | None = None,
+    min_chunks: int | None = None,
 ) -> SlotPlan:
     """Choose how many windows are held at a time: those whose batches alternate, and some that are read ahead.
 
     ``window_bytes`` returns the memory of all copies of a window of n samples, and ``other_bytes`` the other memory
-    that an order needs. To fit, windows may shrink to ``least_chunks`` chunks, if that is not None. Raises OptionError
+    that an order needs. To fit, windows may shrink to ``min_chunks`` chunks, if that is not None. Raises OptionError
     if they do not fit in ``memory_bytes``.
     """
     while True:
         window_samples = largest_window(order)
-        each = max(1, window_bytes(window_samples))
-        least = num_open_windows(order) + 1
+        slot_bytes = max(1, window_bytes(window_samples))
+        min_slots = num_open_windows(order) + 1
         if memory_bytes is None:
-            num_slots = least - 1 + max(1, min(num_ahead(order), AHEAD_BYTES // each))
-            return SlotPlan(order, num_slots, window_samples, each)
-        others = other_bytes(order)
-        fitting = max(0, memory_bytes - others) // each
-        if fitting >= least:
-            return SlotPlan(order, min(fitting, least - 1 + num_ahead(order)), window_samples, each)
-        fewer = max(order.window_chunks // 2, least_chunks or order.window_chunks)
+            num_slots = min_slots - 1 + max(1, min(num_ahead(order), AHEAD_BYTES // slot_bytes))
+            return SlotPlan(order, num_slots, window_samples, slot_bytes)
+        extra_bytes = other_bytes(order)
+        fitting = max(0, memory_bytes - extra_bytes) // slot_bytes
+        if fitting >= min_slots:
+            return SlotPlan(order, min(fitting, min_slots - 1 + num_ahead(order)), window_samples, slot_bytes)
+        fewer = max(order.window_chunks // 2, min_chunks or order.window_chunks)
         if fewer >= order.window_chunks:
             break
         order = replace(order, window_chunks=fewer)
-    remedy = "fewer num_threads, " if others and least * each <= memory_bytes else ""
+    remedy = "fewer num_threads, " if extra_bytes and min_slots * slot_bytes <= memory_bytes else ""
     raise OptionError(
-        f"memory_bytes is {memory_bytes}, but {least} windows of {order.window_batches} batches need "
-        f"{least * each + others}: give that, {remedy}smaller window_chunks or batch_size"
+        f"memory_bytes is {memory_bytes}, but {min_slots} windows of {order.window_batches} batches need "
+        f"{min_slots * slot_bytes + extra_bytes}: give that, {remedy}smaller window_chunks or batch_size"
     )
 
 
-def with_windows_together(plan: SlotPlan, most_bytes: int, num_kept: int = 0) -> SlotPlan:
+def with_windows_together(plan: SlotPlan, max_bytes: int, num_reserved: int = 0) -> SlotPlan:
     """Return the plan with small windows read together, if the same memory then still holds two to read ahead.
 
-    ``most_bytes`` limits the bytes of windows that are read together. Beside the slots, memory for ``num_kept`` more is
-    held.
+    ``max_bytes`` limits the bytes of windows that are read together. Memory for ``num_reserved`` windows is used in
+    addition to the slots.
 
     >>> order = Order(num_samples=9600, chunk_samples=8, batch_size=16, window_chunks=4)
     >>> plan = plan_slots(order, window_bytes=lambda samples: 1000 * samples, other_bytes=lambda order: 0)
@@ -97,8 +97,8 @@ def with_windows_together(plan: SlotPlan, most_bytes: int, num_kept: int = 0) ->
     >>> plan.num_slots, plan.window_samples, together.num_slots, together.window_samples
     (30, 32, 10, 96)
     """
-    for count in (n for n in divisors(plan.order.interleave) if n * plan.window_bytes <= most_bytes):
-        num_slots = (plan.num_slots + num_kept) // count - num_kept
+    for count in (n for n in divisors(plan.order.interleave) if n * plan.window_bytes <= max_bytes):
+        num_slots = (plan.num_slots + num_reserved) // count - num_reserved
         if num_slots >= num_open_windows(plan.order, count) + 2:
             samples, held = plan.window_samples * count, plan.window_bytes * count
             return replace(plan, num_slots=num_slots, window_samples=samples, window_bytes=held, together=count)
@@ -108,15 +108,15 @@ def with_windows_together(plan: SlotPlan, most_bytes: int, num_kept: int = 0) ->
 def num_ahead(order: Order) -> int:
     """Return how many windows to read ahead: `AHEAD`, or fewer if an epoch has fewer."""
     windows = 0
-    for each in order.rounds():
-        windows += each.num_windows
+    for round_ in order.rounds():
+        windows += round_.num_windows
         if windows >= AHEAD:
             return AHEAD
     return max(1, windows)
 
 
 def num_open_windows(order: Order, together: int = 1) -> int:
-    """Return the most groups of windows whose batches alternate, if this many windows are read together."""
+    """Return the maximum number of groups whose batches alternate, where a group is ``together`` windows."""
     first = next(order.rounds(), None)
     if first is None or first.window_batches == 1:
         return 1
@@ -126,8 +126,8 @@ def num_open_windows(order: Order, together: int = 1) -> int:
 def largest_window(order: Order) -> int:
     """Return the number of samples of the largest window."""
     batches = 1
-    for each in order.rounds():  # in an epoch of few batches it may come after the first round
-        batches = max(batches, each.window_batches)
+    for round_ in order.rounds():  # in an epoch of few batches it may come after the first round
+        batches = max(batches, round_.window_batches)
         if batches == order.window_batches:
             break
     samples = batches * order.batch_size
@@ -142,7 +142,7 @@ def check_echo(echo: object) -> None:
 
 
 def num_echoed(echo: float, fresh: int) -> int:
-    """Return how many echoes, in all, follow after ``fresh`` batches that are not echoes."""
+    """Return the total number of echoes that follow the first ``fresh`` batches that are not echoes."""
     return int((Fraction(str(echo)) - 1) * fresh)
 
 

@@ -12,7 +12,7 @@ from h5chunk.sources.decode import decode
 from h5chunk.sources.kinds import MAX_SIDE, ImageOptions
 
 
-def keep(image: bytes | Image.Image, options: ImageOptions) -> AnyImage:
+def make_any_image(image: bytes | Image.Image, options: ImageOptions) -> AnyImage:
     """Decode an image to validate it, and return the bytes to store.
 
     Must be called within `pillow_limits`. Raises SampleError if the image is refused.

@@ -133,25 +133,25 @@ def _is_array(value: Any) -> bool:
     return all(hasattr(value, name) for name in ("__array__", "shape", "dtype"))
 
 
-def _common_length(arrays: Mapping[str, Any], shown: str) -> int:
+def _common_length(arrays: Mapping[str, Any], label: str) -> int:
     """Return the common length of all arrays. Raises SourceError if lengths differ, or if an array is empty."""
     for name, array in arrays.items():
-        where = f"{shown}: {printable(name)!r}"
+        where = f"{label}: {printable(name)!r}"
         if not array.shape:
             raise SourceError(f"{where} is a single number: {_remedy(arrays)}")
         if not math.prod(array.shape):
-            least = "one element per sample" if array.shape[0] else "one sample"
-            raise SourceError(f"{where} of shape {tuple(array.shape)} holds no values: give at least {least}")
+            remedy = "one element per sample" if array.shape[0] else "one sample"
+            raise SourceError(f"{where} of shape {tuple(array.shape)} holds no values: give at least {remedy}")
     lengths = {name: array.shape[0] for name, array in arrays.items()}
     first = next(iter(lengths), "")
     for name, length in lengths.items():
         if length != lengths[first]:
             raise SourceError(
-                f"{shown}: {printable(first)!r} has {lengths[first]:,} but {printable(name)!r} {length:,} samples: "
+                f"{label}: {printable(first)!r} has {lengths[first]:,} but {printable(name)!r} {length:,} samples: "
                 f"{_remedy(arrays)}"
             )
     if not lengths:
-        raise SourceError(f"{shown}: holds no arrays")
+        raise SourceError(f"{label}: holds no arrays")
     return lengths[first]
 
 
@@ -164,10 +164,10 @@ def _remedy(arrays: Mapping[str, Any]) -> str:
     return f"name arrays of one length (--columns {printable(','.join(alike))})"
 
 
-def _chosen(names: Sequence[str], columns: Sequence[str] | None, shown: str) -> Sequence[str]:
+def _chosen(names: Sequence[str], columns: Sequence[str] | None, label: str) -> Sequence[str]:
     missing = next((name for name in columns or () if name not in names), None)
     if missing is not None:
-        raise OptionError(f"{shown}: no array is called {missing!r}; the arrays are {printable(', '.join(names))}")
+        raise OptionError(f"{label}: no array is called {missing!r}; the arrays are {printable(', '.join(names))}")
     return names if columns is None else columns
 
 
@@ -184,25 +184,25 @@ def _open_members(
             if info.compress_type == zipfile.ZIP_STORED:
                 header = StoredFile(path).read_at(info.header_offset, ZIP_LOCAL_HEADER.size)
                 start = info.header_offset + len(header) + sum(ZIP_LOCAL_HEADER.unpack(header))
-            shown = f"{printable(path)}: member {printable(info.filename)}"
+            label = f"{printable(path)}: member {printable(info.filename)}"
             with archive.open(info) as file:
-                array = _open_array(path, file, shown, info.file_size, start, context)
+                array = _open_array(path, file, label, info.file_size, start, context)
             yield info.filename.removesuffix(".npy"), array
 
 
 def _open_array(
-    path: str, file: IO[bytes], shown: str, file_size: int, start: int | None, context: OpenContext
+    path: str, file: IO[bytes], label: str, file_size: int, start: int | None, context: OpenContext
 ) -> StoredArray | np.ndarray:
     """Open an array of a .npy file that starts at byte ``start``, or is compressed (None).
 
     An uncompressed array in C order is read on demand; any other array is read into memory.
     """
-    shape, is_fortran, dtype = read_header(file, shown)
-    field_dtype(shown, dtype if dtype.kind != "U" else np.dtype("S1"))
+    shape, is_fortran, dtype = read_header(file, label)
+    field_dtype(label, dtype if dtype.kind != "U" else np.dtype("S1"))
     num_bytes, num_stored = math.prod(shape) * dtype.itemsize, file_size - file.tell()
     if num_bytes != num_stored:
         raise SourceError(
-            f"{shown}: shape {shape} of {dtype} takes {num_bytes} bytes but there are {num_stored}: it is damaged or "
+            f"{label}: shape {shape} of {dtype} takes {num_bytes} bytes but there are {num_stored}: it is damaged or "
             "cut short"
         )
     is_fortran = is_fortran and len(shape) > 1
@@ -210,7 +210,7 @@ def _open_array(
         return StoredArray(path, start + file.tell(), shape, dtype)
     if num_bytes > context.memory_bytes:
         raise SourceError(
-            f"{shown} is compressed or in Fortran order, so that it takes {human_bytes(num_bytes)} of memory, but the "
+            f"{label} is compressed or in Fortran order, so that it takes {human_bytes(num_bytes)} of memory, but the "
             f"limit is {human_bytes(context.memory_bytes)}: save it in C order and uncompressed (np.save, np.savez)"
         )
     return np.frombuffer(file.read(num_bytes), dtype).reshape(shape, order="F" if is_fortran else "C")

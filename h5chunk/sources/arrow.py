@@ -27,10 +27,10 @@ csv: Any = _LazyModule("pyarrow.csv")
 parquet: Any = _LazyModule("pyarrow.parquet")
 
 
-def is_any(kind: Any, *names: str) -> bool:
-    """Return whether an Arrow type is any of these, by the names of predicates in ``pyarrow.types``.
+def has_type(kind: Any, *names: str) -> bool:
+    """Return whether one of several predicates of ``pyarrow.types``, named without ``is_``, holds for an Arrow type.
 
-    >>> is_any(pyarrow.int8(), "floating", "integer")
+    >>> has_type(pyarrow.int8(), "floating", "integer")
     True
     """
     return any(getattr(pyarrow.types, f"is_{name}")(kind) for name in names)
@@ -57,16 +57,16 @@ def to_fixed_bytes(column: Any) -> np.ndarray:
     return wide.view(f"S{wide.shape[1]}")[:, 0]
 
 
-def number_values(known: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the index of each value in ``known`` followed by the new values, and these new values.
+def index_values(known: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the indices of values in a list that starts with ``known``, and the new values that extend this list.
 
-    Values are (n,) int64, or fixed-length bytes.
+    Values and ``known`` are (n,) int64, or fixed-length bytes.
 
-    >>> number_values(np.array([7, 5]), np.array([5, 9, 5]))
+    >>> index_values(np.array([7, 5]), np.array([5, 9, 5]))
     (array([1, 2, 1]), array([9]))
     """
     kind = pyarrow.large_binary() if values.dtype.kind == "S" else None
-    together = pyarrow.concat_arrays([pyarrow.array(each, kind) for each in (known, values)]).dictionary_encode()
+    together = pyarrow.concat_arrays([pyarrow.array(array, kind) for array in (known, values)]).dictionary_encode()
     new = together.dictionary.slice(len(known))
     numbers = together.indices.slice(len(known)).to_numpy().astype(np.int64)
     return numbers, new.to_numpy() if kind is None else to_fixed_bytes(new.cast(pyarrow.binary()))

@@ -57,7 +57,7 @@ ZIP_LOCAL_HEADER = struct.Struct("<26x2H")  # unpacks the lengths of the name an
 
 
 def _content_stamp(status: os.stat_result) -> tuple[int, ...]:
-    """Return size, modification time and inode change time of a file; programs cannot set the last of these."""
+    """Return size, modification time and inode change time of a file; programs cannot forge the change time."""
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
@@ -105,7 +105,7 @@ def _check_member(kind: int, num_bytes: int) -> None:
 
 
 def read_at(descriptor: int, offset: int, num_bytes: int) -> bytes:
-    """Read ``num_bytes`` from an offset on, or fewer at the end of the file."""
+    """Read ``num_bytes`` at an offset, or fewer at the end of the file."""
     data = os.pread(descriptor, num_bytes, offset)
     while len(data) < num_bytes and (more := os.pread(descriptor, num_bytes - len(data), offset + len(data))):
         data += more
@@ -126,7 +126,7 @@ class StoredFile:
         return {**self.__dict__, "_opened": None}
 
     def read_at(self, offset: int, num_bytes: int) -> bytes:
-        """Read bytes from an offset. Raises SampleError if the file is too short, has changed, or cannot be read."""
+        """Read bytes at an offset. Raises SampleError if the file is too short, has changed, or cannot be read."""
         if not 0 <= offset <= offset + num_bytes <= self._num_bytes:  # check before memory is allocated
             raise SampleError("is cut off by the end of its archive")
         try:
@@ -197,15 +197,15 @@ Container = Folder | Archive
 
 def open_archive(path: Path) -> tuple[Archive, list[tuple[bytes, int]]]:
     """Open a zip or tar; return it with the (name, number) of its members. Names of folders end with a slash."""
-    shown = printable(path)
+    label = printable(path)
     if not path.is_file():
-        raise SourceError(f"{shown}: is neither a folder nor a regular file")
+        raise SourceError(f"{label}: is neither a folder nor a regular file")
     try:
         with path.open("rb") as file:
             start = file.read(262)
         if start.startswith(PACKED_MAGICS):
             raise SourceError(
-                f"{shown}: is compressed as a whole, so that its files cannot be read one by one: decompress it first "
+                f"{label}: is compressed as a whole, so that its files cannot be read one by one: decompress it first "
                 "(gunzip, bunzip2, unxz, unzstd)"
             )
         if start[257:262] == b"ustar":  # tried first, because a tar whose last member is a zip also looks like a zip
@@ -215,10 +215,10 @@ def open_archive(path: Path) -> tuple[Archive, list[tuple[bytes, int]]]:
     except SourceError:
         raise
     except OSError as error:
-        raise SourceError(f"{shown}: cannot be read: {error.strerror or error}") from None
+        raise SourceError(f"{label}: cannot be read: {error.strerror or error}") from None
     except DAMAGES as error:
-        raise SourceError(f"{shown}: cannot be read as an archive: {error}") from None
-    raise SourceError(f"{shown}: is not a folder, .zip or .tar of images")
+        raise SourceError(f"{label}: cannot be read as an archive: {error}") from None
+    raise SourceError(f"{label}: is not a folder, .zip or .tar of images")
 
 
 class BoundedFile(io.FileIO):

@@ -162,9 +162,9 @@ def _draft(image: Image.Image, options: ImageOptions, sideways: bool) -> None:
         scales = (max(scales),) * 2
     elif options.fit == "pad":
         scales = (min(scales),) * 2
-    wanted = [max(1, round(DRAFT_GAP * s * n)) for s, n in zip(scales, image.size, strict=True)]
-    if wanted[0] <= image.width and wanted[1] <= image.height:
-        image.draft(None, (wanted[0], wanted[1]))
+    draft_size = [max(1, round(DRAFT_GAP * s * n)) for s, n in zip(scales, image.size, strict=True)]
+    if draft_size[0] <= image.width and draft_size[1] <= image.height:
+        image.draft(None, (draft_size[0], draft_size[1]))
 
 
 def to_color(image: Image.Image, color: str) -> Image.Image:
@@ -177,13 +177,13 @@ def to_color(image: Image.Image, color: str) -> Image.Image:
         return image
     if image.mode not in _TO_RGB:
         raise SampleError(f"has mode {image.mode}, which is not supported: convert it to RGB first")
-    wanted = "RGB" if color == "rgb" else "L"
-    if image.mode == wanted:
+    mode = "RGB" if color == "rgb" else "L"
+    if image.mode == mode:
         return image
     image.info.pop("transparency", None)
     if image.mode == "PA":
         image = image.convert("RGBA")
-    return image.convert(wanted)
+    return image.convert(mode)
 
 
 def _class_numbers(image: Image.Image, raw_modes: list[str]) -> Image.Image:

@@ -28,23 +28,23 @@ COLORS = {1: "GRAY", 3: "RGB"}
 
 
 def decode_any(
-    data: np.ndarray, height: int, width: int, orientation: int, channels: int, least: Sequence[int], out: np.ndarray
+    data: np.ndarray, height: int, width: int, orientation: int, channels: int, min_size: Sequence[int], out: np.ndarray
 ) -> tuple[int, int]:
     """Decode the bytes of an image, (n,) uint8, to the beginning of ``out``, flat uint8, as (H, W, C).
 
     ``height`` and ``width`` are those after EXIF rotation. Returns height and width of the result: a JPEG may be scaled
-    by 1/2, 1/4 or 1/8 if it stays at least as large as ``least``. Raises SampleError if the image cannot be decoded.
+    by 1/2, 1/4 or 1/8 if it stays at least as large as ``min_size``. Raises SampleError if the image cannot be decoded.
     """
     is_plain = orientation == 1 and data[0] == 0xFF and b"Adobe" not in data[:HEAD_BYTES].tobytes()  # which marks CMYK
-    if is_plain and simplejpeg and (2 * least[0] > height or 2 * least[1] > width):
+    if is_plain and simplejpeg and (2 * min_size[0] > height or 2 * min_size[1] > width):
         with suppress(ValueError):  # the usual case, with as little Python as possible
             pixels = simplejpeg.decode_jpeg(data, COLORS[channels], buffer=out)
             if pixels.shape == (height, width, channels):
                 return height, width
     size = (width, height) if orientation in SIDEWAYS else (height, width)
     check_size(height, width)
-    least = (least[1], least[0]) if orientation in SIDEWAYS else (least[0], least[1])
-    pixels = _by_simplejpeg(data, size, channels, least, out) if simplejpeg and data[0] == 0xFF else None
+    min_size = (min_size[1], min_size[0]) if orientation in SIDEWAYS else (min_size[0], min_size[1])
+    pixels = _by_simplejpeg(data, size, channels, min_size, out) if simplejpeg and data[0] == 0xFF else None
     if pixels is None:
         pixels = _by_pillow(data, size, channels)
     if orientation != 1:
@@ -62,15 +62,15 @@ def check_size(height: int, width: int) -> None:
 
 
 def _by_simplejpeg(
-    data: np.ndarray, size: tuple[int, int], channels: int, least: tuple[int, int], out: np.ndarray
+    data: np.ndarray, size: tuple[int, int], channels: int, min_size: tuple[int, int], out: np.ndarray
 ) -> np.ndarray | None:
     """Decode a JPEG; return None for CMYK, another size than ``size`` or damaged data, which Pillow has to handle."""
     try:
-        *found, color, _ = simplejpeg.decode_jpeg_header(data)
-        if tuple(found) != size or color not in ("YCbCr", "RGB", "Gray"):
+        *recorded, color, _ = simplejpeg.decode_jpeg_header(data)
+        if tuple(recorded) != size or color not in ("YCbCr", "RGB", "Gray"):
             return None
-        how = {"min_height": max(1, least[0]), "min_width": max(1, least[1])}
-        pixels: np.ndarray = simplejpeg.decode_jpeg(data, COLORS[channels], buffer=out, min_factor=SCALED, **how)
+        limits = {"min_height": max(1, min_size[0]), "min_width": max(1, min_size[1])}
+        pixels: np.ndarray = simplejpeg.decode_jpeg(data, COLORS[channels], buffer=out, min_factor=SCALED, **limits)
         return pixels
     except ValueError:
         return None

@@ -29,7 +29,7 @@ def list_source(
     tree = read_tree(source, report_found)
     listing = list_metadata(tree, options.split_folders, columns, masks) if tree.tables else None
     if listing is None and columns is not None:
-        raise SourceError(f"{tree.shown}: has neither a manifest nor metadata.csv: leave out --columns")
+        raise SourceError(f"{tree.label}: has neither a manifest nor metadata.csv: leave out --columns")
     return listing or list_tree(tree, options.split_folders, masks)
 
 

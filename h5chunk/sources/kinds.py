@@ -39,27 +39,29 @@ class ImageOptions(Options):
         choices=("error", "stretch", "crop", "pad"),
     )
     color: str = option(
-        "rgb", "Channels of the stored images; keep: those of the source, with alpha.", choices=("rgb", "gray", "keep")
+        "rgb",
+        "Channels of the stored images; keep leaves those of the source, including alpha.",
+        choices=("rgb", "gray", "keep"),
     )
     layout: str = option("nchw", "Order of the axes of the stored images.", choices=("nchw", "nhwc"))
     animated: str = option(
-        "error", "Refuse images with several frames, or use the first frame.", choices=("error", "first")
+        "error", "Treat images with several frames as errors, or use the first frame.", choices=("error", "first")
     )
     max_pixels: int = option(MAX_PIXELS, "Maximum number of pixels per image; larger images are refused.", minimum=1)
     mask_column: tuple[str, ...] | None = option(
         None,
-        "Columns, or folders beside the folder of images, with masks: their values do not change, and they are resized "
-        "like their images, by nearest neighbour.",
+        "Columns, or folders beside the folder of images, that contain masks. Masks keep their exact values, and are "
+        "resized like their images, by nearest neighbour.",
         metavar="NAME[,NAME]",
         shown_default="those called mask or masks",
     )
     keep_encoded: bool = option(
-        False, "Store the bytes of the image files, of any size; they are decoded whenever they are read."
+        False, "Store the image files as they are, in any size; they are decoded each time they are read."
     )
     keep_size: bool = option(False, "Store images of any size as pixels, (H, W, C), rather than resizing them.")
     max_side: int | None = option(
         None,
-        "With --keep-encoded or --keep-size: shrink images whose longer side exceeds N pixels to that side.",
+        "With --keep-encoded or --keep-size: shrink images so that their longer side has at most N pixels.",
         minimum=1,
         metavar="N",
     )
@@ -89,18 +91,20 @@ class ImageOptions(Options):
             if self.max_side is not None:
                 raise OptionError(f"max_side is {self.max_side}: give keep_encoded or keep_size, too")
             return
-        given = f"keep_{'encoded' if self.keep_encoded else 'size'} is given"
+        problem = f"keep_{'encoded' if self.keep_encoded else 'size'} is given"
         if self.size is not None:
-            raise OptionError(f"{given} with a size, which gives all images one size: leave size out, or give max_side")
+            raise OptionError(
+                f"{problem} with a size, which gives all images one size: leave size out, or give max_side"
+            )
         if self.color == "keep":
-            raise OptionError(f"{given} with color 'keep', but all images need the same channels: give rgb or gray")
+            raise OptionError(f"{problem} with color 'keep', but all images need the same channels: give rgb or gray")
         if self.layout != "nchw":
-            raise OptionError(f"{given} with a layout, but images of any size are always (H, W, C): leave it out")
+            raise OptionError(f"{problem} with a layout, but images of any size are always (H, W, C): leave it out")
         if self.mask_column:
-            raise OptionError(f"{given}, but masks must have one size: leave mask_column out")
+            raise OptionError(f"{problem}, but masks must have one size: leave mask_column out")
         if self.keep_encoded and self.max_pixels > MAX_PIXELS:
             raise OptionError(
-                f"{given} with max_pixels {self.max_pixels}, but decoders refuse more than {MAX_PIXELS}: give keep_size"
+                f"{problem} with max_pixels {self.max_pixels}, but decoders refuse over {MAX_PIXELS}: give keep_size"
             )
 
     def recorded(self) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class Listing:
 
     container: Container
     names: Names  # path of the main image of each sample, relative to the source, with slashes
-    others: dict[str, Names] = field(default_factory=dict)  # by field: paths of masks and the like; empty if missing
+    others: dict[str, Names] = field(default_factory=dict)  # paths of masks and further images, by field; or empty
     columns: dict[str, np.ndarray] = field(default_factory=dict)  # (num_samples,): labels, split, and further columns
     class_names: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)  # descriptions of files that are left out
@@ -60,7 +60,7 @@ class Listing:
 class Tree:
     """The contents of a folder or an archive."""
 
-    shown: str  # its path, for messages
+    label: str  # its path, for messages
     container: Container
     directories: dict[bytes, Directory]  # its folders, by path
     tables: list[tuple[bytes, int]]  # path, and number in the archive, of each table of metadata
@@ -97,11 +97,11 @@ def list_tree(tree: Tree, split_folders: str, masks: Sequence[str] | None) -> Li
     folders of masks beside the folder of images; None: folders with the usual names.
     """
     with_images = [name for name, directory in tree.directories.items() if directory.files]
-    pairs = find_pairs(tree.shown, with_images, masks)
+    pairs = find_pairs(tree.label, with_images, masks)
     if pairs is None:
         return _list_one_folder(tree, split_folders)
     directories, mask_members = tree.directories, []
-    listing, members = arrange(
+    listing, members = sort_and_label(
         replace(tree, directories=pairs.directories_in(directories, pairs.images)), split_folders
     )
     inner_names = listing.names
@@ -126,8 +126,8 @@ def list_tree(tree: Tree, split_folders: str, masks: Sequence[str] | None) -> Li
 
 def _list_one_folder(tree: Tree, split_folders: str) -> Listing:
     """List the images of a tree without folders of masks; a mask may lie in the folder of its image."""
-    images, masks = take_masks(tree.shown, tree.directories)
-    listing, members = arrange(replace(tree, directories=images), split_folders)
+    images, masks = take_masks(tree.label, tree.directories)
+    listing, members = sort_and_label(replace(tree, directories=images), split_folders)
     if not masks:
         listing.select(members)
         return listing
@@ -164,12 +164,12 @@ def _walk(root: bytes) -> Iterator[tuple[bytes, bytes, int]]:
     """
     stack: list[tuple[bytes, tuple[tuple[int, int], ...]]] = [(b"", ())]  # folders to list, with their parents
     while stack:
-        folder, above = stack.pop()
+        folder, parents = stack.pop()
         path = os.path.join(root, folder) if folder else root
         try:
             status = os.stat(path)
-            here = status.st_dev, status.st_ino
-            if here in above:
+            folder_id = status.st_dev, status.st_ino
+            if folder_id in parents:
                 continue
             yield folder, b"", -1
             with os.scandir(path) as entries:
@@ -181,7 +181,7 @@ def _walk(root: bytes) -> Iterator[tuple[bytes, bytes, int]]:
                     with suppress(OSError):  # a link to itself
                         is_folder = entry.is_dir()
                     if is_folder:
-                        stack.append((folder + b"/" + entry.name if folder else entry.name, (*above, here)))
+                        stack.append((folder + b"/" + entry.name if folder else entry.name, (*parents, folder_id)))
                     else:
                         yield folder, entry.name, -1
         except OSError as error:
@@ -230,30 +230,30 @@ def _add_files(tree: Tree, files: Iterable[tuple[bytes, bytes, int]], report_fou
         tree.ignored.append(f"hidden files and folders, such as {as_text(hidden)}")
 
 
-def arrange(tree: Tree, split_folders: str, least_classes: float = 1) -> tuple[Listing, array[int]]:
+def sort_and_label(tree: Tree, split_folders: str, min_classes: float = 1) -> tuple[Listing, array[int]]:
     """Sort and label the images of a tree as torchvision's ImageFolder does, split by split.
 
-    Fewer than ``least_classes`` folders do not count as classes. Returns the listing, and the number in the archive of
-    each image.
+    Folders are classes if there are at least ``min_classes`` of them. Returns the listing, and the number of each image
+    in the archive.
     """
-    source, directories, ignored = tree.shown, tree.directories, [*tree.ignored]
+    source, directories, ignored = tree.label, tree.directories, [*tree.ignored]
     with_images = {name: directory for name, directory in directories.items() if directory.files}
     if not with_images:
-        wanted = ", ".join(suffix.decode() for suffix in EXTENSIONS)
+        suffixes = ", ".join(suffix.decode() for suffix in EXTENSIONS)
         hint = "; it has " + " and ".join(ignored) if ignored else ""
         if any(b"dataset_info.json" in name or b".arrow" in name for name in map(os.fsencode, ignored)):
             hint += (
                 "; a data set of Hugging Face converts in Python: h5chunk.convert(datasets.load_from_disk(...), ...)"
             )
         raise SourceError(
-            f"{source}: no images found; looked for {wanted} (any case) in it and the folders below{hint}"
+            f"{source}: no images found; looked for {suffixes} (any case) in it and the folders below{hint}"
         )
     level = int(_has_split_folders(source, with_images, split_folders))  # index of the class folder in a path
     if level and (empty := sorted(at_level(0, directories) - at_level(0, with_images))):
         ignored.append(f"folders without images, which are not treated as splits: {', '.join(map(as_text, empty))}")
         directories = {name: kept for name, kept in directories.items() if name.split(b"/")[0] not in empty}
     classes = sorted(at_level(level, with_images))
-    classes = classes if len(classes) >= least_classes else []
+    classes = classes if len(classes) >= min_classes else []
     if classes and (empty := sorted(at_level(level, directories) - set(classes))):
         raise SourceError(
             f"{source}: {len(empty)} of {len(empty) + len(classes)} class folders have no images, such as "
@@ -293,19 +293,19 @@ def _has_split_folders(source: str, folders: Collection[bytes], choice: str) -> 
         return False
     if not tops:
         raise SourceError(f"{source}: has no folders that could be splits: leave out --split-folders")
-    shown = ", ".join(repr(as_text(top)) for top in tops[:5]) + (", ..." if len(tops) > 5 else "")
+    listed = ", ".join(repr(as_text(top)) for top in tops[:5]) + (", ..." if len(tops) > 5 else "")
     if choice == "auto" and len(named) < len(tops):
         if len(named) == 1 < len(tops) and named[0] not in nested:
             return False  # one class among others with the name of a split, such as trains among vehicles
         raise SourceError(
-            f"{source}: contains the folders {shown}, of which {as_text(named[0])!r} has the name of a split: give "
+            f"{source}: contains the folders {listed}, of which {as_text(named[0])!r} has the name of a split: give "
             "--split-folders yes if they are splits, with classes one level down; no if they are classes; or "
             "convert one of them alone"
         )
     if nested and len(nested) < len(tops):
         flat = next(top for top in tops if top not in nested)
         raise SourceError(
-            f"{source}: of the splits {shown}, {as_text(min(nested))!r} has class folders but {as_text(flat)!r} has "
+            f"{source}: of the splits {listed}, {as_text(min(nested))!r} has class folders but {as_text(flat)!r} has "
             "none: convert each split alone, or give --split-folders no if they are classes"
         )
     return True

@@ -36,7 +36,7 @@ import numpy as np
 from h5chunk.errors import OptionError, SourceError, as_text, count_text, printable
 from h5chunk.source import ENDS_IN_NULL, Names
 from h5chunk.sources.container import Container, Folder, open_archive
-from h5chunk.sources.listing import EXTENSIONS, Listing, ReportFound, Tree, arrange, check_source
+from h5chunk.sources.listing import EXTENSIONS, Listing, ReportFound, Tree, check_source, sort_and_label
 from h5chunk.sources.manifest_table import NESTED, Table
 from h5chunk.sources.pairs import Directory
 from h5chunk.sources.samples import MASK_FIELDS
@@ -79,14 +79,14 @@ def list_manifest(
             container, find = _open_source(source)
             cells.read(table, find, b"", report_found)
             if stamp_of(file.fileno()) != before:
-                raise SourceError(f"{table.shown}: changed while it was read")
+                raise SourceError(f"{table.label}: changed while it was read")
     except OSError as error:
         raise SourceError(f"{printable(path)}: cannot be read: {error.strerror}") from None
     if not cells.num_rows:
-        raise SourceError(f"{table.shown}: lists no images: it has no line below the header")
+        raise SourceError(f"{table.label}: lists no images: it has no line below the header")
     if table.declared not in (None, cells.num_rows):
         raise SourceError(
-            f"{table.shown}: is cut short: it has {cells.num_rows} lines, but its first line says {table.declared}"
+            f"{table.label}: is cut short: it has {cells.num_rows} lines, but its first line says {table.declared}"
         )
     return cells.fill(Listing(container, cells.paths), np.arange(cells.num_rows))
 
@@ -111,23 +111,23 @@ def list_metadata(
     }
     cells: _Cells | None = None
     for path, number in sorted(tree.tables):
-        shown = f"{tree.shown}: {printable(path)}"
+        label = f"{tree.label}: {printable(path)}"
         text = io.TextIOWrapper(io.BytesIO(tree.container.read(number, path)), "utf-8-sig", "surrogateescape", "")
-        table = Table(shown, as_text(path), text)
+        table = Table(label, as_text(path), text)
         if not any(name.endswith(FILE_NAME) for name in table.columns):
             tree.ignored.append(f"{printable(path)}, which has no column {FILE_NAME!r}")
             continue
-        cells = cells or _Cells(table, columns, masks, tree.shown)
+        cells = cells or _Cells(table, columns, masks, tree.label)
         cells.read(table, numbers.get, posixpath.dirname(path), lambda count: None)
-    return None if cells is None else _arranged(tree, cells, numbers, split_folders)
+    return None if cells is None else _list_named_images(tree, cells, numbers, split_folders)
 
 
-def _arranged(tree: Tree, cells: _Cells, numbers: dict[bytes, int], split_folders: str) -> Listing:
-    """Arrange the images that tables of metadata name, in the order and with the splits of their folders."""
+def _list_named_images(tree: Tree, cells: _Cells, numbers: dict[bytes, int], split_folders: str) -> Listing:
+    """List the images that tables of metadata name, in the order and with the splits of their folders."""
     rows = {path: row for row, path in enumerate(cells.paths)}
     if len(rows) < cells.num_rows:
         twice = next(path for path, count in Counter(cells.paths).items() if count > 1)
-        raise SourceError(f"{tree.shown}: {printable(twice)} has several lines in the metadata: keep one")
+        raise SourceError(f"{tree.label}: {printable(twice)} has several lines in the metadata: keep one")
     used = {path for column in cells.images.values() for path in column.paths} | rows.keys()
     directories: dict[bytes, Directory] = {}
     for path in cells.paths:
@@ -139,15 +139,15 @@ def _arranged(tree: Tree, cells: _Cells, numbers: dict[bytes, int], split_folder
     tops = tuple(posixpath.join(posixpath.dirname(path), b"") for path, _ in tree.tables)
     if outside := [path for path in unused if not path.startswith(tops)]:
         raise SourceError(
-            f"{tree.shown}: {len(outside):,} images are outside of the folders with metadata, such as "
+            f"{tree.label}: {len(outside):,} images are outside of the folders with metadata, such as "
             f"{printable(outside[0])}: add a table for them, or convert each folder alone"
         )
     if unused:
         tree.ignored.append(
             f"{count_text(len(unused), 'image')} without a line in the metadata, such as {printable(unused[0])}"
         )
-    least_classes = math.inf if cells.has_labels else 2
-    listing, _ = arrange(replace(tree, directories=directories), split_folders, least_classes)
+    min_classes = math.inf if cells.has_labels else 2
+    listing, _ = sort_and_label(replace(tree, directories=directories), split_folders, min_classes)
     listing.notes.append(f"{', '.join(printable(path) for path, _ in tree.tables)}: columns became fields")
     return cells.fill(listing, np.array([rows[name] for name in listing.names], np.int64))
 
@@ -189,11 +189,11 @@ class _Cells:
 
     def _choose(self, *names: Sequence[str]) -> list[int]:
         """Return the indices of the columns with these names, other than the column of paths."""
-        wanted = list(chain(*names))
-        for name in wanted:
+        requested = list(chain(*names))
+        for name in requested:
             if name not in self.columns and f"{name}_{FILE_NAME}" not in self.columns:
-                raise OptionError(f"{self._table.shown}: has no column {name!r}: it has {', '.join(self.columns)}")
-        kept = (i for i, name in enumerate(self.columns) if name in wanted or _field_of(name) in wanted)
+                raise OptionError(f"{self._table.label}: has no column {name!r}: it has {', '.join(self.columns)}")
+        kept = (i for i, name in enumerate(self.columns) if name in requested or _field_of(name) in requested)
         return [i for i in kept if i != self._path_column]
 
     def read(self, table: Table, find: Find, folder: bytes, report_found: ReportFound) -> None:
@@ -201,7 +201,7 @@ class _Cells:
         if table.columns != self.columns:
             raise table.error(
                 table.first_line,
-                f"its columns are not those of {self._table.shown}: give all tables the same columns",
+                f"its columns are not those of {self._table.label}: give all tables the same columns",
             )
         for line, row in table.rows():
             if not len(self.paths):

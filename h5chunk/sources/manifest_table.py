@@ -22,10 +22,10 @@ Rows = Iterator[tuple[int, list[str]]]  # line numbers and cells
 
 
 class Table:
-    """The columns and rows of an open manifest. ``shown`` is its path for messages, ``name`` its file name."""
+    """The columns and rows of an open manifest. ``label`` is its path for messages, ``name`` its file name."""
 
-    def __init__(self, shown: str, name: str, file: TextIO) -> None:
-        self.shown, self._file = shown, file
+    def __init__(self, label: str, name: str, file: TextIO) -> None:
+        self.label, self._file = label, file
         self.declared: int | None = None  # number of rows that the first line of a CelebA list declares
         self.first_line = 1  # number of the header line
         lines = self._read_lines()
@@ -43,7 +43,7 @@ class Table:
 
     def error(self, line: int, problem: str) -> SourceError:
         """Return an error that names the file and a line."""
-        return SourceError(f"{self.shown}, line {line}: {problem}")
+        return SourceError(f"{self.label}, line {line}: {problem}")
 
     def _read_lines(self) -> Iterator[str]:
         """Yield the lines of the file. Raises SourceError for a line of more than `MAX_LINE` characters."""

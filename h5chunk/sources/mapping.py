@@ -58,7 +58,9 @@ class MappingSource(Samples):
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
         methods = ("__len__", "__getitem__")
-        return not is_path(source) and not isinstance(source, bytes) and all(hasattr(source, each) for each in methods)
+        return (
+            not is_path(source) and not isinstance(source, bytes) and all(hasattr(source, method) for method in methods)
+        )
 
     @classmethod
     def open(cls, source: Any, options: ImageOptions, context: OpenContext) -> MappingSource:
@@ -118,7 +120,7 @@ class MappingSource(Samples):
 
 
 def _named(sample: Any) -> dict[str, Any]:
-    """Return the parts of a sample by the names of their fields."""
+    """Return a sample as a dict from the names of its fields to their values."""
     if isinstance(sample, Mapping):
         return {str(name): value for name, value in sample.items()}
     if not isinstance(sample, (tuple, list)):
@@ -144,30 +146,30 @@ def _as_array(name: str, value: Any, field: SampleField | None) -> np.ndarray:
 
     Raises SampleError for any other value, or if the dtype cannot hold the value exactly.
     """
-    shown = f"field {printable(name)!r}"
+    label = f"field {printable(name)!r}"
     if value is None:
-        raise SampleError(f"{shown} is missing (None): fill it, or leave the sample out")
+        raise SampleError(f"{label} is missing (None): fill it, or leave the sample out")
     if isinstance(value, (str, bytes)) and _encoded(value).endswith(b"\0"):
-        raise SampleError(f"{shown} {ENDS_IN_NULL}")
+        raise SampleError(f"{label} {ENDS_IN_NULL}")
     try:
         array = np.array(_encoded(value) or b"\0", "S") if isinstance(value, (str, bytes)) else np.asarray(value)
         field_dtype(name, array.dtype)
     except (SourceError, ValueError, TypeError, RuntimeError) as error:
         raise SampleError(
-            f"{shown} is of type {type(value).__name__}, which is not an image, number, array or string: "
+            f"{label} is of type {type(value).__name__}, which is not an image, number, array or string: "
             f"{printable(str(error))}"
         ) from None
     if field is None or array.dtype == field.dtype:
         return array
     if array.dtype.kind == field.dtype.kind == "S":
         if array.dtype.itemsize > field.dtype.itemsize:
-            raise SampleError(f"{shown} is longer than when it was first read")
+            raise SampleError(f"{label} is longer than when it was first read")
         return array
     with np.errstate(all="ignore"):
         fitted = array if "S" in (array.dtype.kind, field.dtype.kind) else array.astype(field.dtype)
     if fitted is array or not np.array_equal(fitted, array, equal_nan=array.dtype.kind == "f"):
         raise SampleError(
-            f"{shown} is {array.dtype}, which does not fit the {field.dtype} of the first sample: give all samples one "
+            f"{label} is {array.dtype}, which does not fit the {field.dtype} of the first sample: give all samples one "
             "dtype"
         )
     return fitted
@@ -175,16 +177,17 @@ def _as_array(name: str, value: Any, field: SampleField | None) -> np.ndarray:
 
 def _class_names(dataset: Any, fields: Mapping[str, SampleField]) -> dict[str, list[str]]:
     """Return the class names by field, from the attributes of a data set of torchvision or Hugging Face."""
-    found: dict[str, list[str]] = {}
+    class_names: dict[str, list[str]] = {}
     features = getattr(dataset, "features", None)
     if isinstance(features, Mapping):
-        found = {name: list(map(str, each.names)) for name, each in features.items() if getattr(each, "names", None)}
+        named = {name: feature for name, feature in features.items() if getattr(feature, "names", None)}
+        class_names = {name: list(map(str, feature.names)) for name, feature in named.items()}
     numbers_by_class = getattr(dataset, "class_to_idx", None)
     classes = getattr(dataset, "classes", None)
     if LABELS in fields and isinstance(numbers_by_class, Mapping) and numbers_by_class:
         names = sorted(numbers_by_class, key=lambda name: numbers_by_class[name])
         if [numbers_by_class[name] for name in names] == list(range(len(names))):
-            found[LABELS] = list(map(str, names))
+            class_names[LABELS] = list(map(str, names))
     elif LABELS in fields and isinstance(classes, (list, tuple)) and classes:
-        found[LABELS] = list(map(str, classes))
-    return {name: names for name, names in found.items() if name in fields and fields[name].dtype.kind in "iu"}
+        class_names[LABELS] = list(map(str, classes))
+    return {name: names for name, names in class_names.items() if name in fields and fields[name].dtype.kind in "iu"}

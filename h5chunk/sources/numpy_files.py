@@ -56,32 +56,32 @@ def read_header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.d
 @contextmanager
 def open_npz(path: str) -> Iterator[zipfile.ZipFile]:
     """Open an .npz in a context, after validating the sizes of its members. Raises SourceError if it is damaged."""
-    shown = printable(path)
+    label = printable(path)
     try:
         with BoundedFile(path, MAX_ZIP_DIRECTORY_BYTES, zipfile.BadZipFile) as file, zipfile.ZipFile(file) as archive:
             file.limit = None
-            _check_members(shown, archive, os.fstat(file.fileno()).st_size)
+            _check_members(label, archive, os.fstat(file.fileno()).st_size)
             yield archive
     except (SourceError, OptionError):
         raise
     except (*DAMAGES, OSError) as error:
-        raise SourceError(f"{shown}: damaged, or not an .npz: {error}") from None
+        raise SourceError(f"{label}: damaged, or not an .npz: {error}") from None
 
 
-def _check_members(shown: str, archive: zipfile.ZipFile, num_bytes: int) -> None:
+def _check_members(label: str, archive: zipfile.ZipFile, num_bytes: int) -> None:
     repeated = next((name for name, count in Counter(archive.namelist()).items() if count > 1), None)
     if repeated is not None:
-        raise SourceError(f"{shown}: two members have the name {repeated!r}: save it again")
+        raise SourceError(f"{label}: two members have the name {repeated!r}: save it again")
     claimed = sum(member.compress_size for member in archive.infolist())
     if claimed > num_bytes:
         raise SourceError(
-            f"{shown}: its members claim {claimed} bytes, but the file has {num_bytes}, so they overlap: save it again"
+            f"{label}: its members claim {claimed} bytes, but the file has {num_bytes}, so they overlap: save it again"
         )
     for member in archive.infolist():
         packed, size, name = member.compress_size, member.file_size, printable(member.filename)
         if member.flag_bits & 1 or member.compress_type not in PACKINGS:
-            raise SourceError(f"{shown}: member {name!r} is encrypted or packed in an unknown way: save it again")
+            raise SourceError(f"{label}: member {name!r} is encrypted or packed in an unknown way: save it again")
         if size > MAX_RATIO * packed + MAX_SMALL_BYTES:
             raise SourceError(
-                f"{shown}: member {name!r} claims to unpack {packed} to {size} bytes, which is impossible"
+                f"{label}: member {name!r} claims to unpack {packed} to {size} bytes, which is impossible"
             )

@@ -23,15 +23,15 @@ def all_kinds() -> list[Any]:
 def find_kind(source: Any, kind: str | None = None) -> Any:
     """Return the class that opens a source: the one whose kind is given, or the first that recognises the source."""
     kinds = all_kinds()
-    names = [each.kind for each in kinds]
+    names = [candidate.kind for candidate in kinds]
     if kind is not None:
         if kind not in names:
             raise OptionError(f"format is {kind!r}: give {one_of(names)}")
         return kinds[names.index(kind)]
     head = read_head(source)
-    for each in kinds:
-        if each.recognises(source, head):
-            return each
+    for candidate in kinds:
+        if candidate.recognises(source, head):
+            return candidate
     if not is_path(source):
         raise SourceError(f"an object of type {type(source).__name__} cannot be converted: give a path or a data set")
     raise SourceError(message=f"{describe(source)}: {_unrecognised(head)}")
@@ -75,10 +75,10 @@ def choose_options(
 
 def _misplaced(name: str, kind: Any, source: Any, others: Iterable[type[Options]]) -> OptionError:
     """Return an error for an option that only other kinds of sources have, or that does not exist."""
-    homes: dict[str, list[str]] = {each.noun: [] for each in others if name in each.names()}
-    for each in all_kinds():
-        if name in each.Options.names():
-            homes.setdefault(each.noun, []).append(each.kind)
+    homes: dict[str, list[str]] = {group.noun: [] for group in others if name in group.names()}
+    for group in all_kinds():
+        if name in group.Options.names():
+            homes.setdefault(group.noun, []).append(group.kind)
     if not homes:
         return OptionError(f"there is no option {name!r}")
     nouns = one_of([_with_kinds(noun, *kinds) for noun, kinds in homes.items()])
@@ -89,7 +89,7 @@ def _misplaced(name: str, kind: Any, source: Any, others: Iterable[type[Options]
 
 
 def _with_kinds(noun: str, *kinds: str) -> str:
-    """Name the contents of some kinds of sources, with the kinds in parentheses unless they are called the same."""
+    """Format a noun, such as images, with its kinds of sources in parentheses, unless the only kind has that name."""
     is_same = kinds in ((), (noun,), (noun.removesuffix("s"),))
     return noun if is_same else f"{noun} ({', '.join(kinds)})"
 

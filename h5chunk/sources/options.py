@@ -69,7 +69,7 @@ class Options:
     def names(cls) -> tuple[str, ...]:
         return tuple(field.name for field in dataclasses.fields(cls))
 
-    def given(self) -> dict[str, Any]:
+    def non_defaults(self) -> dict[str, Any]:
         """Return the options whose values differ from their defaults."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
 
@@ -79,16 +79,16 @@ class Options:
         return [value for value in values if value is not None]
 
 
-def _why_wrong(value: Any, hint: Any, about: Mapping[str, Any]) -> str:
+def _why_wrong(value: Any, hint: Any, metadata: Mapping[str, Any]) -> str:
     """Describe the valid values of an option, for an error; return an empty text if ``value`` is valid."""
     kind, *others = typing.get_args(hint) or (hint,)
-    wanted, words = KINDS.get(kind, ANYTHING) if {*others} <= {type(None)} else ANYTHING
-    if not isinstance(value, wanted) or (isinstance(value, bool) and wanted in (Integral, Real)):
-        return words
-    if about["choices"] and value not in about["choices"]:
-        return one_of(about["choices"])
-    minimum, maximum = about["minimum"], about["maximum"]
-    if wanted is Integral and maximum is None and value > MAX_NUMBER:
+    expected, description = KINDS.get(kind, ANYTHING) if {*others} <= {type(None)} else ANYTHING
+    if not isinstance(value, expected) or (isinstance(value, bool) and expected in (Integral, Real)):
+        return description
+    if metadata["choices"] and value not in metadata["choices"]:
+        return one_of(metadata["choices"])
+    minimum, maximum = metadata["minimum"], metadata["maximum"]
+    if expected is Integral and maximum is None and value > MAX_NUMBER:
         return f"at most {MAX_NUMBER}"
     if (minimum is None or value >= minimum) and (maximum is None or value <= maximum):
         return ""

@@ -89,16 +89,16 @@ class Pairs:
                 first, _ = masks.setdefault(posixpath.splitext(path)[0], (path, number))
                 if first != path:
                     raise self._ambiguous(folder, first, path)
-        found: dict[bytes, bytes] = {}  # image of each mask
+        image_of_mask: dict[bytes, bytes] = {}  # image of each mask
         paths, numbers = [], []
         for name in names:
             stem = posixpath.splitext(name)[0]
             mask, number = masks.get(stem) or masks.get(stem + b"_mask") or (b"", -1)
-            if mask and found.setdefault(mask, name) != name:
-                raise self._ambiguous(self.images, found[mask], name)
+            if mask and image_of_mask.setdefault(mask, name) != name:
+                raise self._ambiguous(self.images, image_of_mask[mask], name)
             paths.append(self.full_path(mask, folder) if mask else b"")
             numbers.append(number)
-        return paths, numbers, sorted(as_text(mask) for mask, _ in masks.values() if mask not in found)
+        return paths, numbers, sorted(as_text(mask) for mask, _ in masks.values() if mask not in image_of_mask)
 
     def _ambiguous(self, folder: bytes, first: bytes, second: bytes) -> SourceError:
         first, second = (self.full_path(path, folder) for path in (first, second))
@@ -113,13 +113,13 @@ class Pairs:
         return f"images in {as_text(self.images)!r} go with {masks}, by name"
 
 
-def find_pairs(source: str, folders: Collection[bytes], wanted: Sequence[str] | None) -> Pairs | None:
-    """Find a folder of images beside folders of masks: the ``wanted`` masks, or if None a folder with a usual name.
+def find_pairs(source: str, folders: Collection[bytes], requested: Sequence[str] | None) -> Pairs | None:
+    """Find a folder of images beside folders of masks: the ``requested`` masks, or if None a folder with a usual name.
 
-    ``folders`` are the paths of all folders with images. Returns None if no masks are wanted or found. Raises
-    SourceError if the folders are ambiguous, or wanted folders are missing.
+    ``folders`` are the paths of all folders with images. Returns None if no masks are requested or found. Raises
+    SourceError if the folders are ambiguous, or requested folders are missing.
     """
-    is_usual = wanted is None or list(wanted) == [MASKS]
+    is_usual = requested is None or list(requested) == [MASKS]
     for level in (0, 1):
         names = sorted(at_level(level, folders))
         if is_usual:
@@ -127,28 +127,30 @@ def find_pairs(source: str, folders: Collection[bytes], wanted: Sequence[str] | 
             masks = {name: folder for name, folder in masks.items() if folder}
             images = [name for name in names if name.lower() in IMAGE_FOLDERS]
         else:
-            masks = {name: os.fsencode(name) for name in wanted or () if os.fsencode(name) in names}
+            masks = {name: os.fsencode(name) for name in requested or () if os.fsencode(name) in names}
             images = [name for name in names if name not in masks.values()]
-        if not masks or not images or not (is_usual or len(masks) == len(wanted or ())):
+        if not masks or not images or not (is_usual or len(masks) == len(requested or ())):
             continue
         if len(images) > 1 or len(names) > 1 + len(masks):
-            shown = ", ".join(repr(as_text(name)) for name in names[:8])
+            listed = ", ".join(repr(as_text(name)) for name in names[:8])
             raise SourceError(
-                f"{source}: contains the folders {shown}: name all folders of masks, so that one folder of images "
+                f"{source}: contains the folders {listed}: name all folders of masks, so that one folder of images "
                 "remains (--mask-column NAME[,NAME]), or list the pairs in a manifest (--manifest)"
             )
         return Pairs(level, images[0], masks)
-    if wanted:
-        shown = ", ".join(repr(as_text(name)) for name in sorted(at_level(0, folders))[:8]) or "none"
-        raise SourceError(f"{source}: has no folder {wanted[0]!r} of masks beside one of images; its folders: {shown}")
+    if requested:
+        listed = ", ".join(repr(as_text(name)) for name in sorted(at_level(0, folders))[:8]) or "none"
+        raise SourceError(
+            f"{source}: has no folder {requested[0]!r} of masks beside one of images; its folders: {listed}"
+        )
     return None
 
 
 def take_masks(source: str, directories: Mapping[bytes, Directory]) -> tuple[dict[bytes, Directory], dict[bytes, Any]]:
-    """Take the masks beside images, such as ``1_mask.png`` beside ``1.jpg``, out of directories.
+    """Separate masks, such as ``1_mask.png``, from the images beside them, such as ``1.jpg``.
 
-    Returns the other images, and the path and number of the mask of each image by the image's path without suffix: none
-    unless at least half of the images have one. Raises SourceError if an image has several.
+    Returns the images; and the path and number of each mask, by the path of its image without suffix. All files count
+    as images unless at least half of them have a mask. Raises SourceError if an image has several masks.
     """
     images: dict[bytes, Directory] = {}
     masks: dict[bytes, tuple[bytes, int]] = {}
@@ -156,12 +158,12 @@ def take_masks(source: str, directories: Mapping[bytes, Directory]) -> tuple[dic
         images[folder] = rest = Directory()
         stems = {posixpath.splitext(file)[0] for file in directory.files}
         for file, number in zip(directory.files, directory.members, strict=True):
-            path, found = posixpath.join(folder, file), MASK_NAME.fullmatch(posixpath.splitext(file)[0])
-            if found is None or found[1] not in stems:
+            path, match = posixpath.join(folder, file), MASK_NAME.fullmatch(posixpath.splitext(file)[0])
+            if match is None or match[1] not in stems:
                 rest.files.append(file)
                 rest.members.append(number)
                 continue
-            image = posixpath.join(folder, found[1])
+            image = posixpath.join(folder, match[1])
             if masks.setdefault(image, (path, number))[0] != path:
                 raise SourceError(
                     f"{source}: {as_text(masks[image][0])} and {as_text(path)} look like two masks of one image: merge "

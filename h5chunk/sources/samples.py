@@ -11,7 +11,7 @@ from PIL import Image
 
 from h5chunk.errors import OptionError, SampleError, ShapeError, SourceError, printable
 from h5chunk.source import AnyImage, SampleField, SampleSource, shape_text
-from h5chunk.sources.any_size import keep
+from h5chunk.sources.any_size import make_any_image
 from h5chunk.sources.decode import Decoded, decode, pillow_limits, sample_shape, write_pixels
 from h5chunk.sources.kinds import ImageOptions
 from h5chunk.sources.options import Options
@@ -45,7 +45,7 @@ class Samples(SampleSource):
         return f"its {printable(name)!r}"
 
     def read_any(self, index: int) -> AnyImage:
-        return keep(self._only_image(index)[1], self.decoding)
+        return make_any_image(self._only_image(index)[1], self.decoding)
 
     def _only_image(self, index: int) -> tuple[str, bytes | Image.Image]:
         """Return the name and value of the only field of a sample, an image."""
@@ -53,8 +53,8 @@ class Samples(SampleSource):
         if len(values) != 1 or not all(isinstance(value, (bytes, Image.Image)) for value in values.values()):
             names = ", ".join(map(printable, values))
             raise SourceError(
-                f"samples have the fields {names}, but keep_encoded and keep_size take one image a sample, of a "
-                "folder, an archive or a table: leave other fields out, or give all images one size"
+                f"samples have the fields {names}, but with keep_encoded and keep_size, a sample must be one image of "
+                "a folder, an archive or a table: leave other fields out, or give all images one size"
             )
         return next(iter(values.items()))
 
@@ -112,10 +112,10 @@ class Samples(SampleSource):
         return fields
 
     def find_fields(self, skip_bad: bool) -> list[str]:
-        """Set ``fields``, the largest first, to those of the first sample; return their names in the sample's order.
+        """Set ``fields``, the largest first, from the first sample; return the field names in the sample's order.
 
-        Raises SampleError if the first sample is unreadable; with ``skip_bad``, the first readable sample is taken, and
-        SourceError is raised if there is none.
+        Raises SampleError if the first sample is unreadable. With ``skip_bad``, it uses the first readable sample, and
+        raises SourceError if there is none.
         """
         for index in range(len(self)):
             try:
@@ -135,19 +135,19 @@ class Samples(SampleSource):
     def _averaged(self, indices: Sequence[int]) -> dict[str, SampleField]:
         """Return the field of images of any size, with the average size in bytes of these samples as its shape.
 
-        Raises SampleError if one of a single sample, or none of several, can be read.
+        Unreadable samples are ignored. Raises SampleError if there is only one sample, and it is unreadable.
         """
         sizes: list[tuple[int, int, int]] = []
         for index in indices:
             with nullcontext() if len(indices) == 1 else suppress(SampleError), self.session():
                 name, value = self._only_image(index)
-                image = keep(value, self.decoding)
+                image = make_any_image(value, self.decoding)
                 encoded = len(value) if isinstance(value, bytes) else 0
                 pixels = image.height * image.width * (1 if self.decoding.color == "gray" else 3)
                 sizes.append((len(image.data), encoded, pixels))
         kept, encoded, pixels = (sum(column) // len(sizes) for column in zip(*sizes, strict=True))
         self.size_bytes = {"as files": encoded, "kept": kept, "as pixels": pixels}
-        self.size_bytes = {how: size * len(self) for how, size in self.size_bytes.items()}
+        self.size_bytes = {form: size * len(self) for form, size in self.size_bytes.items()}
         return {name: SampleField((max(1, kept),), np.dtype(np.uint8), "NHWC", self.decoding.form)}
 
     def _check_masks(self, fields: Mapping[str, SampleField]) -> None:

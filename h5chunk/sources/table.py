@@ -28,7 +28,7 @@ import PIL
 
 from h5chunk.errors import OptionError, SourceError, printable
 from h5chunk.source import OpenContext
-from h5chunk.sources.arrow import byte_lengths, compute, is_any, parquet, pyarrow, to_fixed_bytes
+from h5chunk.sources.arrow import byte_lengths, compute, has_type, parquet, pyarrow, to_fixed_bytes
 from h5chunk.sources.container import read_at
 from h5chunk.sources.kinds import TableOptions
 from h5chunk.sources.listing import EXTENSIONS
@@ -49,7 +49,7 @@ NAMED_IMAGES = (
 )
 
 
-class _Spool:
+class _SpooledValues:
     """Values of any size in an unnamed temporary file, which forked processes share."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class _Spool:
         return read_at(self._file.fileno(), start, stop - start)
 
 
-class _Vectors(_Spool):
+class _Vectors(_SpooledValues):
     """A column with lists of numbers, all of the same length and type."""
 
     dtype = np.dtype(np.uint8)
@@ -97,7 +97,7 @@ class _Vectors(_Spool):
         return np.frombuffer(super().value(index), self.dtype)
 
 
-class _Images(_Spool):
+class _Images(_SpooledValues):
     """A column with encoded images."""
 
     def add(self, array: Any) -> None:
@@ -113,7 +113,7 @@ class _Values(list[np.ndarray]):
     """A column of numbers or strings, in memory."""
 
     def add(self, array: Any) -> None:
-        if not is_any(array.type, *TEXTS):
+        if not has_type(array.type, *TEXTS):
             self.append(np.asarray(array.to_numpy(zero_copy_only=False)))
             return
         strings = array.cast(pyarrow.binary())
@@ -132,7 +132,7 @@ def _names_image(value: Any) -> bool:
 
 
 class TableSource(Samples):
-    """Tables in .parquet files with the same columns, whose rows are concatenated; or one text."""
+    """Tables in .parquet files with the same columns, whose rows are concatenated; or one file of delimited text."""
 
     kind = "table"
     noun = "tables"
@@ -149,7 +149,7 @@ class TableSource(Samples):
         if not self._num_rows:
             raise SourceError(f"{printable(paths[0])}: holds no rows")
         columns = {
-            name: self._settled(name, self._joined(name, column))
+            name: self._encode_categories(name, self._concatenate(name, column))
             for name, column in self._columns.items()
             if isinstance(column, _Values)
         }
@@ -220,7 +220,7 @@ class TableSource(Samples):
 
     def _add(self, path: Path, columns: list[str], name: str, array: Any) -> None:
         where = f"{printable(path)}: column {name!r}"
-        others = ",".join(each for each in columns if each != name)
+        others = ",".join(column for column in columns if column != name)
         kind = "" if is_parquet(path) else " --format table"
         remedy = f"leave it out (--columns {printable(others)}{kind})" if others else "convert the table without it"
         if array.null_count:
@@ -230,7 +230,7 @@ class TableSource(Samples):
             array = array.dictionary_decode()
             self._categories.setdefault(name, [])
         if name not in self._columns:
-            kind = _kind_of(array.type)
+            kind = _storage_class(array.type)
             if kind is None:
                 raise SourceError(f"{where} is of type {array.type}, which fields do not support: {remedy}")
             self._columns[name] = kind()
@@ -239,7 +239,7 @@ class TableSource(Samples):
         except (ValueError, SourceError) as error:
             raise SourceError(f"{where} {error}: change it, or {remedy}") from None
 
-    def _joined(self, name: str, parts: list[np.ndarray]) -> np.ndarray:
+    def _concatenate(self, name: str, parts: list[np.ndarray]) -> np.ndarray:
         """Concatenate a column from all files. Raises SourceError if their common type cannot hold all integers."""
         values = np.concatenate(parts)
         for part in parts:
@@ -250,7 +250,7 @@ class TableSource(Samples):
                 )
         return values
 
-    def _settled(self, name: str, values: np.ndarray) -> np.ndarray:
+    def _encode_categories(self, name: str, values: np.ndarray) -> np.ndarray:
         """Return the values of a column; categories given as strings become codes."""
         if self._categories.get(name) != []:
             return values.astype(field_dtype(name, values.dtype), copy=False)
@@ -290,21 +290,23 @@ def is_parquet(path: Path) -> bool:
     return path.is_dir() or path.suffix == SUFFIX or read_head(path).startswith(MAGIC)
 
 
-def _kind_of(kind: Any) -> Any:
+def _storage_class(kind: Any) -> Any:
     """Return the class that stores a column of an Arrow type; None for unsupported types."""
     numbers = ("integer", "floating", "boolean")
-    if is_any(kind, *numbers, *TEXTS):
+    if has_type(kind, *numbers, *TEXTS):
         return _Values
-    if is_any(kind, "list", "large_list", "fixed_size_list") and is_any(kind.value_type, *numbers):
+    if has_type(kind, "list", "large_list", "fixed_size_list") and has_type(kind.value_type, *numbers):
         return _Vectors
-    is_image = is_any(kind, "struct") and kind.get_field_index("bytes") >= 0
-    return _Images if is_image or is_any(kind, "binary", "large_binary") else None
+    is_image = has_type(kind, "struct") and kind.get_field_index("bytes") >= 0
+    return _Images if is_image or has_type(kind, "binary", "large_binary") else None
 
 
 def _class_names(schema: Any) -> dict[str, list[str]]:
     """Return the class names by column from the metadata that Hugging Face writes into a table."""
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
-        return {name: list(each["names"]) for name, each in features.items() if each.get("_type") == "ClassLabel"}
+        return {
+            name: list(feature["names"]) for name, feature in features.items() if feature.get("_type") == "ClassLabel"
+        }
     except (KeyError, ValueError, TypeError, AttributeError):
         return {}

@@ -46,14 +46,14 @@ class TextTable(NamedTuple):
     decimal: str
 
 
-def find_form(lines: list[bytes]) -> TextTable | None:
+def detect_format(lines: list[bytes]) -> TextTable | None:
     """Detect the format of a table from its first lines; None without several columns, of which one has numbers."""
     num_skipped = num_comments(lines)
-    some = [line for line in lines[num_skipped:] if line.strip()][:HEAD_LINES]
-    if len(some) < 2:
+    lines_of_data = [line for line in lines[num_skipped:] if line.strip()][:HEAD_LINES]
+    if len(lines_of_data) < 2:
         return None
-    dialect = guess_dialect(some)
-    first, *below = _rows(dialect, some)
+    dialect = guess_dialect(lines_of_data)
+    first, *below = _rows(dialect, lines_of_data)
     whole = [row for row in below if len(row) == len(first)]  # others are errors of the table
     has_commas = dialect.separator == b";" and any(DECIMAL_COMMA.fullmatch(cell) for row in whole for cell in row)
     has_numbers = has_commas or any(is_number(cell) for row in whole for cell in row)
@@ -69,12 +69,12 @@ def find_form(lines: list[bytes]) -> TextTable | None:
 
 
 def is_table(source: Any, head: bytes) -> bool:
-    """Return whether the lines of a text file are samples rather than entries of a matrix, or anything else.
+    """Return whether a file is delimited text whose lines are samples rather than entries of a matrix.
 
     Entries have well-known column names, or two to four columns of which the first two have no fractions.
     """
     lines = text_lines(source, head) if has_suffix(source, *SUFFIXES) else []
-    form = find_form(lines)
+    form = detect_format(lines)
     if form is None or (form.has_header and names_show_entries(form.names)):
         return False
     rows = _rows(form.dialect, lines[form.num_skipped :][:HEAD_LINES])
@@ -103,7 +103,7 @@ def _is_fraction(cell: str) -> bool:
 def read_text_table(path: str, memory_bytes: int) -> tuple[Any, TextTable]:
     """Read a text file as an Arrow table, and return it with its format. Raises SourceError if it is too large."""
     text = TextFile(path)
-    form = find_form(text.head_lines())
+    form = detect_format(text.head_lines())
     if form is None:
         text.fail("its first lines are not a table: give several columns, one of them numbers, in all lines")
     data = io.BytesIO()

@@ -12,7 +12,7 @@ from typing import Any
 
 from h5chunk.errors import as_text, printable
 
-MOST_SHOWN = 6  # names per line
+MAX_LISTED = 6  # names per line
 
 
 def list_some(names: Sequence[str]) -> str:
@@ -21,12 +21,12 @@ def list_some(names: Sequence[str]) -> str:
     >>> list_some(["cat", "dog"]), list_some(list("abcdefghij"))
     ('2: cat, dog', '10: a, b, c, d, e, f, ...')
     """
-    more = ["..."] if len(names) > MOST_SHOWN else []
-    return f"{len(names):,}: {', '.join([*names[:MOST_SHOWN], *more])}"
+    more = ["..."] if len(names) > MAX_LISTED else []
+    return f"{len(names):,}: {', '.join([*names[:MAX_LISTED], *more])}"
 
 
-def rows(label: str, values: str | Iterable[object], most: int | None = None) -> list[str]:
-    """Return an indented line for each value, at most ``most`` of them and a line that counts the others.
+def rows(label: str, values: str | Iterable[object], limit: int | None = None) -> list[str]:
+    """Return an indented line for each value, at most ``limit`` of them and a line that counts the others.
 
     A text is one value; an empty text gives no line.
 
@@ -34,8 +34,8 @@ def rows(label: str, values: str | Iterable[object], most: int | None = None) ->
     ['  note: a', '  note: 2 more (--json has all)']
     """
     values = list(filter(None, [values])) if isinstance(values, str) else list(values)
-    more = [f"{len(values) - most:,} more (--json has all)"] if most is not None and len(values) > most else []
-    return [f"  {f'{label} {value}'.lstrip()}" for value in [*values[:most], *more]]
+    more = [f"{len(values) - limit:,} more (--json has all)"] if limit is not None and len(values) > limit else []
+    return [f"  {f'{label} {value}'.lstrip()}" for value in [*values[:limit], *more]]
 
 
 def values_text(dtype: str, scale: float) -> str:
@@ -86,16 +86,16 @@ def python_text(text: str) -> str:
 
 def _escaped(word: str) -> str:
     """Escape a word so that it can stand between the quotes of ``$''``."""
-    bare = "".join(rf"\{each}" if each in "\\'" else each for each in word)
+    bare = "".join(rf"\{letter}" if letter in "\\'" else letter for letter in word)
     return "".join(c if c.isprintable() else "".join(rf"\x{byte:02x}" for byte in os.fsencode(c)) for c in bare)
 
 
 def _plain(value: Any) -> Any:
     """Convert a value to types of JSON, which has no infinity, no NaN, and no bytes that are not UTF-8."""
     if isinstance(value, dict):
-        return {as_text(str(key)): _plain(each) for key, each in value.items()}
+        return {as_text(str(key)): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return as_text(value) if isinstance(value, str) else value

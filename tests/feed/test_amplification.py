@@ -23,7 +23,7 @@ from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
 from h5chunk.feed.stream import WindowStream
-from h5chunk.plan.cache import entries_read_with, read_with
+from h5chunk.plan.cache import count_entries_read, count_items_read
 
 __all__ = ["counted", "nothing_is_left"]
 
@@ -168,7 +168,9 @@ def test_parts_of_whole_chunks_read_nothing_in_vain(tmp_path: Path) -> None:
 @given(st.lists(st.integers(0, 99)), st.integers(1, 120))
 def test_chunks_around_samples(wanted: list[int], size: int) -> None:
     chunks = {number // size for number in wanted}
-    assert read_with(np.array(wanted, np.int64), size, 100) == sum(number // size in chunks for number in range(100))
+    assert count_items_read(np.array(wanted, np.int64), size, 100) == sum(
+        number // size in chunks for number in range(100)
+    )
 
 
 @given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 30))), st.integers(1, 120))
@@ -176,4 +178,4 @@ def test_chunks_around_ranges(ranges: list[tuple[int, int]], size: int) -> None:
     starts = np.array([start for start, _ in ranges], np.int64)
     stops = np.array([min(100, start + count) for start, count in ranges], np.int64)
     chunks = {n // size for start, stop in zip(starts, stops, strict=True) for n in range(start, stop)}
-    assert entries_read_with(starts, stops, size, 100) == sum(number // size in chunks for number in range(100))
+    assert count_entries_read(starts, stops, size, 100) == sum(number // size in chunks for number in range(100))

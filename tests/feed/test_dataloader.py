@@ -209,7 +209,7 @@ class Told(ChunkDataset):
         super().__getitems__(indices)
         worker = get_worker_info()
         assert self._reader._opened[0] == os.getpid()  # not the parent's handles
-        return [(worker.id if worker else -1, self.caches_in_force()["images"].nbytes)]
+        return [(worker.id if worker else -1, self.actual_caches()["images"].nbytes)]
 
 
 def told_caches(path, num_workers, interleave=6, **options) -> dict[int, int]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from h5chunk.errors import OptionError
 from h5chunk.plan.repack import (
     MIN_MEMORY_BYTES,
-    Shares,
+    MemoryShares,
     memory_for_copying,
     plan_buckets,
     plan_packing,
@@ -98,7 +98,7 @@ def test_an_index_counts_in_the_widest_units_and_long_pieces_need_none() -> None
 
 @pytest.mark.parametrize("num_threads", [1, 2, 8])
 def test_the_parts_fit_in_memory_together(num_threads: int) -> None:
-    shares = Shares(1 << 30, num_threads)
+    shares = MemoryShares(1 << 30, num_threads)
     held = (num_threads + 1) + 3 * num_threads  # buffers, and scratch of the threads
     assert held * shares.part_bytes <= shares.memory_bytes
     assert shares.step_bytes <= shares.part_bytes

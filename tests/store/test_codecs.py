@@ -269,7 +269,7 @@ MESSAGES = [
     ([], b"x" * 99, r"stored in 99 bytes, but 100 are expected"),
     (["gzip"], b"", r"stored in 0 bytes, but 1 to "),
     (["fletcher32"], b"x" * 100, r"stored in 100 bytes, but 104 are expected"),
-    (["fletcher32"], bytes(101) + b"abc", r"fletcher32: the checksum of 100 bytes is [0-9a-f]{8}, stored is 63626100"),
+    (["fletcher32"], bytes(101) + b"abc", r"the checksum of 100 bytes is [0-9a-f]{8}, but 63626100 is stored"),
     (["fletcher32", "gzip"], zlib.compress(bytes(100)), r"gzip gives 100 bytes, but 104 are expected"),
     (["gzip", "fletcher32"], b"abc", r"fletcher32: 3 bytes are too few for a checksum"),
     (["gzip"], zlib.compress(bytes(99)), r"gzip gives 99 bytes, but 100 are expected"),

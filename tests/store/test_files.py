@@ -212,7 +212,7 @@ def test_caches_of_all_files_hold_what_one_would(tmp_path: Path) -> None:
     for path in (one, tmp_path / "set"):
         dataset = ChunkDataset(path)
         ChunkSampler(dataset, 4, window_chunks=8, interleave=4)
-        caches.append(dataset.caches_in_force()["images"].nbytes // IMAGES[0].nbytes)
+        caches.append(dataset.actual_caches()["images"].nbytes // IMAGES[0].nbytes)
         dataset.close()
     assert caches[0] < 40 and caches[0] <= caches[1] <= 80  # of 384 chunks
 

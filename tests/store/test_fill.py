@@ -18,7 +18,7 @@ import pytest
 from support.faults import small
 
 from h5chunk.errors import OutputError, SampleError, WorkerError
-from h5chunk.store.write.fill import Done, Failure, Filled, FillField, FillJob, fill, parse_record
+from h5chunk.store.write.fill import Failure, Filled, FillField, FillJob, TaskResult, fill, parse_record
 
 SHAPE = (2, 3)
 OFFSET = 11
@@ -218,7 +218,7 @@ def test_error_of_the_callback_ends_the_workers(tmp_path: Path) -> None:
 # ---- what was done before
 
 
-def done_before(each: FillJob, num_workers: int = 0) -> dict[int, Done]:
+def done_before(each: FillJob, num_workers: int = 0) -> dict[int, TaskResult]:
     """All tasks of a job, done, as a journal would give them back."""
     records: list[object] = []
     fill(each, num_workers, False, lambda count: None, finished=lambda done: records.append(done.record()))
@@ -261,7 +261,7 @@ def test_claims_are_looked_at(tmp_path: Path, num_workers: int, broken: str) -> 
 def test_a_failure_that_is_claimed_is_one_where_failures_are_the_end(tmp_path: Path) -> None:
     each = job(tmp_path, source=Numbers([100]))
     claims = done_before(each)
-    new: list[Done] = []
+    new: list[TaskResult] = []
     filled = fill(each, 0, True, lambda count: None, claims, new.append)
     assert [failure.reason for failure in filled.failures] == ["sample 100 is bad"] and new == []
 

@@ -20,7 +20,7 @@ from torch.utils.data import default_collate
 from h5chunk import ChunkDataset, info, verify
 from h5chunk.errors import FileError, H5ChunkError, OptionError
 from h5chunk.feed.loader import ChunkLoader
-from h5chunk.plan.repack import Shares
+from h5chunk.plan.repack import MemoryShares
 from h5chunk.store.hdf5 import chunk_table
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.rewrite.raw_rows import RawRows
@@ -82,7 +82,7 @@ def moved(path: Path) -> np.ndarray:
         dataset = file["images"]
         kind = np.empty(1, f"V{dataset.id.get_type().get_size()}").dtype
         out = np.empty(dataset.shape, kind)
-        shares = Shares(8 << 20, 1)
+        shares = MemoryShares(8 << 20, 1)
         with path.open("rb") as raw, closing(RawRows(dataset, raw.fileno(), shares, path.parent)) as rows:
             rows.read(0, len(out), out.view(np.uint8).reshape(len(out), -1))
         with h5py.File(path.with_name("moved.h5"), "w") as new:

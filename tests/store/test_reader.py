@@ -189,13 +189,13 @@ def test_caches_are_in_force(tmp_path):
     reader = H5Reader(path, {"x": "masks", "images": "images", "labels": "labels"})
     given = CacheSettings(77, 20 * 40_000, 0.25)
     reader.set_caches(given)
-    found = reader.caches_in_force()
+    found = reader.actual_caches()
     assert found["x"] == given
     for name, sample_bytes in (("images", 50), ("labels", 8)):  # small: cached whole
         assert found[name] == CacheSettings(500, 4000 * sample_bytes, 0.0)
     other = CacheSettings(78, 10 * 40_000, 0.0)
     reader.set_caches(other)
-    assert reader.caches_in_force()["x"] == other
+    assert reader.actual_caches()["x"] == other
 
 
 def test_other_fields_get_room_for_the_same_samples(tmp_path):
@@ -205,7 +205,7 @@ def test_other_fields_get_room_for_the_same_samples(tmp_path):
         file.create_dataset("masks", (8000, 2000), "u1", chunks=(10, 500))
     reader = H5Reader(path, {"images": "images", "masks": "masks"})
     reader.set_caches(reader.main.grid.cache_for(19))
-    found = reader.caches_in_force()
+    found = reader.actual_caches()
     assert found["images"] == CacheSettings(500, 20 * 48_000, 0.0)
     assert found["masks"].nbytes >= 320 / 10 * 20_000
     assert found["masks"].nbytes < 1.2 * 320 * 2000
@@ -228,7 +228,7 @@ def test_a_reader_travels(tmp_path):
     check_reader(reader, {"images": data})
     again = pickle.loads(pickle.dumps(reader))
     check_reader(again, {"images": data})
-    assert again.caches_in_force() == {"images": CacheSettings(9, 100, 0.5)}
+    assert again.actual_caches() == {"images": CacheSettings(9, 100, 0.5)}
 
 
 def test_two_readers_of_one_file(tmp_path):

@@ -27,7 +27,7 @@ CONSTANTS = {
     "kept_bytes": "feed.budget.KEPT_BYTES",
     "kept_chunks": "store.read.direct.KEPT_CHUNKS",
     "least_filtered_bytes": "tools.repack.plan.LEAST_FILTERED_BYTES",
-    "least_vector_bytes": "store.rewrite.shuffle.LEAST_VECTOR_BYTES",
+    "least_vector_bytes": "store.rewrite.shuffle.MIN_VECTOR_BYTES",
     "least_write_bytes": "plan.repack.LEAST_WRITE_BYTES",
     "look_s": "store.hdf5.child.LOOK_S",
     "loop_s": "store.hdf5.child.LOOP_S",
@@ -65,7 +65,7 @@ CALLS = {
     "read part": "store.hdf5.ranges.VectorTask.__call__",  # of Python's threads: take the fixture python_threads
     "read through HDF5": "store.read.reader.H5Reader.read",
     "sync folder": "store.write.output.sync_folder",
-    "touch file": "store.read.reader.H5Reader.touch",
+    "touch file": "store.read.reader.H5Reader.check_metadata",
     "wait for window": "feed.read_pool.WindowRead.wait",
 }
 

@@ -219,7 +219,7 @@ def test_options_that_do_not_fit(photos, tmp_path, options, said):
 
 
 def test_only_one_image_a_sample(photos, tmp_path):
-    with pytest.raises(SourceError, match="one image a sample"):
+    with pytest.raises(SourceError, match="a sample must be one image"):
         h5chunk.convert([(picture(8, 8), 0)], tmp_path / "p.h5", keep_encoded=True)
 
 

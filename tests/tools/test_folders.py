@@ -34,7 +34,7 @@ def test_info_of_a_folder(tmp_path: Path) -> None:
     assert [each.path for each in found.files] == [str(path) for path in paths]
     assert found.num_bytes == sum(path.stat().st_size for path in paths)
     assert found.num_samples == tuple(count for count, _ in EVEN) and found.chunk_samples == (8, 8, 8, 8)
-    assert (found.broken, found.why_not, found.is_shuffled) == ({}, "", False)
+    assert (found.broken, found.mismatch, found.is_shuffled) == ({}, "", False)
     text = str(found)
     assert text.startswith(f"{tmp_path / 'set'}: 4 files, ")
     assert "read as one: 149 samples of images (uint8 3 x 5 x 6), labels (int64); not shuffled as one" in text
@@ -56,8 +56,8 @@ def test_info_of_files_that_do_not_agree(tmp_path: Path) -> None:
     make_set(tmp_path / "set", [(10, 2), (9, 3)])
     make_file(tmp_path / "set" / "t.h5", images=(values((5, 3, 5, 6), "f4"), {}), labels=(np.arange(5), {}))
     found = h5chunk.info(tmp_path / "set")
-    assert "t.h5: field 'images' has the dtype float32, but in" in found.why_not
-    assert found.num_samples == () and f"not one data set: {found.why_not}" in str(found)
+    assert "t.h5: field 'images' has the dtype float32, but in" in found.mismatch
+    assert found.num_samples == () and f"not one data set: {found.mismatch}" in str(found)
     (tmp_path / "set" / "u.h5").write_text("no HDF5")
     found = h5chunk.info(tmp_path / "set")
     assert list(found.broken) == [str(tmp_path / "set" / "u.h5")] and len(found.files) == 3

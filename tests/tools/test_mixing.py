@@ -52,7 +52,7 @@ def test_clustering_is_that_of_all_pairs(groups, piece):
         assert found.correlation == 0
         return
     anywhere = alike_share(groups, pairs)
-    assert found.alike == pytest.approx(anywhere)
+    assert found.same_group == pytest.approx(anywhere)
     assert found.correlation == pytest.approx((alike_share(groups, inside) - anywhere) / (1 - anywhere), abs=1e-12)
 
 
@@ -80,7 +80,7 @@ def test_any_kind_of_group(kind):
     }.get(kind)
     groups = numbers.astype(kind) if groups is None else groups
     assert find_clustering(groups, 7) == find_clustering(numbers, 7)
-    assert find_clustering(groups, 7).alike < 1
+    assert find_clustering(groups, 7).same_group < 1
 
 
 @pytest.mark.parametrize("num_groups", [2, 10, 300, 500])
@@ -137,7 +137,7 @@ def test_deff_is_that_of_all_windows(groups, shape):
     clustering = find_clustering(groups, chunk)
     variance, shuffled = (
         (1 - clustering_share(groups)) + (batch - 1) * (alike - clustering_share(groups))
-        for alike in (np.mean(shares), clustering.alike)
+        for alike in (np.mean(shares), clustering.same_group)
     )
     if shuffled > 1e-12:
         assert design_effect(clustering, order) == pytest.approx(variance / shuffled, abs=1e-9)
@@ -282,7 +282,7 @@ def test_as_many_groups_as_samples_take_no_table():
     groups = np.random.default_rng(0).permutation(1_000_000) * 10_000
     tracemalloc.start()
     try:
-        assert find_clustering(groups, 64).alike == 0
+        assert find_clustering(groups, 64).same_group == 0
         assert tracemalloc.get_traced_memory()[1] < 100 << 20
     finally:
         tracemalloc.stop()

@@ -37,7 +37,7 @@ from h5chunk.store.format.header import read_header
 from h5chunk.tools.repack.options import RepackOptions, read_tuned
 from h5chunk.tools.repack.plan import COMPRESSIONS
 from h5chunk.tools.repack.repack import repack
-from h5chunk.tools.repack.report import LaidOut
+from h5chunk.tools.repack.report import DatasetLayout
 
 ANYTHING = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -219,7 +219,7 @@ def test_bytes_do_not_depend_on_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     make_images(tmp_path / "a.h5", 500, chunks=chunks)
-    outputs, scattered = set(), watch(monkeypatch, "plan.repack.Shares.scatter_bytes")
+    outputs, scattered = set(), watch(monkeypatch, "plan.repack.MemoryShares.scatter_bytes")
     for memory_bytes in (1 << 30, 100_000, 20_000):
         out = tmp_path / f"{memory_bytes}.h5"
         repack(
@@ -612,7 +612,9 @@ def test_a_tuned_file(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "b.h5") as file:
         assert read_header(file).cache == CacheSettings(5, 99, 0.0)
     report = repack(tmp_path / "a.h5", tmp_path / "c.h5", tuned=tuned, chunk_samples=40, compression="lzf")
-    assert report_of(report, "images").after == LaidOut((40, 8, 6, 3), ("lzf",), report.fields[0].after.stored_bytes, 1)
+    assert report_of(report, "images").after == DatasetLayout(
+        (40, 8, 6, 3), ("lzf",), report.fields[0].after.stored_bytes, 1
+    )
 
 
 @pytest.mark.parametrize(

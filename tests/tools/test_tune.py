@@ -47,7 +47,7 @@ from h5chunk.tools.model.settings import (
 from h5chunk.tools.progress import TimeBudget
 from h5chunk.tools.repack.options import RepackOptions, read_tuned
 from h5chunk.tools.tune.report import WIDTH
-from h5chunk.tools.tune.search import IN_PLACE, MOST_TURNS, NEW, PLAIN, TODAY, TURNS_SHARE, Search
+from h5chunk.tools.tune.search import IN_PLACE, MAX_TURNS, NEW, PLAIN, TODAY, TURNS_SHARE, Search
 from h5chunk.tools.tune.study import BATCH_BYTES, SAMPLE_BYTES, samples_to_measure
 
 QUICK: dict[str, Any] = {"budget_s": 0.3, "batch_size": 32, "workers": [0]}
@@ -517,7 +517,7 @@ def test_fields_of_any_name_and_strings(tmp_path):
     found = h5chunk.tune(path, fields={"x": "train/x", "y": "train/y"}, group_by="y", **QUICK)
     assert found.row(TODAY).effective_batch == 32
     found = h5chunk.tune(path, fields=["train/x", "train/names"], **QUICK)
-    assert found.setting.way == "dataset" and all(each.setting.way != "loader" for each in found.candidates)
+    assert found.setting.reader == "dataset" and all(each.setting.reader != "loader" for each in found.candidates)
 
 
 def test_command_line(converted):
@@ -627,8 +627,8 @@ def test_measuring_ends_with_the_budget(slow):
         called.append(name)
         return 100.0
 
-    turns = search._race({name: partial(runner, name) for name in "ab"}, MOST_TURNS, TURNS_SHARE)
-    assert len(turns["a"]) == len(turns["b"]) == {0.01: MOST_TURNS, 0.5: 10, 3.0: 3}[slow]
+    turns = search._measure_in_turns({name: partial(runner, name) for name in "ab"}, MAX_TURNS, TURNS_SHARE)
+    assert len(turns["a"]) == len(turns["b"]) == {0.01: MAX_TURNS, 0.5: 10, 3.0: 3}[slow]
     assert called[:4] == ["b", "a", "a", "b"]
 
 
@@ -653,7 +653,7 @@ def test_a_search_finds_the_fastest_of_neighbours(monkeypatch):
     for anew in (False, True):
         del measured[:]
         some = [each for each in trials if each.repack == anew]
-        best, *_ = search._climb(some, 1.0)
+        best, *_ = search._search(some, 1.0)
         of_layout = [each for each in some if each.layout == best.layout and trials[each].allowed]
         assert rates[best] == max(rates[each] for each in of_layout)
         assert len(set(measured)) == len(measured) <= 24 and all(each.num_workers != 1 for each in measured)

@@ -72,7 +72,9 @@ def make_kind(kind: str, folder: Path, tmp_path: Path) -> Path:
 def test_a_bit_in_every_chunk_is_named(class_folder, tmp_path: Path, kind: str) -> None:
     path = make_kind(kind, class_folder(), tmp_path)
     report = h5chunk.verify(path)
-    assert report.ok and not report.notes and report.by_h5chunk and {each.by for each in report.fields} >= {"checksum"}
+    assert (
+        report.ok and not report.notes and report.by_h5chunk and {each.method for each in report.fields} >= {"checksum"}
+    )
     rng = np.random.default_rng(0)
     all_of_them = places(path)
     assert all_of_them
@@ -244,7 +246,7 @@ def test_files_of_others(tmp_path: Path) -> None:
     path = make_images(tmp_path / "a.h5", 40, 4, compression="gzip")
     report = h5chunk.verify(path)
     assert report.ok and not report.by_h5chunk and "as far as can be seen without checksums" in str(report)
-    assert [(each.num_checked, each.by) for each in report.fields] == [(10, "decoding")]
+    assert [(each.num_checked, each.method) for each in report.fields] == [(10, "decoding")]
     for name, chunk, offset, size in places(path):
         flip(path, offset + size - 2)  # in the checksum of gzip
         assert named(path) == {(name, chunk)}

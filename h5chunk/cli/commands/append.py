@@ -27,7 +27,7 @@ AS_RECORDED = "as recorded in FILE"
 @shared.source_format
 @options_of(
     append_options(),
-    left_out=("size", "color", "layout", "animated", "mask_column", "keep_encoded", "keep_size", "max_side", "quality"),
+    excluded=("size", "color", "layout", "animated", "mask_column", "keep_encoded", "keep_size", "max_side", "quality"),
     defaults={"fit": AS_RECORDED, "split_folders": AS_RECORDED},
 )
 @shared.dry_run

@@ -22,7 +22,7 @@ from h5chunk.tools.repack.options import RepackOptions
 )
 @click.argument("file", type=click.Path())
 @click.argument("output", type=click.Path())
-@options_of([RepackOptions], left_out=["cache"])
+@options_of([RepackOptions], excluded=["cache"])
 @shared.tuned
 @shared.overwrite
 @shared.dry_run

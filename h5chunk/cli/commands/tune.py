@@ -27,7 +27,7 @@ from h5chunk.cli.options import FIELDS, OUTPUT, option
     metavar="DATASET",
     show_default="labels, if FILE has them",
     heading=FIELDS,
-    help="Dataset with a group of each sample, such as labels, to measure how well groups are mixed.",
+    help="Dataset whose equal values mark similar samples, such as labels, to measure how well these are mixed.",
 )
 @shared.batch_size
 @option(
@@ -53,7 +53,7 @@ from h5chunk.cli.options import FIELDS, OUTPUT, option
     type=click.Path(),
     metavar="PICTURE.png",
     heading=OUTPUT,
-    help="Plot samples/s against shuffle quality (needs matplotlib).",
+    help="Plot the measured samples/s of all settings (needs matplotlib).",
 )
 @shared.quiet
 @option("--json", "as_json", is_flag=True, heading=OUTPUT, help="Print JSON, for --tuned of convert and repack.")

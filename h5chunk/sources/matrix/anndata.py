@@ -17,7 +17,7 @@ from h5chunk.source import OpenContext
 from h5chunk.sources.kinds import LayerOptions
 from h5chunk.sources.matrix.block import Block, SparseSource
 from h5chunk.sources.matrix.compressed import check_values_type, check_vectors, dense_block, native, read_blocks
-from h5chunk.sources.matrix.hdf5 import GuardedFile, GuardedGroup, Stored
+from h5chunk.sources.matrix.hdf5 import GuardedDataset, GuardedFile, GuardedGroup
 from h5chunk.sources.recognise import HDF5_MAGIC, has_suffix, hdf5_members
 
 FORMATS = {"csr_matrix": "csr", "csc_matrix": "csc", "csr": "csr", "csc": "csc"}
@@ -69,7 +69,7 @@ class H5adSource(SparseSource):
             elif "obs" in root:
                 self._read_table(root)
 
-    def _matrix(self, root: GuardedGroup) -> tuple[str, tuple[int, int], list[Stored]]:
+    def _matrix(self, root: GuardedGroup) -> tuple[str, tuple[int, int], list[GuardedDataset]]:
         """Return the encoding of the matrix, its shape, and its datasets: data, indices and indptr, or a dense one."""
         holder = root
         for name in self._where[:-1]:
@@ -166,7 +166,7 @@ class H5adSource(SparseSource):
         else:
             raise _Unfit(f"is encoded as {word!r}")
 
-    def _column(self, stored: Stored) -> np.ndarray:
+    def _column(self, stored: GuardedDataset) -> np.ndarray:
         """Read a column of ``obs``. Raises _Unfit if a file cannot store its type."""
         if stored.length != self.shape[0]:
             raise stored.error(f"has {stored.length} values but the matrix {self.shape[0]} rows")
@@ -176,7 +176,7 @@ class H5adSource(SparseSource):
             raise _Unfit(f"has the type {stored.dtype}")
         return stored.keep(native(stored.all()), f"values of {stored.where}")
 
-    def _add_categorical(self, name: str, codes: np.ndarray, stored: Stored) -> None:
+    def _add_categorical(self, name: str, codes: np.ndarray, stored: GuardedDataset) -> None:
         if stored.length > MAX_CATEGORIES:
             raise _Unfit(f"has {stored.length} categories, over the limit of {MAX_CATEGORIES}")
         if codes.dtype.kind not in "iu":
@@ -201,8 +201,8 @@ class H5adSource(SparseSource):
                 for row, column, part in dense.parts(at_once * dense.dtype.itemsize):
                     cells, width = part.reshape(-1), part.shape[1]
                     for start in range(0, len(cells), at_once):
-                        some = cells[start : start + at_once]
-                        yield dense_block(dense.name, some, start, width, (row, column)), dense.consumed_bytes
+                        piece = cells[start : start + at_once]
+                        yield dense_block(dense.name, piece, start, width, (row, column)), dense.consumed_bytes
             else:
                 yield from read_blocks(layout, shape, parts, max_bytes)
 
@@ -211,7 +211,7 @@ class _Unfit(Exception):
     """A column of ``obs`` cannot be converted; the message is the reason."""
 
 
-def _strings(stored: Stored) -> np.ndarray:
+def _strings(stored: GuardedDataset) -> np.ndarray:
     try:
         return stored.strings()
     except SourceError as error:

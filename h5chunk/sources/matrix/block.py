@@ -56,7 +56,7 @@ class SparseSource:
     path: str
     shape: tuple[int | None, int | None]  # a size is None until the entries are read if the file does not state it
     num_bytes: int  # bytes to read, for progress
-    axes: tuple[str, str] = ("rows of the source", "columns of the source")  # what rows and columns are, for reports
+    axes: tuple[str, str] = ("rows of the source", "columns of the source")  # names of the axes, for reports
     has_ids: bool = False  # whether blocks have ids in place of row and column numbers
     row_fields: Mapping[str, np.ndarray] = MappingProxyType({})  # (rows,) of fixed-size dtypes, such as h5ad's obs
     categories: Mapping[str, list[str]] = MappingProxyType({})  # by field: names of its codes; code -1 means missing
@@ -120,7 +120,7 @@ class MemoryLimit:
         self._held_bytes = 0
 
     def check(self, claim: str, num_bytes: int, part_read: float = 1.0) -> None:
-        """Raise SourceError if ``num_bytes`` for ``claim``, and the memory that is already kept, exceed the limit.
+        """Raise SourceError if ``num_bytes`` more for ``claim`` (a text for the message) exceed the limit.
 
         ``part_read`` is the fraction of the source read so far, from 0 to 1; the rest is assumed to be similar.
         """
@@ -137,7 +137,7 @@ class MemoryLimit:
         )
 
     def keep(self, claim: str, num_bytes: int) -> None:
-        """Check memory that the source keeps until the end, and count it in later checks."""
+        """Check memory that the source holds until it is closed, and include it in later checks."""
         self.check(claim, num_bytes)
         self._held_bytes += num_bytes
 
@@ -157,8 +157,8 @@ class RegularFile:
             raise self.error("is empty (0 bytes)")
         self.num_bytes, self._stamp = status.st_size, stamp_of(status)
 
-    def error(self, what: str) -> SourceError:
-        return SourceError(f"{printable(self.path)}: {what}")
+    def error(self, problem: str) -> SourceError:
+        return SourceError(f"{printable(self.path)}: {problem}")
 
     @contextmanager
     def reading(self) -> Iterator[IO[bytes]]:

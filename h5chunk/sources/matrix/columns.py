@@ -44,13 +44,13 @@ def plain_names(names: Sequence[str]) -> list[str]:
 
 
 def names_show_entries(names: Sequence[str]) -> bool:
-    """Return whether the names of a row and of a column of entries are among the names."""
+    """Return whether some of the names are known names for the row and the column of an entry."""
     known = plain_names(names)
     return any(map(ROWS.fullmatch, known)) and any(map(COLUMNS.fullmatch, known))
 
 
 def are_entries(names: Sequence[str]) -> bool:
-    """Return whether the names are those of a row, a column and perhaps a value and a time, with no others."""
+    """Return whether all names are known names for parts of an entry, among them one for its row and its column."""
     kinds = (ROWS, COLUMNS, VALUES, TIMES)
     known = [[part for part in kinds if part.fullmatch(name)] for name in plain_names(names)]
     parts = [found[0] for found in known if found]
@@ -69,21 +69,25 @@ def without_type(name: str) -> str:
 
 
 def choose_columns(
-    header: Sequence[str] | None, width: int, given: Sequence[str] | None, path: str, fail: Callable[[str], NoReturn]
+    header: Sequence[str] | None,
+    width: int,
+    requested: Sequence[str] | None,
+    path: str,
+    fail: Callable[[str], NoReturn],
 ) -> list[int]:
     """Return the indices of the columns with row, column and, if there are any, value and time.
 
-    ``given`` are names or indices that the user chose, or None. A column of times is returned only if it is among
+    ``requested`` are names or indices that the user chose, or None. A column of times is returned only if it is among
     these. ``fail`` raises a SourceError, for an ambiguous header.
     """
-    if given is not None:
-        if not 2 <= len(given) <= len(PARTS):
+    if requested is not None:
+        if not 2 <= len(requested) <= len(PARTS):
             raise OptionError(
-                f"columns has {count_text(len(given), 'name')}: name row, column and, if they exist, value and time"
+                f"columns has {count_text(len(requested), 'name')}: name row, column and, if they exist, value and time"
             )
-        chosen = [_number(name, header, width, path) for name in given]
+        chosen = [_number(name, header, width, path) for name in requested]
         if len(set(chosen)) < len(chosen):
-            raise OptionError(f"columns is {tuple(given)!r}, which names a column twice: name each once")
+            raise OptionError(f"columns is {tuple(requested)!r}, which names a column twice: name each once")
         return chosen
     if header is None:
         return list(range(min(width, 3)))

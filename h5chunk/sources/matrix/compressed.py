@@ -128,15 +128,15 @@ def _pointers(vector: Vector, first: int, last: int, previous: int, num_entries:
         ends = np.concatenate([[previous], ends])
     falls = np.flatnonzero(np.diff(ends) < 0)
     if len(falls):
-        place = int(falls[0])
+        index = int(falls[0])
         raise SourceError(
-            f"{vector.name} falls from {ends[place]} to {ends[place + 1]} at {word} {first + place}: it must not fall"
+            f"{vector.name} falls from {ends[index]} to {ends[index + 1]} at {word} {first + index}: it must not fall"
         )
     beyond = np.flatnonzero(ends > num_entries)
     if len(beyond):
-        place = int(beyond[0])
+        index = int(beyond[0])
         raise SourceError(
-            f"{vector.name} has {ends[place]} at {word} {first + place - 1} but there are only {num_entries} entries"
+            f"{vector.name} has {ends[index]} at {word} {first + index - 1} but there are only {num_entries} entries"
         )
     return ends
 
@@ -150,9 +150,9 @@ def _numbers(
     """
     read = vector.read(start, stop)
     if len(read) and (int(read.min()) < 0 or int(read.max()) >= limit):
-        place = int(np.flatnonzero((read < 0) | (read >= limit))[0])
+        index = int(np.flatnonzero((read < 0) | (read >= limit))[0])
         raise SourceError(
-            f"{vector.name}: {word} {read[place]} in {others} {other[place]} is out of range: there are {limit} "
+            f"{vector.name}: {word} {read[index]} in {others} {other[index]} is out of range: there are {limit} "
             f"{word}s, counted from 0"
         )
     return read.astype(np.int64)
@@ -172,9 +172,9 @@ def dense_block(
     The matrix is stored row by row, or ``by_column``, with ``width`` cells per row or column. It is part of a larger
     matrix, in which its first cell is at ``corner`` (row, column).
     """
-    places = np.flatnonzero(cells)
-    values = native(cells[places])
-    line, within = np.divmod(places + first, width)
+    indices = np.flatnonzero(cells)
+    values = native(cells[indices])
+    line, within = np.divmod(indices + first, width)
     rows, columns = (within, line) if by_column else (line, within)
     block = Block(rows + corner[0], columns + corner[1], values)
     check_finite(name, values, block.rows, block.columns)
@@ -191,7 +191,7 @@ def native(values: np.ndarray) -> np.ndarray:
 def check_finite(name: str, values: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> None:
     """Raise a SourceError that names row and column if a value is NaN or infinite."""
     if values.dtype.kind == "f" and not np.isfinite(values).all():
-        place = int(np.flatnonzero(~np.isfinite(values))[0])
+        index = int(np.flatnonzero(~np.isfinite(values))[0])
         raise SourceError(
-            f"{name}: the value at row {rows[place]}, column {columns[place]} is {values[place]}: values must be finite"
+            f"{name}: the value at row {rows[index]}, column {columns[index]} is {values[index]}: values must be finite"
         )

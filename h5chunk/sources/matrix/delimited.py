@@ -49,7 +49,7 @@ from h5chunk.sources.matrix.dialect import (
     num_comments,
     time_type,
 )
-from h5chunk.sources.matrix.text import MAX_ID_BYTES, TextSource, read_columns, shown
+from h5chunk.sources.matrix.text import MAX_ID_BYTES, TextSource, quote_line, read_columns
 from h5chunk.sources.recognise import has_suffix, text_lines
 from h5chunk.sources.text_table import is_table
 
@@ -100,16 +100,16 @@ class DelimitedSource(TextSource):
             self._text.fail("has no line of data")
         self._dialect = _dialect_of(options, lines)
         table = [self._dialect.cells(line) for line in lines[:1000]]
-        given = None if options.columns is None else tuple(map(str, options.columns))
-        self.header = self._find_header(table, given)
+        requested = None if options.columns is None else tuple(map(str, options.columns))
+        self.header = self._find_header(table, requested)
         self._width = len(self.header or table[0])
-        self._check_width(lines[0], given)
-        chosen = choose_columns(self.header, self._width, given, self.path, self._text.fail)
+        self._check_width(lines[0], requested)
+        chosen = choose_columns(self.header, self._width, requested, self.path, self._text.fail)
         self._columns = dict(zip(PARTS, chosen, strict=False))  # numbers of the columns that are read, by role
         self.num_skipped += self.header is not None
         table = [row for row in table[self.header is not None :] if len(row) == self._width]
         self._types = {part: pyarrow.float64() for part in self._columns}
-        self._choose_id_types(table, given)
+        self._choose_id_types(table, requested)
         if context.with_times:
             self._find_time(table)
         else:
@@ -119,47 +119,47 @@ class DelimitedSource(TextSource):
     def _is_comment(self, line: bytes) -> bool:
         return self._options.comment is not None and line.startswith(self._options.comment.encode())
 
-    def _check_width(self, first: bytes, given: tuple[str, ...] | None) -> None:
+    def _check_width(self, first: bytes, requested: tuple[str, ...] | None) -> None:
         if self._width < 2:
             self._text.fail(
-                f"only one column, {shown(first)}: give at least row and column, separated by a comma, tab, "
+                f"only one column, {quote_line(first)}: give at least row and column, separated by a comma, tab, "
                 "semicolon, '|', blank or '::', or name the separator (--separator)",
                 self.num_skipped + 1,
             )
-        if self.header is None and given is None and self._width > 4:
+        if self.header is None and requested is None and self._width > 4:
             self._text.fail(f"{self._width} columns and no header: name row, column and value (--columns)")
 
-    def _choose_id_types(self, table: list[list[bytes]], given: tuple[str, ...] | None) -> None:
+    def _choose_id_types(self, table: list[list[bytes]], requested: tuple[str, ...] | None) -> None:
         """Read ids as strings if the option ``columns`` declares this, or if too many sampled ids are not integers."""
         probes = [line for lines in self._text.probes(NUM_PROBES, PROBE_BYTES) for line in lines.split(b"\n")]
         probed = map(self._dialect.cells, filter(bytes.strip, probes))
         sample = [*table, *(row for row in probed if len(row) == self._width)]
-        for place, part in enumerate(PARTS[:2]):
+        for axis, part in enumerate(PARTS[:2]):
             cells = [row[self._columns[part]] for row in sample if row[self._columns[part]].strip()]
             has_words = sum(not is_whole(cell) for cell in cells) > MAX_BROKEN_PART * len(cells)
-            name = given[place] if given is not None else ""
+            name = requested[axis] if requested is not None else ""
             is_text = name.endswith(AS_STRING) and name not in (self.header or ())
             self._types[part] = pyarrow.string() if is_text or has_words else pyarrow.int64()
 
-    def _find_header(self, table: list[list[bytes]], given: tuple[str, ...] | None) -> list[str] | None:
+    def _find_header(self, table: list[list[bytes]], requested: tuple[str, ...] | None) -> list[str] | None:
         """Return the names of all columns, or None if the first line is not a header."""
         first = table[0]
         names = [cell.decode("utf-8", "backslashreplace").strip() for cell in first]
         below = table[1:]
         if below and all(len(row) == len(first) + 1 for row in below):
             names = ["", *names] if any(row[-1].strip() for row in below) else [*names, ""]
-        if not self._has_header(names, below, given):
+        if not self._has_header(names, below, requested):
             return None
         repeated = next((name for name in names if name and names.count(name) > 1), None)
         if repeated is not None:
             self._text.fail(f"two columns are called {repeated!r}: rename one", self.num_skipped + 1)
         return names
 
-    def _has_header(self, names: list[str], below: list[list[bytes]], given: tuple[str, ...] | None) -> bool:
+    def _has_header(self, names: list[str], below: list[list[bytes]], requested: tuple[str, ...] | None) -> bool:
         if self._options.header != "auto":
             return self._options.header == "yes"
         known = plain_names(names)
-        named = given is not None and not all(without_type(name).isdecimal() for name in given)
+        named = requested is not None and not all(without_type(name).isdecimal() for name in requested)
         first = [name.encode() for name in names]
         second = below[0] if below and len(below[0]) == len(first) else []
         words = any(is_number(cell) and name and not is_number(name) for name, cell in zip(first, second, strict=False))
@@ -195,7 +195,7 @@ class DelimitedSource(TextSource):
             strange = next((cell for cell in cells if time_type([cell]) is None), cells[-1])
             self._text.fail(
                 f"{self._name(candidates[0])} holds times that are neither numbers nor ISO 8601 dates, such as "
-                f"{shown(strange)}: convert them, or sort the lines by time and leave out that column"
+                f"{quote_line(strange)}: convert them, or sort the lines by time and leave out that column"
             )
 
     def _name(self, number: int) -> str:
@@ -245,21 +245,21 @@ class DelimitedSource(TextSource):
         return columns
 
     def _refuse_line(self, line: int, text: bytes) -> NoReturn:
-        cells = self._dialect.cells(text)
+        cells, quoted = self._dialect.cells(text), quote_line(text)
         if self._comment is not None and text.startswith(self._comment):
             mark = self._comment.decode()
-            self._text.fail(f"a comment below the data: remove it, or give --comment '{mark}': {shown(text)}", line)
+            self._text.fail(f"a comment below the data: remove it, or give --comment '{mark}': {quoted}", line)
         if b"\r" in text:
-            self._text.fail(f"contains a carriage return that does not end the line: {shown(text)}", line)
+            self._text.fail(f"contains a carriage return that does not end the line: {quoted}", line)
         if self._dialect.has_quotes and text.count(b'"') % 2:
-            self._text.fail(f"a quote is not closed: close it, or give --no-quotes: {shown(text)}", line)
+            self._text.fail(f"a quote is not closed: close it, or give --no-quotes: {quoted}", line)
         if len(cells) != self._width:
             self._text.fail(
-                f"{count_text(len(cells), 'column')} where the lines above have {self._width}: {shown(text)}", line
+                f"{count_text(len(cells), 'column')} where the lines above have {self._width}: {quoted}", line
             )
         for part, number in self._columns.items():
             self._refuse_cell(line, text, part, number, cells)
-        self._text.fail(f"cannot be read: {shown(text)}", line)
+        self._text.fail(f"cannot be read: {quoted}", line)
 
     def _refuse_cell(self, line: int, text: bytes, part: str, number: int, cells: list[bytes]) -> None:
         """Raise a SourceError that describes the problem of a cell, if it is invalid."""
@@ -268,7 +268,7 @@ class DelimitedSource(TextSource):
         name = f"{part} {told!r}" if self.header else part
         problem = ""
         if not cell.strip():
-            self._text.fail(f"{name} is empty: {shown(text)}", line)
+            self._text.fail(f"{name} is empty: {quote_line(text)}", line)
         if kind == pyarrow.string():
             if len(cell) > MAX_ID_BYTES:
                 self._text.fail(f"{name} takes {len(cell)} bytes but the limit for an id is {MAX_ID_BYTES}", line)
@@ -287,10 +287,12 @@ class DelimitedSource(TextSource):
             if not is_number(as_number):
                 problem = f"which is not a number{self._number_hint(cell)}"
             elif not np.isfinite(float(as_number)):
-                row, column = (shown(cells[self._columns[axis]]) for axis in PARTS[:2])
-                self._text.fail(f"{name} at row {row}, column {column} is {shown(cell)}: values must be finite", line)
+                row, column = (quote_line(cells[self._columns[axis]]) for axis in PARTS[:2])
+                self._text.fail(
+                    f"{name} at row {row}, column {column} is {quote_line(cell)}: values must be finite", line
+                )
         if problem:
-            self._text.fail(f"{name} is {shown(cell)}, {problem}: {shown(text)}", line)
+            self._text.fail(f"{name} is {quote_line(cell)}, {problem}: {quote_line(text)}", line)
 
     def _number_hint(self, cell: bytes) -> str:
         if is_number(cell.replace(b",", b".")):

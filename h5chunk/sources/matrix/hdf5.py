@@ -1,9 +1,9 @@
 """Read groups and datasets of untrusted HDF5 files safely, for sources of matrices.
 
 Links to other files are refused, and shapes must be in proportion to the stored bytes (`h5chunk.store.hdf5.guard`).
-Chunks are decoded without the HDF5 library if possible, and must have their exact length. So are variable-length
-strings (`h5chunk.store.hdf5.strings`), which become fixed-length bytes. Sizes are checked against the memory limit
-before memory is allocated.
+Chunks, and strings of variable length, are decoded without the HDF5 library if possible. A decoded chunk must have the
+expected length. Strings become fixed-length bytes. Sizes are checked against the memory limit before memory is
+allocated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import opened
 from h5chunk.store.hdf5.ranges import open_descriptor, read_bytes
 from h5chunk.store.hdf5.raw_chunks import RawChunks
-from h5chunk.store.hdf5.strings import MAX_STRING_BYTES, POINTER, Bytes, read_words, resolve
+from h5chunk.store.hdf5.strings import MAX_STRING_BYTES, POINTER, FileBytes, read_strings, read_words
 
 CHUNK_COPIES = 2  # copies of a chunk in memory while it is decoded
 CHUNK_ENTRY_BYTES = 64  # bytes of memory per chunk in the chunk table, while it is sorted
@@ -90,10 +90,10 @@ class GuardedGroup:
             raise self.error(f"its attribute {name!r} must be whole numbers")
         return np.asarray(self._group.attrs[name])
 
-    def error(self, what: str, name: str = "") -> SourceError:
+    def error(self, problem: str, name: str = "") -> SourceError:
         """Return an error that names the file, and the group or its member ``name``."""
         where = self._place(name)
-        return self.owner.error(f"{where}: {what}" if where else what)
+        return self.owner.error(f"{where}: {problem}" if where else problem)
 
     def _place(self, name: str) -> str:
         return f"{self.path}/{name}".strip("/")
@@ -113,7 +113,7 @@ class GuardedGroup:
             raise self.error("must be a group", name)
         return GuardedGroup(self.owner, member, self._descriptor, self._place(name))
 
-    def dataset(self, name: str, num_dimensions: int = 1) -> Stored:
+    def dataset(self, name: str, num_dimensions: int = 1) -> GuardedDataset:
         """Open a dataset in the group, and validate its size and type."""
         member = self._member(name)
         if not isinstance(member, h5py.Dataset):
@@ -121,10 +121,10 @@ class GuardedGroup:
         self.owner.guard.check_field(member, self._place(name))
         if member.shape is None or len(member.shape) != num_dimensions:
             raise self.error(f"has the shape {member.shape} but must have {num_dimensions} dimensions", name)
-        return Stored(member, self._descriptor, self.owner, self._place(name))
+        return GuardedDataset(member, self._descriptor, self.owner, self._place(name))
 
 
-class Stored:
+class GuardedDataset:
     """A dataset of numbers or strings, read chunk by chunk. With one dimension, it is a `compressed.Vector`."""
 
     def __init__(self, dataset: h5py.Dataset, descriptor: int, owner: GuardedFile, where: str) -> None:
@@ -148,8 +148,8 @@ class Stored:
     def is_strings(self) -> bool:
         return self.is_text or self.dtype.kind == "S"
 
-    def error(self, what: str) -> SourceError:
-        return SourceError(f"{self.name}: {what}")
+    def error(self, problem: str) -> SourceError:
+        return SourceError(f"{self.name}: {problem}")
 
     def _find_type(self) -> tuple[bool, np.dtype]:
         kind = self._dataset.id.get_type()
@@ -202,15 +202,15 @@ class Stored:
             values[low - start : high - start] = self._chunk(chunk)[low - first : high - first]
         return values
 
-    def names(self, what: str, length: int) -> np.ndarray:
+    def names(self, axis: str, length: int) -> np.ndarray:
         """Read ``length`` strings, one per row or column, and count them as kept memory."""
         if self.length != length:
-            raise self.error(f"has {self.length} names but the matrix has {length} {what}")
-        return self.keep(self.strings(), what)
+            raise self.error(f"has {self.length} names but the matrix has {length} {axis}")
+        return self.keep(self.strings(), axis)
 
-    def keep(self, values: np.ndarray, what: str) -> np.ndarray:
+    def keep(self, values: np.ndarray, noun: str) -> np.ndarray:
         """Check and count the memory of an array that is kept, and of a permuted copy; return the array."""
-        self.memory.keep(f"{len(values):,} {what}", 2 * values.nbytes)
+        self.memory.keep(f"{len(values):,} {noun}", 2 * values.nbytes)
         return values
 
     def all(self) -> np.ndarray:
@@ -225,7 +225,7 @@ class Stored:
             width = min(int(pointers["length"].max(initial=0)), MAX_STRING_BYTES)
             self.memory.check(f"{self.length:,} strings of up to {width} bytes in {self.where}", self.length * width)
             file, num_bytes = self._dataset.file, os.fstat(self._descriptor).st_size
-            return resolve(Bytes(self._descriptor, num_bytes, self.error, file.userblock_size), pointers)
+            return read_strings(FileBytes(self._descriptor, num_bytes, self.error, file.userblock_size), pointers)
         if self.is_text:
             return self._strings_by_hdf5()
         if self.dtype.kind != "S":
@@ -238,8 +238,8 @@ class Stored:
         self._refuse_long(width, MAX_STRING_BYTES)
         return np.asarray(words, f"S{max(1, width)}")
 
-    def _refuse_long(self, width: int, most: int) -> None:
-        if width > most:
+    def _refuse_long(self, width: int, max_bytes: int) -> None:
+        if width > max_bytes:
             raise self.error(f"has strings of {width} bytes but the limit is {MAX_STRING_BYTES}")
 
     def _strings_by_hdf5(self) -> np.ndarray:
@@ -266,19 +266,19 @@ class Stored:
             for column in range(0, num_columns, columns):
                 stop = min(num_columns, column + columns)
                 if self._chunks is None:
-                    wanted = slice(row, self._at), slice(column, stop)
+                    slices = slice(row, self._at), slice(column, stop)
                     shape = self._at - row, stop - column
-                    yield row, column, self._read_run(row * num_columns + column, shape, wanted)
+                    yield row, column, self._read_run(row * num_columns + column, shape, slices)
                 else:
                     number = row // rows * -(-num_columns // columns) + column // columns
                     yield row, column, self._chunk(number)[: self._at - row, : stop - column]
 
-    def _read_run(self, start: int, shape: tuple[int, ...], wanted: tuple[slice, ...]) -> np.ndarray:
+    def _read_run(self, start: int, shape: tuple[int, ...], slices: tuple[slice, ...]) -> np.ndarray:
         """Read elements of a dataset without chunks: by number if it is contiguous, by slices if it is compact."""
         if self._offset is None:
             if self.is_text and self.length:
                 raise self.error("its strings are in an unsupported layout: rewrite the file (h5repack)")
-            return np.empty(0, POINTER) if self.is_text else np.asarray(self._dataset[wanted])
+            return np.empty(0, POINTER) if self.is_text else np.asarray(self._dataset[slices])
         values = np.empty(shape, self.dtype)
         offset = self._offset + start * self.dtype.itemsize
         read_bytes(self._descriptor, offset, values.reshape(-1).view(np.uint8).data, lambda _: self.name)

@@ -17,7 +17,7 @@ from h5chunk.source import OpenContext
 from h5chunk.sources.arrow import compute as pc
 from h5chunk.sources.arrow import pyarrow
 from h5chunk.sources.matrix.block import Block, MemoryLimit
-from h5chunk.sources.matrix.text import TextSource, shown
+from h5chunk.sources.matrix.text import TextSource, quote_line
 from h5chunk.sources.recognise import has_suffix, text_lines
 
 LABEL_BYTES = 32  # bytes of memory per label, with all copies
@@ -115,18 +115,20 @@ class LibsvmSource(TextSource):
     def _refuse_line(self, line: int, text: bytes) -> NoReturn:
         words = _without_comments(text).split()
         if not words or not NUMBER.fullmatch(words[0]) or not np.isfinite(float(words[0])):
-            self._text.fail(f"must start with a label that is a finite number: {shown(text)}", line)
-        for place, word in enumerate(words[1:]):
-            if place == 0 and word.startswith(b"qid:"):
+            self._text.fail(f"must start with a label that is a finite number: {quote_line(text)}", line)
+        for position, word in enumerate(words[1:]):
+            if position == 0 and word.startswith(b"qid:"):
                 continue
             pair = PAIR.fullmatch(word)
             if not pair:
                 self._text.fail(
-                    f"{shown(word)} must be index:value with an index from {self._base}: {shown(text)}", line
+                    f"{quote_line(word)} must be index:value with an index from {self._base}: {quote_line(text)}", line
                 )
             elif not NUMBER.fullmatch(pair[2]) or not np.isfinite(float(pair[2])):
-                self._text.fail(f"column {shown(pair[1])} has the value {shown(pair[2])}: it must be finite", line)
-        self._text.fail(f"cannot be read: {shown(text)}", line)
+                self._text.fail(
+                    f"column {quote_line(pair[1])} has the value {quote_line(pair[2])}: it must be finite", line
+                )
+        self._text.fail(f"cannot be read: {quote_line(text)}", line)
 
 
 def _without_comments(data: bytes) -> bytes:

@@ -15,7 +15,7 @@ from h5chunk.errors import count_text
 from h5chunk.source import OpenContext
 from h5chunk.sources.matrix.block import Block
 from h5chunk.sources.matrix.dialect import BLANK
-from h5chunk.sources.matrix.text import TextSource, read_columns, shown
+from h5chunk.sources.matrix.text import TextSource, quote_line, read_columns
 from h5chunk.sources.recognise import has_suffix, text_lines
 from h5chunk.store.hdf5.guard import MAX_RATIO
 
@@ -51,7 +51,7 @@ class MtxSource(TextSource):
     def _read_banner(self, line: bytes) -> None:
         words = line.decode("latin-1").lower().split()
         if len(words) != 5 or words[:2] != ["%%matrixmarket", "matrix"]:
-            self._text.fail(f"must be '%%MatrixMarket matrix coordinate ...' but is {shown(line)}", 1)
+            self._text.fail(f"must be '%%MatrixMarket matrix coordinate ...' but is {quote_line(line)}", 1)
         layout, field, symmetry = words[2:]
         if layout != "coordinate":
             self._text.fail(f"its layout is {layout!r}, but only coordinate is supported: save it as .npy", 1)
@@ -65,7 +65,7 @@ class MtxSource(TextSource):
     def _read_size(self, line: bytes) -> tuple[tuple[int, int], int]:
         words = line.split()
         if len(words) != 3 or not all(word.isdigit() and len(word) < 19 for word in words):
-            self._text.fail(f"must be numbers of rows, columns and entries but is {shown(line)}", self.num_skipped)
+            self._text.fail(f"must be numbers of rows, columns and entries but is {quote_line(line)}", self.num_skipped)
         rows, columns, entries = (int(word) for word in words)
         if self._symmetry != "general" and rows != columns:
             self._text.fail(f"is {self._symmetry}, but has {rows} rows and {columns} columns", self.num_skipped)
@@ -124,13 +124,13 @@ class MtxSource(TextSource):
         try:
             row, column, *rest = (kind(word) for kind, word in zip(kinds, words, strict=True))
         except ValueError:
-            wanted = "row and column" if len(kinds) == 2 else f"row, column and a value ({self._value_type})"
-            self._text.fail(f"must be {wanted} but is {shown(text)}", line)
+            expected = "row and column" if len(kinds) == 2 else f"row, column and a value ({self._value_type})"
+            self._text.fail(f"must be {expected} but is {quote_line(text)}", line)
         for word, number, limit in (("row", row, self.shape[0]), ("column", column, self.shape[1])):
             if not 1 <= number <= limit:
-                self._text.fail(f"{word} {number} is out of range 1 to {limit}: {shown(text)}", line)
+                self._text.fail(f"{word} {number} is out of range 1 to {limit}: {quote_line(text)}", line)
         if rest and not np.isfinite(float(rest[0])):
             self._text.fail(f"the value at row {row}, column {column} is {rest[0]}: values must be finite", line)
         if rest and row == column and self._symmetry == "skew-symmetric":
-            self._text.fail(f"is skew-symmetric, so that the diagonal must be zero: {shown(text)}", line)
-        self._text.fail(f"cannot be read: {shown(text)}", line)
+            self._text.fail(f"is skew-symmetric, so that the diagonal must be zero: {quote_line(text)}", line)
+        self._text.fail(f"cannot be read: {quote_line(text)}", line)

@@ -140,18 +140,18 @@ class NpySource(SparseSource):
     def __init__(self, path: str, options: Any, context: OpenContext) -> None:
         self._file = RegularFile(path)
         self.path, self.num_bytes = self._file.path, self._file.num_bytes
-        shown = printable(self.path)
+        label = printable(self.path)
         with self._file.reading() as file:
-            shape, self._by_column, self._dtype = read_header(file, shown)
+            shape, self._by_column, self._dtype = read_header(file, label)
             self._offset = file.tell()
-        check_values_type(shown, self._dtype)
+        check_values_type(label, self._dtype)
         if len(shape) != 2:
-            raise SourceError(f"{shown} has {len(shape)} dimensions but a matrix has two, rows and columns")
+            raise SourceError(f"{label} has {len(shape)} dimensions but a matrix has two, rows and columns")
         self.shape = (shape[0], shape[1])
         claimed = self._offset + shape[0] * shape[1] * self._dtype.itemsize
         if claimed != self.num_bytes:
             raise SourceError(
-                f"{shown} has {self.num_bytes} bytes but its shape {shape} needs {claimed}: it is damaged"
+                f"{label} has {self.num_bytes} bytes but its shape {shape} needs {claimed}: it is damaged"
             )
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:

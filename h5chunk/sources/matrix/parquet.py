@@ -15,7 +15,7 @@ import numpy as np
 
 from h5chunk.errors import SourceError, printable
 from h5chunk.source import OpenContext
-from h5chunk.sources.arrow import byte_lengths, is_any, parquet, pyarrow, to_fixed_bytes
+from h5chunk.sources.arrow import byte_lengths, has_type, parquet, pyarrow, to_fixed_bytes
 from h5chunk.sources.kinds import EntryOptions
 from h5chunk.sources.matrix.block import Block, SparseSource
 from h5chunk.sources.matrix.columns import (
@@ -52,10 +52,10 @@ class ParquetEntries(SparseSource):
         self.path, self._paths = path, tables_in(path) or [Path(path)]
         if not is_parquet(self._paths[0]):
             raise SourceError(f"{printable(path)}: is not a .parquet file: for entries in text give --format csv")
-        self.num_bytes = sum(os.path.getsize(each) for each in self._paths)
+        self.num_bytes = sum(os.path.getsize(file) for file in self._paths)
         names = _names(self._paths[0])
-        given = None if options.columns is None else [without_type(str(name)) for name in options.columns]
-        chosen = choose_columns(names, len(names), given, path, self._fail)
+        requested = None if options.columns is None else [without_type(str(name)) for name in options.columns]
+        chosen = choose_columns(names, len(names), requested, path, self._fail)
         columns = dict(zip(PARTS, chosen, strict=False))
         if context.with_times and (found := time_columns(names, chosen)):
             columns.setdefault("time", found[0])
@@ -76,9 +76,9 @@ class ParquetEntries(SparseSource):
                 if name not in schema.names:
                     raise SourceError(f"{where}: is missing, but {printable(self._paths[0].name)} has this column")
                 kind = schema.field(name).type
-                if not is_any(kind, *TYPES[part]):
+                if not has_type(kind, *TYPES[part]):
                     raise SourceError(f"{where} is of type {kind}: choose other columns (--columns)")
-                if is_any(kind, "integer") != is_any(first.field(name).type, "integer") and part in PARTS[:2]:
+                if has_type(kind, "integer") != has_type(first.field(name).type, "integer") and part in PARTS[:2]:
                     raise SourceError(
                         f"{where} is of type {kind}, but of type {first.field(name).type} in the first file"
                     )
@@ -95,8 +95,8 @@ class ParquetEntries(SparseSource):
     def files(self) -> Sequence[str]:
         return [str(path) for path in self._paths]
 
-    def _fail(self, what: str) -> NoReturn:
-        raise SourceError(f"{printable(self.path)}: {what}")
+    def _fail(self, problem: str) -> NoReturn:
+        raise SourceError(f"{printable(self.path)}: {problem}")
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
         done = 0
@@ -145,9 +145,9 @@ def _unreadable(path: Path, error: Exception) -> SourceError:
 def _to_numpy(part: str, column: Any, where: str, rows_before: int) -> np.ndarray:
     if part in PARTS[:2]:
         return _ids(column, where)
-    if part == "time" and is_any(column.type, "timestamp", "date"):
+    if part == "time" and has_type(column.type, "timestamp", "date"):
         return column.cast(pyarrow.timestamp("us")).cast(pyarrow.int64()).to_numpy()
-    if is_any(column.type, "integer"):
+    if has_type(column.type, "integer"):
         return column.cast(pyarrow.int64()).to_numpy()
     values = column.cast(pyarrow.float64()).to_numpy()
     bad = ~np.isfinite(values)
@@ -158,9 +158,9 @@ def _to_numpy(part: str, column: Any, where: str, rows_before: int) -> np.ndarra
 
 
 def _ids(column: Any, where: str) -> np.ndarray:
-    if is_any(column.type, "integer"):
+    if has_type(column.type, "integer"):
         return column.cast(pyarrow.int64()).to_numpy()
-    if is_any(column.type, "dictionary"):
+    if has_type(column.type, "dictionary"):
         column = column.dictionary_decode()
     texts = column.cast(pyarrow.string()).cast(pyarrow.binary())
     lengths = byte_lengths(texts)

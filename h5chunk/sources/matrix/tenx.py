@@ -28,7 +28,7 @@ from h5chunk.source import OpenContext
 from h5chunk.sources.kinds import LayerOptions
 from h5chunk.sources.matrix.block import Block, MemoryLimit, SparseSource, Transposed
 from h5chunk.sources.matrix.compressed import check_vectors, read_blocks
-from h5chunk.sources.matrix.hdf5 import GuardedFile, GuardedGroup, Stored
+from h5chunk.sources.matrix.hdf5 import GuardedDataset, GuardedFile, GuardedGroup
 from h5chunk.sources.matrix.mtx import MtxSource
 from h5chunk.sources.matrix.text import MAX_ID_BYTES, TextFile
 from h5chunk.sources.recognise import has_suffix, hdf5_members, is_path
@@ -94,7 +94,7 @@ class TenxSource(SparseSource):
             raise root.error(f"has no matrix {name!r}: it has {', '.join(found)} (--layer)")
         return root.group(name)
 
-    def _matrix(self, group: GuardedGroup) -> tuple[tuple[int, int], list[Stored]]:
+    def _matrix(self, group: GuardedGroup) -> tuple[tuple[int, int], list[GuardedDataset]]:
         sizes = group.dataset("shape")
         if sizes.dtype.kind not in "iu" or sizes.length != 2:
             raise sizes.error("must be two numbers: features and barcodes")
@@ -174,10 +174,10 @@ class TenxFolderSource(SparseSource):
         matrix: SparseSource = MtxSource(files.matrix, options, context)
         self.num_bytes = matrix.num_bytes
         memory = MemoryLimit(self.path, context.memory_bytes)
-        most = max(size or 0 for size in matrix.shape)
-        self.row_names = _read_names(files.barcodes, most, memory)
-        self.column_names = _read_names(files.features, most, memory)
-        self.column_symbols = _read_names(files.features, most, memory, column=1)
+        max_lines = max(size or 0 for size in matrix.shape)
+        self.row_names = _read_names(files.barcodes, max_lines, memory)
+        self.column_names = _read_names(files.features, max_lines, memory)
+        self.column_symbols = _read_names(files.features, max_lines, memory, column=1)
         self.shape = len(self.row_names), len(self.column_names)
         if matrix.shape not in (self.shape, self.shape[::-1]):
             raise SourceError(
@@ -194,10 +194,10 @@ class TenxFolderSource(SparseSource):
         return self._matrix.blocks(max_bytes)
 
 
-def _read_names(path: str, most: int, memory: MemoryLimit, column: int = 0) -> np.ndarray:
-    """Read a column of a table without a header, of at most ``most`` lines: (lines,) ``S``; empty where it is missing.
+def _read_names(path: str, max_lines: int, memory: MemoryLimit, column: int = 0) -> np.ndarray:
+    """Read a column of a table without a header: (num_lines,) ``S``; a name is empty if its line lacks the column.
 
-    Raises SourceError for an empty name in the first column.
+    Raises SourceError for an empty name in the first column, and for more than ``max_lines`` lines.
     """
     table = TextFile(path)
     parts: list[np.ndarray] = []
@@ -205,15 +205,15 @@ def _read_names(path: str, most: int, memory: MemoryLimit, column: int = 0) -> n
     for piece in table.pieces(PIECE_BYTES):
         rows = (line.removesuffix(b"\r").split(b"\t", column + 1) for line in piece.data.split(b"\n")[:-1])
         names = [row[column] if len(row) > column else b"" for row in rows]
-        least = int(column == 0)
-        bad = next((i for i, name in enumerate(names) if not least <= len(name) <= MAX_ID_BYTES), None)
+        min_bytes = int(column == 0)
+        bad = next((i for i, name in enumerate(names) if not min_bytes <= len(name) <= MAX_ID_BYTES), None)
         if bad is not None:
             table.fail(
-                f"has a name of {len(names[bad])} bytes, but {least} to {MAX_ID_BYTES} are read", piece.line + bad
+                f"has a name of {len(names[bad])} bytes, but {min_bytes} to {MAX_ID_BYTES} are read", piece.line + bad
             )
         count, width = count + len(names), max(width, *map(len, names))
-        if count > most:
-            table.fail(f"has more lines than the {most:,} rows or columns of the matrix", piece.line)
+        if count > max_lines:
+            table.fail(f"has more lines than the {max_lines:,} rows or columns of the matrix", piece.line)
         memory.check(f"{count:,} names of up to {width} bytes", 2 * count * width + len(names) * NAME_BYTES)
         parts.append(np.array(names, "S"))
     names_of_all = np.concatenate(parts)

@@ -69,7 +69,7 @@ class _Xz(io.RawIOBase):
         return len(data)
 
 
-class _Recoded:
+class _Transcoder:
     """Convert a file in another encoding to UTF-8."""
 
     def __init__(self, file: Any, encoding: str) -> None:
@@ -101,10 +101,10 @@ class TextFile(RegularFile):
         magic = max((magic for magic in PACKINGS if start.startswith(magic)), key=len)
         self._packing, self._unpack = PACKINGS[magic]
         self._encoding = encoding
-        with self.reading() as raw, self._naming_damage(lambda: 1):
+        with self.reading() as raw, self._errors_with_line(lambda: 1):
             if encoding is None and self._unpack(raw).read(2) in UTF16_MARKS:
                 self._encoding = "utf-16"
-        with self.reading() as raw, self._naming_damage(lambda: 1):
+        with self.reading() as raw, self._errors_with_line(lambda: 1):
             file = self._unpacked(raw)
             head, self._goes_on = file.read(HEAD_BYTES), bool(file.read(1))
         self._check_text(head, 1)
@@ -127,7 +127,7 @@ class TextFile(RegularFile):
 
     def _unpacked(self, raw: IO[bytes]) -> Any:
         file = self._unpack(raw)
-        return file if self._encoding is None else _Recoded(file, self._encoding)
+        return file if self._encoding is None else _Transcoder(file, self._encoding)
 
     def head_lines(self) -> list[bytes]:
         """Return the complete lines in the first bytes of the file, without line ends."""
@@ -137,7 +137,7 @@ class TextFile(RegularFile):
         return [line.removesuffix(b"\r") for line in lines]
 
     def probes(self, num_probes: int, num_bytes: int) -> Iterator[bytes]:
-        """Yield groups of whole lines, ``num_bytes`` each, spread over the file, unless it is compressed or recoded."""
+        """Yield samples of whole lines, spread over the file; nothing if it is compressed or not UTF-8."""
         if self.is_packed or self._encoding is not None or self.num_bytes <= HEAD_BYTES:
             return
         with self.reading() as raw:
@@ -151,7 +151,7 @@ class TextFile(RegularFile):
         line = 1
         limit = min(MAX_LINE_BYTES, max(MIN_LINE_BYTES, PIECES_OF_LINE * num_bytes))
         rest: list[bytes] = []  # the start of an unfinished line
-        with self.reading() as raw, self._naming_damage(lambda: line):
+        with self.reading() as raw, self._errors_with_line(lambda: line):
             file = self._unpacked(raw)
             while data := file.read(num_bytes):
                 self.check_unchanged(raw.fileno())  # a file that keeps growing would be read without end
@@ -177,8 +177,8 @@ class TextFile(RegularFile):
             self.fail("contains a zero byte: it is not text, or it is damaged", line)
 
     @contextlib.contextmanager
-    def _naming_damage(self, line: Callable[[], int]) -> Iterator[None]:
-        """Turn errors of decompressing, decoding and reading in the context into SourceErrors that name the line."""
+    def _errors_with_line(self, line: Callable[[], int]) -> Iterator[None]:
+        """Turn errors of reading and decoding within the context into SourceErrors that name the line."""
         try:
             yield
         except EOFError:
@@ -256,7 +256,7 @@ def read_columns(
     return [table[names[number]].combine_chunks() for number in types]
 
 
-def shown(text: bytes) -> str:
+def quote_line(text: bytes) -> str:
     """Quote a line for a message, and cut it if it is long."""
     words = text.decode("utf-8", "backslashreplace")
     return repr(words if len(words) <= MAX_SHOWN else words[:MAX_SHOWN] + "...")

@@ -17,8 +17,8 @@ from h5chunk.errors import FileError, as_text, printable
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.csr import index_dtype
 from h5chunk.store.format.spec import FORMAT_VERSION, GROUP
-from h5chunk.store.hdf5.guard import check_beside
-from h5chunk.store.hdf5.open import damages_are
+from h5chunk.store.hdf5.guard import check_header_group
+from h5chunk.store.hdf5.open import errors_as
 
 MATRIX = "X"  # name of the group of a CSR matrix, or of the dataset of dense rows
 CSR, DENSE = "csr", "dense"  # values of ``kind``
@@ -65,7 +65,7 @@ def header_attributes(
     """Return the attributes of ``/h5chunk``, by name, with the types of the specification.
 
     ``options`` must be serialisable as JSON; ``numbers`` are ``num_samples``, ``chunk_samples``, ``window_chunks``,
-    ``seed`` and ``shuffled``, as far as they are known.
+    ``seed`` and ``shuffled``; unknown ones are left out.
     """
     attributes: dict[str, Any] = {"format_version": np.int64(FORMAT_VERSION), "h5chunk_version": h5chunk.__version__}
     if kind:
@@ -80,17 +80,17 @@ def read_header(file: h5py.File) -> Header | None:
 
     Raises FileError if the header is damaged, or the format is newer than this version of h5chunk.
     """
-    check_beside(file, GROUP, _ATTRIBUTES)
+    check_header_group(file, GROUP, _ATTRIBUTES)
     group = file.get(GROUP)
     if not isinstance(group, h5py.Group) or "format_version" not in group.attrs:
         return None
-    shown = printable(file.filename)
-    with damages_are(FileError, f"{shown}: damaged: its group /{GROUP} is invalid", AttributeError):
+    label = printable(file.filename)
+    with errors_as(FileError, f"{label}: damaged: its group /{GROUP} is invalid", AttributeError):
         attrs = group.attrs
         version = int(attrs["format_version"])
         if version > FORMAT_VERSION:
             raise FileError(
-                f"{shown}: format version {version}, but this h5chunk reads up to {FORMAT_VERSION}: install a "
+                f"{label}: format version {version}, but this h5chunk reads up to {FORMAT_VERSION}: install a "
                 "newer h5chunk"
             )
         num_samples, chunk_samples, window_chunks, seed, shuffled = (int(attrs[name]) for name in _NUMBERS)
@@ -133,7 +133,7 @@ def checksums_of(file: h5py.File, start: int = 0) -> int:
 
 @dataclass(frozen=True)
 class Matrix:
-    """The matrix of an h5chunk file."""
+    """The description of the matrix in an h5chunk file."""
 
     kind: str  # csr or dense
     num_rows: int
@@ -158,7 +158,7 @@ def read_matrix(file: h5py.File) -> Matrix | None:
     group = file.get(GROUP)
     if not isinstance(group, h5py.Group) or "kind" not in group.attrs:
         return None
-    with damages_are(FileError, f"{printable(file.filename)}: damaged: its matrix is invalid", AttributeError):
+    with errors_as(FileError, f"{printable(file.filename)}: damaged: its matrix is invalid", AttributeError):
         kind = bytes(group.attrs["kind"]).decode("utf-8", "replace")
         if kind not in (CSR, DENSE):
             raise ValueError(f"its kind is {kind!r}, not {CSR} or {DENSE}: a newer h5chunk may read it")
@@ -179,7 +179,7 @@ def read_matrix(file: h5py.File) -> Matrix | None:
 
 
 def _check_csr(group: h5py.Group, num_rows: int, num_columns: int, num_samples: int) -> int:
-    """Return the number of entries of a CSR matrix. Raises ValueError if its datasets do not fit each other."""
+    """Return the number of entries of a CSR matrix. Raises ValueError if its datasets contradict each other."""
     indptr, indices, data = group["indptr"], group["indices"], group["data"]
     num_entries = int(indices.shape[0])
     expected = (

@@ -217,12 +217,12 @@ class FileSpec:
     @property
     def num_bytes(self) -> int:
         """Approximate bytes of the file, without compressed data."""
-        return HEADER_BYTES + sum(each.num_bytes for each in self.datasets.values())
+        return HEADER_BYTES + sum(dataset.num_bytes for dataset in self.datasets.values())
 
 
 @dataclass(frozen=True)
 class Region:
-    """The byte range of a dataset in the file: ``num_bytes`` from ``offset`` on."""
+    """The byte range of a dataset in the file: ``num_bytes``, starting at ``offset``."""
 
     offset: int
     num_bytes: int
@@ -235,7 +235,7 @@ def new_file(
     creation.set_obj_track_times(False)
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     versions = {"v110": h5py.h5f.LIBVER_V110, "latest": h5py.h5f.LIBVER_LATEST}
-    access.set_libver_bounds(*(versions[each] for each in libver))
+    access.set_libver_bounds(*(versions[version] for version in libver))
     access.set_alignment(ALIGNMENT_THRESHOLD, alignment)
     access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
     access.set_file_locking(False, True)

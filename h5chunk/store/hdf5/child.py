@@ -46,18 +46,18 @@ _tried: set[Hashable] = set()  # versions of files that a child has tried withou
 
 
 class Stuck(WorkerError):
-    """A child process slept for a long time; its file need not be damaged."""
+    """A child process made no progress for a long time, which need not mean that its file is damaged."""
 
 
-def try_files(paths: Sequence[Path], look: Callable[[Path], None], about: Hashable) -> None:
-    """Run ``look`` on files in a child process, to try what the caller is about to do with them.
+def try_files(paths: Sequence[Path], probe: Callable[[Path], None], purpose: Hashable) -> None:
+    """Call ``probe`` with files in a child process, to find out whether HDF5 can do the same in this process.
 
-    A version of a file is tried once by this process for each ``about``, which identifies the work. Raises FileError
-    if HDF5 crashes or loops on a file, and errors of h5chunk that ``look`` raises.
+    An unchanged file is tried once for each ``purpose``, a key that identifies the work of ``probe``. Raises FileError
+    if HDF5 crashes or loops on a file, and errors of h5chunk that ``probe`` raises.
     """
     if _is_child:
         return
-    keys = {path: (stamp_of(path, with_ctime=True), about) for path in paths}
+    keys = {path: (stamp_of(path, with_ctime=True), purpose) for path in paths}
     due = [path for path in paths if keys[path] not in _tried]
     if not due:
         return
@@ -67,7 +67,7 @@ def try_files(paths: Sequence[Path], look: Callable[[Path], None], about: Hashab
         for path in due:
             say(path)
             with limited_memory(path):
-                look(path)
+                probe(path)
 
     try:
         in_child(look_at_all, lambda: printable(reached[-1]), reached.append)
@@ -78,32 +78,32 @@ def try_files(paths: Sequence[Path], look: Callable[[Path], None], about: Hashab
     _tried.update(keys[path] for path in due)
 
 
-def in_child(work: Callable[[Say], T], shown: Callable[[], str], heard: Say = lambda _: None) -> T:
+def in_child(work: Callable[[Say], T], file_name: Callable[[], str], on_message: Say = lambda _: None) -> T:
     """Return the result of ``work(say)`` in a child process, or raise its error; both must be picklable.
 
-    Objects that ``work`` passes to ``say`` are passed to ``heard`` in this process. ``shown`` returns the name of the
-    file, for messages. Raises FileError if the child crashes or loops; WorkerError if it only sleeps, or if its error
-    is not an error of h5chunk.
+    ``on_message`` is called in this process with all objects that ``work`` passes to ``say``. ``file_name`` returns the
+    name of the file for messages. Raises FileError if the child crashes or loops; WorkerError if it only sleeps, or if
+    its error is not an error of h5chunk.
     """
     if sys.platform != "linux" or _is_child:
-        return work(heard)
+        return work(on_message)
     with contextlib.suppress(ImportError):
         import hdf5plugin  # noqa: F401  # otherwise every child would import it
     parent = os.getpid()
     try:
-        ours, theirs = multiprocessing.Pipe(duplex=False)
+        receiver, sender = multiprocessing.Pipe(duplex=False)
         with warnings.catch_warnings(), phil:  # while it is held, no other thread is inside HDF5
             warnings.simplefilter("ignore")  # warnings about forks of processes with threads
             child = os.fork()
     except OSError:
-        return work(heard)
+        return work(on_message)
     if not child:
-        _run(work, theirs, parent)
-    theirs.close()
+        _run(work, sender, parent)
+    sender.close()
     over = False
     try:
-        with ours:
-            result = _listen(ours, child, heard, shown)
+        with receiver:
+            result = _listen(receiver, child, on_message, file_name)
         over = True
     finally:
         if not over:
@@ -115,8 +115,8 @@ def in_child(work: Callable[[Say], T], shown: Callable[[], str], heard: Say = la
     if result:
         value: T = result[0]
         return value
-    what = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else f"code {os.WEXITSTATUS(status)}"
-    raise FileError(f"{shown()}: this file crashes HDF5 ({what}): it is damaged, or memory is short")
+    cause = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else f"code {os.WEXITSTATUS(status)}"
+    raise FileError(f"{file_name()}: this file crashes HDF5 ({cause}): it is damaged, or memory is short")
 
 
 @contextlib.contextmanager
@@ -128,7 +128,7 @@ def limited_memory(path: Path) -> Iterator[None]:
     taken = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
     before = resource.getrlimit(resource.RLIMIT_DATA)
     limit = (int(taken.split()[1]) << 10) + METADATA_BYTES + METADATA_RATIO * sum(stamp_of(path)[2:3])
-    soft = min(each for each in (limit, *before) if each != resource.RLIM_INFINITY)
+    soft = min(limit_bytes for limit_bytes in (limit, *before) if limit_bytes != resource.RLIM_INFINITY)
     resource.setrlimit(resource.RLIMIT_DATA, (soft, before[1]))
     try:
         yield
@@ -136,7 +136,7 @@ def limited_memory(path: Path) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
-def _listen(pipe: Connection, child: int, heard: Say, shown: Callable[[], str]) -> list[Any]:
+def _listen(pipe: Connection, child: int, on_message: Say, file_name: Callable[[], str]) -> list[Any]:
     """Receive the messages of a child; return a list with its result, or an empty list if it dies without one."""
     watch = _Watch(child)
     while True:
@@ -144,7 +144,7 @@ def _listen(pipe: Connection, child: int, heard: Say, shown: Callable[[], str]) 
             if not pipe.poll(LOOK_S):
                 if watch.is_dead() and not pipe.poll():  # no EOFError if another process inherited the child's end
                     return []
-                watch.check(shown)
+                watch.check(file_name)
                 continue
             kind, value = pipe.recv()
         except EOFError:
@@ -153,7 +153,7 @@ def _listen(pipe: Connection, child: int, heard: Say, shown: Callable[[], str]) 
             return [value]
         if kind == FAILED:
             raise value
-        heard(value)
+        on_message(value)
         watch.moved = None
 
 
@@ -166,7 +166,7 @@ class _Watch:
         self._ticks: dict[str, tuple[str, int]] = {}
         self._since = 0.0
 
-    def check(self, shown: Callable[[], str]) -> None:
+    def check(self, file_name: Callable[[], str]) -> None:
         """Raise FileError if the child computes too long without a read or write, Stuck if it only sleeps."""
         moved, threads = None, self._threads()
         with contextlib.suppress(OSError):
@@ -177,11 +177,11 @@ class _Watch:
         per_s = os.sysconf("SC_CLK_TCK")
         ran = max((ticks - self._ticks.get(name, ("", 0))[1] for name, (_, ticks) in threads.items()), default=0)
         if ran > LOOP_S * per_s:
-            raise FileError(f"{shown()}: this file makes HDF5 loop: it is damaged")
+            raise FileError(f"{file_name()}: this file makes HDF5 loop: it is damaged")
         if any(state != "S" for state, _ in threads.values()) or ran:
             self._since = time.monotonic()
         elif time.monotonic() - self._since > IDLE_S:
-            raise Stuck(f"{shown()}: the child process that reads it has only slept for {IDLE_S:.0f} s")
+            raise Stuck(f"{file_name()}: the child process that reads it has only slept for {IDLE_S:.0f} s")
 
     def is_dead(self) -> bool:
         """Return whether the child has ended."""
@@ -191,10 +191,10 @@ class _Watch:
         """Return the state, as ps shows it, and the processor time in ticks of every thread, by thread id."""
         found = {}
         with contextlib.suppress(OSError):
-            for each in (self._folder / "task").iterdir():
+            for thread in (self._folder / "task").iterdir():
                 with contextlib.suppress(OSError, ValueError, IndexError):
-                    fields = (each / "stat").read_text().rpartition(")")[2].split()
-                    found[each.name] = fields[0], int(fields[11])
+                    fields = (thread / "stat").read_text().rpartition(")")[2].split()
+                    found[thread.name] = fields[0], int(fields[11])
         return found
 
 

@@ -74,8 +74,8 @@ class ChunkTable:
 
     def start(self, chunk: int) -> tuple[int, ...]:
         """Return the index of the first element of a chunk."""
-        place = np.unravel_index(chunk, _grid(self.shape, self.chunk_shape))
-        return tuple(int(at) * step for at, step in zip(place, self.chunk_shape, strict=True))
+        position = np.unravel_index(chunk, _grid(self.shape, self.chunk_shape))
+        return tuple(int(at) * step for at, step in zip(position, self.chunk_shape, strict=True))
 
     @property
     def num_across(self) -> int:
@@ -148,7 +148,7 @@ def is_variable(kind: h5py.h5t.TypeID) -> bool:
 def partial_chunks_are_plain(properties: h5py.h5p.PropDCID) -> bool | None:
     """Return whether partial chunks at the edges of a dataset are stored without its filters; None if unknown.
 
-    Filter masks do not say so. Source: H5Pset_chunk_opts, HDF5 File Format Specification, IV.A.2.i, version 4.
+    Filter masks do not show this. Source: H5Pset_chunk_opts, HDF5 File Format Specification, IV.A.2.i, version 4.
     """
     options = _ask_library("H5Pget_chunk_opts", properties.id, ctypes.c_uint)
     return None if options is None else bool(options & DONT_FILTER_PARTIAL_CHUNKS)
@@ -242,7 +242,7 @@ def _visit_chunks(dataset: h5py.Dataset, note: Callable[[h5py.h5d.StoreInfo], No
 
 @functools.cache
 def _leaves_out_user_block() -> bool:
-    """Return whether this HDF5 lists offsets relative to the end of the user block; found by a file in memory."""
+    """Test with a file in memory whether this HDF5 library lists offsets relative to the end of the user block."""
     memory = io.BytesIO()
     listed: list[h5py.h5d.StoreInfo] = []
     with h5py.File(memory, "w", userblock_size=PROBE_BLOCK) as file:
@@ -262,24 +262,24 @@ def _list_index(dataset: h5py.Dataset, name: str) -> ChunkTable:
     numbers: list[int] = []  # many chunks at once: faster than one by one, with less memory than all
 
     def add(chunk: h5py.h5d.StoreInfo) -> None:
-        place, mask, offset, size = chunk
-        numbers.extend(place)
+        position, mask, offset, size = chunk
+        numbers.extend(position)
         numbers.extend((mask, -1 if offset is None else offset + missing, size))
         if len(numbers) > NUMBERS_AT_A_TIME:
-            settle()
+            store_listed()
 
-    def settle() -> None:
+    def store_listed() -> None:
         listed = np.array(numbers, np.int64).reshape(-1, len(grid) + 3)
         numbers.clear()
         scaled = listed[:, : len(grid)] // chunks
         if (wrong := (scaled >= grid).any(axis=1)).any():
             raise IndexError(f"at {listed[wrong][0, : len(grid)].tolist()} of {dataset.shape}")
-        places = scaled @ strides
-        table.filter_masks[places], table.offsets[places], table.sizes[places] = listed[:, len(grid) :].T
+        indices = scaled @ strides
+        table.filter_masks[indices], table.offsets[indices], table.sizes[indices] = listed[:, len(grid) :].T
 
     try:
         _visit_chunks(dataset, add)
-        settle()
+        store_listed()
     except (IndexError, OverflowError) as error:
         raise FileError(f"{name} lists an invalid chunk: {error}: it is damaged") from None
     except (OSError, RuntimeError) as error:
@@ -314,7 +314,7 @@ def unwritten_value(dataset: h5py.Dataset) -> str:
 
 
 def leaves_memory(dataset: h5py.Dataset) -> bool:
-    """Return whether HDF5 leaves memory unchanged where elements were never written, as there is no fill value."""
+    """Return whether HDF5, for lack of a fill value, leaves memory unchanged where elements were never written."""
     if _has_fill_value(dataset):
         return False
     if dataset.chunks is None:

@@ -192,16 +192,16 @@ def scratch(local: threading.local, name: str, num_bytes: int) -> np.ndarray:
     return memory[:num_bytes]
 
 
-def _check_length(what: str, found: int, expected: int | None, limit: int) -> None:
-    if expected is not None and found != expected:
-        raise DecodeError(f"{what} {found} bytes, but {expected} are expected")
-    if not 0 < found <= limit:
-        raise DecodeError(f"{what} {found} bytes, but 1 to {limit} are expected")
+def _check_length(subject: str, length: int, expected: int | None, limit: int) -> None:
+    if expected is not None and length != expected:
+        raise DecodeError(f"{subject} {length} bytes, but {expected} are expected")
+    if not 0 < length <= limit:
+        raise DecodeError(f"{subject} {length} bytes, but 1 to {limit} are expected")
 
 
-def _check_room(found: int, out: np.ndarray) -> None:
-    if found > len(out):
-        raise DecodeError(f"claims {found} bytes, more than the {len(out)} that are expected")
+def _check_room(length: int, out: np.ndarray) -> None:
+    if length > len(out):
+        raise DecodeError(f"claims {length} bytes, more than the {len(out)} that are expected")
 
 
 def _ungzip(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
@@ -212,7 +212,7 @@ def _ungzip(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.nd
 
 
 def _unshuffle(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
-    """Undo the shuffle filter, which puts byte j of all whole elements together, and leaves later bytes as they are."""
+    """Undo the shuffle filter, which groups the bytes of whole elements by position, and keeps the remaining bytes."""
     _check_room(len(data), out)
     if not values or not values[0]:  # HDF5 writes this for a second shuffle filter, which it skips in every chunk
         raise DecodeError("the size of elements is missing")
@@ -236,7 +236,7 @@ def _check_fletcher32(data: np.ndarray, values: tuple[int, ...], out: np.ndarray
     found, body = int.from_bytes(data[-4:], "little"), data[:-4]
     computed = _function("h5checksum_fletcher32")(body) if len(body) else 0
     if found not in (computed, (computed & 0x00FF00FF) << 8 | computed >> 8 & 0x00FF00FF):
-        raise DecodeError(f"the checksum of {len(body)} bytes is {computed:08x}, stored is {found:08x}")
+        raise DecodeError(f"the checksum of {len(body)} bytes is {computed:08x}, but {found:08x} is stored")
     return body
 
 
@@ -279,16 +279,16 @@ def _read_header(data: np.ndarray, out: np.ndarray) -> tuple[int, int]:
 
 
 def _find_blocks(data: np.ndarray, length: int, block: int) -> tuple[list[slice], int]:
-    """Return the places of the compressed blocks that hold ``length`` decoded bytes, and the end of the last block."""
-    places: list[slice] = []
+    """Return the slices of the compressed blocks that hold ``length`` decoded bytes, and the end of the last block."""
+    blocks: list[slice] = []
     end = 12
     for _ in range(0, length, block):
         start = end + 4
         end = start + (struct.unpack_from(">I", data.data, end)[0] if start <= len(data) else 0)
         if end > len(data) or end == start:
-            raise DecodeError(f"block {len(places)} ends at byte {end} of {len(data)}")
-        places.append(slice(start, end))
-    return places, end
+            raise DecodeError(f"block {len(blocks)} ends at byte {end} of {len(data)}")
+        blocks.append(slice(start, end))
+    return blocks, end
 
 
 def _compressor(values: tuple[int, ...]) -> int:
@@ -313,23 +313,25 @@ def _unpack_planes(data: np.ndarray, length: int, block: int, values: tuple[int,
     """Decompress the blocks of bit planes: (length,) uint8, in memory that this thread reuses."""
     rest = length % (8 * values[2])
     packed, planes = length - rest, scratch(_local, "planes", length)
-    places, end = _find_blocks(data, packed, block)
+    blocks, end = _find_blocks(data, packed, block)
     if len(data) - end != rest:
         raise DecodeError(f"{len(data) - end} bytes follow its last block, but {rest} are expected")
     room, done = planes[:packed], packed
     sizes = [min(block, packed - start) for start in range(0, packed, block)]
     if _compressor(values) == PLANES_ZSTD:
-        frames = [bytes(data[place]) for place in places]
+        frames = [bytes(data[block_slice]) for block_slice in blocks]
         if any(not frame.startswith(ZSTD_MAGIC) for frame in frames):
             raise DecodeError("a block does not start like a Zstandard frame")
         done = len(_call("zstd_decode", b"".join(frames), room)) if frames else 0
-    elif all(place.stop - place.start != size for place, size in zip(places, sizes, strict=True)):
+    elif all(block_slice.stop - block_slice.start != size for block_slice, size in zip(blocks, sizes, strict=True)):
         framed = struct.pack(">QI", packed, block) + bytes(data[12:end]) if rest else data
-        done = len(_call("lz4h5_decode", framed, room)) if places else 0
+        done = len(_call("lz4h5_decode", framed, room)) if blocks else 0
     else:  # the LZ4 filter treats a block of full size as uncompressed; Bitshuffle always compresses
         starts = range(0, packed, block)
         parts = [room[start : start + size] for start, size in zip(starts, sizes, strict=True)]
-        done = sum(len(_call("lz4_decode", data[place], part)) for place, part in zip(places, parts, strict=True))
+        done = sum(
+            len(_call("lz4_decode", data[block_slice], part)) for block_slice, part in zip(blocks, parts, strict=True)
+        )
     if done != packed:
         raise DecodeError(f"its blocks decode to {done} bytes, but {packed} are expected")
     planes[packed:] = data[end:]

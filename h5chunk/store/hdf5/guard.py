@@ -5,7 +5,7 @@
 | soft and external links | each name on a path must be a hard link, which is checked before anything is opened |
 | external storage, virtual datasets | refused, before their shape is queried |
 | unknown filters | refused before a chunk is read, so that no plugin is loaded; each filter only once |
-| shapes larger than the stored bytes | refused beyond 64 MiB plus 1032 times the stored bytes (`check_claims`) |
+| shapes larger than the stored bytes | refused beyond 64 MiB plus 1032 times the stored bytes (`check_stored_size`) |
 | chunks that overlap, lie outside of the file, or have another length | refused (`list_chunks`, `ChunkDecoder`) |
 | filters whose parameters do not fit the chunks, which crash | refused (`check_filters`) |
 | strings of variable length that describe a matrix | read without HDF5, which may hang on them |
@@ -43,7 +43,7 @@ from h5chunk.errors import (
 )
 from h5chunk.store.hdf5.chunk_table import is_variable
 from h5chunk.store.hdf5.codecs import BITSHUFFLE, KNOWN_FILTERS
-from h5chunk.store.hdf5.open import DAMAGES, address_of, damages_are
+from h5chunk.store.hdf5.open import DAMAGES, address_of, errors_as
 
 MAX_RATIO = 1032  # highest ratio of gzip
 SLACK_BYTES = 64 << 20  # bytes that a shape may claim although nothing was written: they read as the fill value
@@ -58,8 +58,8 @@ PREFIXES = {"an external link": "HDF5_EXT_PREFIX", "a view": "HDF5_VDS_PREFIX", 
 class Trust:
     """Check that links of a trusted file lead only to files in its folder, or below it.
 
-    HDF5 looks for the file of a link in several places, and opens the first one that it can. This class goes through
-    the same places in the same order: the first existing file must be in the folder, once symbolic links are resolved.
+    HDF5 looks for the file of a link in several folders, and opens the first one that it can. This class tries the
+    same paths in the same order: the first existing file must be in the folder, after symbolic links are resolved.
     """
 
     def __init__(self, path: Path) -> None:
@@ -77,49 +77,50 @@ class Trust:
             raise TrustError(f"{where} leads to {target_name!r}, which is not a regular file")
 
     @contextmanager
-    def opened(self, base: str, target: str, where: str, what: str) -> Iterator[h5py.File | None]:
-        """Open, in a context, the file ``target`` of a link or view in ``base``; ``what`` is a key of PREFIXES.
+    def opened(self, base: str, target: str, where: str, kind: str) -> Iterator[h5py.File | None]:
+        """Open, in a context, the file ``target`` of a link or view in ``base``; ``kind`` is a key of PREFIXES.
 
         The context is None if HDF5 would not find the file, or a view names many files by a number pattern. Raises
         TrustError if the file is outside the trusted folder, FieldError if it cannot be opened.
         """
-        if what == "a view" and target == ".":
+        if kind == "a view" and target == ".":
             with h5py.File(base, "r") as file:
                 yield file
             return
-        if what == "a view" and "%" in target:  # a pattern of numbered files, which must be in one folder
+        if kind == "a view" and "%" in target:  # a pattern of numbered files, which must be in one folder
             folder, _, last = target.rpartition("/")
-            place = _places(base, f"{folder}/" if folder else ".", "a view")[0]
-            if "%" in folder or not place.resolve().is_relative_to(self.folder):
+            candidate = _candidate_paths(base, f"{folder}/" if folder else ".", "a view")[0]
+            if "%" in folder or not candidate.resolve().is_relative_to(self.folder):
                 raise TrustError(
-                    f"{where} is a view of {last!r} in {printable(place)}, outside of the file's folder: copy it there"
+                    f"{where} is a view of {last!r} in {printable(candidate)}, outside of the file's folder: "
+                    "copy it there"
                 )
             yield None
             return
-        found = next((place for place in _places(base, target, what) if place.exists()), None)
-        if found is None:
+        existing = next((candidate for candidate in _candidate_paths(base, target, kind) if candidate.exists()), None)
+        if existing is None:
             yield None
             return
-        self.check(found, where, target)
+        self.check(existing, where, target)
         try:
-            file = h5py.File(found, "r")
+            file = h5py.File(existing, "r")
         except OSError as error:
             raise FieldError(f"{where} leads to {target!r}, which cannot be opened: {error}") from None
         with file:
             yield file
 
 
-def _places(base: str, target: str, what: str) -> list[Path]:
+def _candidate_paths(base: str, target: str, kind: str) -> list[Path]:
     """List the paths where HDF5 looks for a file. Source: H5F_prefix_open_file in H5Fint.c; H5D__build_file_prefix."""
-    prefix = os.environ.get(PREFIXES[what], "")
-    places = [Path(target)] if Path(target).is_absolute() else []
-    if Path(target).is_absolute() and what != "storage":
+    prefix = os.environ.get(PREFIXES[kind], "")
+    absolute = [Path(target)] if Path(target).is_absolute() else []
+    if Path(target).is_absolute() and kind != "storage":
         target = Path(target).name
     folder = Path(base).parent
     prefixes = [Path(part.replace("${ORIGIN}", str(folder))) for part in prefix.split(":") if part]
-    if what == "storage":
-        return places or [*(part / target for part in prefixes[:1]), Path(target)]
-    return [*places, *(part / target for part in prefixes), folder / target, Path(target), folder.resolve() / target]
+    if kind == "storage":
+        return absolute or [*(part / target for part in prefixes[:1]), Path(target)]
+    return [*absolute, *(part / target for part in prefixes), folder / target, Path(target), folder.resolve() / target]
 
 
 class Guard:
@@ -137,10 +138,10 @@ class Guard:
     def find(self, file: h5py.File, name: str) -> h5py.Dataset | h5py.Group | None:
         """Open the object at a path in the file; None if it does not exist. Raises TrustError at an untrusted link."""
         where = self._where(name)
-        with damages_are(FieldError, f"{where} cannot be opened"):
-            return file[name] if self._is_there(file, name, where, 0) else None
+        with errors_as(FieldError, f"{where} cannot be opened"):
+            return file[name] if self._exists(file, name, where, 0) else None
 
-    def _is_there(self, start: h5py.Group, name: str, where: str, depth: int) -> bool:
+    def _exists(self, start: h5py.Group, name: str, where: str, depth: int) -> bool:
         """Return whether a path exists. Raises TrustError if a name in it is neither a hard link nor a trusted link."""
         if depth > MAX_DEPTH:
             raise FieldError(f"{where} leads through more than {MAX_DEPTH} links: they may form a circle")
@@ -149,12 +150,14 @@ class Guard:
             if not isinstance(group, h5py.Group):
                 return False
             link = group.get(part, getlink=True)
-            if link is None or (not isinstance(link, h5py.HardLink) and not self._leads(link, group, where, depth)):
+            if link is None or (
+                not isinstance(link, h5py.HardLink) and not self._target_exists(link, group, where, depth)
+            ):
                 return False
             group = group[part]
         return True
 
-    def _leads(self, link: Any, group: h5py.Group, where: str, depth: int) -> bool:
+    def _target_exists(self, link: Any, group: h5py.Group, where: str, depth: int) -> bool:
         """Return whether a soft or external link leads to an object. Raises TrustError if it is not trusted."""
         soft = isinstance(link, h5py.SoftLink)
         if not soft and not isinstance(link, h5py.ExternalLink):
@@ -164,9 +167,9 @@ class Guard:
             remedy = f"read {'its target' if soft else 'that file'} directly; {self._remedy}"
             raise TrustError(f"{where} is {kind} to {link.path!r}{of}, which is not followed: {remedy}")
         if soft:
-            return self._is_there(group, link.path, where, depth + 1)
+            return self._exists(group, link.path, where, depth + 1)
         with self._trust.opened(group.file.filename, link.filename, where, "an external link") as other:
-            return other is not None and self._is_there(other, link.path, where, depth + 1)
+            return other is not None and self._exists(other, link.path, where, depth + 1)
 
     def check_field(self, dataset: h5py.Dataset, name: str) -> None:
         """Check a dataset before its shape is used.
@@ -174,7 +177,7 @@ class Guard:
         Raises FieldError if its shape does not fit the stored bytes, and TrustError if it needs other files or plugins.
         """
         where = self._where(name)
-        with damages_are(FieldError, f"{where} is damaged"):
+        with errors_as(FieldError, f"{where} is damaged"):
             self._check_field(dataset, where, 0)
 
     def _check_field(self, dataset: h5py.Dataset, where: str, depth: int) -> None:
@@ -190,13 +193,15 @@ class Guard:
                     f"{self._remedy}"
                 )
             for name in names:
-                found = next((place for place in _places("", name, "storage") if place.exists()), None)
-                if found is None:
+                existing = next(
+                    (candidate for candidate in _candidate_paths("", name, "storage") if candidate.exists()), None
+                )
+                if existing is None:
                     raise FieldError(f"{where} has its values in {name!r}, which does not exist")
-                self._trust.check(found, where, name)
+                self._trust.check(existing, where, name)
         elif dataset.id.get_space().get_simple_extent_type() != h5py.h5s.NULL:  # get_space opens the files of a view
             check_filters(properties, where, trusted=self._trust is not None, remedy=self._remedy)
-            check_claims(dataset, properties, where)
+            check_stored_size(dataset, properties, where)
 
     def _check_virtual(self, view: h5py.Dataset, properties: h5py.h5p.PropDCID, where: str, depth: int) -> None:
         sources = [
@@ -212,7 +217,7 @@ class Guard:
             raise FieldError(f"{where} is a view of views, more than {MAX_DEPTH} deep")
         for filename, name in dict.fromkeys(sources):  # each source once
             with self._trust.opened(view.file.filename, filename, where, "a view") as other:
-                if other is not None and "%" not in name and self._is_there(other, name, where, depth + 1):
+                if other is not None and "%" not in name and self._exists(other, name, where, depth + 1):
                     self._check_field(other[name], where, depth + 1)
 
     def check_matrix(self, file: h5py.File, name: str) -> None:
@@ -230,7 +235,7 @@ class Guard:
                 self.check_field(item, where)
 
     def walk(self, group: h5py.Group) -> Iterator[tuple[str, h5py.Dataset | FieldError]]:
-        """Yield the path and dataset of each dataset in a group, once; of a refused object, its path and the error."""
+        """Yield (path, dataset) once for each dataset in a group, and (path, error) for each refused object."""
         seen: set[tuple[int, ...]] = set()
         stack: list[tuple[str, Any]] = [("", group)]
         while stack:
@@ -264,7 +269,7 @@ class Guard:
         if isinstance(part, bytes):  # h5py returns names that it cannot decode as bytes
             raise UnsupportedError(f"{where} has a name that is not UTF-8: rename it")
         link = group.get(part, getlink=True)
-        if not isinstance(link, h5py.HardLink) and not self._leads(link, group, where, 0):
+        if not isinstance(link, h5py.HardLink) and not self._target_exists(link, group, where, 0):
             raise FieldError(f"{where} is a link without a target")
         return group[part]
 
@@ -272,23 +277,23 @@ class Guard:
         return f"{printable(self.path)}: {name!r}"
 
 
-def check_beside(file: h5py.File, name: str, attributes: Sequence[str]) -> None:
-    """Raise FileError unless the group /``name``, if h5chunk wrote it, and these attributes can be read safely."""
-    shown = f"{printable(file.filename)}: damaged: its group /{name} is invalid"
-    with damages_are(FileError, shown):
+def check_header_group(file: h5py.File, name: str, attributes: Sequence[str]) -> None:
+    """Raise FileError if links, datasets or these attributes of the group /``name`` are unsafe to read."""
+    label = f"{printable(file.filename)}: damaged: its group /{name} is invalid"
+    with errors_as(FileError, label):
         link = file.get(name, getlink=True)
         if link is not None and not isinstance(link, h5py.HardLink):
-            raise FileError(f"{shown}: it is a link instead of a group")
+            raise FileError(f"{label}: it is a link instead of a group")
         group = None if link is None else file[name]
         if not isinstance(group, h5py.Group) or "format_version" not in group.attrs:
             return
-        check_attributes(group, shown, attributes)
+        check_attributes(group, label, attributes)
         guard = Guard(file.filename)
         for inner, item in guard.walk(group):
             if isinstance(item, FieldError):
-                raise FileError(f"{shown}: {inner} is a link, or cannot be opened")
+                raise FileError(f"{label}: {inner} is a link, or cannot be opened")
             if is_variable(item.id.get_type()):
-                raise FileError(f"{shown}: {inner} has values of variable length")
+                raise FileError(f"{label}: {inner} has values of variable length")
             guard.check_field(item, f"{name}/{inner}")
 
 
@@ -319,7 +324,7 @@ def check_filters(properties: h5py.h5p.PropDCID, where: str, *, trusted: bool, r
         raise FieldError(f"{where} has filter {label} more than once, like a decompression bomb: use h5repack")
 
 
-def check_claims(dataset: h5py.Dataset, properties: h5py.h5p.PropDCID, where: str) -> None:
+def check_stored_size(dataset: h5py.Dataset, properties: h5py.h5p.PropDCID, where: str) -> None:
     """Raise FieldError unless a dataset's shape, chunks and stored bytes fit each other and the size of the file."""
     shape, item_bytes = dataset.id.get_space().shape, dataset.id.get_type().get_size()
     claimed, stored = math.prod(shape) * item_bytes, dataset.id.get_storage_size()
@@ -330,7 +335,7 @@ def check_claims(dataset: h5py.Dataset, properties: h5py.h5p.PropDCID, where: st
         )
     layout = properties.get_layout()
     if layout == h5py.h5d.CHUNKED:
-        _check_chunk_claims(dataset, properties, where, claimed, stored)
+        _check_chunk_sizes(dataset, properties, where, claimed, stored)
     elif stored and stored < claimed:
         raise FieldError(f"{where} has a shape of {claimed} bytes, but {stored} are stored: it is damaged")
     elif not stored and claimed > SLACK_BYTES:
@@ -339,7 +344,7 @@ def check_claims(dataset: h5py.Dataset, properties: h5py.h5p.PropDCID, where: st
         raise FieldError(f"{where} extends beyond the end of the file: it is damaged")
 
 
-def _check_chunk_claims(
+def _check_chunk_sizes(
     dataset: h5py.Dataset, properties: h5py.h5p.PropDCID, where: str, claimed: int, stored: int
 ) -> None:
     shape, chunks = dataset.id.get_space().shape, properties.get_chunk()
@@ -353,13 +358,13 @@ def _check_chunk_claims(
             "a decompression bomb"
         )
     expected = math.prod(-(-size // chunk) for size, chunk in zip(shape, chunks, strict=True))
-    there = dataset.id.get_num_chunks()
-    if there > expected:
-        raise FieldError(f"{where} has {there} chunks, but its shape has only {expected}: it is damaged")
-    unwritten = (expected - there) * chunk_bytes
-    if expected - there > SLACK_CHUNKS:
+    num_chunks = dataset.id.get_num_chunks()
+    if num_chunks > expected:
+        raise FieldError(f"{where} has {num_chunks} chunks, but its shape has only {expected}: it is damaged")
+    unwritten = (expected - num_chunks) * chunk_bytes
+    if expected - num_chunks > SLACK_CHUNKS:
         raise UnsupportedError(
-            f"{where} has {expected} chunks of which only {there} were ever written: write them first"
+            f"{where} has {expected} chunks of which only {num_chunks} were ever written: write them first"
         )
     if unwritten > SLACK_BYTES + MAX_RATIO * stored:
         raise UnsupportedError(

@@ -39,7 +39,7 @@ def translate_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 @contextmanager
-def damages_are(kind: type[FileError], message: str, *others: type[Exception]) -> Iterator[None]:
+def errors_as(kind: type[FileError], message: str, *others: type[Exception]) -> Iterator[None]:
     """Turn errors of h5py, and errors of the types in ``others``, into a FileError that begins with ``message``."""
     damages: tuple[type[Exception], ...] = (*DAMAGES, *others)
     try:
@@ -62,11 +62,11 @@ def open_file(path: str | os.PathLike[str], **options: Any) -> h5py.File:
 
     Raises FileError if the file is missing, not HDF5, truncated, or open for writing.
     """
-    shown = printable(path)
+    label = printable(path)
     if not os.path.exists(path):  # also False for names that are too long
-        raise FileError(f"{shown}: no such file")
+        raise FileError(f"{label}: no such file")
     if not Path(path).is_file():
-        raise FileError(f"{shown}: not a regular file")
+        raise FileError(f"{label}: not a regular file")
     with suppress(ImportError):
         import hdf5plugin  # noqa: F401  # HDF5 finds its filters from then on
     try:
@@ -74,10 +74,10 @@ def open_file(path: str | os.PathLike[str], **options: Any) -> h5py.File:
     except OSError as error:
         text = "Permission denied" if isinstance(error, PermissionError) else str(error)
         reason = next((reason for part, reason in REASONS if part in text), f"cannot be opened: {text}")
-        raise FileError(f"{shown}: {reason}") from None
+        raise FileError(f"{label}: {reason}") from None
     if file.id.get_intent() != h5py.h5f.ACC_RDONLY:  # HDF5 shares files that this process already has open
         file.close()
-        raise FileError(f"{shown}: is open for writing (or for SWMR) in this process: close it first")
+        raise FileError(f"{label}: is open for writing (or for SWMR) in this process: close it first")
     return file
 
 
@@ -86,8 +86,8 @@ def address_of(item: h5py.HLObject) -> tuple[int, ...]:
 
     ``h5o.get_info`` returns them too, but it also reads the chunk index, and crashes if that is damaged.
     """
-    about = h5py.h5g.get_objinfo(item.id)
-    return (*about.fileno, *about.objno)
+    info = h5py.h5g.get_objinfo(item.id)
+    return (*info.fileno, *info.objno)
 
 
 def same_file(item: h5py.HLObject, other: h5py.HLObject) -> bool:

@@ -1,4 +1,4 @@
-"""Read byte ranges of a file into many places in memory, with one system call per range.
+"""Read byte ranges of a file into many buffers, with one system call per range.
 
 ``os.preadv`` needs a Python object per buffer, created under the GIL. Here NumPy makes tables of addresses and lengths,
 which are passed to libc's ``preadv``, so that scattering a shuffled batch takes no time in Python.
@@ -38,10 +38,10 @@ def open_descriptor(path: Path) -> int:
 
 
 class VectorTask:
-    """A task that reads runs of bytes of a file, and scatters each run to several places in memory.
+    """A task that reads runs of bytes of a file, and scatters each run to several buffers.
 
     ``jobs``, (num_runs,) `h5chunk.native.JOB`, describes the runs; their descriptor is set later. ``vectors``, (n, 2)
-    uintp, has the address and length of each place. ``out`` owns the memory, and is kept alive.
+    uintp, has the address and length of each buffer. ``out`` owns the memory, and is kept alive.
     """
 
     def __init__(self, jobs: np.ndarray, vectors: np.ndarray, out: object, where: Where) -> None:
@@ -56,7 +56,7 @@ class VectorTask:
         for source, count, offset, num_bytes in self._runs():
             got = _preadv(descriptor, source, min(count, MAX_VECTORS), offset)
             if got != num_bytes:  # read_bytes gets an error of the system again
-                self._read_rest(descriptor, self._places(source, count), offset, max(0, got))
+                self._read_rest(descriptor, self._buffers(source, count), offset, max(0, got))
 
     def jobs(self, descriptor: int) -> np.ndarray:
         """Return the jobs for a `h5chunk.native.NativePool`: (num_runs,) JOB."""
@@ -64,7 +64,7 @@ class VectorTask:
         return self._jobs
 
     def end(self) -> None:
-        """Do what remains after all jobs have succeeded: here nothing."""
+        """Finish the task after all jobs have succeeded; here there is nothing to do."""
 
     def error_of(self, result: Result) -> FileError:
         """Return the error for the result of a job of this task that failed."""
@@ -73,17 +73,17 @@ class VectorTask:
     def _runs(self) -> Iterator[tuple[int, int, int, int]]:
         return zip(*(self._jobs[name].tolist() for name in ("source", "count", "offset", "num_bytes")), strict=True)
 
-    def _places(self, source: int, count: int) -> list[list[int]]:
+    def _buffers(self, source: int, count: int) -> list[list[int]]:
         first = (source - self._vectors.ctypes.data) // self._vectors.strides[0]
-        places: list[list[int]] = self._vectors[first : first + count].tolist()
-        return places
+        buffers: list[list[int]] = self._vectors[first : first + count].tolist()
+        return buffers
 
-    def _read_rest(self, descriptor: int, places: list[list[int]], offset: int, got: int) -> None:
+    def _read_rest(self, descriptor: int, buffers: list[list[int]], offset: int, got: int) -> None:
         """Read the bytes after the first ``got``: preadv may read less than requested, such as after a signal."""
-        for address, length in places:
+        for address, length in buffers:
             if got < length:
-                place = (ctypes.c_char * length).from_address(address)
-                read_bytes(descriptor, offset + got, memoryview(place).cast("B")[got:], self._where)
+                buffer = (ctypes.c_char * length).from_address(address)
+                read_bytes(descriptor, offset + got, memoryview(buffer).cast("B")[got:], self._where)
             offset += length
             got = max(0, got - length)
 
@@ -95,8 +95,8 @@ class RowGather:
         self._values, self._samples, self._out = values, np.ascontiguousarray(samples), out
 
     def __call__(self, _descriptor: object) -> None:
-        there = self._out.view(self._values.dtype).reshape(len(self._samples), *self._values.shape[1:])
-        np.take(self._values, self._samples, axis=0, out=there, mode="clip")  # in another mode NumPy copies twice
+        target = self._out.view(self._values.dtype).reshape(len(self._samples), *self._values.shape[1:])
+        np.take(self._values, self._samples, axis=0, out=target, mode="clip")  # in another mode NumPy copies twice
 
     def end(self) -> None:
         """See `VectorTask.end`."""
@@ -119,25 +119,27 @@ def read_error(where: str, result: Result) -> FileError:
     return FileError(f"{where}: closed while it was read")
 
 
-def vectors_of(sizes: np.ndarray, places: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Return vectors for `VectorTask` of ``sizes[i]`` bytes from byte ``places[i]`` of ``out`` on: (n, 2) uintp."""
+def vectors_of(sizes: np.ndarray, destinations: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """Return the vectors of a `VectorTask`: ``sizes[i]`` bytes at byte ``destinations[i]`` of ``out``; (n, 2) uintp."""
     vectors = np.empty((len(sizes), 2), np.uintp)
-    vectors[:, 0], vectors[:, 1] = out.ctypes.data + places, sizes
+    vectors[:, 0], vectors[:, 1] = out.ctypes.data + destinations, sizes
     return vectors
 
 
 def vector_tasks(
-    offsets: np.ndarray, sizes: np.ndarray, places: np.ndarray, out: np.ndarray, where: Where
+    offsets: np.ndarray, sizes: np.ndarray, destinations: np.ndarray, out: np.ndarray, where: Where
 ) -> Iterator[VectorTask]:
-    """Yield tasks that read ``sizes[i]`` bytes from ``offsets[i]`` of the file on to byte ``places[i]`` of ``out``.
+    """Yield tasks that read ``sizes[i]`` bytes at ``offsets[i]`` of the file to byte ``destinations[i]`` of ``out``.
 
     The arrays are (n,) int64, with n > 0. Ranges that are adjacent in the file share a system call. There is one task
     for all native threads, or several for Python threads.
     """
     if available():
-        yield VectorTask(*plan_reads(offsets, 1, 1, np.arange(len(offsets)), sizes, places, out, RUN_BYTES), out, where)
+        yield VectorTask(
+            *plan_reads(offsets, 1, 1, np.arange(len(offsets)), sizes, destinations, out, RUN_BYTES), out, where
+        )
         return
-    vectors = vectors_of(sizes, places, out)
+    vectors = vectors_of(sizes, destinations, out)
     groups = (np.cumsum(sizes) - 1) // RUN_BYTES
     apart = (offsets[1:] != offsets[:-1] + sizes[:-1]) | (groups[1:] != groups[:-1])
     apart[MAX_VECTORS - 1 :: MAX_VECTORS] = True
@@ -153,28 +155,28 @@ def row_tasks(
     blocks: tuple[np.ndarray, int, int],
     rows: np.ndarray,
     counts: np.ndarray | None,
-    places: np.ndarray,
+    destinations: np.ndarray,
     out: np.ndarray,
     where: Where,
 ) -> Iterator[VectorTask]:
-    """Yield tasks that read one row, or ``counts[i]`` rows, from ``rows[i]`` on to row ``places[i]`` of ``out``.
+    """Yield tasks that read row ``rows[i]``, or ``counts[i]`` rows from it, to row ``destinations[i]`` of ``out``.
 
     ``blocks`` describes the file: the offsets of equal blocks of rows, the rows of a block, and the bytes of a row. The
     other arrays are (n,) int64, with n > 0.
     """
     if available():
-        yield VectorTask(*plan_reads(*blocks, rows, counts, places, out, RUN_BYTES), out, where)
+        yield VectorTask(*plan_reads(*blocks, rows, counts, destinations, out, RUN_BYTES), out, where)
         return
     starts, block_rows, row_bytes = blocks
     offsets = starts[rows // block_rows] + rows % block_rows * row_bytes
     sizes = np.full(len(rows), row_bytes) if counts is None else counts * row_bytes
-    yield from vector_tasks(offsets, sizes, places * row_bytes, out, where)
+    yield from vector_tasks(offsets, sizes, destinations * row_bytes, out, where)
 
 
 def read_jobs(
     vectors: np.ndarray, firsts: np.ndarray, counts: np.ndarray, offsets: np.ndarray, sizes: np.ndarray
 ) -> np.ndarray:
-    """Return jobs that read ``sizes[i]`` bytes at ``offsets[i]`` to ``counts[i]`` vectors from ``firsts[i]`` on."""
+    """Return jobs that read ``sizes[i]`` bytes at ``offsets[i]`` to ``counts[i]`` vectors starting at ``firsts[i]``."""
     jobs = np.zeros(len(firsts), JOB)
     jobs["kind"], jobs["offset"], jobs["count"], jobs["num_bytes"] = READ, offsets, counts, sizes
     jobs["source"] = vectors.ctypes.data + firsts * vectors.strides[0]
@@ -182,7 +184,7 @@ def read_jobs(
 
 
 def read_bytes(descriptor: int, offset: int, buffer: memoryview, where: Where) -> None:
-    """Fill a buffer from an offset of the file. Raises FileError if the file ends too early, or cannot be read."""
+    """Fill a buffer with the bytes at an offset. Raises FileError if the file ends too early, or cannot be read."""
     done = 0
     while done < len(buffer):
         try:

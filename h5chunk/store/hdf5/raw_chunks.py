@@ -54,7 +54,7 @@ class RawChunks:
         return [*ends.tolist(), last]
 
     def read_part(self, number: int, start: int, out: np.ndarray) -> None:
-        """Read an unfiltered chunk from its byte ``start`` on, and the chunks after it in a run, into ``out``."""
+        """Fill ``out`` with the bytes of an unfiltered chunk from byte ``start``, and of the chunks that follow it."""
         offset = int(self._table.offsets[number])
         if offset < 0:
             self._put_fill(number, out)
@@ -105,7 +105,7 @@ class RawChunks:
         out.view(f"V{self._item_bytes}").reshape(chunks)[tuple(map(slice, count))] = values
 
     def _read_by_hdf5(self, start: tuple[int, ...], count: tuple[int, ...]) -> np.ndarray:
-        """Read ``count`` elements per axis from ``start`` on through HDF5, without conversion."""
+        """Read ``count`` elements per axis, starting at ``start``, through HDF5, without conversion."""
         assert self._dataset is not None
         values = np.zeros(count, f"V{self._item_bytes}")  # HDF5 leaves memory unchanged if there is no fill value
         dataset = self._dataset.id

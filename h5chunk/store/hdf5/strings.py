@@ -31,7 +31,7 @@ ATTRIBUTE, CONTINUATION = 0x0C, 0x10
 
 
 @dataclass(frozen=True)
-class Bytes:
+class FileBytes:
     """An open file, for reads at addresses of HDF5."""
 
     descriptor: int
@@ -64,23 +64,25 @@ def read_words(item: h5py.HLObject, name: str, error: Callable[[str], H5ChunkErr
     if kind.is_variable_str():
         descriptor = os.open(item.file.filename, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            file = Bytes(descriptor, os.fstat(descriptor).st_size, error, item.file.userblock_size)
+            file = FileBytes(descriptor, os.fstat(descriptor).st_size, error, item.file.userblock_size)
             num_bytes = math.prod(attribute.shape) * POINTER.itemsize
-            words = resolve(file, np.frombuffer(_attribute_bytes(file, address_of(item)[-2], name, num_bytes), POINTER))
+            words = read_strings(
+                file, np.frombuffer(_attribute_bytes(file, address_of(item)[-2], name, num_bytes), POINTER)
+            )
         finally:
             os.close(descriptor)
     return [bytes(word).decode("utf-8", "backslashreplace") for word in words.tolist()]
 
 
-def resolve(file: Bytes, pointers: np.ndarray) -> np.ndarray:
+def read_strings(file: FileBytes, pointers: np.ndarray) -> np.ndarray:
     """Read the strings that pointers, (n,) `POINTER`, lead to: (n,) bytes strings, padded to the longest one.
 
     Raises ``file.error`` if a string is longer than `MAX_STRING_BYTES`, or the heap of strings is damaged.
     """
     lengths = pointers["length"].astype(np.int64)
     if len(lengths) and int(lengths.max()) > MAX_STRING_BYTES:
-        place = int(lengths.argmax())
-        raise file.error(f"string {place} has {lengths[place]} bytes but the limit is {MAX_STRING_BYTES}")
+        position = int(lengths.argmax())
+        raise file.error(f"string {position} has {lengths[position]} bytes but the limit is {MAX_STRING_BYTES}")
     strings = np.zeros(len(pointers), f"S{max(1, int(lengths.max(initial=0)))}")
     filled = np.flatnonzero(lengths)
     order = filled[np.argsort(pointers["address"][filled], kind="stable")]
@@ -98,15 +100,15 @@ def resolve(file: Bytes, pointers: np.ndarray) -> np.ndarray:
         objects = _objects(file, data)
         group = order[start:stop]
         indices, sizes = pointers["index"][group].tolist(), lengths[group].tolist()
-        for place, index, length in zip(group.tolist(), indices, sizes, strict=True):
+        for position, index, length in zip(group.tolist(), indices, sizes, strict=True):
             begin, room = objects.get(index, (0, -1))
             if room < length:
-                raise file.error(f"string {place} is not in the heap: the file is damaged")
-            strings[place] = data[begin : begin + length]
+                raise file.error(f"string {position} is not in the heap: the file is damaged")
+            strings[position] = data[begin : begin + length]
     return strings
 
 
-def _objects(file: Bytes, data: bytes) -> dict[int, tuple[int, int]]:
+def _objects(file: FileBytes, data: bytes) -> dict[int, tuple[int, int]]:
     """Return the start and size of each object in a collection of the heap, by its index."""
     objects = {}
     at = HEAP_HEADER.size
@@ -122,9 +124,9 @@ def _objects(file: Bytes, data: bytes) -> dict[int, tuple[int, int]]:
     return objects
 
 
-def _attribute_bytes(file: Bytes, address: int, name: str, num_bytes: int) -> bytes:
+def _attribute_bytes(file: FileBytes, address: int, name: str, num_bytes: int) -> bytes:
     """Read the stored bytes of an attribute of the object whose header is at ``address``."""
-    wanted = name.encode()
+    encoded = name.encode()
     for kind, message in _messages(file, address):
         if kind == ATTRIBUTE and len(message) > 8:
             version, _, name_bytes, type_bytes, space_bytes = struct.unpack_from("<BBHHH", message)
@@ -132,14 +134,14 @@ def _attribute_bytes(file: Bytes, address: int, name: str, num_bytes: int) -> by
             parts = [name_bytes, type_bytes, space_bytes]
             if version == 1:
                 parts = [(part + 7) // 8 * 8 for part in parts]
-            if message[at : at + name_bytes].rstrip(b"\0") == wanted:
+            if message[at : at + name_bytes].rstrip(b"\0") == encoded:
                 value = message[at + sum(parts) :][:num_bytes]
                 if len(value) == num_bytes:
                     return value
     raise file.error(f"its attribute {name!r} is damaged, or in an unsupported layout: rewrite it (h5repack)")
 
 
-def _messages(file: Bytes, address: int) -> Iterator[tuple[int, bytes]]:
+def _messages(file: FileBytes, address: int) -> Iterator[tuple[int, bytes]]:
     """Yield the type and the bytes of each message in an object header of version 1 or 2."""
     start = file.read(address, 16)
     is_new = start.startswith(b"OHDR")
@@ -153,10 +155,10 @@ def _messages(file: Bytes, address: int) -> Iterator[tuple[int, bytes]]:
     else:
         blocks = [(address + 16, int.from_bytes(start[8:12], "little"))]
         head = struct.Struct("<HHB3x")
-    for number, (place, size) in enumerate(blocks):  # grows with each continuation
+    for number, (block_address, size) in enumerate(blocks):  # grows with each continuation
         if size > MAX_HEADER_BYTES or number >= MAX_HEADER_BLOCKS:
             raise file.error("an object header is damaged: it has no end")
-        data = file.read(place, size)
+        data = file.read(block_address, size)
         at = 0
         while at + head.size <= len(data):
             kind, length, _ = head.unpack_from(data, at)

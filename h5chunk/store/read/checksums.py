@@ -39,7 +39,7 @@ class Checksums:
     """The checksums of the chunks of a dataset, and which of them need not be checked again."""
 
     expected: np.ndarray  # (num_chunks,) uint32
-    right: np.ndarray  # (num_chunks,) bool: whether this process has checked the chunk; False if ``always``
+    verified: np.ndarray  # (num_chunks,) bool: whether this process has checked the chunk; False if ``always``
     always: bool  # check chunks at every read
 
 
@@ -60,7 +60,7 @@ class ChunkChecks:
         self._chunk_rows, self._across = table.chunk_shape[0], table.num_across
 
     def of_rows(self, rows: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
-        """Return the chunks that hold rows (at least one), or ``counts[i]`` rows from ``rows[i]`` on: (n,) int64."""
+        """Return the chunks that hold ``rows``, or ``counts[i]`` rows starting at each ``rows[i]``: (n,) int64."""
         bands = rows // self._chunk_rows
         if counts is None:
             bands = np.unique(bands[np.append(True, bands[1:] != bands[:-1])])  # neighbours first, as sorting is slow
@@ -72,9 +72,9 @@ class ChunkChecks:
         return (bands[:, None] * self._across + np.arange(self._across)).reshape(-1)
 
     def tasks(self, chunks: np.ndarray) -> Iterator[CheckTask]:
-        """Yield tasks that check those of these chunks that need it."""
-        for some in self._divided(chunks[~self.sums.right[chunks]]):
-            yield CheckTask(self, some)
+        """Yield tasks that check these chunks, except those that were checked before."""
+        for part in self._divided(chunks[~self.sums.verified[chunks]]):
+            yield CheckTask(self, part)
 
     def are_read_whole(self, rows: np.ndarray) -> np.ndarray:
         """Return which rows belong to chunks that need a check and of which all rows are requested: (n,) bool.
@@ -87,19 +87,19 @@ class ChunkChecks:
         follows = np.append(True, rows[1:] == rows[:-1] + 1)
         follows[firsts] = True
         whole = (counts == self._chunk_rows) & np.logical_and.reduceat(follows, firsts)
-        return np.repeat(whole & ~self.sums.right[chunks[firsts]], counts)
+        return np.repeat(whole & ~self.sums.verified[chunks[firsts]], counts)
 
     def whole_tasks(self, rows: np.ndarray, vectors: np.ndarray, out: object) -> Iterator[WholeChunks]:
         """Yield tasks that read whole chunks and check them: ``rows`` are all rows of these chunks.
 
-        ``vectors``, (n, 2) uintp, are the places of the rows in memory, as for `VectorTask`.
+        ``vectors``, (n, 2) uintp, are the buffers for the rows, as for `VectorTask`.
         """
         count = self._chunk_rows
         chunks = rows[::count] // count
         firsts, offsets, sizes = np.arange(len(chunks)) * count, self.table.offsets[chunks], self.table.sizes[chunks]
-        for some in self._divided(np.arange(len(chunks))):
-            jobs = read_jobs(vectors, firsts[some], np.full(len(some), count), offsets[some], sizes[some])
-            yield WholeChunks(self, chunks[some], VectorTask(jobs, vectors, out, self._where_at))
+        for part in self._divided(np.arange(len(chunks))):
+            jobs = read_jobs(vectors, firsts[part], np.full(len(part), count), offsets[part], sizes[part])
+            yield WholeChunks(self, chunks[part], VectorTask(jobs, vectors, out, self._where_at))
 
     def _divided(self, chunks: np.ndarray) -> Iterator[np.ndarray]:
         """Divide an array with an element per chunk into arrays for tasks of about `PART_BYTES`."""
@@ -108,7 +108,7 @@ class ChunkChecks:
 
     def check(self, descriptor: int, chunks: np.ndarray) -> None:
         """Read the chunks that need a check, and check them. Raises FileError if a checksum does not match."""
-        for chunk in chunks[~self.sums.right[chunks]].tolist():
+        for chunk in chunks[~self.sums.verified[chunks]].tolist():
             offset, size, found = int(self.table.offsets[chunk]), int(self.table.sizes[chunk]), 0
             if offset < 0:
                 raise self._error(chunk, "was never written, although it has a checksum")
@@ -120,28 +120,28 @@ class ChunkChecks:
 
     def check_stored(self, chunk: int, stored: np.ndarray) -> None:
         """Check a chunk, if it needs it, from its stored bytes in memory."""
-        if not self.sums.right[chunk]:
+        if not self.sums.verified[chunk]:
             self.compare(chunk, crc32(stored))
 
-    def compare(self, chunk: int, found: int) -> None:
-        """Raise FileError if a computed checksum is not the expected one; otherwise mark the chunk as right."""
-        if found != self.sums.expected[chunk]:
-            raise self.mismatch(chunk, found)
-        self.note_right(chunk)
+    def compare(self, chunk: int, actual: int) -> None:
+        """Raise FileError if a computed checksum is not the expected one; otherwise mark the chunk as verified."""
+        if actual != self.sums.expected[chunk]:
+            raise self.mismatch(chunk, actual)
+        self.mark_verified(chunk)
 
-    def note_right(self, chunks: int | np.ndarray) -> None:
-        """Mark chunks as right, so that they are not checked again unless the option is ``always``."""
+    def mark_verified(self, chunks: int | np.ndarray) -> None:
+        """Mark chunks as verified, so that they are not checked again unless the option is ``always``."""
         if not self.sums.always:
-            self.sums.right[chunks] = True
+            self.sums.verified[chunks] = True
 
-    def mismatch(self, chunk: int, found: int) -> FileError:
+    def mismatch(self, chunk: int, actual: int) -> FileError:
         """Return the error for a chunk with another checksum than expected."""
-        what = f"does not match its checksum ({found:08x}, not {self.sums.expected[chunk]:08x})"
-        return self._error(chunk, f"{what}: its bytes have changed since they were written")
+        problem = f"does not match its checksum ({actual:08x}, not {self.sums.expected[chunk]:08x})"
+        return self._error(chunk, f"{problem}: its bytes have changed since they were written")
 
-    def _error(self, chunk: int, what: str) -> FileError:
+    def _error(self, chunk: int, problem: str) -> FileError:
         remedy = f"h5chunk verify {printable(self._path)} lists all such chunks, and --repair SRC rewrites them"
-        return FileError(f"{self.where(chunk)} {what}: {remedy}")
+        return FileError(f"{self.where(chunk)} {problem}: {remedy}")
 
     def _where_at(self, offset: int) -> str:
         return self.where(self.table.chunk_at(offset))
@@ -171,7 +171,7 @@ class CheckTask:
         return jobs
 
     def end(self) -> None:
-        self._checks.note_right(self._chunks)
+        self._checks.mark_verified(self._chunks)
 
     def error_of(self, result: Result) -> FileError:
         chunk = self._checks.table.chunk_at(result.offset)
@@ -181,7 +181,7 @@ class CheckTask:
 
 
 class WholeChunks(CheckTask):
-    """A task that reads whole chunks, each a run of ``read``, and checks a chunk while it is in a processor's cache."""
+    """Do the task ``read``, whose runs are whole chunks, and check each chunk while it is in the processor's cache."""
 
     def __init__(self, checks: ChunkChecks, chunks: np.ndarray, read: VectorTask) -> None:
         super().__init__(checks, chunks)
@@ -216,7 +216,9 @@ def read_sums(
     datasets: dict[str, str] = {}
     for name, field in fields.items():
         if isinstance(field, RaggedField):
-            datasets |= {f"{name}/{part}": f"{field.dataset}/{part}" for part in (*field.tables, *field.lists)}
+            datasets |= {
+                f"{name}/{part}": f"{field.dataset}/{part}" for part in (*field.table_datasets, *field.entry_datasets)
+            }
         else:
             datasets[name] = field.dataset
     sums = {}

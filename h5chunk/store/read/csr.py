@@ -1,8 +1,8 @@
 """Read rows of a CSR matrix by their byte ranges in the file, or through HDF5; and images of any size.
 
 A row is one range of ``indices`` and the same range of ``data``; an image is one range of bytes. Rows that are adjacent
-in the file are read with one call, and each row goes to its place in a shuffled window. The file may have ``indptr``,
-``indices`` and ``data`` datasets in any group: the layout of h5chunk, or of AnnData.
+in the file are read with one call, to their positions in a shuffled window. The datasets ``indptr``, ``indices`` and
+``data`` may be in any group, as in files of h5chunk and AnnData.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class CsrField(ByteReader):
         self, path: Path, file: h5py.File, field: RaggedField, indptr: np.ndarray, sums: Sums = NO_SUMS
     ) -> None:
         group = file[field.dataset]
-        if not all(same_file(group[part], file) for part in field.lists):
+        if not all(same_file(group[part], file) for part in field.entry_datasets):
             raise NotDirect("it is a link into another file")
         self.name, self._indptr = field.name, indptr
         self._entries: list[PlainField | ChunkedField] = []
-        for part in field.lists if field.num_entries else ():
+        for part in field.entry_datasets if field.num_entries else ():
             dataset, name = group[part], f"{field.name}/{part}"
             check_bytes(dataset, dataset.dtype.newbyteorder("="))
             if not dataset.id.get_create_plist().get_nfilters():
@@ -72,8 +72,8 @@ class CsrField(ByteReader):
         """See `ByteReader.tasks`; ``out.starts`` is already set. Neighbours in the file are adjacent in ``rows``."""
         firsts = self._indptr[rows]
         counts = self._indptr[rows + 1] - firsts
-        some = counts > 0
-        firsts, counts, destinations = firsts[some], counts[some], out.starts[destinations[some]]
+        nonempty = counts > 0
+        firsts, counts, destinations = firsts[nonempty], counts[nonempty], out.starts[destinations[nonempty]]
         if len(firsts):
             for entries, target in zip(self._entries, (out.indices, out.values), strict=False):
                 if target is not None:
@@ -94,7 +94,7 @@ class CsrHandle:
     ) -> None:
         self._file, self._indptr, self.lock = file, indptr, threading.Lock()
         self._gap = max(1, GAP_BYTES // max(1, field.entry_bytes))
-        names = field.lists
+        names = field.entry_datasets
         self._parts = [h5py.Dataset(open_dataset(file, f"{field.dataset}/{name}", cache)) for name in names]
         self.id, path = self._parts[0].id, Path(file.filename)
         self._checks = []
@@ -122,11 +122,11 @@ class CsrHandle:
             sizes = counts[start:stop]
             before = np.cumsum(sizes) - sizes
             entries = np.arange(int(sizes.sum()))
-            wanted = np.repeat(firsts[start:stop] - low - before, sizes) + entries
-            there = np.repeat(destinations[start:stop] - before, sizes) + entries
+            positions = np.repeat(firsts[start:stop] - low - before, sizes) + entries
+            targets = np.repeat(destinations[start:stop] - before, sizes) + entries
             for dataset, target in zip(self._parts, (out.indices, out.values), strict=False):
                 if target is not None:
-                    target[there] = dataset[low:high][wanted]
+                    target[targets] = dataset[low:high][positions]
 
 
 def open_dataset(file: h5py.File, name: str, cache: CacheSettings | None) -> h5py.h5d.DatasetID:

@@ -1,7 +1,7 @@
 """Read rows of a dataset by their byte ranges in the file, outside HDF5's lock, in several threads.
 
-HDF5 lists the chunks once; after that the file is read only with ``preadv``. Uncompressed rows are read straight to
-their places in a shuffled batch. Compressed chunks are read and decoded, and their rows are copied there.
+HDF5 lists the chunks once; after that the file is read only with ``preadv``. Uncompressed rows are read directly to
+their positions in a shuffled batch. Compressed chunks are read and decoded, and their rows are copied to the batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import FileError, human_bytes, printable
-from h5chunk.plan.cache import entries_read_with, read_with
+from h5chunk.plan.cache import count_entries_read, count_items_read
 from h5chunk.plan.repack import find_pieces
 from h5chunk.store.hdf5.chunk_table import NotDirect, is_stored_as, list_chunks
 from h5chunk.store.hdf5.codecs import scratch
@@ -87,7 +87,7 @@ class DecodedChunks:
     def forget(self) -> None:
         """Free the kept chunks, and replace locks that threads of a forked parent may hold."""
         self.local = threading.local()
-        self._kept: OrderedDict[int, _Kept] = OrderedDict()
+        self._kept: OrderedDict[int, _KeptChunk] = OrderedDict()
         self._kept_lock = threading.Lock()
 
     def read(self, descriptor: int, chunk: int, *, is_whole: bool) -> np.ndarray:
@@ -101,7 +101,7 @@ class DecodedChunks:
             self._decode(descriptor, chunk, values)
             return values
         with self._kept_lock:
-            kept = self._kept.setdefault(chunk, _Kept())
+            kept = self._kept.setdefault(chunk, _KeptChunk())
             self._kept.move_to_end(chunk)
             if len(self._kept) > self.num_kept:
                 self._kept.popitem(last=False)
@@ -119,7 +119,7 @@ class DecodedChunks:
         self._raw.decode_stored(chunk, stored, values)
 
 
-class _Kept:
+class _KeptChunk:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.values: np.ndarray | None = None
@@ -210,7 +210,7 @@ class PlainField(ByteReader):
     def tasks(
         self, rows: np.ndarray, destinations: np.ndarray, out: np.ndarray, counts: np.ndarray | None = None
     ) -> Iterator[ReadTask]:
-        """See `ByteReader.tasks`; with ``counts``, read ``counts[i]`` rows from ``rows[i]`` on, in one run of bytes."""
+        """See `ByteReader.tasks`; with ``counts``, read ``counts[i]`` rows, starting at ``rows[i]``, in one run."""
         blocks = self._table.offsets, self._chunk_rows, self.row_bytes
         if self._checks is None:
             return row_tasks(blocks, rows, counts, destinations, out, self._where)
@@ -270,28 +270,30 @@ class ChunkedField(ByteReader):
             self._copies(rows, destinations) if counts is None else self._copies_of_runs(rows, destinations, counts)
         )
         per_part = max(1, PART_BYTES // self._decoded.chunk_bytes)
-        while some := list(islice(copies, per_part)):
-            yield partial(self._copy, some, target)
+        while part := list(islice(copies, per_part)):
+            yield partial(self._copy, part, target)
 
     def _copies(self, rows: np.ndarray, destinations: np.ndarray) -> Iterator[_Copy]:
         bands = rows // self._chunk[0]
         within = rows - bands * self._chunk[0]
         for start, stop in pairwise([0, *(np.flatnonzero(bands[1:] != bands[:-1]) + 1).tolist(), len(rows)]):
-            some: slice | np.ndarray = within[start:stop]
+            selected: slice | np.ndarray = within[start:stop]
             if (within[start + 1 : stop] == within[start : stop - 1] + 1).all():  # NumPy copies a slice faster
-                some = slice(int(within[start]), int(within[start]) + stop - start)
+                selected = slice(int(within[start]), int(within[start]) + stop - start)
             for piece in range(len(self._pieces)):
-                yield int(bands[start]), piece, some, destinations[start:stop]
+                yield int(bands[start]), piece, selected, destinations[start:stop]
 
     def _copies_of_runs(self, firsts: np.ndarray, destinations: np.ndarray, counts: np.ndarray) -> Iterator[_Copy]:
         apart = np.flatnonzero(firsts[1:] != firsts[:-1] + counts[:-1]) + 1
         for start, stop in pairwise([0, *apart.tolist(), len(firsts)]):
             first, end = int(firsts[start]), int(firsts[stop - 1] + counts[stop - 1])
-            there = np.repeat(destinations[start:stop] - firsts[start:stop], counts[start:stop]) + np.arange(first, end)
+            targets = np.repeat(destinations[start:stop] - firsts[start:stop], counts[start:stop]) + np.arange(
+                first, end
+            )
             for chunk in range(first // self._chunk[0], (end - 1) // self._chunk[0] + 1):
                 begin = chunk * self._chunk[0]
                 low, high = max(first, begin), min(end, begin + self._chunk[0])
-                yield chunk, 0, slice(low - begin, high - begin), there[low - first : high - first]
+                yield chunk, 0, slice(low - begin, high - begin), targets[low - first : high - first]
 
     def _copy(self, copies: list[_Copy], target: np.ndarray, descriptor: int) -> None:
         """Decode chunks, and copy the requested rows of each to their destinations in ``target``."""
@@ -302,9 +304,9 @@ class ChunkedField(ByteReader):
                 target[destinations] = values.reshape(self._chunk[0], self.row_bytes)[rows]
                 continue
             where = self._pieces[piece]
-            inside: Any = (rows, *(slice(0, each.stop - each.start) for each in where))  # edge chunks are full
-            there: Any = (destinations, *where)
-            target[there] = values.view(self._dtype).reshape(self._chunk)[inside]
+            inside: Any = (rows, *(slice(0, part.stop - part.start) for part in where))  # edge chunks are full
+            target_index: Any = (destinations, *where)
+            target[target_index] = values.view(self._dtype).reshape(self._chunk)[inside]
 
     def read_all(self, descriptor: int) -> np.ndarray:
         values = np.empty(self._shape, self._dtype)
@@ -315,16 +317,16 @@ class ChunkedField(ByteReader):
 
     def bytes_read(self, rows: np.ndarray, counts: np.ndarray | None = None) -> int:
         if counts is not None:
-            return entries_read_with(rows, rows + counts, self._chunk[0], self._shape[0]) * self.row_bytes
-        return read_with(rows, self._chunk[0], self._shape[0]) * self.row_bytes
+            return count_entries_read(rows, rows + counts, self._chunk[0], self._shape[0]) * self.row_bytes
+        return count_items_read(rows, self._chunk[0], self._shape[0]) * self.row_bytes
 
 
-def is_kept_whole(field: ByteReader) -> bool:
+def is_small_field(field: ByteReader) -> bool:
     """Return whether a field is so small that it is read once and kept in memory."""
     return field.row_bytes <= WHOLE_ROW_BYTES and field.num_bytes <= WHOLE_BYTES
 
 
-def read_whole_fields(
+def read_small_fields(
     direct: Mapping[str, ByteReader], descriptor: Any, check: Callable[[], None], most_bytes: float = math.inf
 ) -> dict[str, np.ndarray]:
     """Read the fields that are kept in memory, by name; each has at most ``most_bytes``.
@@ -336,7 +338,7 @@ def read_whole_fields(
         return {
             name: field.read_all(descriptor)
             for name, field in direct.items()
-            if is_kept_whole(field) and field.num_bytes <= most_bytes
+            if is_small_field(field) and field.num_bytes <= most_bytes
         }
     except (FileError, ValueError, OSError):
         check()

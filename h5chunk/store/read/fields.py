@@ -21,7 +21,7 @@ from h5chunk.plan.csr import plan_csr
 from h5chunk.store.format.header import CSR, DENSE, Header, check_values
 from h5chunk.store.format.spec import GROUP, IMAGE_TABLES
 from h5chunk.store.hdf5.guard import Guard, small_attribute
-from h5chunk.store.hdf5.open import damages_are
+from h5chunk.store.hdf5.open import errors_as
 from h5chunk.store.hdf5.strings import read_words
 from h5chunk.store.read.ragged import RaggedField, describe_images
 
@@ -76,7 +76,7 @@ class MatrixField(RaggedField):
         return np.dtype(np.uint8) if self.value_dtype is None else self.value_dtype
 
     @property
-    def lists(self) -> tuple[str, ...]:
+    def entry_datasets(self) -> tuple[str, ...]:
         """The datasets of the group that have to be read for entries: not the values of a pattern."""
         return ("indices",) if self.value_dtype is None else ("indices", "data")
 
@@ -85,14 +85,15 @@ class MatrixField(RaggedField):
         return self.index_dtype.itemsize + (0 if self.value_dtype is None else self.value_dtype.itemsize)
 
 
-def usual_fields(file: h5py.File, path: Path, header: Header | None) -> dict[str, str]:
+def default_fields(file: h5py.File, path: Path, header: Header | None) -> dict[str, str]:
     """Return the fields to read by default: paths of datasets, by field name. Raises FieldError if there are none."""
     recorded = header.fields if header is not None else ()
     recorded = tuple(name for name in recorded if file.id.links.exists(name.encode()))
     if recorded:
         return {name: name for name in recorded}
-    there = [name for name in ("images", "X", "labels") if file.id.links.exists(name.encode())]  # does not follow links
-    main = next((name for name in there if name != "labels"), None)
+    usual = ("images", "X", "labels")
+    present = [name for name in usual if file.id.links.exists(name.encode())]  # does not follow links
+    main = next((name for name in present if name != "labels"), None)
     if main is None and (groups := _tenx_groups(file, path)):
         if len(groups) > 1:
             raise FieldError(
@@ -102,7 +103,7 @@ def usual_fields(file: h5py.File, path: Path, header: Header | None) -> dict[str
         return {"X": groups[0]}
     if main is None:
         raise _missing(file, path, "images")
-    return {name: name for name in (main, "labels") if name in there}
+    return {name: name for name in (main, "labels") if name in present}
 
 
 def _tenx_groups(file: h5py.File, path: Path) -> list[str]:
@@ -116,21 +117,21 @@ def _tenx_groups(file: h5py.File, path: Path) -> list[str]:
     return groups
 
 
-def _missing(file: h5py.File, path: Path, wanted: str) -> FieldError:
+def _missing(file: h5py.File, path: Path, missing: str) -> FieldError:
     """Return the error of a missing dataset, which lists the datasets that the file has."""
     datasets = []
     for name, item in Guard(path).walk(file):
         if isinstance(item, h5py.Dataset) and not name.startswith(f"{GROUP}/"):
             is_view = item.id.get_create_plist().get_layout() == h5py.h5d.VIRTUAL  # its shape would open other files
             datasets += [name] if is_view or item.shape else []
-    last = wanted.rsplit("/", 1)[-1]
+    last = missing.rsplit("/", 1)[-1]
     datasets.sort(key=lambda name: (last not in name.split("/"), name))  # those that may be meant come first
-    there = ", ".join(datasets[:8]) + (", ..." if len(datasets) > 8 else "") if datasets else "no datasets at all"
+    listed = ", ".join(datasets[:8]) + (", ..." if len(datasets) > 8 else "") if datasets else "no datasets at all"
     remedy = "name the fields to read: ChunkDataset(path, fields=[...]) (--fields)"
-    return FieldError(f"{printable(path)}: has no dataset {wanted!r}; it has {there}: {remedy}")
+    return FieldError(f"{printable(path)}: has no dataset {missing!r}; it has {listed}: {remedy}")
 
 
-def look_at(
+def describe_field(
     file: h5py.File, path: Path, name: str, dataset: str, header: Header | None, guard: Guard
 ) -> Field | RaggedField:
     """Check a dataset, or the group of a matrix or of images, with the guard, and describe it as a field."""
@@ -182,7 +183,7 @@ def _count_masked(file: h5py.File, guard: Guard, dataset: str) -> int:
     if not isinstance(mask, h5py.Dataset):
         return 0
     guard.check_field(mask, dataset)
-    with damages_are(FileError, f"{printable(guard.path)}: {dataset!r} is damaged"):
+    with errors_as(FileError, f"{printable(guard.path)}: {dataset!r} is damaged"):
         return int(np.count_nonzero(mask[()]))
 
 
@@ -191,8 +192,8 @@ def _find_categories(file: h5py.File, guard: Guard, dataset: str, has_header: bo
     if has_header and guard.find(file, f"{GROUP}/categories/{dataset}") is not None:
         return f"categories/{dataset}"
     parent, _, name = dataset.rpartition("/")
-    place = f"{parent}/categories" if name == "codes" else f"{parent}/__categories/{name}"
-    return place if parent and guard.find(file, place) is not None else ""
+    table = f"{parent}/categories" if name == "codes" else f"{parent}/__categories/{name}"
+    return table if parent and guard.find(file, table) is not None else ""
 
 
 def find_matrix_groups(names: Iterable[str]) -> list[str]:
@@ -201,9 +202,9 @@ def find_matrix_groups(names: Iterable[str]) -> list[str]:
     >>> find_matrix_groups(["X/data", "X/indices", "X/indptr", "indptr", "obs/indptr"])
     ['X']
     """
-    there = set(names)
-    groups = sorted(name.removesuffix("/indptr") for name in there if name.endswith("/indptr"))
-    return [group for group in groups if all(f"{group}/{part}" in there for part in MATRIX_PARTS)]
+    all_names = set(names)
+    groups = sorted(name.removesuffix("/indptr") for name in all_names if name.endswith("/indptr"))
+    return [group for group in groups if all(f"{group}/{part}" in all_names for part in MATRIX_PARTS)]
 
 
 def describe_matrix(group: h5py.Group, path: Path, name: str, chunk_samples: int | None) -> MatrixField:
@@ -230,7 +231,7 @@ def describe_matrix(group: h5py.Group, path: Path, name: str, chunk_samples: int
         scale, pattern = _scale(group, where), small_attribute(group, "pattern")
         if not isinstance(pattern, np.generic) or pattern not in (0, 1):
             raise FileError(f"{where} is damaged: it has no valid attribute pattern")
-        with damages_are(FileError, f"{where} is damaged"):
+        with errors_as(FileError, f"{where} is damaged"):
             check_values(group["data"].dtype, scale, bool(pattern))
     values = None if pattern else group["data"].dtype.newbyteorder("=")
     filtered = any(group[part].id.get_create_plist().get_nfilters() > 0 for part in ("indices", "data"))
@@ -287,9 +288,9 @@ def _tenx_shape(group: h5py.Group, path: Path, where: str) -> tuple[int, int]:
 
 def _shape(group: h5py.Group, path: Path, where: str) -> tuple[int, int]:
     """Return the numbers of rows and columns. Raises FieldError unless attributes or datasets mark the group as CSR."""
-    with damages_are(FileError, f"{where} is damaged: its attributes cannot be read"):
-        words = [read_words(group, name, lambda what: FileError(f"{where}: {what}")) for name in KIND_ATTRIBUTES]
-    kind = next((each[0] for each in words if len(each) == 1), "")
+    with errors_as(FileError, f"{where} is damaged: its attributes cannot be read"):
+        words = [read_words(group, name, lambda problem: FileError(f"{where}: {problem}")) for name in KIND_ATTRIBUTES]
+    kind = next((strings[0] for strings in words if len(strings) == 1), "")
     if not kind and all(group.id.links.exists(part) for part in TENX_PARTS):
         return _tenx_shape(group, path, where)
     if kind not in ("csr_matrix", "csr"):

@@ -42,18 +42,18 @@ def open_reader(
     return _open(files, fields, name, trusted, checksums)
 
 
-def open_other(reader: H5Reader, fields: Mapping[str, str]) -> H5Reader:
+def reopen_with_fields(reader: H5Reader, fields: Mapping[str, str]) -> H5Reader:
     """Open other fields of the same file or files."""
-    return _open([each.path for each in reader.readers], fields, reader.path, reader.trusted, reader.checksums)
+    return _open([single.path for single in reader.readers], fields, reader.path, reader.trusted, reader.checksums)
 
 
 def _open(files: list[Path], fields: Mapping[str, str] | None, name: Path, trusted: bool, checksums: str) -> H5Reader:
     """Open files; untrusted files are first opened in a child process, because they may crash HDF5."""
     options: dict[str, Any] = {"trusted": trusted, "checksums": checksums}
     if trusted is False:
-        try_files(files, lambda path: H5Reader(path, fields, **options).touch(), repr(fields))
+        try_files(files, lambda path: H5Reader(path, fields, **options).check_metadata(), repr(fields))
     reader = H5Reader(files[0], fields, **options) if len(files) == 1 else FileSet(files, fields, name, **options)
-    if reason := reader.readers[0].left_out:
+    if reason := reader.readers[0].why_no_labels:
         warnings.warn(f"{reason}; batches have no labels", stacklevel=4)
     return reader
 
@@ -66,7 +66,7 @@ def list_files(path: Paths) -> list[Path]:
         paths = list(path)
         if not paths:
             raise OptionError("path is an empty list: name at least one file")
-        return [file for each in paths for file in list_files(each)]
+        return [file for item in paths for file in list_files(item)]
     if not str(path) or "\0" in str(path):
         raise OptionError(f"path is {str(path)!r}: give a path, a pattern, or a list of them")
     try:
@@ -80,8 +80,8 @@ def list_files(path: Paths) -> list[Path]:
 def _check_shards(path: Paths) -> None:
     """Raise FileError if a folder lacks shards of a set, or has several sets with the same name."""
     if not isinstance(path, (str, os.PathLike)):
-        for each in path:
-            _check_shards(each)
+        for item in path:
+            _check_shards(item)
         return
     if not Path(path).is_dir():
         return
@@ -137,8 +137,8 @@ def missing_shards(names: Iterable[str]) -> Iterator[str]:
     >>> list(missing_shards(["a-00001-of-00002.h5", "other.h5"]))
     ['a-00000-of-00002.h5']
     """
-    for (name, count), there in sorted(shard_numbers(names).items()):
-        yield from (shard_name(name, number, count) for number in range(count) if number not in there)
+    for (name, count), existing in sorted(shard_numbers(names).items()):
+        yield from (shard_name(name, number, count) for number in range(count) if number not in existing)
 
 
 def wrong_counts(names: Iterable[str]) -> Iterator[str]:
@@ -148,8 +148,8 @@ def wrong_counts(names: Iterable[str]) -> Iterator[str]:
         counts = sorted(count for other, count in sets if other == name)
         if len(counts) > 1:
             yield f"there are sets of {', '.join(map(str, counts))} shards named {printable(name)!r}: keep one set"
-    for (name, count), there in sorted(sets.items()):
-        for number in sorted(number for number in there if number >= count):
+    for (name, count), existing in sorted(sets.items()):
+        for number in sorted(number for number in existing if number >= count):
             yield f"{printable(shard_name(name, number, count))} has a number that {count} shards do not have"
 
 

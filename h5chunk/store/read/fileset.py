@@ -59,16 +59,16 @@ class FileSet(H5Reader):
         checksums: str = OFF,
     ) -> None:
         self.path, self.trusted, self.checksums = name, trusted, checksums
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        if most != resource.RLIM_INFINITY and len(paths) + RESERVED_DESCRIPTORS > most:
+        max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if max_files != resource.RLIM_INFINITY and len(paths) + RESERVED_DESCRIPTORS > max_files:
             raise FileError(
-                f"{printable(name)}: {len(paths)} files, but this process may open only {most}: raise the limit "
+                f"{printable(name)}: {len(paths)} files, but this process may open only {max_files}: raise the limit "
                 f"with ulimit -n {2 * len(paths) + 1024}, or pack them into fewer files"
             )
         self._readers = tuple(H5Reader(path, fields, trusted=trusted, checksums=checksums) for path in paths)
         _check_names(self.readers)
-        _check_meanings(self.readers)
-        self.fields = {each: _joined_field(self.readers, each) for each in self.readers[0].fields}
+        _check_same_names(self.readers)
+        self.fields = {field: _combine_field(self.readers, field) for field in self.readers[0].fields}
         lengths = [reader.num_samples for reader in self.readers]
         self.starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
         self.num_samples = int(self.starts[-1])
@@ -88,7 +88,7 @@ class FileSet(H5Reader):
         if isinstance(main, Field) and main.grid.chunks:  # orders and caches assume chunks of the average size
             main = replace(main, grid=replace(main.grid, chunks=(self.chunk_samples, *main.grid.chunks[1:])))
         self.main = self.fields[main.name] = self.ragged or main
-        self.header = _joined_header(self)
+        self.header = _combine_headers(self)
         self._cache: CacheSettings | None = None
 
     @cached_property
@@ -128,9 +128,9 @@ class FileSet(H5Reader):
         """See `H5Reader.cache_bytes`."""
         return sum(self._share(reader, main).nbytes for reader in self.readers)
 
-    def caches_in_force(self) -> dict[str, CacheSettings]:
-        """See `H5Reader.caches_in_force`; the caches of all files are added up."""
-        caches = [reader.caches_in_force() for reader in self.readers]
+    def actual_caches(self) -> dict[str, CacheSettings]:
+        """See `H5Reader.actual_caches`; the caches of all files are added up."""
+        caches = [reader.actual_caches() for reader in self.readers]
         return {
             name: CacheSettings(
                 sum(cache[name].nslots for cache in caches),
@@ -149,8 +149,8 @@ class FileSet(H5Reader):
             elif not is_whole and isinstance(out, CsrBuffers):  # rows of a matrix are read straight to their places
                 target = CsrBuffers(np.append(out.starts[positions], out.starts[-1]), out.indices, out.values)
             try:
-                some = rows if is_whole else rows[positions]
-                self.readers[number].read(name, some - self.starts[number], target)
+                file_rows = rows if is_whole else rows[positions]
+                self.readers[number].read(name, file_rows - self.starts[number], target)
             except FileError as error:
                 raise with_remedy(error, len(self.readers)) from error.__cause__
             if not is_whole and isinstance(out, np.ndarray):
@@ -191,11 +191,13 @@ def _check_names(readers: Sequence[H5Reader]) -> None:
             )
     for reader in readers[1:]:
         if list(reader.fields) != list(first.fields):
-            here, there = (", ".join(map(repr, each.fields)) for each in (reader, first))
-            raise FieldError(f"{printable(reader.path)}: has {here}, but {printable(first.path)} has {there}: {REMEDY}")
+            fields, expected = (", ".join(map(repr, named.fields)) for named in (reader, first))
+            raise FieldError(
+                f"{printable(reader.path)}: has {fields}, but {printable(first.path)} has {expected}: {REMEDY}"
+            )
 
 
-def _check_meanings(readers: Sequence[H5Reader]) -> None:
+def _check_same_names(readers: Sequence[H5Reader]) -> None:
     """Raise FieldError if the column ids of a matrix, or the categories of a field, differ between files."""
     if all(reader.matrix is not None for reader in readers):
         check_same([(reader, COLUMN_IDS) for reader in readers], "columns", COLUMNS_REMEDY)
@@ -205,16 +207,16 @@ def _check_meanings(readers: Sequence[H5Reader]) -> None:
             check_same(tables, f"categories of {name!r}", CATEGORIES_REMEDY)
 
 
-def _joined_field(readers: Sequence[H5Reader], name: str) -> Field | RaggedField:
+def _combine_field(readers: Sequence[H5Reader], name: str) -> Field | RaggedField:
     """Describe a field of all files as one field, with the chunk shape of the file with the largest chunks."""
     fields = [reader.fields[name] for reader in readers]
     dense = [field for field in fields if isinstance(field, Field)]
     ragged = [field for field in fields if isinstance(field, RaggedField)]
     others = [number for number, field in enumerate(fields) if type(field) is not type(fields[0])]
     if others:
-        here, there = (printable(readers[number].path) for number in (others[0], 0))
-        one, other = (KINDS[type(fields[number])] for number in (others[0], 0))
-        raise FieldError(f"{here}: field {name!r} holds {one}, but in {there} it holds {other}: {REMEDY}")
+        path, first_path = (printable(readers[number].path) for number in (others[0], 0))
+        kind, first_kind = (KINDS[type(fields[number])] for number in (others[0], 0))
+        raise FieldError(f"{path}: field {name!r} holds {kind}, but in {first_path} it holds {first_kind}: {REMEDY}")
     if ragged:
         sums = {trait: sum(getattr(field, trait) for field in ragged) for trait in ("num_rows", "num_entries")}
         sums |= {trait: max(getattr(field, trait) for field in ragged) for trait in ("chunk_samples", "filtered")}
@@ -226,7 +228,7 @@ def _joined_field(readers: Sequence[H5Reader], name: str) -> Field | RaggedField
         matrices = [field for field in ragged if isinstance(field, MatrixField)]
         return replace(matrices[0], **sums, has_time_order=all(field.has_time_order for field in matrices))
     _check_equal(readers, name, ("dtype", "sample_shape", "axes", "scale"), REMEDY)
-    largest = max(dense, key=lambda each: (each.grid.filtered, each.grid.chunks is not None, each.grid.band_bytes))
+    largest = max(dense, key=lambda field: (field.grid.filtered, field.grid.chunks is not None, field.grid.band_bytes))
     shape = (sum(field.grid.shape[0] for field in dense), *dense[0].sample_shape)
     grid = ChunkGrid(shape, largest.grid.chunks, dense[0].dtype.itemsize, largest.grid.filtered)
     return replace(dense[0], grid=grid)
@@ -237,11 +239,12 @@ def _check_equal(readers: Sequence[H5Reader], name: str, traits: Sequence[str], 
     first = readers[0].fields[name]
     for reader in readers[1:]:
         for trait in traits:
-            here, there = getattr(reader.fields[name], trait), getattr(first, trait)
-            if (here is None) != (there is None) or here != there:  # NumPy treats None as float64
+            value, expected = getattr(reader.fields[name], trait), getattr(first, trait)
+            if (value is None) != (expected is None) or value != expected:  # NumPy treats None as float64
                 raise FieldError(
-                    f"{printable(reader.path)}: field {name!r} has the {trait.replace('_', ' ')} {_text(trait, here)}, "
-                    f"but in {printable(readers[0].path)} it is {_text(trait, there)}: {remedy}"
+                    f"{printable(reader.path)}: field {name!r} has the {trait.replace('_', ' ')} "
+                    f"{_text(trait, value)}, but in {printable(readers[0].path)} it is {_text(trait, expected)}: "
+                    f"{remedy}"
                 )
 
 
@@ -253,7 +256,7 @@ def _text(trait: str, value: object) -> str:
     return str(list(value)) if isinstance(value, tuple) else str(value)
 
 
-def _joined_header(files: FileSet) -> Header | None:
+def _combine_headers(files: FileSet) -> Header | None:
     """Combine the headers of all files; None if a file has none.
 
     The set is shuffled if its files are shards of one conversion, which shuffled all samples together.
@@ -269,7 +272,7 @@ def _joined_header(files: FileSet) -> Header | None:
     shards = {repr(header.options.get("shard")) for header in headers}
     others = [{**header.options, "shard": None} for header in headers]
     are_shards = all("shard" in header.options for header in headers) and len(shards) == len(headers)
-    are_shards &= all(each == others[0] for each in others)  # of one conversion, although some may be missing
+    are_shards &= all(options == others[0] for options in others)  # of one conversion, although some may be missing
     return replace(
         headers[0],
         num_samples=files.num_samples,
@@ -284,12 +287,12 @@ def _joined_header(files: FileSet) -> Header | None:
 def _class_names(readers: Sequence[H5Reader]) -> tuple[str, ...]:
     """Return the longest list of class names. Raises FieldError unless it begins with the list of every other file."""
     named = [(reader.path, reader.header.class_names) for reader in readers if reader.header is not None]
-    longest, there = max(named, key=lambda each: len(each[1]), default=(Path(), ()))
-    for path, here in named:
-        for label, (name, other) in enumerate(zip(here, there, strict=False)):
+    longest, longest_names = max(named, key=lambda item: len(item[1]), default=(Path(), ()))
+    for path, names in named:
+        for label, (name, other) in enumerate(zip(names, longest_names, strict=False)):
             if name != other:
                 raise FieldError(
                     f"{printable(path)}: label {label} means {name!r}, but in {printable(longest)} it is {other!r}: "
                     "convert their sources together, or read these files separately"
                 )
-    return there
+    return longest_names

@@ -18,7 +18,7 @@ from h5chunk.errors import FileError, printable
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.store.format.spec import GROUP, IMAGE_TABLES
 from h5chunk.store.hdf5.guard import MAX_RATIO, small_attribute
-from h5chunk.store.hdf5.open import damages_are
+from h5chunk.store.hdf5.open import errors_as
 
 SLACK_BYTES = 1 << 20
 
@@ -53,7 +53,7 @@ class RaggedField:
         raise NotImplementedError
 
     @property
-    def lists(self) -> tuple[str, ...]:
+    def entry_datasets(self) -> tuple[str, ...]:
         """The datasets of entries to read."""
         raise NotImplementedError
 
@@ -63,13 +63,13 @@ class RaggedField:
         raise NotImplementedError
 
     @property
-    def tables(self) -> tuple[str, ...]:
+    def table_datasets(self) -> tuple[str, ...]:
         """The datasets that are read as a whole: the start of each sample and, for images, their sizes."""
         return (self.pointers,)
 
     @property
     def grid(self) -> ChunkGrid:
-        """The nominal chunks: rows of average length."""
+        """The grid of the nominal chunks, as if all rows had the average length."""
         row_bytes = max(1, math.ceil(self.num_entries * self.entry_bytes / max(1, self.num_rows)))
         return ChunkGrid((self.num_rows, row_bytes), (self.chunk_samples, row_bytes), 1, self.filtered)
 
@@ -83,11 +83,11 @@ class ImagesField(RaggedField):
 
     axes = "NHWC"
     pointers = "offsets"
-    lists = ("data",)
+    entry_datasets = ("data",)
     entry_bytes = 1
     dtype = np.dtype(np.uint8)
     sample_shape = ()
-    tables = tuple(IMAGE_TABLES)
+    table_datasets = tuple(IMAGE_TABLES)
 
 
 def find_image_groups(names: Iterable[str]) -> list[str]:
@@ -118,8 +118,8 @@ def describe_images(group: h5py.Group, path: Path, name: str, chunk_samples: int
         raise FileError(f"{where}: its form is {form!r} with {channels!r} channels")
     filtered = parts["data"].id.get_create_plist().get_nfilters() > 0
     chunk_samples = max(1, min(chunk_samples, num_rows))
-    about = {"form": form.decode(), "channels": int(channels)}
-    return ImagesField(name, group.name, num_rows, num_bytes, chunk_samples, filtered, **about)
+    pixels = {"form": form.decode(), "channels": int(channels)}
+    return ImagesField(name, group.name, num_rows, num_bytes, chunk_samples, filtered, **pixels)
 
 
 class ImageSizes(NamedTuple):
@@ -133,7 +133,7 @@ class ImageSizes(NamedTuple):
 def read_image_sizes(group: h5py.Group, path: Path, field: ImagesField, offsets: np.ndarray) -> ImageSizes:
     """Read the sizes of all images. Raises FileError if they contradict the lengths of the images."""
     where = f"{printable(path)}: {field.name!r} is damaged"
-    with damages_are(FileError, where):
+    with errors_as(FileError, where):
         sizes = ImageSizes(*(group[table][()] for table in ImageSizes._fields))
     area = sizes.heights.astype(np.float64) * sizes.widths
     lengths = np.diff(offsets)

@@ -31,7 +31,7 @@ from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import open_file, opened, translate_errors
 from h5chunk.store.read.checksums import OFF, ChunkChecks, Sums, read_sums
 from h5chunk.store.read.csr import CsrBuffers, CsrHandle, cache_of, open_dataset
-from h5chunk.store.read.fields import Field, MatrixField, look_at, usual_fields
+from h5chunk.store.read.fields import Field, MatrixField, default_fields, describe_field
 from h5chunk.store.read.ragged import ImagesField, ImageSizes, RaggedField, read_image_sizes, read_indptr
 
 LABELS = "labels"
@@ -51,7 +51,7 @@ class H5Reader:
     """
 
     chunk_starts: np.ndarray | None = None  # first sample of each chunk; None if all but the last have chunk_samples
-    left_out: str = ""  # why labels are not among the fields that are read by default
+    why_no_labels: str = ""  # why labels are not among the fields that are read by default
     _readers: tuple[H5Reader, ...] = ()  # the readers of the files, in a set
 
     def __init__(
@@ -69,33 +69,33 @@ class H5Reader:
             self.header: Header | None = read_header(file)
             is_default = fields is None
             if fields is None:
-                fields = usual_fields(file, self.path, self.header)
+                fields = default_fields(file, self.path, self.header)
             if not fields:
                 raise OptionError("fields is empty: name at least one dataset")
-            for each in (*fields.keys(), *fields.values()):
-                if not isinstance(each, str):
-                    raise OptionError(f"fields has {each!r}: give names of datasets")
+            for name in (*fields.keys(), *fields.values()):
+                if not isinstance(name, str):
+                    raise OptionError(f"fields has {name!r}: give names of datasets")
             guard = Guard(self.path, trusted)
             self.fields = {}
             for name, dataset in fields.items():
                 try:
-                    self.fields[name] = look_at(file, self.path, name, dataset, self.header, guard)
+                    self.fields[name] = describe_field(file, self.path, name, dataset, self.header, guard)
                 except FieldError as error:
                     may_miss = is_default and self.header is None and name == LABELS and self.fields
                     if not may_miss or not isinstance(error, UnsupportedError):
                         raise
-                    self.left_out = str(error)
+                    self.why_no_labels = str(error)
             self.sums: Sums = read_sums(file, self.path, self.fields, self.header, checksums)
         ragged = [field for field in self.fields.values() if isinstance(field, RaggedField)]
         if len(ragged) > 1:
-            all_matrices = all(isinstance(each, MatrixField) for each in ragged)
+            all_matrices = all(isinstance(field, MatrixField) for field in ragged)
             which = "sparse matrices" if all_matrices else "fields whose samples differ in length"
             raise FieldError(f"{printable(self.path)}: fields name {len(ragged)} {which}: name one")
         self.ragged: RaggedField | None = ragged[0] if ragged else None
         lengths = {name: field.grid.shape[0] for name, field in self.fields.items()}
         if len(set(lengths.values())) > 1:
-            shown = ", ".join(f"{name!r} has {length}" for name, length in lengths.items())
-            raise FieldError(f"{printable(self.path)}: fields differ in length: {shown}: name fields of one length")
+            listed = ", ".join(f"{name!r} has {length}" for name, length in lengths.items())
+            raise FieldError(f"{printable(self.path)}: fields differ in length: {listed}: name fields of one length")
         self.num_samples = next(iter(lengths.values()))
         self._caches: dict[str, CacheSettings] = {}
         self._opened: tuple[int, dict[str, _Handle | CsrHandle]] | None = None
@@ -145,10 +145,11 @@ class H5Reader:
 
         Other HDF5 files have no checksums: files that differ only in their values then have the same fingerprint.
         """
-        about = [
-            (name, each.dataset, tuple(map(int, each.grid.shape)), each.dtype.str) for name, each in self.fields.items()
+        facts = [
+            (name, field.dataset, tuple(map(int, field.grid.shape)), field.dtype.str)
+            for name, field in self.fields.items()
         ]
-        fingerprint = zlib.crc32(repr(about).encode())
+        fingerprint = zlib.crc32(repr(facts).encode())
         if self.header is not None:
             with opened(self.path) as file:
                 self.check_unchanged()
@@ -185,10 +186,10 @@ class H5Reader:
     @property
     def recommendation(self) -> Recommended | None:
         """The window in chunks, and the cache of one process: as `h5chunk tune` stored them, or as in the header."""
-        about = {"num_samples": self.num_samples, "chunk_samples": self.chunk_samples}
-        beside = read_recommendation(self.path, dataset=self.main.dataset, **about)
-        if beside is not None or self.header is None:
-            return beside
+        facts = {"num_samples": self.num_samples, "chunk_samples": self.chunk_samples}
+        stored = read_recommendation(self.path, dataset=self.main.dataset, **facts)
+        if stored is not None or self.header is None:
+            return stored
         return self.header.window_chunks, self.header.cache
 
     @property
@@ -206,7 +207,7 @@ class H5Reader:
         return bounded_window(window_chunks, fullest_chunks(self.indptr, self.chunk_samples))
 
     def set_caches(self, main: CacheSettings) -> None:
-        """Set the cache of the main field, and caches for as many samples of other fields, from the next read on."""
+        """Set the cache of the main field, and caches for as many samples of other fields, before the next read."""
         room_samples = main.nbytes // max(1, self.main.grid.band_bytes) * self.chunk_samples
         caches = {}
         for field in self.fields.values():
@@ -220,7 +221,7 @@ class H5Reader:
             self._caches = caches
             self.close()
 
-    def caches_in_force(self) -> dict[str, CacheSettings]:
+    def actual_caches(self) -> dict[str, CacheSettings]:
         """Return the caches that HDF5 reports for the open datasets of this process, by field."""
         return {name: cache_of(handle.id) for name, handle in self._handles().items()}
 
@@ -270,7 +271,7 @@ class H5Reader:
         if stamp != self.stamp:
             raise FileError(f"{printable(self.path)}: replaced or changed since it was first opened: open it again")
 
-    def touch(self) -> None:
+    def check_metadata(self) -> None:
         """Read all metadata that reading samples needs, but no samples: damaged metadata is an error here."""
         assert self.fingerprint is not None
         self._handles()
@@ -320,22 +321,22 @@ class _Handle:
             return
         if self._checks is not None:
             self._checks.check(self._file.id.get_vfd_handle(), self._checks.of_rows(rows))
-        places = np.argsort(rows, kind="stable")
-        ordered = rows[places]
+        order = np.argsort(rows, kind="stable")
+        ordered = rows[order]
         chunks = ordered // self._band_samples
         borders = np.flatnonzero(chunks[1:] != chunks[:-1]) + 1
         for start, stop in pairwise([0, *borders.tolist(), len(rows)]):
             first, last = int(ordered[start]), int(ordered[stop - 1]) + 1
             too_many = (last - first) * self._row_bytes > (stop - start - 1) * CALL_BYTES
             if stop - start == 1 or (too_many and not self._decodes_each_call):
-                for place in range(start, stop):
-                    self._read_run(int(ordered[place]), self._row, out[places[place] : places[place] + 1])
+                for index in range(start, stop):
+                    self._read_run(int(ordered[index]), self._row, out[order[index] : order[index] + 1])
                 continue
             if len(self._scratch) < last - first:
                 self._scratch = np.empty((last - first, *self._shape), out.dtype)
             scratch = self._scratch[: last - first]
             self._read_run(first, h5py.h5s.create_simple(scratch.shape), scratch)
-            out[places[start:stop]] = scratch[ordered[start:stop] - first]
+            out[order[start:stop]] = scratch[ordered[start:stop] - first]
 
     def _read_run(self, first: int, memory: h5py.h5s.SpaceID, out: np.ndarray) -> None:
         count = memory.shape[0]

@@ -38,7 +38,7 @@ MEMORY_BYTES = 256 << 20  # approximate limit on the memory of all threads; a si
 NO_CHUNKS = ChunkTable.unwritten((0,), (1,))
 CHECKSUM, DECODING, READING = "checksum", "decoding", "reading"
 
-Look = Callable[[int, np.ndarray], None]  # gets undamaged values: the number of the first element, and the bytes
+OnValues = Callable[[int, np.ndarray], None]  # gets undamaged values: the number of the first element, and the bytes
 
 
 @dataclass(frozen=True)
@@ -66,21 +66,21 @@ class Damage:
 class CheckedDataset:
     """Check the chunks of one dataset, which is not virtual, has no external storage, and must stay open.
 
-    ``expected``, (num_chunks,) uint32, are the recorded checksums; ``look`` is called with undamaged values. Raises
-    FileError if the index of the chunks is inconsistent.
+    ``expected``, (num_chunks,) uint32, are the recorded checksums; ``on_values`` is called with undamaged values.
+    Raises FileError if the index of the chunks is inconsistent.
 
-    ``by`` says how chunks are checked: `CHECKSUM`, `DECODING`, or `READING`, which shows only that their bytes exist.
+    ``method`` says how chunks are checked: `CHECKSUM`, `DECODING`, or `READING`, which only finds errors of the disk.
     ``table`` has no chunks if the data is stored in the dataset's header, or chunks cannot be listed, for the reason
     in ``unlisted``. Elements of the ``num_unwritten`` chunks that were never written read as ``reads_as``.
     """
 
     def __init__(
-        self, path: Path, dataset: h5py.Dataset, expected: np.ndarray | None = None, look: Look | None = None
+        self, path: Path, dataset: h5py.Dataset, expected: np.ndarray | None = None, on_values: OnValues | None = None
     ) -> None:
         self.name = dataset.name.lstrip("/")
-        self._shown = printable(path)
-        self._where = f"{self._shown}: {self.name!r}"
-        self._expected, self._look = expected, look
+        self._label = printable(path)
+        self._where = f"{self._label}: {self.name!r}"
+        self._expected, self._on_values = expected, on_values
         self._local = threading.local()
         self._item_bytes = stored_item_bytes(dataset)
         properties = dataset.id.get_create_plist()
@@ -104,14 +104,14 @@ class CheckedDataset:
             raw = RawChunks(dataset, -1, self._where, self.table)
             if not raw.left_to_hdf5 or not is_variable(dataset.id.get_type()):
                 self._raw = raw
-        self.by = CHECKSUM if expected is not None else DECODING if self._raw is not None else READING
+        self.method = CHECKSUM if expected is not None else DECODING if self._raw is not None else READING
 
     @property
     def written(self) -> np.ndarray:
         """The numbers of the chunks that were written: (n,) int64."""
         return np.flatnonzero(self.table.offsets >= 0)
 
-    def place(self, chunk: int) -> tuple[int, int]:
+    def location(self, chunk: int) -> tuple[int, int]:
         """Return the offset of a chunk in the file, and its stored bytes."""
         return int(self.table.offsets[chunk]), int(self.table.sizes[chunk])
 
@@ -122,11 +122,11 @@ class CheckedDataset:
         *,
         num_threads: int = MAX_THREADS,
         memory_bytes: int = MEMORY_BYTES,
-        then: Callable[[np.ndarray], None] = lambda chunks: None,
+        on_checked: Callable[[np.ndarray], None] = lambda chunks: None,
     ) -> Generator[tuple[int, list[Damage]]]:
-        """Check chunks, (n,) int64 ascending, in threads; yield the number of bytes and the damages of each part.
+        """Check chunks, (n,) int64 ascending, in threads; yield the bytes and damaged chunks of each part.
 
-        The threads call ``then`` with the chunks of each undamaged part.
+        The threads call ``on_checked`` with the chunks of each undamaged part.
         """
         if not len(chunks):
             return
@@ -134,37 +134,37 @@ class CheckedDataset:
         num_threads = max(1, min(available_cores(), num_threads, memory_bytes // thread_bytes))
         step = max(1, PART_BYTES // max(1, int(self.table.sizes[chunks].max())))
         borders = range(0, len(chunks), step)
-        parts = (partial(self._check_part, chunks[first : first + step], descriptor, then) for first in borders)
+        parts = (partial(self._check_part, chunks[first : first + step], descriptor, on_checked) for first in borders)
         yield from (part() for part in parts) if num_threads == 1 else in_order(parts, num_threads, 4 * num_threads)
 
-    def require_whole(
+    def require_undamaged(
         self,
         chunks: np.ndarray,
         descriptor: int,
-        read: Callable[[int], None],
-        undone: str,
+        on_read: Callable[[int], None],
+        consequence: str,
         remedy: str = "",
         **options: Any,
     ) -> None:
-        """Raise FileError if a chunk is damaged; ``undone`` and ``remedy`` become part of the message.
+        """Raise FileError if a chunk is damaged; the message includes ``consequence`` and ``remedy``.
 
-        ``read`` is called with the bytes read since the last call; ``options`` are further arguments of `check`.
+        ``on_read`` is called with the bytes read since the last call; ``options`` are further arguments of `check`.
         """
         with closing(self.check(chunks, descriptor, **options)) as parts:  # stop all threads after an error
             for num_bytes, damages in parts:
                 for damage in damages:
                     raise FileError(
-                        f"{self._shown}: chunk {damage.chunk} of {self.name!r} {damage.problem}: {undone}: h5chunk "
-                        f"verify lists all damage, and repairs it with --repair{remedy}"
+                        f"{self._label}: chunk {damage.chunk} of {self.name!r} {damage.problem}: {consequence}: "
+                        f"h5chunk verify lists all damage, and repairs it with --repair{remedy}"
                     )
-                read(num_bytes)
+                on_read(num_bytes)
 
     def _check_part(
-        self, chunks: np.ndarray, descriptor: int, then: Callable[[np.ndarray], None]
+        self, chunks: np.ndarray, descriptor: int, on_checked: Callable[[np.ndarray], None]
     ) -> tuple[int, list[Damage]]:
         num_bytes, damages = 0, list[Damage]()
         for chunk in chunks.tolist():
-            offset, size = self.place(chunk)
+            offset, size = self.location(chunk)
             try:
                 damage = self._check_chunk(chunk, offset, size, descriptor)
                 num_bytes += size
@@ -173,7 +173,7 @@ class CheckedDataset:
             if damage is not None:
                 damages.append(damage)
         if not damages:
-            then(chunks)
+            on_checked(chunks)
         return num_bytes, damages
 
     def _check_chunk(self, chunk: int, offset: int, size: int, descriptor: int) -> Damage | None:
@@ -191,8 +191,8 @@ class CheckedDataset:
             piece = memory[: size - start]
             read_bytes(descriptor, offset + start, piece.data, lambda _: f"{self._where}, chunk {chunk}")
             found = crc32(piece, found)
-            if room < size and self._look is not None:
-                self._look(first + start // self._item_bytes, piece)
+            if room < size and self._on_values is not None:
+                self._on_values(first + start // self._item_bytes, piece)
         expected = None if self._expected is None else int(self._expected[chunk])
         if expected not in (None, found):
             return self._damage(chunk, "does not match its checksum", expected, found)
@@ -206,12 +206,12 @@ class CheckedDataset:
                     self._raw.decode_stored(chunk, memory, values)
             except FileError as error:
                 return self._damage(chunk, f"does not decode: {self._reason(chunk, error)}", expected, found)
-        if self._look is not None and room == size and (self._raw is not None or not self.filtered):
-            self._look(first, values)
+        if self._on_values is not None and room == size and (self._raw is not None or not self.filtered):
+            self._on_values(first, values)
         return None
 
     def _damage(self, chunk: int, problem: str, expected: int | None = None, actual: int | None = None) -> Damage:
-        return Damage(self.name, chunk, *self.table.rows(chunk), *self.place(chunk), problem, expected, actual)
+        return Damage(self.name, chunk, *self.table.rows(chunk), *self.location(chunk), problem, expected, actual)
 
     def _reason(self, chunk: int, error: FileError) -> str:
         text = str(error).removeprefix(f"{self._where}, chunk {chunk}: ")

@@ -1,4 +1,4 @@
-"""Read rows of one or several files by byte ranges, and estimate how many bytes that reads in excess."""
+"""Read rows of one or several files by byte ranges, and estimate how many bytes are read per used byte."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from h5chunk.errors import FileError, printable
-from h5chunk.plan.cache import read_with
+from h5chunk.plan.cache import count_items_read
 from h5chunk.store.hdf5.chunk_table import NotDirect
 from h5chunk.store.hdf5.open import opened
 from h5chunk.store.hdf5.ranges import PART_BYTES, ReadTask, open_descriptor
@@ -22,7 +22,7 @@ from h5chunk.store.read.fileset import with_remedy
 from h5chunk.store.read.ragged import RaggedField
 from h5chunk.store.read.reader import H5Reader
 
-NOTABLE = 1.01  # read amplification from which on it is reported
+NOTABLE = 1.01  # a higher read amplification is reported
 
 
 class OpenFiles:
@@ -162,20 +162,22 @@ def direct_fields(reader: H5Reader) -> tuple[dict[str, ByteReader], dict[str, st
         return {}, dict.fromkeys(reader.fields, "it is empty")
     by_file: dict[str, list[Any]] = {name: [] for name in reader.fields}
     why: dict[str, str] = {}
-    for each in reader.readers:
-        with opened(each.path) as file:
-            each.check_unchanged()
-            for name in each.fields:
-                field = each.fields[name]
+    for single in reader.readers:
+        with opened(single.path) as file:
+            single.check_unchanged()
+            for name in single.fields:
+                field = single.fields[name]
                 try:
-                    if not each.num_samples:
+                    if not single.num_samples:
                         by_file[name].append(None)
                     elif isinstance(field, RaggedField):
-                        by_file[name].append(CsrField(each.path, file, field, each.indptr, each.sums))
+                        by_file[name].append(CsrField(single.path, file, field, single.indptr, single.sums))
                     else:
-                        by_file[name].append(direct_field(each.path, file, field, each.sums))
+                        by_file[name].append(direct_field(single.path, file, field, single.sums))
                 except NotDirect as error:
-                    why.setdefault(name, f"{printable(each.path)}: {error}" if len(reader.readers) > 1 else str(error))
+                    why.setdefault(
+                        name, f"{printable(single.path)}: {error}" if len(reader.readers) > 1 else str(error)
+                    )
     return {
         name: fields[0] if len(fields) == 1 else FilesField(reader, name, fields)
         for name, fields in by_file.items()
@@ -189,11 +191,11 @@ def read_amplification(
     """Return bytes read divided by bytes used for these samples; 1.0 for no samples, or all of them (``rows`` None).
 
     Bytes are counted after decoding, and each chunk once, as if a cache held all open chunks. ``direct`` fields are
-    read by byte ranges, others through HDF5; ``kept`` fields, which are held in memory, do not count.
+    read by byte ranges, others through HDF5. Fields in ``kept`` are held in memory, and do not count.
     """
     names = [name for name in reader.fields if name not in kept]
-    wanted = 0 if rows is None else sum(_bytes_of(reader, name, rows) for name in names)
-    if rows is None or not wanted:
+    used = 0 if rows is None else sum(_bytes_of(reader, name, rows) for name in names)
+    if rows is None or not used:
         return 1.0
     read = 0
     for name in names:
@@ -202,7 +204,7 @@ def read_amplification(
             continue
         for number, positions in reader.by_file(rows):
             read += _bytes_by_hdf5(reader.readers[number], name, rows[positions] - reader.starts[number])
-    return read / wanted
+    return read / used
 
 
 def _bytes_of(reader: H5Reader, name: str, rows: np.ndarray) -> int:
@@ -219,7 +221,7 @@ def _bytes_by_hdf5(reader: H5Reader, name: str, rows: np.ndarray) -> int:
     if isinstance(field, Field):
         if not grid.needs_cache or not grid.band_samples:
             return len(rows) * grid.sample_bytes
-        return read_with(rows, grid.band_samples, grid.shape[0]) * grid.sample_bytes
+        return count_items_read(rows, grid.band_samples, grid.shape[0]) * grid.sample_bytes
     if not field.filtered:
         return _bytes_of(reader, name, rows)
     chunks = np.unique(rows // field.chunk_samples)

@@ -11,7 +11,7 @@ from h5chunk.errors import FieldError, FileError, TrustError, UnsupportedError, 
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.child import in_child, limited_memory
 from h5chunk.store.hdf5.guard import Guard
-from h5chunk.store.hdf5.open import damages_are, opened
+from h5chunk.store.hdf5.open import errors_as, opened
 from h5chunk.store.hdf5.strings import MAX_STRING_BYTES, read_words
 from h5chunk.store.read.reader import H5Reader
 
@@ -35,27 +35,27 @@ def read_table(reader: H5Reader, name: str) -> np.ndarray:
 def find_table(reader: H5Reader, name: str) -> np.ndarray | None:
     """Read a table like `read_table`, but return None if the file does not have it."""
     if reader.header is None:
-        return _read_elsewhere(reader, name)
+        return _read_foreign_table(reader, name)
     try:
         stored = H5Reader(reader.path, {name: f"{GROUP}/{name}"}, trusted=reader.trusted)
     except (TrustError, UnsupportedError):
         raise
     except FieldError:
-        return _read_elsewhere(reader, name)
+        return _read_foreign_table(reader, name)
     field = stored.fields[name]
     values = np.empty((stored.num_samples, *field.sample_shape), field.dtype)
     stored.read(name, np.arange(stored.num_samples), values)
     return values
 
 
-def _read_elsewhere(reader: H5Reader, name: str) -> np.ndarray | None:
+def _read_foreign_table(reader: H5Reader, name: str) -> np.ndarray | None:
     """Read a table of an AnnData or 10x file in a child process, because HDF5 may hang on damaged strings."""
 
     def read(_: object) -> np.ndarray | None:
         with limited_memory(reader.path), opened(reader.path) as file:
             reader.check_unchanged()
             guard = Guard(reader.path, reader.trusted)
-            for path in _places(file, guard, name, reader.matrix.dataset if reader.matrix else ""):
+            for path in _table_paths(file, guard, name, reader.matrix.dataset if reader.matrix else ""):
                 item = guard.find(file, path)
                 if isinstance(item, h5py.Dataset):
                     guard.check_field(item, path)
@@ -65,7 +65,7 @@ def _read_elsewhere(reader: H5Reader, name: str) -> np.ndarray | None:
     return in_child(read, lambda: printable(reader.path))
 
 
-def _places(file: h5py.File, guard: Guard, name: str, matrix: str) -> Iterator[str]:
+def _table_paths(file: h5py.File, guard: Guard, name: str, matrix: str) -> Iterator[str]:
     """Yield the paths of datasets that may hold the table ``name`` of an AnnData or 10x file."""
     matrix = matrix.strip("/")
     if name == SYMBOLS:
@@ -78,15 +78,15 @@ def _places(file: h5py.File, guard: Guard, name: str, matrix: str) -> Iterator[s
     table = "obs" if name == ROW_IDS else "raw/var" if matrix.startswith("raw/") else "var"
     group = guard.find(file, table)
     if isinstance(group, h5py.Group):
-        words = read_words(group, "_index", lambda what: FileError(f"{printable(guard.path)}: {table!r}: {what}"))
+        words = read_words(group, "_index", lambda problem: FileError(f"{printable(guard.path)}: {table!r}: {problem}"))
         yield from (f"{table}/{word}" for word in (*words, "_index", "index"))
 
 
 def _values(item: h5py.Dataset, where: str) -> np.ndarray:
-    """Read a list of strings, as bytes, or of numbers."""
+    """Read a one-dimensional dataset of numbers, or of strings, which become bytes."""
     if item.ndim != 1 or item.dtype.kind not in "biufSO":
         raise FieldError(f"{where} is {item.dtype} {item.shape}: names must be a list of strings or numbers")
-    with damages_are(FileError, f"{where} is damaged"):
+    with errors_as(FileError, f"{where} is damaged"):
         values = item[()]
     if values.dtype.kind != "O":
         return np.asarray(values)
@@ -101,8 +101,8 @@ def check_same(tables: Sequence[tuple[H5Reader, str]], noun: str, remedy: str) -
     """Raise FieldError if the tables of several files differ; the message has names that only one file has."""
     found = [(reader.path, find_table(reader, name)) for reader, name in tables]
     named = [(printable(path), names) for path, names in found if names is not None]
-    for here, names in named[1:]:
-        there, first = named[0]
+    for path, names in named[1:]:
+        first_path, first = named[0]
         if not np.array_equal(names, first):
-            difference = difference_text(names.tolist(), first.tolist(), here, there)
-            raise FieldError(f"{here}: its {noun} differ from those of {there}: {difference}: {remedy}")
+            difference = difference_text(names.tolist(), first.tolist(), path, first_path)
+            raise FieldError(f"{path}: its {noun} differ from those of {first_path}: {difference}: {remedy}")

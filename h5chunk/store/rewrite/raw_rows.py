@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import OptionError, human_bytes, printable
-from h5chunk.plan.repack import Packing, Shares, plan_packing
+from h5chunk.plan.repack import MemoryShares, Packing, plan_packing
 from h5chunk.store.hdf5.chunk_table import is_listed_wrongly, list_chunks
 from h5chunk.store.hdf5.codecs import scratch
 from h5chunk.store.hdf5.raw_chunks import RawChunks
@@ -36,8 +36,8 @@ class SpilledChunks:
         self._band = -1
 
     def read_part(self, number: int, start: int, out: np.ndarray) -> None:
-        """Read decoded bytes of chunk ``number``, from byte ``start`` on, into ``out``, (n,) uint8."""
-        band, place = divmod(number, self._per_band)
+        """Fill ``out``, (n,) uint8, with the decoded bytes of chunk ``number``, starting at byte ``start``."""
+        band, within = divmod(number, self._per_band)
         size = self._chunks.chunk_bytes
         if self._file is None:
             self._file = TemporaryBytes(self._folder)
@@ -47,7 +47,7 @@ class SpilledChunks:
                 self._chunks.decode(band * self._per_band + at, chunk)
                 self._file.write(at * size, chunk)
             self._band = band
-        self._file.read(place * size + start, out)
+        self._file.read(within * size + start, out)
 
     def close(self) -> None:
         """Close and remove the file."""
@@ -64,7 +64,7 @@ class RawRows:
     that do not fit in memory are held in a temporary file in ``folder``.
     """
 
-    def __init__(self, dataset: h5py.Dataset, descriptor: int, shares: Shares, folder: Path) -> None:
+    def __init__(self, dataset: h5py.Dataset, descriptor: int, shares: MemoryShares, folder: Path) -> None:
         where = f"{printable(dataset.file.filename)}: {dataset.name!r}"
         shape, chunk_shape, properties = dataset.shape, dataset.chunks, dataset.id.get_create_plist()
         is_compact = properties.get_layout() == h5py.h5d.COMPACT
@@ -128,21 +128,21 @@ class RawRows:
         if packing.index is None:
             item = f"V{self._item_bytes}"
             samples = out.view(item).reshape(count, *self._shape)
-            for number, place in enumerate(packing.slices):
+            for number, piece_slices in enumerate(packing.slices):
                 piece = pieces[number].view(item).reshape(count, *self._chunk_shape)
-                there = (slice(None), *place)
-                inside = (slice(None), *(slice(0, each.stop - each.start) for each in place))
-                samples[there] = piece[inside]
+                target_slices = (slice(None), *piece_slices)
+                inside = (slice(None), *(slice(0, part.stop - part.start) for part in piece_slices))
+                samples[target_slices] = piece[inside]
             return
         step = max(1, BLOCK_BYTES // (packing.num_chunks * width))
         packed = scratch(self._local, "packed", packing.num_chunks * step * width)
         unit, wide = f"V{packing.unit_bytes}", f"V{width}"
         for start in range(0, count, step):
             rows = min(step, count - start)
-            some = packed[: rows * packing.num_chunks * width]
-            some.view(wide).reshape(rows, -1)[...] = pieces[:, start : start + rows].view(wide)[..., 0].T
+            gathered = packed[: rows * packing.num_chunks * width]
+            gathered.view(wide).reshape(rows, -1)[...] = pieces[:, start : start + rows].view(wide)[..., 0].T
             target = out[start : start + rows].view(unit)
-            np.take(some.reshape(rows, -1).view(unit), packing.index, axis=1, out=target, mode="clip")
+            np.take(gathered.reshape(rows, -1).view(unit), packing.index, axis=1, out=target, mode="clip")
 
     def _fetch(self, chunk: int, low: int, high: int, out: np.ndarray) -> None:
         """Read rows ``low`` to ``high`` (excluded) of a chunk."""

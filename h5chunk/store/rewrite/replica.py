@@ -1,7 +1,7 @@
 """Copy a file with its objects, links and attributes, but without the values of some datasets.
 
 Datasets with a new layout are only allocated: other modules write their values later. HDF5 copies all other objects
-(``h5o.copy``), with chunks as they are stored. References are made again for the objects of the new file. Values with
+(``h5o.copy``), with chunks as they are stored. References are replaced by references to the new objects. Values with
 references or of variable length are copied as Python objects, chunk by chunk; if their order changes, the old values
 are read once for each part of the new values that fits in memory.
 """
@@ -78,7 +78,7 @@ def create_replica(
             maker.make_nodes()
             maker.copy_attributes()
             maker.copy_values()
-            datasets = {region_key(name): h5py.Dataset(each) for name, each in maker.new.items()}
+            datasets = {region_key(name): h5py.Dataset(dataset) for name, dataset in maker.new.items()}
             if changes.header is not None:
                 datasets |= create_objects(target, changes.header)
             target.flush()
@@ -101,7 +101,7 @@ def region_key(path: bytes) -> str:
 class _Copier:
     """Copy attributes and values from an open file to another one that has the same objects.
 
-    References hold addresses, which differ between the files, so they are made again for the object at the same path.
+    References hold addresses, which differ between the files, so they are replaced by references to the same paths.
     ``lost`` collects messages about content that could not be kept.
     """
 
@@ -176,7 +176,7 @@ class _Copier:
 
 
 class _Maker:
-    """Make the objects of the new file: first all objects and links, then attributes, then values."""
+    """Create the objects of the new file: first all objects and links, then attributes, then values."""
 
     def __init__(
         self, source: h5py.File, target: h5py.File, survey: Survey, changes: Changes, copied: Callable[[int], None]
@@ -190,7 +190,7 @@ class _Maker:
         outdated = f"{CHECKSUMS}/".encode() if changes.header is not None else b"\0"  # replaced by the new header's
         self._nodes = [node for node in survey.nodes if not (node.path + b"/").startswith(outdated)]
         datasets = [survey.datasets[node.path] for node in self._nodes if node.kind == "dataset"]
-        objects = [facts.path for facts in datasets if facts.refers or facts.named]
+        objects = [facts.path for facts in datasets if facts.has_references or facts.has_named_type]
         copied_here = [path for path in objects if path not in changes.layouts]
         self._by_value = dict.fromkeys([*copied_here, *changes.permuted])  # datasets that this class copies
         self._bare: set[bytes] = set()  # paths of objects that HDF5 copied without their attributes
@@ -209,9 +209,9 @@ class _Maker:
                 new.links.create_hard(node.name, self._target, b"/" + node.leads_to, lcpl=links)
             elif node.kind == "group":  # not with all properties: those of a large group locate its links in the file
                 properties = h5p.create(h5p.GROUP_CREATE)
-                given = h5g.open(old, node.name).get_create_plist()
-                _copy_orders(given, properties)
-                properties.set_attr_phase_change(*given.get_attr_phase_change())
+                old_properties = h5g.open(old, node.name).get_create_plist()
+                _copy_orders(old_properties, properties)
+                properties.set_attr_phase_change(*old_properties.get_attr_phase_change())
                 properties.set_obj_track_times(False)
                 h5g.create(new, node.name, lcpl=links, gcpl=properties)
             elif self._is_made(node.path):
@@ -227,7 +227,7 @@ class _Maker:
         """Let HDF5 copy an object, without its attributes if HDF5 would crash on them, or copy them incompletely."""
         options = h5p.create(h5p.OBJECT_COPY)
         item = h5o.open(old, node.name)
-        kinds = [h5a.open(item, each).get_type() for each in attribute_names(item)]
+        kinds = [h5a.open(item, name).get_type() for name in attribute_names(item)]
         if any(kind.committed() or references_of(kind) for kind in kinds):
             options.set_copy_object(h5o.COPY_WITHOUT_ATTR_FLAG)
             self._bare.add(node.path)
@@ -272,7 +272,7 @@ class _Maker:
 
 
 def _copy_orders(old: Any, new: Any) -> None:
-    """Copy from properties of a group or file whether it tracks the creation order of links and attributes."""
+    """Copy the properties that say whether a group or file tracks the creation order of links and attributes."""
     new.set_link_creation_order(old.get_link_creation_order())
     new.set_attr_creation_order(old.get_attr_creation_order())
 
@@ -286,8 +286,8 @@ def _properties(old: h5p.PropDCID, layout: NewLayout) -> h5p.PropDCID:
         new.set_layout(h5d.CONTIGUOUS)
     else:
         new.set_chunk(layout.chunks)
-    for each in layout.filters:
-        new.set_filter(each.code, h5z.FLAG_OPTIONAL, each.values)
+    for filter_ in layout.filters:
+        new.set_filter(filter_.code, h5z.FLAG_OPTIONAL, filter_.values)
     plain = layout.written and not layout.filters
     new.set_alloc_time(h5d.ALLOC_TIME_EARLY if plain else h5d.ALLOC_TIME_INCR)
     if layout.written:  # otherwise values stay unwritten: the fill value, or nothing
@@ -305,8 +305,8 @@ def _permute_values(old: h5py.Dataset, new: h5py.Dataset, copier: _Copier, order
         values = np.empty((last - first, *old.shape[1:]), old.dtype)
         for rows in _bands(old):
             targets = order.inverse[rows.start : rows.stop] - first
-            wanted = (targets >= 0) & (targets < last - first)
-            values[targets[wanted]] = _read(old, rows)[wanted]
+            selected = (targets >= 0) & (targets < last - first)
+            values[targets[selected]] = _read(old, rows)[selected]
         _write(new, range(first, last), copier.translated(values, printable(old.name)))
 
 
@@ -347,6 +347,6 @@ def _size(values: np.ndarray) -> int:
     if values.dtype.kind != "O":
         return int(values.nbytes)
     return sum(
-        OBJECT_BYTES + (each.nbytes if isinstance(each, np.ndarray) else len(each) if isinstance(each, bytes) else 0)
-        for each in values.reshape(-1)
+        OBJECT_BYTES + (item.nbytes if isinstance(item, np.ndarray) else len(item) if isinstance(item, bytes) else 0)
+        for item in values.reshape(-1)
     )

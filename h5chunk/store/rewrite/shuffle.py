@@ -1,8 +1,8 @@
 """Copy the rows of a dataset into a new file, in the same order or shuffled, within a memory limit.
 
 A shuffle that exceeds the memory takes two passes, which `h5chunk.plan.repack` plans: the first writes each row to the
-bucket of its new place, the second puts the rows of each bucket in order. Between the passes the buckets are stored in
-the new file itself, or for a compressed dataset in a temporary file.
+bucket of its new position, the second puts the rows of each bucket in order. Between the passes the buckets are stored
+in the new file itself, or for a compressed dataset in a temporary file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from h5chunk.errors import OptionError, human_bytes
 from h5chunk.machine import in_order
-from h5chunk.plan.repack import Shares, plan_buckets, plan_steps, plan_uneven
+from h5chunk.plan.repack import MemoryShares, plan_buckets, plan_steps, plan_uneven
 from h5chunk.store.hdf5.codecs import scratch
 from h5chunk.store.hdf5.ranges import vector_tasks
 from h5chunk.store.rewrite.raw_rows import RawRows
@@ -27,7 +27,7 @@ from h5chunk.store.write.spool import TemporaryBytes
 from h5chunk.store.write.targets import PlainTarget, Target, Waiting
 
 ROW_BYTES = 48  # memory per row, in addition to its values, while rows are regrouped
-LEAST_VECTOR_BYTES = 512  # rows of at least this size are read one by one to their places, shorter ones are sorted
+MIN_VECTOR_BYTES = 512  # rows of at least this size are read one by one to their destinations, shorter ones are sorted
 INDEX_BYTES = 24  # memory per element, in addition to its value, if rows differ in length
 
 Moved = Callable[[int], None]  # called with the number of bytes moved since the last call
@@ -62,10 +62,10 @@ class Rows:
         """Total bytes of all rows."""
         return self.old_offset(len(self._starts) - 1)
 
-    def spans(self, shares: Shares, step_bytes: int) -> Iterator[range]:
+    def spans(self, shares: MemoryShares, step_bytes: int) -> Iterator[range]:
         """Cut the old order into spans of rows that are read together, of about ``step_bytes`` each."""
         source, cost = self.source, self._width + ROW_BYTES
-        step_bytes = shares.banded(step_bytes, source.band_rows * cost, source.whole_bands)
+        step_bytes = shares.with_whole_band(step_bytes, source.band_rows * cost, source.whole_bands)
         return plan_steps(source.num_rows, row_bytes=cost, band_rows=source.band_rows, step_bytes=step_bytes)
 
     def borders(self, part_bytes: int) -> np.ndarray:
@@ -76,9 +76,9 @@ class Rows:
         """Return the number of bytes before row ``row`` of the old order."""
         return int(self._starts[row]) * self._width
 
-    def new_offset(self, place: int) -> int:
-        """Return the number of bytes before row ``place`` of the new order."""
-        return int(self._new_starts[place]) * self._width
+    def new_offset(self, row: int) -> int:
+        """Return the number of bytes before row ``row`` of the new order."""
+        return int(self._new_starts[row]) * self._width
 
     def read(self, rows: range, out: np.ndarray) -> None:
         """Read a range of rows of the old order into ``out``, (n,) uint8, which has exactly their size."""
@@ -96,7 +96,7 @@ class Rows:
         ``held`` has the old numbers of the rows in ``data``; None: these are all rows.
         """
         wide = f"V{self._width}" if self._width in (1, 2, 4, 8, 16, 32) else np.uint8
-        table, target = (each.reshape(-1, self._width).view(wide) for each in (data, out))
+        table, target = (array.reshape(-1, self._width).view(wide) for array in (data, out))
         np.take(table, picks, axis=0, out=target, mode="clip")
 
 
@@ -111,7 +111,7 @@ class UnevenRows(Rows):
         super().__init__(source)
         self._starts, self._counts = starts, np.diff(starts)
         self._new_starts = np.concatenate(([0], np.cumsum(self._counts[order])))
-        self._are_long = source.num_rows * self._width >= LEAST_VECTOR_BYTES * len(self._counts)
+        self._are_long = source.num_rows * self._width >= MIN_VECTOR_BYTES * len(self._counts)
         self._cost = self._width + (0 if self._are_long else INDEX_BYTES)
         longest = int(self._counts.max(initial=0)) * self._cost
         if longest > part_bytes:
@@ -121,7 +121,7 @@ class UnevenRows(Rows):
                 "memory limit leaves for it: allow more memory (--memory-bytes)"
             )
 
-    def spans(self, shares: Shares, step_bytes: int) -> Iterator[range]:
+    def spans(self, shares: MemoryShares, step_bytes: int) -> Iterator[range]:
         borders = plan_uneven(self._starts, step_bytes, self._cost).tolist()
         return (range(first, last) for first, last in pairwise(borders))
 
@@ -148,10 +148,10 @@ class UnevenRows(Rows):
         np.take(data.view(wide), index, out=out.view(wide), mode="clip")
 
 
-def copy_rows(source: RawRows, target: Target, shares: Shares, *, unit_rows: int, moved: Moved) -> None:
+def copy_rows(source: RawRows, target: Target, shares: MemoryShares, *, unit_rows: int, moved: Moved) -> None:
     """Copy all rows in their old order; ``unit_rows`` is the number of rows that are best written together."""
     width = source.row_bytes
-    step_bytes = shares.banded(shares.step_bytes, source.band_rows * width, source.whole_bands)
+    step_bytes = shares.with_whole_band(shares.step_bytes, source.band_rows * width, source.whole_bands)
 
     def steps() -> Iterator[range]:
         return plan_steps(
@@ -172,7 +172,9 @@ def copy_rows(source: RawRows, target: Target, shares: Shares, *, unit_rows: int
         moved(len(data))
 
 
-def shuffle_rows(rows: Rows, new: NewOrder, target: Target, shares: Shares, *, folder: Path, moved: Moved) -> None:
+def shuffle_rows(
+    rows: Rows, new: NewOrder, target: Target, shares: MemoryShares, *, folder: Path, moved: Moved
+) -> None:
     """Write all rows in their new order; a temporary file, if needed, is in ``folder``."""
     borders = rows.borders(shares.bucket_bytes(rows.num_bytes))
     if len(borders) == 2:  # all rows fit in memory
@@ -186,11 +188,13 @@ def shuffle_rows(rows: Rows, new: NewOrder, target: Target, shares: Shares, *, f
     with ExitStack() as stack:
         waiting = target if isinstance(target, PlainTarget) else stack.enter_context(closing(TemporaryBytes(folder)))
         _scatter(rows, new, waiting, shares, borders, moved)
-        _settle(rows, new, waiting, target, shares, borders, moved)
+        _sort_buckets(rows, new, waiting, target, shares, borders, moved)
 
 
-def _scatter(rows: Rows, new: NewOrder, waiting: Waiting, shares: Shares, borders: np.ndarray, moved: Moved) -> None:
-    """Do the first pass: write every row to the bucket of its new place; within a bucket, in the old order."""
+def _scatter(
+    rows: Rows, new: NewOrder, waiting: Waiting, shares: MemoryShares, borders: np.ndarray, moved: Moved
+) -> None:
+    """Do the first pass: write every row to the bucket of its new position; within a bucket, in the old order."""
     local = threading.local()
     ends = [rows.new_offset(int(border)) for border in borders]  # where the next row of each bucket goes
 
@@ -229,36 +233,36 @@ def _scatter(rows: Rows, new: NewOrder, waiting: Waiting, shares: Shares, border
         moved(done // 2)
 
 
-def _settle(
-    rows: Rows, new: NewOrder, waiting: Waiting, target: Target, shares: Shares, borders: np.ndarray, moved: Moved
+def _sort_buckets(
+    rows: Rows, new: NewOrder, waiting: Waiting, target: Target, shares: MemoryShares, borders: np.ndarray, moved: Moved
 ) -> None:
     """Do the second pass: put the rows of every bucket in their new order."""
     local = threading.local()
 
-    def settle(bucket: int, buffer: np.ndarray) -> np.ndarray:
+    def sort_bucket(bucket: int, buffer: np.ndarray) -> np.ndarray:
         first, last = int(borders[bucket]), int(borders[bucket + 1])
         start, stop = rows.new_offset(first), rows.new_offset(last)
-        data, wanted = buffer[: stop - start], new.order[first:last]
-        by_row = np.argsort(wanted, kind="stable")  # the first pass kept the old order
+        data, old_rows = buffer[: stop - start], new.order[first:last]
+        by_row = np.argsort(old_rows, kind="stable")  # the first pass kept the old order
         width = rows.source.row_bytes
-        if not isinstance(rows, UnevenRows) and width >= LEAST_VECTOR_BYTES:
-            offsets = waiting.offset + (first + np.arange(len(wanted))) * width
+        if not isinstance(rows, UnevenRows) and width >= MIN_VECTOR_BYTES:
+            offsets = waiting.offset + (first + np.arange(len(old_rows))) * width
             where = "the file being written"
-            for part in vector_tasks(offsets, rows.sizes(wanted), by_row * width, data, lambda _: where):
+            for part in vector_tasks(offsets, rows.sizes(old_rows), by_row * width, data, lambda _: where):
                 part(waiting.descriptor)
         else:
             bucketed = scratch(local, "bucketed", stop - start)
             waiting.read(start, bucketed)
             picks = np.empty_like(by_row)
             picks[by_row] = np.arange(len(by_row))
-            rows.gather(bucketed, wanted[by_row], picks, data)
+            rows.gather(bucketed, old_rows[by_row], picks, data)
         if target.any_order:
             target.put(start, data)
         return data
 
     offsets = [rows.new_offset(int(border)) for border in borders]
     size = max(stop - start for start, stop in pairwise(offsets))
-    for bucket, data in _in_order(range(len(borders) - 1), settle, size, shares.num_threads):
+    for bucket, data in _in_order(range(len(borders) - 1), sort_bucket, size, shares.num_threads):
         if not target.any_order:
             target.put(offsets[bucket], data)
         moved(len(data) - len(data) // 2)

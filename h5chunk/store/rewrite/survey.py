@@ -36,10 +36,10 @@ class DatasetFacts:
     filters: tuple[int, ...]  # registered numbers of filters
     filter_names: tuple[str, ...]
     stored_bytes: int
-    fixed: bool  # whether values are plain bytes, without references or variable-length parts
-    refers: bool  # whether values have references to objects
-    regions: bool  # whether values have references to regions of datasets
-    named: bool  # whether its type has a name in the file
+    is_fixed_size: bool  # whether values are plain bytes, without references or variable-length parts
+    has_references: bool  # whether values have references to objects
+    has_region_references: bool  # whether values have references to regions of datasets
+    has_named_type: bool  # whether its type has a name in the file
 
     @property
     def name(self) -> str:
@@ -87,7 +87,7 @@ class Survey:
 
 def survey_file(file: h5py.File) -> Survey:
     """List all objects and links of a file. Raises FileError or TrustError if one cannot be kept."""
-    survey, shown = Survey(), printable(file.filename)
+    survey, label = Survey(), printable(file.filename)
     with translate_errors(file.filename):
         survey.paths[h5o.get_info(file.id).addr] = b""
         groups = [b""]
@@ -97,18 +97,18 @@ def survey_file(file: h5py.File) -> Survey:
             tracked = group.get_create_plist().get_link_creation_order() & ORDER_TRACKED
             group.links.iterate(names.append, idx_type=h5py.h5.INDEX_CRT_ORDER if tracked else h5py.h5.INDEX_NAME)
             for name in names:
-                node = _describe_link(group, parent, name, survey.paths, shown)
+                node = _describe_link(group, parent, name, survey.paths, label)
                 survey.nodes.append(node)
                 if node.kind == "group":
                     groups.append(node.path)
                 elif node.kind == "dataset":
-                    survey.datasets[node.path] = describe_dataset(h5d.open(group, name), node.path, shown)
+                    survey.datasets[node.path] = describe_dataset(h5d.open(group, name), node.path, label)
     return survey
 
 
-def _describe_link(group: h5g.GroupID, parent: bytes, name: bytes, paths: dict[int, bytes], shown: str) -> Node:
+def _describe_link(group: h5g.GroupID, parent: bytes, name: bytes, paths: dict[int, bytes], label: str) -> Node:
     """Describe a link, and add the path of a new object to ``paths``."""
-    where = f"{shown}: {printable(parent + b'/' + name if parent else name)!r}"
+    where = f"{label}: {printable(parent + b'/' + name if parent else name)!r}"
     if name in (b"", b".") or b"/" in name:
         raise FileError(f"{where} has an invalid name: it is damaged")
     kind = group.links.get_info(name).type
@@ -131,9 +131,9 @@ def _describe_link(group: h5g.GroupID, parent: bytes, name: bytes, paths: dict[i
     return node
 
 
-def describe_dataset(dataset: h5d.DatasetID, path: bytes, shown: str) -> DatasetFacts:
+def describe_dataset(dataset: h5d.DatasetID, path: bytes, label: str) -> DatasetFacts:
     """Return the metadata of a dataset. Raises FileError or TrustError if it cannot be kept."""
-    where = f"{shown}: {printable(path)!r}"
+    where = f"{label}: {printable(path)!r}"
     properties, kind, space = dataset.get_create_plist(), dataset.get_type(), dataset.get_space()
     layout = properties.get_layout()
     if layout == h5d.CONTIGUOUS and properties.get_external_count():
@@ -161,13 +161,15 @@ def describe_dataset(dataset: h5d.DatasetID, path: bytes, shown: str) -> Dataset
         dtype=dtype,
         kind=letter,
         item_bytes=kind.get_size(),
-        filters=tuple(each[0] for each in filters),
-        filter_names=tuple(KNOWN_FILTERS.get(each[0]) or printable(each[3].split(b"\0")[0]) for each in filters),
+        filters=tuple(filter_[0] for filter_ in filters),
+        filter_names=tuple(
+            KNOWN_FILTERS.get(filter_[0]) or printable(filter_[3].split(b"\0")[0]) for filter_ in filters
+        ),
         stored_bytes=int(stored_bytes),
-        fixed=is_fixed(kind),
-        refers=bool(references),
-        regions=refers_to_regions(kind),
-        named=kind.committed(),
+        is_fixed_size=is_fixed(kind),
+        has_references=bool(references),
+        has_region_references=refers_to_regions(kind),
+        has_named_type=kind.committed(),
     )
 
 

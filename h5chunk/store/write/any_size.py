@@ -18,11 +18,11 @@ from h5chunk.errors import SampleError
 from h5chunk.store.format.spec import GROUP, IMAGE_TABLES, ArraySpec
 from h5chunk.store.hdf5.codecs import crc32
 from h5chunk.store.write.fill import (
-    Done,
     Failure,
     Filled,
     FillJob,
     Task,
+    TaskResult,
     TaskRunner,
     run_tasks,
     stamp_of_samples,
@@ -64,14 +64,14 @@ class AnySizeJob(FillJob):
 class _ImageReader(TaskRunner):
     """Reads the images of tasks.
 
-    In place of checksums a task has, for each chunk, the CRC-32 of its images, and then `FACTS` numbers per sample;
-    the bytes of a sample that could not be read are -1.
+    The ``checksums`` of a result are, for each chunk, the CRC-32 of its images, followed by `FACTS` numbers per sample;
+    -1 is the number of bytes of an unreadable sample.
     """
 
-    def run(self, chunks: range, claim: Done | None = None) -> Done:
+    def run(self, chunks: range, claim: TaskResult | None = None) -> TaskResult:
         if claim is not None and self.is_unchanged(chunks, claim):
             return claim  # the main process reads and checks its bytes
-        done, parts = Done(chunks, [], Counter(), [], 0), list[bytes]()
+        done, parts = TaskResult(chunks, [], Counter(), [], 0), list[bytes]()
         for chunk in chunks:
             rows, facts = self._job.rows(range(chunk, chunk + 1)), [0]
             indices = self._job.order[rows.start : rows.stop]
@@ -92,7 +92,7 @@ class _ImageReader(TaskRunner):
             done.checksums.append(facts)
         return done._replace(data=b"".join(parts))
 
-    def _read_sample(self, index: int, place: int, notes: Counter[str]) -> SampleError | None:
+    def _read_sample(self, index: int, position: int, notes: Counter[str]) -> SampleError | None:
         try:
             self._job.source.read_any(index)
         except SampleError as error:
@@ -121,7 +121,7 @@ class BytesWriter:
         self._count(np.frombuffer(data, np.uint8))
 
     def keep(self, facts: list[list[int]]) -> bool:
-        """Keep the next bytes of an earlier run if their checksums match ``facts``; return whether they do."""
+        """Skip the next bytes if an earlier run wrote them with the checksums in ``facts``; return whether it did."""
         before = self.num_bytes, self._sum, len(self._sums)
         for crc, *numbers in facts:
             left, found = _num_bytes(numbers), 0
@@ -169,8 +169,8 @@ def fill_any_size(
     num_workers: int,
     stop_at_failure: bool,
     written: Callable[[int], None],
-    claims: Mapping[int, Done],
-    finished: Callable[[Done], None],
+    claims: Mapping[int, TaskResult],
+    finished: Callable[[TaskResult], None],
 ) -> AnySizeFilled:
     """Write all images of the job; see `fill`.
 

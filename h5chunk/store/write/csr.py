@@ -28,10 +28,10 @@ def csr_spec(layout: CsrLayout, *, scale: float, time_order: bool = False, **par
         f"{MATRIX}/indptr": ArraySpec((layout.num_rows + 1,), np.dtype(np.int64)),
     }
     shape = np.array([layout.num_rows, layout.num_columns], np.int64)
-    about = {"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": shape}
+    facts = {"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": shape}
     if time_order:
-        about["time_order"] = np.uint8(1)
-    return _spec(layout, CSR, arrays, about, scale=scale, pattern=layout.pattern, **parts)
+        facts["time_order"] = np.uint8(1)
+    return _spec(layout, CSR, arrays, facts, scale=scale, pattern=layout.pattern, **parts)
 
 
 def dense_spec(layout: Layout, dtype: np.dtype, *, gzip: bool, **parts: Any) -> FileSpec:
@@ -45,7 +45,7 @@ def _spec(
     layout: CsrLayout | Layout,
     kind: str,
     arrays: Mapping[str, ArraySpec],
-    about: Mapping[str, Any],
+    facts: Mapping[str, Any],
     *,
     scale: float,
     pattern: bool,
@@ -55,7 +55,7 @@ def _spec(
 ) -> FileSpec:
     """Return the specification of a file with a matrix.
 
-    ``arrays`` and ``about`` are the datasets and further attributes of the matrix. ``fields`` and ``tables``, by path
+    ``arrays`` and ``facts`` are the datasets and further attributes of the matrix. ``fields`` and ``tables``, by path
     below the root and ``/h5chunk``, are other datasets, of which only types and shapes are used. ``attributes`` are the
     header's ``seed``, ``shuffled`` and ``options``.
     """
@@ -71,7 +71,7 @@ def _spec(
         kind=kind,
         **attributes,
     )
-    matrix = {**about, "scale": np.float64(scale), "pattern": np.uint8(pattern)}
+    matrix = {**facts, "scale": np.float64(scale), "pattern": np.uint8(pattern)}
     datasets |= {**checksum_specs(fields, layout.num_chunks), **table_specs(tables)}
     return FileSpec(datasets, {MATRIX: matrix, GROUP: header})
 

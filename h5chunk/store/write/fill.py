@@ -40,9 +40,9 @@ from h5chunk.store.write.part_file import write_at, writing
 START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 TASK_SAMPLES = 64  # samples per task; a task costs the main process about 0.3 ms
 TASKS_AHEAD = 3  # tasks that are submitted per worker
-GO_ON, STOP, LEAVE = 0, 1, 2  # commands to workers: continue, stop reading samples, exit at once
-LEAVE_S = 1.0  # time that workers get to stop before they are told to exit at once
-LOOK_S = 0.5  # time between a worker's looks at the command
+GO_ON, STOP, EXIT = 0, 1, 2  # commands to workers: continue, stop reading samples, exit immediately
+EXIT_S = 1.0  # time that workers get to stop before they are told to exit immediately
+POLL_S = 0.5  # interval at which a worker checks the command
 
 
 class FillField(NamedTuple):
@@ -67,7 +67,7 @@ class FillJob:
     in_order = False  # whether tasks must be returned in their order
 
     def runner(self, stopped: Callable[[], bool] = lambda: False) -> TaskRunner:
-        """Return what runs the tasks in a process until ``stopped``."""
+        """Return the object that runs tasks in a process until ``stopped()`` is true."""
         return TaskRunner(self, stopped)
 
     @property
@@ -93,7 +93,7 @@ class Failure(NamedTuple):
     kind: str
 
 
-class Done(NamedTuple):
+class TaskResult(NamedTuple):
     """The result of a task.
 
     ``checksums`` has a list of the fields' CRC-32 for each chunk; fewer lists than ``chunks`` if the task was stopped.
@@ -112,14 +112,14 @@ class Done(NamedTuple):
         return [self.chunks.start, self.checksums, dict(self.notes), [list(f) for f in self.failures], self.stamp]
 
 
-def parse_record(record: Any) -> Done | None:
+def parse_record(record: Any) -> TaskResult | None:
     """Return the claim in a journal's record; None if the record is not the result of a task."""
     try:
         first, checksums, notes, failures, stamp = record
         chunks = range(first, first + len(checksums))
         checksums = [[int(checksum) for checksum in chunk] for chunk in checksums]
         failed = [Failure(int(row), str(reason), str(kind)) for row, reason, kind in failures]
-        return Done(chunks, checksums, Counter(notes), failed, int(stamp), is_new=False)
+        return TaskResult(chunks, checksums, Counter(notes), failed, int(stamp), is_new=False)
     except (TypeError, ValueError):
         return None
 
@@ -133,8 +133,8 @@ class Filled:
     failures: list[Failure] = field(default_factory=list)  # in row order; their rows are zeros
     stamp: int = 0  # stamp of all samples at the time of reading
 
-    def add(self, done: Done) -> None:
-        """Add what is known of a task's samples."""
+    def add(self, done: TaskResult) -> None:
+        """Add the result of a task."""
         self.notes.update(done.notes)
         self.failures.extend(done.failures)
         self.stamp ^= done.stamp
@@ -145,8 +145,8 @@ def fill(
     num_workers: int,
     stop_at_failure: bool,
     written: Callable[[int], None],
-    claims: Mapping[int, Done] | None = None,
-    finished: Callable[[Done], None] = lambda done: None,
+    claims: Mapping[int, TaskResult] | None = None,
+    finished: Callable[[TaskResult], None] = lambda done: None,
 ) -> Filled:
     """Write all chunks of the job, in ``num_workers`` processes, or in this process if that is 0.
 
@@ -173,14 +173,14 @@ def fill(
     finally:
         results.close()
     filled.failures.sort()
-    filled.checksums = {each.name: of_field for each, of_field in zip(job.fields, checksums, strict=True)}
+    filled.checksums = {field_.name: of_field for field_, of_field in zip(job.fields, checksums, strict=True)}
     return filled
 
 
-Task = tuple[range, "Done | None"]
+Task = tuple[range, "TaskResult | None"]
 
 
-def run_tasks(job: FillJob, tasks: list[Task], num_workers: int) -> Generator[Done]:
+def run_tasks(job: FillJob, tasks: list[Task], num_workers: int) -> Generator[TaskResult]:
     """Run tasks, which may have claims, in ``num_workers`` processes, or in this process if that is 0."""
     if num_workers:
         yield from _in_workers(job, tasks, num_workers)
@@ -190,19 +190,19 @@ def run_tasks(job: FillJob, tasks: list[Task], num_workers: int) -> Generator[Do
             yield runner.run(*task)
 
 
-def _in_workers(job: FillJob, tasks: list[Task], num_workers: int) -> Generator[Done]:
+def _in_workers(job: FillJob, tasks: list[Task], num_workers: int) -> Generator[TaskResult]:
     context = multiprocessing.get_context(START_METHOD)
     try:
-        told = context.RawValue("b", GO_ON)  # without a lock, which a killed worker could hold
+        command = context.RawValue("b", GO_ON)  # without a lock, which a killed worker could hold
         pool = ProcessPoolExecutor(
-            min(num_workers, len(tasks)), mp_context=context, initializer=_start_worker, initargs=(job, told)
+            min(num_workers, len(tasks)), mp_context=context, initializer=_start_worker, initargs=(job, command)
         )
     except OSError as error:
         raise WorkerError(
             f"no worker can be started: {error.strerror}: check the space in /dev/shm and {tempfile.gettempdir()}, or "
             "use --workers 0"
         ) from None
-    waiting: list[Future[Done]] = []
+    waiting: list[Future[TaskResult]] = []
     left = iter(tasks)
     try:
         while True:
@@ -224,8 +224,8 @@ def _in_workers(job: FillJob, tasks: list[Task], num_workers: int) -> Generator[
             "unchanged; run it again, with fewer workers if memory is short"
         ) from None
     finally:
-        told.value = STOP  # after an error or Ctrl-C, do not finish the tasks that were started
-        timer = threading.Timer(LEAVE_S, lambda: setattr(told, "value", LEAVE))
+        command.value = STOP  # after an error or Ctrl-C, do not finish the tasks that were started
+        timer = threading.Timer(EXIT_S, lambda: setattr(command, "value", EXIT))
         timer.start()
         pool.shutdown(wait=True, cancel_futures=True)
         timer.cancel()
@@ -234,24 +234,24 @@ def _in_workers(job: FillJob, tasks: list[Task], num_workers: int) -> Generator[
 _runner: TaskRunner
 
 
-def _start_worker(job: FillJob, told: Any) -> None:
+def _start_worker(job: FillJob, command: Any) -> None:
     global _runner
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the main process, which stops this one
-    threading.Thread(target=_leave_in_time, args=(told,), daemon=True).start()
-    _runner = job.runner(lambda: told.value != GO_ON)
+    threading.Thread(target=_exit_on_command, args=(command,), daemon=True).start()
+    _runner = job.runner(lambda: command.value != GO_ON)
     _runner.__enter__()  # until this process exits
 
 
-def _leave_in_time(told: Any) -> None:
+def _exit_on_command(command: Any) -> None:
     """Exit when the parent ends, or on command: if the parent killed this process, it could die holding a lock."""
     parent = multiprocessing.parent_process()
     if parent is not None:
-        while told.value != LEAVE and not multiprocessing.connection.wait([parent.sentinel], LOOK_S):
+        while command.value != EXIT and not multiprocessing.connection.wait([parent.sentinel], POLL_S):
             pass
         os._exit(1)
 
 
-def _run_task(chunks: range, claim: Done | None) -> Done:
+def _run_task(chunks: range, claim: TaskResult | None) -> TaskResult:
     return _runner.run(chunks, claim)
 
 
@@ -277,11 +277,11 @@ class TaskRunner:
         self._session.__exit__(*error)
         os.close(self._descriptor)
 
-    def run(self, chunks: range, claim: Done | None = None) -> Done:
+    def run(self, chunks: range, claim: TaskResult | None = None) -> TaskResult:
         """Write these chunks of all fields, unless the claim holds."""
         if claim is not None and self.is_unchanged(chunks, claim) and self._are_written(claim):
             return claim
-        done = Done(chunks, [], Counter(), [], 0)
+        done = TaskResult(chunks, [], Counter(), [], 0)
         for chunk in chunks:
             stamp = self._read_chunk(chunk, done)
             if stamp is None:
@@ -292,19 +292,19 @@ class TaskRunner:
                     write_at(self._descriptor, data.data, target.offset + chunk * data.nbytes)
         return done
 
-    def _read_chunk(self, chunk: int, done: Done) -> int | None:
+    def _read_chunk(self, chunk: int, done: TaskResult) -> int | None:
         """Read the samples of a chunk into the buffers; return their stamp, or None if the task was stopped."""
         rows = self._job.rows(range(chunk, chunk + 1))
         checksums, indices = [0] * len(self._bytes), self._job.order[rows.start : rows.stop]
         stamp = stamp_of_samples(self._job.source, indices)
-        for place, index in enumerate(indices.tolist()):
+        for position, index in enumerate(indices.tolist()):
             if self._stopped():
                 return None
-            failure = self._read_sample(index, place, done.notes)
+            failure = self._read_sample(index, position, done.notes)
             if failure is not None:
-                done.failures.append(Failure(rows[place], str(failure), type(failure).__name__))
+                done.failures.append(Failure(rows[position], str(failure), type(failure).__name__))
             for number, data in enumerate(self._bytes):  # while the sample is in the processor's cache
-                checksums[number] = zlib.crc32(data[place], checksums[number])
+                checksums[number] = zlib.crc32(data[position], checksums[number])
         for number, data in enumerate(self._bytes):
             padding = data[len(rows) :]
             if len(padding):
@@ -313,9 +313,9 @@ class TaskRunner:
         done.checksums.append(checksums)
         return stamp
 
-    def _read_sample(self, index: int, place: int, notes: Counter[str]) -> SampleError | None:
-        """Read a sample into place ``place`` of the buffers; if it fails, write zeros there and return the error."""
-        out = {name: samples[place, ...] for name, samples in self._samples.items()}
+    def _read_sample(self, index: int, position: int, notes: Counter[str]) -> SampleError | None:
+        """Read a sample into row ``position`` of the buffers; if that fails, write zeros and return the error."""
+        out = {name: samples[position, ...] for name, samples in self._samples.items()}
         try:
             notes.update(self._job.source.read_into(index, out))
         except SampleError as error:
@@ -324,7 +324,7 @@ class TaskRunner:
             return error
         return None
 
-    def is_unchanged(self, chunks: range, claim: Done) -> bool:
+    def is_unchanged(self, chunks: range, claim: TaskResult) -> bool:
         """Return whether the samples of a claim are unchanged, including those that failed."""
         job = self._job
         if claim.chunks != chunks:
@@ -334,7 +334,7 @@ class TaskRunner:
         return now == claim.stamp and self._still_fail(claim.failures)
 
     def _still_fail(self, failures: list[Failure]) -> bool:
-        """Return whether samples that failed fail again: the cause may be gone without a change to their files."""
+        """Return whether all failed samples fail again: the cause may vanish while their files are unchanged."""
         for failure in failures:
             if not 0 <= failure.row < len(self._job.order):
                 return False
@@ -343,7 +343,7 @@ class TaskRunner:
                 return False
         return True
 
-    def _are_written(self, claim: Done) -> bool:
+    def _are_written(self, claim: TaskResult) -> bool:
         """Return whether the chunks in the file have the checksums of the claim."""
         for chunk, checksums in zip(claim.chunks, claim.checksums, strict=True):
             if len(checksums) != len(self._bytes):

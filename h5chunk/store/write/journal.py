@@ -1,8 +1,8 @@
 """Keep a journal of finished work, an append-only list of records, so that an interrupted writer can continue.
 
 Each line is a record: the CRC-32 of its JSON, and the JSON. The first record is a key, a digest of everything that
-determines the meaning of the others. Lines after a torn or damaged line are ignored. Whoever continues must check the
-data that a record describes.
+determines the meaning of the others. Lines after an incomplete or damaged line are ignored. A writer that continues
+must check the data that a record describes.
 
 So that the same command can tell that an existing output is already its own, a digest of the command and of the
 output's size and time is stored in an extended attribute of the output, if the file system has those. It is not stored
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from h5chunk.errors import printable
-from h5chunk.store.write.part_file import open_own, writing
+from h5chunk.store.write.part_file import open_side_file, writing
 
 ATTRIBUTE = "user.h5chunk.command"
 
@@ -44,7 +44,7 @@ class Journal:
         if key is None:
             return
         with writing(self.path):
-            self._file = os.fdopen(open_own(self.path, printable(self.path)), "r+b", buffering=0)
+            self._file = os.fdopen(open_side_file(self.path, printable(self.path)), "r+b", buffering=0)
             records, end = _read(self._file)
             if records[:1] == [key]:
                 self.records = records[1:]
@@ -89,7 +89,7 @@ def _line(record: Any) -> bytes:
 
 
 def _read(file: IO[bytes]) -> tuple[list[Any], int]:
-    """Return the records before the first torn or damaged line, and the end of the last of them."""
+    """Return the records before the first incomplete or damaged line, and the offset of their end."""
     records, end = [], 0
     with os.fdopen(os.dup(file.fileno()), "rb") as lines:
         for line in lines:
@@ -118,7 +118,7 @@ def key_of(facts: Any, blobs: Iterable[bytes] = ()) -> str:
 
 
 def save_command_id(output: Path, command_id: str) -> None:
-    """Store a digest of the command and the finished output with the output, if the file system can."""
+    """Store a digest of the command and the finished output in an extended attribute, if the system has those."""
     with suppress(OSError, AttributeError):
         os.setxattr(output, ATTRIBUTE, _bound_to(output, command_id))
 

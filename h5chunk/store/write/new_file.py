@@ -20,7 +20,14 @@ from h5chunk.store.format.spec import GROUP, ArraySpec, FileSpec, Region, create
 from h5chunk.store.hdf5.open import FULL_DISK
 from h5chunk.store.write.journal import Journal
 from h5chunk.store.write.output import Output
-from h5chunk.store.write.part_file import check_output, check_room, no_room, open_own, write_at, writing
+from h5chunk.store.write.part_file import (
+    check_free_space,
+    check_output,
+    no_space_message,
+    open_side_file,
+    write_at,
+    writing,
+)
 
 PIECE_BYTES = 1 << 20  # bytes that are moved at a time within a file
 FLUSH_INTERVAL_S = 0.5
@@ -43,16 +50,16 @@ class NewFile(Output):
         check_output(self.path, self._overwrite)
 
     def _open_part(self) -> int:
-        shown = printable(self.path)
+        label = printable(self.path)
         try:
-            return open_own(self.part, shown)
+            return open_side_file(self.part, label)
         except IsADirectoryError:
             raise OutputError(
-                f"{shown}: an unfinished folder of shards has this name: repeat the command that began it, or remove "
+                f"{label}: an unfinished folder of shards has this name: repeat the command that began it, or remove "
                 f"{printable(self.part)}"
             ) from None
 
-    def _take_place(self) -> None:
+    def _replace_output(self) -> None:
         self.part.replace(self.path)
 
     def allocate(self, spec: FileSpec) -> Mapping[str, Region]:
@@ -69,19 +76,19 @@ class NewFile(Output):
         ``num_bytes``, the approximate size of the file, are not free.
         """
         os.ftruncate(self.descriptor, 0)
-        check_room(self.path, num_bytes)  # before HDF5 writes, as it crashes on a full disk
+        check_free_space(self.path, num_bytes)  # before HDF5 writes, as it crashes on a full disk
         with writing(self.path):
             self._regions = create(self.part)
-        self._take_room()
+        self._allocate()
         return self._regions
 
     def reallocate(self, spec: FileSpec, kept: Iterable[str]) -> Mapping[str, Region]:
         """Change an existing part file to this specification, and return the byte ranges of all datasets.
 
-        The first samples of the fields ``kept`` stay; all other data is undefined. The new metadata is written to a
-        separate file, and copied over the old metadata.
+        The first samples of the fields ``kept`` are preserved; other data is undefined. The new metadata is written to
+        a separate file, and copied over the old metadata.
         """
-        check_room(self.path, spec.num_bytes - os.fstat(self.descriptor).st_blocks * 512)
+        check_free_space(self.path, spec.num_bytes - os.fstat(self.descriptor).st_blocks * 512)
         with writing(self.path):
             try:
                 old, self._regions = self._regions, create_file(self._header, spec)
@@ -89,11 +96,11 @@ class NewFile(Output):
                 self._copy_header(kept)
             finally:
                 self._header.unlink(missing_ok=True)
-        self._take_room()
+        self._allocate()
         return self._regions
 
     def begin(self, spec: FileSpec, name: str) -> None:
-        """Find where a dataset starts in files like ``spec``, whatever its length, to write it before the header."""
+        """Prepare to write a dataset of unknown length before the header; ``spec`` may have any length of it."""
         with writing(self.path):
             try:
                 start = create_file(self._header, spec)[name].offset
@@ -102,20 +109,20 @@ class NewFile(Output):
         self._regions = {name: Region(start, 0)}
 
     def complete(self, spec: FileSpec, name: str, num_bytes: int) -> None:
-        """Write the header around the ``num_bytes`` of a dataset that were written after `begin`."""
+        """Write the header, after ``num_bytes`` of a dataset were written since `begin`."""
         self._regions = {name: Region(self.offset(name), num_bytes)}
         os.ftruncate(self.descriptor, self.offset(name) + num_bytes)  # an earlier run may have written more
         self.reallocate(spec, [name])
         self.write_bytes(name, num_bytes, bytes(self._regions[name].num_bytes - num_bytes))  # if the data moved
 
-    def _take_room(self) -> None:
+    def _allocate(self) -> None:
         num_bytes = os.fstat(self.descriptor).st_size
         try:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self.descriptor, 0, num_bytes)
         except OSError as error:
             if error.errno in FULL_DISK:
-                raise OutputError(no_room(self.path, num_bytes, error.strerror)) from None
+                raise OutputError(no_space_message(self.path, num_bytes, error.strerror)) from None
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise
 
@@ -144,11 +151,11 @@ class NewFile(Output):
             write_at(self.descriptor, data + bytes(region.num_bytes - len(data)), region.offset)
 
     def read(self, name: str, start: int, num_bytes: int) -> bytes:
-        """Read ``num_bytes`` of a dataset, from its byte ``start`` on."""
+        """Read ``num_bytes`` of a dataset, starting at its byte ``start``."""
         return os.pread(self.descriptor, num_bytes, self.offset(name) + start)
 
     def write_bytes(self, name: str, start: int, data: bytes | memoryview) -> None:
-        """Write ``data`` to a dataset, from its byte ``start`` on."""
+        """Write ``data`` to a dataset, starting at its byte ``start``."""
         with writing(self.path):
             write_at(self.descriptor, data, self.offset(name) + start)
 
@@ -179,7 +186,7 @@ def _move_data(descriptor: int, moves: list[tuple[Region, Region]]) -> None:
     """Move the data of (old, new) pairs of regions in a file; no new region is longer than its old one.
 
     Large fields keep their order and move to lower offsets, one after another. Small fields are not aligned and may
-    move anywhere, so they are held in memory meanwhile.
+    move anywhere, so they are held in memory while the large ones are moved.
     """
     small = [move for move in moves if move[1].num_bytes <= PIECE_BYTES]
     waiting = [(new.offset, os.pread(descriptor, new.num_bytes, old.offset)) for old, new in small]
@@ -230,10 +237,10 @@ def write_recommendation(
 
     ``made_for`` is the data that it applies to, as for `h5chunk.store.format.recommendation.read_recommendation`.
     """
-    about = {"version": VERSION, "window_chunks": window_chunks, "cache": [cache.nslots, cache.nbytes, cache.w0]}
+    content = {"version": VERSION, "window_chunks": window_chunks, "cache": [cache.nslots, cache.nbytes, cache.w0]}
     with NewFile(sidecar_of(path), overwrite=True) as new:
         with writing(new.path):
             os.ftruncate(new.descriptor, 0)
-            write_at(new.descriptor, (json.dumps(about | made_for) + "\n").encode(), 0)
+            write_at(new.descriptor, (json.dumps(content | made_for) + "\n").encode(), 0)
         new.commit()
     return sidecar_of(path)

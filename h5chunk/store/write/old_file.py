@@ -35,19 +35,19 @@ class OldFile:
 
     def __init__(self, path: Path, file: h5py.File, descriptor: int) -> None:
         self.path, self.file, self.descriptor = path, file, descriptor
-        self.shown = printable(path)
+        self.label = printable(path)
         status = os.fstat(descriptor)
         self._stamp, self.mode = stamp_of(status), stat.S_IMODE(status.st_mode)
-        with translate_errors(self.shown):
+        with translate_errors(self.label):
             header = read_header(file)
             if header is None:
                 raise FileError(
-                    f"{self.shown}: not written by h5chunk, so that its options are unknown: convert its source with "
+                    f"{self.label}: not written by h5chunk, so that its options are unknown: convert its source with "
                     "h5chunk convert, together with the new samples"
                 )
             if header.kind:
                 raise FileError(
-                    f"{self.shown}: has a sparse matrix, to which append cannot add rows: convert all sources "
+                    f"{self.label}: has a sparse matrix, to which append cannot add rows: convert all sources "
                     "together, or the new rows to another file: several files with the same columns are one data set"
                 )
             self.header, self.options = header, header.options
@@ -62,12 +62,12 @@ class OldFile:
     def check_unchanged(self) -> None:
         """Raise FileError if the file was changed or replaced after it was opened."""
         if stamp_of(self.path) != self._stamp:
-            raise FileError(f"{self.shown}: changed while it was read: nothing was appended: run it again")
+            raise FileError(f"{self.label}: changed while it was read: nothing was appended: run it again")
 
     def attributes(self, name: str) -> dict[str, Any]:
         """Return the attributes of an object. Raises FileError if one has a type of variable length, or is large."""
         item = self.file[name]
-        check_attributes(item, f"{self.shown}: {name!r}")
+        check_attributes(item, f"{self.label}: {name!r}")
         return dict(item.attrs)
 
     def table(self, name: str) -> np.ndarray | None:
@@ -107,17 +107,17 @@ class OldDataset:
         table = old.table(f"checksums/{name}")
         if table is None or table.ndim != 1 or table.dtype != np.uint32:
             raise FileError(
-                f"{old.shown}: {name!r} has no checksums, unlike files that h5chunk wrote: convert its source again"
+                f"{old.label}: {name!r} has no checksums, unlike files that h5chunk wrote: convert its source again"
             )
         self._checked, self.checksums = CheckedDataset(old.path, self.dataset, table), table
         if len(table) != self._checked.num_chunks:
             raise FileError(
-                f"{old.shown}: {name!r} has {self._checked.num_chunks} chunks but {len(table)} "
+                f"{old.label}: {name!r} has {self._checked.num_chunks} chunks but {len(table)} "
                 "checksums: run h5chunk verify"
             )
 
     def values(self, first_chunk: int = 0) -> np.ndarray:
-        """Check the chunks from ``first_chunk`` on, and return their values."""
+        """Check the chunks starting at ``first_chunk``, and return their values."""
         self._require(range(first_chunk, len(self.checksums)), lambda num_bytes: None)
         chunk_rows = self.dataset.chunks[0] if self.dataset.chunks else 0
         values: np.ndarray = self.dataset[first_chunk * chunk_rows :]
@@ -137,7 +137,7 @@ class OldDataset:
             for first, stop in pairwise([0, *apart.tolist(), len(chunks)]):
                 chunk, num_bytes = int(chunks[first]), (stop - first) * size
                 offsets = int(table.offsets[chunk]), offset + chunk * size
-                copy_range(self._old.descriptor, target, offsets, num_bytes, self._old.shown)
+                copy_range(self._old.descriptor, target, offsets, num_bytes, self._old.label)
 
         target = os.open(part, os.O_WRONLY | os.O_CLOEXEC)
         try:
@@ -145,15 +145,20 @@ class OldDataset:
         except FileError:
             raise
         except OSError as error:
-            raise OutputError(f"{self._old.shown}: its copy cannot be written: {error.strerror}") from None
+            raise OutputError(f"{self._old.label}: its copy cannot be written: {error.strerror}") from None
         finally:
             os.close(target)
 
     def _require(
-        self, chunks: range, read: Callable[[int], None], then: Callable[[np.ndarray], None] = lambda chunks: None
+        self,
+        chunks: range,
+        on_read: Callable[[int], None],
+        on_checked: Callable[[np.ndarray], None] = lambda chunks: None,
     ) -> None:
         numbers = np.arange(chunks.start, chunks.stop)
-        self._checked.require_whole(numbers, self._old.descriptor, read, "nothing was appended", then=then)
+        self._checked.require_undamaged(
+            numbers, self._old.descriptor, on_read, "nothing was appended", on_checked=on_checked
+        )
 
 
 class OldImages:
@@ -174,16 +179,16 @@ class OldImages:
         self.mean_bytes = -(-self.num_bytes // len(self.facts))
 
 
-def copy_range(source: int, target: int, offsets: tuple[int, int], num_bytes: int, shown: str = "a file") -> None:
+def copy_range(source: int, target: int, offsets: tuple[int, int], num_bytes: int, label: str = "a file") -> None:
     """Copy bytes between two descriptors from these offsets on, in the kernel if possible, so that reflinks share them.
 
-    Raises FileError, which names the source as ``shown``, if it cannot be read.
+    Raises FileError, which names the source as ``label``, if it cannot be read.
     """
     done, moved = 0, 1
     while moved and done < num_bytes and hasattr(os, "copy_file_range"):
         try:
-            places = offsets[0] + done, offsets[1] + done
-            moved = os.copy_file_range(source, target, num_bytes - done, *places)  # 0 at the end: see read_bytes
+            positions = offsets[0] + done, offsets[1] + done
+            moved = os.copy_file_range(source, target, num_bytes - done, *positions)  # 0 at the end: see read_bytes
         except OSError as error:
             if error.errno not in NO_KERNEL_COPY:
                 raise
@@ -192,6 +197,6 @@ def copy_range(source: int, target: int, offsets: tuple[int, int], num_bytes: in
     buffer = np.empty(min(COPY_BYTES, num_bytes - done), np.uint8)
     while done < num_bytes:
         piece = buffer[: num_bytes - done].data
-        read_bytes(source, offsets[0] + done, piece, lambda _: shown)
+        read_bytes(source, offsets[0] + done, piece, lambda _: label)
         write_at(target, piece, offsets[1] + done)
         done += len(piece)

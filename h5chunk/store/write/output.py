@@ -56,7 +56,7 @@ class Output(ABC):
         """Open or create the part, and return its descriptor; None if another writer just renamed it."""
 
     @abstractmethod
-    def _take_place(self) -> None:
+    def _replace_output(self) -> None:
         """Rename the part to the output."""
 
     def open_journal(self, key: str | None) -> None:
@@ -102,7 +102,7 @@ class Output(ABC):
                 save_command_id(self.part, self.command_id)  # the last change of the output's time
             if self._has_own_journal:
                 self.journal.remove()  # while this writer still has the part's name and lock
-            self._take_place()
+            self._replace_output()
             sync_folder(self.path.parent)
         except OSError as error:
             raise OutputError(f"{printable(self.path)}: cannot be written to disk: {error.strerror}") from None
@@ -142,21 +142,21 @@ class NewFolder(Output):
         check_folder(self.path, self._overwrite)
 
     def _open_part(self) -> int | None:
-        shown = printable(self.path)
+        label = printable(self.path)
         try:
             self.part.mkdir(exist_ok=True)
             return os.open(self.part, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileExistsError:
             raise OutputError(
-                f"{shown}: an unfinished file has this name: repeat the command that began it, or remove "
+                f"{label}: an unfinished file has this name: repeat the command that began it, or remove "
                 f"{printable(self.part)}"
             ) from None
         except FileNotFoundError:
             if self.path.parent.is_dir():
                 return None  # another writer just finished
-            raise OutputError(f"{shown}: cannot be written: its folder is gone") from None
+            raise OutputError(f"{label}: cannot be written: its folder is gone") from None
         except OSError as error:
-            raise OutputError(f"{shown}: cannot be written: {error.strerror}") from None
+            raise OutputError(f"{label}: cannot be written: {error.strerror}") from None
 
     def open_journal(self, key: str | None) -> None:
         """Open the journal; unless it has records with this key, remove the files that a killed writer left."""
@@ -175,7 +175,7 @@ class NewFolder(Output):
         if file.exists():
             file.replace(part_path(file))
 
-    def _take_place(self) -> None:
+    def _replace_output(self) -> None:
         """Exchange names with the old folder, lock it because it now has the name of the part, and remove it."""
         if not self.path.exists() or not any(self.path.iterdir()):
             self.part.rename(self.path)
@@ -195,18 +195,18 @@ class NewFolder(Output):
 
 def check_folder(path: Path, overwrite: bool) -> None:
     """Raise OutputError unless a folder of shards can be made at ``path``, or replaced if ``overwrite``."""
-    shown = printable(path)
+    label = printable(path)
     check_name(path)
     if os.path.lexists(path) and not path.is_dir():
-        raise OutputError(f"{shown}: is a file, but shards need a folder: give another name, or remove it")
-    there = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
-    others = [name for name in there if not NUMBERED.fullmatch(name) and not SPLIT_FILE.fullmatch(name)]
+        raise OutputError(f"{label}: is a file, but shards need a folder: give another name, or remove it")
+    existing = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+    others = [name for name in existing if not NUMBERED.fullmatch(name) and not SPLIT_FILE.fullmatch(name)]
     if others:
         raise OutputError(
-            f"{shown}: is a folder that has other files than shards, such as {printable(others[0])}: name a new folder"
+            f"{label}: is a folder that has other files than shards, such as {printable(others[0])}: name a new folder"
         )
-    if there and not overwrite:
-        raise OutputError(f"{shown}: exists: use --overwrite (overwrite=True) to replace it")
+    if existing and not overwrite:
+        raise OutputError(f"{label}: exists: use --overwrite (overwrite=True) to replace it")
     check_parent(path)
 
 
@@ -215,10 +215,10 @@ def _remove_files(folder: Path) -> None:
         entry.unlink()
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def _exchange(first: Path, second: Path) -> bool:
     """Exchange the names of two folders in one step; return False if the system does not support that."""
     libc = ctypes.CDLL(None, use_errno=True)
-    names = os.fsencode(one), os.fsencode(other)
+    names = os.fsencode(first), os.fsencode(second)
     if hasattr(libc, "renameat2"):
         return libc.renameat2(AT_FDCWD, names[0], AT_FDCWD, names[1], EXCHANGE) == 0
     if hasattr(libc, "renamex_np"):

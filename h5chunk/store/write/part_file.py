@@ -29,7 +29,7 @@ def journal_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.h5chunk-journal")
 
 
-def open_own(path: Path, shown: str) -> int:
+def open_side_file(path: Path, label: str) -> int:
     """Open or create a regular file beside an output, and return its descriptor."""
     try:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -39,14 +39,14 @@ def open_own(path: Path, shown: str) -> int:
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise OutputError(f"{printable(path)}: is a symbolic link, which is not followed: remove it") from None
-        raise OutputError(f"{shown}: cannot be written: {error.strerror}") from None
+        raise OutputError(f"{label}: cannot be written: {error.strerror}") from None
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
     os.close(descriptor)
     raise OutputError(f"{printable(path)}: is not a regular file: remove it")
 
 
-def lock(descriptor: int, shown: str) -> None:
+def lock(descriptor: int, label: str) -> None:
     """Lock an open file; if it cannot be locked, close it and raise OutputError."""
     end = time.monotonic() + LOCK_WAIT_S
     while True:
@@ -56,11 +56,11 @@ def lock(descriptor: int, shown: str) -> None:
         except BlockingIOError:
             if time.monotonic() > end:
                 os.close(descriptor)
-                raise OutputError(f"{shown}: another process is writing it: wait for it, or stop it") from None
+                raise OutputError(f"{label}: another process is writing it: wait for it, or stop it") from None
             time.sleep(LOCK_WAIT_S / 10)
         except OSError as error:
             os.close(descriptor)
-            raise OutputError(f"{shown}: cannot be locked: {error.strerror}: write to a local disk") from None
+            raise OutputError(f"{label}: cannot be locked: {error.strerror}: write to a local disk") from None
 
 
 def is_open(descriptor: int, path: Path) -> bool:
@@ -93,9 +93,9 @@ def parse_output(path: str | os.PathLike[str], *, folder: bool = False) -> Path:
     text = os.fspath(path)
     name = os.path.basename(text.rstrip("/") if folder else text)
     if name in ("", ".", "..") or "\0" in text:
-        what, example = ("folder", "shards") if folder else ("file", "data.h5")
+        noun, example = ("folder", "shards") if folder else ("file", "data.h5")
         raise OutputError(
-            f"{printable(text) or 'an empty name'}: is not the name of a {what} to write: give one, such as "
+            f"{printable(text) or 'an empty name'}: is not the name of a {noun} to write: give one, such as "
             f"{printable(os.path.join(text.replace(chr(0), ''), example))}"
         )
     return Path(path)
@@ -123,35 +123,35 @@ def check_not_source(path: Path, *sources: str | os.PathLike[str] | None) -> Non
 
 def check_output(path: Path, overwrite: bool) -> None:
     """Raise OutputError unless a file can be made at ``path``, or replaced if ``overwrite``."""
-    shown = printable(path)
+    label = printable(path)
     check_name(path)
     if path.is_dir():
-        raise OutputError(f"{shown}: is a folder: give the name of a file, such as {printable(path / 'data.h5')}")
+        raise OutputError(f"{label}: is a folder: give the name of a file, such as {printable(path / 'data.h5')}")
     if os.path.exists(path) and not path.is_file():  # a device, such as /dev/null, would be replaced
-        raise OutputError(f"{shown}: is not a regular file, and is not replaced: give another name")
+        raise OutputError(f"{label}: is not a regular file, and is not replaced: give another name")
     if os.path.exists(path) and not overwrite:
-        raise OutputError(f"{shown}: exists: use --overwrite (overwrite=True) to replace it")
+        raise OutputError(f"{label}: exists: use --overwrite (overwrite=True) to replace it")
     check_parent(path)
 
 
 def check_parent(path: Path) -> None:
     """Raise OutputError unless files can be created in the folder of ``path``."""
-    shown, parent = printable(path), printable(path.parent)
+    label, parent = printable(path), printable(path.parent)
     if not path.parent.is_dir():
         problem = "is not a folder" if path.parent.exists() else "does not exist: make it first"
-        raise OutputError(f"{shown}: its folder {parent} {problem}")
+        raise OutputError(f"{label}: its folder {parent} {problem}")
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise OutputError(f"{shown}: its folder {parent} is not writable")
+        raise OutputError(f"{label}: its folder {parent} is not writable")
 
 
-def check_room(path: Path, num_bytes: int) -> None:
+def check_free_space(path: Path, num_bytes: int) -> None:
     """Raise OutputError unless the disk of ``path`` has ``num_bytes`` free."""
     free = shutil.disk_usage(path.parent).free
     if num_bytes > free:
-        raise OutputError(no_room(path, num_bytes, f"{human_bytes(free)} are free"))
+        raise OutputError(no_space_message(path, num_bytes, f"{human_bytes(free)} are free"))
 
 
-def no_room(path: Path, num_bytes: int, reason: str | None) -> str:
+def no_space_message(path: Path, num_bytes: int, reason: str | None) -> str:
     """Return the message of an error: the disk of ``path`` lacks space for ``num_bytes``, for a ``reason``."""
     return f"{printable(path)}: needs {human_bytes(num_bytes)} of disk but {reason}: free space, or write elsewhere"
 

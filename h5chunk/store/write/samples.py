@@ -21,7 +21,7 @@ from h5chunk.source import AnyImage, SampleField, SampleReader, SampleSource
 from h5chunk.store.format.header import header_attributes
 from h5chunk.store.format.spec import GROUP, ArraySpec, FileSpec, Region, field_spec
 from h5chunk.store.write.any_size import AnySizeJob, BytesWriter, any_size_specs, fill_any_size, write_image_tables
-from h5chunk.store.write.fill import Done, Failure, Filled, FillField, FillJob, fill
+from h5chunk.store.write.fill import Failure, Filled, FillField, FillJob, TaskResult, fill
 from h5chunk.store.write.new_file import NewFile, checksum_specs, column_specs, table_specs, write_columns
 from h5chunk.store.write.old_file import OldDataset, OldImages
 
@@ -36,7 +36,7 @@ class OldSamples:
     """
 
     num_samples: int = 0
-    shown: str = ""  # the file's name, for messages
+    label: str = ""  # the file's name, for messages
     fields: Mapping[str, OldDataset] = field(default_factory=dict)  # fields that are read sample by sample
     images: OldImages | None = None  # images of any size, in place of ``fields``
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)  # values of all other fields
@@ -58,7 +58,7 @@ class OldSamples:
         chunk, rest = divmod(self.num_samples, chunk_samples)
         if not rest:
             return {}
-        return {name: each.values(chunk) for name, each in self.fields.items()}
+        return {name: dataset.values(chunk) for name, dataset in self.fields.items()}
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class SampleJob:
     @property
     def any_size(self) -> str:
         """The field of images of any size; empty if there is none."""
-        return next((name for name, each in self.source.fields.items() if each.form), "")
+        return next((name for name, field_ in self.source.fields.items() if field_.form), "")
 
     @property
     def field_names(self) -> list[str]:
@@ -104,7 +104,7 @@ class SampleJob:
         if self.old.images is not None:
             return self.old.images.num_bytes
         size = self.first_chunk * self.layout.chunk_samples
-        return size * sum(each.sample_bytes for each in self.fields.values())
+        return size * sum(field_.sample_bytes for field_ in self.fields.values())
 
     def name(self, row: int) -> str:
         """Return the name of new sample ``row``, for messages."""
@@ -112,7 +112,7 @@ class SampleJob:
 
     def sample_buffers(self) -> dict[str, np.ndarray]:
         """Return uninitialised arrays for the fields of one sample."""
-        return {name: np.empty(each.shape, each.dtype) for name, each in self.fields.items()}
+        return {name: np.empty(field_.shape, field_.dtype) for name, field_ in self.fields.items()}
 
     def with_order(self, order: np.ndarray) -> SampleJob:
         """Return a copy of the job with only these new samples, in this order."""
@@ -200,8 +200,8 @@ def write_samples(
     new: NewFile,
     job: SampleJob,
     *,
-    claims: Mapping[int, Done] | None = None,
-    finished: Callable[[Done], None] = lambda done: None,
+    claims: Mapping[int, TaskResult] | None = None,
+    finished: Callable[[TaskResult], None] = lambda done: None,
     written: Callable[[int], None] = lambda num_samples: None,
     carried: Callable[[int], None] = lambda num_bytes: None,
 ) -> tuple[SampleJob, Filled]:
@@ -233,8 +233,8 @@ def write_samples(
 def _write_any_size(
     new: NewFile,
     job: SampleJob,
-    claims: Mapping[int, Done],
-    finished: Callable[[Done], None],
+    claims: Mapping[int, TaskResult],
+    finished: Callable[[TaskResult], None],
     written: Callable[[int], None],
     carried: Callable[[int], None],
 ) -> tuple[SampleJob, Filled]:
@@ -260,8 +260,8 @@ def _write_any_size(
 def _fill_job(new: NewFile, job: SampleJob, regions: Mapping[str, Region], tail: Mapping[str, np.ndarray]) -> FillJob:
     size = job.layout.chunk_samples
     fields = tuple(
-        FillField(name, regions[name].offset + job.first_chunk * size * each.sample_bytes, each.shape, each.dtype)
-        for name, each in job.fields.items()
+        FillField(name, regions[name].offset + job.first_chunk * size * field_.sample_bytes, field_.shape, field_.dtype)
+        for name, field_ in job.fields.items()
     )
     if not tail:
         return FillJob(new.part, fields, size, job.source, job.order)
@@ -272,7 +272,7 @@ def _fill_job(new: NewFile, job: SampleJob, regions: Mapping[str, Region], tail:
 
 @dataclass
 class _TailedReader:
-    """Read new samples, and under the numbers -1, -2, ... the samples of the old file's last, partly filled chunk."""
+    """Read new samples, and as numbers -1, -2, ... the old samples in the last, partly filled chunk of the old file."""
 
     source: SampleReader
     tail: Mapping[str, np.ndarray]
@@ -299,7 +299,7 @@ def check_failures(job: SampleJob, failures: Sequence[Failure]) -> None:
     odd = next((failure for failure in failures if failure.kind == ShapeError.__name__), None)
     if odd is not None:
         if job.old.num_samples:
-            raise SourceError(f"{job.name(odd.row)}: {odd.reason} in {job.old.shown}")
+            raise SourceError(f"{job.name(odd.row)}: {odd.reason} in {job.old.label}")
         raise SourceError(job.source.disagreement())
     if not failures:
         return
@@ -312,24 +312,24 @@ def check_failures(job: SampleJob, failures: Sequence[Failure]) -> None:
 
 
 def _close_gaps(new: NewFile, job: SampleJob, filled: Filled) -> SampleJob:
-    """Leave out failed samples: move the last good samples to their places, and shorten the file."""
+    """Leave out failed samples: move the last good samples into the gaps, and shorten the file."""
     failed = [failure.row for failure in filled.failures]
     num_kept, failed_rows = len(job.order) - len(failed), set(failed)
     gaps = [row for row in failed if row < num_kept]
     movers = [row for row in range(num_kept, len(job.order)) if row not in failed_rows]
     order, first = job.order.copy(), job.old.num_samples
     order[gaps] = order[movers]
-    for name, each in job.fields.items():
-        size = each.sample_bytes
+    for name, field_ in job.fields.items():
+        size = field_.sample_bytes
         for gap, mover in zip(gaps, movers, strict=True):
             new.write_bytes(name, (first + gap) * size, new.read(name, (first + mover) * size, size))
     job = job.with_order(order[:num_kept])
     new.reallocate(job.spec(), job.fields)
     size, num_chunks = job.layout.chunk_samples, job.layout.num_chunks
     changed = {*((first + gap) // size for gap in gaps), num_chunks - 1}
-    for name, each in job.fields.items():
-        end = job.layout.num_samples * each.sample_bytes
-        chunk_bytes = size * each.sample_bytes
+    for name, field_ in job.fields.items():
+        end = job.layout.num_samples * field_.sample_bytes
+        chunk_bytes = size * field_.sample_bytes
         new.write_bytes(name, end, bytes(num_chunks * chunk_bytes - end))
         checksums = filled.checksums[name] = filled.checksums[name][:num_chunks]
         for chunk in changed:

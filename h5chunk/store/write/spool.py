@@ -45,7 +45,7 @@ class TemporaryBytes:
             raise OutputError(f"{where}: a temporary file cannot be written: {error.strerror}") from None
 
     def read(self, offset: int, out: np.ndarray) -> None:
-        """Fill an array with the bytes from an offset on."""
+        """Fill an array with the bytes at an offset."""
         read_bytes(
             self.descriptor, offset, out.reshape(-1).data, lambda _: f"{printable(self._folder)}: temporary file"
         )

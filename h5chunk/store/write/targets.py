@@ -15,7 +15,7 @@ from h5chunk.store.format.spec import LIBVER
 from h5chunk.store.hdf5.codecs import GZIP, crc32
 from h5chunk.store.hdf5.ranges import read_bytes
 from h5chunk.store.write.new_file import NewFile
-from h5chunk.store.write.part_file import ROOM_BYTES, check_room, writing
+from h5chunk.store.write.part_file import ROOM_BYTES, check_free_space, writing
 from h5chunk.store.write.spool import TemporaryBytes
 
 
@@ -40,7 +40,7 @@ class PlainTarget:
     def __exit__(self, *_: object) -> None: ...
 
     def put(self, offset: int, data: np.ndarray) -> None:
-        """Write final bytes of the dataset, (n,) uint8, from its byte ``offset`` on."""
+        """Write final bytes of the dataset, (n,) uint8, starting at its byte ``offset``."""
         self.write(offset, data)
         if not len(self._sums):
             return
@@ -70,7 +70,7 @@ class PlainTarget:
         self._new.write_bytes(self._name, offset, data.data)
 
     def read(self, offset: int, out: np.ndarray) -> None:
-        """Fill ``out``, (n,) uint8, with the bytes from byte ``offset`` of the dataset on."""
+        """Fill ``out``, (n,) uint8, with the bytes of the dataset that start at byte ``offset``."""
         read_bytes(self.descriptor, self.offset + offset, out.data, lambda _: printable(self._new.part))
 
 
@@ -78,7 +78,7 @@ class CompressedTarget:
     """Context manager that writes a dataset of compressed chunks of whole samples.
 
     gzip is applied in threads, other filters by HDF5. Bytes must be written in order, and nothing else may write to the
-    file meanwhile.
+    file until the target is finished.
     """
 
     any_order = False
@@ -142,16 +142,16 @@ class CompressedTarget:
         self._room_bytes -= num_bytes
         if self._room_bytes < 0:  # before HDF5 writes, as it crashes on a full disk
             self._room_bytes = ROOM_BYTES
-            check_room(self._new.path, num_bytes + 2 * ROOM_BYTES)
-        place = self._stored * self._chunks[0], *(0,) * (len(self._chunks) - 1)
+            check_free_space(self._new.path, num_bytes + 2 * ROOM_BYTES)
+        start = self._stored * self._chunks[0], *(0,) * (len(self._chunks) - 1)
         with writing(self._new.path):
             if isinstance(chunk, bytes):
-                self._dataset.write_direct_chunk(place, chunk)
+                self._dataset.write_direct_chunk(start, chunk)
             else:
                 space, kind = self._dataset.get_space(), self._dataset.get_type()
-                space.select_hyperslab(place, chunk.shape)
+                space.select_hyperslab(start, chunk.shape)
                 self._dataset.write(h5py.h5s.create_simple(chunk.shape), space, chunk, kind)
-                chunk = self._dataset.read_direct_chunk(place)[1] if self._checked else b""
+                chunk = self._dataset.read_direct_chunk(start)[1] if self._checked else b""
         self._stored += 1
         if self._checked:
             self._checksums.append(crc32(np.frombuffer(chunk, np.uint8)))

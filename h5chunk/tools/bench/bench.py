@@ -120,7 +120,7 @@ def bench(
     not_direct = why_not_direct(reader)
     with _named_errors(str(reader.path)), subject.closing:
         figures, notes, stored_bytes = measure_stages(subject, numbers, cold, not_direct)
-    if any(each.ratio is not None and each.ratio > NOISY for each in figures if each.limit == CACHED):
+    if any(figure.ratio is not None and figure.ratio > NOISY for figure in figures if figure.limit == CACHED):
         notes.append("some figures are above their limit, because the machine was busy: run it again")
     if isinstance(reader.ragged, ImagesField):
         notes.append(f"images of any size are cropped by RandomResizedCrop({CROP}); bytes are those in the file")
@@ -196,7 +196,7 @@ class BenchReport(Report):
 
     def figure(self, group: str, name: str) -> Figure:
         """Return a figure by its group and name."""
-        return next(each for each in self.figures if (each.group, each.name) == (group, name))
+        return next(figure for figure in self.figures if (figure.group, figure.name) == (group, name))
 
     def lines(self) -> list[str]:
         samples, cores = count_text(self.num_samples, "sample"), count_text(self.num_cores, "core")
@@ -207,10 +207,10 @@ class BenchReport(Report):
             f"{'':26s}{'samples/s':>13s}{'GB/s':>9s}{'of limit':>10s}",
         ]
         group = ""
-        for each in self.figures:
-            if each.group != group:
-                lines.append(group := each.group)
-            lines.append(_line(each))
+        for figure in self.figures:
+            if figure.group != group:
+                lines.append(group := figure.group)
+            lines.append(_line(figure))
         lines += ["", *(f"note: {note}" for note in self.notes), self.verdict]
         return lines
 
@@ -221,8 +221,8 @@ def _line(figure: Figure) -> str:
         return f"{name}{'-':>13s}{'':19s}  not measured: {figure.note}"
     rate = f"{figure.samples_per_s:>13,.0f}{figure.bytes_per_s / 1e9:>9.{2 if figure.bytes_per_s > 1e8 else 4}f}"
     ratio = "" if figure.ratio is None else f"{figure.ratio:.2f}"
-    how = [figure.limit and f"of {figure.limit}", figure.note]
-    return f"{name}{rate}{ratio:>10s}  {'; '.join(filter(None, how))}".rstrip()
+    details = [figure.limit and f"of {figure.limit}", figure.note]
+    return f"{name}{rate}{ratio:>10s}  {'; '.join(filter(None, details))}".rstrip()
 
 
 def verdict(figures: list[Figure], *, not_direct: str, compressed: bool, fits: bool) -> str:
@@ -231,12 +231,14 @@ def verdict(figures: list[Figure], *, not_direct: str, compressed: bool, fits: b
     ``not_direct`` is the reason why the file cannot be read by byte ranges, or empty; ``compressed`` and ``fits`` say
     whether the file is compressed, and whether it fits in memory.
     """
-    rates = {(each.group, each.name): each.samples_per_s for each in figures if each.samples_per_s}
-    measured = [each for each in figures if each.samples_per_s and each.name != RESIDENT]
-    loaders = [each for each in measured if each.group == LOADER] or [e for e in measured if e.group == DATALOADER]
+    rates = {(figure.group, figure.name): figure.samples_per_s for figure in figures if figure.samples_per_s}
+    measured = [figure for figure in figures if figure.samples_per_s and figure.name != RESIDENT]
+    loaders = [figure for figure in measured if figure.group == LOADER] or [
+        e for e in measured if e.group == DATALOADER
+    ]
     if not loaders:
         return "Slowest stage: unknown, because nothing could be measured"
-    best = max(loaders, key=lambda each: each.samples_per_s or 0)
+    best = max(loaders, key=lambda figure: figure.samples_per_s or 0)
     rate = best.samples_per_s or 0.0
     disk = rates.get((LIMITS, DISK))
     if disk and disk < rate and not fits:
@@ -274,6 +276,7 @@ def _slowest(
         name = "ChunkLoader" if best.group == LOADER else "the DataLoader"
         remedy = stay or "try larger batches, another num_threads and an idle machine"
         return f"Slowest stage: {name} itself, {share}: {remedy}"
-    what = {TO_DEVICE: "the bus to the GPU", CACHED: "reading the page cache"}.get(best.limit or "", "memory")
+    bottleneck = {TO_DEVICE: "the bus to the GPU", CACHED: "reading the page cache"}.get(best.limit or "", "memory")
     remedy = stay or "only smaller samples or a faster machine give more"
-    return f"Slowest stage: {what}, {best.group} reaches {best.ratio or 0:.2f} of it ({rate:,.0f} samples/s): {remedy}"
+    share = f"{best.ratio or 0:.2f} of it ({rate:,.0f} samples/s)"
+    return f"Slowest stage: {bottleneck}, {best.group} reaches {share}: {remedy}"

@@ -27,7 +27,7 @@ from h5chunk.tools.convert.report import ConvertReport
 from h5chunk.tools.convert.run import Notify, SampleRun
 from h5chunk.tools.convert.samples import is_complete, open_context, prepare
 from h5chunk.tools.progress import Progress
-from h5chunk.tools.verify.tables import look_at_tables
+from h5chunk.tools.verify.tables import find_table_problems
 
 AGAIN = "the last command appended the same samples: they are not appended again (with another seed they would be)"
 
@@ -81,7 +81,7 @@ def append(
     with _planned(path, source, format, progress, options) as (old, job, new_classes):
         complete = is_complete(job, 1)
         notes = [AGAIN] if complete else _duplicate_names(job)
-        notes.append(f"old and new samples are not mixed: h5chunk repack {old.shown} NEW.h5 --shuffle mixes them")
+        notes.append(f"old and new samples are not mixed: h5chunk repack {old.label} NEW.h5 --shuffle mixes them")
         notes += [*_small_chunks(job.layout), *job.source.notes]
         run = SampleRun(job, [], True, dry_run, progress, notify, started, old, complete)
         return run.report(notes, new_classes)
@@ -89,19 +89,23 @@ def append(
 
 @contextmanager
 def _planned(
-    path: str | os.PathLike[str], source: Any, format: str | None, progress: Progress | None, given: Mapping[str, Any]
+    path: str | os.PathLike[str],
+    source: Any,
+    format: str | None,
+    progress: Progress | None,
+    requested: Mapping[str, Any],
 ) -> Iterator[tuple[OldFile, SampleJob, list[str]]]:
     """Open the file and the source; yield the old file, the job that writes the longer file, and the new classes."""
-    given = {name: value for name, value in given.items() if value is not None}
-    with _open_checked(Path(path), source, given.get("manifest")) as old:
+    requested = {name: value for name, value in requested.items() if value is not None}
+    with _open_checked(Path(path), source, requested.get("manifest")) as old:
         if hasattr(source, "read_into"):
-            shown, opened, options = f"the {source.kind}", source, AppendOptions(**given)
+            label, opened, options = f"the {source.kind}", source, AppendOptions(**requested)
         else:
-            shown = describe(source)
-            opened, options = _open_source(old, source, format, progress, given)
-        how = {name: getattr(options, name) for name in ("seed", "shuffle", "workers", "on_error")}
-        job = prepare(opened, old.path, SampleOptions(**how))
-        yield old, *plan_addition(old, job, new_classes=options.new_classes, source=shown)
+            label = describe(source)
+            opened, options = _open_source(old, source, format, progress, requested)
+        order_options = {name: getattr(options, name) for name in ("seed", "shuffle", "workers", "on_error")}
+        job = prepare(opened, old.path, SampleOptions(**order_options))
+        yield old, *plan_addition(old, job, new_classes=options.new_classes, source=label)
 
 
 @contextmanager
@@ -116,15 +120,15 @@ def _open_checked(path: Path, *sources: Any) -> Iterator[OldFile]:
         )
     check_not_source(path, *filter(is_path, sources))
     with open_old(path) as old:
-        with translate_errors(old.shown):
-            problem = next(look_at_tables(old.file, old.header, list(old.datasets)), None)
+        with translate_errors(old.label):
+            problem = next(find_table_problems(old.file, old.header, list(old.datasets)), None)
         if problem is not None:
-            raise FileError(f"{old.shown}: {problem}: nothing was appended: h5chunk verify lists all problems")
+            raise FileError(f"{old.label}: {problem}: nothing was appended: h5chunk verify lists all problems")
         yield old
 
 
 def _open_source(
-    old: OldFile, source: Any, format: str | None, progress: Progress | None, given: Mapping[str, Any]
+    old: OldFile, source: Any, format: str | None, progress: Progress | None, requested: Mapping[str, Any]
 ) -> tuple[SampleSource, AppendOptions]:
     """Open a path or object as a source whose images are decoded with the options of the file."""
     kind = find_kind(source, format)
@@ -132,13 +136,13 @@ def _open_source(
         raise OptionError(
             f"{describe(source)}: {kind.noun} cannot be appended: convert them into a second file, and read both as one"
         )
-    fixed = next((name for name in SET_BY_FILE if name in given and name in kind.Options.names()), None)
+    fixed = next((name for name in SET_BY_FILE if name in requested and name in kind.Options.names()), None)
     if fixed is not None:
-        raise OptionError(f"{flag_of(fixed)}: images are decoded with the options of {old.shown}: leave it out")
+        raise OptionError(f"{flag_of(fixed)}: images are decoded with the options of {old.label}: leave it out")
     recorded = recorded_options(old, kind)
-    if "manifest" in given:
+    if "manifest" in requested:
         recorded.pop("split_folders", None)
-    source_options, options = choose_options(kind, source, {**recorded, **given}, (kind.Options, AppendOptions))
+    source_options, options = choose_options(kind, source, {**recorded, **requested}, (kind.Options, AppendOptions))
     return open_kind(kind, source, source_options, open_context(options, progress)), options
 
 

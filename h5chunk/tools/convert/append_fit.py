@@ -39,7 +39,7 @@ def recorded_options(old: OldFile, kind: Any) -> dict[str, Any]:
     if kind is ImageSource:
         if not has_images or not recorded:
             missing = "the options of its images" if has_images else repr(IMAGES)
-            raise FileError(f"{old.shown}: lacks {missing}: only files that h5chunk convert made can be appended to")
+            raise FileError(f"{old.label}: lacks {missing}: only files that h5chunk convert made can be appended to")
         recorded["split_folders"] = str(old.options.get("split_folders", "auto"))
     return recorded
 
@@ -53,17 +53,17 @@ def plan_addition(old: OldFile, job: SampleJob, *, new_classes: bool, source: st
     _check_file(old)
     _check_fields(old, job.source, job.columns, source)
     types = {name: old.datasets[name].dtype for name in old.fields if name not in job.fields}
-    columns = {name: _fit(name, job.columns[name], dtype, old.shown, source) for name, dtype in types.items()}
+    columns = {name: _fit(name, job.columns[name], dtype, old.label, source) for name, dtype in types.items()}
     old_categories = _old_categories(old)
     categories, added = {}, []
     for name in sorted({*job.categories, *old_categories}):
         before, now = old_categories.get(name, []), job.categories.get(name, [])
         if bool(before) != bool(now):
-            named, other = (old.shown, source) if before else (source, old.shown)
+            named, other = (old.label, source) if before else (source, old.label)
             raise SourceError(
                 f"{source}: {name} have names in {named}, but are only numbers in {other}: give both names, or neither"
             )
-        new = _new_names(before, now, new_classes=new_classes, shown=old.shown, source=source)
+        new = _new_names(before, now, new_classes=new_classes, label=old.label, source=source)
         categories[name] = [*before, *new]
         added += new
         codes = {category: code for code, category in enumerate(categories[name])}
@@ -72,7 +72,7 @@ def plan_addition(old: OldFile, job: SampleJob, *, new_classes: bool, source: st
             labels = columns[name]
             columns[name] = np.where(labels < 0, labels, numbers[np.maximum(labels, 0)]) if len(numbers) else labels
         elif not np.array_equal(numbers, np.arange(len(numbers))):
-            raise SourceError(f"{source}: field {name!r} numbers its categories differently from {old.shown}")
+            raise SourceError(f"{source}: field {name!r} numbers its categories differently from {old.label}")
     header, first = old.header, _old_samples(old, job.source)
     sample_bytes = job.layout.sample_bytes if first.images is None else first.images.mean_bytes
     was = plan_layout(header.num_samples, sample_bytes, header.chunk_samples)
@@ -94,62 +94,62 @@ def _check_file(old: OldFile) -> None:
     lost = min(old.datasets.keys() - known, default=None)
     if lost is not None:
         raise FileError(
-            f"{old.shown}: {lost!r} was not written by h5chunk convert, and would be lost: remove it, or append "
+            f"{old.label}: {lost!r} was not written by h5chunk convert, and would be lost: remove it, or append "
             "to the original converted file"
         )
     if f"{GROUP}/source_index" not in old.datasets:
-        raise FileError(f"{old.shown}: lacks 'source_index': only files that h5chunk convert made can be appended to")
+        raise FileError(f"{old.label}: lacks 'source_index': only files that h5chunk convert made can be appended to")
     size = old.header.chunk_samples
     for name in fields:
         dataset = old.datasets[name]
         is_plain = not dataset.id.get_create_plist().get_nfilters() and dataset.chunks == (size, *dataset.shape[1:])
         if dataset.shape[:1] != (old.header.num_samples,) or not is_plain:
             raise FileError(
-                f"{old.shown}: its fields are not uncompressed chunks of {size} whole samples: repack it "
+                f"{old.label}: its fields are not uncompressed chunks of {size} whole samples: repack it "
                 "(--compression none), or convert all sources together"
             )
 
 
-def _check_fields(old: OldFile, source: SampleSource, columns: Collection[str], shown: str) -> None:
+def _check_fields(old: OldFile, source: SampleSource, columns: Collection[str], label: str) -> None:
     """Raise SourceError unless the fields of the source and these columns are those of the file."""
     names = [*source.fields, *columns]
     more = next((name for name in names if name not in old.fields), None)
     lacking = next((name for name in old.fields if name not in names), None)
     if more is not None or lacking is not None:
-        problem = f"has the field {more!r}, which {old.shown} lacks"
+        problem = f"has the field {more!r}, which {old.label} lacks"
         if lacking is not None:
-            problem = f"lacks the field {lacking!r}, which {old.shown} has"
+            problem = f"lacks the field {lacking!r}, which {old.label} has"
         listed = ", ".join(name for name in old.fields if name not in source.fields) or "none"
         raise SourceError(
-            f"{shown}: {problem}: give a source with the fields of the file, or a manifest (--manifest) with the "
+            f"{label}: {problem}: give a source with the fields of the file, or a manifest (--manifest) with the "
             f"columns {listed}"
         )
     for name, field in source.fields.items():
         if name == old.image_group or field.form:
-            _check_images(old, name, field.form, shown)
+            _check_images(old, name, field.form, label)
             continue
         dataset = old.datasets[name]
         if (dataset.shape[1:], dataset.dtype) != (field.shape, field.dtype):
             raise SourceError(
-                f"{shown}: its {name} are {shape_text(field.shape)} {field.dtype} but those in {old.shown} "
+                f"{label}: its {name} are {shape_text(field.shape)} {field.dtype} but those in {old.label} "
                 f"{shape_text(dataset.shape[1:])} {dataset.dtype}: give samples of the same shape and type"
             )
     if (source.names is None) == (f"{GROUP}/source_names" in old.datasets):
-        named, other = (shown, old.shown) if source.names is not None else (old.shown, shown)
-        raise SourceError(f"{shown}: samples have names in {named} but not in {other}: give names in both or neither")
+        named, other = (label, old.label) if source.names is not None else (old.label, label)
+        raise SourceError(f"{label}: samples have names in {named} but not in {other}: give names in both or neither")
 
 
-def _check_images(old: OldFile, name: str, form: str, shown: str) -> None:
+def _check_images(old: OldFile, name: str, form: str, label: str) -> None:
     """Raise SourceError unless a field of the source has images of any size, in the form of those in the file."""
     was = describe_images(old.file[name], old.path, name, 1).form if name == old.image_group else "of one size"
     if form != was:
         raise SourceError(
-            f"{shown}: its {name} are {form or 'of one size'}, but those in {old.shown} are {was}: convert them to "
+            f"{label}: its {name} are {form or 'of one size'}, but those in {old.label} are {was}: convert them to "
             "another file"
         )
     filters = old.datasets[f"{name}/data"].id.get_create_plist().get_nfilters()
     if filters:
-        raise FileError(f"{old.shown}: its {name} are compressed: repack it (--compression none)")
+        raise FileError(f"{old.label}: its {name} are compressed: repack it (--compression none)")
 
 
 def _old_categories(old: OldFile) -> dict[str, list[str]]:
@@ -161,16 +161,16 @@ def _old_categories(old: OldFile) -> dict[str, list[str]]:
     return categories
 
 
-def _new_names(old: Sequence[str], new: Sequence[str], *, new_classes: bool, shown: str, source: str) -> list[str]:
+def _new_names(old: Sequence[str], new: Sequence[str], *, new_classes: bool, label: str, source: str) -> list[str]:
     """Return the class names of the source that the file lacks. Raises SourceError if new classes are not allowed."""
     twice = next((name for name in old if old.count(name) > 1), None) if len({*old}) < len(old) else None
     if twice is not None:
-        raise SourceError(f"{shown}: two of its classes have the name {twice!r}, which is ambiguous: rename one")
+        raise SourceError(f"{label}: two of its classes have the name {twice!r}, which is ambiguous: rename one")
     known = {*old}
     added = [name for name in new if name not in known]
     if added and not new_classes:
         raise SourceError(
-            f"{source}: has class {added[0]!r}, which {shown} does not ({len(added)} such of {len(new)}): "
+            f"{source}: has class {added[0]!r}, which {label} does not ({len(added)} such of {len(new)}): "
             "--new-classes (new_classes=True) adds them after the others"
         )
     return added
@@ -182,7 +182,7 @@ def _old_samples(old: OldFile, source: SampleSource) -> OldSamples:
     assert index is not None
     return OldSamples(
         num_samples=old.header.num_samples,
-        shown=old.shown,
+        label=old.label,
         fields={name: OldDataset(old, name) for name in source.fields if name != old.image_group},
         images=OldImages(old, old.image_group) if old.image_group else None,
         columns={name: OldDataset(old, name).values() for name in old.fields if name not in source.fields},
@@ -195,7 +195,7 @@ def _old_samples(old: OldFile, source: SampleSource) -> OldSamples:
     )
 
 
-def _fit(name: str, values: np.ndarray, dtype: np.dtype, shown: str, source: str) -> np.ndarray:
+def _fit(name: str, values: np.ndarray, dtype: np.dtype, label: str, source: str) -> np.ndarray:
     """Convert a column of the source to the type that the file has for it.
 
     The type of a column in a source follows from its values, so it may be smaller than in the file. Raises SourceError
@@ -206,12 +206,12 @@ def _fit(name: str, values: np.ndarray, dtype: np.dtype, shown: str, source: str
     strings = values.dtype.kind == "S", dtype.kind == "S"
     if any(strings):
         if not all(strings):
-            raise SourceError(f"{source}: field {name!r} is {_text(values.dtype)} but in {shown} {_text(dtype)}")
+            raise SourceError(f"{source}: field {name!r} is {_text(values.dtype)} but in {label} {_text(dtype)}")
         if values.dtype.itemsize > dtype.itemsize:
             longest = max(map(len, values.tolist()))
             if longest > dtype.itemsize:
                 raise SourceError(
-                    f"{source}: field {name!r} has a string of {longest} bytes but {shown} has room for "
+                    f"{source}: field {name!r} has a string of {longest} bytes but {label} has room for "
                     f"{dtype.itemsize}: shorten it, or convert all sources together"
                 )
         return values.astype(dtype)
@@ -225,7 +225,7 @@ def _fit(name: str, values: np.ndarray, dtype: np.dtype, shown: str, source: str
     if not same.all():
         first = int((~same).argmax())
         raise SourceError(
-            f"{source}: field {name!r} has the value {values[first]} (sample {first}), but in {shown} it is "
+            f"{source}: field {name!r} has the value {values[first]} (sample {first}), but in {label} it is "
             f"{dtype}, which cannot hold that: convert all sources together"
         )
     return fitted

@@ -93,13 +93,19 @@ def convert(
         unused = [name for name in TUNED if name != "chunk_samples" and getattr(settings, name) is not None]
         if unused and notify is not None:
             notify(f"convert chooses {', '.join(unused)} itself; repack takes them from {os.fspath(tuned)}")
-    opened, path, how, given = _open(source, output, format, overwrite, options, progress)
-    if isinstance(how, MatrixOptions):
+    opened, path, write_options, source_options = _open(source, output, format, overwrite, options, progress)
+    if isinstance(write_options, MatrixOptions):
         return convert_matrix(
-            opened, path, how, source_options=given, overwrite=overwrite, dry_run=dry_run, progress=progress
+            opened,
+            path,
+            write_options,
+            source_options=source_options,
+            overwrite=overwrite,
+            dry_run=dry_run,
+            progress=progress,
         )
-    job = prepare(opened, path, how)
-    run = SampleRun(job, split_job(job, how), overwrite, dry_run, progress, notify, started)
+    job = prepare(opened, path, write_options)
+    run = SampleRun(job, split_job(job, write_options), overwrite, dry_run, progress, notify, started)
     return run.report(opened.notes)
 
 
@@ -117,17 +123,17 @@ def _open(
     """
     kind = find_kind(source, format)
     groups = (MatrixOptions, SampleOptions) if issubclass(kind, SparseSource) else (SampleOptions, MatrixOptions)
-    source_options, how = choose_options(kind, source, options, (kind.Options, groups[0]), groups[1])
-    is_folder = isinstance(how, SampleOptions) and how.is_sharded
+    source_options, write_options = choose_options(kind, source, options, (kind.Options, groups[0]), groups[1])
+    is_folder = isinstance(write_options, SampleOptions) and write_options.is_sharded
     path = parse_output(output, folder=is_folder)
-    check_not_source(path, *([source] if is_path(source) else []), *source_options.paths(), *how.paths())
+    check_not_source(path, *([source] if is_path(source) else []), *source_options.paths(), *write_options.paths())
     (check_folder if is_folder else check_output)(path, overwrite=overwrite or has_command_id(path))
-    if isinstance(how, SampleOptions):
-        context = replace(open_context(how, progress), is_guessed=format is None)
+    if isinstance(write_options, SampleOptions):
+        context = replace(open_context(write_options, progress), is_guessed=format is None)
         opened = open_kind(kind, source, source_options, context)
     else:
-        with explain_memory_error(how.memory_bytes):
-            context = OpenContext(how.memory_bytes, with_times=how.needs_times)
+        with explain_memory_error(write_options.memory_bytes):
+            context = OpenContext(write_options.memory_bytes, with_times=write_options.needs_times)
             opened = open_kind(kind, source, source_options, context)
         check_not_source(path, *opened.files())
-    return opened, path, how, source_options.given()
+    return opened, path, write_options, source_options.non_defaults()

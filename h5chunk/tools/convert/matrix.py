@@ -171,10 +171,10 @@ def explain_memory_error(memory_bytes: int) -> Iterator[None]:
 # ---- fields with one value per row, and the names of rows, columns and categories
 
 
-def fields_of(kept: Selection) -> dict[str, np.ndarray]:
+def fields_of(selection: Selection) -> dict[str, np.ndarray]:
     """Return the row fields of the source by their names in the file, with one value per row of the file."""
     fields: dict[str, np.ndarray] = {}
-    source, order = kept.matrix.source, kept.matrix.order
+    source, order = selection.matrix.source, selection.matrix.order
     for name, values in source.row_fields.items():
         where = f"{printable(source.path)}: field {name!r}"
         if len(values) != len(order):
@@ -185,7 +185,9 @@ def fields_of(kept: Selection) -> dict[str, np.ndarray]:
         if stored in fields:
             raise SourceError(f"{printable(source.path)}: two fields would be called {stored!r}")
         kind = values.dtype.newbyteorder("<") if values.dtype.kind in "iuf" else values.dtype
-        fields[stored] = values[order[kept.rows]].astype(np.uint8 if values.dtype.kind == "b" else kind, copy=False)
+        fields[stored] = values[order[selection.rows]].astype(
+            np.uint8 if values.dtype.kind == "b" else kind, copy=False
+        )
     return fields
 
 
@@ -199,21 +201,21 @@ def field_name(name: str) -> str:
     return f"{name}_" if name in (MATRIX, GROUP, "", ".", "..") else name
 
 
-def tables_of(kept: Selection) -> dict[str, np.ndarray]:
+def tables_of(selection: Selection) -> dict[str, np.ndarray]:
     """Return the tables of row and column names, source indices and categories, by their names in the file."""
-    matrix, source = kept.matrix, kept.matrix.source
-    index = matrix.order[kept.rows]
+    matrix, source = selection.matrix, selection.matrix.source
+    index = matrix.order[selection.rows]
     tables: dict[str, np.ndarray] = {"source_index": index}
     rows = matrix.row_ids if matrix.row_ids is not None else source.row_names
     columns = matrix.column_ids if matrix.column_ids is not None else source.column_names
     if rows is not None:
         tables["row_ids"] = rows[index]
     if columns is not None:
-        tables["column_ids"] = columns if kept.columns is None else columns[kept.columns]
+        tables["column_ids"] = columns if selection.columns is None else columns[selection.columns]
     if source.column_symbols is not None and matrix.column_ids is None:
-        tables["column_symbols"] = source.column_symbols[... if kept.columns is None else kept.columns]
-    if kept.columns is not None:
-        tables["column_index"] = np.flatnonzero(kept.columns).astype(np.int64)
+        tables["column_symbols"] = source.column_symbols[... if selection.columns is None else selection.columns]
+    if selection.columns is not None:
+        tables["column_index"] = np.flatnonzero(selection.columns).astype(np.int64)
     for name, names in source.categories.items():
         if name in source.row_fields and names:
             encoded = np.array([category.encode() for category in names], "S")
@@ -228,30 +230,32 @@ def tables_of(kept: Selection) -> dict[str, np.ndarray]:
 
 
 def _write_csr(
-    new: NewFile, kept: Selection, fields: Arrays, tables: Arrays, report_written: Callable[[int], None]
+    new: NewFile, selection: Selection, fields: Arrays, tables: Arrays, report_written: Callable[[int], None]
 ) -> int:
     """Write compressed sparse rows; return the number of rows that a chunk holds on average."""
-    options = kept.matrix.options
-    sizes = kept.num_rows, kept.num_columns, kept.num_entries
-    dtype = None if kept.storage.pattern else kept.storage.dtype
+    options = selection.matrix.options
+    sizes = selection.num_rows, selection.num_columns, selection.num_entries
+    dtype = None if selection.storage.pattern else selection.storage.dtype
     layout = plan_csr(*sizes, value_dtype=dtype, chunk_samples=options.chunk_samples)
-    about: dict[str, Any] = {"scale": kept.storage.scale, "time_order": options.time_order}
-    new.allocate(csr_spec(layout, attributes=_attributes(kept), fields=fields, tables=tables, **about))
+    storage: dict[str, Any] = {"scale": selection.storage.scale, "time_order": options.time_order}
+    new.allocate(csr_spec(layout, attributes=_attributes(selection), fields=fields, tables=tables, **storage))
     writer = CsrWriter(new, layout)
     with new.flusher():
-        for rows, columns, values in kept.entries(layout.index_dtype):
+        for rows, columns, values in selection.entries(layout.index_dtype):
             writer.append(columns, None if layout.pattern else values)
             report_written(len(rows))
-        writer.finish(kept.row_entries)
+        writer.finish(selection.row_entries)
     return layout.chunk_samples
 
 
 def _write_dense(
-    new: NewFile, kept: Selection, fields: Arrays, tables: Arrays, report_written: Callable[[int], None]
+    new: NewFile, selection: Selection, fields: Arrays, tables: Arrays, report_written: Callable[[int], None]
 ) -> int:
     """Write dense rows in chunks of whole rows; return the number of rows per chunk."""
-    options = kept.matrix.options
-    layout = plan_layout(kept.num_rows, kept.num_columns * kept.storage.dtype.itemsize, options.chunk_samples)
+    options = selection.matrix.options
+    layout = plan_layout(
+        selection.num_rows, selection.num_columns * selection.storage.dtype.itemsize, options.chunk_samples
+    )
     threads, memory_bytes = available_cores(), options.memory_bytes
     need = layout.chunk_bytes * 3 * (threads + 1)
     if need > memory_bytes // 2:
@@ -261,8 +265,14 @@ def _write_dense(
             "smaller chunk_samples"
         )
     is_compressed = options.compression != "none"
-    about = {"scale": kept.storage.scale, "pattern": kept.storage.pattern, "attributes": _attributes(kept)}
-    new.allocate(dense_spec(layout, kept.storage.dtype, gzip=is_compressed, fields=fields, tables=tables, **about))
+    values = {
+        "scale": selection.storage.scale,
+        "pattern": selection.storage.pattern,
+        "attributes": _attributes(selection),
+    }
+    new.allocate(
+        dense_spec(layout, selection.storage.dtype, gzip=is_compressed, fields=fields, tables=tables, **values)
+    )
     target: Target
     if is_compressed:
         target = CompressedTarget(new, MATRIX.encode(), threads, checked=True)
@@ -270,18 +280,18 @@ def _write_dense(
         num_bytes = layout.num_chunks * layout.chunk_bytes
         target = PlainTarget(new, MATRIX, num_bytes=num_bytes, chunk_bytes=layout.chunk_bytes, checked=True)
     with target:
-        for number, chunk in enumerate(_dense_chunks(layout, kept, report_written)):
+        for number, chunk in enumerate(_dense_chunks(layout, selection, report_written)):
             target.put(number * layout.chunk_bytes, chunk.reshape(-1).view(np.uint8))
         checksums = target.finish()
     new.write(f"{GROUP}/checksums/{MATRIX}", checksums)
     return layout.chunk_samples
 
 
-def _dense_chunks(layout: Layout, kept: Selection, report_written: Callable[[int], None]) -> Iterator[np.ndarray]:
+def _dense_chunks(layout: Layout, selection: Selection, report_written: Callable[[int], None]) -> Iterator[np.ndarray]:
     """Yield the chunks, (chunk_samples, columns), in one reused buffer; the last chunk is padded with zeros."""
     size, number = layout.chunk_samples, 0
-    chunk = np.zeros((size, kept.num_columns), kept.storage.dtype)
-    for rows, columns, values in kept.entries(index_dtype(kept.num_columns)):
+    chunk = np.zeros((size, selection.num_columns), selection.storage.dtype)
+    for rows, columns, values in selection.entries(index_dtype(selection.num_columns)):
         start = 0
         while start < len(rows):
             while rows[start] >= (number + 1) * size:
@@ -297,8 +307,8 @@ def _dense_chunks(layout: Layout, kept: Selection, report_written: Callable[[int
         chunk[...] = 0
 
 
-def _attributes(kept: Selection) -> dict[str, Any]:
-    options, old = kept.matrix.options, kept.matrix.old
+def _attributes(selection: Selection) -> dict[str, Any]:
+    options, old = selection.matrix.options, selection.matrix.old
     return {"seed": options.seed, "shuffled": options.shuffle and old.shuffled, "options": options.recorded()}
 
 
@@ -341,7 +351,7 @@ def _units_of(source: SparseSource, block: Block, coding: Coding | FloatCoding) 
     values = np.ones(len(block), np.uint8) if block.values is None else block.values
     units, unfit = coding.units(values)
     if unfit is None:
-        units, wrong = coding.settle(units)
+        units, wrong = coding.finish_sums(units)
         unfit = int(wrong.argmax()) if wrong.any() else None
     if unfit is not None:
         position = position_text(block.rows[unfit], block.columns[unfit])
@@ -350,7 +360,7 @@ def _units_of(source: SparseSource, block: Block, coding: Coding | FloatCoding) 
 
 
 def _predict(source: SparseSource, path: Path, options: MatrixOptions) -> dict[str, Any]:
-    """Predict the values for the report from the start of the source. Raises the errors that occur there."""
+    """Predict the values for the report from the start of the source. Raises errors in that part of the source."""
     memory_bytes = options.memory_bytes
     check_shape(source, options, source.shape[0] or 0, source.shape[1] or 0)
     start = first_that_fits(options, lambda coding: _read_start(source, options, coding))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from h5chunk.errors import FileError, OptionError, printable
-from h5chunk.sources.arrow import number_values
+from h5chunk.sources.arrow import index_values
 from h5chunk.sources.matrix.block import SparseSource
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.tables import COLUMN_IDS, ROW_IDS, read_table
@@ -19,7 +19,7 @@ NUMBERS_BYTES, ID_COPIES = 24, 4  # memory for an id: bytes for its number, in s
 
 
 class OldIds(NamedTuple):
-    """The ids of an older converted file, in the order of their numbers; None for an axis that is numbered anew."""
+    """The ids of an older converted file, in the order of their numbers; None for an axis that gets new numbers."""
 
     rows: np.ndarray | None = None
     columns: np.ndarray | None = None
@@ -90,7 +90,7 @@ class Ids:
             if ids.dtype.kind == "i" and ids.min() >= 0 and (largest := int(ids.max())) < self._table_ids:
                 return self._look_up(self._table, ids, largest)
             self._table = None
-        numbers, new = number_values(ids[:0] if self._known is None else self._known, ids)
+        numbers, new = index_values(ids[:0] if self._known is None else self._known, ids)
         if len(new):
             self._add(new)
         return numbers
@@ -113,7 +113,7 @@ class Ids:
         return np.arange(first, self.size, dtype=np.int64)
 
     def ranks(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return all ids in their final order, and the place in it of the id that has each number.
+        """Return all ids in their final order, and the final positions of the ids by their numbers.
 
         Old ids come first, in their old order; new ids follow, sorted.
         """

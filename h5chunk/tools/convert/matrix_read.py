@@ -53,7 +53,7 @@ class UnfitError(SourceError):
 
 def unfit_error(source: SparseSource, coding: Coding | FloatCoding, position: str, value: float) -> UnfitError:
     """Return an error for a value at a position that the coding cannot store; the message has the remedy."""
-    reason, remedy = coding.why_unfit(value)
+    reason, remedy = coding.explain_unfit(value)
     return UnfitError(f"{printable(source.path)}: {position}: value {value} {reason}: {remedy}")
 
 
@@ -71,7 +71,7 @@ def first_that_fits(options: MatrixOptions, attempt: Callable[[Coding | FloatCod
     try:
         return attempt(coding)
     except UnfitError:
-        fallback = coding.otherwise()
+        fallback = coding.fallback()
         if fallback is None:
             raise
     return attempt(fallback)

@@ -117,7 +117,7 @@ def _final_entries(
     coding = matrix.coding
     for positions in matrix.entries.sorted():
         rows, columns, values = positions.rows, positions.columns, _combined(matrix, positions)
-        units, unfit = coding.settle(values)
+        units, unfit = coding.finish_sums(values)
         if tally is not None:
             tally["positions"] += len(rows)
             tally["zeros"] += int((values == 0).sum())

@@ -241,7 +241,7 @@ def _first_at(keys: np.ndarray, key: int) -> int:
     return int(np.searchsorted(keys, np.uint64(key), "left"))
 
 
-def combine(how: str, values: np.ndarray[Any, Any], starts: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def combine(rule: str, values: np.ndarray[Any, Any], starts: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Combine each group of duplicates into one value; ``error`` and ``mean`` return sums.
 
     Groups are consecutive values, (n,); ``starts`` has the index of the first value of each group.
@@ -250,8 +250,8 @@ def combine(how: str, values: np.ndarray[Any, Any], starts: np.ndarray[Any, Any]
     >>> {how: combine(how, values, starts).tolist() for how in ("sum", "first", "last", "max")}
     {'sum': [4, 10], 'first': [4, 2], 'last': [4, 5], 'max': [4, 5]}
     """
-    if how == "first":
+    if rule == "first":
         return values[starts]
-    if how == "last":
+    if rule == "last":
         return values[np.append(starts[1:], len(values)) - 1]
-    return (np.maximum if how == "max" else np.add).reduceat(values, starts)
+    return (np.maximum if rule == "max" else np.add).reduceat(values, starts)

@@ -36,7 +36,7 @@ class OrderOptions(Options):
 
     heading: ClassVar[str] = "Layout"
 
-    seed: int = option(0, "Seed of the permutation of the samples.", minimum=0, maximum=(1 << 64) - 1)
+    seed: int = option(0, "Random seed for shuffling the samples.", minimum=0, maximum=(1 << 64) - 1)
     shuffle: bool = option(True, "Keep the order of SOURCE.")
 
 
@@ -77,15 +77,15 @@ class SampleOptions(ReadOptions, WriteOptions):
         None, "Make OUTPUT a folder of files of at most this size, such as 1GiB.", minimum=1, unit="bytes"
     )
     split_files: bool = option(
-        False, "Make OUTPUT a folder with one file per split (train.h5, val.h5, ...), with the same classes in all."
+        False, "Make OUTPUT a folder with one file per split (train.h5, val.h5, ...); all files have the same classes."
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = [name for name in ("shards", "shard_bytes", "split_files") if getattr(self, name)]
-        if len(given) > 1:
-            shown = " and ".join(f"{name} is {getattr(self, name)}" for name in given)
-            raise OptionError(f"{shown}: give only one of them")
+        names = [name for name in ("shards", "shard_bytes", "split_files") if getattr(self, name)]
+        if len(names) > 1:
+            values = " and ".join(f"{name} is {getattr(self, name)}" for name in names)
+            raise OptionError(f"{values}: give only one of them")
 
     @property
     def is_sharded(self) -> bool:
@@ -101,7 +101,7 @@ class SampleOptions(ReadOptions, WriteOptions):
 class AppendOptions(ReadOptions, OrderOptions):
     """Options of `append`, except those for reading the source."""
 
-    new_classes: bool = option(False, "Add the classes that FILE lacks after its own; old labels do not change.")
+    new_classes: bool = option(False, "Allow new classes, which follow those of FILE; old labels do not change.")
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class MatrixOptions(WriteOptions):
         return rows, columns
 
     def coding(self) -> Coding | FloatCoding:
-        """Return the coding of the values to try first; `Coding.otherwise` gives the fallback."""
+        """Return the coding of the values to try first; `Coding.fallback` gives the fallback."""
         from h5chunk.plan.codes import Coding, FloatCoding
 
         codes = Coding(self.scale, self.clip, self.binarize, strict=self.values != AUTO)
@@ -209,8 +209,8 @@ class MatrixOptions(WriteOptions):
 
     def recorded(self) -> dict[str, Any]:
         """Return the options to record in the file: those that determine its bytes."""
-        left_out = ("memory_bytes", "ids_from", *(() if self.dense else ("compression",)))
-        return {name: value for name, value in vars(self).items() if name not in left_out}
+        excluded = ("memory_bytes", "ids_from", *(() if self.dense else ("compression",)))
+        return {name: value for name, value in vars(self).items() if name not in excluded}
 
 
 def convert_options() -> list[type[Options]]:

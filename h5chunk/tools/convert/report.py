@@ -11,7 +11,7 @@ from h5chunk.source import shape_text
 from h5chunk.tools.report import Report, list_some, rows, values_text
 
 COMPLETE = "already complete"
-MOST_FIELDS = 12  # fields that a report lists
+MAX_FIELDS = 12  # fields that a report lists
 MODES = {"L": "grey (L)", "1": "black and white (1)", "P": "palette (P)", "LA": "grey with alpha (LA)"}
 MODES |= {f"{mode} mask": f"{name} mask" for mode, name in MODES.items()}
 
@@ -57,15 +57,15 @@ class ConvertReport(Report):
         fields = [
             f"{name} ({f'{shape_text(self.shapes[name])} {kind}'.lstrip()})" for name, kind in self.fields.items()
         ]
-        more = [f"... ({len(fields):,} in all)"] if len(fields) > MOST_FIELDS else []
+        more = [f"... ({len(fields):,} in all)"] if len(fields) > MAX_FIELDS else []
         is_unlabelled = self.source_kind == "images" and "labels" not in self.fields
         return [
             self._head(),
-            *rows("fields", ", ".join([*fields[:MOST_FIELDS], *more]) + ("; no labels" if is_unlabelled else "")),
+            *rows("fields", ", ".join([*fields[:MAX_FIELDS], *more]) + ("; no labels" if is_unlabelled else "")),
             *rows("chunks", f"{layout.num_chunks:,} of {self._chunk_text()}"),
             *rows("  -", layout.reasons if self.free_bytes is not None else ()),
-            *rows("on disk", ", ".join(f"about {human_bytes(size)} {how}" for how, size in self.size_bytes.items())),
-            *rows("originals", ", ".join(f"{count:,} {MODES.get(what, what)}" for what, count in self.counts.items())),
+            *rows("on disk", ", ".join(f"about {human_bytes(size)} {form}" for form, size in self.size_bytes.items())),
+            *rows("originals", ", ".join(f"{count:,} {MODES.get(mode, mode)}" for mode, count in self.counts.items())),
             *rows("classes", list_some(self.class_names) if self.class_names else ""),
             *rows("new class", self.new_classes),
             *rows("ignored", self.ignored),
@@ -132,7 +132,7 @@ class MatrixReport(Report):
             self._head(),
             *rows("samples:", _axes_text(self.num_rows, self.num_columns, self.axes)),
             *rows("duplicates", self.duplicates if self.free_bytes is not None else ""),
-            *rows("", ", ".join(f"{what}: {count:,}" for what, count in self.counts.items())),
+            *rows("", ", ".join(f"{noun}: {count:,}" for noun, count in self.counts.items())),
             *rows("fields", ", ".join(f"{name} ({kind})" for name, kind in self.fields.items())),
             *rows("ignored", self.ignored),
             *rows("memory", memory),
@@ -142,9 +142,9 @@ class MatrixReport(Report):
 
     def _head(self) -> str:
         parts = [" x ".join("?" if size is None else f"{size:,}" for size in (self.num_rows, self.num_columns))]
-        about = "" if self.is_exact else "about "
+        prefix = "" if self.is_exact else "about "
         if self.num_entries is not None:
-            parts.append(f"{about}{count_text(self.num_entries, 'entry')} ({self.source_kind})")
+            parts.append(f"{prefix}{count_text(self.num_entries, 'entry')} ({self.source_kind})")
         parts.append("a pattern of ones" if self.pattern else f"values {values_text(self.dtype, self.scale)}")
         if self.kind == "dense":
             parts.append("as dense rows")

@@ -20,15 +20,15 @@ import numpy as np
 from h5chunk.errors import OutputError, count_text, printable
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.open import opened
-from h5chunk.store.write.fill import Done, Filled, parse_record
+from h5chunk.store.write.fill import Filled, TaskResult, parse_record
 from h5chunk.store.write.journal import Journal
 from h5chunk.store.write.new_file import NewFile
 from h5chunk.store.write.old_file import OldFile
 from h5chunk.store.write.output import NewFolder, check_folder
-from h5chunk.store.write.part_file import check_output, check_room
+from h5chunk.store.write.part_file import check_free_space, check_output
 from h5chunk.store.write.samples import SampleJob, write_samples
 from h5chunk.tools.convert.report import ConvertReport
-from h5chunk.tools.convert.samples import command_id, estimate_s, folder_layout, is_complete, job_key, left_out
+from h5chunk.tools.convert.samples import command_id, estimate_s, find_skipped, folder_layout, is_complete, job_key
 from h5chunk.tools.progress import Progress, count_up
 
 APPLIED = ("rotated", "resized", "first frame")  # notes on what was done to images; other notes are their modes
@@ -101,7 +101,7 @@ class SampleRun:
 
     def _predict(self, files: list[SampleJob]) -> tuple[list[SampleJob], Filled]:
         (check_folder if self.shards else check_output)(self.job.path, self.overwrite)
-        check_room(self.job.path, sum(file.spec().num_bytes for file in files))
+        check_free_space(self.job.path, sum(file.spec().num_bytes for file in files))
         return files, Filled()
 
     def _write(self, files: list[SampleJob]) -> tuple[list[SampleJob], Filled]:
@@ -115,7 +115,7 @@ class SampleRun:
             log = _TaskLog(output.journal, files, self.progress, self._notify)
             if self.shards:
                 taken = sum(file.stat().st_blocks * 512 for file in output.part.iterdir())
-                check_room(job.path, sum(file.spec().num_bytes for file in files) - taken)
+                check_free_space(job.path, sum(file.spec().num_bytes for file in files) - taken)
             carried, first_row = count_up("copy", job.carried_bytes, self.progress), 0
             for number, file in enumerate(files):
                 with _file_of(output, file.path.name) as new:
@@ -145,7 +145,7 @@ class SampleRun:
             for file_job in files:
                 with opened(file_job.path) as file:
                     written.append(file_job.with_order(file[f"{GROUP}/source_index"][()]))
-        return written, Filled(failures=left_out(job, np.concatenate([file_job.order for file_job in written])))
+        return written, Filled(failures=find_skipped(job, np.concatenate([file_job.order for file_job in written])))
 
     def _notify(self, line: str) -> None:
         if self.notify is not None:
@@ -188,7 +188,9 @@ class _TaskLog:
         num_samples = sum(len(job.order) for job in jobs)
         self._written = count_up("convert", num_samples, progress)
         self._written(0)
-        self._claims: list[dict[int, Done]] = [{} for _ in jobs]  # recorded tasks of each file, by their first chunks
+        self._claims: list[dict[int, TaskResult]] = [
+            {} for _ in jobs
+        ]  # recorded tasks of each file, by their first chunks
         self._num_rewritten = 0  # samples
         for record in journal.records:
             if isinstance(record, list) and record and record[0] in range(len(jobs)):
@@ -201,7 +203,7 @@ class _TaskLog:
             written = sum(self._samples(i, done) for i, claims in enumerate(self._claims) for done in claims.values())
             notify(f"continuing: {written:,} of {count_text(num_samples, 'sample')} are already written")
 
-    def _samples(self, number: int, done: Done) -> int:
+    def _samples(self, number: int, done: TaskResult) -> int:
         """Return the number of samples in the chunks of a task of file ``number``."""
         num_samples, size = len(self._jobs[number].order), self._jobs[number].layout.chunk_samples
         return max(0, min(done.chunks.stop * size, num_samples) - done.chunks.start * size)
@@ -209,7 +211,7 @@ class _TaskLog:
     def write(self, new: NewFile, number: int, carried: Callable[[int], None]) -> tuple[SampleJob, Filled]:
         """Write file ``number``, except chunks that the journal records and that are unchanged; see `write_samples`."""
 
-        def finished(done: Done) -> None:
+        def finished(done: TaskResult) -> None:
             if done.chunks.start in self._claims[number]:
                 self._num_rewritten += self._samples(number, done)
             self._journal.add([number, *done.record()])

@@ -42,13 +42,15 @@ DTYPE_KINDS = "iufS"  # NumPy's codes of the dtypes that a field may have: integ
 KEY_FACTS = {"h5chunk": h5chunk.__version__, "journal": 2}  # part of the key of every journal
 
 
-def open_context(how: ReadOptions, progress: Progress | None) -> OpenContext:
+def open_context(options: ReadOptions, progress: Progress | None) -> OpenContext:
     """Return the context for opening a source of samples."""
     report = progress or (lambda stage, done, total: None)
-    return OpenContext(skips_bad_samples=how.on_error == "skip", report_found=lambda count: report("list", count, None))
+    return OpenContext(
+        skips_bad_samples=options.on_error == "skip", report_found=lambda count: report("list", count, None)
+    )
 
 
-def prepare(source: SampleSource, path: Path, how: SampleOptions) -> SampleJob:
+def prepare(source: SampleSource, path: Path, options: SampleOptions) -> SampleJob:
     """Choose the layout and the order of a new file. Raises SourceError if a file cannot hold the source's fields."""
     check_fields(source)
     largest = max(field.sample_bytes for field in source.fields.values())
@@ -57,13 +59,13 @@ def prepare(source: SampleSource, path: Path, how: SampleOptions) -> SampleJob:
     return SampleJob(
         path=path,
         source=source,
-        order=permutation(len(source), how.seed) if how.shuffle else np.arange(len(source), dtype=np.int64),
-        layout=plan_layout(len(source), largest, how.chunk_samples),
-        options={**fields, **source.options, "seed": how.seed, "shuffle": how.shuffle, **how.recorded()},
+        order=permutation(len(source), options.seed) if options.shuffle else np.arange(len(source), dtype=np.int64),
+        layout=plan_layout(len(source), largest, options.chunk_samples),
+        options={**fields, **source.options, "seed": options.seed, "shuffle": options.shuffle, **options.recorded()},
         columns=source.columns,
         categories=source.categories,
-        num_workers=available_cores() if how.workers is None else how.workers,
-        skip=how.on_error == "skip",
+        num_workers=available_cores() if options.workers is None else options.workers,
+        skip=options.on_error == "skip",
     )
 
 
@@ -108,33 +110,33 @@ def estimate_s(job: SampleJob) -> float:
 # ---- the shards of a folder
 
 
-def split_job(job: SampleJob, how: SampleOptions) -> list[SampleJob]:
+def split_job(job: SampleJob, write_options: SampleOptions) -> list[SampleJob]:
     """Divide a job into one job per output file; return an empty list if the output is a single file.
 
     Shards get equal numbers of whole chunks if possible; chunks become smaller if no chunk size was requested. Raises
     OptionError if there are fewer chunks than shards, or if a chunk exceeds ``shard_bytes``.
     """
-    if not how.is_sharded:
+    if not write_options.is_sharded:
         return []
-    if how.split_files:
+    if write_options.split_files:
         return _files_of_splits(job)
-    layout, shards = job.layout, how.shards
-    if shards is not None and how.chunk_samples is None and layout.num_chunks < shards <= layout.num_samples:
+    layout, shards = job.layout, write_options.shards
+    if shards is not None and write_options.chunk_samples is None and layout.num_chunks < shards <= layout.num_samples:
         smaller = plan_layout(layout.num_samples, layout.sample_bytes, layout.num_samples // shards)
         samples = count_text(smaller.chunk_samples, "sample")
         layout = replace(smaller, reasons=(f"{samples} per chunk, so that each shard has a chunk",))
-    if how.shard_bytes is not None:
-        shards = _num_shards(job, layout, how.shard_bytes)
+    if write_options.shard_bytes is not None:
+        shards = _num_shards(job, layout, write_options.shard_bytes)
     assert shards is not None
     if layout.num_chunks < shards:
         raise OptionError(
             f"shards is {shards} for {count_text(layout.num_chunks, 'chunk')} of "
             f"{count_text(layout.chunk_samples, 'sample')}: give fewer shards, or fewer samples per chunk"
         )
-    least, more = divmod(layout.num_chunks, shards)
+    size, more = divmod(layout.num_chunks, shards)
     jobs, first = [], 0
     for number in range(shards):
-        last = min(first + (least + (number < more)) * layout.chunk_samples, layout.num_samples)
+        last = min(first + (size + (number < more)) * layout.chunk_samples, layout.num_samples)
         name = shard_name(job.path.name.removesuffix(".h5"), number, shards)
         options = {**job.options, "shard": number, "shards": shards}
         shard = replace(job, path=job.path / name, layout=layout, options=options)
@@ -156,8 +158,8 @@ def _files_of_splits(job: SampleJob) -> list[SampleJob]:
         name = as_text(split) if isinstance(split, bytes) else str(split)
         name = job.categories[SPLIT][int(split)] if SPLIT in job.categories else name
         if not SPLIT_NAME.fullmatch(name) or len(jobs) == MAX_SPLITS:
-            what = "a value that cannot name a file" if len(jobs) < MAX_SPLITS else f"more than {MAX_SPLITS} values"
-            raise OptionError(f"split_files is given, but the field 'split' has {what}, such as {printable(name)}")
+            problem = "a value that cannot name a file" if len(jobs) < MAX_SPLITS else f"more than {MAX_SPLITS} values"
+            raise OptionError(f"split_files is given, but the field 'split' has {problem}, such as {printable(name)}")
         of_split = replace(job, path=job.path / f"{name}.h5")
         jobs.append(of_split.with_order(job.order[splits[job.order] == split]))
     return jobs
@@ -237,7 +239,7 @@ def is_complete(job: SampleJob, num_files: int) -> bool:
     return command is not None and is_made_by(job.path, command)
 
 
-def left_out(job: SampleJob, kept: np.ndarray) -> list[Failure]:
+def find_skipped(job: SampleJob, kept: np.ndarray) -> list[Failure]:
     """Return the samples of the job whose numbers are not in ``kept``, with the reasons, by reading them again."""
     failures = []
     out = job.sample_buffers()

@@ -23,7 +23,7 @@ from h5chunk.store.hdf5.child import in_child, limited_memory
 from h5chunk.store.hdf5.chunk_table import count_unwritten, partial_chunks_are_plain, unwritten_value
 from h5chunk.store.hdf5.codecs import KNOWN_FILTERS
 from h5chunk.store.hdf5.guard import Guard
-from h5chunk.store.hdf5.open import damages_are, opened
+from h5chunk.store.hdf5.open import errors_as, opened
 from h5chunk.store.read.fields import MATRIX_PARTS, Field, describe_matrix, find_matrix_groups
 from h5chunk.store.read.files import Paths, list_files, open_reader
 from h5chunk.store.read.ragged import (
@@ -34,7 +34,7 @@ from h5chunk.store.read.ragged import (
     read_indptr,
 )
 from h5chunk.tools.info.report import DatasetInfo, FileInfo, FolderInfo, ImagesInfo, MachineInfo, MatrixInfo
-from h5chunk.tools.info.summary import BATCH, training_code, training_fields, usual_fields
+from h5chunk.tools.info.summary import BATCH, default_fields, training_code, training_fields
 from h5chunk.tools.measure.machine import available_bytes, cuda_device, default_cache, library_versions
 from h5chunk.tools.report import python_text, shell_command
 
@@ -87,35 +87,35 @@ def info(
             files.append(_info_file(file, trusted))
         except FileError as error:
             broken[str(file)] = str(error).removeprefix(f"{printable(file)}: ")
-    shown = str(path) if isinstance(path, (str, Path)) else f"{len(files) + len(broken)} files"
-    return FolderInfo(path=shown, num_bytes=num_bytes, files=tuple(files), broken=broken, **_together(path, trusted))
+    name = str(path) if isinstance(path, (str, Path)) else f"{len(files) + len(broken)} files"
+    return FolderInfo(path=name, num_bytes=num_bytes, files=tuple(files), broken=broken, **_describe_set(path, trusted))
 
 
-def _together(path: Paths, trusted: bool) -> dict[str, Any]:
-    """Return the attributes of a `FolderInfo` that describe the files as one data set, or why they do not form one."""
+def _describe_set(path: Paths, trusted: bool) -> dict[str, Any]:
+    """Return the attributes of `FolderInfo` that describe the files as one data set, or its ``mismatch``."""
     try:
         reader = open_reader(path, trusted=trusted)
     except H5ChunkError as error:
-        return {"why_not": str(error)}
+        return {"mismatch": str(error)}
     fields = []
     for name, field in reader.fields.items():
         kind = str(field.dtype) if isinstance(field, Field) else "sparse row of"
         kind = f"{field.form}, of any size" if isinstance(field, ImagesField) else kind
         fields.append(f"{name} ({f'{kind} {shape_text(field.sample_shape)}'.strip()})")
     return {
-        "num_samples": tuple(each.num_samples for each in reader.readers),
+        "num_samples": tuple(single.num_samples for single in reader.readers),
         "fields": tuple(fields),
         "class_names": reader.header.class_names if reader.header else (),
-        "chunk_samples": tuple(each.chunk_samples for each in reader.readers),
+        "chunk_samples": tuple(single.chunk_samples for single in reader.readers),
         "is_shuffled": bool(reader.header and reader.header.shuffled),
     }
 
 
 def _info_file(path: Path, trusted: bool) -> FileInfo:
-    return in_child(lambda _: _look_at_file(path, trusted), lambda: printable(path))
+    return in_child(lambda _: _describe_file(path, trusted), lambda: printable(path))
 
 
-def _look_at_file(path: Path, trusted: bool) -> FileInfo:
+def _describe_file(path: Path, trusted: bool) -> FileInfo:
     with limited_memory(path), opened(path) as file:
         header = read_header(file)
         guard = Guard(path, trusted)
@@ -140,7 +140,7 @@ def _look_at_file(path: Path, trusted: bool) -> FileInfo:
             matrices=matrices,
             images=images,
             refused=[str(error).removeprefix(f"{printable(path)}: ") for error in refused],
-            code=training_code(str(path), fields, usual_fields(file, header), images) if fields else [],
+            code=training_code(str(path), fields, default_fields(file, header), images) if fields else [],
         )
 
 
@@ -153,7 +153,7 @@ def _list_datasets(file: h5py.File, guard: Guard, *, by_h5chunk: bool) -> tuple[
         try:
             if isinstance(item, FieldError):
                 raise item
-            with damages_are(FieldError, f"{name!r} has a type that NumPy does not have"):
+            with errors_as(FieldError, f"{name!r} has a type that NumPy does not have"):
                 if not (by_h5chunk and name == f"{MATRIX}/data"):  # the ones of a pattern are not stored
                     guard.check_field(item, name)
                 found += [item] if item.dtype else []
@@ -213,7 +213,9 @@ def _describe_images(file: h5py.File, path: Path, name: str, header: Header) -> 
     """Describe images of any size. Raises FileError if they are damaged."""
     field = describe_images(file[name], path, name, header.chunk_samples)
     sizes = read_image_sizes(file[name], path, field, read_indptr(file[name], path, field))
-    heights, widths = ((int(each.min()), int(each.max())) for each in (sizes.heights, sizes.widths))
+    heights, widths = (
+        (int(sizes_of_axis.min()), int(sizes_of_axis.max())) for sizes_of_axis in (sizes.heights, sizes.widths)
+    )
     raw_bytes = int((sizes.heights.astype(np.int64) * sizes.widths).sum()) * field.channels
     return ImagesInfo(name, field.form, field.num_rows, field.num_entries, heights, widths, raw_bytes)
 
@@ -243,20 +245,20 @@ def _convert_command(file: h5py.File, path: Path, name: str) -> str:
 
 def _describe_group(group: h5py.Group, path: Path, name: str, command: str) -> MatrixInfo:
     data = group["data"]
-    about = MatrixInfo(name, "", None, None, math.prod(data.shape), str(data.dtype), _stored_bytes(group))
+    matrix = MatrixInfo(name, "", None, None, math.prod(data.shape), str(data.dtype), _stored_bytes(group))
     try:
         field = describe_matrix(group, path, name, None)
     except FileError as error:
         reason = str(error).removeprefix(f"{printable(path)}: {name!r} ").partition(": ")[0]
-        return replace(about, verdict=f"{reason}: {command} converts it" if command else reason)
-    shown = python_text(str(path))
-    shown = shown if name == MATRIX else f"h5chunk.ChunkDataset({shown}, fields=[{python_text(name)}])"
-    verdict = f"its rows can be read as samples: h5chunk.ChunkLoader({shown}, {BATCH})"
+        return replace(matrix, verdict=f"{reason}: {command} converts it" if command else reason)
+    source = python_text(str(path))
+    source = source if name == MATRIX else f"h5chunk.ChunkDataset({source}, fields=[{python_text(name)}])"
+    verdict = f"its rows can be read as samples: h5chunk.ChunkLoader({source}, {BATCH})"
     if data.dtype.itemsize > 4:
         verdict += f", as float32; transforms=[Dense(torch.float64)] keeps all digits of {data.dtype}"
     if command:
         verdict += f"; {command} makes a shuffled file, which is smaller if values are counts"
-    return replace(about, kind=CSR, num_rows=field.num_rows, num_columns=field.num_columns, verdict=verdict)
+    return replace(matrix, kind=CSR, num_rows=field.num_rows, num_columns=field.num_columns, verdict=verdict)
 
 
 def _describe_matrix(file: h5py.File) -> MatrixInfo | None:
@@ -265,7 +267,7 @@ def _describe_matrix(file: h5py.File) -> MatrixInfo | None:
     if matrix is None:
         return None
     item = file[MATRIX]
-    about = MatrixInfo(
+    info = MatrixInfo(
         MATRIX,
         matrix.kind,
         matrix.num_rows,
@@ -277,7 +279,7 @@ def _describe_matrix(file: h5py.File) -> MatrixInfo | None:
         pattern=matrix.pattern,
     )
     if matrix.num_entries is None:
-        return about
+        return info
     sizes = np.diff(item["indptr"][()])
     if (sizes < 0).any():
         raise FileError(f"{printable(file.filename)}: damaged: the row starts in {MATRIX}/indptr decrease")
@@ -287,7 +289,7 @@ def _describe_matrix(file: h5py.File) -> MatrixInfo | None:
         lows, highs = zip(*((float(part.min()), float(part.max())) for part in parts), strict=True)
         value_range = min(lows) / matrix.scale, max(highs) / matrix.scale
     return replace(
-        about,
+        info,
         density=matrix.num_entries / (matrix.num_rows * matrix.num_columns),
         median_row_entries=float(np.median(sizes)),
         max_row_entries=int(sizes.max()),

@@ -87,8 +87,10 @@ class MatrixInfo(Report):
         shape = f"{self.num_rows:,} x {self.num_columns:,}, " if self.num_rows is not None else ""
         size = human_bytes(self.stored_bytes)
         if self.verdict:
-            about = f"sparse matrix {self.name!r}: {shape}{self.num_entries:,} entries, values {self.dtype}, {size}"
-            return [about, f"    {self.verdict}"]
+            description = (
+                f"sparse matrix {self.name!r}: {shape}{self.num_entries:,} entries, values {self.dtype}, {size}"
+            )
+            return [description, f"    {self.verdict}"]
         values = values_text(self.dtype, self.scale)
         if self.num_entries is None:
             return [f"matrix {shape}dense rows, values {values}, {size}"]
@@ -158,13 +160,15 @@ class FileInfo(Report):
         ]
         lines += [f"  {line}" for images in self.images for line in images.lines()]
         listed = (
-            [line for each in self.datasets for line in each.lines()] if self.show_all else summarise(self.datasets)
+            [line for dataset in self.datasets for line in dataset.lines()]
+            if self.show_all
+            else summarise(self.datasets)
         )
         lines += [f"  {line}" for line in listed]
-        shown = self.refused if self.show_all else self.refused[:SHOWN_REFUSED]
-        lines += [f"  not looked at: {reason}" for reason in shown]
-        if len(shown) < len(self.refused):
-            lines.append(f"  {len(self.refused) - len(shown):,} more not looked at (--all)")
+        refused = self.refused if self.show_all else self.refused[:SHOWN_REFUSED]
+        lines += [f"  not looked at: {reason}" for reason in refused]
+        if len(refused) < len(self.refused):
+            lines.append(f"  {len(self.refused) - len(refused):,} more not looked at (--all)")
         lines += [f"  {line}" for line in self._advice()]
         if not self.datasets and not self.refused:
             lines.append("  no datasets")
@@ -173,16 +177,16 @@ class FileInfo(Report):
     def _advice(self) -> list[str]:
         """Return advice on badly chunked datasets."""
         lines = []
-        fields = [each for each in self.datasets if each.can_train]
-        worst = max(fields, key=lambda each: each.amplification, default=None)
+        fields = [dataset for dataset in self.datasets if dataset.can_train]
+        worst = max(fields, key=lambda dataset: dataset.amplification, default=None)
         if self.header is None and worst is not None and worst.amplification > NOTABLE:
             lines.append(
                 f"plain h5py reads up to {worst.amplification:,.0f} x the bytes of a random sample of {worst.name}; "
                 "h5chunk's loaders read each chunk once"
             )
-        cut = [each for each in fields if each.is_cut]
+        cut = [dataset for dataset in fields if dataset.is_cut]
         if cut and not self.refused:
-            largest = max(cut, key=lambda each: each.stored_bytes)
+            largest = max(cut, key=lambda dataset: dataset.stored_bytes)
             command = shell_command(["h5chunk", "repack", self.path, "NEW.h5", "--fields", largest.name])
             lines.append(f"{command} gives it, and all fields of its length, chunks of whole samples")
         return lines
@@ -201,7 +205,7 @@ class FolderInfo(Report):
     class_names: tuple[str, ...] = ()
     chunk_samples: tuple[int, ...] = ()  # samples per chunk in each file
     is_shuffled: bool = False  # whether the samples of all files were shuffled together when they were written
-    why_not: str = ""  # why the files do not form one data set; empty if they do
+    mismatch: str = ""  # why the files do not form one data set; empty if they do
 
     def facts(self) -> dict[str, Any]:
         """Return the values of the report by name, with the number of samples in all files."""
@@ -210,8 +214,8 @@ class FolderInfo(Report):
     def lines(self) -> list[str]:
         files = count_text(len(self.files) + len(self.broken), "file")
         lines = [f"{self.path}: {files}, {human_bytes(self.num_bytes)}"]
-        if self.why_not:
-            lines.append(f"  not one data set: {self.why_not}")
+        if self.mismatch:
+            lines.append(f"  not one data set: {self.mismatch}")
         else:
             order = "shuffled as one" if self.is_shuffled else "not shuffled as one: use large window_chunks"
             sizes = Counter(self.chunk_samples).most_common()

@@ -14,9 +14,9 @@ from h5chunk.tools.report import list_some, python_text
 if TYPE_CHECKING:
     from h5chunk.tools.info.report import DatasetInfo, ImagesInfo, MatrixInfo
 
-ALIKE = 3  # so many datasets whose names differ only in numbers share a line
-MOST_LINES = 12  # lines on datasets that suit training; half as many on datasets that do not
-MOST_FIELDS = 8  # fields in a line of Python
+MIN_SIMILAR = 3  # so many datasets whose names differ only in numbers share a line
+MAX_LINES = 12  # lines on datasets that suit training; half as many on datasets that do not
+MAX_FIELDS = 8  # fields in a line of Python
 NO_TENSORS = ("|S", "float128", "longdouble", ">f16")  # types that torch does not have
 BATCH = 256
 RESIZING = "from h5chunk.transforms import RandomResizedCrop"
@@ -33,15 +33,15 @@ def training_fields(
     The first is the main field that the header names, ``images``, ``X``, or the largest dataset. Further fields are as
     long: those that the header names, ``labels``, or datasets in the same group or above it.
     """
-    numeric = {each.name: each for each in datasets if each.can_train and not each.dtype.startswith(NO_TENSORS)}
-    rows = {each.name: each.num_rows for each in matrices if each.num_rows}
-    rows |= {each.name: each.num_images for each in images}
-    lengths = {name: each.shape[0] for name, each in numeric.items()} | rows
+    numeric = {item.name: item for item in datasets if item.can_train and not item.dtype.startswith(NO_TENSORS)}
+    rows = {item.name: item.num_rows for item in matrices if item.num_rows}
+    rows |= {item.name: item.num_images for item in images}
+    lengths = {name: item.shape[0] for name, item in numeric.items()} | rows
     usual = [name for name in (header.fields if header else ()) if name in lengths]
     main = next((name for name in (*usual, "images", "X") if name in lengths), None)
     if main is None:
-        sizes = {name: each.stored_bytes for name, each in numeric.items()}
-        sizes |= {each.name: each.stored_bytes for each in matrices if each.num_rows}
+        sizes = {name: item.stored_bytes for name, item in numeric.items()}
+        sizes |= {item.name: item.stored_bytes for item in matrices if item.num_rows}
         main = max(sizes, key=lambda name: sizes[name], default=None)
     if main is None:
         return []
@@ -49,7 +49,7 @@ def training_fields(
     if not usual and main not in ("images", "X"):
         others = [name for name in numeric if f"{_folder(main)}/".startswith(f"{_folder(name)}/".lstrip("/"))]
     others = [name for name in dict.fromkeys(others) if name != main and lengths.get(name) == lengths[main]]
-    return [main, *others][: max(MOST_FIELDS, len(usual))]
+    return [main, *others][: max(MAX_FIELDS, len(usual))]
 
 
 def _folder(name: str) -> str:
@@ -60,17 +60,17 @@ def training_code(
     path: str, fields: Sequence[str], usual: Sequence[str], images: Sequence[ImagesInfo] = ()
 ) -> list[str]:
     """Return lines of Python that make a loader of these fields; ``usual`` fields need not be named."""
-    shown, how, imports = python_text(path), "", ["import h5chunk"]
-    if any(each.name == fields[0] for each in images):
-        how, imports = ", transforms=[RandomResizedCrop(224)]", [*imports, RESIZING]
+    argument, transforms, imports = python_text(path), "", ["import h5chunk"]
+    if any(item.name == fields[0] for item in images):
+        transforms, imports = ", transforms=[RandomResizedCrop(224)]", [*imports, RESIZING]
     if list(fields) == list(usual):
-        return [*imports, f"loader = h5chunk.ChunkLoader({shown}, {BATCH}{how})"]
+        return [*imports, f"loader = h5chunk.ChunkLoader({argument}, {BATCH}{transforms})"]
     names = ", ".join(map(python_text, fields))
-    data = f"data = h5chunk.ChunkDataset({shown}, fields=[{names}])"
-    return [*imports, data, f"loader = h5chunk.ChunkLoader(data, {BATCH}{how})"]
+    data = f"data = h5chunk.ChunkDataset({argument}, fields=[{names}])"
+    return [*imports, data, f"loader = h5chunk.ChunkLoader(data, {BATCH}{transforms})"]
 
 
-def usual_fields(names: Iterable[str], header: Header | None) -> list[str]:
+def default_fields(names: Iterable[str], header: Header | None) -> list[str]:
     """Return the fields that readers choose by default in a file with these members; empty if they must be named."""
     members = set(names)
     recorded = [name for name in (header.fields if header else ()) if name in members]
@@ -80,41 +80,41 @@ def usual_fields(names: Iterable[str], header: Header | None) -> list[str]:
 
 def summarise(datasets: Sequence[DatasetInfo]) -> list[str]:
     """Return lines on the datasets that suit training, the largest first, then on the others, grouped by reason."""
-    groups = _grouped([each for each in datasets if each.can_train])
-    lines = [_alike_line(alike) for alike in groups[:MOST_LINES]]
-    hidden = sum(len(alike) for alike in groups[MOST_LINES:])
+    groups = _grouped([dataset for dataset in datasets if dataset.can_train])
+    lines = [_group_line(group) for group in groups[:MAX_LINES]]
+    hidden = sum(len(group) for group in groups[MAX_LINES:])
     others: dict[str, list[str]] = {}
-    for each in datasets:
-        if not each.can_train:
-            others.setdefault(each.verdict, []).append(each.name)
-    for why, names in list(others.items())[: MOST_LINES // 2]:
+    for dataset in datasets:
+        if not dataset.can_train:
+            others.setdefault(dataset.verdict, []).append(dataset.name)
+    for why, names in list(others.items())[: MAX_LINES // 2]:
         lines.append(f"not for training, {why}: {list_some(names) if len(names) > 1 else names[0]}")
-    hidden += sum(map(len, list(others.values())[MOST_LINES // 2 :]))
+    hidden += sum(map(len, list(others.values())[MAX_LINES // 2 :]))
     return [*lines, f"{count_text(hidden, 'more dataset')} (--all)"] if hidden else lines
 
 
 def _grouped(datasets: Sequence[DatasetInfo]) -> list[list[DatasetInfo]]:
     """Group datasets with equal samples whose names differ only in numbers; the largest group comes first."""
-    found: dict[tuple[object, ...], list[DatasetInfo]] = {}
-    for each in datasets:
-        pattern = re.sub(r"\d+", "*", each.name)
-        found.setdefault((pattern, each.dtype, each.shape[1:], each.is_cut), []).append(each)
+    by_pattern: dict[tuple[object, ...], list[DatasetInfo]] = {}
+    for dataset in datasets:
+        pattern = re.sub(r"\d+", "*", dataset.name)
+        by_pattern.setdefault((pattern, dataset.dtype, dataset.shape[1:], dataset.is_cut), []).append(dataset)
     groups = []
-    for alike in found.values():
-        groups += [alike] if len(alike) >= ALIKE else [[each] for each in alike]
-    return sorted(groups, key=lambda alike: -sum(each.stored_bytes for each in alike))
+    for group in by_pattern.values():
+        groups += [group] if len(group) >= MIN_SIMILAR else [[dataset] for dataset in group]
+    return sorted(groups, key=lambda group: -sum(dataset.stored_bytes for dataset in group))
 
 
-def _alike_line(alike: Sequence[DatasetInfo]) -> str:
+def _group_line(group: Sequence[DatasetInfo]) -> str:
     """Describe a dataset, or several similar ones, in one line."""
-    first, counts = alike[0], sorted(each.shape[0] for each in alike)
+    first, counts = group[0], sorted(dataset.shape[0] for dataset in group)
     samples = count_text(counts[0], "sample") if counts[0] == counts[-1] else f"{counts[0]:,} to {counts[-1]:,} samples"
     shape = f" of {shape_text(first.shape[1:])}" if first.shape[1:] else ""
     name = first.name
-    if len(alike) > 1:
-        name = f"{first.name} to {alike[-1].name} ({len(alike):,} alike)"
+    if len(group) > 1:
+        name = f"{first.name} to {group[-1].name} ({len(group):,} alike)"
         samples = f"{samples} each"
-    size = human_bytes(sum(each.stored_bytes for each in alike))
+    size = human_bytes(sum(dataset.stored_bytes for dataset in group))
     filters = f", {'+'.join(first.filters)}" if first.filters else ""
     cut = f"; a sample is cut into {first.chunks_per_sample:,} chunks" if first.is_cut else ""
     return f"{name}  {first.dtype}, {samples}{shape}, {size}{filters}{cut}"

@@ -60,26 +60,26 @@ class BatchRate:
         """Take batches until all memory for reading ahead was used, for at most about ``seconds``."""
         self._take(seconds, 2 * self._read_ahead)
 
-    def rate(self, seconds: float, lead_s: float, most_s: float = 0.0) -> float:
+    def rate(self, seconds: float, lead_s: float, max_s: float = 0.0) -> float:
         """Measure samples/s over about ``seconds``, and at least one batch.
 
         Samples that were read ahead are taken first, for at most ``lead_s`` seconds. As all batches of a window become
-        ready at once, whole rounds of windows are measured, unless that takes more than ``most_s`` seconds.
+        ready at once, whole rounds of windows are measured, unless that takes more than ``max_s`` seconds.
         """
         self._take(lead_s, self._read_ahead)
         self._synchronize()
         started = time.perf_counter()
-        num_samples = self._take(seconds, most_s=most_s)
+        num_samples = self._take(seconds, max_s=max_s)
         self._synchronize()
         return num_samples / max(1e-9, time.perf_counter() - started)
 
-    def _take(self, seconds: float, most: int | None = None, most_s: float = 0.0) -> int:
+    def _take(self, seconds: float, max_samples: int | None = None, max_s: float = 0.0) -> int:
         started, num_samples, num_batches = time.perf_counter(), 0, 0
         while True:
             num_samples, num_batches = num_samples + len(next(self._batches)[0]), num_batches + 1
             taken_s = time.perf_counter() - started
-            is_round = num_batches % self._round == 0 or taken_s >= most_s
-            if (taken_s >= seconds and is_round) or (most is not None and num_samples >= most):
+            is_round = num_batches % self._round == 0 or taken_s >= max_s
+            if (taken_s >= seconds and is_round) or (max_samples is not None and num_samples >= max_samples):
                 return num_samples
 
     def _synchronize(self) -> None:
@@ -92,7 +92,7 @@ class BatchRate:
         self._close()
 
 
-def settle() -> None:
+def wait_for_readers() -> None:
     """Wait until reader threads are idle, so that they do not disturb the next measurement."""
     until = time.perf_counter() + SETTLE_S
     while time.perf_counter() < until:

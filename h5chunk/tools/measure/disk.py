@@ -50,27 +50,27 @@ Columns = tuple[np.ndarray, np.ndarray, np.ndarray]
 def merge(ranges: Ranges) -> Ranges:
     """Join adjacent ranges, and cut the result into pieces of at most READ_BYTES."""
     merged: list[ByteRange] = []
-    for each in sorted(ranges):
+    for range_ in sorted(ranges):
         last = merged[-1] if merged else None
-        if last is not None and (last.file, last.offset + last.size) == (each.file, each.offset):
-            merged[-1] = last._replace(size=last.size + each.size)
+        if last is not None and (last.file, last.offset + last.size) == (range_.file, range_.offset):
+            merged[-1] = last._replace(size=last.size + range_.size)
         else:
-            merged.append(each)
+            merged.append(range_)
     return cut(merged)
 
 
 def cut(ranges: Ranges) -> Ranges:
     """Cut ranges into pieces of at most READ_BYTES."""
     return [
-        ByteRange(each.file, each.offset + start, min(READ_BYTES, each.size - start))
-        for each in ranges
-        for start in range(0, each.size, READ_BYTES)
+        ByteRange(range_.file, range_.offset + start, min(READ_BYTES, range_.size - start))
+        for range_ in ranges
+        for start in range(0, range_.size, READ_BYTES)
     ]
 
 
 def large(ranges: Ranges) -> Ranges:
     """Leave out ranges smaller than a page, unless all are."""
-    return [each for each in ranges if each.size >= mmap.PAGESIZE] or ranges
+    return [range_ for range_ in ranges if range_.size >= mmap.PAGESIZE] or ranges
 
 
 def locate(reader: H5Reader) -> list[ByteRange]:
@@ -101,7 +101,7 @@ def locate(reader: H5Reader) -> list[ByteRange]:
 def _locate_ragged(file: h5py.File, field: RaggedField, indptr: np.ndarray) -> list[Columns]:
     """Return offsets, sizes and first samples of the chunks of each list of entries."""
     found = []
-    for part in field.lists if field.num_entries else ():
+    for part in field.entry_datasets if field.num_entries else ():
         offsets, sizes, entries = _locate_field(file, field.name, file[f"{field.dataset}/{part}"], READ_BYTES)
         found.append((offsets, sizes, np.searchsorted(indptr, entries, "right") - 1))
     return found
@@ -134,7 +134,7 @@ class FileReads:
     """Read the chunks of a reader's files in threads, into reused memory. Raise NotMeasured as `locate` does."""
 
     def __init__(self, reader: H5Reader) -> None:
-        self._paths = [each.path for each in reader.readers]
+        self._paths = [single.path for single in reader.readers]
         self.num_samples = reader.num_samples
         with ExitStack() as closing:
             self._descriptors: list[int] = []
@@ -143,7 +143,7 @@ class FileReads:
                 closing.callback(os.close, self._descriptors[-1])
             self.stored = locate(reader)
             self.close = closing.pop_all().close
-        self.num_bytes = sum(each.size for each in self.stored)
+        self.num_bytes = sum(single.size for single in self.stored)
         self._buffers: list[np.ndarray] = []
         self.num_read = 0  # number of ranges that the last call of `rate` read
 
@@ -167,7 +167,7 @@ class FileReads:
 
     def head(self, num_samples: int) -> Ranges:
         """Return the chunks that hold the first samples."""
-        return [each for each in self.stored if each.first_sample < num_samples]
+        return [range_ for range_ in self.stored if range_.first_sample < num_samples]
 
     def fill_page_cache(self, num_threads: int, seconds: float, memory_bytes: int) -> tuple[int, bool]:
         """Read the first chunks into the page cache, as many as memory and time allow.
@@ -175,7 +175,7 @@ class FileReads:
         Return the number of samples in the page cache, at least one, and whether there was time for all chunks that fit
         in memory.
         """
-        fitting = bisect.bisect_right(list(itertools.accumulate(each.size for each in self.stored)), memory_bytes)
+        fitting = bisect.bisect_right(list(itertools.accumulate(range_.size for range_ in self.stored)), memory_bytes)
         done = 0
         if fitting:
             self.rate(self.stored[:fitting], num_threads, seconds, again=False)
@@ -183,20 +183,20 @@ class FileReads:
         samples = self.num_samples if done == len(self.stored) else self.stored[done].first_sample
         return max(1, samples), done == fitting
 
-    def read(self, wanted: ByteRange, buffer: np.ndarray) -> None:
+    def read(self, range_: ByteRange, buffer: np.ndarray) -> None:
         """Read a range into a buffer. Raise FileError if it cannot be read, or the file ends too early."""
-        path = self._paths[wanted.file]
-        read_bytes(self._descriptors[wanted.file], wanted.offset, buffer[: wanted.size].data, lambda _: printable(path))
+        path = self._paths[range_.file]
+        read_bytes(self._descriptors[range_.file], range_.offset, buffer[: range_.size].data, lambda _: printable(path))
 
     def drop(self, ranges: Ranges) -> None:
-        """Drop ranges, or if necessary whole files, from the page cache. Raise NotMeasured if they stay there."""
+        """Drop ranges, or if necessary whole files, from the page cache. Raise NotMeasured if they remain cached."""
         if not hasattr(os, "posix_fadvise"):
             raise NotMeasured("this system cannot drop a file from the page cache")
         page = mmap.PAGESIZE
-        for each in ranges:
-            start = each.offset // page * page
-            length = -(-(each.offset + each.size) // page) * page - start
-            os.posix_fadvise(self._descriptors[each.file], start, length, _DONTNEED)
+        for range_ in ranges:
+            start = range_.offset // page * page
+            length = -(-(range_.offset + range_.size) // page) * page - start
+            os.posix_fadvise(self._descriptors[range_.file], start, length, _DONTNEED)
         if self.cached_share(ranges) > STILL_CACHED:
             for descriptor in self._descriptors:
                 os.posix_fadvise(descriptor, 0, 0, _DONTNEED)
@@ -230,10 +230,10 @@ class FileReads:
 def disk_rates(reads: FileReads, seconds: float) -> Iterator[float]:
     """Yield bytes/s of reading chunks from the disk in shuffled order, each time over about ``seconds``.
 
-    Chunks are dropped from the page cache before they are read. Raise NotMeasured if they stay there.
+    Chunks are dropped from the page cache before they are read. Raise NotMeasured if they remain cached.
     """
     chunks = large(reads.stored)
-    shuffled = itertools.cycle([chunks[place] for place in np.random.default_rng(0).permutation(len(chunks))])
+    shuffled = itertools.cycle([chunks[index] for index in np.random.default_rng(0).permutation(len(chunks))])
     while True:
         moved = taken = 0.0
         while taken < seconds:

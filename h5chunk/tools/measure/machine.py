@@ -63,8 +63,8 @@ def memory_copy(piece_bytes: int, num_threads: int, memory_bytes: int) -> Callab
     target, numbers = np.ones_like(source), itertools.count()
 
     def copy(_thread: int) -> int:
-        place = next(numbers) % len(source)
-        np.copyto(target[place], source[place])
+        index = next(numbers) % len(source)
+        np.copyto(target[index], source[index])
         return piece
 
     return partial(threads_rate, copy)

@@ -147,7 +147,7 @@ def measure_stages(
             f"the data is small ({human_bytes(measured_bytes)}): its rates depend on the time of calls and on the "
             "processor's caches more than on memory"
         )
-    limits = {each.name: each.median / each.bytes_per_sample for each in stages if each.group == LIMITS and each.rates}
+    limits = {item.name: item.median / item.bytes_per_sample for item in stages if item.group == LIMITS and item.rates}
     return [stage.figure(limits) for stage in stages], notes, stored_bytes
 
 
@@ -175,7 +175,7 @@ def _disk_stage(subject: Subject, stage: Stage, reads: FileReads) -> Stage:
 
 
 def _fill_page_cache(subject: Subject, reads: FileReads) -> list[str]:
-    """Read the measured samples into the page cache, as far as memory and time allow; return notes."""
+    """Read as many of the measured samples into the page cache as memory and time allow; return notes."""
     seconds = WARM_SHARE * subject.budget.seconds
     samples, all_that_fit = reads.fill_page_cache(subject.num_cores, seconds, subject.memory_bytes // 2)
     subject.budget.report()
@@ -203,7 +203,7 @@ def _batch_stages(subject: Subject, workers: Sequence[int], not_direct: str, cop
     """Open all loaders, and return their stages. DataLoaders come first, so that workers fork without threads."""
     cached, loader = subject.limits, partial(_open, subject)
     loaders = [loader(DATALOADER, count_text(n, "worker"), cached, num_workers=n) for n in workers]
-    text = next((name for name, each in subject.reader.fields.items() if each.dtype.kind == "S"), None)
+    text = next((name for name, field_ in subject.reader.fields.items() if field_.dtype.kind == "S"), None)
     why = f"field {text!r} holds strings, which only ChunkDataset reads" if text is not None else ""
     bound = (*cached, TO_DEVICE) if subject.on_gpu else cached
     direct = loader(READERS, "direct", cached, why or not_direct, device="cpu", reader="direct", reuse=True)
@@ -220,13 +220,13 @@ def _batch_stages(subject: Subject, workers: Sequence[int], not_direct: str, cop
     return [direct, h5py, *loaders, plain, reuse, resident]
 
 
-def _open(subject: Subject, group: str, name: str, limits: tuple[str, ...], why_not: str = "", **options: Any) -> Stage:
-    """Open a loader, and return its stage; if there is a reason ``why_not``, return a stage without a rate."""
-    from h5chunk.tools.measure.batches import first_samples, open_dataset, open_loader, settle
+def _open(subject: Subject, group: str, name: str, limits: tuple[str, ...], reason: str = "", **options: Any) -> Stage:
+    """Open a loader, and return its stage; with a ``reason`` why it cannot be measured, the stage has no rate."""
+    from h5chunk.tools.measure.batches import first_samples, open_dataset, open_loader, wait_for_readers
     from h5chunk.tools.measure.images import open_data
 
-    stage = Stage(group, name, subject.sample_bytes, note=why_not, limits=limits)
-    if why_not:
+    stage = Stage(group, name, subject.sample_bytes, note=reason, limits=limits)
+    if reason:
         return stage
     dataset = open_data(subject.path, subject.fields, subject.reader.trusted)
     order = first_samples(dataset, subject.batch_size, subject.num_samples)
@@ -235,12 +235,12 @@ def _open(subject: Subject, group: str, name: str, limits: tuple[str, ...], why_
     else:
         batches = open_loader(dataset, order, **{"device": subject.device, **options})
     subject.closing.callback(batches.close)
-    settle()
+    wait_for_readers()
     subject.budget.report()
 
     def rate(seconds: float) -> float:
         found = batches.rate(seconds, LEAD_SHARE * seconds) * subject.sample_bytes
-        settle()
+        wait_for_readers()
         return found
 
     return replace(stage, rate=rate)

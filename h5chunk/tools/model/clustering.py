@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from h5chunk.errors import OptionError
 
-LEAST_CHANCE = 1e-6  # clustering that is more probable than this in shuffled data is ignored
+MIN_CHANCE = 1e-6  # clustering that is more probable than this in shuffled data is ignored
 BLOCK_SAMPLES = 1 << 20  # samples processed at a time
 MAX_TABLE = 1 << 24  # group numbers of a smaller range are counted in a table, others are sorted
 
@@ -40,7 +40,7 @@ class Clustering:
 
     num_samples: int
     piece_samples: int
-    alike: float  # fraction of all pairs of samples that share a group
+    same_group: float  # fraction of all pairs of samples that share a group
     correlation: float  # 0 on average in a shuffled file, 1 if all samples of a piece share a group
     chance: float  # upper bound of the probability that a shuffled file is as clustered as this one
 
@@ -75,12 +75,12 @@ def find_clustering(groups: Groups, piece_samples: int) -> Clustering:
     if piece_samples < 1:
         raise OptionError(f"piece_samples is {piece_samples}: give at least 1, such as the samples of a chunk")
     groups, size, piece = integer_groups(groups), len(groups), min(piece_samples, len(groups))
-    found = _alike_in_pieces(groups, piece)
+    num_pairs = _same_group_pairs(groups, piece)
     sizes = _group_sizes(groups)
     pairs = size // piece * math.comb(piece, 2) + math.comb(size % piece, 2)
-    alike = _pairs_and_forks(sizes)[0] / max(1, math.comb(size, 2))
-    correlation = (found / pairs - alike) / (1 - alike) if pairs and alike < 1 else 0.0
-    return Clustering(size, piece, alike, correlation, _chance(sizes, size, piece, found))
+    same_group = _pairs_and_forks(sizes)[0] / max(1, math.comb(size, 2))
+    correlation = (num_pairs / pairs - same_group) / (1 - same_group) if pairs and same_group < 1 else 0.0
+    return Clustering(size, piece, same_group, correlation, _chance(sizes, size, piece, num_pairs))
 
 
 def integer_groups(groups: Groups) -> Groups:
@@ -88,16 +88,18 @@ def integer_groups(groups: Groups) -> Groups:
     return groups if groups.dtype.kind in "iu" else np.unique(groups, return_inverse=True)[1]
 
 
-def _alike_in_pieces(groups: Groups, piece: int) -> int:
+def _same_group_pairs(groups: Groups, piece: int) -> int:
     """Count the pairs of samples that are in the same piece and share a group."""
     found = 0
     for block in _blocks(groups, max(1, BLOCK_SAMPLES // piece) * piece):
         whole = len(block) // piece * piece
-        found += _alike_in_rows(block[:whole].reshape(-1, piece)) + _alike_in_rows(block[whole:].reshape(1, -1))
+        found += _equal_pairs_in_rows(block[:whole].reshape(-1, piece)) + _equal_pairs_in_rows(
+            block[whole:].reshape(1, -1)
+        )
     return found
 
 
-def _alike_in_rows(rows: Groups) -> int:
+def _equal_pairs_in_rows(rows: Groups) -> int:
     """Count the pairs of equal numbers in the rows of an (n, m) array."""
     if not rows.size:
         return 0
@@ -127,7 +129,7 @@ def _blocks(groups: Groups, size: int) -> Iterator[Groups]:
     return (groups[start : start + size] for start in range(0, len(groups), size))
 
 
-def _chance(sizes: list[tuple[int, int]], size: int, piece: int, alike: int) -> float:
+def _chance(sizes: list[tuple[int, int]], size: int, piece: int, num_pairs: int) -> float:
     """Bound the probability that a random order has this many pairs that share a piece and a group.
 
     The mean and variance of the number of pairs over all permutations are exact (Mantel); the bound is Chernoff's for
@@ -143,15 +145,15 @@ def _chance(sizes: list[tuple[int, int]], size: int, piece: int, alike: int) -> 
     # ordered pairs of pairs that have no common sample
     apart, alike_apart = pairs**2 - pairs - forks, alike_pairs**2 - alike_pairs - alike_forks
     square += Fraction(4 * apart * alike_apart, math.perm(size, 4))
-    num_pieces, least = -(-size // piece), 0
+    num_pieces, min_pairs = -(-size // piece), 0
     for members, count in sizes:  # the least number of pairs, if every group is spread evenly over the pieces
-        each, rest = divmod(members, num_pieces)
-        least += count * (num_pieces * math.comb(each, 2) + rest * each)
+        share, rest = divmod(members, num_pieces)
+        min_pairs += count * (num_pieces * math.comb(share, 2) + rest * share)
     variance = square - mean**2
-    if alike <= mean or not variance:
+    if num_pairs <= mean or not variance:
         return 1.0
-    ratio = float((alike - least) / (mean - least))
-    return math.exp(-float((mean - least) ** 2 / variance) * (ratio - 1 - math.log(ratio)))
+    ratio = float((num_pairs - min_pairs) / (mean - min_pairs))
+    return math.exp(-float((mean - min_pairs) ** 2 / variance) * (ratio - 1 - math.log(ratio)))
 
 
 def _pairs_and_forks(sizes: list[tuple[int, int]]) -> tuple[int, int]:

@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from h5chunk.errors import OptionError
 from h5chunk.plan.order import Order, with_full_windows
-from h5chunk.tools.model.clustering import LEAST_CHANCE, Clustering
+from h5chunk.tools.model.clustering import MIN_CHANCE, Clustering
 
 ROUNDING = 1e-9
 
@@ -45,7 +45,7 @@ def effective_batch(clustering: Clustering, order: Order) -> float:
     file would change nothing.
     """
     batch = float(min(order.batch_size, order.num_samples))
-    if clustering.chance >= LEAST_CHANCE:
+    if clustering.chance >= MIN_CHANCE:
         return batch
     deff = design_effect(clustering, order)
     return min(batch, batch / deff) if deff else batch
@@ -59,22 +59,22 @@ def design_effect(clustering: Clustering, order: Order) -> float:
     of other chunks than ``order``, or if ``order`` does not shuffle or has no batch.
     """
     size, batch = order.num_samples, order.batch_size
-    found, wanted = (clustering.num_samples, clustering.piece_samples), (size, min(size, order.chunk_samples))
-    if found != wanted:
+    measured, expected = (clustering.num_samples, clustering.piece_samples), (size, min(size, order.chunk_samples))
+    if measured != expected:
         raise OptionError(
-            f"clustering is of {found[0]} samples in pieces of {found[1]}, but the order has {wanted[0]} samples in "
-            f"chunks of {wanted[1]}: measure it for these"
+            f"clustering is of {measured[0]} samples in pieces of {measured[1]}, but the order has {expected[0]} "
+            f"samples in chunks of {expected[1]}: measure it for these"
         )
     start, stop = _windows(order)
     if batch >= size:
         return 1.0
     pairs = np.maximum(1, (stop - start) * (stop - start - 1))
     together = float(np.average(_pairs_in(start, stop, order.chunk_samples) / pairs, weights=stop - start))
-    alike = together * clustering.correlation
+    excess = together * clustering.correlation
     anywhere = float(_pairs_in(np.array([0]), np.array([size]), order.chunk_samples)[0]) / (size * (size - 1))
     if anywhere < 1:  # samples of two chunks, which are less similar
-        alike -= (1 - together) * clustering.correlation * anywhere / (1 - anywhere)
-    deff = 1 + (batch - 1) * alike * size / (size - batch)
+        excess -= (1 - together) * clustering.correlation * anywhere / (1 - anywhere)
+    deff = 1 + (batch - 1) * excess * size / (size - batch)
     return deff if deff > ROUNDING else 0.0
 
 
@@ -108,7 +108,7 @@ def _windows(order: Order) -> tuple[Integers, Integers]:
         raise OptionError(
             f"{order.num_samples} samples are less than a batch of {order.batch_size}: give a smaller batch_size"
         )
-    num_windows, window_batches = np.array([each[1:] for each in order.rounds()], np.int64).T
+    num_windows, window_batches = np.array([round_[1:] for round_ in order.rounds()], np.int64).T
     samples = np.repeat(window_batches * order.batch_size, num_windows)
     stop = np.cumsum(samples)
     return stop - samples, np.minimum(stop, order.num_samples)

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 STUDENT = (12.7, 4.3, 3.2, 2.8, 2.6, 2.5, 2.4, 2.3, 2.3)  # 95 % of Student's t, with 1 to 9 degrees of freedom
-UNKNOWN = 100.0  # an interval whose upper end is this many times its lower end says nothing
-LEAST_SPREAD = 0.03  # typical difference of two runs of the same loop
+UNKNOWN = 100.0  # an interval reference upper end is this many times its lower end says nothing
+MIN_SPREAD = 0.03  # typical difference of two runs of the same loop
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,17 @@ class Ratio:
         if count == 1:
             return cls(math.exp(middle), 0.0, math.inf)
         student = STUDENT[count - 2] if count - 2 < len(STUDENT) else 1.96 + 2.6 / (count - 1)
-        reach = student * statistics.stdev(logs) * math.sqrt(1 + 1 / count) + LEAST_SPREAD
+        reach = student * statistics.stdev(logs) * math.sqrt(1 + 1 / count) + MIN_SPREAD
         return cls(math.exp(middle), math.exp(middle - reach), math.exp(middle + reach))
 
     def __str__(self) -> str:
         return self.text("")
 
-    def text(self, whose: str) -> str:
-        """Return the ratio and its interval in words; ``whose`` is put after "times", such as " today's rate"."""
+    def text(self, reference: str) -> str:
+        """Return the ratio and its interval in words; ``reference``, such as " today's rate", follows "times"."""
         if self.high > UNKNOWN * self.low:
-            return f"{_times(self.times)} times{whose} (not certain)"
-        return f"{_times(self.times)} times{whose} ({_times(self.low)} to {_times(self.high)})"
+            return f"{_times(self.times)} times{reference} (not certain)"
+        return f"{_times(self.times)} times{reference} ({_times(self.low)} to {_times(self.high)})"
 
 
 def _times(value: float) -> str:

@@ -7,7 +7,7 @@ reader: `ChunkLoader` by byte ranges, or `ChunkDataset` in DataLoader workers th
 >>> facts = DataFacts(grid, sample_bytes=150_536, chunk_samples=8, batch_size=256, window_chunks=9, shuffled=True)
 >>> settings = enumerate_settings(facts, workers=(0, 2))
 >>> len(settings), settings[0]
-(30, Setting(way='loader', chunk_samples=8, window_chunks=9, num_workers=0, repack=False, shuffle=False))
+(30, Setting(reader='loader', chunk_samples=8, window_chunks=9, num_workers=0, repack=False, shuffle=False))
 >>> order_of(settings[0], facts).window_batches
 1
 """
@@ -29,7 +29,7 @@ PAST_CACHE = 8 << 20  # larger chunks bypass HDF5's default cache, which is fast
 FEWEST_CHUNKS = 16  # least number of chunks of a repacked file
 PREFETCH = 2  # batches that a DataLoader's worker prepares
 KEPT = 2  # windows that a loader keeps for reuse
-STAY = 0.97  # a setting without a new file, or a simpler one, is preferred from this share of the best rate on
+STAY = 0.97  # a setting that needs no new file, or is simpler, is preferred if it has this share of the best rate
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class DataFacts:
     window_chunks: int  # window that readers choose by default
     shuffled: bool = False  # whether the header says that the file was shuffled
     direct: bool = True  # whether it can be read by byte ranges
-    given_bytes: int = 0  # bytes of a converted sample, such as a sparse row made dense; 0: not converted
-    fixed: bool = False  # whether the chunks cannot be changed
-    loads: bool = True  # whether `ChunkLoader` supports all fields, of which none has strings
+    converted_bytes: int = 0  # bytes of a converted sample, such as a sparse row made dense; 0: not converted
+    has_fixed_chunks: bool = False  # whether the chunks cannot be changed
+    loader_reads_all: bool = True  # whether `ChunkLoader` supports all fields, of which none has strings
 
     @property
     def num_samples(self) -> int:
@@ -66,7 +66,7 @@ class DataFacts:
 class Setting:
     """One way to feed training from the data."""
 
-    way: str  # "loader": `ChunkLoader`, or "dataset": `ChunkDataset` and `ChunkSampler` in torch's DataLoader
+    reader: str  # "loader": `ChunkLoader`, or "dataset": `ChunkDataset` and `ChunkSampler` in torch's DataLoader
     chunk_samples: int
     window_chunks: int
     num_workers: int = 0  # workers of the DataLoader
@@ -80,7 +80,7 @@ class Setting:
 
     def __str__(self) -> str:
         workers = f"{self.num_workers} worker{'' if self.num_workers == 1 else 's'}"
-        who = "ChunkLoader" if self.way == LOADER else f"DataLoader with {workers}"
+        who = "ChunkLoader" if self.reader == LOADER else f"DataLoader with {workers}"
         rewritten = f", the file rewritten in chunks of {self.chunk_samples:,}" if self.repack else ""
         shuffled = " and shuffled" if self.shuffle else ""
         return f"{who}, windows of {self.window_chunks * self.chunk_samples:,} samples{rewritten}{shuffled}"
@@ -120,7 +120,7 @@ def cut_order(order: Order, num_samples: int) -> Order:
     """Return an order of fewer samples, with fewer windows of the same size, for measuring."""
     if num_samples >= order.num_samples:
         return order
-    batches = max((each.window_batches for each in order.rounds()), default=1)
+    batches = max((round_.window_batches for round_ in order.rounds()), default=1)
     chunks = max(1, batches * order.batch_size // order.chunk_samples)
     return with_full_windows(replace(order, num_samples=num_samples, window_chunks=chunks))
 
@@ -135,13 +135,13 @@ def cache_of(setting: Setting, facts: DataFacts, num_workers: int | None = None)
 def memory_of(setting: Setting, facts: DataFacts) -> int:
     """Return the bytes of memory that a setting takes for windows, batches and chunk caches, without interpreters."""
     order = order_of(setting, facts)
-    batch = facts.batch_samples * (facts.given_bytes or facts.sample_bytes)
-    if setting.way == DATASET:
+    batch = facts.batch_samples * (facts.converted_bytes or facts.sample_bytes)
+    if setting.reader == DATASET:
         cache = cache_of(setting, facts).nbytes
         return max(1, setting.num_workers) * cache + (1 + setting.num_workers * (PREFETCH + 1) + KEPT) * batch
     windows = plan_slots(order, lambda samples: samples * facts.sample_bytes, lambda order: 0)
     cache = 0 if facts.direct or setting.repack else cache_of(setting, facts, 1).nbytes
-    made = (1 + KEPT) * batch if facts.given_bytes else 0
+    made = (1 + KEPT) * batch if facts.converted_bytes else 0
     return (windows.num_slots + KEPT) * windows.window_samples * facts.sample_bytes + made + cache
 
 
@@ -150,13 +150,13 @@ def enumerate_settings(facts: DataFacts, *, workers: Sequence[int], windows: Ite
     found: dict[Setting, None] = {}
     for chunk_samples, repack in ((facts.chunk_samples, False), *((size, True) for size in _other_chunks(facts))):
         grid = grid_of(Setting(LOADER, chunk_samples, 1, repack=repack), facts)
-        wanted = () if repack else (facts.window_chunks, *windows)
-        for window in _window_sizes(replace(facts, grid=grid), chunk_samples, wanted):
+        sizes = () if repack else (facts.window_chunks, *windows)
+        for window in _window_sizes(replace(facts, grid=grid), chunk_samples, sizes):
             base = Setting(LOADER, chunk_samples, window, repack=repack)
-            if facts.loads:
+            if facts.loader_reads_all:
                 found[base] = None
             for number in workers:
-                found[replace(base, way=DATASET, num_workers=number)] = None
+                found[replace(base, reader=DATASET, num_workers=number)] = None
     return list(found)
 
 
@@ -165,24 +165,24 @@ def _other_chunks(facts: DataFacts) -> list[int]:
 
     No chunk is between 2 MiB and HDF5's default cache size: plain h5py would read a whole chunk for each sample.
     """
-    if facts.fixed:
+    if facts.has_fixed_chunks:
         return []
     size = max(1, facts.grid.sample_bytes)
     past = 1 << (PAST_CACHE // size).bit_length()
     chosen = plan_layout(facts.num_samples, size).chunk_samples if size <= MAX_CHUNK_BYTES else 1
-    most = max(1, facts.num_samples // FEWEST_CHUNKS)
-    counts = {chosen} | ({past} if past <= most else set())
-    counts |= {min(most, 1 << max(0, (target // size).bit_length() - 1)) for target in CHUNK_BYTES}
+    max_samples = max(1, facts.num_samples // FEWEST_CHUNKS)
+    counts = {chosen} | ({past} if past <= max_samples else set())
+    counts |= {min(max_samples, 1 << max(0, (target // size).bit_length() - 1)) for target in CHUNK_BYTES}
     if facts.is_good and facts.grid.chunks:
         counts.discard(facts.chunk_samples)
     return sorted(counts)
 
 
-def _window_sizes(facts: DataFacts, chunk_samples: int, wanted: Iterable[int]) -> list[int]:
-    """Return window sizes in chunks: ``wanted``, the default, a quarter and four times of it, and four batches."""
+def _window_sizes(facts: DataFacts, chunk_samples: int, requested: Iterable[int]) -> list[int]:
+    """Return window sizes in chunks: ``requested``, the default, a quarter and four times of it, and four batches."""
     num_chunks = math.ceil(facts.num_samples / chunk_samples)
     default = choose_window_chunks(_band_bytes(facts.grid, chunk_samples), num_chunks)
-    sizes = [*wanted, default, max(1, default // 4), default * 4, math.ceil(4 * facts.batch_size / chunk_samples)]
+    sizes = [*requested, default, max(1, default // 4), default * 4, math.ceil(4 * facts.batch_size / chunk_samples)]
     made: dict[int, int] = {}  # one size for each number of batches per window
     for size in (max(1, min(size, num_chunks)) for size in sizes):
         order = Order(facts.num_samples, chunk_samples, facts.batch_size, size)
@@ -211,13 +211,13 @@ def choose(trials: Iterable[Trial]) -> Trial | None:
     >>> choose([small, large, replace(large, allowed=False, rate=200.0)]).setting.chunk_samples
     1
     """
-    fitting = [(each.rate, each) for each in trials if each.allowed and each.rate is not None]
+    fitting = [(trial.rate, trial) for trial in trials if trial.allowed and trial.rate is not None]
     best = max((rate for rate, _ in fitting), default=0.0)
 
     def effort(pair: tuple[float, Trial]) -> tuple[float, ...]:
-        rate, each = pair
-        setting = each.setting
-        changes = setting.shuffle, setting.repack, setting.way != LOADER, setting.num_workers
-        return *changes, setting.chunk_samples * setting.repack, each.memory_bytes, -rate
+        rate, trial = pair
+        setting = trial.setting
+        changes = setting.shuffle, setting.repack, setting.reader != LOADER, setting.num_workers
+        return *changes, setting.chunk_samples * setting.repack, trial.memory_bytes, -rate
 
     return min((pair for pair in fitting if pair[0] >= STAY * best), key=effort, default=(0.0, None))[1]

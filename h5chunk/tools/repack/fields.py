@@ -91,13 +91,13 @@ def find_samples(
     file: h5py.File, survey: Survey, header: Header | None, options: RepackOptions, part_bytes: int
 ) -> Samples:
     """Find the fields, and plan their chunks."""
-    shown = printable(file.filename)
+    label = printable(file.filename)
     beside = f"{GROUP}/".encode() if header is not None else b"\0"
     datasets = {path: facts for path, facts in survey.datasets.items() if not path.startswith(beside)}
-    kept = {_named(datasets, name, shown).path for name in options.keep}
+    kept = {_named(datasets, name, label).path for name in options.keep}
     ragged = [
         group
-        for group in (*_sparse_groups(file, survey, datasets, shown), *_image_groups(file, datasets, header))
+        for group in (*_sparse_groups(file, survey, datasets, label), *_image_groups(file, datasets, header))
         if not kept & {part.path for part in group.parts}
     ]
     parts = {facts.path for group in ragged for facts in group.parts}
@@ -106,13 +106,13 @@ def find_samples(
     large = [facts for facts in candidates if facts.grid.sample_bytes > min(part_bytes, MAX_CHUNK_BYTES)]
     if not options.shuffle and not options.fields:  # otherwise they are an error later
         candidates = [facts for facts in candidates if facts not in large]
-    mains = _mains(candidates, datasets, ragged, header, options, anndata, shown)
+    mains = _mains(candidates, datasets, ragged, header, options, anndata, label)
     lengths = dict(mains)
     members = [facts for facts in candidates if facts.num_rows in lengths]
-    fields = [facts for facts in members if facts.fixed]
+    fields = [facts for facts in members if facts.is_fixed_size]
     layouts = {rows: _plan(rows, fields, ragged, options.chunk_samples) for rows in lengths}
     num_samples, main = mains[0] if mains else (0, "")
-    others = [facts for facts in members if not facts.fixed]
+    others = [facts for facts in members if not facts.is_fixed_size]
     return Samples(num_samples, main, layouts, fields, others, ragged, anndata, [facts.name for facts in large])
 
 
@@ -123,15 +123,15 @@ def _mains(
     header: Header | None,
     options: RepackOptions,
     anndata: bool,
-    shown: str,
+    label: str,
 ) -> list[tuple[int, str]]:
     """Return the (length, name) of the main fields; all datasets of these lengths are fields."""
     if options.fields:
-        named = [_named(datasets, name, shown) for name in options.fields]
+        named = [_named(datasets, name, label) for name in options.fields]
         for facts in named:
-            if not facts.num_rows or not facts.fixed:
+            if not facts.num_rows or not facts.is_fixed_size:
                 raise FieldError(
-                    f"{shown}: {facts.name!r} of type {facts.dtype} and shape {facts.shape} is no field: name datasets "
+                    f"{label}: {facts.name!r} of type {facts.dtype} and shape {facts.shape} is no field: name datasets "
                     "of fixed-size elements with samples along the first axis"
                 )
         return [(facts.num_rows, facts.name) for facts in named]
@@ -139,13 +139,13 @@ def _mains(
     if header is not None:
         if matrix is not None:
             return [(header.num_samples, printable(matrix.path))]
-        whole = [facts for facts in candidates if facts.fixed and facts.num_rows == header.num_samples]
+        whole = [facts for facts in candidates if facts.is_fixed_size and facts.num_rows == header.num_samples]
         first = datasets.get(IMAGES) or datasets.get(b"X")
         first = first or max(whole, key=lambda facts: facts.num_bytes, default=None)
         if first is None or first.num_rows != header.num_samples:
-            raise FileError(f"{shown}: damaged: no field has the {header.num_samples} samples of /{GROUP}")
+            raise FileError(f"{label}: damaged: no field has the {header.num_samples} samples of /{GROUP}")
         return [(header.num_samples, first.name)]
-    usable = {facts.path: facts for facts in candidates if facts.fixed and facts.kind in NUMBERS_AND_TEXT}
+    usable = {facts.path: facts for facts in candidates if facts.is_fixed_size and facts.kind in NUMBERS_AND_TEXT}
     images = [usable[IMAGES]] if IMAGES in usable else []
     if anndata and (matrix is not None or b"X" in usable):
         return [(matrix.shape[0] if matrix is not None else usable[b"X"].num_rows, "X")]
@@ -159,11 +159,11 @@ def _mains(
     return [(facts.num_rows, facts.name) for facts in images or largest]
 
 
-def _named(datasets: dict[bytes, DatasetFacts], name: str, shown: str) -> DatasetFacts:
+def _named(datasets: dict[bytes, DatasetFacts], name: str, label: str) -> DatasetFacts:
     facts = datasets.get(os.fsencode(name).strip(b"/"))
     if facts is None:
         names = ", ".join(facts.name for facts in list(datasets.values())[:8]) or "none"
-        raise FieldError(f"{shown}: has no dataset {printable(name)!r}; it has {names}")
+        raise FieldError(f"{label}: has no dataset {printable(name)!r}; it has {names}")
     return facts
 
 
@@ -191,17 +191,17 @@ def is_anndata(file: h5py.File) -> bool:
 
 
 def _sparse_groups(
-    file: h5py.File, survey: Survey, datasets: dict[bytes, DatasetFacts], shown: str
+    file: h5py.File, survey: Survey, datasets: dict[bytes, DatasetFacts], label: str
 ) -> Iterator[RaggedGroup]:
     for node in survey.nodes:
         if node.kind != "group":
             continue
         prefix = node.path + b"/"
         parts = [datasets.get(prefix + part.encode()) for part in PARTS]
-        if any(facts is None or len(facts.shape or ()) != 1 or not facts.fixed for facts in parts):
+        if any(facts is None or len(facts.shape or ()) != 1 or not facts.is_fixed_size for facts in parts):
             continue
-        facts = [each for each in parts if each is not None]
-        group, where = file[node.path], f"{shown}: {printable(node.path)!r}"
+        facts = [part_facts for part_facts in parts if part_facts is not None]
+        group, where = file[node.path], f"{label}: {printable(node.path)!r}"
         word = _word(group, "encoding-type") or _word(group, "h5sparse_format")
         kind = word.removesuffix("_matrix")
         if kind not in ("csr", "csc"):
@@ -212,7 +212,7 @@ def _sparse_groups(
         if shape.shape != (2,) or shape.dtype.kind not in "iu" or int(shape.min()) < 0:
             raise FileError(f"{where}: its attribute 'shape' must be two numbers, of rows and of columns")
         major = int(shape[1 if kind == "csc" else 0])
-        lengths = [each.shape[0] if each.shape else 0 for each in facts]
+        lengths = [part_facts.shape[0] if part_facts.shape else 0 for part_facts in facts]
         if lengths[2] != major + 1 or lengths[0] != lengths[1] or facts[2].kind not in "iu":
             raise FileError(
                 f"{where} is damaged: {lengths[1]} values, {lengths[0]} indices and {lengths[2]} pointers of "

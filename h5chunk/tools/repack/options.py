@@ -77,21 +77,25 @@ def read_tuned(path: str | os.PathLike[str]) -> tuple[RepackOptions, int | None]
     Return the options, and the number of samples of the tuned file or None. There are no options if the tuner keeps a
     file with chunks of one sample. Every key may be missing or null, and unknown keys are ignored.
     """
-    shown = printable(path)
+    label = printable(path)
     try:
-        given = json.loads(Path(path).read_bytes())
+        recorded = json.loads(Path(path).read_bytes())
     except OSError as error:
-        raise OptionError(f"{shown}: cannot be read: {error.strerror}") from None
+        raise OptionError(f"{label}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise OptionError(f"{shown}: not a JSON file: {error}") from None
-    if not isinstance(given, dict):
-        held = json.dumps(given)[:60]
-        raise OptionError(f'{shown}: contains {held}, not a JSON object such as {{"chunk_samples": 8}}')
-    is_none = given.get("repack") is False and given.get("chunk_samples") == 1  # of a file that is not worth rewriting
+        raise OptionError(f"{label}: not a JSON file: {error}") from None
+    if not isinstance(recorded, dict):
+        held = json.dumps(recorded)[:60]
+        raise OptionError(f'{label}: contains {held}, not a JSON object such as {{"chunk_samples": 8}}')
+    is_none = (
+        recorded.get("repack") is False and recorded.get("chunk_samples") == 1
+    )  # of a file that is not worth rewriting
     names = () if is_none else (*TUNED, "shuffle")
-    found = {name: given[name] for name in names if given.get(name) is not None}
+    found = {name: recorded[name] for name in names if recorded.get(name) is not None}
     try:
-        num_samples = None if given.get("num_samples") is None else check_whole("num_samples", given["num_samples"], 1)
+        num_samples = (
+            None if recorded.get("num_samples") is None else check_whole("num_samples", recorded["num_samples"], 1)
+        )
         return RepackOptions(**found), num_samples
     except OptionError as error:
-        raise OptionError(f"{shown}: {error}") from None
+        raise OptionError(f"{label}: {error}") from None

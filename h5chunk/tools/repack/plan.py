@@ -12,11 +12,11 @@ import numpy as np
 from h5py import h5a, h5d, h5o
 
 from h5chunk.errors import FileError, OptionError, human_bytes, printable
-from h5chunk.plan.repack import Shares, memory_for_copying
+from h5chunk.plan.repack import MemoryShares, memory_for_copying
 from h5chunk.store.format.header import Header, header_attributes
 from h5chunk.store.format.spec import GROUP, HEADER_BYTES, ArraySpec, FileSpec
 from h5chunk.store.hdf5.codecs import FLETCHER32, GZIP, LZF, SHUFFLE
-from h5chunk.store.hdf5.guard import check_claims, check_filters
+from h5chunk.store.hdf5.guard import check_filters, check_stored_size
 from h5chunk.store.rewrite.replica import CHECKSUMS, Filter, NewLayout
 from h5chunk.store.rewrite.survey import DatasetFacts, Survey, attribute_names, refers_to_regions
 from h5chunk.tools.repack.fields import Samples
@@ -80,7 +80,7 @@ class RepackPlan:
     samples: Samples
     header: FileSpec | None
     moves: list[Move]
-    shares: Shares
+    shares: MemoryShares
     notes: list[str]
 
     @property
@@ -120,7 +120,7 @@ def plan_moves(
     notes: list[str],
 ) -> RepackPlan:
     """Plan a repack; add the tables of its checksums to ``header``, and warnings to ``notes``."""
-    shown = printable(file.filename)
+    label = printable(file.filename)
     moves = [*_field_moves(samples, header, options), *_ragged_moves(samples, header, options)]
     if options.shuffle:
         moves += _table_moves(survey, samples)
@@ -143,33 +143,33 @@ def plan_moves(
     for move in moves:
         if move.layout.written:  # refuse what h5chunk cannot read: unknown filters, implausible sizes
             dataset = h5py.Dataset(h5d.open(file.id, move.facts.path))
-            where, properties = f"{shown}: {move.facts.name!r}", dataset.id.get_create_plist()
+            where, properties = f"{label}: {move.facts.name!r}", dataset.id.get_create_plist()
             check_filters(properties, where, trusted=False)
-            check_claims(dataset, properties, where)
+            check_stored_size(dataset, properties, where)
         if header is not None and move.checked:
             try:
                 table = f"{CHECKSUMS}/{move.facts.path.decode()}"
             except UnicodeDecodeError:
                 raise FileError(
-                    f"{shown}: the name {move.facts.name!r} is not UTF-8, but checksums are stored by name: rename it"
+                    f"{label}: the name {move.facts.name!r} is not UTF-8, but checksums are stored by name: rename it"
                 ) from None
             header.datasets[table] = ArraySpec((move.num_chunks,), np.dtype(np.uint32))
     runs = sum(move.kind == "pointers" for move in moves)
     num_permuted = samples.num_samples * (1 + 2 * runs) if options.shuffle else 0
     memory_bytes = memory_for_copying(options.memory_bytes, num_permuted)
-    shares = Shares(memory_bytes, num_threads)
-    _check_samples(moves, shares, shown)
+    shares = MemoryShares(memory_bytes, num_threads)
+    _check_samples(moves, shares, label)
     return RepackPlan(options, survey, samples, header, moves, shares, notes)
 
 
-def _check_samples(moves: list[Move], shares: Shares, shown: str) -> None:
+def _check_samples(moves: list[Move], shares: MemoryShares, label: str) -> None:
     largest = max(moves, key=lambda move: move.facts.grid.sample_bytes, default=None)
     if largest is not None and largest.facts.grid.sample_bytes > shares.part_bytes:
         sample_bytes = largest.facts.grid.sample_bytes
-        least = sample_bytes * (shares.memory_bytes // shares.part_bytes + 1)
+        min_bytes = sample_bytes * (shares.memory_bytes // shares.part_bytes + 1)
         raise OptionError(
-            f"{shown}: one sample of {largest.facts.name!r} is {human_bytes(sample_bytes)}, of which several are held "
-            f"at a time, but memory is {human_bytes(shares.memory_bytes)}: allow {human_bytes(least)}"
+            f"{label}: one sample of {largest.facts.name!r} is {human_bytes(sample_bytes)}, of which several are held "
+            f"at a time, but memory is {human_bytes(shares.memory_bytes)}: allow {human_bytes(min_bytes)}"
         )
 
 
@@ -211,7 +211,7 @@ def _table_moves(survey: Survey, samples: Samples) -> Iterator[Move]:
         facts = survey.datasets.get(f"{GROUP}/{name}".encode())
         if facts is None:
             continue
-        if not facts.fixed or (kind != "runs" and facts.num_rows != samples.num_samples):
+        if not facts.is_fixed_size or (kind != "runs" and facts.num_rows != samples.num_samples):
             raise FileError(
                 f"{facts.name!r} is damaged: it has {facts.num_rows} rows of {facts.dtype}, not one per sample"
             )
@@ -221,64 +221,64 @@ def _table_moves(survey: Survey, samples: Samples) -> Iterator[Move]:
 
 def check_shuffle(file: h5py.File, survey: Survey, samples: Samples) -> Iterator[str]:
     """Raise OptionError for files that cannot be shuffled; yield notes about data whose order will not change."""
-    shown = printable(file.filename)
+    label = printable(file.filename)
     if samples.anndata:
         raise OptionError(
-            f"{shown}: is an AnnData file, whose tables, graphs and names would all have to be permuted: shuffle "
+            f"{label}: is an AnnData file, whose tables, graphs and names would all have to be permuted: shuffle "
             "it with h5chunk convert, which makes a training file, or repack it without shuffle"
         )
     for group in samples.ragged:
         if not group.kind:
             raise OptionError(
-                f"{shown}: {printable(group.path)!r} looks like a sparse matrix, but its format, csr or csc, is "
+                f"{label}: {printable(group.path)!r} looks like a sparse matrix, but its format, csr or csc, is "
                 "unknown: shuffle it with h5chunk convert, or repack it without shuffle"
             )
         if group.kind == "csc" and group.shape[0] == samples.num_samples:
             raise OptionError(
-                f"{shown}: {printable(group.path)!r} is a matrix in compressed columns, whose rows cannot be permuted: "
+                f"{label}: {printable(group.path)!r} is a matrix in compressed columns, whose rows cannot be permuted: "
                 "write it as csr_matrix"
             )
     for facts in survey.datasets.values():
-        if facts.regions:
-            raise OptionError(f"{shown}: {facts.name!r} {_REGIONS}")
+        if facts.has_region_references:
+            raise OptionError(f"{label}: {facts.name!r} {_REGIONS}")
     for path in sorted(survey.paths.values()):
         item = h5o.open(file.id, path or b"/")
         for name in attribute_names(item):
             attribute = h5a.open(item, name)
             where = f"attribute {printable(name)!r} of {printable(path) or 'the file'!r}"
             if refers_to_regions(attribute.get_type()):
-                raise OptionError(f"{shown}: {where} {_REGIONS}")
+                raise OptionError(f"{label}: {where} {_REGIONS}")
             if samples.num_samples > 1 and (attribute.shape or ())[:1] == (samples.num_samples,):
                 yield f"{where} has {samples.num_samples} values, one per sample: their order is unchanged"
 
 
 def plan_header(
-    header: Header | None, survey: Survey, samples: Samples, options: RepackOptions, shown: str
+    header: Header | None, survey: Survey, samples: Samples, options: RepackOptions, label: str
 ) -> FileSpec | None:
     """Plan the group ``/h5chunk`` of the new file; return None if it does not need this group.
 
     An h5chunk file keeps its group. Another HDF5 file gets the group if it is shuffled, or if a window or cache is
     recommended. Its fields may then be in groups; ``checksums`` lists them by their paths.
     """
-    wanted = options.shuffle or options.window_chunks is not None or options.cache is not None
-    if header is None and not wanted:
+    needs_header = options.shuffle or options.window_chunks is not None or options.cache is not None
+    if header is None and not needs_header:
         return None
-    what = "shuffle" if options.shuffle else "window_chunks" if options.window_chunks is not None else "cache"
+    option = "shuffle" if options.shuffle else "window_chunks" if options.window_chunks is not None else "cache"
     if samples.anndata:
         raise OptionError(
-            f"{shown}: {what} would add the group /{GROUP}, but AnnData does not read files with unknown groups: "
+            f"{label}: {option} would add the group /{GROUP}, but AnnData does not read files with unknown groups: "
             "leave it out"
         )
     layout = samples.layout
     if layout is None:
-        raise OptionError(f"{shown}: {what} was given, but no dataset has samples along its first axis: leave it out")
+        raise OptionError(f"{label}: {option} was given, but no dataset has samples along its first axis: leave it out")
     if len(samples.layouts) > 1:
         lengths = ", ".join(map(str, sorted(samples.layouts)))
         raise OptionError(
-            f"{shown}: {what} was given, but the fields differ in length ({lengths}): name only fields of one length"
+            f"{label}: {option} was given, but the fields differ in length ({lengths}): name only fields of one length"
         )
     if header is None and any(node.path == GROUP.encode() for node in survey.nodes):
-        raise FileError(f"{shown}: has a group /{GROUP} that h5chunk did not write: rename that group")
+        raise FileError(f"{label}: has a group /{GROUP} that h5chunk did not write: rename that group")
     if options.window_chunks is not None:
         layout = replace(layout, window_chunks=options.window_chunks)
     numbers: dict[str, Any] = {"chunk_samples": layout.chunk_samples, "window_chunks": layout.window_chunks}
@@ -310,14 +310,14 @@ def parse_compression(text: str | None) -> tuple[Filter, ...]:
         return (Filter(LZF),)
     number = 0
     if name in _LEVELS:
-        least, most, number = _LEVELS[name]
+        lowest, highest, number = _LEVELS[name]
         number = int(level) if level.isdecimal() else -1 if level else number
-        if not least <= number <= most:
-            raise OptionError(f"compression is {text!r}: levels of {name} are {least} to {most}")
-    return (Filter(GZIP, (number,)),) if name == "gzip" else _of_plugin(name, number)
+        if not lowest <= number <= highest:
+            raise OptionError(f"compression is {text!r}: levels of {name} are {lowest} to {highest}")
+    return (Filter(GZIP, (number,)),) if name == "gzip" else _plugin_filters(name, number)
 
 
-def _of_plugin(name: str, level: int) -> tuple[Filter, ...]:
+def _plugin_filters(name: str, level: int) -> tuple[Filter, ...]:
     try:
         import hdf5plugin
     except ImportError:

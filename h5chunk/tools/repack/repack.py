@@ -21,7 +21,7 @@ import h5chunk
 from h5chunk.errors import FileError, count_text, printable
 from h5chunk.machine import available_cores
 from h5chunk.plan.permutation import permutation
-from h5chunk.plan.repack import Shares
+from h5chunk.plan.repack import MemoryShares
 from h5chunk.stamp import stamp_of
 from h5chunk.store.format.header import read_header
 from h5chunk.store.format.spec import Region
@@ -42,7 +42,7 @@ from h5chunk.tools.progress import Progress, count_up
 from h5chunk.tools.repack.fields import find_samples, is_anndata
 from h5chunk.tools.repack.options import TUNED, RepackOptions, read_tuned
 from h5chunk.tools.repack.plan import SOURCE_INDEX, Move, RepackPlan, check_shuffle, plan_header, plan_moves
-from h5chunk.tools.repack.report import FieldReport, LaidOut, RepackReport
+from h5chunk.tools.repack.report import DatasetLayout, FieldReport, RepackReport
 
 MAX_THREADS = 8  # with more threads, the memory of each would be small
 
@@ -99,19 +99,19 @@ def repack(
     check_not_source(output, source)
     check_output(output, overwrite or has_command_id(output))
     # in child processes, so that HDF5 never opens the source in this process
-    file, plan = in_child(lambda _: _plan(file, parsed, found), lambda: file.shown)
+    file, plan = in_child(lambda _: _plan(file, parsed, found), lambda: file.label)
     command_id = key_of(["repack", h5chunk.__version__, parsed.recorded(), repr(parsed.cache), repr(found), file.stamp])
     complete = not overwrite and is_made_by(output, command_id)
     fields, lost = planned_fields(plan), list[str]()
     if complete:
-        fields = in_child(lambda _: describe_fields(plan, output, file.shown), lambda: str(output))
+        fields = in_child(lambda _: describe_fields(plan, output, file.label), lambda: str(output))
     elif dry_run:
         check_output(output, overwrite)
     else:
         with NewFile(output, overwrite) as new:
             fields, lost = in_child(
                 lambda say: _write(file, plan, new, say),
-                lambda: file.shown,
+                lambda: file.label,
                 lambda args: progress(*args) if progress else None,
             )
             new.command_id = command_id
@@ -137,12 +137,12 @@ def _write(source: Source, plan: RepackPlan, new: NewFile, say: Say) -> tuple[li
     """Write the new file; return the reports on its fields, and notes on what could not be kept."""
     with source:
         run = Run(source, plan, new, lambda *progress: say(progress))
-        with translate_errors(source.shown):
+        with translate_errors(source.label):
             run.check_source()
         lost = run.create()
-        with new.flusher(), translate_errors(source.shown):
+        with new.flusher(), translate_errors(source.label):
             run.move_all()
-        fields = describe_fields(plan, new.part, source.shown)
+        fields = describe_fields(plan, new.part, source.label)
         source.check_unchanged()
     return fields, lost
 
@@ -151,7 +151,7 @@ def _plan(
     source: Source, options: RepackOptions, tuned: tuple[RepackOptions, int | None] | None
 ) -> tuple[Source, RepackPlan]:
     """Survey the source, and plan the repack with explicit and tuned options."""
-    with limited_memory(source.path), source, translate_errors(source.shown):
+    with limited_memory(source.path), source, translate_errors(source.label):
         old = read_header(source.file)
         notes: list[str] = []
         best, num_tuned = tuned or (options, None)
@@ -164,7 +164,7 @@ def _plan(
         options = replace(options, shuffle=options.shuffle or best.shuffle, **missing)
         survey = survey_file(source.file)
         num_threads = min(MAX_THREADS, available_cores())
-        part_bytes = Shares(options.memory_bytes, num_threads).part_bytes
+        part_bytes = MemoryShares(options.memory_bytes, num_threads).part_bytes
         samples = find_samples(source.file, survey, old, options, part_bytes)
         if num_tuned not in (None, samples.num_samples):
             notes.append(
@@ -172,7 +172,7 @@ def _plan(
                 f"{samples.num_samples:,}"
             )
         notes += check_shuffle(source.file, survey, samples) if options.shuffle else []
-        header = plan_header(old, survey, samples, options, source.shown)
+        header = plan_header(old, survey, samples, options, source.label)
         return source, plan_moves(source.file, survey, samples, header, options, num_threads, notes)
 
 
@@ -180,7 +180,7 @@ class Source:
     """A context manager that holds the source open, as an HDF5 file and as bytes; it can be pickled when closed."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.shown = path, printable(path)
+        self.path, self.label = path, printable(path)
         self.stamp: tuple[int, ...] = ()  # see `h5chunk.stamp`; set when the file is opened for the first time
 
     def __enter__(self) -> Source:
@@ -192,7 +192,7 @@ class Source:
 
     def __exit__(self, *_: object) -> None:
         os.close(self.descriptor)
-        with translate_errors(self.shown):
+        with translate_errors(self.label):
             self.file.close()
         del self.file
 
@@ -203,7 +203,7 @@ class Source:
     def check_unchanged(self) -> None:
         """Raise FileError if the file was modified since it was opened."""
         if stamp_of(self.descriptor, with_ctime=True) != self.stamp:
-            raise FileError(f"{self.shown}: changed while it was read: run repack again")
+            raise FileError(f"{self.label}: changed while it was read: run repack again")
 
 
 class Run:
@@ -227,7 +227,7 @@ class Run:
 
     def check_source(self) -> None:
         """Compare the chunks of all moved datasets with their checksums in the source, if it has checksums."""
-        shares, shown = self._plan.shares, self._source.shown
+        shares, label = self._plan.shares, self._source.label
         for move in self._moves_with_checksums():
             name = move.facts.path.decode()
             expected = self._source.file[f"{CHECKSUMS}/{name}"][()]
@@ -235,8 +235,8 @@ class Run:
             if checked.num_chunks != len(expected):
                 chunks = count_text(checked.num_chunks, "chunk")
                 wrong = f"{name!r} has {chunks} but {len(expected)} checksums: it is damaged"
-                raise FileError(f"{shown}: {wrong}: h5chunk verify says what is wrong")
-            checked.require_whole(
+                raise FileError(f"{label}: {wrong}: h5chunk verify says what is wrong")
+            checked.require_undamaged(
                 np.arange(checked.num_chunks),
                 self._source.descriptor,
                 self._add_done,
@@ -305,7 +305,7 @@ class Run:
             permuted = Rows(rows, move.unit_rows)
             if move.kind == "runs":
                 starts = self._starts(move.pointers, facts.num_rows)
-                where = f"{self._source.shown}: {facts.name!r}"
+                where = f"{self._source.label}: {facts.name!r}"
                 permuted = UnevenRows(rows, starts, order.order, shares.part_bytes, where)
             shuffle_rows(permuted, order, target, shares, folder=self._new.part.parent, moved=self._add_done)
 
@@ -314,7 +314,7 @@ class Run:
 
         The starts are not read through HDF5, which would trust damaged chunk lengths.
         """
-        name, dataset = f"{self._source.shown}: {printable(path)!r}", self._source.open(path)
+        name, dataset = f"{self._source.label}: {printable(path)!r}", self._source.open(path)
         if not is_stored_as(dataset, dataset.dtype):
             raise FileError(
                 f"{name} has numbers of unusual precision or bit offset, so that rows cannot be shuffled: leave "
@@ -342,18 +342,21 @@ def planned_fields(plan: RepackPlan) -> list[FieldReport]:
     """Report the planned change of each field."""
     reports = []
     for facts, row_elements, moved, planned in _fields_of(plan):
-        before, after = LaidOut.of(facts, row_elements), replace(LaidOut.of(planned, row_elements), stored_bytes=None)
+        before, after = (
+            DatasetLayout.of(facts, row_elements),
+            replace(DatasetLayout.of(planned, row_elements), stored_bytes=None),
+        )
         reports.append(FieldReport(facts.name, facts.dtype, facts.shape or (), facts.num_bytes, before, after, moved))
     return reports
 
 
-def describe_fields(plan: RepackPlan, path: Path, shown: str) -> list[FieldReport]:
+def describe_fields(plan: RepackPlan, path: Path, label: str) -> list[FieldReport]:
     """Report the change of each field, as the new file at ``path`` describes it."""
     reports = []
     with h5py.File(path, "r", locking=False) as file:
         for planned, (facts, row_elements, *_) in zip(planned_fields(plan), _fields_of(plan), strict=True):
-            now = describe_dataset(h5d.open(file.id, facts.path), facts.path, shown)
-            reports.append(replace(planned, after=LaidOut.of(now, row_elements)))
+            now = describe_dataset(h5d.open(file.id, facts.path), facts.path, label)
+            reports.append(replace(planned, after=DatasetLayout.of(now, row_elements)))
     return reports
 
 
@@ -361,7 +364,7 @@ def _fields_of(plan: RepackPlan) -> Iterator[tuple[DatasetFacts, float, bool, Da
     """Yield the facts of each field, its elements per sample, whether it is shuffled, and its facts once repacked."""
     for move in plan.moves:
         if move.is_field:
-            names = tuple(KNOWN_FILTERS.get(each.code, f"filter {each.code}") for each in move.layout.filters)
+            names = tuple(KNOWN_FILTERS.get(filter_.code, f"filter {filter_.code}") for filter_ in move.layout.filters)
             planned = replace(move.facts, chunks=move.layout.chunks, filter_names=names)
             yield move.facts, move.row_elements, move.kind != "copy", planned
     if plan.options.shuffle:

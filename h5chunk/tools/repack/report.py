@@ -11,7 +11,7 @@ from h5chunk.tools.report import Report, rows
 
 
 @dataclass(frozen=True)
-class LaidOut:
+class DatasetLayout:
     """The layout of a dataset in a file."""
 
     chunks: tuple[int, ...] | None  # None: contiguous, or compact
@@ -20,7 +20,7 @@ class LaidOut:
     chunks_per_sample: float  # chunks that hold parts of one sample (of a matrix, on average); 1 if contiguous
 
     @classmethod
-    def of(cls, facts: DatasetFacts, row_elements: float) -> LaidOut:
+    def of(cls, facts: DatasetFacts, row_elements: float) -> DatasetLayout:
         """Describe the layout of a dataset; a sample consists of ``row_elements`` of its rows."""
         touched: float = facts.grid.chunks_per_sample
         if facts.chunks and row_elements > 1:
@@ -42,8 +42,8 @@ class FieldReport(Report):
     dtype: str
     shape: tuple[int, ...]
     num_bytes: int  # decoded bytes
-    before: LaidOut
-    after: LaidOut
+    before: DatasetLayout
+    after: DatasetLayout
     shuffled: bool
 
     def lines(self) -> list[str]:
@@ -89,7 +89,7 @@ class RepackReport(Report):
             copied = f"unchanged: {count_text(self.num_copied, 'other dataset')}"
         return [
             f"{self.path}: {samples}, {' -> '.join(sizes)}, {'already complete' if self.already_complete else rate}",
-            *(f"  {line}" for each in self.fields for line in each.lines()),
+            *(f"  {line}" for field_ in self.fields for line in field_.lines()),
             *rows("windows", window),
             *rows("copied", copied),
             *rows("note:", self.notes),

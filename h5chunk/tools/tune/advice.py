@@ -10,12 +10,12 @@ from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.store.read.ragged import ImagesField
 from h5chunk.tools.measure.checks import CROP
 from h5chunk.tools.measure.machine import available_bytes, default_cache
-from h5chunk.tools.model.clustering import LEAST_CHANCE, find_clustering
+from h5chunk.tools.model.clustering import MIN_CHANCE, find_clustering
 from h5chunk.tools.tune.study import Study
 
 GIANT_BYTES = 64 << 20  # a window of several larger chunks takes too much memory
 LEAST_GIANT_BYTES, FEW_CHUNKS = 1 << 20, 8  # a chunk of this size is too large if there are fewer than 8 along axis 0
-LEAST_CORRELATION = 0.02  # a smaller correlation of labels does not matter for a batch of hundreds
+MIN_CORRELATION = 0.02  # a smaller correlation of labels does not matter for a batch of hundreds
 ENOUGH = 0.95  # fraction of a full shuffle that counts as full
 DECODING_S = 0.3  # time to measure decoding
 DECODES_SHARE = 0.5  # a loader of this share of the rate of decoding waits for the decoder most of the time
@@ -71,11 +71,13 @@ def advise_layout(grid: ChunkGrid, cache: CacheSettings, repack: str) -> list[Ad
         message = f"a chunk is {size}, {share:.0%} of the samples: shuffling needs several of them in memory"
         found.append(Advice("giant_chunk", message, repack, {"chunk_bytes": grid.chunk_bytes, "share": share}))
     if grid.chunk_bytes > cache.nbytes and (grid.filtered or (cache.nbytes and grid.reads_per_sample(False) > 1)):
-        wanted = grid.band_bytes * 2
-        settings = f"rdcc_nbytes={wanted}, rdcc_nslots={grid.num_slots}, rdcc_w0=0.75"
-        what = "is decoded whole" if grid.filtered else "is read in pieces"
-        message = f"a chunk of {size} does not fit the cache of {human_bytes(cache.nbytes)}: it {what} at every access"
-        figures = {"cache_bytes": cache.nbytes, "chunk_bytes": grid.chunk_bytes, "wanted_bytes": wanted}
+        cache_bytes = grid.band_bytes * 2
+        settings = f"rdcc_nbytes={cache_bytes}, rdcc_nslots={grid.num_slots}, rdcc_w0=0.75"
+        consequence = "is decoded whole" if grid.filtered else "is read in pieces"
+        message = (
+            f"a chunk of {size} does not fit the cache of {human_bytes(cache.nbytes)}: it {consequence} at every access"
+        )
+        figures = {"cache_bytes": cache.nbytes, "chunk_bytes": grid.chunk_bytes, "wanted_bytes": cache_bytes}
         found.append(Advice("cache_below_chunk", message, f"h5py.File(..., {settings}), or {repack}", figures))
     return found
 
@@ -86,11 +88,11 @@ def _advise_labels(study: Study, effective_batch: float | None, shuffle: str) ->
         return []
     batch_size, sizes = study.facts.batch_size, {*PIECES, study.facts.chunk_samples}
     pieces = [find_clustering(study.groups, size) for size in sorted(sizes) if 1 < size <= len(study.groups) // 2]
-    clear = [each for each in pieces if each.chance < LEAST_CHANCE / len(pieces)]
-    clear = [each for each in clear if each.correlation >= LEAST_CORRELATION]
+    clear = [clustering for clustering in pieces if clustering.chance < MIN_CHANCE / len(pieces)]
+    clear = [clustering for clustering in clear if clustering.correlation >= MIN_CORRELATION]
     if not clear:
         return []
-    worst = max(clear, key=lambda each: each.correlation)
+    worst = max(clear, key=lambda clustering: clustering.correlation)
     effective = effective_batch or float(batch_size)
     worth = f"a batch of {batch_size} is worth {effective:.0f}"
     if effective >= ENOUGH * batch_size:

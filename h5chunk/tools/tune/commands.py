@@ -32,7 +32,7 @@ def rewrite_command(study: Study, setting: Setting | None = None, *, shuffle: bo
     if setting is not None and not study.anndata:
         parts += ["--window-chunks", str(setting.window_chunks)]
     parts += ["--shuffle"] if shuffle else []
-    if not {"images", "X"} & {each.strip("/") for each in study.fields.values()}:
+    if not {"images", "X"} & {dataset.strip("/") for dataset in study.fields.values()}:
         parts += ["--fields", study.reader.main.dataset]
     return shell_command(parts)
 
@@ -43,9 +43,9 @@ def code_for(study: Study, setting: Setting, device: str) -> list[str]:
     is_converted = study.anndata and setting.shuffle  # convert renames the fields
     stored = not study.anndata if rewritten else setting.window_chunks == study.facts.window_chunks
     path = python_text(str(tuned_path(study) if rewritten else study.reader.path))
-    fields = study.fields if (study.asked or rewritten) and not is_converted else {}
-    shown = list(fields) if all(key == fields[key] for key in fields) else fields
-    named = f", fields={shown!r}" if fields else ""
+    fields = study.fields if (study.requested_fields or rewritten) and not is_converted else {}
+    argument = list(fields) if all(key == fields[key] for key in fields) else fields
+    named = f", fields={argument!r}" if fields else ""
     trusted = ", trusted=True" if study.reader.trusted and not rewritten else ""
     window = "" if stored else f", window_chunks={setting.window_chunks}"
     has_images = isinstance(study.reader.ragged, ImagesField)
@@ -53,7 +53,7 @@ def code_for(study: Study, setting: Setting, device: str) -> list[str]:
     transform = f", transform={crop}" if crop else ""
     data = f"data = h5chunk.ChunkDataset({path}{named}{trusted}{transform})"
     sampler = f"h5chunk.ChunkSampler(data, {study.facts.batch_size}{window})"
-    if setting.way == LOADER:
+    if setting.reader == LOADER:
         target = "" if device == "cpu" else f", device={device!r}"
         if stored:
             opened = "data" if named or trusted else path

@@ -12,7 +12,7 @@ from h5chunk.tools.model.settings import Trial
 from h5chunk.tools.tune.report import Recommendation
 from h5chunk.tools.tune.search import PLAIN, TODAY
 
-MOST_OTHERS = 12  # settings to draw of those that were measured only once
+MAX_OTHERS = 12  # settings to draw of those that were measured only once
 COLORS = {TODAY: "tab:blue", PLAIN: "tab:gray"}
 
 
@@ -30,17 +30,17 @@ def check_plot(path: str | os.PathLike[str]) -> None:
         raise OutputError(f"{printable(path)}: its folder {printable(path.parent)} does not exist: make it first")
 
 
-def plot(found: Recommendation, path: str | os.PathLike[str]) -> None:
+def plot(report: Recommendation, path: str | os.PathLike[str]) -> None:
     """Draw the rates of the measured settings to a file, whose suffix chooses the format, after `check_plot`."""
     from matplotlib.figure import Figure
 
-    others = _others(found)
-    figure = Figure(figsize=(9, 1.6 + 0.42 * (len(found.rows) + len(others))), layout="constrained")
+    others = _others(report)
+    figure = Figure(figsize=(9, 1.6 + 0.42 * (len(report.rows) + len(others))), layout="constrained")
     axes = figure.add_subplot()
-    _draw(axes, found, others)
+    _draw(axes, report, others)
     axes.set_xscale("log")
     axes.set_xlabel("samples/s (bars: where 95 % of the turns lie, against today's rate)")
-    figure.suptitle(f"{printable(Path(found.path).name)}: {found.headline()}", fontsize=9, wrap=True)
+    figure.suptitle(f"{printable(Path(report.path).name)}: {report.headline()}", fontsize=9, wrap=True)
     try:
         figure.savefig(path, dpi=150)
     except ValueError as error:
@@ -49,28 +49,28 @@ def plot(found: Recommendation, path: str | os.PathLike[str]) -> None:
         raise OutputError(f"{printable(path)}: cannot be written: {error.strerror}") from None
 
 
-def _others(found: Recommendation) -> list[Trial]:
+def _others(report: Recommendation) -> list[Trial]:
     """Return the fastest of the settings that were measured but are not in the report's table."""
-    shown = {row.setting for row in found.rows}
-    others = [each for each in found.candidates if each.rate is not None and each.setting not in shown]
-    return sorted(others, key=lambda each: each.rate or 0.0, reverse=True)[:MOST_OTHERS]
+    in_rows = {row.setting for row in report.rows}
+    others = [trial for trial in report.candidates if trial.rate is not None and trial.setting not in in_rows]
+    return sorted(others, key=lambda trial: trial.rate or 0.0, reverse=True)[:MAX_OTHERS]
 
 
-def _draw(axes: Any, found: Recommendation, others: list[Trial]) -> None:
+def _draw(axes: Any, report: Recommendation, others: list[Trial]) -> None:
     """Draw a line for each row of the report, then one for each other setting."""
-    labels, today = list[str](), found.row(TODAY).rate
-    for place, row in enumerate(found.rows):
-        color = "tab:red" if row.name == found.chosen != TODAY else COLORS.get(row.name, "tab:green")
-        axes.plot(row.rate, place, "o", color=color)
+    labels, today = list[str](), report.row(TODAY).rate
+    for height, row in enumerate(report.rows):
+        color = "tab:red" if row.name == report.chosen != TODAY else COLORS.get(row.name, "tab:green")
+        axes.plot(row.rate, height, "o", color=color)
         if row.times is not None:
             ends = [max(limit, 1e-3) * today for limit in (row.times.low, min(row.times.high, 1e3))]
-            axes.plot(ends, [place, place], color=color, linewidth=2)
-        title = f"{row.name}{', recommended' if row.name == found.chosen else ''}"
-        labels.append("\n".join([title, *_about(row.description, row.effective_batch, found.batch_size)]))
-    for place, trial in enumerate(others, len(labels)):
-        axes.plot(trial.rate, place, "o", color="tab:gray", fillstyle="none")
+            axes.plot(ends, [height, height], color=color, linewidth=2)
+        title = f"{row.name}{', recommended' if row.name == report.chosen else ''}"
+        labels.append("\n".join([title, *_about(row.description, row.effective_batch, report.batch_size)]))
+    for height, trial in enumerate(others, len(labels)):
+        axes.plot(trial.rate, height, "o", color="tab:gray", fillstyle="none")
         setting = f"{trial.setting} (measured once)"
-        labels.append("\n".join(_about(setting, trial.effective_batch, found.batch_size)))
+        labels.append("\n".join(_about(setting, trial.effective_batch, report.batch_size)))
     axes.set_yticks(range(len(labels)), labels, fontsize=7)
     axes.invert_yaxis()
     axes.grid(axis="x", linewidth=0.3)

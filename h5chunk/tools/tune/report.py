@@ -59,7 +59,7 @@ class Recommendation(Report):
         The name of the recommended row.
     commands, code : list of str
         The commands to run, and lines of Python that make the loader.
-    why_small : str
+    no_gain_reason : str
         Why no setting can make a difference for this data; empty if one may.
     min_effective_batch : float
         Minimum shuffle quality, as an effective batch in samples.
@@ -86,7 +86,7 @@ class Recommendation(Report):
     advice: list[Advice]
     commands: list[str]
     code: list[str]
-    why_small: str
+    no_gain_reason: str
     min_effective_batch: float
     memory_bytes: int
     num_turns: int
@@ -99,7 +99,7 @@ class Recommendation(Report):
 
     def row(self, name: str) -> TuneRow:
         """Return a row of the table by its name."""
-        return next(each for each in self.rows if each.name == name)
+        return next(row for row in self.rows if row.name == name)
 
     def facts(self) -> dict[str, Any]:
         return {**asdict(self.setting), **asdict(self)}
@@ -116,21 +116,25 @@ class Recommendation(Report):
         ]
         for row in self.rows:
             lines += row.lines(self.batch_size)
-        head = "advice for other readers: " if self.why_small else "advice: "
+        head = "advice for other readers: " if self.no_gain_reason else "advice: "
         for advice in self.advice:
             lines += [*_wrapped(f"{advice.code}: {advice.message}:", head), f"{'':8s}{advice.remedy}"]
         lines += self._stored()
         for note in self.notes:
             lines += _wrapped(note, "note: ")
-        what = f"{self.num_turns} turns on {self.num_measured:,} samples in the page cache, {self.seconds:.0f} s in all"
-        return [*lines, f"measured in {what}; 95 % of turns lie in the brackets"]
+        measurement = (
+            f"{self.num_turns} turns on {self.num_measured:,} samples in the page cache, {self.seconds:.0f} s in all"
+        )
+        return [*lines, f"measured in {measurement}; 95 % of turns lie in the brackets"]
 
     def headline(self) -> str:
         """Return the recommendation and its gain, in a sentence."""
         row, today = self.row(self.chosen), self.row(TODAY)
         rate = "" if row.times is None else row.times.text(" today's rate")
         if self.chosen == TODAY:
-            return f"Keep the file as it is{f': {self.why_small}' if self.why_small else ''}.{self._not_worth()}"
+            return (
+                f"Keep the file as it is{f': {self.no_gain_reason}' if self.no_gain_reason else ''}.{self._not_worth()}"
+            )
         why = ""
         if today.effective_batch is not None and today.effective_batch < self.min_effective_batch:
             now, then = f"{today.effective_batch:.0f}", f"{row.effective_batch:.0f}"
@@ -143,7 +147,7 @@ class Recommendation(Report):
 
     def _not_worth(self) -> str:
         """Return a sentence on a new file that was faster, but is not recommended; empty if none was faster."""
-        times = next((each.times for each in self.rows if each.name == NEW), None)
+        times = next((row.times for row in self.rows if row.name == NEW), None)
         if times is None or times.times < 1.1:
             return ""
         if times.high > UNSURE * times.low:

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 IN_PLACE_SHARE, NEW_SHARE, HEATS_SHARE, TURNS_SHARE = 0.15, 0.35, 0.4, 0.95  # used shares of the budget that end phases
 FIRST_SHARE = 0.2  # settings whose first window takes a larger share of the budget are not measured
 FINALISTS, HEATS = 2, 2  # fastest settings of the unchanged and of a new file, and turns among them before the choice
-LEAST_TURNS, FEW_TURNS, MOST_TURNS = 3, 6, 15
+MIN_TURNS, FEW_TURNS, MAX_TURNS = 3, 6, 15
 WARM_SHARE = 0.05  # share of the budget to warm up, as memory takes longer to write for the first time
 ROUND_SHARE = 0.05  # share of the budget to take samples that were read ahead, and for whole rounds of windows
-LOOK_LEAD, LOOK_ROUND = 3, 3  # time for the same in a first look, over the time of a measurement
+TRY_LEAD, TRY_ROUND = 3, 3  # time for the same in a first look, over the time of a measurement
 WORTH_CODE, WORTH_FILE = 1.0, 1.3  # least certain gain that is worth a line of code, and a new file
 
 TODAY, IN_PLACE, NEW, PLAIN = "as today", "best without a new file", "rewritten", "plain h5py"
@@ -46,7 +46,7 @@ def open_batches(study: Study, setting: Setting, device: str) -> BatchRate:
     path, fields = study.path_of(setting)
     order = cut_order(order_of(setting, study.facts), study.num_measured)
     dataset = open_data(path, fields, study.reader.trusted)
-    if setting.way != LOADER:
+    if setting.reader != LOADER:
         return open_dataset(dataset, order, num_workers=setting.num_workers)
     is_whole = study.num_measured == study.facts.num_samples
     return open_loader(dataset, order, device=device, resident="auto" if is_whole else False)
@@ -75,14 +75,16 @@ class Search:
         in_place: list[Setting] = []
         rewritten: list[Setting] = []
         if not only_today:
-            in_place = self._climb([each for each in self.trials if not each.repack], IN_PLACE_SHARE)
-            rewritten = self._climb([each for each in self.trials if each.repack], NEW_SHARE)
+            in_place = self._search([finalist for finalist in self.trials if not finalist.repack], IN_PLACE_SHARE)
+            rewritten = self._search([finalist for finalist in self.trials if finalist.repack], NEW_SHARE)
         in_place = list(dict.fromkeys([self.today, *in_place]))
-        with self._opened([*in_place, *rewritten, *self._mixes_best()]) as runners:
+        with self._opened([*in_place, *rewritten, *self._best_shuffled()]) as runners:
             self._choose_finalists(runners, in_place, rewritten)
-            race: dict[Any, Callable[[], float]] = {name: runners[each] for name, each in self.finalists.items()}
+            race: dict[Any, Callable[[], float]] = {
+                name: runners[finalist] for name, finalist in self.finalists.items()
+            }
             race[PLAIN] = self._plain_rate
-            self.turns = self._race(race, FEW_TURNS if only_today else MOST_TURNS, TURNS_SHARE)
+            self.turns = self._measure_in_turns(race, FEW_TURNS if only_today else MAX_TURNS, TURNS_SHARE)
         for name, setting in self.finalists.items():
             self.trials[setting] = replace(self.trials[setting], rate=statistics.median(self.turns[name]))
 
@@ -104,35 +106,35 @@ class Search:
         )
         return (NEW if rewritten else kept), kept
 
-    def _climb(self, settings: Sequence[Setting], share: float) -> list[Setting]:
+    def _search(self, settings: Sequence[Setting], share: float) -> list[Setting]:
         """Measure settings that differ in one respect from the fastest so far; return the fastest settings."""
-        allowed = [each for each in settings if self.trials[each].allowed]
+        allowed = [candidate for candidate in settings if self.trials[candidate].allowed]
         while allowed and (not self._tried.intersection(allowed) or self.budget.has(share)):
-            best = choose(self.trials[each] for each in allowed)
+            best = choose(self.trials[candidate] for candidate in allowed)
             at = allowed[0] if best is None else best.setting
-            near = (each for each in allowed if each not in self._tried and self._is_near(each, at))
+            near = (candidate for candidate in allowed if candidate not in self._tried and self._is_near(candidate, at))
             if (setting := next(near, None)) is None:
                 break
-            self._look(setting)
-        known = [each for each in allowed if self.trials[each].rate is not None]
-        return sorted(known, key=lambda each: self.trials[each].rate or 0.0, reverse=True)[:FINALISTS]
+            self._try(setting)
+        known = [candidate for candidate in allowed if self.trials[candidate].rate is not None]
+        return sorted(known, key=lambda candidate: self.trials[candidate].rate or 0.0, reverse=True)[:FINALISTS]
 
-    def _is_near(self, one: Setting, other: Setting) -> bool:
+    def _is_near(self, setting: Setting, other: Setting) -> bool:
         """Return whether two settings differ only in window, reader or layout.
 
         A setting of another layout is near only with its default window.
         """
-        same_reader = (one.way, one.num_workers) == (other.way, other.num_workers)
-        if one.layout == other.layout:
-            return same_reader or one.window_chunks == other.window_chunks
-        default = next(each for each in self.trials if each.layout == one.layout)
-        return same_reader and one.window_chunks == default.window_chunks
+        same_reader = (setting.reader, setting.num_workers) == (other.reader, other.num_workers)
+        if setting.layout == other.layout:
+            return same_reader or setting.window_chunks == other.window_chunks
+        default = next(candidate for candidate in self.trials if candidate.layout == setting.layout)
+        return same_reader and setting.window_chunks == default.window_chunks
 
-    def _look(self, setting: Setting) -> None:
+    def _try(self, setting: Setting) -> None:
         """Measure a setting once, unless its first window would take too long, or its file cannot be written."""
         self._tried.add(setting)
-        known = [each for each in self._tried if each.layout == setting.layout and self.trials[each].rate]
-        fastest = max((self.trials[each].rate or 0.0 for each in known), default=0.0)
+        known = [tried for tried in self._tried if tried.layout == setting.layout and self.trials[tried].rate]
+        fastest = max((self.trials[tried].rate or 0.0 for tried in known), default=0.0)
         first = min(window_samples(setting, self.study.facts), self.study.num_measured)
         if fastest and first / fastest > FIRST_SHARE * self.budget.seconds:
             return
@@ -143,32 +145,34 @@ class Search:
             return
         self.trials[setting] = replace(self.trials[setting], rate=self._rate(setting))
 
-    def _mixes_best(self) -> list[Setting]:
+    def _best_shuffled(self) -> list[Setting]:
         """Return the setting with the best shuffle that fits in memory if none is allowed, otherwise nothing."""
-        if any(each.allowed for each in self.trials.values()):
+        if any(trial.allowed for trial in self.trials.values()):
             return []
-        fitting = [each for each in self.trials.values() if each.memory_bytes <= self.memory_bytes]
-        return [min(fitting, key=lambda each: (-(each.effective_batch or 0.0), each.memory_bytes)).setting]
+        fitting = [trial for trial in self.trials.values() if trial.memory_bytes <= self.memory_bytes]
+        return [min(fitting, key=lambda trial: (-(trial.effective_batch or 0.0), trial.memory_bytes)).setting]
 
     def _choose_finalists(
         self, runners: Mapping[Setting, Callable[[], float]], in_place: Sequence[Setting], rewritten: Sequence[Setting]
     ) -> None:
         """Choose the finalists by a few turns, because the fastest of many single measurements may be so by chance."""
-        heats = self._race(runners, HEATS if len(runners) > 1 else 0, HEATS_SHARE)
+        heats = self._measure_in_turns(runners, HEATS if len(runners) > 1 else 0, HEATS_SHARE)
         for setting, rates in heats.items():
             self.trials[setting] = replace(self.trials[setting], rate=statistics.median(rates or [0.0]))
         self.finalists = {TODAY: self.today}
         for name, settings in ((IN_PLACE, in_place), (NEW, rewritten)):
-            best = choose(self.trials[each] for each in settings)
+            best = choose(self.trials[shuffled] for shuffled in settings)
             if best is not None and best.setting != self.today:
                 self.finalists[name] = best.setting
-        self.finalists |= {NEW if each.repack else IN_PLACE: each for each in self._mixes_best()}
+        self.finalists |= {NEW if shuffled.repack else IN_PLACE: shuffled for shuffled in self._best_shuffled()}
 
-    def _race(self, runners: Mapping[Any, Callable[[], float]], most: int, share: float) -> dict[Any, list[float]]:
-        """Measure all runners in turns, forwards and backwards, at least three and at most ``most`` times."""
+    def _measure_in_turns(
+        self, runners: Mapping[Any, Callable[[], float]], max_turns: int, share: float
+    ) -> dict[Any, list[float]]:
+        """Measure all runners in turns, forwards and backwards, at least three and at most ``max_turns`` times."""
         turns: dict[Any, list[float]] = {name: [] for name in runners}
-        for number in range(most):
-            if number >= LEAST_TURNS and not self.budget.has(share):
+        for number in range(max_turns):
+            if number >= MIN_TURNS and not self.budget.has(share):
                 break
             for name in list(runners)[:: 1 if number % 2 else -1]:
                 turns[name].append(runners[name]())
@@ -178,16 +182,16 @@ class Search:
     @contextmanager
     def _opened(self, settings: Iterable[Setting]) -> Iterator[dict[Setting, Callable[[], float]]]:
         """Yield a function for each setting that measures its rate; all loaders are warmed up, and stay open."""
-        from h5chunk.tools.measure.batches import settle
+        from h5chunk.tools.measure.batches import wait_for_readers
 
         def rate(batches: BatchRate) -> float:
-            settle()  # the previous loader may still be reading ahead
+            wait_for_readers()  # the previous loader may still be reading ahead
             most_s = ROUND_SHARE * self.budget.seconds
             return batches.rate(self.budget.slice_s, most_s, most_s)
 
         with ExitStack() as stack:
             runners: dict[Setting, Callable[[], float]] = {}
-            for setting in sorted(set(settings), key=lambda each: each.way == LOADER):  # workers fork without threads
+            for setting in sorted(set(settings), key=lambda key: key.reader == LOADER):  # workers fork without threads
                 batches = stack.enter_context(closing(open_batches(self.study, setting, self.device)))
                 batches.warm_up(WARM_SHARE * self.budget.seconds)
                 runners[setting] = partial(rate, batches)
@@ -196,8 +200,8 @@ class Search:
     def _rate(self, setting: Setting) -> float:
         seconds = self.budget.slice_s
         with closing(open_batches(self.study, setting, self.device)) as batches:
-            batches.warm_up(LOOK_LEAD * seconds)
-            return batches.rate(seconds, 0.0, LOOK_ROUND * seconds)
+            batches.warm_up(TRY_LEAD * seconds)
+            return batches.rate(seconds, 0.0, TRY_ROUND * seconds)
 
     def _plain_rate(self) -> float:
         from h5chunk.tools.measure.batches import plain_rate

@@ -43,7 +43,7 @@ BATCH_BYTES = 4 * SAMPLE_BYTES  # only a part of a larger batch is measured
 SMALL_BYTES = 16 << 20  # smaller data is not worth a new file
 PIECE_BYTES = 32 << 20  # bytes that are read from a field at a time
 DENSE_BYTES = 4  # bytes of a number in a dense row
-MOST_GROUPS = 1 << 27  # labels of more samples are not read
+MAX_GROUPS = 1 << 27  # labels of more samples are not read
 CODES = "codes"
 
 
@@ -55,7 +55,7 @@ class Study:
     facts: DataFacts
     folder: Path  # folder for copies of samples in other chunks
     num_measured: int  # number of leading samples that are measured
-    asked: Mapping[str, str] | None = None  # the fields that the user named
+    requested_fields: Mapping[str, str] | None = None  # the fields that the user named
     anndata: bool = False  # whether AnnData wrote the file, so that repack can neither shuffle it nor add a header
     stored_share: float = 1.0  # stored bytes of the largest field over its decoded bytes
     groups: np.ndarray | None = None  # (num_samples,): equal values mark similar samples, such as labels
@@ -68,7 +68,7 @@ class Study:
     @property
     def fields(self) -> dict[str, str]:
         """The dataset of each field, by the field's name."""
-        return {name: each.dataset for name, each in self.reader.fields.items()}
+        return {name: field.dataset for name, field in self.reader.fields.items()}
 
     @property
     def is_ragged(self) -> bool:
@@ -119,7 +119,7 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def samples_to_measure(batch_size: int, sample_bytes: int) -> int:
-    """Return the number of samples to measure: those in SAMPLE_BYTES or, if larger, a batch of at most BATCH_BYTES."""
+    """Return the number of samples to measure: SAMPLE_BYTES of them, or a batch (up to BATCH_BYTES) if it is larger."""
     return max(1, SAMPLE_BYTES // sample_bytes, min(batch_size, BATCH_BYTES // sample_bytes))
 
 
@@ -128,7 +128,7 @@ def check_converted(path: str | os.PathLike[str]) -> None:
     path = Path(path)
     if not os.path.exists(path) or path.suffix.lower() in SUFFIXES or (path.is_file() and h5py.is_hdf5(path)):
         return  # the reader raises the error if it cannot be read
-    if path.is_dir() and (found := sorted(each for each in path.glob("*.h5") if h5py.is_hdf5(each))):
+    if path.is_dir() and (found := sorted(file for file in path.glob("*.h5") if h5py.is_hdf5(file))):
         raise FileError(
             f"{printable(path)}: has several converted files, but tune takes one: give {printable(found[0])}; "
             "its window and cache also suit similar files"
@@ -151,7 +151,7 @@ def study_file(
 
     with limited_memory(Path(path)):
         reader = H5Reader(path, fields, trusted=trusted)
-        reader.touch()
+        reader.check_metadata()
     sample_bytes = check_samples(reader, "tuned")
     why = why_not_direct(reader)
     facts = DataFacts(
@@ -162,12 +162,12 @@ def study_file(
         window_chunks=ChunkDataset(path, fields=fields, trusted=trusted).window_chunks,
         shuffled=reader.header is not None and reader.header.shuffled,
         direct=not why,
-        given_bytes=_given_bytes(reader, sample_bytes),
-        fixed=reader.ragged is not None,
-        loads=all(each.dtype.kind != "S" for each in reader.fields.values()),
+        converted_bytes=_converted_bytes(reader, sample_bytes),
+        has_fixed_chunks=reader.ragged is not None,
+        loader_reads_all=all(each.dtype.kind != "S" for each in reader.fields.values()),
     )
     num_measured = min(reader.num_samples, samples_to_measure(batch_size, sample_bytes))
-    study = Study(reader, facts, folder, num_measured, asked=fields)
+    study = Study(reader, facts, folder, num_measured, requested_fields=fields)
     with opened(path) as file:
         study.groups = _read_groups(study, file, group_by)
         study.anndata = is_anndata(file)
@@ -177,14 +177,14 @@ def study_file(
     return study
 
 
-def _given_bytes(reader: H5Reader, sample_bytes: int) -> int:
+def _converted_bytes(reader: H5Reader, sample_bytes: int) -> int:
     """Return the bytes of a sample that batches have in another form; 0 if they have it as it is stored."""
     if reader.matrix is not None:
         return reader.matrix.num_columns * DENSE_BYTES
     return 0 if reader.ragged is None else batch_bytes(reader, sample_bytes)
 
 
-def why_small(study: Study, device: str) -> str:
+def no_gain_reason(study: Study, device: str) -> str:
     """Return why no setting can make training faster; empty if one may.
 
     A file that stays in memory is then measured as a whole, unless it is very large.
@@ -194,10 +194,10 @@ def why_small(study: Study, device: str) -> str:
 
     facts = study.facts
     has_images = isinstance(study.reader.ragged, ImagesField)
-    num_bytes = facts.num_samples * (facts.given_bytes if has_images else facts.sample_bytes)
+    num_bytes = facts.num_samples * (facts.converted_bytes if has_images else facts.sample_bytes)
     if num_bytes < SMALL_BYTES:
         return f"its {human_bytes(num_bytes)} are too small to matter"
-    if not facts.loads:
+    if not facts.loader_reads_all:
         return ""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -255,24 +255,24 @@ def _find_groups(study: Study, file: h5py.File, name: str) -> h5py.Dataset | str
         return f"it has the shape {item.shape}, not one value per sample"
     if item.dtype.kind not in "biuS":
         return f"it has the type {item.dtype}, not integers or fixed-length strings"
-    return item if num_samples <= MOST_GROUPS else f"{num_samples:,} samples are too many to read"
+    return item if num_samples <= MAX_GROUPS else f"{num_samples:,} samples are too many to read"
 
 
 def read_rows(study: Study) -> dict[str, np.ndarray]:
     """Read the first samples of each field, as many as memory and time allow: {name: (n, *sample_shape)}."""
     found: dict[str, np.ndarray] = {}
-    wanted = min(study.num_measured, max(1, SAMPLE_BYTES // study.facts.sample_bytes))
+    num_samples = min(study.num_measured, max(1, SAMPLE_BYTES // study.facts.sample_bytes))
     until = time.perf_counter() + study.reading_s
     with opened(study.reader.path) as file:
-        for name, each in study.reader.fields.items():
-            assert not isinstance(each, MatrixField)
-            step = max(1, PIECE_BYTES // max(1, each.grid.sample_bytes))
+        for name, field in study.reader.fields.items():
+            assert not isinstance(field, MatrixField)
+            step = max(1, PIECE_BYTES // max(1, field.grid.sample_bytes))
             pieces: list[np.ndarray] = []
-            for start in range(0, wanted, step):
+            for start in range(0, num_samples, step):
                 if pieces and time.perf_counter() >= until:
                     break
-                pieces.append(file[each.dataset][start : min(start + step, wanted)])
-            found[name] = np.ascontiguousarray(np.concatenate(pieces).astype(each.dtype, copy=False))
+                pieces.append(file[field.dataset][start : min(start + step, num_samples)])
+            found[name] = np.ascontiguousarray(np.concatenate(pieces).astype(field.dtype, copy=False))
     return found
 
 
@@ -282,15 +282,17 @@ def write_rows(path: Path, rows: Mapping[str, np.ndarray], num_samples: int, chu
     Repeating them is enough to measure, because reading uncompressed samples takes the same time for any values.
     """
     chunk_samples = min(chunk_samples, num_samples)
-    fields = {f"f{number}": each for number, each in enumerate(rows.values())}
-    specs = {name: field_spec(num_samples, chunk_samples, each.shape[1:], each.dtype) for name, each in fields.items()}
+    fields = {f"f{number}": values for number, values in enumerate(rows.values())}
+    specs = {
+        name: field_spec(num_samples, chunk_samples, values.shape[1:], values.dtype) for name, values in fields.items()
+    }
     numbers = {"num_samples": num_samples, "chunk_samples": chunk_samples, "window_chunks": 1}
     attributes = header_attributes(cache=CacheSettings(1, 0), options={}, kind="", seed=0, shuffled=1, **numbers)
     try:
         regions = create_file(path, FileSpec(specs, {GROUP: attributes}))
         with path.open("r+b") as file:
-            for name, each in fields.items():
-                flat = each.reshape(len(each), -1).view(np.uint8)
+            for name, values in fields.items():
+                flat = values.reshape(len(values), -1).view(np.uint8)
                 for start in range(0, num_samples if flat.size else 0, len(flat)):
                     file.seek(regions[name].offset + start * flat.shape[1])
                     file.write(flat[: num_samples - start].data)

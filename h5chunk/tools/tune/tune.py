@@ -15,7 +15,7 @@ from h5chunk.store.hdf5.child import in_child
 from h5chunk.store.write.new_file import write_recommendation
 from h5chunk.tools.measure.checks import check_budget, worker_counts
 from h5chunk.tools.measure.machine import available_bytes, default_cache, describe_device, library_versions
-from h5chunk.tools.model.clustering import LEAST_CHANCE
+from h5chunk.tools.model.clustering import MIN_CHANCE
 from h5chunk.tools.model.mixing import window_for
 from h5chunk.tools.model.settings import (
     Setting,
@@ -32,7 +32,14 @@ from h5chunk.tools.tune.plot import check_plot
 from h5chunk.tools.tune.plot import plot as draw
 from h5chunk.tools.tune.report import Recommendation, TuneRow
 from h5chunk.tools.tune.search import NEW, PLAIN, TODAY, Search
-from h5chunk.tools.tune.study import Study, check_converted, fill_page_cache, study_file, temporary_folder, why_small
+from h5chunk.tools.tune.study import (
+    Study,
+    check_converted,
+    fill_page_cache,
+    no_gain_reason,
+    study_file,
+    temporary_folder,
+)
 
 MEMORY_BYTES = 4 << 30
 MAX_WORKERS = 4
@@ -111,11 +118,13 @@ def tune(
         study = in_child(lambda _: study_file(path, named, folder=folder, **options), lambda: printable(path))
         study.reading_s = READ_SHARE * budget_s
         limits = min_effective_batch * study.facts.batch_samples, min(memory_bytes, available_bytes())
-        trials = {each: _trial(study, each, *limits) for each in _settings(study, numbers, min_effective_batch)}
+        trials = {
+            setting: _trial(study, setting, *limits) for setting in _settings(study, numbers, min_effective_batch)
+        }
         _check_memory(trials.values(), limits[1])
         fill_page_cache(study, READ_SHARE * budget_s)
         search = Search(study, device, budget, trials, limits[1])
-        small = why_small(study, device) if trials[search.today].allowed else ""
+        small = no_gain_reason(study, device) if trials[search.today].allowed else ""
         search.run(only_today=bool(small))
         found = _report(search, small, *limits)
         if plot is not None:
@@ -134,7 +143,7 @@ def _settings(study: Study, workers: Sequence[int], min_share: float) -> list[Se
     clustering, order = study.clustering(facts.chunk_samples), order_of(settings[0], facts)
     window = window_for(clustering, order, min_share)
     settings = enumerate_settings(facts, workers=workers, windows=[order.num_chunks if window is None else window])
-    if not study.anndata and clustering.chance < LEAST_CHANCE:
+    if not study.anndata and clustering.chance < MIN_CHANCE:
         kept = {each for each in settings if each.repack or study.is_ragged or facts.is_good}
         settings += sorted({replace(each, repack=True, shuffle=True) for each in kept}, key=str)
     return settings
@@ -149,10 +158,10 @@ def _trial(study: Study, setting: Setting, least_batch: float, memory_bytes: int
 
 def _check_memory(trials: Iterable[Trial], memory_bytes: int) -> None:
     """Raise OptionError if no setting fits in memory."""
-    least = min(each.memory_bytes for each in trials)
-    if least > memory_bytes:
-        given, needed = human_bytes(memory_bytes), human_bytes(least)
-        raise OptionError(f"memory_bytes is {given}, but feeding takes at least {needed}: allow more memory")
+    min_bytes = min(trial.memory_bytes for trial in trials)
+    if min_bytes > memory_bytes:
+        limit, needed = human_bytes(memory_bytes), human_bytes(min_bytes)
+        raise OptionError(f"memory_bytes is {limit}, but feeding takes at least {needed}: allow more memory")
 
 
 def _report(search: Search, small: str, least_batch: float, memory_bytes: int) -> Recommendation:
@@ -185,7 +194,7 @@ def _report(search: Search, small: str, least_batch: float, memory_bytes: int) -
         ],
         commands=commands,
         code=code_for(study, setting, search.device),
-        why_small=small,
+        no_gain_reason=small,
         min_effective_batch=least_batch,
         memory_bytes=memory_bytes,
         num_turns=len(search.turns[PLAIN]),

@@ -1,9 +1,9 @@
 """Rewrite bad chunks of an image file from the images that it was converted from.
 
-A chunk is made again from its recorded samples, with the options that the file records (for appended samples, those of
+A chunk is rebuilt from its recorded samples, with the options that the file records (for appended samples, those of
 the append), and written only if its checksum equals that in the file. So a repaired file equals the original byte for
-byte. If the process is killed while it writes a chunk, that chunk stays bad: verify reports it, and another repair
-rewrites it. Undamaged chunks are never written to.
+byte. If the process is killed while it writes a chunk, verify still reports this chunk, and another repair rewrites
+it. Undamaged chunks are never written to.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ IMAGES = "images"
 def repair_chunks(
     path: Path, bad: list[Damage], source: str | os.PathLike[str], manifest: str | os.PathLike[str] | None
 ) -> tuple[list[Damage], list[Damage]]:
-    """Rewrite bad chunks; return the repaired chunks, and the others with the reason in their description."""
+    """Rewrite bad chunks; return the repaired chunks, and the remaining ones with the reason in their description."""
     repaired, left = [], []
     with open_file(path) as file, writing(path):
         maker = _ChunkMaker(file, path, source, manifest)
         with path.open("r+b", buffering=0) as target, maker.source.session():
-            for each in bad:
+            for damage in bad:
                 try:
-                    write_at(target.fileno(), maker.make(each), each.offset)
-                    repaired.append(each)
+                    write_at(target.fileno(), maker.make(damage), damage.offset)
+                    repaired.append(damage)
                 except SampleError as error:
-                    left.append(replace(each, problem=f"{each.problem} (not repaired: {error})"))
+                    left.append(replace(damage, problem=f"{damage.problem} (not repaired: {error})"))
             os.fsync(target.fileno())
     return repaired, left
 
 
 class _ChunkMaker:
-    """Make the chunks of a file again from its source, as convert made them."""
+    """Rebuild the chunks of a file from its source, as convert made them."""
 
     def __init__(
         self,
@@ -57,19 +57,21 @@ class _ChunkMaker:
         source: str | os.PathLike[str],
         manifest: str | os.PathLike[str] | None,
     ) -> None:
-        shown, header = printable(path), read_header(file)
+        label, header = printable(path), read_header(file)
         if header is None:
-            raise FileError(f"{shown}: not written by h5chunk, so the source of its chunks is unknown")
+            raise FileError(f"{label}: not written by h5chunk, so the source of its chunks is unknown")
         if header.kind:
-            raise FileError(f"{shown}: contains a matrix, whose chunks cannot be rebuilt one by one: convert it again")
+            raise FileError(f"{label}: contains a matrix, whose chunks cannot be rebuilt one by one: convert it again")
         try:
             options = ImageOptions.of_recorded(header.options)
             splits = "auto" if manifest is not None else str(header.options.get("split_folders", "auto"))
             columns = tuple(map(str, header.options.get("columns", ()))) or None
-            appended = [(int(each["first_index"]), str(each["fit"])) for each in header.options.get("appended", [])]
+            appended = [
+                (int(record["first_index"]), str(record["fit"])) for record in header.options.get("appended", [])
+            ]
         except (ValueError, KeyError, TypeError):
             raise FileError(
-                f"{shown}: does not record how images were decoded, and only images can be repaired: convert its "
+                f"{label}: does not record how images were decoded, and only images can be repaired: convert its "
                 "source again"
             ) from None
         listed = ImageSourceOptions(
@@ -87,39 +89,39 @@ class _ChunkMaker:
             self._ends = np.concatenate(([0], file[f"{GROUP}/source_name_ends"][()]))
             self._names = file[f"{GROUP}/source_names"]
         except (KeyError, TypeError, OSError) as error:
-            raise FileError(f"{shown}: does not record the sources of its samples: {error}") from None
+            raise FileError(f"{label}: does not record the sources of its samples: {error}") from None
         self._by_name: dict[bytes, int] | None = None
 
-    def make(self, each: Damage) -> bytes:
+    def make(self, damage: Damage) -> bytes:
         """Return the bytes of a chunk. Raise SampleError, with the reason, if they cannot be reproduced exactly."""
-        dataset = self._file[each.field]
-        if each.expected is None:
+        dataset = self._file[damage.field]
+        if damage.expected is None:
             raise SampleError("the file has no checksum of this chunk")
         if dataset.id.get_create_plist().get_nfilters():
             raise SampleError("the chunk is compressed: make the file again")
         if dataset.chunks is None or dataset.chunks[1:] != dataset.shape[1:]:
             raise SampleError("the chunk holds parts of samples: make the file again")
-        is_image = each.field == IMAGES or each.field in self._listing.others
-        if not is_image and each.field not in self._listing.columns:
+        is_image = damage.field == IMAGES or damage.field in self._listing.others
+        if not is_image and damage.field not in self._listing.columns:
             raise SampleError("the source does not have this field: give the manifest of the conversion")
         values = np.zeros(dataset.chunks, dataset.dtype)
-        for place, row in enumerate(range(each.first_sample, each.last_sample + 1)):
+        for position, row in enumerate(range(damage.first_sample, damage.last_sample + 1)):
             name = bytes(self._names[int(self._ends[row]) : int(self._ends[row + 1])])
             number = int(self._index[row])
             first, source = max((part for part in self._parts if part[0] <= number), key=lambda part: part[0])
             index = self._find(number - first, name)
             try:
                 if is_image:
-                    source.read_into(index, {each.field: values[place]})
+                    source.read_into(index, {damage.field: values[position]})
                 else:
-                    values[place] = self._value(each.field, index)
+                    values[position] = self._value(damage.field, index)
             except SampleError as error:
                 raise SampleError(f"{printable(name)}: {error}") from None
         data = values.tobytes()
-        found = zlib.crc32(data)
-        if found != each.expected:
+        actual = zlib.crc32(data)
+        if actual != damage.expected:
             raise SampleError(
-                f"the source gives the checksum {found:08x}, not {each.expected:08x}: it has changed, or the stored "
+                f"the source gives the checksum {actual:08x}, not {damage.expected:08x}: it has changed, or the stored "
                 "checksum is damaged"
             )
         return data
@@ -130,7 +132,7 @@ class _ChunkMaker:
         if index < len(names) and names[index] == name:
             return index
         if self._by_name is None:
-            self._by_name = {each: number for number, each in enumerate(names)}
+            self._by_name = {known: number for number, known in enumerate(names)}
         if name not in self._by_name:
             raise SampleError(f"{printable(name)}: is no longer in the source")
         return self._by_name[name]

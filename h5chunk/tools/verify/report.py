@@ -19,16 +19,18 @@ class Checked:
     field: str
     num_chunks: int  # stored chunks
     num_checked: int  # chunks that were read
-    by: str  # "checksum", "decoding" (finds errors that filters notice) or "reading" (finds disk errors)
+    method: str  # "checksum", "decoding" (finds errors that filters notice) or "reading" (finds disk errors)
     num_unwritten: int = 0  # chunks that were never written, which is legal; a contiguous dataset is one chunk
     reads_as: str = ""  # the value that unwritten chunks read as; empty if there are none
 
     def __str__(self) -> str:
         read = "" if self.num_checked == self.num_chunks else f"{self.num_checked:,} of "
-        parts = [f"{read}{count_text(self.num_chunks, 'chunk')}, by {self.by}"] if self.num_chunks else []
+        parts = [f"{read}{count_text(self.num_chunks, 'chunk')}, by {self.method}"] if self.num_chunks else []
         if self.num_unwritten:
-            what = f"{count_text(self.num_unwritten, 'chunk')} never written" if self.num_chunks else "never written"
-            parts.append(f"{what}: reads as {self.reads_as}")
+            unwritten = (
+                f"{count_text(self.num_unwritten, 'chunk')} never written" if self.num_chunks else "never written"
+            )
+            parts.append(f"{unwritten}: reads as {self.reads_as}")
         return printable(f"{self.field}: {'; '.join(parts) or 'no chunks'}")
 
 
@@ -64,7 +66,7 @@ class VerifyReport(Report):
     def lines(self) -> list[str]:
         return [
             f"{self.path}: {human_bytes(self.num_bytes)}, {self._verdict()}",
-            *(f"  {each}" for each in self.fields),
+            *(f"  {dataset}" for dataset in self.fields),
             *rows("repaired:", self.repaired, SHOWN),
             *rows("bad:", self.bad, SHOWN),
             *rows("wrong:", self.problems),
@@ -78,7 +80,7 @@ class VerifyReport(Report):
         looked = "the checked parts are whole" if self.quick else "whole"
         if not self.by_h5chunk:
             looked += ", as far as can be seen without checksums"
-        unwritten = sum(each.num_unwritten > 0 for each in self.fields)
+        unwritten = sum(dataset.num_unwritten > 0 for dataset in self.fields)
         if unwritten:
             looked += f"; {count_text(unwritten, 'dataset')} not fully written"
         return looked + (f", after repairing {count_text(len(self.repaired), 'chunk')}" if self.repaired else "")
@@ -101,26 +103,26 @@ class FolderReport(Report):
     @property
     def ok(self) -> bool:
         """Whether no damage was found."""
-        return not self.missing and not self.problems and all(each.ok for each in self.files)
+        return not self.missing and not self.problems and all(report.ok for report in self.files)
 
     def facts(self) -> dict[str, Any]:
         """Return the values of the report by name, with the verdicts."""
-        return {"ok": self.ok, **super().facts(), "files": [each.facts() for each in self.files]}
+        return {"ok": self.ok, **super().facts(), "files": [report.facts() for report in self.files]}
 
     def lines(self) -> list[str]:
-        bad = [each for each in self.files if not each.ok]
+        bad = [report for report in self.files if not report.ok]
         faults = [(len(bad), "bad file"), (len(self.missing), "missing file"), (len(self.problems), "other fault")]
-        size, read_bytes = (sum(getattr(each, name) for each in self.files) for name in ("num_bytes", "read_bytes"))
+        size, read_bytes = (sum(getattr(report, name) for report in self.files) for name in ("num_bytes", "read_bytes"))
         verdict = "whole" if self.ok else _damaged(faults)
         return [
             f"{self.path}: {count_text(len(self.files), 'file')}, {human_bytes(size)}, {verdict}",
             *rows("missing:", self.missing, SHOWN),
             *rows("wrong:", self.problems),
-            *(f"  {line}" for each in bad for line in each.lines()),
-            *rows("", (each.lines()[0] for each in self.files if each.ok), SHOWN),
+            *(f"  {line}" for report in bad for line in report.lines()),
+            *rows("", (report.lines()[0] for report in self.files if report.ok), SHOWN),
             f"  {human_bytes(read_bytes)} read in {self.seconds:.1f} s",
         ]
 
 
 def _damaged(faults: list[tuple[int, str]]) -> str:
-    return "DAMAGED: " + ", ".join(count_text(count, what) for count, what in faults if count)
+    return "DAMAGED: " + ", ".join(count_text(count, noun) for count, noun in faults if count)

@@ -20,7 +20,7 @@ TABLES = ("source_index", "source_name_ends", "source_names")
 PART_VALUES = 4 << 20  # labels or matrix entries that are read at a time
 
 
-def look_at_tables(file: h5py.File, header: Header, names: list[str]) -> Iterator[str]:
+def find_table_problems(file: h5py.File, header: Header, names: list[str]) -> Iterator[str]:
     """Yield a message for each contradiction between the group ``/h5chunk`` and the fields."""
     num_samples = header.num_samples
     tables = {name: file[f"{GROUP}/{name}"] for name in TABLES if f"{GROUP}/{name}" in names}
@@ -40,32 +40,32 @@ def look_at_tables(file: h5py.File, header: Header, names: list[str]) -> Iterato
         if (np.diff(ends, prepend=0) < 0).any() or ends[-1] != len(tables["source_names"]):
             yield f"/{GROUP}/source_name_ends does not divide the names: the sources of samples are unknown"
     if header.class_names and "labels" in names:
-        yield from _check_codes(file["labels"], len(header.class_names), least=0)
+        yield from _check_codes(file["labels"], len(header.class_names), lowest=0)
     for name in names:
         table = f"{GROUP}/categories/{name}"
         if table in names:
-            yield from _check_codes(file[name], len(file[table]), least=-1)
+            yield from _check_codes(file[name], len(file[table]), lowest=-1)
     for name in names:
         dataset = file[name]
-        own = "/" not in name and f"{GROUP}/checksums/{name}" in names and "repack" not in header.options
+        is_field = "/" not in name and f"{GROUP}/checksums/{name}" in names and "repack" not in header.options
         chunks = dataset.chunks or ()
-        if own and (dataset.shape[:1] != (num_samples,) or chunks[:1] != (header.chunk_samples,)):
+        if is_field and (dataset.shape[:1] != (num_samples,) or chunks[:1] != (header.chunk_samples,)):
             yield (
                 f"{name} has the shape {dataset.shape} in chunks of {chunks} but the header says {num_samples} "
                 f"samples in chunks of {header.chunk_samples}"
             )
 
 
-def _check_codes(field: h5py.Dataset, num_categories: int, least: int) -> Iterator[str]:
+def _check_codes(field: h5py.Dataset, num_categories: int, lowest: int) -> Iterator[str]:
     if field.dtype.kind not in "iu" or field.ndim != 1:
         return
     for first in range(0, len(field), PART_VALUES):
         values = field[first : first + PART_VALUES]
-        wrong = (values < least) | (values >= num_categories)
+        wrong = (values < lowest) | (values >= num_categories)
         if wrong.any():
-            place = int(wrong.argmax())
-            name, what = field.name.lstrip("/"), "classes" if least == 0 else "categories"
-            yield f"{name}: sample {first + place} has the label {values[place]} but there are {num_categories} {what}"
+            index = int(wrong.argmax())
+            name, noun = field.name.lstrip("/"), "classes" if lowest == 0 else "categories"
+            yield f"{name}: sample {first + index} has the label {values[index]} but there are {num_categories} {noun}"
             return
 
 
@@ -98,8 +98,8 @@ class MatrixCheck:
         except FileError as error:
             self.problems.append(without_path(error, path))
 
-    def look_at_columns(self, first: int, data: np.ndarray) -> None:
-        """Check the bytes of consecutive column indices, from entry ``first`` on."""
+    def check_column_indices(self, first: int, data: np.ndarray) -> None:
+        """Check the bytes of consecutive column indices, starting at entry ``first``."""
         assert self.indptr is not None
         columns = data.view(self._dtype)[: max(0, int(self.indptr[-1]) - first)]
         if not len(columns):
@@ -116,8 +116,8 @@ class MatrixCheck:
         self._note("falls", (columns[1:] < columns[:-1]) & inside, first + 1)
         self._ends.append((first, first + len(columns), int(columns[0]), int(columns[-1])))
 
-    def look_at_values(self, first: int, data: np.ndarray) -> None:
-        """Check the bytes of consecutive stored values of an h5chunk file, from entry ``first`` on."""
+    def check_entry_values(self, first: int, data: np.ndarray) -> None:
+        """Check the bytes of consecutive stored values of an h5chunk file, starting at entry ``first``."""
         assert self.indptr is not None
         values = data.view(self._value_dtype)[: max(0, int(self.indptr[-1]) - first)]
         self._note("zero", values == 0, first)
@@ -128,11 +128,11 @@ class MatrixCheck:
         if wrong.any():
             self._faults[kind].append(first + int(wrong.argmax()))
 
-    def finish(self, whole: bool) -> None:
-        """Turn the errors of all runs into ``problems``; ``whole`` says whether all chunks were read."""
+    def finish(self, is_complete: bool) -> None:
+        """Turn the errors of all runs into ``problems``; ``is_complete`` says whether all chunks were read."""
         if self.indptr is None:
             return
-        if whole:  # compare the last column of each run with the first of the next, if both are in one row
+        if is_complete:  # compare the last column of each run with the first of the next, if both are in one row
             for (_, stop, _, last), (start, _, first, _) in pairwise(sorted(self._ends)):
                 goes_on = start == stop and self.indptr[np.searchsorted(self.indptr, start)] != start
                 if goes_on and first <= last:
@@ -142,8 +142,8 @@ class MatrixCheck:
         if "outside" in rows:
             row, columns = rows["outside"], self._num_columns
             self.problems.append(f"{name}: row {row} has a column outside of the {columns} columns")
-        if "falls" in rows and not self._ascends and whole and not rows.keys() & {"twice", "outside"}:
-            row_twice = find_twice(self._indices, self.indptr)
+        if "falls" in rows and not self._ascends and is_complete and not rows.keys() & {"twice", "outside"}:
+            row_twice = find_repeated_column(self._indices, self.indptr)
             if row_twice is not None:
                 rows["twice"] = row_twice
         if "twice" in rows:
@@ -182,8 +182,8 @@ class ImagesCheck:
         except FileError as error:
             self.problems.append(without_path(error, path))
 
-    def finish(self, whole: bool) -> None:
-        """Do nothing: all was checked at once."""
+    def finish(self, is_complete: bool) -> None:
+        """Do nothing, because everything was checked when the file was opened."""
 
     def rows(self, part: str, first: int, stop: int) -> tuple[int, int] | None:
         """Return the images of bytes ``first`` to ``stop``; None if they are unknown."""
@@ -201,7 +201,7 @@ def row_of(indptr: np.ndarray, entry: int) -> int:
     return int(np.searchsorted(indptr, entry, "right")) - 1
 
 
-def find_twice(indices: h5py.Dataset, indptr: np.ndarray) -> int | None:
+def find_repeated_column(indices: h5py.Dataset, indptr: np.ndarray) -> int | None:
     """Return the first row that repeats a column, with columns in any order, or None; it is read through HDF5."""
     first, num_rows = 0, len(indptr) - 1
     while first < num_rows:

@@ -35,10 +35,10 @@ from h5chunk.store.read.files import (
     wrong_counts,
 )
 from h5chunk.store.read.ragged import find_image_groups
-from h5chunk.store.read.scan import CHECKSUM, CheckedDataset, Damage, Look
+from h5chunk.store.read.scan import CHECKSUM, CheckedDataset, Damage, OnValues
 from h5chunk.tools.progress import Progress
 from h5chunk.tools.verify.report import Checked, FolderReport, VerifyReport
-from h5chunk.tools.verify.tables import ImagesCheck, MatrixCheck, look_at_tables, without_path
+from h5chunk.tools.verify.tables import ImagesCheck, MatrixCheck, find_table_problems, without_path
 
 QUICK_CHUNKS = 32  # chunks of a dataset that a quick check reads
 CHECKSUMS = f"{GROUP}/checksums/"
@@ -73,8 +73,8 @@ def verify(
     quick : bool
         Check only 32 chunks of each dataset, evenly spaced from the first to the last.
     repair : path, optional
-        The source that the file was converted from. Bad chunks of images and labels are made again from it, and
-        rewritten if the bytes match the checksum.
+        The source that the file was converted from. Bad chunks of images and labels are rebuilt from it, and rewritten
+        if the bytes match the checksum.
     manifest : path, optional
         The manifest that the file was converted with; needed to repair the fields that came from it.
     trusted : bool
@@ -218,7 +218,7 @@ class _FileCheck:
         names = sorted(found)
         if header is not None:
             try:
-                for problem in look_at_tables(file, header, names):
+                for problem in find_table_problems(file, header, names):
                     self._problems.append(problem)  # one by one, to keep those in front of an error
             except DAMAGES as error:
                 self._problems.append(f"the group /{GROUP} cannot be read: {error}")
@@ -247,9 +247,9 @@ class _FileCheck:
             self._notes.append(f"{name!r} has its values in other files: check those files")
             return
         try:
-            look = self._look_at(dataset, name)
+            on_values = self._value_check(dataset, name)
             expected = self._read_checksums(found, name)
-            checked = CheckedDataset(self._path, dataset, expected, look)
+            checked = CheckedDataset(self._path, dataset, expected, on_values)
             if checked.unlisted:
                 messages = self._notes if expected is None else self._problems
                 messages.append(f"{name!r} is not checked: {checked.unlisted}")
@@ -258,20 +258,18 @@ class _FileCheck:
             if expected is not None and len(expected) != checked.num_chunks:
                 counted = count_text(checked.num_chunks, "chunk")
                 self._problems.append(f"{name!r} has {counted} but {len(expected)} checksums")
-                checked = CheckedDataset(self._path, dataset, None, look)
+                checked = CheckedDataset(self._path, dataset, None, on_values)
         except DAMAGES as error:
             self._problems.append(without_path(error, self._path))
             return
         chunks = np.arange(checked.num_chunks) if expected is not None else checked.written
         if self._quick and len(chunks) > QUICK_CHUNKS:
             chunks = chunks[np.unique(np.linspace(0, len(chunks) - 1, QUICK_CHUNKS).astype(np.int64))]
-            shown = ", ".join(map(str, chunks[:3]))
-            self._notes.append(
-                f"{name!r}: of {checked.num_chunks:,} chunks, {len(chunks)} were read: {shown}, ..., {chunks[-1]}"
-            )
+            listed = f"{', '.join(map(str, chunks[:3]))}, ..., {chunks[-1]}"
+            self._notes.append(f"{name!r}: of {checked.num_chunks:,} chunks, {len(chunks)} were read: {listed}")
         self._datasets.append((checked, chunks))
 
-    def _look_at(self, dataset: h5py.Dataset, name: str) -> Look | None:
+    def _value_check(self, dataset: h5py.Dataset, name: str) -> OnValues | None:
         """Return the function that checks the values of a part of a matrix; None for other datasets."""
         prefix, _, part = name.rpartition("/")
         matrix = self._matrices.get(prefix)
@@ -280,8 +278,8 @@ class _FileCheck:
         if isinstance(matrix, ImagesCheck):
             return None
         if part == "indices":
-            return matrix.look_at_columns
-        return matrix.look_at_values if part == "data" and matrix.by_h5chunk else None
+            return matrix.check_column_indices
+        return matrix.check_entry_values if part == "data" and matrix.by_h5chunk else None
 
     def _read_checksums(self, found: dict[str, h5py.Dataset], name: str) -> np.ndarray | None:
         table = found.get(f"{CHECKSUMS}{name}")
@@ -311,16 +309,16 @@ class _FileCheck:
                     done += num_bytes
                     damages += damaged
                     say(("verify", done, total))
-                bad += [self._with_rows(damage) for damage in sorted(damages, key=lambda each: each.chunk)]
+                bad += [self._with_rows(damage) for damage in sorted(damages, key=lambda item: item.chunk)]
         finally:
             os.close(descriptor)
         fields = []
         for checked, chunks in self._datasets:
             pattern = self._header is not None and checked.name == f"{MATRIX}/data"  # ones are not stored
-            known = pattern or checked.by == CHECKSUM
+            known = pattern or checked.method == CHECKSUM
             unwritten = (0, "") if known else (checked.num_unwritten, checked.reads_as)
             num_chunks = max(len(checked.written), len(chunks))
-            fields.append(Checked(checked.name, num_chunks, len(chunks), checked.by, *unwritten))
+            fields.append(Checked(checked.name, num_chunks, len(chunks), checked.method, *unwritten))
         for matrix in self._matrices.values():
             matrix.finish(not self._quick)
             self._problems += matrix.problems
