@@ -140,6 +140,10 @@ class SampleSource(SampleReader):
         """
         return None
 
+    def in_form(self, form: str) -> SampleSource:
+        """Return this source with its images of any size encoded or raw."""
+        raise NotImplementedError
+
     def disagreement(self) -> str:
         """Return the message of the error for samples of different shapes, after a `ShapeError` was raised."""
         return "the samples have different shapes"

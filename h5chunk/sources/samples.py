@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from copy import copy
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -149,6 +151,12 @@ class Samples(SampleSource):
         self.size_bytes = {"as files": encoded, "kept": kept, "as pixels": pixels}
         self.size_bytes = {form: size * len(self) for form, size in self.size_bytes.items()}
         return {name: SampleField((max(1, kept),), np.dtype(np.uint8), "NHWC", self.decoding.form)}
+
+    def in_form(self, form: str) -> Samples:
+        other, encoded = copy(self), form == "encoded"
+        other.decoding = replace(self.decoding, keep_encoded=encoded, keep_size=not encoded)
+        other.fields = {name: replace(field, form=form) for name, field in self.fields.items()}
+        return other
 
     def _check_masks(self, fields: Mapping[str, SampleField]) -> None:
         images = [name for name, field in fields.items() if field.axes]

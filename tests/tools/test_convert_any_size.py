@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 
 import h5py
 import numpy as np
@@ -16,6 +17,7 @@ from h5chunk.plan.permutation import permutation
 from h5chunk.source import OpenContext
 from h5chunk.sources.images import ImageSource
 from h5chunk.sources.kinds import ImageSourceOptions
+from h5chunk.tools.convert.forms import FormCost, recommend
 from h5chunk.tools.measure.stages import DATALOADER, DECODING, LIMITS, LOADER, READERS, RESIDENT
 from h5chunk.transforms import Resize
 
@@ -187,13 +189,40 @@ def test_tables_that_lie_are_errors(photos, tmp_path, table, row, value, said):
         h5chunk.info(tmp_path / "p.h5")
 
 
-def test_a_dry_run_says_what_images_take_on_disk(photos, tmp_path):
+def test_a_dry_run_says_what_images_cost(photos, tmp_path, monkeypatch):
+    monkeypatch.setattr("h5chunk.tools.convert.forms.MEASURE_S", 0.01)
     report = h5chunk.convert(photos, tmp_path / "p.h5", keep_encoded=True, dry_run=True)
     files = sum(path.stat().st_size for path in photos.glob("*/*"))
     pixels = 3 * sum(h * w for h, w in ((40, 60), (30, 50), (33, 21), (64, 48), (20, 90), (25, 35), (44, 55)))
     for how, size in {"as files": files, "kept": files, "as pixels": pixels}.items():
         assert abs(report.size_bytes[how] - size) < size / 2
     assert "as pixels" in str(report) and not (tmp_path / "p.h5").exists()
+    assert [(cost.form, cost.option) for cost in report.forms] == [
+        ("encoded", "--keep-encoded"),
+        ("raw", "--keep-size"),
+    ]
+    for cost, size in zip(report.forms, (files, pixels), strict=True):
+        assert cost.fits_disk and cost.fits_memory and cost.images_per_s > 0 and abs(cost.num_bytes - size) < 7
+    facts = json.loads(report.to_json())
+    assert facts["forms"][0]["form"] == "encoded" and facts["recommendation"] in str(report)
+
+
+@pytest.mark.parametrize(
+    ("encoded", "raw", "fits", "said"),
+    [
+        (9000, 20000, True, "keep them encoded: this machine decodes more than the 6,900"),
+        (1000, 5000, True, r"keep their pixels \(--keep-size\), which load 5.0 times as fast"),
+        (1000, 5000, False, "keep them encoded, because their pixels do not fit in memory"),
+        (1000, 1100, True, "would not load faster"),
+    ],
+)
+def test_a_dry_run_recommends_a_form(encoded, raw, fits, said):
+    costs = [
+        FormCost("encoded", "--keep-encoded", 10, True, True, encoded),
+        FormCost("raw", "--keep-size", 99, True, fits, raw),
+    ]
+    assert re.search(said, recommend(costs))
+    assert recommend(costs[1:]) == ""
 
 
 def test_info(photos, tmp_path):

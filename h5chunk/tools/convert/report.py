@@ -8,6 +8,7 @@ from typing import Any
 from h5chunk.errors import count_text, human_bytes
 from h5chunk.plan.layout import Layout
 from h5chunk.source import shape_text
+from h5chunk.tools.convert.forms import FormCost
 from h5chunk.tools.report import Report, list_some, rows, values_text
 
 COMPLETE = "already complete"
@@ -32,6 +33,8 @@ class ConvertReport(Report):
     sample_shape: tuple[int, ...]  # shape of one sample of the largest field; empty for images of any size
     form: str = ""  # form of images of any size: encoded or raw
     size_bytes: dict[str, int] = field(default_factory=dict)  # of a dry run: images of any size, as kept and otherwise
+    forms: list[FormCost] = field(default_factory=list)  # of a dry run: what encoded images and their pixels cost
+    recommendation: str = ""  # which form is better, in a sentence
     fields: dict[str, str]  # dtype of each field, in the order of batches
     shapes: dict[str, tuple[int, ...]]  # shape of one sample of each field
     layout: Layout
@@ -65,6 +68,8 @@ class ConvertReport(Report):
             *rows("chunks", f"{layout.num_chunks:,} of {self._chunk_text()}"),
             *rows("  -", layout.reasons if self.free_bytes is not None else ()),
             *rows("on disk", ", ".join(f"about {human_bytes(size)} {form}" for form, size in self.size_bytes.items())),
+            *(line for cost in self.forms for line in rows(cost.form, str(cost))),
+            *rows("advice:", self.recommendation),
             *rows("originals", ", ".join(f"{count:,} {MODES.get(mode, mode)}" for mode, count in self.counts.items())),
             *rows("classes", list_some(self.class_names) if self.class_names else ""),
             *rows("new class", self.new_classes),

@@ -27,6 +27,7 @@ from h5chunk.store.write.old_file import OldFile
 from h5chunk.store.write.output import NewFolder, check_folder
 from h5chunk.store.write.part_file import check_free_space, check_output
 from h5chunk.store.write.samples import SampleJob, write_samples
+from h5chunk.tools.convert.forms import compare_forms, recommend
 from h5chunk.tools.convert.report import ConvertReport
 from h5chunk.tools.convert.samples import command_id, estimate_s, find_skipped, folder_layout, is_complete, job_key
 from h5chunk.tools.progress import Progress, count_up
@@ -61,6 +62,10 @@ class SampleRun:
         kinds = {name: (() if field.form else field.shape, field.dtype) for name, field in job.fields.items()}
         kinds |= {name: ((), values.dtype) for name, values in job.columns.items()}
         layout = folder_layout(files) if self.shards else files[0].layout
+        free_bytes = shutil.disk_usage(job.path.absolute().parent).free if dry_run else None
+        forms = []
+        if free_bytes is not None and job.any_size and self.old is None:
+            forms = compare_forms(job, free_bytes)
         return ConvertReport(
             path=str(job.path),
             source_kind=job.source.kind,
@@ -69,11 +74,13 @@ class SampleRun:
             num_samples=layout.num_samples,
             num_bytes=sum(file.spec().num_bytes if dry_run else file.path.stat().st_size for file in files),
             seconds=estimate_s(job) if dry_run else time.perf_counter() - self.started,
-            free_bytes=shutil.disk_usage(job.path.absolute().parent).free if dry_run else None,
+            free_bytes=free_bytes,
             num_workers=job.num_workers if dry_run else None,
             sample_shape=next(iter(kinds.values()))[0],
             form=form,
             size_bytes=dict(job.source.size_bytes) if dry_run else {},
+            forms=forms,
+            recommendation=recommend(forms),
             fields={name: str(kinds[name][1]) for name in job.field_names},
             shapes={name: kinds[name][0] for name in job.field_names},
             layout=layout,

@@ -1,0 +1,103 @@
+"""Compare images of any size that are kept encoded with their pixels: the space they take, and how fast they load."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from h5chunk.errors import OutputError, SampleError, SourceError, human_bytes
+from h5chunk.store.write.new_file import NewFile
+from h5chunk.store.write.samples import SampleJob, write_samples
+from h5chunk.tools.measure.checks import CROP
+from h5chunk.tools.measure.machine import available_bytes
+
+FORMS = {"encoded": "--keep-encoded", "raw": "--keep-size"}
+MOST_IMAGES, PROBE_BYTES = 48, 32 << 20  # images to measure, and about the bytes of their pixels
+COPIES, BATCH_SIZE = 4, 16  # of the file of these images, so that epochs are long enough
+MEASURE_S, LEAD_S = 0.4, 0.1
+GPU_RATE = 6900  # images/s at which an H200 trains a compiled ResNet-50: scripts/LOG.md
+FASTER = 1.2  # gain in speed that is worth the space
+
+
+@dataclass(frozen=True)
+class FormCost:
+    """What a form of images of any size costs on this machine."""
+
+    form: str  # encoded or raw
+    option: str  # the option of convert that chooses it
+    num_bytes: int  # estimated bytes of all images
+    fits_disk: bool
+    fits_memory: bool  # whether they fit in the page cache
+    images_per_s: float  # rate of `ChunkLoader` from the page cache, with random crops of CROP x CROP pixels
+
+    def __str__(self) -> str:
+        where = "does not fit on the disk"
+        if self.fits_disk:
+            where = "fits in memory" if self.fits_memory else "does not fit in memory: each epoch reads the disk"
+        rate = f"{self.images_per_s:,.0f} random crops of {CROP} x {CROP} per second"
+        return f"({self.option}): about {human_bytes(self.num_bytes)}, which {where}; {rate}"
+
+
+def compare_forms(job: SampleJob, free_bytes: int) -> list[FormCost]:
+    """Measure both forms with a few images; leave out a form that the source does not have, or that has no room."""
+    costs = []
+    memory = available_bytes()
+    for form, option in FORMS.items():
+        try:
+            mean_bytes, rate = _measure(job, form)
+        except (SampleError, SourceError, OutputError, OSError):
+            continue
+        num_bytes = int(mean_bytes * len(job.order))
+        costs.append(FormCost(form, option, num_bytes, num_bytes < free_bytes, num_bytes < memory, rate))
+    return costs
+
+
+def _measure(job: SampleJob, form: str) -> tuple[float, float]:
+    """Write a few images in this form to a temporary file; return their mean bytes, and images/s of loading them."""
+    from h5chunk.feed.sampler import ChunkSampler
+    from h5chunk.tools.measure.batches import open_loader
+    from h5chunk.tools.measure.images import open_data
+
+    source = job.source.in_form(form)
+    pixel_bytes = max(1, source.size_bytes["as pixels"] // len(source))
+    count = max(1, min(MOST_IMAGES, PROBE_BYTES // pixel_bytes, len(job.order)))
+    order = job.order[np.linspace(0, len(job.order) - 1, count).astype(np.int64)]
+    with tempfile.TemporaryDirectory(prefix="h5chunk-", ignore_cleanup_errors=True) as folder:
+        probe = replace(job, source=source, path=Path(folder) / "images.h5", num_workers=0).with_order(order)
+        with NewFile(probe.path) as new:
+            written, _ = write_samples(new, probe)
+            new.commit()
+        paths = [probe.path.with_stem(f"images{number}") for number in range(COPIES)]
+        for path in paths:
+            shutil.copyfile(probe.path, path)
+        dataset = open_data(paths, None, False)
+        chosen = ChunkSampler(dataset, BATCH_SIZE).order
+        with closing(open_loader(dataset, chosen, device="cpu")) as batches:
+            batches.warm_up(MEASURE_S)
+            return (written.num_bytes or 0) / len(written.order), batches.rate(MEASURE_S, LEAD_S)
+
+
+def recommend(costs: Sequence[FormCost]) -> str:
+    """Recommend one of both forms, in a sentence; empty if there is only one."""
+    if len(costs) < len(FORMS):
+        return ""
+    encoded, raw = costs
+    times = raw.images_per_s / encoded.images_per_s
+    gpu = f"the {GPU_RATE:,} images/s at which an H200 trains ResNet-50"
+    if encoded.images_per_s >= GPU_RATE:
+        return f"keep them encoded: this machine decodes more than {gpu}"
+    if times < FASTER:
+        return f"keep them encoded: their pixels would not load faster; both are below {gpu}"
+    short = f"decoding is below {gpu}"
+    if raw.fits_disk and raw.fits_memory:
+        return f"keep their pixels ({raw.option}), which load {times:.1f} times as fast: {short}"
+    what = "on this disk" if not raw.fits_disk else "in memory"
+    return (
+        f"keep them encoded, because their pixels do not fit {what}; {short}: --max-side or more cores make it faster"
+    )
