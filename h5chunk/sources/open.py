@@ -60,17 +60,17 @@ def open_kind(kind: Any, source: Any, options: Options, context: OpenContext) ->
 
 
 def choose_options(
-    kind: Any, source: Any, given: Mapping[str, Any], groups: Sequence[type[Options]], *others: type[Options]
+    kind: Any, source: Any, requested: Mapping[str, Any], groups: Sequence[type[Options]], *others: type[Options]
 ) -> list[Any]:
     """Create one options object per group from the options that are given by name.
 
     Raises OptionError if an option does not exist, or belongs only to another kind of source or to ``others``.
     """
     known = {name for group in groups for name in group.names()}
-    for name in given:
+    for name in requested:
         if name not in known:
             raise _misplaced(name, kind, source, others)
-    return [group(**{name: value for name, value in given.items() if name in group.names()}) for group in groups]
+    return [group(**{name: value for name, value in requested.items() if name in group.names()}) for group in groups]
 
 
 def _misplaced(name: str, kind: Any, source: Any, others: Iterable[type[Options]]) -> OptionError:

@@ -112,10 +112,10 @@ def _coordinates(shape: tuple[int, int], vectors: Sequence[Vector], at_once: int
         yield Block(major, minor, _values(data, start, stop, major, minor))
 
 
-def _pointers(vector: Vector, first: int, last: int, previous: int, num_entries: int, word: str) -> np.ndarray:
+def _pointers(vector: Vector, first: int, last: int, previous: int, num_entries: int, axis: str) -> np.ndarray:
     """Return the starts of rows ``first`` up to ``last``, and the end of the last of them: (last - first + 1,) int64.
 
-    The first start is ``previous``, the end of the row before, because vectors are read only once. ``word`` is the
+    The first start is ``previous``, the end of the row before, because vectors are read only once. ``axis`` is the
     name of the axis, row or column, for messages.
     """
     start = 0 if first == 0 else first + 1
@@ -130,30 +130,30 @@ def _pointers(vector: Vector, first: int, last: int, previous: int, num_entries:
     if len(falls):
         index = int(falls[0])
         raise SourceError(
-            f"{vector.name} falls from {ends[index]} to {ends[index + 1]} at {word} {first + index}: it must not fall"
+            f"{vector.name} falls from {ends[index]} to {ends[index + 1]} at {axis} {first + index}: it must not fall"
         )
     beyond = np.flatnonzero(ends > num_entries)
     if len(beyond):
         index = int(beyond[0])
         raise SourceError(
-            f"{vector.name} has {ends[index]} at {word} {first + index - 1} but there are only {num_entries} entries"
+            f"{vector.name} has {ends[index]} at {axis} {first + index - 1} but there are only {num_entries} entries"
         )
     return ends
 
 
 def _numbers(
-    vector: Vector, start: int, stop: int, limit: int, word: str, others: str, other: np.ndarray
+    vector: Vector, start: int, stop: int, limit: int, axis: str, other_axis: str, other_numbers: np.ndarray
 ) -> np.ndarray:
     """Read row or column numbers below ``limit``, as int64.
 
-    Messages name the axis ``word``, and the position on the other axis: its name ``others``, and numbers ``other``.
+    Messages name the ``axis`` and, for each number, the position on the other axis: its name, and its number.
     """
     read = vector.read(start, stop)
     if len(read) and (int(read.min()) < 0 or int(read.max()) >= limit):
         index = int(np.flatnonzero((read < 0) | (read >= limit))[0])
         raise SourceError(
-            f"{vector.name}: {word} {read[index]} in {others} {other[index]} is out of range: there are {limit} "
-            f"{word}s, counted from 0"
+            f"{vector.name}: {axis} {read[index]} in {other_axis} {other_numbers[index]} is out of range: there are "
+            f"{limit} {axis}s, counted from 0"
         )
     return read.astype(np.int64)
 

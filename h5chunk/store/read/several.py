@@ -186,14 +186,14 @@ def direct_fields(reader: H5Reader) -> tuple[dict[str, ByteReader], dict[str, st
 
 
 def read_amplification(
-    reader: H5Reader, rows: np.ndarray | None, direct: Mapping[str, ByteReader], kept: Collection[str] = ()
+    reader: H5Reader, rows: np.ndarray | None, direct: Mapping[str, ByteReader], in_memory: Collection[str] = ()
 ) -> float:
     """Return bytes read divided by bytes used for these samples; 1.0 for no samples, or all of them (``rows`` None).
 
     Bytes are counted after decoding, and each chunk once, as if a cache held all open chunks. ``direct`` fields are
-    read by byte ranges, others through HDF5. Fields in ``kept`` are held in memory, and do not count.
+    read by byte ranges, others through HDF5. Fields in ``in_memory`` are held in memory, and do not count.
     """
-    names = [name for name in reader.fields if name not in kept]
+    names = [name for name in reader.fields if name not in in_memory]
     used = 0 if rows is None else sum(_bytes_of(reader, name, rows) for name in names)
     if rows is None or not used:
         return 1.0

@@ -82,18 +82,18 @@ class NewFile(Output):
         self._allocate()
         return self._regions
 
-    def reallocate(self, spec: FileSpec, kept: Iterable[str]) -> Mapping[str, Region]:
+    def reallocate(self, spec: FileSpec, preserved: Iterable[str]) -> Mapping[str, Region]:
         """Change an existing part file to this specification, and return the byte ranges of all datasets.
 
-        The first samples of the fields ``kept`` are preserved; other data is undefined. The new metadata is written to
+        The first samples of the ``preserved`` fields are kept; other data is undefined. The new metadata is written to
         a separate file, and copied over the old metadata.
         """
         check_free_space(self.path, spec.num_bytes - os.fstat(self.descriptor).st_blocks * 512)
         with writing(self.path):
             try:
                 old, self._regions = self._regions, create_file(self._header, spec)
-                _move_data(self.descriptor, [(old[name], self._regions[name]) for name in kept if old])
-                self._copy_header(kept)
+                _move_data(self.descriptor, [(old[name], self._regions[name]) for name in preserved if old])
+                self._copy_header(preserved)
             finally:
                 self._header.unlink(missing_ok=True)
         self._allocate()
@@ -126,10 +126,10 @@ class NewFile(Output):
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise
 
-    def _copy_header(self, kept: Iterable[str]) -> None:
-        """Copy the file with the new metadata over the part file, except the data of the fields ``kept``."""
+    def _copy_header(self, preserved: Iterable[str]) -> None:
+        """Copy the file with the new metadata over the part file, except the data of the fields ``preserved``."""
         with self._header.open("rb") as file:
-            for region in sorted((self._regions[name] for name in kept), key=lambda region: region.offset):
+            for region in sorted((self._regions[name] for name in preserved), key=lambda region: region.offset):
                 start = file.tell()
                 write_at(self.descriptor, file.read(region.offset - start), start)
                 file.seek(region.offset + region.num_bytes)

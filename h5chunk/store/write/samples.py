@@ -148,10 +148,10 @@ class SampleJob:
             shuffled=self.options["shuffle"] and not is_appended,
             options=options,
         )
-        kept = {name: each for name, each in self.old.attributes.items() if name != GROUP}
+        old_attributes = {name: each for name, each in self.old.attributes.items() if name != GROUP}
         header = {**self.old.attributes.get(GROUP, {}), **header}
         datasets = images | fields | self._table_specs() | checksum_specs(fields, layout.num_chunks)
-        return FileSpec(datasets, {**(kept or axes), GROUP: header})
+        return FileSpec(datasets, {**(old_attributes or axes), GROUP: header})
 
     def _any_size_specs(self) -> tuple[dict[str, ArraySpec], dict[str, Any]]:
         """Return the datasets of images of any size, and the attributes of their group."""

@@ -130,16 +130,20 @@ def _write(
             stack.close()
             return select(SortedMatrix(source, options, coding, folder, stack, report_read, old))
 
-        kept = first_that_fits(options, attempt)
-        fields, tables = fields_of(kept), tables_of(kept)
+        selection = first_that_fits(options, attempt)
+        fields, tables = fields_of(selection), tables_of(selection)
         write = _write_dense if options.dense else _write_csr
-        chunk_samples = write(new, kept, fields, tables, count_up("write", kept.num_entries, progress))
+        chunk_samples = write(new, selection, fields, tables, count_up("write", selection.num_entries, progress))
         write_columns(new, fields, chunk_samples)
         for name, values in tables.items():
             new.write(f"{GROUP}/{name}", values)
         new.command_id = command_id
         new.commit()
-        known = {"num_entries": kept.num_entries, "counts": kept.counts, "num_ranges": kept.matrix.entries.num_ranges}
+        known = {
+            "num_entries": selection.num_entries,
+            "counts": selection.counts,
+            "num_ranges": selection.matrix.entries.num_ranges,
+        }
         return {**known, "fields": {name: str(values.dtype) for name, values in fields.items()}}
 
 

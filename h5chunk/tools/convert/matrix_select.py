@@ -75,9 +75,9 @@ def select(matrix: SortedMatrix) -> Selection:
     num_entries = int(row_entries.sum())
     columns_kept = None
     if column_entries is not None:
-        kept = column_entries >= min_column_count
-        kept[: matrix.old.num_columns] = True
-        columns_kept = None if kept.all() else kept
+        has_enough = column_entries >= min_column_count
+        has_enough[: matrix.old.num_columns] = True
+        columns_kept = None if has_enough.all() else has_enough
     if columns_kept is not None:
         row_entries[:] = 0
         for rows, _, _ in _final_entries(matrix, columns_kept):

@@ -239,12 +239,12 @@ def is_complete(job: SampleJob, num_files: int) -> bool:
     return command is not None and is_made_by(job.path, command)
 
 
-def find_skipped(job: SampleJob, kept: np.ndarray) -> list[Failure]:
-    """Return the samples of the job whose numbers are not in ``kept``, with the reasons, by reading them again."""
+def find_skipped(job: SampleJob, numbers: np.ndarray) -> list[Failure]:
+    """Return the samples of the job whose numbers are not in ``numbers``, with the reasons, by reading them again."""
     failures = []
     out = job.sample_buffers()
     with job.source.session():
-        for row in np.flatnonzero(~np.isin(job.order, kept)).tolist():
+        for row in np.flatnonzero(~np.isin(job.order, numbers)).tolist():
             reason = "was unusable when it was converted, but is usable now"
             try:
                 job.source.read_into(int(job.order[row]), out)

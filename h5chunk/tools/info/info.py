@@ -126,8 +126,8 @@ def _describe_file(path: Path, trusted: bool) -> FileInfo:
         names = [dataset.name.lstrip("/") for dataset in datasets]
         matrices = [matrix] if matrix is not None else _find_matrices(file, path, names)
         images = [_describe_images(file, path, name, header) for name in find_image_groups(names)] if header else []
-        groups = {each.name: "part of the matrix" for each in matrices}
-        groups |= {each.name: f"part of {each.name}" for each in images}
+        groups = {item.name: "part of the matrix" for item in matrices}
+        groups |= {item.name: f"part of {item.name}" for item in images}
         cache = default_cache()
         described = [_describe(dataset, cache, groups) for dataset in datasets]
         fields = training_fields(described, matrices, images, header)
@@ -146,8 +146,8 @@ def _describe_file(path: Path, trusted: bool) -> FileInfo:
 
 def _list_datasets(file: h5py.File, guard: Guard, *, by_h5chunk: bool) -> tuple[list[h5py.Dataset], list[FileError]]:
     """Return the datasets, sorted by name and without those of /h5chunk, and the errors of refused datasets."""
-    found, refused = [], []
-    for name, item in sorted(guard.walk(file), key=lambda each: each[0]):
+    datasets, refused = [], []
+    for name, item in sorted(guard.walk(file), key=lambda pair: pair[0]):
         if by_h5chunk and name.startswith(f"{GROUP}/"):
             continue
         try:
@@ -156,10 +156,10 @@ def _list_datasets(file: h5py.File, guard: Guard, *, by_h5chunk: bool) -> tuple[
             with errors_as(FieldError, f"{name!r} has a type that NumPy does not have"):
                 if not (by_h5chunk and name == f"{MATRIX}/data"):  # the ones of a pattern are not stored
                     guard.check_field(item, name)
-                found += [item] if item.dtype else []
+                datasets += [item] if item.dtype else []
         except FileError as error:
             refused.append(error)
-    return found, refused
+    return datasets, refused
 
 
 def _describe(dataset: h5py.Dataset, cache: CacheSettings, groups: Mapping[str, str]) -> DatasetInfo:

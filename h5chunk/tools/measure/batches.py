@@ -143,7 +143,7 @@ def plain_rate(reader: H5Reader, num_samples: int, batch_size: int, seconds: flo
     """
     rng, done, warm = np.random.default_rng(0), 0, False
     with open_file(reader.path) as file:
-        datasets = [file[each.dataset] for each in reader.fields.values() if isinstance(each, Field)]
+        datasets = [file[field.dataset] for field in reader.fields.values() if isinstance(field, Field)]
         read_row = _row_reader(file, reader.ragged)
         started = time.perf_counter()
         while not done or not warm or time.perf_counter() < started + seconds:

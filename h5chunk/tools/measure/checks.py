@@ -29,7 +29,7 @@ def check_samples(reader: H5Reader, done: str) -> int:
 
     ``done`` is "measured" or "tuned", for the message.
     """
-    sample_bytes = sum(each.grid.sample_bytes for each in reader.fields.values())
+    sample_bytes = sum(field.grid.sample_bytes for field in reader.fields.values())
     if not reader.num_samples:
         raise FieldError(f"{printable(reader.path)}: has no samples: nothing can be {done}")
     if not sample_bytes:

@@ -80,22 +80,22 @@ def locate(reader: H5Reader) -> list[ByteRange]:
     """
     found: list[ByteRange] = []
     first = 0
-    for number, each in enumerate(reader.readers):
-        with opened(each.path) as file:
-            for field in each.fields.values():
-                if not each.num_samples:
+    for number, single in enumerate(reader.readers):
+        with opened(single.path) as file:
+            for field in single.fields.values():
+                if not single.num_samples:
                     continue
                 if isinstance(field, Field):
-                    located = [_locate_field(file, field.name, file[field.dataset], each.chunk_samples)]
+                    located = [_locate_field(file, field.name, file[field.dataset], single.chunk_samples)]
                 else:
-                    located = _locate_ragged(file, field, each.indptr)
+                    located = _locate_ragged(file, field, single.indptr)
                 for columns in located:
                     for offset, size, sample in zip(*(column.tolist() for column in columns), strict=True):
                         found.append(ByteRange(number, offset, size, first + sample))
-        first += each.num_samples
-    if not any(each.size for each in found):
+        first += single.num_samples
+    if not any(single.size for single in found):
         raise NotMeasured("its data was never written")
-    return sorted(found, key=lambda each: each.first_sample)
+    return sorted(found, key=lambda single: single.first_sample)
 
 
 def _locate_ragged(file: h5py.File, field: RaggedField, indptr: np.ndarray) -> list[Columns]:

@@ -239,9 +239,9 @@ def _open(subject: Subject, group: str, name: str, limits: tuple[str, ...], reas
     subject.budget.report()
 
     def rate(seconds: float) -> float:
-        found = batches.rate(seconds, LEAD_SHARE * seconds) * subject.sample_bytes
+        rate_bytes = batches.rate(seconds, LEAD_SHARE * seconds) * subject.sample_bytes
         wait_for_readers()
-        return found
+        return rate_bytes
 
     return replace(stage, rate=rate)
 

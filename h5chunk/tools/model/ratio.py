@@ -28,9 +28,9 @@ class Ratio:
     high: float
 
     @classmethod
-    def of(cls, rates: Sequence[float], others: Sequence[float]) -> Ratio:
+    def of(cls, rates: Sequence[float], reference_rates: Sequence[float]) -> Ratio:
         """Compare the rates of two settings turn by turn, for at least one turn."""
-        logs = [math.log(rate / other) for rate, other in zip(rates, others, strict=True)]
+        logs = [math.log(rate / other) for rate, other in zip(rates, reference_rates, strict=True)]
         middle, count = statistics.fmean(logs), len(logs)
         if count == 1:
             return cls(math.exp(middle), 0.0, math.inf)

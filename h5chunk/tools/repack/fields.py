@@ -76,7 +76,7 @@ class Samples:
     main: str  # name of the main field
     layouts: dict[int, Layout | CsrLayout]  # layouts by number of samples, usually one
     fields: list[DatasetFacts] = field(default_factory=list)  # all datasets of these lengths with fixed-size types
-    others: list[DatasetFacts] = field(default_factory=list)  # datasets of these lengths with other types
+    other_datasets: list[DatasetFacts] = field(default_factory=list)  # datasets of these lengths with other types
     ragged: list[RaggedGroup] = field(default_factory=list)
     anndata: bool = False  # whether the file was written by AnnData
     too_large: list[str] = field(default_factory=list)  # names of datasets whose rows do not fit in memory
@@ -94,15 +94,15 @@ def find_samples(
     label = printable(file.filename)
     beside = f"{GROUP}/".encode() if header is not None else b"\0"
     datasets = {path: facts for path, facts in survey.datasets.items() if not path.startswith(beside)}
-    kept = {_named(datasets, name, label).path for name in options.keep}
+    excluded = {_named(datasets, name, label).path for name in options.keep}
     ragged = [
         group
         for group in (*_sparse_groups(file, survey, datasets, label), *_image_groups(file, datasets, header))
-        if not kept & {part.path for part in group.parts}
+        if not excluded & {part.path for part in group.parts}
     ]
     parts = {facts.path for group in ragged for facts in group.parts}
     anndata = is_anndata(file)
-    candidates = [facts for facts in datasets.values() if facts.num_rows and facts.path not in parts | kept]
+    candidates = [facts for facts in datasets.values() if facts.num_rows and facts.path not in parts | excluded]
     large = [facts for facts in candidates if facts.grid.sample_bytes > min(part_bytes, MAX_CHUNK_BYTES)]
     if not options.shuffle and not options.fields:  # otherwise they are an error later
         candidates = [facts for facts in candidates if facts not in large]

@@ -116,7 +116,7 @@ def repack(
             )
             new.command_id = command_id
             new.commit()
-    num_permuted = len(plan.samples.others) if plan.options.shuffle else 0
+    num_permuted = len(plan.samples.other_datasets) if plan.options.shuffle else 0
     return RepackReport(
         path=str(output),
         dry_run=dry_run,
@@ -249,7 +249,7 @@ class Run:
     def create(self) -> list[str]:
         """Write everything except the data that is moved; return notes on what could not be kept."""
         plan, lost = self._plan, list[str]()
-        others = plan.samples.others if self._order is not None else []
+        others = plan.samples.other_datasets if self._order is not None else []
         changes = Changes(
             layouts={move.facts.path: move.layout for move in plan.moves},
             header=plan.header,
@@ -368,4 +368,4 @@ def _fields_of(plan: RepackPlan) -> Iterator[tuple[DatasetFacts, float, bool, Da
             planned = replace(move.facts, chunks=move.layout.chunks, filter_names=names)
             yield move.facts, move.row_elements, move.kind != "copy", planned
     if plan.options.shuffle:
-        yield from ((facts, 1.0, True, facts) for facts in plan.samples.others)
+        yield from ((facts, 1.0, True, facts) for facts in plan.samples.other_datasets)

@@ -97,14 +97,14 @@ class Search:
 
         The gain of any change must be certain, and that of a new file must be at least WORTH_FILE.
         """
-        kept = TODAY
+        name = TODAY
         today_fails = not self.trials[self.today].allowed
         if IN_PLACE in self.finalists and (today_fails or self.ratio(IN_PLACE).low > WORTH_CODE):
-            kept = IN_PLACE
+            name = IN_PLACE
         rewritten = NEW in self.finalists and (
-            (today_fails and kept == TODAY) or self.ratio(NEW, kept).low > WORTH_FILE < self.ratio(NEW).low
+            (today_fails and name == TODAY) or self.ratio(NEW, name).low > WORTH_FILE < self.ratio(NEW).low
         )
-        return (NEW if rewritten else kept), kept
+        return (NEW if rewritten else name), name
 
     def _search(self, settings: Sequence[Setting], share: float) -> list[Setting]:
         """Measure settings that differ in one respect from the fastest so far; return the fastest settings."""

@@ -164,7 +164,7 @@ def study_file(
         direct=not why,
         converted_bytes=_converted_bytes(reader, sample_bytes),
         has_fixed_chunks=reader.ragged is not None,
-        loader_reads_all=all(each.dtype.kind != "S" for each in reader.fields.values()),
+        loader_reads_all=all(field.dtype.kind != "S" for field in reader.fields.values()),
     )
     num_measured = min(reader.num_samples, samples_to_measure(batch_size, sample_bytes))
     study = Study(reader, facts, folder, num_measured, requested_fields=fields)

@@ -144,8 +144,8 @@ def _settings(study: Study, workers: Sequence[int], min_share: float) -> list[Se
     window = window_for(clustering, order, min_share)
     settings = enumerate_settings(facts, workers=workers, windows=[order.num_chunks if window is None else window])
     if not study.anndata and clustering.chance < MIN_CHANCE:
-        kept = {each for each in settings if each.repack or study.is_ragged or facts.is_good}
-        settings += sorted({replace(each, repack=True, shuffle=True) for each in kept}, key=str)
+        changed = {setting for setting in settings if setting.repack or study.is_ragged or facts.is_good}
+        settings += sorted({replace(setting, repack=True, shuffle=True) for setting in changed}, key=str)
     return settings
 
 
@@ -167,8 +167,8 @@ def _check_memory(trials: Iterable[Trial], memory_bytes: int) -> None:
 def _report(search: Search, small: str, least_batch: float, memory_bytes: int) -> Recommendation:
     """Choose the recommendation, and return the report."""
     study, facts = search.study, search.study.facts
-    chosen, kept = search.decide()
-    setting, in_place = search.finalists[chosen], search.finalists[kept]
+    chosen, unchanged = search.decide()
+    setting, in_place = search.finalists[chosen], search.finalists[unchanged]
     rewritten = search.finalists.get(NEW)
     best_new = None if rewritten is None or rewritten.shuffle else rewritten
     repack, shuffle = rewrite_command(study, best_new), rewrite_command(study, shuffle=True)
@@ -228,12 +228,12 @@ def _plain_row(search: Search) -> TuneRow:
     return TuneRow(PLAIN, None, description, rate, search.ratio(PLAIN), memory, mixed)
 
 
-def _store(study: Study, found: Recommendation) -> str:
+def _store(study: Study, report: Recommendation) -> str:
     """Store the best window and cache beside the file, where readers find them; return the path."""
-    reader, cache = study.reader, CacheSettings.of(found.cache_in_place)
+    reader, cache = study.reader, CacheSettings.of(report.cache_in_place)
     path = write_recommendation(
         reader.path,
-        found.window_in_place,
+        report.window_in_place,
         cache,
         dataset=reader.main.dataset,
         num_samples=reader.num_samples,

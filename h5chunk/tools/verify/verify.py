@@ -117,9 +117,9 @@ def _verify_file(path: Path, quick: bool, trusted: bool, progress: Progress | No
         with ExitStack() as stack:
             with limited_memory(path):
                 file = stack.enter_context(opened(path))
-                found = _FileCheck(path, quick, read_header(file))
-                found.survey(file, trusted)
-            return found.run(say)
+                file_check = _FileCheck(path, quick, read_header(file))
+                file_check.survey(file, trusted)
+            return file_check.run(say)
 
     return in_child(check, lambda: printable(path), lambda args: progress(*args) if progress else None)
 
@@ -147,9 +147,9 @@ def _verify_folder(
         before += size
     names = [file.name for file in files]
     missing = tuple(missing_shards(names))
-    whole = [file for file, report in zip(files, reports, strict=True) if report.ok]
-    wrong = [*wrong_counts(names), *_renamed(whole)]
-    if not missing and len(whole) == len(files):
+    undamaged = [file for file, report in zip(files, reports, strict=True) if report.ok]
+    wrong = [*wrong_counts(names), *_renamed(undamaged)]
+    if not missing and len(undamaged) == len(files):
         wrong += _disagreements(files)
     return FolderReport(str(name), tuple(reports), missing, tuple(wrong), time.perf_counter() - started)
 
@@ -198,7 +198,7 @@ class _FileCheck:
     def survey(self, file: h5py.File, trusted: bool) -> None:
         """Check the structure of the file, and list the datasets to read."""
         header, guard = self._header, Guard(self._path, trusted)
-        found: dict[str, h5py.Dataset] = {}
+        datasets: dict[str, h5py.Dataset] = {}
         sparse: dict[str, h5py.Dataset] = {}  # mostly unwritten datasets, whose written chunks are checked
         for name, item in guard.walk(file):
             if isinstance(item, FieldError):
@@ -210,12 +210,12 @@ class _FileCheck:
                 if not same_file(item, file):
                     self._notes.append(f"{name!r} is in another file: check that file")
                     continue
-                found[name] = item
+                datasets[name] = item
             except FileError as error:
                 self._refuse(error)
                 if isinstance(error, UnsupportedError) and count_unwritten(item):
                     sparse[name] = item
-        names = sorted(found)
+        names = sorted(datasets)
         if header is not None:
             try:
                 for problem in find_table_problems(file, header, names):
@@ -230,25 +230,25 @@ class _FileCheck:
             for prefix in find_image_groups(data):
                 self._matrices[prefix] = ImagesCheck(file, self._path, prefix, header)
         for name in sorted([*data, *sparse]):
-            self._add({**found, **sparse}, name)
+            self._add({**datasets, **sparse}, name)
         if header is not None:
             lost = [name[len(CHECKSUMS) :] for name in names if name.startswith(CHECKSUMS)]
-            lost = [name for name in lost if name not in found]
+            lost = [name for name in lost if name not in datasets]
             self._problems += [f"there are checksums of {name!r}, but no such dataset" for name in lost]
 
     def _refuse(self, error: FileError) -> None:
         unread = isinstance(error, (TrustError, UnsupportedError))
         (self._notes if unread else self._problems).append(without_path(error, self._path))
 
-    def _add(self, found: dict[str, h5py.Dataset], name: str) -> None:
+    def _add(self, datasets: dict[str, h5py.Dataset], name: str) -> None:
         """Add a dataset to those that are read, with its checksums, or say why it is not read."""
-        dataset = found[name]
+        dataset = datasets[name]
         if dataset.is_virtual or (dataset.chunks is None and dataset.external):
             self._notes.append(f"{name!r} has its values in other files: check those files")
             return
         try:
             on_values = self._value_check(dataset, name)
-            expected = self._read_checksums(found, name)
+            expected = self._read_checksums(datasets, name)
             checked = CheckedDataset(self._path, dataset, expected, on_values)
             if checked.unlisted:
                 messages = self._notes if expected is None else self._problems
@@ -281,12 +281,12 @@ class _FileCheck:
             return matrix.check_column_indices
         return matrix.check_entry_values if part == "data" and matrix.by_h5chunk else None
 
-    def _read_checksums(self, found: dict[str, h5py.Dataset], name: str) -> np.ndarray | None:
-        table = found.get(f"{CHECKSUMS}{name}")
+    def _read_checksums(self, datasets: dict[str, h5py.Dataset], name: str) -> np.ndarray | None:
+        table = datasets.get(f"{CHECKSUMS}{name}")
         if self._header is None:
             return None
         if table is None:
-            if found[name].size and found[name].id.get_storage_size():  # unwritten data has no checksums
+            if datasets[name].size and datasets[name].id.get_storage_size():  # unwritten data has no checksums
                 is_field = name in CHECKED or name in self._header.fields
                 (self._problems if is_field else self._notes).append(f"{name!r} has no checksums")
             return None
