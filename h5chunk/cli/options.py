@@ -75,6 +75,14 @@ as_json = option("--json", "as_json", is_flag=True, heading=OUTPUT, help="Print 
 quiet = option("--quiet", is_flag=True, heading=OUTPUT, help="Print neither a progress bar nor a report.")
 dry_run = option("--dry-run", is_flag=True, heading=OUTPUT, help="Print the plan and write nothing.")
 overwrite = option("--overwrite", is_flag=True, heading=OUTPUT, help="Replace OUTPUT if it exists.")
+client = option(
+    "--dask",
+    "client",
+    metavar="ADDRESS",
+    heading=RUNNING,
+    help="Run on a Dask cluster: tcp://HOST:PORT of its scheduler, a scheduler file, or local:N for N processes here. "
+    "All workers must see the same files.",
+)
 tuned = option(
     "--tuned",
     type=click.Path(),

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from h5chunk.errors import OptionError
 from h5chunk.source import OpenContext
 from h5chunk.sources.matrix.block import SparseSource
 from h5chunk.sources.open import choose_options, find_kind, open_kind
@@ -15,6 +16,7 @@ from h5chunk.sources.recognise import is_path
 from h5chunk.store.write.journal import has_command_id
 from h5chunk.store.write.output import check_folder
 from h5chunk.store.write.part_file import check_not_source, check_output, parse_output
+from h5chunk.tools.cluster import connected
 from h5chunk.tools.convert.matrix import convert_matrix, explain_memory_error
 from h5chunk.tools.convert.options import MatrixOptions, SampleOptions
 from h5chunk.tools.convert.report import ConvertReport, MatrixReport
@@ -34,6 +36,7 @@ def convert(
     dry_run: bool = False,
     progress: Progress | None = None,
     notify: Notify | None = None,
+    client: Any = None,
     **options: Any,
 ) -> ConvertReport | MatrixReport:
     """Convert a source of any kind into one HDF5 file, or samples into a folder of several files.
@@ -67,6 +70,9 @@ def convert(
         Called as ``progress(stage, done, total)``; ``total`` is None while it is unknown.
     notify : callable, optional
         Called with a line of text, such as that an unfinished conversion is continued.
+    client : optional
+        Write the shards on a Dask cluster: a ``distributed.Client``, the address of a scheduler, the path of a
+        scheduler file, or ``local:N`` for N processes. All workers must see the source and the output.
     **options
         Options for reading the source: the fields of its class of options, such as
         `h5chunk.sources.kinds.ImageSourceOptions`. Options for writing: the fields of
@@ -93,7 +99,11 @@ def convert(
         unused = [name for name in TUNED if name != "chunk_samples" and getattr(settings, name) is not None]
         if unused and notify is not None:
             notify(f"convert chooses {', '.join(unused)} itself; repack takes them from {os.fspath(tuned)}")
+    if client is not None and is_path(source):
+        source = os.path.abspath(source)  # workers may run in other folders
     opened, path, write_options, source_options = _open(source, output, format, overwrite, options, progress)
+    if client is not None and not (isinstance(write_options, SampleOptions) and write_options.is_sharded):
+        raise OptionError("client (--dask) is given, but workers write one shard each: give shards, too")
     if isinstance(write_options, MatrixOptions):
         return convert_matrix(
             opened,
@@ -106,7 +116,10 @@ def convert(
         )
     job = prepare(opened, path, write_options)
     run = SampleRun(job, split_job(job, write_options), overwrite, dry_run, progress, notify, started)
-    return run.report(opened.notes)
+    if client is None or dry_run:
+        return run.report(opened.notes)
+    with connected(client) as run.cluster:
+        return run.report(opened.notes)
 
 
 def _open(

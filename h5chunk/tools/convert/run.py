@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +29,8 @@ from h5chunk.store.write.old_file import OldFile
 from h5chunk.store.write.output import NewFolder, check_folder
 from h5chunk.store.write.part_file import check_free_space, check_output
 from h5chunk.store.write.samples import SampleJob, write_samples
+from h5chunk.tools.cluster import Cluster
+from h5chunk.tools.convert.distribute import write_shards
 from h5chunk.tools.convert.forms import compare_forms, recommend
 from h5chunk.tools.convert.report import ConvertReport
 from h5chunk.tools.convert.samples import command_id, estimate_s, find_skipped, folder_layout, is_complete, job_key
@@ -50,6 +54,7 @@ class SampleRun:
     started: float  # time of `time.perf_counter` at the start of the command
     old: OldFile | None = None  # the file to append to, which the output replaces
     complete: bool = False  # whether the same command has already made the output
+    cluster: Cluster | None = None  # the Dask cluster that writes the shards
 
     def report(self, notes: Sequence[str], new_classes: Sequence[str] = ()) -> ConvertReport:
         """Write the output unless it is complete or this is a dry run, and return the report."""
@@ -124,14 +129,15 @@ class SampleRun:
                 taken = sum(file.stat().st_blocks * 512 for file in output.part.iterdir())
                 check_free_space(job.path, sum(file.spec().num_bytes for file in files) - taken)
             carried, first_row = count_up("copy", job.carried_bytes, self.progress), 0
-            for number, file in enumerate(files):
-                with _file_of(output, file.path.name) as new:
-                    written, filled = log.write(new, number, carried)
+            writing = log.write_here(output, carried)
+            if self.cluster is not None:
+                writing = log.write_on(self.cluster, output.part)
+            for _, written, filled in sorted(writing, key=lambda file: file[0]):
                 kept.append(written)
                 all_filled.notes.update(filled.notes)
                 all_filled.stamp ^= filled.stamp
                 all_filled.failures += [failure._replace(row=first_row + failure.row) for failure in filled.failures]
-                first_row += len(file.order)
+                first_row += len(files[len(kept) - 1].order)
             log.finish()
             output.command_id = command_id(job, len(files), all_filled.stamp)
             if old is not None:
@@ -215,16 +221,37 @@ class _TaskLog:
         num_samples, size = len(self._jobs[number].order), self._jobs[number].layout.chunk_samples
         return max(0, min(done.chunks.stop * size, num_samples) - done.chunks.start * size)
 
-    def write(self, new: NewFile, number: int, carried: Callable[[int], None]) -> tuple[SampleJob, Filled]:
-        """Write file ``number``, except chunks that the journal records and that are unchanged; see `write_samples`."""
+    def write_here(
+        self, output: NewFile | NewFolder, carried: Callable[[int], None]
+    ) -> Iterator[tuple[int, SampleJob, Filled]]:
+        """Write all files, except chunks that the journal records and that are unchanged.
 
-        def finished(done: TaskResult) -> None:
-            if done.chunks.start in self._claims[number]:
-                self._num_rewritten += self._samples(number, done)
-            self._journal.add([number, *done.record()])
+        Yields (number, job, outcome) of each file; the job lacks the samples that were skipped.
+        """
+        for number, job in enumerate(self._jobs):
+            options: dict[str, Any] = {"claims": self._claims[number], "written": self._written, "carried": carried}
+            with _file_of(output, job.path.name) as new:
+                written = write_samples(new, job, finished=partial(self._finished, number), **options)
+            yield number, *written
 
-        job, claims = self._jobs[number], self._claims[number]
-        return write_samples(new, job, claims=claims, finished=finished, written=self._written, carried=carried)
+    def write_on(self, cluster: Cluster, part: Path) -> Iterator[tuple[int, SampleJob, Filled]]:
+        """Do the same as `write_here` on a Dask cluster, with the files in any order."""
+        told = [0] * len(self._jobs)
+
+        def say(number: int, done: int) -> None:
+            told[number], before = done, told[number]
+            self._written(done - before)
+
+        for number, job, filled, results in write_shards(cluster, self._jobs, part, self._claims, say):
+            for done in results:
+                self._finished(number, done)
+            say(number, len(self._jobs[number].order))
+            yield number, job, filled
+
+    def _finished(self, number: int, done: TaskResult) -> None:
+        if done.chunks.start in self._claims[number]:
+            self._num_rewritten += self._samples(number, done)
+        self._journal.add([number, *done.record()])
 
     def finish(self) -> None:
         """Notify the user how many samples were written again, if any."""

@@ -1,0 +1,197 @@
+"""Run tasks on a Dask cluster, each until it has succeeded once, whatever happens to its workers.
+
+A task is a function of this package, one argument that can be pickled, and a function to report progress. Its input
+and output are files that all workers and this process see under the same paths, so that little is sent. A task may
+run twice at a time, for example if the scheduler believes a worker to be dead: tasks must write to unique names.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from queue import Empty, Queue
+from typing import Any
+
+import h5chunk
+from h5chunk.errors import H5ChunkError, OptionError, OutputError, WorkerError, count_text, printable
+
+Say = Callable[[int], None]
+Task = Callable[[Any, Say], Any]
+
+TRIES = 3  # attempts of a task that fails to read or write a file
+LOSSES = 30  # workers that may die during one task, before it is blamed
+SAY_S = 0.5  # least time between two reports of a task
+CONNECT_S = 30.0  # time to reach the scheduler, and for the first worker to appear
+LOOK_S, IDLE_S = 5.0, 120.0  # time between looks for workers, and time without workers after which to give up
+
+
+class Cluster:
+    """A connection to a Dask cluster; ``client`` is a `distributed.Client`. Raises WorkerError if it has no workers."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        try:
+            client.wait_for_workers(1, timeout=CONNECT_S)
+        except (OSError, TimeoutError) as error:
+            raise WorkerError(
+                f"the Dask cluster has no workers ({error}): start some, and repeat the command"
+            ) from None
+
+    def run(
+        self, function: Task, tasks: Mapping[int, Any], say: Callable[[int, int], None]
+    ) -> Iterator[tuple[int, Any]]:
+        """Yield (number, ``function(task, say)``) for all tasks by their numbers, in the order in which they end.
+
+        ``say(number, done)`` is called, from a thread, with what tasks report. A task whose worker dies is run again,
+        and so is one that fails to read or write a file, up to `TRIES` times; other errors are raised at once. On an
+        error, and if the iterator is closed, tasks that have not begun are cancelled.
+        """
+        topic, told = f"h5chunk-{uuid.uuid4().hex}", _Told(say)
+        self._client.subscribe_topic(topic, told)
+        numbers: dict[Any, int] = {}
+        ended: Queue[Any] = Queue()
+
+        def submit(number: int) -> None:
+            key = f"h5chunk-{function.__name__}-{number}-{uuid.uuid4().hex[:8]}"
+            arguments = h5chunk.__version__, function, tasks[number], number, topic
+            future = self._client.submit(_run, *arguments, key=key, pure=False)
+            numbers[future] = number
+            future.add_done_callback(ended.put)
+
+        failures = _Failures()
+        try:
+            for number in tasks:
+                submit(number)
+            while numbers:
+                future = self._next(ended)
+                number = numbers.pop(future)
+                try:
+                    result = future.result()  # runs the task again if its worker has died since
+                except BaseException as error:
+                    failures.add(number, error)
+                    submit(number)
+                else:
+                    yield number, result
+        finally:
+            self._client.unsubscribe_topic(topic)
+            self._client.cancel(list(numbers))
+
+    def _next(self, ended: Queue[Any]) -> Any:
+        """Return the next future that has ended. Raises WorkerError if the cluster has no workers for `IDLE_S`."""
+        last = time.monotonic()
+        while True:
+            with suppress(Empty):
+                return ended.get(timeout=LOOK_S)
+            if self._client.scheduler_info(n_workers=-1)["workers"]:
+                last = time.monotonic()
+            elif time.monotonic() > last + IDLE_S:
+                raise WorkerError(
+                    f"the Dask cluster has had no workers for {IDLE_S:.0f} s: start some, and repeat the command"
+                )
+
+
+class _Told:
+    """Pass on the reports of tasks, except those that are late or repeated."""
+
+    def __init__(self, say: Callable[[int, int], None]) -> None:
+        self._say, self._most, self._lock = say, dict[int, int](), threading.Lock()
+
+    def __call__(self, event: tuple[float, tuple[int, int]]) -> None:
+        number, done = event[1]
+        with self._lock:
+            if done > self._most.get(number, 0):
+                self._most[number] = done
+                self._say(number, done)
+
+
+class _Failures:
+    """The failures of each task."""
+
+    def __init__(self) -> None:
+        self._lost, self._failed = dict[int, int](), dict[int, int]()
+
+    def add(self, number: int, error: BaseException) -> None:
+        """Return if a task is to be run again after an error; otherwise raise the error."""
+        from distributed.client import FutureCancelledError
+        from distributed.scheduler import KilledWorker
+
+        if isinstance(error, FutureCancelledError):
+            raise WorkerError(
+                f"the Dask scheduler has ended or cancelled the work ({error.reason}): start it, and repeat the command"
+            ) from None
+        if isinstance(error, KilledWorker):
+            self._lost[number] = self._lost.get(number, 0) + error.allowed_failures + 1
+            if self._lost[number] > LOSSES:
+                raise WorkerError(
+                    f"{count_text(self._lost[number], 'worker')} died during the same task: is their memory too small?"
+                ) from None
+        elif isinstance(error, OSError) and (isinstance(error, OutputError) or not isinstance(error, H5ChunkError)):
+            self._failed[number] = self._failed.get(number, 0) + 1
+            if self._failed[number] == TRIES:
+                raise error
+        else:
+            raise error
+
+
+def _run(version: str, function: Task, task: Any, number: int, topic: str) -> Any:
+    """Run a task in a worker, which must have this version of the package."""
+    from distributed import get_worker
+
+    worker, last = get_worker(), time.monotonic()
+    if version != h5chunk.__version__:
+        raise WorkerError(
+            f"the Dask worker {printable(worker.address)} has h5chunk {h5chunk.__version__}, but the command was given "
+            f"to version {version}: install the same version"
+        )
+
+    def say(done: int) -> None:
+        nonlocal last
+        if time.monotonic() > last + SAY_S:
+            last = time.monotonic()
+            worker.log_event(topic, (number, done))
+
+    return function(task, say)
+
+
+@contextmanager
+def connected(client: Any) -> Iterator[Cluster]:
+    """Connect to a Dask cluster while the context is open.
+
+    ``client`` is a `distributed.Client`, the address of a scheduler such as ``tcp://host:8786``, the path of a
+    scheduler file (.json), or ``local:N`` to start N worker processes on this machine.
+    """
+    try:
+        from distributed import Client, LocalCluster
+    except ImportError:
+        raise OptionError('running on a Dask cluster needs dask: pip install "h5chunk[distributed]"') from None
+    if isinstance(client, Client):
+        yield Cluster(client)
+        return
+    with ExitStack() as stack:
+        if isinstance(client, str) and client.startswith("local:"):
+            local = LocalCluster(
+                n_workers=_num_workers(client), threads_per_worker=1, dashboard_address=None, memory_limit=0
+            )
+            address: dict[str, Any] = {"address": stack.enter_context(local)}
+        elif isinstance(client, str) and "://" in client:
+            address = {"address": client}
+        else:
+            address = {"scheduler_file": str(client)}
+        try:
+            connection = stack.enter_context(Client(**address, timeout=CONNECT_S))
+        except (OSError, ValueError, TypeError) as error:
+            raise OptionError(
+                f"the Dask scheduler {printable(str(client))} cannot be reached ({error}): give tcp://HOST:PORT, the "
+                "path of a scheduler file, or local:N for N processes of this machine"
+            ) from None
+        yield Cluster(connection)
+
+
+def _num_workers(client: str) -> int:
+    number = client.removeprefix("local:")
+    if not number.isdecimal() or not 0 < int(number) <= 1024:
+        raise OptionError(f"{printable(client)}: give a number of worker processes, such as local:4")
+    return int(number)
