@@ -7,11 +7,13 @@ run twice at a time, for example if the scheduler believes a worker to be dead: 
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
 
@@ -171,18 +173,18 @@ def connected(client: Any) -> Iterator[Cluster]:
         yield Cluster(client)
         return
     with ExitStack() as stack:
-        if isinstance(client, str) and client.startswith("local:"):
-            local = LocalCluster(
-                n_workers=_num_workers(client), threads_per_worker=1, dashboard_address=None, memory_limit=0
-            )
-            address: dict[str, Any] = {"address": stack.enter_context(local)}
-        elif isinstance(client, str) and "://" in client:
-            address = {"address": client}
-        else:
-            address = {"scheduler_file": str(client)}
         try:
-            connection = stack.enter_context(Client(**address, timeout=CONNECT_S))
-        except (OSError, ValueError, TypeError) as error:
+            if isinstance(client, str) and client.startswith("local:"):
+                about = {"threads_per_worker": 1, "dashboard_address": "127.0.0.1:0", "memory_limit": 0}
+                address: Any = stack.enter_context(LocalCluster(_num_workers(client), host="127.0.0.1", **about))
+            elif isinstance(client, str) and "://" in client:
+                address = client
+            else:
+                address = json.loads(Path(client).read_text(encoding="utf-8"))["address"]
+            connection = stack.enter_context(Client(address, timeout=CONNECT_S))
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            if isinstance(error, OptionError):
+                raise
             raise OptionError(
                 f"the Dask scheduler {printable(str(client))} cannot be reached ({error}): give tcp://HOST:PORT, the "
                 "path of a scheduler file, or local:N for N processes of this machine"

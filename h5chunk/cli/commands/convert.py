@@ -17,7 +17,6 @@ from h5chunk.tools.convert.options import convert_options
     examples={
         "Convert images with one folder per class": "h5chunk convert photos/ photos.h5 --size 224 224 --fit crop",
         "Convert ratings, keeping the last of duplicates": "h5chunk convert ratings.csv ratings.h5 --duplicates last",
-        "Write a folder of shards on a Dask cluster": "h5chunk convert photos/ out/ --shards 64 --dask tcp://head:8786",
         "Print the plan and write nothing": "h5chunk convert photos/ photos.h5 --dry-run",
     }
 )

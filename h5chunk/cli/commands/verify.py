@@ -37,6 +37,7 @@ from h5chunk.cli.options import RUNNING, SOURCE, option
     help="With --repair: the manifest that FILE was converted with.",
 )
 @option("--quick", is_flag=True, heading=RUNNING, help="Read only 32 chunks of each dataset; the report says which.")
+@shared.client
 @shared.quiet
 @shared.as_json
 def verify(file: str, **options: Any) -> None:

@@ -7,6 +7,7 @@ interrupted conversion can be continued with or without a cluster.
 
 from __future__ import annotations
 
+import glob
 import os
 import pickle
 import shutil
@@ -78,6 +79,7 @@ def write_shards(
                     f"{printable(part)}: a worker has written {shard.attempt.name} to a folder that this process does "
                     "not see: SOURCE and OUTPUT must be on a file system that all workers share"
                 ) from None
+            part_path(tasks[number].path).unlink(missing_ok=True)  # of an earlier run without a cluster
             written = replace(jobs[number].with_order(shard.order), num_bytes=shard.num_bytes)
             yield number, written, shard.filled, shard.results
 
@@ -87,7 +89,7 @@ def _attempts(part: Path, job: SampleJob) -> Iterator[Path]:
     """Make the folder of attempts, with the job; remove it in the end, and those of killed conversions before."""
     import cloudpickle
 
-    for old in part.parent.glob(f"{_escaped(part.name)}-attempts-*"):
+    for old in part.parent.glob(f"{glob.escape(part.name)}-attempts-*"):
         shutil.rmtree(old, ignore_errors=True)
     folder = part.with_name(f"{part.name}-attempts-{uuid.uuid4().hex[:8]}")
     folder.mkdir()
@@ -103,12 +105,6 @@ def _attempts(part: Path, job: SampleJob) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _escaped(name: str) -> str:
-    import glob
-
-    return glob.escape(name)
 
 
 def write_shard(task: ShardTask, say: Say) -> WrittenShard:

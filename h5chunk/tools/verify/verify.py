@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
@@ -36,6 +38,7 @@ from h5chunk.store.read.files import (
 )
 from h5chunk.store.read.ragged import find_image_groups
 from h5chunk.store.read.scan import CHECKSUM, CheckedDataset, Damage, OnValues
+from h5chunk.tools.cluster import connected
 from h5chunk.tools.progress import Progress
 from h5chunk.tools.verify.report import Checked, FolderReport, VerifyReport
 from h5chunk.tools.verify.tables import ImagesCheck, MatrixCheck, find_table_problems, without_path
@@ -62,6 +65,7 @@ def verify(
     manifest: str | os.PathLike[str] | None = None,
     trusted: bool = False,
     progress: Progress | None = None,
+    client: Any = None,
 ) -> VerifyReport | FolderReport:
     """Check an HDF5 file, or all files of a folder.
 
@@ -82,6 +86,8 @@ def verify(
         check the files that contain it.
     progress : callable, optional
         Called as ``progress("verify", done_bytes, total_bytes)``.
+    client : optional
+        Check the files of a folder on a Dask cluster: see `h5chunk.convert`.
 
     Returns
     -------
@@ -96,20 +102,32 @@ def verify(
         The source for repairing cannot be used.
     """
 
-    def check(file: Path, progress: Progress | None) -> VerifyReport:
-        report = _verify_file(file, quick, trusted, progress)
-        if repair is None or not report.bad:
-            return report
-        from h5chunk.tools.verify.repair import repair_chunks
-
-        repaired, bad = repair_chunks(file, list(report.bad), repair, manifest)
-        if repaired and report.problems:  # the repair may have solved some of them
-            report = _verify_file(file, quick, trusted, progress)
-        return replace(report, bad=tuple(bad), repaired=tuple(repaired))
-
+    how = _How(quick, trusted, repair, manifest)
     if isinstance(path, (str, os.PathLike)) and (Path(path).is_file() or list_files(path) == [Path(path)]):
-        return check(Path(path), progress)
-    return _verify_folder(path, check, progress)
+        return _check_file(Path(path), how, progress)
+    return _verify_folder(path, how, progress, client)
+
+
+class _How(NamedTuple):
+    """The options of `verify`."""
+
+    quick: bool
+    trusted: bool
+    repair: str | os.PathLike[str] | None
+    manifest: str | os.PathLike[str] | None
+
+
+def _check_file(file: Path, how: _How, progress: Progress | None) -> VerifyReport:
+    """Check a file, and repair it if that was asked for."""
+    report = _verify_file(file, how.quick, how.trusted, progress)
+    if how.repair is None or not report.bad:
+        return report
+    from h5chunk.tools.verify.repair import repair_chunks
+
+    repaired, bad = repair_chunks(file, list(report.bad), how.repair, how.manifest)
+    if repaired and report.problems:  # the repair may have solved some of them
+        report = _verify_file(file, how.quick, how.trusted, progress)
+    return replace(report, bad=tuple(bad), repaired=tuple(repaired))
 
 
 def _verify_file(path: Path, quick: bool, trusted: bool, progress: Progress | None) -> VerifyReport:
@@ -124,27 +142,26 @@ def _verify_file(path: Path, quick: bool, trusted: bool, progress: Progress | No
     return in_child(check, lambda: printable(path), lambda args: progress(*args) if progress else None)
 
 
-def _verify_folder(
-    path: Paths, check: Callable[[Path, Progress | None], VerifyReport], progress: Progress | None
-) -> FolderReport:
-    """Check all files of a folder; if a file cannot be opened, the error is its problem."""
+def _verify_folder(path: Paths, how: _How, progress: Progress | None, client: Any) -> FolderReport:
+    """Check all files of a folder, in this process or on a cluster."""
     started = time.perf_counter()
     files = list_files(path)
     name = Path(path) if isinstance(path, (str, os.PathLike)) else files[0].parent
     sizes = [file.stat().st_size if file.exists() else 0 for file in files]
-    reports, before = list[VerifyReport](), 0
+    checked = [0] * len(files)  # bytes
 
-    def add_up(stage: str, done: int, _: int | None) -> None:
+    def say(number: int, done: int) -> None:
+        checked[number] = done
         if progress is not None:
-            progress(stage, before + done, sum(sizes))
+            progress("verify", sum(checked), sum(sizes))
 
-    for file, size in zip(files, sizes, strict=True):
-        try:
-            reports.append(check(file, add_up))
-        except FileError as error:
-            problems = (without_path(error, file),)
-            reports.append(VerifyReport(str(file), size, False, False, (), (), problems, (), seconds=0.0, read_bytes=0))
-        before += size
+    tasks = {number: (file.absolute() if client else file, how) for number, file in enumerate(files)}
+    if client is None:
+        reports = [_check_task(task, partial(say, number)) for number, task in tasks.items()]
+    else:
+        with connected(client) as cluster:
+            found = dict(cluster.run(_check_task, tasks, say))
+        reports = [replace(found[number], path=str(file)) for number, file in enumerate(files)]
     names = [file.name for file in files]
     missing = tuple(missing_shards(names))
     undamaged = [file for file, report in zip(files, reports, strict=True) if report.ok]
@@ -152,6 +169,17 @@ def _verify_folder(
     if not missing and len(undamaged) == len(files):
         wrong += _disagreements(files)
     return FolderReport(str(name), tuple(reports), missing, tuple(wrong), time.perf_counter() - started)
+
+
+def _check_task(task: tuple[Path, _How], say: Callable[[int], None]) -> VerifyReport:
+    """Check a file of a folder; if it cannot be opened, the error is its problem."""
+    file, how = task
+    try:
+        return _check_file(file, how, lambda stage, done, total: say(done))
+    except FileError as error:
+        size = file.stat().st_size if file.exists() else 0
+        problems = (without_path(error, file),)
+        return VerifyReport(str(file), size, False, False, (), (), problems, (), seconds=0.0, read_bytes=0)
 
 
 def _renamed(files: list[Path]) -> Iterator[str]:
