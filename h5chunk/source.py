@@ -82,6 +82,7 @@ class AnyImage(NamedTuple):
     width: int
     orientation: int  # the EXIF orientation that a decoder must apply; 1: none
     notes: tuple[str, ...]  # to count in the report
+    values: Mapping[str, Any] = MappingProxyType({})  # values of columns that are known only now
 
 
 class SampleReader(Protocol):
@@ -139,6 +140,9 @@ class SampleSource(SampleReader):
         None means unknown: then an interrupted conversion cannot be continued.
         """
         return None
+
+    def read_columns(self) -> None:
+        """Read the values of columns that are otherwise known only once all samples were read."""
 
     def in_form(self, form: str) -> SampleSource:
         """Return this source with its images of any size encoded or raw."""

@@ -30,11 +30,11 @@ def make_any_image(image: bytes | Image.Image, options: ImageOptions) -> AnyImag
     if options.form == "raw":
         data = pixels.tobytes()
     elif is_large:
-        data = _encoded(pixels, options.quality)
+        data = _encoded(pixels, "JPEG", quality=options.quality)
     elif isinstance(image, bytes):
         data, orientation = image, decoded.orientation if decoded.orientation in range(2, 9) else 1
     else:
-        raise SampleError("comes as pixels, not as an image file: use keep_size=True, or save the images as files")
+        data, notes = _encoded(pixels, "PNG"), (*notes, "encoded as PNG")
     return AnyImage(data, pixels.height, pixels.width, orientation, notes)
 
 
@@ -44,7 +44,7 @@ def _shrunk(image: Image.Image, max_side: int) -> Image.Image:
     return image.resize(size, Image.Resampling.BICUBIC, reducing_gap=3.0)
 
 
-def _encoded(image: Image.Image, quality: int) -> bytes:
+def _encoded(image: Image.Image, format: str, **options: int) -> bytes:
     buffer = io.BytesIO()
-    image.save(buffer, "JPEG", quality=quality)
+    image.save(buffer, format, **options)
     return buffer.getvalue()

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from h5chunk.errors import SampleError, SourceError, printable
-from h5chunk.source import ENDS_IN_NULL, OpenContext, SampleField
+from h5chunk.source import ENDS_IN_NULL, AnyImage, OpenContext, SampleField
 from h5chunk.sources.kinds import ImageOptions
 from h5chunk.sources.recognise import is_path
 from h5chunk.sources.samples import DATA, IMAGES, LABELS, Samples, field_dtype, largest_first
@@ -45,14 +46,19 @@ class MappingSource(Samples):
 
     def __init__(self, dataset: Any, decoding: ImageOptions, context: OpenContext) -> None:
         self._dataset, self.decoding = dataset, decoding
+        self._others: dict[str, SampleField] = {}  # fields beside an image of any size
+        self._are_read = False  # whether the values of ``columns`` are known
         order = self.find_fields(context.skips_bad_samples)
-        if any(field.dtype.kind == "S" for field in self.fields.values()):
+        found = {**self.fields, **self._others}
+        if any(field.dtype.kind == "S" for field in found.values()):
             widths = self._text_widths(context)
-            texts = {name: SampleField((), np.dtype(f"S{width}")) for name, width in widths.items()}
-            self.fields = largest_first({**self.fields, **texts})
+            found |= {name: SampleField((), np.dtype(f"S{width}")) for name, width in widths.items()}
+        self._others = {name: found[name] for name in self._others}
+        self.fields = largest_first({name: found[name] for name in self.fields})
+        self.columns = {name: np.zeros(len(self), field.dtype) for name, field in self._others.items()}
         has_images = any(field.axes for field in self.fields.values())
-        self.options = {**(decoding.recorded() if has_images else {}), "fields": order}
-        self.categories = _class_names(dataset, self.fields)
+        self.options = {**(decoding.recorded() if has_images else {}), "fields": [*order, *self._others]}
+        self.categories = _class_names(dataset, found)
         self.notes = ["changes of a data set in Python cannot be detected, so a stopped conversion starts over"]
 
     @classmethod
@@ -85,11 +91,25 @@ class MappingSource(Samples):
         return len(self._dataset)
 
     def values(self, index: int) -> dict[str, Any]:
-        sample = self._sample(index)
+        sample, known = self._sample(index), {**self.fields, **self._others}
         return {
-            name: value if isinstance(value, Image.Image) else _as_array(name, value, self.fields.get(name))
+            name: value if isinstance(value, Image.Image) else _as_array(name, value, known.get(name))
             for name, value in sample.items()
         }
+
+    def read_any(self, index: int) -> AnyImage:
+        image = super().read_any(index)
+        return image._replace(values={}) if self._are_read else image
+
+    def read_columns(self) -> None:
+        for index in range(len(self) if self.columns else 0):
+            with suppress(SampleError):  # reported when the sample is converted
+                for name, value in self._only_image(index)[2].items():
+                    self.columns[name][index] = value
+        self._are_read = True
+
+    def _declare_columns(self, values: Mapping[str, np.ndarray]) -> None:
+        self._others = {name: SampleField((), field_dtype(name, value.dtype)) for name, value in values.items()}
 
     def _sample(self, index: int) -> dict[str, Any]:
         """Read a sample as a dict. Raises SampleError if its fields are not those of the first sample."""
@@ -99,8 +119,8 @@ class MappingSource(Samples):
             raise
         except Exception as error:  # a data set may raise any error
             raise SampleError(f"cannot be read: {type(error).__name__}: {printable(str(error))}") from None
-        if self.fields and sample.keys() != self.fields.keys():
-            names = ", ".join(self.fields)
+        if self.fields and sample.keys() != {*self.fields, *self._others}:
+            names = ", ".join((*self.fields, *self._others))
             raise SampleError(f"has the fields {', '.join(sample)} but others have {names}: make them equal")
         return sample
 

@@ -47,18 +47,22 @@ class Samples(SampleSource):
         return f"its {printable(name)!r}"
 
     def read_any(self, index: int) -> AnyImage:
-        return make_any_image(self._only_image(index)[1], self.decoding)
+        _, image, others = self._only_image(index)
+        return make_any_image(image, self.decoding)._replace(values=others)
 
-    def _only_image(self, index: int) -> tuple[str, bytes | Image.Image]:
-        """Return the name and value of the only field of a sample, an image."""
-        values = self.values(index)
-        if len(values) != 1 or not all(isinstance(value, (bytes, Image.Image)) for value in values.values()):
-            names = ", ".join(map(printable, values))
-            raise SourceError(
-                f"samples have the fields {names}, but with keep_encoded and keep_size, a sample must be one image of "
-                "a folder, an archive or a table: leave other fields out, or give all images one size"
-            )
-        return next(iter(values.items()))
+    def _only_image(self, index: int) -> tuple[str, bytes | Image.Image, dict[str, np.ndarray]]:
+        """Return the name and value of the only image of a sample, and its other values, each a number or a string."""
+        values = dict(self.values(index))
+        images = [name for name, value in values.items() if isinstance(value, (bytes, Image.Image))]
+        if len(images) == 1:
+            name, image = images[0], values.pop(images[0])
+            if all(not value.shape for value in values.values()):
+                return name, image, values
+        names = ", ".join(map(printable, self.values(index)))
+        raise SourceError(
+            f"samples have the fields {names}, but with keep_encoded and keep_size, a sample must be one image, and "
+            "numbers or strings beside it: leave other fields out, or give all images one size"
+        )
 
     def read_into(self, index: int, out: Mapping[str, np.ndarray]) -> tuple[str, ...]:
         if self.decoding.form:
@@ -142,15 +146,19 @@ class Samples(SampleSource):
         sizes: list[tuple[int, int, int]] = []
         for index in indices:
             with nullcontext() if len(indices) == 1 else suppress(SampleError), self.session():
-                name, value = self._only_image(index)
+                name, value, others = self._only_image(index)
                 image = make_any_image(value, self.decoding)
                 encoded = len(value) if isinstance(value, bytes) else 0
                 pixels = image.height * image.width * (1 if self.decoding.color == "gray" else 3)
                 sizes.append((len(image.data), encoded, pixels))
         kept, encoded, pixels = (sum(column) // len(sizes) for column in zip(*sizes, strict=True))
+        self._declare_columns(others)
         self.size_bytes = {"as files": encoded, "kept": kept, "as pixels": pixels}
-        self.size_bytes = {form: size * len(self) for form, size in self.size_bytes.items()}
+        self.size_bytes = {form: size * len(self) for form, size in self.size_bytes.items() if size}
         return {name: SampleField((max(1, kept),), np.dtype(np.uint8), "NHWC", self.decoding.form)}
+
+    def _declare_columns(self, values: Mapping[str, np.ndarray]) -> None:
+        """Declare the columns whose values are read with images of any size, from the values of one sample."""
 
     def in_form(self, form: str) -> Samples:
         other, encoded = copy(self), form == "encoded"

@@ -247,9 +247,57 @@ def test_options_that_do_not_fit(photos, tmp_path, options, said):
         h5chunk.convert(photos, tmp_path / "p.h5", **options)
 
 
-def test_only_one_image_a_sample(photos, tmp_path):
-    with pytest.raises(SourceError, match="a sample must be one image"):
-        h5chunk.convert([(picture(8, 8), 0)], tmp_path / "p.h5", keep_encoded=True)
+@pytest.mark.parametrize("sample", [(picture(8, 8), picture(9, 9)), (picture(8, 8), np.zeros(3))])
+def test_only_one_image_a_sample(tmp_path, sample):
+    with pytest.raises(SourceError, match="a sample must be one image, and numbers or strings beside it"):
+        h5chunk.convert([sample], tmp_path / "p.h5", keep_encoded=True)
+
+
+# ---- data sets in Python
+
+
+class Pictures:
+    """A data set of torchvision's kind: picture i has i pixels in its first row, and the class i % 3."""
+
+    def __init__(self, classes):
+        self.classes = classes
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return picture(5, 10 + index, index), index % 3
+
+
+@pytest.mark.parametrize("how", ["keep_encoded", "keep_size"])
+def test_a_data_set_in_python(tmp_path, how):
+    path, data = tmp_path / "p.h5", Pictures(["a", "b", "c"])
+    report = h5chunk.convert(data, path, **{how: True}, workers=2)
+    assert report.fields == {"images": "uint8", "labels": "int64"} and report.class_names == ["a", "b", "c"]
+    assert report.counts.get("encoded as PNG", 0) == (10 if how == "keep_encoded" else 0)
+    h5chunk.append(path, Pictures(["b", "c", "a"]), workers=0)
+    kept = h5chunk.ChunkDataset(path)
+    with h5py.File(path) as file:
+        numbers = file["h5chunk/source_index"][()] % 10
+    for row, number in enumerate(numbers.tolist()):
+        image, label = kept[row]
+        np.testing.assert_array_equal(image.permute(1, 2, 0), np.asarray(data[number][0]))
+        assert label == (number + (row >= 10)) % 3
+    assert h5chunk.verify(path).ok
+
+
+def test_numbers_and_strings_beside_an_image(tmp_path):
+    samples = [{"caption": "x" * i, "photo": picture(5, 6 + i), "n": i / 2} for i in range(9)]
+    samples[4]["photo"] = None
+    h5chunk.convert(samples, tmp_path / "p.h5", keep_size=True, on_error="skip", shuffle=False, workers=0)
+    kept = h5chunk.ChunkDataset(tmp_path / "p.h5")
+    assert kept.fields == ("photo", "caption", "n")
+    assert [(len(caption), float(n)) for _, caption, n in (kept[row] for row in range(8))] == [
+        (i, i / 2) for i in range(9) if i != 4
+    ]
+    samples = [{**sample, "split": "ab"[i % 2]} for i, sample in enumerate(samples) if i != 4]
+    h5chunk.convert(samples, tmp_path / "parts", keep_size=True, split_files=True)
+    assert set(h5chunk.ChunkDataset(tmp_path / "parts" / "b.h5").values("split")) == {"b"}
 
 
 # ---- measuring

@@ -48,9 +48,10 @@ def any_size_specs(name: str, num_samples: int, num_bytes: int) -> dict[str, Arr
 
 @dataclass
 class AnySizeJob(FillJob):
-    """The images to write; ``mean_bytes`` is their average size."""
+    """The images to write; ``mean_bytes`` is their average size, and ``columns`` get the values that come with them."""
 
     mean_bytes: int = 1
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     in_order = True
 
     def tasks(self) -> list[range]:
@@ -71,7 +72,7 @@ class _ImageReader(TaskRunner):
     def run(self, chunks: range, claim: TaskResult | None = None) -> TaskResult:
         if claim is not None and self.is_unchanged(chunks, claim):
             return claim  # the main process reads and checks its bytes
-        done, parts = TaskResult(chunks, [], Counter(), [], 0), list[bytes]()
+        done, parts, values = TaskResult(chunks, [], Counter(), [], 0), list[bytes](), []
         for chunk in chunks:
             rows, facts = self._job.rows(range(chunk, chunk + 1)), [0]
             indices = self._job.order[rows.start : rows.stop]
@@ -89,8 +90,10 @@ class _ImageReader(TaskRunner):
                 facts[0] = zlib.crc32(image.data, facts[0])
                 done.notes.update(image.notes)
                 parts.append(image.data)
+                if image.values:
+                    values.append((index, image.values))
             done.checksums.append(facts)
-        return done._replace(data=b"".join(parts))
+        return done._replace(data=b"".join(parts), values=tuple(values))
 
     def _read_sample(self, index: int, position: int, notes: Counter[str]) -> SampleError | None:
         try:
@@ -194,6 +197,9 @@ def fill_any_size(
                 claimed = tasks[len(tasks) - len(left)][1]
                 filled.add(done)
                 facts += [number for _, *numbers in done.checksums for number in numbers]
+                for index, values in done.values:
+                    for name, value in values.items():
+                        job.columns[name][index] = value
                 is_end = len(done.checksums) < len(done.chunks) or (bool(done.failures) and stop_at_failure)
                 if done.is_new and not is_end:
                     writer.put(done.data)

@@ -105,6 +105,7 @@ class TaskResult(NamedTuple):
     failures: list[Failure]
     stamp: int  # stamp of its samples, see `stamp_of_samples`
     is_new: bool = True  # False for a claim, whose chunks an earlier run wrote
+    values: tuple[tuple[int, Mapping[str, Any]], ...] = ()  # of columns, by sample: see `AnyImage`
     data: bytes = b""  # images of any size, end to end, which the main process writes
 
     def record(self) -> list[Any]:

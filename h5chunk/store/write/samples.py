@@ -241,7 +241,7 @@ def _write_any_size(
     name, size, old = job.any_size, job.layout.chunk_samples, job.old.images
     new.begin(replace(job, num_bytes=LARGE_BYTES).spec(), f"{name}/data")
     mean = job.source.fields[name].sample_bytes
-    images = AnySizeJob(new.part, (), size, job.source, job.order, mean)
+    images = AnySizeJob(new.part, (), size, job.source, job.order, mean, job.columns)
     writer = BytesWriter(new, f"{name}/data")
     with new.flusher():
         if old is not None:

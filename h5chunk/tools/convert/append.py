@@ -104,6 +104,7 @@ def _planned(
             label = describe(source)
             opened, options = _open_source(old, source, format, progress, requested)
         order_options = {name: getattr(options, name) for name in ("seed", "shuffle", "workers", "on_error")}
+        opened.read_columns()
         job = prepare(opened, old.path, SampleOptions(**order_options))
         yield old, *plan_addition(old, job, new_classes=options.new_classes, source=label)
 

@@ -53,6 +53,8 @@ def open_context(options: ReadOptions, progress: Progress | None) -> OpenContext
 def prepare(source: SampleSource, path: Path, options: SampleOptions) -> SampleJob:
     """Choose the layout and the order of a new file. Raises SourceError if a file cannot hold the source's fields."""
     check_fields(source)
+    if options.split_files:
+        source.read_columns()
     largest = max(field.sample_bytes for field in source.fields.values())
     # Readers load images and labels by default; other default fields are recorded.
     fields = {} if "images" in source.fields else {"fields": [*source.fields, *source.columns]}
