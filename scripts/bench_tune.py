@@ -4,7 +4,8 @@
     python scripts/bench_tune.py --folder /tmp/bench-tune --small --runs 1 --budget 15   # small files, about 10 minutes
     python scripts/bench_tune.py --folder /tmp/bench-tune --data gzip --file mine.h5
 
-Makes files in the folder and removes them afterwards (``--keep`` keeps them); ``--file`` adds a file of yours:
+Makes files in the folder (4 GB), and removes them afterwards unless told to ``--keep`` them; ``--file`` adds a file of
+yours. All files take turns:
 
 small      600 images of 32 x 32: too little to matter
 kept       20,000 images of 32 x 32, which ChunkLoader keeps in memory
@@ -212,7 +213,14 @@ def check(path: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
         holds = "" if each["holds"] else "   FAILS"
         print(f"{'':10s} {each['of']:24s} {said:44s} independent {each['independent']:.3g}{holds}", flush=True)
     worthless = found.chosen == NEW and any(each["of"] == NEW and each["independent"] < 1.3 for each in claims)
-    return [each | {"data": path.stem, "chosen": found.chosen, "worthless": worthless} for each in claims]
+    about = {"data": path.stem, "chosen": found.chosen, "worthless": worthless, "seconds": found.seconds}
+    return [each | about for each in claims]
+
+
+def write(claims: list[dict[str, Any]], path: Path) -> None:
+    versions = {"h5chunk": h5chunk.__version__, "h5py": h5py.__version__, "hdf5": h5py.version.hdf5_version}
+    machine = f"{os.cpu_count()} cores, {platform.machine()}, load {os.getloadavg()[0]:.1f}"
+    path.write_text(json.dumps({"claims": claims, "versions": versions, "machine": machine}, indent=2) + "\n")
 
 
 def main() -> None:
@@ -234,14 +242,17 @@ def main() -> None:
     for each in load:
         each.start()
     claims: list[dict[str, Any]] = []
-    for path in [*(args.folder / f"{name}.h5" for name in args.data), *args.file]:
-        if path.stem in args.data and not path.exists():
+    made = [args.folder / f"{name}.h5" for name in args.data]
+    for path in made:
+        if not path.exists():
             MAKERS[path.stem](path, 2 if args.small else 1)
-            os.sync()
-        for _ in range(args.runs):
-            claims += check(path, args)
-        if not args.keep and path not in args.file:
-            path.unlink()
+    os.sync()
+    for path in [*made, *args.file] * args.runs:
+        claims += check(path, args)
+        if args.json:
+            write(claims, args.json)
+    for path in [] if args.keep else made:
+        path.unlink()
     for process in load:
         process.terminate()
     failed = sum(not each["holds"] for each in claims)
@@ -251,10 +262,6 @@ def main() -> None:
     )
     if not args.keep and not any(args.folder.iterdir()):
         shutil.rmtree(args.folder)
-    if args.json:
-        versions = {"h5chunk": h5chunk.__version__, "h5py": h5py.__version__, "hdf5": h5py.version.hdf5_version}
-        machine = f"{os.cpu_count()} cores, {platform.machine()}, load {os.getloadavg()[0]:.1f}"
-        args.json.write_text(json.dumps({"claims": claims, "versions": versions, "machine": machine}, indent=2) + "\n")
     sys.exit(bool(failed))
 
 

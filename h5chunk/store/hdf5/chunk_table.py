@@ -20,6 +20,7 @@ import numpy as np
 from h5py._objects import phil
 
 from h5chunk.errors import FileError, as_text, printable
+from h5chunk.stamp import stamp_of
 
 NUMBERS_AT_A_TIME = 1 << 17  # numbers of listed chunks that are held as Python objects
 FILTER_BYTES = 64 << 10  # limit on a stored chunk beyond twice its decoded size, for headers and tables of filters
@@ -31,7 +32,11 @@ PROBE_BLOCK = 512  # size of its user block
 SEC2 = h5py.h5fd.SEC2
 DONT_FILTER_PARTIAL_CHUNKS = 2  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS of H5Dpublic.h
 ALL_FILTERS = 0xFFFFFFFF  # the filter mask of a chunk that skipped all filters
+KEPT_CHUNKS, MOST_KEPT = 1 << 14, 2  # tables of at least so many chunks are kept, and so many tables
 EXTENSIBLE_ARRAY = 4  # H5D_CHUNK_IDX_EARRAY of H5Dpublic.h
+
+
+_kept: dict[tuple[object, ...], ChunkTable] = {}  # the tables listed last, by version of the file and dataset
 
 
 class NotDirect(Exception):
@@ -97,8 +102,24 @@ def list_chunks(dataset: h5py.Dataset) -> ChunkTable:
     """List the chunks of a dataset in one pass. Raises NotDirect if HDF5 lists them at wrong offsets.
 
     Raises FileError if the index of the chunks is invalid, a chunk extends beyond the file, overlaps another or has an
-    impossible size, or HDF5 reads other bytes than the file has at the offset of a chunk.
+    impossible size, or HDF5 reads other bytes than the file has at the offset of a chunk. Long tables are kept, because
+    a data set and its loader, and forked processes, list the same chunks.
     """
+    file = dataset.file.id
+    if file.get_intent() != h5py.h5f.ACC_RDONLY or file.get_access_plist().get_driver() != SEC2:
+        return _list_chunks(dataset)
+    key = (stamp_of(file.get_vfd_handle(), with_ctime=True), h5py.h5o.get_info(dataset.id).addr)
+    table = _kept.pop(key, None) or _list_chunks(dataset)
+    if len(table) >= KEPT_CHUNKS:
+        for array in (table.offsets, table.sizes, table.filter_masks):
+            array.flags.writeable = False
+        _kept[key] = table
+        for oldest in list(_kept)[:-MOST_KEPT]:
+            _kept.pop(oldest, None)
+    return table
+
+
+def _list_chunks(dataset: h5py.Dataset) -> ChunkTable:
     name = f"{printable(dataset.file.filename)}: {dataset.name!r}"
     if is_listed_wrongly(dataset):
         raise NotDirect("HDF5 lists wrong offsets for its chunks, because an axis other than the first is unlimited")

@@ -127,7 +127,14 @@ def _locate_field(file: h5py.File, name: str, dataset: h5py.Dataset, rows: int) 
     per_band = max(1, len(table) // -(-len(dataset) // dataset.chunks[0]))
     firsts = np.arange(len(table)) // per_band * dataset.chunks[0]
     written = (table.offsets >= 0) & (table.sizes > 0)
-    return table.offsets[written], table.sizes[written], firsts[written]
+    return _join(table.offsets[written], table.sizes[written], firsts[written])
+
+
+def _join(offsets: np.ndarray, sizes: np.ndarray, firsts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Join chunks of the same samples that follow each other in the file."""
+    apart = (firsts[1:] != firsts[:-1]) | (offsets[1:] != offsets[:-1] + sizes[:-1])
+    starts = np.append(0, np.flatnonzero(apart) + 1)[: len(offsets)]
+    return offsets[starts], np.add.reduceat(sizes, starts) if len(starts) else sizes, firsts[starts]
 
 
 class FileReads:
@@ -184,9 +191,11 @@ class FileReads:
         return max(1, samples), done == fitting
 
     def read(self, range_: ByteRange, buffer: np.ndarray) -> None:
-        """Read a range into a buffer. Raise FileError if it cannot be read, or the file ends too early."""
+        """Read a range in pieces into a buffer. Raise FileError if it cannot be read, or the file ends too early."""
         path = self._paths[range_.file]
-        read_bytes(self._descriptors[range_.file], range_.offset, buffer[: range_.size].data, lambda _: printable(path))
+        for piece in cut([range_]):
+            memory = buffer[: piece.size].data
+            read_bytes(self._descriptors[piece.file], piece.offset, memory, lambda _: printable(path))
 
     def drop(self, ranges: Ranges) -> None:
         """Drop ranges, or if necessary whole files, from the page cache. Raise NotMeasured if they remain cached."""
