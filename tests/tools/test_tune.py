@@ -165,6 +165,8 @@ def test_a_ratio_is_that_of_turns(rates, factor):
     assert found.times == pytest.approx(factor) and found.low == pytest.approx(factor * math.exp(-0.03))
     assert Ratio.of(rates, rates[::-1]).times == pytest.approx(1) and Ratio.of(rates[:1], rates[-1:]).low == 0
     slower = Ratio.of([factor * rates[0] / 2, *(factor * rate for rate in rates[1:])], rates)
+    busy = Ratio.of([factor * rate for rate in rates], rates, 4.0)
+    assert busy.low == pytest.approx(found.low / 2) and busy.high == pytest.approx(found.high * 2)
     assert slower.low < found.low * 0.97 and slower.high > found.high and slower.times < found.times
 
 
@@ -615,9 +617,9 @@ def test_large_samples_are_measured_on_fewer_than_a_batch():
     assert samples_to_measure(256, 10 << 30) == 1
 
 
-@pytest.mark.parametrize("slow", [0.01, 0.5, 3.0])
+@pytest.mark.parametrize("slow", [0.01, 0.5, 1.9, 3.0, 30.0])
 def test_measuring_ends_with_the_budget(slow):
-    """But for three turns, whatever they take; each turn has all runners, in alternating order."""
+    """But for three turns, if these take little more; each turn has all runners, in alternating order."""
     now, called = [0.0], []
     budget = TimeBudget("tune", 10.0, clock=lambda: now[0])
     search = Search(None, "cpu", budget, {}, 1)  # type: ignore[arg-type]
@@ -627,9 +629,9 @@ def test_measuring_ends_with_the_budget(slow):
         called.append(name)
         return 100.0
 
-    turns = search._measure_in_turns({name: partial(runner, name) for name in "ab"}, MAX_TURNS, TURNS_SHARE)
-    assert len(turns["a"]) == len(turns["b"]) == {0.01: MAX_TURNS, 0.5: 10, 3.0: 3}[slow]
-    assert called[:4] == ["b", "a", "a", "b"]
+    turns = search._measure_in_turns({name: partial(runner, name) for name in "ab"}, 3, MAX_TURNS, TURNS_SHARE)
+    assert len(turns["a"]) == len(turns["b"]) == {0.01: MAX_TURNS, 0.5: 9, 1.9: 3, 3.0: 2, 30.0: 1}[slow]
+    assert called[:4] == ["b", "a", "a", "b"][: 2 * len(turns["a"])]
 
 
 def test_a_search_finds_the_fastest_of_neighbours(monkeypatch):

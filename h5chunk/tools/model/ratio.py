@@ -28,14 +28,19 @@ class Ratio:
     high: float
 
     @classmethod
-    def of(cls, rates: Sequence[float], reference_rates: Sequence[float]) -> Ratio:
-        """Compare the rates of two settings turn by turn, for at least one turn."""
+    def of(cls, rates: Sequence[float], reference_rates: Sequence[float], busy: float = 1.0) -> Ratio:
+        """Compare the rates of two settings turn by turn, for at least one turn.
+
+        ``busy`` is the number of threads that wait for each core: what they leave to a loop of one thread and to one of
+        several differs from minute to minute, so that the interval is widened by its square root on both sides.
+        """
         logs = [math.log(rate / other) for rate, other in zip(rates, reference_rates, strict=True)]
         middle, count = statistics.fmean(logs), len(logs)
         if count == 1:
             return cls(math.exp(middle), 0.0, math.inf)
         student = STUDENT[count - 2] if count - 2 < len(STUDENT) else 1.96 + 2.6 / (count - 1)
         reach = student * statistics.stdev(logs) * math.sqrt(1 + 1 / count) + MIN_SPREAD
+        reach += math.log(max(1.0, busy)) / 2
         return cls(math.exp(middle), math.exp(middle - reach), math.exp(middle + reach))
 
     def __str__(self) -> str:

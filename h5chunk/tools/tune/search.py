@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -10,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from h5chunk.errors import OutputError
+from h5chunk.machine import available_cores
 from h5chunk.tools.model.ratio import Ratio
 from h5chunk.tools.model.settings import (
     LOADER,
@@ -30,6 +32,8 @@ IN_PLACE_SHARE, NEW_SHARE, HEATS_SHARE, TURNS_SHARE = 0.15, 0.35, 0.4, 0.95  # u
 FIRST_SHARE = 0.2  # settings whose first window takes a larger share of the budget are not measured
 FINALISTS, HEATS = 2, 2  # fastest settings of the unchanged and of a new file, and turns among them before the choice
 MIN_TURNS, FEW_TURNS, MAX_TURNS = 3, 6, 15
+MAX_SHARE = 1.2  # used share of the budget that ends everything, even with fewer turns
+BUSY = 1.5  # threads that wait for each core of a busy machine
 WARM_SHARE = 0.05  # share of the budget to warm up, as memory takes longer to write for the first time
 ROUND_SHARE = 0.05  # share of the budget to take samples that were read ahead, and for whole rounds of windows
 TRY_LEAD, TRY_ROUND = 3, 3  # time for the same in a first look, over the time of a measurement
@@ -52,6 +56,14 @@ def open_batches(study: Study, setting: Setting, device: str) -> BatchRate:
     return open_loader(dataset, order, device=device, resident="auto" if is_whole else False)
 
 
+def other_load(own: int = 0) -> float:
+    """Return how many threads besides ``own`` have waited for each core in the last minute, at least 1."""
+    try:
+        return max(1.0, (os.getloadavg()[0] - own) / (os.cpu_count() or 1))
+    except OSError:
+        return 1.0
+
+
 @dataclass
 class Search:
     """Measure the settings of ``trials``, of which the first is today's, within a time budget."""
@@ -63,6 +75,7 @@ class Search:
     memory_bytes: int
     finalists: dict[str, Setting] = field(default_factory=dict)  # by the name of the row in the report
     turns: dict[str, list[float]] = field(default_factory=dict)  # samples/s in each turn, by the name of the row
+    busy: float = 1.0  # threads of other programs that wait for each core
     _tried: set[Setting] = field(default_factory=set)
 
     @property
@@ -74,6 +87,7 @@ class Search:
         """Search for the fastest settings unless ``only_today``, and measure the finalists in turns."""
         in_place: list[Setting] = []
         rewritten: list[Setting] = []
+        self.busy = other_load()
         if not only_today:
             in_place = self._search([finalist for finalist in self.trials if not finalist.repack], IN_PLACE_SHARE)
             rewritten = self._search([finalist for finalist in self.trials if finalist.repack], NEW_SHARE)
@@ -84,13 +98,18 @@ class Search:
                 name: runners[finalist] for name, finalist in self.finalists.items()
             }
             race[PLAIN] = self._plain_rate
-            self.turns = self._measure_in_turns(race, FEW_TURNS if only_today else MAX_TURNS, TURNS_SHARE)
+            self.turns = self._measure_in_turns(race, MIN_TURNS, FEW_TURNS if only_today else MAX_TURNS, TURNS_SHARE)
+        self.busy = max(self.busy, other_load(own=available_cores()))
+        if self.busy > BUSY:
+            self.study.note(
+                f"other work keeps the machine busy (load {os.getloadavg()[0]:.0f}), so that the intervals are wide"
+            )
         for name, setting in self.finalists.items():
             self.trials[setting] = replace(self.trials[setting], rate=statistics.median(self.turns[name]))
 
     def ratio(self, name: str, other: str = TODAY) -> Ratio:
         """Return the ratio of the rates of two finalists in the same turns."""
-        return Ratio.of(self.turns[name], self.turns[other])
+        return Ratio.of(self.turns[name], self.turns[other], self.busy)
 
     def decide(self) -> tuple[str, str]:
         """Return the names of the recommended finalist, and of the best finalist without a new file.
@@ -156,7 +175,7 @@ class Search:
         self, runners: Mapping[Setting, Callable[[], float]], in_place: Sequence[Setting], rewritten: Sequence[Setting]
     ) -> None:
         """Choose the finalists by a few turns, because the fastest of many single measurements may be so by chance."""
-        heats = self._measure_in_turns(runners, HEATS if len(runners) > 1 else 0, HEATS_SHARE)
+        heats = self._measure_in_turns(runners, 1, HEATS if len(runners) > 1 else 0, HEATS_SHARE)
         for setting, rates in heats.items():
             self.trials[setting] = replace(self.trials[setting], rate=statistics.median(rates or [0.0]))
         self.finalists = {TODAY: self.today}
@@ -167,16 +186,23 @@ class Search:
         self.finalists |= {NEW if shuffled.repack else IN_PLACE: shuffled for shuffled in self._best_shuffled()}
 
     def _measure_in_turns(
-        self, runners: Mapping[Any, Callable[[], float]], max_turns: int, share: float
+        self, runners: Mapping[Any, Callable[[], float]], min_turns: int, max_turns: int, share: float
     ) -> dict[Any, list[float]]:
-        """Measure all runners in turns, forwards and backwards, at least three and at most ``max_turns`` times."""
+        """Measure all runners in turns, forwards and backwards, as often as fits into a share of the budget.
+
+        They are measured at most ``max_turns`` times, and ``min_turns`` times unless the budget would be exceeded by far.
+        """
         turns: dict[Any, list[float]] = {name: [] for name in runners}
+        longest = 0.0
         for number in range(max_turns):
-            if number >= MIN_TURNS and not self.budget.has(share):
+            limit = share if number >= min_turns else MAX_SHARE
+            if number and self.budget.taken_s + longest > limit * self.budget.seconds:
                 break
+            started = self.budget.taken_s
             for name in list(runners)[:: 1 if number % 2 else -1]:
                 turns[name].append(runners[name]())
                 self.budget.report()
+            longest = max(longest, self.budget.taken_s - started)
         return turns
 
     @contextmanager
