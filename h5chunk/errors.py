@@ -160,8 +160,8 @@ def _quoted(name: Any) -> str:
 def count_text(count: int, noun: str) -> str:
     """Format a count with its noun.
 
-    >>> count_text(1, "chunk"), count_text(2000, "entry")
-    ('1 chunk', '2,000 entries')
+    >>> count_text(1, "chunk"), count_text(2000, "entry"), count_text(2, "batch")
+    ('1 chunk', '2,000 entries', '2 batches')
     """
-    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}es" if noun.endswith("ch") else f"{noun}s"
     return f"{count:,} {noun if count == 1 else plural}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from h5chunk.errors import OptionError, check_whole, human_bytes, printable
+from h5chunk.errors import OptionError, check_whole, count_text, human_bytes, printable
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.layout import FieldLayout, Layouts, MatrixLayout, layout_of, slot_bytes
 from h5chunk.feed.slots import KEPT
@@ -223,9 +223,9 @@ class MemoryBudget:
         """Describe the memory in words; without a plan the data stays on the device."""
         if plan is None:
             return f"all {self._source.reader.num_samples} samples resident ({human_bytes(self._resident_bytes)})"
-        num_windows, held = plan.num_slots * plan.together, human_bytes(plan.num_bytes)
+        windows = count_text(plan.num_slots * plan.together, "window")
         num_batches = -(-plan.window_samples // (plan.together * order.batch_size))
-        return f"{num_windows} windows of {num_batches} batches ({held})"
+        return f"{windows} of {count_text(num_batches, 'batch')} ({human_bytes(plan.num_bytes)})"
 
 
 def find_device(device: str | torch.device) -> torch.device:

@@ -24,7 +24,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from h5chunk.errors import OptionError
+from h5chunk.errors import OptionError, count_text
 from h5chunk.plan.order import Order, divisors
 from h5chunk.plan.permutation import ECHO, Indices, permutation
 
@@ -80,7 +80,7 @@ def plan_slots(
         order = replace(order, window_chunks=fewer)
     remedy = "fewer num_threads, " if extra_bytes and min_slots * slot_bytes <= memory_bytes else ""
     raise OptionError(
-        f"memory_bytes is {memory_bytes}, but {min_slots} windows of {order.window_batches} batches need "
+        f"memory_bytes is {memory_bytes}, but {min_slots} windows of {count_text(order.window_batches, 'batch')} need "
         f"{min_slots * slot_bytes + extra_bytes}: give that, {remedy}smaller window_chunks or batch_size"
     )
 

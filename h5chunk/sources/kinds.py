@@ -170,8 +170,64 @@ class ImageSourceOptions(ImageOptions, ColumnOptions):
 
 
 @dataclass(frozen=True)
-class TableOptions(ImageOptions, ColumnOptions):
+class TextOptions(Options):
+    """Options for reading delimited text."""
+
+    heading: ClassVar[str] = "Delimited text"
+
+    separator: str | None = option(
+        None,
+        "Separator between cells, such as ';' or '::', or the word tab, or space for any run of blanks.",
+        metavar="SEP",
+        shown_default="detected",
+    )
+    header: str = option(
+        "auto",
+        "Whether the first line names the columns; skip: leave it out, because it is neither names nor data.",
+        choices=("auto", "yes", "no", "skip"),
+    )
+    quotes: bool = option(True, "Treat double quotes as ordinary characters.")
+    decimal: str | None = option(
+        None, "Decimal mark.", choices=(".", ","), shown_default="detected in tables, otherwise a point"
+    )
+    comment: str | None = option(None, "Skip lines that begin with MARK.", metavar="MARK")
+    encoding: str | None = option(None, "Encoding of the text, such as latin-1.", metavar="NAME", shown_default="utf-8")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.comment == "":
+            raise OptionError("comment is empty: give the mark that lines to skip begin with, such as '#'")
+        if self.separator is not None and (not self.separator or set(self.separator) & set('"\r\n')):
+            raise OptionError(f"separator is {self.separator!r}: give characters such as ';' or '::', tab or space")
+        try:
+            "1".encode(self.encoding or "utf-8")
+        except LookupError:
+            raise OptionError(f"encoding is {self.encoding!r}: give one that Python knows, such as latin-1") from None
+
+
+@dataclass(frozen=True)
+class TableOptions(TextOptions, ImageOptions, ColumnOptions):
     """Options for reading tables, which may have columns of images."""
+
+    vector: str | None = option(
+        None, "Make all columns of numbers one field, NAME, with a vector per sample.", metavar="NAME"
+    )
+    vector_except: tuple[str, ...] | None = option(
+        None, "With --vector: columns of numbers, such as labels, that stay fields of their own.", metavar="A[,B]"
+    )
+    missing: str = option(
+        "error",
+        "Missing values in columns of whole numbers: error refuses them, nan makes such columns float64 with NaN. In "
+        "columns of real numbers they always become NaN.",
+        choices=("error", "nan"),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.vector == "":
+            raise OptionError("vector is empty: give the name of the field")
+        if self.vector_except is not None and self.vector is None:
+            raise OptionError("vector_except is given without vector: name the field of the other columns (--vector)")
 
 
 @dataclass(frozen=True)
@@ -179,6 +235,17 @@ class MatrixSourceOptions(Options):
     """Base class of the options for reading matrices."""
 
     heading: ClassVar[str] = MATRICES
+
+
+@dataclass(frozen=True)
+class LibsvmOptions(MatrixSourceOptions):
+    """Options for reading libsvm and svmlight files."""
+
+    first_index: str = option(
+        "auto",
+        "Index of the first column in libsvm and svmlight files; auto: 0 if the file contains an index 0, else 1.",
+        choices=("auto", "0", "1"),
+    )
 
 
 @dataclass(frozen=True)
@@ -218,33 +285,8 @@ class EntryOptions(MatrixSourceOptions):
 
 
 @dataclass(frozen=True)
-class DelimitedOptions(EntryOptions):
-    """Options for reading delimited text."""
-
-    heading: ClassVar[str] = "Delimited text with entries of a matrix"
-
-    separator: str | None = option(
-        None,
-        "Separator between cells, such as ';' or '::', or the word tab, or space for any run of blanks.",
-        metavar="SEP",
-        shown_default="detected",
-    )
-    header: str = option("auto", "Whether the first line names the columns.", choices=("auto", "yes", "no"))
-    quotes: bool = option(True, "Treat double quotes as ordinary characters.")
-    decimal: str = option(".", "Decimal mark.", choices=(".", ","))
-    comment: str | None = option(None, "Skip lines that begin with MARK.", metavar="MARK")
-    encoding: str | None = option(None, "Encoding of the text, such as latin-1.", metavar="NAME", shown_default="utf-8")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.comment == "":
-            raise OptionError("comment is empty: give the mark that lines to skip begin with, such as '#'")
-        if self.separator is not None and (not self.separator or set(self.separator) & set('"\r\n')):
-            raise OptionError(f"separator is {self.separator!r}: give characters such as ';' or '::', tab or space")
-        try:
-            "1".encode(self.encoding or "utf-8")
-        except LookupError:
-            raise OptionError(f"encoding is {self.encoding!r}: give one that Python knows, such as latin-1") from None
+class DelimitedOptions(TextOptions, EntryOptions):
+    """Options for reading entries of a matrix from delimited text."""
 
 
 class Kind(NamedTuple):
@@ -266,7 +308,7 @@ KINDS = (
     Kind("arrays", "arrays", "ArraySource", ColumnOptions, "images.npy or data.npz"),
     Kind("npy", "matrix.numpy", "NpySource", MatrixSourceOptions, "matrix.npy, as a matrix with --format npy"),
     Kind("mtx", "matrix.mtx", "MtxSource", MatrixSourceOptions, "matrix.mtx"),
-    Kind("libsvm", "matrix.libsvm", "LibsvmSource", MatrixSourceOptions, "train.svm: lines such as '1 3:0.5 7:1'"),
+    Kind("libsvm", "matrix.libsvm", "LibsvmSource", LibsvmOptions, "train.svm: lines such as '1 3:0.5 7:1'"),
     Kind("csv", "matrix.delimited", "DelimitedSource", DelimitedOptions, "ratings.csv: lines such as 'user,item,4.5'"),
     Kind("ratings", "matrix.parquet", "ParquetEntries", EntryOptions, "ratings.parquet: columns user, item, rating"),
     Kind("table", "table", "TableSource", TableOptions, "table.parquet, iris.csv: one sample per row"),

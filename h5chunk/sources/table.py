@@ -3,11 +3,15 @@
 | column | becomes |
 | --- | --- |
 | numbers, bool | a column of that type; bool is uint8 |
-| strings | UTF-8, as fixed-length bytes as long as the longest, at most 4096 bytes |
-| categories (Arrow's dictionaries) | int64 and their names; so do Hugging Face's class labels |
+| strings, at most 50 distinct ones that repeat | categories: int64 and their names |
+| other strings | UTF-8, as fixed-length bytes as long as the longest, at most 4096 bytes |
+| Arrow's dictionaries, Hugging Face's class labels | categories |
 | lists of numbers of one length | vectors |
 | encoded images, as bytes or as Hugging Face's ``{bytes, path}`` | uint8 pixels, by the options of images |
-| anything else, and missing values | refused |
+| missing values | NaN in real numbers, and with ``missing="nan"`` in whole ones; otherwise refused or skipped |
+| anything else | refused |
+
+With ``vector``, all columns of numbers become one field.
 
 Rows are read once, batch by batch. Vectors and images are copied to a temporary file, from which samples are read in
 any order. That file has no name, so that the system removes it when the process ends.
@@ -16,9 +20,8 @@ any order. That file has no name, so that the system removes it when the process
 from __future__ import annotations
 
 import json
+import math
 import os
-import tempfile
-from array import array as number_array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,101 +29,27 @@ from typing import Any
 import numpy as np
 import PIL
 
-from h5chunk.errors import OptionError, SourceError, printable
+from h5chunk.errors import OptionError, SampleError, SourceError, count_text, printable
 from h5chunk.source import OpenContext
-from h5chunk.sources.arrow import byte_lengths, compute, has_type, parquet, pyarrow, to_fixed_bytes
-from h5chunk.sources.container import read_at
-from h5chunk.sources.kinds import TableOptions
+from h5chunk.sources.arrow import has_type, parquet, pyarrow
+from h5chunk.sources.kinds import ImageOptions, TableOptions, TextOptions
 from h5chunk.sources.listing import EXTENSIONS
 from h5chunk.sources.matrix.dialect import is_number
+from h5chunk.sources.options import flag_of
 from h5chunk.sources.recognise import is_path, read_head
 from h5chunk.sources.samples import Samples, field_dtype
-from h5chunk.sources.text_table import is_table, read_text_table
+from h5chunk.sources.table_columns import MAX_CATEGORIES, TEXTS, Images, Values, storage_class
+from h5chunk.sources.text_table import is_table, may_be_entries, read_text_table
 from h5chunk.stamp import stamp_of
 
 MAGIC = b"PAR1"
 SUFFIX = ".parquet"
-TEXTS = ("string", "large_string")
 BATCH_ROWS = 1024
-MAX_STRING_BYTES = 4096
+MANY_COLUMNS = 30  # so many columns of numbers are probably parts of one vector
 NAMED_IMAGES = (
     "column {!r} has names of images, and stays text: to convert the images, give their folder as the source, and this "
     "file as its manifest (--manifest)"
 )
-
-
-class _SpooledValues:
-    """Values of any size in an unnamed temporary file, which forked processes share."""
-
-    def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile(prefix=".h5chunk-", buffering=0)
-        self._ends = number_array("q", [0])
-
-    def __del__(self) -> None:
-        self._file.close()
-
-    def append(self, data: Any, count: int = 1) -> None:
-        """Append ``count`` values of equal size."""
-        view = memoryview(data).cast("B")
-        start, size = self._ends[-1], len(view) // count
-        self._ends.extend(range(start + size, start + len(view) + 1, size) if size else [start] * count)
-        while view:
-            view = view[self._file.write(view) :]
-
-    def value(self, index: int) -> Any:
-        start, stop = self._ends[index : index + 2]
-        return read_at(self._file.fileno(), start, stop - start)
-
-
-class _Vectors(_SpooledValues):
-    """A column with lists of numbers, all of the same length and type."""
-
-    dtype = np.dtype(np.uint8)
-    length: int | None = None
-
-    def add(self, array: Any) -> None:
-        numbers = array.flatten()
-        if numbers.null_count:
-            raise ValueError("holds a list with a missing number")
-        values = np.asarray(numbers.to_numpy(zero_copy_only=False))
-        lengths, dtype = set(compute.list_value_length(array).to_pylist()), field_dtype("it", values.dtype)
-        if self.length is None:
-            self.length, self.dtype = min(lengths), dtype
-        if lengths != {self.length}:
-            other = max(lengths - {self.length})
-            raise ValueError(f"holds lists of {self.length} and of {other} numbers: give them one length")
-        if not self.length or dtype != self.dtype:
-            raise ValueError(f"holds lists of {self.length} {self.dtype} and of {dtype}: give them one type")
-        self.append(np.ascontiguousarray(values, dtype), len(array))
-
-    def value(self, index: int) -> np.ndarray:
-        return np.frombuffer(super().value(index), self.dtype)
-
-
-class _Images(_SpooledValues):
-    """A column with encoded images."""
-
-    def add(self, array: Any) -> None:
-        if pyarrow.types.is_struct(array.type):
-            array = array.field("bytes")
-        if array.null_count:
-            raise ValueError("holds an image as a path without bytes: embed the images")
-        for value in array:
-            self.append(value.as_buffer())
-
-
-class _Values(list[np.ndarray]):
-    """A column of numbers or strings, in memory."""
-
-    def add(self, array: Any) -> None:
-        if not has_type(array.type, *TEXTS):
-            self.append(np.asarray(array.to_numpy(zero_copy_only=False)))
-            return
-        strings = array.cast(pyarrow.binary())
-        longest = int(byte_lengths(strings).max(initial=0))
-        if longest > MAX_STRING_BYTES:
-            raise ValueError(f"holds a string of {longest} bytes, over the limit of {MAX_STRING_BYTES}")
-        self.append(to_fixed_bytes(strings))
 
 
 def _first_row(table: Any) -> Iterable[tuple[str, Any]]:
@@ -139,29 +68,37 @@ class TableSource(Samples):
     Options = TableOptions
 
     def __init__(self, paths: Sequence[Path], options: TableOptions, context: OpenContext) -> None:
-        self._paths, self.decoding, self._chosen = paths, options, options.columns
+        self._paths, self.decoding, self._options = paths, options, options
         self._num_rows = 0
         self._first_rows: list[int] = []
         self._columns: dict[str, Any] = {}
         self._categories: dict[str, list[str]] = {}
+        self._gaps: dict[str, int] = {}  # number of missing values that became NaN, by column
+        self._lacking: dict[int, str] = {}  # the column whose missing value makes a row unusable, by row
+        self._skips = context.skips_bad_samples
         for path in paths:
-            self._read(path, context)
+            (self._read if is_parquet(path) else self._read_text)(path, options, context)
         if not self._num_rows:
             raise SourceError(f"{printable(paths[0])}: holds no rows")
         columns = {
             name: self._encode_categories(name, self._concatenate(name, column))
             for name, column in self._columns.items()
-            if isinstance(column, _Values)
+            if isinstance(column, Values)
         }
         self._readers = {name: column.value for name, column in self._columns.items() if name not in columns}
+        self._check_images(options)
+        self.columns, names = self._gather(columns, options), list(self._columns)
         if not self._readers:
-            largest = max(columns, key=lambda name: columns[name].itemsize)
-            values = columns.pop(largest)
+            largest = max(self.columns, key=lambda name: self.columns[name].itemsize)
+            values = self.columns.pop(largest)
             self._readers = {largest: lambda index: values[index, ...]}
-        self.columns = columns
-        self.categories = {name: names for name, names in self._categories.items() if names}
-        self.options = {**options.recorded(), "fields": list(self._columns)}
-        self.find_fields(context.skips_bad_samples)
+        first = [] if options.vector is None else [options.vector]
+        names = [*first, *(name for name in names if name in self.columns or name in self._readers)]
+        self.categories = {name: words for name, words in self._categories.items() if words}
+        self.options = {**options.recorded(), "fields": list(dict.fromkeys(names))}
+        gaps = [f"{count_text(count, 'missing value')} of {name!r} became NaN" for name, count in self._gaps.items()]
+        self.notes = [*self.notes, *gaps]
+        self.find_fields(self._skips)
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
@@ -169,37 +106,44 @@ class TableSource(Samples):
 
     @classmethod
     def open(cls, source: Any, options: TableOptions, context: OpenContext) -> TableSource:
-        if context.is_guessed and options.columns is not None and not is_parquet(Path(source)):
+        is_text = not is_parquet(Path(source))
+        if is_text and context.is_guessed and may_be_entries(source, options):
             raise OptionError(
                 f"{printable(source)}: its columns may be fields of samples, or the rows, columns and values of a "
                 "sparse matrix: say which with --format table or --format csv"
             )
+        given = [name for name in TextOptions.names() if name in options.non_defaults()]
+        if given and not is_text:
+            raise OptionError(f"{flag_of(given[0])} applies only to text, but {printable(source)} is .parquet")
         try:
             return cls(tables_in(source) or [Path(source)], options, context)
         except (OSError, pyarrow.ArrowException) as error:
-            kind = ".parquet" if is_parquet(Path(source)) else "a table"
+            kind = "a table" if is_text else ".parquet"
             raise SourceError(f"{printable(source)}: cannot be read as {kind}: {printable(str(error))}") from None
 
-    def _read(self, path: Path, context: OpenContext) -> None:
-        """Append the rows of a file to the columns."""
-        self._first_rows.append(self._num_rows)
-        if not is_parquet(path):
-            table, form = read_text_table(os.fspath(path), context.memory_bytes)
-            names = "" if form.has_header else "; there is no header, so that columns are called column_0, ..."
-            if form.has_header and any(map(is_number, form.names)):
-                names = f"; the first line became names of columns: {', '.join(form.names[:8])}"
-            self.notes = [f"each line became a sample{names} (--format csv reads entries of a sparse matrix)"]
-            columns = self._choose(path, table.schema)
-            self.notes += [NAMED_IMAGES.format(name) for name, value in _first_row(table) if _names_image(value)]
-            self._add_batches(path, columns, table.select(columns).to_batches(BATCH_ROWS), context)
-            return
+    def _read(self, path: Path, options: TableOptions, context: OpenContext) -> None:
+        """Append the rows of a .parquet file to the columns."""
         with parquet.ParquetFile(path) as file:
             schema = file.schema_arrow
             columns = self._choose(path, schema)
             self._categories |= _class_names(schema)
             self._add_batches(path, columns, file.iter_batches(BATCH_ROWS, columns=columns), context)
 
+    def _read_text(self, path: Path, options: TableOptions, context: OpenContext) -> None:
+        table, form = read_text_table(os.fspath(path), options, context.memory_bytes)
+        names = "" if form.has_header else "; there is no header, so that columns are called column_0, ..."
+        if form.has_header and options.header == "auto" and any(map(is_number, form.names)):
+            names = (
+                f"; the first line became names of columns: {', '.join(form.names[:8])} (if it is a sample, give "
+                "--header no; if it is neither, --header skip)"
+            )
+        self.notes = [f"each line became a sample{names} (--format csv reads entries of a sparse matrix)"]
+        columns = self._choose(path, table.schema)
+        self.notes += [NAMED_IMAGES.format(name) for name, value in _first_row(table) if _names_image(value)]
+        self._add_batches(path, columns, table.select(columns).to_batches(BATCH_ROWS), context)
+
     def _add_batches(self, path: Path, columns: list[str], batches: Iterable[Any], context: OpenContext) -> None:
+        self._first_rows.append(self._num_rows)
         for batch in batches:
             for name in columns:
                 self._add(path, columns, name, batch.column(batch.schema.get_field_index(name)))
@@ -207,10 +151,11 @@ class TableSource(Samples):
             context.report_found(self._num_rows)
 
     def _choose(self, path: Path, schema: Any) -> list[str]:
-        columns = list(schema.names) if self._chosen is None else list(self._chosen)
-        missing = [name for name in columns if name not in schema.names]
-        if missing:
-            raise OptionError(f"{printable(path)}: has no column {missing[0]!r}: it has {', '.join(schema.names)}")
+        chosen = self._options.columns
+        columns = list(schema.names) if chosen is None else list(chosen)
+        for name in [*columns, *(self._options.vector_except or ())]:
+            if name not in schema.names:
+                raise OptionError(f"{printable(path)}: has no column {name!r}: it has {', '.join(schema.names)}")
         if self._columns and set(columns) != set(self._columns):
             raise SourceError(
                 f"{printable(path)}: has the columns {', '.join(columns)} but {printable(self._paths[0])} has "
@@ -223,27 +168,42 @@ class TableSource(Samples):
         others = ",".join(column for column in columns if column != name)
         kind = "" if is_parquet(path) else " --format table"
         remedy = f"leave it out (--columns {printable(others)}{kind})" if others else "convert the table without it"
-        if array.null_count:
-            row = self._num_rows - self._first_rows[-1] + array.is_null().index(True).as_py()
-            raise SourceError(f"{where} has no value in row {row}: fill it, or {remedy}")
         if pyarrow.types.is_dictionary(array.type):
             array = array.dictionary_decode()
             self._categories.setdefault(name, [])
         if name not in self._columns:
-            kind = _storage_class(array.type)
-            if kind is None:
-                raise SourceError(f"{where} is of type {array.type}, which fields do not support: {remedy}")
-            self._columns[name] = kind()
+            column = storage_class(array.type)
+            if column is None:
+                is_empty = pyarrow.types.is_null(array.type)
+                problem = "no values" if is_empty else f"values of type {array.type}, which fields do not support"
+                raise SourceError(f"{where} has {problem}: {remedy}")
+            self._columns[name] = column()
         try:
-            self._columns[name].add(array)
+            self._columns[name].add(self._filled(name, array, where, remedy) if array.null_count else array)
         except (ValueError, SourceError) as error:
             raise SourceError(f"{where} {error}: change it, or {remedy}") from None
+
+    def _filled(self, name: str, array: Any, where: str, remedy: str) -> Any:
+        """Fill the missing values of a column with NaN, or note the rows to skip. Raises SourceError otherwise."""
+        is_whole, is_text = has_type(array.type, "integer", "boolean"), has_type(array.type, *TEXTS)
+        if has_type(array.type, "floating") or (is_whole and self._options.missing == "nan"):
+            self._gaps[name] = self._gaps.get(name, 0) + array.null_count
+            return (array.cast(pyarrow.float64()) if is_whole else array).fill_null(math.nan)
+        rows = np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False)) + self._num_rows
+        if self._skips and (is_whole or is_text):
+            self._lacking |= dict.fromkeys(rows.tolist(), name)
+            return array.fill_null("" if is_text else False if pyarrow.types.is_boolean(array.type) else 0)
+        advice = "make such columns real numbers with NaN (--missing nan), " if is_whole else ""
+        advice += "skip such rows (--on-error skip), " if is_whole or is_text else ""
+        raise SourceError(
+            message=f"{where} has no value in row {rows[0] - self._first_rows[-1]}: fill it, {advice}or {remedy}"
+        )
 
     def _concatenate(self, name: str, parts: list[np.ndarray]) -> np.ndarray:
         """Concatenate a column from all files. Raises SourceError if their common type cannot hold all integers."""
         values = np.concatenate(parts)
         for part in parts:
-            if part.dtype.kind in "iu" and (part.astype(values.dtype).astype(part.dtype) != part).any():
+            if not _holds(values.dtype, part):
                 raise SourceError(
                     f"{printable(self._paths[0])} and other files: column {name!r} is of {values.dtype} and "
                     f"{part.dtype}, and the former cannot hold all integers of the latter: give the files one type"
@@ -251,15 +211,61 @@ class TableSource(Samples):
         return values
 
     def _encode_categories(self, name: str, values: np.ndarray) -> np.ndarray:
-        """Return the values of a column; categories given as strings become codes."""
-        if self._categories.get(name) != []:
+        """Return the values of a column; few different strings become codes."""
+        few = 1 < len(self._columns[name].words) <= min(MAX_CATEGORIES, self._num_rows - 1)
+        if self._categories.get(name, [] if few else None) != []:
             return values.astype(field_dtype(name, values.dtype), copy=False)
-        words, codes = np.unique(values, return_inverse=True)
+        words = np.unique(np.delete(values, list(self._lacking)))
         self._categories[name] = [
             word.decode("utf-8", "backslashreplace") if isinstance(word, bytes) else str(word)
             for word in words.tolist()
         ]
-        return codes.astype(np.int64)
+        return np.searchsorted(words, values).astype(np.int64)
+
+    def _check_images(self, options: TableOptions) -> None:
+        """Raise OptionError for options of images if there are none."""
+        given = [name for name in ImageOptions.names() if name in options.non_defaults()]
+        if given and not any(isinstance(column, Images) for column in self._columns.values()):
+            raise OptionError(
+                f"{flag_of(given[0])} applies only to images, but {printable(self._paths[0])} has no column with the "
+                "bytes of images: leave out the option"
+            )
+
+    def _gather(self, columns: dict[str, np.ndarray], options: TableOptions) -> dict[str, np.ndarray]:
+        """Join the columns of numbers to one field, if the options say so; return the others."""
+        apart = options.vector_except or ()
+        parts = {
+            name: values
+            for name, values in columns.items()
+            if values.dtype.kind in "iuf" and name not in self._categories and name not in apart
+        }
+        if options.vector is None:
+            if len(parts) >= MANY_COLUMNS:
+                self.notes = [
+                    *self.notes,
+                    f"{len(parts)} columns of numbers can be one field of vectors (--vector NAME)",
+                ]
+            return columns
+        if not parts:
+            raise OptionError(f"vector is {options.vector!r}, but no column of numbers is left for it")
+        if options.vector in self._columns.keys() - parts.keys():
+            raise OptionError(f"vector is {options.vector!r}, but a column is called that: give another name")
+        dtype = np.result_type(*parts.values())
+        if dtype.kind in "iu" and not is_parquet(self._paths[0]):  # text has no types
+            lowest, highest = (getattr(np.stack(list(parts.values())), which)() for which in ("min", "max"))
+            dtype = np.promote_types(np.min_scalar_type(lowest), np.min_scalar_type(highest))
+        together = np.empty((self._num_rows, len(parts)), dtype)
+        for number, (name, values) in enumerate(parts.items()):
+            if not _holds(dtype, values):
+                raise SourceError(
+                    f"{printable(self._paths[0])}: column {name!r} has whole numbers that {dtype}, the type of the "
+                    f"vector, cannot hold: leave it out of the vector (--vector-except {printable(name)})"
+                )
+            together[:, number] = values
+        first, *_, last = [*parts, *parts]
+        self.notes = [*self.notes, f"{options.vector} holds {count_text(len(parts), 'column')}: {first} to {last}"]
+        self._readers[options.vector] = together.__getitem__
+        return {name: values for name, values in columns.items() if name not in parts}
 
     def __len__(self) -> int:
         return self._num_rows
@@ -273,6 +279,8 @@ class TableSource(Samples):
         return {"kind": self.kind, "decoder": PIL.__version__, "options": vars(self.decoding), "stamps": stamps}, ()
 
     def values(self, index: int) -> dict[str, Any]:
+        if index in self._lacking:
+            raise SampleError(f"has no value in column {self._lacking[index]!r}")
         return {name: read(index) for name, read in self._readers.items()}
 
 
@@ -290,15 +298,9 @@ def is_parquet(path: Path) -> bool:
     return path.is_dir() or path.suffix == SUFFIX or read_head(path).startswith(MAGIC)
 
 
-def _storage_class(kind: Any) -> Any:
-    """Return the class that stores a column of an Arrow type; None for unsupported types."""
-    numbers = ("integer", "floating", "boolean")
-    if has_type(kind, *numbers, *TEXTS):
-        return _Values
-    if has_type(kind, "list", "large_list", "fixed_size_list") and has_type(kind.value_type, *numbers):
-        return _Vectors
-    is_image = has_type(kind, "struct") and kind.get_field_index("bytes") >= 0
-    return _Images if is_image or has_type(kind, "binary", "large_binary") else None
+def _holds(dtype: np.dtype, values: np.ndarray) -> bool:
+    """Return whether a type holds all integers of an array exactly."""
+    return values.dtype.kind not in "iu" or not (values.astype(dtype).astype(values.dtype) != values).any()
 
 
 def _class_names(schema: Any) -> dict[str, list[str]]:

@@ -17,13 +17,15 @@ from __future__ import annotations
 import csv
 import io
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from h5chunk.errors import SourceError, human_bytes, printable
 from h5chunk.sources.arrow import csv as arrow_csv
 from h5chunk.sources.arrow import pyarrow
+from h5chunk.sources.kinds import TableOptions, TextOptions
 from h5chunk.sources.matrix.columns import names_show_entries
-from h5chunk.sources.matrix.dialect import Dialect, guess_dialect, is_number, num_comments
+from h5chunk.sources.matrix.dialect import Dialect, dialect_of, is_number, num_comments
 from h5chunk.sources.matrix.text import TextFile
 from h5chunk.sources.recognise import has_suffix, text_lines
 
@@ -34,6 +36,11 @@ MAX_CATEGORIES = 50
 PIECE_BYTES = 16 << 20
 MISSING = ("", "?", "-", "NA", "N/A", "None", "null")
 DECIMAL_COMMA = re.compile(r"[+-]?[0-9]+,[0-9]+")
+DETECTED = TextOptions()
+ODD_LINE = (
+    "its first line has {} cells but the others have {}: if it is neither names of columns nor data, leave it out "
+    "(--header skip)"
+)
 
 
 class TextTable(NamedTuple):
@@ -44,28 +51,49 @@ class TextTable(NamedTuple):
     num_skipped: int  # lines above the first sample
     has_header: bool
     decimal: str
+    problem: str = ""  # why it cannot be read with these options
 
 
-def detect_format(lines: list[bytes]) -> TextTable | None:
+def detect_format(lines: list[bytes], options: TextOptions = DETECTED) -> TextTable | None:
     """Detect the format of a table from its first lines; None without several columns, of which one has numbers."""
+    lines = without_comments(lines, options.comment)
     num_skipped = num_comments(lines)
-    lines_of_data = [line for line in lines[num_skipped:] if line.strip()][:HEAD_LINES]
-    if len(lines_of_data) < 2:
+    data_lines = [line for line in lines[num_skipped:] if line.strip()][:HEAD_LINES]
+    if options.header == "skip":
+        num_skipped, data_lines = num_skipped + 1, data_lines[1:]
+    if len(data_lines) < 2:
         return None
-    dialect = guess_dialect(lines_of_data)
-    first, *below = _rows(dialect, lines_of_data)
-    whole = [row for row in below if len(row) == len(first)]  # others are errors of the table
-    has_commas = dialect.separator == b";" and any(DECIMAL_COMMA.fullmatch(cell) for row in whole for cell in row)
-    has_numbers = has_commas or any(is_number(cell) for row in whole for cell in row)
-    if len(first) < 2 or 2 * len(whole) <= len(below) or not has_numbers:
+    dialect = dialect_of(options, data_lines)
+    first, *below = _rows(dialect, data_lines)
+    is_even = len(below) > 1 and len({len(row) for row in below}) == 1
+    width = len(below[0]) if is_even else len(first)
+    whole = [row for row in below if len(row) == width]  # others are errors of the table
+    decimal = options.decimal or _guess_decimal(dialect, whole)
+    columns = [[cell.replace(decimal, ".") for cell in column] for column in zip(*whole, strict=True)]
+    numbers = [any(map(is_number, column)) for column in columns]
+    if width < 2 or 2 * len(whole) <= len(below) or not any(numbers):
         return None
-    numbers = [any(map(is_number, column)) for column in zip(*whole, strict=True)]
-    words = [not is_number(cell) and cell not in MISSING and not DECIMAL_COMMA.fullmatch(cell) for cell in first]
-    has_header = all(words) or any(word and number for word, number in zip(words, numbers, strict=True))
-    names = [cell.strip("'").replace("/", "_") or "index" for cell in first]
-    if not has_header:
-        names = [f"column_{number}" for number in range(len(first))]
-    return TextTable(dialect, names, num_skipped + has_header, has_header, "," if has_commas else ".")
+    words = [not is_number(cell.replace(decimal, ".")) and cell not in MISSING for cell in first]
+    if all(words) and len(first) == width - 1:  # R leaves out the name of the column of row names
+        first, words = ["", *first], [True, *words]
+    has_header = all(words) or any(word and number for word, number in zip(words, numbers, strict=False))
+    if options.header != "auto":
+        has_header = options.header == "yes"
+    problem = "" if len(first) == width else ODD_LINE.format(len(first), width)
+    names = [f"column_{number}" for number in range(width)]
+    if has_header and not problem:
+        names = [cell.strip("'").replace("/", "_") or "index" for cell in first]
+    return TextTable(dialect, names, num_skipped + has_header, has_header, decimal, problem)
+
+
+def _guess_decimal(dialect: Dialect, rows: list[list[str]]) -> str:
+    is_comma = dialect.separator == b";" and any(DECIMAL_COMMA.fullmatch(cell) for row in rows for cell in row)
+    return "," if is_comma else "."
+
+
+def without_comments(lines: list[bytes], mark: str | None) -> list[bytes]:
+    """Leave out the lines that begin with a mark."""
+    return [line for line in lines if not line.startswith(mark.encode())] if mark else lines
 
 
 def is_table(source: Any, head: bytes) -> bool:
@@ -77,9 +105,25 @@ def is_table(source: Any, head: bytes) -> bool:
     form = detect_format(lines)
     if form is None or (form.has_header and names_show_entries(form.names)):
         return False
+    return len(form.names) > MAX_ENTRY_COLUMNS or _has_fractions(form, lines, form.names[:2])
+
+
+def may_be_entries(source: Any, options: TableOptions) -> bool:
+    """Return whether the columns that the options name may be the rows, columns, values and times of entries."""
+    columns = options.columns or ()
+    if not 2 <= len(columns) <= MAX_ENTRY_COLUMNS or options.non_defaults().keys() - {"columns", *TextOptions.names()}:
+        return False
+    lines = TextFile(source, options.encoding).head_lines()
+    form = detect_format(lines, options)
+    return form is None or not _has_fractions(form, lines, columns[:2])
+
+
+def _has_fractions(form: TextTable, lines: list[bytes], names: Sequence[str]) -> bool:
+    """Return whether some of the columns have fractions in the first lines."""
+    places = [form.names.index(name) for name in names if name in form.names]
     rows = _rows(form.dialect, lines[form.num_skipped :][:HEAD_LINES])
-    firsts = (cell.replace(form.decimal, ".") for row in rows for cell in row[:2])
-    return len(form.names) > MAX_ENTRY_COLUMNS or any(map(_is_fraction, firsts))
+    cells = (row[place].replace(form.decimal, ".") for row in rows for place in places if place < len(row))
+    return any(map(_is_fraction, cells))
 
 
 def _rows(dialect: Dialect, lines: list[bytes]) -> list[list[str]]:
@@ -100,15 +144,20 @@ def _is_fraction(cell: str) -> bool:
     return "." in cell and is_number(cell) and not float(cell).is_integer()
 
 
-def read_text_table(path: str, memory_bytes: int) -> tuple[Any, TextTable]:
+def read_text_table(path: str, options: TextOptions, memory_bytes: int) -> tuple[Any, TextTable]:
     """Read a text file as an Arrow table, and return it with its format. Raises SourceError if it is too large."""
-    text = TextFile(path)
-    form = detect_format(text.head_lines())
+    text = TextFile(path, options.encoding)
+    form = detect_format(text.head_lines(), options)
     if form is None:
         text.fail("its first lines are not a table: give several columns, one of them numbers, in all lines")
+    if form.problem:
+        text.fail(form.problem)
     data = io.BytesIO()
     for piece in text.pieces(PIECE_BYTES):
-        data.write(form.dialect.translate(piece.data))
+        lines = piece.data
+        if options.comment:
+            lines = b"".join(without_comments(lines.splitlines(keepends=True), options.comment))
+        data.write(form.dialect.translate(lines))
         if data.tell() > memory_bytes // 2:
             text.fail(f"takes over {human_bytes(memory_bytes // 2)} as text: save it as .parquet and convert that")
     if repeated := [name for name in form.names if form.names.count(name) > 1]:
@@ -123,11 +172,12 @@ def read_text_table(path: str, memory_bytes: int) -> tuple[Any, TextTable]:
             newlines_in_values=form.dialect.has_quotes,
         ),
         arrow_csv.ConvertOptions(
-            decimal_point=form.decimal, auto_dict_encode=True, auto_dict_max_cardinality=MAX_CATEGORIES
+            decimal_point=form.decimal, null_values=[*arrow_csv.ConvertOptions().null_values, *MISSING]
         ),
     )
     for field in table.schema:
-        kind = field.type.value_type if pyarrow.types.is_dictionary(field.type) else field.type
-        if pyarrow.types.is_binary(kind):
-            raise SourceError(f"{printable(path)}: column {field.name!r} is not UTF-8: convert the file (iconv)")
+        if pyarrow.types.is_binary(field.type):
+            raise SourceError(
+                f"{printable(path)}: column {field.name!r} is not UTF-8: give its encoding, such as --encoding latin-1"
+            )
     return table, form

@@ -518,7 +518,7 @@ def test_memory_bytes_makes_windows_smaller(tmp_path):
         loader = ChunkLoader(path, 10, memory_bytes=memory_bytes)
         seen.append(loader.order.window_batches)
         assert windows_bytes(loader) <= 1.01 * memory_bytes
-        assert f"{slots_of(loader)} windows of {seen[-1]} batches" in repr(loader)
+        assert f"{slots_of(loader)} windows of {seen[-1]} batch" in repr(loader)
         with loader:
             assert sorted(row[0] for batch in loader for row in batch[0].tolist()) == sorted(
                 row[0] for row in values((2000, 500), np.uint8).tolist()
@@ -631,9 +631,9 @@ def test_report(path, monkeypatch):
 def test_repr(path):
     loader = ChunkLoader(**ordered(path, 16, window_chunks=4, drop_last=True), num_threads=3, memory_bytes=1 << 30)
     shown = repr(loader)
-    for part in (str(path), "12 batches of 16", "windows of 1 batches", "KiB", " threads", "images: direct", "cpu"):
+    for part in (str(path), "12 batches of 16", "windows of 1 batch ", "KiB", " threads", "images: direct", "cpu"):
         assert part in shown
-    assert f"{loader.read_ahead_samples // 16} windows of 1 batches" in shown
+    assert f"{loader.read_ahead_samples // 16} windows of 1 batch (" in shown
 
 
 # What the network takes

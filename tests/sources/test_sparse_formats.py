@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from support.matrix_files import dense, entries, opened, write_10x, write_h5ad
 from support.open_source import open_source
 
+import h5chunk
+from h5chunk.errors import SourceError
 from h5chunk.sources.open import find_kind
 
 DTYPES = ["u1", "i2", "i4", "i8", "f4", "f8", "?"]
@@ -218,8 +220,18 @@ def test_libsvm_from_zero_is_noticed_wherever_it_shows(tmp_path):
     assert set(columns[:-1].tolist()) == {3}
     assert (rows[-1], columns[-1]) == (5000, 0)
     assert source.row_fields["labels"].tolist() == [1.0] * 5000 + [0.5]
-    assert not source.notes
+    assert source.notes == ["an index is 0, so that indices count from 0"]
     assert "index 1 became column 0" in opened(tmp_path / "one.svm", b"1 2:1\n").notes[0]
+
+
+def test_the_first_index_of_libsvm_can_be_given(tmp_path):
+    (tmp_path / "m.svm").write_bytes(b"1 2:1\n0 3:2\n")
+    for first, width in (("0", 4), ("1", 3), ("auto", 3)):
+        report = h5chunk.convert(tmp_path / "m.svm", tmp_path / f"{first}.h5", first_index=first)
+        assert report.num_columns == width and ("--first-index 0" in str(report)) == (first == "auto")
+    (tmp_path / "zero.svm").write_bytes(b"1 2:1\n0 0:2\n")
+    with pytest.raises(SourceError, match=r"line 2: .*index:value with an index from 1"):
+        h5chunk.convert(tmp_path / "zero.svm", tmp_path / "x.h5", first_index="1")
 
 
 def test_npy_of_a_version_with_long_headers(tmp_path):

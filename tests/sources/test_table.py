@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from support.samples import check_same, read_back
 
@@ -19,6 +20,7 @@ from h5chunk.sources.open import find_kind
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
+pytest.importorskip("pyarrow.csv")
 
 COUNT = 40
 
@@ -113,7 +115,7 @@ def test_images_that_cannot_be_used_are_skipped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("column", "reason"),
     [
-        ([1, 2, None], "column 'a' has no value in row 2: fill it, or convert the table without it"),
+        ([1, 2, None], "column 'a' has no value in row 2: fill it, .*or convert the table without it"),
         (["x", None], "column 'a' has no value in row 1"),
         ([[1], [1, 2]], "column 'a' holds lists of 1 and of 2 numbers: give them one length"),
         ([[1, None]], "column 'a' holds a list with a missing number"),
@@ -121,7 +123,7 @@ def test_images_that_cannot_be_used_are_skipped(tmp_path: Path) -> None:
         (["x" * 5000], "column 'a' holds a string of 5000 bytes, over the limit of 4096"),
         (
             [{"b": 1}],
-            "column 'a' is of type struct<b: int64>, which fields do not support: convert the table without it",
+            "column 'a' has values of type struct<b: int64>, which fields do not support: convert the table without it",
         ),
         ([{"bytes": None, "path": "a.png"}], "an image as a path without bytes: embed"),
     ],
@@ -135,7 +137,7 @@ def test_what_is_refused(tmp_path: Path, column: list[Any], reason: str) -> None
 def test_the_remedy_names_the_other_columns(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": [1, 2], "b": ["x", None], "c": [3, 4]}), tmp_path / "t.parquet")
     with pytest.raises(
-        SourceError, match=r"column 'b' has no value in row 1: fill it, or leave it out \(--columns a,c\)"
+        SourceError, match=r"'b' has no value in row 1: fill it, skip .*skip\), or leave it out \(--columns a,c\)"
     ):
         h5chunk.convert(tmp_path / "t.parquet", tmp_path / "x.h5")
     h5chunk.convert(tmp_path / "t.parquet", tmp_path / "x.h5", columns=("a", "c"))
@@ -209,10 +211,10 @@ def test_texts_without_header_or_with_row_names(tmp_path: Path) -> None:
     (tmp_path / "iris.data").write_bytes(b"".join(IRIS.splitlines(keepends=True)[1:]))
     h5chunk.convert(tmp_path / "iris.data", tmp_path / "x.h5", shuffle=False)
     assert {*h5chunk.ChunkDataset(tmp_path / "x.h5").fields} == {f"column_{number}" for number in range(4)}
-    (tmp_path / "r.csv").write_bytes(b'"","a","b"\n"1",0.5,"x, y"\n"2",1.5,"z\nz"\n')
+    (tmp_path / "r.csv").write_bytes(b'"","a","b"\n"1",0.5,"x, y"\n"2",1.5,"z\nz"\n"3",1.5,"z\nz"\n')
     h5chunk.convert(tmp_path / "r.csv", tmp_path / "r.h5", shuffle=False, format="table")
     dataset = h5chunk.ChunkDataset(tmp_path / "r.h5")
-    assert dataset.values("index").tolist() == [1, 2] and [*dataset.categories("b")] == ["x, y", "z\nz"]
+    assert dataset.values("index").tolist() == [1, 2, 3] and [*dataset.categories("b")] == ["x, y", "z\nz"]
     (tmp_path / "n.csv").write_bytes(b"150,4,'a/b',c\n5.1,0.2,0.5,3\n6.3,1.8,0.5,4\n")
     report = h5chunk.convert(tmp_path / "n.csv", tmp_path / "n.h5", shuffle=False)
     assert report.num_samples == 2 and "the first line became names of columns: 150, 4, a_b, c" in str(report)
@@ -230,13 +232,22 @@ def test_texts_without_header_or_with_row_names(tmp_path: Path) -> None:
     [
         (IRIS, {"columns": ("size", "species")}, "say which with --format table or --format csv"),
         (
-            IRIS + b"1.5,,3,setosa\n",
+            IRIS + b"1.5,1.5,,setosa\n",
             {},
-            r"'petal width \(cm\)' has no value in row 3: .*\(--columns .* --format table",
+            r"'size' has no value in row 3: .*\(--columns .* --format table",
         ),
         (IRIS + b"1.5,2.5,3\n", {}, "cannot be read as a table: .*Expected 4 columns, got 3"),
         (b"a,b,a\n1.5,2.5,3.5\n", {}, "two columns are called 'a'"),
         (IRIS + b"1.5,2.5,3,s\xe9tosa\n", {}, "column 'species' is not UTF-8"),
+        (
+            b"14,3,a,b\n" + b"1.5,2,3,4,5\n" * 3,
+            {},
+            r"first line has 4 cells but the others have 5: .*\(--header skip\)",
+        ),
+        (IRIS, {"size": (8, 8)}, "--size applies only to images, but .* has no column with the bytes of images"),
+        (IRIS, {"vector": "x", "columns": ("species",)}, "no column of numbers is left for it"),
+        (IRIS, {"vector": "species"}, "a column is called that: give another name"),
+        (IRIS, {"vector": "x", "vector_except": ("sorte",)}, "has no column 'sorte': it has sepal"),
         (b"a b\nc d\n", {"format": "table"}, "its first lines are not a table"),
     ],
 )
@@ -245,6 +256,96 @@ def test_texts_that_are_no_table(tmp_path: Path, text: bytes, options: dict[str,
     with pytest.raises((SourceError, OptionError), match=message):
         h5chunk.convert(tmp_path / "t.csv", tmp_path / "x.h5", **options)
     assert find_kind(tmp_path / "t.csv").kind == ("csv" if b" b" in text else "table")
+
+
+def test_a_first_line_that_is_no_header(tmp_path: Path) -> None:
+    """As in the files of scikit-learn: a line of counts and names of classes, of another or of the same width."""
+    for number, first in enumerate((b"2,3,a\n", b"2,4,setosa,b\n", b"#\n2,4,setosa,b\n")):
+        (tmp_path / "t.csv").write_bytes(first + b"5.5,0.2,3,0\n6.3,1.8,4,1\n")
+        report = h5chunk.convert(tmp_path / "t.csv", tmp_path / f"{number}.h5", header="skip", shuffle=False)
+        assert report.num_samples == 2 and "there is no header" in str(report)
+        assert h5chunk.ChunkDataset(tmp_path / f"{number}.h5").values("column_0").tolist() == [5.5, 6.3]
+    (tmp_path / "t.csv").write_bytes(b"5.1,x\n6.1,y\n7.1,x\n")
+    for header, count in (("auto", 3), ("no", 3), ("yes", 2)):
+        report = h5chunk.convert(tmp_path / "t.csv", tmp_path / "h.h5", header=header, overwrite=True, format="table")
+        assert report.num_samples == count
+    (tmp_path / "r.txt").write_bytes(b'"a" "b"\n"1" 0.5 2\n"2" 1.5 3\n')  # as R writes it
+    h5chunk.convert(tmp_path / "r.txt", tmp_path / "r.h5", shuffle=False, format="table")
+    assert h5chunk.ChunkDataset(tmp_path / "r.h5").values("index").tolist() == [1, 2]
+
+
+def test_the_dialect_of_a_table_can_be_given(tmp_path: Path) -> None:
+    text = "größe~n~wort\n!3,5~1~é\n4,5~2~ä\n! 1~2~3\n5,5~3~ä\n".encode("latin-1")
+    (tmp_path / "t.csv").write_bytes(text)
+    options: dict[str, Any] = {"separator": "~", "decimal": ",", "comment": "!", "encoding": "latin-1"}
+    h5chunk.convert(tmp_path / "t.csv", tmp_path / "x.h5", format="table", shuffle=False, **options)
+    dataset = h5chunk.ChunkDataset(tmp_path / "x.h5")
+    assert dataset.values("größe").tolist() == [4.5, 5.5] and dataset.values("wort").tolist() == ["ä"] * 2
+    pq.write_table(pa.table({"a": [1, 2]}), tmp_path / "t.parquet")
+    with pytest.raises(OptionError, match=r"--decimal applies only to text, but .*t\.parquet is \.parquet"):
+        h5chunk.convert(tmp_path / "t.parquet", tmp_path / "y.h5", decimal=",")
+
+
+def test_text_and_parquet_make_the_same_fields(tmp_path: Path) -> None:
+    words = [("cat", "dog")[i % 2] for i in range(60)]
+    table = pa.table({"x": np.arange(60) / 8, "n": np.arange(60), "kind": words, "name": [f"n{i}" for i in range(60)]})
+    pq.write_table(table, tmp_path / "t.parquet")
+    pa.csv.write_csv(table, tmp_path / "t.csv")
+    for suffix in ("csv", "parquet"):
+        h5chunk.convert(tmp_path / f"t.{suffix}", tmp_path / f"{suffix}.h5", format="table", shuffle=False)
+    one, other = (h5chunk.ChunkDataset(tmp_path / f"{suffix}.h5") for suffix in ("csv", "parquet"))
+    assert one.fields == other.fields and [*one.categories("kind")] == [*other.categories("kind")] == ["cat", "dog"]
+    for name in one.fields:
+        values = one.values(name), other.values(name)
+        assert values[0].dtype == values[1].dtype and (values[0] == values[1]).all()
+
+
+def test_columns_of_numbers_as_one_vector(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (9, 40))
+    header = ",".join(["label", *(f"p{i}" for i in range(40))])
+    lines = [header, *(",".join(map(str, [i % 3, *row])) for i, row in enumerate(pixels))]
+    (tmp_path / "digits.csv").write_text("\n".join(lines) + "\n")
+    options: dict[str, Any] = {"vector": "pixels", "vector_except": ("label",)}
+    report = h5chunk.convert(tmp_path / "digits.csv", tmp_path / "x.h5", shuffle=False, **options)
+    assert "pixels holds 40 columns: p0 to p39" in str(report)
+    dataset = h5chunk.ChunkDataset(tmp_path / "x.h5")
+    assert dataset.fields == ("pixels", "label") and dataset[0][0].dtype == torch.uint8
+    assert all((dataset[i][0].numpy() == pixels[i]).all() for i in range(9))
+    assert dataset.values("label").tolist() == [0, 1, 2] * 3
+    h5chunk.append(tmp_path / "x.h5", tmp_path / "digits.csv", **options)
+    assert len(h5chunk.ChunkDataset(tmp_path / "x.h5")) == 18
+    assert "41 columns of numbers can be one field" in str(h5chunk.convert(tmp_path / "digits.csv", tmp_path / "y.h5"))
+    pq.write_table(pa.table({"a": [1, 2**60 + 1], "b": [0.5, 1.5]}), tmp_path / "t.parquet")
+    with pytest.raises(SourceError, match=r"column 'a' has whole numbers that float64.*--vector-except a"):
+        h5chunk.convert(tmp_path / "t.parquet", tmp_path / "z.h5", vector="x")
+
+
+def test_missing_values(tmp_path: Path) -> None:
+    """They are NaN in real numbers; in whole numbers and strings their rows are refused, skipped, or NaN if asked."""
+    lines = ["x,n,flag,kind,y", "0.5,1,true,a,?", ",2,false,b,1.5", "1.5,NA,true,a,2", "2.5,4,,b,3"]
+    (tmp_path / "t.csv").write_text("\n".join(lines))
+    with pytest.raises(SourceError, match=r"'n' has no value in row 2: fill it, .*--missing nan\), .*--on-error"):
+        h5chunk.convert(tmp_path / "t.csv", tmp_path / "x.h5")
+    report = h5chunk.convert(tmp_path / "t.csv", tmp_path / "nan.h5", missing="nan", shuffle=False)
+    dataset = h5chunk.ChunkDataset(tmp_path / "nan.h5")
+    for name, values in {"x": [0.5, np.nan, 1.5, 2.5], "n": [1, 2, np.nan, 4], "flag": [1, 0, 1, np.nan]}.items():
+        np.testing.assert_array_equal(dataset.values(name), values)
+    assert "1 missing value of 'n' became NaN" in str(report) and "of 'y' became NaN" in str(report)
+    report = h5chunk.convert(tmp_path / "t.csv", tmp_path / "skip.h5", on_error="skip", shuffle=False)
+    dataset = h5chunk.ChunkDataset(tmp_path / "skip.h5")
+    assert dataset.values("n").tolist() == [1, 2] and dataset.values("kind").tolist() == [0, 1]
+    assert ("t.csv, row 2", "has no value in column 'n'") in report.skipped and len(report.skipped) == 2
+    pq.write_table(pa.table({"a": ["x", None, "y", "x", "y"]}), tmp_path / "t.parquet")
+    h5chunk.convert(tmp_path / "t.parquet", tmp_path / "words.h5", on_error="skip", shuffle=False)
+    dataset = h5chunk.ChunkDataset(tmp_path / "words.h5")
+    assert sorted(dataset.values("a").tolist()) == [0, 0, 1, 1] and [*dataset.categories("a")] == ["x", "y"]
+
+
+def test_columns_that_can_only_be_fields_need_no_format(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_bytes(IRIS)
+    for columns in (("size",), ("sepal length (cm)", "species")):
+        h5chunk.convert(tmp_path / "t.csv", tmp_path / "x.h5", columns=columns, overwrite=True)
+        assert h5chunk.ChunkDataset(tmp_path / "x.h5", fields=columns).fields == columns
 
 
 def test_a_loader_of_a_file_with_strings(tmp_path: Path) -> None:

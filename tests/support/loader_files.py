@@ -48,7 +48,7 @@ def slots_of(loader: ChunkLoader) -> int:
 
 def windows_bytes(loader: ChunkLoader) -> float:
     """The memory of these windows, to three digits."""
-    number, unit = re.search(r" batches \(([\d.]+) (\w+)\); ", repr(loader)).groups()
+    number, unit = re.search(r" batch(?:es)? \(([\d.]+) (\w+)\); ", repr(loader)).groups()
     return float(number) * {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20}[unit]
 
 

@@ -705,8 +705,8 @@ def test_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_options_of_the_command_are_those_of_the_function() -> None:
     names = {parameter.name for parameter in main.commands["append"].params}
-    known = {name for options in append_options() for name in options.names()} - {*SET_BY_FILE, "shuffle"}
-    assert names == known | {"file", "source", "format", "no_shuffle", "dry_run", "quiet", "as_json"}
+    known = {name for options in append_options() for name in options.names()} - {*SET_BY_FILE, "shuffle", "quotes"}
+    assert names == known | {"file", "source", "format", "no_shuffle", "no_quotes", "dry_run", "quiet", "as_json"}
 
 
 def test_options_that_the_file_settles(tmp_path: Path) -> None:

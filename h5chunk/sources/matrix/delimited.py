@@ -26,7 +26,7 @@ import numpy as np
 from h5chunk.errors import count_text
 from h5chunk.source import OpenContext
 from h5chunk.sources.arrow import byte_lengths, pyarrow, to_fixed_bytes
-from h5chunk.sources.kinds import NAMED_SEPARATORS, DelimitedOptions
+from h5chunk.sources.kinds import DelimitedOptions
 from h5chunk.sources.matrix.block import Block
 from h5chunk.sources.matrix.columns import (
     AS_STRING,
@@ -42,7 +42,7 @@ from h5chunk.sources.matrix.columns import (
 )
 from h5chunk.sources.matrix.dialect import (
     COMMENTS,
-    Dialect,
+    dialect_of,
     guess_dialect,
     is_number,
     is_whole,
@@ -96,9 +96,11 @@ class DelimitedSource(TextSource):
         marks = [line[:1] for line in lines[: self.num_skipped] if line.startswith(COMMENTS)]
         self._comment = marks[0] if marks else None  # without comments at the start, ids may begin with such a mark
         lines = [line for line in lines[self.num_skipped :] if line.strip() and not self._is_comment(line)]
+        if options.header == "skip":
+            lines, self.num_skipped = lines[1:], self.num_skipped + 1
         if not lines:
             self._text.fail("has no line of data")
-        self._dialect = _dialect_of(options, lines)
+        self._dialect = dialect_of(options, lines)
         table = [self._dialect.cells(line) for line in lines[:1000]]
         requested = None if options.columns is None else tuple(map(str, options.columns))
         self.header = self._find_header(table, requested)
@@ -228,7 +230,7 @@ class DelimitedSource(TextSource):
         data = self._dialect.translate(data)
         types = {number: self._types[part] for part, number in self._columns.items()}
         mark, quotes = self._dialect.mark.decode(), self._dialect.has_quotes
-        read = read_columns(data, mark, quotes, self._width, types, self._options.decimal)
+        read = read_columns(data, mark, quotes, self._width, types, self._options.decimal or ".")
         columns = dict(zip(self._columns, read, strict=True))
         num_lines = data.count(b"\n")
         if data.startswith((b"\n", b"\r\n")) or b"\n\n" in data or b"\n\r\n" in data:  # some cells are empty
@@ -298,15 +300,6 @@ class DelimitedSource(TextSource):
         if is_number(cell.replace(b",", b".")):
             return ": if commas mark decimals, give --decimal ,"
         return "" if self.header or self._options.columns else ": if values are in another column, give --columns"
-
-
-def _dialect_of(options: DelimitedOptions, lines: list[bytes]) -> Dialect:
-    if options.separator is None:
-        dialect = guess_dialect(lines)
-    else:
-        separator = NAMED_SEPARATORS.get(options.separator, options.separator)
-        dialect = Dialect(separator.encode(), has_quotes=len(separator) == 1)
-    return Dialect(dialect.separator, has_quotes=False) if not options.quotes else dialect
 
 
 def _to_numpy(column: pyarrow.Array, part: str) -> np.ndarray:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from h5chunk.sources.arrow import pyarrow
+from h5chunk.sources.kinds import NAMED_SEPARATORS, TextOptions
 
 BLANKS = re.compile(rb"[ \t]+")
 EDGES = re.compile(rb"(?m)^ +| +\r?$")
@@ -67,6 +68,16 @@ def guess_dialect(lines: list[bytes]) -> Dialect:
                 mixed = dialect == TAB and not _are_numbers(TAB, sample[:2]) and _are_numbers(BLANK, sample[:2])
                 return BLANK if mixed else dialect
     return next((dialect for dialect in DIALECTS if dialect.separator in lines[0]), BLANK)
+
+
+def dialect_of(options: TextOptions, lines: list[bytes]) -> Dialect:
+    """Return the dialect that the options give; guess the rest from the first lines."""
+    if options.separator is None:
+        dialect = guess_dialect(lines)
+    else:
+        separator = NAMED_SEPARATORS.get(options.separator, options.separator)
+        dialect = Dialect(separator.encode(), has_quotes=len(separator) == 1)
+    return Dialect(dialect.separator, has_quotes=False) if not options.quotes else dialect
 
 
 def _are_numbers(dialect: Dialect, lines: list[bytes]) -> bool:

@@ -1,8 +1,8 @@
 """Read libsvm and svmlight files: ``label [qid:N] index:value ... # comment``; also .gz.
 
-Indices count from 1, or from 0 if the file contains an index 0. A file is read twice: first for its labels and the
-lowest index, then for its entries. Blank lines and comment lines are not rows. Sources: the README of LIBSVM, and the
-page of SVM-light.
+Indices count from 1, or from 0 if the file contains an index 0, unless ``first_index`` is given. A file is read twice:
+first for its labels and the lowest index, then for its entries. Blank lines and comment lines are not rows. Sources:
+the README of LIBSVM, and the page of SVM-light.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from h5chunk.source import OpenContext
 from h5chunk.sources.arrow import compute as pc
 from h5chunk.sources.arrow import pyarrow
+from h5chunk.sources.kinds import LibsvmOptions
 from h5chunk.sources.matrix.block import Block, MemoryLimit
 from h5chunk.sources.matrix.text import TextSource, quote_line
 from h5chunk.sources.recognise import has_suffix, text_lines
@@ -32,6 +33,7 @@ class LibsvmSource(TextSource):
     """A libsvm or svmlight file; its labels are kept in memory."""
 
     kind = "libsvm"
+    Options = LibsvmOptions
     pieces_in_memory = 24  # bytes of memory per byte read: words, pairs and numbers in pyarrow's columns
 
     @classmethod
@@ -45,12 +47,17 @@ class LibsvmSource(TextSource):
         has_labels = all(NUMBER.fullmatch(words[0]) for words in rows)
         return bool(pairs) and has_labels and all(PAIR.fullmatch(word) or word.startswith(b"qid:") for word in pairs)
 
-    def __init__(self, path: str, options: Any, context: OpenContext) -> None:
+    def __init__(self, path: str, options: LibsvmOptions, context: OpenContext) -> None:
         super().__init__(path, options, context)
         labels = self._read_labels(MemoryLimit(path, context.memory_bytes))
         self.row_fields = {"labels": labels}
-        if self._base:
-            self.notes = ["no index is 0, so that indices count from 1: index 1 became column 0"]
+        if options.first_index != "auto":
+            self._base = int(options.first_index)
+        else:
+            told = (
+                "no index is 0, so that indices count from 1: index 1 became column 0 (otherwise give --first-index 0)"
+            )
+            self.notes = [told if self._base else "an index is 0, so that indices count from 0"]
         self.shape = (len(labels), None)
 
     def _read_labels(self, memory: MemoryLimit) -> np.ndarray:
@@ -120,7 +127,7 @@ class LibsvmSource(TextSource):
             if position == 0 and word.startswith(b"qid:"):
                 continue
             pair = PAIR.fullmatch(word)
-            if not pair:
+            if not pair or int(pair[1]) < self._base:
                 self._text.fail(
                     f"{quote_line(word)} must be index:value with an index from {self._base}: {quote_line(text)}", line
                 )

@@ -133,7 +133,9 @@ def plan_moves(
     fixed = [move.facts.name for move in moves if move.facts.maxshape != move.facts.shape]
     if fixed:
         more = f" and {len(fixed) - 4} more" if len(fixed) > 4 else ""
-        notes.append(f"can no longer be resized: {', '.join(fixed[:4])}{more}: their chunks are stored contiguously")
+        notes.append(
+            f"can no longer be resized: {', '.join(fixed[:4])}{more}: their chunks follow each other in the file"
+        )
     lost = [move.facts.name for move in moves if move.layout.filters and SHUFFLE in move.facts.filters]
     if lost:
         notes.append(f"compressed without their former byte shuffle filter: {', '.join(lost)}")

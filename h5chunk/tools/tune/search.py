@@ -190,7 +190,7 @@ class Search:
     ) -> dict[Any, list[float]]:
         """Measure all runners in turns, forwards and backwards, as often as fits into a share of the budget.
 
-        They are measured at most ``max_turns`` times, and ``min_turns`` times unless the budget would be exceeded by far.
+        They are measured at most ``max_turns`` times, and ``min_turns`` times unless that exceeds the budget by far.
         """
         turns: dict[Any, list[float]] = {name: [] for name in runners}
         longest = 0.0

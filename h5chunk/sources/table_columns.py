@@ -1,0 +1,107 @@
+"""Columns of a table while it is read: numbers and strings in memory, vectors and images in a temporary file."""
+
+from __future__ import annotations
+
+import tempfile
+from array import array as number_array
+from typing import Any
+
+import numpy as np
+
+from h5chunk.sources.arrow import byte_lengths, compute, has_type, pyarrow, to_fixed_bytes
+from h5chunk.sources.container import read_at
+from h5chunk.sources.samples import field_dtype
+
+TEXTS = ("string", "large_string")
+NUMBERS = ("integer", "floating", "boolean")
+MAX_STRING_BYTES = 4096
+MAX_CATEGORIES = 50
+
+
+class _SpooledValues:
+    """Values of any size in an unnamed temporary file, which forked processes share."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile(prefix=".h5chunk-", buffering=0)
+        self._ends = number_array("q", [0])
+
+    def __del__(self) -> None:
+        self._file.close()
+
+    def append(self, data: Any, count: int = 1) -> None:
+        """Append ``count`` values of equal size."""
+        view = memoryview(data).cast("B")
+        start, size = self._ends[-1], len(view) // count
+        self._ends.extend(range(start + size, start + len(view) + 1, size) if size else [start] * count)
+        while view:
+            view = view[self._file.write(view) :]
+
+    def value(self, index: int) -> Any:
+        start, stop = self._ends[index : index + 2]
+        return read_at(self._file.fileno(), start, stop - start)
+
+
+class Vectors(_SpooledValues):
+    """A column with lists of numbers, all of the same length and type."""
+
+    dtype = np.dtype(np.uint8)
+    length: int | None = None
+
+    def add(self, array: Any) -> None:
+        numbers = array.flatten()
+        if numbers.null_count:
+            raise ValueError("holds a list with a missing number")
+        values = np.asarray(numbers.to_numpy(zero_copy_only=False))
+        lengths, dtype = set(compute.list_value_length(array).to_pylist()), field_dtype("it", values.dtype)
+        if self.length is None:
+            self.length, self.dtype = min(lengths), dtype
+        if lengths != {self.length}:
+            other = max(lengths - {self.length})
+            raise ValueError(f"holds lists of {self.length} and of {other} numbers: give them one length")
+        if not self.length or dtype != self.dtype:
+            raise ValueError(f"holds lists of {self.length} {self.dtype} and of {dtype}: give them one type")
+        self.append(np.ascontiguousarray(values, dtype), len(array))
+
+    def value(self, index: int) -> np.ndarray:
+        return np.frombuffer(super().value(index), self.dtype)
+
+
+class Images(_SpooledValues):
+    """A column with encoded images."""
+
+    def add(self, array: Any) -> None:
+        if pyarrow.types.is_struct(array.type):
+            array = array.field("bytes")
+        if array.null_count:
+            raise ValueError("holds an image as a path without bytes: embed the images")
+        for value in array:
+            self.append(value.as_buffer())
+
+
+class Values(list[np.ndarray]):
+    """A column of numbers or strings, in memory."""
+
+    def __init__(self) -> None:
+        self.words: set[bytes] = set()  # distinct strings, until there are too many for categories
+
+    def add(self, array: Any) -> None:
+        if not has_type(array.type, *TEXTS):
+            self.append(np.asarray(array.to_numpy(zero_copy_only=False)))
+            return
+        strings = array.cast(pyarrow.binary())
+        longest = int(byte_lengths(strings).max(initial=0))
+        if longest > MAX_STRING_BYTES:
+            raise ValueError(f"holds a string of {longest} bytes, over the limit of {MAX_STRING_BYTES}")
+        if len(self.words) <= MAX_CATEGORIES:
+            self.words |= set(compute.unique(strings).to_pylist())
+        self.append(to_fixed_bytes(strings))
+
+
+def storage_class(kind: Any) -> Any:
+    """Return the class that stores a column of an Arrow type; None for unsupported types."""
+    if has_type(kind, *NUMBERS, *TEXTS):
+        return Values
+    if has_type(kind, "list", "large_list", "fixed_size_list") and has_type(kind.value_type, *NUMBERS):
+        return Vectors
+    is_image = has_type(kind, "struct") and kind.get_field_index("bytes") >= 0
+    return Images if is_image or has_type(kind, "binary", "large_binary") else None
