@@ -112,7 +112,7 @@ def test_everything_is_kept(everything: Path, tmp_path: Path, compression: str, 
     lost = [] if compression == "none" else ["compressed without their former byte shuffle filter: images"]
     if not shuffle:
         lost.append("without their former Fletcher32 checksums: images; --window-chunks adds checksums")
-    assert report.notes == ["can no longer be resized: images: their chunks follow each other", *lost]
+    assert report.notes == ["can no longer be resized: images: their chunks follow each other in the file", *lost]
 
 
 def test_values_of_variable_length_are_permuted_in_parts(
