@@ -92,6 +92,14 @@ def check_whole(name: str, value: Any, minimum: int, maximum: int | None = None)
     raise OptionError(f"{name} is {value!r}: give a whole number{limits}")
 
 
+shown_as: dict[str, str] = {}  # names to show instead of paths of local copies, such as URLs
+
+
+def shown(path: str | os.PathLike[str]) -> str:
+    """Return a path as text, or the URL if it is the path of the local copy of an object."""
+    return shown_as.get(os.fspath(path), os.fspath(path))
+
+
 def as_text(name: str | bytes | os.PathLike[str]) -> str:
     r"""Return a name as text that UTF-8 can encode: bytes that are not UTF-8, and lone surrogates, are escaped.
 
@@ -111,7 +119,7 @@ def printable(name: str | bytes | os.PathLike[str]) -> str:
     >>> printable("images\nverified\x1b[2K")
     'images\\nverified\\x1b[2K'
     """
-    text = as_text(name)
+    text = as_text(shown(name) if shown_as and not isinstance(name, bytes) else name)
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 

@@ -4,6 +4,15 @@ from __future__ import annotations
 
 import os
 
+_kept: dict[tuple[int, int], tuple[int, ...]] = {}  # by device and inode
+
+
+def keep_stamp(path: str | os.PathLike[str]) -> None:
+    """Leave out the time of modification from the stamp of a local copy, which is written to while it is read."""
+    status = os.stat(path)
+    file = status.st_dev, status.st_ino
+    _kept[file] = (*file, status.st_size, 0)
+
 
 def stamp_of(file: str | os.PathLike[str] | int | os.stat_result, *, with_ctime: bool = False) -> tuple[int, ...]:
     """Return the stamp of a file: device, inode, size in bytes and modification time in nanoseconds.
@@ -16,5 +25,7 @@ def stamp_of(file: str | os.PathLike[str] | int | os.stat_result, *, with_ctime:
             file = os.stat(file)
         except (OSError, ValueError):
             return ()
+    if _kept and (kept := _kept.get((file.st_dev, file.st_ino))) and kept[2] == file.st_size:
+        return kept
     stamp = file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns
     return (*stamp, file.st_ctime_ns) if with_ctime else stamp

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
+import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset, get_worker_info
 
-from h5chunk.errors import FieldError, OptionError, count_text, printable
+from h5chunk.errors import FieldError, OptionError, count_text, printable, shown
 from h5chunk.feed.collate import (
     Batch,
     Numbering,
@@ -30,6 +31,7 @@ from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.order import Order
 from h5chunk.plan.permutation import SPLIT, ShuffledSequence, permutation
 from h5chunk.plan.selection import FixedSelection, SelectionSequence, select_samples, split_samples
+from h5chunk.remote.mirror import remote_options
 from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.files import Paths, open_reader, reopen_with_fields
@@ -93,13 +95,17 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         trusted: bool = False,
         checksums: str = OFF,
         transform: Callable[[Any], Any] | Transforms | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int | None = None,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         named = field_mapping(fields)
         self._numbered = [] if named is None else [name for name, dataset in named.items() if dataset == SAMPLE_NUMBER]
         stored = named if named is None else {name: named[name] for name in named if name not in self._numbered}
         if self._numbered and not stored:
             raise OptionError(f"fields is {fields!r}: name at least one dataset of the file beside {SAMPLE_NUMBER}")
-        self._reader = open_reader(path, stored, trusted=trusted, checksums=checksums)
+        remote = remote_options(cache_dir, cache_bytes, storage_options)
+        self._reader = open_reader(path, stored, trusted=trusted, checksums=checksums, remote=remote)
         self._names = tuple(self._reader.fields if named is None else named)
         for name in self._names:
             torch_dtype(self.field(name).dtype, name)
@@ -267,12 +273,12 @@ class ChunkDataset(StoredNames, Dataset[Any]):
     @property
     def path(self) -> str:
         """The path of the file; for several files, their name in messages: folder, pattern, or first file."""
-        return str(self._reader.path)
+        return shown(self._reader.path)
 
     @property
     def files(self) -> tuple[str, ...]:
         """The files, in the order in which their samples are numbered."""
-        return tuple(str(reader.path) for reader in self._reader.readers)
+        return tuple(shown(reader.path) for reader in self._reader.readers)
 
     @property
     def fields(self) -> tuple[str, ...]:

@@ -51,7 +51,13 @@ class WindowRead:
         self.error: BaseException | None = None
         self._pool, self._native = pool, native
         self._left = num_tasks + bool(native)
+        self.at_end: Callable[[], None] | None = None  # called once the window is read, or failed
         self._lock, self._ready, self._process = threading.Lock(), threading.Event(), os.getpid()
+
+    @property
+    def is_native(self) -> bool:
+        """Whether native threads run tasks."""
+        return bool(self._native)
 
     @property
     def is_ready(self) -> bool:
@@ -117,6 +123,8 @@ class WindowRead:
         except BaseException as error:
             self.error = error
         self._ready.set()
+        if self.at_end is not None:
+            self.at_end()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the slot is filled, and raise the error of a task, or `WorkerError` as `settle` does."""
@@ -206,7 +214,7 @@ class ReadPool:
         Signals are handled while waiting. If the pool is closed, all its windows end with an error.
         """
         assert self._native is not None
-        end = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        end, done = math.inf if timeout_s is None else time.monotonic() + timeout_s, self.tasks_done
         while True:
             left = end - time.monotonic()
             try:
@@ -218,8 +226,8 @@ class ReadPool:
                 if (read := self._native_reads.pop(result.ticket, None)) is not None:  # else it was dropped just now
                     read.end_native(result)
                 return True
-            if left <= SIGNALS_S:
-                return False
+            if left <= SIGNALS_S or self.tasks_done != done:  # a Python thread may have ended a task of the window
+                return self.tasks_done != done
 
     def _drop_native(self) -> None:
         """End the reads of native threads with an error, once these threads have ended."""
@@ -271,19 +279,24 @@ class ReadPool:
         all_tasks = [task for name, out in fields.items() for task in self._field_tasks(name, window, out)]
         native, tasks = self._split(all_tasks)
         load = WindowRead(self, slot, window, len(tasks), native)
-        if native:
-            self._submit(load)
-        if tasks and not self._has_workers and not self._is_closed:
-            self._start_workers()
-        for task in tasks:
-            self._tasks.put((load, task))
         if not all_tasks:
             load.finish()
+        else:
+            self._begin(load, all_tasks, tasks)
         if self._is_closed:  # the consumer must not wait, nor threads that were started just now
             self.cancel()
             for _ in self._threads:
                 self._tasks.put(None)
         return load
+
+    def _begin(self, load: WindowRead, _all_tasks: list[ReadTask], tasks: list[ReadTask]) -> None:
+        """Pass the tasks of a window to native threads, and ``tasks`` to Python threads."""
+        if load.is_native:
+            self._submit(load)
+        if tasks and not self._has_workers and not self._is_closed:
+            self._start_workers()
+        for task in tasks:
+            self._tasks.put((load, task))
 
     def _split(self, tasks: list[ReadTask]) -> tuple[list[Any], list[ReadTask]]:
         """Split tasks into those for native threads, in the form for `WindowRead`, and those for Python threads."""

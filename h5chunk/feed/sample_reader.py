@@ -33,7 +33,7 @@ from h5chunk.store.read.direct import read_small_fields
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.ragged import ImagesField, RaggedField
 from h5chunk.store.read.reader import SMALL_FIELD_BYTES, H5Reader
-from h5chunk.store.read.several import close_descriptors, direct_fields, open_descriptors
+from h5chunk.store.read.several import close_descriptors, direct_fields, held_ranges, open_descriptors
 from h5chunk.transforms import BATCH_TRANSFORMS, ToDtype, check_first, compile_transforms, transforms_by_field
 from h5chunk.transforms.any_size import AnySizeConverter, whole_images
 from h5chunk.transforms.augmenting import AUGMENTING, AugmentConverter
@@ -309,8 +309,14 @@ class _OpenFields:
         """Read rows of a field; ``out`` is (n, row_bytes) uint8 or, for a matrix, a `CsrBuffers`."""
         order = np.argsort(rows, kind="stable")
         try:
-            for part in self.direct[name].tasks(rows[order], order, out):
-                part(self._descriptors)
+            tasks: Iterable[Any] = self.direct[name].tasks(rows[order], order, out)
+            if not self._reader.is_remote:
+                for part in tasks:
+                    part(self._descriptors)
+                return
+            with held_ranges(tasks := list(tasks), self._descriptors):
+                for part in tasks:
+                    part(self._descriptors)
         except FileError:
             self._reader.check_unchanged()
             raise

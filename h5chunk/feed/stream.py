@@ -17,6 +17,7 @@ import torch
 from h5chunk.errors import FileError, printable
 from h5chunk.feed.batches import BatchMaker, Tensors, drop, settled
 from h5chunk.feed.budget import DataSource
+from h5chunk.feed.fetches import RemoteReadPool
 from h5chunk.feed.layout import slot_bytes
 from h5chunk.feed.memory import PinnedMemory
 from h5chunk.feed.read_pool import ReadPool, WindowRead
@@ -163,7 +164,8 @@ class WindowStream:
                 )
                 self._maker.start()
             how: dict[str, Any] = {"numbered": source.numbered, "timeout_s": source.timeout_s}
-            self._pool = ReadPool(source.reader, source.direct, source.num_threads, **how)
+            pool = RemoteReadPool if source.reader.is_remote else ReadPool
+            self._pool = pool(source.reader, source.direct, source.num_threads, **how)
             self._begin(plan.order, start)
         except BaseException:
             self.close()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,6 +14,8 @@ from typing import Any
 import h5py
 
 from h5chunk.errors import FileError, H5ChunkError, OutputError, printable
+from h5chunk.remote.mirror import MirrorFile
+from h5chunk.urls import local_copy_of
 
 # what h5py raises for damaged files
 DAMAGES = (OSError, RuntimeError, ValueError, TypeError, KeyError, OverflowError, RecursionError, MemoryError)
@@ -69,8 +73,11 @@ def open_file(path: str | os.PathLike[str], **options: Any) -> h5py.File:
         raise FileError(f"{label}: not a regular file")
     with suppress(ImportError):
         import hdf5plugin  # noqa: F401  # HDF5 finds its filters from then on
+    mirror = local_copy_of(path)
     try:
-        file = h5py.File(path, "r", **options)
+        file = h5py.File(path if mirror is None else MirrorFile(mirror), "r", **options)
+    except FileError:
+        raise
     except OSError as error:
         text = "Permission denied" if isinstance(error, PermissionError) else str(error)
         reason = next((reason for part, reason in REASONS if part in text), f"cannot be opened: {text}")
@@ -78,7 +85,25 @@ def open_file(path: str | os.PathLike[str], **options: Any) -> h5py.File:
     if file.id.get_intent() != h5py.h5f.ACC_RDONLY:  # HDF5 shares files that this process already has open
         file.close()
         raise FileError(f"{label}: is open for writing (or for SWMR) in this process: close it first")
+    if mirror is not None:
+        _through_python.add(file)
     return file
+
+
+_through_python: weakref.WeakSet[h5py.File] = weakref.WeakSet()  # files that HDF5 reads by calling Python
+
+
+@atexit.register
+def _close_files() -> None:
+    """Close them before Python ends, because HDF5 would call it afterwards."""
+    for file in list(_through_python):
+        file.close()
+
+
+def descriptor_of(file: h5py.File) -> int:
+    """Return the descriptor of an open file, which is valid while it is open."""
+    mirror = local_copy_of(file.filename)
+    return int(file.id.get_vfd_handle()) if mirror is None else mirror.descriptor
 
 
 def address_of(item: h5py.HLObject) -> tuple[int, ...]:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 
 import numpy as np
 
 from h5chunk.errors import FileError, printable
 from h5chunk.native import CUT_SHORT, DONE, GATHER, JOB, READ, SYSTEM, Result, available, plan_reads, run
+from h5chunk.remote.mirror import Descriptor
+from h5chunk.urls import local_copy_of
 
 RUN_BYTES = 2 << 20  # approximate bytes per system call: longer ranges are cut, so that threads can share them
 MAX_VECTORS = 1024  # IOV_MAX of Linux and macOS: buffers of one call
@@ -22,6 +25,7 @@ CUT = "the file ends in the middle of its data: it was cut short"
 PART_BYTES = 8 << 20  # bytes per task of a thread: smaller tasks would compete for the GIL; scripts/LOG.md
 
 ReadTask = Callable[[int], None]  # a task: called with the descriptor of the file
+Ranges = tuple[np.ndarray, np.ndarray]  # offsets and numbers of bytes: (n,) int64 each
 Where = Callable[[int], str]  # returns the text that names the data at an offset of the file, for messages
 
 _preadv = ctypes.CDLL(None).preadv
@@ -32,9 +36,18 @@ _preadv.restype = ctypes.c_ssize_t
 def open_descriptor(path: Path) -> int:
     """Open a file for reading, and return the descriptor. Raises FileError if that fails."""
     try:
+        if (mirror := local_copy_of(path)) is not None:
+            return mirror.open_descriptor()
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise FileError(f"{printable(path)}: cannot be opened: {error.strerror}") from None
+
+
+def held(descriptor: int, offsets: np.ndarray, sizes: np.ndarray) -> AbstractContextManager[object]:
+    """Return a context in which byte ranges of a file can be read: those of a remote object are fetched first."""
+    if isinstance(descriptor, Descriptor) and len(offsets):
+        return closing(descriptor.mirror.held(offsets, sizes))
+    return nullcontext()
 
 
 class VectorTask:
@@ -48,6 +61,15 @@ class VectorTask:
         self._jobs, self._vectors, self._out, self._where = jobs, vectors, out, where
 
     def __call__(self, descriptor: int) -> None:
+        with held(descriptor, *self.ranges):
+            self._read(descriptor)
+
+    @property
+    def ranges(self) -> Ranges:
+        """The byte ranges that the task reads."""
+        return self._jobs["offset"], self._jobs["num_bytes"]
+
+    def _read(self, descriptor: int) -> None:
         if available():
             result = run(self.jobs(descriptor))
             if result.status != DONE:
@@ -185,6 +207,10 @@ def read_jobs(
 
 def read_bytes(descriptor: int, offset: int, buffer: memoryview, where: Where) -> None:
     """Fill a buffer with the bytes at an offset. Raises FileError if the file ends too early, or cannot be read."""
+    if isinstance(descriptor, Descriptor):
+        with held(descriptor, np.array([offset]), np.array([len(buffer)])):
+            read_bytes(int(descriptor), offset, buffer, where)
+        return
     done = 0
     while done < len(buffer):
         try:

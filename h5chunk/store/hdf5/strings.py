@@ -12,6 +12,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -19,6 +20,7 @@ import numpy as np
 from h5chunk.errors import H5ChunkError
 from h5chunk.store.hdf5.guard import small_attribute
 from h5chunk.store.hdf5.open import address_of
+from h5chunk.store.hdf5.ranges import held, open_descriptor
 
 MAX_STRING_BYTES = 256
 MAX_HEAP_BYTES = 64 << 20
@@ -42,7 +44,8 @@ class FileBytes:
     def read(self, address: int, num_bytes: int) -> bytes:
         if address + num_bytes > self.num_bytes - self.base:
             raise self.error("its strings are beyond the end of the file: it is cut short or damaged")
-        data = os.pread(self.descriptor, num_bytes, address + self.base)
+        with held(self.descriptor, np.array([address + self.base]), np.array([num_bytes])):
+            data = os.pread(self.descriptor, num_bytes, address + self.base)
         if len(data) != num_bytes:
             raise self.error("the file is cut short")
         return data
@@ -62,7 +65,7 @@ def read_words(item: h5py.HLObject, name: str, error: Callable[[str], H5ChunkErr
         return []
     words = np.ravel(small_attribute(item, name, ()))
     if kind.is_variable_str():
-        descriptor = os.open(item.file.filename, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_descriptor(Path(item.file.filename))
         try:
             file = FileBytes(descriptor, os.fstat(descriptor).st_size, error, item.file.userblock_size)
             num_bytes = math.prod(attribute.shape) * POINTER.itemsize

@@ -24,7 +24,7 @@ from h5chunk.store.format.header import Header
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.chunk_table import ChunkTable, is_listed_wrongly
 from h5chunk.store.hdf5.codecs import crc32, scratch
-from h5chunk.store.hdf5.ranges import PART_BYTES, VectorTask, read_bytes, read_error, read_jobs
+from h5chunk.store.hdf5.ranges import PART_BYTES, Ranges, VectorTask, held, read_bytes, read_error, read_jobs
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.ragged import RaggedField
 
@@ -160,6 +160,11 @@ class CheckTask:
     def __init__(self, checks: ChunkChecks, chunks: np.ndarray) -> None:
         self._checks, self._chunks = checks, chunks
 
+    @property
+    def ranges(self) -> Ranges:
+        """The byte ranges that the task reads."""
+        return self._checks.table.offsets[self._chunks], self._checks.table.sizes[self._chunks]
+
     def __call__(self, descriptor: int) -> None:
         self._checks.check(descriptor, self._chunks)
 
@@ -191,9 +196,11 @@ class WholeChunks(CheckTask):
         if not available():
             self._read(descriptor)
             super().__call__(descriptor)
-        elif (result := run(self.jobs(descriptor))).status != DONE:
-            raise self.error_of(result)
         else:
+            with held(descriptor, *self.ranges):
+                result = run(self.jobs(descriptor))
+            if result.status != DONE:
+                raise self.error_of(result)
             self.end()
 
     def jobs(self, descriptor: int) -> np.ndarray:

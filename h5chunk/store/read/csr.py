@@ -18,7 +18,7 @@ import numpy as np
 
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.store.hdf5.chunk_table import NotDirect, list_chunks
-from h5chunk.store.hdf5.open import same_file
+from h5chunk.store.hdf5.open import descriptor_of, same_file
 from h5chunk.store.hdf5.ranges import ReadTask
 from h5chunk.store.read.checksums import NO_SUMS, ChunkChecks, Sums
 from h5chunk.store.read.direct import ByteReader, ChunkedField, PlainField, check_bytes
@@ -113,7 +113,7 @@ class CsrHandle:
         firsts, ends = self._indptr[rows[order]], self._indptr[rows[order] + 1]
         counts, destinations = ends - firsts, out.starts[:-1][order]
         for checks in self._checks:
-            checks.check(self._file.id.get_vfd_handle(), checks.of_rows(firsts[counts > 0], counts[counts > 0]))
+            checks.check(descriptor_of(self._file), checks.of_rows(firsts[counts > 0], counts[counts > 0]))
         borders = np.flatnonzero(firsts[1:] - ends[:-1] > self._gap) + 1
         for start, stop in pairwise([0, *borders.tolist(), len(rows)]):
             low, high = int(firsts[start]), int(ends[start:stop].max(initial=0))

@@ -10,7 +10,6 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from h5chunk.plan.repack import find_pieces
 from h5chunk.store.hdf5.chunk_table import NotDirect, is_stored_as, list_chunks
 from h5chunk.store.hdf5.codecs import scratch
 from h5chunk.store.hdf5.open import same_file
-from h5chunk.store.hdf5.ranges import PART_BYTES, ReadTask, read_bytes, row_tasks, vectors_of
+from h5chunk.store.hdf5.ranges import PART_BYTES, Ranges, ReadTask, held, read_bytes, row_tasks, vectors_of
 from h5chunk.store.hdf5.raw_chunks import RawChunks
 from h5chunk.store.read.checksums import NO_SUMS, ChunkChecks, Sums
 from h5chunk.store.read.fields import Field
@@ -69,7 +68,7 @@ class DecodedChunks:
         indptr: np.ndarray | None,
         num_kept: int,
     ) -> None:
-        table = list_chunks(dataset)
+        self.table = table = list_chunks(dataset)
         self.chunk_bytes = math.prod(table.chunk_shape) * dataset.dtype.itemsize
         if self.chunk_bytes > MAX_DECODED_BYTES:
             size, limit = human_bytes(self.chunk_bytes), human_bytes(MAX_DECODED_BYTES)
@@ -229,8 +228,9 @@ class PlainField(ByteReader):
         values = np.empty(self._shape, self._dtype)
         flat = values.reshape(-1).view(np.uint8).data
         size = (self._shape[0] if self.is_one_run else self._chunk_rows) * self.row_bytes
-        for number, start in enumerate(range(0, len(flat), size)):
-            read_bytes(descriptor, int(self._table.offsets[number]), flat[start : start + size], self._where)
+        with held(descriptor, self._table.offsets, self._table.sizes):
+            for number, start in enumerate(range(0, len(flat), size)):
+                read_bytes(int(descriptor), int(self._table.offsets[number]), flat[start : start + size], self._where)
         if self._checks is not None:
             self._checks.check(descriptor, np.arange(len(self._table)))
         return values
@@ -271,7 +271,7 @@ class ChunkedField(ByteReader):
         )
         per_part = max(1, PART_BYTES // self._decoded.chunk_bytes)
         while part := list(islice(copies, per_part)):
-            yield partial(self._copy, part, target)
+            yield ChunkTask(self, part, target)
 
     def _copies(self, rows: np.ndarray, destinations: np.ndarray) -> Iterator[_Copy]:
         bands = rows // self._chunk[0]
@@ -295,7 +295,12 @@ class ChunkedField(ByteReader):
                 low, high = max(first, begin), min(end, begin + self._chunk[0])
                 yield chunk, 0, slice(low - begin, high - begin), targets[low - first : high - first]
 
-    def _copy(self, copies: list[_Copy], target: np.ndarray, descriptor: int) -> None:
+    def ranges(self, copies: list[_Copy]) -> Ranges:
+        """Return the byte ranges of chunks."""
+        chunks = np.array([band * len(self._pieces) + piece for band, piece, _, _ in copies])
+        return self._decoded.table.offsets[chunks], self._decoded.table.sizes[chunks]
+
+    def copy(self, copies: list[_Copy], target: np.ndarray, descriptor: int) -> None:
         """Decode chunks, and copy the requested rows of each to their destinations in ``target``."""
         for band, piece, rows, destinations in copies:
             is_whole = len(destinations) >= min(self._chunk[0], self._shape[0] - band * self._chunk[0])
@@ -311,14 +316,30 @@ class ChunkedField(ByteReader):
     def read_all(self, descriptor: int) -> np.ndarray:
         values = np.empty(self._shape, self._dtype)
         rows = np.arange(self._shape[0])
-        for part in self.tasks(rows, rows, values.reshape(len(values), -1).view(np.uint8)):
-            part(descriptor)
+        with held(descriptor, self._decoded.table.offsets, self._decoded.table.sizes):
+            for part in self.tasks(rows, rows, values.reshape(len(values), -1).view(np.uint8)):
+                part(int(descriptor))
         return values
 
     def bytes_read(self, rows: np.ndarray, counts: np.ndarray | None = None) -> int:
         if counts is not None:
             return count_entries_read(rows, rows + counts, self._chunk[0], self._shape[0]) * self.row_bytes
         return count_items_read(rows, self._chunk[0], self._shape[0]) * self.row_bytes
+
+
+class ChunkTask:
+    """A task that decodes chunks, and copies their rows."""
+
+    def __init__(self, field: ChunkedField, copies: list[_Copy], target: np.ndarray) -> None:
+        self._field, self._copies, self._target = field, copies, target
+
+    @property
+    def ranges(self) -> Ranges:
+        """The byte ranges that the task reads."""
+        return self._field.ranges(self._copies)
+
+    def __call__(self, descriptor: int) -> None:
+        self._field.copy(self._copies, self._target, descriptor)
 
 
 def is_small_field(field: ByteReader) -> bool:

@@ -9,36 +9,46 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from h5chunk.errors import FileError, OptionError, printable
+from h5chunk.errors import FileError, OptionError, printable, shown
+from h5chunk.remote.mirror import NO_OPTIONS, RemoteOptions, list_url, open_urls, urls_of
 from h5chunk.store.hdf5.child import try_files
 from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.reader import H5Reader
+from h5chunk.urls import is_cut_url, is_url, parse
 
 OnePath = str | os.PathLike[str]
 Paths = OnePath | Sequence[OnePath]
 
 SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5", ".h5ad")  # the files to read in a folder
+PATTERN = r"[*?\[]"
 NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.h5")
 
 
 def open_reader(
-    path: Paths, fields: Mapping[str, str] | None = None, *, trusted: bool = False, checksums: str = OFF
+    path: Paths,
+    fields: Mapping[str, str] | None = None,
+    *,
+    trusted: bool = False,
+    checksums: str = OFF,
+    remote: RemoteOptions = NO_OPTIONS,
 ) -> H5Reader:
     """Open a file, or several as one data set.
 
-    The path is a file, a folder, a pattern such as ``shards/*.h5``, or a list of these. The files of a folder or
-    pattern are sorted by name, with ``a2`` before ``a10``. A folder of shards must have all shards of the set: to read
-    only some of them, use a pattern or a list. Raises FileError if there is no file, a file cannot be opened, or a
-    shard is missing; FieldError if fields differ between files; OptionError if a file is repeated, or ``checksums`` is
-    given but a file has none.
+    The path is a file, a folder, a pattern such as ``shards/*.h5``, or a list of these, or such URLs. The files of a
+    folder or pattern are sorted by name, with ``a2`` before ``a10``. A folder of shards must have all shards of the
+    set: to read only some of them, use a pattern or a list. Raises FileError if there is no file, a file cannot be
+    opened, or a shard is missing; FieldError if fields differ between files; OptionError if a file is repeated, or
+    ``checksums`` is given but a file has none.
     """
-    files = list_files(path)
+    files = list_files(path, remote)
     _check_shards(path)
-    name = Path(path) if isinstance(path, (str, os.PathLike)) else Path(f"{files[0]} and {len(files) - 1} more")
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    name = Path(path) if isinstance(path, (str, os.PathLike)) else Path(f"{shown(files[0])}{more}")
     return _open(files, fields, name, trusted, checksums)
 
 
@@ -58,17 +68,21 @@ def _open(files: list[Path], fields: Mapping[str, str] | None, name: Path, trust
     return reader
 
 
-def list_files(path: Paths) -> list[Path]:
-    """List the files that a path, pattern or list names: see `open_reader`."""
+def list_files(path: Paths, remote: RemoteOptions = NO_OPTIONS) -> list[Path]:
+    """List the files that a path, pattern or list names: see `open_reader`; for objects, their local copies."""
     if not isinstance(path, (str, os.PathLike)):
         if isinstance(path, bytes) or not isinstance(path, Iterable):
             raise OptionError(f"path is {path!r}: give a path, a pattern, or a list of them")
         paths = list(path)
         if not paths:
             raise OptionError("path is an empty list: name at least one file")
-        return [file for item in paths for file in list_files(item)]
+        return [file for item in paths for file in list_files(item, remote)]
     if not str(path) or "\0" in str(path):
         raise OptionError(f"path is {str(path)!r}: give a path, a pattern, or a list of them")
+    if is_cut_url(path):
+        raise OptionError(f"path is {str(path)!r}: give a URL as text, because Path leaves out one of its slashes")
+    if isinstance(path, str) and is_url(path):
+        return open_urls(path, _urls(path, remote), remote)
     try:
         return _list_files(Path(path))
     except FileError:
@@ -77,15 +91,28 @@ def list_files(path: Paths) -> list[Path]:
         raise FileError(f"{printable(path)}: cannot be opened: {error.strerror}") from error
 
 
+def single_file(path: Paths) -> Path | None:
+    """Return the file, or the local copy of the object, that a path names; None if it may name several."""
+    if not isinstance(path, (str, os.PathLike)):
+        return None
+    if is_url(path):
+        files = list_files(path)
+        return files[0] if urls_of(str(path)) == [path] else None
+    return Path(path) if Path(path).is_file() or list_files(path) == [Path(path)] else None
+
+
 def _check_shards(path: Paths) -> None:
     """Raise FileError if a folder lacks shards of a set, or has several sets with the same name."""
     if not isinstance(path, (str, os.PathLike)):
         for item in path:
             _check_shards(item)
         return
-    if not Path(path).is_dir():
+    if is_url(path):
+        names = [parse(url)[1] for url in urls_of(str(path)) if url != path and not re.search(PATTERN, str(path))]
+    elif Path(path).is_dir():
+        names = [file.name for file in list_files(path)]
+    else:
         return
-    names = [file.name for file in list_files(path)]
     remedy = "restore it, or name the files to read by a pattern or a list"
     missing = list(missing_shards(names))
     if missing:
@@ -103,14 +130,35 @@ def _list_files(path: Path) -> list[Path]:
                 f"{printable(path)}: a folder without files {', '.join(SUFFIXES)}: name a file or a pattern"
             )
         return sorted(found, key=_natural)
-    if path.exists() or not re.search(r"[*?\[]", str(path)):
+    if path.exists() or not re.search(PATTERN, str(path)):
         return [path]  # if it does not exist, opening it raises the error
-    plain = next(number for number, part in enumerate(path.parts) if re.search(r"[*?\[]", part))
+    plain = next(number for number, part in enumerate(path.parts) if re.search(PATTERN, part))
     root, pattern = Path(*path.parts[:plain]), str(Path(*path.parts[plain:]))
     matching = [file for file in root.glob(pattern) if file.is_file() and not file.name.startswith(".")]
     if not matching:
         raise FileError(f"{printable(path)}: no file matches this pattern")
     return sorted(matching, key=_natural)
+
+
+def _urls(url: str, remote: RemoteOptions) -> list[str]:
+    """List the objects that a URL names: one, those of a folder, or those whose names match a pattern."""
+    folder, name = parse(url)
+    is_pattern = not url.startswith("http") and re.search(PATTERN, name) is not None
+    if not is_pattern and name.lower().endswith(SUFFIXES):
+        return [url]
+    if not is_pattern and name:
+        folder, name = f"{url}/", ""
+    if folder.startswith("http"):
+        raise OptionError(f"{printable(url)}: web servers do not list folders: give a list of URLs that end in .h5")
+    found = [
+        f"{folder}{each}"
+        for each in list_url(folder, remote)
+        if each.lower().endswith(SUFFIXES) and not each.startswith(".") and (not name or fnmatchcase(each, name))
+    ]
+    if not found:
+        what = "no object matches this pattern" if is_pattern else f"a folder without objects {', '.join(SUFFIXES)}"
+        raise FileError(f"{printable(url)}: {what}")
+    return sorted(found, key=lambda each: _natural(Path(each)))
 
 
 def _natural(path: Path) -> list[tuple[int, str] | str]:

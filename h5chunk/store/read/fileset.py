@@ -66,6 +66,7 @@ class FileSet(H5Reader):
                 f"with ulimit -n {2 * len(paths) + 1024}, or pack them into fewer files"
             )
         self._readers = tuple(H5Reader(path, fields, trusted=trusted, checksums=checksums) for path in paths)
+        self.is_remote = any(reader.is_remote for reader in self.readers)
         _check_names(self.readers)
         _check_same_names(self.readers)
         self.fields = {field: _combine_field(self.readers, field) for field in self.readers[0].fields}

@@ -23,16 +23,18 @@ from h5chunk.errors import FieldError, FileError, OptionError, UnsupportedError,
 from h5chunk.plan.cache import CALL_BYTES, CacheSettings
 from h5chunk.plan.csr import bounded_window, fullest_chunks
 from h5chunk.plan.layout import choose_window_chunks, plan_layout
+from h5chunk.remote.mirror import Mirror
 from h5chunk.stamp import stamp_of
 from h5chunk.store.format.header import Header, checksums_of, read_header
 from h5chunk.store.format.recommendation import Recommended, read_recommendation
 from h5chunk.store.hdf5.chunk_table import is_listed_wrongly, leaves_memory, list_chunks
 from h5chunk.store.hdf5.guard import Guard
-from h5chunk.store.hdf5.open import open_file, opened, translate_errors
+from h5chunk.store.hdf5.open import descriptor_of, open_file, opened, translate_errors
 from h5chunk.store.read.checksums import OFF, ChunkChecks, Sums, read_sums
 from h5chunk.store.read.csr import CsrBuffers, CsrHandle, cache_of, open_dataset
 from h5chunk.store.read.fields import Field, MatrixField, default_fields, describe_field
 from h5chunk.store.read.ragged import ImagesField, ImageSizes, RaggedField, read_image_sizes, read_indptr
+from h5chunk.urls import local_copy_of
 
 LABELS = "labels"
 SMALL_FIELD_BYTES = 8 << 20  # fields of at most this size, except the main field, are cached whole
@@ -51,6 +53,8 @@ class H5Reader:
     """
 
     chunk_starts: np.ndarray | None = None  # first sample of each chunk; None if all but the last have chunk_samples
+    mirror: Mirror | None = None  # of a remote object, whose local copy is at ``path``
+    is_remote = False  # whether a file is a remote object
     why_no_labels: str = ""  # why labels are not among the fields that are read by default
     _readers: tuple[H5Reader, ...] = ()  # the readers of the files, in a set
 
@@ -62,8 +66,9 @@ class H5Reader:
         trusted: bool = False,
         checksums: str = OFF,
     ) -> None:
-        self.path = Path(path)
+        self.path, self.mirror = Path(path), local_copy_of(path)
         self.trusted, self.checksums = trusted, checksums
+        self.is_remote = self.mirror is not None
         self.stamp = stamp_of(self.path)  # compared after opening, to notice a replacement
         with opened(self.path) as file:
             self.header: Header | None = read_header(file)
@@ -181,7 +186,7 @@ class H5Reader:
         if name in self.sums:
             chunks = replace(list_chunks(file[f"{field.dataset}/{table}"]), shape=(field.num_rows,))  # for messages
             checks = ChunkChecks(self.path, name, chunks, self.sums[name])
-            checks.check(file.id.get_vfd_handle(), np.arange(len(chunks)))
+            checks.check(descriptor_of(file), np.arange(len(chunks)))
 
     @property
     def recommendation(self) -> Recommended | None:
@@ -320,7 +325,7 @@ class _Handle:
         if not len(rows):
             return
         if self._checks is not None:
-            self._checks.check(self._file.id.get_vfd_handle(), self._checks.of_rows(rows))
+            self._checks.check(descriptor_of(self._file), self._checks.of_rows(rows))
         order = np.argsort(rows, kind="stable")
         ordered = rows[order]
         chunks = ordered // self._band_samples

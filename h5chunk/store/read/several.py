@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,6 +14,8 @@ import numpy as np
 
 from h5chunk.errors import FileError, printable
 from h5chunk.plan.cache import count_items_read
+from h5chunk.remote.countdown import Countdown
+from h5chunk.remote.mirror import Descriptor, Hold, Mirror
 from h5chunk.store.hdf5.chunk_table import NotDirect
 from h5chunk.store.hdf5.open import opened
 from h5chunk.store.hdf5.ranges import PART_BYTES, ReadTask, open_descriptor
@@ -79,6 +83,36 @@ def close_descriptors(opened: int | OpenFiles) -> None:
         opened.close()
     else:
         os.close(opened)
+
+
+def hold_ranges(tasks: Iterable[Any], descriptor: Any, then: Callable[[FileError | None], None]) -> list[Hold]:
+    """Hold the byte ranges that tasks read from remote objects; ``then`` is called once they are there, or failed."""
+    by_mirror: dict[Mirror, list[Any]] = {}
+    for task in tasks:
+        for part, of, *_ in task.split(descriptor) if isinstance(task, FileTasks) else [(task, descriptor)]:
+            if isinstance(of, Descriptor) and hasattr(part, "ranges"):
+                by_mirror.setdefault(of.mirror, []).append(part.ranges)
+    joint = Countdown[FileError | None](then)
+    holds = []
+    for mirror, ranges in by_mirror.items():
+        offsets, sizes = (np.concatenate(each) for each in zip(*ranges, strict=True))
+        holds.append(mirror.hold(offsets, sizes, joint.add()))
+    joint.end(None)
+    return holds
+
+
+@contextmanager
+def held_ranges(tasks: Iterable[Any], descriptor: Any) -> Iterator[None]:
+    """Return a context in which the byte ranges of tasks can be read. Raises FileError."""
+    future = Future[FileError | None]()
+    holds = hold_ranges(tasks, descriptor, future.set_result)
+    try:
+        if (error := future.result()) is not None:
+            raise error
+        yield
+    finally:
+        for hold in holds:
+            hold.close()
 
 
 class FilesField(ByteReader):

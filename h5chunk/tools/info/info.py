@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import h5py
 import numpy as np
 
 from h5chunk import native
-from h5chunk.errors import FieldError, FileError, H5ChunkError, printable
+from h5chunk.errors import FieldError, FileError, H5ChunkError, printable, shown
 from h5chunk.machine import available_cores
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.source import shape_text
@@ -25,7 +24,7 @@ from h5chunk.store.hdf5.codecs import KNOWN_FILTERS
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import errors_as, opened
 from h5chunk.store.read.fields import MATRIX_PARTS, Field, describe_matrix, find_matrix_groups
-from h5chunk.store.read.files import Paths, list_files, open_reader
+from h5chunk.store.read.files import Paths, list_files, open_reader, single_file
 from h5chunk.store.read.ragged import (
     ImagesField,
     describe_images,
@@ -77,8 +76,8 @@ def info(
     """
     if path is None:
         return MachineInfo(available_cores(), available_bytes(), native.available(), cuda_device(), library_versions())
-    if isinstance(path, (str, os.PathLike)) and (Path(path).is_file() or list_files(path) == [Path(path)]):
-        return replace(_info_file(Path(path), trusted), show_all=show_all)
+    if (only := single_file(path)) is not None:
+        return replace(_info_file(only, trusted), show_all=show_all)
     files, broken = [], {}
     num_bytes = 0
     for file in list_files(path):
@@ -132,7 +131,7 @@ def _describe_file(path: Path, trusted: bool) -> FileInfo:
         described = [_describe(dataset, cache, groups) for dataset in datasets]
         fields = training_fields(described, matrices, images, header)
         return FileInfo(
-            path=str(path),
+            path=shown(path),
             num_bytes=path.stat().st_size,
             header=header,
             default_cache=cache,
@@ -140,7 +139,7 @@ def _describe_file(path: Path, trusted: bool) -> FileInfo:
             matrices=matrices,
             images=images,
             refused=[str(error).removeprefix(f"{printable(path)}: ") for error in refused],
-            code=training_code(str(path), fields, default_fields(file, header), images) if fields else [],
+            code=training_code(shown(path), fields, default_fields(file, header), images) if fields else [],
         )
 
 

@@ -18,7 +18,16 @@ from typing import Any, NamedTuple
 import h5py
 import numpy as np
 
-from h5chunk.errors import FieldError, FileError, H5ChunkError, TrustError, UnsupportedError, count_text, printable
+from h5chunk.errors import (
+    FieldError,
+    FileError,
+    H5ChunkError,
+    TrustError,
+    UnsupportedError,
+    count_text,
+    printable,
+    shown,
+)
 from h5chunk.store.format.header import CSR, MATRIX, Header, read_header
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.child import Say, in_child, limited_memory
@@ -34,6 +43,7 @@ from h5chunk.store.read.files import (
     missing_shards,
     open_reader,
     shard_numbers,
+    single_file,
     wrong_counts,
 )
 from h5chunk.store.read.ragged import find_image_groups
@@ -103,8 +113,8 @@ def verify(
     """
 
     how = _How(quick, trusted, repair, manifest)
-    if isinstance(path, (str, os.PathLike)) and (Path(path).is_file() or list_files(path) == [Path(path)]):
-        return _check_file(Path(path), how, progress)
+    if (file := single_file(path)) is not None:
+        return _check_file(file, how, progress)
     return _verify_folder(path, how, progress, client)
 
 
@@ -352,7 +362,7 @@ class _FileCheck:
             self._problems += matrix.problems
             self._notes += matrix.notes
         return VerifyReport(
-            path=str(self._path),
+            path=shown(self._path),
             num_bytes=self._path.stat().st_size,
             by_h5chunk=self._header is not None,
             quick=self._quick,

@@ -1,0 +1,81 @@
+"""Read windows of remote objects: fetch their bytes, and then let the threads read these from the local copies."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from h5chunk.errors import FileError
+from h5chunk.feed.read_pool import ReadPool, WindowRead
+from h5chunk.remote.client import client
+from h5chunk.remote.mirror import Hold
+from h5chunk.store.hdf5.ranges import ReadTask
+from h5chunk.store.read.several import hold_ranges
+
+
+class _Holds:
+    """The pages that a window uses, until it is read; both methods may come first."""
+
+    def __init__(self) -> None:
+        self._holds: Sequence[Hold] = ()
+        self._is_over, self._lock = False, threading.Lock()
+
+    def keep(self, holds: Sequence[Hold]) -> None:
+        """Hold pages until `close`."""
+        with self._lock:
+            self._holds = holds
+            is_over = self._is_over
+        if is_over:
+            self.close()
+
+    def close(self) -> None:
+        """Let the pages be freed."""
+        with self._lock:
+            holds, self._holds, self._is_over = self._holds, (), True
+        for hold in holds:
+            hold.close()
+
+
+class RemoteReadPool(ReadPool):
+    """Threads that read windows once their bytes were fetched."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._fetched: dict[int, tuple[WindowRead, int]] = {}  # windows that wait, and their numbers of tasks
+        super().__init__(*arguments, **options)
+
+    @property
+    def progress(self) -> int:
+        """See `ReadPool.progress`; requests that were answered count, too."""
+        return super().progress + (client().num_parts if os.getpid() == self._process else 0)
+
+    def _begin(self, load: WindowRead, all_tasks: list[ReadTask], tasks: list[ReadTask]) -> None:
+        self._fetched[id(load)] = load, load.is_native + len(tasks)
+        holds = _Holds()
+        load.at_end = holds.close
+        begin = super()._begin
+
+        def then(error: FileError | None) -> None:
+            if error is not None:
+                self._drop(id(load), error)
+            elif self._fetched.pop(id(load), None) is not None:  # else it was cancelled
+                begin(load, all_tasks, tasks)
+
+        try:
+            holds.keep(hold_ranges(all_tasks, self.descriptor, then))
+        except FileError as error:
+            then(error)
+
+    def _drop(self, number: int, error: FileError | None = None) -> None:
+        """Drop the tasks of a window that waits, with this error or that of a closed pool."""
+        load, num_tasks = self._fetched.pop(number, (None, 0))
+        for _ in range(num_tasks if load is not None else 0):
+            load.error = load.error or error  # type: ignore[union-attr]
+            load.drop()  # type: ignore[union-attr]
+
+    def cancel(self) -> None:
+        """See `ReadPool.cancel`."""
+        for number in list(self._fetched):
+            self._drop(number)
+        super().cancel()

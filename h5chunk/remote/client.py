@@ -1,0 +1,145 @@
+"""The connection to the process that makes range requests, which is started when it is first needed."""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from h5chunk.errors import FileError, OptionError
+
+NUM_REQUESTS = 64  # range requests at a time
+START = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from h5chunk.remote.server import main; main()"
+
+Then = Callable[[dict[str, Any]], None]
+
+
+class Client:
+    """A connection to the process at a socket."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(path)
+        self._waiting: dict[int, Then] = {}
+        self._numbers, self._lock, self._is_over = count(), threading.Lock(), False
+        self.num_parts = 0  # number of answered range requests and messages
+        self.opened: set[str] = set()  # folders that the process knows
+        threading.Thread(target=self._receive, name="h5chunk-remote", daemon=True).start()
+
+    def send(self, message: dict[str, Any], then: Then) -> None:
+        """Send a message; ``then`` is called with the reply, in another thread."""
+        with self._lock:
+            number = next(self._numbers)
+            if not self._is_over:
+                self._waiting[number] = then
+                self._socket.sendall(json.dumps({**message, "id": number}).encode() + b"\n")
+                return
+        then({"error": ENDED})
+
+    def call(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Send a message and wait for the reply. Raises FileError if it is an error."""
+        future = Future[dict[str, Any]]()
+        self.send(message, future.set_result)
+        reply = future.result()
+        if reply["error"]:
+            raise FileError(reply["error"])
+        return reply
+
+    def close(self) -> None:
+        """Close the connection."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _receive(self) -> None:
+        try:
+            with self._socket.makefile("rb") as lines:
+                for line in lines:
+                    reply = json.loads(line)
+                    self.num_parts += 1
+                    if "part" in reply:
+                        continue
+                    self._waiting.pop(reply["id"])(reply)
+        except OSError:
+            pass
+        with self._lock:
+            self._is_over = True
+        if _current and _current[0] is self:
+            _current.clear()
+        while self._waiting:
+            self._waiting.popitem()[1]({"error": ENDED})
+
+
+ENDED = "the process that reads from object stores has ended: open the file again"
+_current: list[Client] = []  # of this process
+_paths: list[str] = []  # of sockets to try, of a parent before a fork
+_servers: list[subprocess.Popen[bytes]] = []
+_lock = threading.Lock()
+
+
+def client() -> Client:
+    """Return the connection of this process; the process at its other end is started if there is none."""
+    with _lock:
+        if not _current:
+            _current.append(_connect())
+        return _current[0]
+
+
+def _connect() -> Client:
+    while _paths:
+        try:
+            return Client(_paths[-1])
+        except OSError:
+            _paths.pop()
+    if importlib.util.find_spec("obstore") is None:
+        raise OptionError('reading from a URL needs obstore: pip install "h5chunk[remote]"')
+    if sys.platform != "linux":
+        raise OptionError("reading from a URL needs Linux: copy the file to this machine")
+    path = str(Path(tempfile.mkdtemp(prefix="h5chunk-remote-")) / "socket")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen(128)
+        num_requests = os.environ.get("H5CHUNK_REQUESTS", str(NUM_REQUESTS))
+        command = [sys.executable, "-c", START, json.dumps(sys.path), str(listener.fileno()), path, num_requests]
+        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[listener.fileno()])
+        _servers.append(server)  # it ends once all connections are closed
+        _paths.append(path)
+        return Client(path)
+
+
+def use(path: str) -> None:
+    """Connect to the process of another process, if it still runs, when a connection is needed."""
+    if not _current and path not in _paths:
+        _paths.append(path)
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()
+    _current.clear()
+    _servers.clear()
+
+
+@atexit.register
+def _end() -> None:
+    """Close the connection, so that the process at its other end ends, too, unless another process uses it."""
+    for connection in _current:
+        connection.close()
+    for server in _servers:
+        with suppress(subprocess.TimeoutExpired):
+            server.wait(1)
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,259 @@
+"""Open objects by URL, and read them through their sparse local copies."""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import repeat
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from h5chunk import errors
+from h5chunk.errors import FileError, OptionError, check_whole
+from h5chunk.remote import client
+from h5chunk.remote.pages import IN_USE, OBJECT, PAGE, Locks, Pages, Runs
+from h5chunk.stamp import keep_stamp
+from h5chunk.urls import local_copies
+
+AHEAD_BYTES, MAX_AHEAD_BYTES = 256 << 10, 8 << 20  # fetched at once for HDF5; doubled for reads one after another
+
+
+@dataclass(frozen=True)
+class RemoteOptions:
+    """How objects are read: see `h5chunk.ChunkDataset`."""
+
+    cache_dir: str | None = None
+    cache_bytes: int | None = None
+    storage_options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def root(self) -> Path:
+        """The folder of the sparse copies."""
+        if self.cache_dir is not None:
+            return Path(self.cache_dir).absolute()
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "h5chunk"
+
+
+NO_OPTIONS = RemoteOptions()
+
+
+def remote_options(
+    cache_dir: str | os.PathLike[str] | None, cache_bytes: int | None, storage_options: Mapping[str, Any] | None
+) -> RemoteOptions:
+    """Check the options of a data set. Raises OptionError."""
+    if cache_bytes is not None:
+        if cache_dir is None:
+            raise OptionError("cache_bytes is given without cache_dir: give the folder for the cache")
+        cache_bytes = check_whole("cache_bytes", cache_bytes, 1)
+    if storage_options is not None and not isinstance(storage_options, Mapping):
+        raise OptionError(f"storage_options is {storage_options!r}: give a mapping, as for obstore's from_url")
+    folder = None if cache_dir is None else os.fspath(cache_dir)
+    return RemoteOptions(folder, cache_bytes, dict(storage_options or {}))
+
+
+_listed: dict[str, list[str]] = {}  # the objects that a URL names
+
+
+class Descriptor(int):
+    """The descriptor of a sparse copy, whose pages must be held while they are read."""
+
+    mirror: Mirror
+
+
+class Hold:
+    """Pages that nobody frees until `close`."""
+
+    def __init__(self, mirror: Mirror, runs: Runs) -> None:
+        self._mirror, self._runs = mirror, runs
+        self._locks, self._lock = Locks(mirror.pages.folder), threading.Lock()
+        self._locks.lock(IN_USE, runs, shared=True)
+        self.absent = mirror.pages.absent(runs)
+        self._uses = 1 + bool(self.absent)  # by the caller, and by the fetch
+
+    def close(self) -> None:
+        """Let the pages be freed, once they were fetched; without a cache they are freed at once."""
+        with self._lock:
+            self._uses -= 1
+            is_over = not self._uses
+        if is_over:
+            self._locks.close()
+            if not self._mirror.keeps:
+                self._mirror.pages.free(self._runs)
+
+
+class Mirror:
+    """One version of an object: a sparse local copy, filled as its bytes are needed; for any number of processes."""
+
+    def __init__(self, url: str, folder: str, options: RemoteOptions) -> None:
+        self.url, self._folder, self._options = url, folder, options
+        self.path = Path(folder) / OBJECT
+        self.keeps = options.cache_dir is not None
+        self._opened: tuple[int, Pages] | None = None
+        self._next, self._ahead = -1, AHEAD_BYTES
+        self._register()
+
+    def _register(self) -> None:
+        local_copies[str(self.path)] = self
+        errors.shown_as[str(self.path)] = self.url
+        keep_stamp(self.path)
+
+    @property
+    def pages(self) -> Pages:
+        """The copy, opened in this process."""
+        if self._opened is None or self._opened[0] != os.getpid():
+            self._opened = os.getpid(), Pages(Path(self._folder))
+        return self._opened[1]
+
+    def hold(self, offsets: Any, sizes: Any, then: Callable[[FileError | None], None]) -> Hold:
+        """Hold byte ranges, (n,) each, and fetch what is absent; ``then`` is called once all is there, or failed."""
+        hold = Hold(self, page_runs(np.atleast_1d(offsets), np.atleast_1d(sizes)))
+        if not hold.absent:
+            then(None)
+            return hold
+        try:
+            connection = self._connection()
+        except BaseException:
+            hold.close()
+            hold.close()
+            raise
+
+        def end(reply: dict[str, Any]) -> None:
+            hold.close()
+            then(FileError(reply["error"]) if reply["error"] else None)
+
+        connection.send({"op": "fetch", "folder": self._folder, "runs": hold.absent}, end)
+        return hold
+
+    def held(self, offsets: Any, sizes: Any) -> Hold:
+        """Like `hold`, but wait until all is there. Raises FileError."""
+        future = Future[FileError | None]()
+        hold = self.hold(offsets, sizes, future.set_result)
+        if (error := future.result()) is not None:
+            hold.close()
+            raise error
+        return hold
+
+    def _connection(self) -> client.Client:
+        connection = client.client()
+        if self._folder not in connection.opened:
+            message = {"op": "open", "url": self.url, "folder": self._folder}
+            connection.call({**message, "options": dict(self._options.storage_options)})
+            connection.opened.add(self._folder)
+        return connection
+
+    def read(self, offset: int, buffer: memoryview) -> int:
+        """Read for HDF5: fetch more than asked for, if anything is absent. Returns the number of bytes."""
+        stop = min(offset + len(buffer), self.pages.num_bytes)
+        if stop <= offset:
+            return 0
+        end = stop
+        if self.pages.absent(page_runs(np.array([offset]), np.array([stop - offset]))):
+            self._ahead = min(2 * self._ahead, MAX_AHEAD_BYTES) if offset <= self._next <= stop else AHEAD_BYTES
+            end = self._next = min(max(stop, offset + self._ahead), self.pages.num_bytes)
+        hold = self.held(offset, end - offset)
+        self.pages.keep(hold.absent)  # HDF5 reads the same metadata again
+        try:
+            return os.preadv(self.pages.descriptor, [buffer[: stop - offset]], offset)
+        finally:
+            hold.close()
+
+    @property
+    def descriptor(self) -> Descriptor:
+        """The descriptor of the copy in this process, which stays open."""
+        descriptor = Descriptor(self.pages.descriptor)
+        descriptor.mirror = self
+        return descriptor
+
+    def open_descriptor(self) -> Descriptor:
+        """Return a descriptor of the copy, which knows this mirror."""
+        descriptor = Descriptor(os.open(self.path, os.O_RDONLY | os.O_CLOEXEC))
+        descriptor.mirror = self
+        return descriptor
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": None, "socket": client.client().path}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        client.use(state.pop("socket"))
+        self.__dict__.update(state)
+        self._register()
+
+
+class MirrorFile:
+    """A file object for h5py."""
+
+    def __init__(self, mirror: Mirror) -> None:
+        self._mirror, self._at = mirror, 0
+
+    def readinto(self, buffer: Any) -> int:
+        done = self._mirror.read(self._at, memoryview(buffer).cast("B"))
+        self._at += done
+        return done
+
+    def read(self, size: int = -1) -> bytes:
+        data = bytearray(size)
+        return bytes(data[: self.readinto(data)])
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._mirror.pages.num_bytes}[whence]
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def __repr__(self) -> str:  # h5py takes it as the name of the file
+        return str(self._mirror.path)
+
+
+def page_runs(offsets: np.ndarray, sizes: np.ndarray) -> Runs:
+    """Return the pages of byte ranges, as runs that do not touch.
+
+    >>> page_runs(np.array([0, 40_000, 1_000_000]), np.array([20_000, 10, 1]))
+    [(0, 3), (61, 62)]
+    """
+    order = np.argsort(offsets, kind="stable")
+    firsts, stops = offsets[order] // PAGE, -(-(offsets + sizes)[order] // PAGE)
+    stops = np.maximum.accumulate(stops)
+    borders = np.flatnonzero(firsts[1:] > stops[:-1]) + 1
+    return list(
+        zip(firsts[np.append(0, borders)].tolist(), stops[np.append(borders, len(stops)) - 1].tolist(), strict=True)
+    )
+
+
+def open_url(url: str, options: RemoteOptions) -> Mirror:
+    """Open an object. Raises FileError if it cannot be read."""
+    connection = client.client()
+    message = {"op": "open", "url": url, "root": str(options.root), "options": dict(options.storage_options)}
+    folder = connection.call(message)["folder"]
+    connection.opened.add(folder)
+    return Mirror(url, folder, options)
+
+
+def open_urls(name: str, urls: Sequence[str], options: RemoteOptions) -> list[Path]:
+    """Open the objects that a URL names, several at a time, and return the paths of their local copies."""
+    with ThreadPoolExecutor(min(16, len(urls))) as pool:
+        mirrors = list(pool.map(open_url, urls, repeat(options)))
+    if len(urls) > 1 or urls[0] != name:
+        errors.shown_as[str(Path(name))] = name
+    _listed[name] = list(urls)
+    return [mirror.path for mirror in mirrors]
+
+
+def urls_of(name: str) -> list[str]:
+    """Return the URLs that `open_urls` opened for a URL."""
+    return _listed.get(name, [])
+
+
+def list_url(url: str, options: RemoteOptions) -> list[str]:
+    """Return the names of the objects in a folder. Raises FileError if it cannot be listed."""
+    message = {"op": "list", "url": url, "options": dict(options.storage_options)}
+    names: list[str] = client.client().call(message)["names"]
+    return names

@@ -1,0 +1,110 @@
+"""Objects of a store, through obstore: opening, listing, and range requests that are retried."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from typing import Any
+
+from h5chunk.urls import parse
+
+HEAD_BYTES = 64 << 10  # the first bytes, which are read when an object is opened
+DEADLINE_S = 60.0  # time after which a request that always fails is an error
+FIRST_DELAY_S, MAX_DELAY_S = 0.1, 5.0  # pauses before a request is repeated
+FINAL = ("PermissionDeniedError", "UnauthenticatedError", "UnknownConfigurationKeyError")
+
+
+class RemoteError(Exception):
+    """An object cannot be read, for the reason in the message."""
+
+
+class Store:
+    """A folder of a store, with the options of obstore's ``from_url``, and ``deadline`` and ``timeout`` in seconds."""
+
+    def __init__(self, url: str, options: dict[str, Any]) -> None:
+        from obstore.store import from_url
+
+        options = dict(options)
+        self.deadline_s = float(options.pop("deadline", DEADLINE_S))
+        client: dict[str, Any] = {"timeout": f"{float(options.pop('timeout', 30)):g}s", "connect_timeout": "10s"}
+        endpoints = (*options.values(), url, *(os.environ.get(name, "") for name in ENDPOINTS))
+        if any(str(value).startswith("http://") for value in endpoints):
+            client["allow_http"] = True
+        client |= options.pop("client_options", {})
+        try:
+            make: Any = from_url
+            self.store = make(url, client_options=client, retry_config={"max_retries": 0}, **options)
+        except Exception as error:
+            raise RemoteError(f"{url}: cannot be opened: {first_line(error)}") from None
+
+    def get(self, url: str, start: int, stop: int, pin: dict[str, Any] | None = None) -> tuple[dict[str, Any], Any]:
+        """Return the metadata and the bytes ``start`` to ``stop`` of an object; with ``pin``, of this version only."""
+        import obstore
+
+        key, asked = parse(url)[1], {"range": (start, stop)}
+        if pin is not None and pin["etag"] and not pin["etag"].startswith("W/"):
+            asked["if_match"] = pin["etag"]
+
+        def attempt() -> tuple[dict[str, Any], Any]:
+            result = obstore.get(self.store, key, options=asked)  # type: ignore[arg-type]
+            about = version_of(result.meta)
+            if pin is not None and any(about[name] != pin[name] for name in about):
+                raise RemoteError(changed(url))
+            data = memoryview(result.bytes())
+            if len(data) != min(stop, about["num_bytes"]) - start:
+                raise EOFError(f"{len(data)} bytes came instead of {stop - start}")
+            return about, data
+
+        return self.retried(url, attempt)
+
+    def list(self, url: str) -> list[str]:
+        """Return the names of the objects in this folder, without its subfolders."""
+        import obstore
+
+        found = self.retried(url, lambda: obstore.list_with_delimiter(self.store))
+        return [each["path"].rpartition("/")[2] for each in found["objects"]]
+
+    def retried(self, url: str, attempt: Any) -> Any:
+        """Return the result of ``attempt()``, which is repeated after errors that may pass, up to the deadline."""
+        end, delay_s = time.monotonic() + self.deadline_s, FIRST_DELAY_S
+        while True:
+            try:
+                return attempt()
+            except RemoteError:
+                raise
+            except Exception as error:
+                kind = type(error).__name__
+                if kind == "PreconditionError":
+                    raise RemoteError(changed(url)) from None
+                if kind == "NotFoundError" or isinstance(error, FileNotFoundError):
+                    raise RemoteError(f"{url}: no such object") from None
+                if kind in FINAL or isinstance(error, (PermissionError, NotImplementedError)):
+                    raise RemoteError(f"{url}: cannot be read: {first_line(error)}") from None
+                pause_s = delay_s * random.uniform(0.5, 1.5)
+                if time.monotonic() + pause_s > end:
+                    raise RemoteError(
+                        f"{url}: cannot be read: requests have failed for {self.deadline_s:g} s: {first_line(error)}"
+                    ) from None
+                time.sleep(pause_s)
+                delay_s = min(2 * delay_s, MAX_DELAY_S)
+
+
+ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "GOOGLE_BASE_URL")
+
+
+def version_of(meta: Any) -> dict[str, Any]:
+    """Return what identifies a version of an object: its size, and its ETag or time of modification."""
+    modified = meta["last_modified"]
+    about = {"num_bytes": meta["size"], "etag": meta["e_tag"] or ""}
+    return about if about["etag"] else {**about, "modified": modified.isoformat()}
+
+
+def changed(url: str) -> str:
+    return f"{url}: replaced or changed since it was first opened: open it again"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__

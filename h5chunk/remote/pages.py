@@ -1,0 +1,158 @@
+"""A sparse local copy of an object, and the table that says which of its pages are there.
+
+Processes share the copy. A page is marked as present after it was written, and as absent before it is freed, so that a
+process that is killed at any moment leaves a valid table. Locks of the system, which end with the process, protect
+pages: those that are being fetched (exclusive), and those in use (shared), which nobody frees.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import mmap
+import os
+import re
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+PAGE = 16 << 10  # bytes of a page
+OBJECT, TABLE, ABOUT = "object.h5", "pages", "about.json"  # the files of a copy
+FETCHED, IN_USE = 0, 1 << 40  # first bytes of the two ranges of locks in the table
+PUNCH_HOLE, KEEP_SIZE = 2, 1  # flags of fallocate
+ABSENT, FREEABLE = re.compile(b"\0+"), re.compile(b"\1+")
+FLOCK = struct.Struct("hhqqixxxx")  # struct flock
+
+Runs = list[tuple[int, int]]  # first page, and the page after the last one
+
+
+class Locks:
+    """Locks on runs of pages, all released by `close`, or at the latest at the end of the process."""
+
+    def __init__(self, folder: Path) -> None:
+        self._descriptor = os.open(folder / TABLE, os.O_RDWR | os.O_CLOEXEC)
+
+    def lock(self, start: int, runs: Iterable[tuple[int, int]], *, shared: bool) -> None:
+        """Lock runs of pages, waiting as long as necessary."""
+        kind = fcntl.F_RDLCK if shared else fcntl.F_WRLCK
+        for first, stop in runs:
+            flock = FLOCK.pack(kind, os.SEEK_SET, start + first, stop - first, 0)
+            fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLKW, flock)
+
+    def try_lock(self, first: int, stop: int) -> bool:
+        """Lock a run of pages exclusively for both purposes; return False if another holds a lock on it."""
+        try:
+            for start in (IN_USE, FETCHED):
+                flock = FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start + first, stop - first, 0)
+                fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, flock)
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class Pages:
+    """An open sparse copy."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.about: dict[str, Any] = json.loads((folder / ABOUT).read_text())
+        self.num_bytes = int(self.about["num_bytes"])
+        self.descriptor = os.open(folder / OBJECT, os.O_RDWR | os.O_CLOEXEC)
+        table = os.open(folder / TABLE, os.O_RDWR | os.O_CLOEXEC)
+        self._table = mmap.mmap(table, pages_of(self.num_bytes))
+        os.close(table)
+
+    def absent(self, runs: Iterable[tuple[int, int]]) -> Runs:
+        """Return the parts of runs that are absent."""
+        found: Runs = []
+        for first, stop in runs:
+            if self._table.find(b"\0", first, stop) >= 0:
+                spans = (match.span() for match in ABSENT.finditer(self._table[first:stop]))
+                found += [(first + begin, first + end) for begin, end in spans]
+        return found
+
+    def put(self, first: int, stop: int, data: Any) -> None:
+        """Write pages that were absent, and then mark them as present."""
+        view, at = memoryview(data), first * PAGE
+        while view:
+            done = os.pwrite(self.descriptor, view, at)
+            view, at = view[done:], at + done
+        self._table[first:stop] = b"\1" * (stop - first)
+
+    def keep(self, runs: Iterable[tuple[int, int]]) -> None:
+        """Mark present pages, which are in use, so that `free` leaves them."""
+        for first, stop in runs:
+            self._table[first:stop] = b"\2" * (stop - first)
+
+    def free(self, runs: Iterable[tuple[int, int]]) -> None:
+        """Mark pages as absent, and then free their space, unless they are in use, being fetched or kept."""
+        for start, end in runs:
+            for match in FREEABLE.finditer(self._table[start:end]):
+                self._free(start + match.start(), start + match.end())
+
+    def _free(self, first: int, stop: int) -> None:
+        locks = Locks(self.folder)
+        try:
+            is_free = locks.try_lock(first, stop)
+            if is_free:
+                self._table[first:stop] = bytes(stop - first)
+                punch(self.descriptor, first * PAGE, (stop - first) * PAGE)
+        finally:
+            locks.close()
+        if not is_free and stop - first > 1:  # the pages at the ends may belong to neighbours, too
+            middle = (first + stop) // 2
+            self._free(first, middle)
+            self._free(middle, stop)
+
+    def present(self) -> bytes:
+        """Return the table: a byte for each page, 0 if it is absent."""
+        return self._table[:]
+
+    @property
+    def disk_bytes(self) -> int:
+        """The space that the copy takes on disk."""
+        return os.fstat(self.descriptor).st_blocks * 512
+
+    def close(self) -> None:
+        self._table.close()
+        os.close(self.descriptor)
+
+
+def pages_of(num_bytes: int) -> int:
+    """Return the number of pages of so many bytes."""
+    return -(-num_bytes // PAGE)
+
+
+def punch(descriptor: int, offset: int, num_bytes: int) -> None:
+    """Free a part of a file, which reads as zeros from then on. Raises OSError if the file system cannot do that."""
+    fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+    fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    if fallocate(descriptor, PUNCH_HOLE | KEEP_SIZE, offset, num_bytes):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def create(folder: Path, about: dict[str, Any]) -> None:
+    """Create an empty copy in a folder, which appears complete or not at all. Raises OSError."""
+    part = folder.with_name(f".{folder.name}-{os.getpid()}-{os.urandom(4).hex()}")
+    part.mkdir(parents=True, mode=0o700)
+    try:
+        for name, num_bytes in ((OBJECT, about["num_bytes"]), (TABLE, pages_of(about["num_bytes"]))):
+            with (part / name).open("wb") as file:
+                file.truncate(num_bytes)
+                punch(file.fileno(), 0, PAGE)  # whether the file system can
+        (part / ABOUT).write_text(json.dumps(about))
+        os.rename(part, folder)
+    except OSError:
+        for each in part.iterdir():
+            each.unlink()
+        part.rmdir()
+        if not folder.is_dir():
+            raise

@@ -1,0 +1,250 @@
+"""The process that makes range requests for the processes that are connected to its socket.
+
+A message is one line of JSON. A request has an ``id`` and an ``op``: ``open`` an object, ``list`` a folder, or
+``fetch`` pages of an opened object. The reply has the same ``id``, and an ``error`` if it failed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from h5chunk.remote.countdown import Countdown
+from h5chunk.remote.objects import HEAD_BYTES, RemoteError, Store, first_line
+from h5chunk.remote.pages import ABOUT, FETCHED, PAGE, Locks, Pages, Runs, create, pages_of
+from h5chunk.urls import parse
+
+GAP_PAGES = 4  # neighbours with at most this many pages between them share a request
+REQUEST_PAGES = (4 << 20) // PAGE  # largest request
+
+Reply = Callable[[dict[str, Any]], None]
+
+
+class Request:
+    """A range request for pages that are absent, and what to call at its end."""
+
+    def __init__(self, first: int, stop: int) -> None:
+        self.first, self.stop = first, stop
+        self.then: list[Callable[[str], None]] = []
+
+
+class Copy:
+    """A sparse copy that is being filled."""
+
+    def __init__(self, pages: Pages, store: Store, url: str) -> None:
+        self._pages, self._store, self._url = pages, store, url
+        self._pin = {name: value for name, value in pages.about.items() if name in ("num_bytes", "etag", "modified")}
+        self._lock, self._running = threading.Lock(), list[Request]()
+
+    def fetch(
+        self, runs: Runs, pool: ThreadPoolExecutor, note: Callable[[], None], then: Callable[[str], None]
+    ) -> None:
+        """Fetch the absent pages of runs, and call ``then`` with an error or an empty string.
+
+        ``note`` is called after each request.
+        """
+        count = Countdown(then)
+        with self._lock:
+            absent = self._pages.absent(runs)
+            for request in self._running:
+                if any(first < request.stop and stop > request.first for first, stop in absent):
+                    request.then.append(count.add())
+                    absent = _without(absent, request)
+            requests = [Request(first, stop) for first, stop in _joined(absent)]
+            for request in requests:
+                request.then += [lambda _: note(), count.add()]
+            self._running += requests
+        for request in requests:
+            pool.submit(self._run, request)
+        count.end("")
+
+    def _run(self, request: Request) -> None:
+        error = ""
+        try:
+            locks = Locks(self._pages.folder)
+            try:  # another process may have fetched them, or is about to
+                locks.lock(FETCHED, [(request.first, request.stop)], shared=False)
+                if absent := self._pages.absent([(request.first, request.stop)]):
+                    self._get(absent[0][0], absent[-1][1])
+            finally:
+                locks.close()
+        except RemoteError as failure:
+            error = str(failure)
+        except OSError as failure:
+            error = f"{self._pages.folder}: the local copy of {self._url} cannot be written: {failure.strerror}"
+        except BaseException as failure:
+            error = f"{self._url}: cannot be read: {first_line(failure)}"
+        with self._lock:
+            self._running.remove(request)
+        for then in request.then:
+            then(error)
+
+    def _get(self, first: int, stop: int) -> None:
+        end = min(stop * PAGE, self._pages.num_bytes)
+        _, data = self._store.get(self._url, first * PAGE, end, self._pin)
+        self._pages.put(first, stop, data)
+
+    def put_head(self, data: Any) -> None:
+        """Write the first bytes, which came when the object was opened."""
+        stop = pages_of(len(data))
+        locks = Locks(self._pages.folder)
+        try:
+            locks.lock(FETCHED, [(0, stop)], shared=False)
+            if self._pages.absent([(0, stop)]):
+                self._pages.put(0, stop, data)
+                self._pages.keep([(0, stop)])
+        finally:
+            locks.close()
+
+
+def _without(runs: Runs, request: Request) -> Runs:
+    """Return runs without the pages of a request."""
+    parts = [
+        part for first, stop in runs for part in ((first, min(stop, request.first)), (max(first, request.stop), stop))
+    ]
+    return [(first, stop) for first, stop in parts if first < stop]
+
+
+def _joined(runs: Runs) -> Runs:
+    """Join neighbours, and cut what is too long for a request.
+
+    >>> _joined([(0, 1), (3, 4), (100, 400)])
+    [(0, 4), (100, 250), (250, 400)]
+    """
+    joined: Runs = []
+    for first, stop in sorted(runs):
+        if joined and first - joined[-1][1] <= GAP_PAGES:
+            joined[-1] = joined[-1][0], stop
+        else:
+            joined.append((first, stop))
+    cut: Runs = []
+    for first, stop in joined:
+        count = -(-(stop - first) // REQUEST_PAGES)
+        ends = [first + (stop - first) * number // count for number in range(count + 1)]
+        cut += list(pairwise(ends))
+    return cut
+
+
+class Server:
+    """Answer the requests of all connections."""
+
+    def __init__(self, num_requests: int) -> None:
+        self._pool = ThreadPoolExecutor(num_requests)
+        self._calls = ThreadPoolExecutor(32)
+        self._copies: dict[str, Copy] = {}
+        self._stores: dict[str, Store] = {}
+        self._lock = threading.Lock()
+
+    def serve(self, listener: socket.socket) -> None:
+        """Serve connections until the last one is closed."""
+        left, over = [0], threading.Event()
+
+        def run(connection: socket.socket) -> None:
+            self._serve(connection)
+            with self._lock:
+                left[0] -= 1
+                if not left[0]:
+                    over.set()
+
+        def accept() -> None:
+            while True:
+                connection, _ = listener.accept()
+                with self._lock:
+                    left[0] += 1
+                threading.Thread(target=run, args=(connection,), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        over.wait()
+
+    def _serve(self, connection: socket.socket) -> None:
+        lock = threading.Lock()
+
+        def reply(message: dict[str, Any]) -> None:
+            with lock, suppress(OSError):  # the process has ended
+                connection.sendall(json.dumps(message).encode() + b"\n")
+
+        try:
+            with connection.makefile("rb") as lines:
+                for line in lines:
+                    self._handle(json.loads(line), reply)
+        except OSError:
+            pass
+        connection.close()
+
+    def _handle(self, message: dict[str, Any], reply: Reply) -> None:
+        number = message["id"]
+        if message["op"] == "fetch":
+            copy = self._copies[message["folder"]]
+            note = partial(reply, {"id": number, "part": 1})
+            copy.fetch(message["runs"], self._pool, note, lambda error: reply({"id": number, "error": error}))
+            return
+        call = {"open": self._open, "list": self._list}[message["op"]]
+
+        def run() -> None:
+            try:
+                reply({"id": number, "error": "", **call(message)})
+            except RemoteError as error:
+                reply({"id": number, "error": str(error)})
+            except OSError as error:
+                where = f"{message.get('root')}: sparse copies cannot be kept there"
+                reply({"id": number, "error": f"{where}: {error.strerror}: choose another cache_dir"})
+            except BaseException as error:
+                reply({"id": number, "error": f"{message['url']}: cannot be opened: {first_line(error)}"})
+
+        self._calls.submit(run)
+
+    def _store(self, message: dict[str, Any]) -> Store:
+        folder = parse(message["url"])[0]
+        key = json.dumps([folder, message["options"]], sort_keys=True)
+        with self._lock:
+            if key not in self._stores:
+                self._stores[key] = Store(folder, message["options"])
+            return self._stores[key]
+
+    def _list(self, message: dict[str, Any]) -> dict[str, Any]:
+        return {"names": self._store(message).list(message["url"])}
+
+    def _open(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Open an object: make its sparse copy, unless there is one of this version, and write its first bytes."""
+        url, store, folder, data = message["url"], self._store(message), message.get("folder"), None
+        if folder is None:
+            about, data = store.get(url, 0, HEAD_BYTES)
+            about = {"url": url, **about}
+            if not about["etag"] and about.get("modified", "").startswith("1970-01-01"):
+                raise RemoteError(f"{url}: its server gives neither ETag nor Last-Modified, so changes would be missed")
+            key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
+            name = re.sub(r"[^A-Za-z0-9._-]+", "_", parse(url)[1])[:60]
+            folder = str(Path(message["root"]) / f"{name}-{key}")
+            if not (Path(folder) / ABOUT).exists():
+                create(Path(folder), about)
+        with self._lock:
+            if folder not in self._copies:
+                self._copies[folder] = Copy(Pages(Path(folder)), store, url)
+        if data is not None:
+            self._copies[folder].put_head(data)
+        return {"folder": folder}
+
+
+def main() -> None:
+    """Run the server; the arguments are the descriptor of its socket, the socket's path, and the number of requests."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the processes that are connected
+    descriptor, path, num_requests = sys.argv[1:4]
+    try:
+        Server(int(num_requests)).serve(socket.socket(fileno=int(descriptor)))
+    finally:
+        shutil.rmtree(Path(path).parent, ignore_errors=True)
+        os._exit(0)  # without waiting for requests that nobody needs

@@ -1,0 +1,178 @@
+"""Files in object stores give the batches of local files, whatever the network does."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from support.object_server import object_server
+from torch.utils.data import DataLoader
+
+import h5chunk
+from h5chunk.errors import FileError, OptionError
+from h5chunk.remote import client
+
+pytest.importorskip("obstore")
+
+
+@pytest.fixture(autouse=True)
+def cache_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """A converted file of 600 images in 75 chunks of 3.8 KB."""
+    path = tmp_path_factory.mktemp("photos") / "photos.h5"
+    values = np.random.default_rng(0).integers(0, 256, (600, 3, 40, 40), np.uint8)
+    h5chunk.convert({"images": values, "labels": np.arange(600)}, path, chunk_samples=8)
+    return path
+
+
+def served(*paths, **options):
+    return object_server({f"/{path.name}": path.read_bytes() for path in paths}, **options)
+
+
+def batches(data, **options):
+    with h5chunk.ChunkLoader(data, 64, resident=False, **options) as loader:
+        return [[field.clone() for field in batch] for _ in range(2) for batch in loader]
+
+
+def assert_equal(some, others):
+    assert len(some) == len(others)
+    for one, other in zip(some, others, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("native", ["1", "0"])
+def test_batches_are_those_of_the_local_file(photos, native, monkeypatch):
+    monkeypatch.setenv("H5CHUNK_NATIVE", native)
+    with served(photos) as server:
+        assert_equal(batches(f"{server.url}/photos.h5"), batches(photos))
+
+
+def test_opening_takes_two_requests_then_one(photos):
+    with served(photos) as server:
+        dataset = h5chunk.ChunkDataset(f"{server.url}/photos.h5")
+        assert len(dataset) == 600
+        assert len(server.requests) == 2
+        h5chunk.ChunkDataset(f"{server.url}/photos.h5").values("labels")
+        assert len(server.requests) == 3
+
+
+def test_faults_lose_nothing(photos):
+    with served(photos, faults=0.2) as server:
+        assert_equal(batches(f"{server.url}/photos.h5"), batches(photos))
+        assert server.num_faults > 5
+
+
+def test_an_object_that_changes_in_the_middle_is_an_error(photos):
+    with served(photos) as server, h5chunk.ChunkLoader(f"{server.url}/photos.h5", 8, resident=False) as loader:
+        changed = bytearray(server.objects["/photos.h5"])
+        changed[100] ^= 1
+        server.objects["/photos.h5"] = bytes(changed)
+        with pytest.raises(FileError, match=r"http.*photos.h5: replaced or changed since it was first opened"):
+            list(loader)
+
+
+def test_a_change_without_etags_is_an_error(photos):
+    with served(photos, has_etags=False) as server:
+        dataset = h5chunk.ChunkDataset(f"{server.url}/photos.h5")
+        server.objects["/photos.h5"] += b"more"
+        with pytest.raises(FileError, match="replaced or changed"):
+            dataset[np.arange(300, 400)]
+
+
+def test_requests_that_always_fail_are_an_error(photos):
+    with served(photos) as server:
+        dataset = h5chunk.ChunkDataset(f"{server.url}/photos.h5", storage_options={"deadline": 0.3})
+        server.faults, server.kinds = 1.0, ("503", "short")
+        with pytest.raises(FileError, match=r"requests have failed for 0.3 s"):
+            dataset[np.arange(200, 300)]
+        server.faults = 0.0
+        assert torch.equal(dataset[200][0], h5chunk.ChunkDataset(photos)[200][0])
+
+
+def test_what_is_missing_or_not_hdf5_is_an_error():
+    with object_server({"/text.h5": b"text" * 100}) as server:
+        with pytest.raises(FileError, match=r"gone.h5: no such object"):
+            h5chunk.ChunkDataset(f"{server.url}/gone.h5")
+        with pytest.raises(FileError, match=r"^http.*text.h5: not an HDF5 file"):
+            h5chunk.ChunkDataset(f"{server.url}/text.h5")
+
+
+def test_several_objects_are_one_data_set(photos, tmp_path):
+    h5chunk.convert(h5chunk.ChunkDataset(photos), tmp_path / "shards", shards=3)
+    shards = sorted((tmp_path / "shards").iterdir())
+    with served(*shards) as server:
+        urls = [f"{server.url}/{shard.name}" for shard in shards]
+        assert_equal(batches(urls), batches(tmp_path / "shards"))
+        with pytest.raises(OptionError, match="web servers do not list folders"):
+            h5chunk.ChunkDataset(f"{server.url}/shards/")
+
+
+@pytest.mark.parametrize("options", [{"compression": "gzip"}, {"compression": "lzf", "chunks": (5, 2, 40, 40)}])
+def test_files_of_others(photos, tmp_path, options):
+    with h5py.File(photos) as old, h5py.File(tmp_path / "other.h5", "w") as new:
+        new.create_dataset("images", data=old["images"][:200], **{"chunks": (5, 3, 40, 40), **options})
+        new.create_dataset("labels", data=old["labels"][:200], chunks=(7,))
+    with served(tmp_path / "other.h5") as server:
+        url = f"{server.url}/other.h5"
+        for reader in ("direct", "h5py"):
+            assert_equal(batches(url, reader=reader), batches(tmp_path / "other.h5", reader=reader))
+        rows = [3, 199, 50]
+        assert_equal([h5chunk.ChunkDataset(url)[rows]], [h5chunk.ChunkDataset(tmp_path / "other.h5")[rows]])
+
+
+def test_a_sparse_matrix(tmp_path):
+    (tmp_path / "ratings.csv").write_text(
+        "".join(f"{row},{column},1\n" for row in range(300) for column in range(row % 7))
+    )
+    h5chunk.convert(tmp_path / "ratings.csv", tmp_path / "ratings.h5")
+    with served(tmp_path / "ratings.h5") as server:
+        url = f"{server.url}/ratings.h5"
+        assert_equal(batches(url), batches(tmp_path / "ratings.h5"))
+        local = h5chunk.ChunkDataset(tmp_path / "ratings.h5")
+        assert list(h5chunk.ChunkDataset(url).row_ids) == list(local.row_ids)
+
+
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.nightly)])
+def test_workers_of_a_data_loader(photos, context):
+    with served(photos) as server:
+        dataset = h5chunk.ChunkDataset(f"{server.url}/photos.h5")
+        assert len(dataset[0]) == 2
+        sampler = h5chunk.ChunkSampler(dataset, batch_size=64)
+        loader = DataLoader(dataset, batch_sampler=sampler, num_workers=2, multiprocessing_context=context)
+        local = h5chunk.ChunkDataset(photos)
+        assert_equal(list(loader), list(DataLoader(local, batch_sampler=h5chunk.ChunkSampler(local, 64))))
+
+
+def test_commands(photos):
+    with served(photos) as server:
+        url = f"{server.url}/photos.h5"
+        assert h5chunk.verify(url).ok
+        assert "600 samples" in str(h5chunk.info(url))
+        damaged = bytearray(server.objects["/photos.h5"])
+        damaged[200_000] ^= 1
+        server.objects["/damaged.h5"] = bytes(damaged)
+        assert [damage.field for damage in h5chunk.verify(f"{server.url}/damaged.h5").bad] == ["images"]
+
+
+def test_without_obstore(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(client, "_current", [])
+    monkeypatch.setattr(client, "_paths", [])
+    with pytest.raises(OptionError, match=r"h5chunk\[remote\]"):
+        h5chunk.ChunkDataset("s3://bucket/photos.h5")
+
+
+def test_without_a_cache_only_metadata_stays_on_disk(photos, tmp_path):
+    with served(photos) as server:
+        batches(f"{server.url}/photos.h5")
+    (copy,) = (tmp_path / "cache").rglob("object.h5")
+    assert copy.stat().st_blocks * 512 < photos.stat().st_size / 4
+    shutil.rmtree(copy.parent)

@@ -1,0 +1,106 @@
+"""A web server of objects in memory, in threads: with range requests, latency, and faults on demand."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+import threading
+import time
+from contextlib import contextmanager
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+KINDS = ("503", "short", "slow")
+
+
+class ObjectServer(ThreadingHTTPServer):
+    """``objects`` maps paths such as ``/a.h5`` to bytes; ``requests`` has the path and range of each request.
+
+    ``faults`` is the part of the requests that fail, by turns: a 503, a body that is cut short, one that comes late.
+    """
+
+    daemon_threads = True
+    request_queue_size = 512
+
+    def __init__(self, objects=(), *, latency_s=0.0, faults=0.0, seed=0, kinds=KINDS, has_etags=True, port=0):
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.objects = dict(objects)
+        self.latency_s, self.faults, self.has_etags = latency_s, faults, has_etags
+        self.kinds, self.requests, self.num_faults, self._random = kinds, [], 0, random.Random(seed)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+    def fault(self):
+        """Return the fault of the next request: 503, short, slow or an empty string."""
+        if self._random.random() >= self.faults:
+            return ""
+        self.num_faults += 1
+        return self.kinds[self.num_faults % len(self.kinds)]
+
+    def handle_error(self, request, address):
+        """Clients may go away."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    wbufsize = 1 << 16
+
+    def log_message(self, *_):
+        pass
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        server, data = self.server, self.server.objects.get(self.path)
+        server.requests.append((self.path, self.headers.get("Range")))
+        if server.latency_s:
+            time.sleep(server.latency_s)
+        if data is None:
+            return self._answer(404)
+        etag = f'"{hashlib.md5(data[:4096]).hexdigest()}-{len(data)}"' if server.has_etags else None
+        if self.headers.get("If-Match", etag) != etag:
+            return self._answer(412)
+        fault = server.fault()
+        if fault == "503":
+            return self._answer(503)
+        headers = {"Last-Modified": formatdate(1_700_000_000, usegmt=True), **({"ETag": etag} if etag else {})}
+        match = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if not match:
+            return self._answer(200, memoryview(data), headers)
+        start, stop = int(match[1]), min(int(match[2]) + 1, len(data))
+        headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
+        return self._answer(206, memoryview(data)[start:stop], headers, fault)
+
+    def _answer(self, status, body=b"", headers=(), fault=""):
+        self.send_response(status)
+        for name, value in dict(headers).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        if fault == "short":
+            self.wfile.write(body[: len(body) // 2])
+            self.close_connection = True
+            return
+        if fault == "slow":
+            self.wfile.write(body[:100])
+            self.wfile.flush()
+            time.sleep(0.05)
+            body = body[100:]
+        self.wfile.write(body)
+
+
+@contextmanager
+def object_server(objects=(), **options):
+    """Run a server in a thread."""
+    server = ObjectServer(objects, **options)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
