@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -56,7 +55,9 @@ class ChunkDataset(StoredNames, Dataset[Any]):
     path : path or sequence of paths
         A file; or several files as one data set, whose samples are numbered file after file: a folder or a pattern such
         as ``shards/*.h5``, sorted by name with numbers by value, or a list, in its order. Their fields must agree, and
-        so must the classes of labels; their chunks may differ. A folder that lacks a shard is an error.
+        so must the classes of labels; their chunks may differ. A folder that lacks a shard is an error. Or URLs of
+        objects in stores (``s3://``, ``gs://``, ``az://``, ``https://``), with the extra ``remote``: their bytes are
+        read by range requests as they are needed, and a change of an object is an error.
     fields : sequence or mapping of str, optional
         Datasets to read, in this order, or the group of a CSR matrix, which comes first; a mapping gives them names.
         Default: ``images``, or the matrix ``X``, and ``labels`` if they exist. ``sample_number`` is the number of each
@@ -95,8 +96,6 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         trusted: bool = False,
         checksums: str = OFF,
         transform: Callable[[Any], Any] | Transforms | None = None,
-        cache_dir: str | os.PathLike[str] | None = None,
-        cache_bytes: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         named = field_mapping(fields)
@@ -104,7 +103,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         stored = named if named is None else {name: named[name] for name in named if name not in self._numbered}
         if self._numbered and not stored:
             raise OptionError(f"fields is {fields!r}: name at least one dataset of the file beside {SAMPLE_NUMBER}")
-        remote = remote_options(cache_dir, cache_bytes, storage_options)
+        remote = remote_options(None, None, storage_options)
         self._reader = open_reader(path, stored, trusted=trusted, checksums=checksums, remote=remote)
         self._names = tuple(self._reader.fields if named is None else named)
         for name in self._names:
