@@ -258,7 +258,7 @@ class CudaSlot:
 
     @property
     def is_free(self) -> bool:
-        """Whether the copy out of the pinned buffer is done, so that `begin` returns at once."""
+        """True if the copy out of the pinned buffer is done, so that `begin` returns at once."""
         return self._copied.query()
 
     def begin(self, samples: np.ndarray) -> Mapping[str, Destination]:

@@ -156,7 +156,7 @@ class ChunkGrid:
 
     @property
     def needs_cache(self) -> bool:
-        """Whether a cache helps: for small samples, samples that are cut into several chunks, and filtered chunks.
+        """True if a cache helps: for small samples, samples that are cut into several chunks, and filtered chunks.
 
         A large sample that is one run of bytes in the file is read directly, because a cache would add a copy.
         """

@@ -50,7 +50,7 @@ class CsrLayout:
 
     @property
     def pattern(self) -> bool:
-        """Whether no values are stored."""
+        """True if no values are stored."""
         return self.value_dtype is None
 
     @property

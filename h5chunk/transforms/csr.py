@@ -137,7 +137,7 @@ class ValueRule:
         return values
 
     def is_direct(self, rows: CsrRows, dtype: torch.dtype) -> bool:
-        """Whether values, before the steps, are the table's, the constant, or stored numbers, which have ``dtype``."""
+        """True if values, before the steps, are the table's, the constant, or stored numbers, which have ``dtype``."""
         return self.least is None and (self.table is not None or rows.values is None or rows.values.dtype == dtype)
 
     def table_of(self, rows: CsrRows, dtype: torch.dtype) -> np.ndarray | None:

@@ -122,7 +122,7 @@ class ImageConverter:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether batches are the same as in the file."""
+        """True if batches are the same as in the file."""
         return self.dtype == self._stored and not self._scaled and self._format == torch.contiguous_format
 
     def prepare(self, device: torch.device) -> None:

@@ -196,7 +196,7 @@ class RowConverter:
 
     @property
     def is_uncut(self) -> bool:
-        """Whether the result cannot be split into several batches, as a dense batch can."""
+        """True if the result cannot be split into several batches, as a dense batch can."""
         return self.makes_csr or self.hold_out is not None
 
     def __call__(

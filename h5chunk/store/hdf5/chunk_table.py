@@ -67,7 +67,7 @@ class ChunkTable:
 
     @property
     def is_one_run(self) -> bool:
-        """Whether all chunks follow each other in the file, in order, so that any range of rows is one byte range."""
+        """True if all chunks follow each other in the file, in order, so that any range of rows is one byte range."""
         if len(self) == 0 or self.offsets[0] < 0:
             return False
         expected = self.offsets[0] + np.arange(len(self)) * self.sizes[0]

@@ -42,7 +42,7 @@ class RawChunks:
 
     @property
     def needs_hdf5(self) -> bool:
-        """Whether HDF5 must read and decode the chunks."""
+        """True if HDF5 must read and decode the chunks."""
         return self.decodes and bool(self.left_to_hdf5)
 
     def run_ends(self, first: int, last: int) -> list[int]:

@@ -155,7 +155,7 @@ class ByteReader:
 
     @property
     def is_slower_than_hdf5(self) -> bool:
-        """Whether HDF5 in one thread reads the field faster than threads here, because it has many tiny chunks."""
+        """True if HDF5 in one thread reads the field faster than threads here, because it has many tiny chunks."""
         return any(chunks.are_tiny for chunks in self.chunks)
 
     def scratch_bytes(self, num_threads: int) -> int:

@@ -173,7 +173,7 @@ class FileTasks:
 
     @property
     def is_plain(self) -> bool:
-        """Whether native threads can run the whole task."""
+        """True if native threads can run the whole task."""
         return all(hasattr(part, "jobs") for part, _ in self._parts)
 
     def split(self, opened: OpenFiles) -> Iterator[tuple[ReadTask, int, Callable[[], None]]]:

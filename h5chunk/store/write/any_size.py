@@ -63,7 +63,7 @@ class AnySizeJob(FillJob):
 
 
 class _ImageReader(TaskRunner):
-    """Reads the images of tasks.
+    """Read the images of tasks.
 
     The ``checksums`` of a result are, for each chunk, the CRC-32 of its images, followed by `FACTS` numbers per sample;
     -1 is the number of bytes of an unreadable sample.
@@ -111,10 +111,10 @@ class BytesWriter:
         self.num_bytes, self._sum = 0, 0
         self._sums: list[int] = []
 
-    def carry(self, old: OldImages, copied: Callable[[int], None]) -> None:
-        """Copy the images of an old file to the start, after comparing them with their checksums."""
+    def copy_old(self, old: OldImages, copied: Callable[[int], None]) -> None:
+        """Compare the images of an old file with their checksums, and write them first."""
         num_chunks = old.num_bytes // CHUNK_BYTES if old.data.dataset.chunks == (CHUNK_BYTES,) else 0
-        old.data.carry(num_chunks, self._new.part, self._new.offset(self._name), copied)
+        old.data.copy_chunks(num_chunks, self._new.part, self._new.offset(self._name), copied)
         self.num_bytes, self._sums = num_chunks * CHUNK_BYTES, old.data.checksums[:num_chunks].tolist()
         self.put(old.data.values(num_chunks).tobytes())
 

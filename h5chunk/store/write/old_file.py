@@ -123,7 +123,7 @@ class OldDataset:
         values: np.ndarray = self.dataset[first_chunk * chunk_rows :]
         return values
 
-    def carry(self, num_chunks: int, part: Path, offset: int, copied: Callable[[int], None]) -> None:
+    def copy_chunks(self, num_chunks: int, part: Path, offset: int, copied: Callable[[int], None]) -> None:
         """Check the first chunks, and copy them to ``offset`` of the new file at ``part``.
 
         ``copied`` is called with the number of bytes copied since the last call.

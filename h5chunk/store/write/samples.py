@@ -99,7 +99,7 @@ class SampleJob:
         return self.old.num_samples // self.layout.chunk_samples
 
     @property
-    def carried_bytes(self) -> int:
+    def copied_bytes(self) -> int:
         """Bytes of the chunks of old samples that are copied as they are."""
         if self.old.images is not None:
             return self.old.images.num_bytes
@@ -203,21 +203,21 @@ def write_samples(
     claims: Mapping[int, TaskResult] | None = None,
     finished: Callable[[TaskResult], None] = lambda done: None,
     written: Callable[[int], None] = lambda num_samples: None,
-    carried: Callable[[int], None] = lambda num_bytes: None,
+    copied: Callable[[int], None] = lambda num_bytes: None,
 ) -> tuple[SampleJob, Filled]:
     """Allocate and write a whole file, without committing it.
 
-    ``claims`` and ``finished`` are as for `h5chunk.store.write.fill.fill`; ``written`` and ``carried`` are called with
+    ``claims`` and ``finished`` are as for `h5chunk.store.write.fill.fill`; ``written`` and ``copied`` are called with
     the number of samples written, and of old bytes copied, since the last call. Returns the job without the samples
     that were skipped, and the results of all tasks; the rows of failures count from the first new sample.
     """
     if job.any_size:
-        return _write_any_size(new, job, claims or {}, finished, written, carried)
+        return _write_any_size(new, job, claims or {}, finished, written, copied)
     regions = new.reallocate(job.spec(), job.fields) if claims else new.allocate(job.spec())
     tail = job.old.tail(job.layout.chunk_samples)
     with new.flusher():
         for name, old in job.old.fields.items():
-            old.carry(job.first_chunk, new.part, regions[name].offset, carried)
+            old.copy_chunks(job.first_chunk, new.part, regions[name].offset, copied)
         filled = fill(_fill_job(new, job, regions, tail), job.num_workers, not job.skip, written, claims, finished)
     num_tail = job.old.num_samples - job.first_chunk * job.layout.chunk_samples
     filled.failures = [failure._replace(row=failure.row - num_tail) for failure in filled.failures]
@@ -236,7 +236,7 @@ def _write_any_size(
     claims: Mapping[int, TaskResult],
     finished: Callable[[TaskResult], None],
     written: Callable[[int], None],
-    carried: Callable[[int], None],
+    copied: Callable[[int], None],
 ) -> tuple[SampleJob, Filled]:
     name, size, old = job.any_size, job.layout.chunk_samples, job.old.images
     new.begin(replace(job, num_bytes=LARGE_BYTES).spec(), f"{name}/data")
@@ -245,7 +245,7 @@ def _write_any_size(
     writer = BytesWriter(new, f"{name}/data")
     with new.flusher():
         if old is not None:
-            writer.carry(old, carried)
+            writer.copy_old(old, copied)
         filled = fill_any_size(writer, images, job.num_workers, not job.skip, written, claims, finished)
     check_failures(job, filled.failures)
     good = filled.facts[:, 0] >= 0

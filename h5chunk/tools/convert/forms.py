@@ -18,7 +18,7 @@ from h5chunk.tools.measure.checks import CROP
 from h5chunk.tools.measure.machine import available_bytes
 
 FORMS = {"encoded": "--keep-encoded", "raw": "--keep-size"}
-MOST_IMAGES, PROBE_BYTES = 48, 32 << 20  # images to measure, and about the bytes of their pixels
+MAX_IMAGES, PROBE_BYTES = 48, 32 << 20  # images to measure, and about the bytes of their pixels
 COPIES, BATCH_SIZE = 4, 16  # of the file of these images, so that epochs are long enough
 MEASURE_S, LEAD_S = 0.4, 0.1
 GPU_RATE = 6900  # images/s at which an H200 trains a compiled ResNet-50: scripts/LOG.md
@@ -27,7 +27,7 @@ FASTER = 1.2  # gain in speed that is worth the space
 
 @dataclass(frozen=True)
 class FormCost:
-    """What a form of images of any size costs on this machine."""
+    """The measured costs of storing images of any size in one form on this machine."""
 
     form: str  # encoded or raw
     option: str  # the option of convert that chooses it
@@ -45,7 +45,7 @@ class FormCost:
 
 
 def compare_forms(job: SampleJob, free_bytes: int) -> list[FormCost]:
-    """Measure both forms with a few images; leave out a form that the source does not have, or that has no room."""
+    """Measure both forms with a few images; skip forms that the source cannot have, or that do not fit on the disk."""
     costs = []
     memory = available_bytes()
     for form, option in FORMS.items():
@@ -66,7 +66,7 @@ def _measure(job: SampleJob, form: str) -> tuple[float, float]:
 
     source = job.source.in_form(form)
     pixel_bytes = max(1, source.size_bytes["as pixels"] // len(source))
-    count = max(1, min(MOST_IMAGES, PROBE_BYTES // pixel_bytes, len(job.order)))
+    count = max(1, min(MAX_IMAGES, PROBE_BYTES // pixel_bytes, len(job.order)))
     order = job.order[np.linspace(0, len(job.order) - 1, count).astype(np.int64)]
     with tempfile.TemporaryDirectory(prefix="h5chunk-", ignore_cleanup_errors=True) as folder:
         probe = replace(job, source=source, path=Path(folder) / "images.h5", num_workers=0).with_order(order)
@@ -97,7 +97,5 @@ def recommend(costs: Sequence[FormCost]) -> str:
     short = f"decoding is below {gpu}"
     if raw.fits_disk and raw.fits_memory:
         return f"keep their pixels ({raw.option}), which load {times:.1f} times as fast: {short}"
-    what = "on this disk" if not raw.fits_disk else "in memory"
-    return (
-        f"keep them encoded, because their pixels do not fit {what}; {short}: --max-side or more cores make it faster"
-    )
+    lacking = "on this disk" if not raw.fits_disk else "in memory"
+    return f"keep them encoded, because their pixels do not fit {lacking}; {short}: --max-side or more cores make it faster"

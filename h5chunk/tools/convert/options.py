@@ -89,7 +89,7 @@ class SampleOptions(ReadOptions, WriteOptions):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the output is a folder of files."""
+        """True if the output is a folder of files."""
         return self.shards is not None or self.shard_bytes is not None or self.split_files
 
     def recorded(self) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class MatrixOptions(WriteOptions):
 
     @property
     def needs_times(self) -> bool:
-        """Whether the times of entries matter, if the source has them."""
+        """True if the options depend on the times of entries."""
         return self.time_order or self.duplicates in IN_ORDER
 
     def min_counts(self, has_ids: bool) -> tuple[int, int]:

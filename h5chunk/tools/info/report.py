@@ -41,12 +41,12 @@ class DatasetInfo(Report):
 
     @property
     def can_train(self) -> bool:
-        """Whether the rows of the dataset can be samples."""
+        """True if the rows of the dataset can be samples."""
         return self.verdict.startswith(("good", "bad"))
 
     @property
     def is_cut(self) -> bool:
-        """Whether each sample is cut into several chunks."""
+        """True if each sample is cut into several chunks."""
         return self.verdict.startswith("bad")
 
     def lines(self) -> list[str]:

@@ -69,7 +69,7 @@ def cut(ranges: Ranges) -> Ranges:
 
 
 def large(ranges: Ranges) -> Ranges:
-    """Leave out ranges smaller than a page, unless all are."""
+    """Return the ranges of at least a page; all ranges if none is that large."""
     return [range_ for range_ in ranges if range_.size >= mmap.PAGESIZE] or ranges
 
 
@@ -217,7 +217,7 @@ class FileReads:
 
     @property
     def can_be_checked(self) -> bool:
-        """Whether the system tells which pages are cached, as it does for files that this process may write."""
+        """True if the system shows which pages are cached, as it does for files that this process may write."""
         return all(os.access(path, os.W_OK) or os.stat(path).st_uid == os.geteuid() for path in self._paths)
 
     def cached_share(self, ranges: Ranges) -> float:

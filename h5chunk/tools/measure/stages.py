@@ -99,7 +99,7 @@ class Subject:
 
     @property
     def is_encoded(self) -> bool:
-        """Whether samples are encoded images."""
+        """True if samples are encoded images."""
         return isinstance(self.reader.ragged, ImagesField) and self.reader.ragged.form == "encoded"
 
     @property

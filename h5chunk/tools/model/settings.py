@@ -58,7 +58,7 @@ class DataFacts:
 
     @property
     def is_good(self) -> bool:
-        """Whether chunks hold whole samples and have no filter."""
+        """True if chunks hold whole samples and have no filter."""
         return not self.grid.filtered and self.grid.chunks_per_sample == 1
 
 

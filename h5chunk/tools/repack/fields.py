@@ -49,7 +49,7 @@ class RaggedGroup:
 
     @property
     def has_samples(self) -> bool:
-        """Whether a sample is a run of entries."""
+        """True if a sample is a run of entries."""
         return self.kind in ("csr", "images")
 
     @property
@@ -106,7 +106,7 @@ def find_samples(
     large = [facts for facts in candidates if facts.grid.sample_bytes > min(part_bytes, MAX_CHUNK_BYTES)]
     if not options.shuffle and not options.fields:  # otherwise they are an error later
         candidates = [facts for facts in candidates if facts not in large]
-    mains = _mains(candidates, datasets, ragged, header, options, anndata, label)
+    mains = _main_fields(candidates, datasets, ragged, header, options, anndata, label)
     lengths = dict(mains)
     members = [facts for facts in candidates if facts.num_rows in lengths]
     fields = [facts for facts in members if facts.is_fixed_size]
@@ -116,7 +116,7 @@ def find_samples(
     return Samples(num_samples, main, layouts, fields, others, ragged, anndata, [facts.name for facts in large])
 
 
-def _mains(
+def _main_fields(
     candidates: list[DatasetFacts],
     datasets: dict[bytes, DatasetFacts],
     ragged: list[RaggedGroup],
@@ -170,7 +170,7 @@ def _named(datasets: dict[bytes, DatasetFacts], name: str, label: str) -> Datase
 def _plan(
     num_rows: int, fields: list[DatasetFacts], ragged: list[RaggedGroup], chunk_samples: int | None
 ) -> Layout | CsrLayout:
-    """Plan the chunks of the fields of one length, which all have as many samples per chunk as suits the largest."""
+    """Plan the chunks of the fields of one length; all have the number of samples per chunk that suits the largest."""
     largest = max((facts.num_bytes for facts in fields if facts.num_rows == num_rows), default=0)
     rows = [group for group in ragged if group.has_samples and group.shape[0] == num_rows and group.shape[1]]
     for group in sorted(rows, key=lambda group: group.num_entries)[-1:]:

@@ -67,7 +67,7 @@ class Move:
 
     @property
     def is_field(self) -> bool:
-        """Whether the dataset is a field, not a table of the group ``/h5chunk``."""
+        """True if the dataset is a field, not a table of the group ``/h5chunk``."""
         return not self.facts.path.startswith(f"{GROUP}/".encode())
 
 

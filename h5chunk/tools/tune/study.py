@@ -72,7 +72,7 @@ class Study:
 
     @property
     def is_ragged(self) -> bool:
-        """Whether samples are rows of a sparse matrix, or images of any size, so that chunks cannot be changed."""
+        """True if samples are rows of a sparse matrix, or images of any size, so that chunks cannot be changed."""
         return self.reader.ragged is not None
 
     def clustering(self, chunk_samples: int) -> Clustering:

@@ -56,7 +56,7 @@ class VerifyReport(Report):
 
     @property
     def ok(self) -> bool:
-        """Whether no damage was found."""
+        """True if no damage was found."""
         return not self.bad and not self.problems
 
     def facts(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class FolderReport(Report):
 
     @property
     def ok(self) -> bool:
-        """Whether no damage was found."""
+        """True if no damage was found."""
         return not self.missing and not self.problems and all(report.ok for report in self.files)
 
     def facts(self) -> dict[str, Any]:
