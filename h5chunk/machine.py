@@ -25,7 +25,7 @@ class KeptThreads:
         self._pool: ThreadPoolExecutor | None = None
 
     def pool(self, num_threads: int) -> ThreadPoolExecutor:
-        """Return the pool of this process; ``num_threads`` counts only when it starts."""
+        """Return the pool of this process; ``num_threads`` is used only when it starts."""
         if self._pool is None or self._process != os.getpid():
             self._pool, self._process = ThreadPoolExecutor(num_threads, self._name), os.getpid()
         return self._pool

@@ -234,7 +234,7 @@ class FloatCoding:
         return real, int(unfit.argmax()) if unfit.any() else None
 
     def finish_sums(self, sums: Values) -> tuple[Values, npt.NDArray[np.bool_]]:
-        """Clip and round (n,) sums; return (n,) float64, and (n,) bool: whether they are unfit."""
+        """Clip and round (n,) sums; return (n,) float64, and which sums the type cannot store, (n,) bool."""
         clipped = np.clip(sums, 0, MAX_CODE) if self.clip else sums
         with np.errstate(over="ignore"):
             stored = clipped.astype(self.dtype_name or np.float32).astype(np.float64)

@@ -120,7 +120,7 @@ class MemoryLimit:
         self._held_bytes = 0
 
     def check(self, claim: str, num_bytes: int, part_read: float = 1.0) -> None:
-        """Raise SourceError if ``num_bytes`` more for ``claim`` (a text for the message) exceed the limit.
+        """Raise SourceError if ``num_bytes`` more exceed the limit; ``claim`` says in the message what they are for.
 
         ``part_read`` is the fraction of the source read so far, from 0 to 1; the rest is assumed to be similar.
         """

@@ -180,7 +180,7 @@ class OldImages:
 
 
 def copy_range(source: int, target: int, offsets: tuple[int, int], num_bytes: int, label: str = "a file") -> None:
-    """Copy bytes between two descriptors from these offsets on, in the kernel if possible, so that reflinks share them.
+    """Copy bytes between two descriptors, starting at the two offsets, by reflinks if the system supports them.
 
     Raises FileError, which names the source as ``label``, if it cannot be read.
     """

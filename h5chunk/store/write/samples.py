@@ -295,7 +295,7 @@ class _TailedReader:
 
 
 def check_failures(job: SampleJob, failures: Sequence[Failure]) -> None:
-    """Raise SampleError or SourceError if samples failed, unless they are to be skipped and others are left."""
+    """Raise the error of failed samples, unless failures may be skipped and at least one sample succeeded."""
     odd = next((failure for failure in failures if failure.kind == ShapeError.__name__), None)
     if odd is not None:
         if job.old.num_samples:

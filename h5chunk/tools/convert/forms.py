@@ -45,7 +45,7 @@ class FormCost:
 
 
 def compare_forms(job: SampleJob, free_bytes: int) -> list[FormCost]:
-    """Measure both forms with a few images; skip forms that the source cannot have, or that do not fit on the disk."""
+    """Measure both forms with a few images; skip forms that the source cannot have, or the disk cannot hold."""
     costs = []
     memory = available_bytes()
     for form, option in FORMS.items():
