@@ -128,8 +128,8 @@ class SampleRun:
             if self.shards:
                 taken = sum(file.stat().st_blocks * 512 for file in output.part.iterdir())
                 check_free_space(job.path, sum(file.spec().num_bytes for file in files) - taken)
-            carried, first_row = count_up("copy", job.carried_bytes, self.progress), 0
-            writing = log.write_here(output, carried)
+            copied, first_row = count_up("copy", job.copied_bytes, self.progress), 0
+            writing = log.write_here(output, copied)
             if self.cluster is not None:
                 writing = log.write_on(self.cluster, output.part)
             for _, written, filled in sorted(writing, key=lambda file: file[0]):
@@ -222,14 +222,14 @@ class _TaskLog:
         return max(0, min(done.chunks.stop * size, num_samples) - done.chunks.start * size)
 
     def write_here(
-        self, output: NewFile | NewFolder, carried: Callable[[int], None]
+        self, output: NewFile | NewFolder, copied: Callable[[int], None]
     ) -> Iterator[tuple[int, SampleJob, Filled]]:
         """Write all files, except chunks that the journal records and that are unchanged.
 
         Yields (number, job, outcome) of each file; the job lacks the samples that were skipped.
         """
         for number, job in enumerate(self._jobs):
-            options: dict[str, Any] = {"claims": self._claims[number], "written": self._written, "carried": carried}
+            options: dict[str, Any] = {"claims": self._claims[number], "written": self._written, "copied": copied}
             with _file_of(output, job.path.name) as new:
                 written = write_samples(new, job, finished=partial(self._finished, number), **options)
             yield number, *written
