@@ -212,7 +212,7 @@ def test_a_dry_run_says_what_images_cost(photos, tmp_path, monkeypatch):
     [
         (9000, 20000, True, "keep them encoded: this machine decodes more than the 6,900"),
         (1000, 5000, True, r"keep their pixels \(--keep-size\), which load 5.0 times as fast"),
-        (1000, 5000, False, "keep them encoded, because their pixels do not fit in memory"),
+        (1000, 5000, False, "keep them encoded: their pixels do not fit in memory"),
         (1000, 1100, True, "would not load faster"),
     ],
 )

@@ -98,6 +98,4 @@ def recommend(costs: Sequence[FormCost]) -> str:
     if raw.fits_disk and raw.fits_memory:
         return f"keep their pixels ({raw.option}), which load {times:.1f} times as fast: {short}"
     where = "on this disk" if not raw.fits_disk else "in memory"
-    return (
-        f"keep them encoded, because their pixels do not fit {where}; {short}: --max-side or more cores make it faster"
-    )
+    return f"keep them encoded: their pixels do not fit {where}; {short}: --max-side or more cores make it faster"
