@@ -29,6 +29,7 @@ from h5chunk.plan.order import Order, divisors
 from h5chunk.plan.permutation import ECHO, Indices, permutation
 
 AHEAD = 6  # windows to read ahead: see scripts/LOG.md
+ROUND_BYTES = 128 << 20  # limit on the bytes of small windows that are read a round ahead
 AHEAD_BYTES = 1 << 30  # limit on their bytes, unless ``memory_bytes`` is given
 TOGETHER_BYTES = 32 << 20  # small windows are read together up to this size, since each read has its cost
 
@@ -67,13 +68,14 @@ def plan_slots(
         window_samples = largest_window(order)
         slot_bytes = max(1, window_bytes(window_samples))
         min_slots = num_open_windows(order) + 1
+        ahead = num_ahead(order, slot_bytes)
         if memory_bytes is None:
-            num_slots = min_slots - 1 + max(1, min(num_ahead(order), AHEAD_BYTES // slot_bytes))
+            num_slots = min_slots - 1 + max(1, min(ahead, AHEAD_BYTES // slot_bytes))
             return SlotPlan(order, num_slots, window_samples, slot_bytes)
         extra_bytes = other_bytes(order)
         fitting = max(0, memory_bytes - extra_bytes) // slot_bytes
         if fitting >= min_slots:
-            return SlotPlan(order, min(fitting, min_slots - 1 + num_ahead(order)), window_samples, slot_bytes)
+            return SlotPlan(order, min(fitting, min_slots - 1 + ahead), window_samples, slot_bytes)
         fewer = max(order.window_chunks // 2, min_chunks or order.window_chunks)
         if fewer >= order.window_chunks:
             break
@@ -95,7 +97,7 @@ def with_windows_together(plan: SlotPlan, max_bytes: int, num_reserved: int = 0)
     >>> plan = plan_slots(order, window_bytes=lambda samples: 1000 * samples, other_bytes=lambda order: 0)
     >>> together = with_windows_together(plan, 1 << 20)
     >>> plan.num_slots, plan.window_samples, together.num_slots, together.window_samples
-    (30, 32, 10, 96)
+    (48, 32, 4, 384)
     """
     for count in (n for n in divisors(plan.order.interleave) if n * plan.window_bytes <= max_bytes):
         num_slots = (plan.num_slots + num_reserved) // count - num_reserved
@@ -105,13 +107,18 @@ def with_windows_together(plan: SlotPlan, max_bytes: int, num_reserved: int = 0)
     return plan
 
 
-def num_ahead(order: Order) -> int:
-    """Return how many windows to read ahead: `AHEAD`, or fewer if an epoch has fewer."""
+def num_ahead(order: Order, slot_bytes: int) -> int:
+    """Return how many windows of at most ``slot_bytes`` to read ahead: at most those of an epoch.
+
+    All windows of a round are needed within a few batches, and their slots become free within a few batches. If windows
+    are small, a whole round is read ahead, so that reading does not wait for these moments.
+    """
+    wanted = max(AHEAD, min(num_open_windows(order), ROUND_BYTES // slot_bytes))
     windows = 0
     for round_ in order.rounds():
         windows += round_.num_windows
-        if windows >= AHEAD:
-            return AHEAD
+        if windows >= wanted:
+            return wanted
     return max(1, windows)
 
 
