@@ -33,8 +33,8 @@ from typing import Any
 
 import torch
 from ablation_feeds import Feed, FolderImages, Settings, cached_rate, check, open_dataset
+from ablation_train import Epoch, SettingsError, Trainer, inspect, kernels, run_epoch
 from models import MODELS, ModelError
-from train_images import Epoch, SettingsError, Trainer, inspect, kernels, run_epoch
 
 import h5chunk
 from h5chunk.machine import available_cores

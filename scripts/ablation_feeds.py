@@ -11,12 +11,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import ablation_train
 import numpy as np
 import torch
-import train_images
+from ablation_train import AMP, MEAN, STD, Batch, SettingsError, Trainer, Waiting
 from PIL import Image, ImageOps
 from torch.utils.data import DataLoader, Dataset, default_collate
-from train_images import AMP, MEAN, STD, Batch, SettingsError, Trainer, Waiting
 
 import h5chunk
 from h5chunk.plan.order import INTERLEAVE
@@ -25,7 +25,7 @@ WARM_UP_STEPS, BLOCK_STEPS = 5, 5  # on the cached batch: untimed steps, and ste
 
 
 @dataclass(frozen=True)
-class Settings(train_images.Settings):
+class Settings(ablation_train.Settings):
     """Settings of a training run by one of these loaders.
 
     Loaders: ``chunk`` is ChunkLoader, which reads, pins, copies and normalises by itself; ``dataset`` is ChunkDataset
@@ -47,7 +47,7 @@ class Settings(train_images.Settings):
 
 def check(settings: Settings) -> None:
     """Raise SettingsError unless the settings are valid."""
-    train_images.check(settings)
+    ablation_train.check(settings)
     if settings.prefetch_factor and settings.num_workers < 1:
         raise SettingsError(f"--num-workers is {settings.num_workers}: give at least 1, as --prefetch-factor is theirs")
     if settings.steps is not None and settings.steps < 1:
@@ -88,14 +88,14 @@ def open_dataset(settings: Settings) -> Any:
     transform = to_floats if settings.transport == "float32" else None
     if settings.loader == "folder":
         return FolderImages(settings.data, transform, settings.image_size)
-    return train_images.open_dataset(settings.data, transform=transform)
+    return ablation_train.open_dataset(settings.data, transform=transform)
 
 
 def make_loader(settings: Settings, dataset: Any) -> Any:
     """Make a loader of shuffled batches."""
     s = settings
     if s.loader == "chunk":
-        return train_images.make_loader(s, dataset)
+        return ablation_train.make_loader(s, dataset)
     workers = {
         "num_workers": s.num_workers,
         "pin_memory": s.pin_memory,

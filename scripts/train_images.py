@@ -1,299 +1,198 @@
-"""Train an image classifier from a converted file with ChunkLoader.
+"""Train an image classifier as on ImageNet: random crops and flips, label smoothing, a cosine schedule, bf16, DDP.
 
-    h5chunk convert photos/ photos.h5 --size 224 224 --fit crop
-    python scripts/train_images.py photos.h5 --model resnet50 --amp bf16 --channels-last --compile --set-to-none
+    h5chunk convert train/ train.h5 --keep-encoded --max-side 512     # one folder per class
+    h5chunk convert val/ val.h5 --keep-encoded --max-side 512
+    torchrun --nproc-per-node 8 scripts/train_images.py train.h5 --val val.h5               # 8 GPUs
+    python scripts/train_images.py train.h5 --val val.h5 --model cnn --size 64 --epochs 3   # one GPU, or the CPU
 
-Prints for each epoch: training loss and accuracy, images/s, seconds, the share of them that the loop waited in the
-loader's ``next`` (on a GPU, earlier steps may still be computing meanwhile), and the peak of GPU memory that torch
-allocated. The first epoch includes one-time costs: starting threads, choosing kernels and compiling. ablation.py
-measures the same training with other loaders; train_demo.py uses torch's DataLoader.
+Files of encoded images, of pixels of any size (--keep-size) and of images of one size (--size 256 256) are read alike.
+With ``--checkpoint FILE``, the training is saved after each epoch and every ``--save-steps`` steps, and the same
+command continues exactly there: with the same batches and the same random crops.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from models import MODELS, ModelError, make_model
-from torch import nn
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import h5chunk
-from h5chunk.transforms import Normalize, ToDtype
+from h5chunk.transforms import CenterCrop, Normalize, RandomHorizontalFlip, RandomResizedCrop, Resize, ToDtype
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, as in torchvision
-AMP = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-RESIDENT = {"auto": "auto", "yes": True, "no": False}
-HEADER = "epoch     loss accuracy   images/s  seconds  waiting    memory"
-
-Batch = tuple[torch.Tensor, torch.Tensor]
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
+RESIZED = 256 / 224  # of validation images, which are resized to this many times --size and cut
 
 
-class SettingsError(ValueError):
-    """Settings that are invalid, or do not fit the data."""
+def start_processes() -> torch.device:
+    """Join the other processes of torchrun, if any; return the device of this process."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    if "RANK" in os.environ:
+        distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Everything that a training run depends on; the command line has a switch for each."""
-
-    data: Path
-    val: Path | None = None
-    model: str = "cnn"
-    device: str = "cuda" if torch.cuda.is_available() else "cpu"
-    epochs: int = 2
-    batch_size: int = 64
-    lr: float = 1e-3
-    seed: int = 0
-    deterministic: bool = False
-    echo: float = 1
-    resident: str = "auto"
-    cpu_threads: int | None = None
-    amp: str = "none"
-    set_to_none: bool = False
-    channels_last: bool = False
-    compile: bool = False
-
-    @property
-    def on_gpu(self) -> bool:
-        return torch.device(self.device).type == "cuda"
+def num_processes() -> int:
+    return distributed.get_world_size() if distributed.is_initialized() else 1
 
 
-def check(s: Settings) -> None:
-    """Raise SettingsError if settings are invalid or have no effect."""
-    rules = [
-        (s.batch_size < 1, f"--batch-size is {s.batch_size}: give at least 1"),
-        (s.epochs < 1, f"--epochs is {s.epochs}: give at least 1"),
-        (s.cpu_threads is not None and s.cpu_threads < 1, f"--cpu-threads is {s.cpu_threads}: give at least 1"),
-        (s.cpu_threads and s.on_gpu, f"--cpu-threads is for training on a CPU, but --device is {s.device}"),
-        (s.amp == "fp16" and not s.on_gpu, "--amp fp16 with its GradScaler needs a GPU: use bf16"),
-        (s.channels_last and s.model.startswith("vit"), "--channels-last is for convolutions: leave it out for a ViT"),
-        (s.on_gpu and not torch.cuda.is_available(), f"--device is {s.device}, but torch finds no GPU: use cpu"),
-    ]
-    if messages := [message for broken, message in rules if broken]:
-        raise SettingsError("; ".join(messages))
+def is_first() -> bool:
+    return not distributed.is_initialized() or distributed.get_rank() == 0
 
 
-# --- data ------------------------------------------------------------------------------------------------------------
+def make_loaders(args: argparse.Namespace, device: torch.device) -> tuple[h5chunk.ChunkLoader, Any]:
+    """Return loaders of random crops of the training images, and of the centres of the validation images, if any.
 
-
-def open_dataset(path: Path, **options: Any) -> h5chunk.ChunkDataset:
-    """Open a data set of images and labels."""
-    dataset = h5chunk.ChunkDataset(path, **options)
-    if len(dataset.fields) != 2:
-        raise SettingsError(f"{path} has no labels: convert one folder per class, or a manifest with labels")
-    return dataset
-
-
-def inspect(settings: Settings, dataset: Any) -> tuple[tuple[int, int], int]:
-    """Return the size of the images and the number of classes."""
-    if len(dataset) < settings.batch_size:
-        raise SettingsError(f"--batch-size is {settings.batch_size}, but there are {len(dataset)} images")
-    shape = tuple(dataset[0][0].shape)
-    if len(shape) != 3 or shape[0] != 3:
-        raise SettingsError(f"images are {shape}, but the networks take (3, height, width): use --color rgb")
-    return shape[1:], len(dataset.classes) or int(dataset.values("labels").max()) + 1
-
-
-def make_loader(settings: Settings, dataset: h5chunk.ChunkDataset, *, training: bool = True) -> h5chunk.ChunkLoader:
-    """Make a loader: shuffled for training; for validation in order, with each sample once."""
-    s = settings
-    how = {"echo": s.echo, "resident": RESIDENT[s.resident], "seed": s.seed, "drop_last": True} if training else {}
-    transforms = [Normalize(MEAN, STD), ToDtype(AMP[s.amp], s.channels_last)]
-    return h5chunk.ChunkLoader(dataset, s.batch_size, shuffle=training, device=s.device, transforms=transforms, **how)
-
-
-class Waiting:
-    """Wraps an iterable, and adds up the time spent in its ``iter`` and ``next``."""
-
-    seconds = 0.0
-
-    def over(self, batches: Iterable[Any]) -> Iterator[Any]:
-        started = time.perf_counter()
-        for batch in batches:
-            self.seconds += time.perf_counter() - started
-            yield batch
-            started = time.perf_counter()
-        self.seconds += time.perf_counter() - started
-
-
-# --- training --------------------------------------------------------------------------------------------------------
+    Each process gets its own part of an epoch. Cropping, flipping and normalising are computed in one kernel.
+    """
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    normalize = [Normalize(MEAN, STD), ToDtype(dtype, channels_last=True)]
+    augment = [RandomResizedCrop(args.size), RandomHorizontalFlip(), *normalize]
+    centre = [Resize(round(RESIZED * args.size)), CenterCrop(args.size), *normalize]
+    how = {"seed": args.seed, "device": device}
+    train = h5chunk.ChunkLoader(args.data, args.batch_size, drop_last=True, transforms=augment, **how)
+    if args.val is None:
+        return train, None
+    return train, h5chunk.ChunkLoader(args.val, args.batch_size, shuffle=False, transforms=centre, **how)
 
 
 class Trainer:
-    """A network, its optimizer and one step of training."""
+    """A network, its optimizer and schedule, and the loader of its batches."""
 
-    def __init__(self, settings: Settings, image_size: tuple[int, int], num_classes: int) -> None:
-        self.settings, self.device = settings, torch.device(settings.device)
-        torch.manual_seed(settings.seed)
-        memory_format = torch.channels_last if settings.channels_last else torch.contiguous_format
-        network = make_model(settings.model, num_classes, image_size)
-        self.network = network.to(device=self.device, memory_format=memory_format)
-        self.forward = torch.compile(self.network) if settings.compile else self.network
-        self.optimizer = torch.optim.AdamW(self.network.parameters(), settings.lr)
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=settings.amp == "fp16")
-        self.totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # sums of loss and correct answers
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        self.args, self.device, self.step = args, device, 0
+        self.loader, self.val = make_loaders(args, device)
+        classes = h5chunk.ChunkDataset(args.data).classes
+        torch.manual_seed(args.seed)
+        network = make_model(args.model, len(classes), (args.size, args.size))
+        self.network = network.to(device, memory_format=torch.channels_last)
+        self.replica: Callable[[torch.Tensor], torch.Tensor] = self.network
+        if num_processes() > 1:
+            self.replica = DistributedDataParallel(self.network, [device.index] if device.type == "cuda" else None)
+        if args.compile:
+            self.replica = torch.compile(self.replica)
+        lr = args.lr * args.batch_size * num_processes() / 256  # the learning rate grows with the batch
+        options = {"momentum": 0.9, "nesterov": True, "weight_decay": args.weight_decay}
+        self.optimizer = torch.optim.SGD(self.network.parameters(), lr, **options)
+        self.num_steps, self.warm_steps = args.epochs * len(self.loader), args.warmup * len(self.loader)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.lr_factor)
+
+    def lr_factor(self, step: int) -> float:
+        """Return the factor of the learning rate: it rises during warm-up, and then falls like a cosine."""
+        if step < self.warm_steps:
+            return (step + 1) / (self.warm_steps + 1)
+        done = (step - self.warm_steps) / max(1, self.num_steps - self.warm_steps)
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
     def autocast(self) -> torch.autocast:
-        """Return a context for products and convolutions in 16 bits, if --amp asks for it."""
-        dtype = AMP[self.settings.amp]
-        return torch.autocast(self.device.type, dtype if dtype != torch.float32 else None, dtype != torch.float32)
+        """Return a context in which convolutions and products are computed in bf16."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
 
-    def step(self, images: torch.Tensor, labels: torch.Tensor) -> None:
+    def train_step(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         with self.autocast():
-            logits = self.forward(images)
-            loss = nn.functional.cross_entropy(logits, labels)
-        self.scaler.scale(loss).backward()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=self.settings.set_to_none)
-        self.count(loss.detach(), logits.detach(), labels)
+            loss = nn.functional.cross_entropy(self.replica(images), labels, label_smoothing=self.args.label_smoothing)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self.optimizer.step()
+        self.schedule.step()
+        self.step += 1
+        return loss.detach()
 
-    def count(self, loss: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """Add to the totals, on the device: an ``item()`` here would make the host wait for each step."""
-        self.totals += torch.stack((loss * len(labels), (logits.argmax(1) == labels).sum()))
-
-    def take_totals(self) -> tuple[float, float]:
-        """Return the sums of loss and correct answers since the last call; waits for the device."""
-        loss, right = self.totals.tolist()
-        self.totals.zero_()
-        return loss, right
+    def train_epoch(self) -> tuple[float, float]:
+        """Train on the rest of an epoch; return the mean loss and images/s of all processes."""
+        total, num_batches, started = torch.zeros((), device=self.device), 0, time.perf_counter()
+        for images, labels in self.loader:
+            total += self.train_step(images, labels)
+            num_batches += 1
+            if self.args.save_steps and self.step % self.args.save_steps == 0:
+                self.save()
+        loss = float(total) / max(1, num_batches)  # waits for the device
+        rate = num_batches * self.args.batch_size * num_processes() / (time.perf_counter() - started)
+        return loss, rate
 
     @torch.no_grad()
-    def validate(self, batches: Iterable[Batch]) -> tuple[float, float]:
-        """Return mean loss and accuracy, of the uncompiled network: the smaller last batch would compile again."""
-        num_images = 0
+    def validate(self) -> float:
+        """Return the accuracy on the validation images, of which each process takes its part."""
+        right = torch.zeros(2, dtype=torch.float64, device=self.device)  # correct answers, and images
         self.network.eval()
-        for images, labels in batches:
+        for images, labels in self.val:
             with self.autocast():
-                logits = self.network(images)
-                loss = nn.functional.cross_entropy(logits, labels)
-            self.count(loss, logits, labels)
-            num_images += len(labels)
+                answers = self.network(images).argmax(1)
+            right += torch.stack(((answers == labels).sum(), torch.tensor(len(labels), device=self.device)))
         self.network.train()
-        loss_sum, right = self.take_totals()
-        return loss_sum / num_images, right / num_images
+        if num_processes() > 1:
+            distributed.all_reduce(right)
+        return float(right[0] / right[1])
 
+    def save(self) -> None:
+        """Save all that the next steps depend on; an interrupted save leaves the earlier file."""
+        path = self.args.checkpoint
+        if path is None or not is_first():
+            return
+        state = {name: getattr(self, name).state_dict() for name in ("network", "optimizer", "schedule", "loader")}
+        part = path.with_name(path.name + ".part")
+        torch.save({**state, "step": self.step}, part)
+        part.replace(path)
 
-@dataclass(frozen=True)
-class Epoch:
-    """The figures of an epoch. ``waiting`` is a share of the time; echoes count in ``num_images``."""
+    def load(self) -> None:
+        """Continue from the checkpoint, if it exists."""
+        if self.args.checkpoint is not None and self.args.checkpoint.exists():
+            state = torch.load(self.args.checkpoint, map_location=self.device)
+            self.step = state.pop("step")
+            for name, values in state.items():
+                getattr(self, name).load_state_dict(values)
+            self.say(f"continuing after {self.step} of {self.num_steps} steps")
 
-    loss: float
-    accuracy: float
-    num_images: int
-    seconds: float
-    images_per_s: float
-    waiting: float
-    peak_bytes: int | None
-    val_loss: float | None = None
-    val_accuracy: float | None = None
+    def say(self, text: str) -> None:
+        if is_first():
+            print(text, flush=True)
 
-    def __str__(self) -> str:
-        memory = f"{'-':>9s}" if self.peak_bytes is None else f"{self.peak_bytes / 2**30:5.2f} GiB"
-        validation = "" if self.val_loss is None else f" {self.val_loss:8.4f} {self.val_accuracy:8.1%}"
-        speed = f"{self.images_per_s:10,.0f} {self.seconds:8.2f} {self.waiting:8.1%}"
-        return f"{self.loss:8.4f} {self.accuracy:8.1%} {speed} {memory}{validation}"
-
-
-def run_epoch(trainer: Trainer, batches: Iterable[Batch], waiting: Waiting) -> Epoch:
-    """Train on the batches of an epoch, which pass through ``waiting``, and return its figures."""
-    on_gpu, device = trainer.settings.on_gpu, trainer.device
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(device)
-    num_images, waiting.seconds = 0, 0.0
-    started = time.perf_counter()
-    for images, labels in batches:
-        trainer.step(images, labels)
-        num_images += len(labels)
-    loss, right = trainer.take_totals()
-    seconds = time.perf_counter() - started
-    return Epoch(
-        loss=loss / num_images,
-        accuracy=right / num_images,
-        num_images=num_images,
-        seconds=seconds,
-        images_per_s=num_images / seconds,
-        waiting=waiting.seconds / seconds,
-        peak_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None,
-    )
-
-
-@contextmanager
-def kernels(settings: Settings) -> Iterator[None]:
-    """Choose the fastest kernels for these shapes, or with --deterministic kernels with reproducible results."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark, torch.get_num_threads()
-    torch.set_num_threads(settings.cpu_threads or before[2])
-    if settings.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it before its first product
-    torch.use_deterministic_algorithms(settings.deterministic)
-    torch.backends.cudnn.benchmark = not settings.deterministic
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.backends.cudnn.benchmark = before[1]
-        torch.set_num_threads(before[2])
-
-
-def train(settings: Settings, say: Callable[[str], None] = print) -> list[Epoch]:
-    """Train and validate epoch after epoch. Raises SettingsError or ModelError for invalid settings."""
-    check(settings)
-    dataset = open_dataset(settings.data)
-    val = None if settings.val is None else open_dataset(settings.val)
-    if val is not None and val.classes != dataset.classes:
-        raise SettingsError(f"{settings.val} has classes {val.classes}, {settings.data} has {dataset.classes}")
-    with kernels(settings), make_loader(settings, dataset) as loader:
-        trainer, waiting, epochs = Trainer(settings, *inspect(settings, dataset)), Waiting(), []
-        say(f"{loader!r}\n{HEADER}{'' if val is None else ' val loss  val acc'}")
-        for number in range(settings.epochs):
-            epoch = run_epoch(trainer, waiting.over(loader), waiting)
-            if val is not None:
-                with make_loader(settings, val, training=False) as batches:
-                    loss, accuracy = trainer.validate(batches)
-                epoch = replace(epoch, val_loss=loss, val_accuracy=accuracy)
-            say(f"{number:5d} {epoch}")
-            epochs.append(epoch)
-    return epochs
-
-
-# --- command line ----------------------------------------------------------------------------------------------------
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.set_defaults(**{field.name: field.default for field in fields(Settings) if field.name != "data"})
-    add = parser.add_argument
-    add("data", type=Path, help="converted file")
-    add("--val", type=Path, help="validation data, used after each epoch")
-    add("--model", choices=MODELS, help=f"({Settings.model})")
-    add("--device", help="cpu or cuda; default: a GPU if there is one")
-    for name in ("--epochs", "--batch-size", "--seed"):
-        add(name, type=int)
-    add("--lr", type=float)
-    add("--deterministic", action="store_true", help="use only kernels with reproducible results")
-    add("--echo", type=float, help="times that each window is trained on")
-    add("--resident", choices=RESIDENT, help="keep all data on the device")
-    add("--cpu-threads", type=int, help="cores for the network; loading needs the others")
-    add("--amp", choices=AMP, help="autocast; fp16 with GradScaler")
-    add("--set-to-none", action="store_true", help="set gradients to None instead of zero")
-    add("--channels-last", action="store_true", help="NHWC memory format, which suits tensor cores")
-    add("--compile", action="store_true", help="torch.compile")
-    return parser
+    def run(self) -> None:
+        self.load()
+        while self.step < self.num_steps:
+            loss, rate = self.train_epoch()
+            self.save()
+            accuracy = "" if self.val is None else f"  validation {self.validate():.1%}"
+            epoch = -(-self.step // len(self.loader))
+            self.say(f"epoch {epoch:3d}  loss {loss:.4f}  {rate:,.0f} images/s{accuracy}")
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = make_parser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("data", type=Path, help="training images, a file of h5chunk convert")
+    add("--val", type=Path, help="validation images, used after each epoch")
+    add("--model", choices=MODELS, default="resnet50")
+    add("--size", type=int, default=224, help="height and width of the crops (%(default)s)")
+    add("--epochs", type=int, default=90)
+    add("--warmup", type=int, default=5, help="epochs in which the learning rate rises (%(default)s)")
+    add("--batch-size", type=int, default=256, help="images per process (%(default)s)")
+    add("--lr", type=float, default=0.5, help="learning rate for 256 images per step (%(default)s)")
+    add("--weight-decay", type=float, default=5e-5)
+    add("--label-smoothing", type=float, default=0.1)
+    add("--seed", type=int, default=0)
+    add("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
+    add("--checkpoint", type=Path, help="file to save to and to continue from")
+    add("--save-steps", type=int, default=0, help="save also every so many steps")
+    args = parser.parse_args(argv)
     try:
-        train(Settings(**vars(parser.parse_args(argv))))
-    except (SettingsError, ModelError, h5chunk.H5ChunkError) as error:
+        Trainer(args, start_processes()).run()
+    except (ModelError, h5chunk.H5ChunkError) as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
+    finally:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ablation_train import Waiting
 from peers.vae_feeds import FEEDS, OURS
 from peers.vae_job import Feed, FeedError, Job
-from train_images import Waiting
 from vae_model import Trainer
 
 Say = Callable[[str], None]
