@@ -8,6 +8,7 @@
 | Arrow's dictionaries, Hugging Face's class labels | categories |
 | lists of numbers of one length | vectors |
 | encoded images, as bytes or as Hugging Face's ``{bytes, path}`` | uint8 pixels, by the options of images |
+| dates and times | ISO 8601 text |
 | missing values | NaN in real numbers, and with ``missing="nan"`` in whole ones; otherwise refused or skipped |
 | anything else | refused |
 
@@ -45,6 +46,7 @@ from h5chunk.stamp import stamp_of
 MAGIC = b"PAR1"
 SUFFIX = ".parquet"
 BATCH_ROWS = 1024
+MOST_NAMES = 12  # names of columns that a message lists
 MANY_COLUMNS = 30  # so many columns of numbers are probably parts of one vector
 NAMED_IMAGES = (
     "column {!r} has names of images, and stays text: to convert the images, give their folder as the source, and this "
@@ -75,6 +77,7 @@ class TableSource(Samples):
         self._categories: dict[str, list[str]] = {}
         self._gaps: dict[str, int] = {}  # number of missing values that became NaN, by column
         self._lacking: dict[int, str] = {}  # the column whose missing value makes a row unusable, by row
+        self._dates: dict[str, str] = {}  # types of columns of dates and times, which become text
         self._skips = context.skips_bad_samples
         for path in paths:
             (self._read if is_parquet(path) else self._read_text)(path, options, context)
@@ -97,7 +100,8 @@ class TableSource(Samples):
         self.categories = {name: words for name, words in self._categories.items() if words}
         self.options = {**options.recorded(), "fields": list(dict.fromkeys(names))}
         gaps = [f"{count_text(count, 'missing value')} of {name!r} became NaN" for name, count in self._gaps.items()]
-        self.notes = [*self.notes, *gaps]
+        dates = [f"{name!r} became text, as fields have no type {kind}" for name, kind in self._dates.items()]
+        self.notes = [*self.notes, *gaps, *dates]
         self.find_fields(self._skips)
 
     @classmethod
@@ -165,12 +169,12 @@ class TableSource(Samples):
 
     def _add(self, path: Path, columns: list[str], name: str, array: Any) -> None:
         where = f"{printable(path)}: column {name!r}"
-        others = ",".join(column for column in columns if column != name)
-        kind = "" if is_parquet(path) else " --format table"
-        remedy = f"leave it out (--columns {printable(others)}{kind})" if others else "convert the table without it"
+        remedy = self._without(path, columns, name)
         if pyarrow.types.is_dictionary(array.type):
             array = array.dictionary_decode()
             self._categories.setdefault(name, [])
+        if has_type(array.type, "date", "time", "timestamp"):
+            self._dates[name], array = str(array.type), array.cast(pyarrow.string())
         if name not in self._columns:
             column = storage_class(array.type)
             if column is None:
@@ -178,10 +182,21 @@ class TableSource(Samples):
                 problem = "no values" if is_empty else f"values of type {array.type}, which fields do not support"
                 raise SourceError(f"{where} has {problem}: {remedy}")
             self._columns[name] = column()
+        if array.null_count:
+            array = self._filled(name, array, where, remedy)
         try:
-            self._columns[name].add(self._filled(name, array, where, remedy) if array.null_count else array)
+            self._columns[name].add(array)
         except (ValueError, SourceError) as error:
             raise SourceError(f"{where} {error}: change it, or {remedy}") from None
+
+    def _without(self, path: Path, columns: list[str], name: str) -> str:
+        """Return the remedy of leaving out a column."""
+        others = [column for column in columns if column != name]
+        if not others:
+            return "convert the table without it"
+        kind = "" if is_parquet(path) else " --format table"
+        names = ",".join(others) if len(others) <= MOST_NAMES else "A,B,... without it"
+        return f"leave it out (--columns {printable(names)}{kind})"
 
     def _filled(self, name: str, array: Any, where: str, remedy: str) -> Any:
         """Fill the missing values of a column with NaN, or note the rows to skip. Raises SourceError otherwise."""
@@ -195,9 +210,7 @@ class TableSource(Samples):
             return array.fill_null("" if is_text else False if pyarrow.types.is_boolean(array.type) else 0)
         advice = "make such columns real numbers with NaN (--missing nan), " if is_whole else ""
         advice += "skip such rows (--on-error skip), " if is_whole or is_text else ""
-        raise SourceError(
-            message=f"{where} has no value in row {rows[0] - self._first_rows[-1]}: fill it, {advice}or {remedy}"
-        )
+        raise SourceError(f"{where} has no value in row {rows[0] - self._first_rows[-1]}: fill it, {advice}or {remedy}")
 
     def _concatenate(self, name: str, parts: list[np.ndarray]) -> np.ndarray:
         """Concatenate a column from all files. Raises SourceError if their common type cannot hold all integers."""

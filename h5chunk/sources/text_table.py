@@ -77,6 +77,7 @@ def detect_format(lines: list[bytes], options: TextOptions = DETECTED) -> TextTa
     if all(words) and len(first) == width - 1:  # R leaves out the name of the column of row names
         first, words = ["", *first], [True, *words]
     has_header = all(words) or any(word and number for word, number in zip(words, numbers, strict=False))
+    has_header |= _counts_up(first) and not _counts_up(below[0])
     if options.header != "auto":
         has_header = options.header == "yes"
     problem = "" if len(first) == width else ODD_LINE.format(len(first), width)
@@ -84,6 +85,13 @@ def detect_format(lines: list[bytes], options: TextOptions = DETECTED) -> TextTa
     if has_header and not problem:
         names = [cell.strip("'").replace("/", "_") or "index" for cell in first]
     return TextTable(dialect, names, num_skipped + has_header, has_header, decimal, problem)
+
+
+def _counts_up(row: list[str]) -> bool:
+    """Return whether the numbers of a row are several years, or other numbers, in sequence, as names of columns are."""
+    numbers = [cell for cell in row if is_number(cell)]
+    is_counted = len(numbers) > 2 and numbers[0].isdecimal()
+    return is_counted and numbers == [str(int(numbers[0]) + step) for step in range(len(numbers))]
 
 
 def _guess_decimal(dialect: Dialect, rows: list[list[str]]) -> str:

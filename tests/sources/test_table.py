@@ -348,6 +348,35 @@ def test_columns_that_can_only_be_fields_need_no_format(tmp_path: Path) -> None:
         assert h5chunk.ChunkDataset(tmp_path / "x.h5", fields=columns).fields == columns
 
 
+def test_years_and_numbers_in_sequence_are_names_of_columns(tmp_path: Path) -> None:
+    for number, first in enumerate(("country,code,1960,1961,1962", ",label,0,1,2", "7,8,9,10,11")):
+        (tmp_path / "t.csv").write_text(f"{first}\nx,y,2.5,3,2.25\nz,y,4.5,5,1.25\n")
+        report = h5chunk.convert(tmp_path / "t.csv", tmp_path / f"{number}.h5")
+        assert report.num_samples == 2 and [*report.fields][-1] == first.split(",")[-1]
+    (tmp_path / "t.csv").write_text("1,2,3,4,5\n2,3,4,5,6\n0,2,4,1,5\n")
+    assert h5chunk.convert(tmp_path / "t.csv", tmp_path / "x.h5").num_samples == 3
+
+
+def test_dates_become_text(tmp_path: Path) -> None:
+    days = [f"2020-01-{day:02}" for day in range(1, 31)] + [f"2021-01-{day:02}" for day in range(1, 31)]
+    (tmp_path / "t.csv").write_text("day,x\n" + "".join(f"{day},0.5\n" for day in days))
+    pq.write_table(pa.table({"day": pa.array(days).cast(pa.date32()), "x": [0.5] * 60}), tmp_path / "t.parquet")
+    for suffix in ("csv", "parquet"):
+        report = h5chunk.convert(tmp_path / f"t.{suffix}", tmp_path / f"{suffix}.h5", shuffle=False)
+        assert "'day' became text, as fields have no type date32" in str(report)
+        assert h5chunk.ChunkDataset(tmp_path / f"{suffix}.h5").values("day").tolist() == days
+
+
+def test_unknown_columns_that_are_taken_as_entries_are_named(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("x,y,weight\n3,1,0.5\n4,1,1.5\n")
+    report = h5chunk.convert(tmp_path / "t.csv", tmp_path / "x.h5")
+    assert "an entry of a matrix: row 'x', column 'y', value 'weight' (--format table" in str(report)
+    for number, options in enumerate(({"format": "csv"}, {"columns": ("x", "y", "weight")})):
+        assert not h5chunk.convert(tmp_path / "t.csv", tmp_path / f"{number}.h5", **options).notes
+    (tmp_path / "t.csv").write_text("user,item,rating\n3,1,0.5\n4,1,1.5\n")
+    assert not h5chunk.convert(tmp_path / "t.csv", tmp_path / "y.h5").notes
+
+
 def test_a_loader_of_a_file_with_strings(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": [1.5, 2.5], "word": ["x", "y"]}), tmp_path / "t.parquet")
     h5chunk.convert(tmp_path / "t.parquet", tmp_path / "x.h5")

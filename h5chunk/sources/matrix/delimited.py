@@ -35,6 +35,7 @@ from h5chunk.sources.matrix.columns import (
     ROWS,
     are_entries,
     choose_columns,
+    names_show_entries,
     order_of_floats,
     plain_names,
     time_columns,
@@ -117,6 +118,12 @@ class DelimitedSource(TextSource):
         else:
             self._columns.pop("time", None)
         self.axes = self._name(chosen[0]), self._name(chosen[1])
+        if context.is_guessed and requested is None and not names_show_entries(self.header or ()):
+            parts = ", ".join(f"{part} {self._name(number)!r}" for part, number in self._columns.items())
+            self.notes = [
+                f"each line became an entry of a matrix: {parts} (--format table: each line is a sample; --columns: "
+                "choose the row, column and value)"
+            ]
 
     def _is_comment(self, line: bytes) -> bool:
         return self._options.comment is not None and line.startswith(self._options.comment.encode())

@@ -146,7 +146,9 @@ def _open(
         opened = open_kind(kind, source, source_options, context)
     else:
         with explain_memory_error(write_options.memory_bytes):
-            context = OpenContext(write_options.memory_bytes, with_times=write_options.needs_times)
+            context = OpenContext(
+                write_options.memory_bytes, with_times=write_options.needs_times, is_guessed=format is None
+            )
             opened = open_kind(kind, source, source_options, context)
         check_not_source(path, *opened.files())
     return opened, path, write_options, source_options.non_defaults()
