@@ -100,7 +100,13 @@ class TableSource(Samples):
         self.categories = {name: words for name, words in self._categories.items() if words}
         self.options = {**options.recorded(), "fields": list(dict.fromkeys(names))}
         gaps = [f"{count_text(count, 'missing value')} of {name!r} became NaN" for name, count in self._gaps.items()]
-        dates = [f"{name!r} became text, as fields have no type {kind}" for name, kind in self._dates.items()]
+        if len(gaps) > MOST_NAMES:
+            total = count_text(sum(self._gaps.values()), "missing value")
+            gaps = [f"{total} of {len(gaps)} columns, such as {next(iter(self._gaps))!r}, became NaN"]
+        dates = [
+            f"{name!r} became {'categories' if name in self._categories else 'text'}, as fields have no type {kind}"
+            for name, kind in self._dates.items()
+        ]
         self.notes = [*self.notes, *gaps, *dates]
         self.find_fields(self._skips)
 
@@ -173,6 +179,8 @@ class TableSource(Samples):
         if pyarrow.types.is_dictionary(array.type):
             array = array.dictionary_decode()
             self._categories.setdefault(name, [])
+        if pyarrow.types.is_null(array.type) and len(self._paths) == 1:
+            array = array.cast(pyarrow.float64())
         if has_type(array.type, "date", "time", "timestamp"):
             self._dates[name], array = str(array.type), array.cast(pyarrow.string())
         if name not in self._columns:

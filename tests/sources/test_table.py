@@ -367,6 +367,13 @@ def test_dates_become_text(tmp_path: Path) -> None:
         assert h5chunk.ChunkDataset(tmp_path / f"{suffix}.h5").values("day").tolist() == days
 
 
+def test_a_column_without_any_value(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("a,b,c,d,e\n0.5,,1,2,3\n1.5,,1,2,3\n")
+    report = h5chunk.convert(tmp_path / "t.csv", tmp_path / "x.h5")
+    assert "2 missing values of 'b' became NaN" in str(report)
+    assert np.isnan(h5chunk.ChunkDataset(tmp_path / "x.h5").values("b")).all()
+
+
 def test_unknown_columns_that_are_taken_as_entries_are_named(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("x,y,weight\n3,1,0.5\n4,1,1.5\n")
     report = h5chunk.convert(tmp_path / "t.csv", tmp_path / "x.h5")
