@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -77,6 +78,17 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         whole batches as they are read: ``transform=[Log1p(1e4), Dense(torch.float16)]``. Default: dense float32, which
         rounds float64 (``Dense(torch.float64)`` does not). With ``Csr()`` a batch is one ``torch.sparse_csr`` tensor,
         also from a worker, and a single row is a sparse tensor.
+    cache_dir : path, optional
+        For URLs: a folder on a local disk, in which what was read stays for the next epochs and runs. Processes of a
+        host share it, and each version of an object has its own copy. Files with checksums are checked (``checksums``
+        is ``"first"``). Default: only metadata is kept, in ``~/.cache/h5chunk``.
+    cache_bytes : int, optional
+        Limit on the size of the copies. `ChunkLoader` frees first what its order uses last, which gives the most hits
+        possible; a DataLoader frees at random. Default: no limit.
+    storage_options : dict, optional
+        For URLs: arguments of obstore's ``from_url``, such as ``{"skip_signature": True}`` or an endpoint; ``timeout``,
+        seconds of a request (30); ``deadline``, seconds for which a request is repeated (60). Credentials are also
+        taken from the environment, as by the stores' own tools.
 
     Raises
     ------
@@ -96,6 +108,8 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         trusted: bool = False,
         checksums: str = OFF,
         transform: Callable[[Any], Any] | Transforms | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         named = field_mapping(fields)
@@ -103,7 +117,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         stored = named if named is None else {name: named[name] for name in named if name not in self._numbered}
         if self._numbered and not stored:
             raise OptionError(f"fields is {fields!r}: name at least one dataset of the file beside {SAMPLE_NUMBER}")
-        remote = remote_options(None, None, storage_options)
+        remote = remote_options(cache_dir, cache_bytes, storage_options)
         self._reader = open_reader(path, stored, trusted=trusted, checksums=checksums, remote=remote)
         self._names = tuple(self._reader.fields if named is None else named)
         for name in self._names:

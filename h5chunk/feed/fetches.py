@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from h5chunk.errors import FileError
+from h5chunk.errors import FileError, H5ChunkError, OptionError
+from h5chunk.feed.disk_cache import DiskCache
 from h5chunk.feed.read_pool import ReadPool, WindowRead
+from h5chunk.plan.order import Order
 from h5chunk.remote.client import client
 from h5chunk.remote.mirror import Hold
 from h5chunk.store.hdf5.ranges import ReadTask
-from h5chunk.store.read.several import hold_ranges
+from h5chunk.store.read.direct import ByteReader
+from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.several import hold_ranges, remote_ranges
 
 
 class _Holds:
@@ -41,9 +45,19 @@ class _Holds:
 class RemoteReadPool(ReadPool):
     """Threads that read windows once their bytes were fetched."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(
+        self,
+        reader: H5Reader,
+        direct: Mapping[str, ByteReader],
+        num_threads: int,
+        *,
+        order: Order,
+        num_windows: int,
+        **options: Any,
+    ) -> None:
+        self._order, self._num_windows, self._cache = order, num_windows, DiskCache(reader, direct)
         self._fetched: dict[int, tuple[WindowRead, int]] = {}  # windows that wait, and their numbers of tasks
-        super().__init__(*arguments, **options)
+        super().__init__(reader, direct, num_threads, **options)
 
     @property
     def progress(self) -> int:
@@ -51,23 +65,28 @@ class RemoteReadPool(ReadPool):
         return super().progress + (client().num_parts if os.getpid() == self._process else 0)
 
     def _begin(self, load: WindowRead, all_tasks: list[ReadTask], tasks: list[ReadTask]) -> None:
-        self._fetched[id(load)] = load, load.is_native + len(tasks)
+        self._fetched[id(load)] = load, load.num_left
         holds = _Holds()
         load.at_end = holds.close
-        begin = super()._begin
+        begin, cache, num_bytes = super()._begin, self._cache, 0
 
-        def then(error: FileError | None) -> None:
+        def then(error: H5ChunkError | None) -> None:
+            cache.pending_bytes -= num_bytes
             if error is not None:
                 self._drop(id(load), error)
             elif self._fetched.pop(id(load), None) is not None:  # else it was cancelled
                 begin(load, all_tasks, tasks)
 
         try:
-            holds.keep(hold_ranges(all_tasks, self.descriptor, then))
-        except FileError as error:
+            ranges = remote_ranges(all_tasks, self.descriptor)
+            position = self.epoch, load.window.batches[0]
+            num_bytes = cache.make_room(ranges, self._order, position, self._num_windows)
+            cache.pending_bytes += num_bytes
+            holds.keep(hold_ranges(ranges, then))
+        except (FileError, OptionError) as error:
             then(error)
 
-    def _drop(self, number: int, error: FileError | None = None) -> None:
+    def _drop(self, number: int, error: H5ChunkError | None = None) -> None:
         """Drop the tasks of a window that waits, with this error or that of a closed pool."""
         load, num_tasks = self._fetched.pop(number, (None, 0))
         for _ in range(num_tasks if load is not None else 0):

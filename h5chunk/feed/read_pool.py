@@ -50,14 +50,9 @@ class WindowRead:
         self.slot, self.window = slot, window
         self.error: BaseException | None = None
         self._pool, self._native = pool, native
-        self._left = num_tasks + bool(native)
+        self.num_left = num_tasks + bool(native)
         self.at_end: Callable[[], None] | None = None  # called once the window is read, or failed
         self._lock, self._ready, self._process = threading.Lock(), threading.Event(), os.getpid()
-
-    @property
-    def is_native(self) -> bool:
-        """Whether native threads run tasks."""
-        return bool(self._native)
 
     @property
     def is_ready(self) -> bool:
@@ -109,8 +104,8 @@ class WindowRead:
     def _end_task(self) -> None:
         self._pool.tasks_done += 1  # threads may overwrite each other's counts; any change is enough
         with self._lock:
-            self._left -= 1
-            last = self._left == 0
+            self.num_left -= 1
+            last = self.num_left == 0
         if last:
             self.finish()
 
@@ -170,6 +165,7 @@ class ReadPool:
     ) -> None:
         self._reader, self._direct, self._numbered = reader, direct, numbered or {}
         self.path, self.timeout_s = reader.path, timeout_s
+        self.epoch = 0  # of the windows that are read next
         self.tasks_done = 0  # tasks for Python threads
         self._hangs = False  # whether a wait has run into its timeout
         self.has_ended = threading.Event()  # set once the pool is closed and all threads have ended
@@ -291,7 +287,7 @@ class ReadPool:
 
     def _begin(self, load: WindowRead, _all_tasks: list[ReadTask], tasks: list[ReadTask]) -> None:
         """Pass the tasks of a window to native threads, and ``tasks`` to Python threads."""
-        if load.is_native:
+        if load._native:
             self._submit(load)
         if tasks and not self._has_workers and not self._is_closed:
             self._start_workers()

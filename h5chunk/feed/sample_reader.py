@@ -21,6 +21,7 @@ from torch.utils.data import get_worker_info
 
 from h5chunk.errors import FileError, OptionError
 from h5chunk.feed.collate import Batch, Sample, TaggedBatch
+from h5chunk.feed.disk_cache import DiskCache
 from h5chunk.feed.layout import ArrayShape, ragged_layout, torch_dtype
 from h5chunk.feed.memory import Assemble, SharedMemory
 from h5chunk.feed.slots import BatchMemory, CsrWindow
@@ -33,7 +34,7 @@ from h5chunk.store.read.direct import read_small_fields
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.ragged import ImagesField, RaggedField
 from h5chunk.store.read.reader import SMALL_FIELD_BYTES, H5Reader
-from h5chunk.store.read.several import close_descriptors, direct_fields, held_ranges, open_descriptors
+from h5chunk.store.read.several import close_descriptors, direct_fields, held_ranges, open_descriptors, remote_ranges
 from h5chunk.transforms import BATCH_TRANSFORMS, ToDtype, check_first, compile_transforms, transforms_by_field
 from h5chunk.transforms.any_size import AnySizeConverter, whole_images
 from h5chunk.transforms.augmenting import AUGMENTING, AugmentConverter
@@ -301,6 +302,7 @@ class _OpenFields:
         self.process, self._reader = os.getpid(), reader
         self.layout = None if reader.ragged is None else ragged_layout(reader, reader.ragged)
         self.direct = plain_fields(reader)
+        self._cache = DiskCache(reader, self.direct)
         self._descriptors = open_descriptors(reader)
         weakref.finalize(self, close_descriptors, self._descriptors)
         self.whole = read_small_fields(self.direct, self._descriptors, reader.check_unchanged, SMALL_FIELD_BYTES)
@@ -314,7 +316,9 @@ class _OpenFields:
                 for part in tasks:
                     part(self._descriptors)
                 return
-            with held_ranges(tasks := list(tasks), self._descriptors):
+            ranges = remote_ranges(tasks := list(tasks), self._descriptors)
+            self._cache.make_room(ranges)
+            with held_ranges(ranges):
                 for part in tasks:
                     part(self._descriptors)
         except FileError:

@@ -164,6 +164,8 @@ class WindowStream:
                 )
                 self._maker.start()
             how: dict[str, Any] = {"numbered": source.numbered, "timeout_s": source.timeout_s}
+            if source.reader.is_remote:
+                how |= {"order": plan.order, "num_windows": plan.num_slots}
             pool = RemoteReadPool if source.reader.is_remote else ReadPool
             self._pool = pool(source.reader, source.direct, source.num_threads, **how)
             self._begin(plan.order, start)
@@ -256,6 +258,7 @@ class WindowStream:
             self._load(*planned)
 
     def _load(self, epoch: int, window: Window) -> None:
+        self._pool.epoch = epoch
         read = self._pool.load(window, self._free.popleft())
         self._open[read] = None
         self._batches.update(((epoch, batch), read) for batch in window.batches)

@@ -94,7 +94,7 @@ class Mirror:
     def __init__(self, url: str, folder: str, options: RemoteOptions) -> None:
         self.url, self._folder, self._options = url, folder, options
         self.path = Path(folder) / OBJECT
-        self.keeps = options.cache_dir is not None
+        self.keeps, self.cache_bytes = options.cache_dir is not None, options.cache_bytes
         self._opened: tuple[int, Pages] | None = None
         self._next, self._ahead = -1, AHEAD_BYTES
         self._register()

@@ -176,3 +176,52 @@ def test_without_a_cache_only_metadata_stays_on_disk(photos, tmp_path):
     (copy,) = (tmp_path / "cache").rglob("object.h5")
     assert copy.stat().st_blocks * 512 < photos.stat().st_size / 4
     shutil.rmtree(copy.parent)
+
+
+def cached_bytes(folder):
+    return sum(file.stat().st_blocks * 512 for file in folder.rglob("object.h5"))
+
+
+def test_a_cache_serves_later_epochs_and_processes(photos, tmp_path):
+    with served(photos) as server:
+        url = f"{server.url}/photos.h5"
+        first = batches(h5chunk.ChunkDataset(url, cache_dir=tmp_path / "cached"))
+        num_requests = len(server.requests)
+        assert_equal(batches(h5chunk.ChunkDataset(url, cache_dir=tmp_path / "cached")), first)
+        assert_equal(first, batches(photos))
+        assert len(server.requests) == num_requests + 1  # to open the object
+
+
+def test_a_cache_keeps_to_its_limit(photos, tmp_path):
+    limit = photos.stat().st_size * 3 // 4
+    with served(photos) as server:
+        dataset = h5chunk.ChunkDataset(f"{server.url}/photos.h5", cache_dir=tmp_path, cache_bytes=limit)
+        sampler = h5chunk.ChunkSampler(dataset, 8, window_chunks=1)
+        how = {"resident": False, "reuse": True, "num_threads": 1, "memory_bytes": 2_500_000}
+        with h5chunk.ChunkLoader(dataset, sampler=sampler, **how) as loader:
+            for _ in range(3):
+                assert sorted(label for _, labels in loader for label in labels.tolist()) == list(range(600))
+                assert cached_bytes(tmp_path) <= limit
+    fetched = sum(int(stop) - int(start) for _, each in server.requests for start, stop in [each[6:].split("-")])
+    assert fetched < 1.9 * photos.stat().st_size  # of three epochs; each reads a quarter, and the pages of borders
+
+
+def test_a_cache_smaller_than_its_windows_is_refused(photos, tmp_path):
+    with served(photos) as server:
+        dataset = h5chunk.ChunkDataset(f"{server.url}/photos.h5", cache_dir=tmp_path, cache_bytes=100_000)
+        with h5chunk.ChunkLoader(dataset, 64, resident=False) as loader, pytest.raises(OptionError, match="at least"):
+            next(iter(loader))
+        with pytest.raises(OptionError, match="cache_bytes is given without cache_dir"):
+            h5chunk.ChunkDataset(f"{server.url}/photos.h5", cache_bytes=100_000)
+
+
+def test_bytes_that_rot_in_the_cache_are_found(photos, tmp_path):
+    with served(photos) as server:
+        url = f"{server.url}/photos.h5"
+        batches(h5chunk.ChunkDataset(url, cache_dir=tmp_path))
+        (copy,) = tmp_path.rglob("object.h5")
+        with copy.open("r+b") as file:
+            file.seek(200_000)
+            file.write(bytes(100))
+        with pytest.raises(FileError, match="does not match its checksum"):
+            batches(h5chunk.ChunkDataset(url, cache_dir=tmp_path))

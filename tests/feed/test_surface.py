@@ -23,7 +23,7 @@ def arguments(function: Any) -> dict[str, Any]:
 def test_a_data_set_owns_the_data():
     assert arguments(h5chunk.ChunkDataset) == {
         "path": MISSING, "*fields": None, "*trusted": False, "*checksums": "off", "*transform": None,
-        "*storage_options": None,
+        "*cache_dir": None, "*cache_bytes": None, "*storage_options": None,
     }  # fmt: skip
 
 

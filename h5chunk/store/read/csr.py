@@ -21,7 +21,7 @@ from h5chunk.store.hdf5.chunk_table import NotDirect, list_chunks
 from h5chunk.store.hdf5.open import descriptor_of, same_file
 from h5chunk.store.hdf5.ranges import ReadTask
 from h5chunk.store.read.checksums import NO_SUMS, ChunkChecks, Sums
-from h5chunk.store.read.direct import ByteReader, ChunkedField, PlainField, check_bytes
+from h5chunk.store.read.direct import ByteReader, ChunkedField, ChunkRows, PlainField, check_bytes
 from h5chunk.store.read.ragged import RaggedField
 
 GAP_BYTES = 48 << 10  # gap between two rows that takes as long to read as a call; scripts/sweep_reads.py
@@ -79,6 +79,12 @@ class CsrField(ByteReader):
                 if target is not None:
                     memory = target.view(np.uint8).reshape(len(target), -1)
                     yield from entries.tasks(firsts, destinations, memory, counts)
+
+    def chunk_rows(self, _number: int = 0) -> Iterator[ChunkRows]:
+        for entries in self._entries:
+            for offsets, sizes, starts, stops in entries.chunk_rows():
+                first = np.maximum(np.searchsorted(self._indptr, starts, "right") - 1, 0)
+                yield ChunkRows(offsets, sizes, first, np.maximum(np.searchsorted(self._indptr, stops), first + 1))
 
     def bytes_read(self, rows: np.ndarray) -> int:
         firsts = self._indptr[rows]

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
@@ -37,6 +37,15 @@ TINY_BYTES, MANY_CHUNKS = 8 << 10, 4096  # HDF5 is faster for more chunks than t
 KEPT_BANDS = 2  # bands to keep if samples are cut: a window uses a part of a band, and the next window the rest
 
 _Copy = tuple[int, int, "slice | np.ndarray", np.ndarray]  # band, chunk in it, rows of the band, destinations
+
+
+class ChunkRows(NamedTuple):
+    """The offset and stored bytes of chunks, and the first row of each and the one after its last: (n,) int64."""
+
+    offsets: np.ndarray
+    sizes: np.ndarray
+    starts: np.ndarray
+    stops: np.ndarray
 
 
 def check_bytes(dataset: h5py.Dataset, dtype: np.dtype) -> None:
@@ -153,6 +162,10 @@ class ByteReader:
         """Return the number of bytes that are read, or decoded, for these rows, in any order."""
         raise NotImplementedError
 
+    def chunk_rows(self, _number: int = 0) -> Iterator[ChunkRows]:
+        """Yield where parts of the field are, for file ``_number`` of a set, whose rows are counted from 0."""
+        raise NotImplementedError
+
     @property
     def is_slower_than_hdf5(self) -> bool:
         """True if HDF5 in one thread reads the field faster than threads here, because it has many tiny chunks."""
@@ -234,6 +247,13 @@ class PlainField(ByteReader):
         if self._checks is not None:
             self._checks.check(descriptor, np.arange(len(self._table)))
         return values
+
+    def chunk_rows(self, _number: int = 0) -> Iterator[ChunkRows]:
+        step = self._chunk_rows if len(self._table) > 1 else max(1, PART_BYTES // self.row_bytes)
+        starts = np.arange(0, self._shape[0], step)
+        stops = np.minimum(starts + step, self._shape[0])
+        offsets = self._table.offsets[starts // self._chunk_rows] + starts % self._chunk_rows * self.row_bytes
+        yield ChunkRows(offsets, (stops - starts) * self.row_bytes, starts, stops)
 
     def bytes_read(self, rows: np.ndarray, counts: np.ndarray | None = None) -> int:
         return (len(rows) if counts is None else int(counts.sum())) * self.row_bytes
@@ -320,6 +340,11 @@ class ChunkedField(ByteReader):
             for part in self.tasks(rows, rows, values.reshape(len(values), -1).view(np.uint8)):
                 part(int(descriptor))
         return values
+
+    def chunk_rows(self, _number: int = 0) -> Iterator[ChunkRows]:
+        table = self._decoded.table
+        starts = np.arange(len(table)) // len(self._pieces) * self._chunk[0]
+        yield ChunkRows(table.offsets, table.sizes, starts, np.minimum(starts + self._chunk[0], self._shape[0]))
 
     def bytes_read(self, rows: np.ndarray, counts: np.ndarray | None = None) -> int:
         if counts is not None:

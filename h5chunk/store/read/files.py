@@ -9,6 +9,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,10 @@ from typing import Any
 from h5chunk.errors import FileError, OptionError, printable, shown
 from h5chunk.remote.mirror import NO_OPTIONS, RemoteOptions, list_url, open_urls, urls_of
 from h5chunk.store.hdf5.child import try_files
-from h5chunk.store.read.checksums import OFF
+from h5chunk.store.read.checksums import FIRST, OFF
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.reader import H5Reader
-from h5chunk.urls import is_cut_url, is_url, parse
+from h5chunk.urls import is_cut_url, is_url, local_copy_of, parse
 
 OnePath = str | os.PathLike[str]
 Paths = OnePath | Sequence[OnePath]
@@ -59,6 +60,9 @@ def reopen_with_fields(reader: H5Reader, fields: Mapping[str, str]) -> H5Reader:
 
 def _open(files: list[Path], fields: Mapping[str, str] | None, name: Path, trusted: bool, checksums: str) -> H5Reader:
     """Open files; untrusted files are first opened in a child process, because they may crash HDF5."""
+    if checksums == OFF and any(mirror.keeps for mirror in map(local_copy_of, files) if mirror is not None):
+        with suppress(OptionError):  # a file has no checksums
+            return _open(files, fields, name, trusted, FIRST)
     options: dict[str, Any] = {"trusted": trusted, "checksums": checksums}
     if trusted is False:
         try_files(files, lambda path: H5Reader(path, fields, **options).check_metadata(), repr(fields))

@@ -18,9 +18,9 @@ from h5chunk.remote.countdown import Countdown
 from h5chunk.remote.mirror import Descriptor, Hold, Mirror
 from h5chunk.store.hdf5.chunk_table import NotDirect
 from h5chunk.store.hdf5.open import opened
-from h5chunk.store.hdf5.ranges import PART_BYTES, ReadTask, open_descriptor
+from h5chunk.store.hdf5.ranges import PART_BYTES, Ranges, ReadTask, open_descriptor
 from h5chunk.store.read.csr import CsrField
-from h5chunk.store.read.direct import MIN_KEPT_CHUNKS, ByteReader, direct_field
+from h5chunk.store.read.direct import MIN_KEPT_CHUNKS, ByteReader, ChunkRows, direct_field
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.fileset import with_remedy
 from h5chunk.store.read.ragged import RaggedField
@@ -85,27 +85,32 @@ def close_descriptors(opened: int | OpenFiles) -> None:
         os.close(opened)
 
 
-def hold_ranges(tasks: Iterable[Any], descriptor: Any, then: Callable[[FileError | None], None]) -> list[Hold]:
-    """Hold the byte ranges that tasks read from remote objects; ``then`` is called once they are there, or failed."""
-    by_mirror: dict[Mirror, list[Any]] = {}
+def remote_ranges(tasks: Iterable[Any], descriptor: Any) -> dict[Mirror, Ranges]:
+    """Return the byte ranges that tasks read from remote objects."""
+    by_mirror: dict[Mirror, list[Ranges]] = {}
     for task in tasks:
         for part, of, *_ in task.split(descriptor) if isinstance(task, FileTasks) else [(task, descriptor)]:
             if isinstance(of, Descriptor) and hasattr(part, "ranges"):
                 by_mirror.setdefault(of.mirror, []).append(part.ranges)
+    return {
+        mirror: (np.concatenate([each[0] for each in ranges]), np.concatenate([each[1] for each in ranges]))
+        for mirror, ranges in by_mirror.items()
+    }
+
+
+def hold_ranges(ranges: Mapping[Mirror, Ranges], then: Callable[[FileError | None], None]) -> list[Hold]:
+    """Hold byte ranges of remote objects; ``then`` is called once they are there, or failed."""
     joint = Countdown[FileError | None](then)
-    holds = []
-    for mirror, ranges in by_mirror.items():
-        offsets, sizes = (np.concatenate(each) for each in zip(*ranges, strict=True))
-        holds.append(mirror.hold(offsets, sizes, joint.add()))
+    holds = [mirror.hold(offsets, sizes, joint.add()) for mirror, (offsets, sizes) in ranges.items()]
     joint.end(None)
     return holds
 
 
 @contextmanager
-def held_ranges(tasks: Iterable[Any], descriptor: Any) -> Iterator[None]:
-    """Return a context in which the byte ranges of tasks can be read. Raises FileError."""
+def held_ranges(ranges: Mapping[Mirror, Ranges]) -> Iterator[None]:
+    """Return a context in which byte ranges can be read. Raises FileError."""
     future = Future[FileError | None]()
-    holds = hold_ranges(tasks, descriptor, future.set_result)
+    holds = hold_ranges(ranges, future.set_result)
     try:
         if (error := future.result()) is not None:
             raise error
@@ -150,6 +155,10 @@ class FilesField(ByteReader):
                     joined, total = [], 0
         if total:
             yield FileTasks(joined)
+
+    def chunk_rows(self, number: int = 0) -> Iterator[ChunkRows]:
+        if number in self._fields:
+            yield from self._fields[number].chunk_rows()
 
     def read_all(self, opened: OpenFiles) -> np.ndarray:
         values = []

@@ -1,0 +1,111 @@
+"""Keep the local copies of remote objects within a number of bytes, by the known order of the next epochs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from h5chunk.errors import OptionError, human_bytes
+from h5chunk.plan.eviction import NextUses, uses_of_rows
+from h5chunk.plan.order import Order
+from h5chunk.remote.mirror import Mirror, page_runs
+from h5chunk.remote.pages import PAGE
+from h5chunk.store.hdf5.ranges import Ranges
+from h5chunk.store.read.direct import ByteReader
+from h5chunk.store.read.reader import H5Reader
+
+LARGE_PAGES = 64  # the pages at the ends of chunks of at least this size stay, as they also belong to neighbours
+UNIT_PAGES = 256  # pages that are freed together if no order is known
+
+Wanted = Mapping[Mirror, Ranges]  # byte ranges that are about to be fetched
+
+
+class DiskCache:
+    """The local copies of the remote objects of a reader, limited to the ``cache_bytes`` of their options.
+
+    ``direct`` are the fields that are read by byte ranges.
+    """
+
+    def __init__(self, reader: H5Reader, direct: Mapping[str, ByteReader]) -> None:
+        self._reader = reader
+        self._mirrors = list(dict.fromkeys(each.mirror for each in reader.readers if each.mirror is not None))
+        limits = [each.cache_bytes for each in self._mirrors if each.cache_bytes is not None]
+        self._limit = min(limits, default=None)
+        self._direct = direct
+        self.pending_bytes = 0  # of pages that are being fetched
+        self._uses: tuple[Order, NextUses] | None = None
+
+    def make_room(
+        self, wanted: Wanted, order: Order | None = None, position: tuple[int, int] = (0, 0), num_windows: int = 1
+    ) -> int:
+        """Free chunks so that absent pages of ``wanted`` fit; those that the order uses last go first.
+
+        ``position`` is the epoch and batch for which the pages are wanted; ``num_windows`` the windows that are read at
+        a time. Returns the bytes of the absent pages. Raises OptionError if these windows do not fit.
+        """
+        if self._limit is None:
+            return 0
+        runs = {mirror: page_runs(*ranges) for mirror, ranges in wanted.items()}
+        needed = num_windows * PAGE * sum(stop - first for each in runs.values() for first, stop in each)
+        if needed > self._limit:
+            raise OptionError(
+                f"cache_bytes is {human_bytes(self._limit)}, but the windows that are read at a time take "
+                f"{human_bytes(needed)}: give at least {needed}"
+            )
+        absent = PAGE * sum(stop - first for mirror, each in runs.items() for first, stop in mirror.pages.absent(each))
+        excess = absent + self.pending_bytes + self._disk_bytes() - self._limit
+        if absent and excess > 0:
+            self._free(excess, self._by_next_use(order, position) if order is not None else self._at_random())
+        return absent
+
+    def _disk_bytes(self) -> int:
+        return sum(mirror.pages.disk_bytes for mirror in self._mirrors)
+
+    def _free(self, excess: int, candidates: Iterable[tuple[Mirror, int, int]]) -> None:
+        for mirror, first, stop in candidates:
+            before = mirror.pages.disk_bytes
+            mirror.pages.free([(first, stop)])
+            excess -= before - mirror.pages.disk_bytes
+            if excess <= 0:
+                return
+
+    def _by_next_use(self, order: Order, position: tuple[int, int]) -> Iterator[tuple[Mirror, int, int]]:
+        """Yield the runs of pages of chunks that are present, those that are used last first."""
+        order = replace(order, epoch=0)
+        if self._uses is None or self._uses[0] != order:
+            self._uses = order, NextUses(order, self._reader.num_samples)
+        chunk_uses = self._uses[1].since(*position)
+        found: list[tuple[int, int, int, int]] = []
+        for number, reader in enumerate(self._reader.readers):
+            if reader.mirror is None:
+                continue
+            there = np.frombuffer(reader.mirror.pages.present(), np.uint8)
+            for offsets, sizes, starts, stops in self._chunks(number):
+                first_row = int(self._reader.starts[number])
+                uses = uses_of_rows(chunk_uses, order.chunk_samples, starts + first_row, stops + first_row)
+                firsts, ends = offsets // PAGE, (offsets + sizes) // PAGE
+                firsts += sizes >= LARGE_PAGES * PAGE
+                some = (ends > firsts) & (there[np.minimum((firsts + ends) // 2, len(there) - 1)] > 0)
+                columns = (column[some].tolist() for column in (uses, firsts, ends))
+                found += [(use, number, first, end) for use, first, end in zip(*columns, strict=True)]
+        for _, number, first, end in sorted(found, reverse=True):
+            mirror: Any = self._reader.readers[number].mirror
+            yield mirror, first, end
+
+    def _chunks(self, number: int) -> Iterator[tuple[np.ndarray, ...]]:
+        """Yield offsets, sizes, first samples and ends of the chunks in a file, for each field."""
+        for field in self._direct.values():
+            yield from field.chunk_rows(number)
+
+    def _at_random(self) -> Iterator[tuple[Mirror, int, int]]:
+        """Yield runs of pages that are present in random order, which for shuffled epochs is better than LRU."""
+        found: list[tuple[Mirror, int, int]] = []
+        for mirror in self._mirrors:
+            there = np.flatnonzero(np.frombuffer(mirror.pages.present(), np.uint8) == 1) // UNIT_PAGES
+            found += [(mirror, unit * UNIT_PAGES, (unit + 1) * UNIT_PAGES) for unit in np.unique(there).tolist()]
+        random.shuffle(found)
+        return iter(found)

@@ -1,0 +1,85 @@
+"""Which chunks a cache on disk should free first: those whose next use, in the known order, comes last (Belady)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from h5chunk.plan.order import Order
+from h5chunk.plan.permutation import Indices
+
+NEVER = np.iinfo(np.int64).max
+
+
+class EpochUses:
+    """The first and last batch of an epoch, on any rank, that uses each chunk of ``chunk_samples``; or NEVER, and -1.
+
+    A chunk is used by one window, or by the two windows that share it.
+    """
+
+    def __init__(self, order: Order, num_samples: int) -> None:
+        count = -(-num_samples // order.chunk_samples)
+        self.first, self.last = np.full(count, NEVER), np.full(count, -1)
+        for rank in range(order.world_size):
+            for window in replace(order, rank=rank).windows():
+                chunks = np.unique(window.rows // order.chunk_samples)
+                self.first[chunks] = np.minimum(self.first[chunks], window.batches[0])
+                self.last[chunks] = np.maximum(self.last[chunks], window.batches[0])
+
+
+class NextUses:
+    """When each chunk is used next, while an order is followed from epoch to epoch."""
+
+    def __init__(self, order: Order, num_samples: int) -> None:
+        self._order, self._num_samples = order, num_samples
+        self._epochs: dict[int, EpochUses] = {}
+
+    def since(self, epoch: int, batch: int) -> Indices:
+        """Return how many batches after a batch each chunk is used next: (num_chunks,) int64; 0 for this batch."""
+        now, later = self._uses(epoch), self._uses(epoch + 1)
+        following = np.where(later.first == NEVER, NEVER, later.first + self._order.num_batches - batch)
+        found = np.where(now.last >= batch, now.last - batch, following)
+        return np.where((now.first >= batch) & (now.first != NEVER), now.first - batch, found)
+
+    def _uses(self, epoch: int) -> EpochUses:
+        if epoch not in self._epochs:
+            self._epochs = {number: uses for number, uses in self._epochs.items() if number == epoch - 1}
+            self._epochs[epoch] = EpochUses(replace(self._order, epoch=epoch), self._num_samples)
+        return self._epochs[epoch]
+
+
+def uses_of_rows(uses: Indices, chunk_samples: int, starts: Indices, stops: Indices) -> Indices:
+    """Return when the first of the samples ``starts[i]`` to ``stops[i]`` (excluded) is used next: (n,) int64.
+
+    >>> uses_of_rows(np.array([5, 3, 9]), 10, np.array([0, 20, 0]), np.array([20, 30, 5])).tolist()
+    [3, 9, 5]
+    """
+    firsts, lasts = starts // chunk_samples, (stops - 1) // chunk_samples + 1
+    padded = np.append(uses, NEVER)
+    pairs = np.stack([firsts, lasts], axis=1).reshape(-1)
+    return np.minimum.reduceat(padded, pairs)[::2] if len(pairs) else np.empty(0, np.int64)
+
+
+def hits(accesses: Sequence[Sequence[int]], capacity: int, policy: str) -> float:
+    """Return the part of accesses, in epochs of chunk numbers, that a cache of ``capacity`` chunks serves.
+
+    ``policy`` is "belady", with bypass, which is the best that any policy can reach, or "lru".
+
+    >>> epochs = [[0, 1, 2, 3], [0, 1, 2, 3]]
+    >>> hits(epochs, 3, "lru"), hits(epochs, 3, "belady")
+    (0.0, 0.375)
+    """
+    trace = [chunk for epoch in accesses for chunk in epoch]
+    following, upcoming = [0] * len(trace), dict[int, int]()
+    for time in range(len(trace) - 1, -1, -1):
+        following[time] = upcoming.get(trace[time], len(trace) + trace[time])
+        upcoming[trace[time]] = time
+    cached, num_hits = dict[int, int](), 0  # next or, with a sign, last use of each chunk
+    for time, chunk in enumerate(trace):
+        num_hits += chunk in cached
+        cached[chunk] = following[time] if policy == "belady" else -time
+        if len(cached) > capacity:
+            del cached[max(cached, key=cached.__getitem__)]
+    return num_hits / len(trace)

@@ -1,0 +1,56 @@
+"""The chunks that a cache frees are those whose next use comes last."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from h5chunk.plan.eviction import NEVER, NextUses, hits
+from h5chunk.plan.order import Order
+
+ORDER = Order(num_samples=103, chunk_samples=4, batch_size=6, window_chunks=3, interleave=2, seed=5)
+
+
+def by_looking_ahead(order, epoch, batch):
+    """Batches until the window that uses each chunk next is read."""
+    found = np.full(26, NEVER)
+    for ahead, rank in itertools.product((1, 0), range(order.world_size)):
+        for window in replace(order, epoch=epoch + ahead, rank=rank).windows():
+            distance = window.batches[0] + ahead * order.num_batches - batch
+            if distance >= 0:
+                chunks = np.unique(window.rows // 4)
+                found[chunks] = np.minimum(found[chunks], distance)
+    return found
+
+
+@pytest.mark.parametrize("order", [ORDER, replace(ORDER, batch_size=3, lanes=2, world_size=2)])
+def test_next_uses(order):
+    uses = NextUses(order, 103)
+    firsts = [window.batches[0] for window in order.windows()]
+    for batch in (firsts[0], firsts[3], firsts[-1]):
+        assert uses.since(4, batch).tolist() == by_looking_ahead(order, 4, batch).tolist()
+
+
+def test_chunks_that_no_epoch_uses_come_last():
+    from h5chunk.plan.selection import FixedSelection
+
+    order = replace(ORDER, num_samples=40, selection=FixedSelection(np.arange(0, 41, 4), np.arange(40)))
+    assert (NextUses(order, 103).since(0, 0)[10:] == NEVER).all()
+
+
+@pytest.mark.parametrize("capacity", [1, 3, 5])
+def test_hits_are_the_most_that_any_policy_can_have(capacity):
+    def best(trace, cached):
+        if not trace:
+            return 0
+        options = [
+            set(some) for some in itertools.combinations(cached | {trace[0]}, min(capacity, len(cached | {trace[0]})))
+        ]
+        return (trace[0] in cached) + max(best(trace[1:], some) for some in options)
+
+    epochs = [np.random.default_rng(seed).permutation(4).tolist() for seed in range(2)]
+    assert hits(epochs, capacity, "belady") == best([chunk for epoch in epochs for chunk in epoch], set()) / 8
+    assert hits(epochs, capacity, "lru") <= hits(epochs, capacity, "belady")
