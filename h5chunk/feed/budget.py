@@ -56,7 +56,7 @@ class DataSource:
         return {name: layout.of_pieces() if isinstance(layout, matrix) else layout for name, layout in layouts}
 
     def read_amplification(self, order: Order) -> float:
-        """Return bytes read over bytes used in an epoch of this order, on all ranks; fields kept whole don't count."""
+        """Return bytes read over bytes used in an epoch of this order, on all ranks, without fields kept in memory."""
         rows = None if order.selection is None else order.selection.resolve(order.seed, order.epoch).samples
         kept = [name for name, field in self.direct.items() if is_small_field(field)]
         return read_amplification(self.reader, rows, self.direct, kept)
@@ -107,25 +107,25 @@ def _counts(dataset: ChunkDataset, num_samples: int, order: Order) -> np.ndarray
     """Return the largest number of times that an epoch uses each sample, (n,) int64, or None for once each."""
     if order.selection is None and not order.pad:
         return None
-    most = order.selection.max_draws if isinstance(order.selection, WeightedSelection) else 1
+    max_uses = order.selection.max_draws if isinstance(order.selection, WeightedSelection) else 1
     counts = np.zeros(num_samples, np.int64)
-    counts[slice(None) if dataset.subset_samples is None else dataset.subset_samples] = most
+    counts[slice(None) if dataset.subset_samples is None else dataset.subset_samples] = max_uses
     if order.pad:  # a short lane starts again, maybe several times
         counts *= 1 + math.ceil(order.lane_batch / max(1, order.num_samples // order.lanes))
     return counts
 
 
-def _direct_fields(reader: H5Reader, how: str) -> tuple[dict[str, ByteReader], dict[str, str]]:
+def _direct_fields(reader: H5Reader, reader_kind: str) -> tuple[dict[str, ByteReader], dict[str, str]]:
     """Return the readers of fields by byte ranges, and for each other field the reason why it is read through HDF5."""
-    if how == "h5py":
+    if reader_kind == "h5py":
         return {}, dict.fromkeys(reader.fields, "asked for")
     direct, why = direct_fields(reader)
-    if why and how != "auto":
+    if why and reader_kind != "auto":
         name, reason = next(iter(why.items()))
         raise OptionError(f"field {name!r} cannot be read directly: {reason}: use reader='auto' or 'h5py'")
     for name, reason in why.items():
         warnings.warn(printable(f"field {name!r} is read through h5py, in one thread: {reason}"), stacklevel=4)
-    if how == "auto":
+    if reader_kind == "auto":
         slower = [name for name, field in direct.items() if field.is_slower_than_hdf5 and not is_small_field(field)]
         why |= dict.fromkeys(slower, "its chunks are tiny")
     return {name: field for name, field in direct.items() if name not in why}, why
@@ -140,10 +140,10 @@ class MemoryBudget:
         self._source, self._memory_bytes, self._reuse = source, memory_bytes, reuse
         self._converters = converters
         self._on_cpu = source.device.type == "cpu"
-        self._converted_bytes = sum(each.sample_bytes for each in converters if not each.changes_nothing)
+        self._converted_bytes = sum(converter.sample_bytes for converter in converters if not converter.changes_nothing)
 
     def plan(self, resident: bool | str, order: Order, *, min_chunks: int | None) -> SlotPlan | None:
-        """Plan the number and size of the windows in memory; return None if all data stays on the device instead.
+        """Plan the number and size of the windows in memory; return None if all data is kept on the device instead.
 
         Raise `OptionError` if resident data was requested but does not fit.
         """
@@ -168,7 +168,9 @@ class MemoryBudget:
     def _beside_windows(self, order: Order) -> int:
         """Return the bytes that streaming in this order takes in addition to the windows."""
         total = self._reading_bytes(order) + sum(
-            each.decoding_bytes(order.batch_size) for each in self._converters if isinstance(each, AnySizeConverter)
+            converter.decoding_bytes(order.batch_size)
+            for converter in self._converters
+            if isinstance(converter, AnySizeConverter)
         )
         if self._on_cpu and not self._reuse:  # released windows that wait for reuse
             total += KEPT * self._window_bytes(largest_window(order))
@@ -192,9 +194,9 @@ class MemoryBudget:
             total += source.num_threads * PIECE_BYTES
         return total
 
-    def _fits_device(self, wanted: bool | str, order: Order) -> bool:
-        """Return whether all data stays on the device. Raise OptionError if that was requested, but does not fit."""
-        if not wanted or not order.num_samples or (wanted == "auto" and self._on_cpu):
+    def _fits_device(self, resident: bool | str, order: Order) -> bool:
+        """Return whether all data is kept on the device. Raise OptionError if that was requested, but does not fit."""
+        if not resident or not order.num_samples or (resident == "auto" and self._on_cpu):
             return False
         held, pieces = self._resident_bytes, self._source.pieces
         loading = 0 if self._on_cpu else LOADING_SLOTS * 2 * slot_bytes(pieces, self.loading_samples(order))
@@ -202,8 +204,8 @@ class MemoryBudget:
         limit = math.inf if self._memory_bytes is None else self._memory_bytes
         if not self._on_cpu:
             free = free_bytes(self._source.device)
-            limit = min(limit, free // RESIDENT_SHARE if wanted == "auto" and self._memory_bytes is None else free)
-        if wanted is True and needed > limit:
+            limit = min(limit, free // RESIDENT_SHARE if resident == "auto" and self._memory_bytes is None else free)
+        if resident is True and needed > limit:
             raise OptionError(
                 f"resident=True needs {needed} bytes, {held} of them for the data, but the limit is {limit}: "
                 "raise memory_bytes, or leave resident out"
@@ -220,7 +222,7 @@ class MemoryBudget:
         return max(1, min(LOADING_BYTES // max(1, sample_bytes), order.num_samples // LOADING_SLOTS))
 
     def describe(self, order: Order, plan: SlotPlan | None) -> str:
-        """Describe the memory in words; without a plan the data stays on the device."""
+        """Describe the memory in words; without a plan, all data is kept on the device."""
         if plan is None:
             return f"all {self._source.reader.num_samples} samples resident ({human_bytes(self._resident_bytes)})"
         windows = count_text(plan.num_slots * plan.together, "window")
@@ -260,8 +262,8 @@ def check_arguments(
         raise OptionError(f"reader is {reader!r}: give auto, direct or h5py")
     if not isinstance(resident, bool) and resident != "auto":
         raise OptionError(f"resident is {resident!r}: give True, False or 'auto'")
-    for name, number, least in (("num_threads", num_threads, 1), ("memory_bytes", memory_bytes, 0)):
+    for name, number, minimum in (("num_threads", num_threads, 1), ("memory_bytes", memory_bytes, 0)):
         if number is not None:
-            check_whole(name, number, least)
+            check_whole(name, number, minimum)
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 <= timeout < math.inf:
         raise OptionError(f"timeout is {timeout!r}: give seconds, or 0 to wait forever")

@@ -129,9 +129,9 @@ def check_numbering(drawn: Numbering, numbering: Numbering) -> None:
     """
     if drawn == numbering:
         return
-    here = f"{numbering[0]}" if drawn[0] != numbering[0] else f"{numbering[0]} others"
+    expected = f"{numbering[0]}" if drawn[0] != numbering[0] else f"{numbering[0]} others"
     raise OptionError(
-        f"this batch was drawn from a data set of {drawn[0]} samples, but is read from one of {here}: give the "
+        f"this batch was drawn from a data set of {drawn[0]} samples, but is read from one of {expected}: give the "
         "loader the data set or subset that the ChunkSampler was made with"
     )
 

@@ -115,16 +115,16 @@ def ragged_layout(
     """
     where = f"{printable(reader.path)}: {field.name!r}"
     if counts is None:
-        most = entries_of_chunks(fullest_chunks(reader.indptr, field.chunk_samples), field.chunk_samples, lanes)
+        max_entries = entries_of_chunks(fullest_chunks(reader.indptr, field.chunk_samples), field.chunk_samples, lanes)
     else:
-        most = entries_of_rows(np.diff(reader.indptr), counts)
+        max_entries = entries_of_rows(np.diff(reader.indptr), counts)
     if not isinstance(field, MatrixField):
-        return MatrixLayout(reader.indptr, BYTES, torch.uint8, None, where, False, most)
+        return MatrixLayout(reader.indptr, BYTES, torch.uint8, None, where, False, max_entries)
     values = None if field.value_dtype is None else torch_dtype(field.value_dtype, field.name)
     columns = torch_dtype(field.index_dtype, field.name)
     assert columns is not None
     may_repeat = reader.header is None or reader.header.kind != CSR
-    return MatrixLayout(reader.indptr, field.num_columns, columns, values, where, may_repeat, most)
+    return MatrixLayout(reader.indptr, field.num_columns, columns, values, where, may_repeat, max_entries)
 
 
 def torch_dtype(dtype: np.dtype, name: str) -> torch.dtype | None:

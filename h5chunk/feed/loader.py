@@ -37,7 +37,7 @@ TWO_THREADS = "another thread is waiting for a batch of this loader: give each t
 
 
 class _OneThread(Iterator[Any]):
-    """Iterate a generator, and raise an error if two threads do so at once."""
+    """Iterate a generator, and raise an error if two threads do so at the same time."""
 
     def __init__(self, batches: Generator[Any]) -> None:
         self._batches = batches
@@ -63,8 +63,8 @@ class ChunkLoader(Resumable):
             ...
 
     Each iteration is an epoch, and the first windows of the next epoch are read while this one ends. You may leave an
-    epoch early: threads and memory stay until `close`, after which another iteration makes them again. Use the loader
-    in only one thread. The order is that of a `ChunkSampler` with the same arguments, unless data is echoed, or
+    epoch early: threads and memory are kept until `close`; another iteration then creates new ones. Use the loader in
+    only one thread. The order is that of a `ChunkSampler` with the same arguments, unless data is echoed, or
     ``memory_bytes`` makes windows smaller.
 
     A batch is a tuple of the fields. To know which samples are in it, name the field ``sample_number``::
@@ -133,7 +133,7 @@ class ChunkLoader(Resumable):
     report : EpochReport
         Rates of the current or last epoch: samples/s, fresh samples, and the time spent waiting for batches.
     is_resident : bool
-        Whether the data stays on the device.
+        Whether all data is kept on the device.
     batch_sampler : ChunkSampler
         The sampler that holds this loader's position, given or made; Lightning's Trainer calls its ``set_epoch``.
 
@@ -213,7 +213,7 @@ class ChunkLoader(Resumable):
 
     @property
     def read_ahead_samples(self) -> int:
-        """Upper limit on the samples that are read ahead; 0 if the data stays on the device."""
+        """Upper limit on the samples that are read ahead; 0 if all data is kept on the device."""
         return 0 if self._plan is None else self._plan.num_slots * self._plan.window_samples
 
     @property
@@ -279,7 +279,7 @@ class ChunkLoader(Resumable):
                 self._iterated = None
 
     def _open(self, order: Order, start: int) -> WindowStream | Resident:
-        """Return the source of batches, made on the first call; its threads and memory stay from epoch to epoch."""
+        """Return the source of batches, made on the first call; its threads and memory are kept for later epochs."""
         if self._feed is not None and not self._feed.is_usable:
             self.close()
         if self._feed is None:
@@ -322,7 +322,7 @@ class ChunkLoader(Resumable):
         order, source = self.order, self._source
         echo = "" if self._echo == 1 else f"; echo {self._echo:g}"
         converters = (pipeline.converter for pipeline in self._pipelines)
-        decoders = "".join(f"; {each.decoder}" for each in converters if isinstance(each, AnySizeConverter))
+        decoders = "".join(f"; {item.decoder}" for item in converters if isinstance(item, AnySizeConverter))
         return printable(
             f"ChunkLoader({str(source.reader.path)!r} to {self._device}: {len(self)} batches of {order.batch_size}; "
             f"{self._budget.describe(order, self._plan)}{echo}; {source.describe(order)}{decoders})"
@@ -330,7 +330,7 @@ class ChunkLoader(Resumable):
 
 
 def _dataset(data: Paths | ChunkDataset, transforms: Transforms | None) -> tuple[ChunkDataset, Transforms | None]:
-    """Return the data set and the transforms of its batches; raise OptionError if a loader would ignore any of it."""
+    """Return the data set and the transforms of its batches; raise OptionError if a loader would ignore either."""
     if not isinstance(data, ChunkDataset):
         if isinstance(data, Dataset):
             raise OptionError(
@@ -342,16 +342,16 @@ def _dataset(data: Paths | ChunkDataset, transforms: Transforms | None) -> tuple
         raise OptionError(
             f"{type(data).__name__} has its own {changed[0]}, which a ChunkLoader does not call: use transforms="
         )
-    own: Transforms = [data.transform] if callable(data.transform) else data.transform or ()
-    if not own:
+    own_transforms: Transforms = [data.transform] if callable(data.transform) else data.transform or ()
+    if not own_transforms:
         return data, transforms
-    lists = own.values() if isinstance(own, Mapping) else [own]
-    if transforms is not None or not all(isinstance(each, BATCH_TRANSFORMS) for some in lists for each in some):
+    lists = own_transforms.values() if isinstance(own_transforms, Mapping) else [own_transforms]
+    if transforms is not None or not all(isinstance(item, BATCH_TRANSFORMS) for part in lists for item in part):
         raise OptionError(
             "the data set has a transform, which is for single samples in a DataLoader: give it to the loader as "
             "transforms=, and remove it from the data set (dataset.with_transform(None))"
         )
-    return data, own
+    return data, own_transforms
 
 
 def _without_strings(path: Paths, dataset: ChunkDataset) -> ChunkDataset:
@@ -376,8 +376,8 @@ def _check_sampler(
     """Raise OptionError unless a sampler is valid, has the same data, and is the only source of the order."""
     if not isinstance(sampler, ChunkSampler):
         raise OptionError(f"sampler is a {type(sampler).__name__}: give a ChunkSampler")
-    given = {"batch_size": batch_size is not None, "shuffle": not shuffle, "seed": seed != 0, "drop_last": drop_last}
-    for name in (name for name, is_given in given.items() if is_given):
+    is_set = {"batch_size": batch_size is not None, "shuffle": not shuffle, "seed": seed != 0, "drop_last": drop_last}
+    for name in (name for name, is_given in is_set.items() if is_given):
         raise OptionError(f"{name} is given together with a sampler: give it to the ChunkSampler")
     sampler.check_data(dataset)
 
@@ -392,5 +392,5 @@ def _order_in_file(sampler: ChunkSampler, dataset: ChunkDataset, echo: float) ->
     if not sampler.chooses_window:
         return order, None
     # windows of one batch would repeat the same batch
-    least = 1 if echo == 1 else math.ceil(2 * order.batch_size / order.chunk_samples)
-    return replace(order, window_chunks=max(order.window_chunks, least)), least
+    min_chunks = 1 if echo == 1 else math.ceil(2 * order.batch_size / order.chunk_samples)
+    return replace(order, window_chunks=max(order.window_chunks, min_chunks)), min_chunks

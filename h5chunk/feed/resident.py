@@ -1,4 +1,4 @@
-"""Data that is read once and stays on the device, where batches are gathered at the speed of the device's memory.
+"""Data that is read once and kept on the device, where batches are gathered at the speed of the device's memory.
 
 On the CPU, native threads gather the next batches while the caller uses the current batch.
 """
@@ -83,7 +83,7 @@ class Resident:
         self._fields.clear()
 
     def batches(self, order: Order, maker: BatchMaker, report: EpochReport, start: int = 0) -> Iterator[Any]:
-        """Yield the batches of an epoch from ``start`` on, while the next epoch's order is computed."""
+        """Yield the batches of an epoch, starting at batch ``start``, while the next epoch's order is computed."""
         samples = self._plan(order).result()[start * order.batch_size :]
         report.waited_s += time.perf_counter() - report.started
         self._plan(replace(order, epoch=order.epoch + 1))
@@ -146,7 +146,7 @@ def _empty(layout: FieldLayout | MatrixLayout, num_samples: int, device: torch.d
 
 
 def _put(field: Any, first: int, part: Any) -> None:
-    """Copy consecutive samples, ``part``, into a field, from sample ``first`` on."""
+    """Copy consecutive samples, ``part``, into a field, starting at sample ``first``."""
     if isinstance(field, torch.Tensor):
         field[first : first + len(part)].copy_(part)
         return
@@ -216,13 +216,13 @@ class GatherAhead:
         try:
             self._drain()
             samples = np.ascontiguousarray(samples)
-            most = max(2, min(AHEAD * self._num_threads, AHEAD_BYTES // (batch_size * self._sample_bytes)))
+            max_pending = max(2, min(AHEAD * self._num_threads, AHEAD_BYTES // (batch_size * self._sample_bytes)))
             firsts = iter(range(0, len(samples), batch_size))
             done: set[int] = set()
             while True:
                 if os.getpid() != self._process:  # before the pool is called: a fork may have copied its locks locked
                     raise WorkerError("this process was forked while batches were gathered: iterate again")
-                for first in islice(firsts, most - len(self._queue)):
+                for first in islice(firsts, max_pending - len(self._queue)):
                     self._submit(samples[first : first + batch_size])
                 if not self._queue:
                     return

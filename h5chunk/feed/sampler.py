@@ -78,7 +78,7 @@ class Resumable:
         return replace(self._template, epoch=self._position.epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, from 0 on. Without this call, each iteration is the next epoch.
+        """Set the epoch of the next iteration, counted from 0. Without this call, each iteration is the next epoch.
 
         If a state of this epoch was loaded, iteration resumes at the batch of that state.
         """
@@ -157,10 +157,10 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         Fill up the last batch, on all ranks, with samples from the beginning of the epoch. Without ``drop_last`` and
         ``pad`` every sample comes once; the last batches of ranks may then differ by a sample, or be empty on some.
     lanes, rank, world_size : int, optional
-        Place among several training processes; default: from torch.distributed if it is initialised, and one lane per
-        rank. All ranks have the same number of batches, of ``batch_size`` samples, and read different chunks. The
-        batches of all ranks together are the same samples for any number of ranks, as long as ``batch_size *
-        world_size`` and ``lanes``, a multiple of ``world_size``, stay the same.
+        This process among several training processes; default: from torch.distributed if it is initialised, and one
+        lane per rank. All ranks have the same number of batches, of ``batch_size`` samples, and read different chunks.
+        The batches of all ranks together are the same samples for any number of ranks, as long as ``batch_size *
+        world_size`` and ``lanes``, a multiple of ``world_size``, do not change.
     weights : array or str, optional
         The relative probability of each sample of the data set, (n,), 0 or more; or a field of classes, to make all
         classes equally likely. An epoch then draws as many samples as the data set has, each in proportion to its
@@ -244,8 +244,8 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         found, weights = self._dataset.fingerprint, self._weights
         if weights is None:
             return found
-        given = weights.encode() if isinstance(weights, str) else np.asarray(weights, float).tobytes()
-        return zlib.crc32(given, found)
+        encoded = weights.encode() if isinstance(weights, str) else np.asarray(weights, float).tobytes()
+        return zlib.crc32(encoded, found)
 
     @property
     def sampler(self) -> ChunkSampler:
@@ -327,8 +327,8 @@ def _selection(reader: H5Reader, dataset: ChunkDataset, weights: Any) -> Selecti
     if not len(rows):
         raise OptionError("weights are given, but there are no samples to draw")
     by_class = isinstance(weights, str)
-    given = balanced_weights(dataset.values(weights)) if by_class else check_weights(weights, len(rows))
-    return WeightedSelection.of(given, chunks, len(rows))
+    array = balanced_weights(dataset.values(weights)) if by_class else check_weights(weights, len(rows))
+    return WeightedSelection.of(array, chunks, len(rows))
 
 
 def save_state(order: Order, batch: int, file: int) -> State:
@@ -377,15 +377,11 @@ def _identity(order: Order, file: int) -> State:
     }
 
 
-def _difference(name: str, saved: int, here: int) -> str:
+def _difference(name: str, saved: int, expected: int) -> str:
     if name == "file":
         return "state belongs to another file, or to other samples or weights: use the same files, subset and weights"
     if name == "global_batch_size":
-        return (
-            f"state has batches of {saved} samples over all ranks, but here it is {here}: keep batch_size x world_size"
-        )
+        return f"state has batches of {saved} samples over all ranks, not {expected}: keep batch_size x world_size"
     if name in ("window_chunks", "interleave"):
-        return (
-            f"state has {name}={saved}, but here it is {here}: give the same window_chunks, memory_bytes and interleave"
-        )
-    return f"state has {name}={saved}, but here it is {here}: give the same {name}"
+        return f"state has {name}={saved}, not {expected}: give the same window_chunks, memory_bytes and interleave"
+    return f"state has {name}={saved}, not {expected}: give the same {name}"

@@ -17,7 +17,7 @@ TEXT_ERRORS = "backslashreplace"  # error handler for bytes that are not UTF-8
 
 
 def decoded(values: np.ndarray) -> np.ndarray:
-    """Decode fixed-length strings from UTF-8; a byte that is not UTF-8 becomes ``\\xNN``. Numbers stay as they are."""
+    """Decode fixed-length strings from UTF-8; a byte that is not UTF-8 becomes ``\\xNN``. Numbers do not change."""
     return np.char.decode(values, "utf-8", TEXT_ERRORS) if values.dtype.kind == "S" else values
 
 
@@ -66,7 +66,7 @@ class StoredNames:
 
     @property
     def column_symbols(self) -> np.ndarray:
-        """Symbol of each column of a 10x matrix, such as CD3E for a gene: (num_columns,) of str, maybe not unique."""
+        """Symbol of each column of a 10x matrix, such as CD3E for a gene: (num_columns,) of str, not always unique."""
         return self._common("column_symbols")
 
     @property
@@ -123,12 +123,12 @@ class StoredNames:
 def name_of_sample(reader: H5Reader, number: int) -> str:
     """Return file and name of a sample for messages, by its number in the file."""
     file = int(np.searchsorted(reader.starts, number, "right")) - 1
-    own = reader.readers[file]
+    file_reader = reader.readers[file]
     try:
-        name = printable(_values_of_samples(own, SOURCE_NAMES)[number - reader.starts[file]])
+        name = printable(_values_of_samples(file_reader, SOURCE_NAMES)[number - reader.starts[file]])
     except FileError:
         name = f"image {number - reader.starts[file]}"
-    return f"{printable(own.path)}: {name}"
+    return f"{printable(file_reader.path)}: {name}"
 
 
 def _values_of_samples(reader: H5Reader, name: str) -> np.ndarray:

@@ -39,10 +39,10 @@ OFFSET, HEIGHT, WIDTH, TOP, LEFT, BOX_HEIGHT, BOX_WIDTH, FULL_HEIGHT, FULL_WIDTH
 
 
 class Draws(NamedTuple):
-    """Random numbers of samples, by their numbers in the file; ``use`` is 0, or k for their k-th echo in the epoch.
+    """Random numbers for samples, given by their numbers in the file; ``use`` is 0, or k for the k-th echo of a sample.
 
-    Parts of the draws of all samples of a window or an epoch share ``kept``, which holds what converters computed for
-    several parts at once, and begin at sample ``first`` of these ``whole`` samples.
+    The draws of a batch are part of the draws of a window or an epoch: they begin at sample ``first`` of its samples,
+    ``whole``. All parts share the dict ``kept``, in which converters cache results for several parts.
     """
 
     seed: int
@@ -56,9 +56,9 @@ class Draws(NamedTuple):
     def uniform(self, stream: int, count: int, first: int = 0) -> Floats:
         """Return numbers ``first`` to ``first + count`` of a stream, uniform in [0, 1): (count, num_samples)."""
         key = stream_key(self.seed, self.epoch, self.use, stream)
-        own = mixed(self.samples.view(np.uint64), np.uint64(key))
+        sample_words = mixed(self.samples.view(np.uint64), np.uint64(key))
         steps = (np.arange(first + 1, first + count + 1, dtype=np.uint64) * np.uint64(STEP))[:, None]
-        return np.asarray((mixed(own + steps, np.uint64(0)) >> np.uint64(11)) * 2.0**-53)
+        return np.asarray((mixed(sample_words + steps, np.uint64(0)) >> np.uint64(11)) * 2.0**-53)
 
     def of_all_epochs(self) -> Draws:
         """Return draws that are the same in each epoch."""
@@ -103,12 +103,12 @@ class Geometry:
         """Crop the window; ``left`` counts from its left side after mirroring, where ``flip`` is set."""
         left = np.where(self.flip, self.width - left - width, left) if self.flip.any() else left
         self.down, self.right = self.down + top, self.right + left
-        self.height, self.width = (np.broadcast_to(each, self.down.shape) for each in (height, width))
+        self.height, self.width = (np.broadcast_to(size, self.down.shape) for size in (height, width))
 
     def resize(self, height: Indices | int, width: Indices | int) -> None:
         """Resize the window, which must lie inside of the image, and must not have been resized before."""
         self.box = self.box[0] + self.down, self.box[1] + self.right, self.height, self.width
-        self.height, self.width = (np.broadcast_to(each, self.down.shape) for each in (height, width))
+        self.height, self.width = (np.broadcast_to(size, self.down.shape) for size in (height, width))
         self.full = self.height, self.width
         self.down = self.right = np.zeros_like(self.down)
 
@@ -119,7 +119,7 @@ class Geometry:
     def fill(self, table: Indices) -> Indices:
         """Fill a table, (n, ERASED + 4 * erased boxes) int64, with a row per image and offsets of 0, and return it."""
         columns: list[Any] = [0, *self.sizes, *self.box, *self.full, self.down, self.right, self.flip]
-        columns += [each for box in self.erased for each in box]
+        columns += [values for box in self.erased for values in box]
         for number, column in enumerate(columns):
             table[:, number] = column
         return table
@@ -134,14 +134,16 @@ def random_boxes(
     over height. Returns the heights, the widths, and whether one of `ATTEMPTS` boxes fitted; otherwise the size is
     invalid. The attempts use the first 2 * `ATTEMPTS` numbers of the stream.
     """
-    found = _attempts(draws, stream, range(EARLY_ATTEMPTS), height, width, scale, ratio)
-    left = np.flatnonzero(~found[2])
-    if len(left):  # few: most boxes fit at once
-        others = Draws(draws.seed, draws.epoch, draws.samples[left], draws.use)
-        later = _attempts(others, stream, range(EARLY_ATTEMPTS, ATTEMPTS), height[left], width[left], scale, ratio)
-        for values, value in zip(found, later, strict=True):
-            values[left] = value
-    return found
+    boxes = _attempts(draws, stream, range(EARLY_ATTEMPTS), height, width, scale, ratio)
+    remaining = np.flatnonzero(~boxes[2])
+    if len(remaining):  # few: most boxes fit at once
+        later_draws = Draws(draws.seed, draws.epoch, draws.samples[remaining], draws.use)
+        later = _attempts(
+            later_draws, stream, range(EARLY_ATTEMPTS, ATTEMPTS), height[remaining], width[remaining], scale, ratio
+        )
+        for values, value in zip(boxes, later, strict=True):
+            values[remaining] = value
+    return boxes
 
 
 def _attempts(
@@ -156,12 +158,12 @@ def _attempts(
     """Draw a box for each of the attempts ``numbers``, and return the first that fits, as `random_boxes` does."""
     uniform = draws.uniform(stream, 2 * len(numbers), 2 * numbers.start)
     areas = (scale[0] + uniform[::2] * (scale[1] - scale[0])) * (height * width)
-    low, high = (math.log2(each) for each in ratio)
+    low, high = (math.log2(bound) for bound in ratio)
     shapes = _powers_of_two(low + uniform[1::2] * (high - low))
     tall, wide = np.rint(np.sqrt(areas / shapes)), np.rint(np.sqrt(areas * shapes))
     fits = (tall > 0) & (wide > 0) & (tall <= height) & (wide <= width)
-    first, places = fits.argmax(0), np.arange(fits.shape[1])
-    return tall[first, places].astype(np.int64), wide[first, places].astype(np.int64), fits[first, places]
+    first, images = fits.argmax(0), np.arange(fits.shape[1])
+    return tall[first, images].astype(np.int64), wide[first, images].astype(np.int64), fits[first, images]
 
 
 def _powers_of_two(exponents: Floats) -> Floats:
@@ -173,6 +175,6 @@ def _powers_of_two(exponents: Floats) -> Floats:
     return np.ldexp(total, whole.astype(np.int64))
 
 
-def random_places(numbers: Floats, room: Indices) -> Indices:
+def random_offsets(numbers: Floats, room: Indices) -> Indices:
     """Turn random numbers below 1, (n,), into whole numbers from 0 to ``room``."""
     return np.minimum((numbers * (room + 1)).astype(np.int64), room)

@@ -13,21 +13,21 @@ The transforms of this module are frozen dataclasses, and can be called like any
 of a list are computed together, in one kernel and with one rounding at the end: crops, resizing, flips, `Cutout`,
 `RandomErasing`, `Normalize` and `ToDtype` for images; the last two for other dense fields; `Binarize`, `L2`, `Log1p`,
 `HoldOut`, `Dense` and `Csr` for a matrix, whose rows stay sparse until they are on the device. Without transforms,
-images come as they are stored and rows of a matrix as dense float32.
+images keep their stored values, and rows of a matrix become dense float32.
 
-The random transforms of images draw for each sample. The draw depends only on the seed of the loader or sampler, the
-epoch, the sample's number in the file and the transform's place among the random ones of its list: it is the same for
-all batch sizes, ranks, workers, devices and readers, and after resuming. So fields with equal lists, such as images and
-masks, are changed alike; one list that crops or flips only the first of them is an error::
+The random transforms of images use other random numbers for each sample. These depend only on the seed of the loader or
+sampler, the epoch, the sample's number in the file and the transform's position among the random ones of its list: they
+are the same for all batch sizes, ranks, workers, devices and readers, and after resuming. So fields with equal lists,
+such as images and masks, are changed in the same way; a list that crops or flips only the first of them is an error::
 
     augment = [RandomCrop(224), RandomHorizontalFlip()]
     ChunkLoader("pairs.h5", 32, transforms={"images": [*augment, Normalize(mean, std)], "masks": augment})
 
-Each echo of a sample draws anew, but a sample that weights repeat in an epoch is changed alike each time. With another
-sampler than `h5chunk.ChunkSampler`, draws come from torch's random generator.
+Each echo of a sample has other random numbers, but repetitions of a sample by ``weights`` in an epoch have the same.
+With another sampler than `h5chunk.ChunkSampler`, they come from torch's random generator.
 
-Other random transforms draw once for a whole batch, unless they draw for each sample themselves: see `per_sample`. Do
-in the training loop whatever needs several fields at once, such as CutMix.
+Other random transforms usually use the same random numbers for a whole batch: see `per_sample`. Transforms of several
+fields together, such as CutMix, belong in the training loop.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def transforms_by_field(
 
 def _check_masks(transforms: list[Transform], fields: Mapping[str, Field | RaggedField], argument: str) -> None:
     """Raise OptionError if a list would crop or flip the first field, but not another one with as many pixels."""
-    moved = next((each for each in transforms if isinstance(each, GEOMETRIC)), None)
+    moved = next((transform for transform in transforms if isinstance(transform, GEOMETRIC)), None)
     first, *others = fields
     like = next((name for name in others if _sides(fields[name]) == _sides(fields[first]) is not None), None)
     if moved is not None and like is not None:
@@ -114,7 +114,7 @@ def _check_masks(transforms: list[Transform], fields: Mapping[str, Field | Ragge
 
 
 def _sides(field: Field | RaggedField) -> tuple[int, ...] | None:
-    """Return height and width of the samples of a field; None if they are no pictures of one size."""
+    """Return height and width of the samples of a field; None if they are not images of one size."""
     shape = field.sample_shape if isinstance(field, Field) and field.scale is None else ()
     if len(shape) == 3:
         axis = channel_axis(shape, field.axes)
@@ -123,7 +123,7 @@ def _sides(field: Field | RaggedField) -> tuple[int, ...] | None:
 
 
 def check_transforms(name: str, transforms: Any) -> list[Transform]:
-    """Validate a list of transforms; raise OptionError with the name of the argument if it is invalid."""
+    """Validate the list of transforms in the argument ``name``; raise OptionError if it is invalid."""
     if isinstance(transforms, (str, bytes)) or not isinstance(transforms, Sequence):
         raise OptionError(f"{name} is {transforms!r}: give a list of objects of h5chunk.transforms, or functions")
     for transform in transforms:
@@ -135,7 +135,7 @@ def check_transforms(name: str, transforms: Any) -> list[Transform]:
 def compile_transforms(
     transforms: Sequence[Transform], field: Field | RaggedField, stored: torch.dtype | None, allocate: Allocate
 ) -> tuple[Converter, tuple[Transform, ...]]:
-    """Divide the transforms of a field into one conversion, computed together, and the others, in order.
+    """Divide the transforms of a field into a converter, which computes the first ones in one step, and the others.
 
     ``stored`` is the dtype in the file (unused for a matrix); ``allocate`` gives host memory for batches. Raise
     `OptionError` if the transforms do not fit each other, or the field.
@@ -148,7 +148,7 @@ def compile_transforms(
     if field.scale is not None:
         assert isinstance(field, (Field, MatrixField))
         count = _leading(transforms, ROW_TRANSFORMS, (Dense, Csr), HoldOut)
-        held_out = next((n for n, each in enumerate(transforms[:count]) if isinstance(each, HoldOut)), count)
+        held_out = next((n for n, transform in enumerate(transforms[:count]) if isinstance(transform, HoldOut)), count)
         after = (n for n in range(held_out + 1, count) if not isinstance(transforms[n], (Dense, Csr)))
         count = next(after, count)  # the following transforms are applied to both inputs and targets
         _check_held_out(transforms, count, field)
@@ -157,7 +157,7 @@ def compile_transforms(
     axis = channel_axis(field.sample_shape, field.axes)
     count = _leading(transforms, IMAGE_TRANSFORMS, Normalize, ToDtype)
     _check_late(transforms, count)
-    if any(isinstance(each, AUGMENTING) for each in transforms[:count]):
+    if any(isinstance(transform, AUGMENTING) for transform in transforms[:count]):
         shape, is_mask = field.sample_shape, field.axes == "NHW"
         augment = AugmentConverter(transforms[:count], stored, shape, axis, allocate, is_mask=is_mask)
         return augment, tuple(transforms[count:])
@@ -166,14 +166,14 @@ def compile_transforms(
 
 
 def _check_late(transforms: Sequence[Transform], count: int) -> None:
-    for late in (each for each in transforms[count:] if isinstance(each, AUGMENTING)):
+    for late in (transform for transform in transforms[count:] if isinstance(transform, AUGMENTING)):
         raise OptionError(f"{late} comes after {transforms[count]}: put it first, as {NO_NUMBERS}")
 
 
 def _check_held_out(transforms: Sequence[Transform], count: int, field: Field | RaggedField) -> None:
-    if any(isinstance(each, HoldOut) for each in transforms[count:]):
+    if any(isinstance(transform, HoldOut) for transform in transforms[count:]):
         raise OptionError("HoldOut is given twice, or after a function: give it once, before all functions")
-    last = any(isinstance(each, HoldOut) and each.last is not None for each in transforms)
+    last = any(isinstance(transform, HoldOut) and transform.last is not None for transform in transforms)
     if last and not (isinstance(field, MatrixField) and field.has_time_order):
         raise OptionError(
             f"HoldOut(last=...) needs entries in the order of time, which field {field.name!r} does not have: convert "
@@ -185,7 +185,9 @@ def _leading(transforms: Sequence[Transform], kinds: tuple[type, ...], *once: An
     """Count the leading transforms of these kinds, with at most one of each type, or tuple of types, in ``once``."""
     for number, transform in enumerate(transforms):
         taken = any(
-            isinstance(transform, own) and isinstance(each, own) for own in once for each in transforms[:number]
+            isinstance(transform, kind) and isinstance(earlier, kind)
+            for kind in once
+            for earlier in transforms[:number]
         )
         if taken or not isinstance(transform, kinds):
             return number
@@ -193,13 +195,13 @@ def _leading(transforms: Sequence[Transform], kinds: tuple[type, ...], *once: An
 
 
 def check_first(transforms: Sequence[Transform], field: Field | RaggedField, stored: torch.dtype | None) -> None:
-    """Raise OptionError if the first transform does not fit the field; behind a function, any transform is allowed."""
+    """Raise OptionError if the first transform does not fit the field; after a function, any transform is allowed."""
     if not transforms:
         return
     first, remedy = transforms[0], ""
     if field.scale is not None and isinstance(first, IMAGE_TRANSFORMS):
         remedy = "is a matrix: give Dense, Csr, L2 or Log1p"
-    elif field.scale is None and any(isinstance(each, HoldOut) for each in transforms):
+    elif field.scale is None and any(isinstance(transform, HoldOut) for transform in transforms):
         remedy = "is no matrix, whose entries could be held out"
     elif field.scale is None and isinstance(first, (Dense, Csr)):
         remedy = "is not a matrix: use ToDtype"

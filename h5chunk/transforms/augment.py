@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from h5chunk.errors import OptionError, check_whole
-from h5chunk.plan.draws import ATTEMPTS, MAX_SIDE, Draws, Geometry, Size, random_boxes, random_places
+from h5chunk.plan.draws import ATTEMPTS, MAX_SIDE, Draws, Geometry, Size, random_boxes, random_offsets
 
 INTERPOLATIONS = ("antialias", "bilinear", "nearest")
 MODES = ("constant", "reflect", "edge")
@@ -34,7 +34,7 @@ class Geometric:
         raise NotImplementedError
 
     def size_after(self, size: Size | None) -> Size | None:
-        """Return the size of results; None: it depends on the image."""
+        """Return the size of results; None if it depends on the image."""
         return size
 
     def __call__(self, batch: torch.Tensor) -> torch.Tensor:
@@ -81,7 +81,7 @@ class RandomResizedCrop(Geometric):
         numbers = draws.uniform(stream, 2, 2 * ATTEMPTS)
         height, width = geometry.height, geometry.width
         heights, widths, found = random_boxes(draws, stream, height, width, self.scale, self.ratio)
-        down, right = (random_places(numbers[0], height - heights), random_places(numbers[1], width - widths))
+        down, right = (random_offsets(numbers[0], height - heights), random_offsets(numbers[1], width - widths))
         if not found.all():  # the largest box in the middle
             tall = np.rint(width / self.ratio[0]).clip(1, height).astype(np.int64)
             wide = np.rint(height * self.ratio[1]).clip(1, width).astype(np.int64)
@@ -97,7 +97,7 @@ class RandomResizedCrop(Geometric):
 
 @dataclass(frozen=True)
 class RandomCrop(Geometric):
-    """Crop each image at a random place, after padding it, like torchvision's transform of this name.
+    """Crop each image at a random position, after padding it, like torchvision's transform of this name.
 
     Parameters
     ----------
@@ -106,7 +106,7 @@ class RandomCrop(Geometric):
     padding : int, or sequence of int
         Pixels on all sides; or (left and right, top and bottom); or (left, top, right, bottom).
     mode : {"constant", "reflect", "edge"}
-        Fill the padding with ``fill``; with the image, mirrored at its edge; or with the pixels of the edge.
+        Content of the padding: ``fill``; the image, mirrored at its edge; or the pixels of the edge.
     fill : int, or sequence of int
         Value of the padding, from 0 to 255: one value, or one per channel.
     """
@@ -119,10 +119,10 @@ class RandomCrop(Geometric):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", _size(self, self.size))
-        given = (self.padding,) if isinstance(self.padding, (int, np.integer)) else tuple(self.padding)
-        if len(given) not in (1, 2, 4):
+        padding = (self.padding,) if isinstance(self.padding, (int, np.integer)) else tuple(self.padding)
+        if len(padding) not in (1, 2, 4):
             raise OptionError(f"RandomCrop: padding is {self.padding!r}: give a number, or 2 or 4 of them")
-        sides = [check_whole("RandomCrop: padding", side, 0, MAX_SIDE) for side in given]
+        sides = [check_whole("RandomCrop: padding", side, 0, MAX_SIDE) for side in padding]
         object.__setattr__(self, "padding", tuple(sides * (4 // len(sides))))
         _check_choice(self, "mode", MODES)
         fill = (self.fill,) if isinstance(self.fill, (int, np.integer)) else tuple(self.fill)
@@ -141,7 +141,7 @@ class RandomCrop(Geometric):
         rooms = geometry.height + top + bottom - height, geometry.width + left + right - width
         _check_room(self, geometry, rooms)
         numbers = draws.uniform(stream, 2)
-        down, along = (random_places(number, room) for number, room in zip(numbers, rooms, strict=True))
+        down, along = (random_offsets(number, room) for number, room in zip(numbers, rooms, strict=True))
         geometry.crop(down - top, along - left, height, width)
 
     def size_after(self, size: Size | None) -> Size | None:
@@ -283,7 +283,7 @@ class Cutout(Erasing):
         numbers, half = draws.uniform(stream, 2), self.size // 2
         ends = []
         for number, side in zip(numbers, (height, width), strict=True):
-            first = random_places(number, np.int64(side - 1)) - half
+            first = random_offsets(number, np.int64(side - 1)) - half
             ends.append((first.clip(0), (first + self.size).clip(None, side)))
         (top, bottom), (left, right) = ends
         return top, left, bottom - top, right - left
@@ -322,7 +322,7 @@ class RandomErasing(Erasing):
         heights, widths, found = random_boxes(draws, stream, tall, wide, self.scale, self.ratio)
         erases = found & (numbers[2] < self.p)
         heights, widths = heights * erases, widths * erases
-        return random_places(numbers[0], height - heights), random_places(numbers[1], width - widths), heights, widths
+        return random_offsets(numbers[0], height - heights), random_offsets(numbers[1], width - widths), heights, widths
 
 
 GEOMETRIC = (RandomResizedCrop, RandomCrop, CenterCrop, Resize, RandomHorizontalFlip, AlternatingFlip)
@@ -330,31 +330,31 @@ ERASERS = (Cutout, RandomErasing)
 
 
 def _size(transform: Any, size: Any) -> Size:
-    given = (size, size) if isinstance(size, (int, np.integer)) else tuple(size) if isinstance(size, Sequence) else ()
+    sides = (size, size) if isinstance(size, (int, np.integer)) else tuple(size) if isinstance(size, Sequence) else ()
     name = type(transform).__name__
-    if len(given) != 2:
+    if len(sides) != 2:
         raise OptionError(f"{name}: size is {size!r}: give a number, or height and width")
-    height, width = (check_whole(f"{name}: size", side, 1, MAX_SIDE) for side in given)
+    height, width = (check_whole(f"{name}: size", side, 1, MAX_SIDE) for side in sides)
     return height, width
 
 
-def _check_range(transform: Any, name: str, given: Any, most: float = math.inf) -> None:
+def _check_range(transform: Any, name: str, bounds: Any, maximum: float = math.inf) -> None:
     try:
-        low, high = (float(number) for number in given)
-        valid = 0 < low <= high <= most and high < math.inf
+        low, high = (float(number) for number in bounds)
+        valid = 0 < low <= high <= maximum and high < math.inf
     except (TypeError, ValueError):
         valid = False
     if not valid:
-        most_text = "" if most == math.inf else f", at most {most:g}"
+        most_text = "" if maximum == math.inf else f", at most {maximum:g}"
         raise OptionError(
-            f"{type(transform).__name__}: {name} is {given!r}: give two numbers above 0, the lower first{most_text}"
+            f"{type(transform).__name__}: {name} is {bounds!r}: give two numbers above 0, the lower first{most_text}"
         )
     object.__setattr__(transform, name, (low, high))
 
 
 def _check_choice(transform: Any, name: str, choices: Sequence[str]) -> None:
-    if (given := getattr(transform, name)) not in choices:
-        raise OptionError(f"{type(transform).__name__}: {name} is {given!r}: give {', '.join(choices)}")
+    if (choice := getattr(transform, name)) not in choices:
+        raise OptionError(f"{type(transform).__name__}: {name} is {choice!r}: give {', '.join(choices)}")
 
 
 def _check_probability(transform: Any, p: Any) -> None:
@@ -364,7 +364,7 @@ def _check_probability(transform: Any, p: Any) -> None:
 
 def _values(transform: Any, value: Any) -> tuple[float, ...]:
     try:
-        values = tuple(float(each) for each in (value if isinstance(value, Sequence) else (value,)))
+        values = tuple(float(item) for item in (value if isinstance(value, Sequence) else (value,)))
     except (TypeError, ValueError):
         values = ()
     if not values or isinstance(value, str) or not all(map(math.isfinite, values)):
@@ -383,6 +383,8 @@ def _check_room(transform: Any, geometry: Geometry, rooms: tuple[Any, Any]) -> N
 
 def _check_reflection(crop: RandomCrop, geometry: Geometry) -> None:
     left, top, right, bottom = crop.padding  # type: ignore[misc]
-    for sides, most in ((geometry.height, max(top, bottom)), (geometry.width, max(left, right))):
-        if len(sides) and most >= sides.min():
-            raise OptionError(f"{crop}: a side of {sides.min()} pixels is too short to reflect {most} pixels: pad less")
+    for sides, max_padding in ((geometry.height, max(top, bottom)), (geometry.width, max(left, right))):
+        if len(sides) and max_padding >= sides.min():
+            raise OptionError(
+                f"{crop}: a side of {sides.min()} pixels is too short to reflect {max_padding} pixels: pad less"
+            )

@@ -1,11 +1,11 @@
-"""Compute a list of augmenting transforms at once: cut, resize, pad, flip, erase, normalise and cast, sample by sample.
+"""Compute a list of augmenting transforms in one step: crop, resize, pad, flip, erase, normalise and cast each sample.
 
-What each sample needs is drawn on the host, as one row of a table (`h5chunk.plan.draws`). It is computed in C, in a
-Triton kernel on a GPU (`h5chunk.transforms.augment_kernel`), or with torch operations. All give the same bits, by this
-arithmetic:
+The random geometry of each sample is computed on the host, as one row of a table (`h5chunk.plan.draws`). The pixels are
+computed in C, in a Triton kernel on a GPU (`h5chunk.transforms.augment_kernel`), or with torch operations. All give the
+same bits, by this arithmetic:
 
 - The source is consecutive bytes: an image begins at its ``OFFSET``, with ``HEIGHT`` rows of ``WIDTH`` pixels, either
-  interleaved (H, W, C) or planar (C, H, W). Images may have any sizes and places, so that gathering needs no copy.
+  interleaved (H, W, C) or planar (C, H, W). Images may have any sizes and offsets, so that gathering needs no copy.
 - Its box, at ``TOP`` and ``LEFT`` of ``BOX_HEIGHT`` x ``BOX_WIDTH``, is resized to ``FULL_HEIGHT`` x ``FULL_WIDTH``:
   first along rows, rounded to uint8, then along columns, rounded to uint8. Along a side of ``n`` pixels that becomes
   ``m``, result ``i`` has the weights ``a[x] = max(0, M - abs((2 * x + 1) * m - (2 * i + 1) * n))`` of pixels ``x`` of
@@ -54,7 +54,7 @@ class Rule:
     size: Size  # of results
     interpolation: str
     mode: str
-    pads: bool  # whether anything outside of an image is seen
+    pads: bool  # whether results contain pixels outside of an image
     interleaved: bool
     out_interleaved: bool
     fill: torch.Tensor  # (channels,) uint8
@@ -66,7 +66,7 @@ class Rule:
 
     def to(self, device: torch.device) -> Rule:
         """Return the rule for batches on a device."""
-        tensors = {name: each.to(device) for name, each in self.__dict__.items() if isinstance(each, torch.Tensor)}
+        tensors = {name: value.to(device) for name, value in self.__dict__.items() if isinstance(value, torch.Tensor)}
         return Rule(**{**self.__dict__, **tensors})
 
 
@@ -81,15 +81,17 @@ def augment_with_torch(rule: Rule, source: torch.Tensor, table: Indices, out: to
         shape = (height, width, rule.channels) if rule.interleaved else (rule.channels, height, width)
         image = image.view(shape).permute(2, 0, 1) if rule.interleaved else image.view(shape)
         box = image[:, top : top + tall, left : left + wide].double()
-        rows, outside_rows = _places(rule, rule.size[0], down, full_height)
-        columns, outside_columns = _places(rule, rule.size[1], right, full_width)
+        rows, outside_rows = _window_positions(rule, rule.size[0], down, full_height)
+        columns, outside_columns = _window_positions(rule, rule.size[1], right, full_width)
         if flip:
             columns, outside_columns = columns[::-1], outside_columns[::-1]
         pixels = _weighted(box, _weights(rule.interpolation, wide, full_width, columns).to(box.device).mT)
         pixels = _weighted(pixels.mT, _weights(rule.interpolation, tall, full_height, rows).to(box.device).mT).mT
         outside = torch.from_numpy(outside_rows[:, None] | outside_columns).to(box.device)
         pixels = torch.where(outside, rule.fill[:, None, None], pixels.to(torch.uint8)).long()
-        result.copy_(torch.stack([own[each] for own, each in zip(rule.values, pixels, strict=True)]))
+        result.copy_(
+            torch.stack([table_of_channel[pixel] for table_of_channel, pixel in zip(rule.values, pixels, strict=True)])
+        )
         for number, value in enumerate(rule.erased):
             first, start, high, long = row[ERASED + 4 * number : ERASED + 4 * number + 4]
             result[:, first : first + high, start : start + long] = value[:, None, None]
@@ -104,13 +106,15 @@ def native_rule(rule: Rule) -> native.ImageRule:
         conversion = SAME
     constants = rule.scale, rule.shift
     if rule.out_interleaved:  # for each result of a row
-        scale, shift = (torch.zeros(1) if each is None else each.repeat(width) for each in constants)
+        scale, shift = (torch.zeros(1) if constant is None else constant.repeat(width) for constant in constants)
     else:
-        scale, shift = (torch.zeros(1) if each is None else each.repeat_interleave(width) for each in constants)
+        scale, shift = (
+            torch.zeros(1) if constant is None else constant.repeat_interleave(width) for constant in constants
+        )
     kept = rule.fill.contiguous(), rule.values, rule.erased, scale, shift
     numbers = rule.channels, height, width, INTERPOLATIONS.index(rule.interpolation), MODES.index(rule.mode)
     sizes = rule.interleaved, rule.out_interleaved, rule.dtype.itemsize, conversion, len(rule.erased)
-    made = native.ImageRule(*numbers, *sizes, *(each.data_ptr() for each in kept))
+    made = native.ImageRule(*numbers, *sizes, *(constant.data_ptr() for constant in kept))
     made.kept = kept
     return made
 
@@ -126,34 +130,38 @@ def _all_weights(interpolation: str, length: int, full: int) -> np.ndarray:
     number, pixel = np.arange(full)[:, None], np.arange(length)[None, :]
     if length == full or interpolation == "nearest":
         return np.asarray(((2 * number + 1) * length // (2 * full) == pixel) << WEIGHT_BITS)
-    most = 2 * max(length if interpolation == "antialias" else 0, full)
-    shares = (most - abs((2 * pixel + 1) * full - (2 * number + 1) * length)).clip(0)
+    scale = 2 * max(length if interpolation == "antialias" else 0, full)
+    shares = (scale - abs((2 * pixel + 1) * full - (2 * number + 1) * length)).clip(0)
     sums = shares.sum(1, keepdims=True)
     return np.asarray(((shares << (WEIGHT_BITS + 1)) + sums) // (2 * sums))
 
 
-def _weights(interpolation: str, length: int, full: int, places: Indices) -> torch.Tensor:
-    return torch.from_numpy(_all_weights(interpolation, length, full)[places].astype(np.float64))
+def _weights(interpolation: str, length: int, full: int, positions: Indices) -> torch.Tensor:
+    return torch.from_numpy(_all_weights(interpolation, length, full)[positions].astype(np.float64))
 
 
-def _places(rule: Rule, count: int, first: int, length: int) -> tuple[Indices, np.ndarray]:
+def _window_positions(rule: Rule, count: int, first: int, length: int) -> tuple[Indices, np.ndarray]:
     """Return the positions of a window along a side of ``length`` pixels, and which of them get the fill value."""
-    places = np.arange(first, first + count)
+    positions = np.arange(first, first + count)
     if rule.mode == "reflect":
-        places = np.abs(places)
-        places = np.minimum(places, 2 * (length - 1) - places)
-    outside = (places < 0) | (places >= length)
-    return places.clip(0, length - 1), outside & (rule.mode == "constant")
+        positions = np.abs(positions)
+        positions = np.minimum(positions, 2 * (length - 1) - positions)
+    outside = (positions < 0) | (positions >= length)
+    return positions.clip(0, length - 1), outside & (rule.mode == "constant")
 
 
 def make_rule(transforms: Sequence[Any], sample_shape: tuple[int, ...], axis: int, size: Size, is_mask: bool) -> Rule:
     channels = 1 if len(sample_shape) == 2 else sample_shape[axis]
-    normalize = next((each for each in transforms if isinstance(each, Normalize)), None)
-    to_dtype = next((each for each in transforms if isinstance(each, ToDtype)), None)
-    converting = [each for each in transforms if not isinstance(each, AUGMENTING)]
+    normalize = next((transform for transform in transforms if isinstance(transform, Normalize)), None)
+    to_dtype = next((transform for transform in transforms if isinstance(transform, ToDtype)), None)
+    converting = [transform for transform in transforms if not isinstance(transform, AUGMENTING)]
     dtype = result_dtype(converting, normalize, to_dtype, torch.uint8)
-    resizing = next((each.interpolation for each in transforms if getattr(each, "resizes", False)), "nearest")
-    crop = next((each for each in transforms if isinstance(each, RandomCrop) and each.pads), RandomCrop(1))
+    resizing = next(
+        (transform.interpolation for transform in transforms if getattr(transform, "resizes", False)), "nearest"
+    )
+    crop = next(
+        (transform for transform in transforms if isinstance(transform, RandomCrop) and transform.pads), RandomCrop(1)
+    )
     channels_last = to_dtype is not None and to_dtype.channels_last
     if channels_last and (len(sample_shape) != 3 or axis != 0):
         raise OptionError(f"channels_last needs samples of (C, H, W), but these are {sample_shape}")
@@ -161,7 +169,7 @@ def make_rule(transforms: Sequence[Any], sample_shape: tuple[int, ...], axis: in
     values = torch.arange(256).expand(channels, 256)
     if dtype.is_floating_point:
         constants = scale_and_shift(normalize or Normalize(0, 1), 255, sample_shape, axis)
-        scale, shift = (each.reshape(-1).expand(channels).contiguous() for each in constants)
+        scale, shift = (transform.reshape(-1).expand(channels).contiguous() for transform in constants)
         values = values.float() * scale[:, None] + shift[:, None]
     rule = Rule(
         channels,
@@ -184,13 +192,13 @@ def make_rule(transforms: Sequence[Any], sample_shape: tuple[int, ...], axis: in
 def _erased_values(transforms: Sequence[Any], rule: Rule) -> torch.Tensor:
     """Return the values of erased boxes in the units of the result: (boxes, channels)."""
     found, unit = [rule.erased], 1.0  # the number that counts as 1 at a place in the list, in units of a pixel
-    for each in transforms:
-        if isinstance(each, ToDtype) and each.dtype.is_floating_point:
+    for transform in transforms:
+        if isinstance(transform, ToDtype) and transform.dtype.is_floating_point:
             unit = 255.0 if unit else unit
-        elif isinstance(each, Normalize):
+        elif isinstance(transform, Normalize):
             unit = 0.0  # values are final
-        elif isinstance(each, ERASERS):
-            value = _per_channel(each, "value", each.value, rule.channels)
+        elif isinstance(transform, ERASERS):
+            value = _per_channel(transform, "value", transform.value, rule.channels)
             if unit and rule.scale is not None and rule.shift is not None:
                 value = (value * unit).float() * rule.scale + rule.shift
             found.append(value.to(rule.dtype)[None])

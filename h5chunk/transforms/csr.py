@@ -82,7 +82,7 @@ class CsrRows:
         return starts[1:] - starts[:-1]
 
     def natively(self, table: np.ndarray | None) -> native.SparseRows:
-        """Return all rows for native code: a code stands for its value in the table, or for itself."""
+        """Return all rows for native code; without a table, codes are the values."""
         if id(table) not in self._native_rows:
             codes = None if self.values is None else self.values.numpy()
             self._native_rows[id(table)] = native.SparseRows(self.host_starts, self.indices.numpy(), codes, table)
@@ -110,13 +110,13 @@ class CsrRows:
 class ValueRule:
     """The rule that turns stored numbers into values.
 
-    Stored bytes are looked up in ``table``, (256,). Without a table, stored numbers are the values; with ``least``, the
-    value is 1 for numbers from ``least`` on, and 0 for smaller ones. The entries of a pattern are ``constant``. Then
-    ``steps``, which are transforms of values, are applied, and the result is converted to ``dtype``.
+    Stored bytes are looked up in ``table``, (256,). Without a table, the stored numbers are the values or, with a
+    ``threshold``, 1 if they are at least that and else 0. The entries of a pattern are ``constant``. Then ``steps``,
+    which are transforms of values, are applied, and the result is converted to ``dtype``.
     """
 
     table: np.ndarray | None
-    least: float | None
+    threshold: float | None
     constant: float
     steps: tuple[Any, ...]
     dtype: torch.dtype
@@ -137,8 +137,8 @@ class ValueRule:
         return values
 
     def is_direct(self, rows: CsrRows, dtype: torch.dtype) -> bool:
-        """True if values, before the steps, are the table's, the constant, or stored numbers, which have ``dtype``."""
-        return self.least is None and (self.table is not None or rows.values is None or rows.values.dtype == dtype)
+        """True if values need no arithmetic before the steps: they are in a table, constant, or stored as ``dtype``."""
+        return self.threshold is None and (self.table is not None or rows.values is None or rows.values.dtype == dtype)
 
     def table_of(self, rows: CsrRows, dtype: torch.dtype) -> np.ndarray | None:
         """The values of codes, or the constant, as integers of the size of ``dtype``: always the same array."""
@@ -169,7 +169,7 @@ class Entries(NamedTuple):
 
 
 def entries_of(rows: CsrRows, rule: ValueRule, num_columns: int, allocate: Allocate = fresh) -> Entries:
-    """Return the entries of rows, on their device, in memory that nothing else uses; on the host from ``allocate``."""
+    """Return the entries of rows, on their device, in new memory, which on the host comes from ``allocate``."""
     if rows.starts.device.type != "cpu":
         return _on_gpu(rows, rule, num_columns)
     counts = rows.host_counts
@@ -194,12 +194,12 @@ def _copied(rows: CsrRows, rule: ValueRule, counts: np.ndarray, dtype: torch.dty
     """Copy entries natively, up to the steps of the rule."""
     kind = rule.work_dtype if rule.steps else rule.dtype
     if is_direct := rule.is_direct(rows, kind):
-        there = rows.natively(rule.table_of(rows, kind))
+        source = rows.natively(rule.table_of(rows, kind))
     else:  # values are copied as they are stored, then converted
         assert rows.values is not None
-        there, kind = rows.natively(None), rows.values.dtype
+        source, kind = rows.natively(None), rows.values.dtype
     starts, columns, values = _room(allocate, len(counts) + 1, int(counts.sum()), dtype, kind)
-    there.copy(rows.host_numbers, starts.itemsize, starts.data_ptr(), columns.data_ptr(), values.data_ptr())
+    source.copy(rows.host_numbers, starts.itemsize, starts.data_ptr(), columns.data_ptr(), values.data_ptr())
     if not is_direct:
         values = torch.from_numpy(_host_values(values.numpy(), rule))
     return Entries(starts, torch.from_numpy(counts), columns, values)
@@ -208,7 +208,7 @@ def _copied(rows: CsrRows, rule: ValueRule, counts: np.ndarray, dtype: torch.dty
 def _room(
     allocate: Allocate, num_starts: int, total: int, dtype: torch.dtype, kind: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return memory for row starts and columns, of ``dtype``, and for values of type ``kind``, from one allocation."""
+    """Allocate memory for row starts and columns, of ``dtype``, and for values of type ``kind``, in one call."""
     ends = -(-total * kind.itemsize // 8) * 8, -(-total * kind.itemsize // 8) * 8 + total * dtype.itemsize
     values, columns, starts = allocate((ends[1] + num_starts * dtype.itemsize,), torch.uint8).tensor_split(ends)
     return starts.view(dtype), columns.view(dtype), values.view(kind)[:total]
@@ -218,14 +218,14 @@ def _indexed(rows: CsrRows, rule: ValueRule, counts: np.ndarray, dtype: torch.dt
     """Copy entries by NumPy, up to the steps of the rule."""
     starts = np.concatenate(([0], np.cumsum(counts)))
     firsts, indices = rows.host_starts[rows.host_numbers], rows.indices.numpy()
-    places: Any = np.repeat(firsts - starts[:-1], counts) + np.arange(starts[-1])
+    positions: Any = np.repeat(firsts - starts[:-1], counts) + np.arange(starts[-1])
     if rows.numbers is None and len(counts):
-        places = slice(int(firsts[0]), int(firsts[0] + starts[-1]))
-    columns = indices[places].astype(_numpy_dtype(dtype))
+        positions = slice(int(firsts[0]), int(firsts[0] + starts[-1]))
+    columns = indices[positions].astype(_numpy_dtype(dtype))
     if rows.values is None:
         values = np.full(len(columns), rule.constant, _numpy_dtype(rule.work_dtype))
     else:
-        values = np.array(_host_values(rows.values.numpy()[places], rule))
+        values = np.array(_host_values(rows.values.numpy()[positions], rule))
     return Entries(*map(torch.from_numpy, (starts.astype(columns.dtype), counts, columns, values)))
 
 
@@ -236,7 +236,7 @@ def _host_values(codes: np.ndarray, rule: ValueRule) -> np.ndarray:
         return values if rule.divisor == 1 else np.divide(values, rule.divisor, out=values)
     if rule.table is not None:
         return np.take(rule.table, codes)
-    return codes.astype(dtype, copy=False) if rule.least is None else (codes >= rule.least).astype(dtype)
+    return codes.astype(dtype, copy=False) if rule.threshold is None else (codes >= rule.threshold).astype(dtype)
 
 
 def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
@@ -247,10 +247,10 @@ def _on_gpu(rows: CsrRows, rule: ValueRule, num_columns: int) -> Entries:
     host, device = rows.host_starts, rows.starts.device
     if rows.numbers is None:
         stop = rows.first + len(rows)
-        some = slice(int(host[rows.first]), int(host[stop]))
+        selected = slice(int(host[rows.first]), int(host[stop]))
         starts = rows.starts[rows.first : stop + 1]
         counts, starts = starts.diff(), starts - int(host[rows.first])
-        indices, codes = rows.indices[some], None if rows.values is None else rows.values[some]
+        indices, codes = rows.indices[selected], None if rows.values is None else rows.values[selected]
     else:
         numbers = rows.numbers
         total = int((host[numbers.host + 1] - host[numbers.host]).sum())
@@ -258,9 +258,9 @@ def _on_gpu(rows: CsrRows, rule: ValueRule, num_columns: int) -> Entries:
         counts = rows.starts[numbers.on_device + 1] - firsts
         starts = torch.zeros(len(counts) + 1, dtype=torch.int64, device=device)
         torch.cumsum(counts, 0, out=starts[1:])
-        places = torch.repeat_interleave(firsts - starts[:-1], counts, output_size=total)
-        places += torch.arange(total, device=device)
-        indices, codes = _take(rows.indices, places), None if rows.values is None else _take(rows.values, places)
+        positions = torch.repeat_interleave(firsts - starts[:-1], counts, output_size=total)
+        positions += torch.arange(total, device=device)
+        indices, codes = _take(rows.indices, positions), None if rows.values is None else _take(rows.values, positions)
     values = rule.applied(_gpu_values(codes, len(indices), device, rule), CsrArithmetic(counts))
     dtype = torch.int32 if max(num_columns - 1, len(indices)) <= MAX_INT32 else torch.int64
     return Entries(starts.to(dtype), counts, indices.to(dtype), values.to(rule.dtype))
@@ -272,14 +272,14 @@ def _gpu_values(codes: torch.Tensor | None, count: int, device: torch.device, ru
     if rule.table is not None:
         return torch.from_numpy(rule.table).to(device)[codes.reshape(-1).int()]
     values = codes.reshape(-1)
-    if rule.least is None:
+    if rule.threshold is None:
         return values.to(rule.work_dtype)
-    return ((values if values.is_floating_point() else values.double()) >= rule.least).to(rule.work_dtype)
+    return ((values if values.is_floating_point() else values.double()) >= rule.threshold).to(rule.work_dtype)
 
 
-def _take(array: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def _take(array: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Index an array; torch does not index unsigned integers larger than a byte."""
-    return array.view(_SAME_SIZE[array.itemsize])[places].view(array.dtype)
+    return array.view(_SAME_SIZE[array.itemsize])[positions].view(array.dtype)
 
 
 class HostArithmetic:
@@ -344,13 +344,13 @@ RowArithmetic = Any  # HostArithmetic of NumPy arrays, or DenseArithmetic of ten
 def scatter(out: torch.Tensor, entries: Entries, map_parts: MapParts = map) -> None:
     """Make rows dense: ``out``, (rows, columns), is zero except at the entries.
 
-    On the host this takes parts of about `DENSE_BYTES`, which ``map_parts`` may hand to several threads.
+    On the host this is done in parts of about `DENSE_BYTES`, which ``map_parts`` may run in several threads.
     """
     num_rows, num_columns = out.shape
     if out.device.type != "cpu":
         first = torch.arange(0, num_rows * num_columns, max(1, num_columns), device=out.device)
-        places = torch.repeat_interleave(first, entries.counts, output_size=len(entries.columns))
-        out.zero_().view(-1)[places.add_(entries.columns)] = entries.values
+        positions = torch.repeat_interleave(first, entries.counts, output_size=len(entries.columns))
+        out.zero_().view(-1)[positions.add_(entries.columns)] = entries.values
         return
     same = _SAME_SIZE[out.itemsize]  # NumPy has no bfloat16
     rows, values = out.view(same).numpy(), entries.values.view(same).numpy()
@@ -372,12 +372,12 @@ def scatter_natively(out: torch.Tensor, rows: CsrRows, rule: ValueRule, map_part
     """Make rows dense as `scatter` does, in native code without the GIL; return whether that was possible."""
     if rule.steps or not rule.is_direct(rows, rule.dtype) or not native.available():
         return False
-    there, numbers = rows.natively(rule.table_of(rows, rule.dtype)), rows.host_numbers
+    source, numbers = rows.natively(rule.table_of(rows, rule.dtype)), rows.host_numbers
     dense = out.view(_SAME_SIZE[out.itemsize]).numpy()
 
     def fill(start: int) -> None:
         part = slice(start, start + step)
-        there.make_dense(numbers[part], dense[part])
+        source.make_dense(numbers[part], dense[part])
 
     step = max(1, DENSE_BYTES // max(1, out.shape[1] * out.itemsize))
     for _ in map_parts(fill, range(0, len(numbers), step)):

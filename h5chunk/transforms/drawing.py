@@ -1,4 +1,4 @@
-"""Draw tables of geometry in C; the same numbers as by the `change` and `boxes` of the transforms, in less time."""
+"""Compute tables of random geometry in C: the same numbers as by `change` and `boxes` of the transforms, but faster."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class NativeDraws:
 
     def __init__(self, geometric: Sequence[Any], erasers: Sequence[Any], size: Size) -> None:
         self._transforms, self._sides = (*geometric, *erasers), np.array(size, np.int64)
-        randoms = np.cumsum([0, *(each.is_random for each in geometric)]).tolist()
+        randoms = np.cumsum([0, *(transform.is_random for transform in geometric)]).tolist()
         self._streams = [*randoms[:-1], *range(ERASING, ERASING + len(erasers))]
         self._steps = np.zeros(len(self._transforms), native.STEP)
-        for own, transform in zip(self._steps, self._transforms, strict=True):
+        for step, transform in zip(self._steps, self._transforms, strict=True):
             for name, value in _step(transform).items():
-                own[name] = value
+                step[name] = value
 
     def fill(self, table: Indices, heights: Indices, widths: Indices, draws: Draws) -> bool:
         """Fill a table, (n, columns); return False if an image does not suit the transforms.
@@ -58,8 +58,8 @@ def _step(transform: Any) -> dict[str, Any]:
             return {"kind": native.BOX, "height": height, "width": width, **_ranges(scale, ratio)}
         case RandomCrop(size=(height, width), padding=(left, top, right, bottom), mode=mode):
             sides = {"left": left, "top": top, "right": right, "bottom": bottom}
-            how = {"flag": 1, "reflects": mode == "reflect"}
-            return {"kind": native.CROP, "height": height, "width": width, **sides, **how}
+            padding = {"flag": 1, "reflects": mode == "reflect"}
+            return {"kind": native.CROP, "height": height, "width": width, **sides, **padding}
         case CenterCrop(size=(height, width)):
             return {"kind": native.CROP, "height": height, "width": width}
         case Resize(size=int() as shorter):
@@ -78,4 +78,4 @@ def _step(transform: Any) -> dict[str, Any]:
 
 
 def _ranges(scale: tuple[float, float], ratio: tuple[float, float]) -> dict[str, Any]:
-    return {"scale": scale, "ratio": ratio, "log_ratio": [math.log2(each) for each in ratio]}
+    return {"scale": scale, "ratio": ratio, "log_ratio": [math.log2(limit) for limit in ratio]}

@@ -39,7 +39,7 @@ class HoldOut:
         In place of ``fraction``: hold out this many of the latest entries of each row, but never all of them. The file
         must store the entries in the order of time: ``convert(..., time_order=True)``.
     seed : int
-        Another seed draws other entries.
+        Seed of the choice of entries.
     each_epoch : bool
         Hold out other entries in each epoch of a `ChunkLoader` or `ChunkSampler`, for training. False: always the same
         entries, for validation.
@@ -81,8 +81,10 @@ class HoldOut:
         return inputs, targets
 
     def part(self, entries: Entries, epoch: int) -> tuple[Entries, Entries]:
-        """Split entries into those that stay and those that are held out, in their original order."""
-        counts, columns, values = (as_array(each) if each.device.type == "cpu" else each for each in entries[1:])
+        """Split entries into inputs and held-out targets, in their original order."""
+        counts, columns, values = (
+            as_array(tensor) if tensor.device.type == "cpu" else tensor for tensor in entries[1:]
+        )
         rows, exists = _row_of_each(counts), values != 0
         if not exists.all():
             rows, columns, values = rows[exists], columns[exists], values[exists]
@@ -97,13 +99,13 @@ class HoldOut:
     def _held(self, rows: Array, columns: Array, counts: Array, epoch: int) -> tuple[Array, Array]:
         """Return whether each entry is held out, and the number of held-out entries per row."""
         ends = counts.cumsum(0)
-        place = _up_to(rows) - (ends - counts)[rows]  # position within the row
+        position = _up_to(rows) - (ends - counts)[rows]  # position within the row
         if self.last is not None:
             num_held = (counts - 1).clip(0, self.last)
-            return counts[rows] - place <= num_held[rows], num_held
+            return counts[rows] - position <= num_held[rows], num_held
         keys = _keys(rows, columns, ends, counts, _mix_number(self.seed, epoch * self.each_epoch))
-        rank = place + 0
-        rank[_argsort(rows << 32 | keys & 0xFFFFFFFF)] = place
+        rank = position + 0
+        rank[_argsort(rows << 32 | keys & 0xFFFFFFFF)] = position
         on_host = isinstance(counts, np.ndarray)
         exact = (counts.astype(np.float64) if on_host else counts.double()) * self.fraction + ROUNDING
         num_held = exact.astype(np.int64) if on_host else exact.long()
@@ -145,10 +147,10 @@ def _entries(counts: Array, columns: Array, values: Array, dtype: torch.dtype) -
 def _entries_of(batch: torch.Tensor) -> Entries:
     """Return the entries of a dense batch that are not zero."""
     flat: Array = as_array(batch.reshape(-1)) if batch.device.type == "cpu" else batch.reshape(-1)
-    places = flat.nonzero()[0] if isinstance(flat, np.ndarray) else flat.nonzero()[:, 0]
+    positions = flat.nonzero()[0] if isinstance(flat, np.ndarray) else flat.nonzero()[:, 0]
     xp = np if isinstance(flat, np.ndarray) else torch
-    counts = xp.bincount(places // batch.shape[1], minlength=len(batch))
-    return _entries(counts, places % batch.shape[1], flat[places], batch.dtype)
+    counts = xp.bincount(positions // batch.shape[1], minlength=len(batch))
+    return _entries(counts, positions % batch.shape[1], flat[positions], batch.dtype)
 
 
 def _keys(rows: Array, columns: Array, ends: Array, counts: Array, seed: int) -> Array:

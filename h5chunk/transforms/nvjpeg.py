@@ -32,7 +32,7 @@ def find_decoder() -> tuple[str, Decode] | None:
 
 
 def _accepted(decode: Callable[..., list[torch.Tensor]], encoded: list[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Decode images; None for those that are refused, which halving the list finds."""
+    """Decode images; the result has None for images that the decoder refuses, which are found by halving the list."""
     if not encoded:
         return []
     try:

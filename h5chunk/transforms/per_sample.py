@@ -83,25 +83,25 @@ def per_sample(transform: Callable[[torch.Tensor], torch.Tensor]) -> PerSample:
 
 def split_per_sample(transforms: tuple[Any, ...]) -> tuple[tuple[PerSample, ...], tuple[Any, ...]]:
     """Divide transforms into the leading `PerSample` ones and the others. Raise OptionError for a late `PerSample`."""
-    leading = tuple(takewhile(lambda each: isinstance(each, PerSample), transforms))
+    leading = tuple(takewhile(lambda transform: isinstance(transform, PerSample), transforms))
     others = transforms[len(leading) :]
-    for late in (each for each in others if isinstance(each, PerSample)):
+    for late in (transform for transform in others if isinstance(transform, PerSample)):
         raise OptionError(f"{late} comes after {others[0]}: put it first, as {NO_NUMBERS}")
     _warn_if_drawn_once(others)
     return leading, others
 
 
 def _warn_if_drawn_once(transforms: tuple[Any, ...]) -> None:
-    """Warn about transforms of torchvision that draw once for a whole batch."""
+    """Warn about transforms of torchvision that use the same random numbers for a whole batch."""
     for transform in transforms:
-        for each in _with_parts(transform):
-            name = type(each).__name__
+        for part in _with_parts(transform):
+            name = type(part).__name__
             is_random = name.startswith("Random") or name in DRAW_ONCE
-            if is_random and type(each).__module__.startswith("torchvision.transforms"):
-                own = "h5chunk.transforms has one of that name, or " if name in OURS else ""
+            if is_random and type(part).__module__.startswith("torchvision.transforms"):
+                alternative = "h5chunk.transforms has one of that name, or " if name in OURS else ""
                 warnings.warn(
-                    f"{name} of torchvision draws once for all samples of a batch: {own}give per_sample({name}(...)), "
-                    "which draws for each sample",
+                    f"{name} of torchvision draws once for all samples of a batch: {alternative}give "
+                    f"per_sample({name}(...)), which draws for each sample",
                     stacklevel=6,
                 )
 

@@ -103,7 +103,7 @@ class Binarize(_Values):
     Parameters
     ----------
     threshold : float
-        The least value that becomes 1, above 0.
+        The smallest value that becomes 1, above 0.
     """
 
     threshold: float
@@ -111,7 +111,7 @@ class Binarize(_Values):
     def __post_init__(self) -> None:
         if not _is_positive(self.threshold):
             raise OptionError(
-                f"Binarize: threshold is {self.threshold!r}: give the least value that becomes 1, a number above 0"
+                f"Binarize: threshold is {self.threshold!r}: give the smallest value that becomes 1, a number above 0"
             )
 
     def on_values(self, values: Any, rows: RowArithmetic) -> Any:
@@ -165,12 +165,12 @@ class RowConverter:
     changes_nothing = False
 
     def __init__(self, transforms: Sequence[Any], field: MatrixField | Field, allocate: Allocate) -> None:
-        layout = next((each for each in transforms if isinstance(each, (Dense, Csr))), Dense())
-        steps = tuple(each for each in transforms if isinstance(each, _Values))
+        layout = next((transform for transform in transforms if isinstance(transform, (Dense, Csr))), Dense())
+        steps = tuple(transform for transform in transforms if isinstance(transform, _Values))
         _check_fit(layout, steps, field)
         self.dtype, self._field, self._allocate = layout.dtype, field, allocate
         self.makes_csr = isinstance(layout, Csr)
-        self.hold_out = next((each for each in transforms if isinstance(each, HoldOut)), None)
+        self.hold_out = next((transform for transform in transforms if isinstance(transform, HoldOut)), None)
         self.num_columns = math.prod(field.sample_shape)
         self.rule = _rule(field, self.dtype, steps)
         self.sample_bytes = self.num_columns * self.dtype.itemsize
@@ -196,7 +196,7 @@ class RowConverter:
 
     @property
     def is_uncut(self) -> bool:
-        """True if the result cannot be split into several batches, as a dense batch can."""
+        """True if the result cannot be split into several batches, unlike a dense batch."""
         return self.makes_csr or self.hold_out is not None
 
     def __call__(
@@ -227,7 +227,7 @@ class RowConverter:
             scatter(out, entries_of(rows, self.rule, self.num_columns), map_parts)
 
     def parted(self, rows: CsrRows, draws: Draws) -> tuple[Entries, ...]:
-        """Return the converted entries: all, or those of the inputs and of the targets if entries are held out."""
+        """Return the converted entries: of all rows, or of the inputs and the targets if entries are held out."""
         entries = entries_of(rows, self.rule, self.num_columns)
         return (entries,) if self.hold_out is None else self.hold_out.part(entries, draws.epoch)
 
@@ -278,8 +278,8 @@ def _rule(field: MatrixField | Field, dtype: torch.dtype, steps: tuple[_Values, 
     pattern = isinstance(field, MatrixField) and field.value_dtype is None
     if not pattern and field.dtype != np.uint8:
         if steps and isinstance(steps[0], Binarize):
-            least = float(field.dtype.type(steps[0].threshold)) if field.dtype.kind == "f" else steps[0].threshold
-            return ValueRule(None, least, 1.0, steps[1:], dtype)
+            threshold = float(field.dtype.type(steps[0].threshold)) if field.dtype.kind == "f" else steps[0].threshold
+            return ValueRule(None, threshold, 1.0, steps[1:], dtype)
         return ValueRule(None, None, 1.0, steps, dtype)
     values = np.arange(NUM_CODES) / (field.scale or 1.0)
     while steps and (isinstance(steps[0], Binarize) or steps[0] == Log1p()):

@@ -381,17 +381,17 @@ def test_another_world_size_goes_on(path, kind, tail):
 
 
 DIFFERENCES = {
-    "seed": ({"seed": 4}, "state has seed=3, but here it is 4: give the same seed"),
-    "batch size": ({"batch_size": 8}, "has batches of 16 samples over all ranks, but here it is 8"),
+    "seed": ({"seed": 4}, "state has seed=3, not 4: give the same seed"),
+    "batch size": ({"batch_size": 8}, "has batches of 16 samples over all ranks, not 8"),
     "ranks": (
         {"lanes": 2, "rank": 0, "world_size": 2},
-        "has batches of 16 samples .* but here it is 32",
+        "has batches of 16 samples .* not 32",
     ),
-    "lanes": ({"lanes": 4}, "state has lanes=1, but here it is 4"),
-    "window": ({"window_chunks": 5}, "state has window_chunks=6, but here it is 5: give the same window_c"),
-    "shuffle": ({"shuffle": False}, "state has shuffle=1, but here it is 0"),
-    "drop_last": ({"drop_last": True}, "state has drop_last=0, but here it is 1"),
-    "pad": ({"pad": True}, "state has pad=0, but here it is 1"),
+    "lanes": ({"lanes": 4}, "state has lanes=1, not 4"),
+    "window": ({"window_chunks": 5}, "state has window_chunks=6, not 5: give the same window_c"),
+    "shuffle": ({"shuffle": False}, "state has shuffle=1, not 0"),
+    "drop_last": ({"drop_last": True}, "state has drop_last=0, not 1"),
+    "pad": ({"pad": True}, "state has pad=0, not 1"),
 }
 
 
@@ -413,7 +413,7 @@ def test_a_refused_state_changes_nothing(make):
 
 def test_the_interleave_of_a_sampler_is_named(path):
     state = ChunkSampler(ChunkDataset(path), 8, window_chunks=2, interleave=2).state_dict()
-    with pytest.raises(StateError, match="interleave=2, but here it is 3"):
+    with pytest.raises(StateError, match="interleave=2, not 3"):
         ChunkSampler(ChunkDataset(path), 8, window_chunks=2, interleave=3).load_state_dict(state)
 
 

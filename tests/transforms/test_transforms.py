@@ -87,7 +87,7 @@ def test_arrays_and_lists_are_taken_as_means():
         (lambda: ToDtype("float32"), "dtype is 'float32'"),
         (lambda: Dense(torch.bool), "dtype is torch.bool: give a torch.dtype of numbers"),
         (lambda: Csr(torch.complex64), "Csr: dtype is torch.complex64"),
-        (lambda: Binarize("4"), "threshold is '4': give the least value"),
+        (lambda: Binarize("4"), "threshold is '4': give the smallest value"),
         (lambda: Binarize(float("nan")), "threshold is nan"),
         (lambda: Binarize(0), "threshold is 0"),
         (lambda: Log1p(-1), "target_sum is -1"),
