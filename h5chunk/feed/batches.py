@@ -23,7 +23,8 @@ from h5chunk.transforms.per_sample import PerSample, split_per_sample
 from h5chunk.transforms.rows import RowConverter
 
 GROUP_BYTES = 64 << 20  # batches to convert with one call: launching a kernel costs more than running it on a small one
-ROWS_BYTES = 256 << 20  # the same for dense rows: 500 x 26,744 then take 40 us of Python, not 90; scripts/LOG.md
+MORE_BYTES = 256 << 20  # the same for dense rows, of which 500 x 26,744 then take 40 us of Python, not 90, and for data
+# that is on a GPU
 ALL = 1 << 30  # more batches than any window has
 Part = Any  # of a batch: a tensor, a tuple of tensors, or what is still being decoded
 Tensors = tuple[torch.Tensor, ...]  # one per field; two where entries are held out
@@ -62,13 +63,13 @@ class FieldPipeline:
         """Whether batches are the samples as they are stored."""
         return self.converter.changes_nothing and not self._each
 
-    def num_together(self, batch_size: int, *, keep: bool) -> int:
-        """Return how many batches to convert with one call: all if nothing is converted, otherwise a few small ones."""
+    def num_together(self, batch_size: int, *, keep: bool, group: int = GROUP_BYTES) -> int:
+        """Return how many batches to convert with one call: all if nothing is converted, otherwise ``group`` bytes."""
         if self.converter.is_uncut or self._each:
             return 1
         if keep:
             return ALL if self.converter.changes_nothing else 1
-        group = ROWS_BYTES if isinstance(self.converter, RowConverter) else GROUP_BYTES
+        group = MORE_BYTES if isinstance(self.converter, RowConverter) else group
         return max(1, group // max(1, batch_size * self.converter.sample_bytes))
 
     def batches(self, samples: Any, draws: Draws, batch_size: int, *, keep: bool) -> Sequence[torch.Tensor | Tensors]:
@@ -157,7 +158,7 @@ class BatchMaker:
 
     def num_gathered(self, batch_size: int) -> int:
         """Return how many batches to gather and convert with one call, so that each call has enough work."""
-        return self._pipelines[0].num_together(batch_size, keep=False)
+        return self._pipelines[0].num_together(batch_size, keep=False, group=MORE_BYTES)
 
     def finish(self, batch: Tensors) -> tuple[Any, ...]:
         """Apply the transforms that are not part of the conversion, on the device of the batches."""

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 VERSION = 10  # version of the functions and structures in C
+FEW_SAMPLES = 1 << 10  # whose geometry is drawn in less time than others would need to take the GIL
 PART_BYTES = 2 << 20  # approximate bytes of the jobs that a thread takes at a time
 JOB = np.dtype(
     [
@@ -375,4 +376,5 @@ def draw(
     samples, *sizes = (np.ascontiguousarray(each, np.int64) for each in (samples, *sizes))  # type: ignore[assignment]
     images = *(each.ctypes.data for each in sizes), int(len(sizes[0]) > 1)
     given = steps.ctypes.data, len(steps), samples.ctypes.data, len(samples), *images
-    return bool(_quick().h5chunk_draw(*given, sides.ctypes.data, longest, table.ctypes.data) == len(samples))
+    library = _quick() if len(samples) < FEW_SAMPLES else _library()
+    return bool(library.h5chunk_draw(*given, sides.ctypes.data, longest, table.ctypes.data) == len(samples))

@@ -81,67 +81,128 @@ def weigh_taps(  # type: ignore[no-untyped-def,unused-ignore]
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def add_row(sums, source, at, weights_x, tap, stride, is_column, longest: tl.constexpr):  # type: ignore[no-untyped-def,unused-ignore]
-    """Add the pixels of one tap of each column to the sums of a row of the box."""
-    weight = tl.load(weights_x + tap * longest, mask=is_column, other=0)
-    return sums + weight[None, :] * tl.load(source + at + tap * stride).to(tl.int32)
+def mean_of_line(line, at, pixel, x0, x1, x2, count_x: tl.constexpr):  # type: ignore[no-untyped-def,unused-ignore]
+    """Return the weighted means of 2 or 3 neighbouring pixels of a row of the source, from ``line + at`` on."""
+    sums = x0 * tl.load(line + at).to(tl.int32) + 2097152
+    sums += x1 * tl.load(line + at + pixel).to(tl.int32)
+    if count_x == 3:
+        sums += x2 * tl.load(line + at + 2 * pixel).to(tl.int32)
+    return sums >> 22
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def resampled(  # type: ignore[no-untyped-def,unused-ignore]
+def mean_of_many(source, at, row, pixel, taps_y, taps_x, count_y, count_x, is_column, longest: tl.constexpr):  # type: ignore[no-untyped-def,unused-ignore]
+    """Return the weighted means of pixels from ``source + at`` on, of any number of rows and columns."""
+    total = tl.zeros_like(at).to(tl.int32) + 2097152
+    for tap_y in range(0, count_y):
+        sums = tl.zeros_like(total) + 2097152
+        for tap_x in range(0, count_x):
+            weight = tl.load(taps_x + tap_x * longest, mask=is_column, other=0)
+            sums += weight * tl.load(source + at + tap_x * pixel).to(tl.int32)
+        total += tl.load(taps_y + tap_y * longest) * (sums >> 22)
+        source += row
+    return total >> 22
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def write_rows(  # type: ignore[no-untyped-def,unused-ignore]
     source,
+    image,
+    own,
+    taps_y,
+    taps_x,
     at,
-    row,
-    pixel,
-    weights_y,
-    weights_x,
+    x,
+    channel,
+    place,
+    is_there_x,
+    first_y,
+    last_y,
+    scale,
+    shift,
+    fill,
+    erased,
     count_y,
     count_x,
-    is_row,
-    is_column,
+    few_y: tl.constexpr,
+    few_x: tl.constexpr,
+    channels: tl.constexpr,
+    line_size: tl.constexpr,
     longest: tl.constexpr,
-    unrolled: tl.constexpr,
-    shape: tl.constexpr,
+    planar: tl.constexpr,
+    scales: tl.constexpr,
+    resamples: tl.constexpr,
+    padding: tl.constexpr,
+    num_erased: tl.constexpr,
+    passes: tl.constexpr,
+    plane: tl.constexpr,
 ):
-    """Return the weighted means of pixels from ``source + at`` on, of ``unrolled`` rows and columns if it is not 0."""
-    total = tl.zeros(shape, tl.int32)
-    if unrolled:
-        for tap_y in tl.static_range(unrolled):
-            weight_y = tl.load(weights_y + tap_y * longest, mask=is_row, other=0)
-            sums = tl.full(shape, 2097152, tl.int32)
-            for tap_x in tl.static_range(unrolled):
-                sums = add_row(sums, source + tap_y * row, at, weights_x, tap_x, pixel, is_column, longest)
-            total += weight_y[:, None] * (sums >> 22)
-    else:
-        for tap_y in range(0, count_y):
-            weight_y = tl.load(weights_y + tap_y * longest, mask=is_row, other=0)
-            sums = tl.full(shape, 2097152, tl.int32)
-            for tap_x in range(0, count_x):
-                sums = add_row(sums, source + tap_y * row, at, weights_x, tap_x, pixel, is_column, longest)
-            total += weight_y[:, None] * (sums >> 22)
-    return (total + 2097152) >> 22
-
-
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def nearest_places(own, y, x, out_width: tl.constexpr, padding: tl.constexpr):  # type: ignore[no-untyped-def,unused-ignore]
-    """Return the rows and columns of the box to copy for those of a result, and whether they lie inside the image."""
-    height, width = tl.load(own + 7).to(tl.int32), tl.load(own + 8).to(tl.int32)
-    index_y = y + tl.load(own + 9).to(tl.int32)
-    index_x = tl.where(tl.load(own + 11) != 0, out_width - 1 - x, x) + tl.load(own + 10).to(tl.int32)
-    inside_y = index_inside(index_y, height, padding)
-    inside_x = index_inside(index_x, width, padding)
-    from_y = (2 * inside_y + 1) * tl.load(own + 5).to(tl.int32) // (2 * height)
-    from_x = (2 * inside_x + 1) * tl.load(own + 6).to(tl.int32) // (2 * width)
-    return from_y, from_x, index_y == inside_y, index_x == inside_x
+    """Write rows of a result, once for each channel if it is planar; by ``few`` taps, 2 or 3, if that is not 0."""
+    is_place = place < line_size
+    pixel: tl.constexpr = 1 if planar else channels
+    row = tl.load(own + 2).to(tl.int32) * pixel
+    step = tl.load(own + 1).to(tl.int32) * row if planar else 1
+    full_height, down = tl.load(own + 7).to(tl.int32), tl.load(own + 9).to(tl.int32)
+    if few_x:
+        x0 = tl.load(taps_x, mask=is_place, other=0)
+        x1 = tl.load(taps_x + longest, mask=is_place, other=0)
+        x2 = x1
+        if few_x == 3:
+            x2 = tl.load(taps_x + 2 * longest, mask=is_place, other=0)
+    for _number in range(0, passes):
+        if scales:
+            factor, offset = tl.load(scale + channel), tl.load(shift + channel)
+        line0 = tl.zeros_like(at).to(tl.int32)  # the last rows of the box, resampled, for the next results
+        line1 = tl.zeros_like(at).to(tl.int32)
+        line2 = tl.zeros_like(at).to(tl.int32)
+        for y in range(first_y, last_y):
+            if resamples:
+                from_y = tl.load(taps_y - longest + y)
+                is_there_y = from_y >= 0
+                from_y = tl.maximum(from_y, 0)
+                line = source + from_y.to(tl.int64) * row
+                if few_x:
+                    before = tl.maximum(tl.load(taps_y - longest + tl.maximum(y - 1, first_y)), 0)
+                    begin = tl.maximum(from_y, before + few_y)
+                    begin = tl.where((y == first_y) | (before > from_y), from_y, begin)
+                    for tap in tl.static_range(few_y):
+                        if from_y + tap >= begin:
+                            line0 = line1
+                            line1 = line2
+                            line2 = mean_of_line(line + tap * row, at, pixel, x0, x1, x2, few_x)
+                    value = 2097152 + tl.load(taps_y + y + (few_y - 1) * longest) * line2
+                    value += tl.load(taps_y + y + (few_y - 2) * longest) * line1
+                    if few_y == 3:
+                        value += tl.load(taps_y + y) * line0
+                    value = value >> 22
+                else:
+                    value = mean_of_many(line, at, row, pixel, taps_y + y, taps_x, count_y, count_x, is_place, longest)
+            else:
+                inside = index_inside(y + down, full_height, padding)
+                is_there_y = inside == y + down
+                from_y = (2 * inside + 1) * tl.load(own + 5).to(tl.int32) // (2 * full_height)
+                value = tl.load(source + from_y.to(tl.int64) * row + at).to(tl.int32)
+            if padding == "constant":
+                value = tl.where(is_there_y & is_there_x, value, tl.load(fill + channel).to(tl.int32))
+            result = value
+            if scales:
+                result = value.to(tl.float32) * factor + offset
+            result = result.to(image.dtype.element_ty)
+            for box in tl.static_range(num_erased):
+                blank = tl.load(erased + box * channels + channel)
+                result = tl.where(is_erased(own + 12 + 4 * box, y, x), blank, result)
+            tl.store(image + y * line_size + place, result, mask=is_place)
+        source += step
+        image += plane
+        channel += 1
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def is_erased(box, y, x):  # type: ignore[no-untyped-def,unused-ignore]
-    """Return which pixels are in a box: its top, left, height and width."""
+    """Return which pixels of a row are in a box: its top, left, height and width."""
     top, left = tl.load(box), tl.load(box + 1)
-    in_rows = (y >= top) & (y < top + tl.load(box + 2))
     in_columns = (x >= left) & (x < left + tl.load(box + 3))
-    return in_rows[:, None] & in_columns[None, :]
+    return (y >= top) & (y < top + tl.load(box + 2)) & in_columns
 
 
 @triton.jit(  # type: ignore[untyped-decorator,unused-ignore]
@@ -174,20 +235,22 @@ def augment_images(  # type: ignore[no-untyped-def,unused-ignore]
     padding: tl.constexpr,
     num_erased: tl.constexpr,
     block_rows: tl.constexpr,
-    block_columns: tl.constexpr,
-    together: tl.constexpr,
+    block: tl.constexpr,
 ):
-    """Compute a block of one output image, channel after channel.
+    """Compute some rows of one output image, in a range of places of a row; channel after channel, if it is planar.
 
-    ``planar`` is the layout of the stored images, ``interleaves`` that of the output.
+    ``planar`` is the layout of the stored images, ``interleaves`` that of the output. All tensors have one axis and the
+    same layout: converting layouts takes longer than everything else.
     """
-    across: tl.constexpr = (out_width + block_columns - 1) // block_columns
+    line_size: tl.constexpr = out_width * channels if interleaves else out_width
+    across: tl.constexpr = (line_size + block - 1) // block
     down: tl.constexpr = (out_height + block_rows - 1) // block_rows
     sample = (tl.program_id(0) // (down * across)).to(tl.int64)
-    y = tl.program_id(0) % (down * across) // across * block_rows + tl.arange(0, block_rows)
-    x = tl.program_id(0) % across * block_columns + tl.arange(0, block_columns)
-    is_row = y < out_height
-    is_column = x < out_width
+    first_y = tl.program_id(0) % (down * across) // across * block_rows
+    last_y = tl.minimum(first_y + block_rows, out_height)
+    place = tl.program_id(0) % across * block + tl.arange(0, block)
+    if interleaves:
+        place = place.to(tl.float32).to(tl.int32)  # hides that places follow each other, so that each thread gets one
     own = table + (first + sample) * columns
     stored = sample
     if has_rows:
@@ -195,52 +258,46 @@ def augment_images(  # type: ignore[no-untyped-def,unused-ignore]
     pixel: tl.constexpr = 1 if planar else channels
     row = tl.load(own + 2).to(tl.int32) * pixel
     step = tl.load(own + 1).to(tl.int32) * row if planar else 1
-    if resamples:
-        taps_y = taps + (first + sample) * (2 * (most + 1) * longest) + y
-        taps_x = taps + ((first + sample) * 2 + 1) * ((most + 1) * longest) + x
-        from_y = tl.load(taps_y, mask=is_row, other=0)
-        from_x = tl.load(taps_x, mask=is_column, other=0)
-        is_there_y = from_y >= 0
-        is_there_x = from_x >= 0
-        from_y = tl.maximum(from_y, 0)
-        from_x = tl.maximum(from_x, 0)
-        count_y, count_x = count_taps(own, antialias)
-        taps_y += longest
-        taps_x += longest
-    else:
-        from_y, from_x, is_there_y, is_there_x = nearest_places(own, y, x, out_width, padding)
-    at = ((tl.load(own + 3).to(tl.int32) + from_y) * row)[:, None]
-    at += ((tl.load(own + 4).to(tl.int32) + from_x) * pixel)[None, :]
-    at = tl.max_contiguous(at.to(tl.uint32), [1, 2])  # so that neighbouring threads read neighbouring columns
-    source = images + tl.load(own) + stored * row_bytes
+    x = place
     if interleaves:
-        there = ((y * out_width)[:, None] + x[None, :]) * channels
+        x = place // channels
+    taps_y = taps + (first + sample) * (2 * (most + 1) * longest)
+    taps_x = taps_y + ((most + 1) * longest + x)
+    if resamples:
+        from_x = tl.load(taps_x, mask=place < line_size, other=0)
+        is_there_x = from_x >= 0
+        from_x = tl.maximum(from_x, 0)
     else:
-        there = tl.max_contiguous((y * out_width)[:, None] + x[None, :], [1, together])
+        index_x = tl.where(tl.load(own + 11) != 0, out_width - 1 - x, x) + tl.load(own + 10).to(tl.int32)
+        width = tl.load(own + 8).to(tl.int32)
+        inside_x = index_inside(index_x, width, padding)
+        from_x = (2 * inside_x + 1) * tl.load(own + 6).to(tl.int32) // (2 * width)
+        is_there_x = index_x == inside_x
+    at = ((tl.load(own + 4).to(tl.int32) + from_x) * pixel).to(tl.uint32)
+    if interleaves:
+        at += ((place % channels) * step).to(tl.uint32)
+    else:
+        at = tl.max_contiguous(at, 4)  # so that neighbouring threads read neighbouring columns
+    source = images + tl.load(own) + stored * row_bytes + tl.load(own + 3) * row
     image = out + sample * (channels * out_height * out_width)
-    for channel in range(channels):
-        if resamples:
-            shape: tl.constexpr = [block_rows, block_columns]
-            if (count_y == 2) & (count_x == 2):
-                value = resampled(source, at, row, pixel, taps_y, taps_x, 2, 2, is_row, is_column, longest, 2, shape)
-            elif (count_y == 3) & (count_x == 3):
-                value = resampled(source, at, row, pixel, taps_y, taps_x, 3, 3, is_row, is_column, longest, 3, shape)
-            else:
-                value = resampled(
-                    source, at, row, pixel, taps_y, taps_x, count_y, count_x, is_row, is_column, longest, 0, shape
-                )
-        else:
-            value = tl.load(source + at).to(tl.int32)
-        if padding == "constant":
-            is_there = is_there_y[:, None] & is_there_x[None, :]
-            value = tl.where(is_there, value, tl.load(fill + channel).to(tl.int32))
-        result = value
-        if scales:
-            result = value.to(tl.float32) * tl.load(scale + channel) + tl.load(shift + channel)
-        result = result.to(out.dtype.element_ty)
-        for number in tl.static_range(num_erased):
-            blank = tl.load(erased + number * channels + channel)
-            result = tl.where(is_erased(own + 12 + 4 * number, y, x), blank, result)
-        tl.store(image + there, result, mask=is_row[:, None] & is_column[None, :])
-        source += step
-        image += 1 if interleaves else out_height * out_width
+    count_y, count_x = count_taps(own, antialias)
+    taps_y += longest
+    taps_x += longest
+    is_few = ((count_y == 2) | (count_y == 3)) & ((count_x == 2) | (count_x == 3))
+    passes: tl.constexpr = 1 if interleaves else channels
+    channel = place % channels if interleaves else tl.program_id(0) * 0
+    if resamples:
+        for few_y in tl.static_range(2, 4):
+            for few_x in tl.static_range(2, 4):
+                if (count_y == few_y) & (count_x == few_x):
+                    write_rows(
+                        source, image, own, taps_y, taps_x, at, x, channel, place, is_there_x, first_y, last_y,
+                        scale, shift, fill, erased, count_y, count_x, few_y, few_x, channels, line_size, longest,
+                        planar, scales, resamples, padding, num_erased, passes, out_height * out_width,
+                    )  # fmt: skip
+    if not (resamples and is_few):
+        write_rows(
+            source, image, own, taps_y, taps_x, at, x, channel, place, is_there_x, first_y, last_y,
+            scale, shift, fill, erased, count_y, count_x, 0, 0, channels, line_size, longest,
+            planar, scales, resamples, padding, num_erased, passes, out_height * out_width,
+        )  # fmt: skip

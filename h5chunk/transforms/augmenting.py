@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from h5chunk.transforms.compiled import AugmentKernel, LoadedTable
 from h5chunk.transforms.drawing import NativeDraws
 from h5chunk.transforms.images import ImagesByNumber, kept_converter
 
-MOST_TOGETHER, TAPS_BYTES = 1024, 16 << 20  # samples to draw at a time, and their bytes on a GPU
+MOST_TOGETHER, TAPS_BYTES = 4096, 64 << 20  # samples to draw at a time, and their bytes on a GPU
 MOST_CHANNELS = 256  # of augment.c
 IMAGES = 8  # that a thread takes at a time
 
@@ -34,6 +35,7 @@ class GeometryTable:
     table: Indices
     first: int  # position of the first of these samples in the window or epoch
     loaded: LoadedTable | None = None  # the table on a GPU
+    following: Future[Indices] | None = None  # the table of the samples after these
 
 
 class AugmentConverter:
@@ -152,7 +154,7 @@ class AugmentConverter:
         source, numbers, image_bytes = images.images.reshape(-1), images.numbers, math.prod(self._shape)
         drawn = self._geometry_of(draws)
         first, count = draws.first - drawn.first, len(images)
-        if self._kernel is not None and (loaded := self._kernel.load(drawn.table, drawn.loaded)) is not None:
+        if self._kernel is not None and (loaded := self._kernel.load(drawn.table, drawn.loaded, of_one_size=True)):
             drawn.loaded = loaded
             self._kernel(source, loaded, first, None if numbers is None else numbers.on_device, image_bytes, out)
             return
@@ -167,10 +169,18 @@ class AugmentConverter:
         drawn, stop = draws.kept.get(self), draws.first + len(draws.samples)
         if drawn is None or not drawn.first <= draws.first <= stop <= drawn.first + len(drawn.table):
             count = max(1, self._together // len(draws.samples)) * len(draws.samples)
-            whole = draws.whole[draws.first : draws.first + count]
-            drawn = draws.kept[self] = GeometryTable(
-                self.table(*self._sides, draws._replace(samples=whole)), draws.first
-            )
+            drawn = draws.kept[self] = self._draw(draws, draws.whole[draws.first :], count, drawn)
+        return drawn
+
+    def _draw(self, draws: Draws, samples: Indices, count: int, before: GeometryTable | None) -> GeometryTable:
+        """Draw the geometry of ``count`` samples, unless that was begun; for a GPU, begin with the next in a thread."""
+        if before is not None and before.following is not None and before.first + len(before.table) == draws.first:
+            table = before.following.result()
+        else:
+            table = self.table(*self._sides, draws._replace(samples=samples[:count]))
+        drawn, rest = GeometryTable(table, draws.first), samples[len(table) : len(table) + count]
+        if self._kernel is not None and len(rest):
+            drawn.following = self._threads.pool(1).submit(self.table, *self._sides, draws._replace(samples=rest))
         return drawn
 
     def compute(self, source: torch.Tensor, table: Indices, out: torch.Tensor) -> None:

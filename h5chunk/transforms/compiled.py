@@ -22,8 +22,7 @@ FEWEST_NUMBERS = 4 << 20  # in a smaller batch, launching the kernel takes longe
 MOST_CHANNELS = 16  # a program holds all channels of its pixels
 PIXELS = 1024  # pixels per program; 512 and 2048 are as fast
 BLOCK, ZEROS, NUM_WARPS = 256, 4096, 16  # entries to set and numbers to clear at a time, and warps; scripts/LOG.md
-TAPS, BLOCK_ROWS, BLOCK_COLUMNS = 128, 2, 256  # results of a program of augmentation
-TOGETHER, WARPS, REGISTERS = 4, 2, 80  # of these programs: results that a thread writes at once, warps, registers
+TAPS, BLOCK = 128, 256  # results of a program of augmentation; scripts/LOG.md has its shapes that were tried
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -132,7 +131,8 @@ class AugmentKernel(Compiling):
     @staticmethod
     def suits(rule: Any) -> bool:
         """Return whether the kernel supports this device and dtype."""
-        return rule.fill.device.type == "cuda" and rule.dtype in (*DTYPES, torch.uint8)
+        is_held = rule.channels <= MOST_CHANNELS or not rule.out_interleaved  # offsets in an image have 32 bits
+        return rule.fill.device.type == "cuda" and rule.dtype in (*DTYPES, torch.uint8) and is_held
 
     def _first_launch(self) -> Any:
         from h5chunk.transforms import augment_kernel as kernels
@@ -148,11 +148,13 @@ class AugmentKernel(Compiling):
             self._launch(kernels, source, loaded, 0, rows, 0, out)
         return kernels
 
-    def load(self, table: np.ndarray, loaded: LoadedTable | None) -> LoadedTable | None:
+    def load(
+        self, table: np.ndarray, loaded: LoadedTable | None = None, *, of_one_size: bool = False
+    ) -> LoadedTable | None:
         """Copy a table to the GPU and weigh its taps, unless it is ``loaded`` there; None: nothing is compiled yet."""
         if loaded is not None and loaded.stream == torch.cuda.current_stream(self._device):
             return loaded
-        return None if self._kernel is None else self._load(self._kernel, table)
+        return None if self._kernel is None else self._load(self._kernel, table, of_one_size)
 
     def __call__(
         self,
@@ -170,12 +172,15 @@ class AugmentKernel(Compiling):
         if len(out):
             self._launch(self._kernel, source, loaded, first, rows, row_bytes, out)
 
-    def _load(self, kernels: Any, table: np.ndarray) -> LoadedTable:
+    def _load(self, kernels: Any, table: np.ndarray, of_one_size: bool = False) -> LoadedTable:
         rule, (height, width), most, taps = self._rule, self._rule.size, 2, self._empty
         there = torch.from_numpy(table).to(self._device, non_blocking=True)
         antialias, longest = rule.interpolation == "antialias", max(height, width)
         if antialias and len(table):
-            most = max(2, int((-(-2 * table[:, BOX_HEIGHT:FULL_HEIGHT] // table[:, FULL_HEIGHT:DOWN])).max()))
+            sizes, results = table[0, HEIGHT:TOP], table[0, FULL_HEIGHT:DOWN]
+            if not of_one_size:
+                sizes, results = table[:, BOX_HEIGHT:FULL_HEIGHT].max(0), table[:, FULL_HEIGHT:DOWN].min(0)
+            most = max(2, int((-(-2 * sizes // results)).max()))  # at least as many as needed
         with torch.cuda.device(self._device):
             if rule.interpolation != "nearest" and len(table):
                 taps = torch.empty((len(table), 2, most + 1, longest), dtype=torch.int32, device=self._device)
@@ -195,7 +200,11 @@ class AugmentKernel(Compiling):
         out: torch.Tensor,
     ) -> None:
         rule, (height, width) = self._rule, self._rule.size
-        programs = len(out) * -(-height // BLOCK_ROWS) * -(-width // BLOCK_COLUMNS)
+        interleaves, resamples = rule.out_interleaved and rule.channels > 1, rule.interpolation != "nearest"
+        line_size, block_rows = (width * rule.channels, 16) if interleaves else (width, 8)
+        block = min(BLOCK, 1 << (line_size - 1).bit_length())
+        programs = len(out) * -(-height // block_rows) * -(-line_size // block)
+        registers = (64 if interleaves else 80) if resamples else None
         with torch.cuda.device(self._device):
             kernels.augment_images[(programs,)](
                 source,
@@ -217,17 +226,16 @@ class AugmentKernel(Compiling):
                 max(height, width),
                 rows is not None,
                 not rule.interleaved,
-                rule.out_interleaved and rule.channels > 1,
+                interleaves,
                 rule.scale is not None,
-                rule.interpolation != "nearest",
+                resamples,
                 rule.interpolation == "antialias",
                 self._padding,
                 len(rule.erased),
-                BLOCK_ROWS,
-                BLOCK_COLUMNS,
-                TOGETHER,
-                num_warps=WARPS,
-                maxnreg=REGISTERS,
+                block_rows,
+                block,
+                num_warps=2 if interleaves and resamples else 1,
+                maxnreg=registers,
                 enable_fp_fusion=False,
             )
 
