@@ -17,7 +17,7 @@ import h5chunk
 
 __all__ = ["one_thread"]
 
-train_images = load("train_images")
+train_images, train_cifar = load("train_images"), load("train_cifar")
 FORMS = {"encoded": {"keep_encoded": True}, "raw": {"keep_size": True}, "one size": {"size": (32, 32), "fit": "crop"}}
 
 
@@ -85,3 +85,17 @@ def test_errors_name_the_remedy(files, tmp_path, capsys):
     with pytest.raises(SystemExit):
         train_images.main(arguments(tmp_path / "none.h5"))
     assert "no such file" in capsys.readouterr().err
+
+
+def test_small_images_are_learned_from_memory(tmp_path, capsys):
+    options = ["--model", "cnn", "--epochs", "3", "--batch-size", "20", "--lr", "0.1", "--no-compile"]
+    accuracy = train_cifar.main(["--root", str(tmp_path), "--made", "300", *options])
+    assert accuracy > 0.2 and "resident" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"made300-train.h5", "made300-test.h5"}
+
+
+def test_cifar_is_not_downloaded(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torchvision.datasets", None)
+    with pytest.raises(SystemExit):
+        train_cifar.main(["--root", str(tmp_path)])
+    assert "CIFAR-10 is read by torchvision" in capsys.readouterr().err
