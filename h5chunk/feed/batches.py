@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from h5chunk.feed.layout import torch_dtype
-from h5chunk.feed.slots import BatchMemory, Fields, SingleBuffer
+from h5chunk.feed.slots import KEPT, BatchMemory, Fields, SingleBuffer
 from h5chunk.plan.draws import Draws
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.ragged import RaggedField
@@ -50,7 +50,7 @@ class FieldPipeline:
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if self._memory is None:
-            self._memory = SingleBuffer() if self.reuses else BatchMemory()
+            self._memory = SingleBuffer() if self.reuses else BatchMemory(KEPT + self.ahead)
         return self._memory.empty(shape, dtype)
 
     @property

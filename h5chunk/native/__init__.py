@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = 10  # version of the functions and structures in C
+VERSION = 11  # version of the functions and structures in C
 FEW_SAMPLES = 1 << 10  # whose geometry is drawn in less time than others would need to take the GIL
 PART_BYTES = 2 << 20  # approximate bytes of the jobs that a thread takes at a time
 JOB = np.dtype(
@@ -129,6 +129,8 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         ("dense", ctypes.c_int, (ctypes.POINTER(_Matrix), address, number, address)),
         ("augment", ctypes.c_int, (ctypes.POINTER(ImageRule), address, number, address, number, number, address)),
         ("draw", number, (address, number, address, number, address, address, number, address, number, address)),
+        ("find_jpeg", ctypes.c_int, (address,)),
+        ("decode", number, (*[address] * 4, number)),
         ("entries", None, (ctypes.POINTER(_Matrix), address, number, ctypes.c_int32, *[address] * 3)),
     ):
         function = getattr(library, f"h5chunk_{name}")

@@ -1,8 +1,9 @@
 /* Cut, resize, pad, flip, erase, normalise and cast images, one after the other: the arithmetic that
  * h5chunk/transforms/augment_rule.py describes. */
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "augment.h"
 
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
@@ -17,7 +18,6 @@
 enum { ANTIALIAS = 0, BILINEAR = 1, NEAREST = 2 };
 enum { CONSTANT = 0, REFLECT = 1, EDGE = 2 };
 enum { LOOKED_UP = 0, SAME = 1, FLOAT32 = 2, BFLOAT16 = 3 }; /* how a result is made of a byte */
-enum { OFFSET, HEIGHT, WIDTH, TOP, LEFT, BOX_HEIGHT, BOX_WIDTH, FULL_HEIGHT, FULL_WIDTH, DOWN, RIGHT, FLIP, ERASED };
 enum { MOST_CHANNELS = 256 };
 enum { WEIGHT_BITS = 22, HALF = 1 << (WEIGHT_BITS - 1), LANES = 16 };
 
@@ -25,35 +25,11 @@ typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES))); /* GCC converts to twice or half the size well */
 typedef int32_t Words __attribute__((vector_size(4 * LANES)));
 
-/* What is the same for all images. `values` has 256 results for each channel, `erased` one for each box and channel. */
-typedef struct {
-    int32_t channels, height, width, interpolation, mode, interleaved, out_interleaved, item_bytes, conversion, boxes;
-    const uint8_t *fill;
-    const void *values, *erased;
-    const float *scale, *shift; /* of a row of results: `width` of each channel, or all channels `width` times */
-} Rule;
-
 /* The pixels of a side that make each result: `taps` weights from `weights[result * most]` on, of pixels from `first`. */
 typedef struct {
     int32_t *first, *taps, *weights;
     int64_t most;
 } Side;
-
-/* Memory that grows. */
-typedef struct {
-    void *data;
-    size_t size;
-} Room;
-
-static void *take(Room *room, size_t size) {
-    if (size <= room->size) return room->data;
-    free(room->data);
-    room->data = malloc(size);
-    room->size = room->data ? size : 0;
-    return room->data;
-}
-
-enum { ROOM_COLUMNS, ROOM_ROWS, ROOM_ACROSS, ROOM_DOWN, ROOM_LINES, ROOM_SIDEWAYS, NUM_ROOMS };
 
 /* ---- Where results come from ---- */
 
@@ -228,6 +204,12 @@ CLONES static void transpose_row(uint8_t *to, const uint8_t *from, int64_t outer
     else regroup(to, from, outer, inner);
 }
 
+/* Distribute `count` interleaved pixels to three planes. */
+CLONES static void split_row(uint8_t *to, int64_t plane_bytes, const uint8_t *from, int64_t count) {
+    uint8_t *second = to + plane_bytes, *third = second + plane_bytes;
+    for (int64_t i = 0; i < count; i++) to[i] = from[3 * i], second[i] = from[3 * i + 1], third[i] = from[3 * i + 2];
+}
+
 /* Write row `number` of a result, from rows that are planar, or interleaved as the source is. */
 static void write_row(const Rule *rule, uint8_t *out, int64_t number, const uint8_t *const *rows, uint8_t *spare) {
     int64_t width = rule->width, channels = rule->channels, item = rule->item_bytes, size = width * channels;
@@ -239,6 +221,10 @@ static void write_row(const Rule *rule, uint8_t *out, int64_t number, const uint
             row = spare;
         }
         convert(rule, out + number * size * item, row, size, 0, channels);
+        return;
+    }
+    if (rule->interleaved && channels == 3 && rule->conversion == SAME) {
+        split_row(out + number * width, rule->height * width, rows[0], width);
         return;
     }
     if (rule->interleaved && channels > 1) transpose_row(spare, rows[0], width, channels);
@@ -380,4 +366,10 @@ EXPORT int h5chunk_augment(const Rule *rule, const uint8_t *source, int64_t num_
         state = is_inside(rule, table, num_bytes) ? augment(rule, source, table, out, rooms) : -2;
     for (int i = 0; i < NUM_ROOMS; i++) free(rooms[i].data);
     return state;
+}
+
+/* Augment one image as `h5chunk_augment` does, in rooms that the caller keeps. */
+int augment_image(const Rule *rule, const uint8_t *source, int64_t num_bytes, const int64_t *image, uint8_t *out,
+                  Room *rooms) {
+    return is_inside(rule, image, num_bytes) ? augment(rule, source, image, out, rooms) : -2;
 }

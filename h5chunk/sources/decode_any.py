@@ -1,4 +1,4 @@
-"""Decode images that a file keeps encoded: JPEG by simplejpeg if it is installed, all others by Pillow.
+"""Decode images that a file keeps encoded, one at a time: JPEG by simplejpeg if it is installed, others by Pillow.
 
 Both run without the GIL while they decode. The size of an image is known from the file, and checked before decoding.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError, _imaging
 
 from h5chunk.errors import SampleError
 from h5chunk.sources.decode import FORMATS, SIDEWAYS, check_depth, raw_modes_of, to_color
@@ -21,6 +21,7 @@ try:
 except ImportError:  # the extra "jpeg"
     simplejpeg = None
 
+LINKED = _imaging.__file__  # the library that is linked to Pillow's libjpeg
 MISSING = 'JPEG by Pillow: pip install "h5chunk[jpeg]" decodes faster'
 SCALED = 2  # least factor by which JPEG is scaled while decoding; smaller ones take as long as decoding all
 HEAD_BYTES = 256

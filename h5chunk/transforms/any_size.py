@@ -1,7 +1,8 @@
 """Convert images of any size: decode them in threads, a few batches ahead, then crop and resize them in one step.
 
-On the CPU a thread decodes a few images into memory of its own, and `h5chunk.transforms.augmenting` writes their
-results into the batch. For a GPU, images are decoded into one buffer, by nvJPEG if possible, and augmented there.
+On the CPU threads take the images of a batch one by one, decode them into memory of their own, and augment them into
+the batch: in C, if `h5chunk.native.jpeg` can decode them. For a GPU, images are decoded into one buffer, by nvJPEG if
+possible, and augmented there.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from h5chunk import native
 from h5chunk.errors import FieldError, FileError, OptionError, SampleError, WorkerError
 from h5chunk.machine import available_cores
+from h5chunk.native import jpeg
 from h5chunk.plan.draws import (
     BOX_HEIGHT,
     BOX_WIDTH,
@@ -35,7 +38,7 @@ from h5chunk.plan.draws import (
 )
 from h5chunk.store.read.ragged import ImagesField, ImageSizes
 from h5chunk.transforms.augment_rule import AUGMENTING
-from h5chunk.transforms.augmenting import IMAGES, AugmentConverter
+from h5chunk.transforms.augmenting import AugmentConverter
 from h5chunk.transforms.csr import CsrRows
 from h5chunk.transforms.nvjpeg import find_decoder
 
@@ -43,26 +46,34 @@ AHEAD = 2  # batches that are decoded while the caller uses another
 GAP = 2  # a JPEG is scaled while it is decoded only if a box stays this many times larger than its result
 REMEDY = "add RandomResizedCrop(224), or Resize(256) and CenterCrop(224), to transforms"
 
+Take = Callable[[], int | None]  # returns the number of an image that is left to the caller; None: all are done
 _local = threading.local()
 
 
 class Pending:
     """A batch whose images are being decoded; `result` waits for it."""
 
-    def __init__(self, parts: Sequence[Future[Any]], finish: Callable[[], torch.Tensor]) -> None:
-        self._parts, self._finish, self._process = parts, finish, os.getpid()
+    def __init__(
+        self, parts: Sequence[Future[Any]], finish: Callable[[], torch.Tensor], stop: Callable[[], None] = lambda: None
+    ) -> None:
+        self._parts, self._finish, self._stop, self._process = parts, finish, stop, os.getpid()
         self.then: Callable[[torch.Tensor], torch.Tensor] = lambda batch: batch
 
     def result(self) -> torch.Tensor:
         """Return the batch, or raise the error of an image; `WorkerError` in a fork, which has no threads."""
         if self._process != os.getpid():
             raise WorkerError("the threads that decode belong to the process before the fork: iterate again")
-        for part in self._parts:
-            part.result()
+        try:
+            for part in self._parts:
+                part.result()
+        except BaseException:
+            self.drop()
+            raise
         return self.then(self._finish())
 
     def drop(self) -> None:
         """Cancel the decoding, and wait until no thread reads the images or writes the batch."""
+        self._stop()
         for part in self._parts if self._process == os.getpid() else ():
             if not part.cancel():
                 part.exception()
@@ -101,6 +112,7 @@ class AnySizeConverter(AugmentConverter):
             from h5chunk.sources import decode_any
 
             self.decoder = "JPEG by simplejpeg" if decode_any.simplejpeg else decode_any.MISSING
+            self.decoder = "JPEG by libjpeg-turbo" if self._libjpeg() else self.decoder
         super().prepare(device)
 
     def attach(self, sizes: ImageSizes, name_of: Callable[[int], str], num_threads: int | None = None) -> None:
@@ -114,7 +126,7 @@ class AnySizeConverter(AugmentConverter):
     def decoding_bytes(self, batch_size: int) -> int:
         """Estimate the memory for images that are decoded at a time, and for batches begun ahead, in bytes."""
         areas = self._image_sizes.heights.astype(np.float64) * self._image_sizes.widths
-        held = self._num_threads * IMAGES if self._device.type == "cpu" else (AHEAD + 1) * batch_size
+        held = self._num_threads if self._device.type == "cpu" else (AHEAD + 1) * batch_size
         pixels = held * float(areas.mean()) + float(areas.max(initial=0))
         return int(pixels) * self._field.channels + AHEAD * batch_size * self.sample_bytes
 
@@ -130,45 +142,58 @@ class AnySizeConverter(AugmentConverter):
         """
         heights, widths, orientations = (table[draws.samples] for table in self._image_sizes)
         table = self.table(heights, widths, draws)
-        numbers = np.arange(rows.first, rows.first + len(rows)) if rows.numbers is None else rows.numbers.host
-        job = _Job(rows, numbers, draws.samples, orientations, table)
+        job = _Job(rows, draws.samples, orientations, table, self._field.channels)
         pending = self._on_gpu(job) if self._device.type != "cpu" else self._on_host(job)
         pending.then = then
         return pending
 
     def _on_host(self, job: _Job) -> Pending:
         out = self._allocate(self.shape(len(job.table)), self.dtype)
-        firsts = range(0, len(job.table), IMAGES)
-        parts = [self._pool().submit(self._make, job, slice(first, first + IMAGES), out) for first in firsts]
-        return Pending(parts, lambda: self.as_stored(out))
+        take = self._take(job, out, self._native_rule())
+        return self._in_threads(job, partial(self._make, job, take, out), lambda: self.as_stored(out))
 
-    def _make(self, job: _Job, some: slice, out: torch.Tensor) -> None:
-        """Decode a few images, and write their results."""
-        table = job.table[some]
-        if self._field.form == "raw":
-            table[:, OFFSET] = job.starts[some]
-            self.compute(job.rows.indices, table, out[some])
-            return
-        source = self._scratch(int((table[:, HEIGHT] * table[:, WIDTH]).sum()) * self._field.channels)
-        self._decode(job, range(*some.indices(len(job.table))), source)
-        self.compute(torch.from_numpy(source), table, out[some])
+    def _libjpeg(self) -> jpeg.Decoder | None:
+        from h5chunk.sources.decode_any import LINKED
 
-    def _decode(self, job: _Job, images: range, source: np.ndarray) -> None:
-        """Decode images one after the other into ``source``, flat uint8, and put their places into the table."""
+        return jpeg.load(LINKED) if self._field.form == "encoded" else None
+
+    def _take(self, job: _Job, out: torch.Tensor, rule: native.ImageRule | None) -> Take:
+        """Return a function that makes images in C, and returns the number of one that is left to its caller."""
+        library = self._libjpeg()
+        if not native.available() or (library is None and self._field.form == "encoded"):
+            return job.next
+        return partial(jpeg.decode, library, job.images, rule, out.data_ptr(), out[:1].nbytes)
+
+    def _in_threads(self, job: _Job, work: Callable[[], None], finish: Callable[[], torch.Tensor]) -> Pending:
+        """Do some work in as many threads as can take images of a batch."""
+        parts = [self._pool().submit(work) for _ in range(min(self._num_threads, len(job.table)))]
+        return Pending(parts, finish, job.stop)
+
+    def _make(self, job: _Job, take: Take, out: torch.Tensor) -> None:
+        """Decode images, and write their results, until no image is left to take."""
+        while (number := take()) is not None:
+            pixels = job.bytes_of(number)
+            if self._field.form != "raw":
+                pixels = self._decode(job, number, self._scratch(self._pixel_bytes(job, number)))
+            job.table[number, OFFSET] = 0
+            self.compute(torch.from_numpy(pixels), job.table[number : number + 1], out[number : number + 1])
+
+    def _pixel_bytes(self, job: _Job, number: int) -> int:
+        return int(job.table[number, HEIGHT] * job.table[number, WIDTH]) * self._field.channels
+
+    def _decode(self, job: _Job, number: int, out: np.ndarray) -> np.ndarray:
+        """Decode an image to the beginning of ``out``, flat uint8, and return it."""
         from h5chunk.sources.decode_any import decode_any
 
-        offset, offsets, channels = 0, [], self._field.channels
-        for number, facts in zip(images, job.facts(images), strict=True):
-            start, stop, orientation, height, width, *least = facts
-            try:
-                found = decode_any(job.data[start:stop], height, width, orientation, channels, least, source[offset:])
-            except SampleError as error:
-                raise FileError(f"{self._name_of(int(job.samples[number]))} {error}") from None
-            offsets.append(offset)
-            if found != (height, width):
-                _scale(job.table[number], found)
-            offset += found[0] * found[1] * channels
-        job.table[images.start : images.stop, OFFSET] = offsets
+        row, orientation = job.table[number], int(job.orientations[number])
+        size = int(row[HEIGHT]), int(row[WIDTH])
+        try:
+            found = decode_any(job.bytes_of(number), *size, orientation, self._field.channels, _least_size(row), out)
+        except SampleError as error:
+            raise FileError(f"{self._name_of(int(job.samples[number]))} {error}") from None
+        if found != size:
+            _scale(row, found)
+        return out
 
     def _scratch(self, num_bytes: int) -> np.ndarray:
         """Return a buffer that this thread uses again for the next images: (num_bytes,) uint8."""
@@ -185,19 +210,19 @@ class AnySizeConverter(AugmentConverter):
         if self._field.form == "raw":
             job.table[:, OFFSET] = job.starts
             return Pending([], lambda: self._augmented(job.rows.indices.to(self._device), job.table))
-        sizes = job.table[:, HEIGHT] * job.table[:, WIDTH] * self._field.channels
-        ends = np.cumsum(sizes)
-        source = torch.empty(int(sizes.sum()), dtype=torch.uint8, pin_memory=True)
+        counts = self._field.channels * job.table[:, HEIGHT] * job.table[:, WIDTH]
+        job.table[:, OFFSET] = np.cumsum(counts) - counts
+        source = torch.empty(int(counts.sum()), dtype=torch.uint8, pin_memory=True)
+        take = self._take(job, source, None)
 
-        def decode(images: range) -> None:
-            start = int(ends[images.start] - sizes[images.start])
-            self._decode(job, images, source.numpy()[start : int(ends[images.stop - 1])])
-            job.table[images.start : images.stop, OFFSET] += start
+        def decode() -> None:
+            while (number := take()) is not None:
+                start = int(job.table[number, OFFSET])
+                self._decode(job, number, source.numpy()[start : start + self._pixel_bytes(job, number)])
 
-        count = len(job.table)
-        groups = [range(first, min(first + IMAGES, count)) for first in range(0, count, IMAGES)]
-        parts = [self._pool().submit(decode, images) for images in groups]
-        return Pending(parts, lambda: self._augmented(source.to(self._device, non_blocking=True), job.table))
+        return self._in_threads(
+            job, decode, lambda: self._augmented(source.to(self._device, non_blocking=True), job.table)
+        )
 
     def _by_gpu(self, job: _Job) -> torch.Tensor:
         """Decode a batch by nvJPEG into one buffer, (C, H, W) each; images that it does not take, by the CPU."""
@@ -264,25 +289,31 @@ class _Job:
     """The images of a batch, and their geometry."""
 
     def __init__(
-        self, rows: CsrRows, numbers: np.ndarray, samples: np.ndarray, orientations: np.ndarray, table: np.ndarray
+        self, rows: CsrRows, samples: np.ndarray, orientations: np.ndarray, table: np.ndarray, channels: int
     ) -> None:
         self.rows, self.samples, self.orientations, self.table = rows, samples, orientations, table
-        self.starts, self._ends = rows.host_starts[numbers], rows.host_starts[numbers + 1]
-        self.data = rows.indices.numpy()
+        numbers = rows.host_numbers
+        self.starts, self._stops = rows.host_starts[numbers], rows.host_starts[numbers + 1]
+        self._data, self._left = rows.indices.numpy(), iter(range(len(table)))
+        self.images = jpeg.Images(self._data, self.starts, self._stops, orientations, table, channels)
+
+    def next(self) -> int | None:
+        """Return the number of an image that no other thread has taken; None if none is left."""
+        return next(self._left, None)
+
+    def stop(self) -> None:
+        """Leave no image to take."""
+        self._left, self.images.next = iter(range(0)), len(self.table)
 
     def bytes_of(self, number: int) -> np.ndarray:
         """Return the bytes of an image."""
-        return self.data[self.starts[number] : self._ends[number]]
+        return self._data[self.starts[number] : self._stops[number]]
 
-    def facts(self, images: range) -> list[list[int]]:
-        """Return start, end, EXIF orientation, height and width of images, and the least size to decode them at."""
-        some = slice(images.start, images.stop)
-        table = self.table[some]
-        columns = [self.starts[some], self._ends[some], self.orientations[some], table[:, HEIGHT], table[:, WIDTH]]
-        for side, box, full in ((HEIGHT, BOX_HEIGHT, FULL_HEIGHT), (WIDTH, BOX_WIDTH, FULL_WIDTH)):
-            least = -(-GAP * table[:, side] * table[:, full] // table[:, box])
-            columns.append(np.minimum(table[:, side], least))
-        return [list(row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+
+def _least_size(row: np.ndarray) -> list[int]:
+    """Return the least size to decode an image at, from its row of a table."""
+    sides = ((HEIGHT, BOX_HEIGHT, FULL_HEIGHT), (WIDTH, BOX_WIDTH, FULL_WIDTH))
+    return [int(min(row[side], -(-GAP * row[side] * row[full] // row[box]))) for side, box, full in sides]
 
 
 def _size_after(transforms: Sequence[Any], field: ImagesField) -> Size:

@@ -199,9 +199,7 @@ class AugmentConverter:
         augment_with_torch(self._rule, source, table, planar)
 
     def _compute_natively(self, source: torch.Tensor, table: Indices, out: torch.Tensor) -> None:
-        if self._native is None:
-            self._native = native_rule(self._rule)
-        rule, result_bytes = self._native, out.nbytes // max(1, len(table))
+        rule, result_bytes = self._native_rule(), out.nbytes // max(1, len(table))
 
         def compute(first: int) -> None:
             part = table[first : first + IMAGES]
@@ -212,6 +210,11 @@ class AugmentConverter:
             compute(0)
             return
         deque(self._threads.pool(available_cores()).map(compute, firsts), 0)
+
+    def _native_rule(self) -> native.ImageRule:
+        if self._native is None:
+            self._native = native_rule(self._rule)
+        return self._native
 
     def release(self) -> None:
         """Stop the threads."""

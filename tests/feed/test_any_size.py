@@ -11,6 +11,7 @@ from support.leftovers import in_fork
 from torch.utils.data import DataLoader
 
 import h5chunk
+from h5chunk import native
 from h5chunk.errors import FieldError, FileError, H5ChunkError, OptionError
 from h5chunk.transforms import CenterCrop, Normalize, RandomHorizontalFlip, RandomResizedCrop, Resize, ToDtype
 
@@ -235,13 +236,40 @@ def test_large_jpegs_are_scaled_while_they_are_decoded(tmp_path):
     assert np.abs(found[0].permute(1, 2, 0).numpy().astype(int) - expected).max() <= 4
 
 
-def test_pillow_decodes_without_simplejpeg(kept, monkeypatch):
-    expected = all_batches(kept, transforms=SQUARE)
-    monkeypatch.setattr("h5chunk.sources.decode_any.simplejpeg", None)
-    with h5chunk.ChunkLoader(kept, 8, transforms=SQUARE) as loader:
-        assert 'pip install "h5chunk[jpeg]"' in repr(loader)
-    for one, other in zip(expected, all_batches(kept, transforms=SQUARE), strict=True):
-        assert (one[0].int() - other[0].int()).abs().max() <= 3
+@pytest.fixture(scope="module")
+def jpegs(tmp_path_factory):
+    """JPEG of all kinds of subsampling and colours; they are scaled while they are decoded to a small size."""
+    folder = tmp_path_factory.mktemp("jpegs")
+    (folder / "photos").mkdir()
+    for number in range(48):
+        image = picture(201 + 7 * number % 50, 120 + 11 * number % 90, number)
+        image = image.convert("L" if number % 7 == 3 else "RGB")
+        how = {"quality": 60 + number, "progressive": number % 5 == 0, "restart_marker_rows": number % 2}
+        image.save(folder / "photos" / f"{number}.jpg", subsampling=number % 3, **how)
+    h5chunk.convert(folder / "photos", folder / "jpegs.h5", keep_encoded=True)
+    return folder / "jpegs.h5"
+
+
+@pytest.mark.parametrize("color", ["rgb", "gray"])
+def test_all_decoders_agree(jpegs, tmp_path, monkeypatch, color):
+    if color == "gray":
+        h5chunk.convert(jpegs.parent / "photos", tmp_path / "gray.h5", keep_encoded=True, color="gray")
+    path, found = (jpegs if color == "rgb" else tmp_path / "gray.h5"), {}
+    lists = [Resize(24), CenterCrop(20)], [RandomResizedCrop(32, scale=(0.02, 0.5))], [CenterCrop(100)]
+    for name, missing in (
+        ("libjpeg-turbo", {}),
+        ("simplejpeg", {"native.jpeg.load": lambda _: None}),
+        ("Pillow", {"sources.decode_any.simplejpeg": None}),
+    ):
+        for each, value in missing.items():
+            monkeypatch.setattr(f"h5chunk.{each}", value)
+        with h5chunk.ChunkLoader(path, 8, transforms=lists[0]) as loader:
+            assert (f"JPEG by {name}" in repr(loader)) == (native.available() or name != "libjpeg-turbo")
+            assert ('pip install "h5chunk[jpeg]"' in repr(loader)) == (name == "Pillow")
+        found[name] = [batch[0] for each in lists for batch in all_batches(path, transforms=each)]
+    for one, other, third in zip(*found.values(), strict=True):
+        assert torch.equal(one, other)
+        assert one.float().std() > 20 and (one.float() - third.float()).abs().mean() <= 2  # which does not scale
 
 
 def test_memory_is_limited(kept):
