@@ -30,6 +30,7 @@ from h5chunk.transforms.any_size import AnySizeConverter
 
 LOADING_BYTES = 8 << 20  # size of the pieces in which resident data is read
 LOADING_SLOTS = 4  # number of pieces that are read at the same time
+REMOTE_AHEAD_BYTES = 256 << 20  # read ahead from object stores, so that many requests are in flight
 KEPT_BYTES = 16 << 20  # smaller data is not kept in memory: threads read it from the page cache just as fast
 RESIDENT_SHARE = 4  # resident="auto" uses at most a quarter of the device's free memory
 MAX_THREADS = 12  # more threads block each other, and delay the training loop; scripts/LOG.md
@@ -150,7 +151,12 @@ class MemoryBudget:
         if self._fits_device(resident, order):
             return None
         plan = plan_slots(
-            order, self._window_bytes, self._beside_windows, memory_bytes=self._memory_bytes, min_chunks=min_chunks
+            order,
+            self._window_bytes,
+            self._beside_windows,
+            memory_bytes=self._memory_bytes,
+            min_chunks=min_chunks,
+            ahead_bytes=REMOTE_AHEAD_BYTES if self._source.reader.is_remote else 0,
         )
         may_stay = resident == "auto" and self._on_cpu and order.selection is None
         may_stay = may_stay and not isinstance(self._source.reader.ragged, ImagesField)  # decoding takes longer

@@ -57,18 +57,19 @@ def plan_slots(
     *,
     memory_bytes: int | None = None,
     min_chunks: int | None = None,
+    ahead_bytes: int = 0,
 ) -> SlotPlan:
     """Choose how many windows are held at a time: those whose batches alternate, and some that are read ahead.
 
     ``window_bytes`` returns the memory of all copies of a window of n samples, and ``other_bytes`` the other memory
-    that an order needs. To fit, windows may shrink to ``min_chunks`` chunks, if that is not None. Raises OptionError
-    if they do not fit in ``memory_bytes``.
+    that an order needs. At least ``ahead_bytes`` are read ahead, if the epoch and the memory have them. To fit, windows
+    may shrink to ``min_chunks`` chunks, if that is not None. Raises OptionError if they do not fit in ``memory_bytes``.
     """
     while True:
         window_samples = largest_window(order)
         slot_bytes = max(1, window_bytes(window_samples))
         min_slots = num_open_windows(order) + 1
-        ahead = num_ahead(order, slot_bytes)
+        ahead = num_ahead(order, slot_bytes, ahead_bytes)
         if memory_bytes is None:
             num_slots = min_slots - 1 + max(1, min(ahead, AHEAD_BYTES // slot_bytes))
             return SlotPlan(order, num_slots, window_samples, slot_bytes)
@@ -107,13 +108,13 @@ def with_windows_together(plan: SlotPlan, max_bytes: int, num_reserved: int = 0)
     return plan
 
 
-def num_ahead(order: Order, slot_bytes: int) -> int:
+def num_ahead(order: Order, slot_bytes: int, ahead_bytes: int = 0) -> int:
     """Return how many windows of at most ``slot_bytes`` to read ahead: at most those of an epoch.
 
     All windows of a round are needed within a few batches, and their slots become free within a few batches. If windows
     are small, a whole round is read ahead, so that reading does not wait for these moments.
     """
-    wanted = max(AHEAD, min(num_open_windows(order), ROUND_BYTES // slot_bytes))
+    wanted = max(AHEAD, -(-ahead_bytes // slot_bytes), min(num_open_windows(order), ROUND_BYTES // slot_bytes))
     windows = 0
     for round_ in order.rounds():
         windows += round_.num_windows

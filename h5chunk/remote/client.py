@@ -39,15 +39,19 @@ class Client:
         self.opened: set[str] = set()  # folders that the process knows
         threading.Thread(target=self._receive, name="h5chunk-remote", daemon=True).start()
 
-    def send(self, message: dict[str, Any], then: Then) -> None:
-        """Send a message; ``then`` is called with the reply, in another thread."""
+    def send(self, message: dict[str, Any], then: Then | None) -> int:
+        """Send a message, and return its number; ``then`` is called with the reply, in another thread."""
         with self._lock:
             number = next(self._numbers)
             if not self._is_over:
-                self._waiting[number] = then
-                self._socket.sendall(json.dumps({**message, "id": number}).encode() + b"\n")
-                return
-        then({"error": ENDED})
+                if then is not None:
+                    self._waiting[number] = then
+                with suppress(OSError):  # the receiving thread ends what waits
+                    self._socket.sendall(json.dumps({**message, "id": number}).encode() + b"\n")
+                return number
+        if then is not None:
+            then({"error": ENDED})
+        return number
 
     def call(self, message: dict[str, Any]) -> dict[str, Any]:
         """Send a message and wait for the reply. Raises FileError if it is an error."""

@@ -76,12 +76,15 @@ class Hold:
         self._locks.lock(IN_USE, runs, shared=True)
         self.absent = mirror.pages.absent(runs)
         self._uses = 1 + bool(self.absent)  # by the caller, and by the fetch
+        self.cancel: Callable[[], object] | None = None  # the fetch
 
     def close(self) -> None:
         """Let the pages be freed, once they were fetched; without a cache they are freed at once."""
         with self._lock:
             self._uses -= 1
             is_over = not self._uses
+        if not is_over and self.cancel is not None:
+            self.cancel()
         if is_over:
             self._locks.close()
             if not self._mirror.keeps:
@@ -125,10 +128,12 @@ class Mirror:
             raise
 
         def end(reply: dict[str, Any]) -> None:
+            hold.cancel = None
             hold.close()
             then(FileError(reply["error"]) if reply["error"] else None)
 
-        connection.send({"op": "fetch", "folder": self._folder, "runs": hold.absent}, end)
+        number = connection.send({"op": "fetch", "folder": self._folder, "runs": hold.absent}, end)
+        hold.cancel = lambda: connection.send({"op": "cancel", "fetch": number}, None)
         return hold
 
     def held(self, offsets: Any, sizes: Any) -> Hold:

@@ -40,6 +40,7 @@ class Request:
     def __init__(self, first: int, stop: int) -> None:
         self.first, self.stop = first, stop
         self.then: list[Callable[[str], None]] = []
+        self.ends: list[threading.Event] = []  # set once a user does not want it any more
 
 
 class Copy:
@@ -51,11 +52,16 @@ class Copy:
         self._lock, self._running = threading.Lock(), list[Request]()
 
     def fetch(
-        self, runs: Runs, pool: ThreadPoolExecutor, note: Callable[[], None], then: Callable[[str], None]
+        self,
+        runs: Runs,
+        pool: ThreadPoolExecutor,
+        end: threading.Event,
+        note: Callable[[], None],
+        then: Callable[[str], None],
     ) -> None:
         """Fetch the absent pages of runs, and call ``then`` with an error or an empty string.
 
-        ``note`` is called after each request.
+        ``note`` is called after each request. Requests that have not begun when ``end`` is set are left out.
         """
         count = Countdown(then)
         with self._lock:
@@ -63,17 +69,31 @@ class Copy:
             for request in self._running:
                 if any(first < request.stop and stop > request.first for first, stop in absent):
                     request.then.append(count.add())
+                    request.ends.append(end)
                     absent = _without(absent, request)
             requests = [Request(first, stop) for first, stop in _joined(absent)]
             for request in requests:
                 request.then += [lambda _: note(), count.add()]
+                request.ends.append(end)
             self._running += requests
         for request in requests:
             pool.submit(self._run, request)
         count.end("")
 
     def _run(self, request: Request) -> None:
-        error = ""
+        with self._lock:
+            is_wanted = not all(end.is_set() for end in request.ends)
+            if not is_wanted:
+                self._running.remove(request)
+        error = self._fetched(request) if is_wanted else "closed while it was read"
+        with self._lock:
+            if is_wanted:
+                self._running.remove(request)
+        for then in request.then:
+            then(error)
+
+    def _fetched(self, request: Request) -> str:
+        """Fetch the pages of a request, and return the error, or an empty string."""
         try:
             locks = Locks(self._pages.folder)
             try:  # another process may have fetched them, or is about to
@@ -83,15 +103,12 @@ class Copy:
             finally:
                 locks.close()
         except RemoteError as failure:
-            error = str(failure)
+            return str(failure)
         except OSError as failure:
-            error = f"{self._pages.folder}: the local copy of {self._url} cannot be written: {failure.strerror}"
+            return f"{self._pages.folder}: the local copy of {self._url} cannot be written: {failure.strerror}"
         except BaseException as failure:
-            error = f"{self._url}: cannot be read: {first_line(failure)}"
-        with self._lock:
-            self._running.remove(request)
-        for then in request.then:
-            then(error)
+            return f"{self._url}: cannot be read: {first_line(failure)}"
+        return ""
 
     def _get(self, first: int, stop: int) -> None:
         end = min(stop * PAGE, self._pages.num_bytes)
@@ -171,7 +188,7 @@ class Server:
         over.wait()
 
     def _serve(self, connection: socket.socket) -> None:
-        lock = threading.Lock()
+        lock, ends = threading.Lock(), dict[int, threading.Event]()
 
         def reply(message: dict[str, Any]) -> None:
             with lock, suppress(OSError):  # the process has ended
@@ -180,17 +197,27 @@ class Server:
         try:
             with connection.makefile("rb") as lines:
                 for line in lines:
-                    self._handle(json.loads(line), reply)
+                    self._handle(json.loads(line), ends, reply)
         except OSError:
             pass
+        for end in list(ends.values()):
+            end.set()
         connection.close()
 
-    def _handle(self, message: dict[str, Any], reply: Reply) -> None:
+    def _handle(self, message: dict[str, Any], ends: dict[int, threading.Event], reply: Reply) -> None:
         number = message["id"]
+        if message["op"] == "cancel":
+            ends.get(message["fetch"], threading.Event()).set()
+            return
         if message["op"] == "fetch":
-            copy = self._copies[message["folder"]]
+            ends[number] = threading.Event()
+
+            def then(error: str) -> None:
+                ends.pop(number, None)
+                reply({"id": number, "error": error})
+
             note = partial(reply, {"id": number, "part": 1})
-            copy.fetch(message["runs"], self._pool, note, lambda error: reply({"id": number, "error": error}))
+            self._copies[message["folder"]].fetch(message["runs"], self._pool, ends[number], note, then)
             return
         call = {"open": self._open, "list": self._list}[message["op"]]
 

@@ -1,0 +1,139 @@
+"""Measure reading from a slow web server (30 ms, 100 MB/s), against a bare client, and a local file.
+
+    python scripts/bench_remote.py --count 8000 --size 112 112
+    python scripts/bench_remote.py --hits        # hits of the cache, of LRU, and the most that are possible
+
+Starts `range_server.py` on a file of random images. The bare client asks for the same chunks, as many at a time, and
+drops the bytes. Prints images/s of whole epochs, the time to the first batch, and how much of an epoch comes from the
+cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+import h5chunk
+from h5chunk.plan.eviction import hits
+from h5chunk.plan.order import Order
+
+SCRIPTS = Path(__file__).parent
+BATCH, REQUESTS = 256, 64
+
+
+@contextmanager
+def range_server(folder: Path, latency_s: float, bandwidth: float) -> Iterator[str]:
+    """Run the server in a process, and return its URL."""
+    options = ["--latency", str(latency_s), "--bandwidth", str(bandwidth)]
+    command = [sys.executable, str(SCRIPTS / "range_server.py"), str(folder), *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            yield server.stdout.readline().strip()
+        finally:
+            server.kill()
+
+
+def bare_client(url: str, ranges: list[tuple[int, int]], count: int) -> float:
+    """Return images/s of requests for byte ranges whose bytes are dropped."""
+    import obstore
+    from obstore.store import from_url
+
+    folder, _, name = url.rpartition("/")
+    store = from_url(folder, client_options={"allow_http": True, "timeout": "60s"})
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        started = time.perf_counter()
+        list(pool.map(lambda each: len(obstore.get_range(store, name, start=each[0], end=each[1])), ranges))
+        return count / (time.perf_counter() - started)
+
+
+def chunk_ranges(path: Path) -> list[tuple[int, int]]:
+    """Return the byte ranges of the chunks, cut as h5chunk cuts requests, in random order."""
+    import h5py
+
+    from h5chunk.store.hdf5.chunk_table import list_chunks
+
+    with h5py.File(path) as file:
+        table = list_chunks(file["images"])
+    ranges = []
+    for offset, size in zip(table.offsets.tolist(), table.sizes.tolist(), strict=True):
+        parts = -(-size // (4 << 20))
+        cuts = [offset + size * part // parts for part in range(parts + 1)]
+        ranges += list(pairwise(cuts))
+    return [ranges[number] for number in np.random.default_rng(0).permutation(len(ranges))]
+
+
+def epochs(data: object, num_epochs: int) -> tuple[float, list[float]]:
+    """Return the seconds to the first batch, and the images/s of each epoch."""
+    started, first, rates = time.perf_counter(), 0.0, []
+    with h5chunk.ChunkLoader(data, BATCH, resident=False, reuse=True) as loader:  # type: ignore[arg-type]
+        for _ in range(num_epochs):
+            begun, count = time.perf_counter(), 0
+            for images, _ in loader:
+                first = first or time.perf_counter() - started
+                count += len(images)
+            rates.append(count / (time.perf_counter() - begun))
+    return first, rates
+
+
+def print_hits(num_chunks: int = 400, num_epochs: int = 6) -> None:
+    """Print the hits in epochs of a shuffled order for several sizes of the cache."""
+    order = Order(num_chunks * 8, 8, 64, window_chunks=8, interleave=1)
+    accesses = []
+    for epoch in range(num_epochs):
+        windows = replace(order, epoch=epoch).windows()
+        accesses.append([chunk for window in windows for chunk in dict.fromkeys((window.rows // 8).tolist())])
+    print("part of the data in the cache: hits of LRU, hits of the order's next uses (the most possible)")
+    for part in (0.1, 0.25, 0.5, 0.75, 0.9):
+        capacity = round(part * num_chunks)
+        print(f"{part:.2f}: {hits(accesses, capacity, 'lru'):.3f} {hits(accesses, capacity, 'belady'):.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=8000)
+    parser.add_argument("--size", type=int, nargs=2, default=[112, 112])
+    parser.add_argument("--latency", type=float, default=0.03)
+    parser.add_argument("--bandwidth", type=float, default=100.0, help="of the server, in MB/s; 0: no limit")
+    parser.add_argument("--folder", type=Path, help="where to put the data; default: a temporary folder")
+    parser.add_argument("--hits", action="store_true", help="only compare policies of the cache")
+    args = parser.parse_args()
+    if args.hits:
+        print_hits()
+        return
+    with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
+        measure(args, Path(temporary))
+
+
+def measure(args: argparse.Namespace, folder: Path) -> None:
+    (folder / "data").mkdir()
+    path = folder / "data" / "images.h5"
+    size = list(map(str, args.size))
+    command = [sys.executable, str(SCRIPTS / "make_packed.py"), str(path), "--count", str(args.count), "--size", *size]
+    subprocess.run(command, check=True)
+    print(f"local file: {max(epochs(path, 3)[1]):,.0f} images/s")
+    with range_server(folder / "data", args.latency, args.bandwidth) as url:
+        url = f"{url}/images.h5"
+        ranges = chunk_ranges(path)
+        for turn in range(2):
+            print(f"bare client, {len(ranges)} requests: {bare_client(url, ranges, args.count):,.0f} images/s")
+            first, rates = epochs(url, 2)
+            print(f"h5chunk: {', '.join(f'{rate:,.0f}' for rate in rates)} images/s, first batch after {first:.2f} s")
+            data = h5chunk.ChunkDataset(url, cache_dir=folder / f"cache{turn}")
+            first, rates = epochs(data, 3)
+            print(f"h5chunk with a cache: {', '.join(f'{rate:,.0f}' for rate in rates)} images/s")
+
+
+if __name__ == "__main__":
+    main()
