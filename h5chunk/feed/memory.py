@@ -8,6 +8,10 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from multiprocessing import active_children
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,16 +42,29 @@ class PinnedMemory:
             warnings.warn(f"pinned memory could not be freed: CUDA error {error}", stacklevel=2)
 
 
+class SharedBuffer(NamedTuple):
+    """Memory of a DataLoader's worker: its last bytes are flags, whether the receiver uses it and has kept it."""
+
+    bytes: torch.Tensor
+    number: int
+
+    def is_used(self) -> bool:
+        """Return whether the receiver still has a reference to the batch in it."""
+        return bool(self.bytes[-1])
+
+
 class SharedMemory:
     """Allocate the batches of a DataLoader's worker in memory that it shares with the main process, and reuse it.
 
-    torch sends a shared tensor as a file descriptor, but allocates new memory for each batch, whose pages the system
-    must find and clear. Here a buffer is used again once no tensor of this process refers to it, and the receiving
-    process has dropped its last reference and cleared the flag in the buffer's last bytes.
+    torch sends a shared tensor as a file descriptor, each time through a new connection, and allocates new memory for
+    each batch, whose pages the system must find and clear. Here a buffer is used again once no tensor of this process
+    refers to it, and the receiving process has dropped its last reference and cleared a flag in the buffer. The
+    receiver keeps the buffers until the worker ends, so that only their numbers are sent again.
     """
 
     def __init__(self) -> None:
-        self._idle: list[torch.Tensor] = []
+        self._idle: list[SharedBuffer] = []
+        self._dropped: list[int] = []  # buffers that the receiver does not have to keep any longer
 
     def empty(
         self, fields: Sequence[tuple[tuple[int, ...], torch.dtype]], assemble: Assemble | None = None
@@ -58,38 +75,76 @@ class SharedMemory:
             places.append((end, shape, dtype))
             end += -(-math.prod(shape) * dtype.itemsize // FLAG_BYTES) * FLAG_BYTES
         buffer = self._take(end + FLAG_BYTES)
-        owned = buffer.numpy()[:end]
+        owned = buffer.bytes.numpy()[:end]
         weakref.finalize(owned, self._idle.append, buffer).atexit = False
-        return SharedFields(buffer, owned, tuple(places), assemble)
+        return SharedFields(buffer, owned, tuple(places), assemble, self._dropped)
 
-    def _take(self, num_bytes: int) -> torch.Tensor:
-        returned = [buffer for buffer in self._idle if not buffer[-1]]
-        for buffer in returned:
+    def _take(self, num_bytes: int) -> SharedBuffer:
+        for buffer in [each for each in self._idle if not each.is_used()]:
             self._idle[:] = [other for other in self._idle if other is not buffer]
-            if buffer.numel() >= num_bytes:
+            if buffer.bytes.numel() >= num_bytes:
                 return buffer
-        buffer = shared_empty((num_bytes,), torch.uint8)
-        buffer[-1] = 0
-        return buffer
+            self._dropped.append(buffer.number)
+        memory = shared_empty((num_bytes,), torch.uint8)
+        memory[-FLAG_BYTES:] = 0
+        return SharedBuffer(memory, next(_numbers))
+
+
+_numbers = count()  # of the buffers of this process
+_kept: dict[int, dict[int, torch.Tensor]] = {}  # received buffers, by the worker's process and their number
 
 
 class SharedFields(tuple[torch.Tensor, ...]):
     """Fields in one shared buffer; another process receives them as a plain tuple of tensors."""
 
     tensors: tuple[torch.Tensor, ...]  # ``assemble``, if given, makes the fields from these
-    _sent: tuple[torch.Tensor, Places, Assemble | None]
+    _sent: tuple[SharedBuffer, Places, Assemble | None, list[int]]
 
     def __new__(
-        cls, buffer: torch.Tensor, owned: np.ndarray, places: Places, assemble: Assemble | None
+        cls,
+        buffer: SharedBuffer,
+        owned: np.ndarray,
+        places: Places,
+        assemble: Assemble | None,
+        dropped: list[int],
     ) -> SharedFields:
         tensors = tuple(_views(owned, places))
         self = super().__new__(cls, tensors if assemble is None else assemble(tensors))
-        self.tensors, self._sent = tensors, (buffer, places, assemble)
+        self.tensors, self._sent = tensors, (buffer, places, assemble, dropped)
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        self._sent[0][-1] = 1  # in use by the receiver
-        return _receive, self._sent
+        buffer, places, assemble, _ = self._sent
+        buffer.bytes[-1] = 1  # in use by the receiver
+        return _receive, (buffer.bytes, places, assemble)
+
+    def reduce_to_parent(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Do the same for a queue to the parent process, which gets the buffer itself only once."""
+        buffer, places, assemble, dropped = self._sent
+        buffer.bytes[-1] = 1
+        sent = None if buffer.bytes[-2] else buffer.bytes
+        gone = [dropped.pop() for _ in range(len(dropped))]
+        return _receive_again, (os.getpid(), buffer.number, sent, gone, places, assemble)
+
+
+ForkingPickler.register(SharedFields, SharedFields.reduce_to_parent)
+
+
+def _receive_again(
+    worker: int, number: int, sent: torch.Tensor | None, gone: list[int], places: Places, assemble: Assemble | None
+) -> tuple[torch.Tensor, ...]:
+    """Receive fields in a buffer, which is sent the first time, and kept as long as the worker is a child process."""
+    if worker not in _kept:
+        for process in (each for each in active_children() if each.pid == worker):
+            _kept[worker] = {}
+            weakref.finalize(process, _kept.pop, worker, None).atexit = False
+    kept = _kept.get(worker, {})
+    for old in gone:
+        kept.pop(old, None)
+    if sent is not None and worker in _kept:
+        kept[number] = sent
+        sent[-2] = 1
+    return _receive(kept[number] if sent is None else sent, places, assemble)
 
 
 def _receive(buffer: torch.Tensor, places: Places, assemble: Assemble | None) -> tuple[torch.Tensor, ...]:

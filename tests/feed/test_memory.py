@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+from typing import Any
 
 import pytest
 import torch
+from support.faults import watch
 from support.leftovers import in_fork
+from torch.utils.data import DataLoader, Dataset
 
-from h5chunk.feed.memory import SharedMemory, shared_empty
+from h5chunk.feed.memory import SharedMemory, _kept, shared_empty
 from h5chunk.feed.slots import KEPT, BatchMemory
 
 
@@ -110,3 +113,38 @@ def test_a_fork_that_lets_go_of_a_batch_does_not_free_it() -> None:
     assert (os.getpid(), flag.item()) == (pid, 1)
     received.clear()
     assert flag.item() == 0
+
+
+class Growing(Dataset[Any]):
+    """Batches in shared memory, each larger than the one before."""
+
+    def __init__(self) -> None:
+        self.memory = SharedMemory()
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, ...]:
+        batch = self.memory.empty([((1000 * (number + 1),), torch.uint8)])
+        batch[0].fill_(number)
+        return batch
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def test_the_buffers_of_a_worker_are_sent_once_and_kept_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = watch(monkeypatch, "feed.memory._receive")
+    loader = DataLoader(Growing(), batch_size=None, num_workers=1, persistent_workers=True, collate_fn=as_it_is)
+    next(iter(loader))  # leaves the epoch
+    for _ in range(3):
+        for number, (batch,) in enumerate(loader):
+            assert batch.tolist() == [number] * 1000 * (number + 1)
+        (kept,) = _kept.values()
+        assert len(kept) <= 6  # those that became too small are gone
+    assert len({id(buffer) for buffer, *_ in calls[-12:]}) <= len(kept)
+    del loader, batch, kept
+    calls.clear()
+    gc.collect()
+    assert not _kept
