@@ -151,13 +151,13 @@ class BatchMaker:
         return list(map(_flat, batches))
 
     def by_number(self, fields: Sequence[Any]) -> Fields:
-        """Return the fields of all samples on a GPU, as what converters gather themselves where they can."""
+        """Return the fields of all samples on a GPU, wrapped for the converters that gather samples themselves."""
         augmented = (isinstance(pipeline.converter, AugmentConverter) for pipeline in self._pipelines)
         pairs = zip(fields, augmented, strict=True)
         return tuple(ImagesByNumber(own) if is_it and isinstance(own, torch.Tensor) else own for own, is_it in pairs)
 
     def num_gathered(self, batch_size: int) -> int:
-        """Return how many batches to gather and convert with one call, so that each call has enough work."""
+        """Return the number of batches to gather and convert in one call, so that a call has enough work."""
         return self._pipelines[0].num_together(batch_size, keep=False, group=MORE_BYTES)
 
     def finish(self, batch: Tensors) -> tuple[Any, ...]:
@@ -175,7 +175,7 @@ class BatchMaker:
 
 
 def settled(batch: Tensors) -> Tensors:
-    """Return the batch with its pending images, once they are decoded."""
+    """Wait for the pending images of a batch, and return the batch with them."""
     return tuple(each.result() if isinstance(each, Pending) else each for each in batch)
 
 

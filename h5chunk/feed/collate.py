@@ -1,4 +1,4 @@
-"""Batches that torch's DataLoader passes on without another copy.
+"""Batches that torch's DataLoader sends to the main process without another copy.
 
 A whole batch is read at once, into memory that a DataLoader worker shares with the main process. `Batch` presents it to
 torch as the sequence of samples that torch expects from ``__getitems__``, and tells torch's default ``collate_fn``

@@ -93,7 +93,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
     Raises
     ------
     FileError
-        The file is missing, not HDF5 or cut short; at a read: it was replaced since, or a chunk is damaged.
+        The file is missing, not HDF5 or cut short; or, while reading, it was replaced, or a chunk is damaged.
     FieldError
         A dataset is missing, or is not a field; fields of several files differ.
     OptionError
@@ -183,7 +183,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         return self._samples
 
     def new_reader(self) -> H5Reader:
-        """Return another reader of the same fields, which opens the file itself."""
+        """Return a new reader of the same fields, which opens the file independently."""
         return copy(self._reader)
 
     def __len__(self) -> int:

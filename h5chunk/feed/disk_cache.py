@@ -1,4 +1,4 @@
-"""Keep the local copies of remote objects within a number of bytes, by the known order of the next epochs."""
+"""Limit the bytes of the local copies of remote objects, using the known order of the next epochs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class DiskCache:
     def make_room(
         self, wanted: Wanted, order: Order | None = None, position: tuple[int, int] = (0, 0), num_windows: int = 1
     ) -> int:
-        """Free chunks so that absent pages of ``wanted`` fit; those that the order uses last go first.
+        """Free chunks so that absent pages of ``wanted`` fit, first those whose next use in the order is the latest.
 
         ``position`` is the epoch and batch for which the pages are wanted; ``num_windows`` the windows that are read at
         a time. Returns the bytes of the absent pages. Raises OptionError if these windows do not fit.
@@ -74,7 +74,7 @@ class DiskCache:
                 return
 
     def _by_next_use(self, order: Order, position: tuple[int, int]) -> Iterator[tuple[Mirror, int, int]]:
-        """Yield the runs of pages of chunks that are present, those that are used last first."""
+        """Yield the runs of pages of present chunks, first those whose next use is the latest."""
         order = replace(order, epoch=0)
         if self._uses is None or self._uses[0] != order:
             self._uses = order, NextUses(order, self._reader.num_samples)
@@ -102,7 +102,7 @@ class DiskCache:
             yield from field.chunk_rows(number)
 
     def _at_random(self) -> Iterator[tuple[Mirror, int, int]]:
-        """Yield runs of pages that are present in random order, which for shuffled epochs is better than LRU."""
+        """Yield the runs of present pages in random order, which for shuffled epochs is better than LRU."""
         found: list[tuple[Mirror, int, int]] = []
         for mirror in self._mirrors:
             there = np.flatnonzero(np.frombuffer(mirror.pages.present(), np.uint8) == 1) // UNIT_PAGES

@@ -1,4 +1,4 @@
-"""Read windows of remote objects: fetch their bytes, and then let the threads read these from the local copies."""
+"""Read windows of remote objects: fetch their bytes to local copies, from which the threads then read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from h5chunk.store.read.several import hold_ranges, remote_ranges
 
 
 class _Holds:
-    """The pages that a window uses, until it is read; both methods may come first."""
+    """The pages that a window uses, held until it is read; `keep` and `close` may be called in either order."""
 
     def __init__(self) -> None:
         self._holds: Sequence[Hold] = ()
@@ -35,7 +35,7 @@ class _Holds:
             self.close()
 
     def close(self) -> None:
-        """Let the pages be freed."""
+        """Allow the pages to be freed."""
         with self._lock:
             holds, self._holds, self._is_over = self._holds, (), True
         for hold in holds:
@@ -43,7 +43,7 @@ class _Holds:
 
 
 class RemoteReadPool(ReadPool):
-    """Threads that read windows once their bytes were fetched."""
+    """A pool of threads that read windows after their bytes were fetched."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class RemoteReadPool(ReadPool):
 
     @property
     def progress(self) -> int:
-        """See `ReadPool.progress`; requests that were answered count, too."""
+        """See `ReadPool.progress`; answered requests count, too."""
         return super().progress + (client().num_parts if os.getpid() == self._process else 0)
 
     def _begin(self, load: WindowRead, all_tasks: list[ReadTask], tasks: list[ReadTask]) -> None:

@@ -54,7 +54,7 @@ class SharedBuffer(NamedTuple):
 
 
 class SharedMemory:
-    """Allocate the batches of a DataLoader's worker in memory that it shares with the main process, and reuse it.
+    """Allocate the batches of a DataLoader's worker in memory shared with the main process, and reuse that memory.
 
     torch sends a shared tensor as a file descriptor, each time through a new connection, and allocates new memory for
     each batch, whose pages the system must find and clear. Here a buffer is used again once no tensor of this process

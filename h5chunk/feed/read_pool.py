@@ -60,7 +60,7 @@ class WindowRead:
         return self._ready.is_set()
 
     def run(self, task: ReadTask) -> None:
-        """Run one task; the last task passes the window on. An error is kept for the consumer."""
+        """Run one task; after the last one, finish the window. An error is kept for the consumer."""
         try:
             if self.error is None:
                 task(self._pool.descriptor)
@@ -69,7 +69,7 @@ class WindowRead:
         self._end_task()
 
     def drop(self) -> None:
-        """Skip one task."""
+        """Count a task as done without running it; the window then ends with an error."""
         self.error = self.error or self._closed()
         self._end_task()
 
@@ -110,7 +110,7 @@ class WindowRead:
             self.finish()
 
     def finish(self) -> None:
-        """Pass the window on, when all tasks are done."""
+        """Check the window and send it to the device, when all tasks are done."""
         try:
             if self.error is None:
                 self._pool.check_unchanged()
@@ -233,7 +233,7 @@ class ReadPool:
                 read.end_native(Result(ticket, CANCELLED, 0, 0, 0))
 
     def hand_on_all(self) -> None:
-        """Pass on the windows that native threads have read, without waiting."""
+        """Finish the windows that native threads have read, without waiting."""
         while self._native_reads and self.hand_on(0):
             pass
 
@@ -256,7 +256,7 @@ class ReadPool:
         return 0.0 if self._hangs else self.timeout_s
 
     def lost_by_fork(self) -> FileError:
-        """Return the error of a window whose reader threads belong to another process."""
+        """Return the error for a window whose reader threads belong to another process, before a fork."""
         return FileError(
             f"{printable(self.path)}: the reader threads belong to the process before the fork: iterate again"
         )
@@ -394,7 +394,7 @@ class ReadPool:
             field.forget()
 
     def cancel(self) -> None:
-        """Drop the tasks that no thread has begun; the reads of their windows end with an error."""
+        """Drop the tasks that no thread has begun; their windows end with an error."""
         if self._native is not None:
             self._native.cancel()
         ends = 0  # of threads

@@ -48,10 +48,9 @@ Fields = Mapping[str, str] | Sequence[str]
 
 
 class SampleTransforms:
-    """Transforms of the fields of a data set.
+    """The transforms of a data set's fields, divided into those for batches and those for single samples.
 
-    ``converters`` convert batches of a field: rows of a matrix, and images that are augmented. Other transforms convert
-    single samples.
+    ``converters`` are for batches: of rows of a matrix, and of images that are augmented.
     """
 
     def __init__(self, transform: Any, fields: Mapping[str, Field | RaggedField]) -> None:
@@ -104,7 +103,7 @@ def _of_single(transform: Callable[[Any], Any], sample: torch.Tensor) -> Any:
 
 
 class Loaded(NamedTuple):
-    """Samples of a field that will be put into memory: the shapes of their tensors, and a function that fills these."""
+    """Samples of a field without memory yet: the shapes of their tensors, and a function that fills these."""
 
     shapes: list[ArrayShape]
     fill: Callable[[Tensors], None]
@@ -133,14 +132,14 @@ def _augmented(convert: AugmentConverter, images: torch.Tensor, draws: Draws) ->
 
 
 def _csr_first(num_columns: int, num_outputs: int, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Combine the first tensors into CSR tensors, three for each; in this process or in the receiving one."""
+    """Combine leading tensors, three at a time, into CSR tensors; this may run in the receiving process."""
     left = iter(tensors)
     parts = [(next(left), next(left), next(left)) for _ in range(num_outputs)]
     return *(make_csr(*part, (len(part[0]) - 1, num_columns)) for part in parts), *left
 
 
 class SampleReader:
-    """Read the fields of a `ChunkDataset`; ``converters`` convert those of these names."""
+    """Read the fields of a `ChunkDataset`; ``converters`` maps the names of fields to their converters."""
 
     def __init__(
         self, reader: H5Reader, converters: Mapping[str, RowConverter | AugmentConverter], order: Order | None
@@ -327,7 +326,7 @@ class _OpenFields:
 
 
 def plain_fields(reader: H5Reader) -> dict[str, Any]:
-    """Return the fields that can be read without decoding; HDF5's chunk cache serves compressed fields better."""
+    """Return the readers of uncompressed fields; compressed ones are read through HDF5, for its chunk cache."""
     return {name: field for name, field in direct_fields(reader)[0].items() if field.is_plain}
 
 

@@ -101,10 +101,10 @@ class DenseWindow:
         return samples.reshape(len(samples), -1 if samples.size else 0).view(np.uint8)
 
     def check(self) -> None:
-        """Check nothing: any bytes are valid."""
+        """Do nothing, because any bytes are valid."""
 
     def samples(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the samples, from the array that holds them on any device."""
+        """Return the samples of the window, given the arrays of its slot on the host or on the device."""
         return arrays[0]
 
 
@@ -154,7 +154,7 @@ class CsrWindow:
             )
 
     def samples(self, arrays: Sequence[torch.Tensor]) -> CsrRows:
-        """Return the rows, from the arrays that hold them on any device."""
+        """Return the rows of the window, given the arrays of its slot on the host or on the device."""
         return CsrRows(arrays[0], self._starts, arrays[1], arrays[2] if len(arrays) > 2 else None)
 
 
@@ -228,7 +228,7 @@ class CpuSlot:
         return gather(self.window, SampleNumbers(order, torch.from_numpy(order)), self._gathered)
 
     def release(self) -> None:
-        """Release the window: the consumer is done with all its batches."""
+        """Free the slot, after the consumer has used all batches of its window."""
         if self._memory is not None:
             self.window, self._windows = (), {}
 
@@ -258,7 +258,7 @@ class CudaSlot:
 
     @property
     def is_free(self) -> bool:
-        """True if the copy out of the pinned buffer is done, so that `begin` returns at once."""
+        """True if the copy out of the pinned buffer is done, so that `begin` does not wait."""
         return self._copied.query()
 
     def begin(self, samples: np.ndarray) -> Mapping[str, Destination]:
@@ -339,5 +339,5 @@ def gather(fields: Fields, samples: SampleNumbers, memory: BatchMemory | None) -
 
 
 def to_device(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy an array to a device; on return the array was read, but earlier work of the device may not be done."""
+    """Copy an array to a device; the array may be changed afterwards, even if the device has not caught up."""
     return torch.from_numpy(numbers).to(device, non_blocking=True)

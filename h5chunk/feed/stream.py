@@ -69,9 +69,9 @@ class EpochReport:
 
 
 class _Planner:
-    """A thread that plans windows ahead, which takes no data: only sample numbers.
+    """A thread that plans the sample numbers of windows ahead, without reading data.
 
-    It plans many windows at a time, because waking it takes the consumer longer than planning.
+    It plans many windows at a time, because waking the thread takes the consumer longer than planning.
     """
 
     def __init__(self, order: Order, start: int, together: int, *, once: bool) -> None:
@@ -233,7 +233,7 @@ class WindowStream:
             self._planner.close(closed, self._pool.wait_s)
 
     def _begin(self, order: Order, start: int) -> None:
-        """Start reading the windows of an order, from batch ``start`` on."""
+        """Start reading the windows of an order, starting at batch ``start``."""
         self._next: tuple[int, int] | None = (order.epoch, start)
         self._planner = _Planner(order, start, self._together, once=self._once)
         self._planner.start()
@@ -289,7 +289,7 @@ class WindowStream:
             self._release(read)
 
     def batches(self, order: Order, maker: BatchMaker, report: EpochReport, start: int = 0) -> Iterator[Any]:
-        """Yield the batches of an epoch from ``start`` on, from the windows that were read ahead if these are next."""
+        """Yield the batches of an epoch, starting at batch ``start``; use the windows read ahead if they are next."""
         if self._next != (order.epoch, start):
             self._begin_again(order, start)
         self._next, self._report = None, report
@@ -365,7 +365,7 @@ class WindowStream:
         return num_echoed(self._echo, number + 1) - num_echoed(self._echo, number + 1 - fresh)
 
     def _echoes(self, read: WindowRead, order: Order, maker: Any) -> Iterator[Tensors]:
-        """Shuffle the samples of a window again and again, and yield their batches, without end."""
+        """Shuffle the samples of a window repeatedly, and yield the batches of every pass, without end."""
         window, size = read.window, order.batch_size
         for number in count():
             samples = echo_pass(len(window.samples), order.seed, order.epoch, window.batches[0], number)

@@ -178,7 +178,7 @@ class NativePool:
             return int(getattr(_quick(), f"h5chunk_{name}")(self._pool)) if self._pool else 0
 
     def submit(self, ticket: int, jobs: np.ndarray) -> None:
-        """Queue jobs, (n,) JOB, C-contiguous; `wait` returns their ``ticket`` when all have ended.
+        """Queue jobs, (n,) JOB, C-contiguous; `wait` returns their result, with ``ticket``, when all have ended.
 
         The memory that jobs point to must live until then. Raises OSError if the pool is closed, or memory is short.
         """
@@ -217,7 +217,7 @@ class NativePool:
 
     @contextmanager
     def _inside(self) -> Iterator[Any]:
-        """Return a context in which the pool is not freed, so that the library may be called with it."""
+        """Return a context with the pool's handle, which is not freed as long as the context is active."""
         with self._lock:
             pool = self._pool
             self._num_inside += 1

@@ -91,7 +91,7 @@ def plan_csr(
     value_dtype: np.dtype | None = CODE,
     chunk_samples: int | None = None,
 ) -> CsrLayout:
-    """Plan a layout with ``chunk_samples`` rows per nominal chunk, or choose the number. Raises OptionError below 1."""
+    """Plan a layout; ``chunk_samples`` is the number of rows per nominal chunk, chosen here if it is None."""
     whole = CsrLayout(num_rows, num_columns, num_entries, value_dtype, num_rows, 1)
     row_bytes = whole.row_bytes
     if chunk_samples is None:

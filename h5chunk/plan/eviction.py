@@ -1,4 +1,4 @@
-"""Which chunks a cache on disk should free first: those whose next use, in the known order, comes last (Belady)."""
+"""Choose the chunks that a cache on disk frees first: those whose next use in the known order is the latest."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class EpochUses:
 
 
 class NextUses:
-    """When each chunk is used next, while an order is followed from epoch to epoch."""
+    """The next use of each chunk in an order, from epoch to epoch."""
 
     def __init__(self, order: Order, num_samples: int) -> None:
         self._order, self._num_samples = order, num_samples
         self._epochs: dict[int, EpochUses] = {}
 
     def since(self, epoch: int, batch: int) -> Indices:
-        """Return how many batches after a batch each chunk is used next: (num_chunks,) int64; 0 for this batch."""
+        """Return the number of batches until the next use of each chunk: (num_chunks,) int64; 0 for this batch."""
         now, later = self._uses(epoch), self._uses(epoch + 1)
         following = np.where(later.first == NEVER, NEVER, later.first + self._order.num_batches - batch)
         found = np.where(now.last >= batch, now.last - batch, following)
@@ -51,7 +51,7 @@ class NextUses:
 
 
 def uses_of_rows(uses: Indices, chunk_samples: int, starts: Indices, stops: Indices) -> Indices:
-    """Return when the first of the samples ``starts[i]`` to ``stops[i]`` (excluded) is used next: (n,) int64.
+    """Return the first next use of any sample from ``starts[i]`` to ``stops[i]`` (excluded): (n,) int64.
 
     >>> uses_of_rows(np.array([5, 3, 9]), 10, np.array([0, 20, 0]), np.array([20, 30, 5])).tolist()
     [3, 9, 5]
@@ -63,7 +63,7 @@ def uses_of_rows(uses: Indices, chunk_samples: int, starts: Indices, stops: Indi
 
 
 def hits(accesses: Sequence[Sequence[int]], capacity: int, policy: str) -> float:
-    """Return the part of accesses, in epochs of chunk numbers, that a cache of ``capacity`` chunks serves.
+    """Return the hit rate of a cache of ``capacity`` chunks for accesses given as epochs of chunk numbers.
 
     ``policy`` is "belady", with bypass, which is the best that any policy can reach, or "lru".
 

@@ -43,7 +43,7 @@ Samples = Callable[[Indices], Indices]  # returns the samples at positions of th
 
 
 class Round(NamedTuple):
-    """Windows whose batches alternate, all with ``window_batches`` batches; the epoch's last batches may be missing."""
+    """Windows whose batches alternate, each of ``window_batches`` batches; the last round may lack some batches."""
 
     first_batch: int
     num_windows: int
@@ -291,7 +291,7 @@ def _round_rows(order: Order, sequence: Samples, lanes: list[Lane], round_: Roun
 
 
 def _joined(destinations: Indices, num_windows: int, window_samples: int, batch_size: int) -> Indices:
-    """Return the destinations of windows that follow each other in one window, whose batches are in their order."""
+    """Join consecutive windows of alternating batches into one window; return the destinations of its samples."""
     if num_windows == 1:
         return destinations
     before = destinations // batch_size * (num_windows - 1) + np.arange(len(destinations)) // window_samples

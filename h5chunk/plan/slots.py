@@ -89,7 +89,7 @@ def plan_slots(
 
 
 def with_windows_together(plan: SlotPlan, max_bytes: int, num_reserved: int = 0) -> SlotPlan:
-    """Return the plan with small windows read together, if the same memory then still holds two to read ahead.
+    """Join small windows into groups that are read together, if the memory still allows reading two groups ahead.
 
     ``max_bytes`` limits the bytes of windows that are read together. Memory for ``num_reserved`` windows is used in
     addition to the slots.

@@ -94,7 +94,7 @@ _lock = threading.Lock()
 
 
 def client() -> Client:
-    """Return the connection of this process; the process at its other end is started if there is none."""
+    """Return this process's connection to the server process, which is started if there is none."""
     with _lock:
         if not _current:
             _current.append(_connect())
@@ -124,7 +124,7 @@ def _connect() -> Client:
 
 
 def use(path: str) -> None:
-    """Connect to the process of another process, if it still runs, when a connection is needed."""
+    """Use the server at this socket, which another process started, for the next connection, if it still runs."""
     if not _current and path not in _paths:
         _paths.append(path)
 
@@ -138,7 +138,7 @@ def _after_fork() -> None:
 
 @atexit.register
 def _end() -> None:
-    """Close the connection, so that the process at its other end ends, too, unless another process uses it."""
+    """Close the connection, so that the server process ends, too, unless other processes use it."""
     for connection in _current:
         connection.close()
     for server in _servers:

@@ -10,7 +10,7 @@ Error = TypeVar("Error")
 
 
 class Countdown(Generic[Error]):
-    """Call a function once all parts have ended, with the first error that is true, or the last part's ``Error``.
+    """Call a function once all parts have ended, with the first error that is not empty, or the value of the last part.
 
     ``end`` must be called once for each ``add``, and once more after the last one.
     """

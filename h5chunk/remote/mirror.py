@@ -27,7 +27,7 @@ AHEAD_BYTES, MAX_AHEAD_BYTES = 256 << 10, 8 << 20  # fetched at once for HDF5; d
 
 @dataclass(frozen=True)
 class RemoteOptions:
-    """How objects are read: see `h5chunk.ChunkDataset`."""
+    """Options for reading objects: see `h5chunk.ChunkDataset`."""
 
     cache_dir: str | None = None
     cache_bytes: int | None = None
@@ -47,7 +47,7 @@ NO_OPTIONS = RemoteOptions()
 def remote_options(
     cache_dir: str | os.PathLike[str] | None, cache_bytes: int | None, storage_options: Mapping[str, Any] | None
 ) -> RemoteOptions:
-    """Check the options of a data set. Raises OptionError."""
+    """Validate the options of a data set, and return them. Raises OptionError if one is invalid."""
     if cache_bytes is not None:
         if cache_dir is None:
             raise OptionError("cache_bytes is given without cache_dir: give the folder for the cache")
@@ -62,13 +62,13 @@ _listed: dict[str, list[str]] = {}  # the objects that a URL names
 
 
 class Descriptor(int):
-    """The descriptor of a sparse copy, whose pages must be held while they are read."""
+    """The file descriptor of a sparse copy, whose pages must be held while they are read."""
 
     mirror: Mirror
 
 
 class Hold:
-    """Pages that nobody frees until `close`."""
+    """Pages of a sparse copy that are protected from being freed until `close`."""
 
     def __init__(self, mirror: Mirror, runs: Runs) -> None:
         self._mirror, self._runs = mirror, runs
@@ -79,7 +79,7 @@ class Hold:
         self.cancel: Callable[[], object] | None = None  # the fetch
 
     def close(self) -> None:
-        """Let the pages be freed, once they were fetched; without a cache they are freed at once."""
+        """Allow the pages to be freed after they were fetched; without a cache, free them immediately."""
         with self._lock:
             self._uses -= 1
             is_over = not self._uses
@@ -92,7 +92,7 @@ class Hold:
 
 
 class Mirror:
-    """One version of an object: a sparse local copy, filled as its bytes are needed; for any number of processes."""
+    """A sparse local copy of one version of an object, filled on demand, and shared by any number of processes."""
 
     def __init__(self, url: str, folder: str, options: RemoteOptions) -> None:
         self.url, self._folder, self._options = url, folder, options
@@ -115,7 +115,7 @@ class Mirror:
         return self._opened[1]
 
     def hold(self, offsets: Any, sizes: Any, then: Callable[[FileError | None], None]) -> Hold:
-        """Hold byte ranges, (n,) each, and fetch what is absent; ``then`` is called once all is there, or failed."""
+        """Hold byte ranges, (n,) each, and fetch absent pages; call ``then`` when all are present, or with an error."""
         hold = Hold(self, page_runs(np.atleast_1d(offsets), np.atleast_1d(sizes)))
         if not hold.absent:
             then(None)
@@ -137,7 +137,7 @@ class Mirror:
         return hold
 
     def held(self, offsets: Any, sizes: Any) -> Hold:
-        """Like `hold`, but wait until all is there. Raises FileError."""
+        """Hold byte ranges like `hold`, but wait until all are present. Raises FileError if a request fails."""
         future = Future[FileError | None]()
         hold = self.hold(offsets, sizes, future.set_result)
         if (error := future.result()) is not None:
@@ -154,7 +154,7 @@ class Mirror:
         return connection
 
     def read(self, offset: int, buffer: memoryview) -> int:
-        """Read for HDF5: fetch more than asked for, if anything is absent. Returns the number of bytes."""
+        """Read bytes for HDF5, fetching more than requested if any are absent. Returns the number of bytes read."""
         stop = min(offset + len(buffer), self.pages.num_bytes)
         if stop <= offset:
             return 0
@@ -171,13 +171,13 @@ class Mirror:
 
     @property
     def descriptor(self) -> Descriptor:
-        """The descriptor of the copy in this process, which stays open."""
+        """The descriptor of the copy in this process, which is kept open."""
         descriptor = Descriptor(self.pages.descriptor)
         descriptor.mirror = self
         return descriptor
 
     def open_descriptor(self) -> Descriptor:
-        """Return a descriptor of the copy, which knows this mirror."""
+        """Return a new descriptor of the copy, with a reference to this mirror."""
         descriptor = Descriptor(os.open(self.path, os.O_RDONLY | os.O_CLOEXEC))
         descriptor.mirror = self
         return descriptor
@@ -192,7 +192,7 @@ class Mirror:
 
 
 class MirrorFile:
-    """A file object for h5py."""
+    """A file object through which h5py reads a mirror."""
 
     def __init__(self, mirror: Mirror) -> None:
         self._mirror, self._at = mirror, 0

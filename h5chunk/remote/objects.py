@@ -66,7 +66,7 @@ class Store:
         return [each["path"].rpartition("/")[2] for each in found["objects"]]
 
     def retried(self, url: str, attempt: Any) -> Any:
-        """Return the result of ``attempt()``, which is repeated after errors that may pass, up to the deadline."""
+        """Return the result of ``attempt()``, which is repeated after temporary errors until the deadline."""
         end, delay_s = time.monotonic() + self.deadline_s, FIRST_DELAY_S
         while True:
             try:
@@ -94,7 +94,7 @@ ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AZURE_S
 
 
 def version_of(meta: Any) -> dict[str, Any]:
-    """Return what identifies a version of an object: its size, and its ETag or time of modification."""
+    """Return the identity of a version of an object: its size, and its ETag or time of modification."""
     modified = meta["last_modified"]
     about = {"num_bytes": meta["size"], "etag": meta["e_tag"] or ""}
     return about if about["etag"] else {**about, "modified": modified.isoformat()}

@@ -1,8 +1,8 @@
-"""A sparse local copy of an object, and the table that says which of its pages are there.
+"""A sparse local copy of an object, and the table of its present pages.
 
 Processes share the copy. A page is marked as present after it was written, and as absent before it is freed, so that a
-process that is killed at any moment leaves a valid table. Locks of the system, which end with the process, protect
-pages: those that are being fetched (exclusive), and those in use (shared), which nobody frees.
+process that is killed at any moment leaves a valid table. File locks, which the system releases when a process ends,
+protect pages that are being fetched (exclusive locks) and pages in use (shared locks) from being freed.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Pages:
         self._table[first:stop] = b"\1" * (stop - first)
 
     def keep(self, runs: Iterable[tuple[int, int]]) -> None:
-        """Mark present pages, which are in use, so that `free` leaves them."""
+        """Mark present pages, which are in use, so that `free` does not free them."""
         for first, stop in runs:
             self._table[first:stop] = b"\2" * (stop - first)
 
@@ -126,12 +126,12 @@ class Pages:
 
 
 def pages_of(num_bytes: int) -> int:
-    """Return the number of pages of so many bytes."""
+    """Return the number of pages that this many bytes take."""
     return -(-num_bytes // PAGE)
 
 
 def punch(descriptor: int, offset: int, num_bytes: int) -> None:
-    """Free a part of a file, which reads as zeros from then on. Raises OSError if the file system cannot do that."""
+    """Free a part of a file, which then reads as zeros. Raises OSError if the file system does not support that."""
     fallocate = ctypes.CDLL(None, use_errno=True).fallocate
     fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     if fallocate(descriptor, PUNCH_HOLE | KEEP_SIZE, offset, num_bytes):

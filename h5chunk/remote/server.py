@@ -35,7 +35,7 @@ Reply = Callable[[dict[str, Any]], None]
 
 
 class Request:
-    """A range request for pages that are absent, and what to call at its end."""
+    """A range request for absent pages, and the functions to call when it ends."""
 
     def __init__(self, first: int, stop: int) -> None:
         self.first, self.stop = first, stop
@@ -116,7 +116,7 @@ class Copy:
         self._pages.put(first, stop, data)
 
     def put_head(self, data: Any) -> None:
-        """Write the first bytes, which came when the object was opened."""
+        """Write the first bytes, which were received when the object was opened."""
         stop = pages_of(len(data))
         locks = Locks(self._pages.folder)
         try:
@@ -137,7 +137,7 @@ def _without(runs: Runs, request: Request) -> Runs:
 
 
 def _joined(runs: Runs) -> Runs:
-    """Join neighbours, and cut what is too long for a request.
+    """Join adjacent or close runs, and cut runs that are too long for a request.
 
     >>> _joined([(0, 1), (3, 4), (100, 400)])
     [(0, 4), (100, 250), (250, 400)]

@@ -1,4 +1,4 @@
-"""Run tasks on a Dask cluster, each until it has succeeded once, whatever happens to its workers.
+"""Run tasks on a Dask cluster until each has succeeded once, even if workers die.
 
 A task is a function of this package, one argument that can be pickled, and a function to report progress. Its input
 and output are files that all workers and this process see under the same paths, so that little is sent. A task may
@@ -96,7 +96,7 @@ class Cluster:
 
 
 class _Told:
-    """Pass on the reports of tasks, except those that are late or repeated."""
+    """Pass the progress reports of tasks to a function, except late and repeated ones."""
 
     def __init__(self, say: Callable[[int, int], None]) -> None:
         self._say, self._most, self._lock = say, dict[int, int](), threading.Lock()
@@ -116,7 +116,7 @@ class _Failures:
         self._lost, self._failed = dict[int, int](), dict[int, int]()
 
     def add(self, number: int, error: BaseException) -> None:
-        """Return if a task is to be run again after an error; otherwise raise the error."""
+        """Count a failure of a task; raise the error if the task must not be run again."""
         from distributed.client import FutureCancelledError
         from distributed.scheduler import KilledWorker
 

@@ -42,7 +42,7 @@ class SampleNumbers(NamedTuple):
 
 
 class CsrRows:
-    """Rows of a CSR matrix on one device: ``count`` stored rows from ``first`` on, or those with these ``numbers``.
+    """Rows of a CSR matrix on one device: ``count`` stored rows starting at ``first``, or the rows ``numbers``.
 
     ``starts``, (m + 1,) int64, is the position in ``indices`` and ``values``, (entries,), at which each stored row
     begins; ``host_starts`` is a copy on the host. ``values`` is None for a pattern, whose entries are all equal.

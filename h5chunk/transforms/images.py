@@ -74,7 +74,7 @@ class ToDtype:
 
 
 class ImagesByNumber:
-    """A selection of images by their numbers, in this order, that is gathered only when it is converted."""
+    """Images selected by number, in this order, which are gathered only when they are converted."""
 
     def __init__(self, images: torch.Tensor, numbers: SampleNumbers | None = None) -> None:
         self.images, self.numbers = images, numbers
@@ -180,7 +180,7 @@ def _convert(transform: Normalize | ToDtype, batch: torch.Tensor) -> torch.Tenso
 def kept_converter(
     kind: Callable[..., Any], transform: Any, stored: torch.dtype, sample_shape: tuple[int, ...], device: torch.device
 ) -> Any:
-    """Return the converter, of a kind, of a transform that is called as a function; it is made only once."""
+    """Return the converter for a transform that is called as a function; equal calls share one converter."""
     converter = kind((transform,), stored, sample_shape, channel_axis(sample_shape), fresh)
     converter.prepare(device)
     return converter

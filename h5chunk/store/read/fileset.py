@@ -158,7 +158,7 @@ class FileSet(H5Reader):
                 out[positions] = target
 
     def check_unchanged(self, descriptor: object = None) -> None:
-        """Raise FileError if a file was changed. With a descriptor, do nothing: open files are checked when read."""
+        """Raise FileError if a file was changed. Does nothing with a descriptor: reading checks the open files."""
         if descriptor is None:
             for reader in self.readers:
                 reader.check_unchanged()

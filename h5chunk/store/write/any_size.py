@@ -48,7 +48,7 @@ def any_size_specs(name: str, num_samples: int, num_bytes: int) -> dict[str, Arr
 
 @dataclass
 class AnySizeJob(FillJob):
-    """The images to write; ``mean_bytes`` is their average size, and ``columns`` get the values that come with them."""
+    """The images to write; ``mean_bytes`` is their average size, and ``columns`` collects the other fields."""
 
     mean_bytes: int = 1
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)

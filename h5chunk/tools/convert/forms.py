@@ -1,4 +1,4 @@
-"""Compare images of any size that are kept encoded with their pixels: the space they take, and how fast they load."""
+"""Compare images of any size stored encoded and as pixels: the space that they take, and how fast they load."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _measure(job: SampleJob, form: str) -> tuple[float, float]:
 
 
 def recommend(costs: Sequence[FormCost]) -> str:
-    """Recommend one of both forms, in a sentence; empty if there is only one."""
+    """Return a sentence that recommends one of the two forms; empty if only one was measured."""
     if len(costs) < len(FORMS):
         return ""
     encoded, raw = costs

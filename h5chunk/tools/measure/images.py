@@ -1,4 +1,4 @@
-"""Measure images of any size: they are decoded, cropped at random and resized to one size, as for training."""
+"""Measure the loading of images of any size: decoding, random crops, and resizing to one size, as for training."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def read_images(reader: H5Reader, rows: np.ndarray) -> list[np.ndarray]:
 
 
 def decoding(reader: H5Reader, num_samples: int) -> tuple[float, Callable[[int, float], float]]:
-    """Return the bytes of decoded images, on average, and a function that measures bytes/s of decoding alone.
+    """Return the mean bytes of a decoded image, and a function that measures bytes/s of decoding alone.
 
     The function takes a number of threads, and seconds. It decodes some of the first ``num_samples`` images.
     """

@@ -185,9 +185,9 @@ def _converted_bytes(reader: H5Reader, sample_bytes: int) -> int:
 
 
 def no_gain_reason(study: Study, device: str) -> str:
-    """Return why no setting can make training faster; empty if one may.
+    """Return why no setting can make training faster; empty if a setting may.
 
-    A file that stays in memory is then measured as a whole, unless it is very large.
+    If the reason is that the loader keeps the file in memory, all samples are measured, unless the file is very large.
     """
     from h5chunk.feed.loader import ChunkLoader
     from h5chunk.tools.measure.images import open_data

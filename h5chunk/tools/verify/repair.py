@@ -100,7 +100,7 @@ class _ChunkMaker:
         if dataset.id.get_create_plist().get_nfilters():
             raise SampleError("the chunk is compressed: make the file again")
         if dataset.chunks is None or dataset.chunks[1:] != dataset.shape[1:]:
-            raise SampleError("the chunk holds parts of samples: make the file again")
+            raise SampleError("the chunk holds parts of samples: convert the source again")
         is_image = damage.field == IMAGES or damage.field in self._listing.others
         if not is_image and damage.field not in self._listing.columns:
             raise SampleError("the source does not have this field: give the manifest of the conversion")
