@@ -7,9 +7,12 @@
 The first row is a folder of JPEGs with a plain DataLoader (decoding in the main process, float32 on the CPU), the last
 row is ChunkLoader with all tricks. The script makes the folder (scripts/make_images.py) and the packed file if they are
 missing; both must hold the same number of images. Each row keeps the switches of the rows above it, unless its name
-says otherwise. A row is a training run: one warm-up epoch, then ``--epochs`` whole epochs, whose medians are printed.
-With ``--steps`` an epoch has only that many steps, the seconds of a whole epoch are computed from the rate, and the
-table says so. On a CPU the network gets half of the cores and the loaders get the other half.
+says otherwise. The augmented rows crop and flip at random: torchvision sample by sample in workers, FFCV (both are left
+out if they are not installed), and ChunkLoader; all other rows take the images as they are.
+
+A row is a training run: one warm-up epoch, then ``--epochs`` whole epochs, whose medians are printed. With ``--steps``
+an epoch has only that many steps, the seconds of a whole epoch are computed from the rate, and the table says so. On a
+CPU the network gets half of the cores and the loaders get the other half.
 
 Columns: seconds of an epoch; images/s trained (with echo, repetitions count); that rate over the first row's; the
 share of time that the loop waited for the loader; peak GPU memory; images/s on one cached batch with the same model
@@ -28,6 +31,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +67,7 @@ class Row:
     gpu_only: bool = False
     convolutions_only: bool = False
     passing: bool = False  # whether this row alone has these settings
+    needs: str = ""  # a package without which the row is left out
 
 
 def all_rows(folder: Path, packed: Path, image_size: tuple[int, int], num_workers: int) -> list[Row]:
@@ -70,6 +75,10 @@ def all_rows(folder: Path, packed: Path, image_size: tuple[int, int], num_worker
     of_folder = {"data": folder, "loader": "folder", "image_size": image_size, "transport": "float32"}
     of_packed = {"data": packed, "loader": "dataset", "image_size": None}
     by_itself = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "non_blocking")
+    workers = {"num_workers": num_workers, "prefetch_factor": 4, "persistent_workers": True}
+    of_torchvision = {"loader": "dataset", **workers, "pin_memory": True, "non_blocking": True}
+    of_ffcv = {"loader": "ffcv", "num_workers": num_workers}
+    crops = {"augment": image_size, "resident": "no"}
     of_chunk = {name: getattr(Settings, name) for name in (*by_itself, "prefetch_stream")}
     return [
         Row("folder of JPEGs, plain DataLoader", of_folder),
@@ -87,6 +96,9 @@ def all_rows(folder: Path, packed: Path, image_size: tuple[int, int], num_worker
         Row("+ torch.compile", {"compile": True}, gpu_only=True),
         Row("packed file, ChunkDataset in DataLoader", of_packed),
         Row("ChunkLoader in place of DataLoader", {"loader": "chunk", **of_chunk, "resident": "no"}),
+        Row("augmented: torchvision in workers", crops | of_torchvision, passing=True, needs="torchvision"),
+        Row("augmented: FFCV", crops | of_ffcv, passing=True, needs="ffcv"),
+        Row("augmented: ChunkLoader", crops, passing=True),
         Row("ChunkLoader, echo=2", {"echo": 2.0}, gpu_only=True, passing=True),
         Row("ChunkLoader, resident", {"resident": "yes"}, gpu_only=True),
     ]
@@ -97,6 +109,8 @@ def rows_for(base: Settings, rows: list[Row]) -> list[tuple[str, Settings]]:
     found = []
     for row in rows:
         if (row.gpu_only and not base.on_gpu) or (row.convolutions_only and base.model.startswith("vit")):
+            continue
+        if row.needs and not find_spec(row.needs):
             continue
         settings = replace(base, **row.changes)
         found.append((row.name, settings))

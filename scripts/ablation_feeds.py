@@ -30,7 +30,8 @@ class Settings(ablation_train.Settings):
 
     Loaders: ``chunk`` is ChunkLoader, which reads, pins, copies and normalises by itself; ``dataset`` is ChunkDataset
     with ChunkSampler in torch's DataLoader; ``folder`` decodes a folder of images, one folder per class, in torch's
-    DataLoader. Their images are normalised after the copy to the device (transport ``uint8``) or before (``float32``).
+    DataLoader; ``ffcv`` is FFCV's Loader of the same pixels. Images of all but the first are normalised after the copy
+    to the device (transport ``uint8``) or before (``float32``).
     """
 
     loader: str = "chunk"
@@ -86,6 +87,10 @@ class FolderImages(Dataset[Any]):
 def open_dataset(settings: Settings) -> Any:
     """Open a Dataset of (image, label); images are uint8, or normalised float32 with --transport float32."""
     transform = to_floats if settings.transport == "float32" else None
+    if settings.augment is not None and settings.loader == "dataset":
+        from torchvision.transforms import v2
+
+        transform = v2.Compose([v2.RandomResizedCrop(settings.augment, antialias=True), v2.RandomHorizontalFlip()])
     if settings.loader == "folder":
         return FolderImages(settings.data, transform, settings.image_size)
     return ablation_train.open_dataset(settings.data, transform=transform)
@@ -96,9 +101,11 @@ def make_loader(settings: Settings, dataset: Any) -> Any:
     s = settings
     if s.loader == "chunk":
         return ablation_train.make_loader(s, dataset)
+    if s.loader == "ffcv":
+        return ffcv_loader(s, dataset)
     workers = {
         "num_workers": s.num_workers,
-        "pin_memory": s.pin_memory,
+        "pin_memory": s.pin_memory and s.on_gpu,
         "prefetch_factor": s.prefetch_factor,
         "persistent_workers": s.persistent_workers,
     }
@@ -109,6 +116,26 @@ def make_loader(settings: Settings, dataset: Any) -> Any:
         return DataLoader(dataset, batch_sampler=sampler, **workers)
     generator = torch.Generator().manual_seed(s.seed)
     return DataLoader(dataset, s.batch_size, **order, generator=generator, **workers)
+
+
+def ffcv_loader(settings: Settings, dataset: h5chunk.ChunkDataset) -> Any:
+    """Make FFCV's loader of augmented batches; its file is written beside ours, if it is missing."""
+    from ffcv.fields import IntField, RGBImageField
+    from ffcv.fields.basics import IntDecoder
+    from ffcv.fields.rgb_image import RandomResizedCropRGBImageDecoder
+    from ffcv.loader import Loader, OrderOption
+    from ffcv.transforms import RandomHorizontalFlip, Squeeze, ToTensor, ToTorchImage
+    from ffcv.writer import DatasetWriter
+
+    path = settings.data.with_suffix(".beton")
+    if not path.exists():
+        fields = {"image": RGBImageField(write_mode="raw"), "label": IntField()}
+        samples = [(image.permute(1, 2, 0).contiguous().numpy(), int(label)) for image, label in dataset]
+        DatasetWriter(str(path), fields, num_workers=1).from_indexed_dataset(samples)
+    images = [RandomResizedCropRGBImageDecoder(settings.augment), RandomHorizontalFlip(), ToTensor(), ToTorchImage()]
+    pipelines = {"image": images, "label": [IntDecoder(), ToTensor(), Squeeze()]}
+    how = {"num_workers": settings.num_workers, "order": OrderOption.RANDOM, "os_cache": True, "drop_last": True}
+    return Loader(str(path), settings.batch_size, seed=settings.seed, pipelines=pipelines, **how)
 
 
 class Place:

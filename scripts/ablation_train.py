@@ -15,7 +15,7 @@ from models import make_model
 from torch import nn
 
 import h5chunk
-from h5chunk.transforms import Normalize, ToDtype
+from h5chunk.transforms import Normalize, RandomHorizontalFlip, RandomResizedCrop, ToDtype
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, as in torchvision
 AMP = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -43,6 +43,7 @@ class Settings:
     echo: float = 1
     resident: str = "auto"
     cpu_threads: int | None = None
+    augment: tuple[int, int] | None = None  # height and width of random resized crops, half of them flipped
     amp: str = "none"
     set_to_none: bool = False
     channels_last: bool = False
@@ -93,7 +94,8 @@ def make_loader(settings: Settings, dataset: h5chunk.ChunkDataset) -> h5chunk.Ch
     """Make a ChunkLoader of shuffled batches."""
     s = settings
     how = {"echo": s.echo, "resident": RESIDENT[s.resident], "seed": s.seed, "drop_last": True}
-    transforms = [Normalize(MEAN, STD), ToDtype(AMP[s.amp], s.channels_last)]
+    augment = [] if s.augment is None else [RandomResizedCrop(s.augment), RandomHorizontalFlip()]
+    transforms = [*augment, Normalize(MEAN, STD), ToDtype(AMP[s.amp], s.channels_last)]
     return h5chunk.ChunkLoader(dataset, s.batch_size, device=s.device, transforms=transforms, **how)
 
 

@@ -120,6 +120,10 @@ def test_image_size_of_a_folder(settings, folder):
     assert dataset[0][0].shape == (3, 10, 14)
 
 
+def test_augmented(settings):
+    assert losses(settings, augment=(16, 16)) != losses(settings, augment=(24, 24)) != losses(settings)
+
+
 def test_steps_make_an_epoch(settings):
     epochs = run(settings, steps=4, epochs=3).epochs
     assert [epoch.num_images for epoch in epochs] == [4 * 16] * 3
@@ -217,7 +221,8 @@ def rows_of(device: str, model: str = "cnn") -> list[tuple[str, Settings]]:
     return ablation.rows_for(base, ablation.all_rows(Path("photos"), Path("photos.h5"), (64, 64), 2))
 
 
-def test_rows_of_a_quick_ablation():
+def test_rows_of_a_quick_ablation(monkeypatch):
+    monkeypatch.setattr(ablation, "find_spec", lambda name: name)
     assert [name for name, _ in rows_of("cpu")] == [
         "folder of JPEGs, plain DataLoader",
         "+ num_workers=2",
@@ -228,7 +233,12 @@ def test_rows_of_a_quick_ablation():
         "+ channels_last",
         "packed file, ChunkDataset in DataLoader",
         "ChunkLoader in place of DataLoader",
+        "augmented: torchvision in workers",
+        "augmented: FFCV",
+        "augmented: ChunkLoader",
     ]
+    monkeypatch.setattr(ablation, "find_spec", lambda name: None)
+    assert [name for name, _ in rows_of("cpu") if name.startswith("augmented")] == ["augmented: ChunkLoader"]
 
 
 @pytest.mark.parametrize("model", ["cnn", "resnet50", "vit_b_16"])
@@ -260,7 +270,7 @@ def test_ablation(tmp_path, monkeypatch, capsys):
     where = ["--folder", str(folder), "--json", str(figures), "--device", "cpu"]
     ablation.main(["--quick", *size, *where])
     printed = capsys.readouterr().out
-    assert "ChunkLoader in place of DataLoader" in printed and "pip install 'h5chunk[plot]'" in printed
+    assert "augmented: ChunkLoader" in printed and "pip install 'h5chunk[plot]'" in printed
     result = json.loads(figures.read_text())
     assert [row["images_per_s"] > 0 for row in result["rows"]] == [True, True]
     assert len(h5chunk.ChunkDataset(tmp_path / "photos.h5")) == 40
