@@ -164,7 +164,8 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
     weights : array or str, optional
         The relative probability of each sample of the data set, (n,), 0 or more; or a field of classes, to make all
         classes equally likely. An epoch then draws as many samples as the data set has, each in proportion to its
-        weight (rounded up or down), and still chunk by chunk.
+        weight (rounded up or down), and still chunk by chunk. The random transforms of `h5chunk.transforms` change a
+        sample that is drawn several times in an epoch in the same way each time.
     interleave : int, optional
         Number of windows whose batches alternate, so that every worker of a DataLoader gets windows of its own.
         Default: 24, or a divisor of 24 if chunks are so large that the windows would take more than 1 GiB, or if an

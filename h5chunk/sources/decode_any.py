@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError, _imaging
@@ -16,6 +17,9 @@ from h5chunk.errors import SampleError
 from h5chunk.sources.decode import FORMATS, SIDEWAYS, check_depth, raw_modes_of, to_color
 from h5chunk.sources.kinds import MAX_PIXELS
 
+Image.preinit()  # now, as a fork of a thread that imports a module could never import it; `Image.open` imports others
+for _plugin in ("Mpo", "Tiff", "WebP"):
+    import_module(f"PIL.{_plugin}ImagePlugin")
 try:
     import simplejpeg
 except ImportError:  # the extra "jpeg"

@@ -189,6 +189,18 @@ def test_tables_that_lie_are_errors(photos, tmp_path, table, row, value, said):
         h5chunk.info(tmp_path / "p.h5")
 
 
+def test_verify_sees_attributes_that_contradict_the_options(photos, tmp_path):
+    """They decide what the bytes mean, and have no checksum."""
+    h5chunk.convert(photos, tmp_path / "kept.h5", keep_encoded=True)
+    h5chunk.convert(photos, tmp_path / "square.h5", size=(9, 9), fit="crop")
+    for name, attribute, value in (("kept", "channels", np.uint8(1)), ("square", "axes", np.bytes_("NHWC"))):
+        assert h5chunk.verify(tmp_path / f"{name}.h5").ok
+        with h5py.File(tmp_path / f"{name}.h5", "r+") as file:
+            file["images"].attrs.modify(attribute, value)
+        (problem,) = h5chunk.verify(tmp_path / f"{name}.h5").problems
+        assert f"images says {attribute}=" in problem and "was written with" in problem
+
+
 def test_a_dry_run_says_what_images_cost(photos, tmp_path, monkeypatch):
     monkeypatch.setattr("h5chunk.tools.convert.forms.MEASURE_S", 0.01)
     report = h5chunk.convert(photos, tmp_path / "p.h5", keep_encoded=True, dry_run=True)

@@ -12,7 +12,7 @@ import numpy as np
 from h5chunk.errors import FieldError, FileError, count_text, printable
 from h5chunk.store.format.header import Header, read_matrix
 from h5chunk.store.format.spec import GROUP, IMAGE_TABLES
-from h5chunk.store.hdf5.guard import Guard
+from h5chunk.store.hdf5.guard import Guard, small_attribute
 from h5chunk.store.read.fields import describe_matrix, in_time_order
 from h5chunk.store.read.ragged import describe_images, read_image_sizes, read_indptr
 
@@ -45,8 +45,12 @@ def find_table_problems(file: h5py.File, header: Header, names: list[str]) -> It
         table = f"{GROUP}/categories/{name}"
         if table in names:
             yield from _check_codes(file[name], len(file[table]), lowest=-1)
+    layout = str(header.options.get("layout")).upper()
     for name in names:
         dataset = file[name]
+        axes = small_attribute(dataset, "axes", b"")
+        if {layout.encode(), axes} == {b"NCHW", b"NHWC"}:
+            yield f"{name} says axes={axes.decode()} but was written with layout={layout.lower()}"
         is_field = "/" not in name and f"{GROUP}/checksums/{name}" in names and "repack" not in header.options
         chunks = dataset.chunks or ()
         if is_field and (dataset.shape[:1] != (num_samples,) or chunks[:1] != (header.chunk_samples,)):
@@ -179,6 +183,9 @@ class ImagesCheck:
             read_image_sizes(file[prefix], path, field, self.indptr)
             if field.num_rows != header.num_samples:
                 self.problems.append(f"{prefix} has {field.num_rows} images for {header.num_samples} samples")
+            color = header.options.get("color")
+            if field.channels != (1 if color == "gray" else 3):  # which decides how bytes of other colours are read
+                self.problems.append(f"{prefix} says channels={field.channels} but was written with color={color!r}")
         except FileError as error:
             self.problems.append(without_path(error, path))
 
