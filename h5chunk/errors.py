@@ -79,6 +79,7 @@ class WorkerError(H5ChunkError, RuntimeError):
 
 
 MAX_NUMBER = (1 << 63) - 1  # the largest int64
+MAX_SIDE = 1 << 14  # pixels per side of images that are augmented: products of two sides fit 32 bits
 
 
 def check_whole(name: str, value: Any, minimum: int, maximum: int | None = None) -> int:

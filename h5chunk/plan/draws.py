@@ -32,7 +32,6 @@ ERASING = 1 << 20  # first stream of transforms that erase
 ATTEMPTS, EARLY_ATTEMPTS = 10, 2  # to draw a box that fits, as in torchvision
 POWERS = [math.log(2) ** n / math.factorial(n) for n in range(8)]  # of the series of 2**x; also in draws.c
 STEP = 0x9E3779B97F4A7C15
-MAX_SIDE = 1 << 14  # of images and their results, so that products of sides fit 32 bits
 
 # columns of a table of geometry; ERASED + 4 * k: top, left, height and width of the k-th erased box, in the result
 OFFSET, HEIGHT, WIDTH, TOP, LEFT, BOX_HEIGHT, BOX_WIDTH, FULL_HEIGHT, FULL_WIDTH, DOWN, RIGHT, FLIP, ERASED = range(13)

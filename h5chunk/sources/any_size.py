@@ -6,10 +6,10 @@ import io
 
 from PIL import Image
 
-from h5chunk.errors import SampleError
+from h5chunk.errors import MAX_SIDE, SampleError
 from h5chunk.source import AnyImage
 from h5chunk.sources.decode import decode
-from h5chunk.sources.kinds import MAX_SIDE, ImageOptions
+from h5chunk.sources.kinds import ImageOptions
 
 
 def make_any_image(image: bytes | Image.Image, options: ImageOptions) -> AnyImage:

@@ -19,7 +19,6 @@ DEFAULT_MEMORY_BYTES = 1 << 30
 NAMED_SEPARATORS = {"tab": "\t", "\\t": "\t", "space": " "}
 RECORDED = ("size", "fit", "color", "layout", "animated")  # options of images that determine the pixels
 ANY_SIZE = ("keep_encoded", "keep_size", "max_side", "quality")  # recorded only for images of any size
-MAX_SIDE = 1 << 14  # of images of any size: that of h5chunk.plan.draws
 MAX_PIXELS = 89_478_485  # Pillow's own limit: 1 GiB of pixels of four bytes
 
 

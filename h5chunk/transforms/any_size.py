@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from h5chunk import native
-from h5chunk.errors import FieldError, FileError, OptionError, SampleError, WorkerError
+from h5chunk.errors import MAX_SIDE, FieldError, FileError, OptionError, SampleError, WorkerError
 from h5chunk.machine import available_cores
 from h5chunk.native import jpeg
 from h5chunk.plan.draws import (
@@ -29,7 +29,6 @@ from h5chunk.plan.draws import (
     FULL_WIDTH,
     HEIGHT,
     LEFT,
-    MAX_SIDE,
     OFFSET,
     TOP,
     WIDTH,

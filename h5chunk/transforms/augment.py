@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from h5chunk.errors import OptionError, check_whole
-from h5chunk.plan.draws import ATTEMPTS, MAX_SIDE, Draws, Geometry, Size, random_boxes, random_offsets
+from h5chunk.errors import MAX_SIDE, OptionError, check_whole
+from h5chunk.plan.draws import ATTEMPTS, Draws, Geometry, Size, random_boxes, random_offsets
 
 INTERPOLATIONS = ("antialias", "bilinear", "nearest")
 MODES = ("constant", "reflect", "edge")

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from h5chunk import native
-from h5chunk.errors import OptionError
+from h5chunk.errors import MAX_SIDE, OptionError
 from h5chunk.machine import KeptThreads, available_cores
-from h5chunk.plan.draws import ERASED, ERASING, MAX_SIDE, OFFSET, Draws, Geometry, Size
+from h5chunk.plan.draws import ERASED, ERASING, OFFSET, Draws, Geometry, Size
 from h5chunk.plan.permutation import Indices
 from h5chunk.transforms.augment import ERASERS, GEOMETRIC
 from h5chunk.transforms.augment_rule import AUGMENTING, augment_with_torch, make_rule, native_rule

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from h5chunk import native
-from h5chunk.plan.draws import ERASED, ERASING, MAX_SIDE, Draws, Size, stream_key
+from h5chunk.errors import MAX_SIDE
+from h5chunk.plan.draws import ERASED, ERASING, Draws, Size, stream_key
 from h5chunk.plan.permutation import Indices
 from h5chunk.transforms.augment import (
     AlternatingFlip,
