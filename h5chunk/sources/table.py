@@ -1,4 +1,4 @@
-"""Tables in .parquet files, one file or a folder of files, or in delimited text: rows are samples, columns fields.
+"""Tables in .parquet files or delimited text, one file or a folder of files: rows are samples, columns fields.
 
 | column | becomes |
 | --- | --- |
@@ -37,10 +37,10 @@ from h5chunk.sources.kinds import ImageOptions, TableOptions, TextOptions
 from h5chunk.sources.listing import EXTENSIONS
 from h5chunk.sources.matrix.dialect import is_number
 from h5chunk.sources.options import flag_of
-from h5chunk.sources.recognise import is_path, read_head
+from h5chunk.sources.recognise import has_suffix, is_path, read_head
 from h5chunk.sources.samples import Samples, field_dtype
 from h5chunk.sources.table_columns import MAX_CATEGORIES, TEXTS, Images, Values, storage_class
-from h5chunk.sources.text_table import is_table, may_be_entries, read_text_table
+from h5chunk.sources.text_table import SUFFIXES, is_table, may_be_entries, read_text_table
 from h5chunk.stamp import stamp_of
 
 MAGIC = b"PAR1"
@@ -63,7 +63,7 @@ def _names_image(value: Any) -> bool:
 
 
 class TableSource(Samples):
-    """Tables in .parquet files with the same columns, whose rows are concatenated; or one file of delimited text."""
+    """Tables with the same columns, in .parquet files or in delimited text, whose rows are concatenated."""
 
     kind = "table"
     noun = "tables"
@@ -116,8 +116,9 @@ class TableSource(Samples):
 
     @classmethod
     def open(cls, source: Any, options: TableOptions, context: OpenContext) -> TableSource:
-        is_text = not is_parquet(Path(source))
-        if is_text and context.is_guessed and may_be_entries(source, options):
+        paths = tables_in(source) or [Path(source)]
+        is_text = not is_parquet(paths[0])
+        if is_text and context.is_guessed and may_be_entries(paths[0], options):
             raise OptionError(
                 f"{printable(source)}: its columns may be fields of samples, or the rows, columns and values of a "
                 "sparse matrix: say which with --format table or --format csv"
@@ -126,7 +127,7 @@ class TableSource(Samples):
         if given and not is_text:
             raise OptionError(f"{flag_of(given[0])} applies only to text, but {printable(source)} is .parquet")
         try:
-            return cls(tables_in(source) or [Path(source)], options, context)
+            return cls(paths, options, context)
         except (OSError, pyarrow.ArrowException) as error:
             kind = "a table" if is_text else ".parquet"
             raise SourceError(f"{printable(source)}: cannot be read as {kind}: {printable(str(error))}") from None
@@ -306,12 +307,15 @@ class TableSource(Samples):
 
 
 def tables_in(source: Any) -> list[Path]:
-    """Return the .parquet files of a folder; an empty list if it has other visible files, or is not a folder."""
+    """Return the .parquet files or the tables in text of a folder; an empty list if it has other visible files."""
     folder = Path(os.fsdecode(source))
     if not folder.is_dir():
         return []
     files = sorted(path for path in folder.iterdir() if not path.name.startswith((".", "_")))
-    return files if files and all(path.suffix == SUFFIX and path.is_file() for path in files) else []
+    if not files or not all(path.is_file() for path in files):
+        return []
+    are_texts = all(has_suffix(path, *SUFFIXES) for path in files) and is_table(files[0], read_head(files[0]))
+    return files if are_texts or all(path.suffix == SUFFIX for path in files) else []
 
 
 def is_parquet(path: Path) -> bool:

@@ -357,6 +357,21 @@ def test_years_and_numbers_in_sequence_are_names_of_columns(tmp_path: Path) -> N
     assert h5chunk.convert(tmp_path / "t.csv", tmp_path / "x.h5").num_samples == 3
 
 
+def test_a_folder_of_texts(tmp_path: Path) -> None:
+    (tmp_path / "t").mkdir()
+    for number, name in enumerate(("a.csv", "b.csv.gz")):
+        text = f"x,n,kind\n0.5,{number},cat\n1.5,7,dog\n".encode()
+        (tmp_path / "t" / name).write_bytes(gzip.compress(text) if name.endswith("gz") else text)
+    h5chunk.convert(tmp_path / "t", tmp_path / "x.h5", shuffle=False)
+    dataset = h5chunk.ChunkDataset(tmp_path / "x.h5")
+    assert dataset.values("n").tolist() == [0, 7, 1, 7] and [*dataset.categories("kind")] == ["cat", "dog"]
+    with pytest.raises(SourceError, match=r"lacks the field .*: give the options of reading with which"):
+        h5chunk.append(tmp_path / "x.h5", tmp_path / "t", vector="v")
+    (tmp_path / "t" / "b.csv.gz").write_bytes(gzip.compress(b"x,other,kind\n0.5,1,a\n1.5,2,b\n"))
+    with pytest.raises(SourceError, match="give tables of the same columns"):
+        h5chunk.convert(tmp_path / "t", tmp_path / "y.h5")
+
+
 def test_dates_become_text(tmp_path: Path) -> None:
     days = [f"2020-01-{day:02}" for day in range(1, 31)] + [f"2021-01-{day:02}" for day in range(1, 31)]
     (tmp_path / "t.csv").write_text("day,x\n" + "".join(f"{day},0.5\n" for day in days))

@@ -15,7 +15,7 @@ from support.foreign import make_file, values
 from support.new_datasets import SHAPE, create
 
 from h5chunk.errors import FileError
-from h5chunk.store.hdf5.chunk_table import ChunkTable, NotDirect, list_chunks
+from h5chunk.store.hdf5.chunk_table import KEPT_CHUNKS, ChunkTable, NotDirect, list_chunks
 
 LATEST = {"libver": "latest"}
 
@@ -51,6 +51,20 @@ def check_table(table: ChunkTable, dataset: h5py.Dataset) -> None:
         mask, data = dataset.id.read_direct_chunk(start)
         assert (table.filter_masks[place], table.sizes[place]) == (mask, len(data)) == (info.filter_mask, info.size)
         assert stored[table.offsets[place] :][: len(data)] == data
+
+
+def test_long_tables_are_listed_once_for_each_version_of_a_file(tmp_path):
+    shape, options = (KEPT_CHUNKS, 2), {"chunks": (1, 2)}
+    path = make_file(tmp_path / "a.h5", x=(values(shape, np.uint8), options))
+    tables = []
+    for _ in range(2):
+        with h5py.File(path) as file:
+            tables.append(list_chunks(file["x"]))
+    assert tables[0] is tables[1] and not tables[0].offsets.flags.writeable
+    make_file(tmp_path / "b.h5", file={"userblock_size": 4096}, x=(values(shape, np.uint8), options)).replace(path)
+    with h5py.File(path) as file:
+        table = list_chunks(file["x"])
+        assert table is not tables[0] and (table.offsets == tables[0].offsets + 4096).all()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -120,6 +120,8 @@ def _check_fields(old: OldFile, source: SampleSource, columns: Collection[str], 
         if lacking is not None:
             problem = f"lacks the field {lacking!r}, which {old.label} has"
         listed = ", ".join(name for name in old.fields if name not in source.fields) or "none"
+        if not isinstance(source, ImageSource):
+            raise SourceError(f"{label}: {problem}: give the options of reading with which the file was converted")
         raise SourceError(
             f"{label}: {problem}: give a source with the fields of the file, or a manifest (--manifest) with the "
             f"columns {listed}"

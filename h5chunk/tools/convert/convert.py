@@ -53,8 +53,8 @@ def convert(
         ``masks`` side by side; or a folder with Hugging Face's ``metadata.csv`` or ``.jsonl``. A sparse matrix: a file
         of (row, column[, value]) lines or columns, such as MovieLens' ratings.csv, .npz of scipy, Matrix Market,
         libsvm, .h5ad, 10x .h5, or a 10x folder (its cells become the samples). Several matrices as one: a folder of
-        .h5ad files, a pattern, or a list. Arrays: .npy, .npz, an array, or a dict of arrays. A table: .parquet, a
-        folder of such files, or delimited text with one sample per line, such as iris.csv. A data set in Python: any
+        .h5ad files, a pattern, or a list. Arrays: .npy, .npz, an array, or a dict of arrays. A table: .parquet, or
+        delimited text with one sample per line, such as iris.csv; or a folder of such files. A data set in Python: any
         object with ``len()`` and indexing, such as those of torchvision and Hugging Face.
     output : path
         The file to make; with ``shards``, ``shard_bytes`` or ``split_files``, the folder.
