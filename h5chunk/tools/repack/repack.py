@@ -61,9 +61,10 @@ def repack(
 
     A field is a dataset of fixed-size elements whose first axis is as long as that of the main field, which is the one
     named in ``fields``, ``images``, ``X`` of AnnData, or the largest dataset. Fields get chunks of whole samples,
-    uncompressed by default. The entries of sparse matrices get chunks of about 1 MiB. All other datasets, groups,
-    attributes, links, references and dimension scales are kept unchanged. If the file has checksums, data is compared
-    with them before it gets new ones.
+    uncompressed by default. The entries of sparse matrices get chunks of about 1 MiB, and the bytes of images of any
+    size chunks of 8 MiB, or of 1 MiB if they are compressed. All other datasets, groups, attributes, links, references
+    and dimension scales are kept unchanged. If the file has checksums, data is compared with them before it gets new
+    ones.
 
     Parameters
     ----------
