@@ -47,7 +47,7 @@ class MatrixLayout:
     """Row starts of a CSR matrix, (num_rows + 1,) int64, the types of its entries, and the size of its largest window.
 
     ``where`` names the file and field in messages. With ``may_repeat``, a row may have several entries in one column,
-    in any order, as in files that h5chunk did not write. ``most_entries(rows)`` is the largest number of entries of a
+    in any order, as in files that h5chunk did not write. ``max_entries(rows)`` is the largest number of entries of a
     window of that many rows.
     """
 
@@ -57,7 +57,7 @@ class MatrixLayout:
     value_dtype: torch.dtype | None
     where: str
     may_repeat: bool
-    most_entries: Callable[[int], int] = field(repr=False)
+    max_entries: Callable[[int], int] = field(repr=False)
 
     @property
     def sample_bytes(self) -> int:
@@ -72,16 +72,16 @@ class MatrixLayout:
 
     def capacity(self, num_samples: int) -> list[ArrayShape]:
         """Return the shapes of the arrays for any window of this many rows."""
-        return self.arrays(num_samples, self.most_entries(num_samples))
+        return self.arrays(num_samples, self.max_entries(num_samples))
 
     def of_pieces(self) -> MatrixLayout:
         """Return the layout for windows of consecutive rows, in which the whole matrix is read."""
 
-        def most_entries(num_samples: int) -> int:
+        def max_entries(num_samples: int) -> int:
             borders = np.append(self.indptr[: -1 : max(1, num_samples)], self.indptr[-1])
             return int(np.diff(borders).max(initial=0))
 
-        return replace(self, most_entries=most_entries)
+        return replace(self, max_entries=max_entries)
 
 
 Layouts = Mapping[str, FieldLayout | MatrixLayout]

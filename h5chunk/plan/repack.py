@@ -23,7 +23,7 @@ from h5chunk.errors import OptionError, human_bytes
 MIN_MEMORY_BYTES = 8 << 20
 STEP_BYTES = 16 << 20  # size of one read, if memory allows; scripts/bench_repack.py measures it
 MAX_BAND_STEPS = 4  # factor by which a read may grow to include a whole band
-LEAST_WRITE_BYTES = 256 << 10  # average size of a write to a bucket, if memory allows
+MIN_WRITE_BYTES = 256 << 10  # average size of a write to a bucket, if memory allows
 FEW_BUCKETS = 64  # number of buckets up to which the writes of every read are long
 ORDER_BYTES = 24  # memory per sample to make a permutation, and for it and its inverse afterwards
 LONG_RUN_BYTES = 64  # runs of a sample of at least this length are copied one by one, shorter ones by an index
@@ -53,7 +53,7 @@ class MemoryShares:
 
     def scatter_bytes(self, num_buckets: int) -> int:
         """Return the bytes of one read of the first pass: enough for a long write to each bucket."""
-        return max(self.step_bytes, min(self.part_bytes, num_buckets * LEAST_WRITE_BYTES))
+        return max(self.step_bytes, min(self.part_bytes, num_buckets * MIN_WRITE_BYTES))
 
     def with_whole_band(self, step_bytes: int, band_bytes: int, whole_bands: bool) -> int:
         """Increase the bytes of a read to a whole band if ``whole_bands``, or if that takes little memory."""

@@ -46,7 +46,7 @@ from h5chunk.stamp import stamp_of
 MAGIC = b"PAR1"
 SUFFIX = ".parquet"
 BATCH_ROWS = 1024
-MOST_NAMES = 12  # names of columns that a message lists
+MAX_NAMES = 12  # names of columns that a message lists
 MANY_COLUMNS = 30  # so many columns of numbers are probably parts of one vector
 NAMED_IMAGES = (
     "column {!r} has names of images, and stays text: to convert the images, give their folder as the source, and this "
@@ -100,7 +100,7 @@ class TableSource(Samples):
         self.categories = {name: words for name, words in self._categories.items() if words}
         self.options = {**options.recorded(), "fields": list(dict.fromkeys(names))}
         gaps = [f"{count_text(count, 'missing value')} of {name!r} became NaN" for name, count in self._gaps.items()]
-        if len(gaps) > MOST_NAMES:
+        if len(gaps) > MAX_NAMES:
             total = count_text(sum(self._gaps.values()), "missing value")
             gaps = [f"{total} of {len(gaps)} columns, such as {next(iter(self._gaps))!r}, became NaN"]
         dates = [
@@ -204,7 +204,7 @@ class TableSource(Samples):
         if not others:
             return "convert the table without it"
         kind = "" if is_parquet(path) else " --format table"
-        names = ",".join(others) if len(others) <= MOST_NAMES else "A,B,... without it"
+        names = ",".join(others) if len(others) <= MAX_NAMES else "A,B,... without it"
         return f"leave it out (--columns {printable(names)}{kind})"
 
     def _filled(self, name: str, array: Any, where: str, remedy: str) -> Any:

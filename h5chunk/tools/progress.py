@@ -8,7 +8,7 @@ from collections.abc import Callable
 Progress = Callable[[str, int, "int | None"], None]
 """Called with (stage, done, total); the total is None if it is unknown."""
 
-LEAST_SLICE_S, MOST_SLICE_S = 0.02, 0.5  # limits on `TimeBudget.slice_s`
+MIN_SLICE_S, MAX_SLICE_S = 0.02, 0.5  # limits on `TimeBudget.slice_s`
 
 
 def count_up(stage: str, total: int, progress: Progress | None) -> Callable[[int], None]:
@@ -46,7 +46,7 @@ class TimeBudget:
     @property
     def slice_s(self) -> float:
         """Seconds that one of many measurements may take."""
-        return min(MOST_SLICE_S, max(LEAST_SLICE_S, self.seconds / 200))
+        return min(MAX_SLICE_S, max(MIN_SLICE_S, self.seconds / 200))
 
     def report(self) -> None:
         """Call ``progress`` with the percentage of the time that is used, if it has grown."""

@@ -195,7 +195,7 @@ class AnySizeConverter(AugmentConverter):
         return out
 
     def _scratch(self, num_bytes: int) -> np.ndarray:
-        """Return a buffer that this thread uses again for the next images: (num_bytes,) uint8."""
+        """Return a buffer that this thread reuses for its next images: (num_bytes,) uint8."""
         held = getattr(_local, "held", None)
         if held is None or len(held) < num_bytes:
             held = _local.held = np.empty(num_bytes, np.uint8)
@@ -271,7 +271,7 @@ def decode_whole(
 def whole_images(
     rows: CsrRows, samples: np.ndarray, sizes: ImageSizes, field: ImagesField, name_of: Callable[[int], str]
 ) -> list[torch.Tensor]:
-    """Decode the images of some rows, and return each at its own size: (C, H, W)."""
+    """Decode the images of rows, and return them in their original sizes: (C, H, W)."""
     data, found = rows.indices.numpy(), []
     for number, sample in enumerate(samples.tolist()):
         one = data[rows.host_starts[number] : rows.host_starts[number + 1]]

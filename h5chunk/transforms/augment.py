@@ -345,9 +345,9 @@ def _check_range(transform: Any, name: str, bounds: Any, maximum: float = math.i
     except (TypeError, ValueError):
         valid = False
     if not valid:
-        most_text = "" if maximum == math.inf else f", at most {maximum:g}"
+        limit = "" if maximum == math.inf else f", at most {maximum:g}"
         raise OptionError(
-            f"{type(transform).__name__}: {name} is {bounds!r}: give two numbers above 0, the lower first{most_text}"
+            f"{type(transform).__name__}: {name} is {bounds!r}: give two numbers above 0, the lower first{limit}"
         )
     object.__setattr__(transform, name, (low, high))
 

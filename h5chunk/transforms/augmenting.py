@@ -23,8 +23,8 @@ from h5chunk.transforms.compiled import AugmentKernel, LoadedTable
 from h5chunk.transforms.drawing import NativeDraws
 from h5chunk.transforms.images import ImagesByNumber, kept_converter
 
-MOST_TOGETHER, TAPS_BYTES = 4096, 64 << 20  # samples to draw at a time, and their bytes on a GPU
-MOST_CHANNELS = 256  # of augment.c
+MAX_TOGETHER, TAPS_BYTES = 4096, 64 << 20  # samples to draw at a time, and their bytes on a GPU
+MAX_CHANNELS = 256  # of augment.c
 IMAGES = 8  # that a thread takes at a time
 
 
@@ -68,7 +68,7 @@ class AugmentConverter:
         self.dtype, self._allocate = self._rule.dtype, allocate
         self.sample_bytes = self._rule.channels * math.prod(self._rule.size) * self.dtype.itemsize
         taps = 2 * (3 + 2 * max(height, width) // min(self._rule.size)) * max(self._rule.size)
-        self._together = max(1, min(MOST_TOGETHER, TAPS_BYTES // (4 * taps)))
+        self._together = max(1, min(MAX_TOGETHER, TAPS_BYTES // (4 * taps)))
         self._kernel: AugmentKernel | None = None
         self._native: native.ImageRule | None = None
         self._native_draws: NativeDraws | None = None
@@ -233,8 +233,8 @@ def _check_list(transforms: Sequence[Any], stored: torch.dtype, sample_shape: tu
             f"{first} is for images of (C, H, W), (H, W, C) or (H, W), of at most {MAX_SIDE} pixels per side, but "
             f"samples have the shape {sample_shape}"
         )
-    if len(sample_shape) == 3 and sample_shape[axis] > MOST_CHANNELS:
-        raise OptionError(f"{first} is for at most {MOST_CHANNELS} channels, but samples have {sample_shape[axis]}")
+    if len(sample_shape) == 3 and sample_shape[axis] > MAX_CHANNELS:
+        raise OptionError(f"{first} is for at most {MAX_CHANNELS} channels, but samples have {sample_shape[axis]}")
     padded = resized = cut = behind = None
     for each in transforms:
         if not isinstance(each, GEOMETRIC):

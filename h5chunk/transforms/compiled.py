@@ -19,7 +19,7 @@ from h5chunk.plan.draws import BOX_HEIGHT, DOWN, ERASED, FULL_HEIGHT, HEIGHT, LE
 from h5chunk.transforms.csr import CsrRows, SampleNumbers, ValueRule
 
 FEWEST_NUMBERS = 4 << 20  # in a smaller batch, launching the kernel takes longer than torch.addcmul; scripts/LOG.md
-MOST_CHANNELS = 16  # a program holds all channels of its pixels
+MAX_CHANNELS = 16  # a program holds all channels of its pixels
 PIXELS = 1024  # pixels per program; 512 and 2048 are as fast
 BLOCK, ZEROS, NUM_WARPS = 256, 4096, 16  # entries to set and numbers to clear at a time, and warps; scripts/LOG.md
 TAPS, BLOCK = 128, 256  # results of a program of augmentation; scripts/LOG.md has its shapes that were tried
@@ -60,7 +60,7 @@ class FusedKernel(Compiling):
     @staticmethod
     def suits(dtype: torch.dtype, scale: torch.Tensor) -> bool:
         """Return whether the kernel supports these dtypes."""
-        return scale.device.type == "cuda" and dtype in DTYPES and scale.numel() <= MOST_CHANNELS
+        return scale.device.type == "cuda" and dtype in DTYPES and scale.numel() <= MAX_CHANNELS
 
     def _first_launch(self) -> Any:
         from h5chunk.transforms.kernels import scale_and_shift as kernel
@@ -131,7 +131,7 @@ class AugmentKernel(Compiling):
     @staticmethod
     def suits(rule: Any) -> bool:
         """Return whether the kernel supports this device and dtype."""
-        is_held = rule.channels <= MOST_CHANNELS or not rule.out_interleaved  # offsets in an image have 32 bits
+        is_held = rule.channels <= MAX_CHANNELS or not rule.out_interleaved  # offsets in an image have 32 bits
         return rule.fill.device.type == "cuda" and rule.dtype in (*DTYPES, torch.uint8) and is_held
 
     def _first_launch(self) -> Any:

@@ -59,15 +59,15 @@ class PerSample:
 
 
 def per_sample(transform: Callable[[torch.Tensor], torch.Tensor]) -> PerSample:
-    """Apply a transform to each sample of a batch by itself, so that random transforms draw for each sample.
+    """Apply a transform to each sample of a batch separately, so that samples get different random numbers.
 
     ::
 
         ChunkLoader("photos.h5", 256, transforms=[RandomResizedCrop(224), per_sample(v2.ColorJitter(0.4)), normalize])
 
-    Torchvision's random transforms draw once per call, and so without this once per batch. In a `ChunkLoader`, torch's
-    random generators are seeded from the loader's seed, the epoch and the sample's number before each call, so that
-    the result depends on nothing else; put it before functions of batches. Calls for each sample are slow:
+    Torchvision's random transforms use the same random numbers for all samples of a call, that is, of a batch. In a
+    `ChunkLoader`, torch's random generators are seeded from the loader's seed, the epoch and the sample's number before
+    each call, so that the result depends on nothing else; put it before functions of batches. It is slow:
     the transforms of `h5chunk.transforms` take microseconds per image, these take hundreds.
 
     Parameters

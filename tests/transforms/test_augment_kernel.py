@@ -63,7 +63,7 @@ def test_interpreted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (2, *shape), np.uint8))
     draws = Draws(1, 2, np.arange(2))
     expected = AugmentConverter(LISTS[name], torch.uint8, shape, axis, fresh)(batch, False, draws)
-    monkeypatch.setattr("h5chunk.transforms.augmenting.MOST_TOGETHER", 1)
+    monkeypatch.setattr("h5chunk.transforms.augmenting.MAX_TOGETHER", 1)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: 0)
     monkeypatch.setattr(AugmentKernel, "suits", staticmethod(lambda rule: True))

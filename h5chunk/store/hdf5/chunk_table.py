@@ -32,7 +32,7 @@ PROBE_BLOCK = 512  # size of its user block
 SEC2 = h5py.h5fd.SEC2
 DONT_FILTER_PARTIAL_CHUNKS = 2  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS of H5Dpublic.h
 ALL_FILTERS = 0xFFFFFFFF  # the filter mask of a chunk that skipped all filters
-KEPT_CHUNKS, MOST_KEPT = 1 << 14, 2  # tables of at least so many chunks are kept, and so many tables
+KEPT_CHUNKS, MAX_KEPT = 1 << 14, 2  # tables of at least so many chunks are kept, and so many tables
 EXTENSIBLE_ARRAY = 4  # H5D_CHUNK_IDX_EARRAY of H5Dpublic.h
 
 
@@ -114,7 +114,7 @@ def list_chunks(dataset: h5py.Dataset) -> ChunkTable:
         for array in (table.offsets, table.sizes, table.filter_masks):
             array.flags.writeable = False
         _kept[key] = table
-        for oldest in list(_kept)[:-MOST_KEPT]:
+        for oldest in list(_kept)[:-MAX_KEPT]:
             _kept.pop(oldest, None)
     return table
 

@@ -373,9 +373,9 @@ def is_small_field(field: ByteReader) -> bool:
 
 
 def read_small_fields(
-    direct: Mapping[str, ByteReader], descriptor: Any, check: Callable[[], None], most_bytes: float = math.inf
+    direct: Mapping[str, ByteReader], descriptor: Any, check: Callable[[], None], max_bytes: float = math.inf
 ) -> dict[str, np.ndarray]:
-    """Read the fields that are kept in memory, by name; each has at most ``most_bytes``.
+    """Read the fields that are kept in memory, by name; each has at most ``max_bytes``.
 
     If reading fails, ``check`` is called before the error is raised: it raises the error of a file that was changed. If
     reading succeeds, the caller must call ``check``.
@@ -384,7 +384,7 @@ def read_small_fields(
         return {
             name: field.read_all(descriptor)
             for name, field in direct.items()
-            if is_small_field(field) and field.num_bytes <= most_bytes
+            if is_small_field(field) and field.num_bytes <= max_bytes
         }
     except (FileError, ValueError, OSError):
         check()

@@ -16,7 +16,7 @@ import numpy as np
 from h5chunk.plan.cache import CacheSettings
 
 REGION_BYTES = 128 << 20  # memory to copy from: larger than most processors' caches
-LEAST_PIECE_BYTES = 1 << 20  # with smaller copies, the rate would be that of Python calls
+MIN_PIECE_BYTES = 1 << 20  # with smaller copies, the rate would be that of Python calls
 DEVICE_COPY_BYTES = 256 << 20
 
 
@@ -57,8 +57,8 @@ def memory_copy(piece_bytes: int, num_threads: int, memory_bytes: int) -> Callab
     Threads copy pieces of ``piece_bytes`` within memory that is reused: smaller pieces if ``memory_bytes`` is too
     little for all threads, but at least 1 MiB.
     """
-    region = max(LEAST_PIECE_BYTES * num_threads, min(REGION_BYTES, memory_bytes // 2))
-    piece = max(LEAST_PIECE_BYTES, min(piece_bytes, region // num_threads))
+    region = max(MIN_PIECE_BYTES * num_threads, min(REGION_BYTES, memory_bytes // 2))
+    piece = max(MIN_PIECE_BYTES, min(piece_bytes, region // num_threads))
     source = np.ones((region // piece, piece), np.uint8)
     target, numbers = np.ones_like(source), itertools.count()
 

@@ -25,7 +25,7 @@ RESIDENT = "resident=True"
 SMALL_BYTES = 16 << 20  # the rates of smaller data say little about larger data
 ROUNDS = 3  # rounds, after a warm-up
 COLD_SHARE, WARM_SHARE, CHOICE_SHARE = 0.1, 0.15, 0.1  # shares of the time: disk, filling the page cache, threads
-LEAST_TURNS_SHARE = 0.3  # share of the time that the rounds get in any case
+MIN_TURNS_SHARE = 0.3  # share of the time that the rounds get in any case
 LOADING_SHARE = 0.1  # share of the time in which resident data must be loaded
 LEAD_SHARE = 0.15  # share of a measurement in which batches that were read ahead are taken
 
@@ -269,7 +269,7 @@ def _why_not_resident(subject: Subject, copy_rate: float) -> str:
 
 def _measure_in_turns(stages: Sequence[Stage], budget: TimeBudget) -> None:
     """Measure stages in rounds; the first round is short, and only counts if time is up."""
-    left_s = max(LEAST_TURNS_SHARE * budget.seconds, budget.seconds - budget.taken_s)
+    left_s = max(MIN_TURNS_SHARE * budget.seconds, budget.seconds - budget.taken_s)
     until = budget.taken_s + left_s
     slice_s = left_s / max(1, len(stages)) / (ROUNDS + 0.5) / (1 + LEAD_SHARE)
     for number in range(ROUNDS + 1):

@@ -22,7 +22,7 @@ from h5chunk.store.rewrite.survey import DatasetFacts, Survey, attribute_names, 
 from h5chunk.tools.repack.fields import Samples
 from h5chunk.tools.repack.options import RepackOptions
 
-LEAST_FILTERED_BYTES = 4 << 10  # compressing smaller chunks would save less than their index takes
+MIN_FILTERED_BYTES = 4 << 10  # compressing smaller chunks would save less than their index takes
 COMPRESSIONS = ("none", "gzip", "lzf", "zstd", "lz4", "blosc")
 _LEVELS = {"gzip": (0, 9, 4), "zstd": (1, 22, 3)}  # least, most, default
 _REGIONS = "refers to regions of datasets, which a shuffle would move: repack the file without shuffle"
@@ -187,7 +187,7 @@ def _field_moves(samples: Samples, header: FileSpec | None, options: RepackOptio
 
 def _layout(facts: DatasetFacts, chunks: tuple[int, ...], options: RepackOptions) -> NewLayout:
     written = facts.stored_bytes > 0
-    large = math.prod(chunks) * facts.item_bytes >= LEAST_FILTERED_BYTES
+    large = math.prod(chunks) * facts.item_bytes >= MIN_FILTERED_BYTES
     return NewLayout(chunks, parse_compression(options.compression) if written and large else (), written)
 
 

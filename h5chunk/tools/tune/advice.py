@@ -14,7 +14,7 @@ from h5chunk.tools.model.clustering import MIN_CHANCE, find_clustering
 from h5chunk.tools.tune.study import Study
 
 GIANT_BYTES = 64 << 20  # a window of several larger chunks takes too much memory
-LEAST_GIANT_BYTES, FEW_CHUNKS = 1 << 20, 8  # a chunk of this size is too large if there are fewer than 8 along axis 0
+MIN_GIANT_BYTES, FEW_CHUNKS = 1 << 20, 8  # a chunk of this size is too large if there are fewer than 8 along axis 0
 MIN_CORRELATION = 0.02  # a smaller correlation of labels does not matter for a batch of hundreds
 ENOUGH = 0.95  # fraction of a full shuffle that counts as full
 DECODING_S = 0.3  # time to measure decoding
@@ -66,7 +66,7 @@ def advise_layout(grid: ChunkGrid, cache: CacheSettings, repack: str) -> list[Ad
         message = f"each sample touches {grid.chunks_per_sample:,} chunks; a random one reads {spread:,.0f} x its bytes"
         found.append(Advice("sample_spans_chunks", message, repack, figures))
     few = grid.num_bands < FEW_CHUNKS <= grid.shape[0]
-    if grid.band_samples not in (None, 1) and grid.chunk_bytes > (LEAST_GIANT_BYTES if few else GIANT_BYTES):
+    if grid.band_samples not in (None, 1) and grid.chunk_bytes > (MIN_GIANT_BYTES if few else GIANT_BYTES):
         share = min(1.0, (grid.band_samples or 1) / max(1, grid.shape[0]))
         message = f"a chunk is {size}, {share:.0%} of the samples: shuffling needs several of them in memory"
         found.append(Advice("giant_chunk", message, repack, {"chunk_bytes": grid.chunk_bytes, "share": share}))

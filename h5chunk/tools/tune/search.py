@@ -212,8 +212,8 @@ class Search:
 
         def rate(batches: BatchRate) -> float:
             wait_for_readers()  # the previous loader may still be reading ahead
-            most_s = ROUND_SHARE * self.budget.seconds
-            return batches.rate(self.budget.slice_s, most_s, most_s)
+            max_s = ROUND_SHARE * self.budget.seconds
+            return batches.rate(self.budget.slice_s, max_s, max_s)
 
         with ExitStack() as stack:
             runners: dict[Setting, Callable[[], float]] = {}

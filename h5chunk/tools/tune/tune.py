@@ -149,10 +149,10 @@ def _settings(study: Study, workers: Sequence[int], min_share: float) -> list[Se
     return settings
 
 
-def _trial(study: Study, setting: Setting, least_batch: float, memory_bytes: int) -> Trial:
+def _trial(study: Study, setting: Setting, min_batch: float, memory_bytes: int) -> Trial:
     """Return a setting with its memory and shuffle quality, before it is measured."""
     needed, effective = memory_of(setting, study.facts), study.effective_batch(setting)
-    mixes = effective is None or effective >= least_batch
+    mixes = effective is None or effective >= min_batch
     return Trial(setting, needed, effective, mixes and needed <= memory_bytes)
 
 
@@ -164,7 +164,7 @@ def _check_memory(trials: Iterable[Trial], memory_bytes: int) -> None:
         raise OptionError(f"memory_bytes is {limit}, but feeding takes at least {needed}: allow more memory")
 
 
-def _report(search: Search, small: str, least_batch: float, memory_bytes: int) -> Recommendation:
+def _report(search: Search, small: str, min_batch: float, memory_bytes: int) -> Recommendation:
     """Choose the recommendation, and return the report."""
     study, facts = search.study, search.study.facts
     chosen, unchanged = search.decide()
@@ -195,7 +195,7 @@ def _report(search: Search, small: str, least_batch: float, memory_bytes: int) -
         commands=commands,
         code=code_for(study, setting, search.device),
         no_gain_reason=small,
-        min_effective_batch=least_batch,
+        min_effective_batch=min_batch,
         memory_bytes=memory_bytes,
         num_turns=len(search.turns[PLAIN]),
         notes=study.notes,

@@ -112,13 +112,13 @@ def verify(
         The source for repairing cannot be used.
     """
 
-    how = _How(quick, trusted, repair, manifest)
+    options = _VerifyOptions(quick, trusted, repair, manifest)
     if (file := single_file(path)) is not None:
-        return _check_file(file, how, progress)
-    return _verify_folder(path, how, progress, client)
+        return _check_file(file, options, progress)
+    return _verify_folder(path, options, progress, client)
 
 
-class _How(NamedTuple):
+class _VerifyOptions(NamedTuple):
     """The options of `verify`."""
 
     quick: bool
@@ -127,16 +127,16 @@ class _How(NamedTuple):
     manifest: str | os.PathLike[str] | None
 
 
-def _check_file(file: Path, how: _How, progress: Progress | None) -> VerifyReport:
-    """Check a file, and repair it if that was asked for."""
-    report = _verify_file(file, how.quick, how.trusted, progress)
-    if how.repair is None or not report.bad:
+def _check_file(file: Path, options: _VerifyOptions, progress: Progress | None) -> VerifyReport:
+    """Check a file, and repair it on request."""
+    report = _verify_file(file, options.quick, options.trusted, progress)
+    if options.repair is None or not report.bad:
         return report
     from h5chunk.tools.verify.repair import repair_chunks
 
-    repaired, bad = repair_chunks(file, list(report.bad), how.repair, how.manifest)
+    repaired, bad = repair_chunks(file, list(report.bad), options.repair, options.manifest)
     if repaired and report.problems:  # the repair may have solved some of them
-        report = _verify_file(file, how.quick, how.trusted, progress)
+        report = _verify_file(file, options.quick, options.trusted, progress)
     return replace(report, bad=tuple(bad), repaired=tuple(repaired))
 
 
@@ -152,7 +152,7 @@ def _verify_file(path: Path, quick: bool, trusted: bool, progress: Progress | No
     return in_child(check, lambda: printable(path), lambda args: progress(*args) if progress else None)
 
 
-def _verify_folder(path: Paths, how: _How, progress: Progress | None, client: Any) -> FolderReport:
+def _verify_folder(path: Paths, options: _VerifyOptions, progress: Progress | None, client: Any) -> FolderReport:
     """Check all files of a folder, in this process or on a cluster."""
     started = time.perf_counter()
     files = list_files(path)
@@ -165,7 +165,7 @@ def _verify_folder(path: Paths, how: _How, progress: Progress | None, client: An
         if progress is not None:
             progress("verify", sum(checked), sum(sizes))
 
-    tasks = {number: (file.absolute() if client else file, how) for number, file in enumerate(files)}
+    tasks = {number: (file.absolute() if client else file, options) for number, file in enumerate(files)}
     if client is None:
         reports = [_check_task(task, partial(say, number)) for number, task in tasks.items()]
     else:
@@ -181,11 +181,11 @@ def _verify_folder(path: Paths, how: _How, progress: Progress | None, client: An
     return FolderReport(str(name), tuple(reports), missing, tuple(wrong), time.perf_counter() - started)
 
 
-def _check_task(task: tuple[Path, _How], say: Callable[[int], None]) -> VerifyReport:
+def _check_task(task: tuple[Path, _VerifyOptions], say: Callable[[int], None]) -> VerifyReport:
     """Check a file of a folder; if it cannot be opened, the error is its problem."""
-    file, how = task
+    file, options = task
     try:
-        return _check_file(file, how, lambda stage, done, total: say(done))
+        return _check_file(file, options, lambda stage, done, total: say(done))
     except FileError as error:
         size = file.stat().st_size if file.exists() else 0
         problems = (without_path(error, file),)
