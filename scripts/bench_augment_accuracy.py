@@ -3,13 +3,11 @@
     python scripts/bench_augment_accuracy.py [--seeds 10] [--epochs 30] [--workers 8] [--device cuda]
 
 The made task needs augmentation: ten shapes of 32 x 32, in the middle and unmirrored in the few training images, but
-moved, mirrored and resized in the test images. For each seed the network starts from the same weights and sees the same
-batches; only the random numbers of the augmentation differ. ``crop`` is RandomCrop with padding and a flip, ``resize``
-is RandomResizedCrop and a flip; h5chunk augments on the device, torchvision's v2 in workers of a DataLoader.
+moved, mirrored and resized in the test images. Each seed has its weights and batches; only the random numbers of the
+augmentation differ. ``crop`` is RandomCrop with padding, ``resize`` is RandomResizedCrop, both with a flip.
 
-Printed are the mean accuracies with their standard deviations over the seeds, and the mean difference with its 95 %
-interval. The script fails if that interval is farther than ``--margin`` from 0, in percent points, or if augmenting
-gains no more than that.
+Prints mean accuracies with their standard deviations, and the mean difference with its 95 % interval. Fails if that
+interval is farther than ``--margin`` from 0, in percent points, or if augmenting gains no more than that.
 """
 
 from __future__ import annotations
@@ -26,11 +24,12 @@ import numpy as np
 import torch
 from models import conv_block
 from torch import nn
+from torch.utils.data import DataLoader
 
 import h5chunk
 from h5chunk import transforms as ours
 
-SIDE, CLASSES = 32, 10
+SIDE, CLASSES, BATCH = 32, 10, 100
 MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14)  # for 2 seeds and more
 Loader = Callable[[str, int], Iterable[Any]]  # of a recipe and a seed
@@ -38,8 +37,7 @@ Loader = Callable[[str, int], Iterable[Any]]  # of a recipe and a seed
 
 def make_shapes(count: int, rng: np.random.Generator, *, moved: bool) -> tuple[np.ndarray, np.ndarray]:
     """Return images, (count, 3, SIDE, SIDE) uint8, and the numbers of their shapes."""
-    labels = np.arange(count) % CLASSES
-    reach = 5.0 if moved else 0.5
+    labels, reach = np.arange(count) % CLASSES, 5.0 if moved else 0.5
     y, x = np.mgrid[:SIDE, :SIDE] - (SIDE - 1) / 2
     down, right = rng.uniform(-reach, reach, (2, count, 1, 1))
     size, angle = rng.uniform(*((6, 11) if moved else (8, 9)), (count, 1, 1)), rng.normal(0, 0.1, (count, 1, 1))
@@ -48,17 +46,15 @@ def make_shapes(count: int, rng: np.random.Generator, *, moved: bool) -> tuple[n
         u *= rng.choice([-1, 1], (count, 1, 1))
     u, v = u * np.cos(angle) - v * np.sin(angle), u * np.sin(angle) + v * np.cos(angle)
     far, wide = np.hypot(u, v), np.maximum(abs(u), abs(v))
+    discs_and_squares = [far < 1, (far < 1) & (far > 0.6), wide < 0.9, (wide < 0.9) & (wide > 0.5)]
     shapes = [
-        far < 1,
-        (far < 1) & (far > 0.6),
-        wide < 0.9,
-        (wide < 0.9) & (wide > 0.5),
+        *discs_and_squares,
         (far < 1) & (np.hypot(u - 0.4, v) > 0.8),  # a crescent
         (wide < 1) & (u > v),  # triangles
         (wide < 1) & (u > 0) & (u < 0.9 - abs(v)),
         (wide < 1) & ((abs(u + 0.5) < 0.25) | (abs(v - 0.6) < 0.25)),  # letters L and F
         (wide < 1) & ((abs(u + 0.5) < 0.25) | (abs(v + 0.7) < 0.2) | ((abs(v) < 0.2) & (u < 0.5))),
-        (wide < 1) & (abs(u - v * 0.8) < 0.3),  # a slanted bar
+        (wide < 1) & (abs(u - v * 0.8) < 0.3),
     ]
     mask = np.stack(shapes)[labels, np.arange(count)][:, None]
     dark, light = rng.uniform(30, 110, (count, 3, 1, 1)), rng.uniform(100, 225, (count, 3, 1, 1))
@@ -67,9 +63,7 @@ def make_shapes(count: int, rng: np.random.Generator, *, moved: bool) -> tuple[n
 
 
 def make_network() -> nn.Module:
-    blocks: list[nn.Module] = []
-    for inputs, outputs in ((3, 32), (32, 64), (64, 128)):
-        blocks += [conv_block(inputs, outputs), nn.MaxPool2d(2)]
+    blocks = [nn.Sequential(conv_block(*sizes), nn.MaxPool2d(2)) for sizes in ((3, 32), (32, 64), (64, 128))]
     return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(128 * (SIDE // 8) ** 2, CLASSES))
 
 
@@ -79,7 +73,7 @@ def our_loader(path: Path, args: argparse.Namespace) -> Loader:
 
     def make(recipe: str, seed: int) -> Iterable[Any]:
         transforms = [normalize] if recipe == "none" else [*first[recipe], flip, normalize]
-        return h5chunk.ChunkLoader(path, args.batch_size, seed=seed, device=args.device, transforms=transforms)
+        return h5chunk.ChunkLoader(path, BATCH, seed=seed, device=args.device, transforms=transforms)
 
     return make
 
@@ -92,9 +86,8 @@ def torchvisions_loader(path: Path, args: argparse.Namespace) -> Loader:
 
     def make(recipe: str, seed: int) -> Iterable[Any]:
         dataset = h5chunk.ChunkDataset(path, transform=v2.Compose([first[recipe], *last]))
-        sampler = h5chunk.ChunkSampler(dataset, args.batch_size, seed=seed)
-        options = {"num_workers": args.workers, "persistent_workers": args.workers > 0}
-        return torch.utils.data.DataLoader(dataset, batch_sampler=sampler, **options)
+        workers = {"num_workers": args.workers, "persistent_workers": args.workers > 0}
+        return DataLoader(dataset, batch_sampler=h5chunk.ChunkSampler(dataset, BATCH, seed=seed), **workers)
 
     return make
 
@@ -108,14 +101,11 @@ def accuracy(loader: Iterable[Any], test: tuple[torch.Tensor, torch.Tensor], see
     for _ in range(args.epochs):
         for images, labels in loader:
             optimizer.zero_grad(set_to_none=True)
-            images, labels = (each.to(args.device, non_blocking=True) for each in (images, labels))
-            nn.functional.cross_entropy(network(images), labels.long()).backward()
+            nn.functional.cross_entropy(network(images.to(args.device)), labels.to(args.device).long()).backward()
             optimizer.step()
         schedule.step()
-    network.eval()
     with torch.no_grad():
-        right = network(test[0]).argmax(1) == test[1]
-    return 100 * float(right.float().mean())
+        return 100 * float((network.eval()(test[0]).argmax(1) == test[1]).float().mean())
 
 
 def compare(recipe: str, makers: dict[str, Loader], plain: float, test: Any, args: argparse.Namespace) -> bool:
@@ -136,7 +126,6 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10, choices=range(2, len(T_95) + 2), metavar="N")
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--count", type=int, nargs=2, default=(1000, 5000), metavar=("TRAIN", "TEST"))
-    parser.add_argument("--batch-size", type=int, default=100)
     parser.add_argument("--workers", type=int, default=0, help="workers of torchvision's DataLoader")
     parser.add_argument("--margin", type=float, default=0.5)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
