@@ -208,6 +208,8 @@ class TextOptions(Options):
 class TableOptions(TextOptions, ImageOptions, ColumnOptions):
     """Options for reading tables, which may have columns of images."""
 
+    heading: ClassVar[str] = ColumnOptions.heading
+
     vector: str | None = option(
         None, "Make all columns of numbers one field, NAME, with a vector per sample.", metavar="NAME"
     )
