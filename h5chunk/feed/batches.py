@@ -174,7 +174,7 @@ class BatchMaker:
         return tuple(finished)
 
 
-def settled(batch: Tensors) -> Tensors:
+def with_images(batch: Tensors) -> Tensors:
     """Wait for the pending images of a batch, and return the batch with them."""
     return tuple(each.result() if isinstance(each, Pending) else each for each in batch)
 

@@ -122,12 +122,12 @@ class WindowRead:
             self.at_end()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until the slot is filled, and raise the error of a task, or `WorkerError` as `settle` does."""
-        self.settle(timeout_s)
+        """Wait until the slot is filled, and raise the error of a task, or `WorkerError` as `wait_for_threads` does."""
+        self.wait_for_threads(timeout_s)
         if self.error is not None:
             raise self.error
 
-    def settle(self, timeout_s: float | None = None) -> None:
+    def wait_for_threads(self, timeout_s: float | None = None) -> None:
         """Wait until no thread writes to the slot, whether it was filled or not.
 
         Raise `WorkerError` if no task of any window completed for ``timeout_s``. Tasks of other windows count, because
@@ -137,9 +137,9 @@ class WindowRead:
             raise self._pool.lost_by_fork()
         done = self._pool.progress
         while not self._ready.is_set():
-            came = self._pool.hand_on(timeout_s) if self._native else self._ready.wait(timeout_s)
+            came = self._pool.finish_next(timeout_s) if self._native else self._ready.wait(timeout_s)
             if not came and self._pool.progress == done:
-                raise self._pool.hang(timeout_s)
+                raise self._pool.mark_hanging(timeout_s)
             done = self._pool.progress
 
 
@@ -204,8 +204,8 @@ class ReadPool:
             load.run(task)
             del queued, load, task  # tasks refer to a slot
 
-    def hand_on(self, timeout_s: float | None) -> bool:
-        """Wait until native threads have read any window, and pass it on; return False on a timeout.
+    def finish_next(self, timeout_s: float | None) -> bool:
+        """Wait until native threads have read any window, and finish it; return False on a timeout.
 
         Signals are handled while waiting. If the pool is closed, all its windows end with an error.
         """
@@ -232,9 +232,9 @@ class ReadPool:
                 ticket, read = self._native_reads.popitem()
                 read.end_native(Result(ticket, CANCELLED, 0, 0, 0))
 
-    def hand_on_all(self) -> None:
+    def finish_ready(self) -> None:
         """Finish the windows that native threads have read, without waiting."""
-        while self._native_reads and self.hand_on(0):
+        while self._native_reads and self.finish_next(0):
             pass
 
     @property
@@ -242,7 +242,7 @@ class ReadPool:
         """A number that grows whenever a task of any window is done."""
         return self.tasks_done + (0 if self._native is None else self._native.progress)
 
-    def hang(self, timeout_s: float | None) -> WorkerError:
+    def mark_hanging(self, timeout_s: float | None) -> WorkerError:
         """Mark the pool as hanging, and return the error to raise."""
         self._hangs = True
         return WorkerError(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from h5chunk.errors import FileError, printable
-from h5chunk.feed.batches import BatchMaker, Tensors, drop, settled
+from h5chunk.feed.batches import BatchMaker, Tensors, drop, with_images
 from h5chunk.feed.budget import DataSource
 from h5chunk.feed.fetches import RemoteReadPool
 from h5chunk.feed.layout import slot_bytes
@@ -247,7 +247,7 @@ class WindowStream:
         self._pool.cancel()
         self._batches.clear()
         for read in list(self._open):
-            read.settle(self._pool.timeout_s)
+            read.wait_for_threads(self._pool.timeout_s)
             self._put_back(read)
         self._begin(order, start)
 
@@ -273,7 +273,7 @@ class WindowStream:
             raise self._not_made
         assert self._planner is not None
         if (planned := self._planner.take(self._pool.timeout_s)) is None:
-            raise self._pool.hang(self._pool.timeout_s)
+            raise self._pool.mark_hanging(self._pool.timeout_s)
         self._load(*planned)
 
     def windows(self, order: Order) -> Iterator[Fields]:
@@ -304,7 +304,7 @@ class WindowStream:
                     begun.append(self._begin_batch(order, maker, next(due), windows))
                 read, batch = begun.popleft()
                 if maker.ahead:
-                    batch = settled(batch)
+                    batch = with_images(batch)
                 last = number == read.window.batches[-1]
                 if not stays and number + 1 == order.num_batches:
                     self._next = order.epoch + 1, 0  # before the last batch: a consumer that counts batches stops there
@@ -324,7 +324,7 @@ class WindowStream:
 
     def _is_ready(self, order: Order, number: int) -> bool:
         """Return whether the window of a batch has been read."""
-        self._pool.hand_on_all()
+        self._pool.finish_ready()
         read = self._batches.get((order.epoch, number))
         return read is not None and read.is_ready
 
@@ -349,7 +349,7 @@ class WindowStream:
         """Wait until a window is read, and raise its error, if any."""
         if not self.is_usable:
             raise self._pool.lost_by_fork()
-        self._pool.hand_on_all()
+        self._pool.finish_ready()
         if not read.is_ready:
             waits = time.perf_counter()
             read.wait(self._pool.timeout_s)
