@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from typing import Any
 
@@ -77,15 +77,16 @@ class FieldPipeline:
 
         A batch is a tensor, or inputs and targets where entries are held out.
 
-        Batches are detached, so that autograd does not mistake an in-place change of one batch for a change of another.
+        Batches are split without a common history, so that autograd does not mistake an in-place change of one batch
+        for a change of another.
         """
         converted = self.converter(samples, keep, draws)
         if isinstance(converted, tuple):
             return (tuple(part.data for part in converted),)
         converted = self._changed(converted, draws)
-        if len(samples) <= batch_size:
+        if converted.shape[0] <= batch_size:
             return (converted.data,)
-        return [batch.data for batch in converted.split(batch_size)]
+        return converted.data.unsafe_split(batch_size)
 
     def start(self, images: CsrRows, draws: Draws) -> Pending:
         """Start to make a batch of images that have to be decoded."""
@@ -118,6 +119,13 @@ class BatchMaker:
         self._others = [pipeline.others for pipeline in pipelines for _ in range(pipeline.converter.num_outputs)]
         self._finishes = any(self._others)
         self._changes_nothing = all(pipeline.changes_nothing for pipeline in pipelines)
+        holds_out = any(pipeline.converter.num_outputs > 1 for pipeline in pipelines)
+        self._joined: Callable[[Iterable[Part]], Tensors] = _flat if holds_out else tuple
+
+    def whole(self, window: Fields, draws: Draws, batch_size: int) -> Tensors:
+        """Return the batch of a window that has only one."""
+        fields = zip(self._pipelines, window, strict=True)
+        return self._joined(own.batches(part, draws, batch_size, keep=self._keep)[0] for own, part in fields)
 
     def open(self, window: Fields, draws: Draws, batch_size: int) -> Iterator[Tensors]:
         """Yield the batches of a window, then empty batches, for steps in which only other ranks have samples.
@@ -127,7 +135,7 @@ class BatchMaker:
         fields = zip(self._pipelines, window, strict=True)
         batches = [self._split(pipeline, samples, draws, batch_size) for pipeline, samples in fields]
         while True:
-            yield _flat(map(next, batches))
+            yield self._joined(map(next, batches))
 
     def _split(self, pipeline: FieldPipeline, samples: Any, draws: Draws, batch_size: int) -> Iterator[Part]:
         step = batch_size * pipeline.num_together(batch_size, keep=self._keep)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import os
@@ -16,11 +17,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+MADV_POPULATE_WRITE = 23  # make pages, which CUDA would do much slower, and with a lock that stops copies meanwhile
+POPULATED_BYTES = 2 << 20  # at a time, so that other threads wait less for the lock of this process's memory
 FLAG_BYTES = 64  # bytes at the end of a shared buffer; tensors start at multiples of this
 
 Tensors = tuple[torch.Tensor, ...]
 Places = tuple[tuple[int, tuple[int, ...], torch.dtype], ...]  # start, shape and dtype of each tensor
 Assemble = Callable[[Tensors], Tensors]
+
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class PinnedMemory:
@@ -32,6 +38,9 @@ class PinnedMemory:
     def __init__(self, num_bytes: int) -> None:
         self._map = mmap.mmap(-1, max(1, num_bytes))
         self.bytes = np.frombuffer(self._map, np.uint8)
+        for start in range(0, self.bytes.nbytes, POPULATED_BYTES):
+            some = self.bytes[start : start + POPULATED_BYTES]
+            _madvise(some.ctypes.data, some.nbytes, MADV_POPULATE_WRITE)  # refused before Linux 5.14: no harm done
         runtime = torch.cuda.cudart()
         torch.cuda.check_error(int(runtime.cudaHostRegister(self.bytes.ctypes.data, self.bytes.nbytes, 0)))
 

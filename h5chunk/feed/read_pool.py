@@ -2,7 +2,8 @@
 
 A slot holds one window. Each sample is read to its position in the shuffled window, so that a batch is a slice of it.
 Threads read a window in parallel, in tasks of a few megabytes. After the last task the window is passed on (checked and
-sent to the device): by the thread that ran that task or, with native threads, by the one that waits for the window.
+sent to the device): by the thread that ran that task or, with native threads, by the one that waits for the window. If
+native threads read the whole window, they have sent it by then, so that a copy never waits for Python.
 """
 
 from __future__ import annotations
@@ -11,26 +12,24 @@ import math
 import os
 import threading
 import time
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
-from itertools import accumulate
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
 
 from h5chunk.errors import FileError, WorkerError, printable
-from h5chunk.native import CANCELLED, DONE, JOB, NativePool, Result, available
+from h5chunk.native import CANCELLED, DONE, Ending, NativePool, Result, available
 from h5chunk.plan.order import Window
 from h5chunk.stamp import stamp_of
-from h5chunk.store.hdf5.ranges import ReadTask, RowGather, open_descriptor
+from h5chunk.store.hdf5.ranges import NativeTasks, ReadTask, RowGather, lasting_tasks, native_tasks, open_descriptor
 from h5chunk.store.read.csr import CsrBuffers
 from h5chunk.store.read.direct import ByteReader, read_small_fields
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.reader import H5Reader
-from h5chunk.store.read.several import FileTasks, OpenFiles, close_descriptors
+from h5chunk.store.read.several import OpenFiles, close_descriptors
 
 QUICK_BYTES = 16 << 10  # gathering a smaller window takes less time than passing it to a thread
 FOREVER_S = 1e9
@@ -39,18 +38,16 @@ TIMEOUT_S = 120.0  # seconds without a finished task before an error is raised
 
 
 class WindowRead:
-    """The read of one window into a slot: tasks for Python threads, and one ticket for native threads.
-
-    ``native`` lists the tasks for native threads as (task, file descriptor, function to call at the end or None).
-    """
+    """The read of one window into a slot: tasks for Python threads, and one ticket for native threads."""
 
     def __init__(
-        self, pool: ReadPool, slot: Any, window: Window, num_tasks: int, native: Sequence[tuple[Any, int, Any]] = ()
+        self, pool: ReadPool, slot: Any, window: Window, num_tasks: int, native: NativeTasks | None = None
     ) -> None:
         self.slot, self.window = slot, window
         self.error: BaseException | None = None
-        self._pool, self._native = pool, native
-        self.num_left = num_tasks + bool(native)
+        self.is_sent = False  # whether native threads have found the file unchanged, and sent the window
+        self._pool, self.native = pool, native
+        self.num_left = num_tasks + (native is not None)
         self.at_end: Callable[[], None] | None = None  # called once the window is read, or failed
         self._lock, self._ready, self._process = threading.Lock(), threading.Event(), os.getpid()
 
@@ -77,28 +74,18 @@ class WindowRead:
         """Return the error of a skipped task. It is not raised here, because its traceback would refer to the slot."""
         return FileError(f"{printable(self._pool.path)}: closed while it was read")
 
-    def native_jobs(self) -> np.ndarray:
-        """Return the jobs of all tasks for native threads: (n,) JOB."""
-        tables = [task.jobs(descriptor) for task, descriptor, _ in self._native]
-        self._ends = list(accumulate(map(len, tables)))
-        return np.concatenate([table.view(np.uint8) for table in tables]).view(JOB)  # concatenating structures is slow
-
     def end_native(self, result: Result) -> None:
         """Finish the native tasks, once all their jobs have ended."""
+        assert self.native is not None
         try:
+            self.is_sent = result.status == DONE and self.native.ending is not None
             if result.status == CANCELLED:
                 self.error = self.error or self._closed()
-            elif result.status != DONE:
-                task = self._native[bisect_right(self._ends, result.job)][0]
-                self.error = task.error_of(result)
-            for task, _, check in self._native:
-                if check is not None:
-                    check()
-                if result.status == DONE:
-                    task.end()
+            else:
+                self.native.end(result)
         except BaseException as error:
             self.error = self.error or error
-        self._native = ()  # tasks refer to the memory of the slot
+        self.native = None  # tasks refer to the memory of the slot
         self._end_task()
 
     def _end_task(self) -> None:
@@ -110,11 +97,13 @@ class WindowRead:
             self.finish()
 
     def finish(self) -> None:
-        """Check the window and send it to the device, when all tasks are done."""
+        """Pass the window on, when all tasks are done; what native threads could not send fails here with a reason."""
         try:
-            if self.error is None:
+            if self.error is None and not self.is_sent:
                 self._pool.check_unchanged()
                 self.slot.send()
+            if self.error is None:
+                self.slot.check()
         except BaseException as error:
             self.error = error
         self._ready.set()
@@ -123,7 +112,8 @@ class WindowRead:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the slot is filled, and raise the error of a task, or `WorkerError` as `wait_for_threads` does."""
-        self.wait_for_threads(timeout_s)
+        if not self.is_ready:
+            self.wait_for_threads(timeout_s)
         if self.error is not None:
             raise self.error
 
@@ -137,7 +127,7 @@ class WindowRead:
             raise self._pool.lost_by_fork()
         done = self._pool.progress
         while not self._ready.is_set():
-            came = self._pool.finish_next(timeout_s) if self._native else self._ready.wait(timeout_s)
+            came = self._pool.finish_next(timeout_s) if self.native else self._ready.wait(timeout_s)
             if not came and self._pool.progress == done:
                 raise self._pool.mark_hanging(timeout_s)
             done = self._pool.progress
@@ -179,8 +169,11 @@ class ReadPool:
         several = isinstance(reader, FileSet)
         self.descriptor: Any = OpenFiles(reader) if several else open_descriptor(reader.path)
         try:
-            if not isinstance(self.descriptor, OpenFiles) and stamp_of(self.descriptor) != reader.stamp:
-                reader.check_unchanged(self.descriptor)
+            self._stamp: tuple[Any, ...] = ()  # path and stamp of a single file of this machine
+            if not isinstance(self.descriptor, OpenFiles):
+                self._stamp = () if reader.is_remote else (os.fsencode(reader.path), *reader.stamp)
+                if stamp_of(self.descriptor) != reader.stamp:
+                    reader.check_unchanged(self.descriptor)
             self._forget()
             self._whole = read_small_fields(direct, self.descriptor, reader.check_unchanged)
             if available():
@@ -219,8 +212,7 @@ class ReadPool:
                 self._drop_native()
                 return True
             if result is not None:
-                if (read := self._native_reads.pop(result.ticket, None)) is not None:  # else it was dropped just now
-                    read.end_native(result)
+                self._end_read(result)
                 return True
             if left <= SIGNALS_S or self.tasks_done != done:  # a Python thread may have ended a task of the window
                 return self.tasks_done != done
@@ -232,10 +224,16 @@ class ReadPool:
                 ticket, read = self._native_reads.popitem()
                 read.end_native(Result(ticket, CANCELLED, 0, 0, 0))
 
-    def finish_ready(self) -> None:
-        """Finish the windows that native threads have read, without waiting."""
-        while self._native_reads and self.finish_next(0):
-            pass
+    def _end_read(self, result: Result) -> None:
+        if (read := self._native_reads.pop(result.ticket, None)) is not None:  # else it was dropped just now
+            read.end_native(result)
+
+    def finish_ready(self, ready: WindowRead | None = None) -> None:
+        """Finish windows that native threads have read, all or until one is ready, without waiting."""
+        while self._native_reads and self._native and not (ready and ready.is_ready):
+            if (result := self._native.poll()) is None:
+                return
+            self._end_read(result)
 
     @property
     def progress(self) -> int:
@@ -262,18 +260,20 @@ class ReadPool:
         )
 
     def check_unchanged(self) -> None:
-        """Raise FileError if the file was replaced or changed since the reader was made.
-
-        This checks a single file; several files are checked one by one, as they are read.
-        """
+        """Raise FileError if a single file has changed since the reader was made; several check themselves."""
         if not isinstance(self.descriptor, OpenFiles) and stamp_of(self._reader.path) != self._reader.stamp:
             self._reader.check_unchanged()
 
     def load(self, window: Window, slot: Any) -> WindowRead:
         """Start reading a window into a slot."""
         fields = slot.begin(window.samples)
+        if (kept := self._again(slot, fields, window)) is not None:
+            return self._submit(WindowRead(self, slot, window, 0, kept))
         all_tasks = [task for name, out in fields.items() for task in self._field_tasks(name, window, out)]
-        native, tasks = self._split(all_tasks)
+        has_native = self._native is not None and os.getpid() == self._process
+        native, tasks = native_tasks(all_tasks, self.descriptor) if has_native else (None, all_tasks)
+        if native is not None and not tasks and not self._reader.is_remote:
+            native.ending = Ending(*slot.sender, *self._stamp)
         load = WindowRead(self, slot, window, len(tasks), native)
         if not all_tasks:
             load.finish()
@@ -287,36 +287,33 @@ class ReadPool:
 
     def _begin(self, load: WindowRead, _all_tasks: list[ReadTask], tasks: list[ReadTask]) -> None:
         """Pass the tasks of a window to native threads, and ``tasks`` to Python threads."""
-        if load._native:
+        if load.native is not None:
             self._submit(load)
         if tasks and not self._has_workers and not self._is_closed:
             self._start_workers()
         for task in tasks:
             self._tasks.put((load, task))
 
-    def _split(self, tasks: list[ReadTask]) -> tuple[list[Any], list[ReadTask]]:
-        """Split tasks into those for native threads, in the form for `WindowRead`, and those for Python threads."""
-        if self._native is None or os.getpid() != self._process:
-            return [], tasks
-        native: list[Any] = []
-        others: list[ReadTask] = []
-        for task in tasks:
-            if hasattr(task, "jobs"):
-                native.append((task, self.descriptor, None))
-            elif isinstance(task, FileTasks) and task.is_plain:
-                native += task.split(self.descriptor)
-            else:
-                others.append(task)
-        return native, others
-
-    def _submit(self, load: WindowRead) -> None:
-        assert self._native is not None
+    def _submit(self, load: WindowRead) -> WindowRead:
+        assert self._native is not None and load.native is not None
         self._native_reads[id(load)] = load
         try:
-            self._native.submit(id(load), load.native_jobs())
+            self._native.submit(id(load), load.native.jobs, load.native.ending)
         except OSError:  # closed
             del self._native_reads[id(load)]
             load.drop()
+        return load
+
+    def _again(self, slot: Any, fields: Mapping[str, Any], window: Window) -> NativeTasks | None:
+        """Return the tasks of earlier windows of a slot, for another full window; None if they have to be made."""
+        if not slot.is_full or self._native is None or os.getpid() != self._process or self._is_closed:
+            return None
+        arrays = window.rows, window.destinations, window.samples
+        if slot.tasks is None and self._stamp:
+            slot.tasks = lasting_tasks(self._direct, self._whole, self.descriptor, fields, *arrays)
+            if slot.tasks is not None:
+                slot.tasks.ending = Ending(*slot.sender, *self._stamp)
+        return slot.tasks if slot.tasks is not None and slot.tasks.aim(*arrays) else None
 
     def _field_tasks(self, name: str, window: Window, out: Any) -> Iterable[ReadTask]:
         """Return the tasks that read a field; small fields are copied at once, without a task."""
@@ -336,11 +333,10 @@ class ReadPool:
             return self._direct[name].tasks(window.rows, window.destinations, out)
         return (partial(self._read_by_hdf5, name, window.samples, out),)
 
-    def _read_by_hdf5(self, name: str, samples: np.ndarray, out: np.ndarray | CsrBuffers, _descriptor: int) -> None:
-        field = self._reader.fields[name]
-        values = (
-            out if isinstance(out, CsrBuffers) else out.view(field.dtype).reshape(len(samples), *field.sample_shape)
-        )
+    def _read_by_hdf5(self, name: str, samples: np.ndarray, values: np.ndarray | CsrBuffers, _descriptor: int) -> None:
+        if not isinstance(values, CsrBuffers):
+            field = self._reader.fields[name]
+            values = values.view(field.dtype).reshape(len(samples), *field.sample_shape)
         with self._hdf5:
             self._reader.read(name, samples, values)
 

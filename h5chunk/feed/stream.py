@@ -254,7 +254,7 @@ class WindowStream:
     def _fill(self) -> None:
         """Start reading planned windows into the slots that are free, without waiting."""
         assert self._planner is not None
-        while self.is_usable and self._free and self._free[0].is_free and (planned := self._planner.take(0)):
+        while self._free and self.is_usable and self._free[0].is_free and (planned := self._planner.take(0)):
             self._load(*planned)
 
     def _load(self, epoch: int, window: Window) -> None:
@@ -298,15 +298,16 @@ class WindowStream:
         stays = self._lends_slot or self._echo != 1  # the window, until its last batch is used
         begun: deque[tuple[WindowRead, Tensors]] = deque()  # batches that are being decoded
         due = count(start)
+        num_batches = order.num_batches
         try:
-            for number in range(start, order.num_batches):
+            for number in range(start, num_batches):
                 while not begun or (len(begun) <= maker.ahead and self._is_ready(order, number + len(begun))):
                     begun.append(self._begin_batch(order, maker, next(due), windows))
                 read, batch = begun.popleft()
                 if maker.ahead:
                     batch = with_images(batch)
                 last = number == read.window.batches[-1]
-                if not stays and number + 1 == order.num_batches:
+                if not stays and number + 1 == num_batches:
                     self._next = order.epoch + 1, 0  # before the last batch: a consumer that counts batches stops there
                 if not stays and last:
                     self._release(read)
@@ -338,6 +339,9 @@ class WindowStream:
         if read not in windows:
             self._wait_for(read)
             draws = Draws(order.seed, order.epoch, read.window.samples, kept={}, whole=read.window.samples)
+            if len(read.window.batches) == 1 and not maker.ahead:
+                self._fill()
+                return read, maker.whole(read.slot.window, draws, order.batch_size)
             windows[read] = maker.open(read.slot.window, draws, order.batch_size)
             self._fill()
         batch = next(windows[read])
@@ -349,7 +353,7 @@ class WindowStream:
         """Wait until a window is read, and raise its error, if any."""
         if not self.is_usable:
             raise self._pool.lost_by_fork()
-        self._pool.finish_ready()
+        self._pool.finish_ready(read)
         if not read.is_ready:
             waits = time.perf_counter()
             read.wait(self._pool.timeout_s)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = 11  # version of the functions and structures in C
+VERSION = 12  # version of the functions and structures in C
 FEW_SAMPLES = 1 << 10  # whose geometry is drawn in less time than others would need to take the GIL
 PART_BYTES = 2 << 20  # approximate bytes of the jobs that a thread takes at a time
 JOB = np.dtype(
@@ -44,8 +44,9 @@ STEP = np.dtype(  # draws.c describes the fields
     ]
 )
 BOX, CROP, RESIZE, FLIP, CUTOUT, ERASE = range(6)  # kinds of steps
-READ, VERIFY, GATHER = range(3)  # kinds of jobs; core.c describes their fields
-DONE, SYSTEM, CUT_SHORT, CHECKSUM, CANCELLED = range(5)  # statuses of a ticket, which is a number for submitted jobs
+READ, VERIFY, GATHER, ROWS = range(4)  # kinds of jobs; core.c describes their fields
+# statuses of a ticket, which is a number for submitted jobs
+DONE, SYSTEM, CUT_SHORT, CHECKSUM, CANCELLED, CHANGED, NOT_SENT = range(7)
 _abandoned: list[Any] = []  # jobs and memory that hanging threads may still use
 
 
@@ -53,8 +54,8 @@ class Result(ctypes.Structure):
     """The result of the jobs of a ticket."""
 
     ticket: int
-    status: int  # DONE, SYSTEM, CUT_SHORT, CHECKSUM or CANCELLED
-    error: int  # the errno for SYSTEM; the actual checksum, as a signed number, for CHECKSUM
+    status: int  # DONE, SYSTEM, ...
+    error: int  # the errno for SYSTEM; the actual checksum, as a signed number, for CHECKSUM; CUDA's for NOT_SENT
     job: int  # index of the job that failed first
     offset: int  # offset in the file at which that job failed
     _fields_ = (
@@ -63,6 +64,21 @@ class Result(ctypes.Structure):
         ("error", ctypes.c_int32),
         ("job", ctypes.c_int64),
         ("offset", ctypes.c_int64),
+    )
+
+
+class Ending(ctypes.Structure):
+    """What native threads do once all jobs of a ticket have succeeded.
+
+    The file at ``path``, unless that is None, must still have its stamp, or the status is CHANGED. Then they call
+    ``send``, unless that is None, with ``argument``; if it does not return 0, the status is NOT_SENT.
+    """
+
+    _fields_ = (
+        ("send", ctypes.c_void_p),
+        ("argument", ctypes.c_void_p),
+        ("path", ctypes.c_char_p),
+        *((name, ctypes.c_int64) for name in ("device", "inode", "size", "modified_ns")),
     )
 
 
@@ -116,10 +132,9 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     for name, result, arguments in (
         ("open", pool, (ctypes.c_int, number)),
         ("num_threads", ctypes.c_int, (pool,)),
-        ("submit", ctypes.c_int, (pool, ctypes.c_uint64, address, number)),
+        ("submit", ctypes.c_int, (pool, ctypes.c_uint64, address, number, ctypes.POINTER(Ending))),
         ("wait", ctypes.c_int, (pool, ctypes.c_double, ctypes.c_int, ctypes.POINTER(Result))),
         ("run", None, (address, number, ctypes.POINTER(Result))),
-        ("plan", number, (address, number, number, *[address] * 3, number, number, *[address] * 3)),
         ("progress", number, (pool,)),
         ("num_open", number, (pool,)),
         ("cancel", None, (pool,)),
@@ -131,6 +146,11 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         ("draw", number, (address, number, address, number, address, address, number, address, number, address)),
         ("find_jpeg", ctypes.c_int, (address,)),
         ("decode", number, (*[address] * 4, number)),
+        ("cuda_context", address, ()),
+        ("cuda_order", ctypes.c_int, (address,) * 4),
+        ("cuda_send", ctypes.c_int, (address,)),
+        ("cuda_launch", ctypes.c_int, (address, address, ctypes.c_uint32)),
+        ("cuda_parameters", ctypes.c_int, (address,)),
         ("entries", None, (ctypes.POINTER(_Matrix), address, number, ctypes.c_int32, *[address] * 3)),
     ):
         function = getattr(library, f"h5chunk_{name}")
@@ -143,7 +163,7 @@ class NativePool:
 
     def __init__(self, num_threads: int) -> None:
         self._library = _library()
-        self._kept: dict[int, np.ndarray] = {}  # jobs, by ticket
+        self._kept: dict[int, tuple[np.ndarray, Ending | None]] = {}  # by ticket
         self._lock = threading.Lock()  # so that no function is called after the pool was freed
         self._num_inside = 0  # number of threads that are inside the library
         opened: list[Any] = []  # gets the pool even if a signal interrupts the next statement
@@ -177,14 +197,15 @@ class NativePool:
         with self._lock:
             return int(getattr(_quick(), f"h5chunk_{name}")(self._pool)) if self._pool else 0
 
-    def submit(self, ticket: int, jobs: np.ndarray) -> None:
+    def submit(self, ticket: int, jobs: np.ndarray, ending: Ending | None = None) -> None:
         """Queue jobs, (n,) JOB, C-contiguous; `wait` returns their result, with ``ticket``, when all have ended.
 
-        The memory that jobs point to must live until then. Raises OSError if the pool is closed, or memory is short.
+        The memory that jobs and ending point to must live until then. With an ending there must be jobs. Raises OSError
+        if the pool is closed, or memory is short.
         """
         with self._lock:
-            self._kept[ticket] = jobs
-            if not self._pool or _quick().h5chunk_submit(self._pool, ticket, jobs.ctypes.data, len(jobs)):
+            self._kept[ticket] = jobs, ending
+            if not self._pool or _quick().h5chunk_submit(self._pool, ticket, jobs.ctypes.data, len(jobs), ending):
                 del self._kept[ticket]
                 raise OSError("the pool of reading threads is closed")
 
@@ -201,6 +222,15 @@ class NativePool:
             raise EOFError("the pool of reading threads is closed")
         if not state:
             return None
+        self._kept.pop(result.ticket, None)
+        return result
+
+    def poll(self) -> Result | None:
+        """Return the result of a ticket that has ended, if there is one, without waiting."""
+        result = Result()
+        with self._lock:
+            if not self._pool or _quick().h5chunk_wait(self._pool, 0.0, False, result) != 1:
+                return None
         self._kept.pop(result.ticket, None)
         return result
 
@@ -237,49 +267,16 @@ class NativePool:
                 self._library.h5chunk_free(pool)
 
 
+def address_of(array: np.ndarray) -> int:
+    """Return the address of an array of numbers, without the Python object that ``array.ctypes`` makes."""
+    return int(array.__array_interface__["data"][0])
+
+
 def run(jobs: np.ndarray) -> Result:
     """Run jobs, (n,) JOB, C-contiguous, in the calling thread, and return their result."""
     result = Result()
     _library().h5chunk_run(jobs.ctypes.data, len(jobs), result)
     return result
-
-
-def plan_reads(
-    blocks: np.ndarray,
-    block_rows: int,
-    row_bytes: int,
-    rows: np.ndarray,
-    counts: np.ndarray | None,
-    destinations: np.ndarray,
-    out: np.ndarray,
-    run_bytes: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Make jobs that read rows of a file into rows of an array; adjacent rows share a job, up to ``run_bytes``.
-
-    Parameters
-    ----------
-    blocks : (num_blocks,) int64
-        Offset in the file of each block of ``block_rows`` rows of ``row_bytes`` bytes.
-    rows, counts, destinations : (n,) int64
-        Row ``rows[i]`` of the file, or ``counts[i]`` rows from there on, are read to row ``destinations[i]`` of
-        ``out``.
-    out : array
-        C-contiguous.
-
-    Returns
-    -------
-    jobs : (num_jobs,) JOB
-        Without descriptors.
-    vectors : (n, 2) uintp
-        Memory that the jobs point to, which the caller must keep.
-    """
-    given = (blocks, rows, counts, destinations)
-    arrays = [None if each is None else np.ascontiguousarray(each, np.int64) for each in given]
-    block, row, count, place = (None if each is None else each.ctypes.data for each in arrays)
-    vectors, jobs = np.empty((len(rows), 2), np.uintp), np.empty(len(rows), JOB)
-    targets = (out.ctypes.data, vectors.ctypes.data, jobs.ctypes.data)
-    num_jobs = _quick().h5chunk_plan(block, block_rows, row_bytes, row, count, place, len(rows), run_bytes, *targets)
-    return jobs[:num_jobs], vectors
 
 
 def crc32(data: np.ndarray, start: int = 0) -> int:

@@ -1,4 +1,4 @@
-/* A pool of threads that read byte ranges of files into scattered memory, and gather rows of memory.
+/* A pool of threads that read rows and byte ranges of files into scattered memory, and gather rows of memory.
  *
  * It does not depend on HDF5, orders or Python: the caller submits tables of jobs and waits for tickets. The tables, and
  * all memory that they point to, belong to the caller and must stay valid until their ticket is done.
@@ -11,26 +11,29 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 
 #define EXPORT __attribute__((visibility("default")))
-#define VERSION 11
+#define VERSION 12
 
-enum { READ = 0, VERIFY = 1, GATHER = 2 };                               /* kinds of jobs */
-enum { DONE = 0, SYSTEM = 1, CUT_SHORT = 2, CHECKSUM = 3, CANCELLED = 4 }; /* outcomes of a ticket */
+enum { READ = 0, VERIFY = 1, GATHER = 2, ROWS = 3 }; /* kinds of jobs */
+enum { DONE = 0, SYSTEM = 1, CUT_SHORT = 2, CHECKSUM = 3, CANCELLED = 4, CHANGED = 5, NOT_SENT = 6 }; /* of a ticket */
 
 enum { MAX_VECTORS = 1024 };        /* IOV_MAX of Linux and macOS */
 enum { PIECE_BYTES = 256 << 10 };   /* bytes that are read and then summed while still in the cache */
 enum { PREFETCHED_ROWS = 8 };
+enum { RUN_BYTES = 2 << 20 };       /* approximate bytes of a system call that reads rows */
 
 /* A job, whose fields depend on its kind.
  *
  * READ    `count` vectors (struct iovec) at `source` are filled from `offset` of `descriptor`: `num_bytes` in all.
  *         With `is_checked`, the CRC-32 of these bytes must be `expected`.
  * VERIFY  the CRC-32 of `num_bytes` from `offset` of `descriptor` must be `expected`.
- * GATHER  row i of `destination` becomes row `indices[i]` of `source`, `count` rows of `num_bytes / count` bytes. */
+ * GATHER  row i of `destination` becomes row `indices[i]` of `source`, `count` rows of `num_bytes / count` bytes.
+ * ROWS    `count` entries of the `Rows` at `source` are read, from entry `offset` on: about `num_bytes`. */
 typedef struct {
     int32_t kind, descriptor;
     int64_t offset, count, num_bytes;
@@ -40,9 +43,27 @@ typedef struct {
     uint32_t expected, is_checked;
 } Job;
 
+/* Rows of a file of blocks, `block_rows` at each of `blocks`, and their places in memory. Entry i is row `rows[i]`, or
+ * `counts[i]` rows from there on, which belong to row `places[i]` of `out`. */
+typedef struct {
+    const int64_t *blocks;
+    int64_t block_rows, row_bytes;
+    const int64_t *rows, *counts, *places;
+    uint8_t *out;
+} Rows;
+
+/* What the thread that ends the last job of a ticket does, if no job has failed: it checks that the file at `path`, if
+ * that is not NULL, has not changed, and then calls `send`, which returns 0 or an error. */
+typedef struct {
+    int (*send)(const void *);
+    const void *argument;
+    const char *path;
+    int64_t device, inode, size, modified_ns;
+} Ending;
+
 typedef struct {
     uint64_t ticket;
-    int32_t status, error; /* `error` is the errno for SYSTEM, and the bits of the checksum for CHECKSUM */
+    int32_t status, error; /* `error` is the errno for SYSTEM, the bits of the checksum for CHECKSUM, or that of `send` */
     int64_t job;    /* the number of the job that failed first */
     int64_t offset; /* where the job failed in its file */
 } Result;
@@ -50,6 +71,7 @@ typedef struct {
 typedef struct Ticket {
     struct Ticket *next;
     const Job *jobs;
+    const Ending *ending;
     int64_t num_jobs, num_taken, num_left;
     Result result;
 } Ticket;
@@ -219,6 +241,33 @@ static int do_read(const Job *job, Result *result) {
     return job->is_checked ? check(crc, job, result) : 0;
 }
 
+/* Adjacent rows of the file share a system call, and adjacent places a vector. */
+static int do_rows(const Job *job, struct iovec *vectors, Result *result) {
+    const Rows *table = job->source;
+    int64_t block_rows = table->block_rows, first_row = 0, start = 0, end = 0, base = 0;
+    uint8_t *to_end = NULL;
+    int count = 0;
+    for (int64_t i = job->offset; i < job->offset + job->count; i++) {
+        int64_t row = table->rows[i], size = (table->counts ? table->counts[i] : 1) * table->row_bytes;
+        uint8_t *to = table->out + table->places[i] * table->row_bytes;
+        if (i == job->offset || row < first_row || row >= first_row + block_rows) {
+            base = table->blocks[row / block_rows];
+            first_row = row / block_rows * block_rows;
+        }
+        int64_t offset = base + (row - first_row) * table->row_bytes;
+        if (count && (offset != end || count == MAX_VECTORS || end - start >= RUN_BYTES)) {
+            if (read_vectors(job->descriptor, vectors, count, end - start, start, result)) return -1;
+            count = 0;
+        }
+        if (!count) start = offset;
+        if (!count || to != to_end) vectors[count++] = (struct iovec){.iov_base = to, .iov_len = 0};
+        vectors[count - 1].iov_len += (size_t)size;
+        end = offset + size;
+        to_end = to + size;
+    }
+    return count ? read_vectors(job->descriptor, vectors, count, end - start, start, result) : 0;
+}
+
 static int do_verify(const Job *job, uint8_t *scratch, Result *result) {
     uint32_t crc = 0;
     for (int64_t done = 0; done < job->num_bytes; done += PIECE_BYTES) {
@@ -251,6 +300,7 @@ static void gather(const void *source, int64_t row_bytes, const int64_t *indices
 static int do_job(const Job *job, uint8_t *scratch, Result *result) {
     if (job->kind == READ) return do_read(job, result);
     if (job->kind == VERIFY) return do_verify(job, scratch, result);
+    if (job->kind == ROWS) return do_rows(job, (struct iovec *)scratch, result);
     gather(job->source, job->num_bytes / job->count, job->indices, job->count, job->destination);
     return 0;
 }
@@ -262,37 +312,6 @@ EXPORT void h5chunk_run(const Job *jobs, int64_t num_jobs, Result *result) {
     for (int64_t i = 0; scratch && i < num_jobs && !result->status; i++)
         if (do_job(jobs + i, scratch, result)) result->job = i;
     free(scratch);
-}
-
-/* Write the tables of jobs that read rows of `row_bytes` from a file of blocks, `block_rows` at each of `blocks`: from
- * `rows[i]` on one row, or `counts[i]`, to `out + places[i] * row_bytes`. There is a vector for each run of adjacent
- * memory, and a job for each run of adjacent ranges, of about `run_bytes`. Return the number of jobs, at most `count`. */
-EXPORT int64_t h5chunk_plan(const int64_t *blocks, int64_t block_rows, int64_t row_bytes, const int64_t *rows,
-                            const int64_t *counts, const int64_t *places, int64_t count, int64_t run_bytes,
-                            uint8_t *out, struct iovec *vectors, Job *jobs) {
-    int64_t num_jobs = 0, end = 0, block = 0, first = 0;
-    struct iovec *next = vectors;
-    uint8_t *to_end = NULL;
-    Job *job = jobs;
-    for (int64_t i = 0; i < count; i++) {
-        if (rows[i] < first || rows[i] >= first + block_rows || !i) block = rows[i] / block_rows, first = block * block_rows;
-        int64_t offset = blocks[block] + (rows[i] - first) * row_bytes, size = counts ? counts[i] * row_bytes : row_bytes;
-        uint8_t *to = out + places[i] * row_bytes;
-        int is_new = !num_jobs || offset != end || job->count == MAX_VECTORS || job->num_bytes >= run_bytes;
-        if (is_new) {
-            job = jobs + num_jobs++;
-            *job = (Job){.kind = READ, .offset = offset, .source = next};
-        }
-        if (is_new || to != to_end) {
-            *next++ = (struct iovec){.iov_base = to, .iov_len = 0};
-            job->count++;
-        }
-        next[-1].iov_len += (size_t)size;
-        job->num_bytes += size;
-        end = offset + size;
-        to_end = to + size;
-    }
-    return num_jobs;
 }
 
 /* ---- The pool ---- */
@@ -317,6 +336,24 @@ static void finish(Pool *pool, Ticket *ticket, int64_t num_jobs) {
     if (ticket->num_left) return;
     push(&pool->finished, ticket);
     pthread_cond_signal(&pool->done);
+}
+
+static int is_unchanged(const Ending *ending) {
+    struct stat found;
+    if (stat(ending->path, &found)) return 0;
+#if defined(__APPLE__)
+    struct timespec modified = found.st_mtimespec;
+#else
+    struct timespec modified = found.st_mtim;
+#endif
+    return (int64_t)found.st_dev == ending->device && (int64_t)found.st_ino == ending->inode &&
+           (int64_t)found.st_size == ending->size &&
+           (int64_t)modified.tv_sec * 1000000000 + modified.tv_nsec == ending->modified_ns;
+}
+
+static void end(const Ending *ending, Result *result) {
+    if (ending->path && !is_unchanged(ending)) result->status = CHANGED;
+    else if (ending->send && (result->error = ending->send(ending->argument))) result->status = NOT_SENT;
 }
 
 /* Cancel the jobs of the first waiting ticket that no thread has taken; the caller holds the lock. */
@@ -365,6 +402,11 @@ static void run_part(Pool *pool, uint8_t *scratch) {
     if (result.status && ticket->result.status == DONE) {
         result.ticket = ticket->result.ticket;
         ticket->result = result;
+    }
+    if (ticket->num_left == count && ticket->result.status == DONE && ticket->ending) {
+        pthread_mutex_unlock(&pool->lock); /* the ticket is in no queue, and no other thread has jobs of it */
+        end(ticket->ending, &ticket->result);
+        pthread_mutex_lock(&pool->lock);
     }
     finish(pool, ticket, count);
 }
@@ -432,11 +474,13 @@ EXPORT Pool *h5chunk_open(int num_threads, int64_t part_bytes) {
     return pool;
 }
 
-/* Queue jobs after earlier ones: 0, or -1 if memory is short or the pool is closing. */
-EXPORT int h5chunk_submit(Pool *pool, uint64_t number, const Job *jobs, int64_t num_jobs) {
+/* Queue jobs after earlier ones: 0, or -1 if memory is short or the pool is closing. `ending` may be NULL, and must be
+ * if there are no jobs. */
+EXPORT int h5chunk_submit(Pool *pool, uint64_t number, const Job *jobs, int64_t num_jobs, const Ending *ending) {
     Ticket *ticket = calloc(1, sizeof *ticket);
     if (!ticket) return -1;
     ticket->jobs = jobs;
+    ticket->ending = ending;
     ticket->num_jobs = ticket->num_left = num_jobs;
     ticket->result.ticket = number;
     pthread_mutex_lock(&pool->lock);

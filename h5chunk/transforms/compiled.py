@@ -7,23 +7,31 @@ time (scripts/LOG.md).
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from h5chunk.native import cuda
 from h5chunk.plan.draws import BOX_HEIGHT, DOWN, ERASED, FULL_HEIGHT, HEIGHT, LEFT, TOP
 from h5chunk.transforms.csr import CsrRows, SampleNumbers, ValueRule
 
 FEWEST_NUMBERS = 4 << 20  # in a smaller batch, launching the kernel takes longer than torch.addcmul; scripts/LOG.md
 MAX_CHANNELS = 16  # a program holds all channels of its pixels
+ALIGNED = 16  # bytes of an address that Triton compiles another kernel for
 PIXELS = 1024  # pixels per program; 512 and 2048 are as fast
 BLOCK, ZEROS, NUM_WARPS = 256, 4096, 16  # entries to set and numbers to clear at a time, and warps; scripts/LOG.md
 TAPS, BLOCK = 128, 256  # results of a program of augmentation; scripts/LOG.md has its shapes that were tried
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def current_stream(device: int) -> int:
+    """Return the handle of the current stream of a GPU, without the Python object that torch would make."""
+    return int(torch._C._cuda_getCurrentRawStream(device))
 
 
 class Compiling:
@@ -48,13 +56,33 @@ class Compiling:
 class FusedKernel(Compiling):
     """Compute ``out = images * scale + shift`` for uint8 images on a GPU, as soon as the kernel is compiled.
 
-    ``scale`` and ``shift`` are float32 on the GPU, both a scalar or one value per channel. ``channel_axis`` is the axis
-    within a sample: 0 for (C, H, W), 2 for (H, W, C); ``channels_last`` is the memory format of ``out``, for (C, H, W).
+    ``scale`` and ``shift`` are float32 on the GPU, both a scalar or one value per channel. ``sample_shape`` and
+    ``channel_axis`` describe a sample: 0 for (C, H, W), 2 for (H, W, C). ``channels_last`` is the memory format of
+    ``out``, for (C, H, W).
+
+    Triton takes several times as long as the driver to launch a kernel, so once compiled it is launched by the latter.
     """
 
-    def __init__(self, scale: torch.Tensor, shift: torch.Tensor, channel_axis: int, channels_last: bool) -> None:
-        self._scale, self._shift = scale.reshape(-1).contiguous(), shift.reshape(-1).contiguous()
-        self._channel_axis, self._channels_last = channel_axis, channels_last
+    def __init__(
+        self,
+        scale: torch.Tensor,
+        shift: torch.Tensor,
+        sample_shape: tuple[int, ...],
+        channel_axis: int,
+        dtype: torch.dtype,
+        channels_last: bool,
+    ) -> None:
+        self._shape, self._dtype, self._device = sample_shape, dtype, scale.device
+        channels = sample_shape[0] if channels_last else scale.numel()
+        numbers = (each.reshape(-1).expand(channels).contiguous() for each in (scale, shift))
+        self._scale, self._shift = numbers
+        self._pixels = math.prod(sample_shape) // channels
+        planes, interleaved = (self._pixels, 1), (1, channels)
+        source = interleaved if channels > 1 and channel_axis else planes
+        out = interleaved if channels_last else source
+        self._constants = self._pixels, *source, *out, channels, 1 << (channels - 1).bit_length(), PIXELS
+        self._format = torch.channels_last if channels_last else torch.contiguous_format
+        self._launch: cuda.Launch | None = None
         self._compile_in_thread(self._first_launch)
 
     @staticmethod
@@ -65,9 +93,25 @@ class FusedKernel(Compiling):
     def _first_launch(self) -> Any:
         from h5chunk.transforms.kernels import scale_and_shift as kernel
 
-        image = torch.ones(1, 16, dtype=torch.uint8, device=self._scale.device)
-        self._launch(kernel, image, torch.empty(1, 16, device=self._scale.device), 1, (16, 1), (16, 1))
+        with torch.cuda.device(self._device):
+            numbers = torch.arange(2 * math.prod(self._shape), device=self._device)
+            images = numbers.to(torch.uint8).reshape(2, *self._shape)
+            out, other = (self._empty(images) for _ in range(2))
+            compiled = self._by_triton(kernel, images, out)
+            launch = launch_of(compiled, (self._scale, self._shift))
+            if launch is not None and launch(current_stream(self._index), self._blocks(2), _addresses(images, other)):
+                self._launch = launch if torch.equal(out, other) else None
         return kernel
+
+    def _empty(self, images: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(images.shape, dtype=self._dtype, device=self._device).to(memory_format=self._format)
+
+    @property
+    def _index(self) -> int:
+        return int(self._device.index)
+
+    def _blocks(self, count: int) -> int:
+        return count * -(-self._pixels // PIXELS)
 
     def __call__(self, images: torch.Tensor, out: torch.Tensor) -> bool:
         """Run the kernel, unless it is not compiled or the batch is too small; return whether it ran.
@@ -76,31 +120,40 @@ class FusedKernel(Compiling):
         """
         if self._kernel is None or images.numel() < FEWEST_NUMBERS:
             return False
-        channels = images.shape[1] if self._channels_last else self._scale.numel()
-        if self._scale.numel() != channels:
-            self._scale, self._shift = (each.expand(channels).contiguous() for each in (self._scale, self._shift))
-        planes, interleaved = (images.numel() // (len(images) * channels), 1), (1, channels)
-        source = interleaved if channels > 1 and self._channel_axis else planes
-        self._launch(self._kernel, images, out, channels, source, interleaved if self._channels_last else source)
+        places = _addresses(images, out)
+        if (
+            self._launch is None
+            or (places[0] | places[1]) % ALIGNED
+            or not self._launch(current_stream(self._index), self._blocks(len(images)), places)
+        ):
+            with torch.cuda.device(self._device):
+                self._by_triton(self._kernel, images, out)
         return True
 
-    def _launch(
-        self,
-        kernel: Any,
-        images: torch.Tensor,
-        out: torch.Tensor,
-        channels: int,
-        source_strides: tuple[int, int],
-        out_strides: tuple[int, int],
-    ) -> None:
-        """Launch the kernel; strides are given as (of a channel, of a pixel)."""
-        pixels = images.numel() // (len(images) * channels)
-        programs, padded = len(images) * -(-pixels // PIXELS), 1 << (channels - 1).bit_length()
-        strides = (*source_strides, *out_strides)
-        with torch.cuda.device(images.device):
-            kernel[(programs,)](
-                images, out, self._scale, self._shift, pixels, *strides, channels, padded, PIXELS, num_warps=4
-            )
+    def _by_triton(self, kernel: Any, images: torch.Tensor, out: torch.Tensor) -> Any:
+        blocks = self._blocks(len(images))
+        return kernel[(blocks,)](images, out, self._scale, self._shift, *self._constants, num_warps=4)
+
+
+def launch_of(compiled: Any, constants: Sequence[torch.Tensor]) -> cuda.Launch | None:
+    """Return a launch of a compiled kernel of Triton, whose last parameters are these; None if that is not possible.
+
+    Triton adds parameters of its own at the end, which are null for a kernel without scratch memory.
+    """
+    with suppress(Exception):  # another version of Triton
+        context, metadata = cuda.context(), compiled.metadata
+        launch = cuda.Launch(context, compiled.function)
+        launch.arguments[2 : 2 + len(constants)] = [each.data_ptr() for each in constants]
+        launch.num_threads, launch.shared_bytes = 32 * metadata.num_warps, metadata.shared
+        launch.kept = compiled, constants
+        hidden = launch.num_parameters - 2 - len(constants)
+        if context and hidden in range(3) and not metadata.global_scratch_size and not metadata.profile_scratch_size:
+            return launch
+    return None
+
+
+def _addresses(images: torch.Tensor, out: torch.Tensor) -> tuple[int, int]:
+    return images.data_ptr(), out.data_ptr()
 
 
 class LoadedTable(NamedTuple):

@@ -115,6 +115,7 @@ class ImageConverter:
         self._format = torch.channels_last if channels_last else torch.contiguous_format
         unit = 255 if stored == torch.uint8 else 1
         self._scale, self._shift = scale_and_shift(normalize or Normalize(0, 1), unit, sample_shape, channel_axis)
+        self._shape = sample_shape
         self._channel_axis, self._stored = channel_axis, stored
         self.sample_bytes = math.prod(sample_shape) * self.dtype.itemsize
         self._allocate = allocate
@@ -132,13 +133,15 @@ class ImageConverter:
         wanted = device.type == "cuda" and self._kernel is None and self._scaled and self._stored == torch.uint8
         if wanted and FusedKernel.suits(self.dtype, self._scale):
             last = self._format == torch.channels_last
-            self._kernel = FusedKernel(self._scale, self._shift, self._channel_axis, last)
+            self._kernel = FusedKernel(self._scale, self._shift, self._shape, self._channel_axis, self.dtype, last)
 
     def __call__(self, images: torch.Tensor, keep: bool, draws: Draws | None = None) -> torch.Tensor:
         """Return the converted batch; with ``keep`` the result may be the input itself."""
         unchanged = images.dtype == self.dtype and not self._scaled
         if keep and unchanged and images.is_contiguous(memory_format=self._format):
             return images
+        if unchanged and images.device.type != "cpu":
+            return images.clone(memory_format=self._format)
         out = self._empty(images)
         if not self._scaled:
             return out.copy_(images)

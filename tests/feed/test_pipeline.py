@@ -31,6 +31,8 @@ FIELDS = {name: name for name in DATA}
 class MemorySlot:
     """A slot of plain arrays."""
 
+    is_full, sender = False, (None, None)
+
     def __init__(self) -> None:
         self.arrays: dict[str, np.ndarray] = {}
 
@@ -40,6 +42,8 @@ class MemorySlot:
         return {name: array.reshape(num_samples, -1).view(np.uint8) for name, array in self.arrays.items()}
 
     def send(self) -> None: ...
+
+    def check(self) -> None: ...
 
 
 def window(samples: object) -> Window:

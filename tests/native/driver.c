@@ -1,17 +1,20 @@
-/* Drives core.c and rows.c as Python does, for the sanitizers: prints nothing and returns 0 if all is well.
+/* Drives core.c, rows.c and cuda.c as Python does, for the sanitizers: prints nothing and returns 0 if all is well.
  *
  *     cc -fsanitize=address,undefined -Dpread=faulty_pread -Dpreadv=faulty_preadv -c driver.c
- *     cc -fsanitize=address,undefined driver.o faults.c -pthread
+ *     cc -fsanitize=address,undefined driver.o faults.c fake_cuda.c -pthread -rdynamic -ldl
  */
+#define LIBCUDA NULL /* the functions of fake_cuda.c, in this program */
 #include "../../h5chunk/native/core.c"
+#include "../../h5chunk/native/cuda.c"
 #include "../../h5chunk/native/rows.c"
 
 #include <stdio.h>
 
 void set_fault(int kind, int from);
+int num_calls(void);
 
 enum { NONE, SHORT, INTERRUPTED, REFUSED, HANGING, EMPTY }; /* faults.c */
-enum { ROWS = 2101, ROW_BYTES = 201, ROWS_PER_JOB = 1500, TICKETS = 6 };
+enum { ALL_ROWS = 2101, ROW_BYTES = 201, ROWS_PER_JOB = 1500, TICKETS = 6 };
 
 #define EXPECT(condition)                                                          \
     do {                                                                           \
@@ -21,25 +24,32 @@ enum { ROWS = 2101, ROW_BYTES = 201, ROWS_PER_JOB = 1500, TICKETS = 6 };
         }                                                                          \
     } while (0)
 
-static uint8_t data[ROWS * ROW_BYTES];
+static uint8_t data[ALL_ROWS * ROW_BYTES];
+
+static int num_sent; /* the number of endings; only the fifth fails */
+
+static int send(const void *argument) {
+    EXPECT(argument == data);
+    return __atomic_add_fetch(&num_sent, 1, __ATOMIC_SEQ_CST) == 5 ? 77 : 0;
+}
 
 typedef struct {
     uint8_t *out;
     int64_t *places;
     struct iovec *vectors;
-    Job jobs[ROWS / ROWS_PER_JOB + 3];
+    Job jobs[ALL_ROWS / ROWS_PER_JOB + 3];
     int num_jobs;
 } Window;
 
 /* A window of all rows, shuffled: read, verified, and gathered back into order. */
 static Window make_window(int descriptor, uint8_t *back) {
-    Window window = {malloc(sizeof data), malloc(ROWS * sizeof(int64_t)), malloc(ROWS * sizeof(struct iovec))};
-    for (int row = 0; row < ROWS; row++) {
-        window.places[row] = (row * 7LL + 3) % ROWS;
+    Window window = {malloc(sizeof data), malloc(ALL_ROWS * sizeof(int64_t)), malloc(ALL_ROWS * sizeof(struct iovec))};
+    for (int row = 0; row < ALL_ROWS; row++) {
+        window.places[row] = (row * 7LL + 3) % ALL_ROWS;
         window.vectors[row] = (struct iovec){window.out + window.places[row] * ROW_BYTES, ROW_BYTES};
     }
-    for (int first = 0; first < ROWS; first += ROWS_PER_JOB) {
-        int count = ROWS - first < ROWS_PER_JOB ? ROWS - first : ROWS_PER_JOB;
+    for (int first = 0; first < ALL_ROWS; first += ROWS_PER_JOB) {
+        int count = ALL_ROWS - first < ROWS_PER_JOB ? ALL_ROWS - first : ROWS_PER_JOB;
         int64_t start = (int64_t)first * ROW_BYTES, size = (int64_t)count * ROW_BYTES;
         window.jobs[window.num_jobs++] = (Job){READ, descriptor, start, count, size, window.vectors + first, NULL, NULL,
                                                h5chunk_crc32(data + start, size, 0), 1};
@@ -48,7 +58,7 @@ static Window make_window(int descriptor, uint8_t *back) {
         (Job){VERIFY, descriptor, 0, 0, sizeof data, NULL, NULL, NULL, h5chunk_crc32(data, sizeof data, 0), 1};
     if (back)
         window.jobs[window.num_jobs++] =
-            (Job){GATHER, -1, 0, ROWS, sizeof data, data, window.places, back, 0, 0};
+            (Job){GATHER, -1, 0, ALL_ROWS, sizeof data, data, window.places, back, 0, 0};
     return window;
 }
 
@@ -58,9 +68,9 @@ static void free_window(Window *window) {
     free(window->vectors);
 }
 
-/* Read all rows to shuffled places by planned jobs: one row or two at a time, from blocks that lie in the file in reverse. */
-static void run_planned(int descriptor, int64_t rows_at_a_time) {
-    enum { BLOCK_ROWS = 11, BLOCKS = ROWS / BLOCK_ROWS, COUNT = BLOCKS * BLOCK_ROWS };
+/* Read all rows to places in reverse, one or two at a time, from blocks that lie in the file in reverse. */
+static void run_rows_of_blocks(int descriptor, int64_t rows_at_a_time, int fault) {
+    enum { BLOCK_ROWS = 11, BLOCKS = ALL_ROWS / BLOCK_ROWS, COUNT = BLOCKS * BLOCK_ROWS };
     int64_t blocks[BLOCKS], rows[COUNT], places[COUNT], counts[COUNT], count = 0;
     for (int64_t block = 0; block < BLOCKS; block++) blocks[block] = (BLOCKS - 1 - block) * BLOCK_ROWS * ROW_BYTES;
     for (int64_t row = 0; row < COUNT; count++) {
@@ -71,21 +81,24 @@ static void run_planned(int descriptor, int64_t rows_at_a_time) {
         row += counts[count];
     }
     uint8_t *out = malloc((size_t)COUNT * ROW_BYTES);
-    struct iovec *vectors = malloc((size_t)count * sizeof *vectors);
-    Job *jobs = malloc((size_t)count * sizeof *jobs);
-    int64_t num_jobs = h5chunk_plan(blocks, BLOCK_ROWS, ROW_BYTES, rows, rows_at_a_time == 1 ? NULL : counts, places, count,
-                                    5 * ROW_BYTES, out, vectors, jobs);
-    EXPECT(num_jobs > BLOCKS && num_jobs < count);
-    for (int64_t i = 0; i < num_jobs; i++) jobs[i].descriptor = descriptor;
+    Rows table = {blocks, BLOCK_ROWS, ROW_BYTES, rows, rows_at_a_time == 1 ? NULL : counts, places, out};
+    Job jobs[3] = {{0}};
+    for (int64_t i = 0; i < 3; i++)
+        jobs[i] = (Job){.kind = ROWS, .descriptor = descriptor, .offset = count * i / 3,
+                        .count = count * (i + 1) / 3 - count * i / 3, .source = &table};
     Result result;
-    h5chunk_run(jobs, num_jobs, &result);
+    set_fault(fault, 0);
+    h5chunk_run(jobs, 3, &result);
     EXPECT(result.status == DONE);
+    EXPECT(fault || num_calls() <= BLOCKS + 2); /* a call for each block, unless a job ends within it */
+    set_fault(NONE, 0);
     for (int64_t i = 0; i < count; i++)
         EXPECT(!memcmp(out + places[i] * ROW_BYTES, data + blocks[rows[i] / BLOCK_ROWS] + rows[i] % BLOCK_ROWS * ROW_BYTES,
                        (size_t)(counts[i] * ROW_BYTES)));
+    jobs[2].descriptor = -1;
+    h5chunk_run(jobs, 3, &result);
+    EXPECT(result.status == SYSTEM && result.job == 2);
     free(out);
-    free(vectors);
-    free(jobs);
 }
 
 /* What is cancelled ends, and the pool reads on. */
@@ -96,7 +109,7 @@ static void run_cancelled(int descriptor) {
     for (int round = 0; round < 2; round++) {
         for (int i = 0; i < TICKETS; i++) {
             windows[i] = make_window(descriptor, NULL);
-            EXPECT(!h5chunk_submit(pool, (uint64_t)i, windows[i].jobs, windows[i].num_jobs));
+            EXPECT(!h5chunk_submit(pool, (uint64_t)i, windows[i].jobs, windows[i].num_jobs, NULL));
         }
         if (!round) h5chunk_cancel(pool);
         for (int i = 0; i < TICKETS; i++) {
@@ -112,21 +125,83 @@ static void run_cancelled(int descriptor) {
 
 /* A caller that waits gathers, too. */
 static void run_gathered(void) {
-    int64_t indices[ROWS];
-    uint8_t out[TICKETS][ROWS * ROW_BYTES];
+    int64_t indices[ALL_ROWS];
+    uint8_t out[TICKETS][ALL_ROWS * ROW_BYTES];
     Job jobs[TICKETS];
     Pool *pool = h5chunk_open(1, 1);
     Result result;
-    for (int64_t i = 0; i < ROWS; i++) indices[i] = (i * 7) % ROWS;
+    for (int64_t i = 0; i < ALL_ROWS; i++) indices[i] = (i * 7) % ALL_ROWS;
     for (int i = 0; i < TICKETS; i++) {
-        jobs[i] = (Job){.kind = GATHER, .count = ROWS, .num_bytes = ROWS * ROW_BYTES, .source = data,
+        jobs[i] = (Job){.kind = GATHER, .count = ALL_ROWS, .num_bytes = ALL_ROWS * ROW_BYTES, .source = data,
                         .indices = indices, .destination = out[i]};
-        EXPECT(!h5chunk_submit(pool, (uint64_t)i, jobs + i, 1));
+        EXPECT(!h5chunk_submit(pool, (uint64_t)i, jobs + i, 1, NULL));
     }
     for (int i = 0; i < TICKETS; i++) {
         EXPECT(h5chunk_wait(pool, 20, 1, &result) == 1 && result.status == DONE);
-        for (int row = 0; row < ROWS; row++)
+        for (int row = 0; row < ALL_ROWS; row++)
             EXPECT(!memcmp(out[result.ticket] + row * ROW_BYTES, data + indices[row] * ROW_BYTES, ROW_BYTES));
+    }
+    EXPECT(h5chunk_close(pool, 20));
+    h5chunk_free(pool);
+}
+
+/* Endings: what is sent, what is not because a job failed, or the file changed, or because sending fails. */
+static void run_endings(int descriptor, const char *path) {
+    struct stat found;
+    EXPECT(!stat(path, &found));
+    Ending same = {send, data, path, (int64_t)found.st_dev, (int64_t)found.st_ino, found.st_size,
+                   found.st_mtim.tv_sec * 1000000000LL + found.st_mtim.tv_nsec};
+    Ending changed = same, gone = same;
+    changed.modified_ns++;
+    gone.path = "/nowhere";
+    const Ending *endings[] = {&same, &changed, &gone, &same};
+    int expected[] = {DONE, CHANGED, CHANGED, SYSTEM};
+    Pool *pool = h5chunk_open(3, 50000);
+    Result result;
+    for (int round = 0; round < 5; round++) {
+        Window windows[4];
+        int before = num_sent;
+        for (int i = 0; i < 4; i++) {
+            windows[i] = make_window(descriptor, NULL);
+            if (i == 3) windows[i].jobs[1].descriptor = -1;
+            EXPECT(!h5chunk_submit(pool, (uint64_t)i, windows[i].jobs, windows[i].num_jobs, endings[i]));
+        }
+        for (int i = 0; i < 4; i++) {
+            EXPECT(h5chunk_wait(pool, 20, 0, &result) == 1);
+            int fails = round == 4 && result.ticket == 0;
+            EXPECT(result.status == (fails ? NOT_SENT : expected[result.ticket]) && (!fails || result.error == 77));
+        }
+        EXPECT(num_sent == before + 1);
+        for (int i = 0; i < 4; i++) free_window(windows + i);
+    }
+    EXPECT(h5chunk_close(pool, 20));
+    h5chunk_free(pool);
+}
+
+/* Threads send windows to a device, which is memory here, in two copies each. */
+static void run_sending(int descriptor) {
+    Window windows[TICKETS];
+    Sending sendings[TICKETS];
+    Copy copies[TICKETS][2];
+    Ending endings[TICKETS];
+    Pool *pool = h5chunk_open(3, 50000);
+    Result result;
+    for (int i = 0; i < TICKETS; i++) {
+        windows[i] = make_window(descriptor, NULL);
+        uint8_t *device = malloc(sizeof data);
+        copies[i][0] = (Copy){(uint64_t)device, windows[i].out, ROW_BYTES};
+        copies[i][1] = (Copy){(uint64_t)(device + ROW_BYTES), windows[i].out + ROW_BYTES, sizeof data - ROW_BYTES};
+        sendings[i] = (Sending){h5chunk_cuda_context(), (void *)5, (void *)6, (void *)7, copies[i], 2};
+        endings[i] = (Ending){(int (*)(const void *))h5chunk_cuda_send, sendings + i, NULL, 0, 0, 0, 0};
+        EXPECT(!h5chunk_submit(pool, (uint64_t)i, windows[i].jobs, windows[i].num_jobs, endings + i));
+    }
+    for (int i = 0; i < TICKETS; i++) {
+        EXPECT(h5chunk_wait(pool, 20, 0, &result) == 1 && result.status == DONE);
+        uint8_t *device = (uint8_t *)copies[result.ticket][0].device;
+        EXPECT(!memcmp(device, windows[result.ticket].out, sizeof data));
+        EXPECT(!h5chunk_cuda_order(h5chunk_cuda_context(), (void *)8, (void *)7, (void *)6));
+        free(device);
+        free_window(windows + result.ticket);
     }
     EXPECT(h5chunk_close(pool, 20));
     h5chunk_free(pool);
@@ -140,12 +215,12 @@ static int run_pool(int descriptor, int threads, int fault, int from, int is_clo
     set_fault(fault, from);
     for (int i = 0; i < TICKETS; i++) {
         windows[i] = make_window(descriptor, i ? NULL : back);
-        EXPECT(!h5chunk_submit(pool, (uint64_t)i, windows[i].jobs, windows[i].num_jobs));
+        EXPECT(!h5chunk_submit(pool, (uint64_t)i, windows[i].jobs, windows[i].num_jobs, NULL));
     }
     if (is_closed_early) {
         h5chunk_close(pool, 0.02);
         set_fault(NONE, 0);
-        EXPECT(h5chunk_submit(pool, 99, windows[0].jobs, 1) == -1);
+        EXPECT(h5chunk_submit(pool, 99, windows[0].jobs, 1, NULL) == -1);
     }
     int seen = 0, status = DONE;
     Result result;
@@ -153,7 +228,7 @@ static int run_pool(int descriptor, int threads, int fault, int from, int is_clo
         EXPECT((state = h5chunk_wait(pool, 20, 0, &result)) == 1);
         if (result.status) status = result.status;
         else if (!is_closed_early)
-            for (int row = 0; row < ROWS; row++)
+            for (int row = 0; row < ALL_ROWS; row++)
                 EXPECT(!memcmp(windows[result.ticket].out + windows[result.ticket].places[row] * ROW_BYTES,
                                data + row * ROW_BYTES, ROW_BYTES));
     }
@@ -209,10 +284,15 @@ int main(void) {
     char path[] = "/tmp/h5chunk-driver-XXXXXX";
     int descriptor = mkstemp(path);
     for (size_t i = 0; i < sizeof data; i++) data[i] = (uint8_t)(i * i >> 7);
-    EXPECT(descriptor >= 0 && write(descriptor, data, sizeof data) == sizeof data && !unlink(path));
+    EXPECT(descriptor >= 0 && write(descriptor, data, sizeof data) == sizeof data);
+    run_endings(descriptor, path);
+    run_sending(descriptor);
+    EXPECT(!unlink(path));
     EXPECT(h5chunk_crc32((const uint8_t *)"123456789", 9, 0) == 0xCBF43926u);
-    run_planned(descriptor, 1);
-    run_planned(descriptor, 2);
+    for (int fault = NONE; fault <= INTERRUPTED; fault++) {
+        run_rows_of_blocks(descriptor, 1, fault);
+        run_rows_of_blocks(descriptor, 2, fault);
+    }
     run_cancelled(descriptor);
     run_gathered();
     for (int threads = 1; threads < 6; threads += 2) {
@@ -232,7 +312,7 @@ int main(void) {
     window = make_window(descriptor, NULL);
     Pool *pool = h5chunk_open(2, 1);
     set_fault(HANGING, 0);
-    EXPECT(!h5chunk_submit(pool, 1, window.jobs, window.num_jobs));
+    EXPECT(!h5chunk_submit(pool, 1, window.jobs, window.num_jobs, NULL));
     usleep(20000);
     EXPECT(!h5chunk_close(pool, 0.01));
     h5chunk_free(pool);

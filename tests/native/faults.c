@@ -15,6 +15,9 @@ void set_fault(int kind, int from) {
     atomic_store(&mode, kind);
 }
 
+/* Number of calls since the fault was set. */
+int num_calls(void) { return atomic_load(&calls); }
+
 /* What to do instead of reading: 0 to read. */
 static int instead(void) {
     int call = atomic_fetch_add(&calls, 1);

@@ -52,7 +52,7 @@ def faulty_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     faults = ("-U_FORTIFY_SOURCE", "-Dpread=faulty_pread", "-Dpreadv=faulty_preadv")
     compile_c(folder / "core.o", "-c", "-fPIC", "-O2", "-Wall", "-Wextra", "-Werror", *faults, CORE)
     others = [part for part in CORE.parent.glob("*.c") if part != CORE]
-    compile_c(folder / "faulty.so", "-shared", "-fPIC", HERE / "faults.c", *others, folder / "core.o")
+    compile_c(folder / "faulty.so", "-shared", "-fPIC", HERE / "faults.c", *others, folder / "core.o", "-ldl", "-lm")
     return h5chunk.native._declare(ctypes.CDLL(str(folder / "faulty.so")))
 
 
@@ -79,7 +79,8 @@ def test_sanitizers_find_nothing(tmp_path: Path, sanitizer: str) -> None:
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
         pytest.skip(f"no program with -fsanitize={sanitizer} runs here")
     compile_c(tmp_path / "driver.o", "-c", *flags, "-Dpread=faulty_pread", "-Dpreadv=faulty_preadv", HERE / "driver.c")
-    compile_c(tmp_path / "driver", *flags, HERE / "faults.c", tmp_path / "driver.o")
+    others = (HERE / "faults.c", HERE / "fake_cuda.c", "-rdynamic")
+    compile_c(tmp_path / "driver", *flags, *others, tmp_path / "driver.o", "-ldl", "-lm")
     done = subprocess.run([tmp_path / "driver"], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -153,7 +153,7 @@ def test_places_may_leave_others_out(tmp_path, options):
     assert out[places].tobytes() == data[rows].tobytes() and (out[[1, 3, 5]] == 77).all()
 
 
-def test_more_rows_than_one_call_takes(tmp_path):
+def test_more_rows_than_one_call_takes(tmp_path, python_threads):
     num_rows = 2 * MAX_VECTORS + 7
     data = values((num_rows, 3), np.uint8)
     path = make_file(tmp_path / "a.h5", x=(data, {}))
@@ -164,7 +164,7 @@ def test_more_rows_than_one_call_takes(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{}, {"chunks": (7, 300_000)}])
-def test_long_runs_are_cut(tmp_path, options):
+def test_long_runs_are_cut(tmp_path, options, python_threads):
     data = values((20, 300_000), np.uint8)
     path = make_file(tmp_path / "a.h5", x=(data, options))
     sizes = [num_bytes for *_, num_bytes in runs_of(direct_field(path), np.arange(20))]
@@ -178,7 +178,7 @@ def test_long_runs_are_cut(tmp_path, options):
     chunk_samples=st.integers(0, 201),
     run_rows=st.sampled_from([1, 3, 1000]),
 )
-def test_runs(tmp_path, monkeypatch, rows, chunk_samples, run_rows):
+def test_runs(tmp_path, monkeypatch, python_threads, rows, chunk_samples, run_rows):
     """Each row once, each run neighbours in the file, no longer than it may be, no shorter than it must be."""
     small(monkeypatch, run_bytes=4 * run_rows)
     options = {"chunks": (chunk_samples, 2), "maxshape": (None, 2)} if chunk_samples else {}

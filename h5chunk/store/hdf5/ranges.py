@@ -7,15 +7,34 @@ which are passed to libc's ``preadv``, so that scattering a shuffled batch takes
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from h5chunk.errors import FileError, printable
-from h5chunk.native import CUT_SHORT, DONE, GATHER, JOB, READ, SYSTEM, Result, available, plan_reads, run
+from h5chunk.native import (
+    CHANGED,
+    CUT_SHORT,
+    DONE,
+    GATHER,
+    JOB,
+    NOT_SENT,
+    READ,
+    ROWS,
+    SYSTEM,
+    Ending,
+    Result,
+    address_of,
+    available,
+    run,
+)
 from h5chunk.remote.mirror import Descriptor
 from h5chunk.urls import local_copy_of
 
@@ -50,24 +69,46 @@ def held(descriptor: int, offsets: np.ndarray, sizes: np.ndarray) -> AbstractCon
     return nullcontext()
 
 
+class _Rows(ctypes.Structure):
+    kept: tuple[Any, ...] = ()  # the memory of the pointers
+    _fields_ = (
+        ("blocks", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("block_rows", "row_bytes")),
+        *((name, ctypes.c_void_p) for name in ("rows", "counts", "destinations", "out")),
+    )
+
+    @property
+    def ranges(self) -> Ranges:
+        """The byte ranges of all rows in the file."""
+        blocks, rows, counts, *_ = self.kept
+        offsets = blocks[rows // self.block_rows] + rows % self.block_rows * self.row_bytes
+        return offsets, np.full(len(rows), self.row_bytes) if counts is None else counts * self.row_bytes
+
+
 class VectorTask:
     """A task that reads runs of bytes of a file, and scatters each run to several buffers.
 
-    ``jobs``, (num_runs,) `h5chunk.native.JOB`, describes the runs; their descriptor is set later. ``vectors``, (n, 2)
-    uintp, has the address and length of each buffer. ``out`` owns the memory, and is kept alive.
+    ``jobs``, (n,) `h5chunk.native.JOB`, describes the runs; their descriptor is set later. Without native threads there
+    is one job for each run, and ``vectors``, (n, 2) uintp, has the address and length of each buffer. ``out`` owns the
+    memory, and is kept alive like ``vectors``.
     """
 
-    def __init__(self, jobs: np.ndarray, vectors: np.ndarray, out: object, where: Where) -> None:
-        self._jobs, self._vectors, self._out, self._where = jobs, vectors, out, where
+    def __init__(self, jobs: np.ndarray, vectors: Any, out: object, where: Where) -> None:
+        self._jobs, self.vectors, self._out, self._where = jobs, vectors, out, where
 
     def __call__(self, descriptor: int) -> None:
+        if not isinstance(descriptor, Descriptor):
+            self._read(descriptor)
+            return
         with held(descriptor, *self.ranges):
             self._read(descriptor)
 
     @property
     def ranges(self) -> Ranges:
         """The byte ranges that the task reads."""
-        return self._jobs["offset"], self._jobs["num_bytes"]
+        return (
+            self.vectors.ranges if isinstance(self.vectors, _Rows) else (self._jobs["offset"], self._jobs["num_bytes"])
+        )
 
     def _read(self, descriptor: int) -> None:
         if available():
@@ -81,7 +122,7 @@ class VectorTask:
                 self._read_rest(descriptor, self._buffers(source, count), offset, max(0, got))
 
     def jobs(self, descriptor: int) -> np.ndarray:
-        """Return the jobs for a `h5chunk.native.NativePool`: (num_runs,) JOB."""
+        """Return the jobs for a `h5chunk.native.NativePool`: (n,) JOB."""
         self._jobs["descriptor"] = descriptor
         return self._jobs
 
@@ -96,8 +137,8 @@ class VectorTask:
         return zip(*(self._jobs[name].tolist() for name in ("source", "count", "offset", "num_bytes")), strict=True)
 
     def _buffers(self, source: int, count: int) -> list[list[int]]:
-        first = (source - self._vectors.ctypes.data) // self._vectors.strides[0]
-        buffers: list[list[int]] = self._vectors[first : first + count].tolist()
+        first = (source - self.vectors.ctypes.data) // self.vectors.strides[0]
+        buffers: list[list[int]] = self.vectors[first : first + count].tolist()
         return buffers
 
     def _read_rest(self, descriptor: int, buffers: list[list[int]], offset: int, got: int) -> None:
@@ -132,6 +173,87 @@ class RowGather:
         return job
 
 
+class NativeTasks:
+    """Tasks that native threads run as one ticket, with the ``ending`` that it has.
+
+    ``tasks`` lists each task, the file descriptor for it, and a function to call at the end, or None.
+    """
+
+    ending: Ending | None = None
+
+    def __init__(self, tasks: Sequence[tuple[Any, int, Callable[[], None] | None]]) -> None:
+        self._tasks = tasks
+        tables = [task.jobs(descriptor) for task, descriptor, _ in tasks]
+        self._ends = list(accumulate(map(len, tables)))
+        self.jobs = np.concatenate([table.view(np.uint8) for table in tables]).view(JOB)  # of structures it is slow
+        self._indices, self._gathers = self.jobs["indices"], np.flatnonzero(self.jobs["kind"] == GATHER).tolist()
+
+    def aim(self, rows: np.ndarray, destinations: np.ndarray, samples: np.ndarray) -> bool:
+        """Read other samples to the same memory: (n,) int64 as for the tasks; return whether that is possible.
+
+        The arrays must live until the ticket ends. It is possible for tasks of `row_tasks` and `RowGather`.
+        """
+        if not all(each.dtype == np.int64 and each.flags.c_contiguous for each in (rows, destinations, samples)):
+            return False
+        row, destination, sample = map(address_of, (rows, destinations, samples))
+        for task, *_ in self._tasks:
+            if isinstance(task, VectorTask):
+                task.vectors.rows, task.vectors.destinations = row, destination
+        for number in self._gathers:
+            self._indices[number] = sample
+        return True
+
+    def end(self, result: Result) -> None:
+        """Do what remains when all jobs have ended, unless they were cancelled; raise the error of one that failed."""
+        if result.status not in (DONE, CHANGED, NOT_SENT):
+            raise self._tasks[bisect_right(self._ends, result.job)][0].error_of(result)
+        for task, _, check in self._tasks:
+            if check is not None:
+                check()
+            task.end()
+
+
+def native_tasks(tasks: Sequence[Any], opened: Any) -> tuple[NativeTasks | None, list[ReadTask]]:
+    """Divide tasks into those for native threads, None if there are none, and those for Python threads.
+
+    ``opened`` is the descriptor of the file, or of several files, whose `FileTasks` have tasks for each.
+    """
+    own: list[Any] = []
+    others: list[ReadTask] = []
+    for task in tasks:
+        if hasattr(task, "jobs"):
+            own.append((task, opened, None))
+        elif getattr(task, "is_plain", False):
+            own += task.split(opened)
+        else:
+            others.append(task)
+    return NativeTasks(own) if own else None, others
+
+
+def lasting_tasks(
+    direct: Mapping[str, Any],
+    whole: Mapping[str, np.ndarray],
+    descriptor: int,
+    fields: Mapping[str, np.ndarray],
+    rows: np.ndarray,
+    destinations: np.ndarray,
+    samples: np.ndarray,
+) -> NativeTasks | None:
+    """Return tasks that fill memory by field, and can be aimed at other samples; None if a field does not allow that.
+
+    ``direct`` has readers of fields by byte ranges, and ``whole`` fields in memory; see `row_tasks` for the others.
+    """
+    if not all(name in whole or (name in direct and direct[name].reads_rows) for name in fields):
+        return None
+    tasks: list[ReadTask] = []
+    for name, out in fields.items():
+        if name in whole:
+            tasks.append(RowGather(whole[name], samples, out))
+        else:
+            tasks += direct[name].tasks(rows, destinations, out)
+    return NativeTasks([(task, descriptor, None) for task in tasks])
+
+
 def read_error(where: str, result: Result) -> FileError:
     """Return the error for the result of a job that failed to read the data named ``where``."""
     if result.status == SYSTEM:
@@ -148,6 +270,62 @@ def vectors_of(sizes: np.ndarray, destinations: np.ndarray, out: np.ndarray) -> 
     return vectors
 
 
+def row_jobs(
+    blocks: np.ndarray,
+    block_rows: int,
+    row_bytes: int,
+    rows: np.ndarray,
+    counts: np.ndarray | None,
+    destinations: np.ndarray,
+    out: np.ndarray,
+) -> tuple[np.ndarray, object]:
+    """Make jobs that read rows of a file into rows of an array, with about `RUN_BYTES` in each.
+
+    Parameters
+    ----------
+    blocks : (num_blocks,) int64
+        Offset in the file of each block of ``block_rows`` rows of ``row_bytes`` bytes.
+    rows, counts, destinations : (n,) int64
+        Row ``rows[i]`` of the file, or ``counts[i]`` rows from there on, go to row ``destinations[i]`` of ``out``.
+    out : array
+        C-contiguous.
+
+    Returns
+    -------
+    jobs : (num_jobs,) JOB
+        Without descriptors.
+    kept : object
+        What the jobs point to, to be kept; its ``rows`` and ``destinations`` are addresses that may change.
+    """
+    given = (blocks, rows, counts, destinations)
+    arrays = [None if each is None else np.ascontiguousarray(each, np.int64) for each in given]
+    block, row, count, destination = (None if each is None else address_of(each) for each in arrays)
+    table = _Rows(block, block_rows, row_bytes, row, count, destination, address_of(out))
+    table.kept = (*arrays, out)
+    if counts is None:
+        jobs = _equal_jobs(len(rows), row_bytes, RUN_BYTES).copy()
+    else:
+        ends = np.cumsum(counts) * row_bytes
+        parts = np.arange(RUN_BYTES, max(1, int(ends[-1])), RUN_BYTES)
+        jobs = _jobs_of(np.unique(np.concatenate([[0], np.searchsorted(ends, parts), [len(rows)]])), ends)
+    jobs["source"] = ctypes.addressof(table)
+    return jobs, table
+
+
+@functools.lru_cache(16)
+def _equal_jobs(num_rows: int, row_bytes: int, most_bytes: int) -> np.ndarray:
+    each = max(1, most_bytes // max(1, row_bytes))
+    return _jobs_of(np.append(np.arange(0, num_rows, each), num_rows), np.arange(1, num_rows + 1) * row_bytes)
+
+
+def _jobs_of(cuts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Return jobs of the entries between these cuts; ``ends`` counts bytes to the end of each entry."""
+    jobs = np.zeros(len(cuts) - 1, JOB)
+    jobs["kind"], jobs["offset"], jobs["count"] = ROWS, cuts[:-1], np.diff(cuts)
+    jobs["num_bytes"] = np.diff(ends[cuts[1:] - 1], prepend=0)
+    return jobs
+
+
 def vector_tasks(
     offsets: np.ndarray, sizes: np.ndarray, destinations: np.ndarray, out: np.ndarray, where: Where
 ) -> Iterator[VectorTask]:
@@ -157,9 +335,7 @@ def vector_tasks(
     for all native threads, or several for Python threads.
     """
     if available():
-        yield VectorTask(
-            *plan_reads(offsets, 1, 1, np.arange(len(offsets)), sizes, destinations, out, RUN_BYTES), out, where
-        )
+        yield VectorTask(*row_jobs(offsets, 1, 1, np.arange(len(offsets)), sizes, destinations, out), out, where)
         return
     vectors = vectors_of(sizes, destinations, out)
     groups = (np.cumsum(sizes) - 1) // RUN_BYTES
@@ -187,7 +363,7 @@ def row_tasks(
     other arrays are (n,) int64, with n > 0.
     """
     if available():
-        yield VectorTask(*plan_reads(*blocks, rows, counts, destinations, out, RUN_BYTES), out, where)
+        yield VectorTask(*row_jobs(*blocks, rows, counts, destinations, out), out, where)
         return
     starts, block_rows, row_bytes = blocks
     offsets = starts[rows // block_rows] + rows % block_rows * row_bytes

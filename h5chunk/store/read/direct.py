@@ -23,7 +23,15 @@ from h5chunk.plan.repack import find_pieces
 from h5chunk.store.hdf5.chunk_table import NotDirect, is_stored_as, list_chunks
 from h5chunk.store.hdf5.codecs import scratch
 from h5chunk.store.hdf5.open import same_file
-from h5chunk.store.hdf5.ranges import PART_BYTES, Ranges, ReadTask, held, read_bytes, row_tasks, vectors_of
+from h5chunk.store.hdf5.ranges import (
+    PART_BYTES,
+    Ranges,
+    ReadTask,
+    held,
+    read_bytes,
+    row_tasks,
+    vectors_of,
+)
 from h5chunk.store.hdf5.raw_chunks import RawChunks
 from h5chunk.store.read.checksums import NO_SUMS, ChunkChecks, Sums
 from h5chunk.store.read.fields import Field
@@ -143,6 +151,7 @@ class ByteReader:
     row_bytes: int = 1 << 62  # for a matrix, whose rows differ in length, above any limit
     num_bytes: int
     is_plain = False
+    reads_rows = False  # whether all tasks are those of `row_tasks`
     chunks: Sequence[DecodedChunks] = ()
 
     def tasks(self, rows: np.ndarray, destinations: np.ndarray, out: Any) -> Iterator[ReadTask]:
@@ -218,6 +227,10 @@ class PlainField(ByteReader):
         self.is_one_run = table.is_one_run
         self._table, self._chunk_rows = table, table.chunk_shape[0]
         self._checks = ChunkChecks(path, name, table, sums[name], indptr) if name in sums else None
+
+    @property
+    def reads_rows(self) -> bool:  # type: ignore[override]
+        return self._checks is None
 
     def tasks(
         self, rows: np.ndarray, destinations: np.ndarray, out: np.ndarray, counts: np.ndarray | None = None

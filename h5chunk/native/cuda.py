@@ -1,0 +1,74 @@
+"""Copy to a GPU and launch kernels in C, by handles of CUDA's contexts, streams, events and functions.
+
+Calls take a few microseconds and release the GIL, because CUDA may make a caller wait.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+
+from h5chunk import native
+
+NUM_ARGUMENTS = 8  # of a launch; a kernel may have fewer parameters
+
+
+class Sending(ctypes.Structure):
+    """Copies from pinned memory on a stream, after the event ``consumed`` and before the event ``copied``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("context", "stream", "consumed", "copied", "copies")),
+        ("num_copies", ctypes.c_int64),
+    )
+
+    def set_copies(self, copies: np.ndarray) -> None:
+        """Set what to copy: (n, 3) int64, with an address on the device, one on the host, and bytes."""
+        self._kept = copies
+        self.copies, self.num_copies = native.address_of(copies), len(copies)
+
+    @property
+    def address(self) -> int:
+        """The argument for the function `sender`."""
+        return ctypes.addressof(self)
+
+
+class Launch(ctypes.Structure):
+    """A kernel and the first of its arguments, each of 8 bytes; further parameters get zeros."""
+
+    kept: object = None  # the kernel, and the memory of arguments
+    _fields_ = (
+        ("context", ctypes.c_void_p),
+        ("function", ctypes.c_void_p),
+        ("arguments", ctypes.c_uint64 * NUM_ARGUMENTS),
+        ("num_threads", ctypes.c_uint32),
+        ("shared_bytes", ctypes.c_uint32),
+    )
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters of the kernel; -1 if it is not known, or one of them is not of 8 bytes."""
+        return int(native._library().h5chunk_cuda_parameters(ctypes.addressof(self)))
+
+    def __call__(self, stream: int, num_blocks: int, arguments: Sequence[int]) -> bool:
+        """Launch the kernel on a stream; return whether that succeeded."""
+        own = Launch.from_buffer_copy(self)  # other threads may launch it at the same time
+        own.arguments[: len(arguments)] = arguments
+        return not native._library().h5chunk_cuda_launch(ctypes.addressof(own), stream, num_blocks)
+
+
+def context() -> int | None:
+    """Return the context of the calling thread; None if there is none, or the C library was not built."""
+    found: int | None = native._library().h5chunk_cuda_context() if native.available() else None
+    return found
+
+
+def order(context: int, stream: int, *, wait: int | None = None, record: int | None = None) -> bool:
+    """Let a stream wait for an event, and then record another on it; return whether that succeeded."""
+    return not native._library().h5chunk_cuda_order(context, stream, wait, record)
+
+
+def sender() -> int:
+    """Return the address of the C function that does a `Sending`, for `h5chunk.native.Ending`."""
+    return ctypes.cast(native._library().h5chunk_cuda_send, ctypes.c_void_p).value or 0

@@ -1,0 +1,191 @@
+"""Copies to a GPU and launches by native threads: with a library in place of CUDA's, which copies within the host."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.leftovers import nothing_is_left
+from support.loader_files import N, epoch_of, path
+from support.matrices import random_matrix, write
+
+import h5chunk.native
+from h5chunk import ChunkLoader
+from h5chunk.errors import FileError
+from h5chunk.native import cuda
+
+__all__ = ["nothing_is_left", "path"]
+
+HERE, PACKAGE = Path(__file__).parent, Path(h5chunk.native.__file__).parent
+COMPILER = shutil.which("cc")
+COPY_STREAM, USER_STREAM = 70, 80
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason="needs a C compiler"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="torch would use the real device, too"),
+]
+
+
+class Driver:
+    """The library in place of CUDA's."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def fail(self, kind: str) -> None:
+        self._library.fail_cuda(ord(kind) if kind else 0)
+
+    @property
+    def calls(self) -> list[tuple[str, int, int, int]]:
+        """Kind and arguments of each call so far, without those that only change the context."""
+        found = np.zeros((10000, 4), np.int64)
+        count = self._library.cuda_calls(ctypes.c_void_p(found.ctypes.data))
+        return [(chr(kind), *rest) for kind, *rest in found[:count].tolist() if chr(kind) not in "pq"]
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[ctypes.CDLL, ctypes.CDLL]:
+    """The library in place of CUDA's, and the native one on top of it."""
+    folder = tmp_path_factory.mktemp("cuda")
+    flags = ["-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-pthread", "-O1"]
+    subprocess.run([str(COMPILER), *flags, HERE / "fake_cuda.c", "-o", folder / "cuda.so"], check=True)
+    sources, define = sorted(PACKAGE.glob("*.c")), f'-DLIBCUDA="{folder}/cuda.so"'
+    subprocess.run([str(COMPILER), *flags, define, *sources, "-o", folder / "core.so", "-ldl", "-lm"], check=True)
+    return ctypes.CDLL(str(folder / "cuda.so")), h5chunk.native._declare(ctypes.CDLL(str(folder / "core.so")))
+
+
+@pytest.fixture
+def driver(libraries: tuple[ctypes.CDLL, ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> Driver:
+    monkeypatch.setenv("H5CHUNK_NATIVE", "1")
+    monkeypatch.setattr(h5chunk.native, "_library", lambda: libraries[1])
+    found = Driver(libraries[0])
+    found.fail("")
+    return found
+
+
+class Event:
+    """An event of torch that is always over."""
+
+    numbers = itertools.count(1)
+
+    def __init__(self, *, blocking: bool = False) -> None:
+        self.cuda_event = next(Event.numbers)
+
+    def record(self, _stream: object) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class Stream:
+    """A stream of torch, on a device that is the host."""
+
+    def __init__(self, handle: int = COPY_STREAM) -> None:
+        self.cuda_stream, self.device = handle, torch.device("cpu")
+
+    def wait_event(self, _event: Event) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    def synchronize(self) -> None: ...
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> Driver:
+    """Let torch find a device, whose memory is the host's."""
+    own, other = Stream(), Stream(USER_STREAM)
+    replaced: dict[str, Any] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "mem_get_info": lambda _device: (1 << 40, 1 << 40),
+        "Event": Event,
+        "Stream": lambda _device: own,
+        "current_stream": lambda _device: other,
+        "stream": lambda _stream: contextlib.nullcontext(),
+        "device": lambda _device: contextlib.nullcontext(),
+        "cudart": lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0),
+        "check_error": lambda _error: None,
+    }
+    for name, each in replaced.items():
+        monkeypatch.setattr(torch.cuda, name, each)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _device: USER_STREAM, raising=False)
+    return driver
+
+
+def test_a_kernel_is_launched_with_its_arguments(driver: Driver) -> None:
+    out = np.zeros(1, np.int64)
+    launch = cuda.Launch(cuda.context(), 4, num_threads=128, shared_bytes=1000)
+    assert launch.num_parameters == 3
+    launch.arguments[2] = 30
+    assert launch(USER_STREAM, 5, (out.ctypes.data, 12))
+    assert out[0] == 42
+    assert driver.calls == [("l", USER_STREAM, 4, 5 * 128 + 4 + 1000)]
+    driver.fail("l")
+    assert not launch(USER_STREAM, 5, (out.ctypes.data, 13))
+    assert out[0] == 42
+    assert cuda.Launch(cuda.context(), 9).num_parameters == -1
+
+
+def test_streams_wait_and_record(driver: Driver) -> None:
+    context = cuda.context()
+    assert context is not None
+    assert cuda.order(context, USER_STREAM, wait=5) and cuda.order(context, USER_STREAM, wait=6, record=7)
+    assert driver.calls == [("w", USER_STREAM, 5, 0), ("w", USER_STREAM, 6, 0), ("r", USER_STREAM, 7, 0)]
+    driver.fail("w")
+    assert not cuda.order(context, USER_STREAM, wait=5, record=7)
+    assert [kind for kind, *_ in driver.calls] == ["w"]
+
+
+@pytest.mark.parametrize("echo", [1, 1.5])
+def test_windows_are_copied_once_they_are_read(device: Driver, path: Path, echo: float) -> None:
+    """Each copy waits until its place on the device is free, and each batch for its copy."""
+    with ChunkLoader(path, 16, device="cuda", resident=False, echo=echo, seed=3) as loader:
+        epochs = [epoch_of(loader), epoch_of(loader)]
+    if echo == 1:
+        assert all(sorted(itertools.chain.from_iterable(epoch)) == list(range(N)) for epoch in epochs)
+    calls = device.calls
+    for number, (kind, stream, *_) in enumerate(calls):
+        if kind == "c":
+            near = [each for each in calls[:number] if each[1] == stream]
+            assert stream == COPY_STREAM and near[-1][0] in "wc"
+    copied = {event for kind, stream, event, _ in calls if (kind, stream) == ("r", COPY_STREAM)}
+    consumed = {event for kind, stream, event, _ in calls if (kind, stream) == ("r", USER_STREAM)}
+    assert copied and consumed and not copied & consumed
+    assert {event for kind, stream, event, _ in calls if (kind, stream) == ("w", USER_STREAM)} <= copied
+    assert sum(kind == "c" for kind, *_ in calls) >= len(epochs)
+
+
+def test_windows_of_other_sizes_are_copied(device: Driver, tmp_path: Path) -> None:
+    """The arrays of a matrix differ in length from window to window."""
+    matrix = random_matrix(300, 50, 4)
+    file = write(tmp_path / "a.h5", matrix)
+    with ChunkLoader(file, 20, shuffle=False, device="cuda", resident=False) as loader:
+        found = np.concatenate([batch[0].numpy() for batch in loader])
+    np.testing.assert_array_equal(found, matrix.toarray())
+    assert {size for kind, *_, size in device.calls if kind == "c"}
+
+
+@pytest.mark.parametrize("kind", "pwcr")
+def test_an_error_of_cuda_is_raised_by_torch(device: Driver, path: Path, kind: str) -> None:
+    loader = ChunkLoader(path, 16, device="cuda", resident=False)
+    device.fail(kind)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        list(loader)
+    device.fail("")
+    assert sorted(itertools.chain.from_iterable(epoch_of(loader))) == list(range(N))
+    loader.close()
+
+
+def test_a_file_that_changes_is_not_copied(device: Driver, path: Path) -> None:
+    with ChunkLoader(path, 16, device="cuda", resident=False) as loader:
+        epoch_of(loader)
+        path.touch()
+        with pytest.raises(FileError, match=r"a\.h5.* changed"):
+            [epoch_of(loader) for _ in range(3)]
