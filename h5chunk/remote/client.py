@@ -32,7 +32,11 @@ class Client:
     def __init__(self, path: str) -> None:
         self.path = path
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(path)
+        try:
+            self._socket.connect(path)
+        except OSError:
+            self._socket.close()
+            raise
         self._waiting: dict[int, Then] = {}
         self._numbers, self._lock, self._is_over = count(), threading.Lock(), False
         self.num_parts = 0  # number of answered range requests and messages
@@ -80,6 +84,7 @@ class Client:
             pass
         with self._lock:
             self._is_over = True
+            self._socket.close()
         if _current and _current[0] is self:
             _current.clear()
         while self._waiting:

@@ -257,6 +257,17 @@ def urls_of(name: str) -> list[str]:
     return _listed.get(name, [])
 
 
+def exists(url: str) -> bool:
+    """Return whether there is an object, or a folder with objects. Raises FileError if the store cannot be asked."""
+    found: bool = client.client().call({"op": "exists", "url": url, "options": {}})["found"]
+    return found
+
+
+def put(file: Path, url: str) -> None:
+    """Upload a file; the object appears complete or not at all. Raises FileError."""
+    client.client().call({"op": "put", "url": url, "file": str(file), "options": {}})
+
+
 def list_url(url: str, options: RemoteOptions) -> list[str]:
     """Return the names of the objects in a folder. Raises FileError if it cannot be listed."""
     message = {"op": "list", "url": url, "options": dict(options.storage_options)}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 from h5chunk.urls import parse
 
 HEAD_BYTES = 64 << 10  # the first bytes, which are read when an object is opened
 DEADLINE_S = 60.0  # time after which a request that always fails is an error
+MISSING = "no such object"
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 5.0  # pauses before a request is repeated
 FINAL = ("PermissionDeniedError", "UnauthenticatedError", "UnknownConfigurationKeyError")
 
@@ -34,7 +36,7 @@ class Store:
         client |= options.pop("client_options", {})
         try:
             make: Any = from_url
-            self.store = make(url, client_options=client, retry_config={"max_retries": 0}, **options)
+            self.store = make(url.rstrip("/"), client_options=client, **{"retry_config": {"max_retries": 0}, **options})
         except Exception as error:
             raise RemoteError(f"{url}: cannot be opened: {first_line(error)}") from None
 
@@ -65,6 +67,29 @@ class Store:
         found = self.retried(url, lambda: obstore.list_with_delimiter(self.store))
         return [each["path"].rpartition("/")[2] for each in found["objects"]]
 
+    def exists(self, url: str) -> bool:
+        """Return whether there is an object, or a folder with objects."""
+        import obstore
+
+        name = parse(url)[1]
+        try:
+            return bool(self.retried(url, lambda: obstore.head(self.store, name)))
+        except RemoteError as error:
+            if not str(error).endswith(MISSING):
+                raise
+        if url.startswith("http"):  # web servers do not list
+            return False
+        return bool(self.retried(url, lambda: next(iter(obstore.list(self.store, name, chunk_size=1)), None)))
+
+    def put(self, url: str, file: str) -> None:
+        """Upload a file, in several parts if it is large."""
+        import obstore
+
+        try:
+            obstore.put(self.store, parse(url)[1], Path(file))
+        except Exception as error:
+            raise RemoteError(f"{url}: cannot be written: {first_line(error)}") from None
+
     def retried(self, url: str, attempt: Any) -> Any:
         """Return the result of ``attempt()``, which is repeated after temporary errors until the deadline."""
         end, delay_s = time.monotonic() + self.deadline_s, FIRST_DELAY_S
@@ -78,7 +103,7 @@ class Store:
                 if kind == "PreconditionError":
                     raise RemoteError(changed(url)) from None
                 if kind == "NotFoundError" or isinstance(error, FileNotFoundError):
-                    raise RemoteError(f"{url}: no such object") from None
+                    raise RemoteError(f"{url}: {MISSING}") from None
                 if kind in FINAL or isinstance(error, (PermissionError, NotImplementedError)):
                     raise RemoteError(f"{url}: cannot be read: {first_line(error)}") from None
                 pause_s = delay_s * random.uniform(0.5, 1.5)

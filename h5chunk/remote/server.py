@@ -219,7 +219,7 @@ class Server:
             note = partial(reply, {"id": number, "part": 1})
             self._copies[message["folder"]].fetch(message["runs"], self._pool, ends[number], note, then)
             return
-        call = {"open": self._open, "list": self._list}[message["op"]]
+        call = {"open": self._open, "list": self._list, "exists": self._exists, "put": self._put}[message["op"]]
 
         def run() -> None:
             try:
@@ -244,6 +244,13 @@ class Server:
 
     def _list(self, message: dict[str, Any]) -> dict[str, Any]:
         return {"names": self._store(message).list(message["url"])}
+
+    def _exists(self, message: dict[str, Any]) -> dict[str, Any]:
+        return {"found": self._store(message).exists(message["url"])}
+
+    def _put(self, message: dict[str, Any]) -> dict[str, Any]:
+        self._store({**message, "options": {"retry_config": {"max_retries": 10}}}).put(message["url"], message["file"])
+        return {}
 
     def _open(self, message: dict[str, Any]) -> dict[str, Any]:
         """Open an object: make its sparse copy, unless there is one of this version, and write its first bytes."""

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import random
 import shutil
+import signal
+import time
 
 import h5py
 import numpy as np
@@ -13,7 +17,7 @@ from support.object_server import object_server
 from torch.utils.data import DataLoader
 
 import h5chunk
-from h5chunk.errors import FileError, OptionError
+from h5chunk.errors import FileError, OptionError, OutputError
 from h5chunk.remote import client
 
 pytest.importorskip("obstore")
@@ -225,3 +229,56 @@ def test_bytes_that_rot_in_the_cache_are_found(photos, tmp_path):
             file.write(bytes(100))
         with pytest.raises(FileError, match="does not match its checksum"):
             batches(h5chunk.ChunkDataset(url, cache_dir=tmp_path))
+
+
+def test_killed_processes_leave_a_cache_that_is_right(photos, tmp_path):
+    with served(photos, latency_s=0.002) as server:
+        url = f"{server.url}/photos.h5"
+        limit = photos.stat().st_size // 2
+        for _ in range(3):
+            dataset = h5chunk.ChunkDataset(url, cache_dir=tmp_path, cache_bytes=limit)
+            num_requests = len(server.requests)
+            if not (child := os.fork()):
+                try:
+                    for _ in range(1000):
+                        dataset[random.sample(range(600), 8)]
+                finally:
+                    os._exit(1)
+            while len(server.requests) < num_requests + 20 and not os.waitpid(child, os.WNOHANG)[0]:
+                time.sleep(0.001)
+            assert len(server.requests) >= num_requests + 20
+            os.kill(child, signal.SIGKILL)
+            client._servers[-1].kill()  # the process that writes to the cache, too
+            client._servers.pop().wait()
+            os.waitpid(child, 0)
+        dataset = h5chunk.ChunkDataset(url, cache_dir=tmp_path, cache_bytes=limit)
+        rows = np.arange(600)
+        for some in np.array_split(rows, 60):
+            assert_equal([dataset[some]], [h5chunk.ChunkDataset(photos)[some]])
+
+
+def test_outputs_are_uploaded(photos, tmp_path):
+    samples = h5chunk.ChunkDataset(photos).subset(np.arange(100))
+    with object_server() as server:
+        url = f"{server.url}/new.h5"
+        report = h5chunk.convert(samples, url)
+        assert report.path == url
+        assert len(h5chunk.ChunkDataset(url)) == 100
+        with pytest.raises(OutputError, match="already exists"):
+            h5chunk.convert(samples, url)
+        h5chunk.repack(photos, url, overwrite=True, compression="gzip")
+        assert len(h5chunk.ChunkDataset(url)) == 600
+        h5chunk.convert(samples, f"{server.url}/shards", shards=2)
+        assert sorted(server.objects) == ["/new.h5", *(f"/shards/shards-0000{n}-of-00002.h5" for n in range(2))]
+        server.refuses_uploads = True
+        with pytest.raises(OutputError, match="the same call continues"):
+            h5chunk.convert(samples, f"{server.url}/other.h5")
+        server.refuses_uploads = False
+        h5chunk.convert(samples, f"{server.url}/other.h5")
+        assert "/other.h5" in server.objects
+    assert not list((tmp_path / "cache" / "h5chunk" / "uploads").iterdir())
+
+
+def test_commands_that_need_local_files_say_so(photos, tmp_path):
+    with served(photos) as server, pytest.raises(FileError, match="needs a local file"):
+        h5chunk.repack(f"{server.url}/photos.h5", tmp_path / "new.h5")

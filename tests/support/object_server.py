@@ -28,6 +28,7 @@ class ObjectServer(ThreadingHTTPServer):
         self.objects = dict(objects)
         self.latency_s, self.faults, self.has_etags = latency_s, faults, has_etags
         self.kinds, self.requests, self.num_faults, self._random = kinds, [], 0, random.Random(seed)
+        self.refuses_uploads = False
         self.url = f"http://127.0.0.1:{self.server_port}"
 
     def fault(self):
@@ -51,6 +52,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_HEAD(self):
         self.do_GET()
+
+    def do_PUT(self):
+        if self.server.refuses_uploads:
+            return self._answer(403)
+        self.server.objects[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
+        return self._answer(201)
 
     def do_GET(self):
         server, data = self.server, self.server.objects.get(self.path)

@@ -15,7 +15,7 @@ import h5py
 
 from h5chunk.errors import FileError, H5ChunkError, OutputError, printable
 from h5chunk.remote.mirror import MirrorFile
-from h5chunk.urls import local_copy_of
+from h5chunk.urls import is_cut_url, local_copy_of
 
 # what h5py raises for damaged files
 DAMAGES = (OSError, RuntimeError, ValueError, TypeError, KeyError, OverflowError, RecursionError, MemoryError)
@@ -67,6 +67,8 @@ def open_file(path: str | os.PathLike[str], **options: Any) -> h5py.File:
     Raises FileError if the file is missing, not HDF5, truncated, or open for writing.
     """
     label = printable(path)
+    if is_cut_url(Path(path)):
+        raise FileError(f"{label}: this needs a local file: copy the object to a disk first")
     if not os.path.exists(path):  # also False for names that are too long
         raise FileError(f"{label}: no such file")
     if not Path(path).is_file():

@@ -24,8 +24,10 @@ from h5chunk.tools.convert.run import Notify, SampleRun
 from h5chunk.tools.convert.samples import open_context, prepare, split_job
 from h5chunk.tools.progress import Progress
 from h5chunk.tools.repack.options import TUNED, read_tuned
+from h5chunk.tools.upload import uploads
 
 
+@uploads
 def convert(
     source: Any,
     output: str | os.PathLike[str],
@@ -57,7 +59,8 @@ def convert(
         delimited text with one sample per line, such as iris.csv; or a folder of such files. A data set in Python: any
         object with ``len()`` and indexing, such as those of torchvision and Hugging Face.
     output : path
-        The file to make; with ``shards``, ``shard_bytes`` or ``split_files``, the folder.
+        The file to make; with ``shards``, ``shard_bytes`` or ``split_files``, the folder. Or a URL in a store
+        (``s3://``, ``gs://``, ``az://``): the files are made in ``~/.cache/h5chunk``, and uploaded when all are done.
     format : str, optional
         The kind of the source, if its name and first bytes do not show it: see `h5chunk.sources.kinds.KINDS`.
     tuned : path, optional

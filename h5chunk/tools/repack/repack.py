@@ -43,10 +43,12 @@ from h5chunk.tools.repack.fields import find_samples, is_anndata
 from h5chunk.tools.repack.options import TUNED, RepackOptions, read_tuned
 from h5chunk.tools.repack.plan import SOURCE_INDEX, Move, RepackPlan, check_shuffle, plan_header, plan_moves
 from h5chunk.tools.repack.report import DatasetLayout, FieldReport, RepackReport
+from h5chunk.tools.upload import uploads
 
 MAX_THREADS = 8  # with more threads, the memory of each would be small
 
 
+@uploads
 def repack(
     source: str | os.PathLike[str],
     path: str | os.PathLike[str],
@@ -69,7 +71,8 @@ def repack(
     Parameters
     ----------
     source, path : path
-        The file to read, and the file to write, which appears under its name when it is complete and on disk.
+        The file to read, and the file to write, which appears under its name when it is complete and on disk; or a
+        URL in a store to write to.
     tuned : path, optional
         JSON file of tuned options: ``chunk_samples``, ``window_chunks``, ``cache``, ``compression``, ``shuffle``;
         explicit arguments take precedence. For AnnData files, only ``chunk_samples`` and ``compression`` are used.
