@@ -724,3 +724,12 @@ def test_what_was_never_written_needs_no_checksums(tmp_path: Path, options: dict
     assert h5chunk.verify(tmp_path / "b.h5").ok
     (images,) = next(iter(h5chunk.ChunkLoader(tmp_path / "b.h5", 3)))
     assert (images == 7).all()
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_field_that_is_kept_keeps_its_checksums(class_folder, tmp_path, shuffle):
+    h5chunk.convert(class_folder(count=40), tmp_path / "old.h5", chunk_samples=4)
+    h5chunk.repack(tmp_path / "old.h5", tmp_path / "new.h5", keep=("labels",), chunk_samples=8, shuffle=shuffle)
+    report = h5chunk.verify(tmp_path / "new.h5")
+    assert report.ok, report.problems
+    assert [field.field for field in report.fields if field.method == "checksum"] == ["images", "labels"]

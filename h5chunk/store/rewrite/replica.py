@@ -187,8 +187,9 @@ class _Maker:
         self._utf8 = h5p.create(h5p.LINK_CREATE)
         self._utf8.set_char_encoding(h5t.CSET_UTF8)
         self.new: dict[bytes, h5d.DatasetID] = {}  # datasets whose values are still to be written, by path
-        outdated = f"{CHECKSUMS}/".encode() if changes.header is not None else b"\0"  # replaced by the new header's
-        self._nodes = [node for node in survey.nodes if not (node.path + b"/").startswith(outdated)]
+        changed = [*changes.layouts, *changes.permuted] if changes.header is not None else []
+        outdated = {f"{CHECKSUMS}/".encode() + path for path in changed}
+        self._nodes = [node for node in survey.nodes if node.path not in outdated]
         datasets = [survey.datasets[node.path] for node in self._nodes if node.kind == "dataset"]
         objects = [facts.path for facts in datasets if facts.has_references or facts.has_named_type]
         copied_here = [path for path in objects if path not in changes.layouts]
