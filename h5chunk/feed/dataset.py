@@ -83,8 +83,8 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         host share it, and each version of an object has its own copy. Files with checksums are checked (``checksums``
         is ``"first"``). Default: only metadata is kept, in ``~/.cache/h5chunk``.
     cache_bytes : int, optional
-        Limit on the size of the copies. `ChunkLoader` frees first what its order uses last, which gives the most hits
-        possible; a DataLoader frees at random. Default: no limit.
+        Limit on the size of this data set's copies. `ChunkLoader` frees first what its order uses last, which gives the
+        most hits possible; a DataLoader frees at random. Default: no limit.
     storage_options : dict, optional
         For URLs: arguments of obstore's ``from_url``, such as ``{"skip_signature": True}`` or an endpoint; ``timeout``,
         seconds of a request (30); ``deadline``, seconds for which a request is repeated (60). Credentials are also

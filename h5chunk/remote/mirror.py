@@ -239,7 +239,10 @@ def open_url(url: str, options: RemoteOptions) -> Mirror:
     message = {"op": "open", "url": url, "root": str(options.root), "options": dict(options.storage_options)}
     folder = connection.call(message)["folder"]
     connection.opened.add(folder)
-    return Mirror(url, folder, options)
+    mirror = Mirror(url, folder, options)
+    if not mirror.keeps:  # what a process left that was killed
+        mirror.pages.free([(0, len(mirror.pages.present()))])
+    return mirror
 
 
 def open_urls(name: str, urls: Sequence[str], options: RemoteOptions) -> list[Path]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
-import shutil
 import signal
 import time
 
@@ -176,10 +175,10 @@ def test_without_obstore(monkeypatch):
 
 def test_without_a_cache_only_metadata_stays_on_disk(photos, tmp_path):
     with served(photos) as server:
-        batches(f"{server.url}/photos.h5")
+        dataset = h5chunk.ChunkDataset(f"{server.url}/photos.h5")
+        assert len(dataset[np.arange(600)][0]) == 600
     (copy,) = (tmp_path / "cache").rglob("object.h5")
     assert copy.stat().st_blocks * 512 < photos.stat().st_size / 4
-    shutil.rmtree(copy.parent)
 
 
 def cached_bytes(folder):
