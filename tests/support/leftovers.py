@@ -37,6 +37,14 @@ def readers_of_files() -> set[int]:
     return {int(name) for name in os.listdir("/proc/self/task")} - others
 
 
+def are_readers_again(threads: set[int]) -> bool:
+    """Whether these threads and no others read files, after a moment in which other threads may start or end."""
+    end = time.monotonic() + 2
+    while readers_of_files() != threads and time.monotonic() < end:
+        time.sleep(0.01)
+    return readers_of_files() == threads
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left():
     """Neither threads nor open files, beyond those of a test that failed before."""

@@ -71,6 +71,9 @@ class MemorySource:
     def name(self, index: int) -> str:
         return f"sample {index}"
 
+    def read_columns(self) -> None:
+        """All columns are known."""
+
     def session(self) -> AbstractContextManager[None]:
         return nullcontext()
 

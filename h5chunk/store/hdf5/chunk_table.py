@@ -108,7 +108,7 @@ def list_chunks(dataset: h5py.Dataset) -> ChunkTable:
     file = dataset.file.id
     if file.get_intent() != h5py.h5f.ACC_RDONLY or file.get_access_plist().get_driver() != SEC2:
         return _list_chunks(dataset)
-    key = (stamp_of(file.get_vfd_handle(), with_ctime=True), h5py.h5o.get_info(dataset.id).addr)
+    key = (stamp_of(file.get_vfd_handle(), with_ctime=True), dataset.name)
     table = _kept.pop(key, None) or _list_chunks(dataset)
     if len(table) >= KEPT_CHUNKS:
         for array in (table.offsets, table.sizes, table.filter_masks):
