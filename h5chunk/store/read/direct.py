@@ -23,15 +23,7 @@ from h5chunk.plan.repack import find_pieces
 from h5chunk.store.hdf5.chunk_table import NotDirect, is_stored_as, list_chunks
 from h5chunk.store.hdf5.codecs import scratch
 from h5chunk.store.hdf5.open import same_file
-from h5chunk.store.hdf5.ranges import (
-    PART_BYTES,
-    Ranges,
-    ReadTask,
-    held,
-    read_bytes,
-    row_tasks,
-    vectors_of,
-)
+from h5chunk.store.hdf5.ranges import PART_BYTES, Ranges, ReadTask, held, read_bytes, row_tasks, vectors_of
 from h5chunk.store.hdf5.raw_chunks import RawChunks
 from h5chunk.store.read.checksums import NO_SUMS, ChunkChecks, Sums
 from h5chunk.store.read.fields import Field
