@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Sequence
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 
@@ -174,3 +175,8 @@ def count_text(count: int, noun: str) -> str:
     """
     plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}es" if noun.endswith("ch") else f"{noun}s"
     return f"{count:,} {noun if count == 1 else plural}"
+
+
+def lost_by_fork(path: Path) -> FileError:
+    """Return the error for a read whose threads stayed in the process before a fork."""
+    return FileError(f"{printable(path)}: the reader threads belong to the process before the fork: iterate again")

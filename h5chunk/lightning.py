@@ -197,7 +197,7 @@ def _split_by_field(whole: ChunkDataset, field: str) -> Parts:
     parts = {alias: part for part, aliases in enumerate(NAMES) for alias in aliases}
     unknown = [str(name) for name in names if str(name).lower() not in parts]
     if unknown:
-        raise OptionError(f"field {field!r} has {unknown[0]!r}, which is no split: give split as fractions")
+        raise OptionError(f"field {field!r} has {unknown[0]!r}, which is not a split: give split as fractions")
     part_of = np.array([parts[str(name).lower()] for name in names], np.int64)[numbers]
     train, val, test = (whole.subset(part_of == part) if (part_of == part).any() else None for part in range(3))
     if train is None:

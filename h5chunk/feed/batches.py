@@ -64,7 +64,10 @@ class FieldPipeline:
         return self.converter.changes_nothing and not self._each
 
     def num_together(self, batch_size: int, *, keep: bool, group: int = GROUP_BYTES) -> int:
-        """Return how many batches to convert with one call: all if nothing is converted, otherwise ``group`` bytes."""
+        """Return how many batches to convert with one call: as many as take ``group`` bytes, at least one.
+
+        With ``keep``, the caller may keep the batches: one per call, or all if nothing is converted.
+        """
         if self.converter.is_uncut or self._each:
             return 1
         if keep:

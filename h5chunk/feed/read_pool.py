@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from h5chunk.errors import FileError, WorkerError, printable
+from h5chunk.errors import FileError, WorkerError, lost_by_fork, printable
 from h5chunk.native import CANCELLED, DONE, Ending, NativePool, Result, available
 from h5chunk.plan.order import Window
 from h5chunk.stamp import stamp_of
@@ -124,7 +124,7 @@ class WindowRead:
         this window may be waiting behind them.
         """
         if os.getpid() != self._process:
-            raise self._pool.lost_by_fork()
+            raise lost_by_fork(self._pool.path)
         done = self._pool.progress
         while not self._ready.is_set():
             came = self._pool.finish_next(timeout_s) if self.native else self._ready.wait(timeout_s)
@@ -252,12 +252,6 @@ class ReadPool:
     def wait_s(self) -> float | None:
         """Seconds for which `close` waits for threads: 0 if one already hangs, None for no limit."""
         return 0.0 if self._hangs else self.timeout_s
-
-    def lost_by_fork(self) -> FileError:
-        """Return the error for a window whose reader threads belong to another process, before a fork."""
-        return FileError(
-            f"{printable(self.path)}: the reader threads belong to the process before the fork: iterate again"
-        )
 
     def check_unchanged(self) -> None:
         """Raise FileError if a single file has changed since the reader was made; several check themselves."""

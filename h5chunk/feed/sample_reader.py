@@ -226,7 +226,7 @@ class SampleReader:
         return [Loaded([(shape, convert.dtype)], partial(_scatter, part)) for part in parts]
 
     def _read(self, name: str, rows: np.ndarray, out: np.ndarray) -> None:
-        """Read dense samples, (n, *sample_shape), of numbers."""
+        """Read the dense samples of these rows into ``out``, (n, *sample_shape)."""
         opened = self._open()
         if not out.size:
             return

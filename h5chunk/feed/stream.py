@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from h5chunk.errors import FileError, printable
+from h5chunk.errors import FileError, lost_by_fork, printable
 from h5chunk.feed.batches import BatchMaker, Tensors, drop, with_images
 from h5chunk.feed.budget import DataSource
 from h5chunk.feed.fetches import RemoteReadPool
@@ -266,7 +266,7 @@ class WindowStream:
     def _load_next(self) -> None:
         """Start reading the next window, once it is planned. Raise WorkerError if that takes too long."""
         if not self.is_usable:
-            raise self._pool.lost_by_fork()
+            raise lost_by_fork(self._pool.path)
         if self._maker is not None and not self._free:
             self._maker.join()
         if self._not_made is not None:
@@ -352,7 +352,7 @@ class WindowStream:
     def _wait_for(self, read: WindowRead) -> None:
         """Wait until a window is read, and raise its error, if any."""
         if not self.is_usable:
-            raise self._pool.lost_by_fork()
+            raise lost_by_fork(self._pool.path)
         self._pool.finish_ready(read)
         if not read.is_ready:
             waits = time.perf_counter()

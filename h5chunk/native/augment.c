@@ -33,22 +33,23 @@ typedef struct {
 
 /* ---- Where results come from ---- */
 
-/* Map `count` results from `first` on to places in a side of `length`; -1 is a place to fill. */
-static void map_places(int32_t *places, int64_t count, int64_t first, int64_t length, int mode, int flip) {
+/* Map `count` results, starting at `first`, to pixels of a side of `length`; -1 is outside, to be filled. */
+static void map_positions(int32_t *positions, int64_t count, int64_t first, int64_t length, int mode, int flip) {
     for (int64_t i = 0; i < count; i++) {
-        int64_t place = first + (flip ? count - 1 - i : i);
+        int64_t position = first + (flip ? count - 1 - i : i);
         if (mode == REFLECT) {
-            if (place < 0) place = -place;
-            if (place >= length) place = 2 * (length - 1) - place;
+            if (position < 0) position = -position;
+            if (position >= length) position = 2 * (length - 1) - position;
         }
-        int outside = place < 0 || place >= length;
-        if (outside) place = mode == CONSTANT ? -1 : place < 0 ? 0 : length - 1;
-        places[i] = (int32_t)place;
+        int outside = position < 0 || position >= length;
+        if (outside) position = mode == CONSTANT ? -1 : position < 0 ? 0 : length - 1;
+        positions[i] = (int32_t)position;
     }
 }
 
-/* Weigh the `length` pixels of a side that becomes `full` results, for the results at `places`: -1 if memory is short. */
-static int weigh(Side *side, Room *room, const int32_t *places, int64_t count, int64_t length, int64_t full, int kind) {
+/* Weigh the `length` pixels of a side that becomes `full` results, for the results at `positions`; -1: no memory. */
+static int weigh(Side *side, Room *room, const int32_t *positions, int64_t count, int64_t length, int64_t full,
+                 int kind) {
     int64_t reach = 2 * (kind == ANTIALIAS && length > full ? length : full);
     side->most = kind == NEAREST ? 1 : reach / full + 2;
     side->first = take(room, (size_t)(count * (2 + side->most)) * sizeof(int32_t));
@@ -57,7 +58,8 @@ static int weigh(Side *side, Room *room, const int32_t *places, int64_t count, i
     side->weights = side->taps + count;
     for (int64_t i = 0; i < count; i++) {
         int32_t *weights = side->weights + i * side->most;
-        int64_t middle = (2 * (int64_t)(places[i] < 0 ? 0 : places[i]) + 1) * length, pixel = middle / (2 * full), sum = 0;
+        int64_t middle = (2 * (int64_t)(positions[i] < 0 ? 0 : positions[i]) + 1) * length;
+        int64_t pixel = middle / (2 * full), sum = 0;
         int32_t taps = 1;
         if (kind == NEAREST) weights[0] = 1 << WEIGHT_BITS;
         else {
@@ -240,8 +242,8 @@ static void erase(const Rule *rule, uint8_t *out, const int64_t *boxes) {
         for (int64_t i = boxes[0]; i < boxes[0] + boxes[2]; i++)
             for (int64_t j = boxes[1]; j < boxes[1] + boxes[3]; j++)
                 for (int64_t c = 0; c < channels; c++) {
-                    int64_t place = rule->out_interleaved ? (i * width + j) * channels + c : (c * rule->height + i) * width + j;
-                    memcpy(out + place * item, (const uint8_t *)rule->erased + (k * channels + c) * item, (size_t)item);
+                    int64_t at = rule->out_interleaved ? (i * width + j) * channels + c : (c * rule->height + i) * width + j;
+                    memcpy(out + at * item, (const uint8_t *)rule->erased + (k * channels + c) * item, (size_t)item);
                 }
 }
 
@@ -312,8 +314,8 @@ static int augment(const Rule *rule, const uint8_t *source, const int64_t *image
     int32_t *columns = take(rooms + ROOM_COLUMNS, (size_t)width * sizeof *columns), *lines;
     lines = take(rooms + ROOM_ROWS, (size_t)height * sizeof *lines + (size_t)(3 * rule->channels * (width + 2 * LANES)));
     if (!columns || !lines) return -1;
-    map_places(columns, width, image[RIGHT], image[FULL_WIDTH], rule->mode, image[FLIP] != 0);
-    map_places(lines, height, image[DOWN], image[FULL_HEIGHT], rule->mode, 0);
+    map_positions(columns, width, image[RIGHT], image[FULL_WIDTH], rule->mode, image[FLIP] != 0);
+    map_positions(lines, height, image[DOWN], image[FULL_HEIGHT], rule->mode, 0);
     Side side = {0};
     if (is_resized &&
         weigh(&side, rooms + ROOM_DOWN, lines, height, image[BOX_HEIGHT], image[FULL_HEIGHT], rule->interpolation))
@@ -355,8 +357,8 @@ static int is_inside(const Rule *rule, const int64_t *image, int64_t num_bytes) 
            image[FULL_HEIGHT] > 0 && image[FULL_WIDTH] > 0;
 }
 
-/* Augment `count` images, whose places and geometry are the rows of `table`, of `columns` numbers: 0; -1 if memory is
- * short; -2 if an image is not inside of the `num_bytes` of the source. */
+/* Augment `count` images, whose offsets and geometry are the rows of `table`, each of `columns` numbers. Return 0; -1 if
+ * memory is short; -2 if an image is not inside the `num_bytes` of the source. */
 EXPORT int h5chunk_augment(const Rule *rule, const uint8_t *source, int64_t num_bytes, const int64_t *table,
                            int64_t columns, int64_t count, uint8_t *out) {
     int64_t result_bytes = (int64_t)rule->channels * rule->height * rule->width * rule->item_bytes;

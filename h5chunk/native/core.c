@@ -43,12 +43,12 @@ typedef struct {
     uint32_t expected, is_checked;
 } Job;
 
-/* Rows of a file of blocks, `block_rows` at each of `blocks`, and their places in memory. Entry i is row `rows[i]`, or
- * `counts[i]` rows from there on, which belong to row `places[i]` of `out`. */
+/* Rows of a file, `block_rows` at each offset of `blocks`, and their destinations in memory. Entry i is row `rows[i]`,
+ * or the `counts[i]` rows that start there; they are read to row `destinations[i]` of `out`. */
 typedef struct {
     const int64_t *blocks;
     int64_t block_rows, row_bytes;
-    const int64_t *rows, *counts, *places;
+    const int64_t *rows, *counts, *destinations;
     uint8_t *out;
 } Rows;
 
@@ -241,7 +241,7 @@ static int do_read(const Job *job, Result *result) {
     return job->is_checked ? check(crc, job, result) : 0;
 }
 
-/* Adjacent rows of the file share a system call, and adjacent places a vector. */
+/* Adjacent rows of the file share a system call, and adjacent destinations share a vector. */
 static int do_rows(const Job *job, struct iovec *vectors, Result *result) {
     const Rows *table = job->source;
     int64_t block_rows = table->block_rows, first_row = 0, start = 0, end = 0, base = 0;
@@ -249,7 +249,7 @@ static int do_rows(const Job *job, struct iovec *vectors, Result *result) {
     int count = 0;
     for (int64_t i = job->offset; i < job->offset + job->count; i++) {
         int64_t row = table->rows[i], size = (table->counts ? table->counts[i] : 1) * table->row_bytes;
-        uint8_t *to = table->out + table->places[i] * table->row_bytes;
+        uint8_t *to = table->out + table->destinations[i] * table->row_bytes;
         if (i == job->offset || row < first_row || row >= first_row + block_rows) {
             base = table->blocks[row / block_rows];
             first_row = row / block_rows * block_rows;

@@ -65,8 +65,8 @@ def load(path: str) -> Decoder | None:
 def decode(library: Decoder | None, images: Images, rule: ImageRule | None, out: int, result_bytes: int) -> int | None:
     """Decode images that no other thread has taken, until all are done.
 
-    Returns None; or the number of an image that is no sound JPEG with EXIF orientation 1: decode it in another way, and
-    call again. ``table`` gets the size of an image that was scaled.
+    Returns None; or the number of an image that is not a valid JPEG with EXIF orientation 1: decode it in another way,
+    and call again. ``table`` gets the size of an image that was scaled.
 
     Parameters
     ----------

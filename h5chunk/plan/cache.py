@@ -115,7 +115,7 @@ class ChunkGrid:
 
     @property
     def chunks_per_sample(self) -> int:
-        """Number of chunks of a band, which a sample is cut into; 1 for a contiguous dataset."""
+        """Number of chunks that a sample is cut into; 1 for a contiguous dataset."""
         if not self.chunks:
             return 1
         return math.prod(math.ceil(s / c) for s, c in zip(self.shape[1:], self.chunks[1:], strict=True))
@@ -132,7 +132,7 @@ class ChunkGrid:
 
     @property
     def num_bands(self) -> int:
-        """Number of bands: of chunks along the first axis, or of samples of a contiguous dataset."""
+        """Number of chunks along the first axis; for a contiguous dataset, the number of samples."""
         return math.ceil(self.shape[0] / self.chunks[0]) if self.chunks else self.shape[0]
 
     @property

@@ -280,7 +280,7 @@ class EntryOptions(MatrixSourceOptions):
 
     columns: tuple[str, ...] | None = option(
         None,
-        "For ratings and other entries: the columns with row, column, value and time (names, or 0, 1, ...).",
+        "For ratings and other sparse matrices: the columns with row, column, value and time (names, or 0, 1, ...).",
         metavar="A,B[,C[,D]]",
     )
 

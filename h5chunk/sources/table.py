@@ -233,7 +233,7 @@ class TableSource(Samples):
         return values
 
     def _encode_categories(self, name: str, values: np.ndarray) -> np.ndarray:
-        """Return the values of a column; few different strings become codes."""
+        """Return the values of a column; strings become category codes if few of them are distinct."""
         few = 1 < len(self._columns[name].words) <= min(MAX_CATEGORIES, self._num_rows - 1)
         if self._categories.get(name, [] if few else None) != []:
             return values.astype(field_dtype(name, values.dtype), copy=False)

@@ -15,15 +15,16 @@ of a list are computed together, in one kernel and with one rounding at the end:
 `HoldOut`, `Dense` and `Csr` for a matrix, whose rows stay sparse until they are on the device. Without transforms,
 images keep their stored values, and rows of a matrix become dense float32.
 
-The random transforms of images use other random numbers for each sample. These depend only on the seed of the loader or
-sampler, the epoch, the sample's number in the file and the transform's position among the random ones of its list: they
-are the same for all batch sizes, ranks, workers, devices and readers, and after resuming. So fields with equal lists,
-such as images and masks, are changed in the same way; a list that crops or flips only the first of them is an error::
+The random transforms of images use different random numbers for each sample. These depend only on the seed of the
+loader or sampler, the epoch, the sample's number in the file and the transform's position among the random ones of its
+list: they are the same for all batch sizes, ranks, workers, devices and readers, and after resuming. So fields with
+equal lists, such as images and masks, are changed in the same way; a list that crops or flips only the first of them is
+an error::
 
     augment = [RandomCrop(224), RandomHorizontalFlip()]
     ChunkLoader("pairs.h5", 32, transforms={"images": [*augment, Normalize(mean, std)], "masks": augment})
 
-Each echo of a sample has other random numbers, but repetitions of a sample by ``weights`` in an epoch have the same.
+Each echo of a sample has different random numbers, but repetitions of a sample by ``weights`` in an epoch share theirs.
 With another sampler than `h5chunk.ChunkSampler`, they come from torch's random generator.
 
 Other random transforms usually use the same random numbers for a whole batch: see `per_sample`. Transforms of several
@@ -202,7 +203,7 @@ def check_first(transforms: Sequence[Transform], field: Field | RaggedField, sto
     if field.scale is not None and isinstance(first, IMAGE_TRANSFORMS):
         remedy = "is a matrix: give Dense, Csr, L2 or Log1p"
     elif field.scale is None and any(isinstance(transform, HoldOut) for transform in transforms):
-        remedy = "is no matrix, whose entries could be held out"
+        remedy = "is not a matrix: HoldOut needs the entries of a matrix"
     elif field.scale is None and isinstance(first, (Dense, Csr)):
         remedy = "is not a matrix: use ToDtype"
     elif field.scale is None and isinstance(first, ROW_TRANSFORMS) and stored and not stored.is_floating_point:

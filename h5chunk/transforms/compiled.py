@@ -157,14 +157,15 @@ def _addresses(images: torch.Tensor, out: torch.Tensor) -> tuple[int, int]:
 
 
 class LoadedTable(NamedTuple):
-    """A table of geometry on a GPU, and the weights of taps: (n, 2, most + 1, longest) int32, or nothing.
+    """Crops and sizes of n images on a GPU, and the weights of the pixels that make each row and column of a result.
 
-    They may be used by ``stream`` alone, which fills them.
+    ``taps`` is (n, 2, most + 1, longest side of a result) int32, or empty if nothing is resized. Only ``stream`` may
+    use the tensors, because it fills them.
     """
 
     table: torch.Tensor
     taps: torch.Tensor
-    most: int  # taps of a row or column
+    most: int  # largest number of pixels that make a row or column
     stream: torch.cuda.Stream
 
 

@@ -272,7 +272,7 @@ def test_parts_are_the_folders_that_the_samples_were_in(tmp_path):
     assert [len(part) for part in ChunkDataModule(tmp_path / "y.h5", 4).datasets] == [19, 3, 2]
     (tmp_path / "data" / "train").rename(tmp_path / "data" / "fold")
     h5chunk.convert(tmp_path / "data", tmp_path / "z.h5", workers=0, split_folders="yes")
-    with pytest.raises(OptionError, match="field 'split' has 'fold', which is no split"):
+    with pytest.raises(OptionError, match="field 'split' has 'fold', which is not a split"):
         _ = ChunkDataModule(tmp_path / "z.h5", 4).datasets
 
 

@@ -316,7 +316,7 @@ def test_memory_is_bounded(tmp_path: Path, options: dict[str, Any]) -> None:
     ({"cache": (1, 2)}, "cache is (1, 2)"),
     ({"cache": (1, 0, 1.0)}, "cache w0 is 1.0"),
     ({"fields": ["nope"]}, "has no dataset 'nope'; it has images"),
-    ({"fields": ["text"]}, "'text' of type object and shape () is no field"),
+    ({"fields": ["text"]}, "'text' of type object and shape () is not a field"),
     ({"keep": ["nope"]}, "has no dataset 'nope'"),
 ])  # fmt: skip
 def test_options_that_cannot_be(tmp_path: Path, options: dict[str, Any], message: str) -> None:

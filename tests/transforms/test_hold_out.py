@@ -174,7 +174,7 @@ def test_places_that_do_not_fit(path, transforms, match):
 def test_images_have_no_entries(tmp_path):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["images"] = np.zeros((9, 3, 4, 4), np.uint8)
-    with pytest.raises(OptionError, match="field 'images' is no matrix"):
+    with pytest.raises(OptionError, match="field 'images' is not a matrix"):
         ChunkLoader(tmp_path / "x.h5", 3, transforms=[HoldOut(0.5)])
-    with pytest.raises(OptionError, match="is no matrix"):
+    with pytest.raises(OptionError, match="is not a matrix"):
         ChunkLoader(tmp_path / "x.h5", 3, transforms=[lambda batch: batch, HoldOut(0.5)])

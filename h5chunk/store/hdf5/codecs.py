@@ -268,7 +268,7 @@ def _unlz4(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.nda
 
 
 def _read_header(data: np.ndarray, out: np.ndarray) -> tuple[int, int]:
-    """Return the decoded bytes of all blocks, and of one block, from the header of LZ4 or Bitshuffle data."""
+    """Return the decoded size of all blocks, and of one block, in bytes, from the header of LZ4 or Bitshuffle data."""
     if len(data) < 12:
         raise DecodeError(f"{len(data)} bytes, but its header has 12")
     length, block = struct.unpack_from(">QI", data.data)

@@ -331,7 +331,10 @@ class _Estimate(NamedTuple):
 
 
 def _read_start(source: SparseSource, options: MatrixOptions, coding: Coding | FloatCoding) -> _Estimate:
-    """Estimate a matrix by reading for `PROBE_S` seconds. Raises UnfitError if ``coding`` cannot store a value."""
+    """Estimate a matrix's size and storage by reading for `PROBE_S` seconds.
+
+    Raises UnfitError if ``coding`` cannot store a value.
+    """
     tally, started = coding.tally(), time.perf_counter()
     num_entries, done, whole, largest = 0, 0, True, 0
     for block, done in source.blocks(options.memory_bytes // READ_SHARE):

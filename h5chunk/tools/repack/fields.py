@@ -131,8 +131,8 @@ def _main_fields(
         for facts in named:
             if not facts.num_rows or not facts.is_fixed_size:
                 raise FieldError(
-                    f"{label}: {facts.name!r} of type {facts.dtype} and shape {facts.shape} is no field: name datasets "
-                    "of fixed-size elements with samples along the first axis"
+                    f"{label}: {facts.name!r} of type {facts.dtype} and shape {facts.shape} is not a field: name "
+                    "datasets of fixed-size elements with samples along the first axis"
                 )
         return [(facts.num_rows, facts.name) for facts in named]
     matrix = next((group for group in ragged if group.path == b"X" or group.kind == "images"), None)
