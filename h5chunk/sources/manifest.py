@@ -208,7 +208,7 @@ class _Cells:
                 self._find_images(row, find, folder)
             for i in (self._path_column, *self._kept):
                 if not row[i] or row[i] == NESTED:
-                    problem = "is a list or an object:" if row[i] else "is empty: fill it, or"
+                    problem = "is a list or an object:" if row[i] else "is empty: fill it (a number with nan), or"
                     raise table.error(line, f"column {self.columns[i]!r} {problem} {self._drop_remedy(i)}")
             self.paths.append(self._path(table, line, row[self._path_column], find, folder, self._numbers))
             for i, column in self.images.items():

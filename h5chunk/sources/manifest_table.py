@@ -37,7 +37,7 @@ class Table:
             self.columns, self.declared, self.first_line = ["path", *second.split()], int(first), 2
             self._rows = ((number, line.split()) for number, line in enumerate(lines, 3))
             return
-        delimiter = "\t" if name.lower().endswith(".tsv") else ","
+        delimiter = "\t" if name.lower().endswith(".tsv") else next((mark for mark in ",;\t" if mark in first), ",")
         self.columns = [name.strip() for name in next(csv.reader([first], delimiter=delimiter), [])]
         self._rows = self._delimited(chain([second], lines), delimiter)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from h5chunk.errors import OptionError, SourceError, printable
 from h5chunk.source import OpenContext
 from h5chunk.sources.kinds import KINDS
+from h5chunk.sources.listing import check_source
 from h5chunk.sources.options import Options, flag_of, one_of
 from h5chunk.sources.recognise import HDF5_MAGIC, is_path, read_head
 
@@ -81,6 +84,8 @@ def _misplaced(name: str, kind: Any, source: Any, others: Iterable[type[Options]
             homes.setdefault(group.noun, []).append(group.kind)
     if not homes:
         return OptionError(f"there is no option {name!r}")
+    if is_path(source) and kind.kind == "images":  # the kind of a path that does not exist
+        check_source(Path(os.fsdecode(source)))
     nouns = one_of([_with_kinds(noun, *kinds) for noun, kinds in homes.items()])
     return OptionError(
         f"{flag_of(name)} applies only to {nouns}; {describe(source)} contains {_with_kinds(kind.noun, kind.kind)}: "

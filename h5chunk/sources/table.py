@@ -204,8 +204,9 @@ class TableSource(Samples):
         if not others:
             return "convert the table without it"
         kind = "" if is_parquet(path) else " --format table"
-        names = ",".join(others) if len(others) <= MAX_NAMES else "A,B,... without it"
-        return f"leave it out (--columns {printable(names)}{kind})"
+        if len(others) > MAX_NAMES:
+            return f"leave it out (name all other columns: --columns A,B,...{kind})"
+        return f"leave it out (--columns {printable(','.join(others))}{kind})"
 
     def _filled(self, name: str, array: Any, where: str, remedy: str) -> Any:
         """Fill the missing values of a column with NaN, or note the rows to skip. Raises SourceError otherwise."""

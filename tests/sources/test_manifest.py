@@ -154,6 +154,8 @@ def test_forms_of_the_file(read: Read) -> None:
         assert read(form).columns["word"].tolist() == [word.encode() for word in plain]
     assert read("path\tword\n1.png\ta,b\n", name="list.TSV").columns["word"].tolist() == [b"a,b"]
     assert read(" path , word \n 1.png , x \n").columns["word"].tolist() == [b"x"]
+    for mark in (";", "\t"):
+        assert read(f"path{mark}word\n1.png{mark}a,b\n").columns["word"].tolist() == [b"a,b"]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +163,7 @@ def test_forms_of_the_file(read: Read) -> None:
     [
         ("path,n\n1.png,1\n2.png\n", r"list\.csv, line 3: has 1 column, but the header has 2"),
         ("path,n\n1.png,1\n\n2.png,1,2\n", "line 4: has 3 columns, but the header has 2"),
-        ("path,n\n1.png,1\n2.png,\n", "line 3: column 'n' is empty: fill it, or drop the column"),
+        ("path,n\n1.png,1\n2.png,\n", "line 3: column 'n' is empty: fill it .a number with nan., or drop the column"),
         ("path,n\n ,1\n", "line 2: column 'path' is empty"),
         ('path,n\n1.png,"1\n', "line 2: unexpected end of data"),
         ('path,n\n1.png,"1"x\n', r"line 2: ',' expected after"),

@@ -84,6 +84,8 @@ def test_options_that_a_format_does_not_have(tmp_path):
             open_source(tmp_path / "m.npz", **options)
     with pytest.raises(OptionError, match="there is no option 'laier'"):
         open_source(tmp_path / "m.npz", laier="X")
+    with pytest.raises(SourceError, match=r"n\.npz: no such file or folder"):
+        open_source(tmp_path / "n.npz", layer="X")
 
 
 def test_names_that_are_not_utf8(tmp_path):

@@ -217,6 +217,10 @@ def test_splits_are_appended(tmp_path: Path) -> None:
     classes = make_tree(tmp_path / "classes") / "val"
     with pytest.raises(SourceError, match="lacks the field 'split', which"):
         append(path, classes, split_folders="no")
+    with pytest.raises(
+        SourceError, match=r"of the file \(a folder that contains the folders of splits, such as train/"
+    ):
+        append(path, classes)
     convert(classes, tmp_path / "y.h5", workers=0)
     with pytest.raises(SourceError, match=r"has the field 'split', which .* lacks"):
         append(tmp_path / "y.h5", tmp_path / "data")

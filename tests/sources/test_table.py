@@ -382,6 +382,15 @@ def test_dates_become_text(tmp_path: Path) -> None:
         assert h5chunk.ChunkDataset(tmp_path / f"{suffix}.h5").values("day").tolist() == days
 
 
+def test_a_gap_in_a_table_of_many_columns(tmp_path: Path) -> None:
+    names = ",".join(f"c{i}" for i in range(20))
+    (tmp_path / "t.csv").write_text(f"{names}\n{'1,' * 19}2\n{'1,' * 19}\n")
+    with pytest.raises(
+        SourceError, match=r"or leave it out \(name all other columns: --columns A,B,... --format table"
+    ):
+        h5chunk.convert(tmp_path / "t.csv", tmp_path / "x.h5")
+
+
 def test_a_column_without_any_value(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("a,b,c,d,e\n0.5,,1,2,3\n1.5,,1,2,3\n")
     report = h5chunk.convert(tmp_path / "t.csv", tmp_path / "x.h5")

@@ -122,8 +122,9 @@ def _check_fields(old: OldFile, source: SampleSource, columns: Collection[str], 
         listed = ", ".join(name for name in old.fields if name not in source.fields) or "none"
         if not isinstance(source, ImageSource):
             raise SourceError(f"{label}: {problem}: give the options of reading with which the file was converted")
+        tree = " (a folder that contains the folders of splits, such as train/ or val/)" * ("split" in old.fields)
         raise SourceError(
-            f"{label}: {problem}: give a source with the fields of the file, or a manifest (--manifest) with the "
+            f"{label}: {problem}: give a source with the fields of the file{tree}, or a manifest (--manifest) with the "
             f"columns {listed}"
         )
     for name, field in source.fields.items():
