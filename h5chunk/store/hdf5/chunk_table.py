@@ -188,7 +188,7 @@ def is_stored_as(dataset: h5py.Dataset, dtype: np.dtype) -> bool:
 
 
 def stored_item_bytes(dataset: h5py.Dataset) -> int:
-    """Return the bytes of one element in the file; for a variable-length type, the bytes of its pointer."""
+    """Return the number of bytes of one element in the file; for a variable-length type, of its pointer."""
     kind = dataset.id.get_type()
     if isinstance(kind, h5py.h5t.TypeVlenID) or (isinstance(kind, h5py.h5t.TypeStringID) and kind.is_variable_str()):
         return 8 + int(dataset.file.id.get_create_plist().get_sizes()[0])

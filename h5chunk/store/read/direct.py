@@ -173,7 +173,7 @@ class ByteReader:
         return any(chunks.are_tiny for chunks in self.chunks)
 
     def scratch_bytes(self, num_threads: int) -> int:
-        """Return the bytes of memory that this many threads need for chunks, in addition to the rows themselves."""
+        """Return how many bytes of memory this many threads need for chunks, in addition to the rows themselves."""
         if not self.chunks:
             return 0
         kept = sum(chunks.num_kept * chunks.chunk_bytes for chunks in self.chunks)

@@ -251,7 +251,7 @@ def read_amplification(
 
 
 def _bytes_of(reader: H5Reader, name: str, rows: np.ndarray) -> int:
-    """Return the bytes of these samples of a field; repeated samples count each time."""
+    """Return the number of bytes of these samples of a field; repeated samples count each time."""
     field = reader.fields[name]
     if isinstance(field, RaggedField):
         return int((reader.indptr[rows + 1] - reader.indptr[rows]).sum()) * field.entry_bytes

@@ -38,7 +38,7 @@ def check_samples(reader: H5Reader, done: str) -> int:
 
 
 def batch_bytes(reader: H5Reader, sample_bytes: int) -> int:
-    """Return the bytes of a sample in a batch: those of a crop for images of any size."""
+    """Return the number of bytes of a sample in a batch: of a crop, for images of any size."""
     field = reader.ragged
     return max(sample_bytes, field.channels * CROP * CROP) if isinstance(field, ImagesField) else sample_bytes
 

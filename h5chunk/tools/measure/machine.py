@@ -130,7 +130,7 @@ def default_cache() -> CacheSettings:
 
 
 def available_bytes() -> int:
-    """Return the bytes of memory that this process may take, including reclaimable page cache."""
+    """Return the number of bytes of memory that this process may take, including reclaimable page cache."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))

@@ -133,7 +133,7 @@ def cache_of(setting: Setting, facts: DataFacts, num_workers: int | None = None)
 
 
 def memory_of(setting: Setting, facts: DataFacts) -> int:
-    """Return the bytes of memory that a setting takes for windows, batches and chunk caches, without interpreters."""
+    """Return how many bytes of memory a setting takes for windows, batches and chunk caches, without interpreters."""
     order = order_of(setting, facts)
     batch = facts.batch_samples * (facts.converted_bytes or facts.sample_bytes)
     if setting.reader == DATASET:

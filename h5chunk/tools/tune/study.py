@@ -178,7 +178,7 @@ def study_file(
 
 
 def _converted_bytes(reader: H5Reader, sample_bytes: int) -> int:
-    """Return the bytes of a converted sample in a batch; 0 if samples are not converted."""
+    """Return the number of bytes of a converted sample in a batch; 0 if samples are not converted."""
     if reader.matrix is not None:
         return reader.matrix.num_columns * DENSE_BYTES
     return 0 if reader.ragged is None else batch_bytes(reader, sample_bytes)
