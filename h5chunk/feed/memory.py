@@ -19,6 +19,7 @@ import torch
 
 MADV_POPULATE_WRITE = 23  # make pages, which CUDA would do much slower, and with a lock that stops copies meanwhile
 POPULATED_BYTES = 2 << 20  # at a time, so that other threads wait less for the lock of this process's memory
+FREE, IN_USE, LOST = range(3)  # uses of a shared buffer by its receiver
 FLAG_BYTES = 64  # bytes at the end of a shared buffer; tensors start at multiples of this
 
 Tensors = tuple[torch.Tensor, ...]
@@ -52,14 +53,15 @@ class PinnedMemory:
 
 
 class SharedBuffer(NamedTuple):
-    """Memory of a DataLoader's worker: its last bytes are flags, whether the receiver uses it and has kept it."""
+    """Memory of a DataLoader's worker: its last bytes are its use by the receiver, and whether that has kept it."""
 
     bytes: torch.Tensor
     number: int
 
-    def is_used(self) -> bool:
-        """Return whether the receiver still has a reference to the batch in it."""
-        return bool(self.bytes[-1])
+    @property
+    def use(self) -> int:
+        """FREE, IN_USE while the receiver refers to the batch in it, or LOST if a fork of the receiver still may."""
+        return int(self.bytes[-1])
 
 
 class SharedMemory:
@@ -89,9 +91,9 @@ class SharedMemory:
         return SharedFields(buffer, owned, tuple(places), assemble, self._dropped)
 
     def _take(self, num_bytes: int) -> SharedBuffer:
-        for buffer in [each for each in self._idle if not each.is_used()]:
+        for buffer in [each for each in self._idle if each.use != IN_USE]:
             self._idle[:] = [other for other in self._idle if other is not buffer]
-            if buffer.bytes.numel() >= num_bytes:
+            if buffer.use == FREE and buffer.bytes.numel() >= num_bytes:
                 return buffer
             self._dropped.append(buffer.number)
         memory = shared_empty((num_bytes,), torch.uint8)
@@ -124,16 +126,24 @@ class SharedFields(tuple[torch.Tensor, ...]):
 
     def __reduce__(self) -> tuple[object, ...]:
         buffer, places, assemble, _ = self._sent
-        buffer.bytes[-1] = 1  # in use by the receiver
+        if buffer.use != FREE:
+            return self._copied()
+        buffer.bytes[-1] = IN_USE
         return _receive, (buffer.bytes, places, assemble)
 
     def reduce_to_parent(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Do the same for a queue to the parent process, which gets the buffer itself only once."""
         buffer, places, assemble, dropped = self._sent
-        buffer.bytes[-1] = 1
+        if buffer.use != FREE:
+            return self._copied()
+        buffer.bytes[-1] = IN_USE
         sent = None if buffer.bytes[-2] else buffer.bytes
         gone = [dropped.pop() for _ in range(len(dropped))]
         return _receive_again, (os.getpid(), buffer.number, sent, gone, places, assemble)
+
+    def _copied(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Send a batch that is sent once more, as the flag of its buffer counts one receiver only."""
+        return _assembled, (tuple(each.clone() for each in self.tensors), self._sent[2])
 
 
 ForkingPickler.register(SharedFields, SharedFields.reduce_to_parent)
@@ -158,14 +168,26 @@ def _receive_again(
 
 def _receive(buffer: torch.Tensor, places: Places, assemble: Assemble | None) -> tuple[torch.Tensor, ...]:
     owned = buffer.numpy()[:-FLAG_BYTES]
-    weakref.finalize(owned, _clear, buffer[-1:], os.getpid()).atexit = False
-    tensors = tuple(_views(owned, places))
+    weakref.finalize(owned, _clear, buffer[-1:], os.getpid(), _num_forks).atexit = False
+    return _assembled(tuple(_views(owned, places)), assemble)
+
+
+def _assembled(tensors: Tensors, assemble: Assemble | None) -> Tensors:
     return tensors if assemble is None else assemble(tensors)
 
 
-def _clear(flag: torch.Tensor, process: int) -> None:
+def _clear(flag: torch.Tensor, process: int, num_forks: int) -> None:
     if os.getpid() == process:  # a fork that drops its copy does not free this one
-        flag.zero_()
+        flag.fill_(FREE if num_forks == _num_forks else LOST)
+
+
+def _count_fork() -> None:
+    global _num_forks
+    _num_forks += 1
+
+
+_num_forks = 0  # of this process
+os.register_at_fork(before=_count_fork)
 
 
 def _views(owned: np.ndarray, places: Places) -> Iterator[torch.Tensor]:

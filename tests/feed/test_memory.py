@@ -112,21 +112,51 @@ def test_a_fork_that_lets_go_of_a_batch_does_not_free_it() -> None:
     assert in_fork(received.clear) == 0
     assert (os.getpid(), flag.item()) == (pid, 1)
     received.clear()
-    assert flag.item() == 0
+    assert flag.item() == 2  # as a fork may still read it
+    assert memory.empty([((1000,), torch.uint8)])[0].data_ptr() != sent[0].data_ptr()
+
+
+def test_what_a_fork_holds_is_not_overwritten() -> None:
+    loader = DataLoader(Growing(same=True), batch_size=None, num_workers=1, collate_fn=as_it_is)
+    batches = iter(loader)
+    held = [next(batches)[0]]
+    reading, writing = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.close(writing)
+        os.read(reading, 1)  # until the epoch is over
+        os._exit(held[0].tolist() != [0] * 1000)
+    held.clear()
+    assert [int(batch[0]) for (batch,) in batches] == list(range(1, 12))
+    os.close(writing)
+    os.close(reading)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_batch_that_is_sent_twice_is_not_overwritten() -> None:
+    loader = DataLoader(Growing(same=True, twice=True), batch_size=None, num_workers=1, collate_fn=as_it_is)
+    held = [batch for number, (batch,) in enumerate(loader) if number % 2]
+    assert [batch.tolist() for batch in held] == [[number] * 1000 for number in range(0, 12, 2)]
 
 
 class Growing(Dataset[Any]):
-    """Batches in shared memory, each larger than the one before."""
+    """Batches in shared memory, each larger than the one before, or of the ``same`` size; or each one ``twice``."""
 
-    def __init__(self) -> None:
-        self.memory = SharedMemory()
+    def __init__(self, same: bool = False, twice: bool = False) -> None:
+        self.memory, self.same, self.twice = SharedMemory(), same, twice
+        self.last: tuple[torch.Tensor, ...] = ()
 
     def __len__(self) -> int:
         return 12
 
     def __getitem__(self, number: int) -> tuple[torch.Tensor, ...]:
-        batch = self.memory.empty([((1000 * (number + 1),), torch.uint8)])
-        batch[0].fill_(number)
+        if not (self.twice and number % 2):
+            self.last = ()
+            self.last = self.memory.empty([((1000 if self.same else 1000 * (number + 1),), torch.uint8)])
+            self.last[0].fill_(number)
+        return self.last if self.twice else self._pop()
+
+    def _pop(self) -> tuple[torch.Tensor, ...]:
+        batch, self.last = self.last, ()
         return batch
 
 
