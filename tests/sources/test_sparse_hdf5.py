@@ -239,6 +239,13 @@ def test_layers_that_are_not_there(tmp_path):
         open_source(path, layer="raw")
 
 
+def test_a_layer_called_raw(tmp_path):
+    path = write_h5ad(tmp_path / "m.h5ad", MATRIX, layers={"raw": MATRIX * 2})
+    assert (dense(open_source(path, layer="layers/raw")) == MATRIX.toarray() * 2).all()
+    with pytest.raises(SourceError, match=r"has no 'raw'; its matrices are \(--layer\): X, layers/raw"):
+        open_source(path, layer="raw")
+
+
 def test_genomes_of_10x_version_2(tmp_path):
     path = write_10x(tmp_path / "m.h5", MATRIX * 9, version=2)
     write_10x(path, MATRIX * 20, version=2, genome="mm10")

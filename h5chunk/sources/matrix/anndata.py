@@ -236,5 +236,6 @@ def _table(holder: GuardedGroup, name: str, length: int) -> np.ndarray:
 def _choices(root: GuardedGroup) -> str:
     """List the matrices of the file, for messages."""
     matrices = [name for name in ("X", "raw") if name in root or f"{name}.X" in root]
-    matrices += root.group("layers").names() if "layers" in root else []
+    layers = root.group("layers").names() if "layers" in root else []
+    matrices += [f"layers/{name}" if name in ("X", "raw") else name for name in layers]
     return f"its matrices are (--layer): {', '.join(matrices) or 'none'}"
