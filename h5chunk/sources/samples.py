@@ -244,4 +244,6 @@ def field_dtype(name: str, dtype: np.dtype) -> np.dtype:
         "m": "convert it to int64",
     }
     remedy = remedies.get(dtype.kind, "convert it to a number of at most 64 bits")
+    if dtype.names:
+        remedy = "give each of its columns as an array of its own"
     raise SourceError(f"{printable(name)} has the dtype {dtype}, which fields do not support: {remedy}")

@@ -134,6 +134,7 @@ def test_arrays_in_memory_are_never_complete(tmp_path: Path) -> None:
             "a has the dtype complex128, which fields do not support: split real and imaginary",
         ),
         ({"a": np.array(["2020-01-01"], "M8[D]")}, r"dtype datetime64\[D\], .*: convert it to int64"),
+        ({"a": np.zeros(2, [("date", "M8[D]"), ("price", "f8")])}, "give each of its columns as an array of its own"),
         ({"a": np.array([{}, 1], object)}, "Python objects.* are never unpickled"),
     ],
 )
