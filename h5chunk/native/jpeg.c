@@ -112,7 +112,7 @@ EXPORT int h5chunk_find_jpeg(Jpeg *jpeg) {
 /* Return the smallest length, in eighths, of a side at which its box keeps enough pixels. */
 static int64_t least_eighths(const int64_t *image, int side, int box, int full) {
     int64_t least = (GAP * image[side] * image[full] + image[box] - 1) / image[box], eighths = 1;
-    if (least > image[side]) least = image[side];
+    if (least >= image[side]) return EIGHTHS;
     while (eighths < EIGHTHS && (image[side] * eighths + EIGHTHS - 1) / EIGHTHS < least) eighths++;
     return eighths;
 }

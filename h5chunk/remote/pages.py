@@ -18,6 +18,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from h5chunk.errors import FileError, printable
+
 PAGE = 16 << 10  # bytes of a page
 OBJECT, TABLE, ABOUT = "object.h5", "pages", "about.json"  # the files of a copy
 FETCHED, IN_USE = 0, 1 << 40  # first bytes of the two ranges of locks in the table
@@ -62,8 +64,14 @@ class Pages:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.about: dict[str, Any] = json.loads((folder / ABOUT).read_text())
-        self.num_bytes = int(self.about["num_bytes"])
+        try:
+            self.about: dict[str, Any] = json.loads((folder / ABOUT).read_text())
+            self.num_bytes = int(self.about["num_bytes"])
+            sizes = [(folder / name).stat().st_size for name in (OBJECT, TABLE)]
+        except (FileNotFoundError, NotADirectoryError, ValueError, LookupError, TypeError):
+            sizes = []
+        if not sizes or sizes != [self.num_bytes, pages_of(self.num_bytes)]:
+            raise FileError(f"{printable(str(folder))}: this local copy of a remote object is damaged: delete it")
         self.descriptor = os.open(folder / OBJECT, os.O_RDWR | os.O_CLOEXEC)
         table = os.open(folder / TABLE, os.O_RDWR | os.O_CLOEXEC)
         self._table = mmap.mmap(table, pages_of(self.num_bytes))

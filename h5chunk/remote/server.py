@@ -23,6 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from h5chunk.errors import FileError
 from h5chunk.remote.countdown import Countdown
 from h5chunk.remote.objects import HEAD_BYTES, RemoteError, Store, first_line
 from h5chunk.remote.pages import ABOUT, FETCHED, PAGE, Locks, Pages, Runs, create, pages_of
@@ -224,7 +225,7 @@ class Server:
         def run() -> None:
             try:
                 reply({"id": number, "error": "", **call(message)})
-            except RemoteError as error:
+            except (RemoteError, FileError) as error:
                 reply({"id": number, "error": str(error)})
             except OSError as error:
                 where = f"{message.get('root')}: sparse copies cannot be kept there"

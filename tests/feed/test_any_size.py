@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import h5py
 import numpy as np
 import pytest
@@ -234,6 +236,22 @@ def test_large_jpegs_are_scaled_while_they_are_decoded(tmp_path):
     ((found,),) = all_batches(tmp_path / "p.h5", transforms=[Resize((40, 32))])
     expected = np.asarray(Image.open(folder / "a.jpg").resize((32, 40), Image.Resampling.BILINEAR))
     assert np.abs(found[0].permute(1, 2, 0).numpy().astype(int) - expected).max() <= 4
+
+
+def test_an_image_of_one_pixel(tmp_path):
+    (tmp_path / "photos" / "a").mkdir(parents=True)
+    for number in range(4):
+        encoded = io.BytesIO()
+        picture(8, 8, number).save(encoded, "JPEG", quality=95, subsampling=0)
+        data = bytearray(encoded.getvalue())
+        size = data.index(b"\xff\xc0") + 5
+        data[size : size + 4] = b"\0\1\0\1"  # the first pixel of the block
+        (tmp_path / "photos" / "a" / f"{number}.jpg").write_bytes(data)
+    h5chunk.convert(tmp_path / "photos", tmp_path / "a.h5", keep_encoded=True)
+    dataset = h5chunk.ChunkDataset(tmp_path / "a.h5", fields=["images", "sample_number"])
+    ((images, numbers),) = all_batches(dataset, size=4, transforms=[Resize((1, 1))])
+    for image, number in zip(images, numbers.tolist(), strict=True):
+        assert torch.equal(image, dataset[number][0])
 
 
 @pytest.fixture(scope="module")

@@ -281,3 +281,17 @@ def test_outputs_are_uploaded(photos, tmp_path):
 def test_commands_that_need_local_files_say_so(photos, tmp_path):
     with served(photos) as server, pytest.raises(FileError, match="needs a local file"):
         h5chunk.repack(f"{server.url}/photos.h5", tmp_path / "new.h5")
+
+
+@pytest.mark.parametrize("name", ["pages", "object.h5", "about.json"])
+def test_a_cut_copy_in_the_cache_is_an_error(photos, tmp_path, name):
+    with served(photos) as server:
+        url = f"{server.url}/photos.h5"
+        h5chunk.ChunkDataset(url, cache_dir=tmp_path)
+        for connection in client._current:
+            connection.close()
+        (file,) = tmp_path.rglob(name)
+        with file.open("r+b") as opened:
+            opened.truncate(3)
+        with pytest.raises(FileError, match=r"photos.h5-\w+: this local copy .* is damaged: delete it"):
+            h5chunk.ChunkDataset(url, cache_dir=tmp_path)
