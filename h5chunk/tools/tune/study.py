@@ -43,6 +43,7 @@ BATCH_BYTES = 4 * SAMPLE_BYTES  # only a part of a larger batch is measured
 SMALL_BYTES = 16 << 20  # smaller data is not worth a new file
 PIECE_BYTES = 32 << 20  # bytes that are read from a field at a time
 DENSE_BYTES = 4  # bytes of a number in a dense row
+NO_DATASET = "no such dataset"
 MAX_GROUPS = 1 << 27  # labels of more samples are not read
 CODES = "codes"
 
@@ -234,7 +235,8 @@ def _read_groups(study: Study, file: h5py.File, group_by: str | None) -> np.ndar
         return integer_groups(found[:])
     if group_by is not None:
         raise OptionError(f"group_by is {group_by!r}: {found}: name a dataset with one number or string per sample")
-    study.note(f"shuffle quality is unknown: {name!r}: {found}; --group-by FIELD names another dataset")
+    reason = "the file has no labels" if found == NO_DATASET else f"{name!r}: {found}"
+    study.note(f"shuffle quality is unknown, because {reason}; --group-by FIELD names a dataset of similar samples")
     return None
 
 
@@ -247,7 +249,7 @@ def _find_groups(study: Study, file: h5py.File, name: str) -> h5py.Dataset | str
             name = f"{name}/{CODES}"
             item = guard.find(file, name)
         if not isinstance(item, h5py.Dataset):
-            return "no such dataset"
+            return NO_DATASET
         guard.check_field(item, name)
     except FieldError as error:
         return str(error).removeprefix(f"{printable(study.reader.path)}: ")
