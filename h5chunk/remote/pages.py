@@ -73,9 +73,8 @@ class Pages:
         if not sizes or sizes != [self.num_bytes, pages_of(self.num_bytes)]:
             raise FileError(f"{printable(str(folder))}: this local copy of a remote object is damaged: delete it")
         self.descriptor = os.open(folder / OBJECT, os.O_RDWR | os.O_CLOEXEC)
-        table = os.open(folder / TABLE, os.O_RDWR | os.O_CLOEXEC)
-        self._table = mmap.mmap(table, pages_of(self.num_bytes))
-        os.close(table)
+        self._table_file = os.open(folder / TABLE, os.O_RDWR | os.O_CLOEXEC)
+        self._table = mmap.mmap(self._table_file, pages_of(self.num_bytes), prot=mmap.PROT_READ)
 
     def absent(self, runs: Iterable[tuple[int, int]]) -> Runs:
         """Return the parts of runs that are absent."""
@@ -88,16 +87,17 @@ class Pages:
 
     def put(self, first: int, stop: int, data: Any) -> None:
         """Write pages that were absent, and then mark them as present."""
-        view, at = memoryview(data), first * PAGE
-        while view:
-            done = os.pwrite(self.descriptor, view, at)
-            view, at = view[done:], at + done
-        self._table[first:stop] = b"\1" * (stop - first)
+        _write(self.descriptor, data, first * PAGE)
+        self._mark(first, stop, b"\1")
+
+    def _mark(self, first: int, stop: int, state: bytes) -> None:
+        """Write to the table, but not by mmap, which on a full disk ends the process."""
+        _write(self._table_file, state * (stop - first), first)
 
     def keep(self, runs: Iterable[tuple[int, int]]) -> None:
         """Mark present pages, which are in use, so that `free` does not free them."""
         for first, stop in runs:
-            self._table[first:stop] = b"\2" * (stop - first)
+            self._mark(first, stop, b"\2")
 
     def free(self, runs: Iterable[tuple[int, int]]) -> None:
         """Mark pages as absent, and then free their space, unless they are in use, being fetched or kept."""
@@ -110,7 +110,7 @@ class Pages:
         try:
             is_free = locks.try_lock(first, stop)
             if is_free:
-                self._table[first:stop] = bytes(stop - first)
+                self._mark(first, stop, b"\0")
                 punch(self.descriptor, first * PAGE, (stop - first) * PAGE)
         finally:
             locks.close()
@@ -130,7 +130,15 @@ class Pages:
 
     def close(self) -> None:
         self._table.close()
+        os.close(self._table_file)
         os.close(self.descriptor)
+
+
+def _write(descriptor: int, data: Any, at: int) -> None:
+    view = memoryview(data)
+    while view:
+        done = os.pwrite(descriptor, view, at)
+        view, at = view[done:], at + done
 
 
 def pages_of(num_bytes: int) -> int:

@@ -12,12 +12,14 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from support.full_disk import largest_file
 from support.object_server import object_server
 from torch.utils.data import DataLoader
 
 import h5chunk
 from h5chunk.errors import FileError, OptionError, OutputError
 from h5chunk.remote import client
+from h5chunk.remote.pages import Pages
 
 pytest.importorskip("obstore")
 
@@ -288,10 +290,24 @@ def test_a_cut_copy_in_the_cache_is_an_error(photos, tmp_path, name):
     with served(photos) as server:
         url = f"{server.url}/photos.h5"
         h5chunk.ChunkDataset(url, cache_dir=tmp_path)
-        for connection in client._current:
+        for connection in client._current.copy():
             connection.close()
+        client._current.clear()
+        client._paths.clear()  # so that another process opens the copy
         (file,) = tmp_path.rglob(name)
         with file.open("r+b") as opened:
             opened.truncate(3)
         with pytest.raises(FileError, match=r"photos.h5-\w+: this local copy .* is damaged: delete it"):
             h5chunk.ChunkDataset(url, cache_dir=tmp_path)
+
+
+def test_a_table_of_pages_that_cannot_be_written_is_an_error(photos, tmp_path):
+    with served(photos) as server:
+        h5chunk.ChunkDataset(f"{server.url}/photos.h5", cache_dir=tmp_path)
+        (table,) = tmp_path.rglob("pages")
+        pages = Pages(table.parent)
+        absent = pages.present().rindex(0)
+        with largest_file(absent), pytest.raises(OSError, match="File too large"):
+            pages.put(absent, absent + 1, b"")
+        assert not pages.present()[absent]
+        pages.close()
