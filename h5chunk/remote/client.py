@@ -71,17 +71,30 @@ class Client:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
+    @property
+    def has_ended(self) -> bool:
+        """True if the server process has closed the connection, even if the receiving thread has not noticed yet."""
+        try:
+            return self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def _receive(self) -> None:
         try:
-            with self._socket.makefile("rb") as lines:
+            with suppress(OSError), self._socket.makefile("rb") as lines:
                 for line in lines:
                     reply = json.loads(line)
                     self.num_parts += 1
                     if "part" in reply:
                         continue
                     self._waiting.pop(reply["id"])(reply)
-        except OSError:
-            pass
+        finally:  # also after an error in a function that a reply was passed to
+            self._end()
+
+    def _end(self) -> None:
+        """Close the connection, and answer all messages that wait for a reply with an error."""
         with self._lock:
             self._is_over = True
             self._socket.close()
@@ -101,6 +114,8 @@ _lock = threading.Lock()
 def client() -> Client:
     """Return this process's connection to the server process, which is started if there is none."""
     with _lock:
+        if _current and _current[0].has_ended:
+            _current.clear()
         if not _current:
             _current.append(_connect())
         return _current[0]
