@@ -299,3 +299,24 @@ class _Counting:
             os.fork = lambda: self.forks.append(1) or fork()
         self.dataset.__getitems__(indices)
         return [len(self.forks)]
+
+
+class OddError(Exception):
+    """An error that cannot be unpickled, such as those of imagecodecs."""
+
+    def __init__(self, function: str, code: int) -> None:
+        super().__init__(f"{function}: {code}")
+
+
+def test_an_error_does_not_bring_the_one_that_it_replaces():
+    """Importing dask makes pickle keep the errors that an error was raised from."""
+    pytest.importorskip("tblib.pickling_support").install()
+
+    def fail(say):
+        try:
+            raise OddError("decode", 1)
+        except OddError as error:
+            raise FileError("a.h5: is damaged") from error
+
+    with pytest.raises(FileError, match="is damaged"):
+        in_child(fail, lambda: "a.h5")

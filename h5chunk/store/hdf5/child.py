@@ -211,7 +211,8 @@ def _run(work: Callable[[Say], Any], pipe: Connection, parent: int) -> NoReturn:
             try:
                 pipe.send((DONE, work(lambda value: pipe.send((SAID, value)))))
             except H5ChunkError as error:
-                pipe.send((FAILED, error))
+                error.__context__ = error.__cause__ = None  # dask has them pickled, too, which not all errors can be
+                pipe.send((FAILED, error.with_traceback(None)))
             except BaseException:
                 pipe.send((FAILED, WorkerError(traceback.format_exc())))
             code = 0
