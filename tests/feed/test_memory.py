@@ -173,7 +173,7 @@ def test_the_buffers_of_a_worker_are_sent_once_and_kept_until_it_ends(monkeypatc
             assert batch.tolist() == [number] * 1000 * (number + 1)
         (kept,) = _kept.values()
         assert len(kept) <= 6  # those that became too small are gone
-    assert len({id(buffer) for buffer, *_ in calls[-12:]}) <= len(kept)
+    assert len({id(buffer) for buffer, *_ in calls[-12:]}) < 12  # how many depends on which became too small when
     del loader, batch, kept
     calls.clear()
     gc.collect()
