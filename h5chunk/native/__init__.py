@@ -68,10 +68,10 @@ class Result(ctypes.Structure):
 
 
 class Ending(ctypes.Structure):
-    """What native threads do once all jobs of a ticket have succeeded.
+    """Work that follows the last job of a ticket, in the native thread that did this job, if all jobs have succeeded.
 
-    The file at ``path``, unless that is None, must still have its stamp, or the status is CHANGED. Then they call
-    ``send``, unless that is None, with ``argument``; if it does not return 0, the status is NOT_SENT.
+    If ``path`` is given, the thread compares the stamp of that file, and if it differs, the status is CHANGED. If
+    ``send`` is given, the thread then calls it with ``argument``, and unless it returns 0, the status is NOT_SENT.
     """
 
     _fields_ = (
