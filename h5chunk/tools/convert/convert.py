@@ -16,7 +16,6 @@ from h5chunk.sources.recognise import is_path
 from h5chunk.store.write.journal import has_command_id
 from h5chunk.store.write.output import check_folder
 from h5chunk.store.write.part_file import check_not_source, check_output, parse_output
-from h5chunk.tools.cluster import connected
 from h5chunk.tools.convert.matrix import convert_matrix, explain_memory_error
 from h5chunk.tools.convert.options import MatrixOptions, SampleOptions
 from h5chunk.tools.convert.report import ConvertReport, MatrixReport
@@ -118,11 +117,9 @@ def convert(
             progress=progress,
         )
     job = prepare(opened, path, write_options)
-    run = SampleRun(job, split_job(job, write_options), overwrite, dry_run, progress, notify, started)
-    if client is None or dry_run:
-        return run.report(opened.notes)
-    with connected(client) as run.cluster:
-        return run.report(opened.notes)
+    files = split_job(job, write_options)
+    run = SampleRun(job, files, overwrite, dry_run, progress, notify, started, client=client)
+    return run.report(opened.notes)
 
 
 def _open(

@@ -29,7 +29,7 @@ from h5chunk.store.write.old_file import OldFile
 from h5chunk.store.write.output import NewFolder, check_folder
 from h5chunk.store.write.part_file import check_free_space, check_output
 from h5chunk.store.write.samples import SampleJob, write_samples
-from h5chunk.tools.cluster import Cluster
+from h5chunk.tools.cluster import connected
 from h5chunk.tools.convert.distribute import write_shards
 from h5chunk.tools.convert.forms import compare_forms, recommend
 from h5chunk.tools.convert.report import ConvertReport
@@ -54,7 +54,7 @@ class SampleRun:
     started: float  # time of `time.perf_counter` at the start of the command
     old: OldFile | None = None  # the file to append to, which the output replaces
     complete: bool = False  # whether the same command has already made the output
-    cluster: Cluster | None = None  # the Dask cluster that writes the shards
+    client: Any = None  # the Dask cluster that writes the shards: see `h5chunk.tools.cluster.connected`
 
     def report(self, notes: Sequence[str], new_classes: Sequence[str] = ()) -> ConvertReport:
         """Write the output unless it is complete or this is a dry run, and return the report."""
@@ -130,8 +130,8 @@ class SampleRun:
                 check_free_space(job.path, sum(file.spec().num_bytes for file in files) - taken)
             copied, first_row = count_up("copy", job.copied_bytes, self.progress), 0
             writing = log.write_here(output, copied)
-            if self.cluster is not None:
-                writing = log.write_on(self.cluster, output.part)
+            if self.client is not None:
+                writing = log.write_on(self.client, output.part)
             for _, written, filled in sorted(writing, key=lambda file: file[0]):
                 kept.append(written)
                 all_filled.notes.update(filled.notes)
@@ -234,7 +234,7 @@ class _TaskLog:
                 written = write_samples(new, job, finished=partial(self._finished, number), **options)
             yield number, *written
 
-    def write_on(self, cluster: Cluster, part: Path) -> Iterator[tuple[int, SampleJob, Filled]]:
+    def write_on(self, client: Any, part: Path) -> Iterator[tuple[int, SampleJob, Filled]]:
         """Do the same as `write_here` on a Dask cluster, with the files in any order."""
         told = [0] * len(self._jobs)
 
@@ -242,11 +242,12 @@ class _TaskLog:
             told[number], before = done, told[number]
             self._written(done - before)
 
-        for number, job, filled, results in write_shards(cluster, self._jobs, part, self._claims, say):
-            for done in results:
-                self._finished(number, done)
-            say(number, len(self._jobs[number].order))
-            yield number, job, filled
+        with connected(client) as cluster:
+            for number, job, filled, results in write_shards(cluster, self._jobs, part, self._claims, say):
+                for done in results:
+                    self._finished(number, done)
+                say(number, len(self._jobs[number].order))
+                yield number, job, filled
 
     def _finished(self, number: int, done: TaskResult) -> None:
         if done.chunks.start in self._claims[number]:
