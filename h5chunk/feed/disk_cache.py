@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,8 @@ import numpy as np
 from h5chunk.errors import OptionError, human_bytes
 from h5chunk.plan.eviction import NextUses, uses_of_rows
 from h5chunk.plan.order import Order
-from h5chunk.remote.mirror import Mirror, page_runs
+from h5chunk.plan.selection import FixedSelection
+from h5chunk.remote.mirror import Hold, Mirror, page_runs
 from h5chunk.remote.pages import PAGE
 from h5chunk.store.hdf5.ranges import Ranges
 from h5chunk.store.read.direct import ByteReader
@@ -62,6 +63,28 @@ class DiskCache:
             self._free(excess, self._by_next_use(order, position) if order is not None else self._at_random())
         return absent
 
+    def hold_all(self, order: Order, names: Collection[str]) -> list[Hold] | None:
+        """Hold all data of fields that any epoch of an order may use; return None if a part of it is absent."""
+        samples = order.selection.samples if isinstance(order.selection, FixedSelection) else None
+        wanted: dict[Mirror, list[tuple[np.ndarray, np.ndarray]]] = {}
+        for number, reader in enumerate(self._reader.readers):
+            if reader.mirror is None:
+                continue
+            for offsets, sizes, starts, stops in self._chunks(number, names):
+                first, some = int(self._reader.starts[number]), np.ones(len(starts), bool)
+                if samples is not None:
+                    some = np.searchsorted(samples, starts + first) < np.searchsorted(samples, stops + first)
+                wanted.setdefault(reader.mirror, []).append((offsets[some], sizes[some]))
+        runs = {mirror: page_runs(*map(np.concatenate, zip(*each, strict=True))) for mirror, each in wanted.items()}
+        if any(not mirror.keeps or mirror.pages.absent(each) for mirror, each in runs.items()):
+            return None
+        holds = [Hold(mirror, each) for mirror, each in runs.items()]
+        if not any(hold.absent for hold in holds):
+            return holds
+        for hold in holds:  # something was freed in the meantime
+            hold.drop()
+        return None
+
     def _disk_bytes(self) -> int:
         return sum(mirror.pages.disk_bytes for mirror in self._mirrors)
 
@@ -84,7 +107,7 @@ class DiskCache:
             if reader.mirror is None:
                 continue
             there = np.frombuffer(reader.mirror.pages.present(), np.uint8)
-            for offsets, sizes, starts, stops in self._chunks(number):
+            for offsets, sizes, starts, stops in self._chunks(number, self._direct):
                 first_row = int(self._reader.starts[number])
                 uses = uses_of_rows(chunk_uses, order.chunk_samples, starts + first_row, stops + first_row)
                 firsts, ends = offsets // PAGE, (offsets + sizes) // PAGE
@@ -96,10 +119,10 @@ class DiskCache:
             mirror: Any = self._reader.readers[number].mirror
             yield mirror, first, end
 
-    def _chunks(self, number: int) -> Iterator[tuple[np.ndarray, ...]]:
-        """Yield offsets, sizes, first samples and ends of the chunks in a file, for each field."""
-        for field in self._direct.values():
-            yield from field.chunk_rows(number)
+    def _chunks(self, number: int, names: Collection[str]) -> Iterator[tuple[np.ndarray, ...]]:
+        """Yield offsets, sizes, first samples and ends of the chunks in a file, for each of these fields."""
+        for name in names:
+            yield from self._direct[name].chunk_rows(number)
 
     def _at_random(self) -> Iterator[tuple[Mirror, int, int]]:
         """Yield the runs of present pages in random order, which for shuffled epochs is better than LRU."""

@@ -10,13 +10,13 @@ from typing import Any
 from h5chunk.errors import FileError, H5ChunkError, OptionError
 from h5chunk.feed.disk_cache import DiskCache
 from h5chunk.feed.read_pool import ReadPool, WindowRead
-from h5chunk.plan.order import Order
+from h5chunk.plan.order import Order, Window
 from h5chunk.remote.client import client
 from h5chunk.remote.mirror import Hold
 from h5chunk.store.hdf5.ranges import ReadTask
 from h5chunk.store.read.direct import ByteReader
 from h5chunk.store.read.reader import H5Reader
-from h5chunk.store.read.several import hold_ranges, remote_ranges
+from h5chunk.store.read.several import OpenFiles, hold_ranges, remote_ranges
 
 
 class _Holds:
@@ -57,6 +57,8 @@ class RemoteReadPool(ReadPool):
     ) -> None:
         self._order, self._num_windows, self._cache = order, num_windows, DiskCache(reader, direct)
         self._fetched: dict[int, tuple[WindowRead, int]] = {}  # windows that wait, and their numbers of tasks
+        self._looked = -1  # the last epoch in which it was found that data is absent
+        self._held = _Holds()  # all data, once it is local
         super().__init__(reader, direct, num_threads, **options)
 
     @property
@@ -64,7 +66,35 @@ class RemoteReadPool(ReadPool):
         """See `ReadPool.progress`; answered requests count, too."""
         return super().progress + (client().num_parts if os.getpid() == self._process else 0)
 
+    def load(self, window: Window, slot: Any) -> WindowRead:
+        """See `ReadPool.load`. Once all data is in the cache, it is held there, and read like a local file."""
+        if not self.is_local and self._looked != self.epoch and not self._fetched:
+            self._looked = self.epoch
+            self._become_local()
+        return super().load(window, slot)
+
+    def _become_local(self) -> None:
+        """Hold all data, if it is in the cache, until the pool is closed."""
+        holds = self._cache.hold_all(self._order, set(self._direct) - set(self._whole))
+        if holds is None:
+            return
+        self._held.keep(holds)
+        self.is_local = True
+        if not isinstance(self.descriptor, OpenFiles):
+            self.descriptor = int(self.descriptor)  # whose ranges are not held again
+            status = os.stat(self.descriptor)
+            self._stamp = (
+                os.fsencode(self._reader.path),
+                status.st_dev,
+                status.st_ino,
+                status.st_size,
+                status.st_mtime_ns,
+            )
+
     def _begin(self, load: WindowRead, all_tasks: list[ReadTask], tasks: list[ReadTask]) -> None:
+        if self.is_local:
+            super()._begin(load, all_tasks, tasks)
+            return
         self._fetched[id(load)] = load, load.num_left
         holds = _Holds()
         load.at_end = holds.close
@@ -92,6 +122,10 @@ class RemoteReadPool(ReadPool):
         for _ in range(num_tasks if load is not None else 0):
             load.error = load.error or error  # type: ignore[union-attr]
             load.drop()  # type: ignore[union-attr]
+
+    def _end(self, threads: list[threading.Thread]) -> None:
+        super()._end(threads)
+        self._held.close()
 
     def cancel(self) -> None:
         """See `ReadPool.cancel`."""

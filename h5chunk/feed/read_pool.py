@@ -157,6 +157,7 @@ class ReadPool:
         self.path, self.timeout_s = reader.path, timeout_s
         self.epoch = 0  # of the windows that are read next
         self.tasks_done = 0  # tasks for Python threads
+        self.is_local = not reader.is_remote  # whether all data is on this machine
         self._hangs = False  # whether a wait has run into its timeout
         self.has_ended = threading.Event()  # set once the pool is closed and all threads have ended
         self._process = os.getpid()
@@ -266,7 +267,7 @@ class ReadPool:
         all_tasks = [task for name, out in fields.items() for task in self._field_tasks(name, window, out)]
         has_native = self._native is not None and os.getpid() == self._process
         native, tasks = native_tasks(all_tasks, self.descriptor) if has_native else (None, all_tasks)
-        if native is not None and not tasks and not self._reader.is_remote:
+        if native is not None and not tasks and self.is_local:
             native.ending = Ending(*slot.sender, *self._stamp)
         load = WindowRead(self, slot, window, len(tasks), native)
         if not all_tasks:

@@ -24,7 +24,7 @@ from h5chunk.feed.read_pool import ReadPool, WindowRead
 from h5chunk.feed.slots import BatchMemory, CpuSlot, CudaSlot, Fields
 from h5chunk.plan.draws import Draws
 from h5chunk.plan.order import Order, Window
-from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed
+from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed, num_local_slots
 
 PLANNED = 12  # windows that are planned at a time, as soon as no more than that many planned windows remain
 
@@ -142,6 +142,7 @@ class WindowStream:
         start: int = 0,
     ) -> None:
         self._lends_slot, self._echo, self._once, self._together = lends_slot, echo, once, plan.together
+        self._num_local = num_local_slots(plan) if source.reader.is_remote else plan.num_slots
         self._process = os.getpid()
         self._open: dict[WindowRead, None] = {}  # windows in the order of reading
         self._batches: dict[tuple[int, int], WindowRead] = {}  # reads, by epoch and number
@@ -386,4 +387,5 @@ class WindowStream:
     def _put_back(self, read: WindowRead) -> None:
         del self._open[read]
         read.slot.release()
-        self._free.append(read.slot)
+        if not self._pool.is_local or len(self._open) + len(self._free) < self._num_local:  # else fewer are enough
+            self._free.append(read.slot)

@@ -123,6 +123,12 @@ def num_ahead(order: Order, slot_bytes: int, ahead_bytes: int = 0) -> int:
     return max(1, windows)
 
 
+def num_local_slots(plan: SlotPlan) -> int:
+    """Return how many slots of a plan to use for data on this machine, without the bytes to read ahead from afar."""
+    ahead = num_ahead(plan.order, max(1, plan.window_bytes // plan.together))
+    return min(plan.num_slots, num_open_windows(plan.order, plan.together) - (-ahead // plan.together))
+
+
 def num_open_windows(order: Order, together: int = 1) -> int:
     """Return the maximum number of groups whose batches alternate, where a group is ``together`` windows."""
     first = next(order.rounds(), None)

@@ -90,6 +90,11 @@ class Hold:
             if not self._mirror.keeps:
                 self._mirror.pages.free(self._runs)
 
+    def drop(self) -> None:
+        """Allow the pages to be freed, although absent ones were not fetched."""
+        self._uses = 1
+        self.close()
+
 
 class Mirror:
     """A sparse local copy of one version of an object, filled on demand, and shared by any number of processes."""

@@ -197,6 +197,23 @@ def test_a_cache_serves_later_epochs_and_processes(photos, tmp_path):
         assert len(server.requests) == num_requests + 1  # to open the object
 
 
+def test_a_subset_in_the_cache_is_read_like_a_local_file(photos, tmp_path):
+    with served(photos) as server:
+        cached = h5chunk.ChunkDataset(f"{server.url}/photos.h5", cache_dir=tmp_path).subset(np.arange(50, 350))
+        with h5chunk.ChunkLoader(cached, 64, resident=False) as loader:
+            first = [[field.clone() for field in batch] for _ in range(3) for batch in loader]
+            small = h5chunk.ChunkDataset(f"{server.url}/photos.h5", cache_dir=tmp_path, cache_bytes=1_500_000)
+            for rows in np.array_split(np.arange(600), 60):  # frees other pages than those that the loader holds
+                small[rows]
+            num_requests = len(server.requests)
+            again = [[field.clone() for field in batch] for _ in range(3) for batch in loader]
+        assert len(server.requests) == num_requests
+    local = h5chunk.ChunkDataset(photos).subset(np.arange(50, 350))
+    with h5chunk.ChunkLoader(local, 64, resident=False) as loader:
+        expected = [batch for _ in range(6) for batch in loader]
+    assert_equal(first + again, expected)
+
+
 def test_a_cache_keeps_to_its_limit(photos, tmp_path):
     limit = photos.stat().st_size * 3 // 4
     with served(photos) as server:

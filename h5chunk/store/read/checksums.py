@@ -57,7 +57,13 @@ class ChunkChecks:
         self, path: Path, name: str, table: ChunkTable, sums: Checksums, indptr: np.ndarray | None = None
     ) -> None:
         self._path, self._name, self.table, self.sums, self._indptr = path, name, table, sums, indptr
-        self._chunk_rows, self._across = table.chunk_shape[0], table.num_across
+        self._chunk_rows, self._across, self._are_done = table.chunk_shape[0], table.num_across, False
+
+    @property
+    def are_done(self) -> bool:
+        """Whether no chunk needs a check any more."""
+        self._are_done = self._are_done or bool(self.sums.verified.all())
+        return self._are_done
 
     def of_rows(self, rows: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
         """Return the chunks that hold ``rows``, or ``counts[i]`` rows starting at each ``rows[i]``: (n,) int64."""

@@ -222,15 +222,16 @@ class PlainField(ByteReader):
 
     @property
     def reads_rows(self) -> bool:  # type: ignore[override]
-        return self._checks is None
+        return self._checks is None or self._checks.are_done
 
     def tasks(
         self, rows: np.ndarray, destinations: np.ndarray, out: np.ndarray, counts: np.ndarray | None = None
     ) -> Iterator[ReadTask]:
         """See `ByteReader.tasks`; with ``counts``, read ``counts[i]`` rows, starting at ``rows[i]``, in one run."""
         blocks = self._table.offsets, self._chunk_rows, self.row_bytes
-        if self._checks is None:
+        if self.reads_rows:
             return row_tasks(blocks, rows, counts, destinations, out, self._where)
+        assert self._checks is not None
         whole = self._checks.are_read_whole(rows) if counts is None else np.zeros(len(rows), bool)
         sizes = np.full(int(whole.sum()), self.row_bytes)
         vectors = vectors_of(sizes, destinations[whole] * self.row_bytes, out)
