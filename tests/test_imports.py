@@ -37,6 +37,7 @@ MAY_IMPORT = {
     "tools.model": {"plan", "errors"},
     "tools.measure": {"tools.model", "tools.progress", "sources", "plan", *STORE, "transforms", "feed", "__init__"}
     | GROUND,
+    "tools.doctor": {"tools", "tools.model", "tools.measure", "machine", "errors"},
     "tools": {"native", "source", "sources", "plan", *STORE, "feed", *GROUND, "__init__"},  # and its inner rooms
     "lightning": {"feed", "errors"},
     "cli": {"tools", "errors", "__init__"},
@@ -45,12 +46,12 @@ MAY_IMPORT = {
 }
 PURE = ("plan", "tools.model")  # of other packages, these import numpy alone
 ONLY_IN = {
-    "torch": {"feed", "transforms", "tools.measure"},
+    "torch": {"feed", "transforms", "tools.measure", "tools.doctor"},
     "lightning": {"lightning"},
     "pytorch_lightning": {"lightning"},
     "click": {"cli"},
     "tqdm": {"cli"},
-    "h5py": {"sources", *STORE, "tools.measure", "tools"},
+    "h5py": {"sources", *STORE, "tools.measure", "tools.doctor", "tools"},
     "PIL": {"sources"},
     "pyarrow": {"sources"},
 }

@@ -1,0 +1,56 @@
+"""The command `doctor`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+import h5chunk
+from h5chunk.cli import options as shared
+from h5chunk.cli.group import main
+from h5chunk.cli.options import OUTPUT, RUNNING, SECONDS, option
+
+
+@main.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    examples={
+        "Find out what training waits for, in its first minute": "h5chunk doctor --seconds 60 -- python train.py",
+        "Try the best fix, and write a page": "h5chunk doctor --check --html why.html -- python train.py",
+        "Fail if the GPU is idle, for CI": "h5chunk doctor --epochs 1 --assert-util 0.95 -- python train.py",
+    },
+)
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+@option(
+    "--seconds",
+    type=SECONDS,
+    heading=RUNNING,
+    help="End the training after this time, such as 60s or 2m. Default: run it to its end.",
+)
+@option("--epochs", type=int, heading=RUNNING, help="End the training after this many epochs.")
+@option(
+    "--check",
+    is_flag=True,
+    heading=RUNNING,
+    help="Run the command again with the first fix that needs no change of the script, and compare the gain with the "
+    "prediction.",
+)
+@option("--html", type=click.Path(), metavar="PAGE.html", heading=OUTPUT, help="Also write the report as a page.")
+@option(
+    "--assert-util",
+    type=float,
+    metavar="SHARE",
+    heading=OUTPUT,
+    help="Exit with 1 if the GPU, or without one the training step, works for less than this share of the time.",
+)
+@shared.quiet
+@shared.as_json
+def doctor(command: tuple[str, ...], **options: Any) -> None:
+    """Run COMMAND, which trains with PyTorch, and say what its GPU waits for and what each fix would gain.
+
+    The script needs no change, and trains as without h5chunk. Give COMMAND after two dashes, such as -- python train.py
+    """
+    quiet, as_json = options.pop("quiet"), options.pop("as_json")
+    report = h5chunk.doctor(command=command, **options)
+    if as_json or not quiet:
+        click.echo(report.to_json() if as_json else str(report))

@@ -1,0 +1,170 @@
+"""Diagnose a training loop: run a command with the hooks, or watch a loop of this process."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from h5chunk.errors import H5ChunkError, OptionError, SourceError
+from h5chunk.tools.doctor.collect import collect
+from h5chunk.tools.doctor.launch import check_command, run_command
+from h5chunk.tools.doctor.report import Check, DoctorReport
+from h5chunk.tools.measure.checks import check_budget
+from h5chunk.tools.model.diagnosis import diagnose
+from h5chunk.tools.model.fixes import Fix
+
+
+def doctor(
+    loader: Any = None,
+    *,
+    command: Sequence[str] = (),
+    seconds: float | None = None,
+    epochs: int | None = None,
+    check: bool = False,
+    html: str | Path | None = None,
+    assert_util: float | None = None,
+) -> DoctorReport:
+    """Find out what a training loop waits for, and what each change would gain.
+
+    Watch a loop of this process, of a DataLoader or `ChunkLoader`; training is not changed::
+
+        with h5chunk.doctor(loader) as report:
+            for images, labels in loader:
+                train(images, labels)
+        print(report)
+
+    or run a command that trains: ``h5chunk.doctor(command=["python", "train.py"], seconds=60)``.
+
+    Parameters
+    ----------
+    loader : DataLoader or ChunkLoader, optional
+        The loader to watch.
+    command : sequence of str, optional
+        A program with its arguments, instead of ``loader``. It must start Python in an environment with h5chunk.
+    seconds : float, optional
+        End the command, or end watching, after this many seconds of training. Default: watch until the end.
+    epochs : int, optional
+        End the command, or end watching, after this many epochs.
+    check : bool
+        Run the command again with the first fix that needs no change of the script, and compare the measured gain with
+        the predicted one.
+    html : str or Path, optional
+        Also write the report as a page, of one file.
+    assert_util : float, optional
+        Raise an error if the GPU (or, without one, the step) works for less than this share of the time, such as 0.95.
+
+    Returns
+    -------
+    DoctorReport
+        Print it, or take ``verdict``, ``utilisation`` and ``diagnosis``. With ``loader``, it is a context manager that
+        is filled when the loop has ended.
+
+    Raises
+    ------
+    OptionError
+        An argument is invalid.
+    SourceError
+        The command failed, or no training loop of at least 12 batches was seen.
+    """
+    if seconds is not None:
+        check_budget(seconds)
+    if assert_util is not None and not 0 < assert_util <= 1:
+        raise OptionError(f"assert_util is {assert_util!r}: give a share above 0, up to 1")
+    limits = {name: value for name, value in (("seconds", seconds), ("epochs", epochs)) if value}
+    if loader is not None:
+        if command or check:
+            raise OptionError("a loader cannot be combined with command or check: these run a command")
+        return WatchedLoop(loader, limits, html, assert_util)
+    check_command(command)
+    report = _diagnose_command(command, {**limits, "end": True}, {})
+    if check:
+        report.check = _check(command, {**limits, "end": True}, report)
+    _finish(report, html, assert_util)
+    return report
+
+
+def _diagnose_command(command: Sequence[str], options: dict[str, Any], variables: dict[str, str]) -> DoctorReport:
+    with tempfile.TemporaryDirectory(prefix="h5chunk-doctor-") as folder:
+        status = run_command(command, Path(folder), options, variables)
+        report = DoctorReport()
+        try:
+            _fill(report, Path(folder))
+        except SourceError as error:
+            raise (SourceError(f"{command[0]} failed with status {status}; {error}") if status else error) from None
+        if status:
+            report.notes.append(f"the command ended with status {status}")
+    return report
+
+
+def _fill(report: DoctorReport, folder: Path, loader: int | None = None) -> None:
+    report.seen = collect(folder, loader)
+    report.diagnosis = diagnose(report.seen)
+
+
+def _check(command: Sequence[str], options: dict[str, Any], report: DoctorReport) -> Check | None:
+    """Run the command with the first fix that can be tried from outside; None, with a note, if there is none."""
+    assert report.seen is not None and report.diagnosis is not None
+    fix = next((fix for fix in report.diagnosis.fixes if fix.apply), None)
+    if fix is None:
+        report.notes.append("no fix can be checked without changing the script")
+        return None
+    threads = {"OMP_NUM_THREADS": str(fix.apply["threads"])} if "threads" in fix.apply else {}
+    after = _diagnose_command(command, {**options, "fix": fix.apply}, threads).seen
+    assert after is not None
+    return _compared(fix, _rate(report.seen), _rate(after))
+
+
+def _rate(seen: Any) -> float:
+    """Return samples/s over all time, with validation and the starts of epochs."""
+    from h5chunk.tools.model.fixes import other_share
+
+    return float(seen.samples / seen.iteration * (1 - other_share(seen)))
+
+
+def _compared(fix: Fix, before: float, after: float) -> Check:
+    return Check(fix.name, fix.gain.value, fix.gain.low, fix.gain.high, after / before)
+
+
+def _finish(report: DoctorReport, html: str | Path | None, assert_util: float | None) -> None:
+    if html is not None:
+        from h5chunk.tools.doctor.page import write_page
+
+        write_page(report, Path(html))
+    if assert_util is not None and report.utilisation < assert_util:
+        raise LowUtilisation(f"utilisation is {report.utilisation:.3f}, below {assert_util}: {report.verdict}")
+
+
+class LowUtilisation(H5ChunkError, AssertionError):
+    """Training used less of the GPU than ``assert_util`` asks for."""
+
+
+class WatchedLoop(DoctorReport):
+    """A report that is filled when the block of a ``with`` statement ends."""
+
+    def __init__(self, loader: Any, limits: dict[str, Any], html: str | Path | None, assert_util: float | None) -> None:
+        super().__init__()
+        self._loader, self._limits, self._last = loader, limits, (html, assert_util)
+
+    def __enter__(self) -> WatchedLoop:
+        from h5chunk.tools.doctor import watch
+
+        self._folder = tempfile.TemporaryDirectory(prefix="h5chunk-doctor-")
+        self._watch = watch.install(self._folder.name, **self._limits)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        from h5chunk.tools.doctor import watch
+
+        self._watch.asks(0)
+        watch.remove()
+        try:
+            if kind is None:
+                _fill(self, Path(self._folder.name), vars(self._loader).get("_doctor_number"))
+                _finish(self, *self._last)
+        finally:
+            self._folder.cleanup()

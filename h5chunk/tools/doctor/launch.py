@@ -1,0 +1,129 @@
+"""Run a training script with the hooks of `h5chunk.tools.doctor.watch`, without changing it.
+
+A ``sitecustomize.py`` in a temporary folder on PYTHONPATH calls `start` in each Python process of the command, which
+waits until torch's DataLoader is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from h5chunk.errors import OptionError, SourceError
+
+VARIABLE = "H5CHUNK_DOCTOR"
+SITE = """
+import os, sys
+here = os.path.dirname(os.path.abspath(__file__))
+sys.path = [path for path in sys.path if os.path.abspath(path or ".") != here]
+own = sys.modules.pop("sitecustomize", None)
+try:
+    import sitecustomize
+except ImportError:
+    sys.modules["sitecustomize"] = own
+from h5chunk.tools.doctor.launch import start
+start()
+"""
+WATCHED = {
+    "torch.utils.data.dataloader": "_watch_torch",
+    "h5chunk.feed.loader": "_watch_chunk_loader",
+}
+
+
+def run_command(command: Sequence[str], folder: Path, options: dict[str, Any], variables: dict[str, str]) -> int:
+    """Run a command that trains, and write the measurements of its processes to a folder; return its exit status."""
+    (folder / "sitecustomize.py").write_text(SITE)
+    environment = {**os.environ, **variables, VARIABLE: json.dumps({"folder": str(folder), **options})}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
+    try:
+        process = subprocess.Popen(list(command), env=environment, stdout=2)
+    except OSError as error:
+        raise SourceError(f"{command[0]}: cannot be run: {error.strerror}") from None
+    try:
+        return process.wait()
+    except KeyboardInterrupt:  # the terminal sent it to the process as well
+        process.send_signal(signal.SIGINT)
+        process.wait()
+        return 0
+
+
+def check_command(command: Sequence[str]) -> None:
+    """Raise OptionError unless the command has a program."""
+    if not command or not command[0]:
+        raise OptionError("the command is missing: give it after --, such as h5chunk doctor -- python train.py")
+
+
+def start() -> None:
+    """Install the hooks in this process once torch's DataLoader, or ChunkLoader, is imported."""
+    if VARIABLE in os.environ:
+        sys.meta_path.insert(0, _AfterImport(json.loads(os.environ[VARIABLE])))
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Call a function after a module was imported for the first time."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options, self._busy = options, False
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> Any:
+        if name not in WATCHED or self._busy:
+            return None
+        self._busy = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._busy = False
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, lambda module: globals()[WATCHED[name]](module, self.options))
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, given: Any, then: Callable[[ModuleType], None]) -> None:
+        self._given, self._then = given, then
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._given, name)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._given.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._given.exec_module(module)
+        self._then(module)
+
+
+def _watch_torch(module: ModuleType, options: dict[str, Any]) -> None:
+    """Install the hooks when the first DataLoader is made: torch is not yet imported in full here."""
+    original = module.DataLoader.__init__
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        module.DataLoader.__init__ = original
+        _install(options)
+        module.DataLoader.__init__(self, *args, **kwargs)
+
+    module.DataLoader.__init__ = __init__
+
+
+def _watch_chunk_loader(module: ModuleType, options: dict[str, Any]) -> None:
+    _install(options)
+
+
+def _install(options: dict[str, Any]) -> None:
+    from h5chunk.tools.doctor import watch
+
+    if watch.is_installed():
+        watch.watch_chunk_loader(sys.modules["h5chunk.feed.loader"])
+        return
+    watch.install(**options)

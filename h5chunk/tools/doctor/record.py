@@ -1,0 +1,163 @@
+"""Write measurements of a training process, or of a DataLoader's worker, as JSON lines; sample its lines of code.
+
+This runs inside the user's processes: it draws no random numbers, and never raises an error into their code.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import os
+import re
+import sys
+import sysconfig
+import threading
+import time
+from collections import defaultdict
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+FLUSH_S = 0.25  # seconds between writes
+SAMPLE_S = 0.02  # seconds between samples of the line that runs
+READING, DECODING, TRANSFORM, COLLATE, LOCK = "reading", "decoding", "transform", "collate", "lock"
+LIBRARIES = {
+    **dict.fromkeys(("h5py", "zarr", "tables", "pyarrow", "fsspec", "lmdb", "netCDF4", "xarray"), READING),
+    **dict.fromkeys(("PIL", "cv2", "imageio", "simplejpeg", "imagecodecs", "torchcodec", "av", "zlib"), DECODING),
+    **dict.fromkeys(("albumentations", "kornia", "torchaudio"), TRANSFORM),
+}
+FILES = {
+    "multiprocessing/synchronize.py": LOCK,
+    "torchvision/io": DECODING,
+    "torchvision/transforms": TRANSFORM,
+    "numpy/lib": READING,
+}
+WORDS = {  # of a line that calls C without a frame of its own
+    LOCK: r"\b\w*lock\b|\.acquire\(|semaphore",
+    DECODING: r"decode|imread|decompress|Image\.open|\.convert\(",
+    READING: r"\bopen\(|\.read\w*\(|np\.load\(|torch\.load\(|fromfile\(|pread|read_bytes",
+}
+_LIBRARY_FOLDERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_OWN_FOLDER = str(Path(__file__).parents[2])
+
+
+def is_library(filename: str) -> bool:
+    """Return whether a file of code belongs to Python, an installed package or h5chunk, and not to the user."""
+    return filename.startswith((*_LIBRARY_FOLDERS, _OWN_FOLDER, "<")) or "-packages/" in filename
+
+
+def caller(frame: FrameType | None) -> str:
+    """Return the innermost line of the user's code as ``file:line``; empty if there is none."""
+    while frame is not None and is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def stage_of(frame: FrameType | None) -> str:
+    """Return the stage that a stack of calls belongs to, by its libraries and the words of the user's line."""
+    while frame is not None and is_library(frame.f_code.co_filename):
+        path = frame.f_code.co_filename
+        package = path.rpartition("-packages/")[2].partition("/")[0]
+        if found := LIBRARIES.get(package) or next((FILES[part] for part in FILES if part in path), ""):
+            return found
+        frame = frame.f_back
+    if frame is None:
+        return TRANSFORM
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    return next((stage for stage, words in WORDS.items() if re.search(words, line)), TRANSFORM)
+
+
+class Recorder:
+    """Collect measurements of one process, and append them to a file of their folder now and then."""
+
+    def __init__(self, folder: str, role: str) -> None:
+        self._path = Path(folder) / f"{role}-{os.getpid()}.jsonl"
+        self._rows: list[Any] = []
+        self._written = 0.0
+
+    def add(self, kind: str, *values: Any) -> None:
+        """Keep a measurement; write all that were kept if the last write is long ago."""
+        self.keep(kind, *values)
+        if time.perf_counter() > self._written + FLUSH_S:
+            self.flush()
+
+    def keep(self, kind: str, *values: Any) -> None:
+        """Keep a measurement until the next write; any thread may call this."""
+        self._rows.append((kind, *values))
+
+    def flush(self) -> None:
+        """Write the measurements, and the counters of this process."""
+        self.keep("use", time.perf_counter(), *counters())
+        rows, self._rows = self._rows, []
+        with suppress(OSError, TypeError, ValueError), self._path.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        self._written = time.perf_counter()
+
+
+def counters() -> tuple[float, float, int, int, float]:
+    """Return how much this process used so far.
+
+    These are seconds of CPU, seconds that this thread waited for a core, bytes read, bytes read from disks, and the
+    seconds of CPU that all processes of this machine used.
+    """
+    waited, read, disk, everyone = 0.0, 0, 0, 0.0
+    with suppress(OSError, ValueError, IndexError):
+        waited = int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+        fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        read, disk = int(fields["rchar"]), int(fields["read_bytes"])
+        ticks = [int(number) for number in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        everyone = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+    return time.process_time(), waited, read, disk, everyone
+
+
+class Sampler:
+    """A thread that notes every 20 ms which line of the user's code another thread runs, while ``stage`` is set."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder, self._target = recorder, threading.get_ident()
+        self._clock = time.pthread_getcpuclockid(self._target) if hasattr(time, "pthread_getcpuclockid") else None
+        self.stage = ""  # "step", "fetch", "collate"; empty: no samples
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread, unless it runs."""
+        if self._thread is None:
+            self._stop.clear()
+            self._thread = threading.Thread(target=self._run, name="h5chunk doctor", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, so that the process can fork without threads."""
+        if self._thread is not None:
+            self._stop.set()
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        lines: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
+        written = last = time.perf_counter()
+        used = self._used()
+        while not self._stop.wait(SAMPLE_S):
+            now, cpu = time.perf_counter(), self._used()
+            if stage := self.stage:
+                frame = sys._current_frames().get(self._target)
+                inner = stage if stage != "fetch" else stage_of(frame)
+                entry = lines[inner, caller(frame)]
+                entry[0] += 1
+                entry[1] += min(1.0, (cpu - used) / max(1e-9, now - last))
+                del frame
+            last, used = now, cpu
+            if now > written + FLUSH_S:
+                self._write(lines)
+                written = now
+        self._write(lines)
+
+    def _write(self, lines: defaultdict[tuple[str, str], list[float]]) -> None:
+        for (stage, line), (count, on_cpu) in lines.items():
+            self._recorder.keep("line", stage, line, count, on_cpu)
+        lines.clear()
+
+    def _used(self) -> float:
+        return 0.0 if self._clock is None else time.clock_gettime(self._clock)

@@ -1,0 +1,123 @@
+"""The report of `h5chunk doctor`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from h5chunk.errors import human_bytes
+from h5chunk.tools.model.diagnosis import Diagnosis
+from h5chunk.tools.model.seen import Seen
+from h5chunk.tools.report import Report
+
+SHOWN_FIXES = 5
+BAR = 24  # characters of a full bar
+
+
+@dataclass(frozen=True)
+class Check:
+    """A fix that was tried: what was predicted, and what came of it."""
+
+    fix: str
+    predicted: float
+    low: float
+    high: float
+    measured: float
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the measured gain is within 20 % of the prediction."""
+        return abs(self.measured / self.predicted - 1) <= 0.2
+
+    def __str__(self) -> str:
+        predicted = f"{self.predicted:.2f} times ({self.low:.2f} to {self.high:.2f})"
+        return f"{self.fix}: predicted {predicted}, measured {self.measured:.2f}"
+
+
+@dataclass
+class DoctorReport(Report):
+    """What a training loop waits for, and what would make it faster.
+
+    Attributes
+    ----------
+    diagnosis : Diagnosis or None
+        ``verdict``, one sentence; ``is_data``, whether the data is to blame; ``utilisation``, from 0 to 1; ``ladder``;
+        ``fixes``, the best first. None until the loop has been watched.
+    seen : Seen or None
+        The measurements behind it.
+    check : Check or None
+        The result of ``check=True``.
+    """
+
+    diagnosis: Diagnosis | None = None
+    seen: Seen | None = None
+    check: Check | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> str:
+        """The diagnosis in one sentence; empty until the loop has been watched."""
+        return "" if self.diagnosis is None else self.diagnosis.verdict
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the time in which the GPU works or, on the CPU, in which the step runs."""
+        return 0.0 if self.diagnosis is None else self.diagnosis.utilisation
+
+    def lines(self) -> Iterator[str]:
+        """Return the report as lines of text: the verdict, the ladder, where time goes, and the fixes."""
+        if self.diagnosis is None or self.seen is None:
+            yield "nothing was watched yet"
+            return
+        yield self.verdict
+        yield from self._ladder()
+        yield from self._times()
+        for number, fix in enumerate(self.diagnosis.fixes[:SHOWN_FIXES], 1):
+            yield ("fixes, by predicted gain:" if number == 1 else "") or ""
+            yield f"  {number}. {fix.name}: {fix.gain_text}"
+            yield f"     {fix.code}"
+        if self.check is not None:
+            yield f"checked: {self.check}"
+        yield from (f"note: {note}" for note in self.notes)
+
+    def _ladder(self) -> Iterator[str]:
+        assert self.diagnosis is not None and self.seen is not None
+        measured = self.seen.samples / self.seen.iteration
+        rungs = [(rung.name, rung.rate, rung.alone) for rung in self.diagnosis.ladder]
+        top = max(rate for _, rate, _ in rungs)
+        width = max(len(name) for name, *_ in rungs)
+        yield "training, in samples/s, as one stage after another is added:"
+        for name, rate, alone in rungs:
+            bar = "█" * max(1, round(BAR * rate / top))
+            yield f"  {name:{width}}  {rate:>12,.0f}  {bar:{BAR}}" + (f"  alone {alone:,.0f}" if alone else "")
+        yield f"  {'as measured':{width}}  {measured:>12,.0f}  {'█' * max(1, round(BAR * measured / top))}"
+
+    def _times(self) -> Iterator[str]:
+        seen = self.seen
+        assert seen is not None
+        text = f"an iteration of {seen.samples:.0f} samples: {_ms(seen.iteration)}, of which {_ms(seen.wait)} waiting"
+        if seen.gpu is not None:
+            text += f"; GPU: {_ms(seen.gpu.busy)} busy, {_ms(seen.gpu.idle)} idle between steps"
+        yield text
+        if seen.fetches:
+            who = f"each of {seen.workers} workers" if seen.workers else "the training process"
+            parts = [f"{name} {_ms(seconds)}" for name, seconds in seen.stages.items() if seconds > 0.01 * seen.fetch]
+            yield f"a batch takes {who} {_ms(seen.fetch)}: {', '.join(parts)}"
+        if seen.other_cores > 0.1 * seen.cores:
+            yield f"  other processes kept {seen.other_cores:.1f} of {seen.cores} cores busy; predictions count on it"
+        for file in seen.files[:3]:
+            cached = f", {file['cached']:.0%} in the page cache" if "cached" in file else ""
+            chunks = f", chunks {tuple(file['chunks'])}" if file.get("chunks") else ""
+            yield f"  {file['path']}: {human_bytes(file['bytes'])}{cached}{chunks}"
+
+    def facts(self) -> dict[str, Any]:
+        """Return the values of the report by name."""
+        if self.diagnosis is None or self.seen is None:
+            return {"diagnosis": None}
+        seen = {**asdict(self.seen), "iteration": self.seen.iteration, "wait": self.seen.wait, "step": self.seen.step}
+        return {"diagnosis": asdict(self.diagnosis), "seen": seen, "check": self.check and asdict(self.check)}
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"

@@ -1,0 +1,398 @@
+"""Hooks that measure a training loop from inside: DataLoaders, copies between devices, and optimizers.
+
+`install` puts them in, `remove` takes them out. They call what they replace with the same arguments, and change nothing
+that it returns.
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import math
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial, wraps
+from multiprocessing import util
+from typing import Any
+
+import torch
+from torch.optim import optimizer
+from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data._utils import fetch
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from h5chunk.tools.doctor.gpu import GpuClock
+from h5chunk.tools.doctor.record import Recorder, Sampler, caller
+
+FILES_AFTER = 3  # fetches after which open files are listed
+clock = time.perf_counter
+CHUNK_LOADER = {"kind": "ChunkLoader", "num_workers": 0, "made_at": ""}
+
+
+class Watch:
+    """What is measured in one process; one iteration of a loop is from asking for a batch to asking for the next."""
+
+    def __init__(self, folder: str, role: str, options: dict[str, Any]) -> None:
+        self.folder, self.options, self.recorder = folder, options, Recorder(folder, role)
+        self.sampler = Sampler(self.recorder)
+        self.gpu: GpuClock | None = None
+        self._open: list[Any] | None = None  # of the current iteration: loader, asked, received, samples, ...
+        self._first = 0.0
+        self._described: set[int] = set()
+        self.epoch_started: dict[int, float] = {}
+        self.settings: dict[int, dict[str, Any]] = {}  # of DataLoaders
+        self.epochs: Counter[int] = Counter()  # that began, by loader
+        self.copied = [0.0, 0, 0]  # seconds, bytes, bytes from pageable memory
+        self.optimized = [0.0, 0]  # seconds, steps
+        self._optimizing = 0.0
+
+    # ---- the loop
+
+    def asks(self, number: int) -> None:
+        """End an iteration, because the loop asks for another batch."""
+        now = clock()
+        self.sampler.stage = ""
+        if self._open is not None:
+            of, asked, received, resumed, *facts = self._open
+            gpu = self.gpu.end_step() if self.gpu is not None else None
+            totals = (*self.copied, *self.optimized)
+            self.recorder.add("step", of, asked, received, resumed, now, *facts, *totals, gpu)
+            self._open = None
+            self.copied[:], self.optimized[:] = [0.0, 0, 0], [0.0, 0]
+            self._end_at_limit(now)
+
+    def _end_at_limit(self, now: float) -> None:
+        self._first = self._first or now
+        if now - self._first > self.options.get("seconds", math.inf):
+            self._end()
+
+    def _end(self) -> None:
+        """Stop measuring; end the process, too, if that is wanted."""
+        remove()
+        if self.options.get("end"):
+            raise SystemExit(0)
+
+    def begins_epoch(self, number: int, started: float, loader: Any) -> None:
+        """Note that an epoch of a DataLoader begins; end after the number of epochs that are wanted."""
+        self.asks(number)
+        if number not in self.settings:
+            self.settings[number] = describe(loader)
+        self.epochs[number] += 1
+        self.epoch_started[number] = started
+        if self.epochs[number] > self.options.get("epochs", math.inf):
+            self._end()
+
+    def receives(self, number: int, asked: float, batch: Any) -> None:
+        """Begin an iteration: the loop received a batch."""
+        received = clock()
+        if number not in self._described:
+            self._described.add(number)
+            with suppress(Exception):  # of the user's objects
+                self.recorder.add(
+                    "loader", number, self.settings.get(number, CHUNK_LOADER), describe_batch(batch), machine()
+                )
+        if self.gpu is None and torch.cuda.is_initialized():
+            self.gpu = GpuClock(self.recorder)
+        if self.gpu is not None:
+            self.gpu.begin_step()
+        samples = batch_samples(batch)
+        started = self.epoch_started.pop(number, None)
+        self._open = [number, asked, received, clock(), samples, torch.is_grad_enabled(), started]
+        self.sampler.stage = "step"
+
+    def close(self) -> None:
+        """Write everything that was measured."""
+        self.sampler.stop()
+        if self.gpu is not None:
+            self.gpu.close()
+        self.recorder.flush()
+
+    # ---- inside of the step
+
+    def begin_optimizer(self, *_: Any) -> None:
+        self._optimizing = clock()
+
+    def end_optimizer(self, *_: Any) -> None:
+        self.optimized[0] += clock() - self._optimizing
+        self.optimized[1] += 1
+
+
+_watch: Watch | None = None
+_undo: list[Callable[[], None]] = []
+
+
+def install(folder: str, role: str = "main", **options: Any) -> Watch:
+    """Put the hooks in; measurements go to a folder. Options: seconds, epochs, end (exit then), fix."""
+    global _watch
+    if _watch is not None:
+        remove()
+    _watch = watch = Watch(folder, role, options)
+    _replace(_BaseDataLoaderIter, "__next__", _next)
+    _replace(DataLoader, "__init__", _init)
+    _replace(DataLoader, "__iter__", _iter)
+    _replace(DataLoader, "_get_iterator", _get_iterator)
+    _replace(fetch._MapDatasetFetcher, "fetch", _fetch)
+    _replace(fetch._IterableDatasetFetcher, "fetch", _fetch)
+    for name in ("to", "cuda"):
+        _replace(torch.Tensor, name, _copy)
+    hooks = (
+        optimizer.register_optimizer_step_pre_hook(watch.begin_optimizer),
+        optimizer.register_optimizer_step_post_hook(watch.end_optimizer),
+    )
+    _undo.extend(hook.remove for hook in hooks)
+    fix = options.get("fix", {})
+    if "threads" in fix:
+        torch.set_num_threads(fix["threads"])
+    if "cache" in fix:
+        import h5py
+
+        _replace(h5py.File, "__init__", partial(_with_cache, *fix["cache"]))
+    if "h5chunk.feed.loader" in sys.modules:
+        watch_chunk_loader(sys.modules["h5chunk.feed.loader"])
+    watch.sampler.start()
+    atexit.register(watch.close)
+    return watch
+
+
+def is_installed() -> bool:
+    """Return whether the hooks are in."""
+    return _watch is not None
+
+
+def watch_chunk_loader(module: Any) -> None:
+    """Measure the batches of `ChunkLoader`, whose module has been imported."""
+    if _watch is not None:
+        _replace(module._OneThread, "__next__", _next)
+
+
+def remove() -> None:
+    """Take the hooks out, and write everything that was measured."""
+    global _watch
+    while _undo:
+        _undo.pop()()
+    if _watch is not None:
+        _watch.close()
+        atexit.unregister(_watch.close)
+    _watch = None
+
+
+def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    original, own = getattr(owner, name), name in vars(owner)
+    setattr(owner, name, wraps(original)(make(original)))
+    _undo.append(lambda: setattr(owner, name, original) if own else delattr(owner, name))
+
+
+# ---- the hooks
+
+
+def _next(original: Any) -> Any:
+    def __next__(self: Any) -> Any:
+        watch = _watch
+        if watch is None or get_worker_info() is not None:
+            return original(self)
+        number = loader_number(self)
+        watch.asks(number)
+        asked = clock()
+        batch = original(self)
+        watch.receives(number, asked, batch)
+        return batch
+
+    return __next__
+
+
+def _init(original: Any) -> Any:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if _watch is not None and (fix := _watch.options.get("fix", {}).get("loader")):
+            bound = inspect.signature(original).bind(self, *args, **kwargs)
+            bound.arguments.update(fix)
+            args, kwargs = bound.args[1:], bound.kwargs
+        original(self, *args, **kwargs)
+        self.__dict__["_made_at"] = caller(sys._getframe(1))
+
+    return __init__
+
+
+def _with_cache(num_slots: int, num_bytes: int, original: Any) -> Any:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **{**kwargs, "rdcc_nslots": num_slots, "rdcc_nbytes": num_bytes})
+
+    return __init__
+
+
+def _iter(original: Any) -> Any:
+    def __iter__(self: Any) -> Any:
+        watch, started = _watch, clock()
+        iterator = original(self)
+        if watch is not None and get_worker_info() is None:
+            number = self.__dict__.setdefault("_doctor_number", id(iterator))
+            iterator.__dict__["_doctor_number"] = number
+            watch.begins_epoch(number, started, self)
+        return iterator
+
+    return __iter__
+
+
+def _get_iterator(original: Any) -> Any:
+    def _get_iterator(self: Any) -> Any:
+        if _watch is None or not self.num_workers:
+            return original(self)
+        given = self.worker_init_fn
+        self.worker_init_fn = StartWorker(_watch.folder, given)
+        _watch.sampler.stop()
+        try:
+            return original(self)
+        finally:
+            self.worker_init_fn = given
+            _watch.sampler.start()
+
+    return _get_iterator
+
+
+class StartWorker:
+    """A ``worker_init_fn`` that measures in a DataLoader's worker, and calls the user's."""
+
+    def __init__(self, folder: str, given: Callable[[int], None] | None) -> None:
+        self.folder, self.given = folder, given
+
+    def __call__(self, worker: int) -> None:
+        global _watch
+        if _watch is None:
+            install(self.folder, f"worker{worker}")
+        else:  # the hooks were inherited
+            _watch = Watch(self.folder, f"worker{worker}", {})
+            _watch.sampler.start()
+        assert _watch is not None
+        util.Finalize(None, _watch.recorder.flush, exitpriority=100)  # workers do not run what atexit registered
+        if self.given is not None:
+            self.given(worker)
+
+
+def _fetch(original: Any) -> Any:
+    def fetch(self: Any, indices: Any) -> Any:
+        watch = _watch
+        if watch is None:
+            return original(self, indices)
+        if not isinstance(self.collate_fn, TimedCollate):
+            self.collate_fn = TimedCollate(self.collate_fn)
+        collate, before, started = self.collate_fn, watch.sampler.stage, clock()
+        collate.seconds, watch.sampler.stage = 0.0, "fetch"
+        try:
+            return original(self, indices)
+        finally:
+            watch.sampler.stage = before
+            worker = get_worker_info()
+            watch.recorder.add("fetch", -1 if worker is None else worker.id, started, clock(), collate.seconds)
+            collate.count += 1
+            if collate.count == FILES_AFTER:
+                from h5chunk.tools.doctor.files import open_files
+
+                with suppress(Exception):  # of h5py and of files that change
+                    watch.recorder.keep("files", open_files())
+
+    return fetch
+
+
+class TimedCollate:
+    """Call a ``collate_fn`` and keep its time."""
+
+    def __init__(self, given: Any) -> None:
+        self.given, self.seconds, self.count = given, 0.0, 0
+
+    def __call__(self, samples: Any) -> Any:
+        started, watch = clock(), _watch
+        if watch is not None:
+            watch.sampler.stage = "collate"
+        try:
+            return self.given(samples)
+        finally:
+            self.seconds = clock() - started
+            if watch is not None:
+                watch.sampler.stage = "fetch"
+
+
+def _copy(original: Any) -> Any:
+    def copy(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _watch is None or type(self) not in (torch.Tensor, torch.nn.Parameter) or self.is_cuda:
+            return original(self, *args, **kwargs)
+        started = clock()
+        result = original(self, *args, **kwargs)
+        if result.is_cuda and _watch is not None:
+            copied, nbytes = _watch.copied, self.nbytes
+            copied[0], copied[1] = copied[0] + clock() - started, copied[1] + nbytes
+            copied[2] += 0 if self.is_pinned() else nbytes
+        return result
+
+    return copy
+
+
+# ---- descriptions
+
+
+def loader_number(iterator: Any) -> int:
+    """Return a number for the loader of an iterator."""
+    return int(getattr(iterator, "__dict__", {}).get("_doctor_number", id(iterator)))
+
+
+def describe(loader: Any) -> dict[str, Any]:
+    """Describe a DataLoader by its settings and the line that made it."""
+    names = "num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "batch_size"
+    facts = {name: getattr(loader, name, None) for name in names}
+    facts["in_order"] = getattr(loader, "in_order", True)
+    facts["dataset"], facts["length"] = type(loader.dataset).__qualname__, _length(loader.dataset)
+    facts["batched"] = hasattr(loader.dataset, "__getitems__")
+    collate = loader.collate_fn
+    facts["collate"] = "" if collate.__module__.startswith("torch.") else getattr(collate, "__qualname__", "")
+    made_at = loader.__dict__.get("_made_at", "")
+    return {"kind": "DataLoader", "made_at": made_at, **facts}
+
+
+def _length(data: Any) -> int:
+    try:
+        return len(data)
+    except Exception:
+        return 0
+
+
+def tensors_of(batch: Any) -> list[torch.Tensor]:
+    """List the tensors in a batch of tuples, lists and dicts."""
+    if isinstance(batch, torch.Tensor):
+        return [batch]
+    if isinstance(batch, dict):
+        batch = list(batch.values())
+    if isinstance(batch, (list, tuple)):
+        return [tensor for item in batch for tensor in tensors_of(item)]
+    return []
+
+
+def batch_samples(batch: Any) -> int:
+    """Return the number of samples in a batch: the length of its first tensor."""
+    while isinstance(batch, (list, tuple, dict)) and batch:
+        batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+    return len(batch) if isinstance(batch, torch.Tensor) and batch.ndim else 1
+
+
+def describe_batch(batch: Any) -> dict[str, Any]:
+    """Describe the memory of a batch."""
+    tensors = tensors_of(batch)
+    largest = max(tensors, key=lambda tensor: tensor.nbytes, default=None)
+    return {
+        "bytes": sum(tensor.nbytes for tensor in tensors),
+        "tensors": len(tensors),
+        "pinned": bool(tensors) and all(tensor.is_pinned() for tensor in tensors if not tensor.is_cuda),
+        "device": "" if largest is None else largest.device.type,
+        "dtype": "" if largest is None else str(largest.dtype).removeprefix("torch."),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Describe cores, threads and the GPU."""
+    from h5chunk.machine import available_cores
+
+    facts: dict[str, Any] = {"cores": available_cores(), "threads": torch.get_num_threads(), "gpu": ""}
+    if torch.cuda.is_initialized():
+        facts["gpu"] = torch.cuda.get_device_name()
+        facts["gpu_free"] = torch.cuda.mem_get_info()[0]
+    return facts

@@ -1,0 +1,105 @@
+"""Simulate a training loop that is fed by the workers of torch's DataLoader.
+
+Workers beyond the number of cores gain nothing:
+
+>>> loop = Loop(fetches=(0.08,) * 40, steps=(0.01,) * 40, workers=1, cores=8, fetch_cpu=0.08, step_cpu=0.01)
+>>> [round(seconds_per_batch(replace(loop, workers=count)), 3) for count in (0, 1, 4, 16)]
+[0.09, 0.08, 0.02, 0.011]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+RESAMPLES = 16
+MODEL_ERROR = 0.05  # the part of a predicted time by which predictions of simple loops were wrong
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Times of a loop, in seconds per batch."""
+
+    fetches: Sequence[float]  # time in which a worker makes a batch, without waiting for a core or for other workers
+    steps: Sequence[float]  # time between receiving a batch and asking for the next one
+    workers: int  # 0: the main process makes the batches
+    cores: float  # that this training may use
+    fetch_cpu: float  # CPU time of making a batch
+    step_cpu: float  # CPU time of a step
+    prefetch: int = 2  # batches that each worker may have ready
+    handover: float = 0.0  # time in which the main process takes a batch that is ready
+    exclusive: float = 0.0  # time in which only one worker at a time can work
+    in_order: bool = True  # whether batches are delivered in the order of the sampler
+    slowdown: Sequence[float] = ()  # of each worker, against the mean
+
+
+@dataclass(frozen=True)
+class Range:
+    """A predicted ratio and the interval that it is expected in."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+
+def seconds_per_batch(loop: Loop) -> float:
+    """Return the mean time of an iteration once the first batches are through."""
+    if loop.workers == 0:
+        return float(np.mean(loop.fetches) + np.mean(loop.steps))
+    simulated = _in_order(loop) if loop.in_order else _any_order(loop)
+    return max(simulated, loop.exclusive, (loop.fetch_cpu + loop.step_cpu) / loop.cores)
+
+
+def _in_order(loop: Loop) -> float:
+    ends = list(_ends(loop))
+    half = len(ends) // 2
+    return (ends[-1] - ends[half - 1]) / (len(ends) - half) if half else ends[-1]
+
+
+def _any_order(loop: Loop) -> float:
+    mean = float(np.mean(loop.fetches))
+    factors = [loop.slowdown[i] if i < len(loop.slowdown) else 1.0 for i in range(loop.workers)]
+    return max(1 / sum(1 / (mean * factor) for factor in factors), float(np.mean(loop.steps)) + loop.handover)
+
+
+def _ends(loop: Loop) -> Iterator[float]:
+    """Yield when each step ends: the index of a batch is sent to a worker when an earlier batch is received."""
+    workers = loop.workers
+    free, received, now = [0.0] * workers, [0.0] * (workers * loop.prefetch), 0.0
+    for number in range(max(len(loop.fetches), 8 * len(received))):
+        worker, fetch = number % workers, loop.fetches[number % len(loop.fetches)]
+        factor = loop.slowdown[worker] if worker < len(loop.slowdown) else 1.0
+        free[worker] = max(free[worker], received[number]) + fetch * factor
+        received.append(max(now, free[worker]))
+        now = received[-1] + loop.handover + loop.steps[number % len(loop.steps)]
+        yield now
+
+
+def gain_range(today: Loop, changed: Loop, error: float = MODEL_ERROR) -> Range:
+    """Predict how many times faster a changed loop is; the interval is that of batches drawn again in blocks."""
+    generator = np.random.default_rng(0)
+    value = seconds_per_batch(today) / max(1e-9, seconds_per_batch(changed))
+    found = [value]
+    for _ in range(RESAMPLES):
+        fetch, step = (_resampled(generator, times) for times in (today.fetches, today.steps))
+        first, other = (seconds_per_batch(_drawn(loop, fetch, step)) for loop in (today, changed))
+        found.append(first / max(1e-9, other))
+    return Range(value, min(found) * (1 - error), max(found) * (1 + error))
+
+
+def _drawn(loop: Loop, fetch: Sequence[int], step: Sequence[int]) -> Loop:
+    fetches, steps = loop.fetches, loop.steps
+    return replace(
+        loop, fetches=[fetches[i % len(fetches)] for i in fetch], steps=[steps[i % len(steps)] for i in step]
+    )
+
+
+def _resampled(generator: np.random.Generator, values: Sequence[float]) -> list[int]:
+    block = max(1, len(values) // 8)
+    starts = generator.integers(0, max(1, len(values) - block + 1), -(-len(values) // block))
+    return (starts[:, None] + np.arange(block)).ravel()[: len(values)].tolist()

@@ -1,0 +1,91 @@
+"""`h5chunk doctor` names what a loop waits for, and does not change its training."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from support.commands import check_error, run
+from torch.utils.data import DataLoader, Dataset
+
+import h5chunk
+
+SCRIPT = """
+    import sys, time, torch
+    from torch.utils.data import DataLoader, Dataset
+
+    class Slow(Dataset):
+        def __len__(self):
+            return 240
+
+        def __getitem__(self, i):
+            until = time.perf_counter() + float(sys.argv[1])
+            while time.perf_counter() < until: pass  # decoding
+            return torch.full((8,), float(i)), i % 2
+
+    if __name__ == "__main__":
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(), torch.nn.Linear(8, 2))
+        optimizer = torch.optim.Adam(model.parameters())
+        for images, labels in DataLoader(Slow(), 8, shuffle=True, num_workers=int(sys.argv[2])):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+        torch.save(model.state_dict(), sys.argv[3])
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(SCRIPT))
+    return path
+
+
+def test_a_command_is_diagnosed_and_trains_as_without(script, tmp_path):
+    weights, workers = [], 1
+    for prefix in (["doctor", "--json", "--"], []):
+        command = [*prefix, sys.executable, script, "0.0005", workers, tmp_path / "weights.pt"]
+        if prefix:
+            result = run(*command)
+            assert result.exit_code == 0, result.output
+            found = json.loads(result.stdout)
+        else:
+            subprocess.run([*map(str, command)], check=True, timeout=120)
+        weights.append(torch.load(tmp_path / "weights.pt"))
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    diagnosis = found["diagnosis"]
+    assert diagnosis["is_data"] and diagnosis["cause"] in ("transform", "decoding")
+    assert "train.py" in diagnosis["verdict"]
+    assert found["seen"]["loader"]["num_workers"] == workers
+
+
+class Quick(Dataset):
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, i):
+        return i
+
+
+def test_a_loop_of_this_process_is_watched_until_the_block_ends():
+    loader, before = DataLoader(Quick(), 10), DataLoader.__init__
+    with h5chunk.doctor(loader) as report:
+        for _ in loader:
+            torch.randn(300, 300) @ torch.randn(300, 300)
+    assert DataLoader.__init__ is before
+    assert report.seen.samples == 10 and 0 < report.utilisation <= 1
+    assert "samples/s" in str(report) and report.verdict in str(report)
+
+
+def test_wrong_calls_say_what_is_missing(script):
+    check_error(run("doctor"), "the command is missing")
+    check_error(run("doctor", "--", sys.executable, "-c", "pass"), "iterated neither a DataLoader nor a ChunkLoader")
+    check_error(run("doctor", "--", "/no/such/program"), "cannot be run")
+    check_error(run("doctor", "--assert-util", "2", "--", "x"), "assert_util is 2.0")
+    with pytest.raises(h5chunk.OptionError, match="cannot be combined"):
+        h5chunk.doctor(DataLoader(Quick()), check=True)
