@@ -199,9 +199,13 @@ class CodeTally:
     def add(self, units: Values) -> None:
         self._seen[units] = True
 
+    def examples(self) -> npt.NDArray[np.int64]:
+        """Return units that give an empty tally of another process the same result."""
+        return np.flatnonzero(self._seen)
+
     def storage(self) -> Storage | None:
         """Return how all units are stored; None if no scale gives all of them codes."""
-        units = np.flatnonzero(self._seen)
+        units = self.examples()
         scale = self._coding.choose_scale(units)
         if scale is None:
             return None
@@ -262,12 +266,16 @@ class FloatTally:
     """Find out whether float16 holds all values of a matrix exactly."""
 
     def __init__(self, dtype_name: str | None) -> None:
-        self._dtype_name, self._fits_half = dtype_name, True
+        self._dtype_name, self._unfit = dtype_name, np.empty(0, np.float64)
 
     def add(self, values: Values) -> None:
-        if self._dtype_name is None and self._fits_half:
+        if self._dtype_name is None and not len(self._unfit):
             with np.errstate(over="ignore"):
-                self._fits_half = bool((values.astype(np.float16) == values).all())
+                self._unfit = values[values.astype(np.float16) != values][:1]
+
+    def examples(self) -> Values:
+        """Return values that give an empty tally of another process the same result."""
+        return self._unfit
 
     def storage(self) -> Storage:
-        return Storage(np.dtype(self._dtype_name or ("float16" if self._fits_half else "float32")))
+        return Storage(np.dtype(self._dtype_name or ("float32" if len(self._unfit) else "float16")))

@@ -31,9 +31,10 @@ from h5chunk.plan.codes import MAX_CODE, SCALES, Coding
 from h5chunk.plan.permutation import permutation
 from h5chunk.sources.matrix.block import Block
 from h5chunk.store.write.spool import Spool
-from h5chunk.tools.convert.matrix import convert_matrix, field_name
+from h5chunk.tools.convert.matrix import convert_matrix
 from h5chunk.tools.convert.matrix_ids import Ids
 from h5chunk.tools.convert.matrix_sort import Entries
+from h5chunk.tools.convert.matrix_write import field_name
 from h5chunk.tools.convert.options import MatrixOptions, parse_bytes
 
 sp = pytest.importorskip("scipy.sparse")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
@@ -77,6 +77,103 @@ def first_that_fits(options: MatrixOptions, attempt: Callable[[Coding | FloatCod
     return attempt(fallback)
 
 
+def uses_times(source: SparseSource, options: MatrixOptions) -> bool:
+    """Return whether entries have times that matter."""
+    return source.time_name is not None and options.needs_times
+
+
+def units_of(source: SparseSource, coding: Coding | FloatCoding, block: Block) -> np.ndarray:
+    """Return the values of a block in units, including zeros: a zero may be the last of several duplicates."""
+    values = np.ones(len(block.rows), np.uint8) if block.values is None else block.values
+    units, unfit = coding.units(values)
+    if unfit is not None:
+        position = position_text(block.rows[unfit], block.columns[unfit])
+        raise unfit_error(source, coding, position, values[unfit].item())
+    return units
+
+
+def order_of_rows(
+    source: SparseSource, options: MatrixOptions, num_rows: int, num_columns: int, num_old: int
+) -> np.ndarray:
+    """Return the order in which the rows of the source are written: old rows first. Raises SourceError if empty."""
+    if num_rows < 1 or num_columns < 1:
+        raise SourceError(
+            f"{printable(source.path)}: the matrix is empty, with {num_rows} rows and {num_columns} columns"
+        )
+    check_shape(source, options, num_rows, num_columns)
+    order = np.arange(num_rows, dtype=np.int64)
+    if options.shuffle:
+        order[num_old:] = permutation(num_rows - num_old, options.seed) + num_old
+    return order
+
+
+def whole_shape(source: SparseSource, num_rows: int, num_columns: int) -> tuple[int, int]:
+    """Return the shape of a source without ids that was read, and whose entries have so many rows and columns."""
+    rows, columns = source.shape  # some sources know their shape once they were read
+    if num_rows > (rows or num_rows) or num_columns > (columns or num_columns):
+        raise SourceError(
+            f"{printable(source.path)}: an entry lies outside of the matrix of {rows or num_rows} x "
+            f"{columns or num_columns}"
+        )
+    return rows or max([num_rows, *map(len, source.row_fields.values())]), columns or num_columns
+
+
+class Records:
+    """The entries of a source as an array of rows, columns, [times,] values in units; ids are numbered as they appear."""
+
+    def __init__(self, source: SparseSource, options: MatrixOptions, coding: Coding | FloatCoding, old: OldIds) -> None:
+        self._source, self._options, self._coding, self._old = source, options, coding, old
+        number = np.uint32 if source.has_ids else np.int64
+        times = [("time", np.int64)] if uses_times(source, options) else []
+        self.dtype = np.dtype([("row", number), ("column", number), *times, ("value", coding.dtype)])
+        table_ids = min(max(1024, options.memory_bytes // TABLE_SHARE // TABLE_BYTES), 1 << 31)
+        self.ids = (Ids(table_ids, old.rows), Ids(table_ids, old.columns)) if source.has_ids else None
+        self.num_read = 0  # entries
+        self._shape = (0, 0)  # of what was read
+
+    def read(self, report_read: Callable[[int], None]) -> Iterator[np.ndarray]:
+        """Yield all entries. Raises SourceError if rows, columns and ids do not fit in memory."""
+        source, has_times = self._source, "time" in (self.dtype.names or ())
+        for block, done in source.blocks(self._options.memory_bytes // READ_SHARE):
+            records = np.empty(len(block), self.dtype)
+            records["value"] = units_of(source, self._coding, block)
+            self.num_read += len(block)
+            if has_times:
+                records["time"] = block.times
+            if self.ids is None:
+                records["row"], records["column"] = block.rows, block.columns
+                largest = (int(numbers.max(initial=-1)) + 1 for numbers in (block.rows, block.columns))
+                rows, columns = map(max, self._shape, largest)
+                self._shape = rows, columns
+            else:
+                self._check_id_types(block)
+                records["row"], records["column"] = map(Ids.number, self.ids, (block.rows, block.columns))
+                self._shape = self.ids[0].size, self.ids[1].size
+            part_read = min(1.0, done / max(1, source.num_bytes))
+            id_bytes = sum(ids.num_bytes for ids in self.ids or ())
+            check_shape(source, self._options, *self._shape, id_bytes=id_bytes, part_read=part_read)
+            yield records
+            report_read(done)
+
+    def shape(self) -> tuple[int, int]:
+        """Return the numbers of rows and columns, once all is read."""
+        if self.ids is not None:
+            return self._shape
+        return whole_shape(self._source, *self._shape)
+
+    def _check_id_types(self, block: Block) -> None:
+        """Raise OptionError unless the ids of the source and those of ``ids_from`` are of one type."""
+        for axis, ids, old in (("row", block.rows, self._old.rows), ("column", block.columns, self._old.columns)):
+            if old is not None and len(ids) and old.dtype.kind != ids.dtype.kind:
+                words = {"S": "strings", "i": "whole numbers"}
+                again = "" if old.dtype.kind == "S" else "convert the older source again with strings: "
+                raise OptionError(
+                    f"{printable(self._source.path)}: {axis} ids are {words[ids.dtype.kind]}, but those of ids_from are "
+                    f"{words[old.dtype.kind]}: {again}for a delimited file, "
+                    f"'{self._source.axes[axis == 'column']}:str' in --columns reads strings"
+                )
+
+
 class SortedMatrix:
     """The entries of a source, sorted by their rows in the file, before any rows are left out.
 
@@ -100,7 +197,7 @@ class SortedMatrix:
     ) -> None:
         self.source, self.options, self.coding, self.old = source, options, coding, old
         self._folder, self._stack = folder, stack
-        self._uses_times = source.time_name is not None and options.needs_times
+        self._uses_times = uses_times(source, options)
         self.row_ids: np.ndarray | None = None  # ids of the source's rows, as numbered; None if it has no ids
         self.column_ids: np.ndarray | None = None
         self.num_read = 0  # entries read
@@ -110,7 +207,8 @@ class SortedMatrix:
         else:
             destination = self._open_entries(num_rows, num_columns)
             for block, done in source.blocks(self.options.memory_bytes // READ_SHARE):
-                units = self._units(block)
+                units = units_of(source, coding, block)
+                self.num_read += len(units)
                 if len(block) and (int(block.rows.max()) >= num_rows or int(block.columns.max()) >= num_columns):
                     raise SourceError(
                         f"{printable(source.path)}: an entry lies outside of the matrix of {num_rows} x {num_columns}"
@@ -121,97 +219,44 @@ class SortedMatrix:
 
     def _read_unnumbered(self, report_read: Callable[[int], None]) -> None:
         """Read a source whose shape, or order of ids, is known only at the end; entries are spooled until then."""
-        source, memory_bytes = self.source, self.options.memory_bytes
-        number = np.uint32 if source.has_ids else np.int64
-        times = [("time", np.int64)] if self._uses_times else []
-        record = np.dtype([("row", number), ("column", number), *times, ("value", self.coding.dtype)])
-        table_ids = min(max(1024, memory_bytes // TABLE_SHARE // TABLE_BYTES), 1 << 31)
-        ids = (Ids(table_ids, self.old.rows), Ids(table_ids, self.old.columns)) if source.has_ids else None
         column_ranks = None
-        num_rows = num_columns = 0
-        with Spool(self._folder, record, memory_bytes // SPOOL_SHARE) as spool:
-            for block, done in source.blocks(memory_bytes // READ_SHARE):
-                units = self._units(block)
-                records = np.empty(len(units), record)
-                records["value"] = units
-                if times:
-                    records["time"] = block.times
-                if ids is None:
-                    records["row"], records["column"] = block.rows, block.columns
-                    num_rows = max(num_rows, int(block.rows.max(initial=-1)) + 1)
-                    num_columns = max(num_columns, int(block.columns.max(initial=-1)) + 1)
-                else:
-                    self._check_id_types(block)
-                    records["row"], records["column"] = ids[0].number(block.rows), ids[1].number(block.columns)
-                    num_rows, num_columns = ids[0].size, ids[1].size
-                part_read = min(1.0, done / max(1, source.num_bytes))
-                id_bytes = sum(axis.num_bytes for axis in ids or ())
-                check_shape(source, self.options, num_rows, num_columns, id_bytes=id_bytes, part_read=part_read)
-                spool.append(records)
-                report_read(done)
-            if ids is None:
-                rows, columns = source.shape  # some sources know their shape once they were read
-                num_rows = rows or max([num_rows, *map(len, source.row_fields.values())])
-                num_columns = columns or num_columns
+        records = Records(self.source, self.options, self.coding, self.old)
+        with Spool(self._folder, records.dtype, self.options.memory_bytes // SPOOL_SHARE) as spool:
+            for part in records.read(report_read):
+                spool.append(part)
+            self.num_read = records.num_read
+            num_rows, num_columns = records.shape()
+            if records.ids is None:
                 destination = self._open_entries(num_rows, num_columns)
             else:
-                self.row_ids, row_ranks = ids[0].ranks()
-                self.column_ids, column_ranks = ids[1].ranks()
-                ids = None  # frees its memory before entries are sorted
+                (self.row_ids, row_ranks), (self.column_ids, column_ranks) = (ids.ranks() for ids in records.ids)
+                records.ids = None  # frees its memory before entries are sorted
                 destination = self._open_entries(num_rows, num_columns)[row_ranks]
-            for records in spool.take(PART_ENTRIES):
-                numbers = records["column"] if column_ranks is None else column_ranks[records["column"]]
-                entry_times = records["time"] if times else None
-                self.entries.append(destination[records["row"]], numbers, records["value"], entry_times)
+            for part in spool.take(PART_ENTRIES):
+                numbers = part["column"] if column_ranks is None else column_ranks[part["column"]]
+                entry_times = part["time"] if self._uses_times else None
+                self.entries.append(destination[part["row"]], numbers, part["value"], entry_times)
 
     def _open_entries(self, num_rows: int, num_columns: int) -> np.ndarray:
         """Choose the row order, and open the sorter; return (num_rows,) int64, the new number of each source row."""
-        if num_rows < 1 or num_columns < 1:
-            raise SourceError(
-                f"{printable(self.source.path)}: the matrix is empty, with {num_rows} rows and {num_columns} columns"
-            )
-        options, coding = self.options, self.coding
-        check_shape(self.source, options, num_rows, num_columns)
-        self.order = np.arange(num_rows, dtype=np.int64)
-        if options.shuffle:
-            first = self.old.num_rows
-            self.order[first:] = permutation(num_rows - first, options.seed) + first
+        self.order = order_of_rows(self.source, self.options, num_rows, num_columns, self.old.num_rows)
         self.num_columns = num_columns
+        self._open_sorter(num_rows)
+        return inverse_of(self.order) if self.options.shuffle else self.order
+
+    def _open_sorter(self, num_rows: int) -> None:
         entries = Entries(
             self._folder,
             num_rows,
-            num_columns,
-            coding.dtype,
-            coding.num_bits,
-            options.memory_bytes // SORT_SHARE,
-            options.duplicates,
+            self.num_columns,
+            self.coding.dtype,
+            self.coding.num_bits,
+            self.options.memory_bytes // SORT_SHARE,
+            self.options.duplicates,
             has_times=self._uses_times,
-            time_order=options.time_order,
+            time_order=self.options.time_order,
         )
         self.entries = self._stack.enter_context(entries)
-        return inverse_of(self.order) if options.shuffle else self.order
-
-    def _check_id_types(self, block: Block) -> None:
-        """Raise OptionError unless the ids of the source and those of ``ids_from`` are of one type."""
-        for axis, ids, old in (("row", block.rows, self.old.rows), ("column", block.columns, self.old.columns)):
-            if old is not None and len(ids) and old.dtype.kind != ids.dtype.kind:
-                words = {"S": "strings", "i": "whole numbers"}
-                again = "" if old.dtype.kind == "S" else "convert the older source again with strings: "
-                raise OptionError(
-                    f"{printable(self.source.path)}: {axis} ids are {words[ids.dtype.kind]}, but those of ids_from are "
-                    f"{words[old.dtype.kind]}: {again}for a delimited file, "
-                    f"'{self.source.axes[axis == 'column']}:str' in --columns reads strings"
-                )
-
-    def _units(self, block: Block) -> np.ndarray:
-        """Return the values of a block in units, including zeros: a zero may be the last of several duplicates."""
-        values = np.ones(len(block.rows), np.uint8) if block.values is None else block.values
-        units, unfit = self.coding.units(values)
-        if unfit is not None:
-            position = position_text(block.rows[unfit], block.columns[unfit])
-            raise self.unfit_error(position, values[unfit].item())
-        self.num_read += len(units)
-        return units
 
     def ids_of(self, source_row: int, column: int) -> tuple[object, object]:
         """Return the ids of a row and a column of the source, or their numbers if it has no ids."""

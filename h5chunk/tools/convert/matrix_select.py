@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from h5chunk.errors import SourceError, printable
-from h5chunk.plan.codes import FloatCoding, Storage
+from h5chunk.plan.codes import CodeTally, FloatCoding, FloatTally, Storage
+from h5chunk.sources.matrix.block import SparseSource
 from h5chunk.tools.convert.matrix_read import READ_SHARE, SortedMatrix, no_scale_error, position_text
 from h5chunk.tools.convert.matrix_sort import Positions
+from h5chunk.tools.convert.options import MatrixOptions
 
 Entries = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Entries in the order of the file, as (n,) arrays: rows, int64; columns, integers; units or stored numbers."""
@@ -52,43 +54,80 @@ class Selection:
             yield rows, indices, self.storage.encode(units)
 
 
+@dataclass(frozen=True)
+class Survey:
+    """What a matrix holds, before any columns or rows are left out."""
+
+    row_entries: np.ndarray  # (rows,) int64: number of entries of each, in the order of the file
+    column_entries: np.ndarray | None  # (columns,) int64; None unless columns may be left out
+    values: CodeTally | FloatTally
+    tally: Counter[str]  # numbers of entries and of what happens to them
+
+
+def survey(matrix: SortedMatrix) -> Survey:
+    """Count the entries of a matrix, and collect their values. Raises UnfitError if a value cannot be stored."""
+    may_leave_out = matrix.options.min_counts(matrix.source.has_ids)[1] > 0
+    column_entries = np.zeros(matrix.num_columns, np.int64) if may_leave_out else None
+    found = Survey(np.zeros(len(matrix.order), np.int64), column_entries, matrix.coding.tally(), Counter())
+    for rows, columns, units in _final_entries(matrix, None, found.tally):
+        found.values.add(units)
+        _count_rows(rows, found.row_entries)
+        if column_entries is not None:
+            np.add.at(column_entries, columns, 1)
+    return found
+
+
+def storage_of(values: CodeTally | FloatTally, source: SparseSource) -> Storage:
+    """Return how values are stored. Raises UnfitError if they have no common scale."""
+    storage = values.storage()
+    if storage is None:
+        raise no_scale_error(source)
+    return storage
+
+
+def columns_with_enough(
+    column_entries: np.ndarray | None, options: MatrixOptions, num_old: int, source: SparseSource
+) -> np.ndarray | None:
+    """Return the columns that are written, (columns,) bool, with all old ones; None if none is left out."""
+    if column_entries is None:
+        return None
+    has_enough = column_entries >= options.min_counts(source.has_ids)[1]
+    has_enough[:num_old] = True
+    if not has_enough.any():
+        raise _nothing_left(source, "column")
+    return None if has_enough.all() else has_enough
+
+
+def _nothing_left(source: SparseSource, axis: str) -> SourceError:
+    return SourceError(
+        f"{printable(source.path)}: no {axis} has enough entries: lower --min-row-count or --min-column-count"
+    )
+
+
 def select(matrix: SortedMatrix) -> Selection:
     """Choose the storage, then leave out columns with too few entries, then rows with too few entries.
 
     The storage is chosen before any columns or rows are left out. Raises UnfitError if a value cannot be stored, and
     SourceError if no rows or columns remain.
     """
-    coding, options, source = matrix.coding, matrix.options, matrix.source
-    min_row_count, min_column_count = options.min_counts(source.has_ids)
-    row_entries = np.zeros(len(matrix.order), np.int64)
-    column_entries = np.zeros(matrix.num_columns, np.int64) if min_column_count else None
-    tally: Counter[str] = Counter()
-    values_tally = coding.tally()
-    for rows, columns, units in _final_entries(matrix, None, tally):
-        values_tally.add(units)
-        _count_rows(rows, row_entries)
-        if column_entries is not None:
-            np.add.at(column_entries, columns, 1)
-    storage = values_tally.storage()
-    if storage is None:
-        raise no_scale_error(source)
-    num_entries = int(row_entries.sum())
-    columns_kept = None
-    if column_entries is not None:
-        has_enough = column_entries >= min_column_count
-        has_enough[: matrix.old.num_columns] = True
-        columns_kept = None if has_enough.all() else has_enough
+    found, source = survey(matrix), matrix.source
+    storage = storage_of(found.values, source)
+    columns = columns_with_enough(found.column_entries, matrix.options, matrix.old.num_columns, source)
+    return select_rows(matrix, found, storage, columns)
+
+
+def select_rows(matrix: SortedMatrix, found: Survey, storage: Storage, columns_kept: np.ndarray | None) -> Selection:
+    """Leave out rows with too few entries in the columns that are kept. Raises SourceError if no rows remain."""
+    options, source, tally = matrix.options, matrix.source, found.tally
+    row_entries, num_entries = found.row_entries, int(found.row_entries.sum())
     if columns_kept is not None:
-        row_entries[:] = 0
+        row_entries = np.zeros_like(row_entries)
         for rows, _, _ in _final_entries(matrix, columns_kept):
             _count_rows(rows, row_entries)
-    rows_kept = row_entries >= min_row_count
+    rows_kept = row_entries >= options.min_counts(source.has_ids)[0]
     rows_kept[: matrix.old.num_rows] = True
-    if not rows_kept.any() or (columns_kept is not None and not columns_kept.any()):
-        axis = "column" if rows_kept.any() else "row"
-        raise SourceError(
-            f"{printable(source.path)}: no {axis} has enough entries: lower --min-row-count or --min-column-count"
-        )
+    if not rows_kept.any():
+        raise _nothing_left(source, "row")
     counts = {
         "entries read": matrix.num_read,
         f"duplicates {options.duplicates_text(source.time_name)}": tally["duplicates"],
