@@ -19,6 +19,8 @@ STAGES = {  # label and unit of the progress bar of each stage
     "list": ("listing", " images"),
     "convert": ("converting", " images"),
     "read": ("reading", "B"),
+    "sort": ("sorting", " entries"),
+    "survey": ("counting", " entries"),
     "write": ("writing", " entries"),
     "copy": ("copying", "B"),
     "repack": ("repacking", "B"),

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from queue import Empty, Queue
-from typing import Any
+from typing import Any, NamedTuple
 
 import h5chunk
 from h5chunk.errors import H5ChunkError, OptionError, OutputError, WorkerError, count_text, printable
@@ -72,6 +72,8 @@ class Cluster:
                 number = numbers.pop(future)
                 try:
                     result = future.result()  # runs the task again if its worker has died since
+                    if isinstance(result, _Failed):
+                        raise result.error
                 except BaseException as error:
                     failures.add(number, error)
                     submit(number)
@@ -155,7 +157,17 @@ def _run(version: str, function: Task, task: Any, number: int, topic: str) -> An
             last = time.monotonic()
             worker.log_event(topic, (number, done))
 
-    return function(task, say)
+    try:
+        return function(task, say)
+    except H5ChunkError as error:  # Dask would log errors that are raised, although a command may expect them
+        error.__context__ = error.__cause__ = None
+        return _Failed(error.with_traceback(None))
+
+
+class _Failed(NamedTuple):
+    """The error of a task, as its result."""
+
+    error: H5ChunkError
 
 
 @contextmanager

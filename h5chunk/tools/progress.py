@@ -24,6 +24,17 @@ def count_up(stage: str, total: int, progress: Progress | None) -> Callable[[int
     return add
 
 
+def count_tasks(stage: str, total: int, progress: Progress | None) -> Callable[[int, int], None]:
+    """Return a function to call with the number of a task and how much of it is done; it reports the sum."""
+    add, told = count_up(stage, total, progress), dict[int, int]()
+
+    def say(number: int, done: int) -> None:
+        add(done - told.get(number, 0))
+        told[number] = done
+
+    return say
+
+
 class TimeBudget:
     """Time limit of a measurement, in seconds; ``progress`` is called with the percentage used."""
 

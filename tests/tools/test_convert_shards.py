@@ -207,10 +207,10 @@ def test_options(class_folder: Make, tmp_path: Path, options: dict[str, int], ma
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("options", [{"shards": 2}, {"shard_bytes": 1 << 20}, {"shards": 2, "dense": True}])
+@pytest.mark.parametrize("options", [{"shard_bytes": 1 << 20}, {"split_files": True}])
 def test_matrices_are_refused(tmp_path: Path, options: dict[str, object]) -> None:
     (tmp_path / "r.csv").write_text("user,item,rating\n1,2,3\n4,5,6\n")
-    with pytest.raises(OptionError, match=r"--shard.* applies only to images.*; .*r.csv contains sparse matrices"):
+    with pytest.raises(OptionError, match=r"--s.* applies only to images.*; .*r.csv contains sparse matrices"):
         convert(tmp_path / "r.csv", tmp_path / "out", **options)
 
 

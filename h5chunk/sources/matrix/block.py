@@ -83,6 +83,10 @@ class SparseSource:
         """Return a fingerprint that JSON can store: equal ones mean equal entries. None if there is no fingerprint."""
         return {"kind": self.kind, "stamps": [stamp_of(path, with_ctime=True) for path in self.files()]}
 
+    def split(self, num_parts: int) -> Sequence[SparseSource]:
+        """Return sources whose entries, one source after the other, are those of this one; they can be read apart."""
+        return [self]
+
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
         """Yield the blocks of entries, and the number of bytes of the source read so far.
 
@@ -105,6 +109,9 @@ class Transposed(SparseSource):
 
     def files(self) -> Sequence[str]:
         return self._source.files()
+
+    def split(self, num_parts: int) -> Sequence[SparseSource]:
+        return [Transposed(part) for part in self._source.split(num_parts)]
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
         for block, done in self._source.blocks(max_bytes):

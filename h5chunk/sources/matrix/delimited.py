@@ -224,7 +224,7 @@ class DelimitedSource(TextSource):
                 line = None if has_gaps else piece.line + start
                 block = Block(arrays["row"], arrays["column"], arrays.get("value"), arrays.get("time"), line)
                 yield block, piece.consumed_bytes
-        if not num_rows:
+        if not num_rows and self._text.is_whole:
             self._text.fail("has no line of data below its header")
 
     def _read(self, data: bytes) -> dict[str, pyarrow.Array]:

@@ -10,7 +10,8 @@ import glob
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from copy import copy
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,17 @@ class JoinedSource(SparseSource):
             new_codes = [np.array([*(number[word] for word in words), -1], np.int64) for words in lists]
             parts = [new[codes] for new, codes in zip(new_codes, parts, strict=True)]  # code -1 takes the last
         self.row_fields[name] = np.concatenate(parts)
+
+    def split(self, num_parts: int) -> list[JoinedSource]:
+        """Return parts of whole files."""
+        parts, num_files = [], len(self._sources)
+        cuts = np.unique(np.linspace(0, num_files, min(num_parts, num_files) + 1).astype(np.int64)).tolist()
+        for first, last in pairwise(cuts):
+            part = copy(self)
+            part._sources, part._starts = self._sources[first:last], self._starts[first:last]
+            part._numbers, part.num_bytes = self._numbers[first:last], sum(s.num_bytes for s in part._sources)
+            parts.append(part)
+        return parts
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
         before = 0

@@ -14,6 +14,7 @@ import lzma
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import IO, Any, ClassVar, NoReturn
 
@@ -29,6 +30,7 @@ MAX_LINE_BYTES = 64 << 20  # a row of libsvm with five million entries
 MIN_LINE_BYTES, PIECES_OF_LINE = 1 << 20, 16  # a line may have 16 times the bytes of a piece, but at least 1 MiB
 MAX_SHOWN = 120  # characters of a line that a message shows
 HEAD_BYTES = 1 << 18
+MIN_PART_BYTES = 4 << 20  # more than the head, which has the lines above the data
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 1 << 14, 32 << 20
 XZ_MEMORY_BYTES = 128 << 20  # xz -9 takes half of it
 ARROW_BLOCKS = 8  # parts of a piece that are parsed in parallel
@@ -69,6 +71,23 @@ class _Xz(io.RawIOBase):
         return len(data)
 
 
+class _Head:
+    """A file up to the end of the line that has byte ``stop - 1``."""
+
+    def __init__(self, file: IO[bytes], stop: int) -> None:
+        self._file, self._stop, self._ended = file, stop, False
+
+    def read(self, size: int) -> bytes:
+        left = self._stop - self._file.tell()
+        if left > 0:
+            data = self._file.read(min(size, left))
+            self._ended = data.endswith(b"\n") and len(data) == left
+            return data
+        data = b"" if self._ended else self._file.readline(size)
+        self._ended = not data or data.endswith(b"\n")
+        return data
+
+
 class _Transcoder:
     """Convert a file in another encoding to UTF-8."""
 
@@ -101,6 +120,7 @@ class TextFile(RegularFile):
         magic = max((magic for magic in PACKINGS if start.startswith(magic)), key=len)
         self._packing, self._unpack = PACKINGS[magic]
         self._encoding = encoding
+        self._span = (0, self.num_bytes)  # bytes in which the lines begin that are read
         with self.reading() as raw, self._errors_with_line(lambda: 1):
             if encoding is None and self._unpack(raw).read(2) in UTF16_MARKS:
                 self._encoding = "utf-16"
@@ -117,7 +137,9 @@ class TextFile(RegularFile):
             self.fail("its lines end with carriage returns: replace them by line feeds (tr '\\r' '\\n')")
 
     def fail(self, problem: str, line: int | None = None) -> NoReturn:
-        """Raise a SourceError that names the file and the line."""
+        """Raise a SourceError that names the file and the line, which is counted from the first that is read."""
+        if line and self._span[0]:
+            line += self._count_lines(self._span[0] - 1)
         where = printable(self.path) + (f", line {line}" if line else "")
         raise SourceError(f"{where}: {problem}") from None
 
@@ -128,6 +150,26 @@ class TextFile(RegularFile):
     def _unpacked(self, raw: IO[bytes]) -> Any:
         file = self._unpack(raw)
         return file if self._encoding is None else _Transcoder(file, self._encoding)
+
+    def part(self, start: int, stop: int) -> TextFile:
+        """Return the same file, of which only the lines are read that begin at the bytes from ``start`` to ``stop``."""
+        part = copy(self)
+        part._span = start, stop
+        return part
+
+    @property
+    def is_whole(self) -> bool:
+        """True unless only a part is read."""
+        return self._span == (0, self.num_bytes)
+
+    def can_split(self) -> bool:
+        return not self.is_packed and self._encoding is None
+
+    def _count_lines(self, num_bytes: int) -> int:
+        """Return the number of lines that begin up to this byte."""
+        with self.reading() as raw:
+            parts = range(0, num_bytes, MAX_PIECE_BYTES)
+            return 1 + sum(raw.read(min(MAX_PIECE_BYTES, num_bytes - first)).count(b"\n") for first in parts)
 
     def head_lines(self) -> list[bytes]:
         """Return the complete lines in the first bytes of the file, without line ends."""
@@ -151,11 +193,15 @@ class TextFile(RegularFile):
         line = 1
         limit = min(MAX_LINE_BYTES, max(MIN_LINE_BYTES, PIECES_OF_LINE * num_bytes))
         rest: list[bytes] = []  # the start of an unfinished line
+        start, stop = self._span
         with self.reading() as raw, self._errors_with_line(lambda: line):
-            file = self._unpacked(raw)
+            if start:
+                raw.seek(start - 1)
+                raw.readline(limit)  # belongs to the part before
+            file = self._unpacked(raw) if stop == self.num_bytes else _Head(raw, stop)
             while data := file.read(num_bytes):
                 self.check_unchanged(raw.fileno())  # a file that keeps growing would be read without end
-                if line == 1 and not rest:  # only at the start of the file
+                if line == 1 and not rest and not start:  # only at the start of the file
                     data = data.removeprefix(UTF8_MARK)
                 self._check_text(data, line)
                 cut = data.rfind(b"\n") + 1
@@ -166,10 +212,10 @@ class TextFile(RegularFile):
                         self.fail(f"longer than the limit of {limit} bytes for one line{more}", line)
                     continue
                 data, rest = b"".join([*rest, data[:cut]]), [data[cut:]]
-                yield Piece(data, line, raw.tell())
+                yield Piece(data, line, raw.tell() - start)
                 line += data.count(b"\n")
             if last := b"".join(rest):
-                yield Piece(last + b"\n", line, raw.tell())
+                yield Piece(last + b"\n", line, raw.tell() - start)
 
     def _check_text(self, data: bytes, line: int) -> None:
         if b"\0" in data:
@@ -200,6 +246,19 @@ class TextSource(SparseSource):
     def __init__(self, path: str, options: Any, context: OpenContext) -> None:
         self._text = TextFile(path, getattr(options, "encoding", None))
         self.path, self.num_bytes = self._text.path, self._text.num_bytes
+
+    def split(self, num_parts: int) -> list[TextSource]:
+        """Return parts of whole lines, for sources in which lines do not depend on each other."""
+        text, size = self._text, max(MIN_PART_BYTES, -(-self.num_bytes // num_parts))
+        if not self.has_ids or not text.can_split():
+            return [self]
+        parts = []
+        for start in range(0, self.num_bytes, size):
+            part, stop = copy(self), min(start + size, self.num_bytes)
+            part._text, part.num_bytes = text.part(start, stop), stop - start
+            part.num_skipped = 0 if start else self.num_skipped
+            parts.append(part)
+        return parts
 
     def _pieces(self, max_bytes: int) -> Iterator[Piece]:
         """Yield the lines of data, without the skipped lines above them."""

@@ -138,6 +138,15 @@ class NewFolder(Output):
     user's work.
     """
 
+    @property
+    def work(self) -> Path:
+        """The path of a folder for temporary files, which is removed with the part, or before it gets its name."""
+        return self.part.with_name(f"{self.part.name}-work")
+
+    def _remove(self) -> None:
+        shutil.rmtree(self.work, ignore_errors=True)
+        super()._remove()
+
     def _check(self) -> None:
         check_folder(self.path, self._overwrite)
 
@@ -162,6 +171,7 @@ class NewFolder(Output):
         """Open the journal; unless it has records with this key, remove the files that a killed writer left."""
         super().open_journal(key)
         if not self.journal.records:
+            shutil.rmtree(self.work, ignore_errors=True)
             try:
                 _remove_files(self.part)
             except OSError as error:
@@ -177,6 +187,7 @@ class NewFolder(Output):
 
     def _replace_output(self) -> None:
         """Exchange names with the old folder, lock it because it now has the name of the part, and remove it."""
+        shutil.rmtree(self.work, ignore_errors=True)
         if not self.path.exists() or not any(self.path.iterdir()):
             self.part.rename(self.path)
             return

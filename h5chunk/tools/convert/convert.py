@@ -1,4 +1,4 @@
-"""Convert a source of any kind into one HDF5 file, or samples into a folder of files."""
+"""Convert a source of any kind into one HDF5 file, or a folder of files."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def convert(
     client: Any = None,
     **options: Any,
 ) -> ConvertReport | MatrixReport:
-    """Convert a source of any kind into one HDF5 file, or samples into a folder of several files.
+    """Convert a source of any kind into one HDF5 file, or a folder of several files.
 
     The output appears under its name once it is complete and on disk. The same source and options give the same bytes,
     with any number of workers. If a conversion is stopped, by Ctrl-C, a full disk, an unusable sample or a signal, its
     work is kept in ``.NAME.h5chunk-part`` beside the output, and the same call continues it. The conversion of a matrix
-    starts over.
+    starts over, unless it is written as shards.
 
     Parameters
     ----------
@@ -101,10 +101,10 @@ def convert(
         unused = [name for name in TUNED if name != "chunk_samples" and getattr(settings, name) is not None]
         if unused and notify is not None:
             notify(f"convert chooses {', '.join(unused)} itself; repack takes them from {os.fspath(tuned)}")
-    if client is not None and is_path(source):
-        source = os.path.abspath(source)  # workers may run in other folders
+    if client is not None:  # workers may run in other folders
+        source = _absolute(source)
     opened, path, write_options, source_options = _open(source, output, format, overwrite, options, progress)
-    if client is not None and not (isinstance(write_options, SampleOptions) and write_options.is_sharded):
+    if client is not None and not write_options.is_sharded:
         raise OptionError("client (--dask) is given, but workers write one shard each: give shards, too")
     if isinstance(write_options, MatrixOptions):
         return convert_matrix(
@@ -115,11 +115,20 @@ def convert(
             overwrite=overwrite,
             dry_run=dry_run,
             progress=progress,
+            notify=notify,
+            client=client,
         )
     job = prepare(opened, path, write_options)
     files = split_job(job, write_options)
     run = SampleRun(job, files, overwrite, dry_run, progress, notify, started, client=client)
     return run.report(opened.notes)
+
+
+def _absolute(source: Any) -> Any:
+    """Make a path, or a list of paths, absolute; return other sources unchanged."""
+    if isinstance(source, (list, tuple)) and all(map(is_path, source)):
+        return [os.path.abspath(path) for path in source]
+    return os.path.abspath(source) if is_path(source) else source
 
 
 def _open(
@@ -137,7 +146,7 @@ def _open(
     kind = find_kind(source, format)
     groups = (MatrixOptions, SampleOptions) if issubclass(kind, SparseSource) else (SampleOptions, MatrixOptions)
     source_options, write_options = choose_options(kind, source, options, (kind.Options, groups[0]), groups[1])
-    is_folder = isinstance(write_options, SampleOptions) and write_options.is_sharded
+    is_folder = write_options.is_sharded
     path = parse_output(output, folder=is_folder)
     check_not_source(path, *([source] if is_path(source) else []), *source_options.paths(), *write_options.paths())
     (check_folder if is_folder else check_output)(path, overwrite=overwrite or has_command_id(path))

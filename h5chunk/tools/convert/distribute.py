@@ -25,7 +25,7 @@ from h5chunk.plan.layout import Layout
 from h5chunk.store.write.fill import Filled, TaskResult
 from h5chunk.store.write.journal import Journal
 from h5chunk.store.write.new_file import NewFile
-from h5chunk.store.write.part_file import part_path
+from h5chunk.store.write.part_file import part_path, writing
 from h5chunk.store.write.samples import SampleJob, write_samples
 from h5chunk.tools.cluster import Cluster, Say
 
@@ -87,35 +87,45 @@ def write_shards(
 @contextmanager
 def _attempts(part: Path, job: SampleJob) -> Iterator[Path]:
     """Make the folder of attempts, with the job; remove it in the end, and those of killed conversions before."""
-    import cloudpickle
-
     for old in part.parent.glob(f"{glob.escape(part.name)}-attempts-*"):
         shutil.rmtree(old, ignore_errors=True)
     folder = part.with_name(f"{part.name}-attempts-{uuid.uuid4().hex[:8]}")
     folder.mkdir()
     try:
-        shared = replace(job, order=job.order[:0], num_workers=0)
-        try:
-            data = cloudpickle.dumps(shared)
-        except Exception as error:  # pickle raises errors of many types
-            raise OptionError(
-                f"the source cannot be sent to Dask workers ({error}): convert it without a cluster"
-            ) from None
-        (folder / JOB).write_bytes(data)
+        save_job(folder / JOB, replace(job, order=job.order[:0], num_workers=0))
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def write_shard(task: ShardTask, say: Say) -> WrittenShard:
-    """Write a shard in a worker, under a unique name, and return what was written."""
+def save_job(path: Path, job: Any) -> None:
+    """Write what tasks have in common to a file. Raises OptionError if its source cannot be sent to workers."""
+    import cloudpickle
+
     try:
-        job: SampleJob = pickle.loads((task.folder / JOB).read_bytes())
+        data = cloudpickle.dumps(job)
+    except Exception as error:  # pickle raises errors of many types
+        raise OptionError(
+            f"the source cannot be sent to Dask workers ({error}): convert it without a cluster"
+        ) from None
+    with writing(path):
+        path.write_bytes(data)
+
+
+def load_job(path: Path) -> Any:
+    """Read in a worker what tasks have in common."""
+    try:
+        return pickle.loads(path.read_bytes())
     except FileNotFoundError:
         raise FileError(
-            f"{printable(task.folder)}: a worker does not see this folder: SOURCE and OUTPUT must be on a file system "
+            f"{printable(path.parent)}: a worker does not see this folder: SOURCE and OUTPUT must be on a file system "
             "that all workers share"
         ) from None
+
+
+def write_shard(task: ShardTask, say: Say) -> WrittenShard:
+    """Write a shard in a worker, under a unique name, and return what was written."""
+    job: SampleJob = load_job(task.folder / JOB)
     attempt = task.folder / f"{task.path.stem}-{uuid.uuid4().hex[:8]}.h5"
     job = replace(job, path=attempt, order=task.order, layout=task.layout, options=task.options)
     claims = task.claims if _adopt(task.path, part_path(attempt)) else {}

@@ -3,7 +3,7 @@
 Entries are read once and sorted within ``memory_bytes``. What does not fit is kept on disk beside the output, in
 unnamed files that the system removes when the process ends. The memory limit does not change the bytes of the output.
 
-A conversion that is stopped starts over.
+A conversion into one file that is stopped starts over; with shards, it continues (`matrix_shards`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -30,6 +30,7 @@ from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.open import opened
 from h5chunk.store.write.journal import is_made_by, key_of
 from h5chunk.store.write.new_file import NewFile
+from h5chunk.store.write.output import check_folder
 from h5chunk.store.write.part_file import check_output
 from h5chunk.tools.convert.matrix_ids import OldIds, read_old_ids
 from h5chunk.tools.convert.matrix_read import (
@@ -44,6 +45,7 @@ from h5chunk.tools.convert.matrix_read import (
     unfit_error,
 )
 from h5chunk.tools.convert.matrix_select import Selection, select
+from h5chunk.tools.convert.matrix_shards import ShardedMatrix
 from h5chunk.tools.convert.matrix_write import field_name, write_matrix
 from h5chunk.tools.convert.options import MatrixOptions
 from h5chunk.tools.convert.report import MatrixReport
@@ -62,8 +64,10 @@ def convert_matrix(
     overwrite: bool = False,
     dry_run: bool = False,
     progress: Progress | None = None,
+    notify: Callable[[str], None] | None = None,
+    client: Any = None,
 ) -> MatrixReport:
-    """Write a matrix to one HDF5 file, or report that the same call has already written it.
+    """Write a matrix to one HDF5 file or to shards, or report that the same call has already written it.
 
     A dry run reads the source for about a second, and writes nothing. ``source_options`` are the options with which
     the source was opened. Raises the same errors as `h5chunk.convert`.
@@ -78,18 +82,26 @@ def convert_matrix(
             "fourth of --columns"
         )
     old = read_old_ids(options.ids_from, source, keep_rows=options.keep_rows)
+    if options.shards is not None:
+        facts["shards"] = options.shards
     if options.ids_from is not None:
         facts["ids_from"] = stamp_of(options.ids_from, with_ctime=True)
     command_id = None if identity is None else key_of({**KEY_FACTS, **facts})
     complete = not overwrite and command_id is not None and is_made_by(path, command_id)
     if not complete:
-        check_output(path, overwrite)
+        (check_folder if options.is_sharded else check_output)(path, overwrite)
     with explain_memory_error(options.memory_bytes):
         if dry_run and not complete:
             facts = _predict(source, path, options)
         else:
-            facts = {} if complete else _write(source, path, options, old, overwrite, command_id, progress)
-            facts = {**_facts_of_file(path), "seconds": time.perf_counter() - started, **facts}
+            about = source, path, options, old, overwrite, command_id, progress
+            if complete:
+                facts = {}
+            elif options.is_sharded:
+                facts = ShardedMatrix(*about, notify or (lambda line: None), client).write()
+            else:
+                facts = _write(*about)
+            facts = {**_facts_of(path), "seconds": time.perf_counter() - started, **facts}
     return MatrixReport(
         path=str(path),
         source_kind=source.kind,
@@ -137,8 +149,16 @@ def _write(
         return {**known, "fields": fields}
 
 
+def _facts_of(path: Path) -> dict[str, Any]:
+    """Read the values for the report from the headers of a complete file or folder."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    facts = [_facts_of_file(file) for file in files]
+    sums = {name: sum(each[name] for each in facts) for name in ("num_rows", "num_bytes")}
+    entries = [each["num_entries"] for each in facts]
+    return {**facts[0], **sums, "num_entries": None if None in entries else sum(entries), "num_files": len(files)}
+
+
 def _facts_of_file(path: Path) -> dict[str, Any]:
-    """Read the values for the report from the header of a complete file."""
     with opened(path) as file:
         matrix = read_matrix(file)
         assert matrix is not None
@@ -227,6 +247,8 @@ def _predict(source: SparseSource, path: Path, options: MatrixOptions) -> dict[s
     spooled_bytes = num_entries * (8 + coding.dtype.itemsize) if source.has_ids else 0
     temporary = sorted_bytes if sorted_bytes > memory_bytes // SORT_SHARE // 2 else 0
     temporary += spooled_bytes if spooled_bytes > memory_bytes // SPOOL_SHARE else 0
+    if options.is_sharded:
+        temporary += 2 * num_entries * (16 + coding.dtype.itemsize)
     return {
         "kind": DENSE if options.dense else CSR,
         "num_rows": rows,
@@ -237,6 +259,7 @@ def _predict(source: SparseSource, path: Path, options: MatrixOptions) -> dict[s
         "scale": start.storage.scale,
         "pattern": start.storage.pattern,
         "num_bytes": num_bytes,
+        "num_files": options.shards or 1,
         "seconds": start.seconds * 2,  # sorting and writing take about as long as reading
         "fields": {field_name(name): str(values.dtype) for name, values in source.row_fields.items()},
         "free_bytes": shutil.disk_usage(path.absolute().parent).free,

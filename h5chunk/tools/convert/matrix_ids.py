@@ -77,6 +77,11 @@ class Ids:
         return 0 if self._known is None else len(self._known)
 
     @property
+    def known(self) -> np.ndarray:
+        """All ids, in the order of their numbers."""
+        return np.empty(0, np.int64) if self._known is None else self._known
+
+    @property
     def num_bytes(self) -> int:
         """Upper limit on the memory that the ids take until they are written, in bytes."""
         width = 8 if self._known is None else max(8, self._known.itemsize)
@@ -117,7 +122,7 @@ class Ids:
 
         Old ids come first, in their old order; new ids follow, sorted.
         """
-        ids, num_old = np.empty(0, np.int64) if self._known is None else self._known, self._num_old
+        ids, num_old = self.known, self._num_old
         order = np.concatenate([np.arange(num_old), np.argsort(ids[num_old:], kind="stable") + num_old])
         return ids[order], inverse_of(order)
 

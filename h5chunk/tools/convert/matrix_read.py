@@ -107,6 +107,11 @@ def order_of_rows(
     return order
 
 
+def numbering(options: MatrixOptions, old: np.ndarray | None) -> Ids:
+    """Return what numbers the ids of an axis, after the ``old`` ones."""
+    return Ids(min(max(1024, options.memory_bytes // TABLE_SHARE // TABLE_BYTES), 1 << 31), old)
+
+
 def whole_shape(source: SparseSource, num_rows: int, num_columns: int) -> tuple[int, int]:
     """Return the shape of a source without ids that was read, and whose entries have so many rows and columns."""
     rows, columns = source.shape  # some sources know their shape once they were read
@@ -119,17 +124,16 @@ def whole_shape(source: SparseSource, num_rows: int, num_columns: int) -> tuple[
 
 
 class Records:
-    """The entries of a source as an array of rows, columns, [times,] values in units; ids are numbered as they appear."""
+    """Read entries as records of row, column, [time,] value in units; ids are numbered as they appear."""
 
     def __init__(self, source: SparseSource, options: MatrixOptions, coding: Coding | FloatCoding, old: OldIds) -> None:
         self._source, self._options, self._coding, self._old = source, options, coding, old
         number = np.uint32 if source.has_ids else np.int64
         times = [("time", np.int64)] if uses_times(source, options) else []
         self.dtype = np.dtype([("row", number), ("column", number), *times, ("value", coding.dtype)])
-        table_ids = min(max(1024, options.memory_bytes // TABLE_SHARE // TABLE_BYTES), 1 << 31)
-        self.ids = (Ids(table_ids, old.rows), Ids(table_ids, old.columns)) if source.has_ids else None
+        self.ids = (numbering(options, old.rows), numbering(options, old.columns)) if source.has_ids else None
         self.num_read = 0  # entries
-        self._shape = (0, 0)  # of what was read
+        self.extent = (0, 0)  # numbers of rows and columns in what was read
 
     def read(self, report_read: Callable[[int], None]) -> Iterator[np.ndarray]:
         """Yield all entries. Raises SourceError if rows, columns and ids do not fit in memory."""
@@ -143,23 +147,17 @@ class Records:
             if self.ids is None:
                 records["row"], records["column"] = block.rows, block.columns
                 largest = (int(numbers.max(initial=-1)) + 1 for numbers in (block.rows, block.columns))
-                rows, columns = map(max, self._shape, largest)
-                self._shape = rows, columns
+                rows, columns = map(max, self.extent, largest)
+                self.extent = rows, columns
             else:
                 self._check_id_types(block)
                 records["row"], records["column"] = map(Ids.number, self.ids, (block.rows, block.columns))
-                self._shape = self.ids[0].size, self.ids[1].size
+                self.extent = self.ids[0].size, self.ids[1].size
             part_read = min(1.0, done / max(1, source.num_bytes))
             id_bytes = sum(ids.num_bytes for ids in self.ids or ())
-            check_shape(source, self._options, *self._shape, id_bytes=id_bytes, part_read=part_read)
+            check_shape(source, self._options, *self.extent, id_bytes=id_bytes, part_read=part_read)
             yield records
             report_read(done)
-
-    def shape(self) -> tuple[int, int]:
-        """Return the numbers of rows and columns, once all is read."""
-        if self.ids is not None:
-            return self._shape
-        return whole_shape(self._source, *self._shape)
 
     def _check_id_types(self, block: Block) -> None:
         """Raise OptionError unless the ids of the source and those of ``ids_from`` are of one type."""
@@ -168,8 +166,8 @@ class Records:
                 words = {"S": "strings", "i": "whole numbers"}
                 again = "" if old.dtype.kind == "S" else "convert the older source again with strings: "
                 raise OptionError(
-                    f"{printable(self._source.path)}: {axis} ids are {words[ids.dtype.kind]}, but those of ids_from are "
-                    f"{words[old.dtype.kind]}: {again}for a delimited file, "
+                    f"{printable(self._source.path)}: {axis} ids are {words[ids.dtype.kind]}, but those of ids_from "
+                    f"are {words[old.dtype.kind]}: {again}for a delimited file, "
                     f"'{self._source.axes[axis == 'column']}:str' in --columns reads strings"
                 )
 
@@ -183,6 +181,7 @@ class SortedMatrix:
 
     entries: Entries
     order: np.ndarray  # (rows,) int64: row i is row order[i] of the source
+    num_rows: int  # of the source
     num_columns: int
 
     def __init__(
@@ -201,6 +200,8 @@ class SortedMatrix:
         self.row_ids: np.ndarray | None = None  # ids of the source's rows, as numbered; None if it has no ids
         self.column_ids: np.ndarray | None = None
         self.num_read = 0  # entries read
+        self.shard: dict[str, int] = {}  # number of the shard and of all shards, if any
+        self.chunk_samples = options.chunk_samples
         num_rows, num_columns = source.shape
         if source.has_ids or num_rows is None or num_columns is None:
             self._read_unnumbered(report_read)
@@ -225,13 +226,12 @@ class SortedMatrix:
             for part in records.read(report_read):
                 spool.append(part)
             self.num_read = records.num_read
-            num_rows, num_columns = records.shape()
             if records.ids is None:
-                destination = self._open_entries(num_rows, num_columns)
+                destination = self._open_entries(*whole_shape(self.source, *records.extent))
             else:
                 (self.row_ids, row_ranks), (self.column_ids, column_ranks) = (ids.ranks() for ids in records.ids)
                 records.ids = None  # frees its memory before entries are sorted
-                destination = self._open_entries(num_rows, num_columns)[row_ranks]
+                destination = self._open_entries(*records.extent)[row_ranks]
             for part in spool.take(PART_ENTRIES):
                 numbers = part["column"] if column_ranks is None else column_ranks[part["column"]]
                 entry_times = part["time"] if self._uses_times else None
@@ -240,7 +240,7 @@ class SortedMatrix:
     def _open_entries(self, num_rows: int, num_columns: int) -> np.ndarray:
         """Choose the row order, and open the sorter; return (num_rows,) int64, the new number of each source row."""
         self.order = order_of_rows(self.source, self.options, num_rows, num_columns, self.old.num_rows)
-        self.num_columns = num_columns
+        self.num_rows, self.num_columns = num_rows, num_columns
         self._open_sorter(num_rows)
         return inverse_of(self.order) if self.options.shuffle else self.order
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from h5chunk.errors import SourceError, printable
+from h5chunk.errors import OptionError, SourceError, printable
 from h5chunk.plan.codes import CodeTally, FloatCoding, FloatTally, Storage
 from h5chunk.sources.matrix.block import SparseSource
 from h5chunk.tools.convert.matrix_read import READ_SHARE, SortedMatrix, no_scale_error, position_text
@@ -127,6 +127,11 @@ def select_rows(matrix: SortedMatrix, found: Survey, storage: Storage, columns_k
     rows_kept = row_entries >= options.min_counts(source.has_ids)[0]
     rows_kept[: matrix.old.num_rows] = True
     if not rows_kept.any():
+        if matrix.shard:
+            raise OptionError(
+                f"{printable(source.path)}: no row of shard {matrix.shard['shard']} has enough entries: give fewer "
+                "shards, or lower --min-row-count or --min-column-count"
+            )
         raise _nothing_left(source, "row")
     counts = {
         "entries read": matrix.num_read,

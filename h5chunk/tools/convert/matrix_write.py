@@ -38,11 +38,11 @@ def write_matrix(new: NewFile, selection: Selection, report_written: Callable[[i
 def fields_of(selection: Selection) -> dict[str, np.ndarray]:
     """Return the row fields of the source by their names in the file, with one value per row of the file."""
     fields: dict[str, np.ndarray] = {}
-    source, order = selection.matrix.source, selection.matrix.order
+    matrix, source, order = selection.matrix, selection.matrix.source, selection.matrix.order
     for name, values in source.row_fields.items():
         where = f"{printable(source.path)}: field {name!r}"
-        if len(values) != len(order):
-            raise SourceError(f"{where} has {len(values)} values, but the matrix has {len(order)} rows")
+        if len(values) != matrix.num_rows:
+            raise SourceError(f"{where} has {len(values)} values, but the matrix has {matrix.num_rows} rows")
         if values.dtype.kind not in "biufS":
             raise SourceError(f"{where} is of type {values.dtype}")
         stored = field_name(name)
@@ -100,7 +100,7 @@ def _write_csr(
     options = selection.matrix.options
     sizes = selection.num_rows, selection.num_columns, selection.num_entries
     dtype = None if selection.storage.pattern else selection.storage.dtype
-    layout = plan_csr(*sizes, value_dtype=dtype, chunk_samples=options.chunk_samples)
+    layout = plan_csr(*sizes, value_dtype=dtype, chunk_samples=selection.matrix.chunk_samples)
     storage: dict[str, Any] = {"scale": selection.storage.scale, "time_order": options.time_order}
     new.allocate(csr_spec(layout, attributes=_attributes(selection), fields=fields, tables=tables, **storage))
     writer = CsrWriter(new, layout)
@@ -118,7 +118,7 @@ def _write_dense(
     """Write dense rows in chunks of whole rows; return the number of rows per chunk."""
     options = selection.matrix.options
     layout = plan_layout(
-        selection.num_rows, selection.num_columns * selection.storage.dtype.itemsize, options.chunk_samples
+        selection.num_rows, selection.num_columns * selection.storage.dtype.itemsize, selection.matrix.chunk_samples
     )
     threads, memory_bytes = available_cores(), options.memory_bytes
     need = layout.chunk_bytes * 3 * (threads + 1)
@@ -172,5 +172,6 @@ def _dense_chunks(layout: Layout, selection: Selection, report_written: Callable
 
 
 def _attributes(selection: Selection) -> dict[str, Any]:
-    options, old = selection.matrix.options, selection.matrix.old
-    return {"seed": options.seed, "shuffled": options.shuffle and old.shuffled, "options": options.recorded()}
+    matrix, options = selection.matrix, selection.matrix.options
+    recorded = {**options.recorded(), **matrix.shard}
+    return {"seed": options.seed, "shuffled": options.shuffle and matrix.old.shuffled, "options": recorded}

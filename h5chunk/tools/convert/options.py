@@ -50,6 +50,20 @@ class WriteOptions(OrderOptions):
 
 
 @dataclass(frozen=True)
+class NewOptions(WriteOptions):
+    """Options for writing a new file, or a folder of files."""
+
+    shards: int | None = option(
+        None, "Make OUTPUT a folder of N files that are one data set.", minimum=1, maximum=MAX_SHARDS
+    )
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if the output is a folder of files."""
+        return self.shards is not None
+
+
+@dataclass(frozen=True)
 class ReadOptions(Options):
     """Options for reading samples."""
 
@@ -67,12 +81,9 @@ class ReadOptions(Options):
 
 
 @dataclass(frozen=True)
-class SampleOptions(ReadOptions, WriteOptions):
+class SampleOptions(ReadOptions, NewOptions):
     """Options for converting samples: images, arrays or tables."""
 
-    shards: int | None = option(
-        None, "Make OUTPUT a folder of N files that are one data set.", minimum=1, maximum=MAX_SHARDS
-    )
     shard_bytes: int | None = option(
         None, "Make OUTPUT a folder of files of at most this size, such as 1GiB.", minimum=1, unit="bytes"
     )
@@ -90,7 +101,7 @@ class SampleOptions(ReadOptions, WriteOptions):
     @property
     def is_sharded(self) -> bool:
         """True if the output is a folder of files."""
-        return self.shards is not None or self.shard_bytes is not None or self.split_files
+        return super().is_sharded or self.shard_bytes is not None or self.split_files
 
     def recorded(self) -> dict[str, Any]:
         """Return the options to record in the file, besides those for the order of the samples."""
@@ -105,7 +116,7 @@ class AppendOptions(ReadOptions, OrderOptions):
 
 
 @dataclass(frozen=True)
-class MatrixOptions(WriteOptions):
+class MatrixOptions(NewOptions):
     """Options for converting sparse matrices."""
 
     heading: ClassVar[str] = MATRICES
@@ -209,7 +220,7 @@ class MatrixOptions(WriteOptions):
 
     def recorded(self) -> dict[str, Any]:
         """Return the options to record in the file: those that determine its bytes."""
-        excluded = ("memory_bytes", "ids_from", *(() if self.dense else ("compression",)))
+        excluded = ("memory_bytes", "ids_from", "shards", *(() if self.dense else ("compression",)))
         return {name: value for name, value in vars(self).items() if name not in excluded}
 
 

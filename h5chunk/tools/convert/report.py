@@ -110,7 +110,8 @@ class MatrixReport(Report):
     num_columns: int | None  # None in the same case
     num_entries: int | None  # None for dense rows that were already complete
     is_exact: bool = True  # whether num_entries was counted rather than estimated
-    num_bytes: int  # size of the file
+    num_bytes: int  # size of the file, or of all shards
+    num_files: int = 1  # of shards
     seconds: float  # duration of the whole call; estimated if dry_run
     fields: dict[str, str]  # dtype of each row field
     axes: tuple[str, str]  # names of the rows, which are the samples, and of the columns in the source
@@ -153,6 +154,8 @@ class MatrixReport(Report):
         parts.append("a pattern of ones" if self.pattern else f"values {values_text(self.dtype, self.scale)}")
         if self.kind == "dense":
             parts.append("as dense rows")
+        if self.num_files > 1:
+            parts.append(count_text(self.num_files, "file"))
         size, rate = human_bytes(self.num_bytes), f"{self.counts.get('entries read', 0) / self.seconds:,.0f} entries/s"
         if self.free_bytes is not None:
             size, rate = f"about {size} needed, {human_bytes(self.free_bytes)} free", f"about {self.seconds:.0f} s"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -130,21 +131,29 @@ def split_job(job: SampleJob, write_options: SampleOptions) -> list[SampleJob]:
     if write_options.shard_bytes is not None:
         shards = _num_shards(job, layout, write_options.shard_bytes)
     assert shards is not None
-    if layout.num_chunks < shards:
-        raise OptionError(
-            f"shards is {shards} for {count_text(layout.num_chunks, 'chunk')} of "
-            f"{count_text(layout.chunk_samples, 'sample')}: give fewer shards, or fewer samples per chunk"
-        )
-    size, more = divmod(layout.num_chunks, shards)
-    jobs, first = [], 0
-    for number in range(shards):
-        last = min(first + (size + (number < more)) * layout.chunk_samples, layout.num_samples)
+    jobs, starts = [], shard_starts(layout.num_samples, layout.chunk_samples, shards)
+    for number, (first, last) in enumerate(pairwise(starts)):
         name = shard_name(job.path.name.removesuffix(".h5"), number, shards)
         options = {**job.options, "shard": number, "shards": shards}
         shard = replace(job, path=job.path / name, layout=layout, options=options)
         jobs.append(shard.with_order(job.order[first:last]))
-        first = last
     return jobs
+
+
+def shard_starts(num_samples: int, chunk_samples: int, shards: int) -> list[int]:
+    """Return the first samples of all shards, and the end: as many whole chunks in each as possible.
+
+    >>> shard_starts(99, 4, 3)
+    [0, 36, 68, 99]
+    """
+    num_chunks = -(-num_samples // chunk_samples)
+    if num_chunks < shards:
+        raise OptionError(
+            f"shards is {shards} for {count_text(num_chunks, 'chunk')} of {count_text(chunk_samples, 'sample')}: give "
+            "fewer shards, or fewer samples per chunk"
+        )
+    size, more = divmod(num_chunks, shards)
+    return [min((size * n + min(n, more)) * chunk_samples, num_samples) for n in range(shards + 1)]
 
 
 def _files_of_splits(job: SampleJob) -> list[SampleJob]:

@@ -1,0 +1,274 @@
+"""Write a matrix as a folder of shards with the same columns and the same storage, here or on a Dask cluster.
+
+The tasks of `matrix_tasks` run in four rounds, and this process merges their results between them. The journal of the
+output has the results of all finished tasks, so that a conversion can be continued with a cluster or without.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from h5chunk.errors import OutputError, count_text, printable
+from h5chunk.plan.codes import Coding, FloatCoding
+from h5chunk.plan.csr import plan_csr
+from h5chunk.plan.layout import plan_layout
+from h5chunk.sources.matrix.block import SparseSource
+from h5chunk.store.read.files import shard_name
+from h5chunk.store.write.journal import Journal
+from h5chunk.store.write.output import NewFolder
+from h5chunk.tools.cluster import Cluster, connected
+from h5chunk.tools.convert.distribute import load_job, save_job
+from h5chunk.tools.convert.matrix_ids import OldIds, inverse_of
+from h5chunk.tools.convert.matrix_read import (
+    UnfitError,
+    check_shape,
+    first_that_fits,
+    numbering,
+    order_of_rows,
+    whole_shape,
+)
+from h5chunk.tools.convert.matrix_select import columns_with_enough, storage_of
+from h5chunk.tools.convert.matrix_tasks import (
+    COLUMNS,
+    DESTINATION,
+    ORDER,
+    ROWS,
+    MatrixJob,
+    Result,
+    read_part,
+    save,
+    scatter_part,
+    survey_shard,
+    write_shard,
+)
+from h5chunk.tools.convert.options import MatrixOptions
+from h5chunk.tools.convert.samples import shard_starts
+from h5chunk.tools.progress import Progress, count_tasks
+from h5chunk.tools.verify.verify import verify
+
+Task = Callable[[MatrixJob, int, Callable[[int], None]], Result]
+Notify = Callable[[str], None]
+
+
+@dataclass
+class ShardedMatrix:
+    """Write the shards of a matrix to an output folder."""
+
+    source: SparseSource
+    path: Path
+    options: MatrixOptions
+    old: OldIds
+    overwrite: bool
+    command_id: str | None
+    progress: Progress | None
+    notify: Notify
+    client: Any
+
+    def write(self) -> dict[str, Any]:
+        """Write the folder, continuing earlier work if any; return what the report needs besides the files."""
+        with ExitStack() as stack:
+            output = stack.enter_context(NewFolder(self.path, self.overwrite))
+            output.open_journal(self.command_id)
+            if output.journal.key_mismatch:
+                self.notify("the unfinished conversion had other options or sources: starting over")
+            cluster = None if self.client is None else stack.enter_context(connected(self.client))
+            rounds = _Rounds(output.journal, cluster, self.progress, self.notify)
+            results = first_that_fits(self.options, partial(self._attempt, rounds, output.part, output.work))
+            output.command_id = self.command_id
+            output.commit()
+        return _sums(results)
+
+    def _attempt(self, rounds: _Rounds, part: Path, work: Path, coding: Coding | FloatCoding) -> list[Result]:
+        """Write all shards with one coding. Raises UnfitError if it cannot store a value."""
+        rounds.coding = type(coding).__name__
+        if rounds.is_known_unfit() and coding.fallback() is not None:
+            raise UnfitError("an earlier run found a value that this coding cannot store")
+        work.mkdir(exist_ok=True)
+        try:
+            return self._write(rounds, part, work, coding)
+        except UnfitError:
+            rounds.add_unfit()
+            shutil.rmtree(work, ignore_errors=True)
+            raise
+
+    def _write(self, rounds: _Rounds, part: Path, work: Path, coding: Coding | FloatCoding) -> list[Result]:
+        shards = self.options.shards or 1
+        parts = self.source.split(shards)
+        job = MatrixJob(work, self.source, parts, self.options, coding, self.old)
+        read = rounds.run("read", read_part, job, len(parts), sum(part.num_bytes for part in parts))
+        job = _plan(replace(job, read=read))
+        num_entries = sum(result["entries"] for result in read)
+
+        scattered = rounds.run("sort", scatter_part, job, len(parts), num_entries)
+        for result in read:
+            os.truncate(work / result["file"], 0)  # frees its space
+        job = replace(job, scattered=scattered)
+        surveys = rounds.run("survey", survey_shard, job, shards, num_entries)
+        job = _merge(job, surveys)
+        name = self.path.name.removesuffix(".h5")
+        names = [shard_name(name, number, shards) for number in range(shards)]
+
+        def take(number: int, result: Result) -> None:
+            try:
+                (work / result["file"]).replace(part / names[number])
+            except FileNotFoundError:
+                raise OutputError(
+                    f"{printable(part)}: a worker has written {result['file']} to a folder that this process does not "
+                    "see: SOURCE and OUTPUT must be on a file system that all workers share"
+                ) from None
+
+        def is_whole(number: int, result: Result) -> bool:
+            return (part / names[number]).exists() and verify(part / names[number]).ok
+
+        return rounds.run("write", write_shard, job, shards, num_entries, take, is_whole)
+
+
+class _Rounds:
+    """Run rounds of tasks, here or on a cluster, except tasks whose results are in the journal."""
+
+    def __init__(self, journal: Journal, cluster: Cluster | None, progress: Progress | None, notify: Notify) -> None:
+        self._journal, self._cluster, self._progress, self._notify = journal, cluster, progress, notify
+        self.coding = ""
+
+    def is_known_unfit(self) -> bool:
+        return [self.coding, "unfit"] in self._journal.records
+
+    def add_unfit(self) -> None:
+        self._journal.add([self.coding, "unfit"])
+
+    def run(
+        self,
+        stage: str,
+        function: Task,
+        job: MatrixJob,
+        num_tasks: int,
+        total: int,
+        finish: Callable[[int, Result], None] | None = None,
+        is_there: Callable[[int, Result], bool] | None = None,
+    ) -> list[Result]:
+        """Return the results of all tasks.
+
+        ``finish(number, result)`` is called for each new one; ``is_there`` says whether what an older one names exists.
+        """
+        say = count_tasks(stage, total, self._progress)
+        done: dict[int, Result] = {}
+        for record in self._journal.records:
+            if record[:2] != [self.coding, stage] or not 0 <= record[2] < num_tasks:
+                continue
+            if is_there(*record[2:]) if is_there else (job.folder / record[3]["file"]).exists():
+                done[record[2]] = record[3]
+        if done:
+            self._notify(f"continuing: {len(done)} of {count_text(num_tasks, 'task')} to {stage} are already done")
+        for number, result in self._ended(function, job, [n for n in range(num_tasks) if n not in done], say):
+            if finish is not None:
+                finish(number, result)
+            self._journal.add([self.coding, stage, number, result])
+            done[number] = result
+            say(number, job.parts[number].num_bytes if stage == "read" else result["entries"])
+        return [done[number] for number in range(num_tasks)]
+
+    def _ended(
+        self, function: Task, job: MatrixJob, numbers: list[int], say: Callable[[int, int], None]
+    ) -> Iterator[tuple[int, Result]]:
+        """Run tasks; yield their numbers and results as they end."""
+        if self._cluster is None:
+            yield from ((number, function(job, number, partial(say, number))) for number in numbers)
+        elif numbers:
+            name = f"job-{uuid.uuid4().hex[:8]}"
+            save_job(job.folder / name, job)
+            tasks = {number: (job.folder / name, function, number) for number in numbers}
+            yield from self._cluster.run(run_task, tasks, say)
+
+
+def run_task(task: tuple[Path, Task, int], say: Callable[[int], None]) -> Result:
+    """Run a task in a worker."""
+    path, function, number = task
+    return function(load_job(path), number, say)
+
+
+# ---- between rounds
+
+
+def _plan(job: MatrixJob) -> MatrixJob:
+    """Number all ids, choose the order of the rows, and divide them into shards."""
+    source, options, old = job.source, job.options, job.old
+    sizes, maps = _merge_ids(job) if source.has_ids else (_extent(job), {})
+    num_rows, num_columns = sizes
+    order = order_of_rows(source, options, num_rows, num_columns, old.num_rows)
+    destination = inverse_of(order)
+    save(job.folder, ORDER, order)
+    save(job.folder, DESTINATION, destination)
+    for (axis, number), numbers in maps.items():
+        save(job.folder, job.of_part(number, axis), destination[numbers] if axis == ROWS else numbers)
+    shards = options.shards or 1
+    chunk_samples = options.chunk_samples or _chunk_samples(job, num_rows, num_columns)
+    if options.chunk_samples is None and -(-num_rows // chunk_samples) < shards <= num_rows:
+        chunk_samples = -(-num_rows // shards)
+        if -(-num_rows // chunk_samples) < shards:
+            chunk_samples = num_rows // shards
+    starts = shard_starts(num_rows, chunk_samples, shards)
+    return replace(job, num_rows=num_rows, num_columns=num_columns, chunk_samples=chunk_samples, starts=starts)
+
+
+def _extent(job: MatrixJob) -> tuple[int, int]:
+    rows, columns = (max(result["extent"][axis] for result in job.read) for axis in (0, 1))
+    return whole_shape(job.source, rows, columns)
+
+
+def _merge_ids(job: MatrixJob) -> tuple[tuple[int, int], dict[tuple[str, int], np.ndarray]]:
+    """Number the ids of all parts together, and save them; return their numbers, and those of each part's ids."""
+    all_ids, maps = [], dict[tuple[str, int], np.ndarray]()
+    for axis, old in ((ROWS, job.old.rows), (COLUMNS, job.old.columns)):
+        ids = numbering(job.options, old)
+        found = [ids.number(np.load(job.folder / f"{result['file']}-{axis}.npy")) for result in job.read]
+        known, ranks = ids.ranks()
+        save(job.folder, f"{axis}.npy", known)
+        maps |= {(axis, number): ranks[numbers] for number, numbers in enumerate(found)}
+        all_ids.append(ids)
+    rows, columns = all_ids
+    check_shape(job.source, job.options, rows.size, columns.size, id_bytes=rows.num_bytes + columns.num_bytes)
+    return (rows.size, columns.size), maps
+
+
+def _chunk_samples(job: MatrixJob, num_rows: int, num_columns: int) -> int:
+    """Choose the rows per chunk, before it is known how values are stored."""
+    if job.options.dense:
+        return plan_layout(num_rows, num_columns * np.dtype(np.uint8).itemsize).chunk_samples
+    num_entries = sum(result["entries"] for result in job.read)
+    return plan_csr(num_rows, num_columns, num_entries).chunk_samples
+
+
+def _merge(job: MatrixJob, surveys: list[Result]) -> MatrixJob:
+    """Choose the storage and the columns of all shards."""
+    values, columns = job.coding.tally(), None
+    for result in surveys:
+        with np.load(job.folder / result["file"]) as found:
+            values.add(found["examples"])
+            if COLUMNS in found:
+                columns = found[COLUMNS] if columns is None else columns + found[COLUMNS]
+    kept = columns_with_enough(columns, job.options, job.old.num_columns, job.source)
+    return replace(job, storage=storage_of(values, job.source), columns=kept)
+
+
+def _sums(results: list[Result]) -> dict[str, Any]:
+    """Return the values of the report that the files do not have, from those of all shards."""
+    counts: dict[str, int] = {}
+    for result in results:
+        for label, count in result["counts"].items():
+            counts[label] = count if label == "columns left out" else counts.get(label, 0) + count
+    return {
+        "counts": counts,
+        "num_entries": sum(result["entries"] for result in results),
+        "num_ranges": max(result["ranges"] for result in results),
+        "fields": results[0]["fields"],
+    }

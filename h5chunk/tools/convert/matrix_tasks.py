@@ -1,0 +1,214 @@
+"""The tasks that write a matrix as shards, each of which is a run of rows in the order of the output.
+
+1. `read_part` writes the entries of a part of the source to a file, with ids numbered as they appear in that part.
+2. `scatter_part` gives them their final rows and columns, and puts them in the order of the shards.
+3. `survey_shard` counts the entries of a shard, and collects their values.
+4. `write_shard` writes a shard, once all shards together show which columns are kept and how values are stored.
+
+A task writes files of unique names, so that it can run twice at a time, and returns what JSON can store.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from h5chunk.errors import OutputError, printable
+from h5chunk.plan.codes import Coding, FloatCoding, Storage
+from h5chunk.sources.matrix.block import SparseSource
+from h5chunk.store.write.journal import Journal
+from h5chunk.store.write.new_file import NewFile
+from h5chunk.store.write.part_file import writing
+from h5chunk.tools.convert.matrix_ids import OldIds
+from h5chunk.tools.convert.matrix_read import SPOOL_SHARE, Records, SortedMatrix, uses_times
+from h5chunk.tools.convert.matrix_select import select_rows, survey
+from h5chunk.tools.convert.matrix_write import write_matrix
+from h5chunk.tools.convert.options import MatrixOptions
+
+ROWS, COLUMNS = "rows", "columns"
+ORDER, DESTINATION = "order.npy", "destination.npy"  # source rows in their new order, and the inverse
+Result = dict[str, Any]
+Say = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class MatrixJob:
+    """What the tasks have in common; later fields are known only after earlier tasks."""
+
+    folder: Path  # of temporary files
+    source: SparseSource
+    parts: Sequence[SparseSource]
+    options: MatrixOptions
+    coding: Coding | FloatCoding
+    old: OldIds
+    read: Sequence[Result] = ()
+    num_rows: int = 0
+    num_columns: int = 0
+    chunk_samples: int = 0
+    starts: Sequence[int] = ()  # of the shards among the rows, and the end
+    scattered: Sequence[Result] = ()
+    storage: Storage | None = None
+    columns: np.ndarray | None = field(default=None, repr=False)  # which are written; None if all are
+
+    @property
+    def record(self) -> np.dtype:
+        """The type of an entry in temporary files."""
+        return Records(self.source, self.options, self.coding, OldIds()).dtype
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.starts) - 1
+
+    def load(self, name: str) -> np.ndarray:
+        """Open an array of the folder."""
+        values: np.ndarray = np.load(self.folder / name, mmap_mode="r")
+        return values
+
+    def ids(self, axis: str) -> np.ndarray | None:
+        """Return all ids of the rows or columns of the source; None if it has none."""
+        return self.load(f"{axis}.npy") if self.source.has_ids else None
+
+    def of_part(self, number: int, axis: str) -> str:
+        """Return the name of the array that maps numbers of a part to those of the whole."""
+        return f"{axis}-{number}.npy"
+
+    def entries(self, shard: int) -> Iterator[np.ndarray]:
+        """Yield the entries of a shard in the order of the source."""
+        for result in self.scattered:
+            edges = self.load(f"{result['file']}.npy")
+            path = self.folder / result["file"]
+            for place in range(shard, len(edges) - 1, self.num_shards):
+                first, last = int(edges[place]), int(edges[place + 1])
+                if last > first:
+                    yield read_records(path, self.record, first, last - first)
+
+
+@contextmanager
+def new_file(folder: Path, name: str) -> Iterator[tuple[IO[bytes], str]]:
+    """Make a file of a unique name that is on disk when the context ends; yield it, and its name."""
+    name = f"{name}-{uuid.uuid4().hex[:8]}"
+    with writing(folder / name), (folder / name).open("xb", buffering=0) as file:
+        yield file, name
+        os.fsync(file.fileno())
+
+
+def save(folder: Path, name: str, values: np.ndarray | Mapping[str, np.ndarray]) -> None:
+    """Save an array, or several, so that they are on disk afterwards."""
+    with writing(folder / name), (folder / name).open("wb") as file:
+        if isinstance(values, np.ndarray):
+            np.save(file, values)
+        else:
+            np.savez(file, allow_pickle=False, **values)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_records(path: Path, record: np.dtype, start: int, count: int) -> np.ndarray:
+    """Read entries of a temporary file."""
+    try:
+        records = np.fromfile(path, record, count, offset=start * record.itemsize)
+    except FileNotFoundError:
+        records = np.empty(0, record)
+    if len(records) != count:
+        raise OutputError(f"{printable(path)}: lacks entries: remove {printable(path.parent)}, and convert again")
+    return records
+
+
+def read_part(job: MatrixJob, number: int, say: Say) -> Result:
+    """Read a part of the source."""
+    source = job.parts[number]
+    records = Records(source, job.options, job.coding, job.old)
+    with new_file(job.folder, f"read-{number}") as (file, name):
+        for part in records.read(say):
+            file.write(part.data)
+    for axis, ids in zip((ROWS, COLUMNS), records.ids or (), strict=False):
+        save(job.folder, f"{name}-{axis}.npy", ids.known)
+    return {"file": name, "entries": records.num_read, "extent": records.extent}
+
+
+def scatter_part(job: MatrixJob, number: int, say: Say) -> Result:
+    """Put the entries of a part in the order of the shards."""
+    read, edges = job.read[number], [np.zeros(1, np.int64)]
+    at_once = max(1, job.options.memory_bytes // SPOOL_SHARE // 2 // job.record.itemsize)
+    numbers = {axis: np.load(job.folder / job.of_part(number, axis)) for axis in (ROWS, COLUMNS) if job.source.has_ids}
+    new_rows = numbers[ROWS] if numbers else np.load(job.folder / DESTINATION)
+    starts = np.array(job.starts)
+    with new_file(job.folder, f"entries-{number}") as (file, name):
+        for start in range(0, read["entries"], at_once):
+            count = min(at_once, read["entries"] - start)
+            records = read_records(job.folder / read["file"], job.record, start, count)
+            rows = new_rows[records["row"]]
+            shards = np.searchsorted(starts, rows, "right") - 1
+            records["row"] = rows - starts[shards]
+            if numbers:
+                records["column"] = numbers[COLUMNS][records["column"]]
+            file.write(records[np.argsort(shards, kind="stable")].data)
+            edges.append(edges[-1][-1] + np.cumsum(np.bincount(shards, minlength=job.num_shards)))
+            say(start + len(records))
+    save(job.folder, f"{name}.npy", np.concatenate(edges))
+    return {"file": name, "entries": read["entries"]}
+
+
+class ShardMatrix(SortedMatrix):
+    """The sorted entries of one shard."""
+
+    def __init__(self, job: MatrixJob, number: int, stack: ExitStack) -> None:
+        first, last = job.starts[number : number + 2]
+        self.source, self.options, self.coding = job.source, job.options, job.coding
+        self._folder, self._stack = job.folder, stack
+        self._uses_times = uses_times(job.source, job.options)
+        self.old = job.old._replace(rows=None if job.old.rows is None else job.old.rows[first:last])
+        self.row_ids, self.column_ids = job.ids(ROWS), job.ids(COLUMNS)
+        self.order, self.num_rows, self.num_columns = job.load(ORDER)[first:last], job.num_rows, job.num_columns
+        self.shard = {"shard": number, "shards": job.num_shards}
+        self.chunk_samples, self.num_read = job.chunk_samples, 0
+        self._open_sorter(last - first)
+        for records in job.entries(number):
+            times = records["time"] if self._uses_times else None
+            self.entries.append(records["row"], records["column"], records["value"], times)
+            self.num_read += len(records)
+        self.entries.finish()
+
+
+def survey_shard(job: MatrixJob, number: int, say: Say) -> Result:
+    """Count the entries of a shard, and collect its values."""
+    with ExitStack() as stack:
+        matrix = ShardMatrix(job, number, stack)
+        found = survey(matrix)
+    name = f"survey-{number}-{uuid.uuid4().hex[:8]}.npz"
+    counts = {} if found.column_entries is None else {COLUMNS: found.column_entries}
+    save(job.folder, name, {"examples": found.values.examples(), **counts})
+    say(matrix.num_read)
+    return {"file": name, "entries": matrix.num_read}
+
+
+def write_shard(job: MatrixJob, number: int, say: Say) -> Result:
+    """Write a shard under a unique name."""
+    attempt, done = job.folder / f"shard-{number}-{uuid.uuid4().hex[:8]}.h5", 0
+    assert job.storage is not None
+
+    def written(num_entries: int) -> None:
+        nonlocal done
+        done += num_entries
+        say(done)
+
+    with ExitStack() as stack, NewFile(attempt, journal=Journal(attempt.with_suffix(".journal"))) as new:
+        matrix = ShardMatrix(job, number, stack)
+        selection = select_rows(matrix, survey(matrix), job.storage, job.columns)
+        fields = write_matrix(new, selection, written)
+        new.commit()
+        return {
+            "file": attempt.name,
+            "bytes": attempt.stat().st_size,
+            "entries": selection.num_entries,
+            "counts": selection.counts,
+            "fields": fields,
+            "ranges": matrix.entries.num_ranges,
+        }
