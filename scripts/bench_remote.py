@@ -2,15 +2,19 @@
 
     python scripts/bench_remote.py --count 8000 --size 112 112
     python scripts/bench_remote.py --hits        # hits of the cache, of LRU, and the most that are possible
+    python scripts/bench_remote.py --peers streaming=ENV/bin/python litdata=ENV/bin/python
 
 Starts `range_server.py` on a file of random images. The bare client asks for the same chunks, as many at a time, and
-drops the bytes. Prints images/s of whole epochs, the time to the first batch, and how much of an epoch comes from the
-cache.
+drops the bytes. Prints images/s of whole epochs and the time to the first batch. Of other packages it tries several
+numbers of workers and sizes of their files; PYTHON is that of an environment in which the package and h5py are
+installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,6 +34,7 @@ from h5chunk.plan.order import Order
 
 SCRIPTS = Path(__file__).parent
 BATCH, REQUESTS = 256, 64
+PART_MIB, WORKERS = (4, 16, 64), (2, 4, 8)  # sizes of the files of other packages, and workers
 
 
 @contextmanager
@@ -87,6 +92,39 @@ def epochs(data: object, num_epochs: int) -> tuple[float, list[float]]:
     return first, rates
 
 
+def measure_peer(kind: str, python: str, path: Path, folder: Path, latency_s: float, bandwidth: float) -> None:
+    """Print the first and later epochs of a package for all its settings; each reads into an empty cache."""
+    script = str(SCRIPTS / "remote_peers.py")
+    found = []
+    with range_server(folder, latency_s, bandwidth) as url:
+        for part_mib in PART_MIB:
+            part = folder / f"{kind}-{part_mib}"
+            subprocess.run(
+                [python, script, kind, "write", str(path), str(part), "--part-mib", str(part_mib)],
+                check=True,
+                capture_output=True,
+            )
+            for workers in WORKERS:
+                cache = folder / f"cache-{kind}-{part_mib}-{workers}"
+                command = [python, script, kind, "read", url, part.name, str(cache), "--workers", str(workers)]
+                done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+                shutil.rmtree(cache, ignore_errors=True)
+                lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+                if not lines:
+                    print(f"{kind}, {part_mib} MiB, {workers} workers: failed: {done.stderr.strip()[-200:]}")
+                    continue
+                result = json.loads(lines[-1])
+                found.append((result["first_s"], *result["rates"]))
+                rates = ", ".join(f"{rate:,.0f}" for rate in result["rates"])
+                name = f"{kind}, files of {part_mib} MiB, {workers} workers"
+                print(f"{name}: {rates} images/s, first batch after {result['first_s']:.2f} s", flush=True)
+            shutil.rmtree(part)
+    if found:
+        firsts, *rates = zip(*found, strict=True)
+        best = ", ".join(f"{max(each):,.0f}" for each in rates)
+        print(f"{kind}, best of each: {best} images/s, first batch after {min(firsts):.2f} s", flush=True)
+
+
 def print_hits(num_chunks: int = 400, num_epochs: int = 6) -> None:
     """Print the hits in epochs of a shuffled order for several sizes of the cache."""
     order = Order(num_chunks * 8, 8, 64, window_chunks=8, interleave=1)
@@ -107,6 +145,7 @@ def main() -> None:
     parser.add_argument("--latency", type=float, default=0.03)
     parser.add_argument("--bandwidth", type=float, default=100.0, help="of the server, in MB/s; 0: no limit")
     parser.add_argument("--folder", type=Path, help="where to put the data; default: a temporary folder")
+    parser.add_argument("--peers", nargs="+", default=[], metavar="NAME=PYTHON", help="streaming and litdata")
     parser.add_argument("--hits", action="store_true", help="only compare policies of the cache")
     args = parser.parse_args()
     if args.hits:
@@ -133,6 +172,9 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
             data = h5chunk.ChunkDataset(url, cache_dir=folder / f"cache{turn}")
             first, rates = epochs(data, 3)
             print(f"h5chunk with a cache: {', '.join(f'{rate:,.0f}' for rate in rates)} images/s")
+    for peer in args.peers:
+        kind, _, python = peer.partition("=")
+        measure_peer(kind, python, path, folder, args.latency, args.bandwidth)
 
 
 if __name__ == "__main__":

@@ -87,8 +87,8 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         most hits possible; a DataLoader frees at random. Default: no limit.
     storage_options : dict, optional
         For URLs: arguments of obstore's ``from_url``, such as ``{"skip_signature": True}`` or an endpoint; ``timeout``,
-        seconds of a request (30); ``deadline``, seconds for which a request is repeated (60). Credentials are also
-        taken from the environment, as by the stores' own tools.
+        seconds of a request (30); ``deadline``, seconds for which a request is repeated (60); ``requests``, the number
+        of requests at a time (64). Credentials are also taken from the environment, as by the stores' own tools.
 
     Raises
     ------

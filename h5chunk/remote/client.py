@@ -20,7 +20,6 @@ from typing import Any
 
 from h5chunk.errors import FileError, OptionError
 
-NUM_REQUESTS = 64  # range requests at a time
 START = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from h5chunk.remote.server import main; main()"
 
 Then = Callable[[dict[str, Any]], None]
@@ -135,8 +134,7 @@ def _connect() -> Client:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen(128)
-        num_requests = os.environ.get("H5CHUNK_REQUESTS", str(NUM_REQUESTS))
-        command = [sys.executable, "-c", START, json.dumps(sys.path), str(listener.fileno()), path, num_requests]
+        command = [sys.executable, "-c", START, json.dumps(sys.path), str(listener.fileno()), path]
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[listener.fileno()])
         _servers.append(server)  # it ends once all connections are closed
         _paths.append(path)

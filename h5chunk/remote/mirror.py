@@ -113,6 +113,11 @@ class Mirror:
         keep_stamp(self.path)
 
     @property
+    def storage_options(self) -> Mapping[str, Any]:
+        """The options for the store."""
+        return self._options.storage_options
+
+    @property
     def pages(self) -> Pages:
         """The copy, opened in this process."""
         if self._opened is None or self._opened[0] != os.getpid():
@@ -274,6 +279,22 @@ def exists(url: str) -> bool:
 def put(file: Path, url: str) -> None:
     """Upload a file; the object appears complete or not at all. Raises FileError."""
     client.client().call({"op": "put", "url": url, "file": str(file), "options": {}})
+
+
+def measure(
+    ranges: Sequence[tuple[str, int, int]],
+    num_requests: int,
+    seconds: float,
+    storage_options: Mapping[str, Any],
+    most: int = 1 << 30,
+) -> dict[str, Any]:
+    """Request byte ranges of URLs, over and over, so many at a time; drop the bytes. Raises FileError.
+
+    It ends after about ``seconds``, or after ``most`` requests. Returns the number of bytes, ``num_bytes``, the
+    ``seconds`` that it took, and the ``times`` of the first requests.
+    """
+    message = {"op": "measure", "url": ranges[0][0], "options": dict(storage_options), "ranges": ranges, "most": most}
+    return client.client().call({**message, "requests": num_requests, "seconds": seconds})
 
 
 def list_url(url: str, options: RemoteOptions) -> list[str]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from h5chunk.urls import parse
 
 HEAD_BYTES = 64 << 10  # the first bytes, which are read when an object is opened
+NUM_REQUESTS, MAX_REQUESTS = 64, 1024  # range requests at a time: the default, and the limit
 DEADLINE_S = 60.0  # time after which a request that always fails is an error
 MISSING = "no such object"
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 5.0  # pauses before a request is repeated
@@ -22,12 +24,16 @@ class RemoteError(Exception):
 
 
 class Store:
-    """A folder of a store, with the options of obstore's ``from_url``, and ``deadline`` and ``timeout`` in seconds."""
+    """A folder of a store, with the options of obstore's ``from_url``, and own ones: see `h5chunk.ChunkDataset`."""
 
     def __init__(self, url: str, options: dict[str, Any]) -> None:
         from obstore.store import from_url
 
         options = dict(options)
+        num_requests = options.pop("requests", NUM_REQUESTS)
+        if not isinstance(num_requests, int) or not 1 <= num_requests <= MAX_REQUESTS:
+            raise RemoteError(f"storage_options has requests={num_requests!r}: give a number from 1 to {MAX_REQUESTS}")
+        self.pool = ThreadPoolExecutor(num_requests)  # for range requests
         self.deadline_s = float(options.pop("deadline", DEADLINE_S))
         client: dict[str, Any] = {"timeout": f"{float(options.pop('timeout', 30)):g}s", "connect_timeout": "10s"}
         endpoints = (*options.values(), url, *(os.environ.get(name, "") for name in ENDPOINTS))

@@ -7,6 +7,7 @@ A message is one line of JSON. A request has an ``id`` and an ``op``: ``open`` a
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -55,7 +57,6 @@ class Copy:
     def fetch(
         self,
         runs: Runs,
-        pool: ThreadPoolExecutor,
         end: threading.Event,
         note: Callable[[], None],
         then: Callable[[str], None],
@@ -78,7 +79,7 @@ class Copy:
                 request.ends.append(end)
             self._running += requests
         for request in requests:
-            pool.submit(self._run, request)
+            self._store.pool.submit(self._run, request)
         count.end("")
 
     def _run(self, request: Request) -> None:
@@ -160,8 +161,7 @@ def _joined(runs: Runs) -> Runs:
 class Server:
     """Answer the requests of all connections."""
 
-    def __init__(self, num_requests: int) -> None:
-        self._pool = ThreadPoolExecutor(num_requests)
+    def __init__(self) -> None:
         self._calls = ThreadPoolExecutor(32)
         self._copies: dict[str, Copy] = {}
         self._stores: dict[str, Store] = {}
@@ -218,9 +218,15 @@ class Server:
                 reply({"id": number, "error": error})
 
             note = partial(reply, {"id": number, "part": 1})
-            self._copies[message["folder"]].fetch(message["runs"], self._pool, ends[number], note, then)
+            self._copies[message["folder"]].fetch(message["runs"], ends[number], note, then)
             return
-        call = {"open": self._open, "list": self._list, "exists": self._exists, "put": self._put}[message["op"]]
+        call = {
+            "open": self._open,
+            "list": self._list,
+            "exists": self._exists,
+            "put": self._put,
+            "measure": self._measure,
+        }[message["op"]]
 
         def run() -> None:
             try:
@@ -253,6 +259,22 @@ class Server:
         self._store({**message, "options": {"retry_config": {"max_retries": 10}}}).put(message["url"], message["file"])
         return {}
 
+    def _measure(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Request byte ranges over and over, until the time is over, and drop the bytes."""
+        count, times, sizes = itertools.count(), list[float](), list[int]()
+        started = time.perf_counter()
+
+        def ask(_: int) -> None:
+            while (number := next(count)) < message["most"] and time.perf_counter() - started < message["seconds"]:
+                url, start, stop = message["ranges"][number % len(message["ranges"])]
+                begun = time.perf_counter()
+                sizes.append(len(self._store({**message, "url": url}).get(url, start, stop)[1]))
+                times.append(time.perf_counter() - begun)
+
+        with ThreadPoolExecutor(message["requests"]) as pool:
+            list(pool.map(ask, range(message["requests"])))
+        return {"num_bytes": sum(sizes), "seconds": time.perf_counter() - started, "times": times[:100]}
+
     def _open(self, message: dict[str, Any]) -> dict[str, Any]:
         """Open an object: make its sparse copy, unless there is one of this version, and write its first bytes."""
         url, store, folder, data = message["url"], self._store(message), message.get("folder"), None
@@ -275,11 +297,11 @@ class Server:
 
 
 def main() -> None:
-    """Run the server; the arguments are the descriptor of its socket, the socket's path, and the number of requests."""
+    """Run the server; the arguments are the descriptor of its socket, and the socket's path."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the processes that are connected
-    descriptor, path, num_requests = sys.argv[1:4]
+    descriptor, path = sys.argv[1:3]
     try:
-        Server(int(num_requests)).serve(socket.socket(fileno=int(descriptor)))
+        Server().serve(socket.socket(fileno=int(descriptor)))
     finally:
         shutil.rmtree(Path(path).parent, ignore_errors=True)
         os._exit(0)  # without waiting for requests that nobody needs

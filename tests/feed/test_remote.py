@@ -167,6 +167,33 @@ def test_commands(photos):
         assert [damage.field for damage in h5chunk.verify(f"{server.url}/damaged.h5").bad] == ["images"]
 
 
+def test_tune_learns_the_store(photos):
+    with served(photos, latency_s=0.005) as server:
+        found = h5chunk.tune(f"{server.url}/photos.h5", batch_size=64, budget_s=1)
+        assert found.latency_s > 0.005
+        assert {trial.requests for trial in found.trials} >= {16, 64}
+        assert found.rate > 0 and found.today_requests == 64
+        assert f"use {found.requests} requests" in str(found) or found.requests == 64
+        with pytest.raises(OptionError, match="apply is True, but tune measures it only for local files"):
+            h5chunk.tune(f"{server.url}/photos.h5", apply=True)
+
+
+def test_bench_compares_loaders_with_bare_requests(photos):
+    with served(photos, latency_s=0.005) as server:
+        found = h5chunk.bench(f"{server.url}/photos.h5", batch_size=64, budget_s=1, workers=[0])
+    assert [figure.limit for figure in found.figures] == [None, "requests to the store", "requests to the store"]
+    assert all(figure.samples_per_s > 0 for figure in found.figures)
+    assert "Slowest stage" in str(found)
+
+
+def test_the_number_of_requests_at_a_time(photos):
+    with served(photos, latency_s=0.01) as server:
+        h5chunk.ChunkDataset(f"{server.url}/photos.h5", storage_options={"requests": 2})[np.arange(600)]
+        assert server.most_at_a_time <= 2
+        with pytest.raises(FileError, match="requests=0: give a number from 1 to 1024"):
+            h5chunk.ChunkDataset(f"{server.url}/photos.h5", storage_options={"requests": 0})
+
+
 def test_without_obstore(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(client, "_current", [])

@@ -29,6 +29,7 @@ class ObjectServer(ThreadingHTTPServer):
         self.latency_s, self.faults, self.has_etags = latency_s, faults, has_etags
         self.kinds, self.requests, self.num_faults, self._random = kinds, [], 0, random.Random(seed)
         self.refuses_uploads = False
+        self.num_running = self.most_at_a_time = 0
         self.url = f"http://127.0.0.1:{self.server_port}"
 
     def fault(self):
@@ -60,6 +61,14 @@ class _Handler(BaseHTTPRequestHandler):
         return self._answer(201)
 
     def do_GET(self):
+        self.server.num_running += 1
+        self.server.most_at_a_time = max(self.server.most_at_a_time, self.server.num_running)
+        try:
+            self._get()
+        finally:
+            self.server.num_running -= 1
+
+    def _get(self):
         server, data = self.server, self.server.objects.get(self.path)
         server.requests.append((self.path, self.headers.get("Range")))
         if server.latency_s:

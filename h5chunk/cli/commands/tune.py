@@ -61,6 +61,7 @@ def tune(file: str, **options: Any) -> None:
     """Find the settings that read batches from FILE fastest on this machine and still shuffle well.
 
     The settings are the chunk size, the shuffle window, the cache and the number of workers. FILE may be an h5chunk
-    file or any other HDF5 file. The most promising settings are measured on its data.
+    file or any other HDF5 file. The most promising settings are measured on its data. For a URL, they are the number
+    and size of the requests that the store answers fastest.
     """
     run(h5chunk.tune, file)

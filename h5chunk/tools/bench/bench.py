@@ -16,6 +16,7 @@ from h5chunk.errors import (
     count_text,
     human_bytes,
     printable,
+    shown,
 )
 from h5chunk.machine import available_cores
 from h5chunk.store.read.files import Paths, open_reader
@@ -42,6 +43,7 @@ from h5chunk.tools.measure.stages import (
     Subject,
     measure_stages,
 )
+from h5chunk.tools.measure.store import measure_store, remote_verdict
 from h5chunk.tools.progress import Progress, TimeBudget
 from h5chunk.tools.report import Report
 
@@ -69,7 +71,8 @@ def bench(
     Parameters
     ----------
     path : path or sequence of paths
-        A file; or several files as one data set, named as for `ChunkDataset`.
+        A file; or several files as one data set, named as for `ChunkDataset`. Of URLs, the rates of requests to the
+        store and of loaders that read from it are measured, without a cache.
     batch_size : int
     device : str
         Device of the batches of `ChunkLoader`: ``"cpu"`` or ``"cuda"``.
@@ -119,14 +122,17 @@ def bench(
     _check_memory(subject, max(numbers))
     not_direct = why_not_direct(reader)
     with _named_errors(str(reader.path)), subject.closing:
-        figures, notes, stored_bytes = measure_stages(subject, numbers, cold, not_direct)
+        if reader.is_remote:
+            figures, notes, stored_bytes = measure_store(subject, numbers)
+        else:
+            figures, notes, stored_bytes = measure_stages(subject, numbers, cold, not_direct)
     if any(figure.ratio is not None and figure.ratio > NOISY for figure in figures if figure.limit == CACHED):
         notes.append("some figures are above their limit, because the machine was busy: run it again")
     if isinstance(reader.ragged, ImagesField):
         notes.append(f"images of any size are cropped by RandomResizedCrop({CROP}); bytes are those in the file")
     fits = stored_bytes is None or stored_bytes < subject.memory_bytes
     return BenchReport(
-        path=str(reader.path),
+        path=shown(reader.path),
         fields=list(reader.fields),
         num_samples=reader.num_samples,
         sample_bytes=subject.sample_bytes,
@@ -138,7 +144,9 @@ def bench(
         seconds=subject.budget.taken_s,
         figures=figures,
         notes=notes,
-        verdict=verdict(figures, not_direct=not_direct, compressed=subject.is_compressed, fits=fits),
+        verdict=remote_verdict(figures)
+        if reader.is_remote
+        else verdict(figures, not_direct=not_direct, compressed=subject.is_compressed, fits=fits),
         versions=library_versions(),
     )
 

@@ -30,6 +30,7 @@ from h5chunk.tools.tune.advice import advise_images, find_advice
 from h5chunk.tools.tune.commands import code_for, rewrite_command
 from h5chunk.tools.tune.plot import check_plot
 from h5chunk.tools.tune.plot import plot as draw
+from h5chunk.tools.tune.remote import StoreRecommendation, check_only_local, tune_store
 from h5chunk.tools.tune.report import Recommendation, TuneRow
 from h5chunk.tools.tune.search import NEW, PLAIN, TODAY, Search
 from h5chunk.tools.tune.study import (
@@ -40,6 +41,7 @@ from h5chunk.tools.tune.study import (
     study_file,
     temporary_folder,
 )
+from h5chunk.urls import is_url
 
 MEMORY_BYTES = 4 << 30
 MAX_WORKERS = 4
@@ -61,13 +63,15 @@ def tune(
     apply: bool = False,
     trusted: bool = False,
     progress: Progress | None = None,
-) -> Recommendation:
+) -> Recommendation | StoreRecommendation:
     """Find the fastest setting that shuffles well enough, and measure it in turns with today's setting.
 
     Parameters
     ----------
     path : path
-        An h5chunk file, or any other HDF5 file.
+        An h5chunk file, or any other HDF5 file. For URLs, `tune` measures the store's latency and its rate for several
+        sizes and numbers of requests, and recommends these; ``workers``, ``group_by``, ``plot`` and ``apply`` are for
+        local files.
     batch_size : int
     memory_bytes : int
         Upper limit on the memory for windows, batches and chunk caches; the memory of processes is not counted.
@@ -107,6 +111,10 @@ def tune(
     from h5chunk.feed.sample_reader import field_mapping
 
     describe_device(device)
+    if is_url(path):
+        given = {"workers": workers, "group_by": group_by, "plot": plot, "apply": apply or None}
+        check_only_local(given)
+        return tune_store(str(path), fields, batch_size, device, TimeBudget("tune", budget_s, progress), trusted)
     if plot is not None:
         check_plot(plot)
     usual = [number for number in (0, 1, 2, MAX_WORKERS) if number <= max(1, available_cores())]
