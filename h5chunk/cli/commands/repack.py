@@ -17,6 +17,7 @@ from h5chunk.tools.repack.options import RepackOptions
     examples={
         "Rewrite an HDF5 file with whole samples in its chunks": "h5chunk repack old.h5 new.h5",
         "Shuffle the samples, too": "h5chunk repack old.h5 new.h5 --shuffle --seed 7",
+        "Rewrite all shards of a folder on a Dask cluster": "h5chunk repack old/ new/ --dask tcp://host:8786",
         "Use the settings that tune recommends": "h5chunk repack old.h5 new.h5 --tuned found.json",
     }
 )
@@ -24,6 +25,7 @@ from h5chunk.tools.repack.options import RepackOptions
 @click.argument("output", type=click.Path())
 @options_of([RepackOptions], excluded=["cache"])
 @shared.tuned
+@shared.client
 @shared.overwrite
 @shared.dry_run
 @shared.quiet
@@ -32,6 +34,7 @@ def repack(file: str, output: str, **options: Any) -> None:
     """Rewrite any HDF5 FILE as OUTPUT, with whole samples in its chunks.
 
     The datasets whose first axis counts samples get new chunks; everything else is copied unchanged. The report
-    compares their layouts before and after.
+    compares their layouts before and after. If FILE is a folder of files, so is OUTPUT; if this is stopped, the same
+    command continues it.
     """
     run(h5chunk.repack, file, output)

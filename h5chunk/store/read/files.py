@@ -47,7 +47,7 @@ def open_reader(
     ``checksums`` is given but a file has none.
     """
     files = list_files(path, remote)
-    _check_shards(path)
+    check_shards(path)
     more = f" and {len(files) - 1} more" if len(files) > 1 else ""
     name = Path(path) if isinstance(path, (str, os.PathLike)) else Path(f"{shown(files[0])}{more}")
     return _open(files, fields, name, trusted, checksums)
@@ -105,11 +105,11 @@ def single_file(path: Paths) -> Path | None:
     return Path(path) if Path(path).is_file() or list_files(path) == [Path(path)] else None
 
 
-def _check_shards(path: Paths) -> None:
+def check_shards(path: Paths) -> None:
     """Raise FileError if a folder lacks shards of a set, or has several sets with the same name."""
     if not isinstance(path, (str, os.PathLike)):
         for item in path:
-            _check_shards(item)
+            check_shards(item)
         return
     if is_url(path):
         names = [parse(url)[1] for url in urls_of(str(path)) if url != path and not re.search(PATTERN, str(path))]

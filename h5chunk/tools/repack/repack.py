@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 from h5py import h5d
 
 import h5chunk
-from h5chunk.errors import FileError, count_text, printable
+from h5chunk.errors import FileError, OptionError, count_text, printable
 from h5chunk.machine import available_cores
 from h5chunk.plan.permutation import permutation
 from h5chunk.plan.repack import MemoryShares
@@ -27,39 +28,42 @@ from h5chunk.store.format.header import read_header
 from h5chunk.store.format.spec import Region
 from h5chunk.store.hdf5.child import Say, in_child, limited_memory
 from h5chunk.store.hdf5.chunk_table import is_stored_as
-from h5chunk.store.hdf5.codecs import KNOWN_FILTERS
 from h5chunk.store.hdf5.open import open_file, translate_errors
+from h5chunk.store.read.files import Paths, single_file
 from h5chunk.store.read.scan import CheckedDataset
 from h5chunk.store.rewrite.raw_rows import RawRows
 from h5chunk.store.rewrite.replica import CHECKSUMS, Changes, create_replica, region_key
 from h5chunk.store.rewrite.shuffle import NewOrder, Rows, UnevenRows, copy_rows, shuffle_rows
-from h5chunk.store.rewrite.survey import DatasetFacts, describe_dataset, survey_file
+from h5chunk.store.rewrite.survey import survey_file
 from h5chunk.store.write.journal import has_command_id, is_made_by, key_of
 from h5chunk.store.write.new_file import NewFile
 from h5chunk.store.write.part_file import check_not_source, check_output, parse_output
 from h5chunk.store.write.targets import CompressedTarget, PlainTarget, Target
 from h5chunk.tools.progress import Progress, count_up
 from h5chunk.tools.repack.fields import find_samples, is_anndata
+from h5chunk.tools.repack.folder import repack_folder
 from h5chunk.tools.repack.options import TUNED, RepackOptions, read_tuned
 from h5chunk.tools.repack.plan import SOURCE_INDEX, Move, RepackPlan, check_shuffle, plan_header, plan_moves
-from h5chunk.tools.repack.report import DatasetLayout, FieldReport, RepackReport
+from h5chunk.tools.repack.report import FieldReport, RepackFolderReport, RepackReport, describe_fields, planned_fields
 from h5chunk.tools.upload import uploads
+from h5chunk.urls import is_url
 
 MAX_THREADS = 8  # with more threads, the memory of each would be small
 
 
 @uploads
 def repack(
-    source: str | os.PathLike[str],
+    source: Paths,
     path: str | os.PathLike[str],
     *,
     tuned: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
     progress: Progress | None = None,
+    client: Any = None,
     **options: Any,
-) -> RepackReport:
-    """Rewrite an HDF5 file with whole samples in its chunks.
+) -> RepackReport | RepackFolderReport:
+    """Rewrite an HDF5 file, or all files of a folder, with whole samples in their chunks.
 
     A field is a dataset of fixed-size elements whose first axis is as long as that of the main field, which is the one
     named in ``fields``, ``images``, ``X`` of AnnData, or the largest dataset. Fields get chunks of whole samples,
@@ -72,16 +76,19 @@ def repack(
     ----------
     source, path : path
         The file to read, and the file to write, which appears under its name when it is complete and on disk; or a
-        URL in a store to write to.
+        URL in a store to write to. If the source is a folder, a pattern or a list, the output is a folder, whose files
+        have the same names; if this is stopped, the same call continues it.
     tuned : path, optional
         JSON file of tuned options: ``chunk_samples``, ``window_chunks``, ``cache``, ``compression``, ``shuffle``;
         explicit arguments take precedence. For AnnData files, only ``chunk_samples`` and ``compression`` are used.
     overwrite : bool
-        Whether to replace a file at ``path``.
+        Whether to replace a file at ``path``, or a folder of shards.
     dry_run : bool
         Write nothing, and report what would be done.
     progress : callable, optional
         Called as ``progress("repack", done, total)`` with bytes.
+    client : optional
+        Repack the files of a folder on a Dask cluster: see `h5chunk.convert`.
     **options
         The fields of `h5chunk.tools.repack.options.RepackOptions`, which ``h5chunk repack --help`` lists: ``fields``,
         ``keep``, ``chunk_samples``, ``window_chunks``, ``cache``, ``compression``, ``shuffle``, ``seed`` and
@@ -97,8 +104,29 @@ def repack(
     OptionError
         An argument is invalid.
     """
-    started = time.perf_counter()
     parsed, found = RepackOptions(**options), None if tuned is None else read_tuned(tuned)
+    run: dict[str, Any] = {"overwrite": overwrite, "dry_run": dry_run, "progress": progress}
+    if is_url(source) or single_file(source) is not None:
+        if client is not None:
+            raise OptionError("client (--dask) is given, but workers repack one file each: give a folder of files")
+        return repack_file(source, path, parsed, found=found, **run)
+    return repack_folder(
+        source, path, parsed, partial(repack_file, found=found and (found[0], None)), client=client, **run
+    )
+
+
+def repack_file(
+    source: Any,
+    path: str | os.PathLike[str],
+    parsed: RepackOptions,
+    *,
+    found: tuple[RepackOptions, int | None] | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> RepackReport:
+    """Repack one file; ``found`` are tuned options, and the number of samples of the tuned file: see `repack`."""
+    started = time.perf_counter()
     output, file = parse_output(path), Source(Path(source))
     check_not_source(output, source)
     check_output(output, overwrite or has_command_id(output))
@@ -340,36 +368,3 @@ class Run:
 
     def _open_rows(self, dataset: h5py.Dataset) -> RawRows:
         return RawRows(dataset, self._source.descriptor, self._plan.shares, self._new.part.parent)
-
-
-def planned_fields(plan: RepackPlan) -> list[FieldReport]:
-    """Report the planned change of each field."""
-    reports = []
-    for facts, row_elements, moved, planned in _fields_of(plan):
-        before, after = (
-            DatasetLayout.of(facts, row_elements),
-            replace(DatasetLayout.of(planned, row_elements), stored_bytes=None),
-        )
-        reports.append(FieldReport(facts.name, facts.dtype, facts.shape or (), facts.num_bytes, before, after, moved))
-    return reports
-
-
-def describe_fields(plan: RepackPlan, path: Path, label: str) -> list[FieldReport]:
-    """Report the change of each field, as the new file at ``path`` describes it."""
-    reports = []
-    with h5py.File(path, "r", locking=False) as file:
-        for planned, (facts, row_elements, *_) in zip(planned_fields(plan), _fields_of(plan), strict=True):
-            now = describe_dataset(h5d.open(file.id, facts.path), facts.path, label)
-            reports.append(replace(planned, after=DatasetLayout.of(now, row_elements)))
-    return reports
-
-
-def _fields_of(plan: RepackPlan) -> Iterator[tuple[DatasetFacts, float, bool, DatasetFacts]]:
-    """Yield the facts of each field, its elements per sample, whether it is shuffled, and its facts once repacked."""
-    for move in plan.moves:
-        if move.is_field:
-            names = tuple(KNOWN_FILTERS.get(filter_.code, f"filter {filter_.code}") for filter_ in move.layout.filters)
-            planned = replace(move.facts, chunks=move.layout.chunks, filter_names=names)
-            yield move.facts, move.row_elements, move.kind != "copy", planned
-    if plan.options.shuffle:
-        yield from ((facts, 1.0, True, facts) for facts in plan.samples.other_datasets)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import h5py
+from h5py import h5d
 
 from h5chunk.errors import count_text, human_bytes
 from h5chunk.source import shape_text
-from h5chunk.store.rewrite.survey import DatasetFacts
-from h5chunk.tools.report import Report, rows
+from h5chunk.store.hdf5.codecs import KNOWN_FILTERS
+from h5chunk.store.rewrite.survey import DatasetFacts, describe_dataset
+from h5chunk.tools.repack.plan import RepackPlan
+from h5chunk.tools.report import MAX_LISTED, Report, rows
 
 
 @dataclass(frozen=True)
@@ -94,3 +101,61 @@ class RepackReport(Report):
             *rows("copied", copied),
             *rows("note:", self.notes),
         ]
+
+
+@dataclass(frozen=True)
+class RepackFolderReport(Report):
+    """The result of repacking several files, or the plan if it was a dry run."""
+
+    path: str
+    dry_run: bool
+    files: tuple[RepackReport, ...]
+    seconds: float
+    already_complete: bool
+
+    def lines(self) -> list[str]:
+        source_bytes, num_bytes = (
+            sum(getattr(file, name) for file in self.files) for name in ("source_bytes", "num_bytes")
+        )
+        rate = "nothing written" if self.dry_run else f"{human_bytes(num_bytes / max(self.seconds, 1e-9))}/s"
+        done = "already complete" if self.already_complete else rate
+        size = f"{human_bytes(source_bytes)} -> {'about ' if self.dry_run else ''}{human_bytes(num_bytes)}"
+        first, *others = self.files
+        return [
+            f"{self.path}: {count_text(len(self.files), 'file')}, {size}, {done}",
+            *(f"  {line}" for line in first.lines()),
+            *rows("", (file.lines()[0] for file in others), MAX_LISTED),
+        ]
+
+
+def planned_fields(plan: RepackPlan) -> list[FieldReport]:
+    """Report the planned change of each field."""
+    reports = []
+    for facts, row_elements, moved, planned in _fields_of(plan):
+        before, after = (
+            DatasetLayout.of(facts, row_elements),
+            replace(DatasetLayout.of(planned, row_elements), stored_bytes=None),
+        )
+        reports.append(FieldReport(facts.name, facts.dtype, facts.shape or (), facts.num_bytes, before, after, moved))
+    return reports
+
+
+def describe_fields(plan: RepackPlan, path: Path, label: str) -> list[FieldReport]:
+    """Report the change of each field, as the new file at ``path`` describes it."""
+    reports = []
+    with h5py.File(path, "r", locking=False) as file:
+        for planned, (facts, row_elements, *_) in zip(planned_fields(plan), _fields_of(plan), strict=True):
+            now = describe_dataset(h5d.open(file.id, facts.path), facts.path, label)
+            reports.append(replace(planned, after=DatasetLayout.of(now, row_elements)))
+    return reports
+
+
+def _fields_of(plan: RepackPlan) -> Iterator[tuple[DatasetFacts, float, bool, DatasetFacts]]:
+    """Yield the facts of each field, its elements per sample, whether it is shuffled, and its facts once repacked."""
+    for move in plan.moves:
+        if move.is_field:
+            names = tuple(KNOWN_FILTERS.get(filter_.code, f"filter {filter_.code}") for filter_ in move.layout.filters)
+            planned = replace(move.facts, chunks=move.layout.chunks, filter_names=names)
+            yield move.facts, move.row_elements, move.kind != "copy", planned
+    if plan.options.shuffle:
+        yield from ((facts, 1.0, True, facts) for facts in plan.samples.other_datasets)

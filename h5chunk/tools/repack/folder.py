@@ -1,0 +1,173 @@
+"""Repack the files of a folder, such as shards, into another folder, here or on a Dask cluster.
+
+Each task writes one file under a unique name, and this process moves it into the unfinished folder. What a finished
+file was made from is stored with it, so that a repack that continues does not write it again.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import h5chunk
+from h5chunk.errors import FileError, OptionError, OutputError, printable
+from h5chunk.stamp import stamp_of
+from h5chunk.store.read.files import Paths, check_shards, list_files
+from h5chunk.store.write.journal import has_command_id, is_made_by, key_of
+from h5chunk.store.write.output import NewFolder, check_folder
+from h5chunk.store.write.part_file import check_free_space, check_not_source, parse_output
+from h5chunk.tools.cluster import connected
+from h5chunk.tools.progress import Progress, count_tasks
+from h5chunk.tools.repack.options import RepackOptions
+from h5chunk.tools.repack.report import RepackFolderReport, RepackReport
+
+RepackFile = Callable[..., RepackReport]
+"""Repack one file: called with the source, the output, options, whether to overwrite, dry_run and progress."""
+
+
+class FileTask(NamedTuple):
+    """One file to repack."""
+
+    repack_file: RepackFile
+    source: Path
+    final: Path  # in the unfinished folder, where an earlier run may have written it
+    work: Path  # folder to write it to, under a unique name
+    options: RepackOptions
+
+
+def repack_folder(
+    source: Paths,
+    path: Any,
+    options: RepackOptions,
+    repack_file: RepackFile,
+    *,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+    client: Any = None,
+) -> RepackFolderReport:
+    """Repack all files of a folder, pattern or list; the new files keep their names. See `repack`."""
+    started, output = time.perf_counter(), parse_output(path, folder=True)
+    check_shards(source)
+    files = [Path(file).absolute() for file in list_files(source)]
+    _check(files, output, options)
+    if not has_command_id(output):
+        check_folder(output, overwrite)
+    if options.chunk_samples is None:  # the same in all files
+        largest = max(files, key=lambda file: file.stat().st_size)
+        options = replace(options, chunk_samples=_planned(largest, output, options, repack_file).chunk_samples)
+    stamps = [(file.name, *stamp_of(file, with_ctime=True)) for file in files]
+    command_id = key_of(["repack folder", h5chunk.__version__, options.recorded(), repr(options.cache), stamps])
+    complete = not overwrite and is_made_by(output, command_id)
+    if complete:
+        reports = [repack_file(file, output / file.name, options) for file in files]
+    elif dry_run:
+        check_folder(output, overwrite)
+        reports = [_planned(file, output, options, repack_file) for file in files]
+        check_free_space(output.absolute(), sum(report.num_bytes for report in reports))
+    else:
+        reports = _write(files, NewFolder(output, overwrite), options, repack_file, command_id, progress, client)
+    reports = [replace(report, path=str(output / file.name)) for report, file in zip(reports, files, strict=True)]
+    return RepackFolderReport(str(output), dry_run, tuple(reports), time.perf_counter() - started, complete)
+
+
+def _check(files: list[Path], output: Path, options: RepackOptions) -> None:
+    """Raise an error for files that cannot be repacked together, and for options that do not apply to several."""
+    names = Counter(file.name for file in files)
+    if (name := names.most_common(1)[0][0]) and names[name] > 1:
+        raise OptionError(f"two files are called {printable(name)}: repack their folders one after the other")
+    for file in files:
+        if not file.is_file():
+            raise FileError(f"{printable(file)}: no such file")
+        check_not_source(output, file.parent)
+    if options.shuffle:
+        raise OptionError(
+            "shuffle is given for several files, but samples are shuffled only within a file: convert the source "
+            "again with another seed, or leave out shuffle"
+        )
+
+
+def _planned(file: Path, output: Path, options: RepackOptions, repack_file: RepackFile) -> RepackReport:
+    """Return the plan for a file of a folder that does not exist yet."""
+    beside = output.with_name(f".{output.name}-{file.name}")
+    return repack_file(file, beside, options, dry_run=True)
+
+
+def _write(
+    files: list[Path],
+    folder: NewFolder,
+    options: RepackOptions,
+    repack_file: RepackFile,
+    command_id: str,
+    progress: Progress | None,
+    client: Any,
+) -> list[RepackReport]:
+    """Write the folder, continuing earlier work if any; return the reports of the files."""
+    sizes = [file.stat().st_size for file in files]
+    say = count_tasks("repack", sum(sizes), progress)
+    reports: dict[int, RepackReport] = {}
+    with folder as output:
+        output.open_journal(command_id)
+        output.work.mkdir(exist_ok=True)
+        tasks = {
+            number: FileTask(repack_file, file, output.part / file.name, output.work, options)
+            for number, file in enumerate(files)
+        }
+        for number, report in _ended(tasks, client, say):
+            if report.path != str(tasks[number].final):
+                _take(Path(report.path), tasks[number].final)
+            output.journal.add(number)
+            reports[number] = report
+            say(number, sizes[number])
+        output.command_id = command_id
+        output.commit()
+    return [reports[number] for number in range(len(files))]
+
+
+def _ended(
+    tasks: dict[int, FileTask], client: Any, say: Callable[[int, int], None]
+) -> Iterator[tuple[int, RepackReport]]:
+    """Run the tasks here or on a cluster; yield their numbers and reports as they end."""
+    with nullcontext() if client is None else connected(client) as cluster:
+        if cluster is None:
+            yield from ((number, run_task(task, partial(say, number))) for number, task in tasks.items())
+        else:
+            yield from cluster.run(run_task, tasks, say)
+
+
+def run_task(task: FileTask, say: Callable[[int], None]) -> RepackReport:
+    """Repack one file, unless an earlier run has."""
+    size = task.source.stat().st_size
+
+    def scaled(stage: str, done: int, total: int | None) -> None:
+        say(size * done // max(1, total or 1))
+
+    if task.final.exists():
+        try:
+            return task.repack_file(task.source, task.final, task.options, progress=scaled)
+        except OutputError:  # it was made from something else, or was changed
+            pass
+    if not task.work.is_dir():
+        raise FileError(
+            f"{printable(task.work)}: a worker does not see this folder: FILE and OUTPUT must be on a file "
+            "system that all workers share"
+        )
+    attempt = task.work / f"{uuid.uuid4().hex}.h5"  # a task may run twice at a time
+    return task.repack_file(task.source, attempt, task.options, progress=scaled)
+
+
+def _take(attempt: Path, final: Path) -> None:
+    try:
+        attempt.replace(final)
+    except FileNotFoundError:
+        raise OutputError(
+            f"{printable(final)}: a worker has written {attempt.name} to a folder that this process does not see: FILE "
+            "and OUTPUT must be on a file system that all workers share"
+        ) from None
