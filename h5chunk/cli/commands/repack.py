@@ -16,9 +16,8 @@ from h5chunk.tools.repack.options import RepackOptions
 @main.command(
     examples={
         "Rewrite an HDF5 file with whole samples in its chunks": "h5chunk repack old.h5 new.h5",
-        "Shuffle the samples, too": "h5chunk repack old.h5 new.h5 --shuffle --seed 7",
-        "Rewrite all shards of a folder on a Dask cluster": "h5chunk repack old/ new/ --dask tcp://host:8786",
-        "Use the settings that tune recommends": "h5chunk repack old.h5 new.h5 --tuned found.json",
+        "Rewrite all shards of a folder": "h5chunk repack old/ new/ --dask local:4",
+        "Shuffle, with the settings of tune": "h5chunk repack old.h5 new.h5 --tuned found.json --shuffle",
     }
 )
 @click.argument("file", type=click.Path())
