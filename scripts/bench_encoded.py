@@ -1,9 +1,11 @@
 """Compare loaders of JPEG images: ChunkLoader from a converted file, decoding alone, and FFCV.
 
     python scripts/bench_encoded.py [--images 2000] [--side 224] [--size 224] [--rounds 3] [--threads 2]
-        [--device cuda] [--only ours decode ffcv] [--json FILE]
+        [--device cuda] [--cpu-decoder] [--only ours decode ffcv] [--json FILE]
+    python scripts/bench_encoded.py --images 16384 --side 256 --device cuda --train resnet50
 
-The data is JPEG images of quality 90, as noisy as photos, in ``bench-data/``. Batches have 256 images:
+The data is JPEG images of quality 90, as noisy as photos, of ``make_images.py`` in ``bench-data/``. Batches have 256
+images:
 
 - ``ours``: ChunkLoader of a file of ``convert --keep-encoded``, with ``[CenterCrop(size)]``, as (C, H, W); ``ours,
   interleaved`` in the memory format that all others write, ``channels_last``; ``ours, cropped`` with
@@ -11,11 +13,17 @@ The data is JPEG images of quality 90, as noisy as photos, in ``bench-data/``. B
   of ``--device cuda`` are on the GPU.
 - ``decode``: the same bytes in memory, in random order, decoded by threads with simplejpeg into two batches in turn,
   and nothing else; with ``--device cuda`` ``decode, gpu``, batches by nvJPEG.
+- ``dali``: DALI on the CPU, from the folder: ``fn.readers.file``, which shuffles, ``fn.decoders.image`` and a crop in
+  the middle; or, for ``dali, cropped``, ``fn.decoders.image_random_crop``, then resized and flipped.
 - ``ffcv``: images in JPEG mode, in random order, decoded by ``CenterCropRGBImageDecoder`` with ratio 1, or, for ``ffcv,
   cropped``, by ``RandomResizedCropRGBImageDecoder`` and then flipped.
 
 They take turns, in the opposite order every other round; a turn is an epoch that is timed after one that is not. The
 table has images/s (median and range). A contender that cannot be imported is left out.
+
+With ``--train``, a network is trained on the crops instead, in bf16 and compiled. Printed are images/s of the loader
+alone, which is how fast this machine decodes; of whole epochs of training; and of training on one cached batch, before
+and after each epoch. ``--cpu-decoder`` decodes on the CPU although there is a GPU.
 """
 
 from __future__ import annotations
@@ -23,6 +31,9 @@ from __future__ import annotations
 import argparse
 import io
 import statistics
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,28 +41,32 @@ from typing import Any
 
 import numpy as np
 import torch
+from ablation_feeds import cached_rate
+from ablation_train import Settings, Trainer, Waiting, inspect, kernels, make_loader, open_dataset, run_epoch
+from models import MODELS
 from PIL import Image
 from turns import Epoch, make_parser, take_turns, write_json
 
 import h5chunk
 from h5chunk import transforms
+from h5chunk.transforms import any_size
 
 BATCH, GROUP = 256, 8
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def photos(args: argparse.Namespace) -> Path:
-    """Return the folder of the images."""
-    folder = Path("bench-data") / f"jpeg-{args.images}-{args.side}"
+    """Return the folder of the images, which is made if it is missing."""
+    folder = Path("bench-data") / f"jpegs-{args.images}-{args.side}"
     if not folder.exists():
-        folder.mkdir(parents=True)
-        random, side = np.random.default_rng(0), args.side
-        for number in range(args.images):
-            small = Image.fromarray(random.integers(0, 256, (side // 16, side // 16, 3), np.uint8))
-            smooth = np.asarray(small.resize((side, side), Image.Resampling.BICUBIC)).astype(np.int16)
-            noisy = (smooth + random.integers(-8, 9, smooth.shape)).clip(0, 255).astype(np.uint8)
-            Image.fromarray(noisy).save(folder / f"{number:06}.jpg", quality=90)
+        options = ("--count", args.images, "--size", args.side, args.side, "--quality", 90)
+        script = Path(__file__).with_name("make_images.py")
+        subprocess.run([sys.executable, str(script), str(folder), *map(str, options)], check=True)
     return folder
+
+
+def files(args: argparse.Namespace) -> list[Path]:
+    return sorted(photos(args).glob("*/*.jpg"))
 
 
 def kept(args: argparse.Namespace) -> Path:
@@ -98,7 +113,7 @@ def ours_as_float(args: argparse.Namespace) -> Epoch:
 def decode(args: argparse.Namespace) -> Epoch:
     from simplejpeg import decode_jpeg
 
-    data = [path.read_bytes() for path in sorted(photos(args).iterdir())]
+    data = [path.read_bytes() for path in files(args)]
     out = np.empty((2 * BATCH, args.side, args.side, 3), np.uint8)
     pool, order = ThreadPoolExecutor(args.threads), np.random.default_rng(0).permutation(len(data))
 
@@ -115,8 +130,8 @@ def decode_gpu(args: argparse.Namespace) -> Epoch:
     from h5chunk.transforms.nvjpeg import find_decoder
 
     if args.device != "cuda" or (found := find_decoder()) is None:
-        raise ImportError("needs --device cuda, and torchvision or torchcodec")
-    data = [np.frombuffer(path.read_bytes(), np.uint8) for path in sorted(photos(args).iterdir())]
+        raise ImportError("needs --device cuda and torchvision")
+    data = [np.frombuffer(path.read_bytes(), np.uint8) for path in files(args)]
     turns, size, device = np.ones(BATCH, np.uint8), (args.side, args.side), torch.device("cuda")
 
     def epoch() -> Iterator[int]:
@@ -126,6 +141,35 @@ def decode_gpu(args: argparse.Namespace) -> Epoch:
             yield len(some)
 
     return epoch
+
+
+def dali(args: argparse.Namespace, cropped: bool = False) -> Epoch:
+    from nvidia.dali import fn, pipeline_def
+
+    folder, size = str(photos(args)), (args.size, args.size)
+
+    @pipeline_def(batch_size=BATCH, num_threads=args.threads, device_id=None, prefetch_queue_depth=2, seed=0)
+    def pipeline() -> Any:
+        data, labels = fn.readers.file(file_root=folder, random_shuffle=True, initial_fill=4 * BATCH, name="files")
+        if cropped:
+            images = fn.resize(fn.decoders.image_random_crop(data), size=size)
+            images = fn.flip(images, horizontal=fn.random.coin_flip())
+        else:
+            images = fn.crop(fn.decoders.image(data), crop=size)
+        return images, labels
+
+    running = pipeline()
+    running.build()
+
+    def epoch() -> Iterator[int]:
+        for _ in range(args.images // BATCH):
+            yield len(running.run()[0])
+
+    return epoch
+
+
+def dali_cropped(args: argparse.Namespace) -> Epoch:
+    return dali(args, cropped=True)
 
 
 def ffcv(args: argparse.Namespace, cropped: bool = False) -> Epoch:
@@ -138,7 +182,7 @@ def ffcv(args: argparse.Namespace, cropped: bool = False) -> Epoch:
 
     path = photos(args).with_suffix(".beton")
     if not path.exists():
-        images = [Image.open(io.BytesIO(each.read_bytes())) for each in sorted(photos(args).iterdir())]
+        images = [Image.open(io.BytesIO(each.read_bytes())) for each in files(args)]
         fields = {"image": RGBImageField(write_mode="jpg", jpeg_quality=90), "label": IntField()}
         DatasetWriter(str(path), fields, num_workers=1).from_indexed_dataset([(image, 0) for image in images])
     size = (args.size, args.size)
@@ -158,14 +202,53 @@ def ffcv_cropped(args: argparse.Namespace) -> Epoch:
 
 CONTENDERS = {
     "ours": ours, "ours, interleaved": ours_interleaved, "decode": decode, "decode, gpu": decode_gpu, "ffcv": ffcv,
-    "ours, cropped": ours_cropped, "ffcv, cropped": ffcv_cropped, "ours, float": ours_as_float,
+    "ours, cropped": ours_cropped, "ffcv, cropped": ffcv_cropped, "ours, float": ours_as_float, "dali": dali,
+    "dali, cropped": dali_cropped,
 }  # fmt: skip
+
+
+def train(args: argparse.Namespace) -> None:
+    """Print the rates of the loader alone, of training from it, and of training on one cached batch."""
+    size = args.size, args.size
+    gpu = {"amp": "bf16", "compile": True} if args.device == "cuda" else {}
+    how = {"augment": size, "resident": "no", "set_to_none": True, "channels_last": True, **gpu}
+    settings = Settings(kept(args), args.train, args.device, batch_size=BATCH, **how)
+    dataset = open_dataset(settings.data)
+    alone, trained, cached, waiting = [], [], [], Waiting()
+    with kernels(settings), make_loader(settings, dataset) as loader:
+        print(loader)
+        trainer = Trainer(settings, size, inspect(settings, dataset)[1])
+        for _ in range(2):
+            started = time.perf_counter()
+            for images, labels in loader:
+                batch = images.clone(), labels.clone()
+            float(batch[0].sum())  # waits for the device
+            alone.append(len(loader) * BATCH / (time.perf_counter() - started))
+        before = cached_rate(trainer, batch, 2)
+        for _ in range(1 + args.rounds):
+            trained.append(run_epoch(trainer, waiting.over(loader), waiting))
+            after = cached_rate(trainer, batch, 2)
+            cached.append((before + after) / 2)
+            before = after
+    parts = [epoch.images_per_s / rate for epoch, rate in zip(trained[1:], cached[1:], strict=True)]
+    print(f"loader alone    {alone[-1]:8,.0f} images/s")
+    print(f"one batch       {statistics.median(cached[1:]):8,.0f} images/s")
+    print(f"training        {statistics.median(epoch.images_per_s for epoch in trained[1:]):8,.0f} images/s")
+    print(f"utilisation     {statistics.median(parts):8.4f} ({min(parts):.4f} to {max(parts):.4f})")
+    print(f"waiting         {statistics.median(epoch.waiting for epoch in trained[1:]):8.4f} of the time")
 
 
 def main() -> None:
     parser = make_parser(__doc__.splitlines()[0], CONTENDERS, images=2000, side=224)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--cpu-decoder", action="store_true")
+    parser.add_argument("--train", choices=MODELS)
     args = parser.parse_args()
+    if args.cpu_decoder:
+        any_size.find_decoder = lambda: None
+    if args.train:
+        train(args)
+        return
     rates = {name: [rate for rate, _ in own] for name, own in take_turns(args, CONTENDERS).items()}
     for name, own in rates.items():
         print(f"{name:18} {statistics.median(own):8,.0f} images/s ({min(own):,.0f} to {max(own):,.0f})")

@@ -1,4 +1,4 @@
-"""Decode JPEG on a GPU, in batches, by torchcodec or torchvision, whichever is installed."""
+"""Decode JPEG on a GPU, in batches, by the nvJPEG of torchvision, if that is installed."""
 
 from __future__ import annotations
 
@@ -16,18 +16,12 @@ Decode = Callable[
 
 @cache
 def find_decoder() -> tuple[str, Decode] | None:
-    """Return the name of the installed GPU decoder, and its function; None if none is installed."""
-    try:
-        from torchcodec.decoders import decode_jpeg
-
-        return "JPEG by nvJPEG of torchcodec", partial(_decoded, partial(decode_jpeg))
-    except (ImportError, RuntimeError, OSError):  # torchcodec raises others where it does not fit torch
-        pass
+    """Return the name of the GPU decoder, and its function; None if torchvision is not installed."""
     try:
         from torchvision.io import ImageReadMode, decode_jpeg
 
         return "JPEG by nvJPEG of torchvision", partial(_decoded, partial(decode_jpeg, mode=ImageReadMode.RGB))
-    except (ImportError, RuntimeError, OSError):
+    except (ImportError, RuntimeError, OSError):  # torchvision raises the others if it does not fit torch
         return None
 
 
