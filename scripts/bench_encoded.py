@@ -1,7 +1,7 @@
 """Compare loaders of JPEG images: ChunkLoader from a converted file, decoding alone, and FFCV.
 
     python scripts/bench_encoded.py [--images 2000] [--side 224] [--size 224] [--rounds 3] [--threads 2]
-        [--device cuda] [--cpu-decoder] [--only ours decode ffcv] [--json FILE]
+        [--device cuda] [--decoder gpu] [--only ours decode ffcv] [--json FILE]
     python scripts/bench_encoded.py --images 16384 --side 256 --device cuda --train resnet50
 
 The data is JPEG images of quality 90, as noisy as photos, of ``make_images.py`` in ``bench-data/``. Batches have 256
@@ -23,7 +23,7 @@ table has images/s (median and range). A contender that cannot be imported is le
 
 With ``--train``, a network is trained on the crops instead, in bf16 and compiled. Printed are images/s of the loader
 alone, which is how fast this machine decodes; of whole epochs of training; and of training on one cached batch, before
-and after each epoch. ``--cpu-decoder`` decodes on the CPU although there is a GPU.
+and after each epoch. ``--decoder`` decodes on the GPU, or in threads, whatever the loader would choose.
 """
 
 from __future__ import annotations
@@ -241,11 +241,11 @@ def train(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = make_parser(__doc__.splitlines()[0], CONTENDERS, images=2000, side=224)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--cpu-decoder", action="store_true")
+    parser.add_argument("--decoder", choices=("gpu", "cpu"))
     parser.add_argument("--train", choices=MODELS)
     args = parser.parse_args()
-    if args.cpu_decoder:
-        any_size.find_decoder = lambda: None
+    if args.decoder:
+        any_size.ENOUGH_THREADS = {"gpu": 1 << 20, "cpu": 0}[args.decoder]
     if args.train:
         train(args)
         return

@@ -28,7 +28,7 @@ CLASSES = 10
 
 
 class MadeImages:
-    """A data set like CIFAR-10: noise, with a square at a place that depends on the class."""
+    """A data set like CIFAR-10: noise, with a square whose height and colour depend on the class."""
 
     classes = tuple(f"class{number}" for number in range(CLASSES))
 
@@ -37,8 +37,8 @@ class MadeImages:
         self._labels = rng.integers(0, CLASSES, count)
         self._images = rng.integers(0, 128, (count, 3, 32, 32), np.uint8)
         for image, label in zip(self._images, self._labels, strict=True):
-            row, column = divmod(int(label), 4)
-            image[:, 4 + 9 * row : 12 + 9 * row, 1 + 8 * column : 7 + 8 * column] += 100
+            color, row = divmod(int(label), 3)
+            image[slice(color, color + 1) if color < 3 else slice(3), 4 + 9 * row : 12 + 9 * row, 8:24] += 100
 
     def __len__(self) -> int:
         return len(self._labels)

@@ -74,8 +74,9 @@ class ChunkLoader(Resumable):
             names = dataset.source_names[numbers]
 
     Images of any size (``convert --keep-encoded`` or ``--keep-size``) need a transform that gives them one size, such
-    as ``RandomResizedCrop``. They are decoded a few batches ahead: by threads, or for a GPU by nvJPEG if
-    torchvision is installed; ``print(loader)`` says which. nvJPEG's pixels differ slightly from the CPU's.
+    as ``RandomResizedCrop``. They are decoded a few batches ahead, by threads. For a GPU with fewer than 8
+    ``num_threads``, nvJPEG decodes them if torchvision is installed; ``print(loader)`` says which. nvJPEG's pixels
+    differ slightly from the CPU's.
 
     On a GPU, use the batches of an epoch on one stream. On the CPU, holding a batch keeps its whole window in memory:
     use ``clone()`` to keep only the batch.

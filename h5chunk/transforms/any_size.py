@@ -2,7 +2,7 @@
 
 On the CPU threads take the images of a batch one by one, decode them into memory of their own, and augment them into
 the batch: in C, if `h5chunk.native.jpeg` can decode them. For a GPU, images are decoded into one buffer, by nvJPEG if
-possible, and augmented there.
+there are few threads, and augmented there.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from h5chunk.transforms.csr import CsrRows
 from h5chunk.transforms.nvjpeg import find_decoder
 
 AHEAD = 2  # batches that are decoded while the caller uses another
+ENOUGH_THREADS = 8  # to decode for a GPU: nvJPEG is not faster than these, and takes a part of the GPU's time
 GAP = 2  # a JPEG is scaled while it is decoded only if a box stays this many times larger than its result
 REMEDY = "add RandomResizedCrop(224), or Resize(256) and CenterCrop(224), to transforms"
 
@@ -104,7 +105,7 @@ class AnySizeConverter(AugmentConverter):
     def prepare(self, device: torch.device) -> None:
         self._device = device
         on_gpu = self._field.form == "encoded" and device.type == "cuda" and self._field.channels == 3
-        if on_gpu and (found := find_decoder()) is not None:
+        if on_gpu and self._num_threads < ENOUGH_THREADS and (found := find_decoder()) is not None:
             self.decoder, self._decode_batch = found
             self._rule = replace(self._rule, interleaved=False)
         if not self.decoder:

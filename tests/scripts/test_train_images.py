@@ -90,7 +90,7 @@ def test_errors_name_the_remedy(files, tmp_path, capsys):
 def test_small_images_are_learned_from_memory(tmp_path, capsys):
     options = ["--model", "cnn", "--epochs", "3", "--batch-size", "20", "--lr", "0.1", "--no-compile"]
     accuracy = train_cifar.main(["--root", str(tmp_path), "--made", "300", *options])
-    assert accuracy > 0.2 and "resident" in capsys.readouterr().out
+    assert accuracy > 0.5 and "resident" in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {"made300-train.h5", "made300-test.h5"}
 
 
