@@ -357,7 +357,8 @@ class ChunkDataset(StoredNames, Dataset[Any]):
     def _read(self, indices: Any, positions: np.ndarray, *, shared: bool) -> Batch:
         rows = self._rows(positions)
         numbered = dict.fromkeys(self._numbered, self._positions(rows)) if self._numbered else {}
-        return self._sample_reader.read(self._names, self._transforms.draws(indices, rows), numbered, shared=shared)
+        draws, ordered = self._transforms.draws(indices, rows), isinstance(indices, TaggedBatch)
+        return self._sample_reader.read(self._names, draws, numbered, shared=shared, ordered=ordered)
 
     def _rows(self, positions: np.ndarray) -> np.ndarray:
         """Convert sample numbers in this data set to sample numbers in the file; raise IndexError for invalid ones."""

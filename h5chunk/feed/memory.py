@@ -61,7 +61,12 @@ class SharedBuffer(NamedTuple):
     @property
     def use(self) -> int:
         """FREE, IN_USE while the receiver refers to the batch in it, or LOST if a fork of the receiver still may."""
-        return int(self.bytes[-1])
+        return int(self.flags[-1])
+
+    @property
+    def flags(self) -> np.ndarray:
+        """The last bytes: (2,) uint8."""
+        return self.bytes.numpy()[-2:]
 
 
 class SharedMemory:
@@ -128,7 +133,7 @@ class SharedFields(tuple[torch.Tensor, ...]):
         buffer, places, assemble, _ = self._sent
         if buffer.use != FREE:
             return self._copied()
-        buffer.bytes[-1] = IN_USE
+        buffer.flags[-1] = IN_USE
         return _receive, (buffer.bytes, places, assemble)
 
     def reduce_to_parent(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -136,8 +141,8 @@ class SharedFields(tuple[torch.Tensor, ...]):
         buffer, places, assemble, dropped = self._sent
         if buffer.use != FREE:
             return self._copied()
-        buffer.bytes[-1] = IN_USE
-        sent = None if buffer.bytes[-2] else buffer.bytes
+        buffer.flags[-1] = IN_USE
+        sent = None if buffer.flags[-2] else buffer.bytes
         gone = [dropped.pop() for _ in range(len(dropped))]
         return _receive_again, (os.getpid(), buffer.number, sent, gone, places, assemble)
 
@@ -162,13 +167,14 @@ def _receive_again(
         kept.pop(old, None)
     if sent is not None and worker in _kept:
         kept[number] = sent
-        sent[-2] = 1
+        sent.numpy()[-2] = 1
     return _receive(kept[number] if sent is None else sent, places, assemble)
 
 
 def _receive(buffer: torch.Tensor, places: Places, assemble: Assemble | None) -> tuple[torch.Tensor, ...]:
-    owned = buffer.numpy()[:-FLAG_BYTES]
-    weakref.finalize(owned, _clear, buffer[-1:], os.getpid(), _num_forks).atexit = False
+    whole = buffer.numpy()
+    owned = whole[:-FLAG_BYTES]
+    weakref.finalize(owned, _clear, whole[-1:], os.getpid(), _num_forks).atexit = False
     return _assembled(tuple(_views(owned, places)), assemble)
 
 
@@ -176,9 +182,9 @@ def _assembled(tensors: Tensors, assemble: Assemble | None) -> Tensors:
     return tensors if assemble is None else assemble(tensors)
 
 
-def _clear(flag: torch.Tensor, process: int, num_forks: int) -> None:
+def _clear(flag: np.ndarray, process: int, num_forks: int) -> None:
     if os.getpid() == process:  # a fork that drops its copy does not free this one
-        flag.fill_(FREE if num_forks == _num_forks else LOST)
+        flag[0] = FREE if num_forks == _num_forks else LOST
 
 
 def _count_fork() -> None:
@@ -191,9 +197,9 @@ os.register_at_fork(before=_count_fork)
 
 
 def _views(owned: np.ndarray, places: Places) -> Iterator[torch.Tensor]:
-    whole = torch.from_numpy(owned)
+    whole = torch.from_numpy(owned).untyped_storage()
     for start, shape, dtype in places:
-        yield whole[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape).data
+        yield torch.empty(0, dtype=dtype).set_(whole, start // dtype.itemsize, shape)  # type: ignore[call-overload]
 
 
 def shared_empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

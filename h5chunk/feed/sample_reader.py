@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -22,6 +24,7 @@ from torch.utils.data import get_worker_info
 from h5chunk.errors import FileError, OptionError
 from h5chunk.feed.collate import Batch, Sample, TaggedBatch
 from h5chunk.feed.disk_cache import DiskCache
+from h5chunk.feed.kept_rows import KeptRows, num_kept_chunks
 from h5chunk.feed.layout import ArrayShape, ragged_layout, torch_dtype
 from h5chunk.feed.memory import Assemble, SharedMemory
 from h5chunk.feed.slots import BatchMemory, CsrWindow
@@ -154,13 +157,15 @@ class SampleReader:
         self._opened: _OpenFields | None = None
         self._cache: tuple[int, CacheSettings] | None = None  # number of workers, and the settings for that number
 
-    def read(self, names: Sequence[str], draws: Draws, numbered: Mapping[str, np.ndarray], *, shared: bool) -> Batch:
+    def read(
+        self, names: Sequence[str], draws: Draws, numbered: Mapping[str, np.ndarray], *, shared: bool, ordered: bool
+    ) -> Batch:
         """Read the fields of the samples of ``draws``, in any order, possibly repeated.
 
         ``numbered`` has the values of fields that are not in the file, (n,) int64. ``shared`` puts the batch in memory
-        that is shared with the main process of a DataLoader.
+        that is shared with the main process of a DataLoader. ``ordered`` says that a sampler drew the samples.
         """
-        loaded = [each for name in names for each in self._load(name, draws, numbered.get(name))]
+        loaded = [each for name in names for each in self._load(name, draws, numbered.get(name), ordered)]
         numbers = [each for each in loaded if isinstance(each, Loaded)]
         shapes = [shape for each in numbers for shape in each.shapes]
         if shared:
@@ -180,13 +185,13 @@ class SampleReader:
         made = iter(fields)
         return Batch(tuple(next(made) if isinstance(each, Loaded) else each for each in loaded))
 
-    def _load(self, name: str, draws: Draws, numbers: np.ndarray | None) -> Sequence[Loaded | list[Any]]:
+    def _load(self, name: str, draws: Draws, numbers: np.ndarray | None, ordered: bool) -> Sequence[Loaded | list[Any]]:
         """Load the samples of a field, or its inputs and targets if entries are held out. Strings become lists."""
         if numbers is not None:
             return [_loaded(torch.from_numpy(numbers))]
         field, rows, convert = self._reader.fields[name], draws.samples, self._converters.get(name)
         if isinstance(convert, RowConverter):
-            return self._load_matrix(field, draws, convert)
+            return self._load_matrix(field, draws, convert, ordered)
         if isinstance(field, ImagesField):
             return [self._load_any_size(field, draws, convert)]
         shape = (len(rows), *field.sample_shape)
@@ -209,7 +214,9 @@ class SampleReader:
             return _loaded(convert(rows, True, draws))
         return whole_images(rows, draws.samples, sizes, field, self._name_of)
 
-    def _load_matrix(self, field: Field | RaggedField, draws: Draws, convert: RowConverter) -> list[Loaded]:
+    def _load_matrix(
+        self, field: Field | RaggedField, draws: Draws, convert: RowConverter, ordered: bool
+    ) -> list[Loaded]:
         """Load and convert rows of a matrix."""
         rows = draws.samples
         if self._reader.matrix is None:
@@ -217,7 +224,9 @@ class SampleReader:
             self._read(field.name, rows, stored)
             converted = convert(torch.from_numpy(stored), True, draws)
             return [_loaded(part) for part in (converted if isinstance(converted, tuple) else (converted,))]
-        shape, entries = (len(rows), convert.num_columns), self._read_entries(rows)
+        shape, entries = (len(rows), convert.num_columns), self._entries(rows, ordered)
+        if (copied := convert.copied(entries)) is not None:
+            return [Loaded(*copied)]
         if convert.hold_out is None and not convert.makes_csr:
             return [Loaded([(shape, convert.dtype)], lambda tensors: convert.make_dense(entries, tensors[0]))]
         parts = convert.parted(entries, draws)
@@ -236,6 +245,11 @@ class SampleReader:
             opened.read(name, rows, out.reshape(len(rows), -1).view(np.uint8))
         else:
             self._read_by_hdf5(name, rows, out)
+
+    def _entries(self, rows: np.ndarray, ordered: bool) -> CsrRows:
+        """Return rows of a sparse matrix, until the next call: from kept chunks, or read for this batch."""
+        kept = self._open().kept_rows(self._order) if ordered and self._order is not None and len(rows) else None
+        return self._read_entries(rows) if kept is None else kept.take(np.ascontiguousarray(rows))
 
     def _read_entries(self, rows: np.ndarray) -> CsrRows:
         """Read rows of a sparse matrix as they are stored."""
@@ -305,6 +319,27 @@ class _OpenFields:
         self._descriptors = open_descriptors(reader)
         weakref.finalize(self, close_descriptors, self._descriptors)
         self.whole = read_small_fields(self.direct, self._descriptors, reader.check_unchanged, SMALL_FIELD_BYTES)
+        self._kept: dict[int, KeptRows | None] = {}  # by the thread that uses them
+
+    def kept_rows(self, order: Order) -> KeptRows | None:
+        """Return the rows of the matrix that are kept for this order, if its chunks fit in memory.
+
+        Only the first thread that asks gets them, as another one might free rows that are still being copied.
+        """
+        thread = threading.get_ident()
+        if not self._kept:
+            self._kept[thread] = self._keep(order)
+        return self._kept.get(thread)
+
+    def _keep(self, order: Order) -> KeptRows | None:
+        matrix, worker = self._reader.ragged, get_worker_info()
+        if matrix is None or matrix.name not in self.direct or self.layout is None:
+            return None
+        num_chunks = num_kept_chunks(self._reader, self.layout, order, 1 if worker is None else worker.num_workers)
+        if num_chunks:
+            with suppress(OSError):  # of memory that must be reserved, on some machines
+                return KeptRows(self._reader, self.layout, num_chunks, partial(self.read, matrix.name))
+        return None
 
     def read(self, name: str, rows: np.ndarray, out: Any) -> None:
         """Read rows of a field; ``out`` is (n, row_bytes) uint8 or, for a matrix, a `CsrBuffers`."""

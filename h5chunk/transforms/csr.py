@@ -173,12 +173,17 @@ def entries_of(rows: CsrRows, rule: ValueRule, num_columns: int, allocate: Alloc
     if rows.starts.device.type != "cpu":
         return _on_gpu(rows, rule, num_columns)
     counts = rows.host_counts
-    dtype = torch.int32 if max(num_columns - 1, int(counts.sum())) <= MAX_INT32 else torch.int64
+    dtype = index_dtype(num_columns, int(counts.sum()))
     entries = (_copied if native.available() else _indexed)(rows, rule, counts, dtype, allocate)
     if rule.steps:
         values = rule.applied(entries.values.numpy(), HostArithmetic(counts))
         entries = entries._replace(values=torch.from_numpy(values))
     return entries if entries.values.dtype == rule.dtype else entries._replace(values=entries.values.to(rule.dtype))
+
+
+def index_dtype(num_columns: int, num_entries: int) -> torch.dtype:
+    """Return the dtype of the columns and row starts of a CSR batch."""
+    return torch.int32 if max(num_columns - 1, num_entries) <= MAX_INT32 else torch.int64
 
 
 def dense_values(codes: torch.Tensor, rule: ValueRule) -> torch.Tensor:
@@ -262,7 +267,7 @@ def _on_gpu(rows: CsrRows, rule: ValueRule, num_columns: int) -> Entries:
         positions += torch.arange(total, device=device)
         indices, codes = _take(rows.indices, positions), None if rows.values is None else _take(rows.values, positions)
     values = rule.applied(_gpu_values(codes, len(indices), device, rule), CsrArithmetic(counts))
-    dtype = torch.int32 if max(num_columns - 1, len(indices)) <= MAX_INT32 else torch.int64
+    dtype = index_dtype(num_columns, len(indices))
     return Entries(starts.to(dtype), counts, indices.to(dtype), values.to(rule.dtype))
 
 

@@ -7,7 +7,7 @@ A missing entry is a zero, and all transforms of values keep zeros. So they give
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from h5chunk import native
 from h5chunk.errors import OptionError, human_bytes
 from h5chunk.machine import KeptThreads, available_cores
 from h5chunk.plan.draws import Draws
@@ -32,6 +33,7 @@ from h5chunk.transforms.csr import (
     ValueRule,
     dense_values,
     entries_of,
+    index_dtype,
     make_csr,
     scatter,
     scatter_natively,
@@ -225,6 +227,24 @@ class RowConverter:
             return
         if self._kernel is None or not self._kernel(rows, out):
             scatter(out, entries_of(rows, self.rule, self.num_columns), map_parts)
+
+    def copied(self, rows: CsrRows) -> tuple[list[tuple[tuple[int, ...], torch.dtype]], Callable[..., None]] | None:
+        """Return the shapes of starts, columns and values of a CSR batch, and a function that copies rows to these.
+
+        Return None if values are computed, or are not copied natively.
+        """
+        rule = self.rule
+        is_copy = self.makes_csr and self.hold_out is None and not rule.steps and rule.is_direct(rows, self.dtype)
+        if not is_copy or not native.available():
+            return None
+        total, numbers = int(rows.host_counts.sum()), rows.host_numbers
+        dtype = index_dtype(self.num_columns, total)
+        source = rows.natively(rule.table_of(rows, self.dtype))
+
+        def copy(tensors: Sequence[torch.Tensor]) -> None:
+            source.copy(numbers, dtype.itemsize, *(tensor.data_ptr() for tensor in tensors))
+
+        return [((len(rows) + 1,), dtype), ((total,), dtype), ((total,), self.dtype)], copy
 
     def parted(self, rows: CsrRows, draws: Draws) -> tuple[Entries, ...]:
         """Return the converted entries: of all rows, or of the inputs and the targets if entries are held out."""

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 import h5chunk
 from h5chunk import ChunkDataset, ChunkLoader, ChunkSampler
 from h5chunk.errors import FieldError, FileError, OptionError
+from h5chunk.feed import kept_rows
 from h5chunk.feed.layout import slot_bytes
 from h5chunk.feed.slots import CsrWindow
 from h5chunk.store.read.reader import H5Reader
@@ -220,6 +221,28 @@ def test_windows_are_bounded_by_bytes(tmp_path, monkeypatch):
         ]
         assert max(taken) <= bound <= 3 << 20 and max(taken) > bound / 4
         assert sum(len(batch) for (batch,) in loader) == 4000
+
+
+@pytest.mark.parametrize("sparse", ["dense", "csr"])
+@pytest.mark.parametrize("part", [None, 0.7, 0.2])
+def test_rows_of_chunks_that_come_and_go(tmp_path, monkeypatch, sparse, part):
+    """Few chunks fit in the memory for them, and their pages are used again."""
+    monkeypatch.setattr(kept_rows, "KEPT_BYTES", 0)
+    matrix = random_matrix(3000, 5000, 200)
+    dataset = ChunkDataset(write(tmp_path / "a.h5", matrix, chunk_samples=64), transform=[LAYOUTS[sparse]()])
+    if part is not None:
+        dataset = dataset.subset(np.random.default_rng(0).random(3000) < part)
+    sampler = ChunkSampler(dataset, 32, window_chunks=4, interleave=2)
+    expected = expected_rows(matrix, 1.0, None, "")
+    numbers = dataset.samples
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(2):
+            batches = list(sampler)
+            found = map(dataset.__getitem__, batches)
+            if part is None:  # threads may share a data set
+                found = pool.map(dataset.__getitem__, batches)
+            for rows, (batch,) in zip(batches, found, strict=True):
+                np.testing.assert_array_equal(dense(batch).numpy(), expected[numbers[rows]])
 
 
 @pytest.mark.parametrize("device", DEVICES)

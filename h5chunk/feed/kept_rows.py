@@ -1,0 +1,116 @@
+"""Rows of a matrix that a process keeps from the first use of their chunk until other chunks need the memory.
+
+A sampler's batch has a few rows of many chunks, so that reading them one by one takes two system calls per row. Here a
+chunk is read whole at its first use, and the rows of later batches are in memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from h5chunk.feed.layout import MatrixLayout
+from h5chunk.feed.slots import CsrWindow
+from h5chunk.plan.order import MAX_OPEN_BYTES, Order
+from h5chunk.store.read.csr import CsrBuffers
+from h5chunk.store.read.reader import H5Reader
+from h5chunk.transforms.csr import CsrRows, SampleNumbers
+
+NO_RESERVE = 0x4000 if sys.platform == "linux" else 0x40  # MAP_NORESERVE, which Python's mmap lacks before 3.13
+MIN_USED = 0.5  # part of the rows of its chunks that an order must use: otherwise rows are read one by one
+KEPT_BYTES = 256 << 20  # of all workers: chunks of this size are kept even if the order needs fewer
+
+
+class KeptRows:
+    """Rows of a matrix in memory that has an address for every entry, but pages only for those that are kept.
+
+    ``read(rows, room)`` reads rows, (n,) int64, to ``room``. Raises OSError if the system refuses so many addresses.
+    """
+
+    def __init__(
+        self, reader: H5Reader, layout: MatrixLayout, max_chunks: int, read: Callable[[np.ndarray, CsrBuffers], None]
+    ) -> None:
+        self._starts, self._size = reader.chunk_starts, reader.chunk_samples
+        self._layout, self._read, self._max_chunks, self._clock = layout, read, max_chunks, 0
+        num_chunks = -(-reader.num_samples // self._size) if self._starts is None else len(self._starts) - 1
+        self._used = np.zeros(num_chunks, np.int64)  # when a chunk was last used; 0 if it is not kept
+        (_, *entries) = layout.arrays(0, int(layout.indptr[-1]))
+        self._maps = [_addresses(shape[0] * dtype.itemsize) for shape, dtype in entries]
+        pairs = zip(self._maps, entries, strict=True)
+        self._arrays = [torch.frombuffer(own, dtype=dtype, count=shape[0]) for own, (shape, dtype) in pairs]
+        self._rows = CsrRows(torch.from_numpy(layout.indptr), layout.indptr, self._arrays[0], (*self._arrays, None)[1])
+
+    def take(self, rows: np.ndarray) -> CsrRows:
+        """Return rows, (n,) int64; their entries are valid until the next call."""
+        chunks = rows // self._size if self._starts is None else np.searchsorted(self._starts, rows, "right") - 1
+        self._clock += 1
+        is_there = self._used[chunks] > 0
+        self._used[chunks[is_there]] = self._clock
+        if not is_there.all():
+            missing = np.unique(chunks[~is_there])
+            self._make_room(len(missing))
+            self._load(missing)
+        return self._rows.take(SampleNumbers(rows, torch.from_numpy(rows)))
+
+    def _borders(self, chunk: int) -> tuple[int, int]:
+        """Return the first row of a chunk, and the one after its last."""
+        if self._starts is not None:
+            return int(self._starts[chunk]), int(self._starts[chunk + 1])
+        return chunk * self._size, min((chunk + 1) * self._size, len(self._layout.indptr) - 1)
+
+    def _load(self, chunks: np.ndarray) -> None:
+        indptr, borders = self._layout.indptr, [self._borders(chunk) for chunk in chunks.tolist()]
+        rows = np.concatenate([np.arange(*each) for each in borders])
+        indices, *values = (array.numpy() for array in self._arrays)
+        self._read(rows, CsrBuffers(indptr[rows], indices, values[0] if values else None))
+        for first, end in borders:
+            window = CsrWindow(self._layout, np.arange(first, end))
+            entries = (array[int(indptr[first]) : int(indptr[end])] for array in self._arrays)
+            window.destination([torch.empty(end - first + 1, dtype=torch.int64), *entries])
+            window.check()
+        self._used[chunks] = self._clock
+
+    def _make_room(self, num_new: int) -> None:
+        """Free the pages of the chunks that were used least recently, but none that this batch uses."""
+        kept = np.flatnonzero(self._used)
+        num_over = len(kept) + num_new - self._max_chunks
+        if num_over <= 0:
+            return
+        oldest = kept[np.argsort(self._used[kept], kind="stable")][:num_over]
+        for chunk in oldest[self._used[oldest] < self._clock].tolist():
+            self._used[chunk] = 0
+            low, high = (int(self._layout.indptr[border]) for border in self._borders(chunk))
+            for own, array in zip(self._maps, self._arrays, strict=True):
+                _free(own, low * array.itemsize, high * array.itemsize)
+
+
+def num_kept_chunks(reader: H5Reader, layout: MatrixLayout, order: Order, num_workers: int) -> int:
+    """Return how many chunks one of the workers keeps for an order.
+
+    Return 0 if they would take too much memory, or if the order uses less than half of their rows.
+    """
+    num_chunks = max(1, -(-reader.num_samples // reader.chunk_samples))
+    chunk_bytes = max(1, layout.sample_bytes * reader.num_samples // num_chunks)
+    num_open = min(order.open_chunks_of(num_workers), num_chunks)
+    used = order.num_samples / (reader.chunk_samples * order.num_chunks)
+    if num_open * chunk_bytes > MAX_OPEN_BYTES or used < MIN_USED or not layout.indptr[-1]:
+        return 0
+    return max(num_open, KEPT_BYTES // num_workers // chunk_bytes)
+
+
+def _addresses(num_bytes: int) -> mmap.mmap:
+    """Return memory whose pages do not exist before they are used."""
+    memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # a large page would hold many chunks
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return memory
+
+
+def _free(memory: mmap.mmap, low: int, high: int) -> None:
+    first, end = -(-low // mmap.PAGESIZE) * mmap.PAGESIZE, high // mmap.PAGESIZE * mmap.PAGESIZE
+    if first < end:
+        memory.madvise(mmap.MADV_DONTNEED, first, end - first)
