@@ -113,13 +113,21 @@ Numbering = tuple[int, int]  # a subset's key: its size, and a checksum of its s
 
 
 class TaggedBatch(list[int]):
-    """A batch of sample numbers, with the key of the subset that they index, and the epoch and seed of random draws."""
+    """A batch of sample numbers, with the key of the subset that they index, and what random draws depend on.
+
+    ``repeats``, (n,), is added to the samples' numbers in the file, as `h5chunk.plan.draws` describes.
+    """
 
     def __init__(
-        self, numbers: Iterable[int] = (), numbering: Numbering | None = None, epoch: int = 0, seed: int = 0
+        self,
+        numbers: Iterable[int] = (),
+        numbering: Numbering | None = None,
+        epoch: int = 0,
+        seed: int = 0,
+        repeats: np.ndarray | int = 0,
     ) -> None:
         super().__init__(numbers)
-        self.numbering, self.epoch, self.seed = numbering, epoch, seed
+        self.numbering, self.epoch, self.seed, self.repeats = numbering, epoch, seed, repeats
 
 
 def check_numbering(drawn: Numbering, numbering: Numbering) -> None:

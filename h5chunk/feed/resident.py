@@ -84,21 +84,22 @@ class Resident:
 
     def batches(self, order: Order, maker: BatchMaker, report: EpochReport, start: int = 0) -> Iterator[Any]:
         """Yield the batches of an epoch, starting at batch ``start``, while the next epoch's order is computed."""
-        samples = self._plan(order).result()[start * order.batch_size :]
+        keys = self._plan(order).result()[start * order.batch_size :]
         report.waited_s += time.perf_counter() - report.started
         self._plan(replace(order, epoch=order.epoch + 1))
         fresh = order.num_batches - start
-        for number, batch in enumerate(self._batches(samples, order, maker, fresh)):
+        for number, batch in enumerate(self._batches(keys, order, maker, fresh)):
             report.add(len(batch[0]), fresh=number < fresh)
             yield maker.finish(batch)
 
-    def _batches(self, samples: np.ndarray, order: Order, maker: BatchMaker, fresh: int) -> Iterator[Tensors]:
+    def _batches(self, keys: np.ndarray, order: Order, maker: BatchMaker, fresh: int) -> Iterator[Tensors]:
         """Yield the fresh batches, then the echoed batches; small batches are gathered several at a time."""
         left = fresh + num_echoed(self._echo, fresh)
-        without = fresh - math.ceil(len(samples) / order.batch_size)  # 1 if the last batch is empty
+        without = fresh - math.ceil(len(keys) / order.batch_size)  # 1 if the last batch is empty
         together = 1 if self._memory is not None else maker.num_gathered(order.batch_size)
         for number in count():
-            draws = Draws(order.seed, order.epoch, samples, number, kept={}, whole=samples)
+            samples = order.numbers_of(keys)
+            draws = Draws(order.seed, order.epoch, keys, number, kept={}, whole=keys)
             first, size = 0, together * order.batch_size
             for gathered in self._gathered(samples, size, maker):
                 if not left:
@@ -114,7 +115,7 @@ class Resident:
                 left -= 1
             if not left:
                 return
-            samples = samples[echo_pass(len(samples), order.seed, order.epoch, 0, number)]
+            keys = keys[echo_pass(len(keys), order.seed, order.epoch, 0, number)]
 
     def _gathered(self, samples: np.ndarray, size: int, maker: BatchMaker) -> Iterator[Fields]:
         """Yield the fields of samples, up to ``size`` samples at a time."""
@@ -185,7 +186,7 @@ class _DrawnOrder:
 
 
 def _whole(order: Order) -> np.ndarray:
-    return np.concatenate([np.empty(0, np.int64), *order.batches()])
+    return np.concatenate([np.empty(0, np.int64), *order.keys()])
 
 
 class GatherAhead:

@@ -86,7 +86,7 @@ class SampleTransforms:
     def draws(self, indices: Any, rows: np.ndarray) -> Draws:
         """Return the draws of samples, by their numbers in the file: with a sampler's seed and epoch, or torch's."""
         if isinstance(indices, TaggedBatch):
-            return Draws(indices.seed, indices.epoch, rows)
+            return Draws(indices.seed, indices.epoch, rows + indices.repeats)
         return Draws(int(torch.randint(1 << 62, ())) if self._draws else 0, 0, rows)
 
     def of_sample(self, sample: Sample) -> Sample:
@@ -189,7 +189,7 @@ class SampleReader:
         """Load the samples of a field, or its inputs and targets if entries are held out. Strings become lists."""
         if numbers is not None:
             return [_loaded(torch.from_numpy(numbers))]
-        field, rows, convert = self._reader.fields[name], draws.samples, self._converters.get(name)
+        field, rows, convert = self._reader.fields[name], draws.numbers, self._converters.get(name)
         if isinstance(convert, RowConverter):
             return self._load_matrix(field, draws, convert, ordered)
         if isinstance(field, ImagesField):
@@ -208,17 +208,17 @@ class SampleReader:
 
     def _load_any_size(self, field: ImagesField, draws: Draws, convert: Any) -> Loaded | list[torch.Tensor]:
         """Load and decode images of any size: as one tensor if they are augmented, otherwise as a list."""
-        rows, sizes = self._read_entries(draws.samples), self._reader.image_sizes
+        rows, sizes = self._read_entries(draws.numbers), self._reader.image_sizes
         if isinstance(convert, AnySizeConverter):
             convert.attach(sizes, self._name_of, 1 if get_worker_info() else None)
             return _loaded(convert(rows, True, draws))
-        return whole_images(rows, draws.samples, sizes, field, self._name_of)
+        return whole_images(rows, draws.numbers, sizes, field, self._name_of)
 
     def _load_matrix(
         self, field: Field | RaggedField, draws: Draws, convert: RowConverter, ordered: bool
     ) -> list[Loaded]:
         """Load and convert rows of a matrix."""
-        rows = draws.samples
+        rows = draws.numbers
         if self._reader.matrix is None:
             stored = np.empty((len(rows), *field.sample_shape), field.dtype)
             self._read(field.name, rows, stored)

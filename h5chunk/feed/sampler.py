@@ -164,8 +164,8 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
     weights : array or str, optional
         The relative probability of each sample of the data set, (n,), 0 or more; or a field of classes, to make all
         classes equally likely. An epoch then draws as many samples as the data set has, each in proportion to its
-        weight (rounded up or down), and still chunk by chunk. The random transforms of `h5chunk.transforms` change a
-        sample that is drawn several times in an epoch in the same way each time.
+        weight (rounded up or down), and still chunk by chunk. The random transforms of `h5chunk.transforms` draw anew
+        each time that an epoch has the same sample.
     interleave : int, optional
         Number of windows whose batches alternate, so that every worker of a DataLoader gets windows of its own.
         Default: 24, or a divisor of 24 if chunks are so large that the windows would take more than 1 GiB, or if an
@@ -282,9 +282,11 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         self._check_ranks()
         epoch, start = self._position.begin()  # at the first batch: torch may call iter() twice
         order = replace(self._template, epoch=epoch)
-        for number, batch in enumerate(order.batches(start), start + 1):
+        for number, keys in enumerate(order.keys(start), start + 1):
             self._position.running = epoch, number
-            yield TaggedBatch(batch.tolist(), self._dataset.numbering, epoch, order.seed)
+            batch = order.numbers_of(keys)
+            repeats = 0 if batch is keys else keys - batch
+            yield TaggedBatch(batch.tolist(), self._dataset.numbering, epoch, order.seed, repeats)
         self._position.running = epoch, None
 
     def state_dict(self, batches: int | None = None) -> State:

@@ -339,7 +339,7 @@ class WindowStream:
         read = self._batches.pop((order.epoch, number))
         if read not in windows:
             self._wait_for(read)
-            draws = Draws(order.seed, order.epoch, read.window.samples, kept={}, whole=read.window.samples)
+            draws = Draws(order.seed, order.epoch, read.window.keys, kept={}, whole=read.window.keys)
             if len(read.window.batches) == 1 and not maker.ahead:
                 self._fill()
                 return read, maker.whole(read.slot.window, draws, order.batch_size)
@@ -376,7 +376,7 @@ class WindowStream:
             samples = echo_pass(len(window.samples), order.seed, order.epoch, window.batches[0], number)
             for first in range(0, max(1, len(samples)), size):  # at least one batch, if this rank has no samples
                 some = samples[first : first + size]
-                draws = Draws(order.seed, order.epoch, window.samples[some], number + 1)
+                draws = Draws(order.seed, order.epoch, window.keys[some], number + 1)
                 yield from maker.make(read.slot.gather(some), draws, size)
 
     def _release(self, read: WindowRead) -> None:

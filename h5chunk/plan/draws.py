@@ -1,7 +1,8 @@
 """Random numbers for individual samples, and the geometry of augmented images that is drawn with them.
 
 A number depends only on the seed, the epoch, the sample's number, and which use of the sample in the epoch it is: not
-on batches, ranks, workers or devices.
+on batches, ranks, workers or devices. A sample that weights repeat in an epoch is drawn for by a key, which is another
+for each repeat.
 
 Source: the finaliser of SplitMix64, of Steele et al., "Fast splittable pseudorandom number generators" (2014).
 
@@ -32,13 +33,16 @@ ERASING = 1 << 20  # first stream of transforms that erase
 ATTEMPTS, EARLY_ATTEMPTS = 10, 2  # to draw a box that fits, as in torchvision
 POWERS = [math.log(2) ** n / math.factorial(n) for n in range(8)]  # of the series of 2**x; also in draws.c
 STEP = 0x9E3779B97F4A7C15
+REPEAT, MOST_REPEATS = 1 << 40, 1 << 23  # REPEAT is more than the number of any sample
 
 # columns of a table of geometry; ERASED + 4 * k: top, left, height and width of the k-th erased box, in the result
 OFFSET, HEIGHT, WIDTH, TOP, LEFT, BOX_HEIGHT, BOX_WIDTH, FULL_HEIGHT, FULL_WIDTH, DOWN, RIGHT, FLIP, ERASED = range(13)
 
 
 class Draws(NamedTuple):
-    """Random numbers for samples, given by their numbers in the file; ``use`` is 0, or k for the k-th echo of a sample.
+    """Random numbers for samples, given by their keys; ``use`` is 0, or k for the k-th echo of a sample.
+
+    The key of a sample is its number in the file, plus k * `REPEAT` if an epoch has it again, for the k-th time.
 
     The draws of a batch are part of the draws of a window or an epoch: they begin at sample ``first`` of its samples,
     ``whole``. All parts share the dict ``kept``, in which converters cache results for several parts.
@@ -59,6 +63,11 @@ class Draws(NamedTuple):
         steps = (np.arange(first + 1, first + count + 1, dtype=np.uint64) * np.uint64(STEP))[:, None]
         return np.asarray((mixed(sample_words + steps, np.uint64(0)) >> np.uint64(11)) * 2.0**-53)
 
+    @property
+    def numbers(self) -> Indices:
+        """The numbers of the samples in the file: (n,)."""
+        return self.samples % REPEAT
+
     def of_all_epochs(self) -> Draws:
         """Return draws that are the same in each epoch."""
         return Draws(self.seed, EVERY_EPOCH, self.samples)
@@ -66,6 +75,16 @@ class Draws(NamedTuple):
     def part(self, start: int, stop: int) -> Draws:
         """Return the draws of samples ``start`` to ``stop``."""
         return self._replace(samples=self.samples[start:stop], first=self.first + start)
+
+
+def keys_of_repeated(samples: Indices) -> Indices:
+    """Return the keys of samples, ascending and perhaps repeated.
+
+    >>> (keys_of_repeated(np.array([1, 4, 4])) // REPEAT).tolist()
+    [0, 0, 1]
+    """
+    repeats = np.arange(len(samples)) - np.searchsorted(samples, samples)
+    return np.asarray(samples + REPEAT * (repeats % MOST_REPEATS))
 
 
 @lru_cache(1024)

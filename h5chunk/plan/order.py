@@ -33,13 +33,14 @@ import numpy as np
 
 from h5chunk.errors import OptionError, check_whole
 from h5chunk.plan.cache import FINISHED_FIRST, OLDEST_FIRST
+from h5chunk.plan.draws import REPEAT, keys_of_repeated
 from h5chunk.plan.permutation import MAX_SEED, WINDOW, Indices, Lane, ShuffledSequence, random_bits, sorted_order
-from h5chunk.plan.selection import Selection, SelectionSequence
+from h5chunk.plan.selection import Selection, SelectionSequence, WeightedSelection
 
 MAX_EPOCH = (1 << 63) - 1
 MAX_OPEN_BYTES = 1 << 30  # total size of the windows whose batches alternate
 INTERLEAVE = 24  # divisible by 1, 2, 3, 4, 6, 8, 12 and 24 workers
-Samples = Callable[[Indices], Indices]  # returns the samples at positions of the sequence
+Keys = Callable[[Indices], Indices]  # returns the keys of the samples at positions of the sequence
 
 
 class Round(NamedTuple):
@@ -60,6 +61,7 @@ class Window(NamedTuple):
     rows: Indices  # chunk by chunk, for reading
     destinations: Indices
     batches: Sequence[int]  # the numbers of the batches in the epoch, ascending
+    keys: Indices  # of the samples, batch after batch, for `h5chunk.plan.draws`
 
 
 @dataclass(frozen=True)
@@ -187,13 +189,21 @@ class Order:
 
     def batches(self, start: int = 0) -> Iterator[Indices]:
         """Yield the samples of each batch, starting at batch ``start``: (n,) int64."""
+        return (self.numbers_of(keys) for keys in self.keys(start))
+
+    def numbers_of(self, keys: Indices) -> Indices:
+        """Return the numbers of samples, given by the keys that `keys` yields."""
+        return keys % REPEAT if isinstance(self.selection, WeightedSelection) else keys
+
+    def keys(self, start: int = 0) -> Iterator[Indices]:
+        """Yield the keys of the samples of each batch, starting at batch ``start``: (n,) int64."""
         waiting: dict[int, Indices] = {}
         windows = self.windows(start)
         for batch in range(start, self.num_batches):
             while batch not in waiting:
                 window = next(windows)
                 cuts = range(self.batch_size, self.batch_size * len(window.batches), self.batch_size)
-                waiting.update(zip(window.batches, np.split(window.samples, cuts), strict=True))
+                waiting.update(zip(window.batches, np.split(window.keys, cuts), strict=True))
             yield waiting.pop(batch)
 
     def windows(self, start: int = 0, together: int = 1) -> Iterator[Window]:
@@ -212,7 +222,7 @@ class Order:
             stop = round_.first_batch + round_.num_windows * round_.window_batches
             if stop <= start:
                 continue
-            rows, destinations = _round_rows(self, sequence, lanes, round_)
+            keys, destinations = _round_rows(self, sequence, lanes, round_)
             joined = math.gcd(together, round_.num_windows)
             size = round_.window_batches * self.batch_size
             for window in range(0, round_.num_windows, joined):
@@ -221,21 +231,23 @@ class Order:
                 if numbers[-1] >= start:
                     selected = slice(window * size, (window + joined) * size)
                     targets = _joined(destinations[selected], joined, size, self.batch_size)
-                    yield self._window(rows[selected], targets, numbers, start)
+                    yield self._window(keys[selected], targets, numbers, start)
 
-    def _window(self, rows: Indices, destinations: Indices, numbers: Sequence[int], start: int) -> Window:
+    def _window(self, row_keys: Indices, destinations: Indices, numbers: Sequence[int], start: int) -> Window:
         done = sum(number < start for number in numbers)
         if done:
             left = destinations >= done * self.batch_size
-            rows, destinations = rows[left], destinations[left] - done * self.batch_size
+            row_keys, destinations = row_keys[left], destinations[left] - done * self.batch_size
             numbers = numbers[done:]
-        samples = np.empty_like(rows)
-        samples[destinations] = rows
-        return Window(samples, rows, destinations, numbers)
+        keys = np.empty_like(row_keys)
+        keys[destinations] = row_keys
+        return Window(self.numbers_of(keys), self.numbers_of(row_keys), destinations, numbers, keys)
 
-    def _sequence(self) -> Samples:
+    def _sequence(self) -> Keys:
         if self.selection is not None:
             selected = self.selection.resolve(self.seed, self.epoch)
+            if isinstance(self.selection, WeightedSelection) and selected.samples is not None:
+                selected = replace(selected, samples=keys_of_repeated(selected.samples))
             return SelectionSequence(selected, self.seed, self.epoch, shuffle=self.shuffle).at
         if self.shuffle:
             return ShuffledSequence(self.num_samples, self.chunk_samples, self.seed, self.epoch).at
@@ -267,8 +279,8 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(number, 0, -1) if number % n == 0]
 
 
-def _round_rows(order: Order, sequence: Samples, lanes: list[Lane], round_: Round) -> tuple[Indices, Indices]:
-    """Return the samples of a round, and the destination of each sample in its window.
+def _round_rows(order: Order, sequence: Keys, lanes: list[Lane], round_: Round) -> tuple[Indices, Indices]:
+    """Return the keys of the samples of a round, and the destination of each sample in its window.
 
     Samples are in the order of windows, within a window in the order of lanes, and within a lane in that of the
     sequence.

@@ -140,9 +140,10 @@ class AnySizeConverter(AugmentConverter):
 
         The memory of ``rows`` must not change until the batch is finished or dropped.
         """
-        heights, widths, orientations = (table[draws.samples] for table in self._image_sizes)
+        samples = draws.numbers
+        heights, widths, orientations = (table[samples] for table in self._image_sizes)
         table = self.table(heights, widths, draws)
-        job = _Job(rows, draws.samples, orientations, table, self._field.channels)
+        job = _Job(rows, samples, orientations, table, self._field.channels)
         pending = self._on_gpu(job) if self._device.type != "cpu" else self._on_host(job)
         pending.then = then
         return pending

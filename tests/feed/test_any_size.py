@@ -117,6 +117,14 @@ def test_echoes_are_drawn_again(kept):
     assert len(batches) == 4 and not torch.equal(batches[0][0], batches[1][0])
 
 
+def test_repeats_of_a_sample_are_drawn_anew(kept):
+    data = h5chunk.ChunkDataset(kept, fields=["images", "sample_number"])
+    sampler = h5chunk.ChunkSampler(data, 10, weights=np.eye(1, 40, 7)[0])
+    batches = all_batches(data, None, sampler=sampler, transforms=RANDOM)
+    assert {number for _, numbers in batches for number in numbers.tolist()} == {7}
+    assert len({image.numpy().tobytes() for images, _ in batches for image in images}) > 35
+
+
 def test_a_position_is_resumed_and_left(kept):
     data = h5chunk.ChunkDataset(kept, fields=["images", "sample_number"])
     whole = all_batches(data, transforms=RANDOM)

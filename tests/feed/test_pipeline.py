@@ -49,7 +49,7 @@ class MemorySlot:
 def window(samples: object) -> Window:
     numbers = np.asarray(samples, np.int64)
     places = np.argsort(numbers, kind="stable")
-    return Window(numbers, numbers[places], places, range(1))
+    return Window(numbers, numbers[places], places, range(1), numbers)
 
 
 @pytest.fixture

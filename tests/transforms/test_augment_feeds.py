@@ -86,6 +86,34 @@ def test_torchs_loader(dataset, expected, num_workers):
     assert by_sample(loader) != expected  # another epoch
 
 
+def sorted_images(*feeds: Any) -> dict[int, list[bytes]]:
+    return {number: sorted(images) for number, images in by_sample(*feeds).items()}
+
+
+def test_a_repeated_sample_is_drawn_for_anew(dataset):
+    """Also of a subset, and alike with every reader, number of ranks and of workers, and after resuming."""
+    augmented = dataset.subset(np.arange(5, 85)).with_transform(LIST)
+    some = augmented.with_transform(None)
+
+    def sampler(**ranks: int) -> ChunkSampler:
+        return ChunkSampler(augmented, 8, seed=5, weights=np.where(np.arange(80) % 8 == 0, 30.0, 0.2), **ranks)
+
+    def loader(**ranks: int) -> ChunkLoader:
+        return ChunkLoader(some, sampler=sampler(**ranks), transforms=LIST, resident=False)
+
+    expected = sorted_images(loader())
+    repeated = [images for images in expected.values() if len(images) > 3]
+    assert len(repeated) == 10 and all(len(set(images)) > len(images) - 2 for images in repeated)
+    assert sorted_images(ChunkLoader(some, sampler=sampler(), transforms=LIST, resident=True)) == expected
+    assert sorted_images(*(loader(rank=rank, world_size=2) for rank in range(2))) == expected
+    for num_workers in (0, 2):
+        assert sorted_images(DataLoader(augmented, batch_sampler=sampler(), num_workers=num_workers)) == expected
+    with loader() as first, loader() as second:
+        head = [(images.clone(), numbers.clone()) for _, (images, numbers) in zip(range(4), first, strict=False)]
+        second.load_state_dict(first.state_dict())
+        assert sorted_images(head, second) == expected
+
+
 def test_it_goes_to_another_process(dataset, expected):
     augmented = dataset.with_transform(LIST)
     assert len(augmented[[3, 4]]) == 2  # which starts what a process has for itself
