@@ -18,6 +18,7 @@ from h5chunk.tools.model.seen import COLLATE, FETCH_STAGES, Gpu, Line, Seen
 MIN_STEPS = 8
 MAX_STEPS = 2_000  # iterations that a diagnosis uses, the last ones
 MAX_LINES = 8
+MAX_GAP_S = 2e-3  # between two batches of a worker that is never idle
 
 
 class Step(NamedTuple):
@@ -54,6 +55,13 @@ class Process:
         if len(inside) < 2:
             return 0.0, [0.0] * 5
         return inside[-1][0] - inside[0][0], [b - a for a, b in zip(inside[0][1:], inside[-1][1:], strict=True)]
+
+    def used_in_fetches(self, start: float, stop: float) -> list[float]:
+        """Return the growth of each counter while a worker made batches between two times."""
+        times = [time for row in self.rows["fetch"] for time in row[1:3] if start <= time <= stop]
+        elapsed, growth = self.use_between(start, stop)
+        span = max(times, default=0.0) - min(times, default=0.0)
+        return [value * span / max(1e-9, elapsed) for value in growth]
 
 
 def read_processes(folder: Path) -> list[Process]:
@@ -116,10 +124,8 @@ def _seen(main: Process, workers: list[Process], steps: list[Step], own: list[St
     stages, lines = _lines(makers, main, fetches, sum(step.ended - step.resumed for step in kept) / count)
     elapsed, (cpu, delay, read, disk, everyone) = main.use_between(start, stop)
     per_batch = (stop - start) / count / max(1e-9, elapsed)
-    worker_use = [process.use_between(start, stop) for process in workers]
-    fetch_cpu, fetch_delay, read_bytes, disk_bytes = (
-        sum(growth[i] / max(1e-9, seconds) for seconds, growth in worker_use) * (stop - start) / count for i in range(4)
-    )
+    used = [process.used_in_fetches(start, stop) for process in workers]
+    fetch_cpu, fetch_delay, read_bytes, disk_bytes = (sum(use[i] for use in used) / count for i in range(4))
     if not workers:
         on_core = sum(line.share * line.on_cpu for line in lines if line.stage != "step")
         fetch_cpu = min(cpu * per_batch, on_core * _mean([row[2] - row[1] for row in fetches]))
@@ -130,6 +136,7 @@ def _seen(main: Process, workers: list[Process], steps: list[Step], own: list[St
         waits=[step.received - step.asked for step in kept],
         steps=[step.ended - step.resumed for step in kept],
         fetches=[row[2] - row[1] for row in fetches],
+        fetched_by=[row[0] for row in fetches],
         stages=stages,
         lines=lines,
         loader=loader,
@@ -168,7 +175,7 @@ def _gap(fetches: list[list[Any]]) -> float:
         if worker in last:
             gaps.append(started - last[worker])
         last[worker] = ended
-    return min(sorted(gaps)[len(gaps) // 5], 5e-3) if gaps else 0.0
+    return min(sorted(gaps)[len(gaps) // 20], MAX_GAP_S) if gaps else 0.0
 
 
 def _by_worker(fetches: list[list[Any]]) -> list[float]:
@@ -221,7 +228,6 @@ def _gpu(main: Process, kept: list[Step]) -> Gpu | None:
     return Gpu(
         busy=per_step.get("busy", span),
         idle=_mean([max(0.0, row[2]) for row in rows]),
-        lag=sorted(row[3] for row in rows)[len(rows) // 2],
         copy=per_step.get("copies", 0.0),
         pageable=per_step.get("pageable", 0.0),
         kernels=per_step.get("kernels", 0.0),

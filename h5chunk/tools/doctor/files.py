@@ -52,7 +52,9 @@ def largest_datasets() -> dict[str, dict[str, Any]]:
     import h5py
 
     found: dict[str, dict[str, Any]] = {}
-    for identifier in h5py.h5f.get_obj_ids(h5py.h5f.OBJ_ALL, h5py.h5f.OBJ_FILE):
+    identifiers = h5py.h5f.get_obj_ids(h5py.h5f.OBJ_ALL, h5py.h5f.OBJ_FILE)
+    datasets = h5py.h5f.get_obj_ids(h5py.h5f.OBJ_ALL, h5py.h5f.OBJ_DATASET)
+    for identifier in [*identifiers, *map(h5py.h5i.get_file_id, datasets)]:
         file = h5py.File(identifier)
         items: list[h5py.Dataset | h5py.Group] = []
         file.visititems(partial(_append, items))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from contextlib import suppress
 from typing import Any
@@ -21,17 +20,10 @@ class GpuClock:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._count = recorder, 0
-        self._base = self._event()
-        self._base.synchronize()
-        self._base_time = time.perf_counter()
-        self._waiting: deque[tuple[int, Any, Any, float]] = deque()
+        self._waiting: deque[tuple[int, Any, Any]] = deque()
         self._begin: Any = None
         self._last_end: Any = None
         self._profile: Any = None
-
-    @property
-    def is_profiling(self) -> bool:
-        return self._profile is not None
 
     def begin_step(self) -> None:
         """Mark the point from which the GPU can work on the step's batch."""
@@ -45,7 +37,7 @@ class GpuClock:
             return -1
         number, self._count = self._count, self._count + 1
         if len(self._waiting) < MAX_WAITING:
-            self._waiting.append((number, self._begin, self._event(), time.perf_counter()))
+            self._waiting.append((number, self._begin, self._event()))
         self._begin = None
         if self._profile is not None:
             if self._count == PROFILE_AT + PROFILED:
@@ -55,10 +47,9 @@ class GpuClock:
             self._write(*self._waiting.popleft())
         return number
 
-    def _write(self, number: int, begin: Any, end: Any, host: float) -> None:
+    def _write(self, number: int, begin: Any, end: Any) -> None:
         idle = 0.0 if self._last_end is None else self._last_end.elapsed_time(begin) / 1e3
-        lag = self._base_time + self._base.elapsed_time(end) / 1e3 - host
-        self._recorder.keep("gpu", number, begin.elapsed_time(end) / 1e3, idle, lag)
+        self._recorder.keep("gpu", number, begin.elapsed_time(end) / 1e3, idle)
         self._last_end = end
 
     def close(self) -> None:
@@ -75,7 +66,7 @@ class GpuClock:
     def _start_profile(self) -> None:
         with suppress(Exception):  # the user runs a profiler
             torch.cuda.synchronize()
-            profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=False)
+            profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
             profile.start()
             self._profile = profile
 
@@ -90,7 +81,7 @@ class GpuClock:
 def summary(events: Any) -> dict[str, float]:
     """Sum up what ran on the GPU, in seconds: kernels, copies by kind of memory, and waiting of the CPU."""
     sums = {"busy": 0.0, "kernels": 0, "copies": 0.0, "pageable": 0.0, "to_device_bytes": 0, "blocked": 0.0}
-    spans = []
+    spans, waits = [], list[tuple[int, float]]()
     for event in events:
         name, seconds = event.name(), event.duration_ns() / 1e9
         if event.device_type() == torch.autograd.DeviceType.CUDA:
@@ -102,7 +93,8 @@ def summary(events: Any) -> dict[str, float]:
                 sums["kernels"] += not name.startswith("Mem")
                 spans.append((event.start_ns(), event.start_ns() + event.duration_ns()))
         elif "Synchronize" in name:
-            sums["blocked"] += seconds
+            waits.append((event.start_ns(), seconds))
+    sums["blocked"] = sum(seconds for _, seconds in sorted(waits)[:-1])  # without the last one, of the profiler
     end = 0
     for start, stop in sorted(spans):
         sums["busy"] += max(0, stop - max(start, end)) / 1e9

@@ -166,6 +166,7 @@ def watch_chunk_loader(module: Any) -> None:
     """Measure the batches of `ChunkLoader`, whose module has been imported."""
     if _watch is not None:
         _replace(module._OneThread, "__next__", _next)
+        _replace(module.ChunkLoader, "__iter__", _iter)
 
 
 def remove() -> None:
@@ -338,6 +339,8 @@ def loader_number(iterator: Any) -> int:
 
 def describe(loader: Any) -> dict[str, Any]:
     """Describe a DataLoader by its settings and the line that made it."""
+    if not isinstance(loader, DataLoader):
+        return CHUNK_LOADER
     names = "num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "batch_size"
     facts = {name: getattr(loader, name, None) for name in names}
     facts["in_order"] = getattr(loader, "in_order", True)

@@ -11,6 +11,7 @@ from h5chunk.tools.model.fixes import (
     all_fixes,
     contention,
     epoch_start_share,
+    is_launch_bound,
     read_ratio,
     shorter,
     slowest_line,
@@ -144,18 +145,26 @@ def _findings(seen: Seen) -> Iterator[Finding]:
 def _data(seen: Seen, rest: float) -> Iterator[Finding]:
     """Say what the loop waits for when it asks for a batch."""
     handover = seen.handover if seen.workers else 0.0
-    share = (seen.wait - handover) / seen.iteration * rest
+    share = min(seen.idle, (seen.wait - handover) / seen.iteration) * rest
     if handover > 0.25 * seen.iteration:
         text = (
-            f"Not your data: taking {seen.samples:.0f} samples from a worker costs {1e6 * handover:.0f} µs, "
+            f"Not your data: taking {seen.samples:.0f} samples from a worker costs {1e6 * handover:.0f} µs or more, "
             f"{handover / seen.iteration:.0%} of the time: batches are too small."
         )
-        yield Finding("small batches", False, handover / seen.iteration * rest, text)
+        yield Finding("small batches", False, max(share, handover / seen.iteration * rest), text)
+        return
+    if seen.fetches:
+        simulated = _simulated_wait(seen)
+        if simulated * rest < share / 2 and seen.workers:
+            yield from _late(seen, share - simulated * rest)
+            share = simulated * rest
     waits = f"Your data: training waits {share:.0%} of its time for batches"
     if not seen.fetches:
         yield Finding("loader", True, share, f"{waits}.")
         return
     stage, seconds = max(seen.stages.items(), key=lambda item: item[1])
+    if seen.workers > 1 and seen.stages.get(LOCK, 0.0) > 0.2 * seen.fetch:  # more workers would only wait longer
+        stage, seconds = LOCK, seen.stages[LOCK]
     part = seconds / max(1e-9, seen.fetch)
     line = next((line for line in seen.lines if line.stage == stage and line.place), None) or slowest_line(seen)
     where = f" ({line})" if line is not None and line.stage == stage else ""
@@ -170,6 +179,25 @@ def _data(seen: Seen, rest: float) -> Iterator[Finding]:
         text += f"; one worker is {slowest:.1f} times slower than another, and all wait for it"
         stage = "unbalanced"
     yield Finding(stage, True, share, f"{text}.")
+
+
+def _simulated_wait(seen: Seen) -> float:
+    """Return the share of time that the loop would wait for its workers if no other process used the cores."""
+    loop = replace(today(seen), cores=seen.cores)
+    ready = shorter(replace(loop, exclusive=0.0), 0.999, 0.999)
+    return 1 - seconds_per_batch(ready) / max(1e-9, seconds_per_batch(loop))
+
+
+def _late(seen: Seen, share: float) -> Iterator[Finding]:
+    """Say that batches come late although the workers could make them in time."""
+    late = f"batches come {share:.0%} of the time late, although the workers could make them in time"
+    if seen.other_cores > 0.15 * seen.cores:
+        text = f"Not your data: {late}: other processes use {seen.other_cores:.1f} of {seen.cores} cores."
+        yield Finding("other processes", False, share, text)
+    elif share > CLEAR_SHARE:
+        yield Finding(
+            "unknown", False, min(share, 0.99 * CLEAR_SHARE), f"Not your data: {late}; the cause was not seen."
+        )
 
 
 def _gpu(seen: Seen, rest: float, iteration: float) -> Iterator[Finding]:
@@ -191,8 +219,7 @@ def _gpu(seen: Seen, rest: float, iteration: float) -> Iterator[Finding]:
         text = f"Not your data: Python waits for the GPU in each step, and the GPU for Python; {busy}{where}."
         yield Finding("synchronisation", False, rest * lost, text)
     if host > 0.3:
-        per_kernel = iteration / max(1.0, gpu.kernels)
-        if per_kernel < 60e-6:
+        if is_launch_bound(seen):
             text = f"Not your data: launching {gpu.kernels:.0f} kernels per step takes longer than they run; {busy}."
             yield Finding("launches", False, rest * min(idle, host), text)
         else:

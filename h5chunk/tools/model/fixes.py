@@ -15,7 +15,10 @@ LEAST_GAIN = 1.05  # smaller gains are not shown
 ENOUGH = 1.03  # of the best time: fewer workers that are as good are preferred
 MAX_WORKERS = 32
 PINNED_BYTES_S = 2e10  # of a copy from pinned memory, bytes/s: a cautious figure for PCIe 4
+PINNING_BYTES_S = 8e9  # of copying to pinned memory, by a thread
 UNBALANCED = 1.4  # slowest worker over the mean
+MORE = 8  # times larger batches
+LAUNCH_S = 6e-5  # per kernel, with the Python around it
 BAD_READS = 3.0  # bytes read over bytes used
 
 
@@ -40,8 +43,7 @@ class Fix:
 
 def all_fixes(seen: Seen) -> list[Fix]:
     """Return the changes that gain at least 5 %, the best first; those that need no rewriting before equal ones."""
-    rules = (_workers, _prefetch, _balance, _threads, _pinned, _persistent, _reads, _lock, _collate, _line, _gpu_rules)
-    found = [fix for rule in rules for fix in rule(seen) if fix.gain.value >= LEAST_GAIN]
+    found = [fix for rule in RULES for fix in rule(seen) if fix.gain.value >= LEAST_GAIN]
     return sorted(found, key=lambda fix: (-round(math.log(fix.gain.value), 1), fix.is_bound, -fix.gain.value))
 
 
@@ -134,7 +136,7 @@ def _balance(seen: Seen) -> Iterator[Fix]:
 def contention(seen: Seen) -> float:
     """Return the share of an iteration that waiting for a core costs."""
     lost = seen.step_delay / max(1e-9, seen.iteration)
-    return lost if seen.threads * (1 + 0 * seen.workers) > seen.cores or seen.workers else 0.0
+    return lost if seen.threads > seen.cores or seen.workers else 0.0
 
 
 def _threads(seen: Seen) -> Iterator[Fix]:
@@ -151,7 +153,7 @@ def _pinned(seen: Seen) -> Iterator[Fix]:
         return
     copy = seen.copy_bytes / PINNED_BYTES_S
     step = max(1e-9, seen.step - seen.copy)
-    after = max(seen.wait + step, seen.gpu.busy - seen.gpu.copy + copy)
+    after = max(seen.wait + step, seen.gpu.busy - seen.gpu.copy + copy, seen.copy_bytes / PINNING_BYTES_S)
     gain = seen.iteration / after
     code = f"{_where(seen)}DataLoader(..., pin_memory=True), and tensor.to(device, non_blocking=True)"
     apply = {"loader": {"pin_memory": True}} if _is_torch(seen) else {}
@@ -202,7 +204,7 @@ def _reads(seen: Seen) -> Iterator[Fix]:
     name = file["path"].rpartition("/")[2]
     code = f'h5chunk repack {file["path"]} repacked.h5, then h5chunk.ChunkLoader("repacked.h5", ...)'
     yield Fix(f"repack {name}", "chunks", Range(gain.value, gain.low * 0.8, gain.high * 1.2), code)
-    if held < needed and needed * grid.chunk_bytes < 2 << 30:
+    if needed * grid.chunk_bytes < 2 << 30:
         size = (needed + 1) * grid.chunk_bytes
         code = f"h5py.File(..., rdcc_nbytes={size:_}, rdcc_nslots={grid.num_slots}): in each worker"
         apply = {"cache": [grid.num_slots, size]}
@@ -237,10 +239,27 @@ def _line(seen: Seen) -> Iterator[Fix]:
     yield Fix(f"without {line.place.rpartition('/')[2]}", line.stage, gain, code, is_bound=True)
 
 
+def _batch(seen: Seen) -> Iterator[Fix]:
+    """Larger batches, if taking one costs much: at best, a step takes no longer for more samples."""
+    if not _is_torch(seen) or not seen.workers or seen.handover < 0.25 * seen.iteration:
+        return
+    loop = today(seen)
+    larger = replace(loop, fetches=[MORE * seconds - (MORE - 1) * seen.fetch_gap for seconds in loop.fetches])
+    gain = MORE * seconds_per_batch(loop) / seconds_per_batch(larger)
+    least = seen.iteration / (seen.iteration - seen.handover * (1 - 1 / MORE))
+    code = f"{_where(seen)}DataLoader(..., batch_size={MORE * round(seen.samples)}), which changes training"
+    yield Fix("larger batches", "small batches", Range(gain, least, MORE), code, is_bound=True)
+
+
 def slowest_line(seen: Seen) -> Line | None:
     """Return the line that takes most of a fetch, of those that read, decode or transform."""
     lines = [line for line in seen.lines if line.stage in (READING, DECODING, "transform") and line.share > 0.1]
     return max(lines, key=lambda line: line.share, default=None)
+
+
+def is_launch_bound(seen: Seen) -> bool:
+    """Return whether a step launches so many kernels that their launches take its time."""
+    return seen.gpu is not None and seen.gpu.kernels > 20 and seen.iteration / seen.gpu.kernels < LAUNCH_S
 
 
 def _gpu_rules(seen: Seen) -> Iterator[Fix]:
@@ -253,12 +272,37 @@ def _gpu_rules(seen: Seen) -> Iterator[Fix]:
         gain = seen.iteration / max(1e-9, floor)
         code = "log losses every 100 steps: .item(), .cpu() and print of a GPU tensor wait for the GPU"
         yield Fix("no synchronisation in each step", "synchronisation", Range(gain, 1.0, 1.1 * gain), code)
-    if gpu.busy < 0.7 * seen.iteration and host > 0.6 * seen.iteration and gpu.kernels > 20:
+    line = next((line for line in seen.lines if line.stage == "step" and line.place), None)
+    if line is not None and gpu.busy < 0.7 * seen.iteration and not is_launch_bound(seen):
+        gain = seen.iteration / max(gpu.busy, seen.iteration - line.share * (seen.step - gpu.blocked))
+        code = f"{line}: do less of it, or not in each step"
+        yield Fix("less Python in the step", "python", Range(gain, 1.0, 1.1 * gain), code, is_bound=True)
+    if gpu.busy < 0.7 * seen.iteration and host > 0.6 * seen.iteration and is_launch_bound(seen):
         gain = seen.iteration / max(1e-9, gpu.busy, seen.wait)
         code = 'torch.compile(model, mode="reduce-overhead"), or a larger batch: fewer kernels per sample'
         yield Fix("fewer kernel launches", "launches", Range(gain, 1.0, gain), code, is_bound=True)
+    if seen.optimizer > 0.3 * seen.iteration and gpu.busy < 0.7 * seen.iteration:
+        gain = seen.iteration / max(gpu.busy, seen.iteration - 0.85 * seen.optimizer)
+        code = "torch.optim.Adam(..., fused=True), or the same of your optimizer"
+        yield Fix("fused optimizer", "launches", Range(gain, 1 + (gain - 1) / 2, 1.1 * gain), code)
     if seen.batch.get("dtype") == "float32" and gpu.copy > 0.2 * seen.iteration:
         after = max(seen.iteration - 0.75 * gpu.copy, gpu.busy - 0.75 * gpu.copy)
         gain = seen.iteration / after
         code = "send uint8 to the GPU, and make it float32 there"
         yield Fix("uint8 to the GPU", "copy", Range(gain, 1.0, gain), code, is_bound=True)
+
+
+RULES = (
+    _workers,
+    _prefetch,
+    _balance,
+    _threads,
+    _pinned,
+    _persistent,
+    _reads,
+    _lock,
+    _collate,
+    _line,
+    _batch,
+    _gpu_rules,
+)

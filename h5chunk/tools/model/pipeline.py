@@ -30,6 +30,7 @@ class Loop:
     step_cpu: float  # CPU time of a step
     prefetch: int = 2  # batches that each worker may have ready
     handover: float = 0.0  # time in which the main process takes a batch that is ready
+    least: float = 0.0  # time of the GPU, which works on a step while Python goes on
     exclusive: float = 0.0  # time in which only one worker at a time can work
     in_order: bool = True  # whether batches are delivered in the order of the sampler
     slowdown: Sequence[float] = ()  # of each worker, against the mean
@@ -50,9 +51,9 @@ class Range:
 def seconds_per_batch(loop: Loop) -> float:
     """Return the mean time of an iteration once the first batches are through."""
     if loop.workers == 0:
-        return float(np.mean(loop.fetches) + np.mean(loop.steps))
+        return max(loop.least, float(np.mean(loop.fetches) + np.mean(loop.steps)))
     simulated = _in_order(loop) if loop.in_order else _any_order(loop)
-    return max(simulated, loop.exclusive, (loop.fetch_cpu + loop.step_cpu) / loop.cores)
+    return max(simulated, loop.least, loop.exclusive, (loop.fetch_cpu + loop.step_cpu) / loop.cores)
 
 
 def _in_order(loop: Loop) -> float:

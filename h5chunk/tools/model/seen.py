@@ -10,6 +10,7 @@ from h5chunk.tools.model.pipeline import Loop
 
 READING, DECODING, TRANSFORM, COLLATE, LOCK = "reading", "decoding", "transform", "collate", "lock"
 FETCH_STAGES = (READING, DECODING, TRANSFORM, LOCK, COLLATE)
+MAX_DELAY = 0.5  # of a time, that can be waiting for a core
 HANDOVER_S = 1.5e-4  # of taking a tensor from a worker
 
 
@@ -34,7 +35,6 @@ class Gpu:
 
     busy: float  # kernels and copies ran
     idle: float  # nothing was queued between two steps
-    lag: float  # from the end of a step in Python to its end on the GPU
     copy: float  # copies from the host
     pageable: float  # of them, those from pageable memory
     kernels: float  # number per step
@@ -56,6 +56,7 @@ class Seen:
     batch: dict[str, Any]
     cores: int
     threads: int
+    fetched_by: Sequence[int] = ()  # the worker of each fetch
     fetch_gap: float = 0.0
     fetch_cpu: float = 0.0
     fetch_delay: float = 0.0  # a worker waited for a core
@@ -96,20 +97,32 @@ class Seen:
     def workers(self) -> int:
         return int(self.loader.get("num_workers") or 0)
 
+    @property
+    def idle(self) -> float:
+        """Share of the time in which the GPU does not work; 1 without a GPU."""
+        if self.gpu is None:
+            return 1.0
+        idle = self.iteration - self.gpu.busy if self.gpu.is_profiled else self.gpu.idle
+        return min(1.0, max(0.0, idle / self.iteration))
+
     def loop(self) -> Loop:
         """Return the loop as the simulation of workers takes it."""
-        delay = min(0.9, self.fetch_delay / max(1e-9, self.fetch))
-        step_delay = min(0.9, self.step_delay / max(1e-9, self.step))
+        waited = min(MAX_DELAY, self.step_delay / max(1e-9, self.step if self.workers else self.iteration))
+        delay = min(MAX_DELAY, self.fetch_delay / max(1e-9, self.fetch)) if self.workers else waited
         mean = max(1e-9, self.fetch)
+        even = {worker: mean / max(1e-9, seconds) for worker, seconds in enumerate(self.worker_fetches)}
+        by = self.fetched_by or [0] * len(self.fetches)
+        times = [seconds * even.get(worker, 1.0) for seconds, worker in zip(self.fetches, by, strict=True)]
         return Loop(
-            fetches=[seconds * (1 - delay) + self.fetch_gap for seconds in self.fetches] or [0.0],
-            steps=[seconds * (1 - step_delay) for seconds in self.steps],
+            fetches=[seconds * (1 - delay) + self.fetch_gap for seconds in times] or [0.0],
+            steps=[seconds * (1 - waited) for seconds in self.steps],
             workers=self.workers,
             cores=max(1.0, self.cores - self.other_cores),
             fetch_cpu=self.fetch_cpu,
             step_cpu=self.step_cpu,
             prefetch=int(self.loader.get("prefetch_factor") or 2),
             handover=self.handover,
+            least=0.0 if self.gpu is None or not self.gpu.is_profiled else self.gpu.busy,
             in_order=bool(self.loader.get("in_order", True)),
             slowdown=[seconds / mean for seconds in self.worker_fetches],
         )
