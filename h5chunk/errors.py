@@ -79,6 +79,12 @@ class WorkerError(H5ChunkError, RuntimeError):
     """A worker process died, or a reading thread hangs."""
 
 
+class UtilisationError(H5ChunkError, AssertionError):
+    """Training used less of the GPU than was demanded of `h5chunk.doctor`."""
+
+    report: Any = None
+
+
 MAX_NUMBER = (1 << 63) - 1  # the largest int64
 MAX_SIDE = 1 << 14  # pixels per side of images that are augmented: products of two sides fit 32 bits
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -10,6 +12,7 @@ import textwrap
 import pytest
 import torch
 from support.commands import check_error, run
+from support.scripts import load
 from torch.utils.data import DataLoader, Dataset
 
 import h5chunk
@@ -23,8 +26,7 @@ SCRIPT = """
             return 240
 
         def __getitem__(self, i):
-            until = time.perf_counter() + float(sys.argv[1])
-            while time.perf_counter() < until: pass  # decoding
+            time.sleep(float(sys.argv[1]))
             return torch.full((8,), float(i)), i % 2
 
     if __name__ == "__main__":
@@ -49,7 +51,7 @@ def script(tmp_path):
 def test_a_command_is_diagnosed_and_trains_as_without(script, tmp_path):
     weights, workers = [], 1
     for prefix in (["doctor", "--json", "--"], []):
-        command = [*prefix, sys.executable, script, "0.0005", workers, tmp_path / "weights.pt"]
+        command = [*prefix, sys.executable, script, "0.003", workers, tmp_path / "weights.pt"]
         if prefix:
             result = run(*command)
             assert result.exit_code == 0, result.output
@@ -59,7 +61,7 @@ def test_a_command_is_diagnosed_and_trains_as_without(script, tmp_path):
         weights.append(torch.load(tmp_path / "weights.pt"))
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     diagnosis = found["diagnosis"]
-    assert diagnosis["is_data"] and diagnosis["cause"] in ("transform", "decoding")
+    assert diagnosis["is_data"] and diagnosis["cause"] == "transform", diagnosis
     assert "train.py" in diagnosis["verdict"]
     assert found["seen"]["loader"]["num_workers"] == workers
 
@@ -89,3 +91,25 @@ def test_wrong_calls_say_what_is_missing(script):
     check_error(run("doctor", "--assert-util", "2", "--", "x"), "assert_util is 2.0")
     with pytest.raises(h5chunk.OptionError, match="cannot be combined"):
         h5chunk.doctor(DataLoader(Quick()), check=True)
+
+
+def test_the_page_needs_no_other_file_and_low_utilisation_is_an_error(tmp_path):
+    page = tmp_path / "why.html"
+    loader = DataLoader(Quick(), 10)
+    with (
+        pytest.raises(h5chunk.UtilisationError, match=r"below 1\.0") as raised,
+        h5chunk.doctor(loader, html=page, assert_util=1.0),
+    ):
+        for _ in loader:
+            torch.randn(100, 100) @ torch.randn(100, 100)
+    text = page.read_text()
+    assert raised.value.report.verdict in html.unescape(text) and "<svg" in text
+    assert not re.search(r"(src|href)=|@import|url\(", text)
+
+
+def test_planted_faults_are_named():
+    bench_doctor = load("bench_doctor")
+    by_name = {fault.name: fault for fault in bench_doctor.FAULTS}
+    for name in ("no worker", "unbalanced workers"):
+        result = bench_doctor.run_fault(by_name[name], 0.5)
+        assert result.is_right and result.predicted > 1.3, result

@@ -51,6 +51,12 @@ def doctor(command: tuple[str, ...], **options: Any) -> None:
     The script needs no change, and trains as without h5chunk. Give COMMAND after two dashes, such as -- python train.py
     """
     quiet, as_json = options.pop("quiet"), options.pop("as_json")
-    report = h5chunk.doctor(command=command, **options)
+    failed = None
+    try:
+        report = h5chunk.doctor(command=command, **options)
+    except h5chunk.UtilisationError as error:
+        failed, report = error, error.report
     if as_json or not quiet:
         click.echo(report.to_json() if as_json else str(report))
+    if failed is not None:
+        raise failed

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from h5chunk.errors import H5ChunkError, OptionError, SourceError
+from h5chunk.errors import OptionError, SourceError, UtilisationError
 from h5chunk.tools.doctor.collect import collect
 from h5chunk.tools.doctor.launch import check_command, run_command
 from h5chunk.tools.doctor.report import Check, DoctorReport
@@ -68,6 +68,8 @@ def doctor(
         An argument is invalid.
     SourceError
         The command failed, or no training loop of at least 12 batches was seen.
+    UtilisationError
+        Utilisation is below ``assert_util``; its attribute ``report`` has the report.
     """
     if seconds is not None:
         check_budget(seconds)
@@ -134,11 +136,9 @@ def _finish(report: DoctorReport, html: str | Path | None, assert_util: float | 
 
         write_page(report, Path(html))
     if assert_util is not None and report.utilisation < assert_util:
-        raise LowUtilisation(f"utilisation is {report.utilisation:.3f}, below {assert_util}: {report.verdict}")
-
-
-class LowUtilisation(H5ChunkError, AssertionError):
-    """Training used less of the GPU than ``assert_util`` asks for."""
+        error = UtilisationError(f"utilisation is {report.utilisation:.3f}, below {assert_util}: {report.verdict}")
+        error.report = report
+        raise error
 
 
 class WatchedLoop(DoctorReport):

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 FLUSH_S = 0.25  # seconds between writes
+SWITCH_S = 1e-3  # Python's switch interval: with the default of 5 ms, lines that follow slow ones would be seen
 SAMPLE_S = 0.02  # seconds between samples of the line that runs
 READING, DECODING, TRANSFORM, COLLATE, LOCK = "reading", "decoding", "transform", "collate", "lock"
 LIBRARIES = {
@@ -125,6 +126,8 @@ class Sampler:
         """Start the thread, unless it runs."""
         if self._thread is None:
             self._stop.clear()
+            self._interval = sys.getswitchinterval()
+            sys.setswitchinterval(min(SWITCH_S, self._interval))
             self._thread = threading.Thread(target=self._run, name="h5chunk doctor", daemon=True)
             self._thread.start()
 
@@ -134,6 +137,7 @@ class Sampler:
             self._stop.set()
             self._thread.join()
             self._thread = None
+            sys.setswitchinterval(self._interval)
 
     def _run(self) -> None:
         lines: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])

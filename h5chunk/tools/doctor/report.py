@@ -73,8 +73,9 @@ class DoctorReport(Report):
         yield self.verdict
         yield from self._ladder()
         yield from self._times()
+        if self.diagnosis.fixes:
+            yield "fixes, by predicted gain:"
         for number, fix in enumerate(self.diagnosis.fixes[:SHOWN_FIXES], 1):
-            yield ("fixes, by predicted gain:" if number == 1 else "") or ""
             yield f"  {number}. {fix.name}: {fix.gain_text}"
             yield f"     {fix.code}"
         if self.check is not None:
@@ -110,6 +111,11 @@ class DoctorReport(Report):
             cached = f", {file['cached']:.0%} in the page cache" if "cached" in file else ""
             chunks = f", chunks {tuple(file['chunks'])}" if file.get("chunks") else ""
             yield f"  {file['path']}: {human_bytes(file['bytes'])}{cached}{chunks}"
+
+    def _repr_html_(self) -> str:
+        from h5chunk.tools.doctor.page import figures
+
+        return "nothing was watched yet" if self.diagnosis is None else figures(self)
 
     def facts(self) -> dict[str, Any]:
         """Return the values of the report by name."""

@@ -105,7 +105,7 @@ def ladder(seen: Seen) -> list[Rung]:
     names = {COLLATE: "+ collating", DECODING: "+ decoding", TRANSFORM: "+ the rest of __getitem__", LOCK: "+ locks"}
     for stage, name in {**names, READING: _reading(seen)}.items():
         seconds = seen.stages.get(stage, 0.0)
-        if seconds > 0.01 * seen.fetch or stage == READING:
+        if seconds > 0.01 * seen.fetch:
             taken += seconds
             left = min(0.999, max(0.0, 1 - taken / seen.fetch))
             part = replace(shorter(loop, left, left), exclusive=loop.exclusive if stage == LOCK else 0.0)

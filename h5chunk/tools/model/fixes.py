@@ -12,6 +12,7 @@ from h5chunk.tools.model.pipeline import Loop, Range, gain_range, seconds_per_ba
 from h5chunk.tools.model.seen import COLLATE, DECODING, LOCK, READING, Line, Seen
 
 LEAST_GAIN = 1.05  # smaller gains are not shown
+LEAST_BOUND = 1.1  # the same of those that only have an upper limit
 ENOUGH = 1.03  # of the best time: fewer workers that are as good are preferred
 MAX_WORKERS = 32
 PINNED_BYTES_S = 2e10  # of a copy from pinned memory, bytes/s: a cautious figure for PCIe 4
@@ -43,7 +44,8 @@ class Fix:
 
 def all_fixes(seen: Seen) -> list[Fix]:
     """Return the changes that gain at least 5 %, the best first; those that need no rewriting before equal ones."""
-    found = [fix for rule in RULES for fix in rule(seen) if fix.gain.value >= LEAST_GAIN]
+    found = [fix for rule in RULES for fix in rule(seen)]
+    found = [fix for fix in found if fix.gain.value >= (LEAST_BOUND if fix.is_bound else LEAST_GAIN)]
     return sorted(found, key=lambda fix: (-round(math.log(fix.gain.value), 1), fix.is_bound, -fix.gain.value))
 
 
@@ -220,7 +222,8 @@ def _lock(seen: Seen) -> Iterator[Fix]:
 
 
 def _collate(seen: Seen) -> Iterator[Fix]:
-    if _is_torch(seen) and seen.stages.get(COLLATE, 0.0) > 0.1 * seen.fetch:
+    least = 0.1 if seen.loader.get("collate") else 0.4  # torch's own is rarely what to change
+    if _is_torch(seen) and seen.stages.get(COLLATE, 0.0) > least * seen.fetch:
         loop = today(seen)
         gain = _predict(seen, loop, without(seen, loop, COLLATE))
         name = seen.loader.get("collate") or "default_collate"

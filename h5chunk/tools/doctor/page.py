@@ -1,0 +1,92 @@
+"""Write a report as one page of HTML, with the ladder and a timeline, that needs no other file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+
+from h5chunk.errors import OutputError, printable
+from h5chunk.tools.doctor.report import DoctorReport
+from h5chunk.tools.model.seen import Seen
+
+WIDTH, BAR, GAP = 720, 22, 8  # pixels
+SHOWN = 60  # iterations in the timeline
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222 }
+h1 { font-size: 1.3em } h2 { font-size: 1.05em; margin-top: 2em } code { background: #f3f3f3; padding: 0 .2em }
+svg text { font: 12px system-ui, sans-serif } li { margin: .5em 0 } .key { font-size: 13px; color: #555 }
+"""
+STEP, WAIT = "#4878a8", "#d9822b"
+
+
+def write_page(report: DoctorReport, path: Path) -> None:
+    """Write the page. Raise OutputError if the file cannot be written."""
+    try:
+        path.write_text(page(report), encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"{printable(path)}: cannot be written: {error.strerror}") from None
+
+
+def page(report: DoctorReport) -> str:
+    """Return the page as text."""
+    head = f"<!doctype html><html lang='en'><meta charset='utf-8'><title>h5chunk doctor</title><style>{STYLE}</style>"
+    return f"{head}\n{figures(report)}\n<h2>All figures</h2><pre>{escape(str(report))}</pre></html>\n"
+
+
+def figures(report: DoctorReport) -> str:
+    """Return the verdict, the ladder, a timeline and the fixes as HTML."""
+    assert report.diagnosis is not None and report.seen is not None
+    fixes = "".join(
+        f"<li><b>{escape(fix.name)}</b>: {escape(fix.gain_text)}<br><code>{escape(fix.code)}</code></li>"
+        for fix in report.diagnosis.fixes
+    )
+    key = f"<span style='color:{STEP}'>■</span> the step <span style='color:{WAIT}'>■</span> waiting for a batch"
+    parts = [
+        f"<h1>{escape(report.verdict)}</h1>",
+        "<h2>Training, in samples/s, as one stage after another is added</h2>",
+        _ladder(report),
+        f"<h2>The last {min(SHOWN, len(report.seen.steps))} iterations</h2>",
+        _timeline(report.seen),
+        f"<p class='key'>{key}</p>",
+        f"<h2>Fixes, by predicted gain</h2><ol>{fixes}</ol>" if fixes else "<h2>There is nothing to fix</h2>",
+        f"<p>Checked: {escape(str(report.check))}.</p>" if report.check is not None else "",
+    ]
+    return "\n".join(parts)
+
+
+def _ladder(report: DoctorReport) -> str:
+    assert report.diagnosis is not None and report.seen is not None
+    rungs = [(rung.name, rung.rate) for rung in report.diagnosis.ladder]
+    rungs.append(("as measured", report.seen.samples / report.seen.iteration))
+    top = max(rate for _, rate in rungs)
+    left = 240
+    rows = []
+    for number, (name, rate) in enumerate(rungs):
+        y, width = number * (BAR + GAP), max(2.0, (WIDTH - left - 110) * rate / top)
+        color = "#888" if number == len(rungs) - 1 else STEP
+        rows.append(f"<text x='{left - 8}' y='{y + 16}' text-anchor='end'>{escape(name)}</text>")
+        rows.append(f"<rect x='{left}' y='{y}' width='{width:.0f}' height='{BAR}' fill='{color}'/>")
+        rows.append(f"<text x='{left + width + 6:.0f}' y='{y + 16}'>{rate:,.0f}</text>")
+    return _svg(rows, len(rungs) * (BAR + GAP))
+
+
+def _timeline(seen: Seen) -> str:
+    """Draw when training waited and worked in the last iterations, on one axis of time."""
+    pairs = list(zip(seen.waits, seen.steps, strict=True))[-SHOWN:]
+    total = sum(wait + step for wait, step in pairs)
+    rows = [*_spans(pairs, WIDTH / max(1e-9, total)), f"<text x='0' y='{BAR + 20}'>0 s</text>"]
+    rows.append(f"<text x='{WIDTH}' y='{BAR + 20}' text-anchor='end'>{total:.3g} s</text>")
+    return _svg(rows, BAR + 26)
+
+
+def _spans(pairs: list[tuple[float, float]], scale: float) -> Iterator[str]:
+    x = 0.0
+    for pair in pairs:
+        for seconds, color in zip(pair, (WAIT, STEP), strict=True):
+            yield f"<rect x='{x:.2f}' y='0' width='{seconds * scale:.2f}' height='{BAR}' fill='{color}'/>"
+            x += seconds * scale
+
+
+def _svg(rows: list[str], height: int) -> str:
+    return f"<svg width='{WIDTH}' height='{height}' role='img'>{''.join(rows)}</svg>"
