@@ -281,6 +281,11 @@ def put(file: Path, url: str) -> None:
     client.client().call({"op": "put", "url": url, "file": str(file), "options": {}})
 
 
+def remove(url: str) -> None:
+    """Remove an object. Raises FileError."""
+    client.client().call({"op": "remove", "url": url, "options": {}})
+
+
 def measure(
     ranges: Sequence[tuple[str, int, int]],
     num_requests: int,

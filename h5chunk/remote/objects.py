@@ -96,6 +96,12 @@ class Store:
         except Exception as error:
             raise RemoteError(f"{url}: cannot be written: {first_line(error)}") from None
 
+    def remove(self, url: str) -> None:
+        """Remove an object."""
+        import obstore
+
+        self.retried(url, lambda: obstore.delete(self.store, parse(url)[1]))
+
     def retried(self, url: str, attempt: Any) -> Any:
         """Return the result of ``attempt()``, which is repeated after temporary errors until the deadline."""
         end, delay_s = time.monotonic() + self.deadline_s, FIRST_DELAY_S

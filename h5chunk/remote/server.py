@@ -225,6 +225,7 @@ class Server:
             "list": self._list,
             "exists": self._exists,
             "put": self._put,
+            "remove": self._remove,
             "measure": self._measure,
         }[message["op"]]
 
@@ -257,6 +258,10 @@ class Server:
 
     def _put(self, message: dict[str, Any]) -> dict[str, Any]:
         self._store({**message, "options": {"retry_config": {"max_retries": 10}}}).put(message["url"], message["file"])
+        return {}
+
+    def _remove(self, message: dict[str, Any]) -> dict[str, Any]:
+        self._store(message).remove(message["url"])
         return {}
 
     def _measure(self, message: dict[str, Any]) -> dict[str, Any]:

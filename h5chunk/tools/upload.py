@@ -1,22 +1,28 @@
-"""Write the output of a command to an object store: make it on a local disk, and upload it once it is complete."""
+"""Write the output of a command to an object store: make it on a local disk, and upload each complete file."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import inspect
+import os
+import re
 import shutil
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from h5chunk.errors import FileError, OptionError, OutputError, printable
-from h5chunk.remote.mirror import NO_OPTIONS, exists, put
+from h5chunk.remote.mirror import NO_OPTIONS, exists, list_url, put, remove
+from h5chunk.store.write.output import NUMBERED
 from h5chunk.urls import is_url, parse
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+FIRST_SHARD = re.compile(r"-00000-of-\d+\.h5$")
 FILES = 4  # files that are uploaded at a time; the parts of each are uploaded at the same time, too
 
 
@@ -40,24 +46,104 @@ def uploads(command: Command) -> Command:
     return run  # type: ignore[return-value]
 
 
+class Uploads:
+    """Upload files to a folder of a store as soon as each is complete, the first one last.
+
+    As the name of a shard tells how many there are, readers find the folder incomplete until the first one is there.
+    """
+
+    def __init__(self, url: str, folder: Path, *, overwrite: bool) -> None:
+        self._url, self._folder, self._overwrite = url, folder, overwrite
+        self._files: dict[str, Future[None]] = {}
+        self._old: list[str] = []  # files that are replaced
+        self._pool = ThreadPoolExecutor(FILES)
+
+    def add(self, file: Path) -> None:
+        """Start uploading a complete file. Raises FileError if an earlier one failed."""
+        for started in self._files.values():
+            if started.done():
+                started.result()
+        if file.name in self._files or FIRST_SHARD.search(file.name):
+            return
+        if not self._files:
+            self._begin()
+        self._folder.mkdir(exist_ok=True)
+        link = self._folder / file.name  # as the folder of the file gets another name
+        link.unlink(missing_ok=True)
+        os.link(file, link)
+        self._files[file.name] = self._pool.submit(put, link, f"{self._url}/{file.name}")
+
+    def _begin(self) -> None:
+        """Remove the first of the files that are replaced, so that readers do not mix old and new ones."""
+        if self._overwrite and not self._url.startswith("http"):  # web servers do not list
+            self._old = [name for name in list_url(f"{self._url}/", NO_OPTIONS) if NUMBERED.fullmatch(name)]
+            for name in filter(FIRST_SHARD.search, self._old):
+                remove(f"{self._url}/{name}")
+
+    def finish(self, path: Path) -> None:
+        """Upload the rest of a complete folder, and remove what it replaced. Raises FileError."""
+        files = sorted(path.iterdir(), reverse=True)
+        for file in files:
+            self.add(file)
+        for started in self._files.values():
+            started.result()
+        for name in set(self._old) - {file.name for file in files}:
+            remove(f"{self._url}/{name}")
+        for file in files:
+            if file.name not in self._files:
+                put(file, f"{self._url}/{file.name}")
+
+    def close(self) -> None:
+        """Wait for the uploads that have begun."""
+        self._pool.shutdown(cancel_futures=True)
+
+
+_current: ContextVar[Uploads | None] = ContextVar("uploads", default=None)
+
+
+def upload_early(file: Path) -> None:
+    """Upload a complete file of a folder already, if the output is a URL. Raises OutputError."""
+    if (uploads := _current.get()) is not None:
+        try:
+            uploads.add(file)
+        except FileError as error:
+            raise OutputError(str(error)) from None
+
+
 def _upload(url: str, make: Callable[[Path], Any], options: dict[str, Any], overwrite: bool) -> Any:
     """Make a file or a folder of files, upload it, and return its report. Raises OutputError."""
     if not parse(url)[1]:
         raise OutputError(f"{printable(url)}: is not the name of an object to write: give one, such as {url}/data.h5")
-    if not overwrite and not options.get("dry_run") and exists(url):
+    if not overwrite and not options.get("dry_run") and _exists(url):
         raise OutputError(f"{printable(url)}: already exists: give another name, or overwrite=True (--overwrite)")
     folder = NO_OPTIONS.root / "uploads" / hashlib.sha256(url.encode()).hexdigest()[:24]
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = folder / parse(url)[1]
-    report = replace(make(path), path=url)
     if options.get("dry_run"):
-        return report
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    urls = [f"{url}/{file.name}" if path.is_dir() else url for file in files]
-    try:
-        with ThreadPoolExecutor(FILES) as pool:
-            list(pool.map(put, files, urls))
-    except FileError as error:
-        raise OutputError(f"{error}: the files are complete in {printable(folder)}: the same call continues") from None
+        return replace(make(path), path=url)
+    uploads = Uploads(url, folder / "complete", overwrite=overwrite)
+    with closing(uploads):
+        token = _current.set(uploads)
+        try:
+            report = replace(make(path), path=url)
+        finally:
+            _current.reset(token)
+        try:
+            if path.is_dir():
+                uploads.finish(path)
+            else:
+                put(path, url)
+        except FileError as error:
+            raise OutputError(
+                f"{error}: the files are complete in {printable(folder)}: the same call continues"
+            ) from None
     shutil.rmtree(folder)
     return report
+
+
+def _exists(url: str) -> bool:
+    """Return whether there is an object, or a folder of files that is complete."""
+    if not exists(url):
+        return False
+    names = [] if url.startswith("http") else list_url(f"{url}/", NO_OPTIONS)
+    return not names or not all(map(NUMBERED.fullmatch, names)) or any(map(FIRST_SHARD.search, names))

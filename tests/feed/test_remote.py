@@ -324,6 +324,61 @@ def test_outputs_are_uploaded(photos, tmp_path):
     assert not list((tmp_path / "cache" / "h5chunk" / "uploads").iterdir())
 
 
+def disconnect():
+    """Forget the process that makes requests, so that another one is started."""
+    for connection in client._current.copy():
+        connection.close()
+    client._current.clear()
+    client._paths.clear()
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    """A server of objects that speaks as much of the protocol of S3 as is needed."""
+    with object_server() as server:
+        for name, value in {"ENDPOINT_URL": server.url, "ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret"}.items():
+            monkeypatch.setenv(f"AWS_{name}", value)
+        monkeypatch.setenv("AWS_REGION", "us-east-1")
+        disconnect()  # so that another process sees the environment
+        yield server
+    disconnect()
+
+
+def test_shards_are_uploaded_when_they_are_finished(bucket):
+    seen = []
+
+    class Samples:
+        def __len__(self):
+            return 200
+
+        def __getitem__(self, number):
+            seen.append(len(bucket.puts))
+            return {"image": np.full((3, 40, 40), number, np.uint8), "label": number}
+
+    report = h5chunk.convert(Samples(), "s3://bucket/new", shards=5, workers=0)
+    assert report.path == "s3://bucket/new"
+    assert seen[-1] > 0  # an upload was complete before the last sample was read
+    names = [f"/bucket/new/new-0000{n}-of-00005.h5" for n in range(5)]
+    assert sorted(bucket.objects) == names
+    assert bucket.puts[-1] == names[0]
+    assert len(h5chunk.ChunkDataset("s3://bucket/new")) == 200
+    h5chunk.convert(Samples(), "s3://bucket/new", shards=2, workers=0, overwrite=True)
+    assert sorted(bucket.objects) == [f"/bucket/new/new-0000{n}-of-00002.h5" for n in range(2)]
+    assert len(h5chunk.ChunkDataset("s3://bucket/new")) == 200
+
+
+def test_a_failed_upload_in_parts_is_aborted(bucket):
+    values = {"images": np.zeros((600, 3, 100, 100), np.uint8), "labels": np.arange(600)}
+    bucket.refuses_parts = True
+    with pytest.raises(OutputError, match="the same call continues"):
+        h5chunk.convert(values, "s3://bucket/large.h5")
+    assert (bucket.objects, bucket.parts) == ({}, {})
+    bucket.refuses_parts = False
+    h5chunk.convert(values, "s3://bucket/large.h5")
+    assert bucket.parts == {}
+    assert len(h5chunk.ChunkDataset("s3://bucket/large.h5")) == 600
+
+
 def test_commands_that_need_local_files_say_so(photos, tmp_path):
     with served(photos) as server, pytest.raises(FileError, match="needs a local file"):
         h5chunk.repack(f"{server.url}/photos.h5", tmp_path / "new.h5")
@@ -334,10 +389,7 @@ def test_a_cut_copy_in_the_cache_is_an_error(photos, tmp_path, name):
     with served(photos) as server:
         url = f"{server.url}/photos.h5"
         h5chunk.ChunkDataset(url, cache_dir=tmp_path)
-        for connection in client._current.copy():
-            connection.close()
-        client._current.clear()
-        client._paths.clear()  # so that another process opens the copy
+        disconnect()  # so that another process opens the copy
         (file,) = tmp_path.rglob(name)
         with file.open("r+b") as opened:
             opened.truncate(3)

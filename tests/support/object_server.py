@@ -10,6 +10,7 @@ import time
 from contextlib import contextmanager
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qsl
 
 KINDS = ("503", "short", "slow")
 
@@ -28,7 +29,8 @@ class ObjectServer(ThreadingHTTPServer):
         self.objects = dict(objects)
         self.latency_s, self.faults, self.has_etags = latency_s, faults, has_etags
         self.kinds, self.requests, self.num_faults, self._random = kinds, [], 0, random.Random(seed)
-        self.refuses_uploads = False
+        self.refuses_uploads = self.refuses_parts = False
+        self.parts, self.puts = {}, []  # parts of uploads that are not complete, and paths in the order of arrival
         self.num_running = self.most_at_a_time = 0
         self.url = f"http://127.0.0.1:{self.server_port}"
 
@@ -55,10 +57,42 @@ class _Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_PUT(self):
-        if self.server.refuses_uploads:
+        """Store an object, or a part of one as in S3."""
+        data = self.rfile.read(int(self.headers["Content-Length"]))
+        path, _, query = self.path.partition("?")
+        if self.server.refuses_uploads or (query and self.server.refuses_parts):
             return self._answer(403)
-        self.server.objects[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
-        return self._answer(201)
+        self.server.puts.append(path)
+        if query:
+            number = int(re.search(r"partNumber=(\d+)", query)[1])
+            self.server.parts.setdefault(path, {})[number] = data
+        else:
+            self.server.objects[path] = data
+        return self._answer(200, headers={"ETag": '"1"'})
+
+    def do_POST(self):
+        """Begin or complete an upload in parts, or remove objects, as in S3."""
+        data = self.rfile.read(int(self.headers["Content-Length"] or 0)).decode()
+        path, _, query = self.path.partition("?")
+        if query == "delete":
+            keys = re.findall("<Key>(.*?)</Key>", data)
+            for key in keys:
+                self.server.objects.pop(f"{path}/{key}", None)
+            deleted = "".join(f"<Deleted><Key>{key}</Key></Deleted>" for key in keys)
+            return self._answer(200, f"<DeleteResult>{deleted}</DeleteResult>".encode())
+        if query.startswith("uploads"):
+            self.server.parts[path] = {}
+            result = "InitiateMultipartUploadResult"
+            return self._answer(200, f"<{result}><UploadId>7</UploadId></{result}>".encode())
+        parts = self.server.parts.pop(path)
+        self.server.objects[path] = b"".join(parts[number] for number in sorted(parts))
+        return self._answer(200, b"<CompleteMultipartUploadResult><ETag>1</ETag></CompleteMultipartUploadResult>")
+
+    def do_DELETE(self):
+        """Remove an object, or the parts of an upload."""
+        path, _, query = self.path.partition("?")
+        (self.server.parts if query else self.server.objects).pop(path, None)
+        return self._answer(204)
 
     def do_GET(self):
         self.server.num_running += 1
@@ -73,6 +107,8 @@ class _Handler(BaseHTTPRequestHandler):
         server.requests.append((self.path, self.headers.get("Range")))
         if server.latency_s:
             time.sleep(server.latency_s)
+        if data is None and "list-type=2" in self.path:
+            return self._list()
         if data is None:
             return self._answer(404)
         etag = f'"{hashlib.md5(data[:4096]).hexdigest()}-{len(data)}"' if server.has_etags else None
@@ -88,6 +124,20 @@ class _Handler(BaseHTTPRequestHandler):
         start, stop = int(match[1]), min(int(match[2]) + 1, len(data))
         headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
         return self._answer(206, memoryview(data)[start:stop], headers, fault)
+
+    def _list(self):
+        """List objects as S3 does."""
+        bucket, _, query = self.path.partition("?")
+        bucket = bucket.rstrip("/")
+        prefix = f"{bucket}/{dict(parse_qsl(query)).get('prefix', '')}"
+        entries = "".join(
+            f"<Contents><Key>{path.removeprefix(bucket + '/')}</Key><LastModified>2026-01-01T00:00:00.000Z"
+            f'</LastModified><ETag>"1"</ETag><Size>{len(data)}</Size></Contents>'
+            for path, data in sorted(self.server.objects.items())
+            if path.startswith(prefix)
+        )
+        result = "ListBucketResult"
+        return self._answer(200, f"<{result}><IsTruncated>false</IsTruncated>{entries}</{result}>".encode())
 
     def _answer(self, status, body=b"", headers=(), fault=""):
         self.send_response(status)

@@ -35,6 +35,7 @@ from h5chunk.tools.convert.forms import compare_forms, recommend
 from h5chunk.tools.convert.report import ConvertReport
 from h5chunk.tools.convert.samples import command_id, estimate_s, find_skipped, folder_layout, is_complete, job_key
 from h5chunk.tools.progress import Progress, count_up
+from h5chunk.tools.upload import upload_early
 
 APPLIED = ("rotated", "resized", "first frame")  # notes on what was done to images; other notes are their modes
 
@@ -232,6 +233,8 @@ class _TaskLog:
             options: dict[str, Any] = {"claims": self._claims[number], "written": self._written, "copied": copied}
             with _file_of(output, job.path.name) as new:
                 written = write_samples(new, job, finished=partial(self._finished, number), **options)
+            if isinstance(output, NewFolder):
+                upload_early(output.part / job.path.name)
             yield number, *written
 
     def write_on(self, client: Any, part: Path) -> Iterator[tuple[int, SampleJob, Filled]]:
