@@ -5,10 +5,16 @@ from __future__ import annotations
 import os
 import re
 from typing import Any
+from urllib.parse import parse_qsl
 
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "http", "https")
 URL = re.compile(rf"({'|'.join(SCHEMES)})://[^/]+/.*|({'|'.join(SCHEMES)})://[^/]+", re.DOTALL)
 CUT = re.compile(rf"({'|'.join(SCHEMES)}):/[^/]")
+
+SIGNATURE = re.compile(  # parameters of presigned URLs of S3, Google, Azure and CloudFront
+    r"(?i)x-(amz|goog)-.+|response-.+|AWSAccessKeyId|GoogleAccessId|Signature|Expires|Policy|Key-Pair-Id"
+    r"|s[vretp]|sig|spr|sip|sdd|ske|sks|skt|skv|skoid|sktid"
+)
 
 
 def is_url(path: object) -> bool:
@@ -31,13 +37,33 @@ def is_cut_url(path: object) -> bool:
 
 
 def parse(url: str) -> tuple[str, str]:
-    """Split a URL into the folder and the name in it.
+    """Split a URL into the folder and the name in it; a query of a web server, such as a signature, is the folder's.
 
-    >>> parse("s3://bucket/a/photos.h5")
-    ('s3://bucket/a/', 'photos.h5')
+    >>> parse("s3://bucket/a/photos.h5"), parse("https://host/a/photos.h5?sig=b/c")
+    (('s3://bucket/a/', 'photos.h5'), ('https://host/a/?sig=b/c', 'photos.h5'))
     """
-    folder, _, name = url.rpartition("/")
-    return f"{folder}/", name
+    path = without_query(url)
+    folder, _, name = path.rpartition("/")
+    return f"{folder}/{url[len(path) :]}", name
+
+
+def without_query(url: str) -> str:
+    """Return the URL of a web server without its query, which may hold a signature that messages must not show.
+
+    >>> without_query("https://host/a.h5?sig=b"), without_query("s3://bucket/what?.h5")
+    ('https://host/a.h5', 's3://bucket/what?.h5')
+    """
+    return url.partition("?")[0] if url.startswith("http") else url
+
+
+def is_signed(url: str) -> bool:
+    """Return whether the query of a URL only signs it, so that the same object has other URLs, too.
+
+    >>> is_signed("https://host/a.h5?X-Amz-Date=1&X-Amz-Signature=b"), is_signed("https://host/a.h5?file=1&sig=b")
+    (True, False)
+    """
+    names = {name for name, _ in parse_qsl(url[len(without_query(url)) :].lstrip("?"))}
+    return bool(names) and all(SIGNATURE.fullmatch(name) for name in names)
 
 
 local_copies: dict[str, Any] = {}  # the `h5chunk.remote.mirror.Mirror` of each local copy, by its path

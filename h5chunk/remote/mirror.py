@@ -20,7 +20,7 @@ from h5chunk.errors import FileError, OptionError, check_whole
 from h5chunk.remote import client
 from h5chunk.remote.pages import IN_USE, OBJECT, PAGE, Locks, Pages, Runs
 from h5chunk.stamp import keep_stamp
-from h5chunk.urls import local_copies
+from h5chunk.urls import local_copies, without_query
 
 AHEAD_BYTES, MAX_AHEAD_BYTES = 256 << 10, 8 << 20  # fetched at once for HDF5; doubled for reads one after another
 
@@ -109,7 +109,7 @@ class Mirror:
 
     def _register(self) -> None:
         local_copies[str(self.path)] = self
-        errors.shown_as[str(self.path)] = self.url
+        errors.shown_as[str(self.path)] = without_query(self.url)
         keep_stamp(self.path)
 
     @property

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from h5chunk.urls import parse
+from h5chunk.urls import parse, without_query
 
 HEAD_BYTES = 64 << 10  # the first bytes, which are read when an object is opened
 NUM_REQUESTS, MAX_REQUESTS = 64, 1024  # range requests at a time: the default, and the limit
@@ -44,7 +45,7 @@ class Store:
             make: Any = from_url
             self.store = make(url.rstrip("/"), client_options=client, **{"retry_config": {"max_retries": 0}, **options})
         except Exception as error:
-            raise RemoteError(f"{url}: cannot be opened: {first_line(error)}") from None
+            raise RemoteError(f"{without_query(url)}: cannot be opened: {first_line(error)}") from None
 
     def get(self, url: str, start: int, stop: int, pin: dict[str, Any] | None = None) -> tuple[dict[str, Any], Any]:
         """Return the metadata and the bytes ``start`` to ``stop`` of an object; with ``pin``, of this version only."""
@@ -94,7 +95,7 @@ class Store:
         try:
             obstore.put(self.store, parse(url)[1], Path(file))
         except Exception as error:
-            raise RemoteError(f"{url}: cannot be written: {first_line(error)}") from None
+            raise RemoteError(f"{without_query(url)}: cannot be written: {first_line(error)}") from None
 
     def remove(self, url: str) -> None:
         """Remove an object."""
@@ -104,6 +105,7 @@ class Store:
 
     def retried(self, url: str, attempt: Any) -> Any:
         """Return the result of ``attempt()``, which is repeated after temporary errors until the deadline."""
+        url = without_query(url)
         end, delay_s = time.monotonic() + self.deadline_s, FIRST_DELAY_S
         while True:
             try:
@@ -138,10 +140,10 @@ def version_of(meta: Any) -> dict[str, Any]:
 
 
 def changed(url: str) -> str:
-    return f"{url}: replaced or changed since it was first opened: open it again"
+    return f"{without_query(url)}: replaced or changed since it was first opened: open it again"
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type."""
-    lines = str(error).strip().splitlines()
+    """Return the first line of an error's message, without queries of URLs, or its type."""
+    lines = re.sub(r"\?\S+=\S*", "", str(error)).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__

@@ -29,7 +29,7 @@ from h5chunk.errors import FileError
 from h5chunk.remote.countdown import Countdown
 from h5chunk.remote.objects import HEAD_BYTES, RemoteError, Store, first_line
 from h5chunk.remote.pages import ABOUT, FETCHED, PAGE, Locks, Pages, Runs, create, pages_of
-from h5chunk.urls import parse
+from h5chunk.urls import is_signed, parse, without_query
 
 GAP_PAGES = 4  # neighbours with at most this many pages between them share a request
 REQUEST_PAGES = (4 << 20) // PAGE  # largest request
@@ -53,6 +53,10 @@ class Copy:
         self._pages, self._store, self._url = pages, store, url
         self._pin = {name: value for name, value in pages.about.items() if name in ("num_bytes", "etag", "modified")}
         self._lock, self._running = threading.Lock(), list[Request]()
+
+    def renew(self, store: Store, url: str) -> None:
+        """Use another URL of the same object, such as one with a later signature."""
+        self._store, self._url = store, url
 
     def fetch(
         self,
@@ -107,9 +111,10 @@ class Copy:
         except RemoteError as failure:
             return str(failure)
         except OSError as failure:
-            return f"{self._pages.folder}: the local copy of {self._url} cannot be written: {failure.strerror}"
+            what = f"{self._pages.folder}: the local copy of {without_query(self._url)}"
+            return f"{what} cannot be written: {failure.strerror}"
         except BaseException as failure:
-            return f"{self._url}: cannot be read: {first_line(failure)}"
+            return f"{without_query(self._url)}: cannot be read: {first_line(failure)}"
         return ""
 
     def _get(self, first: int, stop: int) -> None:
@@ -238,7 +243,9 @@ class Server:
                 where = f"{message.get('root')}: sparse copies cannot be kept there"
                 reply({"id": number, "error": f"{where}: {error.strerror}: choose another cache_dir"})
             except BaseException as error:
-                reply({"id": number, "error": f"{message['url']}: cannot be opened: {first_line(error)}"})
+                reply(
+                    {"id": number, "error": f"{without_query(message['url'])}: cannot be opened: {first_line(error)}"}
+                )
 
         self._calls.submit(run)
 
@@ -285,9 +292,11 @@ class Server:
         url, store, folder, data = message["url"], self._store(message), message.get("folder"), None
         if folder is None:
             about, data = store.get(url, 0, HEAD_BYTES)
-            about = {"url": url, **about}
+            about = {"url": without_query(url) if is_signed(url) else url, **about}
             if not about["etag"] and about.get("modified", "").startswith("1970-01-01"):
-                raise RemoteError(f"{url}: its server gives neither ETag nor Last-Modified, so changes would be missed")
+                raise RemoteError(
+                    f"{without_query(url)}: its server gives neither ETag nor Last-Modified, so changes would be missed"
+                )
             key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
             name = re.sub(r"[^A-Za-z0-9._-]+", "_", parse(url)[1])[:60]
             folder = str(Path(message["root"]) / f"{name}-{key}")
@@ -296,6 +305,7 @@ class Server:
         with self._lock:
             if folder not in self._copies:
                 self._copies[folder] = Copy(Pages(Path(folder)), store, url)
+            self._copies[folder].renew(store, url)
         if data is not None:
             self._copies[folder].put_head(data)
         return {"folder": folder}

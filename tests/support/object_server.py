@@ -29,6 +29,7 @@ class ObjectServer(ThreadingHTTPServer):
         self.objects = dict(objects)
         self.latency_s, self.faults, self.has_etags = latency_s, faults, has_etags
         self.kinds, self.requests, self.num_faults, self._random = kinds, [], 0, random.Random(seed)
+        self.query = ""  # of URLs, such as a signature
         self.refuses_uploads = self.refuses_parts = False
         self.parts, self.puts = {}, []  # parts of uploads that are not complete, and paths in the order of arrival
         self.num_running = self.most_at_a_time = 0
@@ -103,7 +104,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.num_running -= 1
 
     def _get(self):
-        server, data = self.server, self.server.objects.get(self.path)
+        path, _, query = self.path.partition("?")
+        server, data = self.server, self.server.objects.get(path)
+        if server.query and query != server.query:
+            return self._answer(403)
         server.requests.append((self.path, self.headers.get("Range")))
         if server.latency_s:
             time.sleep(server.latency_s)

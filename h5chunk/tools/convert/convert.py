@@ -59,8 +59,8 @@ def convert(
         object with ``len()`` and indexing, such as those of torchvision and Hugging Face.
     output : path
         The file to make; with ``shards``, ``shard_bytes`` or ``split_files``, the folder. Or a URL in a store
-        (``s3://``, ``gs://``, ``az://``): the files are made in ``~/.cache/h5chunk``, and each is uploaded as soon as it
-        is complete, the first shard last.
+        (``s3://``, ``gs://``, ``az://``): the files are made in ``~/.cache/h5chunk``, and each is uploaded as soon as
+        it is complete, the first shard last.
     format : str, optional
         The kind of the source, if its name and first bytes do not show it: see `h5chunk.sources.kinds.KINDS`.
     tuned : path, optional
