@@ -39,7 +39,10 @@ def uploads(command: Command) -> Command:
         given.update(given.pop("options", {}))
         url, overwrite = given.pop(name), given.pop("overwrite", False)
         if given.get("client") is not None:
-            raise OptionError("client is given, but the output is a URL: write to a folder that all workers share")
+            raise OptionError(
+                "client (--dask) is given, but the output is a URL: write to a folder that all workers share, "
+                "and copy it to the store"
+            )
         source = given.pop(next(iter(signature.parameters)))
         return _upload(url.rstrip("/"), lambda path: command(source, path, overwrite=True, **given), given, overwrite)
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import h5py
@@ -21,6 +22,7 @@ from h5chunk.sources.matrix import text
 from h5chunk.store.write.part_file import lock
 from h5chunk.tools.convert import matrix_shards
 from h5chunk.tools.convert.convert import convert
+from h5chunk.tools.convert.matrix_shards import run_task
 
 sp = pytest.importorskip("scipy.sparse")
 pytest.importorskip("pyarrow")
@@ -108,6 +110,19 @@ def test_one_data_set(tmp_path):
     assert np.array_equal(one.row_ids, many.row_ids) and np.array_equal(one.column_ids, many.column_ids)
     with h5chunk.ChunkLoader(many, 50) as loader:
         assert sum(batch.sum() for (batch,) in loader) == sum(batch.sum() for (batch,) in h5chunk.ChunkLoader(one, 50))
+
+
+def test_ids_of_older_shards(tmp_path, recwarn):
+    convert(ratings(tmp_path / "old.csv", 500), tmp_path / "old", shards=3)
+    ratings(tmp_path / "new.csv")
+    options = {"ids_from": tmp_path / "old", "keep_rows": True}
+    convert(tmp_path / "new.csv", tmp_path / "one.h5", **options)
+    convert(tmp_path / "new.csv", tmp_path / "out", shards=3, **options)
+    assert same_rows(tmp_path / "one.h5", tmp_path / "out")
+    old, new = (h5chunk.ChunkDataset(tmp_path / name) for name in ("old", "out"))
+    assert np.array_equal(old.row_ids, new.row_ids[: len(old)])
+    assert np.array_equal(old.column_ids, new.column_ids[: len(old.column_ids)])
+    assert not recwarn.list
 
 
 def test_text_in_parts(tmp_path, monkeypatch):
@@ -201,12 +216,14 @@ def test_a_second_conversion_does_not_touch_the_first(tmp_path):
         ({"shards": 9, "chunk_samples": 150}, OptionError, "give fewer shards"),
         ({"shards": 2, "min_row_count": 1000}, OptionError, "no row of shard 0 has enough entries: give fewer shards"),
         ({"client": "local:1"}, OptionError, "give shards"),
+        ({"client": "local:1", "shards": 2, "output": "s3://bucket/r"}, OptionError, "the output is a URL"),
+        ({"client": "local:1", "shards": 2, "source": "s3://bucket/r.csv"}, SourceError, "mount the store"),
     ],
 )
 def test_errors(tmp_path, options, error, message):
-    path = ratings(tmp_path / "r.csv")
+    given = {"source": ratings(tmp_path / "r.csv"), "output": tmp_path / "out", **options}
     with pytest.raises(error, match=message):
-        convert(path, tmp_path / "out", **options)
+        convert(given.pop("source"), given.pop("output"), **given)
     assert {entry.name for entry in tmp_path.iterdir()} == {"r.csv"}
 
 
@@ -216,7 +233,23 @@ def test_dry_run(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_on_a_cluster(tmp_path):
+def twice_and_once_in_vain(folder: Path):
+    """Each task fails at first, as on a full disk, and then runs twice at once."""
+
+    def run(task, say):
+        mark = folder / f"{task[0].name}-{task[2]}"
+        if not mark.exists():
+            mark.touch()
+            raise OutputError("the disk is full")
+        with ThreadPoolExecutor(2) as pool:
+            one, other = pool.map(lambda _: run_task(task, say), range(2))
+        assert one["file"] != other["file"]
+        return one
+
+    return run
+
+
+def test_on_a_cluster(tmp_path, monkeypatch):
     distributed = pytest.importorskip("distributed")
     about = {"processes": False, "n_workers": 2, "threads_per_worker": 1, "dashboard_address": "127.0.0.1:0"}
     cells = sp.random(300, 50, 0.2, "csr", random_state=0)
@@ -232,6 +265,10 @@ def test_on_a_cluster(tmp_path):
             convert(
                 source, tmp_path / "there" / "m", client=client, progress=lambda *args: told.append(args), **options
             )
+            assert equal_folders(tmp_path / "here" / "m", tmp_path / "there" / "m")
+            monkeypatch.setattr(matrix_shards, "run_task", twice_and_once_in_vain(tmp_path))
+            convert(source, tmp_path / "there" / "m", client=client, **options)
+            monkeypatch.setattr(matrix_shards, "run_task", run_task)
             assert equal_folders(tmp_path / "here" / "m", tmp_path / "there" / "m")
     assert {stage for stage, *_ in told} == {"read", "sort", "survey", "write"}
     assert list((tmp_path / "there").iterdir()) == [tmp_path / "there" / "m"]

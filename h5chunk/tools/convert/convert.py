@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from h5chunk.errors import OptionError
+from h5chunk.errors import OptionError, SourceError, printable
 from h5chunk.source import OpenContext
 from h5chunk.sources.matrix.block import SparseSource
 from h5chunk.sources.open import choose_options, find_kind, open_kind
@@ -24,6 +24,7 @@ from h5chunk.tools.convert.samples import open_context, prepare, split_job
 from h5chunk.tools.progress import Progress
 from h5chunk.tools.repack.options import TUNED, read_tuned
 from h5chunk.tools.upload import uploads
+from h5chunk.urls import is_cut_url, is_url
 
 
 @uploads
@@ -102,6 +103,10 @@ def convert(
         unused = [name for name in TUNED if name != "chunk_samples" and getattr(settings, name) is not None]
         if unused and notify is not None:
             notify(f"convert chooses {', '.join(unused)} itself; repack takes them from {os.fspath(tuned)}")
+    if is_url(source) or is_cut_url(source):
+        raise SourceError(
+            f"{printable(source)}: sources are read from a file system: copy the source to one, or mount the store"
+        )
     if client is not None:  # workers may run in other folders
         source = _absolute(source)
     opened, path, write_options, source_options = _open(source, output, format, overwrite, options, progress)

@@ -28,6 +28,7 @@ from h5chunk.stamp import stamp_of
 from h5chunk.store.format.header import CSR, DENSE, MATRIX, read_matrix
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.open import opened
+from h5chunk.store.read.files import list_files
 from h5chunk.store.write.journal import is_made_by, key_of
 from h5chunk.store.write.new_file import NewFile
 from h5chunk.store.write.output import check_folder
@@ -85,7 +86,7 @@ def convert_matrix(
     if options.shards is not None:
         facts["shards"] = options.shards
     if options.ids_from is not None:
-        facts["ids_from"] = stamp_of(options.ids_from, with_ctime=True)
+        facts["ids_from"] = [stamp_of(file, with_ctime=True) for file in list_files(options.ids_from)]
     command_id = None if identity is None else key_of({**KEY_FACTS, **facts})
     complete = not overwrite and command_id is not None and is_made_by(path, command_id)
     if not complete:

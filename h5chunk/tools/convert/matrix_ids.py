@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy as np
 from h5chunk.errors import FileError, OptionError, printable
 from h5chunk.sources.arrow import index_values
 from h5chunk.sources.matrix.block import SparseSource
-from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.files import open_reader
 from h5chunk.store.read.tables import COLUMN_IDS, ROW_IDS, read_table
 
 TABLE_START = 1 << 16
@@ -35,7 +34,7 @@ class OldIds(NamedTuple):
 
 
 def read_old_ids(path: str | os.PathLike[str] | None, source: SparseSource, *, keep_rows: bool) -> OldIds:
-    """Read the ids of the converted file at ``path`` (None: no file), whose numbers the new file reuses.
+    """Read the ids of the converted file or folder at ``path`` (None: no file), whose numbers the new file reuses.
 
     Without ``keep_rows``, only column ids are returned. Raises OptionError if ``source`` has no ids.
     """
@@ -46,8 +45,9 @@ def read_old_ids(path: str | os.PathLike[str] | None, source: SparseSource, *, k
             f"ids_from is given, but {printable(source.path)} ({source.kind}) has no ids: use it with ratings and "
             "other lists of entries"
         )
-    reader = H5Reader(Path(path))
-    rows, columns = (read_table(reader, name) for name in (ROW_IDS, COLUMN_IDS))
+    reader = open_reader(path)
+    rows = np.concatenate([read_table(file, ROW_IDS) for file in reader.readers])
+    columns = read_table(reader.readers[0], COLUMN_IDS)  # all files have the same
     for name, ids in ((ROW_IDS, rows), (COLUMN_IDS, columns)):
         if len(np.unique(ids)) < len(ids):
             raise FileError(f"{printable(path)}: damaged: {name} contains an id twice")

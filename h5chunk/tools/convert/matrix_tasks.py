@@ -103,7 +103,7 @@ def save(folder: Path, name: str, values: np.ndarray | Mapping[str, np.ndarray])
     """Save an array, or several, so that they are on disk afterwards."""
     with writing(folder / name), (folder / name).open("wb") as file:
         if isinstance(values, np.ndarray):
-            np.save(file, values)
+            np.save(file, values.view(values.dtype.str))  # without metadata of HDF5's types
         else:
             np.savez(file, allow_pickle=False, **values)
         file.flush()
