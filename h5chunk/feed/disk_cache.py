@@ -128,7 +128,7 @@ class DiskCache:
         """Yield the runs of present pages in random order, which for shuffled epochs is better than LRU."""
         found: list[tuple[Mirror, int, int]] = []
         for mirror in self._mirrors:
-            there = np.flatnonzero(np.frombuffer(mirror.pages.present(), np.uint8) == 1) // UNIT_PAGES
+            there = np.flatnonzero(np.frombuffer(mirror.pages.present(), np.uint8) & 1) // UNIT_PAGES
             found += [(mirror, unit * UNIT_PAGES, (unit + 1) * UNIT_PAGES) for unit in np.unique(there).tolist()]
         random.shuffle(found)
         return iter(found)

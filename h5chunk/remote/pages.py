@@ -3,6 +3,9 @@
 Processes share the copy. A page is marked as present after it was written, and as absent before it is freed, so that a
 process that is killed at any moment leaves a valid table. File locks, which the system releases when a process ends,
 protect pages that are being fetched (exclusive locks) and pages in use (shared locks) from being freed.
+
+After a power failure, pages may be marked that never reached the disk. So each page has a checksum, and pages that were
+written before the machine last started are doubted: they count as absent until `verify` has compared them.
 """
 
 from __future__ import annotations
@@ -14,17 +17,23 @@ import mmap
 import os
 import re
 import struct
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from h5chunk.errors import FileError, printable
 
 PAGE = 16 << 10  # bytes of a page
-OBJECT, TABLE, ABOUT = "object.h5", "pages", "about.json"  # the files of a copy
+OBJECT, TABLE, ABOUT, SUMS, BOOT = "object.h5", "pages", "about.json", "sums", "boot"  # the files of a copy
+SUM = np.dtype("<u4")  # of a page
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # differs each time that the machine starts
+TO_DOUBT = bytes([0, 3, 3, 3]) + bytes(range(4, 256))  # from the states of pages
 FETCHED, IN_USE = 0, 1 << 40  # first bytes of the two ranges of locks in the table
 PUNCH_HOLE, KEEP_SIZE = 2, 1  # flags of fallocate
-ABSENT, FREEABLE = re.compile(b"\0+"), re.compile(b"\1+")
+ABSENT, FREEABLE, DOUBTED = re.compile(b"[\0\3]+"), re.compile(b"[\1\3]+"), re.compile(b"\3+")
 FLOCK = struct.Struct("hhqqixxxx")  # struct flock
 
 Runs = list[tuple[int, int]]  # first page, and the page after the last one
@@ -67,20 +76,40 @@ class Pages:
         try:
             self.about: dict[str, Any] = json.loads((folder / ABOUT).read_text())
             self.num_bytes = int(self.about["num_bytes"])
-            sizes = [(folder / name).stat().st_size for name in (OBJECT, TABLE)]
+            sizes = [(folder / name).stat().st_size for name in (OBJECT, TABLE, SUMS)]
         except (FileNotFoundError, NotADirectoryError, ValueError, LookupError, TypeError):
             sizes = []
-        if not sizes or sizes != [self.num_bytes, pages_of(self.num_bytes)]:
+        count = pages_of(self.num_bytes) if sizes else 0
+        if not sizes or sizes != [self.num_bytes, count, count * SUM.itemsize]:
             raise FileError(f"{printable(str(folder))}: this local copy of a remote object is damaged: delete it")
         self.descriptor = os.open(folder / OBJECT, os.O_RDWR | os.O_CLOEXEC)
         self._table_file = os.open(folder / TABLE, os.O_RDWR | os.O_CLOEXEC)
-        self._table = mmap.mmap(self._table_file, pages_of(self.num_bytes), prot=mmap.PROT_READ)
+        self._sums_file = os.open(folder / SUMS, os.O_RDWR | os.O_CLOEXEC)
+        self._table = mmap.mmap(self._table_file, count, prot=mmap.PROT_READ)
+        self._doubt()
+
+    def _doubt(self) -> None:
+        """Doubt all pages if the machine was started since they were written."""
+        boot, now = self.folder / BOOT, _boot_id()
+        if not boot.exists() or boot.read_bytes() != now:
+            _write(self._table_file, self._table[:].translate(TO_DOUBT), 0)
+            part = boot.with_name(f"{BOOT}-{os.getpid()}-{os.urandom(4).hex()}")
+            part.write_bytes(now)
+            part.replace(boot)
+
+    def verify(self, first: int, stop: int) -> None:
+        """Mark the doubted pages of a run as present, or as absent if their checksums differ."""
+        for match in DOUBTED.finditer(self._table[first:stop]):
+            for page in range(first + match.start(), first + match.end()):
+                found = zlib.crc32(os.pread(self.descriptor, PAGE, page * PAGE)).to_bytes(SUM.itemsize, "little")
+                is_right = found == os.pread(self._sums_file, SUM.itemsize, page * SUM.itemsize)
+                self._mark(page, page + 1, b"\1" if is_right else b"\0")
 
     def absent(self, runs: Iterable[tuple[int, int]]) -> Runs:
         """Return the parts of runs that are absent."""
         found: Runs = []
         for first, stop in runs:
-            if self._table.find(b"\0", first, stop) >= 0:
+            if self._table.find(b"\0", first, stop) >= 0 or self._table.find(b"\3", first, stop) >= 0:
                 spans = (match.span() for match in ABSENT.finditer(self._table[first:stop]))
                 found += [(first + begin, first + end) for begin, end in spans]
         return found
@@ -88,6 +117,8 @@ class Pages:
     def put(self, first: int, stop: int, data: Any) -> None:
         """Write pages that were absent, and then mark them as present."""
         _write(self.descriptor, data, first * PAGE)
+        pages = (memoryview(data)[at : at + PAGE] for at in range(0, len(data), PAGE))
+        _write(self._sums_file, np.fromiter(map(zlib.crc32, pages), SUM).tobytes(), first * SUM.itemsize)
         self._mark(first, stop, b"\1")
 
     def _mark(self, first: int, stop: int, state: bytes) -> None:
@@ -120,7 +151,7 @@ class Pages:
             self._free(middle, stop)
 
     def present(self) -> bytes:
-        """Return the table: a byte for each page, 0 if it is absent."""
+        """Return the table: a byte for each page, 0: absent, 1: present, 2: present and kept, 3: doubted."""
         return self._table[:]
 
     @property
@@ -131,6 +162,7 @@ class Pages:
     def close(self) -> None:
         self._table.close()
         os.close(self._table_file)
+        os.close(self._sums_file)
         os.close(self.descriptor)
 
 
@@ -139,6 +171,14 @@ def _write(descriptor: int, data: Any, at: int) -> None:
     while view:
         done = os.pwrite(descriptor, view, at)
         view, at = view[done:], at + done
+
+
+def _boot_id() -> bytes:
+    """Return what differs each time that the machine starts; if that is unknown, each time."""
+    try:
+        return BOOT_ID.read_bytes()
+    except OSError:
+        return os.urandom(16)
 
 
 def pages_of(num_bytes: int) -> int:
@@ -160,11 +200,15 @@ def create(folder: Path, about: dict[str, Any]) -> None:
     part = folder.with_name(f".{folder.name}-{os.getpid()}-{os.urandom(4).hex()}")
     part.mkdir(parents=True, mode=0o700)
     try:
-        for name, num_bytes in ((OBJECT, about["num_bytes"]), (TABLE, pages_of(about["num_bytes"]))):
+        count = pages_of(about["num_bytes"])
+        for name, num_bytes in ((OBJECT, about["num_bytes"]), (TABLE, count), (SUMS, count * SUM.itemsize)):
             with (part / name).open("wb") as file:
                 file.truncate(num_bytes)
                 punch(file.fileno(), 0, PAGE)  # whether the file system can
-        (part / ABOUT).write_text(json.dumps(about))
+        with (part / ABOUT).open("w") as file:
+            file.write(json.dumps(about))
+            file.flush()
+            os.fsync(file.fileno())
         os.rename(part, folder)
     except OSError:
         for each in part.iterdir():

@@ -104,6 +104,7 @@ class Copy:
             locks = Locks(self._pages.folder)
             try:  # another process may have fetched them, or is about to
                 locks.lock(FETCHED, [(request.first, request.stop)], shared=False)
+                self._pages.verify(request.first, request.stop)
                 if absent := self._pages.absent([(request.first, request.stop)]):
                     self._get(absent[0][0], absent[-1][1])
             finally:

@@ -294,6 +294,40 @@ def test_bytes_that_rot_in_the_cache_are_found(photos, tmp_path):
             batches(h5chunk.ChunkDataset(url, cache_dir=tmp_path))
 
 
+def test_pages_that_a_power_failure_lost_are_fetched_again(photos, tmp_path):
+    with served(photos) as server:
+        url = f"{server.url}/photos.h5"
+        batches(h5chunk.ChunkDataset(url, cache_dir=tmp_path))
+        disconnect()
+        (copy,) = tmp_path.rglob("object.h5")
+        with copy.open("r+b") as file:
+            file.seek(200_000)
+            file.write(bytes(100_000))  # what never reached the disk
+        (copy.parent / "boot").write_text("before the machine was started again")
+        num_requests = len(server.requests)
+        assert_equal(batches(h5chunk.ChunkDataset(url, cache_dir=tmp_path)), batches(photos))
+        assert 1 < len(server.requests) - num_requests < 5
+
+
+def test_a_cache_is_never_stale(photos, tmp_path):
+    with served(photos) as server:
+        url = f"{server.url}/photos.h5"
+        batches(h5chunk.ChunkDataset(url, cache_dir=tmp_path))
+        h5chunk.convert({"images": np.zeros((600, 3, 40, 40), np.uint8), "labels": np.arange(600)}, tmp_path / "new.h5")
+        server.objects["/photos.h5"] = (tmp_path / "new.h5").read_bytes()
+        assert not h5chunk.ChunkDataset(url, cache_dir=tmp_path)[np.arange(600)][0].any()
+
+
+def test_processes_that_share_a_cache_fetch_only_once(photos, tmp_path):
+    with served(photos, latency_s=0.002) as server:
+        dataset = h5chunk.ChunkDataset(f"{server.url}/photos.h5", cache_dir=tmp_path)
+        sampler = h5chunk.ChunkSampler(dataset, 20)
+        for _ in range(2):
+            list(DataLoader(dataset, batch_sampler=sampler, num_workers=2, multiprocessing_context="fork"))
+    spans = [range(*map(int, each[6:].split("-"))) for _, each in server.requests]
+    assert sum(map(len, spans)) < 1.1 * photos.stat().st_size
+
+
 def test_killed_processes_leave_a_cache_that_is_right(photos, tmp_path):
     with served(photos, latency_s=0.002) as server:
         url = f"{server.url}/photos.h5"
@@ -402,7 +436,7 @@ def test_commands_that_need_local_files_say_so(photos, tmp_path):
         h5chunk.repack(f"{server.url}/photos.h5", tmp_path / "new.h5")
 
 
-@pytest.mark.parametrize("name", ["pages", "object.h5", "about.json"])
+@pytest.mark.parametrize("name", ["pages", "object.h5", "about.json", "sums"])
 def test_a_cut_copy_in_the_cache_is_an_error(photos, tmp_path, name):
     with served(photos) as server:
         url = f"{server.url}/photos.h5"
