@@ -15,7 +15,8 @@ First batch: the time from construction, on this file and on a sparse file of 10
 Utilisation: images/s of whole training epochs with the loader over as many steps on one cached real batch. Epochs of
 both take turns. Prints the median ratio of neighbouring epochs, a 95 % bootstrap interval, and processor time. The
 model ``python`` is a loop that computes in Python for 10 ms per step and uses no GPU.
-``--gpus 2``: the rate of one of two loaders in this process, each on its own GPU, over the rate of one alone.
+``--gpus 2``: the rates of a bare loop and of a loader on one GPU, and of two, each on its own GPU, at the same time: in
+one process, and in one each. If two bare loops are slower than one, the host's memory is the limit, not the loader.
 Steps: the slowest step of whole epochs over the median step, from GPU events, including an epoch's first and last step.
 All models except resnet9 need torchvision.
 """
@@ -24,8 +25,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
+import queue
 import statistics
 import tempfile
 import threading
@@ -43,6 +46,7 @@ from models import make_model
 from torch import nn
 
 import h5chunk
+from h5chunk.feed.budget import MAX_THREADS
 from h5chunk.store.hdf5.open import open_file
 from h5chunk.transforms import Normalize, ToDtype
 
@@ -50,34 +54,50 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SPARSE_BYTES = 100 << 30
 BARE_BYTES = 64 << 20  # of a window of the bare loop, unless a batch has more
 PYTHON_S = 0.01
+BARRIER_S = 60.0
 WARM_STEPS = 30
 
 
-def side_by_side(path: Path, args: argparse.Namespace) -> float:
-    """Measure the rate of one of several loaders in this process, each on its own GPU, against one loader alone."""
-
-    def run(number: int, rates: list[float]) -> None:
-        with torch.cuda.device(number), make_loader(path, args, dtype=torch.bfloat16, device=number) as loader:
+def run_beside(number: int, path: Path, args: argparse.Namespace, name: str, ready: Any, rates: Any) -> None:
+    """Measure images/s of an epoch on one GPU, of a bare loop or a loader, beside others that begin together."""
+    with torch.cuda.device(number):
+        if name == "bare loop":
+            loop = bare_loops(path, args)[-1]
+            rates.put(loop.rate(args.threads or MAX_THREADS, ready.wait) / loop.row_bytes)
+            return
+        with make_loader(path, args, dtype=torch.bfloat16, device=number) as loader:
             epoch(loader)
             ready.wait()
-            rates.append(epoch(loader))
+            rates.put(epoch(loader))
 
-    found: dict[int, list[float]] = {1: [], args.gpus: []}
-    for _ in range(args.rounds):
-        for count, rates in found.items():
-            ready = threading.Barrier(count)
-            threads = [threading.Thread(target=run, args=(number, rates)) for number in range(count)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-    alone, together = statistics.median(found[1]), statistics.median(found[args.gpus])
-    print(
-        f"one loader alone {alone:,.0f} images/s; each of {args.gpus} on as many GPUs {together:,.0f} images/s, "
-        f"{together / alone:.3f}",
-        flush=True,
-    )
-    return together / alone
+
+def side_by_side(path: Path, args: argparse.Namespace) -> dict[str, float]:
+    """Measure images/s of a bare loop and of a loader, alone and beside others, in threads and in processes."""
+    spawn = multiprocessing.get_context("spawn")
+    kinds: dict[str, tuple[Any, Any, Any, int]] = {
+        "alone": (threading.Thread, threading.Barrier, queue.SimpleQueue, 1),
+        "in one process": (threading.Thread, threading.Barrier, queue.SimpleQueue, args.gpus),
+        "in processes": (spawn.Process, spawn.Barrier, spawn.SimpleQueue, args.gpus),
+    }
+    found: dict[str, float] = {}
+    for name in ("bare loop", "loader"):
+        for kind, (runner, barrier, results, count) in kinds.items():
+            measured: list[float] = []
+            for _ in range(args.rounds):
+                ready, rates = barrier(count, timeout=BARRIER_S), results()
+                each = [runner(target=run_beside, args=(i, path, args, name, ready, rates)) for i in range(count)]
+                for one in each:
+                    one.start()
+                for one in each:
+                    one.join()
+                measured += [rates.get() for _ in each]
+            rate = found[f"{name}, {kind}"] = statistics.median(measured)
+            print(
+                f"{name} {kind}, {count} GPUs: {rate:,.0f} images/s each, {rate / found[f'{name}, alone']:.3f} of one "
+                f"alone, {rate / found[f'bare loop, {kind}']:.3f} of the bare loop",
+                flush=True,
+            )
+    return found
 
 
 def make_loader(
@@ -99,6 +119,12 @@ def make_loader(
     )
 
 
+def bare_loops(path: Path, args: argparse.Namespace) -> list[BareLoop]:
+    """Return bare loops whose windows are of one batch and, if batches are small, of four and eight."""
+    loops = [BareLoop(path, args.batch_size * batches) for batches in (1, 4, 8)]
+    return [loop for loop in loops if loop.window_bytes <= max(loops[0].window_bytes, BARE_BYTES)]
+
+
 def delivery(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Measure the limits and the loader's delivery, round by round."""
     with open_file(path) as file:
@@ -108,11 +134,7 @@ def delivery(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     counts = [n for n in (1, 2, 4, 8, 12, 16, 32) if n <= cores]
     read_rate(path, counts[-1], num_bytes)  # into the page cache
     best = max(counts, key=lambda threads: read_rate(path, threads, num_bytes))
-    loops = [
-        BareLoop(path, args.batch_size * batches)
-        for batches in (1, 4, 8)
-        if batches == 1 or batches * bare_bytes <= BARE_BYTES
-    ]
+    loops = bare_loops(path, args)
     tried = [(loop, threads) for loop in loops for threads in {cores * 3 // 4, max(1, cores - 1), cores}]
     bare, bare_threads = max(tried, key=lambda each: each[0].rate(each[1]))
     rates: dict[str, list[float]] = {"read": [], "copy": [], "bare": [], "bfloat16": [], "float32": []}
@@ -312,13 +334,13 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=[])
     parser.add_argument("--steps", nargs="*", default=[], help="models to time step by step")
     parser.add_argument("--epochs", type=int, default=6, help="training epochs of each kind")
-    parser.add_argument("--gpus", type=int, default=1, help="GPUs that this process feeds at once")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs that are fed at once")
     parser.add_argument("--compile", action="store_true", help="torch.compile the models")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     result: dict[str, Any] = {"delivery": delivery(args.path, args), "first_batch_s": first_batches(args.path, args)}
     if args.gpus > 1:
-        result["together_over_alone"] = side_by_side(args.path, args)
+        result["side_by_side"] = side_by_side(args.path, args)
     for name in args.models:
         result[name] = train(args.path, name, args)
     if args.json:

@@ -6,6 +6,7 @@ import os
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -73,28 +74,28 @@ class BareLoop:
         self._path = path
         with open_file(path) as file:
             dataset = file["images"]
-            self._row_bytes = dataset[0].nbytes
+            self.row_bytes = dataset[0].nbytes
             per_chunk = dataset.chunks[0]
             chunks = np.random.default_rng(0).permutation(len(dataset) // per_chunk)
             offsets = np.array([dataset.id.get_chunk_info(int(chunk)).byte_offset for chunk in chunks])
         at_once = max(1, window_samples // per_chunk)
         self._windows = offsets[: len(offsets) // at_once * at_once].reshape(-1, at_once)
-        self._per_chunk, self.window_bytes = per_chunk, at_once * per_chunk * self._row_bytes
+        self._per_chunk, self.window_bytes = per_chunk, at_once * per_chunk * self.row_bytes
 
     def _jobs(self, number: int, descriptor: int, buffer: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the jobs of a window and the I/O vectors that they point to."""
         rows = self._windows.shape[1] * self._per_chunk
         vectors = np.empty((rows, 2), np.uintp)
-        vectors[:, 0] = buffer.ctypes.data + np.random.default_rng(number).permutation(rows) * self._row_bytes
-        vectors[:, 1] = self._row_bytes
+        vectors[:, 0] = buffer.ctypes.data + np.random.default_rng(number).permutation(rows) * self.row_bytes
+        vectors[:, 1] = self.row_bytes
         jobs = np.zeros(self._windows.shape[1], native.JOB)
         jobs["descriptor"], jobs["offset"], jobs["count"] = descriptor, self._windows[number], self._per_chunk
-        jobs["num_bytes"] = self._per_chunk * self._row_bytes
+        jobs["num_bytes"] = self._per_chunk * self.row_bytes
         jobs["source"] = vectors.ctypes.data + np.arange(len(jobs)) * self._per_chunk * vectors.strides[0]
         return jobs, vectors
 
-    def rate(self, num_threads: int) -> float:
-        """Return bytes/s of an epoch."""
+    def rate(self, num_threads: int, wait: Callable[[], object] = lambda: None) -> float:
+        """Return bytes/s of an epoch on the current GPU; ``wait`` is called just before the clock starts."""
         num_slots, size = min(BARE_SLOTS, len(self._windows)), self.window_bytes
         descriptor, pinned = os.open(self._path, os.O_RDONLY), PinnedMemory(num_slots * size)
         hosts = pinned.bytes[: num_slots * size].reshape(num_slots, size)
@@ -104,6 +105,7 @@ class BareLoop:
         pairs = [(on_gpu, torch.from_numpy(host)) for on_gpu, host in zip(device, hosts, strict=True)]
         pool = native.NativePool(num_threads)
         torch.cuda.synchronize()
+        wait()
         started = time.perf_counter()
         for number in range(num_slots):
             pool.submit(number, tables[number][0])

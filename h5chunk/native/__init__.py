@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = 12  # version of the functions and structures in C
+VERSION = 13  # version of the functions and structures in C
 FEW_SAMPLES = 1 << 10  # whose geometry is drawn in less time than others would need to take the GIL
 PART_BYTES = 2 << 20  # approximate bytes of the jobs that a thread takes at a time
 JOB = np.dtype(

@@ -17,7 +17,7 @@
 #include <unistd.h>
 
 #define EXPORT __attribute__((visibility("default")))
-#define VERSION 12
+#define VERSION 13
 
 enum { READ = 0, VERIFY = 1, GATHER = 2, ROWS = 3 }; /* kinds of jobs */
 enum { DONE = 0, SYSTEM = 1, CUT_SHORT = 2, CHECKSUM = 3, CANCELLED = 4, CHANGED = 5, NOT_SENT = 6 }; /* of a ticket */

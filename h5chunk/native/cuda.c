@@ -12,7 +12,7 @@
 #define LIBCUDA "libcuda.so.1"
 #endif
 
-enum { MAX_ARGUMENTS = 8, NOT_LOADED = 3 }; /* CUDA_ERROR_NOT_INITIALIZED */
+enum { MAX_ARGUMENTS = 16, NOT_LOADED = 3 }; /* CUDA_ERROR_NOT_INITIALIZED */
 
 static struct {
     int (*get_context)(void **context);
@@ -90,7 +90,7 @@ typedef struct {
     uint32_t num_threads, shared_bytes; /* of a block */
 } Launch;
 
-/* Launch a kernel in one dimension, whose parameters are all of 8 bytes. */
+/* Launch a kernel in one dimension, whose parameters are of 4 or 8 bytes; of an argument, the lower bytes count. */
 EXPORT int h5chunk_cuda_launch(const Launch *launch, void *stream, uint32_t num_blocks) {
     void *context, *arguments[MAX_ARGUMENTS];
     int error = is_loaded ? cuda.push(launch->context) : NOT_LOADED;
@@ -102,14 +102,17 @@ EXPORT int h5chunk_cuda_launch(const Launch *launch, void *stream, uint32_t num_
     return error;
 }
 
-/* The number of parameters of a kernel, or -1 if it is not known, or one of them is not of 8 bytes. */
+static int is_number(size_t num_bytes) { return num_bytes == 4 || num_bytes == 8; }
+
+/* The number of parameters of a kernel, or -1 if it is not known, or one of them is of neither 4 nor 8 bytes. */
 EXPORT int h5chunk_cuda_parameters(const Launch *launch) {
     void *context;
     int count = 0;
     size_t offset, num_bytes = 8;
     if (!is_loaded || !cuda.parameter || cuda.push(launch->context)) return -1;
-    while (count <= MAX_ARGUMENTS && num_bytes == 8 && !cuda.parameter(launch->function, (size_t)count, &offset, &num_bytes))
+    while (count <= MAX_ARGUMENTS && is_number(num_bytes) &&
+           !cuda.parameter(launch->function, (size_t)count, &offset, &num_bytes))
         count++;
     cuda.pop(&context);
-    return num_bytes == 8 && count <= MAX_ARGUMENTS ? count : -1;
+    return is_number(num_bytes) && count <= MAX_ARGUMENTS ? count : -1;
 }

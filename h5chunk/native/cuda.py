@@ -12,7 +12,7 @@ import numpy as np
 
 from h5chunk import native
 
-NUM_ARGUMENTS = 8  # of a launch; a kernel may have fewer parameters
+NUM_ARGUMENTS = 16  # of a launch; a kernel may have fewer parameters
 
 
 class Sending(ctypes.Structure):
@@ -35,7 +35,7 @@ class Sending(ctypes.Structure):
 
 
 class Launch(ctypes.Structure):
-    """A kernel and the first of its arguments, each of 8 bytes; further parameters get zeros."""
+    """A kernel and the first of its arguments, each of 4 or 8 bytes; further parameters get zeros."""
 
     kept: object = None  # the kernel, and the memory of arguments
     _fields_ = (
@@ -48,7 +48,7 @@ class Launch(ctypes.Structure):
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters of the kernel; -1 if it is not known, or one of them is not of 8 bytes."""
+        """Number of parameters of the kernel; -1 if it is not known, or one of them is of neither 4 nor 8 bytes."""
         return int(native._library().h5chunk_cuda_parameters(ctypes.addressof(self)))
 
     def __call__(self, stream: int, num_blocks: int, arguments: Sequence[int]) -> bool:

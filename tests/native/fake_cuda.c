@@ -62,6 +62,6 @@ int cuLaunchKernel(void *function, unsigned blocks, unsigned y, unsigned z, unsi
 
 int cuFuncGetParamInfo(void *function, size_t index, size_t *offset, size_t *num_bytes) {
     *offset = 8 * index;
-    *num_bytes = function == (void *)9 && index == 1 ? 4 : 8; /* function 9 has a parameter of another size */
+    *num_bytes = function == (void *)9 && index == 1 ? 2 : function == (void *)8 ? 4 : 8; /* function 8 has numbers of 4 bytes, 9 one of 2 */
     return index < 3 ? 0 : 1;
 }

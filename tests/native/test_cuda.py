@@ -130,6 +130,7 @@ def test_a_kernel_is_launched_with_its_arguments(driver: Driver) -> None:
     driver.fail("l")
     assert not launch(USER_STREAM, 5, (out.ctypes.data, 13))
     assert out[0] == 42
+    assert cuda.Launch(cuda.context(), 8).num_parameters == 3
     assert cuda.Launch(cuda.context(), 9).num_parameters == -1
 
 
