@@ -27,6 +27,7 @@ STAGES = {  # label and unit of the progress bar of each stage
     "verify": ("verifying", "B"),
     "bench": ("measuring", " %"),
     "tune": ("tuning", " %"),
+    "statistics": ("computing statistics", " samples"),
 }
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from h5chunk.errors import FieldError, FileError, printable
 from h5chunk.store.format.header import Header
+from h5chunk.store.format.statistics import FieldStatistics, merged, read_statistics
 from h5chunk.store.read.files import reopen_with_fields
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.tables import read_table
@@ -91,6 +92,20 @@ class StoredNames:
             path = printable(self._reader.path)
             raise FieldError(f"{path}: field {field!r} has no categories: name a field of codes")
         return self._common(stored.categories)
+
+    def statistics(self, field: str) -> FieldStatistics:
+        """Return mean and standard deviation of each channel of a field, in all samples of the files.
+
+        ::
+
+            found = dataset.statistics("images")
+            loader = h5chunk.ChunkLoader(dataset, 256, transforms=[Normalize(found.mean, found.std)])
+
+        ``h5chunk info FILE --stats`` computes them, once for all subsets. Raises FieldError if it did not, or the file
+        has changed since then.
+        """
+        dataset = self._reader.fields[field].dataset if field in self._reader.fields else field
+        return merged([read_statistics(file.path, dataset.strip("/")) for file in self._reader.readers])
 
     def _of_samples(self, name: str) -> np.ndarray:
         """Return a table of one value per sample: (n,), numbers or str."""

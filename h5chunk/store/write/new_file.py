@@ -238,9 +238,14 @@ def write_recommendation(
     ``made_for`` is the data that it applies to, as for `h5chunk.store.format.recommendation.read_recommendation`.
     """
     content = {"version": VERSION, "window_chunks": window_chunks, "cache": [cache.nslots, cache.nbytes, cache.w0]}
-    with NewFile(sidecar_of(path), overwrite=True) as new:
+    write_text(sidecar_of(path), json.dumps(content | made_for) + "\n")
+    return sidecar_of(path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small text file, in place of an older one; it appears whole or not at all."""
+    with NewFile(path, overwrite=True) as new:
         with writing(new.path):
             os.ftruncate(new.descriptor, 0)
-            write_at(new.descriptor, (json.dumps(content | made_for) + "\n").encode(), 0)
+            write_at(new.descriptor, text.encode(), 0)
         new.commit()
-    return sidecar_of(path)

@@ -35,6 +35,7 @@ from h5chunk.store.read.ragged import (
 from h5chunk.tools.info.report import DatasetInfo, FileInfo, FolderInfo, ImagesInfo, MachineInfo, MatrixInfo
 from h5chunk.tools.info.summary import BATCH, default_fields, training_code, training_fields
 from h5chunk.tools.measure.machine import available_bytes, cuda_device, default_cache, library_versions
+from h5chunk.tools.progress import Progress
 from h5chunk.tools.report import python_text, shell_command
 
 PART_VALUES = 1 << 20  # values of a matrix that are read at a time
@@ -48,7 +49,12 @@ LAYOUTS = {
 
 
 def info(
-    path: Paths | None = None, *, trusted: bool = False, show_all: bool = False
+    path: Paths | None = None,
+    *,
+    trusted: bool = False,
+    show_all: bool = False,
+    stats: bool = False,
+    progress: Progress | None = None,
 ) -> FileInfo | FolderInfo | MachineInfo:
     """Describe all datasets of a file, without reading their data; or describe the machine.
 
@@ -64,6 +70,11 @@ def info(
     show_all : bool
         Whether the text lists every dataset of a file. Default: a summary that fits on a screen, with one line for
         datasets whose names differ only in their numbers.
+    stats : bool
+        Whether to read the fields to train on, compute mean and standard deviation of each of their channels, and store
+        them beside the file, where `ChunkDataset.statistics` finds them.
+    progress : function, optional
+        Called with (stage, done, total) while statistics are computed.
 
     Returns
     -------
@@ -77,17 +88,33 @@ def info(
     if path is None:
         return MachineInfo(available_cores(), available_bytes(), native.available(), cuda_device(), library_versions())
     if (only := single_file(path)) is not None:
-        return replace(_info_file(only, trusted), show_all=show_all)
+        return _with_statistics(replace(_info_file(only, trusted), show_all=show_all), trusted, stats, progress)
     files, broken = [], {}
     num_bytes = 0
     for file in list_files(path):
         num_bytes += file.stat().st_size if file.is_file() else 0
         try:
-            files.append(_info_file(file, trusted))
+            files.append(_with_statistics(_info_file(file, trusted), trusted, stats, progress))
         except FileError as error:
             broken[str(file)] = str(error).removeprefix(f"{printable(file)}: ")
     name = str(path) if isinstance(path, (str, Path)) else f"{len(files) + len(broken)} files"
     return FolderInfo(path=name, num_bytes=num_bytes, files=tuple(files), broken=broken, **_describe_set(path, trusted))
+
+
+def _with_statistics(file: FileInfo, trusted: bool, wanted: bool, progress: Progress | None) -> FileInfo:
+    """Add the statistics of the fields to train on, if they are wanted, and store them beside the file."""
+    if not wanted:
+        return file
+    from h5chunk.tools.measure.statistics import has_statistics, store_statistics  # imports torch
+
+    of_fields = (item for item in file.datasets if item.name in file.fields and item.can_train)
+    names = [item.name for item in of_fields if has_statistics(item.dtype, item.shape[1:])]
+    if not names:
+        raise FieldError(
+            f"{printable(file.path)}: has no dense field of floats or arrays: statistics are of those (images of any "
+            "size, matrices and labels have none)"
+        )
+    return replace(file, statistics=store_statistics(Path(file.path), names, trusted=trusted, progress=progress))
 
 
 def _describe_set(path: Paths, trusted: bool) -> dict[str, Any]:
@@ -139,6 +166,7 @@ def _describe_file(path: Path, trusted: bool) -> FileInfo:
             matrices=matrices,
             images=images,
             refused=[str(error).removeprefix(f"{printable(path)}: ") for error in refused],
+            fields=fields,
             code=training_code(shown(path), fields, default_fields(file, header), images) if fields else [],
         )
 

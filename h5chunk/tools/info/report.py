@@ -10,6 +10,7 @@ from h5chunk.errors import count_text, human_bytes
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.source import shape_text
 from h5chunk.store.format.header import Header
+from h5chunk.store.format.statistics import FieldStatistics, merged
 from h5chunk.tools.info.summary import summarise
 from h5chunk.tools.report import Report, list_some, shell_command, values_text
 
@@ -139,6 +140,8 @@ class FileInfo(Report):
     refused: list[str] = field(default_factory=list)  # why links, views and implausible datasets were not read
     matrices: list[MatrixInfo] = field(default_factory=list)  # sparse matrices; in an h5chunk file also dense rows
     images: list[ImagesInfo] = field(default_factory=list)  # of any size
+    fields: list[str] = field(default_factory=list)  # names of the datasets to train on
+    statistics: dict[str, FieldStatistics] = field(default_factory=dict)  # of fields, if they were computed
     code: list[str] = field(default_factory=list)  # lines of Python that make a loader; empty if no field suits one
     show_all: bool = False  # whether to list every dataset, instead of a summary
 
@@ -169,6 +172,7 @@ class FileInfo(Report):
         lines += [f"  not looked at: {reason}" for reason in refused]
         if len(refused) < len(self.refused):
             lines.append(f"  {len(self.refused) - len(refused):,} more not looked at (--all)")
+        lines += [f"  {line}" for name, found in self.statistics.items() for line in _statistics_lines(name, found)]
         lines += [f"  {line}" for line in self._advice()]
         if not self.datasets and not self.refused:
             lines.append("  no datasets")
@@ -190,6 +194,17 @@ class FileInfo(Report):
             command = shell_command(["h5chunk", "repack", self.path, "NEW.h5", "--fields", largest.name])
             lines.append(f"{command} gives it, and all fields of its length, chunks of whole samples")
         return lines
+
+
+def _statistics_lines(name: str, found: FieldStatistics) -> list[str]:
+    """Return the statistics of a field as a transform, and the range of its values."""
+    mean, std = (", ".join(f"{value:.6g}" for value in column[:SHOWN]) for column in (found.mean, found.std))
+    more = f", ... ({len(found.mean):,} channels)" if len(found.mean) > SHOWN else ""
+    missing = f"; {count_text(found.num_missing, 'value')} NaN or infinite" if found.num_missing else ""
+    return [
+        f"{name}  Normalize(mean=({mean}{more}), std=({std}{more}))",
+        f"    values from {min(found.minimum):.6g} to {max(found.maximum):.6g}{missing}",
+    ]
 
 
 @dataclass(frozen=True)
@@ -224,6 +239,9 @@ class FolderInfo(Report):
             lines.append(f"  read as one: {samples} of {', '.join(self.fields)}; {order}")
             lines += [f"  classes {list_some(self.class_names)}"] if self.class_names else []
             lines.append(f"  samples that are read together: {chunks}")
+            for name in self.files[0].statistics if self.files else ():
+                found = merged([file.statistics[name] for file in self.files])
+                lines += [f"  {line}" for line in _statistics_lines(name, found)]
         lines += [f"  cannot be opened: {path}: {why}" for path, why in list(self.broken.items())[:SHOWN]]
         for number, file in enumerate(self.files[:SHOWN]):
             samples = f"{count_text(self.num_samples[number], 'sample')}, " if self.num_samples else ""

@@ -1,0 +1,114 @@
+"""Statistics of a file's fields, which `h5chunk info --stats` stores beside it: ``NAME.h5chunk-stats.json``.
+
+It is a JSON object: ``version`` 1; ``stamp``: size and modification time of the file, without which the statistics are
+not used; and ``fields``: the attributes of `FieldStatistics` by the path of each dataset in the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from h5chunk.errors import FieldError, FileError, printable
+from h5chunk.stamp import stamp_of
+
+VERSION = 1
+SUFFIX = ".h5chunk-stats.json"
+MAX_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class FieldStatistics:
+    """Statistics of each channel of a field; uint8 is scaled to 0..1, as by `h5chunk.transforms.Normalize`.
+
+    Channels are the values of a sample of one axis, and the first axis, or that of (H, W, 3), of a sample of three or
+    more; other samples are one channel. NaN and infinite values count only in ``num_missing``.
+
+    Attributes
+    ----------
+    count : tuple of int
+        Finite values of each channel.
+    mean, std, minimum, maximum : tuple of float
+        Of the finite values of each channel; ``std`` divides by the count. NaN for a channel without finite values.
+    num_missing : int
+        Values of all channels that are NaN or infinite.
+    """
+
+    count: tuple[int, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    minimum: tuple[float, ...]
+    maximum: tuple[float, ...]
+    num_missing: int = 0
+
+
+def merged(parts: Sequence[FieldStatistics]) -> FieldStatistics:
+    """Return the statistics of all samples from those of parts with the same channels.
+
+    >>> merged([FieldStatistics((1,), (value,), (0.0,), (value,), (value,)) for value in (1.0, 3.0)])
+    FieldStatistics(count=(2,), mean=(2.0,), std=(1.0,), minimum=(1.0,), maximum=(3.0,), num_missing=0)
+    """
+    if len(parts) == 1:
+        return parts[0]
+    channels = [_merged_channel([part for part in parts if part.count[at]], at) for at in range(len(parts[0].count))]
+    count, mean, std, minimum, maximum = zip(*channels, strict=True)
+    return FieldStatistics(count, mean, std, minimum, maximum, sum(part.num_missing for part in parts))
+
+
+def _merged_channel(parts: Sequence[FieldStatistics], at: int) -> tuple[int, float, float, float, float]:
+    count = sum(part.count[at] for part in parts)
+    if not count:
+        return 0, math.nan, math.nan, math.nan, math.nan
+    mean = math.fsum(part.count[at] * part.mean[at] for part in parts) / count
+    squares = math.fsum(part.count[at] * (part.std[at] ** 2 + (part.mean[at] - mean) ** 2) for part in parts)
+    lowest, highest = min(part.minimum[at] for part in parts), max(part.maximum[at] for part in parts)
+    return count, mean, math.sqrt(squares / count), lowest, highest
+
+
+def statistics_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path of the statistics of a file."""
+    path = Path(path)
+    return path.with_name(path.name + SUFFIX)
+
+
+def statistics_text(path: str | os.PathLike[str], fields: Mapping[str, FieldStatistics]) -> str:
+    """Return what to store beside a file, with statistics by the path of each dataset."""
+    content = {name: asdict(statistics) for name, statistics in fields.items()}
+    return json.dumps({"version": VERSION, "stamp": stamp_of(path)[2:], "fields": content}) + "\n"
+
+
+def read_statistics(path: str | os.PathLike[str], dataset: str) -> FieldStatistics:
+    """Read the statistics of a dataset of a file.
+
+    Raises FieldError if there are none, or they are of an earlier version of the file; FileError if they are damaged.
+    """
+    stored, command = statistics_path(path), f"h5chunk info --stats {printable(path)}"
+    try:
+        with stored.open("rb") as file:
+            text = file.read(MAX_BYTES)
+    except OSError:
+        raise FieldError(f"{printable(path)}: has no statistics beside it: {command} computes them") from None
+    try:
+        found = json.loads(text)
+        fields = {name: _parsed(values) for name, values in found["fields"].items()}
+        is_current = found["version"] == VERSION and tuple(found["stamp"]) == stamp_of(path)[2:]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise FileError(f"{printable(stored)}: damaged: {error}: {command} makes a new one") from None
+    if not is_current:
+        raise FieldError(f"{printable(stored)}: is of an earlier version of the file: {command} makes a new one")
+    if dataset not in fields:
+        raise FieldError(f"{printable(stored)}: has {', '.join(map(repr, fields))}, but not {dataset!r}")
+    return fields[dataset]
+
+
+def _parsed(values: Mapping[str, Any]) -> FieldStatistics:
+    count = tuple(map(int, values["count"]))
+    numbers = {name: tuple(map(float, values[name])) for name in ("mean", "std", "minimum", "maximum")}
+    if not count or any(len(column) != len(count) for column in numbers.values()):
+        raise ValueError("lists differ in length")
+    return FieldStatistics(count, num_missing=int(values["num_missing"]), **numbers)

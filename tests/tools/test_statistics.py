@@ -1,0 +1,99 @@
+"""Statistics of fields: computed in one pass by info, stored beside the file, and used by Normalize."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.commands import run
+from support.foreign import make_file, values
+
+import h5chunk
+from h5chunk.transforms import Normalize
+
+RNG = np.random.default_rng(0)
+
+
+def write(path: Path, data: np.ndarray, **options: Any) -> Path:
+    return make_file(path, images=(data, options))
+
+
+def expected(data: np.ndarray, axis: int | None) -> tuple[np.ndarray, np.ndarray]:
+    channels = data.reshape(1, -1) if axis is None else np.moveaxis(data, axis + 1, 0).reshape(data.shape[axis + 1], -1)
+    channels = channels.astype(np.float64) / (255 if data.dtype == np.uint8 else 1)
+    channels = np.where(np.isfinite(channels), channels, np.nan)
+    return np.nanmean(channels, 1), np.nanstd(channels, 1)
+
+
+DATA = {
+    "uint8 pixels": (values((40, 3, 9, 7), "u1"), 0),
+    "uint8 pixels, channels last": (values((40, 9, 7, 3), "u1"), 2),
+    "fields of weather far from zero": ((RNG.normal(size=(30, 20, 6, 5)) + 50_000).astype(np.float32), 0),
+    "float64 vectors": (RNG.normal(size=(50, 11)), 0),
+    "one value": (RNG.normal(size=300), None),
+    "int16 signals": (RNG.integers(-3000, 3000, (20, 3, 50)).astype(np.int16), None),
+    "missing values": (np.where(RNG.random((30, 4, 5, 5)) < 0.3, np.nan, RNG.normal(size=(30, 4, 5, 5))), 0),
+}
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_statistics_are_those_of_numpy(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("h5chunk.tools.measure.statistics.BATCH_BYTES", 2000)  # several batches, and merges
+    monkeypatch.setattr("h5chunk.tools.measure.statistics.MAX_MERGED", 3)
+    data, axis = DATA[kind]
+    path = write(tmp_path / "a.h5", data, chunks=(4, *data.shape[1:]), compression="gzip")
+    report = h5chunk.info(path, stats=True)
+    found = h5chunk.ChunkDataset(path).statistics("images")
+    assert report.statistics == {"images": found}
+    mean, std = expected(data, axis)
+    np.testing.assert_allclose(found.mean, mean, rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(found.std, std, rtol=1e-9)
+    assert found.num_missing == np.sum(~np.isfinite(data)) and sum(found.count) + found.num_missing == data.size
+    if np.isfinite(data).all() and data.dtype.kind == "f" and data.ndim > 1:
+        ((batch,),) = h5chunk.ChunkLoader(path, len(data), transforms=[Normalize(found.mean, found.std)])
+        assert abs(float(batch.double().mean())) < 0.01 and float(batch.double().std()) == pytest.approx(1, abs=0.01)
+
+
+def test_several_files_and_subsets_share_the_statistics_of_all_samples(tmp_path: Path) -> None:
+    parts = [RNG.normal(size=(size, 3, 4, 4)) + size for size in (10, 30)]
+    for number, part in enumerate(parts):
+        write(tmp_path / f"{number}.h5", part)
+    assert "Normalize(mean=(" in run("info", tmp_path, "--stats").stdout
+    found = h5chunk.ChunkDataset(tmp_path).subset([1, 2]).statistics("images")
+    mean, std = expected(np.concatenate(parts), 0)
+    np.testing.assert_allclose(found.mean, mean)
+    np.testing.assert_allclose(found.std, std)
+
+
+def test_statistics_of_an_earlier_version_of_a_file_are_an_error(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.h5", values((20, 3, 4, 4), "u1"))
+    with pytest.raises(h5chunk.FieldError, match=r"h5chunk info --stats .*a\.h5"):
+        h5chunk.ChunkDataset(path).statistics("images")
+    report = json.loads(run("info", path, "--stats", "--json").stdout)
+    assert len(report["statistics"]["images"]["mean"]) == 3
+    with pytest.raises(h5chunk.FieldError, match="not 'labels'"):
+        h5chunk.ChunkDataset(path).statistics("labels")
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(h5chunk.FieldError, match="earlier version"):
+        h5chunk.ChunkDataset(path).statistics("images")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 1}', '{"fields": {"images": {"count": [1]}}}'])
+def test_damaged_statistics_are_an_error_with_a_remedy(tmp_path: Path, text: str) -> None:
+    path = write(tmp_path / "a.h5", values((20, 3, 4, 4), "u1"))
+    (tmp_path / "a.h5.h5chunk-stats.json").write_text(text)
+    with pytest.raises(h5chunk.FileError, match="damaged"):
+        h5chunk.ChunkDataset(path).statistics("images")
+    h5chunk.info(path, stats=True)
+    assert torch.tensor(h5chunk.ChunkDataset(path).statistics("images").std).shape == (3,)
+
+
+def test_a_file_without_dense_fields_has_no_statistics(tmp_path: Path) -> None:
+    path = make_file(tmp_path / "a.h5", labels=(np.arange(20), {}))
+    with pytest.raises(h5chunk.FieldError, match="no dense field"):
+        h5chunk.info(path, stats=True)
