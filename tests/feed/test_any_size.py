@@ -326,3 +326,39 @@ def test_a_fork_has_no_decoding_threads(kept):
         next(batches)
         assert in_fork(go_on) == 0
         list(batches)
+
+
+def test_small_jpegs_of_all_kinds_are_decoded_like_pillow(tmp_path):
+    """Exactly: all subsamplings, progressive or not, with and without restart markers, in three kinds of colours."""
+    (tmp_path / "photos").mkdir()
+    restarts = {}, {"restart_marker_blocks": 1}, {"restart_marker_rows": 1}
+    for number in range(360):
+        image = picture(4 + number % 37, 4 + number % 31, number).convert(("L", "RGB", "CMYK")[number % 3])
+        how = {"subsampling": number // 3 % 3, "progressive": number // 9 % 2 == 1, **restarts[number // 18 % 3]}
+        image.save(tmp_path / "photos" / f"{number}.jpg", quality=30 + number % 60, **how)
+    h5chunk.convert(tmp_path / "photos", tmp_path / "a.h5", keep_encoded=True)
+    data = h5chunk.ChunkDataset(tmp_path / "a.h5", fields=["images", "sample_number"])
+    for images, numbers in all_batches(data, size=90, transforms=[CenterCrop(4)]):
+        for image, name in zip(images, data.source_names[numbers], strict=True):
+            whole = np.asarray(Image.open(tmp_path / "photos" / name).convert("RGB"))
+            top, left = (round((side - 4) / 2) for side in whole.shape[:2])
+            assert np.array_equal(image.permute(1, 2, 0), whole[top : top + 4, left : left + 4]), name
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+def test_a_small_file_that_claims_to_be_huge_is_an_error(tmp_path, progressive):
+    (tmp_path / "photos").mkdir()
+    picture(16, 16, 0).save(tmp_path / "photos" / "0.jpg", progressive=progressive)
+    h5chunk.convert(tmp_path / "photos", tmp_path / "a.h5", keep_encoded=True)
+
+    def claim(data):
+        start = data.tobytes().index(b"\xff\xc2" if progressive else b"\xff\xc0") + 5
+        data[start : start + 4] = [0xFF, 0xDC] * 2  # 65,500 x 65,500
+
+    bomb = change(tmp_path / "a.h5", tmp_path, "images/data", claim)
+    for read in (lambda: all_batches(bomb, transforms=SQUARE), lambda: h5chunk.ChunkDataset(bomb)[0]):
+        with pytest.raises(FileError, match=r"0\.jpg cannot be decoded: Image size"):
+            read()
+    (tmp_path / "photos" / "1.jpg").write_bytes(h5py.File(bomb)["images/data"][()].tobytes())
+    with pytest.raises(H5ChunkError, match=r"1\.jpg: has more pixels than the limit"):
+        h5chunk.convert(tmp_path / "photos", tmp_path / "b.h5", keep_encoded=True)
