@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,7 +29,6 @@ from pathlib import Path
 import numpy as np
 
 import h5chunk
-from h5chunk.plan.eviction import hits
 from h5chunk.plan.order import Order
 
 SCRIPTS = Path(__file__).parent
@@ -125,6 +124,29 @@ def measure_peer(kind: str, python: str, path: Path, folder: Path, latency_s: fl
         print(f"{kind}, best of each: {best} images/s, first batch after {min(firsts):.2f} s", flush=True)
 
 
+def hit_rate(accesses: Sequence[Sequence[int]], capacity: int, policy: str) -> float:
+    """Return the hit rate of a cache of ``capacity`` chunks for accesses given as epochs of chunk numbers.
+
+    ``policy`` is "lru", or "belady": free the chunk whose next use is the latest, maybe the new one, which is optimal.
+
+    >>> epochs = [[0, 1, 2, 3], [0, 1, 2, 3]]
+    >>> hit_rate(epochs, 3, "lru"), hit_rate(epochs, 3, "belady")
+    (0.0, 0.375)
+    """
+    trace = [chunk for epoch in accesses for chunk in epoch]
+    following, upcoming = [0] * len(trace), dict[int, int]()
+    for turn in range(len(trace) - 1, -1, -1):
+        following[turn] = upcoming.get(trace[turn], len(trace) + trace[turn])
+        upcoming[trace[turn]] = turn
+    cached, num_hits = dict[int, int](), 0  # next or, with a sign, last use of each chunk
+    for turn, chunk in enumerate(trace):
+        num_hits += chunk in cached
+        cached[chunk] = following[turn] if policy == "belady" else -turn
+        if len(cached) > capacity:
+            del cached[max(cached, key=cached.__getitem__)]
+    return num_hits / len(trace)
+
+
 def print_hits(num_chunks: int = 400, num_epochs: int = 6) -> None:
     """Print the hits in epochs of a shuffled order for several sizes of the cache."""
     order = Order(num_chunks * 8, 8, 64, window_chunks=8, interleave=1)
@@ -135,7 +157,7 @@ def print_hits(num_chunks: int = 400, num_epochs: int = 6) -> None:
     print("part of the data in the cache: hits of LRU, hits of the order's next uses (the most possible)")
     for part in (0.1, 0.25, 0.5, 0.75, 0.9):
         capacity = round(part * num_chunks)
-        print(f"{part:.2f}: {hits(accesses, capacity, 'lru'):.3f} {hits(accesses, capacity, 'belady'):.3f}")
+        print(f"{part:.2f}: {hit_rate(accesses, capacity, 'lru'):.3f} {hit_rate(accesses, capacity, 'belady'):.3f}")
 
 
 def main() -> None:

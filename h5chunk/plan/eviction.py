@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -60,26 +59,3 @@ def uses_of_rows(uses: Indices, chunk_samples: int, starts: Indices, stops: Indi
     padded = np.append(uses, NEVER)
     pairs = np.stack([firsts, lasts], axis=1).reshape(-1)
     return np.minimum.reduceat(padded, pairs)[::2] if len(pairs) else np.empty(0, np.int64)
-
-
-def hits(accesses: Sequence[Sequence[int]], capacity: int, policy: str) -> float:
-    """Return the hit rate of a cache of ``capacity`` chunks for accesses given as epochs of chunk numbers.
-
-    ``policy`` is "belady", with bypass, which is the best that any policy can reach, or "lru".
-
-    >>> epochs = [[0, 1, 2, 3], [0, 1, 2, 3]]
-    >>> hits(epochs, 3, "lru"), hits(epochs, 3, "belady")
-    (0.0, 0.375)
-    """
-    trace = [chunk for epoch in accesses for chunk in epoch]
-    following, upcoming = [0] * len(trace), dict[int, int]()
-    for time in range(len(trace) - 1, -1, -1):
-        following[time] = upcoming.get(trace[time], len(trace) + trace[time])
-        upcoming[trace[time]] = time
-    cached, num_hits = dict[int, int](), 0  # next or, with a sign, last use of each chunk
-    for time, chunk in enumerate(trace):
-        num_hits += chunk in cached
-        cached[chunk] = following[time] if policy == "belady" else -time
-        if len(cached) > capacity:
-            del cached[max(cached, key=cached.__getitem__)]
-    return num_hits / len(trace)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from h5chunk.plan.eviction import NEVER, NextUses, hits
+from h5chunk.plan.eviction import NEVER, NextUses
 from h5chunk.plan.order import Order
 
 ORDER = Order(num_samples=103, chunk_samples=4, batch_size=6, window_chunks=3, interleave=2, seed=5)
@@ -39,18 +39,3 @@ def test_chunks_that_no_epoch_uses_come_last():
 
     order = replace(ORDER, num_samples=40, selection=FixedSelection(np.arange(0, 41, 4), np.arange(40)))
     assert (NextUses(order, 103).since(0, 0)[10:] == NEVER).all()
-
-
-@pytest.mark.parametrize("capacity", [1, 3, 5])
-def test_hits_are_the_most_that_any_policy_can_have(capacity):
-    def best(trace, cached):
-        if not trace:
-            return 0
-        options = [
-            set(some) for some in itertools.combinations(cached | {trace[0]}, min(capacity, len(cached | {trace[0]})))
-        ]
-        return (trace[0] in cached) + max(best(trace[1:], some) for some in options)
-
-    epochs = [np.random.default_rng(seed).permutation(4).tolist() for seed in range(2)]
-    assert hits(epochs, capacity, "belady") == best([chunk for epoch in epochs for chunk in epoch], set()) / 8
-    assert hits(epochs, capacity, "lru") <= hits(epochs, capacity, "belady")
