@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-NEEDED = {"matrices": ["pyarrow", "scipy.sparse"], "tune": ["matplotlib"]}
+NEEDED = {"matrices": ["pyarrow", "scipy.sparse"], "tune": ["matplotlib"], "resume": ["obstore"]}
 
 
 def cells_of(path: Path) -> list[str]:
