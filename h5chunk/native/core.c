@@ -7,6 +7,7 @@
  */
 #define _GNU_SOURCE
 #include <errno.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -26,6 +27,8 @@ enum { MAX_VECTORS = 1024 };        /* IOV_MAX of Linux and macOS */
 enum { PIECE_BYTES = 256 << 10 };   /* bytes that are read and then summed while still in the cache */
 enum { PREFETCHED_ROWS = 8 };
 enum { RUN_BYTES = 2 << 20 };       /* approximate bytes of a system call that reads rows */
+enum { ASKED_BYTES = 16 << 20 };    /* bytes that a disk is asked for before a thread reads them */
+enum { ASKED_TICKETS = 4 };
 
 /* A job, whose fields depend on its kind.
  *
@@ -73,6 +76,7 @@ typedef struct Ticket {
     const Job *jobs;
     const Ending *ending;
     int64_t num_jobs, num_taken, num_left;
+    int64_t num_asked, bytes_ahead; /* jobs whose data the disk was asked for, and the bytes of those not taken yet */
     Result result;
 } Ticket;
 
@@ -241,6 +245,44 @@ static int do_read(const Job *job, Result *result) {
     return job->is_checked ? check(crc, job, result) : 0;
 }
 
+#if defined(RWF_NOWAIT)
+/* Whether a byte of a file has to be read from the disk. */
+static int is_on_disk(int descriptor, int64_t offset) {
+    char byte;
+    struct iovec vector = {.iov_base = &byte, .iov_len = 1};
+    return preadv2(descriptor, &vector, 1, offset, RWF_NOWAIT) < 0 && errno == EAGAIN;
+}
+
+/* Ask the disk for bytes, without waiting for them. */
+static void ask(int descriptor, int64_t offset, int64_t num_bytes) {
+    if (num_bytes > 0) posix_fadvise(descriptor, offset, num_bytes, POSIX_FADV_WILLNEED); /* 0 is the whole file */
+}
+#else
+static int is_on_disk(int descriptor, int64_t offset) { return (void)descriptor, (void)offset, 0; }
+static void ask(int descriptor, int64_t offset, int64_t num_bytes) { (void)descriptor, (void)offset, (void)num_bytes; }
+#endif
+
+/* Ask the disk for the data of a job, unless the beginning is in the page cache. */
+static void ask_for(const Job *job) {
+    if (job->kind != ROWS) {
+        if (is_on_disk(job->descriptor, job->offset)) ask(job->descriptor, job->offset, job->num_bytes);
+        return;
+    }
+    const Rows *table = job->source;
+    int64_t start = 0, end = 0;
+    for (int64_t i = job->offset; i < job->offset + job->count; i++) {
+        int64_t row = table->rows[i], size = (table->counts ? table->counts[i] : 1) * table->row_bytes;
+        int64_t offset = table->blocks[row / table->block_rows] + row % table->block_rows * table->row_bytes;
+        if (i == job->offset && !is_on_disk(job->descriptor, offset)) return;
+        if (offset != end) {
+            ask(job->descriptor, start, end - start);
+            start = offset;
+        }
+        end = offset + size;
+    }
+    ask(job->descriptor, start, end - start);
+}
+
 /* Adjacent rows of the file share a system call, and adjacent destinations share a vector. */
 static int do_rows(const Job *job, struct iovec *vectors, Result *result) {
     const Rows *table = job->source;
@@ -370,6 +412,8 @@ static int64_t take(Pool *pool, Ticket *ticket) {
     int64_t first = ticket->num_taken, num_bytes = 0;
     while (ticket->num_taken < ticket->num_jobs && num_bytes < pool->part_bytes)
         num_bytes += ticket->jobs[ticket->num_taken++].num_bytes;
+    if (ticket->num_asked < ticket->num_taken) ticket->num_asked = ticket->num_taken;
+    ticket->bytes_ahead = ticket->bytes_ahead > num_bytes ? ticket->bytes_ahead - num_bytes : 0;
     if (ticket->num_taken == ticket->num_jobs) pop(&pool->waiting);
     return ticket->num_taken - first;
 }
@@ -382,6 +426,44 @@ static void free_pool(Pool *pool) {
     pthread_cond_destroy(&pool->ended);
     for (Ticket *ticket; (ticket = pop(&pool->finished));) free(ticket);
     free(pool);
+}
+
+/* Count jobs of a ticket as done, or as asked for, by this thread; the last thread also does what follows. The caller
+ * holds the lock. */
+static void leave(Pool *pool, Ticket *ticket, int64_t num_jobs) {
+    if (ticket->num_left == num_jobs && ticket->result.status == DONE && ticket->ending) {
+        pthread_mutex_unlock(&pool->lock); /* the ticket is in no queue, and no other thread has jobs of it */
+        end(ticket->ending, &ticket->result);
+        pthread_mutex_lock(&pool->lock);
+    }
+    finish(pool, ticket, num_jobs);
+}
+
+/* Return the first waiting ticket with a job that the disk should be asked for now; the caller holds the lock. */
+static Ticket *next_to_ask(const Pool *pool) {
+    int64_t num_bytes = 0;
+    Ticket *ticket = pool->waiting.first;
+    for (int i = 0; ticket && i < ASKED_TICKETS; i++, ticket = ticket->next) {
+        num_bytes += ticket->bytes_ahead;
+        if (num_bytes >= ASKED_BYTES) return NULL;
+        while (ticket->num_asked < ticket->num_jobs && ticket->jobs[ticket->num_asked].kind == GATHER)
+            ticket->num_asked++;
+        if (ticket->num_asked < ticket->num_jobs && ticket->result.status == DONE) return ticket;
+    }
+    return NULL;
+}
+
+/* Ask the disk for data that is read soon, so that few threads keep it busy; the caller holds the lock. */
+static void ask_ahead(Pool *pool) {
+    for (Ticket *ticket; (ticket = next_to_ask(pool));) {
+        const Job *job = ticket->jobs + ticket->num_asked++;
+        ticket->bytes_ahead += job->num_bytes;
+        ticket->num_left++; /* so that the ticket and its jobs stay */
+        pthread_mutex_unlock(&pool->lock);
+        ask_for(job);
+        pthread_mutex_lock(&pool->lock);
+        leave(pool, ticket, 1);
+    }
 }
 
 /* Run a part of the first waiting ticket; the caller holds the lock. */
@@ -403,12 +485,7 @@ static void run_part(Pool *pool, uint8_t *scratch) {
         result.ticket = ticket->result.ticket;
         ticket->result = result;
     }
-    if (ticket->num_left == count && ticket->result.status == DONE && ticket->ending) {
-        pthread_mutex_unlock(&pool->lock); /* the ticket is in no queue, and no other thread has jobs of it */
-        end(ticket->ending, &ticket->result);
-        pthread_mutex_lock(&pool->lock);
-    }
-    finish(pool, ticket, count);
+    leave(pool, ticket, count);
 }
 
 static void *run(void *argument) {
@@ -416,8 +493,9 @@ static void *run(void *argument) {
     uint8_t *scratch = malloc(PIECE_BYTES);
     pthread_mutex_lock(&pool->lock);
     while (scratch && (pool->waiting.first || !pool->is_closing)) {
+        ask_ahead(pool);
         if (pool->waiting.first) run_part(pool, scratch);
-        else pthread_cond_wait(&pool->work, &pool->lock);
+        else if (!pool->is_closing) pthread_cond_wait(&pool->work, &pool->lock);
     }
     free(scratch);
     pool->num_threads--;

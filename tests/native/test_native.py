@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import os
 import shutil
 import signal
@@ -251,6 +252,42 @@ def test_pools_leave_no_threads_and_no_descriptors(count: int, data_file: tuple[
         before = min(before, left())
         time.sleep(0.01)
     assert left() == before
+
+
+def test_a_disk_is_asked_for_data_before_a_thread_reads_it(tmp_path: Path, fault: Callable[..., None]) -> None:
+    """The only thread hangs in its first read, and yet all of the file comes into the page cache."""
+    size, name = 2 << 20, tmp_path / "data"
+    name.write_bytes(np.random.default_rng(0).bytes(4 * size))
+    with name.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        os.fsync(file.fileno())
+        if sys.platform == "linux":
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if cached_share(mapped) or not hasattr(os, "RWF_NOWAIT"):
+            pytest.skip("this file system is in memory")
+        fault(HANGING)
+        pool = NativePool(1)
+        for ticket in range(4):
+            pool.submit(
+                ticket, job(kind=VERIFY, descriptor=file.fileno(), offset=ticket * size, num_bytes=size, expected=1)
+            )
+        end = time.monotonic() + WAIT_S
+        while cached_share(mapped) < 1 and time.monotonic() < end:
+            time.sleep(0.01)
+        assert cached_share(mapped) == 1
+        fault(NONE)
+        assert {pool.wait(WAIT_S).status for _ in range(4)} == {CHECKSUM}
+        assert pool.close(WAIT_S)
+        pool.free()
+
+
+def cached_share(mapped: mmap.mmap) -> float:
+    """Return the fraction of a file's pages that is in the page cache."""
+    memory = np.frombuffer(mapped, np.uint8)
+    states = np.zeros(-(-len(memory) // mmap.PAGESIZE), np.uint8)
+    mincore = ctypes.CDLL(None).mincore
+    mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    assert not mincore(memory.ctypes.data, len(memory), states.ctypes.data)
+    return float((states & 1).mean())
 
 
 # Below a loader
