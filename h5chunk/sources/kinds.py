@@ -144,6 +144,30 @@ class ColumnOptions(Options):
 
 
 @dataclass(frozen=True)
+class KeyedOptions(Options):
+    """Options for reading an HDF5 file in which each sample is a dataset, or a group of datasets."""
+
+    heading: ClassVar[str] = "HDF5 files"
+
+    samples: tuple[str, ...] | None = option(
+        None,
+        "Paths of the samples in an HDF5 file with a dataset for each: * stands for the name of the sample. Several "
+        "paths that differ after the * are several fields.",
+        metavar="'traces/*/data'[,...]",
+    )
+    attributes: tuple[str, ...] | None = option(
+        None,
+        "With --samples: attributes with one value, of what * stands for, which become fields.",
+        metavar="A[,B]",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.attributes is not None and self.samples is None:
+            raise OptionError("attributes is given without samples: say which samples have them (--samples)")
+
+
+@dataclass(frozen=True)
 class ImageSourceOptions(ImageOptions, ColumnOptions):
     """Options for reading a folder or an archive of images."""
 
@@ -313,6 +337,7 @@ KINDS = (
     Kind("csv", "matrix.delimited", "DelimitedSource", DelimitedOptions, "ratings.csv: lines such as 'user,item,4.5'"),
     Kind("ratings", "matrix.parquet", "ParquetEntries", EntryOptions, "ratings.parquet: columns user, item, rating"),
     Kind("table", "table", "TableSource", TableOptions, "table.parquet, iris.csv: one sample per row"),
+    Kind("keyed", "keyed", "KeyedSource", KeyedOptions, "traces.h5 with a dataset for each sample, with --samples"),
     Kind("images", "images", "ImageSource", ImageSourceOptions, "photos/ or photos.zip: one folder per class"),
     Kind("mapping", "mapping", "MappingSource", ImageOptions, ""),
 )

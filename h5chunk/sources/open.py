@@ -13,7 +13,7 @@ from h5chunk.source import OpenContext
 from h5chunk.sources.kinds import KINDS
 from h5chunk.sources.listing import check_source
 from h5chunk.sources.options import Options, flag_of, one_of
-from h5chunk.sources.recognise import HDF5_MAGIC, is_path, read_head
+from h5chunk.sources.recognise import is_path, read_head
 
 PACKAGES = {"pyarrow": "sparse"}  # optional packages, and the extra that installs each
 
@@ -37,15 +37,10 @@ def find_kind(source: Any, kind: str | None = None) -> Any:
             return candidate
     if not is_path(source):
         raise SourceError(f"an object of type {type(source).__name__} cannot be converted: give a path or a data set")
-    raise SourceError(message=f"{describe(source)}: {_unrecognised(head)}")
+    raise SourceError(message=f"{describe(source)}: {_unrecognised()}")
 
 
-def _unrecognised(head: bytes) -> str:
-    if head.startswith(HDF5_MAGIC):
-        return (
-            "an HDF5 file, but not a known matrix (.h5ad or 10x .h5): for HDF5 files of samples use h5chunk repack; "
-            "h5chunk info describes the file"
-        )
+def _unrecognised() -> str:
     examples = "".join(f"\n  {kind.name:8}{kind.example}" for kind in KINDS if kind.example)
     return f"not recognised. If it is one of these, name its format, for example with --format csv:{examples}"
 

@@ -6,6 +6,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 from PIL import Image
@@ -18,6 +19,9 @@ from h5chunk.sources.open import all_kinds
 sp = pytest.importorskip("scipy.sparse")
 KINDS = all_kinds()
 MATRIX = sp.random(30, 8, 0.4, "csr", random_state=0, data_rvs=lambda n: np.arange(n) % 5 + 1)
+
+
+NEEDED = {"keyed": {"samples": ("*/data",)}}  # options without which a source cannot be opened
 
 
 def test_options_that_help_lists_are_those_of_the_readers() -> None:
@@ -35,6 +39,11 @@ def example(kind: str, folder: Path) -> Any:
         return [{"x": np.ones(3) * number, "name": "a" * number} for number in range(5)]
     if kind == "joined":
         return [write_h5ad(folder / f"{name}.h5ad", MATRIX) for name in "ab"]
+    if kind == "keyed":
+        with h5py.File(folder / "k.h5", "w") as file:
+            for number in range(5):
+                file[f"{number}/data"] = np.full((2, 3), number)
+        return folder / "k.h5"
     if kind == "ratings":
         pa, coo = pytest.importorskip("pyarrow"), MATRIX.tocoo()
         table = pa.table({"user_id": coo.row, "item_id": [f"i{column}" for column in coo.col], "rating": coo.data})
@@ -81,7 +90,7 @@ def test_what_a_kind_says_of_itself(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS, ids=[kind.kind for kind in KINDS])
 def test_an_example_of_each_kind(kind: Any, tmp_path: Path) -> None:
-    check_source(kind, example(kind.kind, tmp_path), tmp_path)
+    check_source(kind, example(kind.kind, tmp_path), tmp_path, **NEEDED.get(kind.kind, {}))
 
 
 def test_kinds_have_different_names() -> None:

@@ -34,18 +34,18 @@ def check_kind(kind: Any) -> None:
         assert not kind.recognises(stranger, b"")
 
 
-def check_source(kind: Any, source: Any, folder: Path) -> None:
-    """Open an example of the kind, and convert it."""
+def check_source(kind: Any, source: Any, folder: Path, **given: Any) -> None:
+    """Open an example of the kind with the options that it needs, and convert it."""
     found = find_kind(source) if kind.kind != "npy" else kind
     assert found is kind
     with pytest.raises(OptionError, match="there is no option 'nothing'"):
         open_source(source, kind=kind.kind, nothing=1)
-    opened = open_source(source, kind=kind.kind)
+    opened = open_source(source, kind=kind.kind, **given)
     assert opened.kind == kind.kind
     (check_matrix if isinstance(opened, SparseSource) else check_samples)(opened)
     identity = opened.identity()
     json.dumps(identity[0] if isinstance(identity, tuple) else identity)
-    options = {"format": kind.kind}
+    options = {"format": kind.kind, **given}
     plan = h5chunk.convert(source, folder / "x.h5", **options, dry_run=True)
     report = h5chunk.convert(source, folder / "x.h5", **options)
     assert plan.source_kind == report.source_kind == kind.kind

@@ -1,0 +1,148 @@
+"""HDF5 files with a dataset, or a group of datasets, for each sample."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from support.commands import run
+
+import h5chunk
+
+RNG = np.random.default_rng(0)
+COUNT = 37
+TRACES = RNG.normal(size=(COUNT, 3, 50)).astype("f4")
+STORAGE: dict[str, dict[str, Any]] = {
+    "contiguous": {},
+    "chunked": {"chunks": (2, 20)},
+    "compressed": {"chunks": (3, 50), "compression": "gzip"},
+    "big-endian": {"dtype": ">f4"},
+}
+
+
+def make(path: Path, *, userblock: int = 0, **options: Any) -> Path:
+    with h5py.File(path, "w", userblock_size=userblock) as file:
+        for number, trace in enumerate(TRACES):
+            group = file.create_group(f"traces/event{number:03}")
+            group.create_dataset("data", data=trace, **options)
+            group.create_dataset("pick", data=np.int32(number))
+            group.attrs.update({"magnitude": number / 4, "station": f"S{number % 3}", "fixed": np.bytes_(b"ab")})
+    return path
+
+
+def values_of(path: Path, *fields: str) -> list[np.ndarray]:
+    ((*batch,),) = h5chunk.ChunkLoader(h5chunk.ChunkDataset(path, fields=fields), COUNT, shuffle=False)
+    return [values.numpy() if hasattr(values, "numpy") else np.array(values) for values in batch]
+
+
+@pytest.mark.parametrize("storage", STORAGE)
+def test_samples_and_attributes_become_fields(tmp_path: Path, storage: str) -> None:
+    source, output = make(tmp_path / "a.h5", **STORAGE[storage]), tmp_path / "b.h5"
+    patterns = "traces/*/data,traces/*/pick"
+    done = run("convert", source, output, "--samples", patterns, "--attributes", "magnitude,station", "--no-shuffle")
+    assert done.exit_code == 0, done.output
+    data, pick, magnitude = values_of(output, "data", "pick", "magnitude")
+    np.testing.assert_array_equal(data, TRACES)
+    np.testing.assert_array_equal(pick, np.arange(COUNT))
+    np.testing.assert_array_equal(magnitude, np.arange(COUNT) / 4)
+    dataset = h5chunk.ChunkDataset(output, fields=["data"])
+    assert dataset.values("station").tolist() == [f"S{number % 3}" for number in range(COUNT)]
+    assert dataset.source_names[-1] == "event036" and h5chunk.verify(output).ok
+
+
+def test_datasets_without_groups_workers_and_a_user_block(tmp_path: Path) -> None:
+    source = tmp_path / "a.h5"
+    with h5py.File(source, "w", userblock_size=512) as file:
+        for number, trace in enumerate(TRACES):
+            file[f"{number:03}"] = trace
+    report = h5chunk.convert(source, tmp_path / "b.h5", samples=("*",), workers=2)
+    assert report.num_samples == COUNT
+    (found,) = values_of(tmp_path / "b.h5", "data")
+    np.testing.assert_array_equal(np.sort(found, axis=0), np.sort(TRACES, axis=0))
+
+
+def test_append_adds_the_samples_of_another_file(tmp_path: Path) -> None:
+    source = make(tmp_path / "a.h5")
+    h5chunk.convert(source, tmp_path / "b.h5", samples=("traces/*/data",))
+    h5chunk.append(tmp_path / "b.h5", shutil.copy(source, tmp_path / "c.h5"), samples=("traces/*/data",))
+    assert len(h5chunk.ChunkDataset(tmp_path / "b.h5", fields=["data"])) == 2 * COUNT
+
+
+def lacking(file: h5py.File) -> None:
+    del file["traces/event005/data"]
+
+
+def longer(file: h5py.File) -> None:
+    del file["traces/event005/data"]
+    file["traces/event005/data"] = np.zeros((3, 51), "f4")
+
+
+def linked(file: h5py.File) -> None:
+    del file["traces/event005/data"]
+    file["traces/event005/data"] = h5py.ExternalLink("/etc/passwd", "data")
+
+
+def of_variable_length(file: h5py.File) -> None:
+    del file["traces/event000/data"]
+    file["traces/event000/data"] = ["text"]
+
+
+def without_magnitude(file: h5py.File) -> None:
+    del file["traces/event005"].attrs["magnitude"]
+
+
+def mixed(file: h5py.File) -> None:
+    file["traces/event005"].attrs["magnitude"] = "large"
+
+
+def several(file: h5py.File) -> None:
+    file["traces/event005"].attrs["magnitude"] = [1.0, 2.0]
+
+
+WRONG = {
+    lacking: "event005 has no dataset 'data'",
+    longer: "event005: 'data' is float32 3 x 51, but float32 3 x 50 in earlier",
+    linked: "external link",
+    of_variable_length: "variable length",
+    without_magnitude: "event005: has no attribute 'magnitude'",
+    mixed: "number in some samples",
+    several: "must be one number",
+}
+
+
+@pytest.mark.parametrize("damage", WRONG, ids=lambda damage: damage.__name__)
+def test_samples_that_differ_are_an_error_that_names_them(tmp_path: Path, damage: Any) -> None:
+    source = make(tmp_path / "a.h5")
+    with h5py.File(source, "r+") as file:
+        damage(file)
+    with pytest.raises(h5chunk.SourceError, match=WRONG[damage]):
+        h5chunk.convert(source, tmp_path / "b.h5", samples=("traces/*/data",), attributes=("magnitude",))
+    assert not (tmp_path / "b.h5").exists()
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        (("traces/data",), r"one \*"),
+        (("traces/*/*",), r"one \*"),
+        (("tr*/data",), r"one \*"),
+        (("traces/*/data", "others/*/pick"), "differ after the same group"),
+        (("traces/*/data", "traces/*/data"), "differ after"),
+        (("nothing/*/data",), "has no group 'nothing'"),
+        (("traces/*/nothing",), "has no dataset 'nothing'"),
+    ],
+)
+def test_patterns_that_fit_nothing_are_an_error(tmp_path: Path, samples: tuple[str, ...], message: str) -> None:
+    with pytest.raises(h5chunk.H5ChunkError, match=message):
+        h5chunk.convert(make(tmp_path / "a.h5"), tmp_path / "b.h5", samples=samples)
+
+
+def test_without_a_pattern_the_error_says_how_to_give_one(tmp_path: Path) -> None:
+    done = run("convert", make(tmp_path / "a.h5"), tmp_path / "b.h5")
+    assert done.exit_code == 1 and "--samples 'traces/*/data'" in done.output and "h5chunk repack" in done.output
+    with pytest.raises(h5chunk.OptionError, match="attributes is given without samples"):
+        h5chunk.convert(tmp_path / "a.h5", tmp_path / "b.h5", attributes=("magnitude",))
