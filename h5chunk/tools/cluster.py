@@ -8,6 +8,7 @@ run twice at a time, for example if the scheduler believes a worker to be dead: 
 from __future__ import annotations
 
 import json
+import pkgutil
 import threading
 import time
 import uuid
@@ -41,6 +42,10 @@ class Cluster:
             raise WorkerError(
                 f"the Dask cluster has no workers ({error}): start some, and repeat the command"
             ) from None
+        versions = client.run(pkgutil.resolve_name, "h5chunk:__version__", on_error="return")
+        for address, version in versions.items():  # a worker that cannot import a task ends without a message
+            if version != h5chunk.__version__:
+                raise _version_error(address, version if isinstance(version, str) else "")
 
     def run(
         self, function: Task, tasks: Mapping[int, Any], say: Callable[[int, int], None]
@@ -140,16 +145,21 @@ class _Failures:
             raise error
 
 
+def _version_error(address: str, found: str, expected: str = h5chunk.__version__) -> WorkerError:
+    has = f"h5chunk {found}" if found else "no h5chunk"
+    return WorkerError(
+        f"the Dask worker {printable(address)} has {has}, but the command was given to version {expected}: install the "
+        'same version on all machines (pip install "h5chunk[distributed]")'
+    )
+
+
 def _run(version: str, function: Task, task: Any, number: int, topic: str) -> Any:
     """Run a task in a worker, which must have this version of the package."""
     from distributed import get_worker
 
     worker, last = get_worker(), time.monotonic()
     if version != h5chunk.__version__:
-        raise WorkerError(
-            f"the Dask worker {printable(worker.address)} has h5chunk {h5chunk.__version__}, but the command was given "
-            f"to version {version}: install the same version"
-        )
+        raise _version_error(worker.address, h5chunk.__version__, version)
 
     def say(done: int) -> None:
         nonlocal last

@@ -194,6 +194,19 @@ def test_clusters_that_cannot_be_used(class_folder, tmp_path, monkeypatch, optio
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(("version", "found"), [(None, "no h5chunk"), ("0.0.9", "h5chunk 0.0.9")])
+def test_a_worker_with_another_version(client, class_folder, tmp_path, monkeypatch, version, found):
+    def answer(name):
+        if version is None:
+            raise ModuleNotFoundError("No module named 'h5chunk'")
+        return version
+
+    monkeypatch.setattr("pkgutil.resolve_name", answer)
+    with pytest.raises(WorkerError, match=f"the Dask worker .* has {found}, but"):
+        h5chunk.convert(class_folder(count=10), tmp_path / "out", shards=2, client=client)
+    assert not (tmp_path / "out").exists()
+
+
 def test_without_dask(class_folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(OptionError, match=r"h5chunk\[distributed\]"):

@@ -14,6 +14,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from support.dask_workers import MortalWorkers, dask_scheduler
 from support.matrix_conversions import Source, run
 
 import h5chunk
@@ -272,3 +273,21 @@ def test_on_a_cluster(tmp_path, monkeypatch):
             assert equal_folders(tmp_path / "here" / "m", tmp_path / "there" / "m")
     assert {stage for stage, *_ in told} == {"read", "sort", "survey", "write"}
     assert list((tmp_path / "there").iterdir()) == [tmp_path / "there" / "m"]
+
+
+@pytest.mark.torture
+def test_killed_workers(tmp_path):
+    """Convert a matrix, and repack its shards, until 25 workers were killed."""
+    source = ratings(tmp_path / "r.csv", 11_000)
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    convert(source, tmp_path / "here" / "m", shards=12)
+    h5chunk.repack(tmp_path / "here" / "m", tmp_path / "here" / "n", compression="gzip")
+    with dask_scheduler(tmp_path) as (_, file), MortalWorkers(file, 2, 25, life_s=1.5) as workers:
+        while workers.killed < 25:
+            options = {"client": str(file), "overwrite": True}
+            convert(source, tmp_path / "there" / "m", shards=12, **options)
+            h5chunk.repack(tmp_path / "there" / "m", tmp_path / "there" / "n", compression="gzip", **options)
+            for name in "mn":
+                assert equal_folders(tmp_path / "here" / name, tmp_path / "there" / name)
+            assert len(list((tmp_path / "there").iterdir())) == 2
