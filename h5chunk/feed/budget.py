@@ -156,7 +156,7 @@ class MemoryBudget:
             self._beside_windows,
             memory_bytes=self._memory_bytes,
             min_chunks=min_chunks,
-            ahead_bytes=REMOTE_AHEAD_BYTES if self._source.reader.is_remote else 0,
+            ahead_bytes=self._ahead_bytes,
         )
         may_stay = resident == "auto" and self._on_cpu and order.selection is None
         may_stay = may_stay and not isinstance(self._source.reader.ragged, ImagesField)  # decoding takes longer
@@ -166,6 +166,13 @@ class MemoryBudget:
         if self._on_cpu:
             return with_windows_together(plan, TOGETHER_BYTES, 0 if self._reuse else KEPT)
         return with_windows_together(plan, 2 * TOGETHER_BYTES)
+
+    @property
+    def _ahead_bytes(self) -> int:
+        """Return how many bytes to read ahead of remote objects, at most half of what their cache may hold."""
+        mirrors = [each.mirror for each in self._source.reader.readers if each.mirror is not None]
+        limits = [mirror.cache_bytes // 2 for mirror in mirrors if mirror.cache_bytes is not None]
+        return min([REMOTE_AHEAD_BYTES, *limits]) if mirrors else 0
 
     def _window_bytes(self, num_samples: int) -> int:
         """Return the bytes of a window: on the host and, if the device is a GPU, on the device too."""
