@@ -81,7 +81,7 @@ class ChunkDataModule(LightningDataModule):
         Default: the Trainer's device if it is a CUDA GPU, else the CPU.
     train_order : dict, optional
         Arguments of training's `ChunkSampler`, with its defaults: ``drop_last`` (False), ``pad`` (False), ``seed``,
-        ``lanes``, ``weights``, ``window_chunks``.
+        ``lanes``, ``locality``, ``weights``, ``window_chunks``.
     train_options : dict, optional
         Arguments of training's `ChunkLoader` only, such as ``transforms`` that augment, or ``echo``. A loader with
         ``echo`` has no state, so turn checkpoints off.

@@ -16,6 +16,7 @@ from torch.utils.data import Sampler
 from h5chunk.errors import OptionError, StateError
 from h5chunk.feed.collate import TaggedBatch, check_numbering
 from h5chunk.feed.dataset import ChunkDataset
+from h5chunk.feed.nodes import find_nodes
 from h5chunk.plan.order import INTERLEAVE, Order, choose_interleave, with_full_windows
 from h5chunk.plan.selection import (
     FixedSelection,
@@ -161,6 +162,10 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         lane per rank. All ranks have the same number of batches, of ``batch_size`` samples, and read different chunks.
         The batches of all ranks together are the same samples for any number of ranks, as long as ``batch_size *
         world_size`` and ``lanes``, a multiple of ``world_size``, do not change.
+    locality : "node" or int, optional
+        Nodes keep their chunks over all epochs, so that the disk cache of each (``cache_dir``) serves later epochs;
+        which ones depends on the seed. ``"node"``: the nodes of torchrun. Resume on another number of nodes with this
+        number; it divides ``lanes``. Not for weights or subsets.
     weights : array or str, optional
         The relative probability of each sample of the data set, (n,), 0 or more; or a field of classes, to make all
         classes equally likely. An epoch then draws as many samples as the data set has, each in proportion to its
@@ -191,6 +196,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         lanes: int | None = None,
         rank: int | None = None,
         world_size: int | None = None,
+        locality: str | int | None = None,
         weights: Any = None,
     ) -> None:
         if not isinstance(dataset, ChunkDataset):
@@ -202,6 +208,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         else:
             num_samples = len(selection)
             chunk_samples = max(1, round(num_samples / max(1, selection.num_chunks)))
+        ranks = dict(zip(("lanes", "rank", "world_size"), find_ranks(lanes, rank, world_size), strict=True))
         order = Order(
             num_samples,
             chunk_samples,
@@ -213,7 +220,8 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
             drop_last=drop_last,
             pad=pad,
             selection=selection,
-            **dict(zip(("lanes", "rank", "world_size"), find_ranks(lanes, rank, world_size), strict=True)),
+            nodes=1 if locality is None else find_nodes(locality, ranks["world_size"]),
+            **ranks,
         )
         if interleave is None:  # each worker gets its own windows
             order = replace(order, interleave=choose_interleave(order.window_chunks * reader.chunk_bytes))
@@ -372,6 +380,7 @@ def _identity(order: Order, file: int) -> State:
         "seed": order.seed,
         "global_batch_size": order.batch_size * order.world_size,
         "lanes": order.lanes,
+        "locality": order.nodes,
         "window_chunks": order.window_chunks,
         "interleave": order.interleave,
         "shuffle": int(order.shuffle),

@@ -14,6 +14,10 @@ Each rank has some of the lanes, and its batch ``t`` consists of batch ``t`` of 
 of all ranks together have the same samples for any number of ranks that divides the lanes. All ranks have equally many
 batches, and no chunk is read by two ranks, except for fewer chunks than lanes at the end of the sequence.
 
+With ``nodes``, consecutive lanes belong to a node, whose chunks are the same in all epochs, so that its disk cache
+holds no others. Only the chunks at the end of the sequence, at most two per lane, and two more if the file's last chunk
+is short, may belong to any node. This, too, does not depend on the number of ranks.
+
 >>> order = Order(num_samples=10, chunk_samples=2, batch_size=4, window_chunks=2, seed=0)
 >>> [batch.tolist() for batch in order.batches()]
 [[0, 1, 5, 4], [8, 3, 9, 2], [7, 6]]
@@ -84,12 +88,14 @@ class Order:
     rank: int = 0
     world_size: int = 1  # number of ranks
     pad: bool = False  # fill up the last batch of every rank with the first samples of the epoch
+    nodes: int = 1  # number of groups of lanes that keep their chunks over all epochs; it divides the lanes
     selection: Selection | None = field(default=None, repr=False)  # the samples to visit; None: all samples
 
     def __post_init__(self) -> None:
         at_least = dict.fromkeys(("chunk_samples", "batch_size", "window_chunks", "interleave", "world_size"), 1)
         at_most = {"epoch": MAX_EPOCH, "seed": MAX_SEED}
-        for name, minimum in {**at_least, "lanes": 1, "num_samples": 0, "rank": 0, "epoch": 0, "seed": 0}.items():
+        at_least |= {"lanes": 1, "nodes": 1, "num_samples": 0, "rank": 0, "epoch": 0, "seed": 0}
+        for name, minimum in at_least.items():
             value = check_whole(name, getattr(self, name), minimum, at_most.get(name))
             object.__setattr__(self, name, value)  # NumPy's narrow integers wrap around
         self._check_lanes()
@@ -101,6 +107,16 @@ class Order:
             raise OptionError(
                 f"lanes is {self.lanes} and world_size {self.world_size}: all ranks take equally many lanes, so "
                 "give a multiple of the number of processes, and the same one in all runs that share this order"
+            )
+        if self.lanes % self.nodes:
+            raise OptionError(
+                f"nodes is {self.nodes} and lanes {self.lanes}: each node keeps the chunks of equally many lanes, so "
+                "give a multiple of the number of nodes as lanes"
+            )
+        if self.nodes > 1 and self.selection is not None:
+            raise OptionError(
+                "locality keeps the chunks of all samples on their nodes, but there are weights or a subset: leave out "
+                "locality, or convert the subset to a file of its own"
             )
         if self.batch_size * self.world_size % self.lanes:
             raise OptionError(
@@ -250,7 +266,8 @@ class Order:
                 selected = replace(selected, samples=keys_of_repeated(selected.samples))
             return SelectionSequence(selected, self.seed, self.epoch, shuffle=self.shuffle).at
         if self.shuffle:
-            return ShuffledSequence(self.num_samples, self.chunk_samples, self.seed, self.epoch).at
+            nodes = {"nodes": self.nodes, "lanes": self.lanes}
+            return ShuffledSequence(self.num_samples, self.chunk_samples, self.seed, self.epoch, **nodes).at
         return lambda positions: positions
 
 

@@ -25,7 +25,7 @@ Words = npt.NDArray[np.uint64]
 Stream = tuple[int, int, int]
 
 CHUNKS, WINDOW, FILL, ONCE, SHORT, ECHO = range(6)  # uses of random numbers; ECHO + k is pass k of echoes
-WEIGHTS, SPLIT = 1 << 40, (1 << 40) + 1
+WEIGHTS, SPLIT, NODES = 1 << 40, (1 << 40) + 1, (1 << 40) + 2
 MAX_LISTED = 1 << 22  # larger permutations are not listed: they would take more than 32 MiB
 MAX_SEED = (1 << 64) - 1
 NUM_ROUNDS = 8  # rounds of the network; 4 already pass the statistical tests (tests/plan/test_permutation.py)
@@ -48,9 +48,9 @@ class Permutation:
     1000
     """
 
-    def __init__(self, size: int, seed: int, *, stream: Stream = (ONCE, 0, 0)) -> None:
-        self.size = size
-        self._listed = permutation(size, seed, stream=stream) if size <= MAX_LISTED else None
+    def __init__(self, size: int, seed: int, *, stream: Stream = (ONCE, 0, 0), max_listed: int | None = None) -> None:
+        self.size, most = size, MAX_LISTED if max_listed is None else max_listed
+        self._listed = permutation(size, seed, stream=stream) if size <= most else None
         self._base = math.isqrt(max(0, size - 1)) + 1  # numbers have two digits, of this base and of ``_other``
         self._other = -(-size // self._base) if size else 1
         self._keys = random_bits(NUM_ROUNDS, seed, stream) if self._listed is None else None
@@ -106,18 +106,60 @@ def random_bits(size: int, seed: int, stream: Stream, lane: int = 0) -> Words:
     return np.asarray(generator.random_raw(size), np.uint64)
 
 
+class NodePermutation:
+    """A random permutation of chunks in which nodes keep their chunks from epoch to epoch.
+
+    The seed alone divides the chunks among the nodes. In an epoch each node has ``part`` turns, in which it visits its
+    own chunks in random order; those that are left over then come at the end, others in each epoch.
+
+    >>> epochs = [NodePermutation(9, 0, epoch, nodes=2, part=4).at(np.arange(9)).tolist() for epoch in range(2)]
+    >>> [(sorted(order[:4]), sorted(order[4:8]), order[8]) for order in epochs]
+    [([0, 2, 6, 8], [1, 3, 4, 7], 5), ([0, 2, 6, 8], [1, 3, 4, 5], 7)]
+    """
+
+    def __init__(self, size: int, seed: int, epoch: int, *, nodes: int, part: int) -> None:
+        self._part, self._division = part, Permutation(size, seed, stream=(NODES, 0, 0))
+        starts = [size * node // nodes for node in range(nodes + 1)]
+        self._starts, listed = np.array(starts[:-1], np.int64), MAX_LISTED // nodes
+        self._orders = [
+            Permutation(count, seed, stream=(CHUNKS, epoch, 1 + node), max_listed=listed)
+            for node, count in enumerate(np.diff(starts).tolist())
+        ]
+        rest = [order.at(np.arange(part, order.size)) for order in self._orders]
+        self._rest = np.concatenate([start + left for start, left in zip(starts[:-1], rest, strict=True)])
+
+    def at(self, positions: Indices) -> Indices:
+        """Return the chunks at positions of the permutation: (n,) int64."""
+        found = np.empty_like(positions)
+        in_parts = positions < self._part * len(self._orders)
+        found[~in_parts] = self._rest[positions[~in_parts] - self._part * len(self._orders)]
+        nodes = positions // max(1, self._part)
+        for node in np.unique(nodes[in_parts]).tolist():
+            own = in_parts & (nodes == node)
+            found[own] = self._starts[node] + self._orders[node].at(positions[own] - node * self._part)
+        return self._division.at(found)
+
+
 class ShuffledSequence:
     """The sequence of all samples in equal chunks, permuted; the last chunk of the file may be short.
 
     Sample ``o`` of the ``t``-th chunk is at position ``t * chunk_samples + o``. The gap after the short chunk is filled
     with random samples of the last chunk of the sequence, so that the chunks after it stay in place. The short chunk is
     last less often than other chunks, so that its samples are not at the end of the epoch more often than others.
+
+    ``nodes`` parts of the sequence, for equally many of ``lanes`` lanes, have the same chunks in each epoch, except for
+    the short chunk, the one that it is exchanged with, and those at the end.
     """
 
-    def __init__(self, num_samples: int, chunk_samples: int, seed: int, epoch: int) -> None:
+    def __init__(
+        self, num_samples: int, chunk_samples: int, seed: int, epoch: int, *, nodes: int = 1, lanes: int = 1
+    ) -> None:
         self._size, self._short_samples = chunk_samples, num_samples % chunk_samples
         num_chunks = -(-num_samples // chunk_samples)
-        self._chunks = Permutation(num_chunks, seed, stream=(CHUNKS, epoch, 0))
+        self._chunks: Permutation | NodePermutation = Permutation(num_chunks, seed, stream=(CHUNKS, epoch, 0))
+        if nodes > 1:
+            part = num_samples // lanes // chunk_samples * (lanes // nodes)
+            self._chunks = NodePermutation(num_chunks, seed, epoch, nodes=nodes, part=part)
         self._last = num_chunks - 1  # both the number of the short chunk and the last turn
         if self._short_samples:
             self._short_turn = int(random_bits(1, seed, (SHORT, epoch, 0))[0]) % num_samples // chunk_samples

@@ -6,10 +6,11 @@ import json
 import os
 import signal
 import time
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.foreign import make_file
@@ -21,7 +22,7 @@ from support.rank_processes import ORDER, TAILS, WAIT_S, in_ranks, read_epoch, r
 from torch import distributed
 from torch.utils.data import DataLoader
 
-from h5chunk.errors import OptionError
+from h5chunk.errors import OptionError, StateError
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler, find_ranks
@@ -190,3 +191,54 @@ def test_a_killed_training_sees_what_an_uninterrupted_one_sees(path, tmp_path):
         assert sum(two[0] != one[0] + 1 for one, two in pairwise(found)) <= 2
     samples = [list(chain(*(batch for step, batch in log if step <= 9))) for log in seen_by(whole)]
     assert sorted(chain(*samples)) == list(range(N))
+
+
+# Nodes that keep their chunks
+
+
+def local_ranks(path: Path, world_size: int, state: Any = None, **options: Any) -> list[ChunkSampler]:
+    ranks = [
+        ChunkSampler(
+            ChunkDataset(path), 24 // world_size, **ORDER, lanes=4, rank=rank, world_size=world_size, **options
+        )
+        for rank in range(world_size)
+    ]
+    for each in ranks if state else ():
+        each.load_state_dict(state)
+    return ranks
+
+
+def steps(ranks: list[ChunkSampler]) -> list[list[int]]:
+    return [sorted(chain(*step)) for step in zip(*map(list, ranks), strict=True)]
+
+
+def test_locality_resumes_on_another_number_of_ranks_and_nodes(path, monkeypatch):
+    """Two nodes of two ranks, then one of two and one rank alone, which name the number of nodes."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    whole = steps(local_ranks(path, 4, locality="node"))
+    assert sorted(chain(*whole)) == list(range(N)) and whole != steps(local_ranks(path, 4))
+    running = local_ranks(path, 4, locality="node")
+    began = [sorted(chain(*step)) for step in islice(zip(*running, strict=True), 3)]
+    state = running[0].state_dict()
+    for world_size in (4, 2, 1):
+        assert began + steps(local_ranks(path, world_size, state, locality=2)) == whole
+    with pytest.raises(StateError, match="state has locality=2, not 1: give the same locality"):
+        local_ranks(path, 2, state, locality="node")
+
+
+def test_locality_that_cannot_be(path, monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    dataset = ChunkDataset(path)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"locality": "node"}, "LOCAL_WORLD_SIZE is '' of a world_size of 4: start with torchrun, or give the number"),
+        ({"locality": "rack"}, "locality is 'rack': give 'node', or a number of nodes"),
+        ({"locality": 3}, "nodes is 3 and lanes 4: each node keeps the chunks of equally many lanes"),
+        ({"locality": 0}, "locality is 0"),
+        ({"locality": 2, "weights": np.ones(N)}, "there are weights or a subset: leave out locality"),
+    ]
+    for options, message in wrong:
+        with pytest.raises(OptionError, match=message):
+            ChunkSampler(dataset, 6, rank=0, world_size=4, **options)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(OptionError, match="LOCAL_WORLD_SIZE is '3' of a world_size of 4"):
+        ChunkSampler(dataset, 6, rank=0, world_size=4, locality="node")

@@ -459,3 +459,21 @@ def test_a_table_of_pages_that_cannot_be_written_is_an_error(photos, tmp_path):
             pages.put(absent, absent + 1, b"")
         assert not pages.present()[absent]
         pages.close()
+
+
+def test_a_node_fetches_only_its_own_chunks(photos, tmp_path, monkeypatch):
+    """With locality, in three epochs of two ranks on each of two nodes; without, both fetch nearly everything."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    fetched = {}
+    for locality in (None, "node"):
+        with served(photos) as server:
+            for rank in range(4):
+                cache = tmp_path / f"{locality}, node {rank // 2}"
+                dataset = h5chunk.ChunkDataset(f"{server.url}/photos.h5", cache_dir=cache)
+                ranks = {"rank": rank, "world_size": 4, "locality": locality}
+                with h5chunk.ChunkLoader(dataset, sampler=h5chunk.ChunkSampler(dataset, 16, **ranks)) as loader:
+                    samples = [numbers.tolist() for _ in range(3) for _, numbers in loader]
+                assert sum(map(len, samples)) == 450
+            ranges = [each.removeprefix("bytes=").split("-") for _, each in server.requests if each]
+            fetched[locality] = sum(int(last) + 1 - int(first) for first, last in ranges) / photos.stat().st_size
+    assert fetched["node"] < 1.6 < 1.8 < fetched[None]

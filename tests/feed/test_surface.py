@@ -31,7 +31,7 @@ def test_a_sampler_owns_the_order():
     assert arguments(h5chunk.ChunkSampler) == {
         "dataset": MISSING, "batch_size": MISSING, "*shuffle": True, "*seed": 0, "*window_chunks": None,
         "*drop_last": False, "*pad": False, "*lanes": None, "*rank": None, "*world_size": None, "*weights": None,
-        "*interleave": None,
+        "*locality": None, "*interleave": None,
     }  # fmt: skip
 
 

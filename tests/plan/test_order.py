@@ -32,6 +32,7 @@ orders = st.builds(
     drop_last=st.booleans(),
 )
 many = settings(max_examples=150, deadline=None)
+few = settings(max_examples=25, deadline=None)
 
 
 def check_epoch(order: Order) -> None:
@@ -419,3 +420,42 @@ def test_a_huge_epoch_starts_at_once():
 def test_lanes_that_cannot_be(wrong, message):
     with pytest.raises(OptionError, match=message):
         Order(num_samples=100, chunk_samples=4, batch_size=6, window_chunks=2, **wrong)
+
+
+def chunks_of_nodes(order: Order, epoch: int) -> list[set[int]]:
+    """The chunks that the ranks of each node read in an epoch, with two ranks on each."""
+    ranks = [replace(each, epoch=epoch) for each in ranks_of(order, 2 * order.nodes)]
+    read = [{int(sample) // order.chunk_samples for batch in each.batches() for sample in batch} for each in ranks]
+    return [read[first] | read[first + 1] for first in range(0, len(read), 2)]
+
+
+@given(order=lane_orders, nodes=st.integers(2, 3), lanes=st.integers(1, 2), per_lane=st.integers(1, 5))
+@few
+def test_nodes_keep_their_chunks(order, nodes, lanes, per_lane):
+    """All but the chunks at the end of an epoch, and two for a short last chunk; and every sample once."""
+    lanes *= 2 * nodes
+    order = replace(order, shuffle=True, nodes=nodes, lanes=lanes, batch_size=per_lane * lanes)
+    wanted = check_ranks(order, 1)
+    assert check_ranks(order, 2 * nodes) == wanted
+    assert sorted(itertools.chain(*wanted)) == list(range(order.num_samples))
+    epochs = [chunks_of_nodes(order, epoch) for epoch in range(2)]
+    for node in range(nodes):
+        for later in epochs[1:]:
+            assert len(later[node] - epochs[0][node]) <= 2 * lanes + 2
+
+
+def test_nodes_visit_their_chunks_in_another_order_in_each_epoch():
+    order = Order(6400, 10, 40, 4, lanes=4, nodes=2)
+    first, second = chunks_of_nodes(order, 0), chunks_of_nodes(order, 1)
+    assert first == second and [len(each) for each in first] == [320, 320]
+    assert all(max(each) - min(each) > 600 for each in first)
+    assert chunks_of_nodes(replace(order, seed=1), 0) != first
+    batches = [np.concatenate(list(replace(order, epoch=epoch).batches())) for epoch in range(2)]
+    assert (batches[0] == batches[1]).mean() < 0.01
+    assert chunks_of_nodes(order, 0) != [set(range(320)), set(range(320, 640))]
+
+
+def test_what_is_left_over_is_not_left_out_in_all_epochs():
+    order = Order(430, 10, 40, 4, lanes=4, nodes=2, drop_last=True)
+    seen = Counter(int(s) for epoch in range(60) for batch in replace(order, epoch=epoch).batches() for s in batch)
+    assert len(seen) == 430 and min(seen.values()) > 30
