@@ -17,6 +17,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -236,17 +237,26 @@ def test_what_is_cancelled_ends_and_the_pool_reads_on(
 
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.nightly)])
 def test_pools_leave_no_threads_and_no_descriptors(count: int, data_file: tuple[int, bytes]) -> None:
+    with nothing_is_kept():
+        for number in range(count):
+            made = NativePool(3)
+            made.submit(number, job(kind=VERIFY, descriptor=data_file[0], num_bytes=100_000))
+            assert made.close(WAIT_S)
+            made.free()
+
+
+@contextmanager
+def nothing_is_kept() -> Iterator[None]:
+    """Fail if the block leaves threads or descriptors behind."""
+
     def left() -> tuple[int, int]:
         return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
     if not Path("/proc/self/task").exists():
         pytest.skip("needs /proc")
     before = left()
-    for number in range(count):
-        made = NativePool(3)
-        made.submit(number, job(kind=VERIFY, descriptor=data_file[0], num_bytes=100_000))
-        assert made.close(WAIT_S)
-        made.free()
+    yield
+    gc.collect()
     end = time.monotonic() + WAIT_S
     while left() != before and time.monotonic() < end:  # threads of before and of now take a moment to be gone
         before = min(before, left())
@@ -345,11 +355,12 @@ def test_a_read_that_hangs_is_an_error(path: Path, fault: Callable[..., None], r
     assert not reading_threads()
 
 
-def test_leaving_an_epoch_in_the_middle_of_reads(path: Path) -> None:
-    for _ in range(20):
-        for _batch in ChunkLoader(path, 16):
-            break
-    gc.collect()
+@pytest.mark.parametrize("count", [20, pytest.param(10_000, marks=pytest.mark.torture)])
+def test_leaving_an_epoch_in_the_middle_of_reads(path: Path, count: int) -> None:
+    with nothing_is_kept():
+        for _ in range(count):
+            for _batch in ChunkLoader(path, 16):
+                break
     assert not reading_threads()
 
 
