@@ -45,7 +45,7 @@ _OWN_FOLDER = str(Path(__file__).parents[2])
 
 def is_library(filename: str) -> bool:
     """Return whether a file of code belongs to Python, an installed package or h5chunk, and not to the user."""
-    return filename.startswith((*_LIBRARY_FOLDERS, _OWN_FOLDER, "<")) or "-packages/" in filename
+    return filename.startswith((*_LIBRARY_FOLDERS, _OWN_FOLDER, "<frozen")) or "-packages/" in filename
 
 
 def caller(frame: FrameType | None) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.tools.model.pipeline import Loop, Range, gain_range, seconds_per_batch
-from h5chunk.tools.model.seen import COLLATE, DECODING, LOCK, READING, Line, Seen
+from h5chunk.tools.model.seen import COLLATE, DECODING, LOCK, READING, TRANSFORM, Line, Seen
 
 LEAST_GAIN = 1.05  # smaller gains are not shown
 LEAST_BOUND = 1.1  # the same of those that only have an upper limit
@@ -256,7 +256,11 @@ def _batch(seen: Seen) -> Iterator[Fix]:
 
 def slowest_line(seen: Seen) -> Line | None:
     """Return the line that takes most of a fetch, of those that read, decode or transform."""
-    lines = [line for line in seen.lines if line.stage in (READING, DECODING, "transform") and line.share > 0.1]
+    lines = [
+        line
+        for line in seen.lines
+        if line.stage in (READING, DECODING, "transform") and line.place and line.share > 0.1
+    ]
     return max(lines, key=lambda line: line.share, default=None)
 
 
