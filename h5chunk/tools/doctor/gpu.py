@@ -84,6 +84,8 @@ def summary(events: Any) -> dict[str, float]:
     spans, waits = [], list[tuple[int, float]]()
     for event in events:
         name, seconds = event.name(), event.duration_ns() / 1e9
+        if event.is_user_annotation() or "#" in name:  # a range of time, not work
+            continue
         if event.device_type() == torch.autograd.DeviceType.CUDA:
             if "Memcpy HtoD" in name:
                 sums["copies"] += seconds

@@ -15,13 +15,14 @@ import threading
 import time
 from collections import defaultdict
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-FLUSH_S = 0.25  # seconds between writes
+FLUSH_S = 0.5  # seconds between writes
 SWITCH_S = 1e-3  # Python's switch interval: with the default of 5 ms, lines that follow slow ones would be seen
-SAMPLE_S = 0.02  # seconds between samples of the line that runs
+SAMPLE_S = 0.05  # seconds between samples of the line that runs
 READING, DECODING, TRANSFORM, COLLATE, LOCK = "reading", "decoding", "transform", "collate", "lock"
 LIBRARIES = {
     **dict.fromkeys(("h5py", "zarr", "tables", "pyarrow", "fsspec", "lmdb", "netCDF4", "xarray"), READING),
@@ -43,6 +44,7 @@ _LIBRARY_FOLDERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "plats
 _OWN_FOLDER = str(Path(__file__).parents[2])
 
 
+@cache
 def is_library(filename: str) -> bool:
     """Return whether a file of code belongs to Python, an installed package or h5chunk, and not to the user."""
     return filename.startswith((*_LIBRARY_FOLDERS, _OWN_FOLDER, "<frozen")) or "-packages/" in filename
@@ -65,7 +67,12 @@ def stage_of(frame: FrameType | None) -> str:
         frame = frame.f_back
     if frame is None:
         return TRANSFORM
-    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    return _stage_of_line(frame.f_code.co_filename, frame.f_lineno)
+
+
+@cache
+def _stage_of_line(filename: str, number: int) -> str:
+    line = linecache.getline(filename, number)
     return next((stage for stage, words in WORDS.items() if re.search(words, line)), TRANSFORM)
 
 
@@ -113,7 +120,7 @@ def counters() -> tuple[float, float, int, int, float]:
 
 
 class Sampler:
-    """A thread that notes every 20 ms which line of the user's code another thread runs, while ``stage`` is set."""
+    """A thread that notes every 50 ms which line of the user's code another thread runs, while ``stage`` is set."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._target = recorder, threading.get_ident()
@@ -147,8 +154,7 @@ class Sampler:
             now, cpu = time.perf_counter(), self._used()
             if stage := self.stage:
                 frame = sys._current_frames().get(self._target)
-                inner = stage if stage != "fetch" else stage_of(frame)
-                entry = lines[inner, caller(frame)]
+                entry = lines[stage_of(frame) if stage == "fetch" else stage, caller(frame)]
                 entry[0] += 1
                 entry[1] += min(1.0, (cpu - used) / max(1e-9, now - last))
                 del frame

@@ -24,12 +24,12 @@ from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import fetch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from h5chunk.tools.doctor.describe import CHUNK_LOADER, batch_samples, describe, describe_batch, machine
 from h5chunk.tools.doctor.gpu import GpuClock
 from h5chunk.tools.doctor.record import Recorder, Sampler, caller
 
 FILES_AFTER = 3  # fetches after which open files are listed
 clock = time.perf_counter
-CHUNK_LOADER = {"kind": "ChunkLoader", "num_workers": 0, "made_at": ""}
 
 
 class Watch:
@@ -48,6 +48,7 @@ class Watch:
         self.copied = [0.0, 0, 0]  # seconds, bytes, bytes from pageable memory
         self.optimized = [0.0, 0]  # seconds, steps
         self._optimizing = 0.0
+        self.fetches = 0
 
     # ---- the loop
 
@@ -286,8 +287,8 @@ def _fetch(original: Any) -> Any:
             watch.sampler.stage = before
             worker = get_worker_info()
             watch.recorder.add("fetch", -1 if worker is None else worker.id, started, clock(), collate.seconds)
-            collate.count += 1
-            if collate.count == FILES_AFTER:
+            watch.fetches += 1
+            if watch.fetches == FILES_AFTER:
                 from h5chunk.tools.doctor.files import open_files
 
                 with suppress(Exception):  # of h5py and of files that change
@@ -300,7 +301,7 @@ class TimedCollate:
     """Call a ``collate_fn`` and keep its time."""
 
     def __init__(self, given: Any) -> None:
-        self.given, self.seconds, self.count = given, 0.0, 0
+        self.given, self.seconds = given, 0.0
 
     def __call__(self, samples: Any) -> Any:
         started, watch = clock(), _watch
@@ -329,73 +330,6 @@ def _copy(original: Any) -> Any:
     return copy
 
 
-# ---- descriptions
-
-
 def loader_number(iterator: Any) -> int:
     """Return a number for the loader of an iterator."""
     return int(getattr(iterator, "__dict__", {}).get("_doctor_number", id(iterator)))
-
-
-def describe(loader: Any) -> dict[str, Any]:
-    """Describe a DataLoader by its settings and the line that made it."""
-    if not isinstance(loader, DataLoader):
-        return CHUNK_LOADER
-    names = "num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "batch_size"
-    facts = {name: getattr(loader, name, None) for name in names}
-    facts["in_order"] = getattr(loader, "in_order", True)
-    facts["dataset"], facts["length"] = type(loader.dataset).__qualname__, _length(loader.dataset)
-    facts["batched"] = hasattr(loader.dataset, "__getitems__")
-    collate = loader.collate_fn
-    facts["collate"] = "" if collate.__module__.startswith("torch.") else getattr(collate, "__qualname__", "")
-    made_at = loader.__dict__.get("_made_at", "")
-    return {"kind": "DataLoader", "made_at": made_at, **facts}
-
-
-def _length(data: Any) -> int:
-    try:
-        return len(data)
-    except Exception:
-        return 0
-
-
-def tensors_of(batch: Any) -> list[torch.Tensor]:
-    """List the tensors in a batch of tuples, lists and dicts."""
-    if isinstance(batch, torch.Tensor):
-        return [batch]
-    if isinstance(batch, dict):
-        batch = list(batch.values())
-    if isinstance(batch, (list, tuple)):
-        return [tensor for item in batch for tensor in tensors_of(item)]
-    return []
-
-
-def batch_samples(batch: Any) -> int:
-    """Return the number of samples in a batch: the length of its first tensor."""
-    while isinstance(batch, (list, tuple, dict)) and batch:
-        batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
-    return len(batch) if isinstance(batch, torch.Tensor) and batch.ndim else 1
-
-
-def describe_batch(batch: Any) -> dict[str, Any]:
-    """Describe the memory of a batch."""
-    tensors = tensors_of(batch)
-    largest = max(tensors, key=lambda tensor: tensor.nbytes, default=None)
-    return {
-        "bytes": sum(tensor.nbytes for tensor in tensors),
-        "tensors": len(tensors),
-        "pinned": bool(tensors) and all(tensor.is_pinned() for tensor in tensors if not tensor.is_cuda),
-        "device": "" if largest is None else largest.device.type,
-        "dtype": "" if largest is None else str(largest.dtype).removeprefix("torch."),
-    }
-
-
-def machine() -> dict[str, Any]:
-    """Describe cores, threads and the GPU."""
-    from h5chunk.machine import available_cores
-
-    facts: dict[str, Any] = {"cores": available_cores(), "threads": torch.get_num_threads(), "gpu": ""}
-    if torch.cuda.is_initialized():
-        facts["gpu"] = torch.cuda.get_device_name()
-        facts["gpu_free"] = torch.cuda.mem_get_info()[0]
-    return facts

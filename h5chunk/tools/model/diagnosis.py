@@ -21,6 +21,7 @@ from h5chunk.tools.model.pipeline import seconds_per_batch
 from h5chunk.tools.model.seen import COLLATE, DECODING, LOCK, READING, TRANSFORM, Seen
 
 LEAST_SHARE = 0.05  # of all time: less is not worth a word
+FEW_SAMPLES = 4  # of a batch that is taken from a worker
 CLEAR_SHARE = 0.1  # from this share on, a finding is certain
 
 
@@ -146,12 +147,13 @@ def _data(seen: Seen, rest: float) -> Iterator[Finding]:
     """Say what the loop waits for when it asks for a batch."""
     handover = seen.handover if seen.workers else 0.0
     share = min(seen.idle, (seen.wait - handover) / seen.iteration) * rest
-    if handover > 0.25 * seen.iteration:
+    if handover > 0.25 * seen.iteration or (seen.workers and seen.samples <= FEW_SAMPLES and share > CLEAR_SHARE):
         text = (
             f"Not your data: taking {seen.samples:.0f} samples from a worker costs {1e6 * handover:.0f} µs or more, "
             f"{handover / seen.iteration:.0%} of the time: batches are too small."
         )
-        yield Finding("small batches", False, max(share, handover / seen.iteration * rest), text)
+        lost = seen.idle if seen.gpu is not None and seen.samples <= FEW_SAMPLES else handover / seen.iteration
+        yield Finding("small batches", False, rest * max(share / rest, lost), text)
         return
     if seen.fetches:
         simulated = _simulated_wait(seen)
@@ -215,7 +217,7 @@ def _gpu(seen: Seen, rest: float, iteration: float) -> Iterator[Finding]:
     where = f"; its slowest line is {line}" if line is not None else ""
     host = max(0.0, (seen.step - seen.copy - gpu.blocked) / iteration)
     if gpu.blocked > 0.1 * iteration:
-        lost = min(idle, gpu.blocked / iteration)
+        lost = min(idle, 2 * gpu.blocked / iteration)  # while one waits, the other works
         text = f"Not your data: Python waits for the GPU in each step, and the GPU for Python; {busy}{where}."
         yield Finding("synchronisation", False, rest * lost, text)
     if host > 0.3:

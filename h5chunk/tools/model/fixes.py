@@ -9,7 +9,7 @@ from typing import Any
 
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.tools.model.pipeline import Loop, Range, gain_range, seconds_per_batch
-from h5chunk.tools.model.seen import COLLATE, DECODING, LOCK, READING, TRANSFORM, Line, Seen
+from h5chunk.tools.model.seen import COLLATE, DECODING, LOCK, READING, Line, Seen
 
 LEAST_GAIN = 1.05  # smaller gains are not shown
 LEAST_BOUND = 1.1  # the same of those that only have an upper limit
@@ -285,7 +285,7 @@ def _gpu_rules(seen: Seen) -> Iterator[Fix]:
         code = f"{line}: do less of it, or not in each step"
         yield Fix("less Python in the step", "python", Range(gain, 1.0, 1.1 * gain), code, is_bound=True)
     if gpu.busy < 0.7 * seen.iteration and host > 0.6 * seen.iteration and is_launch_bound(seen):
-        gain = seen.iteration / max(1e-9, gpu.busy, seen.wait)
+        gain = seen.iteration / max(1e-9, gpu.busy, seen.wait + seen.copy + seen.optimizer)
         code = 'torch.compile(model, mode="reduce-overhead"), or a larger batch: fewer kernels per sample'
         yield Fix("fewer kernel launches", "launches", Range(gain, 1.0, gain), code, is_bound=True)
     if seen.optimizer > 0.3 * seen.iteration and gpu.busy < 0.7 * seen.iteration:

@@ -11,6 +11,7 @@ from h5chunk.tools.model.pipeline import Loop
 READING, DECODING, TRANSFORM, COLLATE, LOCK = "reading", "decoding", "transform", "collate", "lock"
 FETCH_STAGES = (READING, DECODING, TRANSFORM, LOCK, COLLATE)
 MAX_DELAY = 0.5  # of a time, that can be waiting for a core
+OUTLIER = 3.0  # times the median: longer steps are those of warming up, or of saving
 HANDOVER_S = 1.5e-4  # of taking a tensor from a worker
 
 
@@ -113,9 +114,10 @@ class Seen:
         even = {worker: mean / max(1e-9, seconds) for worker, seconds in enumerate(self.worker_fetches)}
         by = self.fetched_by or [0] * len(self.fetches)
         times = [seconds * even.get(worker, 1.0) for seconds, worker in zip(self.fetches, by, strict=True)]
+        most = OUTLIER * sorted(self.steps)[len(self.steps) // 2]
         return Loop(
             fetches=[seconds * (1 - delay) + self.fetch_gap for seconds in times] or [0.0],
-            steps=[seconds * (1 - waited) for seconds in self.steps],
+            steps=[min(seconds, most) * (1 - waited) for seconds in self.steps],
             workers=self.workers,
             cores=max(1.0, self.cores - self.other_cores),
             fetch_cpu=self.fetch_cpu,
