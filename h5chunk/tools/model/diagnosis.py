@@ -207,15 +207,16 @@ def _gpu(seen: Seen, rest: float, iteration: float) -> Iterator[Finding]:
     assert gpu is not None
     busy = f"the GPU works {gpu.busy / iteration:.0%} of the time"
     idle = max(0.0, 1 - gpu.busy / iteration)
-    blocking = seen.copy / iteration
+    line = next((line for line in seen.lines if line.stage == "step" and line.place), None)
+    copies = line is not None and (".to(" in line.code or ".cuda(" in line.code)
+    blocking = max(seen.copy, line.share * seen.step if line is not None and copies else 0.0) / iteration
     if seen.pageable_bytes > 0.5 * seen.copy_bytes and blocking > LEAST_SHARE:
         text = f"Copying to the GPU from pageable memory takes {blocking:.0%} of the time; {busy}."
         yield Finding("copy", True, rest * blocking, text)
     if not gpu.is_profiled or idle < 0.15:
         return
-    line = next((line for line in seen.lines if line.stage == "step" and line.place), None)
     where = f"; its slowest line is {line}" if line is not None else ""
-    host = max(0.0, (seen.step - seen.copy - gpu.blocked) / iteration)
+    host = max(0.0, (seen.step - gpu.blocked) / iteration - blocking)
     if gpu.blocked > 0.1 * iteration:
         lost = min(idle, 2 * gpu.blocked / iteration)  # while one waits, the other works
         text = f"Not your data: Python waits for the GPU in each step, and the GPU for Python; {busy}{where}."
