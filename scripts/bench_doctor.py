@@ -11,8 +11,10 @@ loops follow, in which nothing may be found. The tests run two of the faults.
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import multiprocessing
+import shutil
 import statistics
 import tempfile
 import time
@@ -33,6 +35,7 @@ from h5chunk.tools.doctor.doctor import _rate
 SECONDS = 2.5  # of each loop
 CUDA = torch.cuda.is_available()
 FOLDER = Path(tempfile.mkdtemp(prefix="h5chunk-faults-"))
+atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 PACKED = zlib.compress(np.random.default_rng(0).integers(0, 4, 60_000).astype(np.uint8).tobytes(), 1)
 LOCK = multiprocessing.get_context("fork").Lock()
 Step = Callable[[Any], None]
