@@ -31,6 +31,7 @@ _HOMES = {
     "Recommendation": "h5chunk.tools.tune.report",
     "RepackReport": "h5chunk.tools.repack.report",
     "VerifyReport": "h5chunk.tools.verify.report",
+    "Windows": "h5chunk.feed.windows",
     "append": "h5chunk.tools.convert.append",
     "bench": "h5chunk.tools.bench.bench",
     "collate": "h5chunk.feed.collate",

@@ -12,7 +12,7 @@ import torch
 
 from h5chunk.errors import OptionError, check_whole, count_text, human_bytes, printable
 from h5chunk.feed.dataset import ChunkDataset
-from h5chunk.feed.layout import FieldLayout, Layouts, MatrixLayout, layout_of, slot_bytes
+from h5chunk.feed.layout import FieldLayout, Layouts, MatrixLayout, layout_of, slot_bytes, torch_dtype
 from h5chunk.feed.slots import KEPT
 from h5chunk.machine import available_cores
 from h5chunk.native import available
@@ -22,7 +22,8 @@ from h5chunk.plan.selection import WeightedSelection
 from h5chunk.plan.slots import TOGETHER_BYTES, SlotPlan, largest_window, plan_slots, with_windows_together
 from h5chunk.store.read.checksums import OFF, PIECE_BYTES
 from h5chunk.store.read.direct import ByteReader, is_small_field
-from h5chunk.store.read.ragged import ImagesField
+from h5chunk.store.read.fields import Field
+from h5chunk.store.read.ragged import ImagesField, RaggedField
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.several import NOTABLE, direct_fields, read_amplification
 from h5chunk.transforms import Converter
@@ -94,7 +95,7 @@ def make_source(
     if isinstance(h5reader.ragged, ImagesField):
         device = torch.device("cpu")  # images are decoded from windows on the host
     layouts = {
-        name: FieldLayout((), torch.int64) if name in numbered else layout_of(h5reader, name, counts, lanes)
+        name: _layout_of_numbered(dataset.field(name)) if name in numbered else layout_of(h5reader, name, counts, lanes)
         for name in dataset.fields
     }
     direct, why = _direct_fields(h5reader, reader)
@@ -102,6 +103,12 @@ def make_source(
         thread_bytes = sum(field.scratch_bytes(1) - field.scratch_bytes(0) for field in direct.values())
         num_threads = max(1, min(MAX_THREADS, available_cores(), DECODING_BYTES // max(1, thread_bytes)))
     return DataSource(h5reader, direct, why, numbered, layouts, device, num_threads, timeout_s)
+
+
+def _layout_of_numbered(field: Field | RaggedField) -> FieldLayout:
+    dtype = torch_dtype(field.dtype, field.name)
+    assert dtype is not None
+    return FieldLayout(field.sample_shape, dtype)
 
 
 def _counts(dataset: ChunkDataset, num_samples: int, order: Order) -> np.ndarray | None:

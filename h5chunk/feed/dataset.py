@@ -356,7 +356,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
 
     def _read(self, indices: Any, positions: np.ndarray, *, shared: bool) -> Batch:
         rows = self._rows(positions)
-        numbered = dict.fromkeys(self._numbered, self._positions(rows)) if self._numbered else {}
+        numbered = {name: compute(rows) for name, compute in self.numbered_fields.items()} if self._numbered else {}
         draws, ordered = self._transforms.draws(indices, rows), isinstance(indices, TaggedBatch)
         return self._sample_reader.read(self._names, draws, numbered, shared=shared, ordered=ordered)
 

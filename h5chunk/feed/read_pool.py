@@ -167,7 +167,7 @@ class ReadPool:
         self._num_threads, self._has_workers, self._is_closed = num_threads, False, False
         self._native: NativePool | None = None
         self._native_reads: dict[int, WindowRead] = {}  # by ticket
-        several = isinstance(reader, FileSet)
+        several = isinstance(getattr(reader, "frames", reader), FileSet)
         self.descriptor: Any = OpenFiles(reader) if several else open_descriptor(reader.path)
         try:
             self._stamp: tuple[Any, ...] = ()  # path and stamp of a single file of this machine

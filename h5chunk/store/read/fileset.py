@@ -45,6 +45,7 @@ CATEGORIES_REMEDY = "convert their sources together, or read these files separat
 class FileSet(H5Reader):
     """Read rows of several files as if they were one, with the attributes and options of `H5Reader`.
 
+    ``fields`` may be a list, with the fields of each path; a file may then come several times, with other fields.
     If chunks differ in size, ``chunk_samples`` is the average. ``header`` combines the headers of all files; it is None
     if a file has none. Raises FieldError if fields or classes differ between files.
     """
@@ -52,7 +53,7 @@ class FileSet(H5Reader):
     def __init__(
         self,
         paths: Sequence[Path],
-        fields: Mapping[str, str] | None,
+        fields: Mapping[str, str] | Sequence[Mapping[str, str]] | None,
         name: Path,
         *,
         trusted: bool = False,
@@ -60,12 +61,16 @@ class FileSet(H5Reader):
     ) -> None:
         self.path, self.trusted, self.checksums = name, trusted, checksums
         max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        if max_files != resource.RLIM_INFINITY and len(paths) + RESERVED_DESCRIPTORS > max_files:
+        if max_files != resource.RLIM_INFINITY and len({*paths}) + RESERVED_DESCRIPTORS > max_files:
             raise FileError(
                 f"{printable(name)}: {len(paths)} files, but this process may open only {max_files}: raise the limit "
                 f"with ulimit -n {2 * len(paths) + 1024}, or pack them into fewer files"
             )
-        self._readers = tuple(H5Reader(path, fields, trusted=trusted, checksums=checksums) for path in paths)
+        own_fields = [fields] * len(paths) if fields is None or isinstance(fields, Mapping) else fields
+        self._readers = tuple(
+            H5Reader(path, own, trusted=trusted, checksums=checksums)
+            for path, own in zip(paths, own_fields, strict=True)
+        )
         self.is_remote = any(reader.is_remote for reader in self.readers)
         _check_names(self.readers)
         _check_same_names(self.readers)
@@ -181,10 +186,11 @@ def with_remedy(error: FileError, num_files: int) -> FileError:
 
 def _check_names(readers: Sequence[H5Reader]) -> None:
     """Raise OptionError if a file is repeated, and FieldError if the names of fields differ between files."""
-    seen: dict[tuple[int, ...], Path] = {}
+    seen: dict[tuple[object, ...], Path] = {}
     first = readers[0]
     for reader in readers:
-        other = seen.setdefault(reader.stamp[:2], reader.path)
+        datasets = (field.dataset for field in reader.fields.values())
+        other = seen.setdefault((*reader.stamp[:2], *datasets), reader.path)
         if other is not reader.path:
             raise OptionError(
                 f"{printable(reader.path)}: the same file as {printable(other)}: name it "

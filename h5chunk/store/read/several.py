@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from h5chunk.store.read.fields import Field
 from h5chunk.store.read.fileset import with_remedy
 from h5chunk.store.read.ragged import RaggedField
 from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.windows import WindowReader
 
 NOTABLE = 1.01  # a higher read amplification is reported
 
@@ -34,11 +36,13 @@ class OpenFiles:
 
     def __init__(self, reader: H5Reader) -> None:
         self._readers = reader.readers
+        self._first = _first_of_file(reader.readers)
         self._open: list[int | None] = [None] * len(reader.readers)
         self._lock = threading.Lock()
 
     def descriptor_of(self, number: int) -> int:
         """Return the descriptor of a file. Raises FileError if it cannot be opened, or has changed."""
+        number = self._first[number]
         descriptor = self._open[number]
         if descriptor is None:
             with self._lock:
@@ -57,6 +61,12 @@ class OpenFiles:
             if descriptor is not None:
                 os.close(descriptor)
         self._open = [None] * len(self._readers)
+
+
+def _first_of_file(readers: Sequence[H5Reader]) -> list[int]:
+    """Return the number of the first reader of each reader's file: episodes of one file share its descriptor."""
+    first: dict[Path, int] = {}
+    return [first.setdefault(reader.path, number) for number, reader in enumerate(readers)]
 
 
 def _open_checked(reader: H5Reader, num_files: int) -> int:
@@ -203,6 +213,9 @@ def direct_fields(reader: H5Reader) -> tuple[dict[str, ByteReader], dict[str, st
     """
     if not reader.num_samples:
         return {}, dict.fromkeys(reader.fields, "it is empty")
+    if isinstance(reader, WindowReader):
+        frames, reasons = direct_fields(reader.frames)
+        return {name: reader.byte_reader(name, field) for name, field in frames.items()}, reasons
     by_file: dict[str, list[Any]] = {name: [] for name in reader.fields}
     why: dict[str, str] = {}
     for single in reader.readers:

@@ -1,0 +1,180 @@
+"""Windows inside episodes as the samples of a data set: robot demonstrations, world models, weather."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from h5chunk.errors import OptionError, check_whole, count_text, printable
+from h5chunk.feed.dataset import ChunkDataset
+from h5chunk.feed.sample_reader import SampleTransforms
+from h5chunk.plan.cache import ChunkGrid
+from h5chunk.plan.permutation import SPLIT, permutation
+from h5chunk.plan.selection import split_samples
+from h5chunk.store.read.checksums import OFF
+from h5chunk.store.read.episodes import find_borders, open_frames
+from h5chunk.store.read.fields import Field
+from h5chunk.store.read.files import Paths
+from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.windows import WindowReader
+
+IS_PAD = "_is_pad"
+PADDINGS = ("none", "edge")
+
+
+class Windows(ChunkDataset):
+    """Windows of consecutive frames, which never cross an episode, as the samples of a `ChunkDataset`.
+
+    ``dataset[i]`` is a tuple with the frames of window i of each field, (frames, ...). `ChunkLoader`, `ChunkSampler`
+    and a DataLoader take it as any `ChunkDataset`, with the same promises; a chunk is read and decoded once for all
+    windows that are shuffled together.
+
+    Parameters
+    ----------
+    path : path or sequence of paths
+        As for `ChunkDataset`, but no URLs. An episode never continues in another file.
+    fields : mapping of str
+        Datasets with one row per time step, by field name. With a ``*``, as in ``{"actions": "data/*/actions"}``,
+        each group that matches is an episode, in the order of their names with numbers by value; all fields must have
+        the same ``*``.
+    length : int
+        Number of frames from the window's first step on, at the largest stride.
+    history : int
+        Number of frames before the window's first step, at the largest stride.
+    stride : int, or mapping of str to int
+        Number of time steps between two frames, for all fields or by name; the largest must be a multiple of all.
+        With ``{"obs": 5, "actions": 1}`` and a length of 4, a window has 4 observations and all 20 actions.
+    padding : {"none", "edge"}
+        "none": all frames of a window lie in its episode. "edge": every time step begins a window, frames beyond the
+        episode repeat its first or last one, and for each field ``NAME_is_pad``, (frames,) bool, says which are.
+    episode_lengths : str, optional
+        A dataset with the number of time steps of each episode, such as ``ep_len``, whose sum is the length of the
+        fields. Default: each file is one episode, or each group that matches ``*``.
+    trusted, checksums
+        As for `ChunkDataset`.
+
+    Raises
+    ------
+    FieldError
+        A field is missing in an episode, or the fields of an episode differ in length.
+    OptionError
+        An argument is invalid, or no episode is long enough for a window.
+    """
+
+    def __init__(
+        self,
+        path: Paths,
+        fields: Mapping[str, str],
+        length: int,
+        *,
+        history: int = 0,
+        stride: int | Mapping[str, int] = 1,
+        padding: str = "none",
+        episode_lengths: str | None = None,
+        trusted: bool = False,
+        checksums: str = OFF,
+    ) -> None:
+        if not isinstance(fields, Mapping) or not fields or not all(isinstance(each, str) for each in fields.values()):
+            raise OptionError(f"fields is {fields!r}: give a mapping of names to datasets")
+        if padding not in PADDINGS:
+            raise OptionError(f"padding is {padding!r}: give none or edge")
+        if taken := [name for name in fields if padding == "edge" and name.removesuffix(IS_PAD) in {*fields} - {name}]:
+            raise OptionError(f"fields has {taken[0]!r}, which is the name of a mask of padding: rename it")
+        if episode_lengths is not None and any("*" in dataset for dataset in fields.values()):
+            raise OptionError("episode_lengths is given, but fields have a *, whose groups are the episodes: give one")
+        steps = _steps(fields, length, history, stride)
+        frames = open_frames(path, fields, trusted, checksums)
+        borders = frames.starts
+        if episode_lengths is not None:
+            borders = find_borders(frames, episode_lengths, trusted)
+        anchors = _anchors(frames, borders, steps, padding)
+        self._reader = reader = WindowReader(frames, anchors, borders, steps)
+        self._masked = {f"{name}{IS_PAD}": name for name in fields if padding == "edge"}
+        self._numbered = list(self._masked)
+        self._names = (*fields, *self._masked)
+        self._episodes = reader.episodes
+        self._transforms = SampleTransforms(None, {name: self.field(name) for name in self._names})
+        self._samples, self._order, self._tables = None, None, {}
+
+    def field(self, name: str) -> Any:
+        """See `ChunkDataset.field`."""
+        if name not in self._masked:
+            return self._reader.fields[name]
+        shape = self._reader.fields[self._masked[name]].grid.shape[:2]
+        return Field(name, "", ChunkGrid(shape, None, 1, False), np.dtype(bool))
+
+    @property
+    def numbered_fields(self) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
+        """See `ChunkDataset.numbered_fields`: the masks of padding."""
+        reader: Any = self._reader
+        return {mask: partial(reader.is_padding, name) for mask, name in self._masked.items()}
+
+    @property
+    def episodes(self) -> np.ndarray:
+        """The episode of each window: (n,) int64, ascending."""
+        return self._episodes if self._samples is None else self._episodes[self._samples]
+
+    def split(self, fractions: Sequence[float], *, seed: int = 0, stratify: str | None = None) -> list[ChunkDataset]:
+        """Split into random parts of whole episodes: the fractions are those of the episodes that have windows.
+
+        Raises
+        ------
+        OptionError
+            The fractions or the seed are invalid, or ``stratify`` is given.
+        """
+        if stratify is not None:
+            raise OptionError(f"stratify is {stratify!r}: windows are split by episode: leave it out")
+        episodes = np.unique(self.episodes)
+        shuffled = permutation(len(episodes), seed, stream=(SPLIT, 0, 0))
+        parts = split_samples(shuffled, fractions, None, seed)
+        return [self.subset(np.isin(self.episodes, episodes[part])) for part in parts]
+
+    def values(self, name: str) -> np.ndarray:
+        """Raise OptionError: a window has several values of each field; use `episodes` to weight or select windows."""
+        raise OptionError(f"field {name!r} has several values per window: compute weights from dataset.episodes")
+
+
+def _steps(
+    fields: Mapping[str, str], length: int, history: int, stride: int | Mapping[str, int]
+) -> dict[str, np.ndarray]:
+    """Return the offsets of each field's frames from the window's first step: (num_frames,) int64."""
+    length, history = check_whole("length", length, 1, 1 << 30), check_whole("history", history, 0, 1 << 30)
+    strides = {name: stride[name] if isinstance(stride, Mapping) and name in stride else 1 for name in fields}
+    if not isinstance(stride, Mapping):
+        strides = dict.fromkeys(fields, stride)
+    elif unknown := [name for name in stride if name not in fields]:
+        raise OptionError(f"stride has {unknown[0]!r}, which is not among the fields: {', '.join(fields)}")
+    for name, step in strides.items():
+        check_whole(f"stride of {name!r}", step, 1, 1 << 30)
+    largest = max(strides.values())
+    for name, step in strides.items():
+        if largest % step:
+            raise OptionError(f"stride of {name!r} is {step}: give a divisor of the largest stride, {largest}")
+    return {name: np.arange(-history * largest, length * largest, step) for name, step in strides.items()}
+
+
+def _anchors(frames: H5Reader, borders: np.ndarray, steps: Mapping[str, np.ndarray], padding: str) -> np.ndarray:
+    """Return the row of each window's first step: (n,) int64, ascending."""
+    first, last = min(each[0] for each in steps.values()), max(each[-1] for each in steps.values())
+    rows = np.arange(frames.num_samples)
+    if padding == "none":
+        episode = np.searchsorted(borders, rows, "right") - 1
+        rows = rows[(rows + first >= borders[episode]) & (rows + last < borders[episode + 1])]
+        num_short = int((np.diff(borders) < last - first + 1).sum())
+        if len(rows) and num_short:
+            warnings.warn(
+                f"{printable(frames.path)}: {count_text(num_short, 'episode')} of {len(borders) - 1} shorter than "
+                f"{last - first + 1} time steps: no window is taken from them (padding='edge' would)",
+                stacklevel=3,
+            )
+    if not len(rows):
+        longest = int(np.diff(borders).max(initial=0))
+        raise OptionError(
+            f"{printable(frames.path)}: a window takes {last - first + 1} time steps, but the longest episode has "
+            f"{longest}: reduce length, history or stride, or use padding='edge'"
+        )
+    return rows

@@ -1,0 +1,163 @@
+"""Windows of frames inside episodes: values, padding, episodes, order and errors, with every way of reading."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+import h5chunk
+
+LENGTHS = (9, 5, 12)
+ROBOT = {"image": "data/*/obs/image", "actions": "data/*/actions"}
+
+
+def _frames(count: int, seed: int) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(seed)
+    image = random.integers(0, 255, (count, 6, 5, 3), np.uint8)
+    return {"image": image, "actions": random.normal(size=(count, 7)).astype(np.float32)}
+
+
+EPISODES = [_frames(length, seed) for seed, length in enumerate(LENGTHS)]
+
+
+def _robomimic(path: Path, **options: Any) -> Path:
+    with h5py.File(path, "w") as file:
+        for number, (name, episode) in enumerate(zip((2, 10, 33), EPISODES, strict=True)):
+            group = file.create_group(f"data/demo_{name}")
+            own = {**options, "chunks": (4, 6, 5, 3)} if options else {}
+            group.create_dataset("obs/image", data=episode["image"], **own)
+            group.create_dataset("actions", data=episode["actions"])
+            group.attrs["num_samples"] = LENGTHS[number]
+    return path
+
+
+def _flat(path: Path) -> Path:
+    with h5py.File(path, "w") as file:
+        for name in ("image", "actions"):
+            file[name] = np.concatenate([episode[name] for episode in EPISODES])
+        file["ep_len"] = np.array(LENGTHS, np.int32)
+    return path
+
+
+def _aloha(folder: Path) -> Path:
+    folder.mkdir()
+    for number, episode in enumerate(EPISODES):
+        with h5py.File(folder / f"episode_{number}.hdf5", "w") as file:
+            file["observations/images/top"], file["action"] = episode["image"], episode["actions"]
+    return folder
+
+
+def _make(layout: str, folder: Path, **options: Any) -> h5chunk.Windows:
+    if layout == "flat":
+        fields, options = {"image": "image", "actions": "actions"}, {**options, "episode_lengths": "ep_len"}
+        return h5chunk.Windows(_flat(folder / "flat.h5"), fields, **options)
+    if layout == "aloha":
+        fields = {"image": "observations/images/top", "actions": "action"}
+        return h5chunk.Windows(_aloha(folder / "aloha"), fields, **options)
+    compressed = {"compression": "gzip"} if layout == "compressed" else {}
+    return h5chunk.Windows(_robomimic(folder / "robot.h5", **compressed), ROBOT, **options)
+
+
+def _expected(steps: Mapping[str, range], *, pads: bool) -> list[list[np.ndarray]]:
+    """The fields of all windows, computed naively, and with padding their masks."""
+    windows = []
+    for length, episode in zip(LENGTHS, EPISODES, strict=True):
+        for anchor in range(length):
+            rows = {name: np.array(own) + anchor for name, own in steps.items()}
+            if pads or all(own[0] >= 0 and own[-1] < length for own in rows.values()):
+                values = [episode[name][own.clip(0, length - 1)] for name, own in rows.items()]
+                masks = [(own < 0) | (own >= length) for own in rows.values()] if pads else []
+                windows.append([*values, *masks])
+    return windows
+
+
+@pytest.mark.parametrize("layout", ["robomimic", "compressed", "flat", "aloha"])
+@pytest.mark.parametrize("padding", ["none", "edge"])
+@pytest.mark.filterwarnings("ignore:.*shorter than")
+def test_windows_are_those_of_a_naive_reader_however_they_are_read(layout: str, padding: str, tmp_path: Path) -> None:
+    stride = {"image": 2, "actions": 1}
+    windows = _make(layout, tmp_path, length=2, history=1, stride=stride, padding=padding)
+    expected = _expected({"image": range(-2, 4, 2), "actions": range(-2, 4)}, pads=padding == "edge")
+    assert len(windows) == len(expected)
+    for number, values in enumerate(expected):
+        for got, value in zip(windows[number], values, strict=True):
+            assert np.array_equal(got, value)
+    for reader in ("auto", "h5py"):
+        loader = h5chunk.ChunkLoader(windows, 4, shuffle=False, reader=reader)
+        batches = list(loader)
+        for position in range(len(windows.fields)):
+            got = torch.cat([batch[position] for batch in batches])
+            assert np.array_equal(got, np.stack([values[position] for values in expected]))
+
+
+def _joined(lists: list[list[int]]) -> list[int]:
+    return [*chain.from_iterable(lists)]
+
+
+def test_every_window_comes_once_in_a_shuffled_order_that_resumes_and_ranks_share(tmp_path: Path) -> None:
+    path = tmp_path / "series.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("field", data=np.arange(60 * 8.0).reshape(60, 2, 2, 2), chunks=(5, 2, 2, 2))
+    windows = h5chunk.Windows(path, {"field": "field"}, 4)
+
+    def anchors(batches: Any) -> list[list[int]]:
+        return [(batch[0][:, 0, 0, 0, 0] / 8).int().tolist() for batch in batches]
+
+    loader = h5chunk.ChunkLoader(windows, 8)
+    epoch = anchors(loader)
+    assert sorted(_joined(epoch)) == list(range(57)) != _joined(epoch)
+    iterator = iter(started := h5chunk.ChunkLoader(windows, 8))
+    next(iterator), next(iterator)
+    resumed = h5chunk.ChunkLoader(windows, 8)
+    resumed.load_state_dict(started.state_dict())
+    assert anchors(resumed) == epoch[2:]
+    by_rank = [h5chunk.ChunkSampler(windows, 8, rank=rank, world_size=2) for rank in (0, 1)]
+    shares = [_joined(anchors(h5chunk.ChunkLoader(windows, sampler=sampler))) for sampler in by_rank]
+    assert sorted(shares[0] + shares[1]) == list(range(57))
+    dataloader = torch.utils.data.DataLoader(windows, batch_sampler=h5chunk.ChunkSampler(windows, 8))
+    assert sorted(_joined(anchors(dataloader))) == list(range(57))
+
+
+def test_a_split_keeps_episodes_whole(tmp_path: Path) -> None:
+    windows = _make("flat", tmp_path, length=3)
+    train, held_out = windows.split((0.67, 0.33))
+    parts = {*train.episodes.tolist()}, {*held_out.episodes.tolist()}
+    assert parts[0] | parts[1] == {0, 1, 2} and not parts[0] & parts[1]
+    assert len(train) + len(held_out) == len(windows)
+    images = torch.cat([batch[0] for batch in h5chunk.ChunkLoader(held_out, 4, shuffle=False)])
+    episode = EPISODES[parts[1].pop()]["image"]
+    assert np.array_equal(images, [episode[start : start + 3] for start in range(len(episode) - 2)])
+
+
+def test_episodes_that_no_window_can_be_taken_from_are_errors_that_name_them(tmp_path: Path) -> None:
+    path = _robomimic(tmp_path / "robot.h5")
+    with pytest.raises(h5chunk.OptionError, match="takes 13 time steps, but the longest episode has 12"):
+        h5chunk.Windows(path, ROBOT, 13)
+    with pytest.warns(UserWarning, match="1 episode of 3 shorter than 6 time steps"):
+        h5chunk.Windows(path, ROBOT, 6)
+    with h5py.File(path, "a") as file:
+        file["data/demo_10"].move("actions", "moved")
+    with pytest.raises(h5chunk.FieldError, match="episode 'demo_10' has no dataset 'actions'"):
+        h5chunk.Windows(path, ROBOT, 2)
+    with h5py.File(path, "a") as file:
+        file["data/demo_10/actions"] = np.zeros((4, 7), np.float32)
+    with pytest.raises(h5chunk.FieldError, match="'demo_10' differ in length: 'obs/image' has 5, 'actions' has 4"):
+        h5chunk.Windows(path, ROBOT, 2)
+
+
+def test_lengths_of_episodes_that_do_not_add_up_and_other_arguments_are_errors(tmp_path: Path) -> None:
+    path, fields = _flat(tmp_path / "flat.h5"), {"image": "image", "actions": "actions"}
+    with h5py.File(path, "a") as file:
+        file["ep_len"][0] = 8
+    with pytest.raises(h5chunk.FieldError, match="'ep_len' add up to 25, but the fields have 26 rows"):
+        h5chunk.Windows(path, fields, 2, episode_lengths="ep_len")
+    for options in ({"stride": {"image": 3, "actions": 2}}, {"stride": {"x": 2}}, {"padding": "x"}, {"history": -1}):
+        with pytest.raises(h5chunk.OptionError):
+            h5chunk.Windows(path, fields, 2, **options)
