@@ -304,6 +304,10 @@ def test_convert_h5ad(folder: Path) -> None:
     check("verify", out)
 
 
+def test_doctor() -> None:
+    check("doctor", "--", f"./{NAME}", code=1)
+
+
 def test_arguments_that_a_shell_finds(foreign: Path) -> None:
     check("info", foreign, NAME, code=2)
     check(NAME, code=2)

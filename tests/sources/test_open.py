@@ -64,7 +64,7 @@ def test_other_hdf5_files_are_for_repack(tmp_path):
         file["images"] = [1, 2, 3]
     with pytest.raises(
         SourceError,
-        match=r"x\.h5: an HDF5 file, but not a known matrix .*: for HDF5 files of samples use h5chunk repack",
+        match=r"x\.h5: an HDF5 file, but not a known matrix .* h5chunk repack rewrites .* --samples",
     ):
         open_source(tmp_path / "x.h5")
 

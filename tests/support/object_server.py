@@ -174,3 +174,4 @@ def object_server(objects=(), **options):
     finally:
         server.shutdown()
         server.server_close()
+        server.server_close()
