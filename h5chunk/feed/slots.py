@@ -188,9 +188,10 @@ def _beginnings(arrays: Arrays, windows: Windows) -> Arrays:
 
 
 class CpuSlot:
-    """A window in ordinary memory: from ``memory``, new for each window, or always the same if that is None.
+    """A window in ordinary memory.
 
-    Gathered samples get memory from ``gathered``, which slots may share.
+    Each window gets new memory from ``memory``; if that is None, all windows use the same memory. Samples that are
+    gathered from a window get memory from ``gathered``, which slots may share.
     """
 
     def __init__(

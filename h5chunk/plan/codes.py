@@ -169,7 +169,10 @@ class Coding:
         return f"has no exact code from 1 to {MAX_CODE}", "use --values auto, or --binarize MIN"
 
     def codes(self, scale: float) -> npt.NDArray[np.uint8]:
-        """Return a table of the codes of all numbers of units: (max_unit + 1,) uint8; undefined where there is none."""
+        """Return the code of each value, counted in units, from 0 to ``max_unit``: (max_unit + 1,) uint8.
+
+        Entries for values that have no exact code are undefined.
+        """
         units = np.arange(self.max_unit + 1, dtype=np.int64)
         if self.scale is None and self.binarize is None:
             units //= UNITS // int(scale)

@@ -69,7 +69,7 @@ class Locks:
 
 
 class Pages:
-    """An open sparse copy."""
+    """The open local copy of a remote object, in which pages that were not fetched yet are holes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

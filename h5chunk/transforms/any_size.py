@@ -124,7 +124,7 @@ class AnySizeConverter(AugmentConverter):
         self._num_threads = num_threads or available_cores()
 
     def decoding_bytes(self, batch_size: int) -> int:
-        """Estimate the memory for images that are decoded at a time, and for batches begun ahead, in bytes."""
+        """Estimate the bytes of the images that are decoded at the same time, and of the batches decoded ahead."""
         areas = self._image_sizes.heights.astype(np.float64) * self._image_sizes.widths
         held = self._num_threads if self._device.type == "cpu" else (AHEAD + 1) * batch_size
         pixels = held * float(areas.mean()) + float(areas.max(initial=0))

@@ -52,7 +52,7 @@ class UnfitError(SourceError):
 
 
 def unfit_error(source: SparseSource, coding: Coding | FloatCoding, position: str, value: float) -> UnfitError:
-    """Return an error for a value at a position that the coding cannot store; the message has the remedy."""
+    """Return an error for a value that the coding cannot store, with its row and column as ``position``."""
     reason, remedy = coding.explain_unfit(value)
     return UnfitError(f"{printable(source.path)}: {position}: value {value} {reason}: {remedy}")
 
@@ -270,7 +270,7 @@ class SortedMatrix:
         return position_text(*self.ids_of(int(self.order[row]), column))
 
     def unfit_error(self, position: str, value: float) -> UnfitError:
-        """Return an error for a value at a position that cannot be stored."""
+        """Return an error for a value that cannot be stored, with its row and column as ``position``."""
         return unfit_error(self.source, self.coding, position, value)
 
 

@@ -17,7 +17,7 @@ BAR = 24  # characters of a full bar
 
 @dataclass(frozen=True)
 class Check:
-    """A fix that was tried: what was predicted, and what came of it."""
+    """A fix that was tried, with its predicted and its measured gain."""
 
     fix: str
     predicted: float

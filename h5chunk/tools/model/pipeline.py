@@ -82,7 +82,7 @@ def _ends(loop: Loop) -> Iterator[float]:
 
 
 def gain_range(today: Loop, changed: Loop, error: float = MODEL_ERROR) -> Range:
-    """Predict how many times faster a changed loop is; the interval is that of batches drawn again in blocks."""
+    """Predict how many times faster a changed loop is, with an interval from resampled batches (block bootstrap)."""
     generator = np.random.default_rng(0)
     value = seconds_per_batch(today) / max(1e-9, seconds_per_batch(changed))
     found = [value]
