@@ -25,7 +25,7 @@ SCRIPT = """
 
     class Slow(Dataset):
         def __len__(self):
-            return 240
+            return 160
 
         def __getitem__(self, i):
             time.sleep(float(sys.argv[1]))
@@ -35,10 +35,11 @@ SCRIPT = """
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(), torch.nn.Linear(8, 2))
         optimizer = torch.optim.Adam(model.parameters())
-        for images, labels in DataLoader(Slow(), 8, shuffle=True, num_workers=int(sys.argv[2])):
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(model(images), labels).backward()
-            optimizer.step()
+        for epoch in range(2):  # each with a loader of its own
+            for images, labels in DataLoader(Slow(), 8, shuffle=True, num_workers=int(sys.argv[2])):
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(model(images), labels).backward()
+                optimizer.step()
         torch.save(model.state_dict(), sys.argv[3])
 """
 
@@ -64,6 +65,7 @@ def test_a_command_is_diagnosed_and_trains_as_without(script, tmp_path):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     diagnosis = found["diagnosis"]
     assert diagnosis["verdict"] and found["seen"]["loader"]["num_workers"] == workers
+    assert found["seen"]["elsewhere"] == 0  # the loader of the second epoch is not another one
     assert found["seen"]["stages"]["transform"] > 8 * 0.003 / 2  # seconds that a batch sleeps
     assert any("time.sleep(float(sys.argv[1]))" in line["code"] for line in found["seen"]["lines"])
 

@@ -44,6 +44,7 @@ class Watch:
         self._described: set[int] = set()
         self.epoch_started: dict[int, float] = {}
         self.settings: dict[int, dict[str, Any]] = {}  # of DataLoaders
+        self._numbers: dict[tuple[Any, ...], int] = {}  # of loaders, by where and from what they were made
         self.epochs: Counter[int] = Counter()  # that began, by loader
         self.copied = [0.0, 0, 0]  # seconds, bytes, bytes from pageable memory
         self.optimized = [0.0, 0]  # seconds, steps
@@ -75,6 +76,13 @@ class Watch:
         remove()
         if self.options.get("end"):
             raise SystemExit(0)
+
+    def number_of(self, loader: Any, number: int) -> int:
+        """Return the number of an earlier loader if this one replaces it: some scripts make one for each epoch."""
+        place, dataset = loader.__dict__.get("_made_at"), loader.dataset
+        size = len(dataset) if hasattr(dataset, "__len__") else None
+        same = place, type(dataset), size, loader.batch_size, type(loader.sampler)
+        return number if place is None else self._numbers.setdefault(same, number)
 
     def begins_epoch(self, number: int, started: float, loader: Any) -> None:
         """Note that an epoch of a DataLoader begins; end after the number of epochs that are wanted."""
@@ -229,7 +237,7 @@ def _iter(original: Any) -> Any:
         watch, started = _watch, clock()
         iterator = original(self)
         if watch is not None and get_worker_info() is None:
-            number = self.__dict__.setdefault("_doctor_number", id(iterator))
+            number = self.__dict__.setdefault("_doctor_number", watch.number_of(self, id(iterator)))
             iterator.__dict__["_doctor_number"] = number
             watch.begins_epoch(number, started, self)
         return iterator
