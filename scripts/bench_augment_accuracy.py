@@ -36,7 +36,7 @@ Loader = Callable[[str, int], Iterable[Any]]  # of a recipe and a seed
 
 
 def make_shapes(count: int, rng: np.random.Generator, *, moved: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return images, (count, 3, SIDE, SIDE) uint8, and the numbers of their shapes."""
+    """Return images of random shapes, (count, 3, SIDE, SIDE) uint8, and the class labels of the shapes, (count,)."""
     labels, reach = np.arange(count) % CLASSES, 5.0 if moved else 0.5
     y, x = np.mgrid[:SIDE, :SIDE] - (SIDE - 1) / 2
     down, right = rng.uniform(-reach, reach, (2, count, 1, 1))

@@ -89,7 +89,7 @@ def loader_rate(path: Path, batch_size: int, seconds: float, window: int | None)
 
 
 def bytes_rate(path: Path, count: int) -> float:
-    """Return the rate of reading the file from end to end into reused memory."""
+    """Return the images/s of reading the whole file, which has ``count`` images, into a reused buffer."""
     buffer = memoryview(bytearray(8 << 20))
     started = time.perf_counter()
     with path.open("rb", buffering=0) as file:

@@ -1,13 +1,12 @@
 """Measure reading from a slow web server (30 ms, 100 MB/s), against a bare client, and a local file.
 
     python scripts/bench_remote.py --count 8000 --size 112 112
-    python scripts/bench_remote.py --hits        # hits of the cache, of LRU, and the most that are possible
+    python scripts/bench_remote.py --hits        # hit rates of LRU and of the optimal (Belady) policy
     python scripts/bench_remote.py --peers streaming=ENV/bin/python litdata=ENV/bin/python
 
 Starts `range_server.py` on a file of random images. The bare client asks for the same chunks, as many at a time, and
-drops the bytes. Prints images/s of whole epochs and the time to the first batch. Of other packages it tries several
-numbers of workers and sizes of their files; PYTHON is that of an environment in which the package and h5py are
-installed.
+drops the bytes. Prints images/s of whole epochs and the time to the first batch. Other packages are measured with
+several numbers of workers and file sizes; ENV is an environment in which the package and h5py are installed.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def range_server(folder: Path, latency_s: float, bandwidth: float) -> Iterator[s
 
 
 def bare_client(url: str, ranges: list[tuple[int, int]], count: int) -> float:
-    """Return images/s of requests for byte ranges whose bytes are dropped."""
+    """Request the byte ranges in parallel, discard the bytes, and return the images/s for ``count`` images."""
     import obstore
     from obstore.store import from_url
 

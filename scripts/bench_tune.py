@@ -155,7 +155,7 @@ def busy() -> None:
 
 
 def lines_of(path: Path, setting: Setting) -> list[str]:
-    """Return the lines of Python that make the loader of a setting, independently of tune."""
+    """Return Python code, as lines, that makes the loader of a setting, without the code that tune prints."""
     data, workers = f"data = h5chunk.ChunkDataset({str(path)!r})", setting.num_workers
     sampler = f"sampler = h5chunk.ChunkSampler(data, {BATCH}, window_chunks={setting.window_chunks})"
     loader = "h5chunk.ChunkLoader(data, sampler=sampler)"

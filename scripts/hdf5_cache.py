@@ -122,7 +122,7 @@ def range_accesses(grid: ChunkGrid, starts: npt.ArrayLike, stops: npt.ArrayLike)
 
 
 def _pieces_of_sample(grid: ChunkGrid) -> tuple[Integers, Integers, npt.NDArray[np.bool_]]:
-    """Return for each chunk of one sample: elements, contiguous pieces, whether the next sample continues the last."""
+    """Return per chunk of one sample: elements, contiguous pieces, whether the next sample extends the last piece."""
     elements, runs, joined = np.ones(1, np.int64), np.ones(1, np.int64), np.ones(1, bool)
     assert grid.chunks is not None
     for length, chunk in zip(reversed(grid.shape[1:]), reversed(grid.chunks[1:]), strict=True):

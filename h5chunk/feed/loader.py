@@ -219,7 +219,7 @@ class ChunkLoader(Resumable):
 
     @property
     def read_amplification(self) -> float:
-        """Bytes of the file that the next epoch reads, on all ranks, over the bytes of its samples.
+        """Ratio of the bytes that the next epoch reads from the file, on all ranks, to the bytes of its samples.
 
         The value is above 1 if a subset, or weights, use only a part of chunks that must be read whole because they are
         compressed or small, and below 1 if samples are repeated. Fields that are kept in memory, and repeated reads

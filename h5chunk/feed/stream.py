@@ -333,7 +333,7 @@ class WindowStream:
     def _begin_batch(
         self, order: Order, maker: BatchMaker, number: int, windows: dict[WindowRead, Iterator[Tensors]]
     ) -> tuple[WindowRead, Tensors]:
-        """Begin a batch, and open its window if it is the first of it; wait until the window is read."""
+        """Begin a batch, and return it with its window; the first batch of a window waits for the read and opens it."""
         while (order.epoch, number) not in self._batches:
             self._load_next()
         read = self._batches.pop((order.epoch, number))

@@ -49,7 +49,7 @@ Values = npt.NDArray[Any]
 class Coding:
     """Convert values to codes. Raises OptionError if an option is invalid, or two options exclude each other.
 
-    With ``clip``, values below 0 become 0, and values above 255 (or 255 / scale, if a scale is given) become that.
+    With ``clip``, values below 0 become 0, and values above the largest, 255 (or 255 / scale), become the largest.
     """
 
     scale: float | None = None  # a value is its code divided by this; default: chosen from `SCALES`

@@ -137,7 +137,7 @@ class KeyedSource(Samples):
 
 
 def _patterns(samples: Sequence[str]) -> dict[str, str]:
-    """Return the patterns by the names of their fields: the last name of each, or of the group before a final ``*``."""
+    """Return the pattern of each field; its name is the path after ``*`` with ``_`` for ``/``, or else the group."""
     patterns: dict[str, str] = {}
     for pattern in (each.strip("/") for each in samples):
         before, star, after = pattern.partition("*")
@@ -229,6 +229,9 @@ def _attribute(item: h5py.HLObject, name: str, where: str) -> Any:
 
 def _column(path: str, name: str, values: Sequence[Any]) -> np.ndarray:
     if len({isinstance(value, bytes) for value in values}) > 1:
-        raise SourceError(f"{printable(path)}: attribute {name!r} is a number in some samples, and a string in others")
+        raise SourceError(
+            f"{printable(path)}: attribute {name!r} is a number in some samples, and a string in others: use one type, "
+            "or leave it out of --attributes"
+        )
     column = np.array(values)
     return column.astype(field_dtype(name, column.dtype))

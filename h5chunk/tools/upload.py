@@ -97,7 +97,7 @@ class Uploads:
                 put(file, f"{self._url}/{file.name}")
 
     def close(self) -> None:
-        """Wait for the uploads that have begun."""
+        """Cancel the uploads that are still queued, and wait for the running ones."""
         self._pool.shutdown(cancel_futures=True)
 
 

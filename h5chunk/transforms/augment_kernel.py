@@ -1,6 +1,6 @@
-"""The Triton kernels of augmentation, in a module that is imported only if a GPU and Triton may exist.
+"""Triton kernels for augmentation. Import this module only where Triton is installed.
 
-`h5chunk.transforms.augment_rule` says what they compute, and what the columns of a table are.
+`h5chunk.transforms.augment_rule` specifies what they compute, and the columns of the geometry table.
 """
 
 from __future__ import annotations

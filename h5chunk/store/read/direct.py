@@ -101,8 +101,8 @@ class DecodedChunks:
     def read(self, descriptor: int, chunk: int, *, is_whole: bool) -> np.ndarray:
         """Read and decode a chunk: (chunk_bytes,) uint8, valid until this thread's next call.
 
-        Unless ``is_whole``, which says that all its rows are used now, the chunk is kept for the next window. Raises
-        FileError if the chunk is damaged or unreadable.
+        Pass ``is_whole`` if all rows of the chunk are used now; otherwise the decoded chunk is kept for the next
+        window. Raises FileError if the chunk is damaged or unreadable.
         """
         if is_whole:
             values = scratch(self.local, "decoded", self.chunk_bytes)

@@ -30,7 +30,7 @@ def open_frames(path: Paths, fields: Mapping[str, str], trusted: bool, checksums
     if all("*" not in dataset for dataset in fields.values()):
         return open_reader(path, fields, trusted=trusted, checksums=checksums)
     if len(stars) > 1 or any(dataset.count("*") != 1 for dataset in fields.values()):
-        raise OptionError(f"fields is {fields!r}: give all datasets the same group, with one *: data/*/NAME")
+        raise OptionError(f"fields is {fields!r}: each path needs exactly one *, after the same group: data/*/NAME")
     check_shards(path)
     parent = stars.pop()
     suffixes = {name: dataset.split("*")[1] for name, dataset in fields.items()}

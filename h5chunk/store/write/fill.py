@@ -361,7 +361,7 @@ class TaskRunner:
 
 
 def stamp_of_samples(source: SampleReader, indices: np.ndarray) -> int:
-    """Return a 64-bit fingerprint of samples, which does not depend on their order; it changes if a sample changes."""
+    """Return a 64-bit fingerprint of samples from their stamps, in any order; 0 if the source has no stamps."""
     combined = 0
     for index in indices.tolist():
         if stamp := source.stamp(index):

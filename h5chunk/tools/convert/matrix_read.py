@@ -173,7 +173,7 @@ class Records:
 
 
 class SortedMatrix:
-    """The entries of a source, sorted by their rows in the file, before any rows are left out.
+    """The entries of a source, sorted by row of the output file; no rows or columns are filtered out yet.
 
     Temporary files are made in ``folder``; closing ``stack`` removes them. Raises UnfitError for a value that
     ``coding`` cannot store, and SourceError for an invalid source, or for more rows and columns than fit in memory.

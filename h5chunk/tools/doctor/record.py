@@ -85,7 +85,7 @@ class Recorder:
         self._written = 0.0
 
     def add(self, kind: str, *values: Any) -> None:
-        """Keep a measurement; write all that were kept if the last write is long ago."""
+        """Buffer a measurement; flush the buffer if the last flush was more than ``FLUSH_S`` seconds ago."""
         self.keep(kind, *values)
         if time.perf_counter() > self._written + FLUSH_S:
             self.flush()

@@ -111,8 +111,8 @@ def _with_statistics(file: FileInfo, trusted: bool, wanted: bool, progress: Prog
     names = [item.name for item in of_fields if has_statistics(item.dtype, item.shape[1:])]
     if not names:
         raise FieldError(
-            f"{printable(file.path)}: has no dense field of floats or arrays: statistics are of those (images of any "
-            "size, matrices and labels have none)"
+            f"{printable(file.path)}: has no dense field of floats or arrays, and other fields have no statistics: "
+            "leave out --stats"
         )
     return replace(file, statistics=store_statistics(Path(file.path), names, trusted=trusted, progress=progress))
 

@@ -116,7 +116,7 @@ class Subject:
 def measure_stages(
     subject: Subject, workers: Sequence[int], cold: bool, not_direct: str
 ) -> tuple[list[Figure], list[str], int | None]:
-    """Measure all stages; return figures, notes, and the stored bytes (None if the data is in other files)."""
+    """Measure all stages; return figures, notes, and the stored bytes (None if raw reads cannot be measured)."""
     notes, stored_bytes = [], None
     try:
         reads = FileReads(subject.reader)

@@ -130,7 +130,7 @@ def _blocks(groups: Groups, size: int) -> Iterator[Groups]:
 
 
 def _chance(sizes: list[tuple[int, int]], size: int, piece: int, num_pairs: int) -> float:
-    """Bound the probability that a random order has this many pairs that share a piece and a group.
+    """Bound the probability that a random order has ``num_pairs`` or more pairs that share a piece and a group.
 
     The mean and variance of the number of pairs over all permutations are exact (Mantel); the bound is Chernoff's for
     the gamma distribution with this mean and variance, shifted to the least number of pairs.
