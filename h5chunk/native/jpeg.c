@@ -11,7 +11,7 @@
 enum { GRAY = 1, RGB = 2, YCBCR = 3 };                                                   /* colour spaces */
 enum { DONE = 0, LEFT_OVER = 1, FAILED = 2 };                                             /* results of `make` */
 enum { ALL_DONE = -1, NO_MEMORY = -2 };                                                   /* of `h5chunk_decode` */
-enum { ROWS = 16, SPARE = 64 };                                                           /* bytes behind pixels */
+enum { ROWS = 16, SPARE = 96 };                                                           /* bytes around pixels */
 enum { EIGHTHS = 8, MOST_EIGHTHS = 4 }; /* an image is scaled by half at least, as less would take as long as decoding all */
 enum { GAP = 2 };                       /* and only if a box stays this many times larger than its result */
 enum { MOST_PIXELS = 89478485 }; /* as many as Pillow decodes */
@@ -175,6 +175,9 @@ static int decode(const Jpeg *jpeg, Reader *reader, const Images *images, int64_
     return DONE;
 }
 
+/* Shift a buffer off multiples of 32, where libjpeg-turbo stores pixels to memory without keeping them in the caches. */
+static uint8_t *keep_cached(uint8_t *buffer) { return buffer + (48 - (uintptr_t)buffer % 32) % 32; }
+
 /* Make one image: its pixels in `out` without a rule, otherwise its result. */
 static int make(const Jpeg *jpeg, const Rule *rule, Reader *reader, const Images *images, int64_t number, uint8_t *out) {
     int64_t *row = images->table + number * images->columns, num_bytes = images->stops[number] - images->starts[number];
@@ -187,6 +190,7 @@ static int make(const Jpeg *jpeg, const Rule *rule, Reader *reader, const Images
         if (images->orientations[number] != 1 || row[HEIGHT] * row[WIDTH] > MOST_PIXELS) return LEFT_OVER;
         num_bytes = row[HEIGHT] * row[WIDTH] * images->channels;
         uint8_t *to = rule ? take(&reader->pixels, (size_t)(num_bytes + SPARE)) : out + row[OFFSET];
+        if (to && rule) to = keep_cached(to);
         if (!to || decode(jpeg, reader, images, number, to) != DONE) return to ? LEFT_OVER : FAILED;
         pixels = to;
     }
