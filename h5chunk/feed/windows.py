@@ -16,9 +16,9 @@ from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.permutation import SPLIT, permutation
 from h5chunk.plan.selection import split_samples
 from h5chunk.store.read.checksums import OFF
-from h5chunk.store.read.episodes import find_borders, open_frames
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.files import Paths
+from h5chunk.store.read.frames import borders_of, find_borders, open_frames
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.windows import WindowReader
 
@@ -88,7 +88,7 @@ class Windows(ChunkDataset):
             raise OptionError("episode_lengths is given, but fields have a *, whose groups are the episodes: give one")
         steps = _steps(fields, length, history, stride)
         frames = open_frames(path, fields, trusted, checksums)
-        borders = frames.starts
+        borders = borders_of(frames)
         if episode_lengths is not None:
             borders = find_borders(frames, episode_lengths, trusted)
         anchors = _anchors(frames, borders, steps, padding)

@@ -243,7 +243,7 @@ def test_memory_is_bounded_and_counted(tmp_path: Path) -> None:
     with ChunkLoader(paths, 16, num_threads=4) as loader:
         (field,) = [field for name, field in loader._source.direct.items() if name == "images"]
         chunk_bytes = 8 * IMAGES[0].nbytes
-        assert field.scratch_bytes(4) == (3 * 4 + 8 * 2) * chunk_bytes
+        assert field.scratch_bytes(4) == (3 * 4 + 8) * chunk_bytes
         assert len({id(chunks.local) for chunks in field.chunks}) == 1
         epoch_of(loader)
         assert len({id(chunks.local) for chunks in field.chunks}) == 1

@@ -330,7 +330,7 @@ def test_truncated(tmp_path, keep):
         ({"x": "ragged"}, FieldError, "'ragged' has the type"),
         ({"x": "compound"}, FieldError, "'compound' has the type"),
         ({"x": "complex"}, FieldError, "'complex' has the type complex64"),
-        ({"x": "numbers", "y": "longer"}, FieldError, "fields differ in length: 'x' has 10, 'y' has 11"),
+        ({"x": "numbers", "y": "longer"}, FieldError, "fields differ in length: 'numbers' has 10, 'longer' has 11"),
         ({"x": "dangling"}, FieldError, "dangling"),
         ({"x": "outside"}, FieldError, "outside"),
     ],

@@ -32,7 +32,6 @@ WHOLE_ROW_BYTES = 1 << 10  # fields with rows up to this size are kept in memory
 WHOLE_BYTES = 64 << 20  # unless the field is larger than this
 MAX_DECODED_BYTES = 256 << 20  # limit on a decoded chunk: each thread holds one, and its stored bytes
 KEPT_CHUNKS, KEPT_BYTES = 8, 256 << 20  # decoded chunks to keep, and the limit on their bytes
-MIN_KEPT_CHUNKS = 2  # decoded chunks that each file keeps, even if many files share the memory
 TINY_BYTES, MANY_CHUNKS = 8 << 10, 4096  # HDF5 is faster for more chunks than this that are smaller: scripts/LOG.md
 KEPT_BANDS = 2  # bands to keep if samples are cut: a window uses a part of a band, and the next window the rest
 
@@ -95,8 +94,12 @@ class DecodedChunks:
     def forget(self) -> None:
         """Free the kept chunks, and replace locks that threads of a forked parent may hold."""
         self.local = threading.local()
-        self._kept: OrderedDict[int, _KeptChunk] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, int], _KeptChunk] = OrderedDict()
         self._kept_lock = threading.Lock()
+
+    def share_kept(self, other: DecodedChunks) -> None:
+        """Keep chunks in the memory of another dataset, which then has the chunks that either used last."""
+        self._kept, self._kept_lock = other._kept, other._kept_lock
 
     def read(self, descriptor: int, chunk: int, *, is_whole: bool) -> np.ndarray:
         """Read and decode a chunk: (chunk_bytes,) uint8, valid until this thread's next call.
@@ -109,8 +112,8 @@ class DecodedChunks:
             self._decode(descriptor, chunk, values)
             return values
         with self._kept_lock:
-            kept = self._kept.setdefault(chunk, _KeptChunk())
-            self._kept.move_to_end(chunk)
+            kept = self._kept.setdefault((id(self), chunk), _KeptChunk())
+            self._kept.move_to_end((id(self), chunk))
             if len(self._kept) > self.num_kept:
                 self._kept.popitem(last=False)
         with kept.lock:
@@ -253,6 +256,12 @@ class PlainField(ByteReader):
         if self._checks is not None:
             self._checks.check(descriptor, np.arange(len(self._table)))
         return values
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """The offset of each row in the file: (num_rows,) int64."""
+        rows = np.arange(self._shape[0])
+        return self._table.offsets[rows // self._chunk_rows] + rows % self._chunk_rows * self.row_bytes
 
     def chunk_rows(self, _number: int = 0) -> Iterator[ChunkRows]:
         step = self._chunk_rows if len(self._table) > 1 else max(1, PART_BYTES // self.row_bytes)

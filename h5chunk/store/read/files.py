@@ -66,10 +66,10 @@ def _open(files: list[Path], fields: Mapping[str, str] | None, name: Path, trust
     options: dict[str, Any] = {"trusted": trusted, "checksums": checksums}
     if trusted is False:
         try_files(files, lambda path: H5Reader(path, fields, **options).check_metadata(), repr(fields))
-    reader = H5Reader(files[0], fields, **options) if len(files) == 1 else FileSet(files, fields, name, **options)
-    if reason := reader.readers[0].why_no_labels:
+    readers = [H5Reader(file, fields, **options) for file in files]
+    if reason := readers[0].why_no_labels:
         warnings.warn(f"{reason}; batches have no labels", stacklevel=4)
-    return reader
+    return readers[0] if len(readers) == 1 else FileSet(readers, name)
 
 
 def list_files(path: Paths, remote: RemoteOptions = NO_OPTIONS) -> list[Path]:

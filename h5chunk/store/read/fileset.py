@@ -11,7 +11,7 @@ import math
 import os
 import resource
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -23,7 +23,6 @@ from h5chunk.errors import FieldError, FileError, OptionError, printable
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.layout import choose_window_chunks, plan_layout
 from h5chunk.store.format.header import Header
-from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.csr import CsrBuffers
 from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.ragged import ImagesField, ImageSizes, RaggedField
@@ -43,34 +42,21 @@ CATEGORIES_REMEDY = "convert their sources together, or read these files separat
 
 
 class FileSet(H5Reader):
-    """Read rows of several files as if they were one, with the attributes and options of `H5Reader`.
+    """Read rows of several readers, of a file each or of parts of files, as if they were one: see `H5Reader`.
 
-    ``fields`` may be a list, with the fields of each path; a file may then come several times, with other fields.
     If chunks differ in size, ``chunk_samples`` is the average. ``header`` combines the headers of all files; it is None
     if a file has none. Raises FieldError if fields or classes differ between files.
     """
 
-    def __init__(
-        self,
-        paths: Sequence[Path],
-        fields: Mapping[str, str] | Sequence[Mapping[str, str]] | None,
-        name: Path,
-        *,
-        trusted: bool = False,
-        checksums: str = OFF,
-    ) -> None:
-        self.path, self.trusted, self.checksums = name, trusted, checksums
+    def __init__(self, readers: Sequence[H5Reader], name: Path) -> None:
+        self.path, self.trusted, self.checksums = name, readers[0].trusted, readers[0].checksums
+        self._readers, num_files = tuple(readers), len({reader.path for reader in readers})
         max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        if max_files != resource.RLIM_INFINITY and len({*paths}) + RESERVED_DESCRIPTORS > max_files:
+        if max_files != resource.RLIM_INFINITY and num_files + RESERVED_DESCRIPTORS > max_files:
             raise FileError(
-                f"{printable(name)}: {len(paths)} files, but this process may open only {max_files}: raise the limit "
-                f"with ulimit -n {2 * len(paths) + 1024}, or pack them into fewer files"
+                f"{printable(name)}: {num_files} files, but this process may open only {max_files}: raise the limit "
+                f"with ulimit -n {2 * num_files + 1024}, or pack them into fewer files"
             )
-        own_fields = [fields] * len(paths) if fields is None or isinstance(fields, Mapping) else fields
-        self._readers = tuple(
-            H5Reader(path, own, trusted=trusted, checksums=checksums)
-            for path, own in zip(paths, own_fields, strict=True)
-        )
         self.is_remote = any(reader.is_remote for reader in self.readers)
         _check_names(self.readers)
         _check_same_names(self.readers)

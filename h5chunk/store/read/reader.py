@@ -11,6 +11,7 @@ import os
 import threading
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
@@ -46,6 +47,7 @@ class H5Reader:
     ``fields`` maps field names to the paths of datasets, or of groups with a CSR matrix; by default these are the
     fields that the file records, or ``images``, or the matrix ``X``, and ``labels``. ``checksums`` says when chunks of
     an h5chunk file are compared with their checksums: "off", "first" (at this process's first read) or "always".
+    ``file`` is the open file, if it is open already.
 
     The ``main`` field is ``ragged``, a matrix or images of any size, if there is one, otherwise the field with the
     largest samples. Its chunks have ``chunk_samples`` samples. ``starts``, (num_files + 1,) int64, has the first sample
@@ -65,12 +67,13 @@ class H5Reader:
         *,
         trusted: bool = False,
         checksums: str = OFF,
+        file: h5py.File | None = None,
     ) -> None:
         self.path, self.mirror = Path(path), local_copy_of(path)
         self.trusted, self.checksums = trusted, checksums
         self.is_remote = self.mirror is not None
         self.stamp = stamp_of(self.path)  # compared after opening, to notice a replacement
-        with opened(self.path) as file:
+        with opened(self.path) if file is None else nullcontext(file) as file:
             self.header: Header | None = read_header(file)
             is_default = fields is None
             if fields is None:
@@ -99,7 +102,7 @@ class H5Reader:
         self.ragged: RaggedField | None = ragged[0] if ragged else None
         lengths = {name: field.grid.shape[0] for name, field in self.fields.items()}
         if len(set(lengths.values())) > 1:
-            listed = ", ".join(f"{name!r} has {length}" for name, length in lengths.items())
+            listed = ", ".join(f"{self.fields[name].dataset!r} has {length}" for name, length in lengths.items())
             raise FieldError(f"{printable(self.path)}: fields differ in length: {listed}: name fields of one length")
         self.num_samples = next(iter(lengths.values()))
         self._caches: dict[str, CacheSettings] = {}

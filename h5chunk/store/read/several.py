@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 
 from h5chunk.errors import FileError, printable
@@ -19,9 +20,10 @@ from h5chunk.remote.countdown import Countdown
 from h5chunk.remote.mirror import Descriptor, Hold, Mirror
 from h5chunk.store.hdf5.chunk_table import NotDirect
 from h5chunk.store.hdf5.open import opened
-from h5chunk.store.hdf5.ranges import PART_BYTES, Ranges, ReadTask, open_descriptor
+from h5chunk.store.hdf5.ranges import PART_BYTES, Ranges, ReadTask, open_descriptor, row_tasks
 from h5chunk.store.read.csr import CsrField
-from h5chunk.store.read.direct import MIN_KEPT_CHUNKS, ByteReader, ChunkRows, direct_field
+from h5chunk.store.read.direct import ByteReader, ChunkRows, PlainField, direct_field
+from h5chunk.store.read.episodes import EpisodeFile
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.fileset import with_remedy
 from h5chunk.store.read.ragged import RaggedField
@@ -144,10 +146,18 @@ class FilesField(ByteReader):
         self.is_plain = all(field.is_plain for field in self._fields.values())
         self.row_bytes = next(iter(self._fields.values())).row_bytes
         self.chunks = [chunks for field in self._fields.values() for chunks in field.chunks]
-        for chunks in self.chunks:
-            share = -(-chunks.num_kept // len(self.chunks))
-            chunks.num_kept = min(chunks.num_kept, max(MIN_KEPT_CHUNKS, share))
         self.forget()
+
+    def scratch_bytes(self, num_threads: int) -> int:
+        if not self.chunks:
+            return 0
+        kept = max(chunks.num_kept * chunks.chunk_bytes for chunks in self.chunks)
+        return 3 * num_threads * max(chunks.chunk_bytes for chunks in self.chunks) + kept
+
+    def forget(self) -> None:
+        super().forget()
+        for chunks in self.chunks:
+            chunks.share_kept(self.chunks[0])
 
     def tasks(self, rows: np.ndarray, destinations: np.ndarray, out: Any) -> Iterator[ReadTask]:
         """See `ByteReader.tasks`; small tasks of several files are joined."""
@@ -182,6 +192,47 @@ class FilesField(ByteReader):
             self._fields[number].bytes_read(rows[positions] - self._reader.starts[number])
             for number, positions in self._reader.by_file(rows)
         )
+
+
+class EpisodesField(FilesField):
+    """Read a field of the episodes of one file, with tasks that take its descriptor."""
+
+    def tasks(self, rows: np.ndarray, destinations: np.ndarray, out: Any) -> Iterator[ReadTask]:
+        for number, positions in self._reader.by_file(rows):
+            its_rows = rows[positions] - self._reader.starts[number]
+            yield from self._fields[number].tasks(its_rows, destinations[positions], out)
+
+    def read_all(self, descriptor: Any) -> np.ndarray:
+        return np.concatenate([field.read_all(descriptor) for field in self._fields.values()])
+
+
+class RowsAt(ByteReader):
+    """Read the uncompressed rows of a field of all episodes of a file by the offset of each row."""
+
+    is_plain = reads_rows = True
+
+    def __init__(self, file: EpisodeFile, name: str) -> None:
+        field = file.fields[name]
+        assert isinstance(field, Field)
+        self.name, self._file, self._field, self._offsets = name, file, field, file.offsets[name]
+        self.row_bytes, self.num_bytes = field.grid.sample_bytes, len(self._offsets) * field.grid.sample_bytes
+
+    def tasks(self, rows: np.ndarray, destinations: np.ndarray, out: Any) -> Iterator[ReadTask]:
+        return row_tasks((self._offsets, 1, self.row_bytes), rows, None, destinations, out, self._where)
+
+    def read_all(self, descriptor: Any) -> np.ndarray:
+        values, rows = np.empty(self._field.grid.shape, self._field.dtype), np.arange(len(self._offsets))
+        for task in self.tasks(rows, rows, values.reshape(len(values), -1).view(np.uint8)):
+            task(descriptor)
+        return values
+
+    def bytes_read(self, rows: np.ndarray) -> int:
+        return len(rows) * self.row_bytes
+
+    def _where(self, offset: int) -> str:
+        row = int(np.abs(self._offsets - offset).argmin())
+        episode = int(np.searchsorted(self._file.episodes.starts, row, "right")) - 1
+        return f"{printable(self._file.path)}: {self._file.episodes.readers[episode].fields[self.name].dataset!r}"
 
 
 class FileTasks:
@@ -219,26 +270,68 @@ def direct_fields(reader: H5Reader) -> tuple[dict[str, ByteReader], dict[str, st
     by_file: dict[str, list[Any]] = {name: [] for name in reader.fields}
     why: dict[str, str] = {}
     for single in reader.readers:
-        with opened(single.path) as file:
-            single.check_unchanged()
-            for name in single.fields:
-                field = single.fields[name]
-                try:
-                    if not single.num_samples:
-                        by_file[name].append(None)
-                    elif isinstance(field, RaggedField):
-                        by_file[name].append(CsrField(single.path, file, field, single.indptr, single.sums))
-                    else:
-                        by_file[name].append(direct_field(single.path, file, field, single.sums))
-                except NotDirect as error:
-                    why.setdefault(
-                        name, f"{printable(single.path)}: {error}" if len(reader.readers) > 1 else str(error)
-                    )
+        found, reasons = _of_file(single)
+        for name, own in found.items():
+            by_file[name].append(own)
+        for name, reason in reasons.items():
+            why.setdefault(name, f"{printable(single.path)}: {reason}" if len(reader.readers) > 1 else reason)
     return {
         name: fields[0] if len(fields) == 1 else FilesField(reader, name, fields)
         for name, fields in by_file.items()
         if name not in why
     }, why
+
+
+def _of_file(single: H5Reader) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the byte readers of the fields of one file, None if it is empty, and the reasons why there is none."""
+    joined = single if isinstance(single, EpisodeFile) else None
+    found: dict[str, Any] = {}
+    if joined is not None:
+        found = {name: RowsAt(joined, name) for name in joined.offsets}
+    left, why = [name for name in single.fields if name not in found], {}
+    if not left:
+        return found, {}
+    with opened(single.path) as file:
+        single.check_unchanged()
+        for name in left:
+            try:
+                parts = [_of_dataset(each, file, name) for each in (joined.episodes.readers if joined else [single])]
+                found[name] = parts[0] if joined is None else EpisodesField(joined.episodes, name, parts)
+            except NotDirect as error:
+                why[name] = str(error)
+    return found, why
+
+
+def _of_dataset(single: H5Reader, file: h5py.File, name: str) -> ByteReader | None:
+    field = single.fields[name]
+    if not single.num_samples:
+        return None
+    if isinstance(field, RaggedField):
+        return CsrField(single.path, file, field, single.indptr, single.sums)
+    return direct_field(single.path, file, field, single.sums)
+
+
+def find_offsets(joined: EpisodeFile) -> None:
+    """Set the offsets of the rows of uncompressed fields, so that the file need not be listed again."""
+    with opened(joined.path) as file:
+        for name, starts in joined.starts_of.items():
+            found = [_offsets(*each, file, name) for each in zip(joined.episodes.readers, starts.tolist(), strict=True)]
+            known = [each for each in found if each is not None]
+            if len(known) == len(found):
+                joined.offsets[name] = np.concatenate(known)
+
+
+def _offsets(episode: H5Reader, start: int, file: h5py.File, name: str) -> np.ndarray | None:
+    """Return the offset of each row of an episode; None if rows are not stored as they are."""
+    if start >= 0:
+        return start + np.arange(episode.num_samples) * episode.fields[name].grid.sample_bytes
+    try:
+        part = _of_dataset(episode, file, name)
+    except NotDirect:
+        return None
+    if part is None:
+        return np.empty(0, np.int64)
+    return part.offsets if isinstance(part, PlainField) and part.reads_rows else None
 
 
 def read_amplification(

@@ -1,0 +1,83 @@
+"""Open the frames of all episodes as one reader: of groups of a file, of files, or of parts of flat fields."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from h5chunk.errors import FieldError, OptionError, printable, shown
+from h5chunk.remote.mirror import NO_OPTIONS
+from h5chunk.store.hdf5.child import in_child, limited_memory
+from h5chunk.store.read.episodes import EpisodeFile, open_episodes
+from h5chunk.store.read.files import Paths, check_shards, list_files, open_reader
+from h5chunk.store.read.fileset import FileSet
+from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.several import find_offsets
+from h5chunk.urls import local_copy_of
+
+
+def open_frames(path: Paths, fields: Mapping[str, str], trusted: bool, checksums: str) -> H5Reader:
+    """Open the frames of all episodes as the rows of one reader."""
+    stars = {re.sub(r"\*.*", "", dataset) for dataset in fields.values()}
+    files = list_files(path, NO_OPTIONS)
+    if any(local_copy_of(file) is not None for file in files):
+        raise OptionError(f"path is {path!r}: windows are read from local files: copy the objects first")
+    if all("*" not in dataset for dataset in fields.values()):
+        return open_reader(path, fields, trusted=trusted, checksums=checksums)
+    if len(stars) > 1 or any(dataset.count("*") != 1 for dataset in fields.values()):
+        raise OptionError(f"fields is {fields!r}: each path needs exactly one *, after the same group: data/*/NAME")
+    check_shards(path)
+    parent = stars.pop()
+    suffixes = {name: dataset.split("*")[1] for name, dataset in fields.items()}
+    if (parent and not parent.endswith("/")) or any(not each.startswith("/") for each in suffixes.values()):
+        raise OptionError(f"fields is {fields!r}: the * stands for the whole name of a group, as in data/*/NAME")
+
+    reached = [files[0]]
+
+    def open_all(say: Callable[[Path], None]) -> list[EpisodeFile]:
+        found = []
+        for file in files:
+            say(file)
+            with limited_memory(file):
+                found.append(open_episodes(file, parent, suffixes, trusted, checksums))
+                find_offsets(found[-1])
+        return found
+
+    readers = (
+        open_all(reached.append) if trusted else in_child(open_all, lambda: printable(reached[-1]), reached.append)
+    )
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    return readers[0] if len(readers) == 1 else FileSet(readers, Path(f"{shown(files[0])}{more}"))
+
+
+def borders_of(frames: H5Reader) -> np.ndarray:
+    """Return the first row of each episode, and the number of rows: (num_episodes + 1,) int64."""
+    starts = zip(frames.starts.tolist(), frames.readers, strict=False)
+    own = [start + (each.episodes if isinstance(each, EpisodeFile) else each).starts[:-1] for start, each in starts]
+    return np.concatenate([*own, frames.starts[-1:]])
+
+
+def find_borders(frames: H5Reader, dataset: str, trusted: bool) -> np.ndarray:
+    """Return the first row of each episode, and the number of rows: (num_episodes + 1,) int64, of all files."""
+    found = [np.zeros(1, np.int64)]
+    for number, reader in enumerate(frames.readers):
+        start, stop = frames.starts[number : number + 2].tolist()
+        table = open_reader(reader.path, {"lengths": dataset}, trusted=trusted)
+        field = table.fields["lengths"]
+        if field.dtype.kind not in "iu" or field.sample_shape or table.num_samples > stop - start:
+            raise FieldError(
+                f"{printable(reader.path)}: {dataset!r} is not a list of whole numbers, at most {stop - start}, "
+                "with the length of each episode"
+            )
+        lengths = np.empty(table.num_samples, field.dtype)
+        table.read("lengths", np.arange(len(lengths)), lengths)
+        if (lengths < 0).any() or sum(lengths.tolist()) != stop - start:
+            raise FieldError(
+                f"{printable(reader.path)}: the lengths of episodes in {dataset!r} add up to {sum(lengths.tolist())}, "
+                f"but the fields have {stop - start} rows"
+            )
+        found.append(start + np.cumsum(lengths.astype(np.int64)))
+    return np.concatenate(found)
