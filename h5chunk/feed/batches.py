@@ -121,7 +121,7 @@ class BatchMaker:
             pipeline.reuses = False  # batches of all fields are begun together
         self._others = [pipeline.others for pipeline in pipelines for _ in range(pipeline.converter.num_outputs)]
         self._finishes = any(self._others)
-        self._changes_nothing = all(pipeline.changes_nothing for pipeline in pipelines)
+        self.changes_nothing = all(pipeline.changes_nothing for pipeline in pipelines)
         holds_out = any(pipeline.converter.num_outputs > 1 for pipeline in pipelines)
         self._joined: Callable[[Iterable[Part]], Tensors] = _flat if holds_out else tuple
 
@@ -155,7 +155,7 @@ class BatchMaker:
 
     def make(self, samples: Fields, draws: Draws, batch_size: int) -> list[Tensors]:
         """Make batches from gathered samples that nothing else refers to."""
-        if self._changes_nothing and len(samples[0]) <= batch_size:
+        if self.changes_nothing and len(samples[0]) <= batch_size:
             return [samples]
         fields = zip(self._pipelines, samples, strict=True)
         batches = zip(*(pipeline.batches(own, draws, batch_size, keep=True) for pipeline, own in fields), strict=True)

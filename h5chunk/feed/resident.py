@@ -32,6 +32,7 @@ from h5chunk.transforms.csr import CsrRows, SampleNumbers
 
 AHEAD = 3  # batches per thread that are gathered ahead: few enough to stay in a processor's cache
 AHEAD_BYTES = 16 << 20  # limit on the batches that are gathered ahead
+TOGETHER_BYTES = 4 << 20  # small batches are gathered several at a time, since each call takes Python so long
 QUICK_BYTES = 64 << 10  # gathering a smaller batch takes less time than passing it to a thread
 FOREVER_S = 1e9
 
@@ -97,11 +98,13 @@ class Resident:
         left = fresh + num_echoed(self._echo, fresh)
         without = fresh - math.ceil(len(keys) / order.batch_size)  # 1 if the last batch is empty
         together = 1 if self._memory is not None else maker.num_gathered(order.batch_size)
+        if self._ahead is not None and maker.changes_nothing:
+            together = self._ahead.num_together(order.batch_size)
         for number in count():
             samples = order.numbers_of(keys)
             draws = Draws(order.seed, order.epoch, keys, number, kept={}, whole=keys)
             first, size = 0, together * order.batch_size
-            for gathered in self._gathered(samples, size, maker):
+            for gathered in self._gathered(samples, size, maker, order.batch_size):
                 if not left:
                     return
                 made = maker.make(gathered, draws.part(first, first + size), order.batch_size)
@@ -117,9 +120,9 @@ class Resident:
                 return
             keys = keys[echo_pass(len(keys), order.seed, order.epoch, 0, number)]
 
-    def _gathered(self, samples: np.ndarray, size: int, maker: BatchMaker) -> Iterator[Fields]:
+    def _gathered(self, samples: np.ndarray, size: int, maker: BatchMaker, batch_size: int) -> Iterator[Fields]:
         """Yield the fields of samples, up to ``size`` samples at a time."""
-        if self._ahead is not None and self._ahead.is_worthwhile(size):
+        if self._ahead is not None and self._ahead.is_worthwhile(batch_size):
             yield from self._ahead.batches(samples, size)
             return
         numbers = SampleNumbers(samples, to_device(samples, self._device))
@@ -204,6 +207,10 @@ class GatherAhead:
         self._queue: deque[tuple[int, tuple[torch.Tensor, ...], np.ndarray]] = deque()  # threads may write to these
         self._lock, self._is_iterated, self._is_closed = threading.Lock(), False, False
 
+    def num_together(self, batch_size: int) -> int:
+        """Return the number of batches to gather into one buffer, which they then share."""
+        return max(1, TOGETHER_BYTES // (batch_size * self._sample_bytes))
+
     def is_worthwhile(self, batch_size: int) -> bool:
         """Return whether to gather batches of this size ahead: they are large enough, and this process has threads."""
         return batch_size * self._sample_bytes >= QUICK_BYTES and os.getpid() == self._process
@@ -272,5 +279,6 @@ class GatherAhead:
                 return
             self._is_closed = True
             self._pool.close(FOREVER_S)
+            self._fields.clear()
             if not self._is_iterated:
                 self._pool.free()

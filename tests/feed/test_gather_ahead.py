@@ -15,6 +15,7 @@ from support.foreign import make_file
 from support.leftovers import in_fork, nothing_is_left
 
 from h5chunk.errors import WorkerError
+from h5chunk.feed import resident
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.native import NativePool, available
@@ -32,6 +33,12 @@ def small_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_file(
         path, images=(IMAGES, {"chunks": (30, 3, 24, 24)}), labels=(np.arange(len(IMAGES)), {"chunks": (30,)})
     )
+
+
+@pytest.fixture(autouse=True)
+def two_batches_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gather two batches at a time, and not all."""
+    monkeypatch.setattr(resident, "TOGETHER_BYTES", 2 * 64 * (IMAGES[0].nbytes + 8))
 
 
 @pytest.mark.parametrize("options", [{}, {"num_threads": 1}, {"drop_last": True}, {"reuse": True}])
