@@ -1,6 +1,6 @@
-"""The errors that h5chunk raises on purpose, and functions that format their messages.
+"""Exception classes of h5chunk, and functions that format messages.
 
-The command line prints the message of such an error and exits with 1.
+The command line prints the message of an `H5ChunkError` and exits with status 1.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Any
 
 
 class H5ChunkError(Exception):
-    """Base class of all errors that h5chunk raises on purpose; ``str()`` is its message as one printable line.
+    """Base class of the exceptions of h5chunk; ``str()`` returns the message as one printable line.
 
     Parameters
     ----------
     *args : object
-        The first one is the message.
+        The first argument is the message.
     message : str, optional
-        A message of several lines instead, such as torch's with the traceback of a DataLoader's worker.
+        A message of several lines, used instead of ``args``, such as torch's with the traceback of a worker.
     """
 
-    message = "(torch gives the argument of this name to classes with such an attribute)"
+    message = "(unset)"  # torch passes ``message`` by name to exception classes that have this attribute
 
     def __init__(self, *args: object, message: str | None = None) -> None:
         super().__init__(*args if message is None else (message,))
         self._has_lines = message is not None
 
-    def __str__(self) -> str:  # OSError and KeyError change their message; h5chunk's errors do not
+    def __str__(self) -> str:  # without this, OSError and KeyError would reformat the message
         text = str(self.args[0]) if self.args else ""
         return "\n".join(map(printable, text.split("\n"))) if self._has_lines else printable(text)
 
@@ -44,11 +44,11 @@ class SourceError(H5ChunkError, ValueError):
 
 
 class SampleError(SourceError):
-    """One sample of the source cannot be used."""
+    """A sample of the source cannot be used."""
 
 
 class ShapeError(SampleError):
-    """A sample of the source has another shape than earlier samples, and no option allows that."""
+    """The shape of a sample differs from that of earlier samples, and no option allows this."""
 
 
 class OutputError(H5ChunkError, OSError):
@@ -56,15 +56,15 @@ class OutputError(H5ChunkError, OSError):
 
 
 class FileError(H5ChunkError, OSError):
-    """A file cannot be read: it is missing, damaged, changed or of another kind."""
+    """A file cannot be read: it is missing, damaged, of the wrong kind, or has changed since it was opened."""
 
 
 class FieldError(FileError, KeyError):
-    """A file lacks a field, or a dataset in it cannot be a field."""
+    """A file lacks a requested field, or a dataset in it cannot be used as a field."""
 
 
 class UnsupportedError(FieldError):
-    """A file has valid HDF5 content that is not supported, such as a huge dataset that was never written."""
+    """The content of a file is valid HDF5 but not supported, such as a huge dataset that was never written."""
 
 
 class TrustError(FieldError):
@@ -76,21 +76,21 @@ class StateError(H5ChunkError, ValueError):
 
 
 class WorkerError(H5ChunkError, RuntimeError):
-    """A worker process died, or a reading thread hangs."""
+    """A worker process died, or a reader thread hangs."""
 
 
 class UtilisationError(H5ChunkError, AssertionError):
-    """Training used less of the GPU than was demanded of `h5chunk.doctor`."""
+    """The GPU utilisation of a training run is below the minimum that was passed to `h5chunk.doctor`."""
 
     report: Any = None
 
 
 MAX_NUMBER = (1 << 63) - 1  # the largest int64
-MAX_SIDE = 1 << 14  # pixels per side of images that are augmented: products of two sides fit 32 bits
+MAX_SIDE = 1 << 14  # largest height or width of an image to augment, so that their product fits in 32 bits
 
 
 def check_whole(name: str, value: Any, minimum: int, maximum: int | None = None) -> int:
-    """Convert a whole number of Python or NumPy to int. Raises OptionError if it is out of range, or another type."""
+    """Convert a Python or NumPy integer to int. Raises OptionError if it is out of range, or not an integer."""
     is_whole = isinstance(value, (int, Integral)) and not isinstance(value, bool)
     if is_whole and minimum <= value <= (MAX_NUMBER if maximum is None else maximum):
         return int(value)
@@ -100,11 +100,11 @@ def check_whole(name: str, value: Any, minimum: int, maximum: int | None = None)
     raise OptionError(f"{name} is {value!r}: give a whole number{limits}")
 
 
-shown_as: dict[str, str] = {}  # names to show instead of paths of local copies, such as URLs
+shown_as: dict[str, str] = {}  # the name to display, such as a URL, by path of a local copy
 
 
 def shown(path: str | os.PathLike[str]) -> str:
-    """Return a path as text, or the URL if it is the path of the local copy of an object."""
+    """Return a path as text; for the local copy of a remote object, return the object's URL."""
     return shown_as.get(os.fspath(path), os.fspath(path))
 
 
@@ -132,7 +132,7 @@ def printable(name: str | bytes | os.PathLike[str]) -> str:
 
 
 def _escape(match: re.Match[str]) -> str:
-    """Escape a lone surrogate, as the byte that it stands for if Python decoded it with ``surrogateescape``."""
+    """Escape a lone surrogate; one that ``surrogateescape`` produced is escaped as the original byte."""
     code = ord(match[0])
     return f"\\x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"\\u{code:04x}"
 
@@ -153,7 +153,7 @@ def human_bytes(num_bytes: float) -> str:
 
 
 def difference_text(first: Sequence[Any], second: Sequence[Any], path: str, other_path: str) -> str:
-    """Describe the names that only one of two files has, or the first difference of their order.
+    """Describe which names occur in only one of two files, or else where their order first differs.
 
     >>> difference_text([b"A", b"C"], [b"A", b"B"], "x.h5", "y.h5")
     "1 only in x.h5, such as 'C'; 1 only in y.h5, such as 'B'"
@@ -166,7 +166,7 @@ def difference_text(first: Sequence[Any], second: Sequence[Any], path: str, othe
     ]
     differing = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
     position = next(differing, min(len(first), len(second)))
-    return "; ".join(parts) or f"their order or number differs from number {position} on"
+    return "; ".join(parts) or f"they differ from position {position} on"
 
 
 def _quoted(name: Any) -> str:
@@ -184,5 +184,5 @@ def count_text(count: int, noun: str) -> str:
 
 
 def lost_by_fork(path: Path) -> FileError:
-    """Return the error for a read whose threads stayed in the process before a fork."""
-    return FileError(f"{printable(path)}: the reader threads belong to the process before the fork: iterate again")
+    """Return the error for a read in a forked process, which does not inherit the reader threads."""
+    return FileError(f"{printable(path)}: a forked process lacks the reader threads: start a new iteration in it")

@@ -1,7 +1,8 @@
-"""Lightning: make training, validation and test loaders from one file (``pip install "h5chunk[lightning]"``).
+"""A LightningDataModule with training, validation and test loaders (``pip install "h5chunk[lightning]"``).
 
-A `h5chunk.ChunkLoader` works in a Trainer by itself: it knows its epoch and, when a checkpoint is loaded, its batch.
-Create it in ``train_dataloader()``, where the number of processes is known, as `ChunkDataModule` does.
+A Trainer can also use a `h5chunk.ChunkLoader` directly: the loader keeps track of its epoch and, after a checkpoint was
+loaded, of its batch. Create it in ``train_dataloader()``, where the number of processes is known, as `ChunkDataModule`
+does.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from h5chunk.feed.sampler import ChunkSampler
 
 
 def _find_base() -> Any:
-    """Return Lightning's class, under either of the package names in use."""
+    """Import LightningDataModule from the package ``lightning`` or ``pytorch_lightning``, whichever is installed."""
     for name in ("lightning.pytorch", "pytorch_lightning"):
         try:
             return import_module(name).LightningDataModule
@@ -53,9 +54,9 @@ class ChunkDataModule(LightningDataModule):
 
     Batches are already on the Trainer's GPU. Training is shuffled differently in each epoch; validation and test keep
     the order of the file. All three visit each sample once, so the last batch of an epoch may be smaller than the
-    others, and with several processes it may differ between them or be empty on some: then set ``pad`` or ``drop_last``
-    for training. A checkpoint from the middle of an epoch resumes with the next batch, with any number of processes
-    that divides ``lanes``, as long as ``batch_size`` times that number is the same.
+    others. With several processes its size may differ between them, and be 0 on some: set ``pad`` or ``drop_last`` in
+    ``train_order`` to avoid this in training. A checkpoint from the middle of an epoch resumes with the next batch,
+    with any number of processes that divides ``lanes``, if ``batch_size`` times that number stays the same.
 
     Parameters
     ----------
@@ -63,30 +64,32 @@ class ChunkDataModule(LightningDataModule):
     batch_size : int
         Samples per batch, in each process.
     split : sequence of float, or str, optional
-        Fractions for training, validation and test, as for `ChunkDataset.split`; two fractions leave the test out. Or
-        the name of a field with the part of each sample: ``train``, ``val``, ``test``, or another usual name of such a
-        folder. Default: the field ``split``, if the file has it (`h5chunk.convert` makes it from such folders); else
-        0.8, 0.1 and 0.1. If ``val`` or ``test`` is given, ``path`` is only for training.
+        Fractions for training, validation and test, as for `ChunkDataset.split`; with two fractions there is no test
+        set. Or the name of a field that contains the part of each sample: ``train``, ``val``, ``test``, or a common
+        synonym such as ``dev``. Default: the field ``split``, if the file has one (`h5chunk.convert` writes it if the
+        source has folders with these names), else 0.8, 0.1 and 0.1. If ``val`` or ``test`` is given, all of ``path`` is
+        used for training.
     stratify : str, optional
-        Field whose classes all parts have in equal proportions.
+        Field whose classes occur in the same proportions in all parts.
     split_seed : int
-        Do not change the seed or the fractions between runs: otherwise you validate on samples used for training.
+        Seed of a split by fractions. If you change it or the fractions between runs, you will validate on samples that
+        were used for training.
     val, test : path or ChunkDataset, optional
-        Other files, or data sets, instead of a split.
+        Separate files or data sets for validation and test, instead of a split.
     fields : sequence or mapping of str, optional
-        As for `ChunkDataset`, in all files.
+        Fields to read from each file, as for `ChunkDataset`.
     eval_batch_size : int, optional
-        Batch size of validation and test; default: ``batch_size``.
+        Batch size of validation and test. Default: ``batch_size``.
     device : str or torch.device, optional
-        Default: the Trainer's device if it is a CUDA GPU, else the CPU.
+        Device of the batches. Default: the Trainer's device if it is a CUDA GPU, else the CPU.
     train_order : dict, optional
-        Arguments of training's `ChunkSampler`, with its defaults: ``drop_last`` (False), ``pad`` (False), ``seed``,
+        Arguments for the `ChunkSampler` of training: ``drop_last`` (default False), ``pad`` (default False), ``seed``,
         ``lanes``, ``locality``, ``weights``, ``window_chunks``.
     train_options : dict, optional
-        Arguments of training's `ChunkLoader` only, such as ``transforms`` that augment, or ``echo``. A loader with
-        ``echo`` has no state, so turn checkpoints off.
+        Arguments for the `ChunkLoader` of training only, such as augmenting ``transforms``, or ``echo``. A loader with
+        ``echo`` cannot save its state, so turn checkpoints off.
     **options
-        Arguments of each `ChunkLoader`, such as ``transforms`` and ``memory_bytes``.
+        Arguments for all three `ChunkLoader` objects, such as ``transforms`` and ``memory_bytes``.
 
     Raises
     ------
@@ -114,7 +117,7 @@ class ChunkDataModule(LightningDataModule):
         super().__init__()
         given = val is not None or test is not None
         if given and (split is not None or stratify is not None):
-            raise OptionError("split divides the file, but val or test is given: give either, not both")
+            raise OptionError("split or stratify divides one file, but val or test is given: leave out one of the two")
         if split is not None and not isinstance(split, str) and len(split) not in (2, 3):
             raise OptionError(f"split is {split!r}: give the fractions of training, validation and optionally test")
         for name in {*options, *(train_order or {}), *(train_options or {})} & set(TRAINER_KNOWS):
@@ -129,7 +132,7 @@ class ChunkDataModule(LightningDataModule):
 
     @cached_property
     def datasets(self) -> Parts:
-        """Return the data sets of training, validation and test."""
+        """Data sets for training, validation and test; None for a part that does not exist."""
         whole = self._dataset(self._path)
         assert whole is not None
         if self._is_whole:
@@ -189,15 +192,19 @@ class ChunkDataModule(LightningDataModule):
 
 
 def _split_by_field(whole: ChunkDataset, field: str) -> Parts:
-    """Split by a field of part names; a part without samples is None.
+    """Split a data set by a field that contains part names; a part without samples is None.
 
-    Raises FieldError if there is no such field, and OptionError if it has other values, or no samples for training.
+    Raises FieldError if the field does not exist, and OptionError if it contains anything else, or if no sample is for
+    training.
     """
     names, numbers = np.unique(whole.values(field), return_inverse=True)
     parts = {alias: part for part, aliases in enumerate(NAMES) for alias in aliases}
     unknown = [str(name) for name in names if str(name).lower() not in parts]
     if unknown:
-        raise OptionError(f"field {field!r} has {unknown[0]!r}, which is not a split: give split as fractions")
+        raise OptionError(
+            f"field {field!r} contains {unknown[0]!r}, which is not a part such as train, val or test: "
+            "give split as fractions"
+        )
     part_of = np.array([parts[str(name).lower()] for name in names], np.int64)[numbers]
     train, val, test = (whole.subset(part_of == part) if (part_of == part).any() else None for part in range(3))
     if train is None:

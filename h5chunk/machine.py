@@ -18,7 +18,7 @@ def available_cores() -> int:
 
 
 class KeptThreads:
-    """A pool of threads that starts when it is first used, and again in a forked or another process."""
+    """A thread pool that starts on first use, and anew in every other process that uses it, such as a forked one."""
 
     def __init__(self, name: str) -> None:
         self._name, self._process = name, 0
@@ -31,7 +31,7 @@ class KeptThreads:
         return self._pool
 
     def close(self) -> None:
-        """Stop the threads; a later use starts others."""
+        """Stop the threads; the next use starts new ones."""
         if self._pool is not None and self._process == os.getpid():
             self._pool.shutdown()
         self._pool = None

@@ -1,6 +1,6 @@
-"""The interface between sources of samples and the writers of files.
+"""Interface that sources of samples implement, and that the writers of files use.
 
-Sources of matrix entries have the interface of `h5chunk.sources.matrix.block`.
+Sources of matrix entries implement the interface in `h5chunk.sources.matrix.block` instead.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class SampleField:
 
     shape: tuple[int, ...]  # shape of one sample; () for a number
     dtype: np.dtype
-    axes: str = ""  # letters for the axes of all samples, such as NCHW; empty if they have none
-    form: str = ""  # of images of any size: encoded or raw; ``shape`` is then their number of bytes, on average
+    axes: str = ""  # a letter for each axis of the field, such as NCHW; empty if unknown
+    form: str = ""  # encoded or raw for images of any size, whose ``shape`` is (average bytes per image,)
 
     @property
     def sample_bytes(self) -> int:
@@ -36,7 +36,7 @@ class SampleField:
 
 
 class Names:
-    """A list of byte strings, in a fifth of the memory of a Python list.
+    """A compact list of byte strings, which uses about a fifth of the memory of a Python list.
 
     >>> names = Names([b"a/1.jpg", b"b/2.jpg"])
     >>> len(names), names[1]
@@ -81,26 +81,26 @@ class AnyImage(NamedTuple):
     height: int
     width: int
     orientation: int  # the EXIF orientation that a decoder must apply; 1: none
-    notes: tuple[str, ...]  # to count in the report
-    values: Mapping[str, Any] = MappingProxyType({})  # values of columns that are known only now
+    notes: tuple[str, ...]  # remarks, which the report counts
+    values: Mapping[str, Any] = MappingProxyType({})  # values of columns that become known when the image is read
 
 
 class SampleReader(Protocol):
-    """Interface for reading samples by number; it is sent to workers, by pickle unless they are forked."""
+    """Interface for reading samples by index; worker processes receive the reader by fork or pickle."""
 
     def session(self) -> AbstractContextManager[None]:
         """Return the context that must be active while samples are read."""
         return nullcontext()
 
     def stamp(self, index: int) -> tuple[int, ...]:
-        """Return numbers that change if sample ``index`` changes; empty if `SampleSource.identity` covers changes."""
+        """Return integers that change if sample ``index`` changes; () if `SampleSource.identity` reflects changes."""
         return ()
 
     def read_into(self, index: int, out: Mapping[str, np.ndarray]) -> Sequence[str]:
         """Read sample ``index`` into the arrays of its fields, and return notes, which the report counts.
 
-        Every element must be written, because the arrays still hold an earlier sample. The array of a number has the
-        shape ``()``.
+        Every element must be written, because the arrays may still contain an earlier sample. The array of a scalar
+        field has the shape ``()``.
 
         Raises
         ------
@@ -110,7 +110,7 @@ class SampleReader(Protocol):
         raise NotImplementedError
 
     def read_any(self, index: int) -> AnyImage:
-        """Read sample ``index`` of a source whose images are of any size; or raise SampleError."""
+        """Read sample ``index`` of a source of images of any size. Raises SampleError if it cannot be read."""
         raise NotImplementedError
 
 
@@ -120,36 +120,36 @@ class SampleSource(SampleReader):
     kind: ClassVar[str]  # name of the kind, such as images or arrays
     fields: Mapping[str, SampleField] = MappingProxyType({})  # at least one, the largest first
     columns: Mapping[str, np.ndarray] = MappingProxyType({})  # (num_samples,): small fields, already in memory
-    categories: Mapping[str, list[str]] = MappingProxyType({})  # names of the codes of a field; of labels, the classes
+    categories: Mapping[str, list[str]] = MappingProxyType({})  # names of a field's integer codes, such as classes
     names: Names | None = None  # name of each sample, such as its path
-    options: Mapping[str, Any] = MappingProxyType({})  # options of reading, for the header of the file (JSON)
+    options: Mapping[str, Any] = MappingProxyType({})  # reading options to record in the file's header, as JSON
     ignored: Sequence[str] = ()  # content of the source that is left out, for the report
     notes: Sequence[str] = ()  # remarks for the report
-    size_bytes: Mapping[str, int] = MappingProxyType({})  # estimated size of images of any size, by form of storage
+    size_bytes: Mapping[str, int] = MappingProxyType({})  # estimated total size of images of any size, by form
 
     def __len__(self) -> int:
         raise NotImplementedError
 
     def name(self, index: int) -> str:
-        """Return where sample ``index`` comes from, for messages."""
+        """Return the name of sample ``index``, such as its path, for messages."""
         return f"sample {index}"
 
     def identity(self) -> tuple[dict[str, Any], tuple[bytes, ...]] | None:
-        """Return all that determines the samples' values besides the stamps, as a JSON object and byte strings.
+        """Return everything but the stamps that determines the samples' values, as a JSON object and byte strings.
 
-        None means unknown: then an interrupted conversion cannot be continued.
+        None means that this is unknown, so that an interrupted conversion cannot be resumed.
         """
         return None
 
     def read_columns(self) -> None:
-        """Read the values of columns that are otherwise known only once all samples were read."""
+        """Read the values of columns that would otherwise be known only after all samples have been read."""
 
     def in_form(self, form: str) -> SampleSource:
-        """Return this source with its images of any size encoded or raw."""
+        """Return this source with its images of any size in the form ``encoded`` or ``raw``."""
         raise NotImplementedError
 
     def disagreement(self) -> str:
-        """Return the message of the error for samples of different shapes, after a `ShapeError` was raised."""
+        """Return the error message to show after a `ShapeError` was raised because samples differ in shape."""
         return "the samples have different shapes"
 
 
@@ -164,10 +164,10 @@ def shape_text(shape: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class OpenContext:
-    """The arguments with which sources of all kinds are opened."""
+    """Arguments for opening a source of any kind."""
 
     memory_bytes: int = 1 << 30  # limit on what the source keeps in memory, such as names and labels
     skips_bad_samples: bool = False  # whether unreadable samples, even the first one, are left out
-    is_guessed: bool = False  # whether the kind of the source was recognised, and not given
+    is_guessed: bool = False  # whether the kind of the source was recognised automatically
     with_times: bool = False  # whether matrix entries are returned with their times, if the source has times
     report_found: Callable[[int], None] = lambda count: None  # called repeatedly with the number of samples found

@@ -1,4 +1,4 @@
-"""Make stamps of files, to notice that a file was changed or replaced."""
+"""Compute stamps of files, which show whether a file was changed or replaced."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _kept: dict[tuple[int, int], tuple[int, ...]] = {}  # by device and inode
 
 
 def keep_stamp(path: str | os.PathLike[str]) -> None:
-    """Leave out the time of modification from the stamp of a local copy, which is written to while it is read."""
+    """Leave the modification time out of the stamp of a local copy, which is still being written while it is read."""
     status = os.stat(path)
     file = status.st_dev, status.st_ino
     _kept[file] = (*file, status.st_size, 0)
@@ -17,8 +17,8 @@ def keep_stamp(path: str | os.PathLike[str]) -> None:
 def stamp_of(file: str | os.PathLike[str] | int | os.stat_result, *, with_ctime: bool = False) -> tuple[int, ...]:
     """Return the stamp of a file: device, inode, size in bytes and modification time in nanoseconds.
 
-    It is empty if there is no such file. ``with_ctime`` adds the time of the last change of the inode: programs cannot
-    set it, but it also changes with the name, permissions and links of the file.
+    It is empty if the file does not exist. ``with_ctime`` adds the time of the last change of the inode: programs
+    cannot set it, but it also changes with the name, permissions and links of the file.
     """
     if not isinstance(file, os.stat_result):
         try:

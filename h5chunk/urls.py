@@ -1,4 +1,4 @@
-"""Recognise URLs of objects, split them, and find the local copies of objects that were opened."""
+"""Recognise and split URLs of objects, and look up the local copies of opened objects."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_url(path: object) -> bool:
 
 
 def is_cut_url(path: object) -> bool:
-    """Return whether a path is a URL that went through `pathlib.Path`, which leaves out a slash.
+    """Return whether a path is a URL that was converted by `pathlib.Path`, which removes one of the two slashes.
 
     >>> from pathlib import Path
     >>> is_cut_url(Path("s3://bucket/photos.h5"))
@@ -37,7 +37,7 @@ def is_cut_url(path: object) -> bool:
 
 
 def parse(url: str) -> tuple[str, str]:
-    """Split a URL into the folder and the name in it; a query of a web server, such as a signature, is the folder's.
+    """Split a URL into the folder and the object's name; the query of an HTTP URL stays with the folder.
 
     >>> parse("s3://bucket/a/photos.h5"), parse("https://host/a/photos.h5?sig=b/c")
     (('s3://bucket/a/', 'photos.h5'), ('https://host/a/?sig=b/c', 'photos.h5'))
@@ -48,7 +48,7 @@ def parse(url: str) -> tuple[str, str]:
 
 
 def without_query(url: str) -> str:
-    """Return the URL of a web server without its query, which may hold a signature that messages must not show.
+    """Remove the query from an HTTP URL: it may contain a signature, which messages must not show.
 
     >>> without_query("https://host/a.h5?sig=b"), without_query("s3://bucket/what?.h5")
     ('https://host/a.h5', 's3://bucket/what?.h5')
@@ -57,7 +57,7 @@ def without_query(url: str) -> str:
 
 
 def is_signed(url: str) -> bool:
-    """Return whether the query of a URL only signs it, so that the same object has other URLs, too.
+    """Return whether the query of a URL consists only of a signature, so that other URLs can name the same object.
 
     >>> is_signed("https://host/a.h5?X-Amz-Date=1&X-Amz-Signature=b"), is_signed("https://host/a.h5?file=1&sig=b")
     (True, False)

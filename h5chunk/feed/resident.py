@@ -229,7 +229,7 @@ class GatherAhead:
             done: set[int] = set()
             while True:
                 if os.getpid() != self._process:  # before the pool is called: a fork may have copied its locks locked
-                    raise WorkerError("this process was forked while batches were gathered: iterate again")
+                    raise WorkerError("this process was forked while batches were gathered: start a new iteration")
                 for first in islice(firsts, max_pending - len(self._queue)):
                     self._submit(samples[first : first + batch_size])
                 if not self._queue:

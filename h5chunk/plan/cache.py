@@ -1,10 +1,10 @@
-"""Choose the settings of HDF5's chunk cache for a number of open chunks, which are those that are partly read.
+"""Choose the settings of HDF5's chunk cache, given the number of open (partly read) chunks.
 
 `scripts/hdf5_cache.py` models the cache. With ``nslots >= num_chunks`` no two chunks of whole samples compete for a
 slot (for other chunks see `ChunkGrid.num_slots`). With ``w0 = 0`` the oldest chunk is evicted. The larger ``w0``, the
-more chunks are searched first for one that was read in full, which a chunk at the end of the data never is. With
-``w0 = 1.0`` partly read chunks are never evicted, so that ``nbytes`` limits nothing. A chunk larger than ``nbytes`` is
-never cached; if it has no filter, only the wanted bytes are read.
+more of the oldest chunks are first searched for one that was read completely; a chunk that extends past the end of the
+data never counts as such. With ``w0 = 1.0`` partly read chunks are never evicted, so ``nbytes`` has no effect. A chunk
+larger than ``nbytes`` is never cached; if it has no filter, only the requested bytes are read.
 
 Source: H5Pset_chunk_cache in the HDF5 reference manual; H5Dchunk.c, H5D__chunk_cache_prune.
 """
@@ -24,23 +24,23 @@ from h5chunk.plan.permutation import Indices
 
 OLDEST_FIRST = 0.0  # the w0 that keeps all chunks of a round of windows until the round ends
 FINISHED_FIRST = 0.75  # the w0 that keeps the chunk that two batches share while other chunks are read
-CALL_BYTES = 48 << 10  # bytes that HDF5 copies in the time of one call; scripts/sweep_reads.py measures it
+CALL_BYTES = 48 << 10  # bytes that HDF5 can copy in the time of one call; scripts/sweep_reads.py measures it
 DIRECT_BYTES = 32 << 10  # samples of at least this size bypass the cache; scripts/sweep_reads.py measures it
-MAX_SLOTS = 1 << 20  # limit on slots, of 8 bytes each: collisions in a larger table would cost less than its memory
+MAX_SLOTS = 1 << 20  # limit on slots, of 8 bytes each: beyond it, collisions cost less than the memory of more slots
 
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """The three numbers of an HDF5 chunk cache, as h5py names them without the ``rdcc_`` prefix.
+    """Settings of an HDF5 chunk cache, named as in h5py without the ``rdcc_`` prefix.
 
     Attributes
     ----------
     nslots : int
         Length of the hash table, at least 1.
     nbytes : int
-        Bytes of decoded chunks that one dataset may hold in one process; 0 switches the cache off.
+        Maximum bytes of decoded chunks that are cached per dataset and process; 0 disables the cache.
     w0 : float
-        Preemption, 0 <= w0 < 1.
+        Preemption policy, 0 <= w0 < 1: how strongly chunks that were read completely are evicted first.
     """
 
     nslots: int
@@ -54,8 +54,8 @@ class CacheSettings:
             raise OptionError(f"cache nbytes is {self.nbytes}: give 0 (no cache) or more")
         if self.w0 == 1.0:
             raise OptionError(
-                "cache w0 is 1.0: HDF5 then never evicts partly read chunks and memory grows past nbytes "
-                f"without limit; use {OLDEST_FIRST:.0f}, or up to 0.99 to evict chunks first that were read in full"
+                "cache w0 is 1.0: HDF5 would never evict partly read chunks, and memory would grow without limit: "
+                f"use {OLDEST_FIRST:.0f}, or up to 0.99 to evict completely read chunks first"
             )
         if not 0.0 <= self.w0 < 1.0:
             raise OptionError(f"cache w0 is {self.w0}: give a number of at least 0 and below 1")
@@ -75,10 +75,10 @@ class CacheSettings:
 
 
 def cache_for(open_chunks: int, chunk_bytes: int, num_chunks: int) -> CacheSettings:
-    """Return the smallest cache that keeps ``open_chunks`` chunks until they have been read in full.
+    """Return the smallest cache that keeps ``open_chunks`` chunks until they have been read completely.
 
     It has space for one more chunk, because a chunk of the previous round or epoch may still be cached.
-    `h5chunk.plan.order.Order.open_chunks` is the number of chunks that an order needs.
+    `h5chunk.plan.order.Order.open_chunks` is the number of chunks that an order keeps open.
 
     >>> cache_for(7, 1_048_576, 1500)
     CacheSettings(nslots=1500, nbytes=8388608, w0=0.0)
@@ -89,10 +89,11 @@ def cache_for(open_chunks: int, chunk_bytes: int, num_chunks: int) -> CacheSetti
 
 @dataclass(frozen=True)
 class ChunkGrid:
-    """The shape of an HDF5 dataset and its chunks, and what it costs to read one random sample.
+    """The shape of an HDF5 dataset and of its chunks, and the cost of reading one random sample.
 
-    A sample is one index of the first axis. A band is all chunks that hold parts of the same samples. For a contiguous
-    dataset ``chunks`` is None, and exactly the bytes of a sample are read. CIFAR-10 with the chunks that h5py guesses:
+    A sample is one index of the first axis. A band consists of all chunks that contain parts of the same samples. For a
+    contiguous dataset ``chunks`` is None, and only the bytes of the sample are read. CIFAR-10 with the chunks that h5py
+    chooses by default:
 
     >>> grid = ChunkGrid((50000, 32, 32, 3), (6250, 4, 4, 1), 1)
     >>> grid.chunks_per_sample, grid.amplification(cached=True)
@@ -102,7 +103,7 @@ class ChunkGrid:
     shape: tuple[int, ...]
     chunks: tuple[int, ...] | None
     itemsize: int
-    filtered: bool = False  # whether chunks have filters, so that they are always read whole
+    filtered: bool = False  # whether chunks have filters, so that they are always read completely
 
     @property
     def sample_bytes(self) -> int:
@@ -115,14 +116,14 @@ class ChunkGrid:
 
     @property
     def chunks_per_sample(self) -> int:
-        """Number of chunks that a sample is cut into; 1 for a contiguous dataset."""
+        """Number of chunks that a sample spans; 1 for a contiguous dataset."""
         if not self.chunks:
             return 1
         return math.prod(math.ceil(s / c) for s, c in zip(self.shape[1:], self.chunks[1:], strict=True))
 
     @property
     def band_samples(self) -> int | None:
-        """Number of samples of a band: the first chunk dimension; None for a contiguous dataset."""
+        """Number of samples per band, the first chunk dimension; None for a contiguous dataset."""
         return self.chunks[0] if self.chunks else None
 
     @property
@@ -156,7 +157,7 @@ class ChunkGrid:
 
     @property
     def needs_cache(self) -> bool:
-        """True if a cache helps: for small samples, samples that are cut into several chunks, and filtered chunks.
+        """True if a cache helps: for small samples, samples that span several chunks, and filtered chunks.
 
         A large sample that is one run of bytes in the file is read directly, because a cache would add a copy.
         """
@@ -172,9 +173,10 @@ class ChunkGrid:
         return CacheSettings(min(self.num_slots, MAX_SLOTS), nbytes, w0)
 
     def amplification(self, cached: bool) -> float:
-        """Return bytes read over bytes used for one random sample; ``cached`` says that a chunk fits into the cache.
+        """Return the ratio of bytes read to bytes used for one random sample.
 
-        HDF5 reads whole chunks if they fit or are filtered, otherwise only the bytes of the sample.
+        HDF5 reads whole chunks if they fit into the cache (``cached``) or are filtered, otherwise only the bytes of the
+        sample.
         """
         if not self.chunks or not self.sample_bytes or not (cached or self.filtered):
             return 1.0
@@ -191,9 +193,10 @@ class ChunkGrid:
 
 
 def count_items_read(items: Indices, chunk_size: int, length: int) -> int:
-    """Count the items in all chunks that hold one of ``items``, of ``length`` items in chunks of ``chunk_size``.
+    """Count the items in all chunks that contain at least one of ``items``.
 
-    ``items``, (n,) int64, are numbers in any order, possibly repeated.
+    A dataset has ``length`` items in chunks of ``chunk_size``; ``items``, (n,) int64, are indices in any order,
+    possibly repeated.
 
     >>> count_items_read(np.array([0, 3, 4, 21]), 10, 22)
     12
@@ -203,7 +206,7 @@ def count_items_read(items: Indices, chunk_size: int, length: int) -> int:
 
 
 def count_entries_read(starts: Indices, stops: Indices, chunk_size: int, length: int) -> int:
-    """Count the entries in all chunks that overlap one of the ranges from ``starts[i]`` to ``stops[i]`` (excluded).
+    """Count the entries in all chunks that overlap at least one of the ranges ``starts[i]:stops[i]``.
 
     >>> count_entries_read(np.array([0, 35, 4]), np.array([3, 52, 4]), 10, 55)  # chunks 0, 3, 4 and 5
     35

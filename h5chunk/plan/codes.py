@@ -1,8 +1,8 @@
 """Choose how the values of a sparse matrix are stored: the smallest of uint8 codes, float16 and float32 that is exact.
 
-A code is the value times the scale. While entries are read, values are expressed in units of 1/400, of which all
-candidate scales make whole codes (or of 1/scale, if a scale is given), so that entries of the same row and column are
-added exactly. The scale is the smallest one for which all sums have whole codes from 1 to 255.
+A code is a value multiplied by the scale. While entries are read, values are counted in units of 1/400 (all candidate
+scales divide 400), or of 1/scale if a scale is given, so that duplicates (entries of the same row and column) are added
+exactly. The chosen scale is the smallest one for which all sums have integer codes from 1 to 255.
 
 >>> coding = Coding()
 >>> units, unfit = coding.units(np.array([0.5, 3.0, 5.0]))
@@ -34,13 +34,13 @@ import numpy.typing as npt
 from h5chunk.errors import OptionError
 
 SCALES = (1, 2, 4, 5, 8, 10, 16, 20, 100)
-MAX_WHOLE = 1 << 53  # float64 holds all integers up to this
+MAX_WHOLE = 1 << 53  # float64 represents all integers up to this exactly
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 UNITS = math.lcm(*SCALES)  # units per 1.0
 MAX_CODE = 255
 ROUNDING = 1e-12  # relative error of a sum or mean of decimal fractions, such as 0.7 + 0.1
 NOT_FINITE = "is not finite", "remove it from the source"
-HUGE = float(1 << 40)  # limit on an entry's units with clip: above any code, and sums of entries do not overflow
+HUGE = float(1 << 40)  # limit on an entry's units with clip: above any code, but sums of entries do not overflow
 
 Values = npt.NDArray[Any]
 
@@ -49,13 +49,13 @@ Values = npt.NDArray[Any]
 class Coding:
     """Convert values to codes. Raises OptionError if an option is invalid, or two options exclude each other.
 
-    With ``clip``, values below 0 become 0, and values above the largest, 255 (or 255 / scale), become the largest.
+    With ``clip``, values below 0 become 0, and values above the maximum, 255 (or 255 / scale), become the maximum.
     """
 
-    scale: float | None = None  # a value is its code divided by this; default: chosen from `SCALES`
+    scale: float | None = None  # value = code / scale; None: choose one of `SCALES`
     clip: bool = False
     binarize: float | None = None  # values of at least this become 1, all others 0
-    strict: bool = False  # whether a value without a code is an error
+    strict: bool = False  # whether to fail if a value has no code, instead of storing floats
 
     def __post_init__(self) -> None:
         for name, value in (("scale", self.scale), ("binarize", self.binarize)):
@@ -70,7 +70,7 @@ class Coding:
 
     @property
     def max_unit(self) -> int:
-        """The largest sum of entries that may have a code, in units."""
+        """The largest sum of entries that can have a code, in units."""
         return UNITS * MAX_CODE if self.scale is None and self.binarize is None else MAX_CODE
 
     @property
@@ -82,11 +82,11 @@ class Coding:
 
     @property
     def num_bits(self) -> int | None:
-        """Number of bits of an entry's units; None if there is no limit."""
+        """Maximum number of bits of an entry's units; None if there is no limit."""
         return self.max_unit.bit_length() if self.dtype == np.uint32 else None
 
     def units(self, values: Values) -> tuple[Values, int | None]:
-        """Convert (n,) entries of any real type to units: (n,) of `dtype`; with ``binarize``, to float64.
+        """Convert (n,) entries of any real type to units, (n,) of `dtype`.
 
         The second result is None, or the index of the first entry that is not a whole number of units; the units are
         then undefined.
@@ -149,7 +149,7 @@ class Coding:
         return CodeTally(self)
 
     def fallback(self) -> FloatCoding | None:
-        """Return the coding to use if a value has no code; None if that is an error."""
+        """Return the coding to use if a value has no code; None if the conversion must fail then."""
         is_strict = self.strict or self.scale is not None or self.binarize is not None
         return None if is_strict else FloatCoding(None, self.clip)
 
@@ -169,9 +169,9 @@ class Coding:
         return f"has no exact code from 1 to {MAX_CODE}", "use --values auto, or --binarize MIN"
 
     def codes(self, scale: float) -> npt.NDArray[np.uint8]:
-        """Return the code of each value, counted in units, from 0 to ``max_unit``: (max_unit + 1,) uint8.
+        """Return a table of the code of each number of units from 0 to ``max_unit``: (max_unit + 1,) uint8.
 
-        Entries for values that have no exact code are undefined.
+        Elements for units without an exact code are undefined.
         """
         units = np.arange(self.max_unit + 1, dtype=np.int64)
         if self.scale is None and self.binarize is None:
@@ -184,12 +184,12 @@ class Storage:
     """The form in which values are stored: codes, floats, or a pattern, which stores no values because all are 1."""
 
     dtype: np.dtype[Any]
-    scale: float = 1.0  # a value is the stored number divided by this
+    scale: float = 1.0  # value = stored value / scale
     pattern: bool = False
-    codes: npt.NDArray[np.uint8] | None = None  # code of every number of units; None for floats
+    codes: npt.NDArray[np.uint8] | None = None  # the table that `Coding.codes` returns; None for floats
 
     def encode(self, units: Values) -> Values:
-        """Return the stored numbers, (n,) of ``dtype``, for (n,) units."""
+        """Convert (n,) units to stored values, (n,) of ``dtype``."""
         return units.astype(self.dtype) if self.codes is None else self.codes[units]
 
 
@@ -203,11 +203,11 @@ class CodeTally:
         self._seen[units] = True
 
     def examples(self) -> npt.NDArray[np.int64]:
-        """Return units that give an empty tally of another process the same result."""
+        """Return units that another process can add to its tally instead of all units of this one."""
         return np.flatnonzero(self._seen)
 
     def storage(self) -> Storage | None:
-        """Return how all units are stored; None if no scale gives all of them codes."""
+        """Return how to store all units; None if no scale has codes for all of them."""
         units = self.examples()
         scale = self._coding.choose_scale(units)
         if scale is None:
@@ -221,8 +221,8 @@ class CodeTally:
 class FloatCoding:
     """Keep values as floats, with the interface of `Coding`; units are the values in float64.
 
-    With ``dtype_name``, float16 or float32, values are rounded to that type, and unfit if they are beyond its range.
-    Otherwise values are unfit unless float32 is exact.
+    With ``dtype_name``, float16 or float32, values are rounded to that type; values beyond its range are unfit, which
+    means that they cannot be stored. Without it, values are unfit unless float32 represents them exactly.
     """
 
     dtype_name: str | None = None
@@ -252,7 +252,7 @@ class FloatCoding:
         return FloatTally(self.dtype_name)
 
     def fallback(self) -> None:
-        """Return None: unfit values are an error."""
+        """Return None: the conversion fails if a value is unfit."""
 
     def explain_unfit(self, value: float) -> tuple[str, str]:
         """Return the reason why a value is unfit, and a remedy, for a message."""
@@ -266,7 +266,7 @@ class FloatCoding:
 
 
 class FloatTally:
-    """Find out whether float16 holds all values of a matrix exactly."""
+    """Determine whether float16 represents all values of a matrix exactly."""
 
     def __init__(self, dtype_name: str | None) -> None:
         self._dtype_name, self._unfit = dtype_name, np.empty(0, np.float64)
@@ -277,7 +277,7 @@ class FloatTally:
                 self._unfit = values[values.astype(np.float16) != values][:1]
 
     def examples(self) -> Values:
-        """Return values that give an empty tally of another process the same result."""
+        """Return values that another process can add to its tally instead of all values of this one."""
         return self._unfit
 
     def storage(self) -> Storage:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from h5chunk.errors import OptionError, human_bytes
+from h5chunk.errors import OptionError, count_text, human_bytes
 from h5chunk.plan.cache import CacheSettings, cache_for
 from h5chunk.plan.layout import MIN_CHUNKS, choose_window_chunks, power_of_two_below
 from h5chunk.plan.order import INTERLEAVE
@@ -25,7 +25,7 @@ ROW_CHUNK_BYTES = 256 << 10  # largest average size of a nominal chunk
 MIN_ROW_CHUNK_BYTES = 16 << 10  # smallest average size, unless the matrix is smaller
 POINTER_BYTES = 8  # bytes of ``indptr`` per row
 CODE = np.dtype(np.uint8)
-WINDOW_SKEW = 2  # limit on the entries of the fullest window, as a multiple of an average one's
+WINDOW_SKEW = 2  # limit on the entries of the fullest window, as a multiple of those of an average window
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class CsrLayout:
     num_rows: int
     num_columns: int
     num_entries: int
-    value_dtype: np.dtype | None  # stored dtype; None for a pattern, whose values are all one and not stored
+    value_dtype: np.dtype | None  # stored dtype; None for a pattern, whose values are all 1 and not stored
     chunk_samples: int  # rows per nominal chunk
     window_chunks: int  # recommended number of nominal chunks to shuffle together
     reasons: tuple[str, ...] = field(default=(), repr=False, compare=False)  # for the report, one sentence each
@@ -91,7 +91,7 @@ def plan_csr(
     value_dtype: np.dtype | None = CODE,
     chunk_samples: int | None = None,
 ) -> CsrLayout:
-    """Plan a layout; ``chunk_samples`` is the number of rows per nominal chunk, chosen here if it is None."""
+    """Plan the layout of a matrix, with ``chunk_samples`` rows per nominal chunk; None chooses a suitable number."""
     whole = CsrLayout(num_rows, num_columns, num_entries, value_dtype, num_rows, 1)
     row_bytes = whole.row_bytes
     if chunk_samples is None:
@@ -106,12 +106,12 @@ def plan_csr(
         chunk_samples = min(chunk_samples, num_rows)
         reason = f"{chunk_samples} rows per nominal chunk, as given: {human_bytes(chunk_samples * row_bytes)}"
     window_chunks = choose_window_chunks(chunk_samples * row_bytes, math.ceil(num_rows / chunk_samples))
-    reasons = (reason, f"rows are shuffled within windows of {window_chunks} such chunks")
+    reasons = (reason, f"rows are shuffled within windows of {count_text(window_chunks, 'nominal chunk')}")
     return CsrLayout(num_rows, num_columns, num_entries, value_dtype, chunk_samples, window_chunks, reasons)
 
 
 def fullest_chunks(indptr: np.ndarray, chunk_samples: int) -> np.ndarray:
-    """Return the total entries of the k fullest nominal chunks, for each k from 0 to all: (num_chunks + 1,) int64.
+    """Return the number of entries in the k fullest nominal chunks, for k from 0 to all: (num_chunks + 1,) int64.
 
     >>> fullest_chunks(np.array([0, 1, 2, 9, 10, 14]), 2).tolist()  # chunks of 2, 8 and 4 entries
     [0, 8, 12, 14]
@@ -123,10 +123,10 @@ def fullest_chunks(indptr: np.ndarray, chunk_samples: int) -> np.ndarray:
 
 
 def entries_of_chunks(fullest: np.ndarray, chunk_samples: int, lanes: int = 1) -> Callable[[int], int]:
-    """Return a function that bounds the entries of a window of n rows from above, given `fullest_chunks`.
+    """Return a function that computes the maximum number of entries in a window of n rows, from `fullest_chunks`.
 
-    In each lane of the rank, a window may have pieces of four chunks: two at its borders, and two from the end of the
-    sequence. Another chunk may fill the gap of the short chunk.
+    In addition to complete chunks, a window may have pieces of four chunks per lane of the rank: two at its borders,
+    and two from the end of the sequence. One more chunk may fill the gap after the file's short last chunk.
     """
 
     def max_entries(num_rows: int) -> int:
@@ -137,7 +137,7 @@ def entries_of_chunks(fullest: np.ndarray, chunk_samples: int, lanes: int = 1) -
 
 
 def entries_of_rows(lengths: np.ndarray, counts: np.ndarray) -> Callable[[int], int]:
-    """Return a function that bounds the entries of n rows from above, if row i occurs at most ``counts[i]`` times.
+    """Return a function that computes the maximum entries of n rows, if row i occurs at most ``counts[i]`` times.
 
     >>> entries_of_rows(np.array([5, 1, 9]), np.array([1, 1, 2]))(3)  # 9, 9 and 5
     23
@@ -153,7 +153,7 @@ def entries_of_rows(lengths: np.ndarray, counts: np.ndarray) -> Callable[[int], 
 
 
 def bounded_window(window_chunks: int, fullest: np.ndarray) -> int:
-    """Lower ``window_chunks`` until no window can have more than `WINDOW_SKEW` times the entries of an average window.
+    """Reduce ``window_chunks`` until no window can exceed `WINDOW_SKEW` times the entries of an average window.
 
     >>> bounded_window(2, np.array([0, 8, 12, 14]))
     2
@@ -166,7 +166,7 @@ def bounded_window(window_chunks: int, fullest: np.ndarray) -> int:
 
 
 def index_dtype(num_columns: int) -> np.dtype[np.unsignedinteger]:
-    """Return the narrowest unsigned type that holds all column numbers.
+    """Return the narrowest unsigned integer type for the column indices.
 
     >>> [str(index_dtype(n)) for n in (1, 256, 257, 65_536, 65_537, 1 << 32, (1 << 32) + 1)]
     ['uint8', 'uint8', 'uint16', 'uint16', 'uint32', 'uint32', 'uint64']

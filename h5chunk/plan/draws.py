@@ -1,8 +1,8 @@
-"""Random numbers for individual samples, and the geometry of augmented images that is drawn with them.
+"""Draw random numbers for individual samples, and the geometry of augmented images.
 
-A number depends only on the seed, the epoch, the sample's number, and which use of the sample in the epoch it is: not
-on batches, ranks, workers or devices. A sample that weights repeat in an epoch is drawn for by a key, which is another
-for each repeat.
+A random number depends only on the seed, the epoch, the index of the sample, and how often the epoch has used the
+sample before, and not on batches, ranks, workers or devices. If weights repeat a sample in an epoch, each repeat has a
+different key.
 
 Source: the finaliser of SplitMix64, of Steele et al., "Fast splittable pseudorandom number generators" (2014).
 
@@ -28,24 +28,24 @@ from h5chunk.plan.permutation import Indices, mixed
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 Size = tuple[int, int]
-EVERY_EPOCH = -1  # an epoch for draws that stay the same
+EVERY_EPOCH = -1  # stands in for the epoch in draws that are the same in all epochs
 ERASING = 1 << 20  # first stream of transforms that erase
 ATTEMPTS, EARLY_ATTEMPTS = 10, 2  # to draw a box that fits, as in torchvision
-POWERS = [math.log(2) ** n / math.factorial(n) for n in range(8)]  # of the series of 2**x; also in draws.c
+POWERS = [math.log(2) ** n / math.factorial(n) for n in range(8)]  # Taylor coefficients of 2**x; also in draws.c
 STEP = 0x9E3779B97F4A7C15
-REPEAT, MOST_REPEATS = 1 << 40, 1 << 23  # REPEAT is more than the number of any sample
+REPEAT, MOST_REPEATS = 1 << 40, 1 << 23  # REPEAT exceeds the index of any sample
 
-# columns of a table of geometry; ERASED + 4 * k: top, left, height and width of the k-th erased box, in the result
+# columns of a table of geometry; from ERASED + 4 * k: top, left, height and width of the k-th erased box in the result
 OFFSET, HEIGHT, WIDTH, TOP, LEFT, BOX_HEIGHT, BOX_WIDTH, FULL_HEIGHT, FULL_WIDTH, DOWN, RIGHT, FLIP, ERASED = range(13)
 
 
 class Draws(NamedTuple):
-    """Random numbers for samples, given by their keys; ``use`` is 0, or k for the k-th echo of a sample.
+    """Random numbers for samples; ``samples`` has their keys, and ``use`` is k for the k-th echo of a sample, else 0.
 
-    The key of a sample is its number in the file, plus k * `REPEAT` if an epoch has it again, for the k-th time.
-
-    The draws of a batch are part of the draws of a window or an epoch: they begin at sample ``first`` of its samples,
-    ``whole``. All parts share the dict ``kept``, in which converters cache results for several parts.
+    The key of a sample is its index in the file, plus k * `REPEAT` where weights repeat it in an epoch for the k-th
+    time. The draws of a batch can be a part of the draws of a window or an epoch: ``whole`` then has the keys of all
+    samples of the latter, and the part begins at ``whole[first]``. All parts share the dict ``kept``, in which
+    transforms cache results for several parts.
     """
 
     seed: int
@@ -57,7 +57,7 @@ class Draws(NamedTuple):
     first: int = 0
 
     def uniform(self, stream: int, count: int, first: int = 0) -> Floats:
-        """Return numbers ``first`` to ``first + count`` of a stream, uniform in [0, 1): (count, num_samples)."""
+        """Return ``count`` numbers of a stream per sample, from ``first`` on, uniform in [0, 1): (count, n) float64."""
         key = stream_key(self.seed, self.epoch, self.use, stream)
         sample_words = mixed(self.samples.view(np.uint64), np.uint64(key))
         steps = (np.arange(first + 1, first + count + 1, dtype=np.uint64) * np.uint64(STEP))[:, None]
@@ -65,7 +65,7 @@ class Draws(NamedTuple):
 
     @property
     def numbers(self) -> Indices:
-        """The numbers of the samples in the file: (n,)."""
+        """The indices of the samples in the file: (n,) int64."""
         return self.samples % REPEAT
 
     def of_all_epochs(self) -> Draws:
@@ -78,7 +78,7 @@ class Draws(NamedTuple):
 
 
 def keys_of_repeated(samples: Indices) -> Indices:
-    """Return the keys of samples, ascending and perhaps repeated.
+    """Return the keys of samples, which are ascending and possibly repeated indices.
 
     >>> (keys_of_repeated(np.array([1, 4, 4])) // REPEAT).tolist()
     [0, 0, 1]
@@ -89,7 +89,7 @@ def keys_of_repeated(samples: Indices) -> Indices:
 
 @lru_cache(1024)
 def stream_key(*numbers: int) -> int:
-    """Combine the seed, the epoch, the use and the stream into one number of 64 bits."""
+    """Hash the seed, the epoch, the use and the stream to one 64-bit integer."""
     key = np.zeros(1, np.uint64)
     for number in numbers:
         key = mixed(key + np.uint64(number & (1 << 64) - 1), np.uint64(STEP))
@@ -98,13 +98,14 @@ def stream_key(*numbers: int) -> int:
 
 @dataclass
 class Geometry:
-    """The part of an image that each result shows, and its size: (n,) int64 arrays, or numbers for all results.
+    """Crop, resize and flip of each image: (n,) int64 arrays, or integers that apply to all images.
 
-    A box of the image is resized to its full size, of which a window becomes the result: from ``down`` and ``right``,
-    which may lie outside, where the image is padded. Where ``flip`` is set, the window is then mirrored.
+    The ``box`` of the image is resized to the size ``full``. The result is a window of the resized box, which starts at
+    row ``down`` and column ``right``, and is padded where it extends beyond the box. Where ``flip`` is set, the window
+    is then mirrored.
     """
 
-    height: Indices  # of the window, at first the image
+    height: Indices  # of the window, initially of the image
     width: Indices
     flip: Flags = field(init=False)
     box: tuple[Indices, Indices, Indices, Indices] = field(init=False)
@@ -124,7 +125,7 @@ class Geometry:
         self.height, self.width = (np.broadcast_to(size, self.down.shape) for size in (height, width))
 
     def resize(self, height: Indices | int, width: Indices | int) -> None:
-        """Resize the window, which must lie inside of the image, and must not have been resized before."""
+        """Resize the window, which must be inside the image and must not have been resized before."""
         self.box = self.box[0] + self.down, self.box[1] + self.right, self.height, self.width
         self.height, self.width = (np.broadcast_to(size, self.down.shape) for size in (height, width))
         self.full = self.height, self.width
@@ -135,7 +136,7 @@ class Geometry:
         self.flip = self.flip ^ flip
 
     def fill(self, table: Indices) -> Indices:
-        """Fill a table, (n, ERASED + 4 * erased boxes) int64, with a row per image and offsets of 0, and return it."""
+        """Fill and return a table, (n, ERASED + 4 * len(erased)) int64, with a row per image and OFFSET set to 0."""
         columns: list[Any] = [0, *self.sizes, *self.box, *self.full, self.down, self.right, self.flip]
         columns += [values for box in self.erased for values in box]
         for number, column in enumerate(columns):
@@ -148,13 +149,13 @@ def random_boxes(
 ) -> tuple[Indices, Indices, Flags]:
     """Draw the heights and widths of boxes that fit into images of these sizes.
 
-    ``scale`` is the range of a box's area, as a fraction of the image's, and ``ratio`` that of its aspect ratio, width
-    over height. Returns the heights, the widths, and whether one of `ATTEMPTS` boxes fitted; otherwise the size is
-    invalid. The attempts use the first 2 * `ATTEMPTS` numbers of the stream.
+    ``scale`` is the range of a box's area, as a fraction of the image's area, and ``ratio`` the range of its aspect
+    ratio, width over height. Returns the heights, the widths, and whether one of `ATTEMPTS` boxes fitted; where none
+    did, the size is invalid. The attempts use the first 2 * `ATTEMPTS` numbers of the stream.
     """
     boxes = _attempts(draws, stream, range(EARLY_ATTEMPTS), height, width, scale, ratio)
     remaining = np.flatnonzero(~boxes[2])
-    if len(remaining):  # few: most boxes fit at once
+    if len(remaining):  # few, because most boxes fit at an early attempt
         later_draws = Draws(draws.seed, draws.epoch, draws.samples[remaining], draws.use)
         later = _attempts(
             later_draws, stream, range(EARLY_ATTEMPTS, ATTEMPTS), height[remaining], width[remaining], scale, ratio
@@ -185,7 +186,7 @@ def _attempts(
 
 
 def _powers_of_two(exponents: Floats) -> Floats:
-    """Return 2**x with a relative error below 1e-7, by operations whose results are the same in C; np.exp2 is not."""
+    """Return 2**x with a relative error below 1e-7; unlike with np.exp2, the C library computes identical results."""
     whole = np.rint(exponents)
     part, total = exponents - whole, np.full_like(exponents, POWERS[-1])
     for power in POWERS[-2::-1]:
@@ -194,5 +195,5 @@ def _powers_of_two(exponents: Floats) -> Floats:
 
 
 def random_offsets(numbers: Floats, room: Indices) -> Indices:
-    """Turn random numbers below 1, (n,), into whole numbers from 0 to ``room``."""
+    """Scale random numbers in [0, 1), (n,), to integers from 0 to ``room``, included."""
     return np.minimum((numbers * (room + 1)).astype(np.int64), room)

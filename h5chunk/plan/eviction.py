@@ -1,4 +1,4 @@
-"""Choose the chunks that a cache on disk frees first: those whose next use in the known order is the latest."""
+"""Compute when chunks are used next, so that a disk cache can evict the chunk whose next use is the latest."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ NEVER = np.iinfo(np.int64).max
 
 
 class EpochUses:
-    """The first and last batch of an epoch, on any rank, that uses each chunk of ``chunk_samples``; or NEVER, and -1.
+    """For each chunk, the first batches of the first and the last window of an epoch, on any rank, that use it.
 
-    A chunk is used by one window, or by the two windows that share it.
+    A chunk is used by one window, or by two windows that share it. For unused chunks the batches are NEVER and -1.
     """
 
     def __init__(self, order: Order, num_samples: int) -> None:
@@ -29,14 +29,14 @@ class EpochUses:
 
 
 class NextUses:
-    """The next use of each chunk in an order, from epoch to epoch."""
+    """Compute the next use of each chunk, in this epoch or the next one."""
 
     def __init__(self, order: Order, num_samples: int) -> None:
         self._order, self._num_samples = order, num_samples
         self._epochs: dict[int, EpochUses] = {}
 
     def since(self, epoch: int, batch: int) -> Indices:
-        """Return the number of batches until the next use of each chunk: (num_chunks,) int64; 0 for this batch."""
+        """Return the number of batches until the next use of each chunk, 0 if ``batch`` uses it: (n,) int64."""
         now, later = self._uses(epoch), self._uses(epoch + 1)
         following = np.where(later.first == NEVER, NEVER, later.first + self._order.num_batches - batch)
         found = np.where(now.last >= batch, now.last - batch, following)
@@ -50,7 +50,7 @@ class NextUses:
 
 
 def uses_of_rows(uses: Indices, chunk_samples: int, starts: Indices, stops: Indices) -> Indices:
-    """Return the first next use of any sample from ``starts[i]`` to ``stops[i]`` (excluded): (n,) int64.
+    """Return the earliest next use of any sample in each range ``starts[i]:stops[i]``: (n,) int64.
 
     >>> uses_of_rows(np.array([5, 3, 9]), 10, np.array([0, 20, 0]), np.array([20, 30, 5])).tolist()
     [3, 9, 5]

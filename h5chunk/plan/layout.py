@@ -37,24 +37,27 @@ class Layout:
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks of a field; the last one may hold fewer samples, but takes its full size in the file."""
+        """Number of chunks of a field; the last one may have fewer samples, but has its full size in the file."""
         return math.ceil(self.num_samples / self.chunk_samples)
 
     @property
     def cache(self) -> CacheSettings:
-        """Recommended cache of one process that reads all batches; each of W workers needs a W-th of it."""
+        """Recommended cache of one process that reads all batches; each of W workers needs 1/W of it."""
         if self.sample_bytes >= DIRECT_BYTES:
             return CacheSettings(1, 0)
         return cache_for(INTERLEAVE * self.window_chunks, self.chunk_bytes, self.num_chunks)
 
 
 def plan_layout(num_samples: int, sample_bytes: int, chunk_samples: int | None = None) -> Layout:
-    """Plan a layout with this number of samples per chunk, or choose the number.
+    """Plan the layout of a file, with ``chunk_samples`` samples per chunk, or a suitable number if it is None.
 
     Raises OptionError if a chunk would exceed HDF5's limit of 4 GiB.
     """
     if sample_bytes > MAX_CHUNK_BYTES:
-        raise OptionError(f"one sample is {sample_bytes} bytes, over HDF5's limit of {MAX_CHUNK_BYTES} for a chunk")
+        raise OptionError(
+            f"one sample has {sample_bytes} bytes, but HDF5's limit for a chunk is {MAX_CHUNK_BYTES}: "
+            "split the samples, or use a narrower dtype"
+        )
     if chunk_samples is None:
         chunk_samples, reasons = _choose_chunk_samples(num_samples, sample_bytes)
     elif chunk_samples < 1:
@@ -66,7 +69,7 @@ def plan_layout(num_samples: int, sample_bytes: int, chunk_samples: int | None =
     chunk_bytes = chunk_samples * sample_bytes
     if chunk_bytes > MAX_CHUNK_BYTES:
         raise OptionError(
-            f"a chunk of {chunk_samples} samples is {chunk_bytes} bytes but HDF5's limit is {MAX_CHUNK_BYTES}: "
+            f"a chunk of {chunk_samples} samples has {chunk_bytes} bytes, but HDF5's limit is {MAX_CHUNK_BYTES}: "
             f"use at most {MAX_CHUNK_BYTES // sample_bytes} samples per chunk"
         )
     num_chunks = math.ceil(num_samples / chunk_samples)
@@ -75,7 +78,7 @@ def plan_layout(num_samples: int, sample_bytes: int, chunk_samples: int | None =
     size, cache = human_bytes(sample_bytes), human_bytes(layout.cache.nbytes)
     why = f"no chunk cache: samples of {size} are read directly, and a cache would copy them twice"
     if layout.cache.nbytes:
-        why = f"the {INTERLEAVE} open windows take {cache} of cache over all processes"
+        why = f"the {INTERLEAVE} open windows need a cache of {cache} over all processes"
     chunks = "chunk" if window_chunks == 1 else "chunks"
     return replace(layout, reasons=(*reasons, f"windows of {window_chunks} {chunks} are shuffled; {why}"))
 
@@ -98,10 +101,10 @@ def _choose_chunk_samples(num_samples: int, sample_bytes: int) -> tuple[int, lis
     elif by_bytes <= by_count:
         why = f"{size}, the largest power of two of samples within {human_bytes(TARGET_CHUNK_BYTES)}"
     else:
-        why = f"{size}, small enough to make {math.ceil(num_samples / chosen)} chunks to shuffle"
+        why = f"{size}, small enough for {math.ceil(num_samples / chosen)} chunks to shuffle"
     return chosen, [
         f"{count_text(chosen, 'sample')} per chunk: {why}",
-        "a power of two, so that batches of 32, 64, 128, ... have whole chunks and no chunk is read twice",
+        "a power of two, so that batches of 32, 64, 128, ... consist of whole chunks and no chunk is read twice",
     ]
 
 

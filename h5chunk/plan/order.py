@@ -1,22 +1,23 @@
-"""The order of an epoch: which samples form which batch, as a pure function of (seed, epoch).
+"""Compute which samples form which batch of an epoch, as a pure function of the seed and the epoch.
 
-The chunks are permuted, and the samples of all chunks concatenated to a sequence (`h5chunk.plan.permutation`). The
-sequence is cut into windows of whole batches; the samples of a window are shuffled and cut into its batches. Every
-sample comes once, and two windows share at most the chunk that their border cuts.
+The chunks are permuted, and the samples of all chunks are concatenated to a sequence (`h5chunk.plan.permutation`). The
+sequence is cut into windows, whose samples are shuffled and cut into batches. Every sample occurs once, and consecutive
+windows share at most one chunk, the one that their border cuts.
 
-The batches of ``interleave`` windows, a round, alternate: batch ``t`` of a round belongs to window ``t % interleave``.
-torch's DataLoader gives batch ``t`` to worker ``t % num_workers``, so that with any ``num_workers`` that divides
-``interleave`` each worker gets whole windows, and no chunk is read by two workers. Windows of a single batch do not
-alternate.
+``interleave`` windows form a round, in which their batches alternate: batch ``t`` of a round belongs to window
+``t % interleave``. torch's DataLoader gives batch ``t`` to worker ``t % num_workers``; if ``num_workers`` divides
+``interleave``, each worker therefore reads complete windows, and no chunk is read by two workers. Windows of a single
+batch do not alternate.
 
 For several processes (ranks) the sequence is divided into lanes, which are cut into windows and batches independently.
-Each rank has some of the lanes, and its batch ``t`` consists of batch ``t`` of each of its lanes. So the batches ``t``
-of all ranks together have the same samples for any number of ranks that divides the lanes. All ranks have equally many
-batches, and no chunk is read by two ranks, except for fewer chunks than lanes at the end of the sequence.
+Each rank has some of the lanes, and its batch ``t`` consists of batch ``t`` of each of its lanes. The batches ``t`` of
+all ranks together therefore have the same samples for any number of ranks that divides the number of lanes. All ranks
+have the same number of batches. No chunk is read by two ranks, except for some chunks at the end of the sequence, fewer
+than there are lanes.
 
-With ``nodes``, consecutive lanes belong to a node, whose chunks are the same in all epochs, so that its disk cache
-holds no others. Only the chunks at the end of the sequence, at most two per lane, and two more if the file's last chunk
-is short, may belong to any node. This, too, does not depend on the number of ranks.
+With ``nodes``, consecutive lanes belong to the same node, and a node has the same chunks in all epochs, so that it can
+keep them in a disk cache. Only the chunks at the end of the sequence, at most two per lane, and two more if the file's
+last chunk is short, may belong to any node. None of this depends on the number of ranks.
 
 >>> order = Order(num_samples=10, chunk_samples=2, batch_size=4, window_chunks=2, seed=0)
 >>> [batch.tolist() for batch in order.batches()]
@@ -48,7 +49,7 @@ Keys = Callable[[Indices], Indices]  # returns the keys of the samples at positi
 
 
 class Round(NamedTuple):
-    """Windows whose batches alternate, each of ``window_batches`` batches; the last round may lack some batches."""
+    """Windows of ``window_batches`` batches each, whose batches alternate; the last round may lack some batches."""
 
     first_batch: int
     num_windows: int
@@ -56,7 +57,7 @@ class Round(NamedTuple):
 
 
 class Window(NamedTuple):
-    """The samples of a window, or of several that are read together: (n,) int64, in two orders.
+    """The samples of one window, or of several that are read together, in two orders: (n,) int64 each.
 
     ``samples[destinations] == rows``.
     """
@@ -64,8 +65,8 @@ class Window(NamedTuple):
     samples: Indices  # batch after batch; all batches are full but the epoch's last
     rows: Indices  # chunk by chunk, for reading
     destinations: Indices
-    batches: Sequence[int]  # the numbers of the batches in the epoch, ascending
-    keys: Indices  # of the samples, batch after batch, for `h5chunk.plan.draws`
+    batches: Sequence[int]  # indices of the batches in the epoch, ascending
+    keys: Indices  # the keys of ``samples``, for `h5chunk.plan.draws`
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Order:
 
     num_samples: int  # number of samples in the data set, or in the ``selection``
     chunk_samples: int
-    batch_size: int  # samples of a batch on one rank
+    batch_size: int  # samples per batch on one rank
     window_chunks: int  # chunks of a lane that are shuffled together; a window has at least one batch
     interleave: int = INTERLEAVE  # number of windows whose batches alternate
     seed: int = 0
@@ -87,8 +88,8 @@ class Order:
     lanes: int = 1  # number of independently shuffled parts of the sequence, a multiple of ``world_size``
     rank: int = 0
     world_size: int = 1  # number of ranks
-    pad: bool = False  # fill up the last batch of every rank with the first samples of the epoch
-    nodes: int = 1  # number of groups of lanes that keep their chunks over all epochs; it divides the lanes
+    pad: bool = False  # fill up the last batch of every rank with the first samples of its lanes
+    nodes: int = 1  # number of nodes that have the same chunks in all epochs; a divisor of ``lanes``
     selection: Selection | None = field(default=None, repr=False)  # the samples to visit; None: all samples
 
     def __post_init__(self) -> None:
@@ -102,33 +103,33 @@ class Order:
 
     def _check_lanes(self) -> None:
         if self.rank >= self.world_size:
-            raise OptionError(f"rank is {self.rank} of a world_size of {self.world_size}: ranks count from 0")
+            raise OptionError(f"rank is {self.rank}, not below world_size {self.world_size}: ranks are counted from 0")
         if self.lanes % self.world_size:
             raise OptionError(
-                f"lanes is {self.lanes} and world_size {self.world_size}: all ranks take equally many lanes, so "
-                "give a multiple of the number of processes, and the same one in all runs that share this order"
+                f"lanes is {self.lanes}, which world_size {self.world_size} does not divide: give a multiple of the "
+                "number of processes, and the same number of lanes in all runs that share this order"
             )
         if self.lanes % self.nodes:
             raise OptionError(
-                f"nodes is {self.nodes} and lanes {self.lanes}: each node keeps the chunks of equally many lanes, so "
-                "give a multiple of the number of nodes as lanes"
+                f"nodes is {self.nodes}, which does not divide lanes {self.lanes}: give a multiple of the number of "
+                "nodes as lanes"
             )
         if self.nodes > 1 and self.selection is not None:
             raise OptionError(
-                "locality keeps the chunks of all samples on their nodes, but there are weights or a subset: leave out "
-                "locality, or convert the subset to a file of its own"
+                "locality cannot be combined with weights or a subset: leave out locality, or convert the subset to a "
+                "separate file"
             )
         if self.batch_size * self.world_size % self.lanes:
             raise OptionError(
-                f"batch_size is {self.batch_size}, and each rank has {self.lanes // self.world_size} lanes: give "
-                "a multiple of that as batch_size, or fewer lanes"
+                f"batch_size is {self.batch_size}, but each rank has {self.lanes // self.world_size} lanes: give "
+                f"a multiple of {self.lanes // self.world_size} as batch_size, or fewer lanes"
             )
         if self.selection is not None and len(self.selection) != self.num_samples:
             raise OptionError(
-                f"num_samples is {self.num_samples}, but the selection has {len(self.selection)}: give that number"
+                f"num_samples is {self.num_samples}, but the selection has {len(self.selection)} samples: give that"
             )
         if self.drop_last and self.pad:
-            raise OptionError("drop_last leaves out the last batch, but pad fills it up: give only one of them")
+            raise OptionError("drop_last leaves out an incomplete batch, but pad fills it up: give only one of them")
         if self.pad and 0 < self.num_samples < self.lanes:
             raise OptionError(
                 f"pad=True fills each lane's last batch with samples of the same lane, but there are {self.lanes} "
@@ -166,10 +167,11 @@ class Order:
 
     @property
     def open_chunks(self) -> int:
-        """The maximum number of chunks that are partly read at a time: with a cache for them, no chunk is read twice.
+        """The maximum number of chunks that are partly read at a time; if a cache holds them, no chunk is read twice.
 
         A batch is read chunk by chunk, so in a window of one batch these are the chunks at its borders, and the chunk
-        being read. The chunk that fills the gap of the short chunk stays partly read to the end of the epoch.
+        being read. The chunk that fills the gap after the file's short last chunk stays partly read until the end of
+        the epoch.
         """
         samples = self.window_batches * self.lane_batch
         whole = samples % self.chunk_samples == 0 and self.selection is None
@@ -184,16 +186,16 @@ class Order:
 
     @property
     def cache_w0(self) -> float:
-        """The ``w0`` of HDF5's cache, which decides what chunk is evicted first: see `h5chunk.plan.cache`."""
+        """The ``w0`` of HDF5's cache, which decides which chunk is evicted first: see `h5chunk.plan.cache`."""
         return FINISHED_FIRST if self.window_batches == 1 else OLDEST_FIRST
 
     def open_chunks_of(self, num_workers: int) -> int:
-        """Return `open_chunks` for one of ``num_workers`` workers that take the batches in turn."""
+        """Return `open_chunks` for one of ``num_workers`` workers that get batches in turn."""
         groups = num_workers if self.window_batches == 1 else math.gcd(num_workers, self.interleave)
         return math.ceil(self.open_chunks / groups)
 
     def rounds(self) -> Iterator[Round]:
-        """Yield the rounds of the epoch: the last ones have smaller windows, then fewer windows."""
+        """Yield the rounds of the epoch; the last rounds have smaller windows, then fewer windows."""
         unit = self._chunk_batches if self.window_batches % self._chunk_batches == 0 else 1
         done = 0
         while done < self.num_batches:
@@ -208,7 +210,7 @@ class Order:
         return (self.numbers_of(keys) for keys in self.keys(start))
 
     def numbers_of(self, keys: Indices) -> Indices:
-        """Return the numbers of samples, given by the keys that `keys` yields."""
+        """Convert keys, as yielded by `keys`, to the indices of the samples."""
         return keys % REPEAT if isinstance(self.selection, WeightedSelection) else keys
 
     def keys(self, start: int = 0) -> Iterator[Indices]:
@@ -223,7 +225,7 @@ class Order:
             yield waiting.pop(batch)
 
     def windows(self, start: int = 0, together: int = 1) -> Iterator[Window]:
-        """Yield the windows that have batches from number ``start``, without earlier batches, in order of first use.
+        """Yield the windows with batches from index ``start`` on, without earlier batches, in the order of first use.
 
         Consecutive windows are joined in groups of ``together``, or of fewer near the end of an epoch.
         """
@@ -272,7 +274,7 @@ class Order:
 
 
 def with_full_windows(order: Order) -> Order:
-    """Lower ``interleave`` if the epoch has too few batches for that many full windows.
+    """Reduce ``interleave`` if the epoch has too few batches for that many full windows.
 
     >>> order = Order(num_samples=120, chunk_samples=1, batch_size=10, window_chunks=40)
     >>> [each.num_windows for each in order.rounds()], [each.num_windows for each in with_full_windows(order).rounds()]
@@ -283,7 +285,7 @@ def with_full_windows(order: Order) -> Order:
 
 
 def choose_interleave(window_bytes: int) -> int:
-    """Choose ``interleave`` so that the windows of a round take at most `MAX_OPEN_BYTES`.
+    """Choose ``interleave`` so that the windows of a round have at most `MAX_OPEN_BYTES`.
 
     >>> choose_interleave(10 << 20), choose_interleave(100 << 20), choose_interleave(4 << 30)
     (24, 8, 1)
@@ -292,21 +294,20 @@ def choose_interleave(window_bytes: int) -> int:
 
 
 def divisors(number: int) -> list[int]:
-    """Return all divisors, the largest first."""
+    """Return all divisors of a number, the largest first."""
     return [n for n in range(number, 0, -1) if number % n == 0]
 
 
 def _round_rows(order: Order, sequence: Keys, lanes: list[Lane], round_: Round) -> tuple[Indices, Indices]:
     """Return the keys of the samples of a round, and the destination of each sample in its window.
 
-    Samples are in the order of windows, within a window in the order of lanes, and within a lane in that of the
-    sequence.
+    The samples are sorted by window, then by lane, then by position in the sequence.
     """
     parts = [_lane_rows(order, lane, round_) for lane in lanes]
     if len(lanes) == 1:
         return sequence(parts[0][0]), parts[0][1]
     lengths, batch = [len(rows) for rows, _ in parts], order.lane_batch
-    left = lengths[0] - batch * np.arange(round_.num_windows * round_.window_batches)  # before each batch of the round
+    left = lengths[0] - batch * np.arange(round_.num_windows * round_.window_batches)  # samples from each batch on
     longer, shorter = (np.clip(left - fewer, 0, batch) for fewer in (0, lengths[0] - lengths[-1]))
     num_longer, windows = lengths.count(lengths[0]), []  # the first lanes may have a sample more than the others
     for number, (_, destinations) in enumerate(parts):
@@ -320,7 +321,7 @@ def _round_rows(order: Order, sequence: Keys, lanes: list[Lane], round_: Round) 
 
 
 def _joined(destinations: Indices, num_windows: int, window_samples: int, batch_size: int) -> Indices:
-    """Join consecutive windows of alternating batches into one window; return the destinations of its samples."""
+    """Return the destinations of samples after consecutive windows of alternating batches are joined into one."""
     if num_windows == 1:
         return destinations
     before = destinations // batch_size * (num_windows - 1) + np.arange(len(destinations)) // window_samples
@@ -330,7 +331,7 @@ def _joined(destinations: Indices, num_windows: int, window_samples: int, batch_
 def _lane_rows(order: Order, lane: Lane, round_: Round) -> tuple[Indices, Indices]:
     """Return the samples of a lane in a round, as positions in the sequence, and their destinations in their windows.
 
-    All windows are shuffled in one call, because the number of calls, not of samples, determines the time.
+    All windows are shuffled in one call, because the time depends on the number of calls rather than of samples.
     """
     size = round_.window_batches * order.lane_batch
     first = round_.first_batch * order.lane_batch

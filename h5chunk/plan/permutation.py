@@ -1,14 +1,15 @@
-"""Make random permutations that are the same on every machine, and the sequence of an epoch's samples.
+"""Compute random permutations that are identical on every machine, and the sequence of samples in an epoch.
 
-A small permutation sorts random words of Philox: NumPy guarantees for all versions the bits of a generator, but not the
-result of ``Generator.permutation``. A large permutation is a function that is evaluated on demand.
+A small permutation sorts random words from Philox, because NumPy guarantees that the bits of a generator are the same
+in all versions, but not the result of ``Generator.permutation``. A large permutation is a function that is evaluated on
+demand.
 
-The sequence of an epoch has all samples, chunk by chunk, with the chunks in random order. Only the requested part of it
-is computed, so that an epoch of 10**10 samples takes no memory for the others.
+The sequence of an epoch contains all samples, chunk by chunk, with the chunks in random order. Only the requested part
+is computed, so that even an epoch of 10**10 samples needs little memory.
 
-Source: Philox of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011). For the permutation by a key:
-Black and Rogaway, "Ciphers with arbitrary finite domains" (2002), a Feistel network on numbers of two digits, walked
-in cycles.
+Source: Philox is from Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011). Large permutations are from
+Black and Rogaway, "Ciphers with arbitrary finite domains" (2002): a Feistel network on two-digit numbers, with cycle
+walking.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Stream = tuple[int, int, int]
 
 CHUNKS, WINDOW, FILL, ONCE, SHORT, ECHO = range(6)  # uses of random numbers; ECHO + k is pass k of echoes
 WEIGHTS, SPLIT, NODES = 1 << 40, (1 << 40) + 1, (1 << 40) + 2
-MAX_LISTED = 1 << 22  # larger permutations are not listed: they would take more than 32 MiB
+MAX_LISTED = 1 << 22  # larger permutations are evaluated on demand: an array would need more than 32 MiB
 MAX_SEED = (1 << 64) - 1
 NUM_ROUNDS = 8  # rounds of the network; 4 already pass the statistical tests (tests/plan/test_permutation.py)
 
@@ -34,13 +35,13 @@ NUM_ROUNDS = 8  # rounds of the network; 4 already pass the statistical tests (t
 def permutation(size: int, seed: int, *, stream: Stream = (ONCE, 0, 0)) -> Indices:
     """Make a random permutation of ``range(size)``, the same on every machine and NumPy version: (size,) int64.
 
-    The seed is from 0 to 2**64 - 1; different streams of one seed give independent permutations.
+    The seed must be from 0 to 2**64 - 1. Different streams of the same seed give independent permutations.
     """
     return sorted_order(random_bits(size, check_whole("seed", seed, 0, MAX_SEED), stream))
 
 
 class Permutation:
-    """A random permutation that is evaluated on demand; up to ``MAX_LISTED`` numbers it equals `permutation`.
+    """A random permutation that is evaluated on demand; up to size ``MAX_LISTED`` it equals `permutation`.
 
     >>> Permutation(8, 0).at(np.arange(8)).tolist() == permutation(8, 0).tolist()
     True
@@ -51,17 +52,17 @@ class Permutation:
     def __init__(self, size: int, seed: int, *, stream: Stream = (ONCE, 0, 0), max_listed: int | None = None) -> None:
         self.size, most = size, MAX_LISTED if max_listed is None else max_listed
         self._listed = permutation(size, seed, stream=stream) if size <= most else None
-        self._base = math.isqrt(max(0, size - 1)) + 1  # numbers have two digits, of this base and of ``_other``
+        self._base = math.isqrt(max(0, size - 1)) + 1  # numbers have two digits, with the bases _base and _other
         self._other = -(-size // self._base) if size else 1
         self._keys = random_bits(NUM_ROUNDS, seed, stream) if self._listed is None else None
 
     def at(self, positions: Indices) -> Indices:
-        """Return the numbers at positions, from 0 to ``size`` - 1, of the permutation: (n,) int64."""
+        """Return the elements of the permutation at positions from 0 to ``size`` - 1: (n,) int64."""
         if self._listed is not None:
             return np.asarray(self._listed[positions], np.int64)
         numbers = self._network(positions)
         outside = np.flatnonzero(numbers >= self.size)
-        while len(outside):  # the network permutes a slightly larger range, so repeating it leads back below size
+        while len(outside):  # the network permutes a slightly larger range: repeating it leads back below size
             numbers[outside] = self._network(numbers[outside])
             outside = outside[numbers[outside] >= self.size]
         return numbers
@@ -87,10 +88,10 @@ def mixed(words: Words, key: np.uint64) -> Words:
 
 
 def sorted_order(keys: Words) -> Indices:
-    """Return the order that sorts random keys along the last axis.
+    """Return the indices that sort random keys along the last axis.
 
-    The lowest bits of a key are replaced by its index. All algorithms sort distinct numbers in the same order, so that
-    NumPy can use its fastest, which takes a sixth to a tenth of the time of a stable ``argsort``.
+    The lowest bits of each key are replaced by its index, which makes the keys distinct, so that every sorting
+    algorithm gives the same result. NumPy's fastest one is 6 to 10 times as fast as a stable ``argsort``.
     """
     size = keys.shape[-1]
     index_bits = np.uint64((1 << max(0, size - 1).bit_length()) - 1)
@@ -109,8 +110,8 @@ def random_bits(size: int, seed: int, stream: Stream, lane: int = 0) -> Words:
 class NodePermutation:
     """A random permutation of chunks in which nodes keep their chunks from epoch to epoch.
 
-    The seed alone divides the chunks among the nodes. In an epoch each node has ``part`` turns, in which it visits its
-    own chunks in random order; those that are left over then come at the end, others in each epoch.
+    How the chunks are divided among the nodes depends only on the seed. The permutation of an epoch has ``part`` chunks
+    of each node, node after node, in random order. The remaining chunks, which differ between epochs, are at the end.
 
     >>> epochs = [NodePermutation(9, 0, epoch, nodes=2, part=4).at(np.arange(9)).tolist() for epoch in range(2)]
     >>> [(sorted(order[:4]), sorted(order[4:8]), order[8]) for order in epochs]
@@ -129,7 +130,7 @@ class NodePermutation:
         self._rest = np.concatenate([start + left for start, left in zip(starts[:-1], rest, strict=True)])
 
     def at(self, positions: Indices) -> Indices:
-        """Return the chunks at positions of the permutation: (n,) int64."""
+        """Return the chunks at these positions of the permutation: (n,) int64."""
         found = np.empty_like(positions)
         in_parts = positions < self._part * len(self._orders)
         found[~in_parts] = self._rest[positions[~in_parts] - self._part * len(self._orders)]
@@ -141,14 +142,16 @@ class NodePermutation:
 
 
 class ShuffledSequence:
-    """The sequence of all samples in equal chunks, permuted; the last chunk of the file may be short.
+    """The sequence of all samples, with chunks of equal size permuted; the last chunk of the file may be short.
 
     Sample ``o`` of the ``t``-th chunk is at position ``t * chunk_samples + o``. The gap after the short chunk is filled
     with random samples of the last chunk of the sequence, so that the chunks after it stay in place. The short chunk is
-    last less often than other chunks, so that its samples are not at the end of the epoch more often than others.
+    the last one less often than other chunks, so that its samples are not at the end of the epoch more often than
+    others.
 
-    ``nodes`` parts of the sequence, for equally many of ``lanes`` lanes, have the same chunks in each epoch, except for
-    the short chunk, the one that it is exchanged with, and those at the end.
+    With several ``nodes``, the sequence begins with one part per node, for ``lanes / nodes`` lanes each. The chunks of
+    a part are the same in all epochs, except for the short chunk and the chunk that it is exchanged with. The chunks
+    after the parts vary.
     """
 
     def __init__(
@@ -160,7 +163,7 @@ class ShuffledSequence:
         if nodes > 1:
             part = num_samples // lanes // chunk_samples * (lanes // nodes)
             self._chunks = NodePermutation(num_chunks, seed, epoch, nodes=nodes, part=part)
-        self._last = num_chunks - 1  # both the number of the short chunk and the last turn
+        self._last = num_chunks - 1  # both the index of the short chunk and the last turn
         if self._short_samples:
             self._short_turn = int(random_bits(1, seed, (SHORT, epoch, 0))[0]) % num_samples // chunk_samples
             self._instead = int(self._chunks.at(np.array([self._short_turn]))[0])
@@ -168,7 +171,7 @@ class ShuffledSequence:
                 self._fill = permutation(chunk_samples, seed, stream=(FILL, epoch, 0))
 
     def at(self, positions: Indices) -> Indices:
-        """Return the samples at positions of the sequence: (n,) int64."""
+        """Return the samples at these positions of the sequence: (n,) int64."""
         turn, offset = np.divmod(positions, self._size)
         if self._short_samples and self._short_turn != self._last:
             fills = (turn == self._short_turn) & (offset >= self._short_samples)
@@ -186,8 +189,8 @@ class ShuffledSequence:
 class Lane:
     """A part of the sequence that is shuffled and cut into batches independently of other parts.
 
-    All lanes have equally many whole chunks. The other samples, at the end of the sequence, are divided so that the
-    lengths of lanes differ by at most one sample.
+    All lanes have the same number of whole chunks. The remaining samples, at the end of the sequence, are divided so
+    that the lengths of lanes differ by at most one sample.
 
     >>> lanes = [Lane(number, 3, num_samples=23, chunk_samples=5) for number in range(3)]
     >>> [lane.positions(0, lane.num_samples).tolist() for lane in lanes]
@@ -204,7 +207,7 @@ class Lane:
     def positions(self, start: int, stop: int) -> Indices:
         """Return the positions in the sequence of samples ``start`` to ``stop`` (excluded) of this lane.
 
-        After the last sample of the lane come its first samples again.
+        Positions after the last sample of the lane wrap around to its first samples.
         """
         within = np.arange(start, stop, dtype=np.int64)
         if stop > self.num_samples:

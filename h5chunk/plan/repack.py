@@ -1,7 +1,7 @@
-"""Plan how a file is rewritten within a memory limit: the steps of reading, and the buckets of a shuffle.
+"""Plan how to rewrite a file within a memory limit: the steps of reading, and the buckets of a shuffle.
 
-A shuffle that exceeds the memory takes two passes. The first reads the samples in order, and writes each to the bucket
-of its new position; a bucket is a range of positions. The second puts one bucket after another in order, in memory.
+A shuffle that exceeds the memory needs two passes. The first reads the samples in order, and writes each to the bucket
+of its new position; a bucket is a range of positions. The second sorts one bucket after another in memory.
 
 >>> [(step.start, step.stop) for step in plan_steps(10, row_bytes=4, band_rows=3, step_bytes=24)]
 [(0, 6), (6, 10)]
@@ -24,22 +24,22 @@ MIN_MEMORY_BYTES = 8 << 20
 STEP_BYTES = 16 << 20  # size of one read, if memory allows; scripts/bench_repack.py measures it
 MAX_BAND_STEPS = 4  # factor by which a read may grow to include a whole band
 MIN_WRITE_BYTES = 256 << 10  # average size of a write to a bucket, if memory allows
-FEW_BUCKETS = 64  # number of buckets up to which the writes of every read are long
-ORDER_BYTES = 24  # memory per sample to make a permutation, and for it and its inverse afterwards
-LONG_RUN_BYTES = 64  # runs of a sample of at least this length are copied one by one, shorter ones by an index
-MAX_INDEX = 1 << 20  # maximum length of such an index
+FEW_BUCKETS = 64  # maximum number of buckets for which the data of one read is long enough for long writes
+ORDER_BYTES = 24  # memory per sample for a permutation and its inverse, including temporary arrays
+LONG_RUN_BYTES = 64  # contiguous runs of at least this length are copied one by one, shorter ones with an index array
+MAX_INDEX = 1 << 20  # maximum length of this index array
 
 
 @dataclass(frozen=True)
 class MemoryShares:
-    """The shares of a repack's memory for its various buffers."""
+    """Divide the memory of a repack among its buffers."""
 
     memory_bytes: int  # memory for all buffers
     num_threads: int  # number of threads that work at the same time
 
     @property
     def part_bytes(self) -> int:
-        """Upper limit on the bytes of one buffer; every thread has three, and the writer a few."""
+        """Maximum bytes of one buffer; every thread has three buffers, and the writer has a few."""
         return self.memory_bytes // (4 * self.num_threads + 2)
 
     @property
@@ -48,11 +48,11 @@ class MemoryShares:
         return min(STEP_BYTES, self.part_bytes)
 
     def bucket_bytes(self, total_bytes: int) -> int:
-        """Return the number of bytes of a bucket: not more than useful, because new memory is slow."""
+        """Return the bytes of a bucket: no more than useful, because the first use of new memory is slow."""
         return min(self.part_bytes, max(STEP_BYTES, total_bytes // FEW_BUCKETS))
 
     def scatter_bytes(self, num_buckets: int) -> int:
-        """Return the number of bytes of one read of the first pass: enough for a long write to each bucket."""
+        """Return the bytes of one read of the first pass: enough for a long write to each bucket."""
         return max(self.step_bytes, min(self.part_bytes, num_buckets * MIN_WRITE_BYTES))
 
     def with_whole_band(self, step_bytes: int, band_bytes: int, whole_bands: bool) -> int:
@@ -62,7 +62,7 @@ class MemoryShares:
 
 
 def memory_for_copying(memory_bytes: int, num_permuted: int) -> int:
-    """Return the memory that remains beside a permutation of ``num_permuted`` samples, in bytes.
+    """Return the bytes of memory that a permutation of ``num_permuted`` samples leaves for other uses.
 
     Raises OptionError if too little remains to copy data.
     """
@@ -72,7 +72,7 @@ def memory_for_copying(memory_bytes: int, num_permuted: int) -> int:
     if remaining < MIN_MEMORY_BYTES // 2:
         need = human_bytes(num_permuted * ORDER_BYTES + MIN_MEMORY_BYTES)
         raise OptionError(
-            f"memory is {human_bytes(memory_bytes)}, but shuffling {num_permuted} samples needs {need}: allow more"
+            f"memory is {human_bytes(memory_bytes)}, but shuffling {num_permuted} samples needs {need}: allow that much"
         )
     return remaining
 
@@ -80,10 +80,11 @@ def memory_for_copying(memory_bytes: int, num_permuted: int) -> int:
 def plan_steps(
     num_rows: int, *, row_bytes: int, band_rows: int, step_bytes: int, unit_rows: int = 1
 ) -> Iterator[range]:
-    """Cut rows into steps, whose rows are read together, of at most ``step_bytes`` or one row.
+    """Cut rows into steps, which are read at once, of at most ``step_bytes`` but at least one row.
 
-    The rows of a band are in the same chunks: steps have whole bands, or if these are too large, no step crosses the
-    border of a band. Steps have multiples of ``unit_rows``, which are best written together, if possible.
+    A band is ``band_rows`` rows that share their chunks. Steps consist of whole bands; if a band is too large for a
+    step, no step crosses the border of a band. If possible, the rows of a step are a multiple of ``unit_rows``, which
+    are best written together.
     """
     rows = max(1, step_bytes // row_bytes)
     for unit in (math.lcm(band_rows, unit_rows), band_rows, unit_rows):
@@ -110,8 +111,8 @@ def plan_buckets(num_rows: int, row_bytes: int, bucket_bytes: int, unit_rows: in
 def plan_uneven(ends: np.ndarray, part_bytes: int, item_bytes: int) -> np.ndarray:
     """Cut rows of different lengths into runs of at most ``part_bytes`` or one row; return the borders, (n,) int64.
 
-    Row i has the elements from ``ends[i]`` to ``ends[i + 1]`` (excluded); ``ends`` is (num_rows + 1,) int64. An element
-    counts as ``item_bytes``, and a row as 8 more bytes.
+    Row i has the elements from ``ends[i]`` to ``ends[i + 1]`` (excluded); ``ends`` is (num_rows + 1,) int64. The bytes
+    of a row are ``item_bytes`` per element plus 8.
 
     >>> plan_uneven(np.array([0, 1, 2, 12, 12, 13]), 40, 4).tolist()
     [0, 2, 3, 5]
@@ -126,15 +127,16 @@ def plan_uneven(ends: np.ndarray, part_bytes: int, item_bytes: int) -> np.ndarra
 
 @dataclass(frozen=True)
 class Packing:
-    """A plan to assemble samples that are cut into several chunks.
+    """A plan for assembling samples that span several chunks.
 
-    A packed sample is its rows in all chunks, chunk after chunk, with the padding of chunks at the edges.
+    A packed sample consists of its rows in all of its chunks, chunk after chunk, with the padding of chunks at the
+    edges.
     """
 
     chunk_row_bytes: int  # bytes of a row of one chunk
-    num_chunks: int  # chunks that hold pieces of a sample
+    num_chunks: int  # number of chunks that a sample spans
     slices: tuple[tuple[slice, ...], ...]  # the piece of a sample in each chunk, without padding
-    unit_bytes: int  # bytes of the units of ``index``
+    unit_bytes: int  # bytes of one unit of ``index``
     index: np.ndarray | None  # (n,) intp: position in the packed sample of each unit of a sample; None to copy slices
 
 

@@ -77,11 +77,11 @@ class WeightedSelection:
 
     chunks: Indices  # (n,): the chunk of each sample, ascending
     expected: np.ndarray  # (n + 1,): cumulative sums of the expected number of draws of each sample
-    samples: Indices | None = None  # (n,): numbers of the samples; None: 0 to n - 1
+    samples: Indices | None = None  # (n,): indices of the samples; None: 0 to n - 1
 
     @classmethod
     def of(cls, weights: np.ndarray, chunks: Indices, num_draws: int) -> WeightedSelection:
-        """Make a selection of ``num_draws`` draws by weights, (n,) float64 with any sum."""
+        """Make a selection of ``num_draws`` draws, given weights, (n,) float64 with any sum."""
         expected = np.concatenate(([0.0], np.cumsum(weights / weights.max())))  # huge weights would overflow
         expected *= num_draws / expected[-1]
         expected[-1] = num_draws
@@ -92,7 +92,7 @@ class WeightedSelection:
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks that have a sample of positive weight."""
+        """Number of chunks that have a sample with a positive weight."""
         return len(np.unique(self.chunks[np.diff(self.expected) > 0]))
 
     @property
@@ -121,21 +121,26 @@ def starts_of_runs(chunks: Indices) -> Indices:
 
 
 def select_samples(samples: Any, num_samples: int) -> Indices:
-    """Validate a subset, and return its samples, ascending: (n,) int64.
+    """Validate a subset, and return the indices of its samples, ascending: (n,) int64.
 
-    A subset is a mask of all samples, or the numbers of the selected samples in any order, without repetition.
+    A subset is a mask of all samples, or the indices of the selected samples in any order, without repetition.
     """
     subset = as_array("subset", samples)
     if subset.dtype == bool:
         if subset.shape != (num_samples,):
-            raise OptionError(f"subset is a mask of shape {subset.shape}, but there are {num_samples} samples")
+            raise OptionError(
+                f"subset is a mask of shape {subset.shape}, but there are {num_samples} samples: "
+                "give one value for each sample"
+            )
         return np.flatnonzero(subset)
     if subset.ndim != 1 or (subset.size and subset.dtype.kind not in "iu"):
-        raise OptionError(f"subset has the shape {subset.shape} and type {subset.dtype}: give whole numbers, or a mask")
+        raise OptionError(
+            f"subset has the shape {subset.shape} and the dtype {subset.dtype}: give sample indices, or a mask"
+        )
     numbers = np.sort(subset)
     if len(numbers) and (numbers[0] < 0 or numbers[-1] >= num_samples):
         wrong = numbers[0] if numbers[0] < 0 else numbers[-1]
-        raise OptionError(f"subset has sample {wrong}, but samples are numbered from 0 to {num_samples - 1}")
+        raise OptionError(f"subset has sample {wrong}: give indices from 0 to {num_samples - 1}")
     repeated = np.flatnonzero(numbers[1:] == numbers[:-1])
     if len(repeated):
         raise OptionError(f"subset has sample {numbers[repeated[0]]} twice: to repeat samples, use weights")
@@ -156,20 +161,22 @@ def check_weights(weights: Any, num_samples: int) -> np.ndarray:
     """Validate weights, one per sample, and return them as (n,) float64."""
     array = as_array("weights", weights)
     if array.dtype.kind not in "biuf":
-        raise OptionError(f"weights are of type {array.dtype}: give numbers, or the name of a field")
+        raise OptionError(f"weights have the dtype {array.dtype}: give numbers, or the name of a field")
     values = array.astype(np.float64)
     if values.shape != (num_samples,):
-        raise OptionError(f"weights have the shape {values.shape}, but must have one value for {num_samples} samples")
+        raise OptionError(
+            f"weights have the shape {values.shape}, but there are {num_samples} samples: give one weight for each"
+        )
     wrong = np.flatnonzero(~np.isfinite(values) | (values < 0))
     if len(wrong):
         raise OptionError(f"weights[{wrong[0]}] is {values[wrong[0]]}: give finite numbers, 0 or more")
     if not values.any():
-        raise OptionError("weights are all 0: nothing can be drawn")
+        raise OptionError("weights are all 0: give at least one positive weight")
     return values
 
 
 def balanced_weights(groups: np.ndarray) -> np.ndarray:
-    """Return the weight of each sample that makes all groups of samples equally likely: (n,) float64.
+    """Return weights of the samples that make all groups of samples equally likely: (n,) float64.
 
     >>> balanced_weights(np.array([7, 7, 7, 9])).round(3).tolist()
     [0.333, 0.333, 0.333, 1.0]
@@ -181,8 +188,8 @@ def balanced_weights(groups: np.ndarray) -> np.ndarray:
 def split_samples(shuffled: Indices, fractions: Sequence[float], groups: np.ndarray | None, seed: int) -> list[Indices]:
     """Divide samples, (n,) int64 in random order, into parts of these fractions; each part is sorted.
 
-    If the fractions add up to less than 1, samples are left out. ``groups`` has the group of each sample of the data
-    set, such as its class: every group is divided in the same proportions.
+    If the fractions add up to less than 1, samples are left out. ``groups`` is the group of each sample of the data
+    set, such as its class; every group is divided in the same proportions.
 
     >>> [part.tolist() for part in split_samples(np.array([3, 1, 0, 2]), (0.5, 0.5), None, 0)]
     [[1, 3], [0, 2]]
@@ -192,7 +199,7 @@ def split_samples(shuffled: Indices, fractions: Sequence[float], groups: np.ndar
     if not are_numbers or not (np.isfinite(shares).all() and (shares >= 0).all()):
         raise OptionError(f"fractions are {fractions!r}: give numbers from 0 to 1, one for each part")
     if shares.sum() > 1 + 1e-9:
-        raise OptionError(f"fractions are {fractions!r} with the sum {shares.sum():g}: give a sum of at most 1")
+        raise OptionError(f"fractions {fractions!r} have the sum {shares.sum():g}: give a sum of at most 1")
     if groups is None:
         return _cut([shuffled], shares)
     by_group = shuffled[np.argsort(groups[shuffled], kind="stable")]

@@ -6,8 +6,9 @@
 (9, 32)
 
 Data echoing uses windows more than once before they are dropped, which helps if reading is slower than training. After
-its batches, a window is shuffled again and cut into other batches, the echoes; this is called a pass. With a factor of
-2 each sample is used twice; with 1.25 every fifth batch is an echo, and passes remain unfinished.
+the batches of a window were used, its samples are shuffled again and cut into new batches, called echoes; each repeat
+is a pass. With a factor of 2 each sample is used twice; with 1.25 every fifth batch is an echo, and passes are not
+completed.
 
 Source: Choi et al., "Faster Neural Network Training with Data Echoing", arXiv:1907.05550.
 
@@ -30,18 +31,18 @@ from h5chunk.plan.permutation import ECHO, Indices, permutation
 
 AHEAD = 6  # windows to read ahead: see scripts/LOG.md
 ROUND_BYTES = 128 << 20  # limit on the bytes of small windows that are read a round ahead
-AHEAD_BYTES = 1 << 30  # limit on their bytes, unless ``memory_bytes`` is given
-TOGETHER_BYTES = 32 << 20  # small windows are read together up to this size, since each read has its cost
+AHEAD_BYTES = 1 << 30  # limit on the bytes of windows that are read ahead, unless ``memory_bytes`` is given
+TOGETHER_BYTES = 32 << 20  # small windows are read together up to this size, because each read has a fixed cost
 
 
 @dataclass(frozen=True)
 class SlotPlan:
-    """The number and size of the slots, the buffers that hold a window each, or several small ones."""
+    """The number and size of the slots; a slot is a buffer for one window, or for several small ones."""
 
     order: Order  # the order, with windows small enough to fit
     num_slots: int
     window_samples: int  # samples in a slot: those of the largest windows that are read together
-    window_bytes: int  # bytes of a slot, with all copies
+    window_bytes: int  # bytes of a slot, including all copies
     together: int = 1  # windows in a slot
 
     @property
@@ -61,9 +62,10 @@ def plan_slots(
 ) -> SlotPlan:
     """Choose how many windows are held at a time: those whose batches alternate, and some that are read ahead.
 
-    ``window_bytes`` returns the memory of all copies of a window of n samples, and ``other_bytes`` the other memory
-    that an order needs. At least ``ahead_bytes`` are read ahead, if the epoch and the memory have them. To fit, windows
-    may shrink to ``min_chunks`` chunks, if that is not None. Raises OptionError if they do not fit in ``memory_bytes``.
+    ``window_bytes(n)`` returns the memory of all copies of a window of n samples, and ``other_bytes(order)`` all other
+    memory, in bytes. At least ``ahead_bytes`` are read ahead, if the epoch is long enough and the memory suffices. To
+    fit, windows may shrink to ``min_chunks`` chunks, unless it is None. Raises OptionError if they do not fit in
+    ``memory_bytes``.
     """
     while True:
         window_samples = largest_window(order)
@@ -81,18 +83,18 @@ def plan_slots(
         if fewer >= order.window_chunks:
             break
         order = replace(order, window_chunks=fewer)
-    remedy = "fewer num_threads, " if extra_bytes and min_slots * slot_bytes <= memory_bytes else ""
+    remedy = "fewer num_threads, or " if extra_bytes and min_slots * slot_bytes <= memory_bytes else "or "
     raise OptionError(
         f"memory_bytes is {memory_bytes}, but {min_slots} windows of {count_text(order.window_batches, 'batch')} need "
-        f"{min_slots * slot_bytes + extra_bytes}: give that, {remedy}smaller window_chunks or batch_size"
+        f"{min_slots * slot_bytes + extra_bytes}: give that, {remedy}a smaller window_chunks or batch_size"
     )
 
 
 def with_windows_together(plan: SlotPlan, max_bytes: int, num_reserved: int = 0) -> SlotPlan:
     """Join small windows into groups that are read together, if the memory still allows reading two groups ahead.
 
-    ``max_bytes`` limits the bytes of windows that are read together. Memory for ``num_reserved`` windows is used in
-    addition to the slots.
+    ``max_bytes`` limits the bytes of windows that are read together. ``num_reserved`` windows need memory in addition
+    to the slots.
 
     >>> order = Order(num_samples=9600, chunk_samples=8, batch_size=16, window_chunks=4)
     >>> plan = plan_slots(order, window_bytes=lambda samples: 1000 * samples, other_bytes=lambda order: 0)
@@ -109,10 +111,10 @@ def with_windows_together(plan: SlotPlan, max_bytes: int, num_reserved: int = 0)
 
 
 def num_ahead(order: Order, slot_bytes: int, ahead_bytes: int = 0) -> int:
-    """Return how many windows of at most ``slot_bytes`` to read ahead: at most those of an epoch.
+    """Return how many windows of at most ``slot_bytes`` to read ahead, at most all windows of an epoch.
 
-    All windows of a round are needed within a few batches, and their slots become free within a few batches. If windows
-    are small, a whole round is read ahead, so that reading does not wait for these moments.
+    All windows of a round are needed within a few batches, and later their slots become free within a few batches. If
+    windows are small, a whole round is read ahead, so that reads are not delayed until then.
     """
     wanted = max(AHEAD, -(-ahead_bytes // slot_bytes), min(num_open_windows(order), ROUND_BYTES // slot_bytes))
     windows = 0
@@ -124,13 +126,13 @@ def num_ahead(order: Order, slot_bytes: int, ahead_bytes: int = 0) -> int:
 
 
 def num_local_slots(plan: SlotPlan) -> int:
-    """Return how many slots of a plan to use for data on this machine, without the bytes to read ahead from afar."""
+    """Return how many slots of a plan to use for local data, which does not need to be read far ahead."""
     ahead = num_ahead(plan.order, max(1, plan.window_bytes // plan.together))
     return min(plan.num_slots, num_open_windows(plan.order, plan.together) - (-ahead // plan.together))
 
 
 def num_open_windows(order: Order, together: int = 1) -> int:
-    """Return the maximum number of groups whose batches alternate, where a group is ``together`` windows."""
+    """Return the maximum number of groups of ``together`` windows whose batches alternate."""
     first = next(order.rounds(), None)
     if first is None or first.window_batches == 1:
         return 1
@@ -140,7 +142,7 @@ def num_open_windows(order: Order, together: int = 1) -> int:
 def largest_window(order: Order) -> int:
     """Return the number of samples of the largest window."""
     batches = 1
-    for round_ in order.rounds():  # in an epoch of few batches it may come after the first round
+    for round_ in order.rounds():  # in a short epoch it may be in a later round than the first
         batches = max(batches, round_.window_batches)
         if batches == order.window_batches:
             break
@@ -156,7 +158,7 @@ def check_echo(echo: object) -> None:
 
 
 def num_echoed(echo: float, fresh: int) -> int:
-    """Return the total number of echoes that follow the first ``fresh`` batches that are not echoes."""
+    """Return the total number of echoes that are due after ``fresh`` batches that are not echoes."""
     return int((Fraction(str(echo)) - 1) * fresh)
 
 

@@ -56,8 +56,8 @@ class Cluster:
         and so is one that fails to read or write a file, up to `TRIES` times; other errors are raised at once. On an
         error, and if the iterator is closed, tasks that have not begun are cancelled.
         """
-        topic, told = f"h5chunk-{uuid.uuid4().hex}", _Told(say)
-        self._client.subscribe_topic(topic, told)
+        topic, relay = f"h5chunk-{uuid.uuid4().hex}", _ProgressRelay(say)
+        self._client.subscribe_topic(topic, relay)
         numbers: dict[Any, int] = {}
         ended: Queue[Any] = Queue()
 
@@ -102,8 +102,8 @@ class Cluster:
                 )
 
 
-class _Told:
-    """Pass the progress reports of tasks to a function, except late and repeated ones."""
+class _ProgressRelay:
+    """Pass the progress reports of tasks to a function, except those that are outdated or repeated."""
 
     def __init__(self, say: Callable[[int, int], None]) -> None:
         self._say, self._most, self._lock = say, dict[int, int](), threading.Lock()

@@ -62,7 +62,7 @@ class Pending:
     def result(self) -> torch.Tensor:
         """Return the batch, or raise the error of an image; `WorkerError` in a fork, which has no threads."""
         if self._process != os.getpid():
-            raise WorkerError("the threads that decode belong to the process before the fork: iterate again")
+            raise WorkerError("a forked process lacks the decoding threads: start a new iteration in it")
         try:
             for part in self._parts:
                 part.result()

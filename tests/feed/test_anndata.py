@@ -101,7 +101,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
         r"'gene0': .* --join inner",
     ),
     "fewer genes": ({"genes": GENES[:7]}, r"its columns differ .*: 5 only in .*a.h5, such as 'gene10', 'gene11'"),
-    "order of genes": ({"genes": [*GENES[:10], "gene11", "gene10"]}, "order or number differs from number 10 on: "),
+    "order of genes": ({"genes": [*GENES[:10], "gene11", "gene10"]}, "they differ from position 10 on: "),
     "types": (
         {"types": ["B", "NK", "M"]},
         r"its categories of '.*type' differ .*such as 'M'.*convert their sources together",

@@ -232,9 +232,9 @@ def test_locality_that_cannot_be(path, monkeypatch):
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"locality": "node"}, "LOCAL_WORLD_SIZE is '' of a world_size of 4: start with torchrun, or give the number"),
         ({"locality": "rack"}, "locality is 'rack': give 'node', or a number of nodes"),
-        ({"locality": 3}, "nodes is 3 and lanes 4: each node keeps the chunks of equally many lanes"),
+        ({"locality": 3}, "nodes is 3, which does not divide lanes 4: give a multiple"),
         ({"locality": 0}, "locality is 0"),
-        ({"locality": 2, "weights": np.ones(N)}, "there are weights or a subset: leave out locality"),
+        ({"locality": 2, "weights": np.ones(N)}, "locality cannot be combined with weights or a subset"),
     ]
     for options, message in wrong:
         with pytest.raises(OptionError, match=message):

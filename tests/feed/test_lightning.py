@@ -272,7 +272,7 @@ def test_parts_are_the_folders_that_the_samples_were_in(tmp_path):
     assert [len(part) for part in ChunkDataModule(tmp_path / "y.h5", 4).datasets] == [19, 3, 2]
     (tmp_path / "data" / "train").rename(tmp_path / "data" / "fold")
     h5chunk.convert(tmp_path / "data", tmp_path / "z.h5", workers=0, split_folders="yes")
-    with pytest.raises(OptionError, match="field 'split' has 'fold', which is not a split"):
+    with pytest.raises(OptionError, match="field 'split' contains 'fold', which is not a part"):
         _ = ChunkDataModule(tmp_path / "z.h5", 4).datasets
 
 
@@ -300,8 +300,8 @@ def test_pad_and_options_of_training(path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"split": (0.5, 0.5), "val": "b.h5"}, "split divides the file, but val or test is given"),
-        ({"stratify": "labels", "test": "b.h5"}, "split divides the file"),
+        ({"split": (0.5, 0.5), "val": "b.h5"}, "split or stratify divides one file, but val or test is given"),
+        ({"stratify": "labels", "test": "b.h5"}, "split or stratify divides one file"),
         ({"split": (1.0,)}, r"split is \(1.0,\): give the fractions"),
         ({"shuffle": False}, "shuffle is given, but the Trainer sets it"),
         ({"rank": 0}, "rank is given"),

@@ -45,8 +45,8 @@ def test_chosen_chunks(num_samples, sample_bytes):
     [
         (12_000, 150_528, 8, "1.1 MiB, the largest power of two of samples within 2.0 MiB"),
         (1_281_167, 150_528, 8, "the largest power of two"),
-        (60_000, 784, 256, "196.0 KiB, small enough to make 235 chunks to shuffle"),
-        (50_000, 3072, 256, "small enough to make 196 chunks"),
+        (60_000, 784, 256, "196.0 KiB, small enough for 235 chunks to shuffle"),
+        (50_000, 3072, 256, "small enough for 196 chunks"),
         (1_000_000, 784, 2048, "1.5 MiB, the largest power of two"),
         (100, 100, 100, "100 samples per chunk: all of them, 9.8 KiB"),
         (1000, 50_000_000, 1, "one sample is 47.7 MiB, more than the target of 2.0 MiB"),
@@ -61,7 +61,7 @@ def test_choices_and_their_reasons(num_samples, sample_bytes, chunk_samples, why
 
 def test_window_reason_gives_the_memory():
     assert plan_layout(50_000, 3072).reasons[-1] == (
-        "windows of 14 chunks are shuffled; the 24 open windows take 147.0 MiB of cache over all processes"
+        "windows of 14 chunks are shuffled; the 24 open windows need a cache of 147.0 MiB over all processes"
     )
     assert plan_layout(12_000, 150_528).reasons[-1] == (
         "windows of 9 chunks are shuffled; no chunk cache: samples of 147.0 KiB are read directly, "
@@ -93,9 +93,9 @@ def test_a_size_that_cannot_be(wrong):
 def test_hdf5s_limit():
     sample_bytes = 1 << 20
     assert plan_layout(10_000, sample_bytes, 4095).chunk_bytes <= MAX_CHUNK_BYTES
-    with pytest.raises(OptionError, match="4294967296 bytes but HDF5's limit is 4294967295: use at most 4095 samples"):
+    with pytest.raises(OptionError, match="4294967296 bytes, but HDF5's limit is 4294967295: use at most 4095 samples"):
         plan_layout(10_000, sample_bytes, 4096)
-    with pytest.raises(OptionError, match=r"one sample is 4294967296 bytes, over HDF5's limit"):
+    with pytest.raises(OptionError, match=r"one sample has 4294967296 bytes, but HDF5's limit"):
         plan_layout(2, 1 << 32)
 
 
