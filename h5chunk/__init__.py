@@ -28,6 +28,7 @@ _HOMES = {
     "DoctorReport": "h5chunk.tools.doctor.report",
     "FolderReport": "h5chunk.tools.verify.report",
     "MatrixReport": "h5chunk.tools.convert.report",
+    "Patches": "h5chunk.feed.patches",
     "Recommendation": "h5chunk.tools.tune.report",
     "RepackReport": "h5chunk.tools.repack.report",
     "VerifyReport": "h5chunk.tools.verify.report",

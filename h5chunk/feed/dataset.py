@@ -28,6 +28,7 @@ from h5chunk.feed.layout import torch_dtype
 from h5chunk.feed.sample_reader import Fields, SampleReader, SampleTransforms, field_mapping, plain_fields
 from h5chunk.feed.stored_tables import StoredNames, decoded
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
+from h5chunk.plan.draws import epoch_rows
 from h5chunk.plan.order import Order
 from h5chunk.plan.permutation import SPLIT, ShuffledSequence, permutation
 from h5chunk.plan.selection import FixedSelection, SelectionSequence, select_samples, split_samples
@@ -99,6 +100,8 @@ class ChunkDataset(StoredNames, Dataset[Any]):
     OptionError
         An argument is invalid, or the file has no checksums.
     """
+
+    epoch_samples = 0  # what each epoch adds to the numbers of samples in the file, if it has its own
 
     def __init__(
         self,
@@ -356,6 +359,8 @@ class ChunkDataset(StoredNames, Dataset[Any]):
 
     def _read(self, indices: Any, positions: np.ndarray, *, shared: bool) -> Batch:
         rows = self._rows(positions)
+        if self.epoch_samples and isinstance(indices, TaggedBatch):
+            rows = rows + epoch_rows(indices.epoch, self.epoch_samples)
         numbered = {name: compute(rows) for name, compute in self.numbered_fields.items()} if self._numbered else {}
         draws, ordered = self._transforms.draws(indices, rows), isinstance(indices, TaggedBatch)
         return self._sample_reader.read(self._names, draws, numbered, shared=shared, ordered=ordered)

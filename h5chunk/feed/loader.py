@@ -171,6 +171,10 @@ class ChunkLoader(Resumable):
         check_echo(echo)
         target = find_device(device)
         dataset, transforms = _dataset(data, transforms)
+        if dataset.epoch_samples:
+            if resident is True:
+                raise OptionError("resident is True, but each epoch has other samples: leave it out")
+            resident = False
         if sampler is None:
             if batch_size is None:
                 raise OptionError("batch_size is missing: give it, or a sampler")
@@ -385,7 +389,7 @@ def _check_sampler(
 
 def _order_in_file(sampler: ChunkSampler, dataset: ChunkDataset, echo: float) -> tuple[Order, int | None]:
     """Return a loader's order in the file, and the fewest chunks per window, or None if windows keep their size."""
-    order = sampler._template
+    order = replace(sampler._template, epoch_samples=dataset.epoch_samples)
     if dataset.subset_samples is not None:  # positions in the subset become numbers of samples in the file
         order = replace(order, selection=replace(order.selection, samples=dataset.subset_samples))  # type: ignore[type-var]
     if echo != 1:

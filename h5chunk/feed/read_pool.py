@@ -27,7 +27,6 @@ from h5chunk.stamp import stamp_of
 from h5chunk.store.hdf5.ranges import NativeTasks, ReadTask, RowGather, lasting_tasks, native_tasks, open_descriptor
 from h5chunk.store.read.csr import CsrBuffers
 from h5chunk.store.read.direct import ByteReader, read_small_fields
-from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.several import OpenFiles, close_descriptors
 
@@ -167,8 +166,9 @@ class ReadPool:
         self._num_threads, self._has_workers, self._is_closed = num_threads, False, False
         self._native: NativePool | None = None
         self._native_reads: dict[int, WindowRead] = {}  # by ticket
-        several = isinstance(getattr(reader, "frames", reader), FileSet)
-        self.descriptor: Any = OpenFiles(reader) if several else open_descriptor(reader.path)
+        self.descriptor: Any = (
+            OpenFiles(reader) if getattr(reader, "frames", reader).is_set else open_descriptor(reader.path)
+        )
         try:
             self._stamp: tuple[Any, ...] = ()  # path and stamp of a single file of this machine
             if not isinstance(self.descriptor, OpenFiles):

@@ -77,6 +77,11 @@ class Draws(NamedTuple):
         return self._replace(samples=self.samples[start:stop], first=self.first + start)
 
 
+def epoch_rows(epoch: int, num_samples: int) -> int:
+    """Return what an epoch adds to sample numbers, if each epoch has its own samples; after REPEAT they come again."""
+    return epoch % (REPEAT // num_samples) * num_samples
+
+
 def keys_of_repeated(samples: Indices) -> Indices:
     """Return the keys of samples, which are ascending and possibly repeated indices.
 

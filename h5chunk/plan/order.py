@@ -38,7 +38,7 @@ import numpy as np
 
 from h5chunk.errors import OptionError, check_whole
 from h5chunk.plan.cache import FINISHED_FIRST, OLDEST_FIRST
-from h5chunk.plan.draws import REPEAT, keys_of_repeated
+from h5chunk.plan.draws import REPEAT, epoch_rows, keys_of_repeated
 from h5chunk.plan.permutation import MAX_SEED, WINDOW, Indices, Lane, ShuffledSequence, random_bits, sorted_order
 from h5chunk.plan.selection import Selection, SelectionSequence, WeightedSelection
 
@@ -91,6 +91,7 @@ class Order:
     pad: bool = False  # fill up the last batch of every rank with the first samples of its lanes
     nodes: int = 1  # number of nodes that have the same chunks in all epochs; a divisor of ``lanes``
     selection: Selection | None = field(default=None, repr=False)  # the samples to visit; None: all samples
+    epoch_samples: int = 0  # what each epoch adds to sample numbers: see `h5chunk.plan.draws.epoch_rows`
 
     def __post_init__(self) -> None:
         at_least = dict.fromkeys(("chunk_samples", "batch_size", "window_chunks", "interleave", "world_size"), 1)
@@ -230,6 +231,7 @@ class Order:
         Consecutive windows are joined in groups of ``together``, or of fewer near the end of an epoch.
         """
         sequence, count = self._sequence(), self.lanes // self.world_size
+        added = epoch_rows(self.epoch, self.epoch_samples) if self.epoch_samples else 0
         # the chunks of a selection differ in size, so its lanes are contiguous parts
         chunk = self.chunk_samples if self.selection is None else max(1, self.num_samples)
         lanes = [
@@ -241,6 +243,7 @@ class Order:
             if stop <= start:
                 continue
             keys, destinations = _round_rows(self, sequence, lanes, round_)
+            keys = keys + added if added else keys
             joined = math.gcd(together, round_.num_windows)
             size = round_.window_batches * self.batch_size
             for window in range(0, round_.num_windows, joined):

@@ -133,7 +133,7 @@ def _list_files(path: Path) -> list[Path]:
             raise FileError(
                 f"{printable(path)}: a folder without files {', '.join(SUFFIXES)}: name a file or a pattern"
             )
-        return sorted(found, key=_natural)
+        return sorted(found, key=natural)
     if path.exists() or not re.search(PATTERN, str(path)):
         return [path]  # if it does not exist, opening it raises the error
     plain = next(number for number, part in enumerate(path.parts) if re.search(PATTERN, part))
@@ -141,7 +141,7 @@ def _list_files(path: Path) -> list[Path]:
     matching = [file for file in root.glob(pattern) if file.is_file() and not file.name.startswith(".")]
     if not matching:
         raise FileError(f"{printable(path)}: no file matches this pattern")
-    return sorted(matching, key=_natural)
+    return sorted(matching, key=natural)
 
 
 def _urls(url: str, remote: RemoteOptions) -> list[str]:
@@ -162,10 +162,10 @@ def _urls(url: str, remote: RemoteOptions) -> list[str]:
     if not found:
         what = "no object matches this pattern" if is_pattern else f"a folder without objects {', '.join(SUFFIXES)}"
         raise FileError(f"{printable(url)}: {what}")
-    return sorted(found, key=lambda each: _natural(Path(each)))
+    return sorted(found, key=lambda each: natural(Path(each)))
 
 
-def _natural(path: Path) -> list[tuple[int, str] | str]:
+def natural(path: Path) -> list[tuple[int, str] | str]:
     """Return the key for sorting paths with the numbers in them by value; equal keys are sorted by the exact path."""
     parts = re.split(r"(\d+)", str(path))
     key: list[tuple[int, str] | str] = [

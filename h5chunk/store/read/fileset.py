@@ -48,6 +48,8 @@ class FileSet(H5Reader):
     if a file has none. Raises FieldError if fields or classes differ between files.
     """
 
+    is_set = True
+
     def __init__(self, readers: Sequence[H5Reader], name: Path) -> None:
         self.path, self.trusted, self.checksums = name, readers[0].trusted, readers[0].checksums
         self._readers, num_files = tuple(readers), len({reader.path for reader in readers})

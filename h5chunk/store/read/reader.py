@@ -56,6 +56,7 @@ class H5Reader:
 
     chunk_starts: np.ndarray | None = None  # first sample of each chunk; None if all but the last have chunk_samples
     mirror: Mirror | None = None  # of a remote object, whose local copy is at ``path``
+    is_set = False  # whether there are several files
     is_remote = False  # whether a file is a remote object
     why_no_labels: str = ""  # why labels are not among the fields that are read by default
     _readers: tuple[H5Reader, ...] = ()  # the readers of the files, in a set

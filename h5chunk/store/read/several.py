@@ -28,6 +28,7 @@ from h5chunk.store.read.fields import Field
 from h5chunk.store.read.fileset import with_remedy
 from h5chunk.store.read.ragged import RaggedField
 from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.volumes import PatchReader
 from h5chunk.store.read.windows import WindowReader
 
 NOTABLE = 1.01  # a higher read amplification is reported
@@ -267,6 +268,8 @@ def direct_fields(reader: H5Reader) -> tuple[dict[str, ByteReader], dict[str, st
     if isinstance(reader, WindowReader):
         frames, reasons = direct_fields(reader.frames)
         return {name: reader.byte_reader(name, field) for name, field in frames.items()}, reasons
+    if isinstance(reader, PatchReader):
+        return reader.direct_fields()
     by_file: dict[str, list[Any]] = {name: [] for name in reader.fields}
     why: dict[str, str] = {}
     for single in reader.readers:

@@ -1,0 +1,332 @@
+"""Patches of volumes as the samples of a data set: microscopy, CT, electron microscopy, large images."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from h5chunk.errors import OptionError, check_whole, count_text, printable
+from h5chunk.feed.dataset import ChunkDataset
+from h5chunk.feed.sample_reader import SampleTransforms
+from h5chunk.plan.cache import ChunkGrid
+from h5chunk.plan.draws import epoch_rows
+from h5chunk.plan.patches import Coverage, RandomPatches, Starts, Tiles, cell_shape
+from h5chunk.plan.permutation import MAX_SEED, SPLIT, permutation
+from h5chunk.plan.selection import split_samples
+from h5chunk.remote.mirror import NO_OPTIONS
+from h5chunk.store.hdf5.child import try_files
+from h5chunk.store.read.fields import Field
+from h5chunk.store.read.files import Paths, list_files
+from h5chunk.store.read.volumes import PatchReader, VolumeField, open_volumes, probe_volumes
+from h5chunk.urls import local_copy_of
+
+POSITION = "position"
+CHANNELS = ("first", "last")
+WEIGHTS = " weights"  # the name of their field, which no user's field has
+
+Weights = str | Mapping[str, Callable[[np.ndarray], Any]]
+
+
+class Patches(ChunkDataset):
+    """Random patches of 2-D, 3-D or 4-D volumes, drawn anew in each epoch, as the samples of a `ChunkDataset`.
+
+    ``dataset[i]`` is a tuple with patch i of each field, ``(*channels, *size)`` or ``(*size, *channels)``. Where patch
+    i lies depends on (seed, epoch, i) alone, so that `ChunkLoader`, and a DataLoader with a `ChunkSampler`, keep all
+    promises about resuming, ranks and workers; without a sampler, it is that of epoch 0. Each volume is divided into
+    cells of up to 64 MiB; the patches of a few random cells are shuffled together, and a chunk is decoded once for all
+    of them. So patches of a batch are more often neighbours than patches of a full shuffle: ``window_chunks`` of
+    `ChunkSampler` is the number of cells.
+
+    Parameters
+    ----------
+    path : path or sequence of paths
+        As for `ChunkDataset`, but no URLs.
+    fields : mapping of str
+        Datasets by field name. With a ``*``, as in ``{"raw": "*/raw", "label": "*/label"}``, a file has several
+        volumes; fields belong to one volume if ``*`` stands for the same text. Volumes may differ in size.
+    size : sequence of int
+        The shape of a patch in space, such as ``(64, 64, 64)``.
+    per_volume : int, optional
+        Patches of each volume in an epoch. Default: as many as have the volume's voxels, rounded up.
+    channels : {"first", "last"}, or mapping of str
+        Whether the axes that a dataset has beyond those of ``size`` come first, (C, Z, Y, X), or last, (Z, Y, X, C);
+        they are read whole. Needed if there are any.
+    halo : int, sequence of int, or mapping of these
+        Width of a border that is read around each patch, for all axes, for each, or by field.
+    padding : {"none", "edge", "reflect"} or number
+        What patches have outside of a volume, because of a halo, or because the volume is smaller. "none": all of a
+        patch and its halo lies inside.
+    weights : str or mapping, optional
+        A field, or a dataset of the same shape in space, whose values say how likely a voxel is the centre of a patch;
+        for whole numbers, all but 0 are equally likely. Or ``{"label": function}``: the function gets blocks of the
+        values, and returns weights of the same shape. They are read once; 256 centres are kept for each cell. At a
+        border the patch is moved inside. A volume whose weights are all 0 has patches anywhere.
+    share : float
+        Share of the patches that are placed by weights; the others are anywhere.
+    positions : bool
+        Add the field ``position``, (1 + axes,) int64: the number of the volume, and the patch's start in it, without
+        the halo.
+    seed : int
+    trusted : bool
+        As for `ChunkDataset`.
+
+    Raises
+    ------
+    FieldError
+        A dataset is missing, or the fields of a volume differ in their shape in space.
+    OptionError
+        An argument is invalid, or a volume is smaller than a patch.
+    """
+
+    def __init__(
+        self,
+        path: Paths,
+        fields: Mapping[str, str],
+        size: Sequence[int],
+        *,
+        per_volume: int | None = None,
+        channels: str | Mapping[str, str] | None = None,
+        halo: Any = 0,
+        padding: Any = "none",
+        weights: Weights | None = None,
+        share: float = 1.0,
+        positions: bool = False,
+        seed: int = 0,
+        trusted: bool = False,
+    ) -> None:
+        if not isinstance(fields, Mapping) or not fields or not all(isinstance(each, str) for each in fields.values()):
+            raise OptionError(f"fields is {fields!r}: give a mapping of names to datasets")
+        if POSITION in fields and positions:
+            raise OptionError(f"fields has {POSITION!r}, which is the name of the field of positions: rename it")
+        if isinstance(size, str) or not 1 <= len(tuple(size)) <= 4:
+            raise OptionError(f"size is {size!r}: give 1 to 4 numbers, such as (64, 64, 64)")
+        size = tuple(check_whole("size", length, 1, 1 << 30) for length in size)
+        halos = {name: _halo(halo, name, len(size)) for name in fields}
+        if padding not in ("none", "edge", "reflect") and not _is_number(padding):
+            raise OptionError(f"padding is {padding!r}: give none, edge, reflect or a number")
+        if not _is_number(share) or not 0 <= share <= 1:
+            raise OptionError(f"share is {share!r}: give a number from 0 to 1")
+        seed = check_whole("seed", seed, 0, MAX_SEED)
+        files = list_files(path, NO_OPTIONS)
+        if any(local_copy_of(file) is not None for file in files):
+            raise OptionError(f"path is {path!r}: patches are read from local files: copy the objects first")
+        weigher, weighed = _weights(weights, fields)
+        leading = {name: partial(_leading, name, channels, len(size)) for name in (*fields, WEIGHTS)}
+        opened_as = {**fields, **weigher}, size, leading, trusted
+        if not trusted:
+            try_files(files, lambda file: probe_volumes([file], *opened_as), repr((fields, weigher, size, channels)))
+        found, self._volume_names = open_volumes(files, *opened_as)
+        source = found.pop(WEIGHTS, None)
+        padded = {name: _with_halo(each, halos[name], padding) for name, each in found.items()}
+        margin = np.max(list(halos.values()), axis=0) if padding == "none" else np.zeros(len(size), np.int64)
+        self._shapes = np.array([next(iter(found.values())).space(number) for number in range(len(self._volume_names))])
+        self._check_sizes(size, margin, padding)
+        self._starts, self._size, self._padding = Starts.of(self._shapes, np.array(size), margin), size, padding
+        counts = np.ceil(self._shapes.prod(axis=1, dtype=np.float64) / math.prod(size)).astype(np.int64)
+        if per_volume is not None:
+            counts[:] = check_whole("per_volume", per_volume, 1, 1 << 30)
+        cell = _cell(padded, size)
+        place = partial(RandomPatches, self._shapes, size, self._starts, cell, counts, seed)
+        plan: Any = Tiles(self._shapes, size, self._starts, (0,) * len(size)) if weights is not None else place()
+        self._reader = reader = PatchReader(files, padded, plan, trusted)
+        if source is not None:
+            plan = place(partial(_read_weights, reader, source, weighed), float(share))
+            reader.set_plan(plan)
+            reader.close()
+            if plan.unweighted:
+                warnings.warn(
+                    f"{printable(reader.path)}: {count_text(len(plan.unweighted), 'volume')} of {len(counts)} without "
+                    f"weights above 0, such as {printable(self._volume_names[plan.unweighted[0]])}: their patches are "
+                    "anywhere",
+                    stacklevel=2,
+                )
+        self._set(positions)
+
+    def _set(self, positions: bool) -> None:
+        self._numbered = [POSITION] if positions else []
+        self._names = (*self._reader.fields, *self._numbered)
+        self._transforms = SampleTransforms(None, {name: self.field(name) for name in self._names})
+        self._samples, self._order, self._tables = None, None, {}
+
+    def _check_sizes(self, size: tuple[int, ...], margin: np.ndarray, padding: Any) -> None:
+        small = np.flatnonzero((self._shapes < np.array(size) + 2 * margin).any(axis=1))
+        if padding == "none" and len(small):
+            name, shape = printable(self._volume_names[small[0]]), tuple(self._shapes[small[0]].tolist())
+            raise OptionError(
+                f"{name}: a volume of shape {shape}, but a patch with its halo takes "
+                f"{tuple((np.array(size) + 2 * margin).tolist())}: reduce size or halo, or use padding='reflect'"
+            )
+
+    @property
+    def epoch_samples(self) -> int:  # type: ignore[override]
+        """What each epoch adds to the numbers of samples; 0 for tiles, which are the same in all epochs."""
+        return self._reader.num_samples if isinstance(self._plan, RandomPatches) else 0
+
+    @property
+    def _plan(self) -> RandomPatches | Tiles:
+        reader: Any = self._reader
+        plan: RandomPatches | Tiles = reader.plan
+        return plan
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """The shape of a patch in space, without its halo."""
+        return self._size
+
+    @property
+    def volumes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """The name of each volume, and its shape in space."""
+        return [(name, tuple(shape.tolist())) for name, shape in zip(self._volume_names, self._shapes, strict=True)]
+
+    def positions(self, epoch: int = 0) -> np.ndarray:
+        """Return the volume of each patch of an epoch, and its start in it, without the halo: (n, 1 + axes) int64."""
+        check_whole("epoch", epoch, 0, (1 << 63) - 1)
+        added = epoch_rows(epoch, self.epoch_samples) if self.epoch_samples else 0
+        return self._positions_of(self.samples + added)
+
+    def _positions_of(self, rows: np.ndarray) -> np.ndarray:
+        volumes, starts = self._plan.boxes(rows)
+        return np.concatenate([volumes[:, None], starts], axis=1)
+
+    def coverage(self) -> Coverage:
+        """Return how often an epoch is expected to use a voxel: the least, the mean and the most of all voxels.
+
+        Halos don't count, nor do subsets. Without weights, voxels near borders are used less often than others.
+        With weights, it needs 16 bytes for each voxel of the largest volume.
+        """
+        if isinstance(self._plan, Tiles):
+            raise OptionError("tiles cover each voxel at least once: ask the patches that they were made from")
+        return self._plan.coverage()
+
+    def tiles(self, overlap: int | Sequence[int] = 0) -> Patches:
+        """Return the tiles of all volumes, in order, with the field ``position``, for inference: see `Stitcher`.
+
+        Neighbours overlap by at least this many voxels, and the last along an axis ends at the volume's border.
+        """
+        both = _numbers("overlap", overlap, len(self._size))
+        if any(each >= length for each, length in zip(both, self._size, strict=True)):
+            raise OptionError(f"overlap is {overlap!r}: it must be less than the size, {self._size}")
+        reader: Any = self.new_reader()
+        if self._padding == "none" and any(any(each.halo) for each in reader.volume_fields.values()):
+            raise OptionError("tiles with a halo reach beyond the volume: give Patches a padding")
+        if self._samples is not None:
+            raise OptionError("this is a subset: make tiles of the whole data set, and select among them")
+        reader.set_plan(Tiles(self._shapes, self._size, self._starts, both))
+        other = copy(self)
+        other._reader = reader
+        other._set(True)
+        return other
+
+    def field(self, name: str) -> Any:
+        """See `ChunkDataset.field`."""
+        if name not in self._numbered:
+            return self._reader.fields[name]
+        shape = (self._reader.num_samples, 1 + len(self._size))
+        return Field(name, "", ChunkGrid(shape, None, 8, False), np.dtype(np.int64))
+
+    @property
+    def numbered_fields(self) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
+        """See `ChunkDataset.numbered_fields`: the positions of patches."""
+        return dict.fromkeys(self._numbered, self._positions_of)
+
+    def split(self, fractions: Sequence[float], *, seed: int = 0, stratify: str | None = None) -> list[ChunkDataset]:
+        """Split into random parts of whole volumes: the fractions are those of the volumes.
+
+        Raises
+        ------
+        OptionError
+            The fractions or the seed are invalid, or ``stratify`` is given.
+        """
+        if stratify is not None:
+            raise OptionError(f"stratify is {stratify!r}: patches are split by volume: leave it out")
+        own = self._plan.boxes(self.samples)[0]
+        volumes = np.unique(own)
+        parts = split_samples(permutation(len(volumes), seed, stream=(SPLIT, 0, 0)), fractions, None, seed)
+        return [self.subset(np.isin(own, volumes[part])) for part in parts]
+
+    def values(self, name: str) -> np.ndarray:
+        """Raise OptionError: a patch has many values of each field."""
+        raise OptionError(f"field {name!r} has many values in a patch: give weights= to Patches")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+
+
+def _numbers(name: str, value: Any, count: int) -> tuple[int, ...]:
+    values = [value] * count if isinstance(value, (int, np.integer)) else value
+    if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != count:
+        raise OptionError(f"{name} is {value!r}: give a number, or {count} of them")
+    return tuple(check_whole(name, each, 0, 1 << 30) for each in values)
+
+
+def _halo(halo: Any, name: str, count: int) -> tuple[int, ...]:
+    return _numbers("halo", halo.get(name, 0) if isinstance(halo, Mapping) else halo, count)
+
+
+def _leading(name: str, channels: str | Mapping[str, str] | None, axes: int, found: int) -> int:
+    """Return how many of a dataset's axes come before those of space."""
+    if found <= axes:
+        return 0
+    own = channels.get(name) if isinstance(channels, Mapping) else channels
+    if own not in CHANNELS:
+        what = "the weights" if name == WEIGHTS else f"field {name!r}"
+        raise OptionError(
+            f"{what} has {found} axes, and size {axes}: give channels='first' if the others come first, or 'last'"
+        )
+    return found - axes if own == "first" else 0
+
+
+def _with_halo(each: VolumeField, halo: tuple[int, ...], padding: Any) -> VolumeField:
+    if _is_number(padding) and np.array(padding).astype(each.dtype) != padding:
+        raise OptionError(f"padding is {padding!r}, which a field of type {each.dtype} cannot hold")
+    return VolumeField(each.name, each.datasets, each.grids, each.dtype, each.leading, halo, padding, each.size)
+
+
+def _cell(fields: Mapping[str, VolumeField], size: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of cells that suits the largest field."""
+    main = max(fields.values(), key=lambda each: math.prod(each.box_shape()) * each.dtype.itemsize)
+    largest = max(range(len(main.grids)), key=lambda number: math.prod(main.grids[number].shape))
+    grid, space = main.grids[largest], slice(main.leading, main.leading + len(size))
+    others = math.prod(grid.shape) // math.prod(grid.shape[space])
+    chunks = grid.chunks[space] if grid.chunks else (1,) * len(size)
+    return cell_shape(grid.shape[space], size, chunks, main.dtype.itemsize * others)
+
+
+def _weights(weights: Weights | None, fields: Mapping[str, str]) -> tuple[dict[str, str], Any]:
+    """Return the dataset of weights as a field, and the function of its values."""
+    if weights is None:
+        return {}, None
+    if isinstance(weights, Mapping):
+        if len(weights) != 1 or not all(callable(each) for each in weights.values()):
+            raise OptionError("weights is a mapping: give one field or dataset, with a function of its values")
+        ((name, function),) = weights.items()
+    else:
+        name, function = weights, lambda values: values != 0 if values.dtype.kind in "biu" else values
+    if not isinstance(name, str):
+        raise OptionError(f"weights is {weights!r}: give a field or dataset, or a mapping of it to a function")
+    return {WEIGHTS: fields.get(name, name)}, function
+
+
+def _read_weights(
+    reader: PatchReader, source: VolumeField, function: Callable[[np.ndarray], Any], volume: int, box: Sequence[slice]
+) -> np.ndarray:
+    file, dataset = source.datasets[volume]
+    if len(source.grids[volume].shape) != len(box):
+        raise OptionError(
+            f"weights has the shape {source.grids[volume].shape}: they must have no axes but those of space"
+        )
+    values = reader.read_box(file, dataset, box)
+    weights = np.asarray(function(values), np.float64)
+    if weights.shape != values.shape or not np.isfinite(weights).all() or (weights < 0).any():
+        raise OptionError(
+            f"weights of {printable(dataset)!r} must be finite, 0 or more, and one for each voxel: a block of shape "
+            f"{values.shape} gave {weights.shape}, from {weights.min(initial=0)} to {weights.max(initial=0)}"
+        )
+    return weights

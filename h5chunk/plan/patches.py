@@ -1,0 +1,257 @@
+"""Where patches of volumes lie: at random, drawn anew in each epoch, or as the tiles of a grid.
+
+The possible starts of a patch are divided into cells, blocks of neighbouring starts. Sample ``i`` of an epoch gets the
+``i``-th part of the probability, summed cell after cell: so it always lies in the same cell, or one next to it, and an
+order of samples that keeps cells together reads each chunk for many patches at once. Within its part, its position
+depends on (seed, epoch, i). All starts of a volume are equally likely, or as likely as their weights say.
+
+A row is a sample number plus the epoch times the number of samples.
+
+Source: systematic sampling; Madow, "On the theory of systematic sampling" (1949).
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from h5chunk.plan.draws import EVERY_EPOCH, Draws
+from h5chunk.plan.permutation import Indices
+from h5chunk.plan.selection import starts_of_runs
+
+CELL_BYTES = 64 << 20  # decoded bytes of the chunks that the patches of a cell need
+CANDIDATES = 256  # centres that are kept of each cell, if there are weights
+CANDIDATE_STREAM = 64  # first stream of their draws
+
+Shape = tuple[int, ...]
+Weigh = Callable[[int, Sequence[slice]], np.ndarray]
+
+
+class Coverage(NamedTuple):
+    """How often an epoch is expected to use a voxel: the least, the mean and the most of all voxels."""
+
+    least: float
+    mean: float
+    most: float
+
+
+class Starts(NamedTuple):
+    """The possible starts of patches in each volume: ``num`` of them along each axis, from ``first`` on."""
+
+    first: Indices  # (num_volumes, axes)
+    num: Indices
+
+    @classmethod
+    def of(cls, shapes: Indices, size: Indices, margin: Indices) -> Starts:
+        """Return the starts at which patches stay ``margin`` away from the borders; too small volumes have one."""
+        room = shapes - size - 2 * margin
+        return cls(np.where(room < 0, -((-room + 1) // 2), 0) + margin, np.maximum(room, 0) + 1)
+
+
+def cell_shape(shape: Shape, size: Shape, chunks: Shape, itemsize: int) -> Shape:
+    """Choose the shape of cells: the largest whose patches need chunks of at most `CELL_BYTES`.
+
+    >>> cell_shape((512, 512, 512), (64, 64, 64), (64, 64, 64), 4)
+    (192, 192, 192)
+    """
+    units = [max(pair) for pair in zip(size, chunks, strict=True)]
+    cell, grows = list(units), [length > unit for length, unit in zip(shape, units, strict=True)]
+    while any(grows):
+        axis = min((axis for axis in range(len(shape)) if grows[axis]), key=lambda axis: cell[axis] / units[axis])
+        larger = [*cell[:axis], cell[axis] + units[axis], *cell[axis + 1 :]]
+        if decoded_voxels(shape, size, chunks, larger) * itemsize > CELL_BYTES:
+            grows[axis] = False
+            continue
+        cell = larger
+        grows[axis] = cell[axis] < shape[axis]
+    return tuple(cell)
+
+
+def decoded_voxels(shape: Sequence[int], size: Sequence[int], chunks: Sequence[int], cell: Sequence[int]) -> int:
+    """Return the voxels of all chunks that the patches of a cell at the volume's first chunk can need."""
+    axes = zip(shape, size, chunks, cell, strict=True)
+    return math.prod(min(-(-(starts + patch - 1) // chunk) * chunk, length) for length, patch, chunk, starts in axes)
+
+
+class RandomPatches:
+    """Random positions of patches.
+
+    ``shapes``, (num_volumes, axes) int64, are those of the volumes, ``size`` and ``cell`` those of patches and cells;
+    ``counts``, (num_volumes,), are the patches of each volume in an epoch. ``weigh`` returns the weights of the voxels
+    of a box of a volume, a ``share`` of the patches is centred at voxels that are drawn by them, as far as the borders
+    allow; `CANDIDATES` of these voxels are kept for each cell, and the others never drawn.
+    """
+
+    def __init__(
+        self,
+        shapes: Indices,
+        size: Shape,
+        starts: Starts,
+        cell: Shape,
+        counts: Indices,
+        seed: int,
+        weigh: Weigh | None = None,
+        share: float = 1.0,
+    ) -> None:
+        self.size, self.shapes, self.starts, self._counts, self._seed = np.array(size), shapes, starts, counts, seed
+        self.num_samples = int(counts.sum())
+        self._candidates = np.zeros((0, len(size)), np.int64)
+        self.unweighted: list[int] = []  # volumes all of whose weights are 0
+        tables: list[tuple[np.ndarray, ...]] = []
+        for number, (first, count) in enumerate(zip(*starts, strict=True)):
+            low = _grid([np.arange(0, length, step) for length, step in zip(count.tolist(), cell, strict=True)])
+            extent = np.minimum(low + cell, count) - low
+            uniform = extent.prod(axis=1, dtype=np.float64)
+            mass = np.stack([uniform / uniform.sum(), np.zeros(len(low))], axis=1)
+            if weigh is not None:
+                weights = self._weigh(weigh, number, low, extent, sum(len(table[0]) for table in tables))
+                if not weights.any():
+                    self.unweighted.append(number)
+                else:
+                    mass = np.stack([mass[:, 0] * (1 - share), weights / weights.sum() * share], axis=1)
+            before, own = int(counts[:number].sum()), int(counts[number])
+            end = np.minimum(before + np.cumsum(mass) * own, before + own)
+            end[np.flatnonzero(mass)[-1] :] = before + own
+            tables.append((low + first, extent, np.full(len(low), number), end))
+        self._low, self._extent, self._volume, self._ends = map(np.concatenate, zip(*tables, strict=True))
+        self.chunk_starts = starts_of_runs(self._entries(np.arange(self.num_samples) + 0.5) // 2)
+
+    def _weigh(self, weigh: Weigh, number: int, low: Indices, extent: Indices, before: int) -> np.ndarray:
+        """Return the sum of the weights in each cell, and keep some of the starts of patches that weights suggest."""
+        first, count, shape = (each[number] for each in (*self.starts, self.shapes))
+        half = self.size // 2
+        begin = np.where(low == 0, 0, np.clip(low + first + half, 0, shape))
+        end = np.where(low + extent == count, shape, np.clip(low + extent + first + half, 0, shape))
+        sums, kept = np.zeros(len(low)), np.zeros((len(low), CANDIDATES, len(half)), np.int64)
+        for cell in range(len(low)):
+            weights = weigh(number, [slice(*pair) for pair in zip(begin[cell], end[cell], strict=True)])
+            total = np.cumsum(weights, dtype=np.float64)
+            if not total.size or not total[-1]:
+                continue
+            sums[cell] = total[-1]
+            draws = Draws(self._seed, EVERY_EPOCH, np.arange(CANDIDATES))
+            chance = (np.arange(CANDIDATES) + draws.uniform(CANDIDATE_STREAM + before + cell, 1)[0]) / CANDIDATES
+            voxels = np.minimum(
+                np.searchsorted(total, chance * total[-1], "right"), np.flatnonzero(weights.ravel())[-1]
+            )
+            centres = np.stack(np.unravel_index(voxels, weights.shape), axis=1) + begin[cell]
+            kept[cell] = np.clip(centres - half, first, first + count - 1)
+        if not len(self._candidates):
+            self._candidates = np.zeros((before, *kept.shape[1:]), np.int32)
+        self._candidates = np.concatenate([self._candidates, kept.astype(np.int32)])
+        return sums
+
+    def _entries(self, targets: np.ndarray) -> Indices:
+        return np.minimum(np.searchsorted(self._ends, targets, "right"), len(self._ends) - 1)
+
+    def boxes(self, rows: Indices) -> tuple[Indices, Indices]:
+        """Return the volume, (n,), and the start, (n, axes), of each patch."""
+        epochs, numbers = np.divmod(rows, self.num_samples)
+        axes = len(self.size)
+        chances = np.empty((axes + 1, len(rows)))
+        for epoch in np.unique(epochs).tolist():
+            own = epochs == epoch
+            chances[:, own] = Draws(self._seed, epoch, np.ascontiguousarray(numbers[own])).uniform(0, axes + 1)
+        entries = self._entries(np.minimum(numbers + chances[0], np.nextafter(numbers + 1.0, 0)))
+        cells, weighted = entries // 2, entries % 2 == 1
+        starts = self._low[cells] + (chances[1:].T * self._extent[cells]).astype(np.int64)
+        if weighted.any():
+            picks = (chances[1, weighted] * CANDIDATES).astype(np.int64)
+            starts[weighted] = self._candidates[cells[weighted], picks]
+        return self._volume[cells], starts
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What is equal for plans with the same patches."""
+        tables = self.shapes, self.size, self._counts, self._ends, self._candidates
+        return self._seed, *(zlib.crc32(np.ascontiguousarray(table).tobytes()) for table in tables)
+
+    def coverage(self) -> Coverage:
+        """Return how often an epoch is expected to use a voxel."""
+        least, most, total = math.inf, 0.0, 0.0
+        for number in range(len(self.shapes)):
+            parts = [self._of_axis(number, axis) for axis in range(len(self.size))]
+            entries = np.flatnonzero(self._volume == number)
+            mass = np.diff(self._ends, prepend=0).reshape(-1, 2)[entries]
+            used = mass[:, 0].sum() * _outer(parts, min), mass[:, 0].sum() * _outer(parts, max)
+            if mass[:, 1].any():
+                dense = self._expected(number, entries, mass[:, 1]) + mass[:, 0].sum() * _outer_product(parts)
+                used = float(dense.min()), float(dense.max())
+            least, most = min(least, used[0]), max(most, used[1])
+            total += float(self._counts[number] * np.minimum(self.size, self.shapes[number]).prod())
+        return Coverage(float(least), total / float(self.shapes.prod(axis=1).sum()), float(most))
+
+    def _of_axis(self, number: int, axis: int) -> np.ndarray:
+        """Return the probability that a patch at a random start has each index of an axis."""
+        first, count = int(self.starts.first[number, axis]), int(self.starts.num[number, axis])
+        voxel, size = np.arange(int(self.shapes[number, axis])), int(self.size[axis])
+        return (np.minimum(voxel, first + count - 1) - np.maximum(voxel - size + 1, first) + 1).clip(0) / count
+
+    def _expected(self, number: int, cells: Indices, mass: np.ndarray) -> np.ndarray:
+        """Return how often voxels are expected in patches that are drawn by weights, for each voxel of a volume."""
+        shape, first = self.shapes[number], np.minimum(self.starts.first[number], 0)
+        change = np.zeros(np.maximum(shape, self.size) - first + 1)
+        where = tuple((self._candidates[cells] - first).reshape(-1, len(shape)).T)
+        np.add.at(change, where, np.repeat(mass / CANDIDATES, CANDIDATES))
+        for axis, size in enumerate(self.size.tolist()):
+            sums = np.cumsum(change, axis=axis)
+            late = np.moveaxis(sums, axis, 0)
+            late[size:] = late[size:] - late[:-size].copy()
+            change = sums
+        return change[tuple(slice(int(-low), int(-low + length)) for low, length in zip(first, shape, strict=True))]
+
+
+class Tiles:
+    """The patches of a grid with steps of ``size - overlap``, volume after volume; the last along an axis ends at its
+    border.
+    """
+
+    def __init__(self, shapes: Indices, size: Shape, starts: Starts, overlap: Shape) -> None:
+        self.size, self.shapes, self.starts = np.array(size), shapes, starts
+        self._axes = []
+        for first, count in zip(*starts, strict=True):
+            steps = zip(first.tolist(), count.tolist(), size, overlap, strict=True)
+            self._axes.append([np.unique(np.append(np.arange(at, at + num, step - both), at + num - 1))
+                               for at, num, step, both in steps])  # fmt: skip
+        grids = [[len(axis) for axis in axes] for axes in self._axes]
+        self.first_of = np.concatenate([[0], np.cumsum([math.prod(grid) for grid in grids])])
+        self.num_samples = int(self.first_of[-1])
+        rows = [np.arange(before, before + math.prod(grid), math.prod(grid[1:]))
+                for before, grid in zip(self.first_of, grids, strict=False)]  # fmt: skip
+        self.chunk_starts = np.append(np.concatenate(rows), self.num_samples)
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """See `RandomPatches.identity`."""
+        return self.size.tolist(), [[axis.tolist() for axis in axes] for axes in self._axes]
+
+    def boxes(self, rows: Indices) -> tuple[Indices, Indices]:
+        """See `RandomPatches.boxes`; all epochs have the same."""
+        numbers = rows % self.num_samples
+        volumes = np.searchsorted(self.first_of, numbers, "right") - 1
+        starts = np.empty((len(rows), len(self.size)), np.int64)
+        for volume in np.unique(volumes).tolist():
+            own, axes = volumes == volume, self._axes[volume]
+            where = np.unravel_index(numbers[own] - self.first_of[volume], [len(axis) for axis in axes])
+            starts[own] = np.stack([axis[at] for axis, at in zip(axes, where, strict=True)], axis=1)
+        return volumes, starts
+
+
+def _grid(axes: Sequence[np.ndarray]) -> Indices:
+    """Return all combinations of numbers, (n, axes), the last axis fastest."""
+    return np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1).reshape(-1, len(axes))
+
+
+def _outer(parts: Sequence[np.ndarray], choose: Callable[[np.ndarray], float]) -> float:
+    return math.prod(float(choose(part)) for part in parts)
+
+
+def _outer_product(parts: Sequence[np.ndarray]) -> np.ndarray:
+    product = np.ones(())
+    for part in parts:
+        product = np.multiply.outer(product, part)
+    return product

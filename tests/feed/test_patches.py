@@ -1,0 +1,283 @@
+"""Patches of volumes: values, halos, weights, order, resuming, tiles and errors, with every way of reading."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import h5chunk
+
+LAYOUTS = {
+    "contiguous": {},
+    "chunked": {"chunks": (8, 9, 10)},
+    "gzip": {"chunks": (8, 9, 10), "compression": "gzip"},
+    "big-endian": {"dtype": ">u2"},
+}
+SHAPES = {"a": (30, 22, 41), "b10": (16, 33, 20), "b9": (13, 14, 15)}  # b9 comes before b10
+SIZE = (6, 11, 8)
+FIELDS = {"raw": "*/raw", "label": "*/label"}
+
+
+def _volume(shape: tuple[int, ...], seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 60000, shape).astype(np.uint16)
+
+
+VOLUMES = [_volume(SHAPES[name], number) for number, name in enumerate(("a", "b9", "b10"))]
+
+
+def _write(path: Path, **options: Any) -> Path:
+    with h5py.File(path, "w") as file:
+        for name, values in zip(("a", "b9", "b10"), VOLUMES, strict=True):
+            file.create_dataset(f"{name}/raw", data=values, **options)
+            file.create_dataset(f"{name}/label", data=(values > 50000).astype(np.uint8))
+    return path
+
+
+@pytest.fixture(params=LAYOUTS)
+def path(request, tmp_path):
+    return _write(tmp_path / "volumes.h5", **LAYOUTS[request.param])
+
+
+@pytest.fixture
+def plain(tmp_path):
+    return _write(tmp_path / "volumes.h5")
+
+
+def _cut(values: np.ndarray, start: list[int], size: tuple[int, ...], halo: int = 0, **how: Any) -> np.ndarray:
+    """Cut a patch out of a volume, padded by NumPy."""
+    most = 40
+    if how:
+        values = np.pad(values, most, **how)
+        start = [at + most for at in start]
+    return values[tuple(slice(at - halo, at + length + halo) for at, length in zip(start, size, strict=True))]
+
+
+def _check(batch: Any, cut: Callable[[int, list[int]], np.ndarray]) -> None:
+    raw, label, positions = batch
+    for patch, mask, (volume, *start) in zip(raw.numpy(), label.numpy(), positions.tolist(), strict=True):
+        assert np.array_equal(patch, cut(volume, start))
+        assert np.array_equal(mask, patch > 50000)
+
+
+def _cut_plain(volume: int, start: list[int]) -> np.ndarray:
+    return _cut(VOLUMES[volume], start, SIZE)
+
+
+def _epochs(loader: Any, count: int = 1) -> list[list[torch.Tensor]]:
+    return [[field.clone() for field in batch] for _ in range(count) for batch in loader]
+
+
+def _same(first: Any, second: Any) -> bool:
+    return len(first) == len(second) and all(
+        torch.equal(left, right)
+        for one, other in zip(first, second, strict=True)
+        for left, right in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.filterwarnings("ignore:field 'raw' is read through h5py")
+def test_values_are_those_of_slicing_however_they_are_read(path):
+    patches = h5chunk.Patches(path, FIELDS, SIZE, positions=True)
+    assert [name.rsplit(": ")[1] for name, _ in patches.volumes] == ["a", "b9", "b10"]
+    _check([field[None] for field in patches[5]], _cut_plain)
+    _check(patches[[9, 2, 3]], _cut_plain)
+    with (
+        h5chunk.ChunkLoader(patches, 7, seed=1) as loader,
+        h5chunk.ChunkLoader(patches, 7, seed=1, reader="h5py") as by_h5py,
+    ):
+        batches = _epochs(loader, 2)
+        assert _same(batches, _epochs(by_h5py, 2))
+    for batch in batches:
+        _check(batch, _cut_plain)
+    sampler = h5chunk.ChunkSampler(patches, 7, seed=1)
+    assert _same(batches, _epochs(DataLoader(patches, batch_sampler=sampler, num_workers=2), 2))
+
+
+def test_each_epoch_has_other_patches_as_many_of_each_volume(plain):
+    patches = h5chunk.Patches(plain, FIELDS, SIZE, per_volume=20, positions=True)
+    with h5chunk.ChunkLoader(patches, 8) as loader:
+        epochs = [torch.cat([batch[2] for batch in loader]) for _ in range(2)]
+    for number, positions in enumerate(epochs):
+        assert torch.bincount(positions[:, 0]).tolist() == [20, 20, 20]
+        assert {*map(tuple, positions.tolist())} == {*map(tuple, patches.positions(number).tolist())}
+    assert len(torch.cat(epochs).unique(dim=0)) > 100
+
+
+def test_resuming_and_ranks(plain):
+    patches = h5chunk.Patches(plain, FIELDS, SIZE, positions=True)
+    whole = h5chunk.ChunkLoader(patches, 8)
+    batches = _epochs(whole, 2)
+    resumed = h5chunk.ChunkLoader(h5chunk.Patches(plain, FIELDS, SIZE, positions=True), 8)
+    state = h5chunk.ChunkSampler(patches, 8).state_dict(3)
+    state["epoch"] = 1
+    resumed.load_state_dict(state)
+    assert _same(_epochs(resumed), batches[len(whole) + 3 :])
+    ranks = [h5chunk.ChunkSampler(patches, 4, lanes=2, rank=rank, world_size=2) for rank in range(2)]
+    together = [_epochs(h5chunk.ChunkLoader(patches, sampler=sampler)) for sampler in ranks]
+    alone = _epochs(h5chunk.ChunkLoader(patches, sampler=h5chunk.ChunkSampler(patches, 8, lanes=2)))
+    for left, right, both in zip(*together, alone, strict=True):
+        own = torch.cat([left[2], right[2]]).tolist()
+        assert sorted(own) == sorted(both[2].tolist())
+    other = h5chunk.Patches(plain, FIELDS, SIZE, seed=1, positions=True)
+    with pytest.raises(h5chunk.StateError, match="another file"):
+        h5chunk.ChunkLoader(other, 8).load_state_dict(state)
+
+
+def test_a_split_divides_volumes(plain):
+    patches = h5chunk.Patches(plain, FIELDS, SIZE, positions=True)
+    train, test = patches.split((2 / 3, 1 / 3))
+    own = [{*part[list(range(len(part)))][2][:, 0].tolist()} for part in (train, test)]
+    assert sorted(map(len, own)) == [1, 2] and not own[0] & own[1]
+    with h5chunk.ChunkLoader(train, 5) as loader:
+        for batch in _epochs(loader, 2):
+            _check(batch, _cut_plain)
+            assert {*batch[2][:, 0].tolist()} <= own[0]
+
+
+@pytest.mark.parametrize("padding", ["edge", "reflect", 7])
+@pytest.mark.parametrize("layout", ["contiguous", "gzip"])
+def test_halos_are_padded_as_numpy_does(tmp_path, layout, padding):
+    path = _write(tmp_path / "volumes.h5", **LAYOUTS[layout])
+    size, halo = (14, 20, 12), {"raw": 5}  # larger than one of the volumes
+    how: dict[str, Any] = {"mode": padding} if isinstance(padding, str) else {"mode": "constant", "constant_values": 7}
+    patches = h5chunk.Patches(path, FIELDS, size, halo=halo, padding=padding, positions=True, per_volume=9)
+    with h5chunk.ChunkLoader(patches, 6) as loader:
+        batches = _epochs(loader)
+    batches.append([field[None] for field in patches[9]])
+    assert {*torch.cat([batch[2] for batch in batches])[:, 0].tolist()} == {0, 1, 2}
+    for raw, _, positions in batches:
+        for patch, (volume, *start) in zip(raw.numpy(), positions.tolist(), strict=True):
+            assert np.array_equal(patch, _cut(VOLUMES[volume], start, size, 5, **how))
+
+
+def test_without_padding_halos_stay_inside(plain):
+    patches = h5chunk.Patches(plain, {"raw": "a/raw"}, SIZE, halo=(2, 3, 4), positions=True)
+    positions = torch.from_numpy(patches.positions(3))
+    room = np.array(SHAPES["a"]) - SIZE
+    assert (positions[:, 1:].numpy() >= (2, 3, 4)).all() and (positions[:, 1:].numpy() <= room - (2, 3, 4)).all()
+    assert patches[0][0].shape == (10, 17, 16)
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "channels", "expected"),
+    [
+        ((40, 30), (8, 6), None, (8, 6)),
+        ((3, 40, 30), (8, 6), "first", (3, 8, 6)),
+        ((40, 30, 3), (8, 6), "last", (8, 6, 3)),
+        ((2, 3, 12, 40, 30), (4, 8, 6), "first", (2, 3, 4, 8, 6)),
+        ((5, 12, 40, 30), (2, 4, 8, 6), None, (2, 4, 8, 6)),
+    ],
+)
+@pytest.mark.parametrize("chunked", [False, True])
+def test_axes_beyond_space_are_read_whole(tmp_path, shape, size, channels, expected, chunked):
+    values = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    chunks = tuple(max(2, length // 3) for length in shape) if chunked else None
+    with h5py.File(tmp_path / "v.h5", "w") as file:
+        file.create_dataset("raw", data=values, chunks=chunks, compression="gzip" if chunked else None)
+    patches = h5chunk.Patches(tmp_path / "v.h5", {"raw": "raw"}, size, channels=channels, positions=True)
+    with h5chunk.ChunkLoader(patches, 4) as loader:
+        for raw, positions in loader:
+            assert tuple(raw.shape[1:]) == expected
+            for patch, (_, *start) in zip(raw.numpy(), positions.tolist(), strict=True):
+                where = tuple(slice(at, at + length) for at, length in zip(start, size, strict=True))
+                where = (..., *where) if channels != "last" else where
+                assert np.array_equal(patch, values[where])
+
+
+def test_several_files(tmp_path):
+    for number, values in enumerate(VOLUMES):
+        with h5py.File(tmp_path / f"v{number}.h5", "w") as file:
+            file.create_dataset("raw", data=values, chunks=(8, 9, 10), compression="gzip" if number else None)
+            file["label"] = (values > 50000).astype(np.uint8)
+    patches = h5chunk.Patches(tmp_path / "v*.h5", {"raw": "raw", "label": "label"}, SIZE, positions=True)
+    with h5chunk.ChunkLoader(patches, 8) as loader:
+        batches = _epochs(loader)
+    assert sum(len(batch[0]) for batch in batches) == len(patches)
+    for batch in batches:
+        _check(batch, _cut_plain)
+    loader = DataLoader(patches, batch_sampler=h5chunk.ChunkSampler(patches, 8), num_workers=1)
+    assert _same(batches, _epochs(loader))
+
+
+@pytest.mark.parametrize("weights", [None, "label", {"label": lambda label: label + 0.1}])
+def test_the_expected_coverage_is_that_of_many_epochs(tmp_path, weights):
+    shape, size, epochs = (9, 12), (4, 5), 3000
+    label = np.zeros(shape, np.uint8)
+    label[2:4, 8:12] = 1
+    with h5py.File(tmp_path / "v.h5", "w") as file:
+        file["raw"], file["label"] = np.zeros(shape, np.uint8), label
+    patches = h5chunk.Patches(tmp_path / "v.h5", {"raw": "raw"}, size, weights=weights, share=0.75)
+    used = np.zeros(shape)
+    for epoch in range(epochs):
+        for _, *start in patches.positions(epoch).tolist():
+            used[start[0] : start[0] + 4, start[1] : start[1] + 5] += 1 / epochs
+    coverage = patches.coverage()
+    assert np.allclose([used.min(), used.mean(), used.max()], coverage, atol=0.12)
+    assert coverage.mean == pytest.approx(len(patches) * 20 / 108)
+
+
+def test_weights_place_centres(plain):
+    patches = h5chunk.Patches(plain, FIELDS, SIZE, weights={"label": lambda label: label}, share=1)
+    assert all(patches[number][1][3, 5, 4] for number in range(len(patches)) if _is_inside(patches, number))
+    anywhere = h5chunk.Patches(plain, FIELDS, SIZE, weights="label", share=0)
+    assert not all(anywhere[number][1][3, 5, 4] for number in range(len(anywhere)))
+    assert anywhere.fingerprint != patches.fingerprint
+    with pytest.warns(UserWarning, match="3 volumes of 3 without weights above 0"):
+        h5chunk.Patches(plain, FIELDS, SIZE, weights={"label": lambda label: label * 0})
+    with pytest.raises(h5chunk.OptionError, match="0 or more"):
+        h5chunk.Patches(plain, FIELDS, SIZE, weights={"label": lambda label: label - 1.0})
+
+
+def _is_inside(patches: h5chunk.Patches, number: int) -> bool:
+    """Whether a patch touches no border, so that it was not moved."""
+    volume, *start = patches.positions()[number].tolist()
+    room = np.array(patches.volumes[volume][1]) - SIZE
+    return bool((np.array(start) > 0).all() and (start < room).all())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"fields": {"raw": "*/raw", "label": "*/missing"}}, "no dataset matches"),
+        ({"fields": {"raw": "*/*/raw"}}, "at most one"),
+        ({"fields": {"raw": "*"}}, "name a dataset in it"),
+        ({"fields": {}}, "give a mapping"),
+        ({"size": (6, 11, 80)}, "padding='reflect'"),
+        ({"size": (6, 0, 8)}, "size"),
+        ({"size": (6, 11, 8, 2)}, "has 3 axes, but size has 4"),
+        ({"size": (6, 8)}, "channels='first'"),
+        ({"per_volume": 0}, "per_volume"),
+        ({"padding": "wrap"}, "padding"),
+        ({"padding": -1}, "cannot hold"),
+        ({"halo": (1, 2)}, "halo"),
+        ({"weights": {"label": 3}}, "function"),
+        ({"share": 2}, "share"),
+    ],
+)
+def test_errors(plain, changes: Mapping[str, Any], message):
+    arguments = {"fields": FIELDS, "size": SIZE, **changes}
+    with pytest.raises(h5chunk.H5ChunkError, match=message):
+        h5chunk.Patches(plain, **arguments)
+
+
+def test_fields_of_a_volume_must_have_the_same_voxels(plain):
+    with h5py.File(plain, "a") as file:
+        del file["a/label"]
+        file["a/label"] = np.zeros((30, 22, 40), np.uint8)
+    with pytest.raises(h5chunk.FieldError, match="must be the same"):
+        h5chunk.Patches(plain, FIELDS, SIZE)
+
+
+def test_a_changed_file_is_an_error(path):
+    patches = h5chunk.Patches(path, FIELDS, SIZE)
+    with h5py.File(path, "a") as file:
+        file["more"] = np.zeros(3)
+    with pytest.raises(h5chunk.FileError, match="changed"):
+        patches[0]
