@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from h5chunk.feed.frames import Frames
 from h5chunk.feed.layout import torch_dtype
 from h5chunk.feed.slots import KEPT, BatchMemory, Fields, SingleBuffer
 from h5chunk.plan.draws import Draws
@@ -41,6 +42,7 @@ class FieldPipeline:
     def __init__(self, transforms: Sequence[Transform], field: Field | RaggedField, *, reuse: bool) -> None:
         self.reuses = reuse
         self._memory: BatchMemory | SingleBuffer | None = None
+        self._gathered: BatchMemory | None = None  # for windows whose frames are converted
         stored = torch_dtype(field.dtype, field.name)
         self.converter, others = compile_transforms(transforms, field, stored, self._empty)
         self._each: tuple[PerSample, ...] = ()
@@ -83,6 +85,12 @@ class FieldPipeline:
         Batches are split without a common history, so that autograd does not mistake an in-place change of one batch
         for a change of another.
         """
+        if isinstance(samples, Frames):
+            memory: Any = self._empty
+            if not self.converter.changes_nothing:
+                self._gathered = self._gathered or BatchMemory()
+                memory = self._gathered.empty
+            samples, keep = samples.gathered(memory), True
         converted = self.converter(samples, keep, draws)
         if isinstance(converted, tuple):
             return (tuple(part.data for part in converted),)
@@ -141,7 +149,8 @@ class BatchMaker:
             yield self._joined(map(next, batches))
 
     def _split(self, pipeline: FieldPipeline, samples: Any, draws: Draws, batch_size: int) -> Iterator[Part]:
-        step = batch_size * pipeline.num_together(batch_size, keep=self._keep)
+        on_cpu = isinstance(samples, Frames) and samples.values.device.type == "cpu"  # then memory is the limit
+        step = batch_size * (1 if on_cpu else pipeline.num_together(batch_size, keep=self._keep))
         for first in count(0, step):
             some, drawn = samples, draws
             if first or step < len(samples):
@@ -155,7 +164,7 @@ class BatchMaker:
 
     def make(self, samples: Fields, draws: Draws, batch_size: int) -> list[Tensors]:
         """Make batches from gathered samples that nothing else refers to."""
-        if self.changes_nothing and len(samples[0]) <= batch_size:
+        if self.changes_nothing and len(samples[0]) <= batch_size and not any(isinstance(o, Frames) for o in samples):
             return [samples]
         fields = zip(self._pipelines, samples, strict=True)
         batches = zip(*(pipeline.batches(own, draws, batch_size, keep=True) for pipeline, own in fields), strict=True)

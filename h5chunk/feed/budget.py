@@ -6,13 +6,15 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from h5chunk.errors import OptionError, check_whole, count_text, human_bytes, printable
 from h5chunk.feed.dataset import ChunkDataset
-from h5chunk.feed.layout import FieldLayout, Layouts, MatrixLayout, layout_of, slot_bytes, torch_dtype
+from h5chunk.feed.frames import FrameLayout
+from h5chunk.feed.layout import FieldLayout, Layouts, layout_of, slot_bytes, torch_dtype
 from h5chunk.feed.slots import KEPT
 from h5chunk.machine import available_cores
 from h5chunk.native import available
@@ -26,6 +28,7 @@ from h5chunk.store.read.fields import Field
 from h5chunk.store.read.ragged import ImagesField, RaggedField
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.several import NOTABLE, direct_fields, read_amplification
+from h5chunk.store.read.windows import WindowReader
 from h5chunk.transforms import Converter
 from h5chunk.transforms.any_size import AnySizeConverter
 
@@ -50,12 +53,15 @@ class DataSource:
     device: torch.device
     num_threads: int
     timeout_s: float | None
+    has_frames: bool = False  # whether batches are gathered from frames, and are never parts of a slot
 
     @property
     def pieces(self) -> Layouts:
         """The layouts for slots that hold consecutive samples, as when all samples are read once."""
-        matrix, layouts = MatrixLayout, self.layouts.items()
-        return {name: layout.of_pieces() if isinstance(layout, matrix) else layout for name, layout in layouts}
+        return {
+            name: layout if isinstance(layout, FieldLayout) else layout.of_pieces()
+            for name, layout in self.layouts.items()
+        }
 
     def read_amplification(self, order: Order) -> float:
         """Return bytes read over bytes used in an epoch of this order, on all ranks, without fields kept in memory."""
@@ -95,14 +101,26 @@ def make_source(
     if isinstance(h5reader.ragged, ImagesField):
         device = torch.device("cpu")  # images are decoded from windows on the host
     layouts = {
-        name: _layout_of_numbered(dataset.field(name)) if name in numbered else layout_of(h5reader, name, counts, lanes)
+        name: _layout_of_numbered(dataset.field(name)) if name in numbered else _layout(h5reader, name, counts, lanes)
         for name in dataset.fields
     }
     direct, why = _direct_fields(h5reader, reader)
     if num_threads is None:
         thread_bytes = sum(field.scratch_bytes(1) - field.scratch_bytes(0) for field in direct.values())
         num_threads = max(1, min(MAX_THREADS, available_cores(), DECODING_BYTES // max(1, thread_bytes)))
-    return DataSource(h5reader, direct, why, numbered, layouts, device, num_threads, timeout_s)
+    has_frames = isinstance(h5reader, WindowReader)
+    return DataSource(h5reader, direct, why, numbered, layouts, device, num_threads, timeout_s, has_frames)
+
+
+def _layout(reader: H5Reader, name: str, counts: np.ndarray | None, lanes: int) -> Any:
+    """Return the layout of a stored field; see `layout_of`."""
+    layout = layout_of(reader, name, counts, lanes)
+    if not isinstance(reader, WindowReader):
+        return layout
+    assert isinstance(layout, FieldLayout)
+    used = np.arange(reader.num_samples) if counts is None else np.flatnonzero(counts)
+    once = counts is None or int(counts.max(initial=0)) <= 1
+    return FrameLayout(reader, name, layout.dtype, reader.frames_of_chunks(name, used, lanes, once=once))
 
 
 def _layout_of_numbered(field: Field | RaggedField) -> FieldLayout:
@@ -149,6 +167,9 @@ class MemoryBudget:
         self._converters = converters
         self._on_cpu = source.device.type == "cpu"
         self._converted_bytes = sum(converter.sample_bytes for converter in converters if not converter.changes_nothing)
+        fields, layouts = source.reader.fields, source.layouts.items()
+        held = [fields[name].grid.sample_bytes for name, layout in layouts if isinstance(layout, FrameLayout)]
+        self._converted_bytes += sum(held)  # windows that are gathered for a batch
 
     def plan(self, resident: bool | str, order: Order, *, min_chunks: int | None) -> SlotPlan | None:
         """Plan the number and size of the windows in memory; return None if all data is kept on the device instead.
@@ -192,7 +213,7 @@ class MemoryBudget:
             for converter in self._converters
             if isinstance(converter, AnySizeConverter)
         )
-        if self._on_cpu and not self._reuse:  # released windows that wait for reuse
+        if self._on_cpu and not self._reuse and not self._source.has_frames:  # released windows that wait for reuse
             total += KEPT * self._window_bytes(largest_window(order))
         if self._on_cpu:
             total += (KEPT + 1) * order.batch_size * self._converted_bytes

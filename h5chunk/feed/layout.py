@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,7 +85,7 @@ class MatrixLayout:
         return replace(self, max_entries=max_entries)
 
 
-Layouts = Mapping[str, FieldLayout | MatrixLayout]
+Layouts = Mapping[str, Any]  # `FieldLayout`, `MatrixLayout`, or `h5chunk.feed.frames.FrameLayout`
 
 
 def layout_of(reader: H5Reader, name: str, counts: np.ndarray | None, lanes: int) -> FieldLayout | MatrixLayout:

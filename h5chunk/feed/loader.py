@@ -200,7 +200,7 @@ class ChunkLoader(Resumable):
         self.is_resident = self._plan is None
         self._template = order if self._plan is None else self._plan.order
         # echoes must not change if the caller changes a batch in place
-        keep = self.is_resident or (self._source.device.type == "cpu" and echo == 1)
+        keep = self.is_resident or (self._source.device.type == "cpu" and echo == 1 and not self._source.has_frames)
         self._device, self._reuse, self._echo = target, reuse, float(echo)
         self._maker = BatchMaker(self._pipelines, keep=keep, device=None if target == self._source.device else target)
         self.report = EpochReport()

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from h5chunk.errors import FileError, WorkerError, lost_by_fork, printable
+from h5chunk.feed.frames import FrameRoom
 from h5chunk.native import CANCELLED, DONE, Ending, NativePool, Result, available
 from h5chunk.plan.order import Window
 from h5chunk.stamp import stamp_of
@@ -152,7 +153,9 @@ class ReadPool:
         numbered: Mapping[str, Callable[[np.ndarray], np.ndarray]] | None = None,
         timeout_s: float | None = TIMEOUT_S,
     ) -> None:
-        self._reader, self._direct, self._numbered = reader, direct, numbered or {}
+        self._reader, self._numbered = reader, numbered or {}
+        self._rows_reader: H5Reader = getattr(reader, "frames", reader)  # loads of windows are rows of frames
+        self._direct = {name: getattr(field, "frames", field) for name, field in direct.items()}
         self.path, self.timeout_s = reader.path, timeout_s
         self.epoch = 0  # of the windows that are read next
         self.tasks_done = 0  # tasks for Python threads
@@ -166,9 +169,8 @@ class ReadPool:
         self._num_threads, self._has_workers, self._is_closed = num_threads, False, False
         self._native: NativePool | None = None
         self._native_reads: dict[int, WindowRead] = {}  # by ticket
-        self.descriptor: Any = (
-            OpenFiles(reader) if getattr(reader, "frames", reader).is_set else open_descriptor(reader.path)
-        )
+        several = self._rows_reader.is_set
+        self.descriptor: Any = OpenFiles(reader) if several else open_descriptor(reader.path)
         try:
             self._stamp: tuple[Any, ...] = ()  # path and stamp of a single file of this machine
             if not isinstance(self.descriptor, OpenFiles):
@@ -176,7 +178,7 @@ class ReadPool:
                 if stamp_of(self.descriptor) != reader.stamp:
                     reader.check_unchanged(self.descriptor)
             self._forget()
-            self._whole = read_small_fields(direct, self.descriptor, reader.check_unchanged)
+            self._whole = read_small_fields(self._direct, self.descriptor, reader.check_unchanged)
             if available():
                 self._native = NativePool(num_threads)
             else:
@@ -316,8 +318,12 @@ class ReadPool:
             values = self._numbered[name](window.samples)
             out.view(values.dtype).reshape(values.shape)[:] = values
             return ()
+        rows, destinations, samples = window.rows, window.destinations, window.samples
+        if isinstance(out, FrameRoom):
+            rows = samples = out.rows
+            destinations, out = np.arange(len(rows)), out.values
         if name in self._whole:
-            gather = RowGather(self._whole[name], window.samples, out)
+            gather = RowGather(self._whole[name], samples, out)
             if out.nbytes > QUICK_BYTES:
                 return (gather,)
             gather(self.descriptor)
@@ -325,15 +331,15 @@ class ReadPool:
         if not len(window.samples):  # an empty last batch
             return ()
         if name in self._direct:
-            return self._direct[name].tasks(window.rows, window.destinations, out)
-        return (partial(self._read_by_hdf5, name, window.samples, out),)
+            return self._direct[name].tasks(rows, destinations, out)
+        return (partial(self._read_by_hdf5, name, samples, out),)
 
     def _read_by_hdf5(self, name: str, samples: np.ndarray, values: np.ndarray | CsrBuffers, _descriptor: int) -> None:
         if not isinstance(values, CsrBuffers):
-            field = self._reader.fields[name]
+            field = self._rows_reader.fields[name]
             values = values.view(field.dtype).reshape(len(samples), *field.sample_shape)
         with self._hdf5:
-            self._reader.read(name, samples, values)
+            self._rows_reader.read(name, samples, values)
 
     def close(self) -> None:
         """Stop and join the threads, and close the file. Tasks that no thread has begun are dropped.

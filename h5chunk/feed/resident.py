@@ -21,7 +21,8 @@ import torch
 from h5chunk.errors import WorkerError
 from h5chunk.feed.batches import BatchMaker, Tensors
 from h5chunk.feed.budget import LOADING_SLOTS, DataSource
-from h5chunk.feed.layout import FieldLayout, MatrixLayout, slot_bytes
+from h5chunk.feed.frames import FrameLayout, Frames
+from h5chunk.feed.layout import FieldLayout, slot_bytes
 from h5chunk.feed.slots import KEPT, BatchMemory, Fields, gather, to_device
 from h5chunk.feed.stream import EpochReport, WindowStream
 from h5chunk.native import DONE, GATHER, JOB, NativePool, available
@@ -141,8 +142,12 @@ class Resident:
         return plan
 
 
-def _empty(layout: FieldLayout | MatrixLayout, num_samples: int, device: torch.device) -> torch.Tensor | CsrRows:
+def _empty(layout: Any, num_samples: int, device: torch.device) -> torch.Tensor | CsrRows | Frames:
     """Allocate memory for all samples of a field, whose layout is one of `DataSource.pieces`."""
+    if isinstance(layout, FrameLayout):
+        rows, table = layout.reader.distinct_rows(layout.name, np.arange(num_samples))
+        (shape, kind), _ = layout.arrays(len(rows), num_samples)
+        return Frames(torch.empty(shape, dtype=kind, device=device), torch.from_numpy(table).to(device), rows)
     first, *entries = (torch.empty(shape, dtype=kind, device=device) for shape, kind in layout.capacity(num_samples))
     if isinstance(layout, FieldLayout):
         return first
@@ -153,6 +158,10 @@ def _put(field: Any, first: int, part: Any) -> None:
     """Copy consecutive samples, ``part``, into a field, starting at sample ``first``."""
     if isinstance(field, torch.Tensor):
         field[first : first + len(part)].copy_(part)
+        return
+    if isinstance(field, Frames):
+        where = np.searchsorted(field.rows, part.rows)
+        field.values.index_copy_(0, to_device(where, field.values.device), part.values)
         return
     start, stop = (int(field.host_starts[row]) for row in (first, first + len(part)))
     field.indices[start:stop].copy_(part.indices)

@@ -240,7 +240,8 @@ class SampleReader:
         if not out.size:
             return
         if name in opened.whole:
-            np.take(opened.whole[name], rows, axis=0, out=out, mode="clip")  # in other modes NumPy copies twice
+            stored = opened.direct[name].rows_of(rows)
+            np.take(opened.whole[name], stored, axis=0, out=out, mode="clip")  # in other modes NumPy copies twice
         elif name in opened.direct:
             opened.read(name, rows, out.reshape(len(rows), -1).view(np.uint8))
         else:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from h5chunk.errors import FileError, OptionError, human_bytes
+from h5chunk.feed.frames import FrameLayout, FrameRoom, Frames, FrameWindow
 from h5chunk.feed.layout import FieldLayout, Layouts, MatrixLayout, aligned_bytes, slot_bytes
 from h5chunk.native import cuda
 from h5chunk.store.read.csr import CsrBuffers
@@ -32,7 +33,7 @@ KEPT = 2  # free buffers to keep, because a loop holds one batch while the next 
 REUSED_BYTES = 1 << 20  # smaller buffers come from malloc, which reuses their memory itself
 
 Fields = tuple[Any, ...]  # the samples of each field, on the device: a torch.Tensor or CsrRows
-Destination = np.ndarray | CsrBuffers  # the memory that readers fill with the samples of a field
+Destination = np.ndarray | CsrBuffers | FrameRoom  # the memory that readers fill with the samples of a field
 Arrays = list[list[torch.Tensor]]  # for each field, one array of dense samples or the arrays of a CSR matrix
 
 
@@ -160,7 +161,8 @@ class CsrWindow:
         return CsrRows(arrays[0], self._starts, arrays[1], arrays[2] if len(arrays) > 2 else None)
 
 
-Windows = dict[str, DenseWindow | CsrWindow]
+Windows = dict[str, DenseWindow | CsrWindow | FrameWindow]
+KINDS: dict[type, Any] = {FieldLayout: DenseWindow, MatrixLayout: CsrWindow, FrameLayout: FrameWindow}
 
 
 def _arrays_in(buffer: torch.Tensor, layouts: Layouts, num_samples: int) -> Arrays:
@@ -352,10 +354,7 @@ def _copy_table(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> np.ndarr
 
 
 def _windows_of(layouts: Layouts, samples: np.ndarray) -> Windows:
-    return {
-        name: DenseWindow(layout, samples) if isinstance(layout, FieldLayout) else CsrWindow(layout, samples)
-        for name, layout in layouts.items()
-    }
+    return {name: KINDS[type(layout)](layout, samples) for name, layout in layouts.items()}
 
 
 def _destinations(windows: Windows, arrays: Arrays) -> dict[str, Destination]:
@@ -375,7 +374,7 @@ def gather(fields: Fields, samples: SampleNumbers, memory: BatchMemory | None) -
     """
     gathered: list[Any] = []
     for field in fields:
-        if isinstance(field, (CsrRows, ImagesByNumber)):
+        if isinstance(field, (CsrRows, Frames, ImagesByNumber)):
             gathered.append(field.take(samples))
         elif memory is None:
             gathered.append(field.index_select(0, samples.on_device))

@@ -177,7 +177,7 @@ class WindowStream:
     def _make_slots(self, source: DataSource, plan: SlotPlan) -> Iterator[Any]:
         layouts, num_samples = source.layouts, plan.window_samples
         if source.device.type == "cpu":
-            memory = None if self._lends_slot else BatchMemory()
+            memory = None if self._lends_slot or source.has_frames else BatchMemory()
             gathered = BatchMemory()
             for _ in range(plan.num_slots):
                 yield CpuSlot(layouts, num_samples, memory, gathered)

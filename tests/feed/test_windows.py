@@ -11,6 +11,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from support.scripts import needs_gpu
 
 import h5chunk
 
@@ -123,6 +124,42 @@ def test_every_window_comes_once_in_a_shuffled_order_that_resumes_and_ranks_shar
     assert sorted(shares[0] + shares[1]) == list(range(57))
     dataloader = torch.utils.data.DataLoader(windows, batch_sampler=h5chunk.ChunkSampler(windows, 8))
     assert sorted(_joined(anchors(dataloader))) == list(range(57))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+@pytest.mark.parametrize("stride", [2, 9])
+@pytest.mark.filterwarnings("ignore:.*shorter than")
+def test_frames_are_held_once_whatever_the_order(stride: int, device: str, tmp_path: Path) -> None:
+    lengths, path = np.arange(1, 31), tmp_path / "rows.h5"  # each frame holds its own row
+    episode = np.repeat(np.arange(30), lengths)
+    with h5py.File(path, "w") as file:
+        file["plain"] = np.repeat(np.arange(len(episode), dtype=np.float32), 300).reshape(-1, 300)
+        file.create_dataset("packed", data=file["plain"][:], chunks=(7, 300), compression="gzip")
+        file["small"], file["length"] = np.arange(len(episode)), lengths
+    names = {name: name for name in ("plain", "packed", "small")}
+    windows = h5chunk.Windows(path, names, 2, history=1, stride=stride, episode_lengths="length")
+
+    def anchors(loader: Any) -> list[int]:
+        found = []
+        for plain, packed, small in loader:
+            rows = small.cpu().numpy()
+            assert (np.diff(rows) == stride).all() and (episode[rows] == episode[rows[:, :1]]).all()
+            assert all((own.cpu().numpy() == rows[:, :, None]).all() for own in (plain, packed))
+            found += rows[:, 0].tolist()
+        return sorted(found)
+
+    every = anchors([windows[[*range(len(windows))]]])
+    assert len(every) == len(windows) > 40
+    some = windows.subset(np.arange(len(windows)) % 5 == 0)
+    for options in ({}, {"reuse": True}, {"resident": True}, {"shuffle": False}, {"reader": "h5py"}):
+        assert anchors(h5chunk.ChunkLoader(windows, 8, device=device, **options)) == every
+        assert anchors(h5chunk.ChunkLoader(some, 8, device=device, **options)) == every[::5]
+    for window_chunks in (1, 3, 50):
+        sampler = h5chunk.ChunkSampler(windows, 4, window_chunks=window_chunks, rank=0, world_size=1, lanes=2)
+        assert anchors(h5chunk.ChunkLoader(windows, sampler=sampler, device=device)) == every
+    assert anchors(h5chunk.ChunkLoader(windows, 8, echo=2, device=device)) == sorted(2 * every)
+    weighted = h5chunk.ChunkSampler(windows, 8, weights=np.arange(len(windows)))
+    assert set(anchors(h5chunk.ChunkLoader(windows, sampler=weighted, device=device))) <= set(every)
 
 
 def test_a_split_keeps_episodes_whole(tmp_path: Path) -> None:

@@ -162,6 +162,10 @@ class ByteReader:
         """Read all rows of a field that is not a matrix: (num_rows, *sample_shape)."""
         raise NotImplementedError
 
+    def rows_of(self, samples: np.ndarray) -> np.ndarray:
+        """Return the rows, as `read_all` returns them, that these samples consist of: (n, ...) int64."""
+        return samples
+
     def bytes_read(self, rows: np.ndarray) -> int:
         """Return the number of bytes that are read, or decoded, for these rows, in any order."""
         raise NotImplementedError

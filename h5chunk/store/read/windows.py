@@ -8,7 +8,7 @@ are read together. Another kind of sample that consists of rows needs another ``
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from functools import cached_property
 from typing import Any
@@ -63,6 +63,71 @@ class WindowReader(H5Reader):
         rows = self.anchors[samples, None] + self.steps[name]
         return np.clip(rows, self._first[samples, None], self._last[samples, None])
 
+    def distinct_rows(self, name: str, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows of all frames of these samples, ascending, and the position in them of each frame.
+
+        The rows are (m,) int64 and distinct; if most frames between the first and last of a window belong to it, all of
+        these are among them. The positions are (n, num_frames) int64.
+        """
+        rows = self.rows_of(name, samples)
+        if self._is_sparse(name) or not len(rows):
+            found, positions = np.unique(rows, return_inverse=True)
+            return found, positions.reshape(rows.shape)
+        order = np.argsort(rows[:, 0], kind="stable")
+        lows, highs = rows[order, 0], np.maximum.accumulate(rows[order, -1])
+        apart = np.append(True, lows[1:] > highs[:-1] + 1)  # runs of rows that overlapping windows share
+        firsts, lasts = lows[apart], highs[np.append(apart[1:], True)]
+        ends = np.cumsum(lasts - firsts + 1)
+        shifts = firsts - np.append(0, ends[:-1])
+        shift = np.empty(len(rows), np.int64)
+        shift[order] = shifts[np.cumsum(apart) - 1]
+        return np.arange(ends[-1]) + np.repeat(shifts, lasts - firsts + 1), rows - shift[:, None]
+
+    def _is_sparse(self, name: str) -> bool:
+        steps = self.steps[name]
+        return bool(2 * len(steps) < steps[-1] - steps[0] + 1)
+
+    def _ends_of(self, name: str, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows of the first and the last frame of these samples: (n,) int64 each."""
+        anchors, steps = self.anchors[samples], self.steps[name]
+        limits = self._first[samples], self._last[samples]
+        return np.clip(anchors + steps[0], *limits), np.clip(anchors + steps[-1], *limits)
+
+    def frames_of_chunks(self, name: str, samples: np.ndarray, lanes: int, *, once: bool) -> Callable[[int], int]:
+        """Return a function that bounds the frames of a load of n windows from above.
+
+        ``samples``, (m,) int64 and ascending, are those that an order uses, each ``once`` in an epoch or more often.
+        They come chunk by chunk, like rows of a matrix: see `h5chunk.plan.csr.entries_of_chunks`.
+        """
+        assert self.chunk_starts is not None
+        starts = starts_of_runs(np.searchsorted(self.chunk_starts, samples, "right"))
+        sizes, (lows, highs) = np.diff(starts), self._ends_of(name, samples)
+        spans = highs[starts[1:] - 1] - lows[starts[:-1]] + 1
+        extra = np.cumsum(np.append(0, np.sort(np.maximum(0, spans - sizes))[::-1]))
+        whole, smallest = np.cumsum(np.append(0, np.sort(spans)[::-1])), np.cumsum(np.sort(sizes))
+        steps = self.steps[name]
+        width = len(steps) if self._is_sparse(name) else steps[-1] - steps[0] + 1
+
+        def max_frames(num_samples: int) -> int:
+            most = min(num_samples * int(width), int(whole[-1]))
+            if not once:
+                return most
+            num_whole = min(int(np.searchsorted(smallest, num_samples, "right")), len(sizes))
+            pieces = int(whole[min(4 * lanes + 1, len(sizes))])
+            return min(most, num_samples + int(extra[num_whole]) + pieces)
+
+        return max_frames
+
+    def frames_of_pieces(self, name: str) -> Callable[[int], int]:
+        """Return a function that bounds the frames of loads of n consecutive windows from above."""
+        lows, highs = self._ends_of(name, np.arange(self.num_samples))
+
+        def max_frames(num_samples: int) -> int:
+            count = max(1, min(num_samples, len(lows)))
+            return int((highs[count - 1 :] - lows[: len(lows) - count + 1]).max(initial=0)) + 1
+
+        return max_frames
+
     def is_padding(self, name: str, samples: np.ndarray) -> np.ndarray:
         """Return which frames of a field are repeated because the episode has none there: (n, num_frames) bool."""
         return self.rows_of(name, samples) != self.anchors[samples, None] + self.steps[name]
@@ -78,6 +143,11 @@ class WindowReader(H5Reader):
         for table in (self.anchors, self._first, self._last):
             found = zlib.crc32(table.tobytes(), found)
         return zlib.crc32(str(self.frames.fingerprint).encode(), found)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk of frames, which are held once."""
+        return self.frames.chunk_bytes
 
     @property
     def recommendation(self) -> None:
@@ -119,12 +189,11 @@ class WindowReader(H5Reader):
 
 
 class WindowBytes(ByteReader):
-    """Read the windows of one field by byte ranges."""
+    """Read the windows of one field by byte ranges; memory for the whole field holds ``frames``."""
 
     def __init__(self, reader: WindowReader, name: str, frames: ByteReader) -> None:
-        self.name, self._reader, self._frames = name, reader, frames
-        self.row_bytes = frames.row_bytes * len(reader.steps[name])
-        self.num_bytes = self.row_bytes * reader.num_samples
+        self.name, self._reader, self.frames = name, reader, frames
+        self.row_bytes, self.num_bytes = frames.row_bytes, frames.num_bytes
         self.is_plain, self.chunks = frames.is_plain, frames.chunks
 
     def tasks(self, rows: np.ndarray, destinations: np.ndarray, out: np.ndarray) -> Iterator[ReadTask]:
@@ -132,15 +201,20 @@ class WindowBytes(ByteReader):
         frames = self._reader.rows_of(self.name, rows)
         places = destinations[:, None] * frames.shape[1] + np.arange(frames.shape[1])
         order = np.argsort(frames, axis=None, kind="stable")
-        target = out.reshape(len(out) * frames.shape[1], self._frames.row_bytes)
-        return self._frames.tasks(frames.ravel()[order], places.ravel()[order], target)
+        target = out.reshape(len(out) * frames.shape[1], self.row_bytes)
+        return self.frames.tasks(frames.ravel()[order], places.ravel()[order], target)
 
     def read_all(self, descriptor: Any) -> np.ndarray:
-        field, samples = self._reader.fields[self.name], np.arange(self._reader.num_samples)
-        values = np.empty(field.grid.shape, field.dtype)
-        for task in self.tasks(samples, samples, values.reshape(len(samples), -1).view(np.uint8)):
-            task(descriptor)
-        return values
+        return self.frames.read_all(descriptor)
+
+    def rows_of(self, samples: np.ndarray) -> np.ndarray:
+        return self._reader.rows_of(self.name, samples)
 
     def bytes_read(self, rows: np.ndarray) -> int:
-        return self._frames.bytes_read(np.unique(self._reader.rows_of(self.name, rows)))
+        return self.frames.bytes_read(np.unique(self._reader.rows_of(self.name, rows)))
+
+    def forget(self) -> None:
+        self.frames.forget()
+
+    def scratch_bytes(self, num_threads: int) -> int:
+        return self.frames.scratch_bytes(num_threads)
