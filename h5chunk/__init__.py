@@ -31,6 +31,7 @@ _HOMES = {
     "Patches": "h5chunk.feed.patches",
     "Recommendation": "h5chunk.tools.tune.report",
     "RepackReport": "h5chunk.tools.repack.report",
+    "Stitcher": "h5chunk.feed.stitch",
     "VerifyReport": "h5chunk.tools.verify.report",
     "Windows": "h5chunk.feed.windows",
     "append": "h5chunk.tools.convert.append",

@@ -281,3 +281,76 @@ def test_a_changed_file_is_an_error(path):
         file["more"] = np.zeros(3)
     with pytest.raises(h5chunk.FileError, match="changed"):
         patches[0]
+
+
+TILES = {"size": (10, 12, 9), "overlap": (3, 0, 5)}
+
+
+@pytest.mark.parametrize("blend", ["gaussian", "linear", "uniform"])
+@pytest.mark.parametrize("dtype", ["u2", "i8", "f2", "f4", "f8"])
+def test_stitching_gives_the_volumes_back(tmp_path, dtype, blend):
+    volumes = [(values.astype(np.float64) - 30000).astype(dtype) for values in VOLUMES]
+    if dtype == "u2":
+        volumes = VOLUMES
+    with h5py.File(tmp_path / "v.h5", "w") as file:
+        for number, values in enumerate(volumes):
+            file.create_dataset(f"{number}/raw", data=values, chunks=(7, 8, 9), compression="gzip")
+    tiles = h5chunk.Patches(tmp_path / "v.h5", {"raw": "*/raw"}, TILES["size"]).tiles(TILES["overlap"])
+    stitcher = h5chunk.Stitcher(tiles, blend=blend)
+    for raw, position in h5chunk.ChunkLoader(tiles, 5, shuffle=False):
+        stitcher.add(raw, position)
+    for found, expected in zip(stitcher.result(), volumes, strict=True):
+        assert found.dtype == expected.dtype and np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("channels", ["first", "last"])
+def test_stitching_to_hdf5_with_channels_halo_and_small_volumes(plain, tmp_path, channels):
+    size = (15, 12, 21)  # larger than a volume
+    tiles = h5chunk.Patches(plain, {"raw": "*/raw"}, size, halo=2, padding="edge").tiles(4)
+    axis = 1 if channels == "first" else -1
+    with h5py.File(tmp_path / "out.h5", "w") as file:
+        stitcher = h5chunk.Stitcher(
+            tiles, channels=channels, out=lambda name, *how: file.create_dataset(f"seen/{name.split()[-1]}", *how)
+        )
+        for raw, position in DataLoader(tiles, batch_size=3, collate_fn=h5chunk.collate):
+            raw = raw.numpy().astype(np.float32)
+            stitcher.add(torch.from_numpy(np.stack([raw, -raw], axis)), position)
+        assert len(stitcher.result()) == 3
+        for name, values in zip(("a", "b9", "b10"), VOLUMES, strict=True):
+            found, both = file[f"seen/{name}"], values.astype(np.float32)
+            assert np.array_equal(found, np.stack([both, -both], 0 if channels == "first" else -1))
+
+
+def test_blending_is_a_weighted_mean(tmp_path):
+    with h5py.File(tmp_path / "v.h5", "w") as file:
+        file["raw"] = np.zeros((4, 10), np.float32)
+    tiles = h5chunk.Patches(tmp_path / "v.h5", {"raw": "raw"}, (4, 6)).tiles((0, 2))
+    stitcher = h5chunk.Stitcher(tiles, blend="linear")
+    for value, position in enumerate(tiles.positions()):
+        stitcher.add(np.full((1, 4, 6), value, np.float32), position[None])
+    assert np.allclose(stitcher.result()[0][0], [0, 0, 0, 0, 1 / 3, 2 / 3, 1, 1, 1, 1])
+
+
+def test_tiles_cover_all_and_errors_of_stitching(plain):
+    patches = h5chunk.Patches(plain, FIELDS, SIZE)
+    tiles = patches.tiles(2)
+    used = [np.zeros(shape, int) for _, shape in tiles.volumes]
+    for volume, *start in tiles.positions().tolist():
+        used[volume][tuple(slice(at, at + size) for at, size in zip(start, SIZE, strict=True))] += 1
+    assert all((each > 0).all() for each in used)
+    assert np.array_equal(tiles.positions(0), tiles.positions(9))
+    stitcher = h5chunk.Stitcher(tiles)
+    raw, _, position = tiles[[0, 1, 2]]
+    with pytest.raises(h5chunk.OptionError, match="in order"):
+        stitcher.add(raw[1:], position[1:])
+    stitcher.add(raw, position)
+    with pytest.raises(h5chunk.OptionError, match="only 3 of"):
+        stitcher.result()
+    with pytest.raises(h5chunk.OptionError, match="in space it must have"):
+        stitcher.add(raw[:1, 1:], tiles[[3]][2])
+    with pytest.raises(h5chunk.OptionError, match=r"Patches\.tiles"):
+        h5chunk.Stitcher(patches)
+    with pytest.raises(h5chunk.OptionError, match="less than the size"):
+        patches.tiles(8)
+    with pytest.raises(h5chunk.OptionError, match="padding"):
+        h5chunk.Patches(plain, FIELDS, SIZE, halo=1).tiles()

@@ -1,0 +1,173 @@
+"""Put tiles of volumes together again, such as the predictions of a network for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from h5chunk.errors import OptionError
+from h5chunk.feed.patches import Patches
+from h5chunk.plan.patches import Tiles
+
+BLENDS: dict[str, Callable[[int], np.ndarray]] = {
+    "uniform": lambda size: np.ones(size),
+    "linear": lambda size: np.minimum(np.arange(1, size + 1), np.arange(size, 0, -1)) / ((size + 1) // 2),
+    "gaussian": lambda size: np.exp(-0.5 * ((np.arange(size) - (size - 1) / 2) / (size / 8)) ** 2).clip(1e-3),
+}
+
+
+class Stitcher:
+    """Put the tiles of `Patches.tiles` together; where they overlap, the result is their weighted mean::
+
+        tiles = patches.tiles(overlap=16)
+        stitcher = h5chunk.Stitcher(tiles)
+        for raw, position in h5chunk.ChunkLoader(tiles, 4, shuffle=False):
+            stitcher.add(network(raw), position)
+        volumes = stitcher.result()
+
+    Equal values of overlapping tiles stay exactly the same, and of a value of whole numbers the mean is rounded. Only
+    as many planes as a tile has are held, besides the results.
+
+    Parameters
+    ----------
+    tiles : Patches
+        The data set that `Patches.tiles` returned, whose tiles are added in its order.
+    blend : {"gaussian", "linear", "uniform"}
+        The weights of a tile's voxels: highest at its centre, or all equal.
+    channels : {"first", "last"}
+        Where other axes of the added values are than those of space.
+    out : callable, optional
+        Called as ``out(name, shape, dtype)`` for each volume; returns what its result is written to, plane by plane:
+        a dataset of an open HDF5 file, ``lambda name, *how: file.create_dataset(str(number), *how)``, or any array.
+        Default: NumPy arrays.
+
+    Raises
+    ------
+    OptionError
+        An argument is invalid.
+    """
+
+    def __init__(
+        self,
+        tiles: Patches,
+        *,
+        blend: str = "gaussian",
+        channels: str = "first",
+        out: Callable[[str, tuple[int, ...], np.dtype], Any] | None = None,
+    ) -> None:
+        if not isinstance(tiles, Patches) or not isinstance(tiles._plan, Tiles):
+            raise OptionError(f"tiles is {tiles!r:.80}: give the data set that Patches.tiles() returned")
+        if blend not in BLENDS:
+            raise OptionError(f"blend is {blend!r}: give one of {', '.join(BLENDS)}")
+        if channels not in ("first", "last"):
+            raise OptionError(f"channels is {channels!r}: give first or last")
+        self._tiles, self._size, self._first = tiles, tiles.size, channels == "first"
+        self._make = out or (lambda _name, shape, dtype: np.empty(shape, dtype))
+        self._next, self._results = 0, list[Any]()
+        self._window = np.ones(())
+        for length in self._size:
+            self._window = np.multiply.outer(self._window, BLENDS[blend](length))
+
+    def add(self, values: Any, positions: Any) -> None:
+        """Add tiles.
+
+        Parameters
+        ----------
+        values : tensor or array, (n, *channels, *size) or (n, *size, *channels)
+            With a halo or without it; the halo is left out.
+        positions : tensor or array, (n, 1 + axes) of int
+            The field ``position`` of these tiles.
+
+        Raises
+        ------
+        OptionError
+            These are not the next tiles, or their shape or type is another than before.
+        """
+        values, positions = _as_array(values), _as_array(positions)
+        rows = np.arange(self._next, self._next + len(positions))
+        if len(values) != len(positions) or rows[-1:] >= len(self._tiles):
+            raise OptionError(
+                f"{len(values)} tiles, {len(positions)} positions, and {len(self._tiles) - self._next} due"
+            )
+        if not np.array_equal(self._tiles._positions_of(rows), positions):
+            raise OptionError(
+                "these are not the next tiles: give them in order, from ChunkLoader(tiles, ..., shuffle=False)"
+            )
+        for value, (volume, *start) in zip(values, positions.tolist(), strict=True):
+            if volume == len(self._results):
+                self._begin(volume, value)
+            self._put(self._in_space_first(value), np.array(start))
+            self._next += 1
+
+    def result(self) -> list[Any]:
+        """Return the volumes, after all tiles have been added.
+
+        Raises
+        ------
+        OptionError
+            Tiles are missing.
+        """
+        if self._next < len(self._tiles):
+            raise OptionError(f"only {self._next} of {len(self._tiles)} tiles were added")
+        self._flush(None)
+        return self._results
+
+    def _in_space_first(self, value: np.ndarray) -> np.ndarray:
+        """Return a tile without its halo, with the axes of space first."""
+        axes = len(self._size)
+        if self._first:
+            value = np.moveaxis(value, range(value.ndim - axes, value.ndim), range(axes))
+        halos = [(length - size) / 2 for length, size in zip(value.shape, self._size, strict=False)]
+        if value.ndim < axes or any(halo < 0 or halo % 1 for halo in halos):
+            raise OptionError(f"a tile has the shape {value.shape}: in space it must have {self._size}, or a halo more")
+        return value[tuple(slice(int(halo), int(halo) + size) for halo, size in zip(halos, self._size, strict=True))]
+
+    def _begin(self, volume: int, value: np.ndarray) -> None:
+        self._flush(None)
+        name, shape = self._tiles.volumes[volume]
+        others = self._in_space_first(value).shape[len(shape) :]
+        self._results.append(self._make(name, (*others, *shape) if self._first else (*shape, *others), value.dtype))
+        exact = value.dtype if value.dtype.kind == "f" and value.dtype.itemsize >= 4 else np.dtype(np.float64)
+        planes = (min(self._size[0], shape[0]), *shape[1:])
+        self._low, self._shape, self._dtype = 0, np.array(shape), value.dtype
+        self._mean, self._weight = np.zeros((*planes, *others), exact), np.zeros(planes)
+
+    def _put(self, value: np.ndarray, start: np.ndarray) -> None:
+        low, high = np.maximum(start, 0), np.minimum(start + self._size, self._shape)
+        if value.dtype != self._dtype or value.shape[len(start) :] != self._mean.shape[len(start) :]:
+            raise OptionError(f"a tile of {value.dtype}{list(value.shape)} follows others of {self._dtype}")
+        self._flush(int(low[0]))
+        inside = tuple(map(slice, low - start, high - start))
+        where = (slice(low[0] - self._low, high[0] - self._low), *map(slice, low[1:], high[1:]))
+        window = self._window[inside]
+        self._weight[where] += window
+        share = (window / self._weight[where]).astype(self._mean.dtype)
+        share = share.reshape(share.shape + (1,) * (value.ndim - share.ndim))
+        mean = self._mean[where]
+        mean += (value[inside] - mean) * share  # equal values have a difference of 0, and stay exactly
+
+    def _flush(self, low: int | None) -> None:
+        """Write the planes below ``low``, None for all, which no later tile reaches."""
+        if not self._results or low == self._low:
+            return
+        end = int(self._shape[0]) if low is None else low
+        count, out = end - self._low, self._results[-1]
+        planes = self._mean[:count]
+        planes = (np.rint(planes) if self._dtype.kind in "iub" else planes).astype(self._dtype)
+        where: tuple[slice, ...] = (slice(self._low, end),)
+        if self._first:
+            axes = len(self._size)
+            planes = np.moveaxis(planes, range(axes), range(planes.ndim - axes, planes.ndim))
+            where = (slice(None),) * (planes.ndim - axes) + where
+        out[where] = planes
+        for table in (self._mean, self._weight):
+            table[: len(table) - count] = table[count:].copy()
+            table[len(table) - count :] = 0
+        self._low = end
+
+
+def _as_array(values: Any) -> np.ndarray:
+    """Return a tensor of any device as an array."""
+    return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
