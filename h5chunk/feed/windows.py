@@ -24,6 +24,7 @@ from h5chunk.store.read.windows import WindowReader
 
 IS_PAD = "_is_pad"
 PADDINGS = ("none", "edge")
+LAST = np.array([1 << 60])  # a step beyond any episode, for which windows have the last frame
 
 
 class Windows(ChunkDataset):
@@ -51,9 +52,11 @@ class Windows(ChunkDataset):
     padding : {"none", "edge"}
         "none": all frames of a window lie in its episode. "edge": every time step begins a window, frames beyond the
         episode repeat its first or last one, and for each field ``NAME_is_pad``, (frames,) bool, says which are.
-    episode_lengths : str, optional
-        A dataset with the number of time steps of each episode, such as ``ep_len``, whose sum is the length of the
-        fields. Default: each file is one episode, or each group that matches ``*``.
+    goal : {"last"}, or mapping of str to "last", optional
+        For all fields or by name: add a field ``NAME_goal``, (1, ...), with the last frame of the window's episode.
+    episode_lengths, episode_offsets : str, optional
+        A dataset with the number of time steps of each episode, such as ``ep_len``, or one with the first row of each,
+        such as ``ep_offset``. Default: each file is one episode, or each group that matches ``*``.
     trusted, checksums
         As for `ChunkDataset`.
 
@@ -74,7 +77,9 @@ class Windows(ChunkDataset):
         history: int = 0,
         stride: int | Mapping[str, int] = 1,
         padding: str = "none",
+        goal: str | Mapping[str, str] | None = None,
         episode_lengths: str | None = None,
+        episode_offsets: str | None = None,
         trusted: bool = False,
         checksums: str = OFF,
     ) -> None:
@@ -82,20 +87,26 @@ class Windows(ChunkDataset):
             raise OptionError(f"fields is {fields!r}: give a mapping of names to datasets")
         if padding not in PADDINGS:
             raise OptionError(f"padding is {padding!r}: give none or edge")
-        if taken := [name for name in fields if padding == "edge" and name.removesuffix(IS_PAD) in {*fields} - {name}]:
-            raise OptionError(f"fields has {taken[0]!r}, which is the name of a mask of padding: rename it")
-        if episode_lengths is not None and any("*" in dataset for dataset in fields.values()):
-            raise OptionError("episode_lengths is given, but fields have a *, whose groups are the episodes: give one")
+        goals = _goals(fields, goal)
+        masks = {f"{name}{IS_PAD}": name for name in fields if padding == "edge"}
+        if taken := [name for name in fields if name in masks or name in goals]:
+            raise OptionError(f"fields has {taken[0]!r}, which is the name of a mask of padding or a goal: rename it")
+        tables = {"lengths": episode_lengths, "offsets": episode_offsets}
+        given = {kind: dataset for kind, dataset in tables.items() if dataset is not None}
+        if len(given) > 1:
+            raise OptionError("episode_lengths and episode_offsets are given: give one of them")
+        if given and any("*" in dataset for dataset in fields.values()):
+            raise OptionError(f"episode_{min(given)} is given, but groups that match * are the episodes: give one")
         steps = _steps(fields, length, history, stride)
-        frames = open_frames(path, fields, trusted, checksums)
+        frames = open_frames(path, {**fields, **{name: fields[of] for name, of in goals.items()}}, trusted, checksums)
         borders = borders_of(frames)
-        if episode_lengths is not None:
-            borders = find_borders(frames, episode_lengths, trusted)
+        for kind, dataset in given.items():
+            borders = find_borders(frames, kind, dataset, trusted)
         anchors = _anchors(frames, borders, steps, padding)
-        self._reader = reader = WindowReader(frames, anchors, borders, steps)
-        self._masked = {f"{name}{IS_PAD}": name for name in fields if padding == "edge"}
+        self._reader = reader = WindowReader(frames, anchors, borders, steps | dict.fromkeys(goals, LAST))
+        self._masked = masks
         self._numbered = list(self._masked)
-        self._names = (*fields, *self._masked)
+        self._names = (*fields, *goals, *self._masked)
         self._episodes = reader.episodes
         self._transforms = SampleTransforms(None, {name: self.field(name) for name in self._names})
         self._samples, self._order, self._tables = None, None, {}
@@ -136,6 +147,17 @@ class Windows(ChunkDataset):
     def values(self, name: str) -> np.ndarray:
         """Raise OptionError: a window has several values of each field; use `episodes` to weight or select windows."""
         raise OptionError(f"field {name!r} has several values per window: compute weights from dataset.episodes")
+
+
+def _goals(fields: Mapping[str, str], goal: str | Mapping[str, str] | None) -> dict[str, str]:
+    """Return the fields that are goals, with the field that each is a frame of."""
+    kinds = goal if isinstance(goal, Mapping) else dict.fromkeys(fields if goal is not None else (), goal)
+    for name, kind in kinds.items():
+        if name not in fields:
+            raise OptionError(f"goal has {name!r}, which is not among the fields: {', '.join(fields)}")
+        if kind != "last":
+            raise OptionError(f"goal is {kind!r}: give 'last', or leave it out")
+    return {f"{name}_goal": name for name in kinds}
 
 
 def _steps(

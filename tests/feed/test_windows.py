@@ -98,6 +98,35 @@ def test_windows_are_those_of_a_naive_reader_however_they_are_read(layout: str, 
             assert np.array_equal(got, np.stack([values[position] for values in expected]))
 
 
+@pytest.mark.parametrize("layout", ["robomimic", "compressed"])
+def test_a_goal_is_the_last_frame_of_the_episode(layout: str, tmp_path: Path) -> None:
+    windows = _make(layout, tmp_path, length=3, goal={"image": "last"})
+    assert windows.fields == ("image", "actions", "image_goal")
+    loader = h5chunk.ChunkLoader(windows, 4, shuffle=False)
+    goals = torch.cat([batch[2] for batch in loader])
+    assert np.array_equal(goals[:, 0], [EPISODES[number]["image"][-1] for number in windows.episodes])
+    assert np.array_equal(windows[7][2], goals[7])
+    for wrong in ("first", {"x": "last"}):
+        with pytest.raises(h5chunk.OptionError, match="goal"):
+            _make("flat", tmp_path, length=3, goal=wrong)
+
+
+def test_episodes_by_their_first_rows(tmp_path: Path) -> None:
+    path, fields = _flat(tmp_path / "flat.h5"), {"actions": "actions"}
+    with h5py.File(path, "a") as file:
+        file["ep_offset"] = np.array([0, 9, 14])
+    expected = h5chunk.Windows(path, fields, 3, episode_lengths="ep_len")
+    windows = h5chunk.Windows(path, fields, 3, episode_offsets="ep_offset")
+    assert np.array_equal(windows[[*range(len(windows))]][0], expected[[*range(len(expected))]][0])
+    with pytest.raises(h5chunk.OptionError, match="give one of them"):
+        h5chunk.Windows(path, fields, 3, episode_lengths="ep_len", episode_offsets="ep_offset")
+    for wrong in ([1, 9, 14], [0, 14, 9], [0, 9, 27]):
+        with h5py.File(path, "a") as file:
+            file["ep_offset"][:] = wrong
+        with pytest.raises(h5chunk.FieldError, match="do not go from 0 up to at most 26"):
+            h5chunk.Windows(path, fields, 3, episode_offsets="ep_offset")
+
+
 def _joined(lists: list[list[int]]) -> list[int]:
     return [*chain.from_iterable(lists)]
 

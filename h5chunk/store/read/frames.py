@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -60,24 +61,40 @@ def borders_of(frames: H5Reader) -> np.ndarray:
     return np.concatenate([*own, frames.starts[-1:]])
 
 
-def find_borders(frames: H5Reader, dataset: str, trusted: bool) -> np.ndarray:
-    """Return the first row of each episode, and the number of rows: (num_episodes + 1,) int64, of all files."""
+def find_borders(frames: H5Reader, kind: str, dataset: str, trusted: bool) -> np.ndarray:
+    """Return the first row of each episode, and the number of rows: (num_episodes + 1,) int64, of all files.
+
+    ``kind`` says whether the dataset has the "lengths" of episodes, or their "offsets", the first row of each.
+    """
     found = [np.zeros(1, np.int64)]
     for number, reader in enumerate(frames.readers):
         start, stop = frames.starts[number : number + 2].tolist()
-        table = open_reader(reader.path, {"lengths": dataset}, trusted=trusted)
-        field = table.fields["lengths"]
-        if field.dtype.kind not in "iu" or field.sample_shape or table.num_samples > stop - start:
-            raise FieldError(
-                f"{printable(reader.path)}: {dataset!r} is not a list of whole numbers, at most {stop - start}, "
-                "with the length of each episode"
-            )
-        lengths = np.empty(table.num_samples, field.dtype)
-        table.read("lengths", np.arange(len(lengths)), lengths)
-        if (lengths < 0).any() or sum(lengths.tolist()) != stop - start:
-            raise FieldError(
-                f"{printable(reader.path)}: the lengths of episodes in {dataset!r} add up to {sum(lengths.tolist())}, "
-                f"but the fields have {stop - start} rows"
-            )
-        found.append(start + np.cumsum(lengths.astype(np.int64)))
+        found.append(start + _ends_of_episodes(reader, stop - start, kind, dataset, trusted))
     return np.concatenate(found)
+
+
+def _ends_of_episodes(reader: H5Reader, num_rows: int, kind: str, dataset: str, trusted: bool) -> np.ndarray:
+    """Return the row after the last of each episode of a file: (num_episodes,) int64."""
+    table, where = open_reader(reader.path, {kind: dataset}, trusted=trusted), printable(reader.path)
+    field = table.fields[kind]
+    if field.dtype.kind not in "iu" or field.sample_shape or table.num_samples > num_rows:
+        each = "length" if kind == "lengths" else "first row"
+        raise FieldError(
+            f"{where}: {dataset!r} is not a list of whole numbers, at most {num_rows}, with the {each} of each episode"
+        )
+    numbers = np.empty(table.num_samples, field.dtype)
+    table.read(kind, np.arange(len(numbers)), numbers)
+    if kind == "offsets":
+        firsts = [*numbers.tolist(), num_rows]
+        if firsts[0] != 0 or any(after < first for first, after in pairwise(firsts)):
+            raise FieldError(
+                f"{where}: the first rows of episodes in {dataset!r} do not go from 0 up to at most {num_rows}, the "
+                "number of rows of the fields"
+            )
+        return np.array(firsts[1:], np.int64)
+    if (numbers < 0).any() or sum(numbers.tolist()) != num_rows:
+        raise FieldError(
+            f"{where}: the lengths of episodes in {dataset!r} add up to {sum(numbers.tolist())}, but the fields have "
+            f"{num_rows} rows"
+        )
+    return np.cumsum(numbers.astype(np.int64))
