@@ -127,6 +127,22 @@ def test_episodes_by_their_first_rows(tmp_path: Path) -> None:
             h5chunk.Windows(path, fields, 3, episode_offsets="ep_offset")
 
 
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [("robomimic", "a group for each episode"), ("flat", "one after another"), ("aloha", "a file for")],
+)
+@pytest.mark.filterwarnings("ignore:.*shorter than")
+def test_info_recognises_the_layout_and_prints_the_line_that_opens_it(layout: str, name: str, tmp_path: Path) -> None:
+    _make(layout, tmp_path, length=1)
+    path = next(path for path in sorted(tmp_path.rglob("*")) if path.is_file())
+    info = h5chunk.info(path)
+    assert name in info.layout and info.layout in str(info)
+    space: dict[str, Any] = {}
+    exec("\n".join(info.code), space)
+    images, actions, *_ = next(iter(space["loader"]))
+    assert images.shape[2:] == (6, 5, 3) and actions.shape[2:] == (7,) and len(actions) == len(images)
+
+
 def _joined(lists: list[list[int]]) -> list[int]:
     return [*chain.from_iterable(lists)]
 

@@ -32,6 +32,7 @@ from h5chunk.store.read.ragged import (
     read_image_sizes,
     read_indptr,
 )
+from h5chunk.tools.info.layouts import recognise
 from h5chunk.tools.info.report import DatasetInfo, FileInfo, FolderInfo, ImagesInfo, MachineInfo, MatrixInfo
 from h5chunk.tools.info.summary import BATCH, default_fields, training_code, training_fields
 from h5chunk.tools.measure.machine import available_bytes, cuda_device, default_cache, library_versions
@@ -157,6 +158,8 @@ def _describe_file(path: Path, trusted: bool) -> FileInfo:
         cache = default_cache()
         described = [_describe(dataset, cache, groups) for dataset in datasets]
         fields = training_fields(described, matrices, images, header)
+        code = training_code(shown(path), fields, default_fields(file, header), images) if fields else []
+        layout, windows = recognise(described, shown(path)) if header is None else ("", [])
         return FileInfo(
             path=shown(path),
             num_bytes=path.stat().st_size,
@@ -167,7 +170,8 @@ def _describe_file(path: Path, trusted: bool) -> FileInfo:
             images=images,
             refused=[str(error).removeprefix(f"{printable(path)}: ") for error in refused],
             fields=fields,
-            code=training_code(shown(path), fields, default_fields(file, header), images) if fields else [],
+            code=windows or code,
+            layout=layout,
         )
 
 

@@ -143,11 +143,12 @@ class FileInfo(Report):
     fields: list[str] = field(default_factory=list)  # names of the datasets to train on
     statistics: dict[str, FieldStatistics] = field(default_factory=dict)  # of fields, if they were computed
     code: list[str] = field(default_factory=list)  # lines of Python that make a loader; empty if no field suits one
+    layout: str = ""  # name of a published layout of episodes or series; empty if it has none of those
     show_all: bool = False  # whether to list every dataset, instead of a summary
 
     def lines(self) -> list[str]:
         if self.header is None:
-            origin = f"{count_text(len(self.datasets), 'dataset')}, not written by h5chunk"
+            origin = f"{count_text(len(self.datasets), 'dataset')}, {self.layout or 'not written by h5chunk'}"
         else:
             order = f"shuffled with seed {self.header.seed}" if self.header.shuffled else "in the order of the source"
             if not self.header.shuffled and "appended" in self.header.options:
