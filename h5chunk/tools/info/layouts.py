@@ -33,10 +33,12 @@ def _groups(shapes: Lengths) -> Found | None:
             episodes.setdefault(match[1], set()).add(match[2])
     if not episodes:
         return None
-    common = set.intersection(*episodes.values())
-    rows = {(each, name): shapes[f"data/{each}/{name}"][0] for each in episodes for name in common}
-    alike = {name for name in common if all(rows[each, name] == rows[each, "actions"] for each in episodes)}
-    if "actions" not in alike:
+    own = {name: [shapes[f"data/{each}/{name}"] for each in episodes] for name in set.intersection(*episodes.values())}
+    rows = [shape[0] for shape in own.get("actions", ())]
+    alike = [
+        name for name, of in own.items() if [each[0] for each in of] == rows and len({each[1:] for each in of}) == 1
+    ]
+    if "actions" not in alike or len(alike) < 2:
         return None
     first = next(iter(episodes))
     named = _ordered({name: shapes[f"data/{first}/{name}"] for name in alike})
