@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -64,6 +65,17 @@ def is_signed(url: str) -> bool:
     """
     names = {name for name, _ in parse_qsl(url[len(without_query(url)) :].lstrip("?"))}
     return bool(names) and all(SIGNATURE.fullmatch(name) for name in names)
+
+
+def url_of(path: Path) -> str:
+    """Return the URL of which a path is the local copy; an empty string for other files."""
+    mirror = local_copy_of(path)
+    return "" if mirror is None else str(mirror.url)
+
+
+def name_of(path: Path) -> str:
+    """Return the name of a file; for a local copy, that of its object."""
+    return parse(url_of(path))[1] or path.name
 
 
 local_copies: dict[str, Any] = {}  # the `h5chunk.remote.mirror.Mirror` of each local copy, by its path

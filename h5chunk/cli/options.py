@@ -81,7 +81,7 @@ client = option(
     metavar="ADDRESS",
     heading=RUNNING,
     help="Run on a Dask cluster: tcp://HOST:PORT of its scheduler, a scheduler file, or local:N for N processes here. "
-    "All workers must see the same files.",
+    "All workers must see the same files, but an output at a URL is uploaded by each.",
 )
 tuned = option(
     "--tuned",

@@ -281,6 +281,12 @@ def put(file: Path, url: str) -> None:
     client.client().call({"op": "put", "url": url, "file": str(file), "options": {}})
 
 
+def download(url: str, file: Path, start: int = 0, stop: int | None = None) -> None:
+    """Write an object, or its bytes from ``start`` to ``stop``, to a new file. Raises FileError."""
+    message = {"op": "download", "url": url, "file": str(file), "start": start, "stop": stop}
+    client.client().call({**message, "options": {}})
+
+
 def remove(url: str) -> None:
     """Remove an object. Raises FileError."""
     client.client().call({"op": "remove", "url": url, "options": {}})

@@ -92,7 +92,7 @@ class Pages:
         """Doubt all pages if the machine was started since they were written."""
         boot, now = self.folder / BOOT, _boot_id()
         if not boot.exists() or boot.read_bytes() != now:
-            _write(self._table_file, self._table[:].translate(TO_DOUBT), 0)
+            write_at(self._table_file, self._table[:].translate(TO_DOUBT), 0)
             part = boot.with_name(f"{BOOT}-{os.getpid()}-{os.urandom(4).hex()}")
             part.write_bytes(now)
             part.replace(boot)
@@ -116,14 +116,14 @@ class Pages:
 
     def put(self, first: int, stop: int, data: Any) -> None:
         """Write pages that were absent, and then mark them as present."""
-        _write(self.descriptor, data, first * PAGE)
+        write_at(self.descriptor, data, first * PAGE)
         pages = (memoryview(data)[at : at + PAGE] for at in range(0, len(data), PAGE))
-        _write(self._sums_file, np.fromiter(map(zlib.crc32, pages), SUM).tobytes(), first * SUM.itemsize)
+        write_at(self._sums_file, np.fromiter(map(zlib.crc32, pages), SUM).tobytes(), first * SUM.itemsize)
         self._mark(first, stop, b"\1")
 
     def _mark(self, first: int, stop: int, state: bytes) -> None:
         """Write to the table, but not by mmap, which on a full disk ends the process."""
-        _write(self._table_file, state * (stop - first), first)
+        write_at(self._table_file, state * (stop - first), first)
 
     def keep(self, runs: Iterable[tuple[int, int]]) -> None:
         """Mark present pages, which are in use, so that `free` does not free them."""
@@ -166,7 +166,7 @@ class Pages:
         os.close(self.descriptor)
 
 
-def _write(descriptor: int, data: Any, at: int) -> None:
+def write_at(descriptor: int, data: Any, at: int) -> None:
     view = memoryview(data)
     while view:
         done = os.pwrite(descriptor, view, at)

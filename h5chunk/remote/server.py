@@ -28,7 +28,7 @@ from typing import Any
 from h5chunk.errors import FileError
 from h5chunk.remote.countdown import Countdown
 from h5chunk.remote.objects import HEAD_BYTES, RemoteError, Store, first_line
-from h5chunk.remote.pages import ABOUT, FETCHED, PAGE, Locks, Pages, Runs, create, pages_of
+from h5chunk.remote.pages import ABOUT, FETCHED, PAGE, Locks, Pages, Runs, create, pages_of, write_at
 from h5chunk.urls import is_signed, parse, without_query
 
 GAP_PAGES = 4  # neighbours with at most this many pages between them share a request
@@ -231,6 +231,7 @@ class Server:
             "list": self._list,
             "exists": self._exists,
             "put": self._put,
+            "download": self._download,
             "remove": self._remove,
             "measure": self._measure,
         }[message["op"]]
@@ -266,6 +267,25 @@ class Server:
 
     def _put(self, message: dict[str, Any]) -> dict[str, Any]:
         self._store({**message, "options": {"retry_config": {"max_retries": 10}}}).put(message["url"], message["file"])
+        return {}
+
+    def _download(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Write an object, or some of its bytes, to a new file."""
+        store, url, start, stop = self._store(message), message["url"], message["start"], message["stop"]
+        pin = None
+        if stop is None:
+            pin, _ = store.get(url, 0, HEAD_BYTES)
+            stop = pin["num_bytes"]
+        try:
+            with Path(message["file"]).open("xb") as file:
+
+                def copy(first: int) -> None:
+                    data = store.get(url, first, min(first + REQUEST_PAGES * PAGE, stop), pin)[1]
+                    write_at(file.fileno(), data, first - start)
+
+                list(store.pool.map(copy, range(start, stop, REQUEST_PAGES * PAGE)))
+        except OSError as error:
+            raise FileError(f"{message['file']}: cannot be written: {error.strerror}") from None
         return {}
 
     def _remove(self, message: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pkgutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from queue import Empty, Queue
@@ -48,13 +48,14 @@ class Cluster:
                 raise _version_error(address, version if isinstance(version, str) else "")
 
     def run(
-        self, function: Task, tasks: Mapping[int, Any], say: Callable[[int, int], None]
+        self, function: Task, tasks: Mapping[int, Any], say: Callable[[int, int], None], last: Collection[int] = ()
     ) -> Iterator[tuple[int, Any]]:
         """Yield (number, ``function(task, say)``) for all tasks by their numbers, in the order in which they end.
 
         ``say(number, done)`` is called, from a thread, with what tasks report. A task whose worker dies is run again,
         and so is one that fails to read or write a file, up to `TRIES` times; other errors are raised at once. On an
-        error, and if the iterator is closed, tasks that have not begun are cancelled.
+        error, and if the iterator is closed, tasks that have not begun are cancelled. The tasks ``last`` begin after
+        all others have ended.
         """
         topic, relay = f"h5chunk-{uuid.uuid4().hex}", _ProgressRelay(say)
         self._client.subscribe_topic(topic, relay)
@@ -70,9 +71,13 @@ class Cluster:
 
         failures = _Failures()
         try:
+            waiting = [number for number in tasks if number in last]
             for number in tasks:
-                submit(number)
-            while numbers:
+                if number not in last:
+                    submit(number)
+            while numbers or waiting:
+                if not numbers:
+                    submit(waiting.pop())
                 future = self._next(ended)
                 number = numbers.pop(future)
                 try:

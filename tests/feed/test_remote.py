@@ -419,6 +419,94 @@ def test_shards_are_uploaded_when_they_are_finished(bucket):
     assert len(h5chunk.ChunkDataset("s3://bucket/new")) == 200
 
 
+def objects_in(bucket, folder):
+    """The names and bytes of the objects in a folder; nothing else may be in the bucket."""
+    prefix = f"/bucket/{folder}/"
+    assert all(path.startswith(prefix) for path in bucket.objects)
+    return {path.removeprefix(prefix): data for path, data in bucket.objects.items()}
+
+
+def files_in(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize(("command", "stage"), [(h5chunk.convert, "write"), (h5chunk.repack, "repack")])
+def test_shards_of_matrices_and_folders_are_uploaded_when_they_are_finished(bucket, tmp_path, command, stage):
+    source, end = tmp_path / "a.csv", time.monotonic() + 10
+    source.write_text("".join(f"{n % 70},{n * 7 % 31},{1 + n % 5}\n" for n in range(1500)))
+    options = {} if command is h5chunk.repack else {"shards": 4}
+    if command is h5chunk.repack:
+        h5chunk.convert(source, tmp_path / "new", shards=4)
+        source = tmp_path / "new"
+
+    def wait_for_upload(name, done, total):
+        while name == stage and done == total and not bucket.puts and time.monotonic() < end:
+            time.sleep(0.01)
+
+    command(source, "s3://bucket/new", progress=wait_for_upload, **options)
+    assert time.monotonic() < end
+    assert len(bucket.objects) == 4
+
+
+@pytest.mark.parametrize("kind", ["samples", "matrix", "repack"])
+def test_workers_of_a_cluster_upload(bucket, tmp_path, monkeypatch, kind):
+    distributed = pytest.importorskip("distributed")
+    about = {"processes": False, "n_workers": 2, "threads_per_worker": 1, "dashboard_address": "127.0.0.1:0"}
+    source, options, command = tmp_path / "a.npz", {"shards": 4}, h5chunk.convert
+    np.savez(source, images=np.random.default_rng(0).integers(0, 256, (90, 3, 8, 8), np.uint8), labels=np.arange(90))
+    if kind == "matrix":
+        source = tmp_path / "a.csv"
+        source.write_text("".join(f"{n % 70},{n * 7 % 31},{1 + n % 5}\n" for n in range(1500)))
+    command(source, tmp_path / "new", **options)
+    expected = files_in(tmp_path / "new")
+    if kind == "repack":
+        source, options, command = tmp_path / "new", {"chunk_samples": 7}, h5chunk.repack
+        command(source, tmp_path / "again", **options)
+        expected = files_in(tmp_path / "again")
+    with distributed.LocalCluster(**about) as cluster, distributed.Client(cluster) as client:
+        report = command(source, "s3://bucket/new", client=client, **options)
+        assert report.path == "s3://bucket/new"
+        num_bytes = sum(file.num_bytes for file in report.files) if kind == "repack" else report.num_bytes
+        assert num_bytes == sum(map(len, expected.values()))
+        assert objects_in(bucket, "new") == expected
+        assert bucket.puts[-1].startswith("/bucket/new/new-00000-of-0000")
+        assert h5chunk.verify("s3://bucket/new", client=client).ok
+        with pytest.raises(OutputError, match="already exists"):
+            command(source, "s3://bucket/new", client=client, **options)
+        del bucket.objects["/bucket/new/new-00001-of-00004.h5"]
+        bucket.objects["/bucket/new/new-00000-of-00009.h5"] = b"old"
+        assert h5chunk.verify("s3://bucket/new", client=client).missing
+        command(source, "s3://bucket/new", client=client, overwrite=True, **options)
+        assert objects_in(bucket, "new") == expected
+        bucket.objects.clear()
+        monkeypatch.setattr("h5chunk.tools.cluster.TRIES", 1)
+        bucket.refused = "new-00000-of-00004.h5"
+        with pytest.raises(OutputError, match="cannot be written"):
+            command(source, "s3://bucket/new", client=client, **options)
+        bucket.refused, notes = "nothing", []
+        more = {} if kind == "repack" else {"notify": notes.append}
+        command(source, "s3://bucket/new", client=client, **more, **options)
+    assert objects_in(bucket, "new") == expected
+    assert kind == "repack" or "continuing" in notes[0]
+    assert not list((tmp_path / "cache" / "h5chunk" / "uploads").iterdir())
+
+
+def test_objects_are_repacked_and_checked_on_a_cluster(bucket, photos, tmp_path):
+    distributed = pytest.importorskip("distributed")
+    about = {"processes": False, "n_workers": 1, "threads_per_worker": 1, "dashboard_address": "127.0.0.1:0"}
+    h5chunk.repack([photos], tmp_path / "local", chunk_samples=5)
+    bucket.objects["/bucket/old/photos.h5"] = photos.read_bytes()
+    with distributed.LocalCluster(**about) as cluster, distributed.Client(cluster) as client:
+        h5chunk.repack("s3://bucket/old/", tmp_path / "new", chunk_samples=5, client=client)
+        assert files_in(tmp_path / "new") == files_in(tmp_path / "local")
+        damaged = bytearray(photos.read_bytes())
+        damaged[len(damaged) // 2] ^= 1
+        bucket.objects["/bucket/old/photos.h5"] = bytes(damaged)
+        report = h5chunk.verify("s3://bucket/old/", client=client)
+    assert not report.ok
+    assert report.files[0].path == "s3://bucket/old/photos.h5"
+
+
 def test_a_failed_upload_in_parts_is_aborted(bucket):
     values = {"images": np.zeros((600, 3, 100, 100), np.uint8), "labels": np.arange(600)}
     bucket.refuses_parts = True
@@ -431,9 +519,11 @@ def test_a_failed_upload_in_parts_is_aborted(bucket):
     assert len(h5chunk.ChunkDataset("s3://bucket/large.h5")) == 600
 
 
-def test_commands_that_need_local_files_say_so(photos, tmp_path):
-    with served(photos) as server, pytest.raises(FileError, match="needs a local file"):
-        h5chunk.repack(f"{server.url}/photos.h5", tmp_path / "new.h5")
+def test_an_object_is_repacked(photos, tmp_path):
+    with served(photos) as server:
+        h5chunk.repack(f"{server.url}/photos.h5", tmp_path / "new.h5", chunk_samples=5)
+    h5chunk.repack(photos, tmp_path / "local.h5", chunk_samples=5)
+    assert (tmp_path / "new.h5").read_bytes() == (tmp_path / "local.h5").read_bytes()
 
 
 @pytest.mark.parametrize("name", ["pages", "object.h5", "about.json", "sums"])

@@ -31,6 +31,7 @@ class ObjectServer(ThreadingHTTPServer):
         self.kinds, self.requests, self.num_faults, self._random = kinds, [], 0, random.Random(seed)
         self.query = ""  # of URLs, such as a signature
         self.refuses_uploads = self.refuses_parts = False
+        self.refused = "nothing"  # part of the paths of uploads that are refused
         self.parts, self.puts = {}, []  # parts of uploads that are not complete, and paths in the order of arrival
         self.num_running = self.most_at_a_time = 0
         self.url = f"http://127.0.0.1:{self.server_port}"
@@ -61,7 +62,8 @@ class _Handler(BaseHTTPRequestHandler):
         """Store an object, or a part of one as in S3."""
         data = self.rfile.read(int(self.headers["Content-Length"]))
         path, _, query = self.path.partition("?")
-        if self.server.refuses_uploads or (query and self.server.refuses_parts):
+        is_refused = self.server.refuses_uploads or self.server.refused in path
+        if is_refused or (query and self.server.refuses_parts):
             return self._answer(403)
         self.server.puts.append(path)
         if query:

@@ -130,7 +130,7 @@ def write_twice(task, say):
         thread.join()
     one, other = results
     assert one.attempt != other.attempt
-    assert filecmp.cmp(one.attempt, other.attempt, shallow=False)
+    assert filecmp.cmp(task.folder.path / one.attempt, task.folder.path / other.attempt, shallow=False)
     return one
 
 

@@ -76,7 +76,8 @@ def convert(
         Called with a line of text, such as that an unfinished conversion is continued.
     client : optional
         Write the shards on a Dask cluster: a ``distributed.Client``, the address of a scheduler, the path of a
-        scheduler file, or ``local:N`` for N processes. All workers must see the source and the output.
+        scheduler file, or ``local:N`` for N processes. All workers must see the source, and the output unless it is a
+        URL: each worker then uploads its shards, and temporary files lie beside the output until the end.
     **options
         Options for reading the source: the fields of its class of options, such as
         `h5chunk.sources.kinds.ImageSourceOptions`. Options for writing: the fields of

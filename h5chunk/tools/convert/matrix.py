@@ -52,6 +52,7 @@ from h5chunk.tools.convert.options import MatrixOptions
 from h5chunk.tools.convert.report import MatrixReport
 from h5chunk.tools.convert.samples import KEY_FACTS
 from h5chunk.tools.progress import Progress, count_up
+from h5chunk.tools.upload import files_in
 
 PROBE_S = 1.0  # seconds for which a dry run reads the source
 
@@ -152,7 +153,7 @@ def _write(
 
 def _facts_of(path: Path) -> dict[str, Any]:
     """Read the values for the report from the headers of a complete file or folder."""
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    files = files_in(path) if path.is_dir() else [path]
     facts = [_facts_of_file(file) for file in files]
     sums = {name: sum(each[name] for each in facts) for name in ("num_rows", "num_bytes")}
     entries = [each["num_entries"] for each in facts]

@@ -6,28 +6,24 @@ output has the results of all finished tasks, so that a conversion can be contin
 
 from __future__ import annotations
 
-import os
 import shutil
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from h5chunk.errors import OutputError, count_text, printable
+from h5chunk.errors import count_text
 from h5chunk.plan.codes import Coding, FloatCoding
 from h5chunk.plan.csr import plan_csr
 from h5chunk.plan.layout import plan_layout
 from h5chunk.sources.matrix.block import SparseSource
-from h5chunk.store.read.files import shard_name
 from h5chunk.store.write.journal import Journal
 from h5chunk.store.write.output import NewFolder
 from h5chunk.tools.cluster import Cluster, connected
-from h5chunk.tools.convert.distribute import load_job, save_job
 from h5chunk.tools.convert.matrix_ids import OldIds, inverse_of
 from h5chunk.tools.convert.matrix_read import (
     UnfitError,
@@ -54,6 +50,8 @@ from h5chunk.tools.convert.matrix_tasks import (
 from h5chunk.tools.convert.options import MatrixOptions
 from h5chunk.tools.convert.samples import shard_starts
 from h5chunk.tools.progress import Progress, count_tasks
+from h5chunk.tools.shared import SharedFolder
+from h5chunk.tools.upload import is_uploaded, shared_folder, take, upload_last
 from h5chunk.tools.verify.verify import verify
 
 Task = Callable[[MatrixJob, int, Callable[[int], None]], Result]
@@ -83,54 +81,56 @@ class ShardedMatrix:
                 self.notify("the unfinished conversion had other options or sources: starting over")
             cluster = None if self.client is None else stack.enter_context(connected(self.client))
             rounds = _Rounds(output.journal, cluster, self.progress, self.notify)
-            results = first_that_fits(self.options, partial(self._attempt, rounds, output.part, output.work))
+            folder = shared_folder(output.part, output.work) if cluster else SharedFolder(output.work)
+            results = first_that_fits(self.options, partial(self._attempt, rounds, output.part, folder))
+            folder.clear()
             output.command_id = self.command_id
             output.commit()
         return _sums(results)
 
-    def _attempt(self, rounds: _Rounds, part: Path, work: Path, coding: Coding | FloatCoding) -> list[Result]:
+    def _attempt(self, rounds: _Rounds, part: Path, folder: SharedFolder, coding: Coding | FloatCoding) -> list[Result]:
         """Write all shards with one coding. Raises UnfitError if it cannot store a value."""
         rounds.coding = type(coding).__name__
         if rounds.is_known_unfit() and coding.fallback() is not None:
             raise UnfitError("an earlier run found a value that this coding cannot store")
-        work.mkdir(exist_ok=True)
+        folder.path.mkdir(exist_ok=True)
+        if not rounds.have_begun:
+            folder.clear()
         try:
-            return self._write(rounds, part, work, coding)
+            return self._write(rounds, part, folder, coding)
         except UnfitError:
             rounds.add_unfit()
-            shutil.rmtree(work, ignore_errors=True)
+            shutil.rmtree(folder.path, ignore_errors=True)
+            folder.clear()
             raise
 
-    def _write(self, rounds: _Rounds, part: Path, work: Path, coding: Coding | FloatCoding) -> list[Result]:
+    def _write(self, rounds: _Rounds, part: Path, folder: SharedFolder, coding: Coding | FloatCoding) -> list[Result]:
         shards = self.options.shards or 1
         parts = self.source.split(shards)
-        job = MatrixJob(work, self.source, parts, self.options, coding, self.old)
+        name = self.path.name.removesuffix(".h5")
+        job = MatrixJob(folder, name, self.source, parts, self.options, coding, self.old)
         read = rounds.run("read", read_part, job, len(parts), sum(part.num_bytes for part in parts))
         job = _plan(replace(job, read=read))
         num_entries = sum(result["entries"] for result in read)
 
         scattered = rounds.run("sort", scatter_part, job, len(parts), num_entries)
         for result in read:
-            os.truncate(work / result["file"], 0)  # frees its space
+            folder.free(result["file"])
         job = replace(job, scattered=scattered)
         surveys = rounds.run("survey", survey_shard, job, shards, num_entries)
         job = _merge(job, surveys)
-        name = self.path.name.removesuffix(".h5")
-        names = [shard_name(name, number, shards) for number in range(shards)]
+        names = [job.shard_name(number) for number in range(shards)]
 
-        def take(number: int, result: Result) -> None:
-            try:
-                (work / result["file"]).replace(part / names[number])
-            except FileNotFoundError:
-                raise OutputError(
-                    f"{printable(part)}: a worker has written {result['file']} to a folder that this process does not "
-                    "see: SOURCE and OUTPUT must be on a file system that all workers share"
-                ) from None
+        def finish(number: int, result: Result) -> None:
+            take(folder, result["file"], part / names[number], result["bytes"])
 
         def is_whole(number: int, result: Result) -> bool:
+            if folder.url:  # it was uploaded whole or not at all
+                return is_uploaded(names[number], result["bytes"])
             return (part / names[number]).exists() and verify(part / names[number]).ok
 
-        return rounds.run("write", write_shard, job, shards, num_entries, take, is_whole)
+        last = upload_last(names, folder)
+        return rounds.run("write", write_shard, job, shards, num_entries, finish, is_whole, last)
 
 
 class _Rounds:
@@ -139,6 +139,10 @@ class _Rounds:
     def __init__(self, journal: Journal, cluster: Cluster | None, progress: Progress | None, notify: Notify) -> None:
         self._journal, self._cluster, self._progress, self._notify = journal, cluster, progress, notify
         self.coding = ""
+
+    @property
+    def have_begun(self) -> bool:
+        return bool(self._journal.records)
 
     def is_known_unfit(self) -> bool:
         return [self.coding, "unfit"] in self._journal.records
@@ -155,8 +159,9 @@ class _Rounds:
         total: int,
         finish: Callable[[int, Result], None] | None = None,
         is_there: Callable[[int, Result], bool] | None = None,
+        last: Collection[int] = (),
     ) -> list[Result]:
-        """Return the results of all tasks.
+        """Return the results of all tasks; ``last`` are to run after all others.
 
         ``finish(number, result)`` is called for each new one; ``is_there`` says whether what an older one names exists.
         """
@@ -165,11 +170,11 @@ class _Rounds:
         for record in self._journal.records:
             if record[:2] != [self.coding, stage] or not 0 <= record[2] < num_tasks:
                 continue
-            if is_there(*record[2:]) if is_there else (job.folder / record[3]["file"]).exists():
+            if is_there(*record[2:]) if is_there else job.folder.has(record[3]["file"]):
                 done[record[2]] = record[3]
         if done:
             self._notify(f"continuing: {len(done)} of {count_text(num_tasks, 'task')} to {stage} are already done")
-        for number, result in self._ended(function, job, [n for n in range(num_tasks) if n not in done], say):
+        for number, result in self._ended(function, job, [n for n in range(num_tasks) if n not in done], say, last):
             if finish is not None:
                 finish(number, result)
             self._journal.add([self.coding, stage, number, result])
@@ -178,22 +183,39 @@ class _Rounds:
         return [done[number] for number in range(num_tasks)]
 
     def _ended(
-        self, function: Task, job: MatrixJob, numbers: list[int], say: Callable[[int, int], None]
+        self,
+        function: Task,
+        job: MatrixJob,
+        numbers: list[int],
+        say: Callable[[int, int], None],
+        last: Collection[int],
     ) -> Iterator[tuple[int, Result]]:
         """Run tasks; yield their numbers and results as they end."""
         if self._cluster is None:
             yield from ((number, function(job, number, partial(say, number))) for number in numbers)
         elif numbers:
-            name = f"job-{uuid.uuid4().hex[:8]}"
-            save_job(job.folder / name, job)
-            tasks = {number: (job.folder / name, function, number) for number in numbers}
-            yield from self._cluster.run(run_task, tasks, say)
+            name = job.folder.save_job(job)
+            tasks = {number: RoundTask(job.folder, name, function, number) for number in numbers}
+            yield from self._cluster.run(run_task, tasks, say, last)
 
 
-def run_task(task: tuple[Path, Task, int], say: Callable[[int], None]) -> Result:
+class RoundTask(NamedTuple):
+    """A task of a round."""
+
+    folder: SharedFolder
+    job: str  # the file with what all tasks have in common
+    function: Task
+    number: int
+
+
+def run_task(task: RoundTask, say: Callable[[int], None]) -> Result:
     """Run a task in a worker."""
-    path, function, number = task
-    return function(load_job(path), number, say)
+    with task.folder.in_worker() as folder:
+        job = replace(folder.load_job(task.job), folder=folder)
+        result = task.function(job, task.number, say)
+        if task.function is write_shard:
+            folder.finish(task.job, result["file"], job.shard_name(task.number))
+        return result
 
 
 # ---- between rounds
@@ -230,7 +252,7 @@ def _merge_ids(job: MatrixJob) -> tuple[tuple[int, int], dict[tuple[str, int], n
     all_ids, maps = [], dict[tuple[str, int], np.ndarray]()
     for axis, old in ((ROWS, job.old.rows), (COLUMNS, job.old.columns)):
         ids = numbering(job.options, old)
-        found = [ids.number(np.load(job.folder / f"{result['file']}-{axis}.npy")) for result in job.read]
+        found = [ids.number(np.load(job.folder.file(f"{result['file']}-{axis}.npy"))) for result in job.read]
         known, ranks = ids.ranks()
         save(job.folder, f"{axis}.npy", known)
         maps |= {(axis, number): ranks[numbers] for number, numbers in enumerate(found)}
@@ -252,7 +274,7 @@ def _merge(job: MatrixJob, surveys: list[Result]) -> MatrixJob:
     """Choose the storage and the columns of all shards."""
     values, columns = job.coding.tally(), None
     for result in surveys:
-        with np.load(job.folder / result["file"]) as found:
+        with np.load(job.folder.file(result["file"])) as found:
             values.add(found["examples"])
             if COLUMNS in found:
                 columns = found[COLUMNS] if columns is None else columns + found[COLUMNS]

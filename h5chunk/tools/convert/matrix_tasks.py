@@ -15,7 +15,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
@@ -23,6 +22,7 @@ import numpy as np
 from h5chunk.errors import OutputError, printable
 from h5chunk.plan.codes import Coding, FloatCoding, Storage
 from h5chunk.sources.matrix.block import SparseSource
+from h5chunk.store.read.files import shard_name
 from h5chunk.store.write.journal import Journal
 from h5chunk.store.write.new_file import NewFile
 from h5chunk.store.write.part_file import writing
@@ -31,6 +31,7 @@ from h5chunk.tools.convert.matrix_read import SPOOL_SHARE, Records, SortedMatrix
 from h5chunk.tools.convert.matrix_select import select_rows, survey
 from h5chunk.tools.convert.matrix_write import write_matrix
 from h5chunk.tools.convert.options import MatrixOptions
+from h5chunk.tools.shared import SharedFolder
 
 ROWS, COLUMNS = "rows", "columns"
 ORDER, DESTINATION = "order.npy", "destination.npy"  # source rows in their new order, and the inverse
@@ -42,7 +43,8 @@ Say = Callable[[int], None]
 class MatrixJob:
     """What the tasks have in common; later fields are known only after earlier tasks."""
 
-    folder: Path  # of temporary files
+    folder: SharedFolder  # of temporary files
+    name: str  # of the shards, without their numbers
     source: SparseSource
     parts: Sequence[SparseSource]
     options: MatrixOptions
@@ -68,8 +70,12 @@ class MatrixJob:
 
     def load(self, name: str) -> np.ndarray:
         """Open an array of the folder."""
-        values: np.ndarray = np.load(self.folder / name, mmap_mode="r")
+        values: np.ndarray = np.load(self.folder.file(name), mmap_mode="r")
         return values
+
+    def shard_name(self, number: int) -> str:
+        """Return the file name of a shard."""
+        return shard_name(self.name, number, self.num_shards)
 
     def ids(self, axis: str) -> np.ndarray | None:
         """Return all ids of the rows or columns of the source; None if it has none."""
@@ -83,41 +89,43 @@ class MatrixJob:
         """Yield the entries of a shard in the order of the source."""
         for result in self.scattered:
             edges = self.load(f"{result['file']}.npy")
-            path = self.folder / result["file"]
             for place in range(shard, len(edges) - 1, self.num_shards):
                 first, last = int(edges[place]), int(edges[place + 1])
                 if last > first:
-                    yield read_records(path, self.record, first, last - first)
+                    yield read_records(self.folder, result["file"], self.record, first, last - first)
 
 
 @contextmanager
-def new_file(folder: Path, name: str) -> Iterator[tuple[IO[bytes], str]]:
-    """Make a file of a unique name that is on disk when the context ends; yield it, and its name."""
+def new_file(folder: SharedFolder, name: str) -> Iterator[tuple[IO[bytes], str]]:
+    """Make a file of a unique name that all tasks see when the context ends; yield it, and its name."""
     name = f"{name}-{uuid.uuid4().hex[:8]}"
-    with writing(folder / name), (folder / name).open("xb", buffering=0) as file:
+    with writing(folder.path / name), (folder.path / name).open("xb", buffering=0) as file:
         yield file, name
         os.fsync(file.fileno())
+    folder.share(name)
 
 
-def save(folder: Path, name: str, values: np.ndarray | Mapping[str, np.ndarray]) -> None:
-    """Save an array, or several, so that they are on disk afterwards."""
-    with writing(folder / name), (folder / name).open("wb") as file:
+def save(folder: SharedFolder, name: str, values: np.ndarray | Mapping[str, np.ndarray]) -> None:
+    """Save an array, or several, so that all tasks see them."""
+    with writing(folder.path / name), (folder.path / name).open("wb") as file:
         if isinstance(values, np.ndarray):
             np.save(file, values.view(values.dtype.str))  # without metadata of HDF5's types
         else:
             np.savez(file, allow_pickle=False, **values)
         file.flush()
         os.fsync(file.fileno())
+    folder.share(name)
 
 
-def read_records(path: Path, record: np.dtype, start: int, count: int) -> np.ndarray:
+def read_records(folder: SharedFolder, name: str, record: np.dtype, start: int, count: int) -> np.ndarray:
     """Read entries of a temporary file."""
-    try:
-        records = np.fromfile(path, record, count, offset=start * record.itemsize)
-    except FileNotFoundError:
-        records = np.empty(0, record)
+    with folder.part(name, start * record.itemsize, count * record.itemsize) as (path, offset):
+        try:
+            records = np.fromfile(path, record, count, offset=offset)
+        except FileNotFoundError:
+            records = np.empty(0, record)
     if len(records) != count:
-        raise OutputError(f"{printable(path)}: lacks entries: remove {printable(path.parent)}, and convert again")
+        raise OutputError(f"{printable(path)}: lacks entries: remove {printable(folder.path)}, and convert again")
     return records
 
 
@@ -137,13 +145,14 @@ def scatter_part(job: MatrixJob, number: int, say: Say) -> Result:
     """Put the entries of a part in the order of the shards."""
     read, edges = job.read[number], [np.zeros(1, np.int64)]
     at_once = max(1, job.options.memory_bytes // SPOOL_SHARE // 2 // job.record.itemsize)
-    numbers = {axis: np.load(job.folder / job.of_part(number, axis)) for axis in (ROWS, COLUMNS) if job.source.has_ids}
-    new_rows = numbers[ROWS] if numbers else np.load(job.folder / DESTINATION)
+    axes = (ROWS, COLUMNS) if job.source.has_ids else ()
+    numbers = {axis: np.asarray(job.load(job.of_part(number, axis))) for axis in axes}
+    new_rows = numbers[ROWS] if numbers else np.asarray(job.load(DESTINATION))
     starts = np.array(job.starts)
     with new_file(job.folder, f"entries-{number}") as (file, name):
         for start in range(0, read["entries"], at_once):
             count = min(at_once, read["entries"] - start)
-            records = read_records(job.folder / read["file"], job.record, start, count)
+            records = read_records(job.folder, read["file"], job.record, start, count)
             rows = new_rows[records["row"]]
             shards = np.searchsorted(starts, rows, "right") - 1
             records["row"] = rows - starts[shards]
@@ -162,7 +171,7 @@ class ShardMatrix(SortedMatrix):
     def __init__(self, job: MatrixJob, number: int, stack: ExitStack) -> None:
         first, last = job.starts[number : number + 2]
         self.source, self.options, self.coding = job.source, job.options, job.coding
-        self._folder, self._stack = job.folder, stack
+        self._folder, self._stack = job.folder.path, stack
         self._uses_times = uses_times(job.source, job.options)
         self.old = job.old._replace(rows=None if job.old.rows is None else job.old.rows[first:last])
         self.row_ids, self.column_ids = job.ids(ROWS), job.ids(COLUMNS)
@@ -191,7 +200,7 @@ def survey_shard(job: MatrixJob, number: int, say: Say) -> Result:
 
 def write_shard(job: MatrixJob, number: int, say: Say) -> Result:
     """Write a shard under a unique name."""
-    attempt, done = job.folder / f"shard-{number}-{uuid.uuid4().hex[:8]}.h5", 0
+    attempt, done = job.folder.path / f"shard-{number}-{uuid.uuid4().hex[:8]}.h5", 0
     assert job.storage is not None
 
     def written(num_entries: int) -> None:

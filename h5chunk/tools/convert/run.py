@@ -35,7 +35,7 @@ from h5chunk.tools.convert.forms import compare_forms, recommend
 from h5chunk.tools.convert.report import ConvertReport
 from h5chunk.tools.convert.samples import command_id, estimate_s, find_skipped, folder_layout, is_complete, job_key
 from h5chunk.tools.progress import Progress, count_up
-from h5chunk.tools.upload import upload_early
+from h5chunk.tools.upload import in_store, size_of, upload_early
 
 APPLIED = ("rotated", "resized", "first frame")  # notes on what was done to images; other notes are their modes
 
@@ -78,7 +78,7 @@ class SampleRun:
             dry_run=self.dry_run,
             num_added=sum(len(file.order) for file in files),
             num_samples=layout.num_samples,
-            num_bytes=sum(file.spec().num_bytes if dry_run else file.path.stat().st_size for file in files),
+            num_bytes=sum(file.spec().num_bytes if dry_run else size_of(file.path) for file in files),
             seconds=estimate_s(job) if dry_run else time.perf_counter() - self.started,
             free_bytes=free_bytes,
             num_workers=job.num_workers if dry_run else None,
@@ -126,7 +126,7 @@ class SampleRun:
                 old.check_unchanged()  # another process may have held the lock before
             output.open_journal(job_key(job, len(files), old))
             log = _TaskLog(output.journal, files, self.progress, self._notify)
-            if self.shards:
+            if self.shards and not (self.client and in_store()):
                 taken = sum(file.stat().st_blocks * 512 for file in output.part.iterdir())
                 check_free_space(job.path, sum(file.spec().num_bytes for file in files) - taken)
             copied, first_row = count_up("copy", job.copied_bytes, self.progress), 0

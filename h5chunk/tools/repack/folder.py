@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -27,6 +27,9 @@ from h5chunk.tools.cluster import connected
 from h5chunk.tools.progress import Progress, count_tasks
 from h5chunk.tools.repack.options import RepackOptions
 from h5chunk.tools.repack.report import RepackFolderReport, RepackReport
+from h5chunk.tools.shared import SharedFolder, at_hand
+from h5chunk.tools.upload import shared_folder, take, upload_early, upload_last
+from h5chunk.urls import name_of, url_of
 
 RepackFile = Callable[..., RepackReport]
 """Repack one file: called with the source, the output, options, whether to overwrite, dry_run and progress."""
@@ -36,9 +39,10 @@ class FileTask(NamedTuple):
     """One file to repack."""
 
     repack_file: RepackFile
-    source: Path
+    source: str | Path  # a path or a URL
     final: Path  # in the unfinished folder, where an earlier run may have written it
-    work: Path  # folder to write it to, under a unique name
+    job: str  # name of an empty file, which is there while the command runs
+    work: SharedFolder  # folder to write it to, under a unique name
     options: RepackOptions
 
 
@@ -63,24 +67,24 @@ def repack_folder(
     if options.chunk_samples is None:  # the same in all files
         largest = max(files, key=lambda file: file.stat().st_size)
         options = replace(options, chunk_samples=_planned(largest, output, options, repack_file).chunk_samples)
-    stamps = [(file.name, *stamp_of(file, with_ctime=True)) for file in files]
+    stamps = [(name_of(file), *stamp_of(file, with_ctime=True)) for file in files]
     command_id = key_of(["repack folder", h5chunk.__version__, options.recorded(), repr(options.cache), stamps])
     complete = not overwrite and is_made_by(output, command_id)
     if complete:
-        reports = [repack_file(file, output / file.name, options) for file in files]
+        reports = [repack_file(file, output / name_of(file), options) for file in files]
     elif dry_run:
         check_folder(output, overwrite)
         reports = [_planned(file, output, options, repack_file) for file in files]
         check_free_space(output.absolute(), sum(report.num_bytes for report in reports))
     else:
         reports = _write(files, NewFolder(output, overwrite), options, repack_file, command_id, progress, client)
-    reports = [replace(report, path=str(output / file.name)) for report, file in zip(reports, files, strict=True)]
+    reports = [replace(report, path=str(output / name_of(file))) for report, file in zip(reports, files, strict=True)]
     return RepackFolderReport(str(output), dry_run, tuple(reports), time.perf_counter() - started, complete)
 
 
 def _check(files: list[Path], output: Path, options: RepackOptions) -> None:
     """Raise an error for files that cannot be repacked together, and for options that do not apply to several."""
-    names = Counter(file.name for file in files)
+    names = Counter(map(name_of, files))
     if (name := names.most_common(1)[0][0]) and names[name] > 1:
         raise OptionError(f"two files are called {printable(name)}: repack their folders one after the other")
     for file in files:
@@ -96,7 +100,7 @@ def _check(files: list[Path], output: Path, options: RepackOptions) -> None:
 
 def _planned(file: Path, output: Path, options: RepackOptions, repack_file: RepackFile) -> RepackReport:
     """Return the plan for a file of a folder that does not exist yet."""
-    beside = output.with_name(f".{output.name}-{file.name}")
+    beside = output.with_name(f".{output.name}-{name_of(file)}")
     return repack_file(file, beside, options, dry_run=True)
 
 
@@ -116,58 +120,52 @@ def _write(
     with folder as output:
         output.open_journal(command_id)
         output.work.mkdir(exist_ok=True)
+        work = SharedFolder(output.work) if client is None else shared_folder(output.part, output.work)
+        job = work.save_job(command_id)
         tasks = {
-            number: FileTask(repack_file, file, output.part / file.name, output.work, options)
+            number: FileTask(repack_file, url_of(file) or file, output.part / name_of(file), job, work, options)
             for number, file in enumerate(files)
         }
-        for number, report in _ended(tasks, client, say):
-            if report.path != str(tasks[number].final):
-                _take(Path(report.path), tasks[number].final)
+        last = upload_last([name_of(file) for file in files], work)
+        for number, report in _ended(tasks, client, say, last):
+            if report.path == str(tasks[number].final):
+                upload_early(tasks[number].final)
+            else:
+                take(work, Path(report.path).name, tasks[number].final, report.num_bytes)
             output.journal.add(number)
             reports[number] = report
             say(number, sizes[number])
+        work.clear()
         output.command_id = command_id
         output.commit()
     return [reports[number] for number in range(len(files))]
 
 
 def _ended(
-    tasks: dict[int, FileTask], client: Any, say: Callable[[int, int], None]
+    tasks: dict[int, FileTask], client: Any, say: Callable[[int, int], None], last: Collection[int]
 ) -> Iterator[tuple[int, RepackReport]]:
     """Run the tasks here or on a cluster; yield their numbers and reports as they end."""
     with nullcontext() if client is None else connected(client) as cluster:
         if cluster is None:
             yield from ((number, run_task(task, partial(say, number))) for number, task in tasks.items())
         else:
-            yield from cluster.run(run_task, tasks, say)
+            yield from cluster.run(run_task, tasks, say, last)
 
 
 def run_task(task: FileTask, say: Callable[[int], None]) -> RepackReport:
     """Repack one file, unless an earlier run has."""
-    size = task.source.stat().st_size
+    with task.work.in_worker() as work, at_hand(task.source) as source:
+        size = source.stat().st_size
 
-    def scaled(stage: str, done: int, total: int | None) -> None:
-        say(size * done // max(1, total or 1))
+        def scaled(stage: str, done: int, total: int | None) -> None:
+            say(size * done // max(1, total or 1))
 
-    if task.final.exists():
-        try:
-            return task.repack_file(task.source, task.final, task.options, progress=scaled)
-        except OutputError:  # it was made from something else, or was changed
-            pass
-    if not task.work.is_dir():
-        raise FileError(
-            f"{printable(task.work)}: a worker does not see this folder: FILE and OUTPUT must be on a file "
-            "system that all workers share"
-        )
-    attempt = task.work / f"{uuid.uuid4().hex}.h5"  # a task may run twice at a time
-    return task.repack_file(task.source, attempt, task.options, progress=scaled)
-
-
-def _take(attempt: Path, final: Path) -> None:
-    try:
-        attempt.replace(final)
-    except FileNotFoundError:
-        raise OutputError(
-            f"{printable(final)}: a worker has written {attempt.name} to a folder that this process does not see: FILE "
-            "and OUTPUT must be on a file system that all workers share"
-        ) from None
+        if task.final.exists():
+            try:
+                return task.repack_file(source, task.final, task.options, progress=scaled)
+            except OutputError:  # it was made from something else, or was changed
+                pass
+        attempt = work.path / f"{uuid.uuid4().hex}.h5"  # a task may run twice at a time
+        report = task.repack_file(source, attempt, task.options, progress=scaled)
+        work.finish(task.job, attempt.name, task.final.name)
+        return report

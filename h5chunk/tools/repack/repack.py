@@ -45,8 +45,8 @@ from h5chunk.tools.repack.folder import repack_folder
 from h5chunk.tools.repack.options import TUNED, RepackOptions, read_tuned
 from h5chunk.tools.repack.plan import SOURCE_INDEX, Move, RepackPlan, check_shuffle, plan_header, plan_moves
 from h5chunk.tools.repack.report import FieldReport, RepackFolderReport, RepackReport, describe_fields, planned_fields
+from h5chunk.tools.shared import at_hand
 from h5chunk.tools.upload import uploads
-from h5chunk.urls import is_url
 
 MAX_THREADS = 8  # with more threads, the memory of each would be small
 
@@ -75,9 +75,9 @@ def repack(
     Parameters
     ----------
     source, path : path
-        The file to read, and the file to write, which appears under its name when it is complete and on disk; or a
-        URL in a store to write to. If the source is a folder, a pattern or a list, the output is a folder, whose files
-        have the same names; if this is stopped, the same call continues it.
+        The file to read, and the file to write, which appears under its name when it is complete and on disk; or URLs
+        in a store (objects are first copied to a temporary folder). If the source is a folder, a pattern or a list, the
+        output is a folder, whose files have the same names; if this is stopped, the same call continues it.
     tuned : path, optional
         JSON file of tuned options: ``chunk_samples``, ``window_chunks``, ``cache``, ``compression``, ``shuffle``;
         explicit arguments take precedence. For AnnData files, only ``chunk_samples`` and ``compression`` are used.
@@ -106,10 +106,11 @@ def repack(
     """
     parsed, found = RepackOptions(**options), None if tuned is None else read_tuned(tuned)
     run: dict[str, Any] = {"overwrite": overwrite, "dry_run": dry_run, "progress": progress}
-    if is_url(source) or single_file(source) is not None:
+    if single_file(source) is not None:
         if client is not None:
             raise OptionError("client (--dask) is given, but workers repack one file each: give a folder of files")
-        return repack_file(source, path, parsed, found=found, **run)
+        with at_hand(source) as file:
+            return repack_file(file, path, parsed, found=found, **run)
     return repack_folder(
         source, path, parsed, partial(repack_file, found=found and (found[0], None)), client=client, **run
     )

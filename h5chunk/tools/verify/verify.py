@@ -52,6 +52,7 @@ from h5chunk.tools.cluster import connected
 from h5chunk.tools.progress import Progress
 from h5chunk.tools.verify.report import Checked, FolderReport, VerifyReport
 from h5chunk.tools.verify.tables import ImagesCheck, MatrixCheck, find_table_problems, without_path
+from h5chunk.urls import name_of, url_of
 
 QUICK_CHUNKS = 32  # chunks of a dataset that a quick check reads
 CHECKSUMS = f"{GROUP}/checksums/"
@@ -156,7 +157,7 @@ def _verify_folder(path: Paths, options: _VerifyOptions, progress: Progress | No
     """Check all files of a folder, in this process or on a cluster."""
     started = time.perf_counter()
     files = list_files(path)
-    name = Path(path) if isinstance(path, (str, os.PathLike)) else files[0].parent
+    name = path if isinstance(path, (str, os.PathLike)) else files[0].parent
     sizes = [file.stat().st_size if file.exists() else 0 for file in files]
     checked = [0] * len(files)  # bytes
 
@@ -165,14 +166,14 @@ def _verify_folder(path: Paths, options: _VerifyOptions, progress: Progress | No
         if progress is not None:
             progress("verify", sum(checked), sum(sizes))
 
-    tasks = {number: (file.absolute() if client else file, options) for number, file in enumerate(files)}
     if client is None:
-        reports = [_check_task(task, partial(say, number)) for number, task in tasks.items()]
+        reports = [_check_task((file, options), partial(say, number)) for number, file in enumerate(files)]
     else:
+        tasks = {number: (url_of(file) or file.absolute(), options) for number, file in enumerate(files)}
         with connected(client) as cluster:
             found = dict(cluster.run(_check_task, tasks, say))
-        reports = [replace(found[number], path=str(file)) for number, file in enumerate(files)]
-    names = [file.name for file in files]
+        reports = [replace(found[number], path=shown(file)) for number, file in enumerate(files)]
+    names = [name_of(file) for file in files]
     missing = tuple(missing_shards(names))
     undamaged = [file for file, report in zip(files, reports, strict=True) if report.ok]
     wrong = [*wrong_counts(names), *_renamed(undamaged)]
@@ -181,21 +182,22 @@ def _verify_folder(path: Paths, options: _VerifyOptions, progress: Progress | No
     return FolderReport(str(name), tuple(reports), missing, tuple(wrong), time.perf_counter() - started)
 
 
-def _check_task(task: tuple[Path, _VerifyOptions], say: Callable[[int], None]) -> VerifyReport:
+def _check_task(task: tuple[str | Path, _VerifyOptions], say: Callable[[int], None]) -> VerifyReport:
     """Check a file of a folder; if it cannot be opened, the error is its problem."""
-    file, options = task
+    found, options = task
+    file = list_files(found)[0] if isinstance(found, str) else found
     try:
         return _check_file(file, options, lambda stage, done, total: say(done))
     except FileError as error:
         size = file.stat().st_size if file.exists() else 0
         problems = (without_path(error, file),)
-        return VerifyReport(str(file), size, False, False, (), (), problems, (), seconds=0.0, read_bytes=0)
+        return VerifyReport(shown(file), size, False, False, (), (), problems, (), seconds=0.0, read_bytes=0)
 
 
 def _renamed(files: list[Path]) -> Iterator[str]:
     """Yield a message for each shard whose header has another number or count than its file name."""
     for file in files:
-        match = NUMBERED.fullmatch(file.name)
+        match = NUMBERED.fullmatch(name_of(file))
         if match is None:
             continue
         try:
@@ -206,13 +208,13 @@ def _renamed(files: list[Path]) -> Iterator[str]:
         except (H5ChunkError, ValueError, KeyError, TypeError):
             continue
         if (number, count) != (int(match[2]), int(match[3])):
-            yield f"{printable(file.name)} was written as shard {number} of {count}: it was renamed"
+            yield f"{printable(name_of(file))} was written as shard {number} of {count}: it was renamed"
 
 
 def _disagreements(files: list[Path]) -> Iterator[str]:
     """Yield a message for each set of shards that cannot be read as one data set."""
-    for name, count in sorted(shard_numbers([file.name for file in files])):
-        matches = [(file, NUMBERED.fullmatch(file.name)) for file in files]
+    for name, count in sorted(shard_numbers(map(name_of, files))):
+        matches = [(file, NUMBERED.fullmatch(name_of(file))) for file in files]
         shards = [file for file, match in matches if match and (match[1], int(match[3])) == (name, count)]
         if len(shards) < 2:
             continue
