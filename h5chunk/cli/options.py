@@ -66,6 +66,11 @@ CHUNK_SAMPLES = Parsed(
     "N|auto", lambda value: None if value in (None, "auto") else int(value), "is neither auto nor a whole number"
 )
 BYTES = Parsed("SIZE", lambda value: value if isinstance(value, int) else parse_bytes(value))
+NUMBERS = Parsed(
+    "N,N[,N]",
+    lambda value: tuple(map(int, value.split(","))) if isinstance(value, str) else tuple(value),
+    "is not a list of whole numbers, such as 64,64,64",
+)
 NAMES = Parsed("A,B[,C[,D]]", lambda value: tuple(value.split(",")) if isinstance(value, str) else tuple(value))
 
 
@@ -194,5 +199,7 @@ def _type(metadata: Any, hint: Any) -> dict[str, Any]:
         return {"type": CHUNK_SAMPLES}
     kind = typing.get_args(hint)[0] if type(None) in typing.get_args(hint) else hint
     if typing.get_origin(kind) is tuple:
-        return {"type": NAMES} if typing.get_args(kind)[-1] is ... else {"type": int, "nargs": 2}
+        if typing.get_args(kind)[-1] is ...:
+            return {"type": NUMBERS if typing.get_args(kind)[0] is int else NAMES}
+        return {"type": int, "nargs": 2}
     return {"type": kind}

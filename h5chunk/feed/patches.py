@@ -16,13 +16,15 @@ from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.sample_reader import SampleTransforms
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.draws import epoch_rows
-from h5chunk.plan.patches import Coverage, RandomPatches, Starts, Tiles, cell_shape
+from h5chunk.plan.order import Order
+from h5chunk.plan.patches import CELL_BYTES, Coverage, RandomPatches, Starts, Tiles, cell_shape
 from h5chunk.plan.permutation import MAX_SEED, SPLIT, permutation
 from h5chunk.plan.selection import split_samples
 from h5chunk.remote.mirror import NO_OPTIONS
 from h5chunk.store.hdf5.child import try_files
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.files import Paths, list_files
+from h5chunk.store.read.several import direct_fields
 from h5chunk.store.read.volumes import PatchReader, VolumeField, open_volumes, probe_volumes
 from h5chunk.urls import local_copy_of
 
@@ -39,9 +41,9 @@ class Patches(ChunkDataset):
     ``dataset[i]`` is a tuple with patch i of each field, ``(*channels, *size)`` or ``(*size, *channels)``. Where patch
     i lies depends on (seed, epoch, i) alone, so that `ChunkLoader`, and a DataLoader with a `ChunkSampler`, keep all
     promises about resuming, ranks and workers; without a sampler, it is that of epoch 0. Each volume is divided into
-    cells of up to 64 MiB; the patches of a few random cells are shuffled together, and a chunk is decoded once for all
-    of them. So patches of a batch are more often neighbours than patches of a full shuffle: ``window_chunks`` of
-    `ChunkSampler` is the number of cells.
+    cells, by default of up to 64 MiB; the patches of a few random cells are shuffled together, and a chunk is decoded
+    once for all of them. So patches of a batch are neighbours more often than after a full shuffle: ``window_chunks``
+    of `ChunkSampler` is the number of cells.
 
     Parameters
     ----------
@@ -69,6 +71,9 @@ class Patches(ChunkDataset):
         border the patch is moved inside. A volume whose weights are all 0 has patches anywhere.
     share : float
         Share of the patches that are placed by weights; the others are anywhere.
+    cell_bytes : int
+        Decoded bytes of the chunks that the patches of a cell need. Larger cells decode fewer chunks twice, and make
+        patches of a batch neighbours more often.
     positions : bool
         Add the field ``position``, (1 + axes,) int64: the number of the volume, and the patch's start in it, without
         the halo.
@@ -96,6 +101,7 @@ class Patches(ChunkDataset):
         padding: Any = "none",
         weights: Weights | None = None,
         share: float = 1.0,
+        cell_bytes: int = CELL_BYTES,
         positions: bool = False,
         seed: int = 0,
         trusted: bool = False,
@@ -131,7 +137,7 @@ class Patches(ChunkDataset):
         counts = np.ceil(self._shapes.prod(axis=1, dtype=np.float64) / math.prod(size)).astype(np.int64)
         if per_volume is not None:
             counts[:] = check_whole("per_volume", per_volume, 1, 1 << 30)
-        cell = _cell(padded, size)
+        cell = _cell(padded, size, check_whole("cell_bytes", cell_bytes, 1))
         place = partial(RandomPatches, self._shapes, size, self._starts, cell, counts, seed)
         plan: Any = Tiles(self._shapes, size, self._starts, (0,) * len(size)) if weights is not None else place()
         self._reader = reader = PatchReader(files, padded, plan, trusted)
@@ -203,6 +209,20 @@ class Patches(ChunkDataset):
         if isinstance(self._plan, Tiles):
             raise OptionError("tiles cover each voxel at least once: ask the patches that they were made from")
         return self._plan.coverage()
+
+    def amplification(self, order: Order) -> float:
+        """Return the bytes that are read and decoded in an epoch over those of its patches, window by window.
+
+        Parameters
+        ----------
+        order : Order
+            As ``ChunkSampler(patches, 4).order``: its windows are what a `ChunkLoader` reads at a time.
+        """
+        fields = direct_fields(self._reader)[0].values()
+        added = epoch_rows(order.epoch, self.epoch_samples) if self.epoch_samples else 0
+        windows = [self.samples[window.rows] + added for window in order.windows()]
+        read = sum(field.bytes_read(rows) for rows in windows for field in fields)
+        return read / max(1, sum(len(rows) for rows in windows) * sum(field.row_bytes for field in fields))
 
     def tiles(self, overlap: int | Sequence[int] = 0) -> Patches:
         """Return the tiles of all volumes, in order, with the field ``position``, for inference: see `Stitcher`.
@@ -289,14 +309,14 @@ def _with_halo(each: VolumeField, halo: tuple[int, ...], padding: Any) -> Volume
     return VolumeField(each.name, each.datasets, each.grids, each.dtype, each.leading, halo, padding, each.size)
 
 
-def _cell(fields: Mapping[str, VolumeField], size: tuple[int, ...]) -> tuple[int, ...]:
+def _cell(fields: Mapping[str, VolumeField], size: tuple[int, ...], cell_bytes: int) -> tuple[int, ...]:
     """Return the shape of cells that suits the largest field."""
     main = max(fields.values(), key=lambda each: math.prod(each.box_shape()) * each.dtype.itemsize)
     largest = max(range(len(main.grids)), key=lambda number: math.prod(main.grids[number].shape))
     grid, space = main.grids[largest], slice(main.leading, main.leading + len(size))
     others = math.prod(grid.shape) // math.prod(grid.shape[space])
     chunks = grid.chunks[space] if grid.chunks else (1,) * len(size)
-    return cell_shape(grid.shape[space], size, chunks, main.dtype.itemsize * others)
+    return cell_shape(grid.shape[space], size, chunks, main.dtype.itemsize * others, cell_bytes)
 
 
 def _weights(weights: Weights | None, fields: Mapping[str, str]) -> tuple[dict[str, str], Any]:

@@ -24,6 +24,8 @@ from h5chunk.plan.permutation import Indices
 from h5chunk.plan.selection import starts_of_runs
 
 CELL_BYTES = 64 << 20  # decoded bytes of the chunks that the patches of a cell need
+MAX_CHUNK_BYTES = 8 << 20  # of recommended chunks
+CALL_BYTES = 32 << 10  # decoded in the time that each chunk takes besides
 CANDIDATES = 256  # centres that are kept of each cell, if there are weights
 CANDIDATE_STREAM = 64  # first stream of their draws
 
@@ -52,8 +54,50 @@ class Starts(NamedTuple):
         return cls(np.where(room < 0, -((-room + 1) // 2), 0) + margin, np.maximum(room, 0) + 1)
 
 
-def cell_shape(shape: Shape, size: Shape, chunks: Shape, itemsize: int) -> Shape:
-    """Choose the shape of cells: the largest whose patches need chunks of at most `CELL_BYTES`.
+class ChunkCost(NamedTuple):
+    """The bytes that are decoded for the bytes of a patch, if it is read ``alone``, or ``together`` with its cell."""
+
+    chunks: Shape
+    alone: float
+    together: float
+
+
+def chunk_cost(shape: Shape, size: Shape, chunks: Shape, itemsize: int) -> ChunkCost:
+    """Return what patches at random starts cost, as many of them as have the volume's voxels.
+
+    >>> chunk_cost((512, 512, 512), (64, 64, 64), (1, 512, 512), 1)
+    ChunkCost(chunks=(1, 512, 512), alone=64.0, together=1.24609375)
+    """
+    alone = together = 1.0
+    cell = cell_shape(shape, size, chunks, itemsize)
+    for length, patch, chunk, step in zip(shape, size, chunks, cell, strict=True):
+        starts = np.arange(max(1, length - patch + 1))
+        last = np.minimum(starts + patch, length) - 1
+        alone *= float(np.mean(last // chunk - starts // chunk + 1)) * chunk / min(patch, length)
+        own = starts[::step], last[np.minimum(starts[::step] + step, len(starts)) - 1]
+        together *= int((own[1] // chunk - own[0] // chunk + 1).sum()) * chunk / length
+    return ChunkCost(chunks, alone, together)
+
+
+def best_chunks(shape: Shape, size: Shape, itemsize: int) -> ChunkCost:
+    """Choose chunks with which few bytes are decoded for a patch, alone and with its cell, in few chunks.
+
+    >>> best_chunks((512, 512, 512), (64, 64, 64), 4).chunks
+    (32, 32, 32)
+    """
+    tried = [tuple(min(-(-patch * part // 4), length) for patch, length in zip(size, shape, strict=True))
+             for part in (1, 2, 4, 8)]  # fmt: skip
+    fitting = [chunks for chunks in tried if math.prod(chunks) * itemsize <= MAX_CHUNK_BYTES] or tried[:1]
+    costs = [chunk_cost(shape, size, chunks, itemsize) for chunks in fitting]
+
+    def time(cost: ChunkCost) -> float:
+        return math.sqrt(cost.alone * cost.together) * (1 + CALL_BYTES / (math.prod(cost.chunks) * itemsize))
+
+    return min(costs, key=time)
+
+
+def cell_shape(shape: Shape, size: Shape, chunks: Shape, itemsize: int, cell_bytes: int = CELL_BYTES) -> Shape:
+    """Choose the shape of cells: the largest whose patches need chunks of at most ``cell_bytes``.
 
     >>> cell_shape((512, 512, 512), (64, 64, 64), (64, 64, 64), 4)
     (192, 192, 192)
@@ -63,7 +107,7 @@ def cell_shape(shape: Shape, size: Shape, chunks: Shape, itemsize: int) -> Shape
     while any(grows):
         axis = min((axis for axis in range(len(shape)) if grows[axis]), key=lambda axis: cell[axis] / units[axis])
         larger = [*cell[:axis], cell[axis] + units[axis], *cell[axis + 1 :]]
-        if decoded_voxels(shape, size, chunks, larger) * itemsize > CELL_BYTES:
+        if decoded_voxels(shape, size, chunks, larger) * itemsize > cell_bytes:
             grows[axis] = False
             continue
         cell = larger

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import h5chunk
+from h5chunk.plan.patches import chunk_cost
 
 LAYOUTS = {
     "contiguous": {},
@@ -354,3 +355,49 @@ def test_tiles_cover_all_and_errors_of_stitching(plain):
         patches.tiles(8)
     with pytest.raises(h5chunk.OptionError, match="padding"):
         h5chunk.Patches(plain, FIELDS, SIZE, halo=1).tiles()
+
+
+def test_info_recommends_chunks(tmp_path):
+    with h5py.File(tmp_path / "v.h5", "w") as file:
+        values = np.zeros((48, 256, 256), np.float32)
+        file.create_dataset("raw", data=values, chunks=(1, 256, 256), compression="gzip")
+        file["label"] = np.zeros((9, 20, 20), np.uint8)
+    found = h5chunk.info(tmp_path / "v.h5", patch=(16, 32, 32))
+    label, raw = found.patches
+    assert raw.alone == pytest.approx(256 * 256 / 32**2) and (label.alone, label.together) == (1, 1)
+    assert raw.best_alone < 10
+    assert f"--chunks {','.join(map(str, raw.best))} --compression gzip" in str(found)
+    with pytest.raises(h5chunk.OptionError, match="single file"):
+        h5chunk.info([tmp_path / "v.h5"] * 2, patch=(8, 8, 8))
+
+
+def test_repack_makes_chunks_of_any_shape(tmp_path):
+    values = _volume((70, 90, 50), 0)
+    with h5py.File(tmp_path / "v.h5", "w") as file:
+        file.create_dataset("a/raw", data=values, chunks=(1, 90, 50), compression="gzip")
+        file["a/label"], file["names"] = (values > 50000).astype(np.uint8), np.arange(70)
+    for compression in (None, "gzip", "lzf"):
+        chunks = (16, 32, 24)
+        h5chunk.repack(tmp_path / "v.h5", tmp_path / "new.h5", chunks=chunks, compression=compression, overwrite=True)
+        with h5py.File(tmp_path / "new.h5") as file:
+            assert file["a/raw"].chunks == chunks and file["a/raw"].compression == compression
+            assert np.array_equal(file["a/raw"][()], values) and file["names"].chunks is None
+            assert np.array_equal(file["a/label"][()], values > 50000)
+        h5chunk.Patches(tmp_path / "new.h5", FIELDS, (8, 8, 8))[3]
+    with pytest.raises(h5chunk.OptionError, match="cut samples"):
+        h5chunk.repack(tmp_path / "v.h5", tmp_path / "other.h5", chunks=(8, 8, 8), shuffle=True)
+
+
+def test_the_model_of_bytes_is_what_is_read(tmp_path):
+    values = np.zeros((96, 80, 64), np.float32)
+    with h5py.File(tmp_path / "v.h5", "w") as file:
+        file.create_dataset("raw", data=values, chunks=(16, 16, 16), compression="gzip")
+    cost = chunk_cost(values.shape, (16, 12, 20), (16, 16, 16), 4)
+    patches = h5chunk.Patches(tmp_path / "v.h5", {"raw": "raw"}, (16, 12, 20), per_volume=400)
+    alone = patches.amplification(h5chunk.ChunkSampler(patches, 1, window_chunks=1).order)
+    assert alone < cost.alone
+    singles = [patches.subset([number]) for number in range(0, 400, 2)]
+    read = [each.amplification(h5chunk.ChunkSampler(each, 1).order) for each in singles]
+    assert np.mean(read) == pytest.approx(cost.alone, rel=0.05)
+    small = h5chunk.Patches(tmp_path / "v.h5", {"raw": "raw"}, (16, 12, 20), per_volume=400, cell_bytes=1)
+    assert small.amplification(h5chunk.ChunkSampler(small, 4, window_chunks=1).order) > 1.5 * alone

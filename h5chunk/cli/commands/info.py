@@ -9,7 +9,7 @@ import click
 import h5chunk
 from h5chunk.cli import options as shared
 from h5chunk.cli.group import main, run
-from h5chunk.cli.options import OUTPUT, RUNNING, option
+from h5chunk.cli.options import NUMBERS, OUTPUT, RUNNING, option
 
 
 @main.command(
@@ -26,6 +26,15 @@ from h5chunk.cli.options import OUTPUT, RUNNING, option
     is_flag=True,
     heading=RUNNING,
     help="Also read the fields to train on, and store mean and standard deviation of each channel beside FILE.",
+)
+@option(
+    "--patch",
+    type=NUMBERS,
+    default=(),
+    metavar="N,N[,N]",
+    show_default=False,
+    heading=RUNNING,
+    help="Also say what random patches of this shape cost, and which chunks are better.",
 )
 @option("--all", "show_all", is_flag=True, heading=OUTPUT, help="List every dataset of FILE, with its chunks.")
 @shared.as_json

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
 from collections import deque
@@ -75,10 +76,10 @@ class PlainTarget:
 
 
 class CompressedTarget:
-    """Context manager that writes a dataset of compressed chunks of whole samples.
+    """Context manager that writes a dataset of chunks that are compressed, or hold only pieces of rows.
 
     gzip is applied in threads, other filters by HDF5. Bytes must be written in order, and nothing else may write to the
-    file until the target is finished.
+    file until the target is finished. All chunks of the same rows, a band, are held in memory.
     """
 
     any_order = False
@@ -96,9 +97,12 @@ class CompressedTarget:
             self._file = h5py.File(self._new.part, "r+", libver=LIBVER, locking=False)
             self._dataset = h5py.h5d.open(self._file.id, self._path, access)
         properties = self._dataset.get_create_plist()
-        code, _, values, _ = properties.get_filter(0)
-        self._level = values[0] if (properties.get_nfilters(), code) == (1, GZIP) else None
-        self._num_rows, self._chunks = self._dataset.shape[0], properties.get_chunk()
+        filters = [properties.get_filter(number) for number in range(properties.get_nfilters())]
+        self._level = filters[0][2][0] if [each[0] for each in filters] == [GZIP] else None
+        self._shape: tuple[int, ...] = self._dataset.shape
+        self._chunks: tuple[int, ...] = properties.get_chunk()
+        steps = zip(self._shape[1:], self._chunks[1:], strict=True)
+        self._corners = list(itertools.product(*(range(0, size, step) for size, step in steps)))
         self._item = f"V{self._dataset.get_type().get_size()}"
         self._chunk = self._new_chunk()
         self._pool = ThreadPoolExecutor(self._num_threads)
@@ -110,7 +114,7 @@ class CompressedTarget:
             self._file.close()
 
     def _new_chunk(self) -> np.ndarray:
-        return np.zeros(self._chunks, self._item).reshape(-1).view(np.uint8)
+        return np.zeros((self._chunks[0], *self._shape[1:]), self._item).reshape(-1).view(np.uint8)
 
     def put(self, offset: int, data: np.ndarray) -> None:
         """Write the next bytes, (n,) uint8, which start at byte ``offset`` of the decoded dataset."""
@@ -126,15 +130,27 @@ class CompressedTarget:
 
     def _compress(self) -> None:
         """Start to compress the full chunk, and store the chunks that are already compressed."""
-        if self._level is None:
-            num_rows = min(self._chunks[0], self._num_rows - self._begun * self._chunks[0])
-            self._store(self._chunk.view(self._item).reshape(self._chunks)[:num_rows])
-        else:
-            self._waiting.append(self._pool.submit(zlib.compress, self._chunk.data, self._level))
-            self._chunk = self._new_chunk()
+        num_rows = min(self._chunks[0], self._shape[0] - self._begun * self._chunks[0])
+        band = self._chunk.view(self._item).reshape(self._chunks[0], *self._shape[1:])
+        for corner in self._corners:
+            starts = zip((0, *corner), self._chunks, strict=True)
+            piece = band[tuple(slice(at, at + step) for at, step in starts)]
+            if self._level is None:
+                self._store(np.ascontiguousarray(piece[:num_rows]))
+                continue
+            if piece.shape != self._chunks:  # at an edge, where chunks are stored in full
+                missing = zip(self._chunks, piece.shape, strict=True)
+                piece = np.pad(piece, [(0, step - size) for step, size in missing])
+            self._waiting.append(self._pool.submit(self._deflate, piece))
             while len(self._waiting) > self._num_threads:
                 self._store(self._waiting.popleft().result())
+        if self._level is not None:
+            self._chunk = self._new_chunk()
         self._begun, self._filled = self._begun + 1, 0
+
+    def _deflate(self, piece: np.ndarray) -> bytes:
+        assert self._level is not None
+        return zlib.compress(np.ascontiguousarray(piece).view(np.uint8).data, self._level)
 
     def _store(self, chunk: bytes | np.ndarray) -> None:
         """Store the next chunk: compressed bytes, or elements that HDF5 compresses."""
@@ -143,7 +159,8 @@ class CompressedTarget:
         if self._room_bytes < 0:  # before HDF5 writes, as it crashes on a full disk
             self._room_bytes = ROOM_BYTES
             check_free_space(self._new.path, num_bytes + 2 * ROOM_BYTES)
-        start = self._stored * self._chunks[0], *(0,) * (len(self._chunks) - 1)
+        band, corner = divmod(self._stored, len(self._corners))
+        start = band * self._chunks[0], *self._corners[corner]
         with writing(self._new.path):
             if isinstance(chunk, bytes):
                 self._dataset.write_direct_chunk(start, chunk)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 
 from h5chunk import native
-from h5chunk.errors import FieldError, FileError, H5ChunkError, printable, shown
+from h5chunk.errors import FieldError, FileError, H5ChunkError, OptionError, check_whole, printable, shown
 from h5chunk.machine import available_cores
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.source import shape_text
@@ -33,6 +33,7 @@ from h5chunk.store.read.ragged import (
     read_indptr,
 )
 from h5chunk.tools.info.layouts import recognise
+from h5chunk.tools.info.patches import advise
 from h5chunk.tools.info.report import DatasetInfo, FileInfo, FolderInfo, ImagesInfo, MachineInfo, MatrixInfo
 from h5chunk.tools.info.summary import BATCH, default_fields, training_code, training_fields
 from h5chunk.tools.measure.machine import available_bytes, cuda_device, default_cache, library_versions
@@ -55,6 +56,7 @@ def info(
     trusted: bool = False,
     show_all: bool = False,
     stats: bool = False,
+    patch: Sequence[int] = (),
     progress: Progress | None = None,
 ) -> FileInfo | FolderInfo | MachineInfo:
     """Describe all datasets of a file, without reading their data; or describe the machine.
@@ -74,6 +76,8 @@ def info(
     stats : bool
         Whether to read the fields to train on, compute mean and standard deviation of each of their channels, and store
         them beside the file, where `ChunkDataset.statistics` finds them.
+    patch : sequence of int
+        Also say how many bytes random patches of this shape in space make readers decode, and which chunks are better.
     progress : function, optional
         Called with (stage, done, total) while statistics are computed.
 
@@ -89,7 +93,13 @@ def info(
     if path is None:
         return MachineInfo(available_cores(), available_bytes(), native.available(), cuda_device(), library_versions())
     if (only := single_file(path)) is not None:
-        return _with_statistics(replace(_info_file(only, trusted), show_all=show_all), trusted, stats, progress)
+        found = replace(_info_file(only, trusted), show_all=show_all)
+        if patch:
+            size = tuple(check_whole("patch", length, 1, 1 << 30) for length in patch)
+            found = replace(found, patches=advise(found.path, found.datasets, size))
+        return _with_statistics(found, trusted, stats, progress)
+    if patch:
+        raise OptionError("patch is given: name a single file")
     files, broken = [], {}
     num_bytes = 0
     for file in list_files(path):

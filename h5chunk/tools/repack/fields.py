@@ -107,7 +107,11 @@ def find_samples(
     if not options.shuffle and not options.fields:  # otherwise they are an error later
         candidates = [facts for facts in candidates if facts not in large]
     mains = _main_fields(candidates, datasets, ragged, header, options, anndata, label)
+    if options.chunks and not options.fields:
+        mains = [(facts.num_rows, facts.name) for facts in candidates if len(facts.grid.shape) == len(options.chunks)]
     lengths = dict(mains)
+    if options.chunks:
+        candidates = [facts for facts in candidates if len(facts.grid.shape) == len(options.chunks)]
     members = [facts for facts in candidates if facts.num_rows in lengths]
     fields = [facts for facts in members if facts.is_fixed_size]
     layouts = {rows: _plan(rows, fields, ragged, options.chunk_samples) for rows in lengths}

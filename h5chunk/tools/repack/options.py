@@ -35,6 +35,12 @@ class RepackOptions(WriteOptions):
         heading="Fields",
         repeatable=True,
     )
+    chunks: tuple[int, ...] = option(
+        (),
+        "Shape of the chunks of all fields with as many axes, instead of whole samples, as for patches of volumes.",
+        metavar="N,N[,N...]",
+        shown_default="whole samples",
+    )
     shuffle: bool = option(False, "Permute the samples, in the same way in all fields.")
     window_chunks: int | None = option(None, "Recommended shuffle window to store, in chunks.", minimum=1)
     cache: Any = option(None, "Recommended chunk cache to store: (nslots, nbytes, w0).")
@@ -62,13 +68,16 @@ class RepackOptions(WriteOptions):
             object.__setattr__(self, "cache", CacheSettings.of(self.cache))
             if max(self.cache.nslots, self.cache.nbytes) > MAX_NUMBER:
                 raise OptionError(f"cache is {self.cache}: give numbers of at most {MAX_NUMBER}")
+        object.__setattr__(self, "chunks", tuple(check_whole("chunks", each, 1, 1 << 30) for each in self.chunks))
+        if self.chunks and (self.shuffle or self.chunk_samples or self.window_chunks or self.cache):
+            raise OptionError("chunks cut samples: leave out shuffle, chunk_samples, window_chunks and cache")
         memory_for_copying(self.memory_bytes, 0)
         parse_compression(self.compression)
 
     def recorded(self) -> dict[str, Any]:
         """Return the options that determine the bytes of the file, which are recorded in it."""
         names = ("chunk_samples", "window_chunks", "shuffle", "seed", "compression", "fields", "keep")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names} | ({"chunks": self.chunks} if self.chunks else {})
 
 
 def read_tuned(path: str | os.PathLike[str]) -> tuple[RepackOptions, int | None]:

@@ -62,8 +62,14 @@ class Move:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks along the first axis."""
-        return -(-self.facts.num_rows // self.unit_rows)
+        """Number of chunks."""
+        across = zip(self.facts.grid.shape[1:], self.layout.chunks[1:] if self.layout.chunks else (), strict=False)
+        return -(-self.facts.num_rows // self.unit_rows) * math.prod(-(-size // chunk) for size, chunk in across)
+
+    @property
+    def cuts_rows(self) -> bool:
+        """Whether chunks hold pieces of rows."""
+        return self.layout.chunks is not None and self.layout.chunks[1:] != tuple(self.facts.grid.shape[1:])
 
     @property
     def is_field(self) -> bool:
@@ -106,7 +112,9 @@ class RepackPlan:
         """Approximate bytes on disk of the new file and of temporary files."""
         plain = [move for move in self.moves if move.layout.written and not move.layout.filters]
         waiting = [move.facts.num_bytes for move in self.moves if move.layout.filters and move.kind != "copy"]
-        moved = sum(move.num_chunks * move.chunk_bytes for move in plain) + max(waiting, default=0)
+        moved = sum(-(-move.facts.num_rows // move.unit_rows) * move.chunk_bytes for move in plain) + max(
+            waiting, default=0
+        )
         return HEADER_BYTES + self.copied_bytes + moved + 16 * self.samples.num_samples
 
 
@@ -178,7 +186,10 @@ def _check_samples(moves: list[Move], shares: MemoryShares, label: str) -> None:
 def _field_moves(samples: Samples, header: FileSpec | None, options: RepackOptions) -> Iterator[Move]:
     for facts in samples.fields:
         chunk_samples = min(samples.layouts[facts.num_rows].chunk_samples, facts.num_rows)
-        layout = _layout(facts, (chunk_samples, *facts.grid.shape[1:]), options)
+        chunks = (chunk_samples, *facts.grid.shape[1:])
+        if options.chunks:
+            chunks = tuple(map(min, options.chunks, facts.grid.shape))
+        layout = _layout(facts, chunks, options)
         if samples.anndata and len(facts.grid.shape) == 1 and layout.written:
             layout = NewLayout(None)  # a column of a table, which readers always read whole
         kind = "rows" if options.shuffle else "copy"

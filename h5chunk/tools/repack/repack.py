@@ -91,8 +91,8 @@ def repack(
         Repack the files of a folder on a Dask cluster: see `h5chunk.convert`.
     **options
         The fields of `h5chunk.tools.repack.options.RepackOptions`, which ``h5chunk repack --help`` lists: ``fields``,
-        ``keep``, ``chunk_samples``, ``window_chunks``, ``cache``, ``compression``, ``shuffle``, ``seed`` and
-        ``memory_bytes``. With ``shuffle``, ``/h5chunk/source_index`` stores the permutation, which is that of
+        ``keep``, ``chunk_samples``, ``chunks``, ``window_chunks``, ``cache``, ``compression``, ``shuffle``, ``seed``
+        and ``memory_bytes``. With ``shuffle``, ``/h5chunk/source_index`` stores the permutation, which is that of
         `h5chunk.convert` for the same ``seed`` and number of samples.
 
     Raises
@@ -316,7 +316,7 @@ class Run:
 
     def _target(self, move: Move) -> Target:
         facts, checked = move.facts, move.checked
-        if move.layout.filters:
+        if move.layout.filters or move.cuts_rows:
             return CompressedTarget(self._new, facts.path, self._plan.shares.num_threads, checked)
         name, sizes = region_key(facts.path), {"num_bytes": facts.num_bytes, "chunk_bytes": move.chunk_bytes}
         return PlainTarget(self._new, name, **sizes, checked=checked)
