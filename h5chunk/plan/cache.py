@@ -217,3 +217,18 @@ def count_entries_read(starts: Indices, stops: Indices, chunk_size: int, length:
     closed = np.bincount((stops[nonempty] - 1) // chunk_size + 1, minlength=num_chunks + 1)
     chunks = np.flatnonzero(np.cumsum(opened - closed)[:num_chunks] > 0)
     return count_items_read(chunks * chunk_size, chunk_size, length)
+
+
+def mean_hits(grid: ChunkGrid, num_slots: int, num_bytes: int, is_shuffled: bool) -> float:
+    """Return the share of accesses to chunks that a chunk cache answers, when samples are read one by one.
+
+    For shuffled samples this is the share of all chunks that the cache holds; only whole bands are of use.
+
+    >>> mean_hits(ChunkGrid((1000, 8), (100, 8), 1), 521, 3200, is_shuffled=True)
+    0.4
+    """
+    held = min(num_bytes // max(1, grid.chunk_bytes), num_slots, grid.num_chunks)
+    bands = held // grid.chunks_per_sample
+    if is_shuffled:
+        return bands / max(1, grid.num_bands)
+    return 1 - 1 / (grid.band_samples or 1) if bands else 0.0

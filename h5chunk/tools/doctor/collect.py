@@ -4,40 +4,25 @@ from __future__ import annotations
 
 import json
 import linecache
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from h5chunk.errors import SourceError
-from h5chunk.tools.doctor.files import cached_share
-from h5chunk.tools.model.seen import COLLATE, FETCH_STAGES, Gpu, Line, Seen
+from h5chunk.tools.doctor.files import cached_share, cold_seconds
+from h5chunk.tools.doctor.record import Fetch, Step, Use
+from h5chunk.tools.model.seen import COLLATE, FETCH_STAGES, READING, TRANSFORM, Gpu, Line, Seen
 
 MIN_STEPS = 8
 MAX_STEPS = 2_000  # iterations that a diagnosis uses, the last ones
 MAX_LINES = 8
 MAX_GAP_S = 2e-3  # between two batches of a worker that is never idle
-
-
-class Step(NamedTuple):
-    """One iteration of a loop, as `Watch.asks` writes it."""
-
-    loader: int
-    asked: float
-    received: float
-    resumed: float
-    ended: float
-    samples: int
-    trains: bool  # gradients are on
-    epoch_started: float | None  # when the epoch began, for its first batch
-    copy: float
-    copy_bytes: int
-    pageable_bytes: int
-    optimizer: float
-    optimizer_steps: int
-    gpu: int | None  # number of its events; -1: under the profiler
+MAX_READ = 1 << 20  # bytes of a read whose time without the page cache is measured
+TOO_HOT = 0x8 | 0x20 | 0x40 | 0x80  # NVML's reasons of a low clock: slowdown by hardware, and by heat
 
 
 @dataclass
@@ -45,30 +30,32 @@ class Process:
     """All rows of one process, by kind."""
 
     role: str
-    rows: defaultdict[str, list[list[Any]]] = field(default_factory=lambda: defaultdict(list))
+    parent: str
+    number: str
+    rows: defaultdict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
 
-    def use_between(self, start: float, stop: float) -> tuple[float, list[float]]:
-        """Return the seconds between the first and last counters in a time, and the growth of each counter."""
+    def use_between(self, start: float, stop: float) -> Use:
+        """Return the growth of each counter between the first and the last ones in a time."""
         inside = [row for row in self.rows["use"] if start <= row[0] <= stop]
+        inside = inside if len(inside) > 1 else self.rows["use"]
         if len(inside) < 2:
-            inside = self.rows["use"]
-        if len(inside) < 2:
-            return 0.0, [0.0] * 5
-        return inside[-1][0] - inside[0][0], [b - a for a, b in zip(inside[0][1:], inside[-1][1:], strict=True)]
+            return Use(*[0] * 7)
+        return Use(*(b - a for a, b in zip(inside[0], inside[-1], strict=True)))
 
     def used_in_fetches(self, start: float, stop: float) -> list[float]:
         """Return the growth of each counter while a worker made batches between two times."""
         times = [time for row in self.rows["fetch"] for time in row[1:3] if start <= time <= stop]
-        elapsed, growth = self.use_between(start, stop)
+        growth = self.use_between(start, stop)
         span = max(times, default=0.0) - min(times, default=0.0)
-        return [value * span / max(1e-9, elapsed) for value in growth]
+        return [value * span / max(1e-9, growth.time) for value in growth]
 
 
 def read_processes(folder: Path) -> list[Process]:
     """Read the measurements that processes wrote to a folder; the last line of a process may be cut off."""
     found = []
     for path in sorted(folder.glob("*.jsonl")):
-        process = Process(path.name.partition("-")[0])
+        role, parent, number = path.stem.split("-")
+        process = Process(role, parent, number)
         for text in path.read_text(errors="replace").splitlines():
             with suppress(ValueError):
                 kind, *values = json.loads(text)
@@ -77,7 +64,7 @@ def read_processes(folder: Path) -> list[Process]:
     return found
 
 
-def collect(folder: Path, loader: int | None = None) -> Seen:
+def collect(folder: Path, loader: int | None = None, cached_step: tuple[float, float] | None = None) -> Seen:
     """Return what was seen of the training loop in the measurements of a folder.
 
     Raise SourceError if no loop was seen, or too little of it.
@@ -86,7 +73,11 @@ def collect(folder: Path, loader: int | None = None) -> Seen:
     mains = [process for process in processes if process.rows["step"]]
     if not mains:
         raise SourceError("the command iterated neither a DataLoader nor a ChunkLoader: there is nothing to diagnose")
-    main = max(mains, key=lambda process: len(process.rows["step"]))
+    most = max(len(process.rows["step"]) for process in mains)
+    mains = [process for process in mains if 2 * len(process.rows["step"]) > most]
+    mains.sort(key=lambda process: process.rows["rank"] or [[0]])
+    ranks = [_rank(process) for process in mains] if all(process.rows["rank"] for process in mains) else []
+    main = mains[ranks.index(min(ranks, key=lambda rank: rank[1])) if ranks else 0]
     steps = [Step(*row) for row in main.rows["step"]]
     loader = loader if loader in {step.loader for step in steps} else training_loader(steps)
     own = [step for step in steps if step.loader == loader]
@@ -95,8 +86,16 @@ def collect(folder: Path, loader: int | None = None) -> Seen:
         raise SourceError(
             f"the training loop ended after {len(own)} batches: let it run for at least {MIN_STEPS + 4} to diagnose it"
         )
-    workers = [process for process in processes if process.role != "main" and process.rows["fetch"]]
-    return _seen(main, workers, steps, own, kept)
+    workers = [process for process in processes if process.parent == main.number and process.rows["fetch"]]
+    return _seen(main, workers, steps, own, kept, ranks=ranks, cached_step=cached_step)
+
+
+def _rank(process: Process) -> tuple[float, float]:
+    """Return the time of an iteration of one rank, and of waiting for the gradients of others in it."""
+    kept = steady([Step(*row) for row in process.rows["step"]])
+    iteration, backward = _mean([step.ended - step.asked for step in kept]), _mean([step.backward for step in kept])
+    count, sums = _profiled(process)
+    return iteration, sums.get("reduce", 0.0) / count or backward
 
 
 def training_loader(steps: Iterable[Step]) -> int:
@@ -113,30 +112,24 @@ def steady(steps: Sequence[Step]) -> list[Step]:
     return ready[min(len(ready) // 5, 50) :][-MAX_STEPS:]
 
 
-def _seen(main: Process, workers: list[Process], steps: list[Step], own: list[Step], kept: list[Step]) -> Seen:
-    start, stop, count = kept[0].asked, kept[-1].ended, len(kept)
+def _seen(
+    main: Process, workers: list[Process], steps: list[Step], own: list[Step], kept: list[Step], **known: Any
+) -> Seen:
+    start, stop = kept[0].asked, kept[-1].ended
     facts: dict[int, Any] = {row[0]: row[1:] for row in main.rows["loader"]}
     loader, batch, machine = facts.get(own[0].loader, ({}, {}, {}))
     makers = workers or [main]
-    fetches = sorted(row for process in makers for row in process.rows["fetch"] if start <= row[1] and row[2] <= stop)
-    if not workers:
-        fetches = [row for row in fetches if row[0] == -1]
-    stages, lines = _lines(makers, main, fetches, sum(step.ended - step.resumed for step in kept) / count)
-    elapsed, (cpu, delay, read, disk, everyone) = main.use_between(start, stop)
-    per_batch = (stop - start) / count / max(1e-9, elapsed)
-    used = [process.used_in_fetches(start, stop) for process in workers]
-    fetch_cpu, fetch_delay, read_bytes, disk_bytes = (sum(use[i] for use in used) / count for i in range(4))
-    if not workers:
-        on_core = sum(line.share * line.on_cpu for line in lines if line.stage != "step")
-        fetch_cpu = min(cpu * per_batch, on_core * _mean([row[2] - row[1] for row in fetches]))
-        read_bytes, disk_bytes = read * per_batch, disk * per_batch
-    own_cpu = cpu * per_batch + (fetch_cpu if workers else 0.0)
-    return Seen(
-        samples=_mean([step.samples for step in kept]),
+    fetches = sorted(Fetch(*row) for process in makers for row in process.rows["fetch"])
+    fetches = [row for row in fetches if start <= row.started and row.ended <= stop and (workers or row.worker < 0)]
+    stages, lines = _lines(makers, main, fetches)
+    takes = sorted(step.take for step in kept if step.take)
+    names = ("samples", "copy", "copy_bytes", "pageable_bytes", "optimizer")
+    means: dict[str, Any] = {name: _mean([getattr(step, name) for step in kept]) for name in names}
+    seen = Seen(
         waits=[step.received - step.asked for step in kept],
         steps=[step.ended - step.resumed for step in kept],
-        fetches=[row[2] - row[1] for row in fetches],
-        fetched_by=[row[0] for row in fetches],
+        fetches=[row.ended - row.started for row in fetches],
+        fetched_by=[row.worker for row in fetches],
         stages=stages,
         lines=lines,
         loader=loader,
@@ -144,95 +137,139 @@ def _seen(main: Process, workers: list[Process], steps: list[Step], own: list[St
         cores=int(machine.get("cores", 1)),
         threads=int(machine.get("threads", 1)),
         fetch_gap=_gap(fetches) if workers else 0.0,
-        fetch_cpu=fetch_cpu,
-        fetch_delay=fetch_delay,
-        step_cpu=cpu * per_batch - (0.0 if workers else fetch_cpu),
-        step_delay=delay * per_batch,
-        other_cores=max(0.0, everyone / max(1e-9, elapsed) - own_cpu * count / (stop - start)),
-        copy=_mean([step.copy for step in kept]),
-        copy_bytes=_mean([step.copy_bytes for step in kept]),
-        pageable_bytes=_mean([step.pageable_bytes for step in kept]),
-        optimizer=_mean([step.optimizer for step in kept]),
-        read_bytes=read_bytes,
-        disk_bytes=disk_bytes,
+        take=takes[len(takes) // 10] if takes else None,  # of a worker that has nothing else to do
+        h5_reads=_mean([row.h5_reads for row in fetches if row.h5_reads]),
+        in_torch=_mean([row[3] for row in main.rows["line"] if row[0] == "step"]),
         gpu=_gpu(main, kept),
         gpu_name=str(machine.get("gpu", "")),
         elsewhere=_elsewhere(steps, own),
-        **_epochs(own),
         worker_fetches=_by_worker(fetches) if workers else (),
         files=_files(makers),
+        **means,
+        **_usage(main, workers, kept, fetches, lines),
+        **_epochs(own),
+        **known,
     )
+    return replace(seen, cold_s=_cold(seen))
+
+
+def _usage(
+    main: Process, workers: list[Process], kept: list[Step], fetches: list[Fetch], lines: list[Line]
+) -> dict[str, Any]:
+    """Return what steps and fetches used of cores, files and memory, per iteration."""
+    start, stop, count = kept[0].asked, kept[-1].ended, len(kept)
+    used = main.use_between(start, stop)
+    elapsed, per_batch = max(1e-9, used.time), (stop - start) / count / max(1e-9, used.time)
+    if workers:
+        growth = [process.used_in_fetches(start, stop) for process in workers]
+        fetch = Use(*(sum(values) / count for values in zip(*growth, strict=True)))
+        own_cpu, step_cpu = used.cpu * per_batch + fetch.cpu, used.cpu * per_batch
+    else:
+        on_core = sum(line.share * line.on_cpu for line in lines if line.stage != "step")
+        own_cpu = used.cpu * per_batch
+        fetch_cpu = min(own_cpu, on_core * _mean([row.ended - row.started for row in fetches]))
+        fetch = Use(0, fetch_cpu, 0, round(used.read * per_batch), round(used.disk * per_batch), 0, 0)
+        step_cpu = own_cpu - fetch_cpu
+    return {
+        "fetch_cpu": fetch.cpu,
+        "fetch_delay": fetch.delay,
+        "step_cpu": step_cpu,
+        "step_delay": used.delay * per_batch,
+        "other_cores": max(0.0, used.everyone / elapsed - own_cpu * count / (stop - start)),
+        "read_bytes": fetch.read,
+        "disk_bytes": fetch.disk,
+        "memory_stall": used.memory / elapsed,
+    }
 
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def _gap(fetches: list[list[Any]]) -> float:
+def _gap(fetches: list[Fetch]) -> float:
     """Return the time that a worker takes between two batches if the next one was asked for before."""
     gaps, last = [], dict[int, float]()
-    for worker, started, ended, _ in sorted(fetches, key=lambda row: row[1]):
-        if worker in last:
-            gaps.append(started - last[worker])
-        last[worker] = ended
+    for row in sorted(fetches, key=lambda row: row.started):
+        if row.worker in last:
+            gaps.append(row.started - last[row.worker])
+        last[row.worker] = row.ended
     return min(sorted(gaps)[len(gaps) // 20], MAX_GAP_S) if gaps else 0.0
 
 
-def _by_worker(fetches: list[list[Any]]) -> list[float]:
+def _by_worker(fetches: list[Fetch]) -> list[float]:
     times = defaultdict(list)
-    for worker, started, ended, _ in fetches:
-        times[worker].append(ended - started)
+    for row in fetches:
+        times[row.worker].append(row.ended - row.started)
     return [_mean(times[worker]) for worker in sorted(times)]
 
 
-def _lines(
-    makers: list[Process], main: Process, fetches: list[list[Any]], step: float
-) -> tuple[dict[str, float], list[Line]]:
+def _lines(makers: list[Process], main: Process, fetches: list[Fetch]) -> tuple[dict[str, float], list[Line]]:
     """Return the time of each stage of a fetch, and the lines that took most of fetches and steps."""
-    counts: dict[tuple[str, str], list[float]] = {}
-    for process in [main, *(process for process in makers if process is not main)]:
-        for stage, place, count, on_cpu in process.rows["line"]:
-            if process is main or stage != "step":
-                entry = counts.setdefault((stage, place), [0, 0.0])
-                entry[0], entry[1] = entry[0] + count, entry[1] + on_cpu
-    in_fetch = {key: value for key, value in counts.items() if key[0] in FETCH_STAGES and key[0] != COLLATE}
-    fetched = sum(value[0] for value in in_fetch.values())
-    collate, fetch = _mean([row[3] for row in fetches]), _mean([row[2] - row[1] for row in fetches])
-    stages = dict.fromkeys(FETCH_STAGES, 0.0) | {COLLATE: collate}
+    on_cpu: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    for process in {id(process): process for process in [main, *makers]}.values():
+        for stage, place, used, _ in process.rows["line"]:
+            if (process is main and stage == "step") or (process in makers and stage != "step"):
+                on_cpu[stage, place].append(used)
+    fetch = max(1e-9, _mean([row.ended - row.started for row in fetches]))
+    stages = _stages(fetches, {key: len(used) for key, used in on_cpu.items()})
     lines = []
-    for (stage, place), (count, on_cpu) in counts.items():
-        total = fetched if (stage, place) in in_fetch else sum(v[0] for k, v in counts.items() if k[0] == stage)
-        part = (fetch - collate) / max(1e-9, fetch) if (stage, place) in in_fetch else collate / max(1e-9, fetch)
-        share = count / total * (1.0 if stage == "step" else part)
-        if (stage, place) in in_fetch:
-            stages[stage] += share * fetch
+    for (stage, place), used in on_cpu.items():
+        of_stage = sum(len(other) for key, other in on_cpu.items() if key[0] == stage)
+        part = len(used) / of_stage
+        whole = 1.0 if stage == "step" else stages[stage] / fetch
+        error = 2 * math.sqrt(part * (1 - part) / of_stage) * whole
         filename, _, number = place.rpartition(":")
         code = linecache.getline(filename, int(number)).strip() if number else ""
-        lines.append(Line(stage, place, share, on_cpu / count, code[:60]))
-    if not fetched and fetch > collate:
-        stages["transform"] = fetch - collate
+        lines.append(Line(stage, place, part * whole, _mean(used), code[:60], error))
     lines.sort(key=lambda line: -line.share)
-    return stages, [
-        line for kind in (True, False) for line in [x for x in lines if (x.stage == "step") == kind][:MAX_LINES]
-    ]
+    by_kind = ([line for line in lines if (line.stage == "step") == kind][:MAX_LINES] for kind in (True, False))
+    return stages, [line for kind in by_kind for line in kind]
+
+
+def _stages(fetches: list[Fetch], counts: dict[tuple[str, str], int]) -> dict[str, float]:
+    """Return the seconds of each stage of a fetch: measured ones and, of the rest, those that samples of lines show."""
+    seconds = dict.fromkeys(FETCH_STAGES, 0.0)
+    for (stage, _), count in counts.items():
+        seconds[stage] = seconds.get(stage, 0.0) + count
+    seconds.pop("step", None)
+    seconds[COLLATE] = 0.0
+    timed = [row for row in fetches if row.h5_reads]
+    fetch, collate = _mean([row.ended - row.started for row in fetches]), _mean([row.collate for row in fetches])
+    reading = 0.0
+    if timed:
+        seconds[READING] = 0.0
+        reading = fetch * sum(row.h5_seconds for row in timed) / sum(row.ended - row.started for row in timed)
+    rest = max(0.0, fetch - collate - reading)
+    sampled = sum(seconds.values())
+    if not sampled:
+        return seconds | {COLLATE: collate, READING: reading, TRANSFORM: rest}
+    seconds = {stage: rest * count / sampled for stage, count in seconds.items()}
+    return seconds | {COLLATE: collate, READING: seconds[READING] + reading}
+
+
+def _profiled(process: Process) -> tuple[int, dict[str, float]]:
+    """Return the number of steps under the profiler, and sums of what ran in them."""
+    return process.rows["kernels"][0] if process.rows["kernels"] else (1, {})
 
 
 def _gpu(main: Process, kept: list[Step]) -> Gpu | None:
     numbers = {step.gpu for step in kept}
     rows = [row for row in main.rows["gpu"] if row[0] in numbers]
-    if not rows:
+    count, sums = _profiled(main)
+    if not rows or sums.get("kernels") == 0:  # training does not use it
         return None
-    count, sums = next(iter(main.rows["kernels"]), (1, {}))
-    span = _mean([row[1] for row in rows])
     per_step = {name: value / count for name, value in sums.items()}
+    clocks = main.rows["clock"] or [[0, 1.0]]
+    hot = [share for reasons, share in clocks if reasons & TOO_HOT]
     return Gpu(
-        busy=per_step.get("busy", span),
+        busy=per_step.get("busy", _mean([row[1] for row in rows])),
         idle=_mean([max(0.0, row[2]) for row in rows]),
         copy=per_step.get("copies", 0.0),
-        pageable=per_step.get("pageable", 0.0),
         kernels=per_step.get("kernels", 0.0),
         blocked=per_step.get("blocked", 0.0),
         is_profiled=bool(sums),
+        slow_clocks="it is too hot, or gets too little power" if 2 * len(hot) > len(clocks) else "",
+        clock=_mean(hot) if hot else 1.0,
     )
 
 
@@ -243,7 +280,7 @@ def _elsewhere(steps: list[Step], own: list[Step]) -> float:
     return min(1.0, others / max(1e-9, stop - start))
 
 
-def _epochs(own: list[Step]) -> dict[str, float]:
+def _epochs(own: list[Step]) -> dict[str, Any]:
     starts = [index for index, step in enumerate(own) if step.epoch_started is not None]
     if len(starts) < 2:
         return {}
@@ -260,3 +297,15 @@ def _files(makers: list[Process]) -> list[dict[str, Any]]:
         with suppress(OSError, ValueError):
             item["cached"] = cached_share(item["path"], item["bytes"])
     return list(found.values())
+
+
+def _cold(seen: Seen) -> float | None:
+    """Measure how long reading the bytes of a batch from the disk takes; None if that cannot be seen."""
+    file = max(seen.files, key=lambda file: file["bytes"], default=None)
+    if file is None or not seen.read_bytes:
+        return None
+    size = round(min(MAX_READ, max(4096, seen.read_bytes / max(1.0, seen.h5_reads or seen.samples))))
+    with suppress(OSError, ValueError, AttributeError):
+        seconds = cold_seconds(file["path"], file["bytes"], size)
+        return None if seconds is None else seconds * seen.read_bytes / size
+    return None

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from h5chunk.errors import OptionError, SourceError, UtilisationError
-from h5chunk.tools.doctor.collect import collect
 from h5chunk.tools.doctor.launch import check_command, run_command
 from h5chunk.tools.doctor.report import Check, DoctorReport
 from h5chunk.tools.measure.checks import check_budget
-from h5chunk.tools.model.diagnosis import diagnose
-from h5chunk.tools.model.fixes import Fix
 
 
 def doctor(
     loader: Any = None,
+    step: Callable[[Any], object] | None = None,
     *,
     command: Sequence[str] = (),
     seconds: float | None = None,
@@ -42,6 +40,9 @@ def doctor(
     ----------
     loader : DataLoader or ChunkLoader, optional
         The loader to watch.
+    step : callable, optional
+        A function that trains with one batch. After the block, it is called with the last batch for up to a second, to
+        measure what training could do without waiting; this trains further, with the same random numbers after it.
     command : sequence of str, optional
         A program with its arguments, instead of ``loader``. It must start Python in an environment with h5chunk.
     seconds : float, optional
@@ -79,7 +80,7 @@ def doctor(
     if loader is not None:
         if command or check:
             raise OptionError("a loader cannot be combined with command or check: these run a command")
-        return WatchedLoop(loader, limits, html, assert_util)
+        return WatchedLoop(loader, step, limits, html, assert_util)
     check_command(command)
     report = _diagnose_command(command, {**limits, "end": True}, {})
     if check:
@@ -93,17 +94,12 @@ def _diagnose_command(command: Sequence[str], options: dict[str, Any], variables
         status = run_command(command, Path(folder), options, variables)
         report = DoctorReport()
         try:
-            _fill(report, Path(folder))
+            report.fill(Path(folder))
         except SourceError as error:
             raise (SourceError(f"{command[0]} failed with status {status}; {error}") if status else error) from None
         if status:
             report.notes.append(f"the command ended with status {status}")
     return report
-
-
-def _fill(report: DoctorReport, folder: Path, loader: int | None = None) -> None:
-    report.seen = collect(folder, loader)
-    report.diagnosis = diagnose(report.seen)
 
 
 def _check(command: Sequence[str], options: dict[str, Any], report: DoctorReport) -> Check | None:
@@ -116,18 +112,7 @@ def _check(command: Sequence[str], options: dict[str, Any], report: DoctorReport
     threads = {"OMP_NUM_THREADS": str(fix.apply["threads"])} if "threads" in fix.apply else {}
     after = _diagnose_command(command, {**options, "fix": fix.apply}, threads).seen
     assert after is not None
-    return _compared(fix, _rate(report.seen), _rate(after))
-
-
-def _rate(seen: Any) -> float:
-    """Return samples/s over all time, with validation and the starts of epochs."""
-    from h5chunk.tools.model.fixes import other_share
-
-    return float(seen.samples / seen.iteration * (1 - other_share(seen)))
-
-
-def _compared(fix: Fix, before: float, after: float) -> Check:
-    return Check(fix.name, fix.gain.value, fix.gain.low, fix.gain.high, after / before)
+    return Check(fix.name, fix.gain.value, fix.gain.low, fix.gain.high, after.rate / report.seen.rate)
 
 
 def _finish(report: DoctorReport, html: str | Path | None, assert_util: float | None) -> None:
@@ -144,15 +129,15 @@ def _finish(report: DoctorReport, html: str | Path | None, assert_util: float | 
 class WatchedLoop(DoctorReport):
     """A report that is filled when the block of a ``with`` statement ends."""
 
-    def __init__(self, loader: Any, limits: dict[str, Any], html: str | Path | None, assert_util: float | None) -> None:
+    def __init__(self, loader: Any, step: Any, limits: dict[str, Any], *last: Any) -> None:
         super().__init__()
-        self._loader, self._limits, self._last = loader, limits, (html, assert_util)
+        self._loader, self._step, self._limits, self._last = loader, step, limits, last
 
     def __enter__(self) -> WatchedLoop:
         from h5chunk.tools.doctor import watch
 
         self._folder = tempfile.TemporaryDirectory(prefix="h5chunk-doctor-")
-        self._watch = watch.install(self._folder.name, **self._limits)
+        self._watch = watch.install(self._folder.name, batch=self._step is not None, **self._limits)
         return self
 
     def __exit__(
@@ -164,7 +149,8 @@ class WatchedLoop(DoctorReport):
         watch.remove()
         try:
             if kind is None:
-                _fill(self, Path(self._folder.name), vars(self._loader).get("_doctor_number"))
+                cached = None if self._step is None else watch.time_step(self._step, self._watch.batch)
+                self.fill(Path(self._folder.name), vars(self._loader).get("_doctor_number"), cached)
                 _finish(self, *self._last)
         finally:
             self._folder.cleanup()

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import stat
+import statistics
 import sys
+import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 MIN_BYTES = 1 << 20  # smaller files are not looked at
 MAX_FILES = 64
+PART, PARTS = 1 << 24, 16  # bytes and number of the parts of a large file whose pages are counted
+COLD_READS = 16
 
 
 def open_files() -> list[dict[str, Any]]:
@@ -34,17 +40,46 @@ def _append(items: list[Any], name: str, item: Any) -> None:
     items.append(item)
 
 
-def cached_share(path: str, size: int) -> float:
-    """Return the share of a file's pages that are in the page cache, by mincore(2)."""
+def page_states(path: str, start: int, size: int) -> npt.NDArray[np.uint8]:
+    """Return whether each page of a part of a file is in the page cache, by mincore(2); ``start`` is of a page."""
     mincore = ctypes.CDLL(None, use_errno=True).mincore
     mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as mapped:  # noqa: PTH123
+    with (
+        open(path, "rb") as file,  # noqa: PTH123
+        mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ, offset=start) as mapped,
+    ):
         memory, states = np.frombuffer(mapped, np.uint8), np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
         failed = mincore(memory.ctypes.data, size, states.ctypes.data)
         del memory
     if failed:
         raise OSError(f"{path}: mincore failed")
-    return float(np.mean(states & 1))
+    return np.asarray(states & 1, np.uint8)
+
+
+def cached_share(path: str, size: int) -> float:
+    """Return the share of a file's pages that are in the page cache, from parts of a large file."""
+    part = min(size, PART)
+    starts = np.linspace(0, size - part, num=1 if part == size else PARTS).astype(np.int64) // mmap.PAGESIZE
+    return float(np.mean([page_states(path, int(start) * mmap.PAGESIZE, part).mean() for start in starts]))
+
+
+def cold_seconds(path: str, size: int, read_bytes: int) -> float | None:
+    """Measure how long a read takes that the page cache cannot answer, by dropping a few parts of the file from it.
+
+    None if they stay in the cache, because it is the file's only place or another process maps them.
+    """
+    seconds = []
+    read_bytes = min(read_bytes, size)
+    with open(path, "rb", buffering=0) as file:  # noqa: PTH123
+        for start in np.random.default_rng(0).integers(0, size - read_bytes + 1, COLD_READS):
+            first = int(start) // mmap.PAGESIZE * mmap.PAGESIZE
+            os.posix_fadvise(file.fileno(), first, read_bytes + mmap.PAGESIZE, os.POSIX_FADV_DONTNEED)
+            if page_states(path, first, min(read_bytes, size - first)).any():
+                continue
+            started = time.perf_counter()
+            os.pread(file.fileno(), read_bytes, int(start))
+            seconds.append(time.perf_counter() - started)
+    return statistics.fmean(seconds) if len(seconds) > COLD_READS // 2 else None
 
 
 def largest_datasets() -> dict[str, dict[str, Any]]:
@@ -63,7 +98,6 @@ def largest_datasets() -> dict[str, dict[str, Any]]:
             continue
         data = max(numeric, key=lambda item: item.nbytes)
         found[str(Path(file.filename).resolve())] = {
-            "dataset": data.name,
             "shape": data.shape,
             "chunks": data.chunks,
             "itemsize": data.dtype.itemsize,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -13,6 +16,7 @@ from h5chunk.tools.doctor.record import Recorder
 PROFILED = 8  # steps under the profiler
 PROFILE_AT = 24  # first of them
 MAX_WAITING = 2_000  # events that are kept until the GPU reaches them
+CLOCK_S = 0.5  # seconds between readings of the GPU's clock
 
 
 class GpuClock:
@@ -24,11 +28,16 @@ class GpuClock:
         self._begin: Any = None
         self._last_end: Any = None
         self._profile: Any = None
+        self._clock_read = 0.0
+        self._read_clock = clock_reader()
 
     def begin_step(self) -> None:
         """Mark the point from which the GPU can work on the step's batch."""
         if self._count == PROFILE_AT:
             self._start_profile()
+        if time.perf_counter() > self._clock_read + CLOCK_S:
+            self._clock_read = time.perf_counter()
+            self._recorder.keep("clock", *self._read_clock())
         self._begin = self._event()
 
     def end_step(self) -> int:
@@ -72,29 +81,28 @@ class GpuClock:
 
     def _end_profile(self) -> None:
         with suppress(Exception):
-            torch.cuda.synchronize()
             self._profile.stop()
             self._recorder.keep("kernels", PROFILED, summary(self._profile.profiler.kineto_results.events()))
         self._profile = None
 
 
 def summary(events: Any) -> dict[str, float]:
-    """Sum up what ran on the GPU, in seconds: kernels, copies by kind of memory, and waiting of the CPU."""
-    sums = {"busy": 0.0, "kernels": 0, "copies": 0.0, "pageable": 0.0, "to_device_bytes": 0, "blocked": 0.0}
+    """Sum up what ran on the GPU, in seconds: kernels, copies, gradients of other ranks, and waiting of the CPU."""
+    sums = {"busy": 0.0, "kernels": 0, "copies": 0.0, "reduce": 0.0}
     spans, waits = [], list[tuple[int, float]]()
+    events = list(events)
+    read = {event.correlation_id() for event in events if "Memcpy DtoH" in event.name()}
     for event in events:
         name, seconds = event.name(), event.duration_ns() / 1e9
         if event.is_user_annotation() or "#" in name:  # a range of time, not work
             continue
         if event.device_type() == torch.autograd.DeviceType.CUDA:
-            if "Memcpy HtoD" in name:
-                sums["copies"] += seconds
-                sums["pageable"] += seconds if "Pageable" in name else 0
-                sums["to_device_bytes"] += event.nbytes()
+            sums["copies"] += seconds if "Memcpy HtoD" in name else 0
+            sums["reduce"] += seconds if name.startswith("nccl") else 0
             if name[:6] in ("Memcpy", "Memset") or not name.startswith("cuda"):
                 sums["kernels"] += not name.startswith("Mem")
                 spans.append((event.start_ns(), event.start_ns() + event.duration_ns()))
-        elif "Synchronize" in name:
+        elif "Synchronize" in name or event.correlation_id() in read:
             waits.append((event.start_ns(), seconds))
     sums["blocked"] = sum(seconds for _, seconds in sorted(waits)[:-1])  # without the last one, of the profiler
     end = 0
@@ -102,3 +110,23 @@ def summary(events: Any) -> dict[str, float]:
         sums["busy"] += max(0, stop - max(start, end)) / 1e9
         end = max(end, stop)
     return sums
+
+
+def clock_reader() -> Callable[[], tuple[int, float]]:
+    """Return a function that reads why the GPU's clock is low (bits of NVML) and its share of the highest clock."""
+    handle, reasons, clock, highest = ctypes.c_void_p(), ctypes.c_ulonglong(), ctypes.c_uint(), ctypes.c_uint()
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+        failed = nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode(), ctypes.byref(handle))
+    except (OSError, AttributeError):
+        failed = 1
+
+    def read() -> tuple[int, float]:
+        if failed or nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle, ctypes.byref(reasons)):
+            return 0, 1.0
+        nvml.nvmlDeviceGetClockInfo(handle, 1, ctypes.byref(clock))
+        nvml.nvmlDeviceGetMaxClockInfo(handle, 1, ctypes.byref(highest))
+        return reasons.value, clock.value / max(1, highest.value)
+
+    return read

@@ -15,7 +15,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,10 +35,6 @@ except ImportError:
 from h5chunk.tools.doctor.launch import start
 start()
 """
-WATCHED = {
-    "torch.utils.data.dataloader": "_watch_torch",
-    "h5chunk.feed.loader": "_watch_chunk_loader",
-}
 
 
 def run_command(command: Sequence[str], folder: Path, options: dict[str, Any], variables: dict[str, str]) -> int:
@@ -52,10 +48,18 @@ def run_command(command: Sequence[str], folder: Path, options: dict[str, Any], v
         raise SourceError(f"{command[0]}: cannot be run: {error.strerror}") from None
     try:
         return process.wait()
-    except KeyboardInterrupt:  # the terminal sent it to the process as well
-        process.send_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        if not _is_in_foreground():  # otherwise the terminal sent it to the command as well
+            process.send_signal(signal.SIGINT)
         process.wait()
         return 0
+
+
+def _is_in_foreground() -> bool:
+    try:
+        return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    except (OSError, ValueError):
+        return False
 
 
 def check_command(command: Sequence[str]) -> None:
@@ -85,23 +89,9 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         finally:
             self._busy = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, lambda module: globals()[WATCHED[name]](module, self.options))
+            execute, then = spec.loader.exec_module, WATCHED[name]
+            spec.loader.exec_module = lambda module: (execute(module), then(module, self.options))  # type: ignore
         return spec
-
-
-class _Loader(importlib.abc.Loader):
-    def __init__(self, given: Any, then: Callable[[ModuleType], None]) -> None:
-        self._given, self._then = given, then
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._given, name)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._given.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._given.exec_module(module)
-        self._then(module)
 
 
 def _watch_torch(module: ModuleType, options: dict[str, Any]) -> None:
@@ -127,3 +117,6 @@ def _install(options: dict[str, Any]) -> None:
         watch.watch_chunk_loader(sys.modules["h5chunk.feed.loader"])
         return
     watch.install(**options)
+
+
+WATCHED = {"torch.utils.data.dataloader": _watch_torch, "h5chunk.feed.loader": _watch_chunk_loader}

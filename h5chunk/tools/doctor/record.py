@@ -13,16 +13,16 @@ import sys
 import sysconfig
 import threading
 import time
-from collections import defaultdict
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 FLUSH_S = 0.5  # seconds between writes
 SWITCH_S = 1e-3  # Python's switch interval: with the default of 5 ms, lines that follow slow ones would be seen
-SAMPLE_S = 0.05  # seconds between samples of the line that runs
+SAMPLE_S, LATER_S = 0.01, 0.1  # seconds between samples of the line that runs, at first and later
+FIRST = 200  # samples at first
 READING, DECODING, TRANSFORM, COLLATE, LOCK = "reading", "decoding", "transform", "collate", "lock"
 LIBRARIES = {
     **dict.fromkeys(("h5py", "zarr", "tables", "pyarrow", "fsspec", "lmdb", "netCDF4", "xarray"), READING),
@@ -59,73 +59,113 @@ def caller(frame: FrameType | None) -> str:
 
 def stage_of(frame: FrameType | None) -> str:
     """Return the stage that a stack of calls belongs to, by its libraries and the words of the user's line."""
-    while frame is not None and is_library(frame.f_code.co_filename):
-        path = frame.f_code.co_filename
-        package = path.rpartition("-packages/")[2].partition("/")[0]
-        if found := LIBRARIES.get(package) or next((FILES[part] for part in FILES if part in path), ""):
+    while frame is not None and "torch/utils/data" not in frame.f_code.co_filename:
+        if found := _stage_of_line(frame.f_code.co_filename, frame.f_lineno):
             return found
         frame = frame.f_back
-    if frame is None:
-        return TRANSFORM
-    return _stage_of_line(frame.f_code.co_filename, frame.f_lineno)
+    return TRANSFORM
 
 
 @cache
 def _stage_of_line(filename: str, number: int) -> str:
+    if is_library(filename):
+        package = filename.rpartition("-packages/")[2].partition("/")[0]
+        return LIBRARIES.get(package) or next((FILES[part] for part in FILES if part in filename), "")
     line = linecache.getline(filename, number)
-    return next((stage for stage, words in WORDS.items() if re.search(words, line)), TRANSFORM)
+    return next((stage for stage, words in WORDS.items() if re.search(words, line)), "")
+
+
+class Step(NamedTuple):
+    """One iteration of a loop, from asking for a batch to asking for the next."""
+
+    loader: int
+    asked: float
+    received: float
+    resumed: float
+    samples: int
+    trains: bool  # gradients are on
+    epoch_started: float | None  # when the epoch began, for its first batch
+    ended: float = 0.0
+    take: float = 0.0  # unpacking a batch of a worker
+    copy: float = 0.0
+    copy_bytes: int = 0
+    pageable_bytes: int = 0
+    optimizer: float = 0.0
+    optimizer_steps: int = 0
+    backward: float = 0.0
+    gpu: int | None = None  # number of its events; -1: under the profiler
+
+
+class Fetch(NamedTuple):
+    """A batch that was made; ``worker`` is -1 in the training process."""
+
+    worker: int
+    started: float
+    ended: float
+    collate: float
+    h5_reads: int
+    h5_seconds: float
+
+
+class Use(NamedTuple):
+    """What this process used so far; the last two are of the whole machine."""
+
+    time: float
+    cpu: float
+    delay: float  # this thread waited for a core
+    read: int
+    disk: int
+    everyone: float  # CPU seconds
+    memory: float  # seconds in which some process waited for memory
+
+
+def use() -> Use:
+    """Return what this process used so far; 0 for what the system does not tell."""
+    delay, read, disk, everyone, memory = 0.0, 0, 0, 0.0, 0.0
+    with suppress(OSError, ValueError, IndexError, KeyError):
+        delay = int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+        fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        read, disk = int(fields["rchar"]), int(fields["read_bytes"])
+        ticks = [int(number) for number in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        everyone = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+        memory = int(Path("/proc/pressure/memory").read_text().split("total=")[1].split()[0]) / 1e6
+    return Use(time.perf_counter(), time.process_time(), delay, read, disk, everyone, memory)
 
 
 class Recorder:
     """Collect measurements of one process, and append them to a file of their folder now and then."""
 
-    def __init__(self, folder: str, role: str) -> None:
-        self._path = Path(folder) / f"{role}-{os.getpid()}.jsonl"
+    def __init__(self, folder: str, role: str, parent: int) -> None:
+        self._path = Path(folder) / f"{role}-{parent}-{os.getpid()}.jsonl"
         self._rows: list[Any] = []
         self._written = 0.0
 
     def add(self, kind: str, *values: Any) -> None:
-        """Buffer a measurement; flush the buffer if the last flush was more than ``FLUSH_S`` seconds ago."""
+        """Keep a measurement; flush all if the last flush was more than ``FLUSH_S`` seconds ago."""
         self.keep(kind, *values)
         if time.perf_counter() > self._written + FLUSH_S:
             self.flush()
 
     def keep(self, kind: str, *values: Any) -> None:
-        """Keep a measurement until the next write; any thread may call this."""
+        """Keep a measurement until the next flush; any thread may call this."""
         self._rows.append((kind, *values))
 
     def flush(self) -> None:
         """Write the measurements, and the counters of this process."""
-        self.keep("use", time.perf_counter(), *counters())
+        self.keep("use", *use())
         rows, self._rows = self._rows, []
         with suppress(OSError, TypeError, ValueError), self._path.open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
         self._written = time.perf_counter()
 
 
-def counters() -> tuple[float, float, int, int, float]:
-    """Return how much this process used so far.
-
-    These are seconds of CPU, seconds that this thread waited for a core, bytes read, bytes read from disks, and the
-    seconds of CPU that all processes of this machine used.
-    """
-    waited, read, disk, everyone = 0.0, 0, 0, 0.0
-    with suppress(OSError, ValueError, IndexError):
-        waited = int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
-        fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-        read, disk = int(fields["rchar"]), int(fields["read_bytes"])
-        ticks = [int(number) for number in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-        everyone = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
-    return time.process_time(), waited, read, disk, everyone
-
-
 class Sampler:
-    """A thread that notes every 50 ms which line of the user's code another thread runs, while ``stage`` is set."""
+    """A thread that notes now and then which line of the user's code another thread runs, while ``stage`` is set."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._target = recorder, threading.get_ident()
         self._clock = time.pthread_getcpuclockid(self._target) if hasattr(time, "pthread_getcpuclockid") else None
-        self.stage = ""  # "step", "fetch", "collate"; empty: no samples
+        self.stage = ""  # "step", "fetch", "collate", "reading"; empty: no samples
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -147,27 +187,16 @@ class Sampler:
             sys.setswitchinterval(self._interval)
 
     def _run(self) -> None:
-        lines: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
-        written = last = time.perf_counter()
-        used = self._used()
-        while not self._stop.wait(SAMPLE_S):
-            now, cpu = time.perf_counter(), self._used()
-            if stage := self.stage:
-                frame = sys._current_frames().get(self._target)
-                entry = lines[stage_of(frame) if stage == "fetch" else stage, caller(frame)]
-                entry[0] += 1
-                entry[1] += min(1.0, (cpu - used) / max(1e-9, now - last))
-                del frame
+        last, used, left = time.perf_counter(), self._used(), FIRST
+        while not self._stop.wait(SAMPLE_S if left > 0 else LATER_S):
+            now, cpu, left = time.perf_counter(), self._used(), left - 1
+            frame = sys._current_frames().get(self._target)
+            if (stage := self.stage) and frame is not None:
+                stage = stage_of(frame) if stage == "fetch" else stage
+                busy, library = min(1.0, (cpu - used) / max(1e-9, now - last)), is_library(frame.f_code.co_filename)
+                self._recorder.keep("line", stage, caller(frame), busy, library)
+            del frame
             last, used = now, cpu
-            if now > written + FLUSH_S:
-                self._write(lines)
-                written = now
-        self._write(lines)
-
-    def _write(self, lines: defaultdict[tuple[str, str], list[float]]) -> None:
-        for (stage, line), (count, on_cpu) in lines.items():
-            self._recorder.keep("line", stage, line, count, on_cpu)
-        lines.clear()
 
     def _used(self) -> float:
         return 0.0 if self._clock is None else time.clock_gettime(self._clock)

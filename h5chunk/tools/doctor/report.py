@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from h5chunk.errors import human_bytes
-from h5chunk.tools.model.diagnosis import Diagnosis
+from h5chunk.tools.doctor.collect import collect
+from h5chunk.tools.model.diagnosis import Diagnosis, diagnose
 from h5chunk.tools.model.seen import Seen
 from h5chunk.tools.report import Report
 
@@ -54,6 +56,11 @@ class DoctorReport(Report):
     seen: Seen | None = None
     check: Check | None = None
     notes: list[str] = field(default_factory=list)
+
+    def fill(self, folder: Path, loader: int | None = None, cached_step: tuple[float, float] | None = None) -> None:
+        """Fill the report with the measurements of a folder."""
+        self.seen = collect(folder, loader, cached_step)
+        self.diagnosis = diagnose(self.seen)
 
     @property
     def verdict(self) -> str:

@@ -9,13 +9,16 @@ from __future__ import annotations
 import atexit
 import inspect
 import math
+import multiprocessing
+import os
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial, wraps
-from multiprocessing import util
+from multiprocessing import reduction, util
 from typing import Any
 
 import torch
@@ -26,50 +29,49 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from h5chunk.tools.doctor.describe import CHUNK_LOADER, batch_samples, describe, describe_batch, machine
 from h5chunk.tools.doctor.gpu import GpuClock
-from h5chunk.tools.doctor.record import Recorder, Sampler, caller
+from h5chunk.tools.doctor.record import Fetch, Recorder, Sampler, Step, caller
 
 FILES_AFTER = 3  # fetches after which open files are listed
+TIMED = 8  # one of so many fetches has its reads measured
+TAKE_S = 5e-5  # of taking a batch from a worker, beyond unpacking it
+CACHED_STEPS, CACHED_S = 100, 0.5  # steps with a cached batch, and the longest time of them
 clock = time.perf_counter
 
 
 class Watch:
-    """What is measured in one process; one iteration of a loop is from asking for a batch to asking for the next."""
+    """What is measured in one process."""
 
     def __init__(self, folder: str, role: str, options: dict[str, Any]) -> None:
-        self.folder, self.options, self.recorder = folder, options, Recorder(folder, role)
-        self.sampler = Sampler(self.recorder)
+        parent = multiprocessing.parent_process()
+        self.folder, self.options = folder, options
+        self.recorder = Recorder(folder, role, 0 if parent is None else int(parent.pid or 0))
+        self.sampler, self.thread = Sampler(self.recorder), threading.get_ident()
         self.gpu: GpuClock | None = None
-        self._open: list[Any] | None = None  # of the current iteration: loader, asked, received, samples, ...
+        self.batch: Any = None  # the last one, if option "batch" is set
+        self._open: Step | None = None  # the current iteration
         self._first = 0.0
         self._described: set[int] = set()
         self.epoch_started: dict[int, float] = {}
         self.settings: dict[int, dict[str, Any]] = {}  # of DataLoaders
         self._numbers: dict[tuple[Any, ...], int] = {}  # of loaders, by where and from what they were made
         self.epochs: Counter[int] = Counter()  # that began, by loader
-        self.copied = [0.0, 0, 0]  # seconds, bytes, bytes from pageable memory
-        self.optimized = [0.0, 0]  # seconds, steps
-        self._optimizing = 0.0
-        self.fetches = 0
-
-    # ---- the loop
+        self.spent: Any = Counter()  # in this iteration, by field of `Step`
+        self.take, self.h5 = 0.0, (0, 0.0)  # seconds; calls and seconds
+        self.collate, self.fetches = 0.0, 0
 
     def asks(self, number: int) -> None:
         """End an iteration, because the loop asks for another batch."""
         now = clock()
         self.sampler.stage = ""
         if self._open is not None:
-            of, asked, received, resumed, *facts = self._open
             gpu = self.gpu.end_step() if self.gpu is not None else None
-            totals = (*self.copied, *self.optimized)
-            self.recorder.add("step", of, asked, received, resumed, now, *facts, *totals, gpu)
+            self.recorder.add("step", *self._open._replace(ended=now, gpu=gpu, **self.spent))
             self._open = None
-            self.copied[:], self.optimized[:] = [0.0, 0, 0], [0.0, 0]
-            self._end_at_limit(now)
-
-    def _end_at_limit(self, now: float) -> None:
-        self._first = self._first or now
-        if now - self._first > self.options.get("seconds", math.inf):
-            self._end()
+            self.spent.clear()
+            self._first = self._first or now
+            if now - self._first > self.options.get("seconds", math.inf):
+                self._end()
+        self.take = 0.0
 
     def _end(self) -> None:
         """Stop measuring; end the process, too, if that is wanted."""
@@ -79,13 +81,15 @@ class Watch:
 
     def number_of(self, loader: Any, number: int) -> int:
         """Return the number of an earlier loader if this one replaces it: some scripts make one for each epoch."""
-        place, dataset = loader.__dict__.get("_made_at"), loader.dataset
+        if not isinstance(loader, DataLoader):
+            return number
+        dataset, place = loader.dataset, loader.__dict__.get("_made_at", number)
         size = len(dataset) if hasattr(dataset, "__len__") else None
         same = place, type(dataset), size, loader.batch_size, type(loader.sampler)
-        return number if place is None else self._numbers.setdefault(same, number)
+        return self._numbers.setdefault(same, number)
 
     def begins_epoch(self, number: int, started: float, loader: Any) -> None:
-        """Note that an epoch of a DataLoader begins; end after the number of epochs that are wanted."""
+        """Note that an epoch begins; end after the number of epochs that are wanted."""
         self.asks(number)
         if number not in self.settings:
             self.settings[number] = describe(loader)
@@ -100,16 +104,17 @@ class Watch:
         if number not in self._described:
             self._described.add(number)
             with suppress(Exception):  # of the user's objects
-                self.recorder.add(
-                    "loader", number, self.settings.get(number, CHUNK_LOADER), describe_batch(batch), machine()
-                )
+                facts = self.settings.get(number, CHUNK_LOADER)
+                self.recorder.add("loader", number, facts, describe_batch(batch), machine())
+        if self.options.get("batch"):
+            self.batch = batch
         if self.gpu is None and torch.cuda.is_initialized():
             self.gpu = GpuClock(self.recorder)
         if self.gpu is not None:
             self.gpu.begin_step()
-        samples = batch_samples(batch)
+        self.spent["take"] = self.take and self.take + TAKE_S
         started = self.epoch_started.pop(number, None)
-        self._open = [number, asked, received, clock(), samples, torch.is_grad_enabled(), started]
+        self._open = Step(number, asked, received, clock(), batch_samples(batch), torch.is_grad_enabled(), started)
         self.sampler.stage = "step"
 
     def close(self) -> None:
@@ -119,14 +124,12 @@ class Watch:
             self.gpu.close()
         self.recorder.flush()
 
-    # ---- inside of the step
-
     def begin_optimizer(self, *_: Any) -> None:
         self._optimizing = clock()
 
     def end_optimizer(self, *_: Any) -> None:
-        self.optimized[0] += clock() - self._optimizing
-        self.optimized[1] += 1
+        self.spent["optimizer"] += clock() - self._optimizing
+        self.spent["optimizer_steps"] += 1
 
 
 _watch: Watch | None = None
@@ -134,7 +137,7 @@ _undo: list[Callable[[], None]] = []
 
 
 def install(folder: str, role: str = "main", **options: Any) -> Watch:
-    """Put the hooks in; measurements go to a folder. Options: seconds, epochs, end (exit then), fix."""
+    """Put the hooks in; measurements go to a folder. Options: seconds, epochs, end (exit), fix, batch (keep it)."""
     global _watch
     if _watch is not None:
         remove()
@@ -145,25 +148,30 @@ def install(folder: str, role: str = "main", **options: Any) -> Watch:
     _replace(DataLoader, "_get_iterator", _get_iterator)
     _replace(fetch._MapDatasetFetcher, "fetch", _fetch)
     _replace(fetch._IterableDatasetFetcher, "fetch", _fetch)
-    for name in ("to", "cuda"):
-        _replace(torch.Tensor, name, _copy)
-    hooks = (
-        optimizer.register_optimizer_step_pre_hook(watch.begin_optimizer),
-        optimizer.register_optimizer_step_post_hook(watch.end_optimizer),
-    )
-    _undo.extend(hook.remove for hook in hooks)
-    fix = options.get("fix", {})
+    _replace(reduction.ForkingPickler, "loads", _loads)
+    _replace(torch.Tensor, "to", _copy)
+    _replace(torch.Tensor, "cuda", _copy)
+    before = optimizer.register_optimizer_step_pre_hook(watch.begin_optimizer)
+    after = optimizer.register_optimizer_step_post_hook(watch.end_optimizer)
+    _undo.extend([before.remove, after.remove])
+    if "RANK" in os.environ:
+        watch.recorder.keep("rank", int(os.environ["RANK"]))
+        _replace(torch.Tensor, "backward", _backward)
+    _apply(options.get("fix", {}))
+    if "h5chunk.feed.loader" in sys.modules:
+        watch_chunk_loader(sys.modules["h5chunk.feed.loader"])
+    watch.sampler.start()
+    atexit.register(watch.close)
+    return watch
+
+
+def _apply(fix: dict[str, Any]) -> None:
     if "threads" in fix:
         torch.set_num_threads(fix["threads"])
     if "cache" in fix:
         import h5py
 
         _replace(h5py.File, "__init__", partial(_with_cache, *fix["cache"]))
-    if "h5chunk.feed.loader" in sys.modules:
-        watch_chunk_loader(sys.modules["h5chunk.feed.loader"])
-    watch.sampler.start()
-    atexit.register(watch.close)
-    return watch
 
 
 def is_installed() -> bool:
@@ -189,6 +197,23 @@ def remove() -> None:
     _watch = None
 
 
+def time_step(step: Callable[[Any], object], batch: Any) -> tuple[float, float]:
+    """Return the seconds that Python and the whole take for a step with the same batch again and again."""
+    wait = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    python = 0.0
+    with torch.random.fork_rng(devices):
+        for count in (CACHED_STEPS // 5, CACHED_STEPS):
+            wait()
+            started, done = clock(), 0
+            while done < count and clock() < started + CACHED_S:
+                step(batch)
+                done += 1
+            python = (clock() - started) / done if count < CACHED_STEPS else python  # before the GPU's queue is full
+            wait()
+    return python, (clock() - started) / done
+
+
 def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     original, own = getattr(owner, name), name in vars(owner)
     setattr(owner, name, wraps(original)(make(original)))
@@ -203,7 +228,7 @@ def _next(original: Any) -> Any:
         watch = _watch
         if watch is None or get_worker_info() is not None:
             return original(self)
-        number = loader_number(self)
+        number = int(getattr(self, "__dict__", {}).get("_doctor_number", id(self)))
         watch.asks(number)
         asked = clock()
         batch = original(self)
@@ -287,40 +312,73 @@ def _fetch(original: Any) -> Any:
             return original(self, indices)
         if not isinstance(self.collate_fn, TimedCollate):
             self.collate_fn = TimedCollate(self.collate_fn)
-        collate, before, started = self.collate_fn, watch.sampler.stage, clock()
-        collate.seconds, watch.sampler.stage = 0.0, "fetch"
+        before, started = watch.sampler.stage, clock()
+        watch.collate, watch.h5, watch.sampler.stage = 0.0, (0, 0.0), "fetch"
         try:
             return original(self, indices)
         finally:
             watch.sampler.stage = before
             worker = get_worker_info()
-            watch.recorder.add("fetch", -1 if worker is None else worker.id, started, clock(), collate.seconds)
+            row = Fetch(-1 if worker is None else worker.id, started, clock(), watch.collate, *watch.h5)
+            watch.recorder.add("fetch", *row)
             watch.fetches += 1
             if watch.fetches == FILES_AFTER:
-                from h5chunk.tools.doctor.files import open_files
-
-                with suppress(Exception):  # of h5py and of files that change
-                    watch.recorder.keep("files", open_files())
+                _watch_files(watch)
 
     return fetch
+
+
+def _watch_files(watch: Watch) -> None:
+    """List the files that are open by now, and measure h5py's reads from here on."""
+    from h5chunk.tools.doctor.files import open_files
+
+    with suppress(Exception):  # of h5py and of files that change
+        watch.recorder.keep("files", open_files())
+    if "h5py" in sys.modules:
+        _replace(sys.modules["h5py"].Dataset, "__getitem__", _read)
+
+
+def _read(original: Any) -> Any:
+    def __getitem__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        watch = _watch
+        if watch is None or watch.fetches % TIMED or watch.sampler.stage != "fetch":
+            return original(self, *args, **kwargs)
+        watch.sampler.stage, started = "reading", clock()
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            watch.h5 = watch.h5[0] + 1, watch.h5[1] + clock() - started
+            watch.sampler.stage = "fetch"
+
+    return __getitem__
 
 
 class TimedCollate:
     """Call a ``collate_fn`` and keep its time."""
 
     def __init__(self, given: Any) -> None:
-        self.given, self.seconds = given, 0.0
+        self.given = given
 
     def __call__(self, samples: Any) -> Any:
-        started, watch = clock(), _watch
-        if watch is not None:
-            watch.sampler.stage = "collate"
+        watch, started = _watch, clock()
+        if watch is None:
+            return self.given(samples)
+        watch.sampler.stage = "collate"
         try:
             return self.given(samples)
         finally:
-            self.seconds = clock() - started
-            if watch is not None:
-                watch.sampler.stage = "fetch"
+            watch.collate, watch.sampler.stage = clock() - started, "fetch"
+
+
+def _loads(original: Any) -> Any:
+    def loads(*args: Any, **kwargs: Any) -> Any:
+        watch, started = _watch, clock()
+        result = original(*args, **kwargs)
+        if watch is not None and threading.get_ident() == watch.thread:
+            watch.take += clock() - started
+        return result
+
+    return loads
 
 
 def _copy(original: Any) -> Any:
@@ -330,14 +388,20 @@ def _copy(original: Any) -> Any:
         started = clock()
         result = original(self, *args, **kwargs)
         if result.is_cuda and _watch is not None:
-            copied, nbytes = _watch.copied, self.nbytes
-            copied[0], copied[1] = copied[0] + clock() - started, copied[1] + nbytes
-            copied[2] += 0 if self.is_pinned() else nbytes
+            spent = _watch.spent
+            spent["copy"] += clock() - started
+            spent["copy_bytes"] += self.nbytes
+            spent["pageable_bytes"] += 0 if self.is_pinned() else self.nbytes
         return result
 
     return copy
 
 
-def loader_number(iterator: Any) -> int:
-    """Return a number for the loader of an iterator."""
-    return int(getattr(iterator, "__dict__", {}).get("_doctor_number", id(iterator)))
+def _backward(original: Any) -> Any:
+    def backward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        started = clock()
+        original(self, *args, **kwargs)
+        if _watch is not None:
+            _watch.spent["backward"] += clock() - started
+
+    return backward

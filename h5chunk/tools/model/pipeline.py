@@ -35,6 +35,11 @@ class Loop:
     in_order: bool = True  # whether batches are delivered in the order of the sampler
     slowdown: Sequence[float] = ()  # of each worker, against the mean
 
+    def shorter(self, share: float, cpu_share: float) -> Loop:
+        """Return a loop whose fetches lack a share of their time, and a share of their CPU time."""
+        fetches = [seconds * (1 - share) for seconds in self.fetches]
+        return replace(self, fetches=fetches, fetch_cpu=self.fetch_cpu * (1 - cpu_share))
+
 
 @dataclass(frozen=True)
 class Range:
@@ -44,8 +49,10 @@ class Range:
     low: float
     high: float
 
-    def __str__(self) -> str:
-        return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
+    def with_rest(self, rest: float) -> Range:
+        """Return the gain on all time if this one is only for the time without a share ``rest``."""
+        low, value, high = (1 / ((1 - rest) / max(1e-9, x) + rest) for x in (self.low, self.value, self.high))
+        return Range(value, low, high)
 
 
 def seconds_per_batch(loop: Loop) -> float:
@@ -81,16 +88,20 @@ def _ends(loop: Loop) -> Iterator[float]:
         yield now
 
 
-def gain_range(today: Loop, changed: Loop, error: float = MODEL_ERROR) -> Range:
-    """Predict how many times faster a changed loop is, with an interval from resampled batches (block bootstrap)."""
+def gain_range(today: Loop, *changed: Loop) -> Range:
+    """Predict how many times faster a changed loop is, with an interval from resampled batches (block bootstrap).
+
+    Further loops are changed as much as the first one may differ: they widen the interval.
+    """
     generator = np.random.default_rng(0)
-    value = seconds_per_batch(today) / max(1e-9, seconds_per_batch(changed))
-    found = [value]
+    before = seconds_per_batch(today)
+    found = [before / max(1e-9, seconds_per_batch(loop)) for loop in changed]
+    value = found[0]
     for _ in range(RESAMPLES):
         fetch, step = (_resampled(generator, times) for times in (today.fetches, today.steps))
-        first, other = (seconds_per_batch(_drawn(loop, fetch, step)) for loop in (today, changed))
+        first, other = (seconds_per_batch(_drawn(loop, fetch, step)) for loop in (today, changed[0]))
         found.append(first / max(1e-9, other))
-    return Range(value, min(found) * (1 - error), max(found) * (1 + error))
+    return Range(value, min(found) * (1 - MODEL_ERROR), max(found) * (1 + MODEL_ERROR))
 
 
 def _drawn(loop: Loop, fetch: Sequence[int], step: Sequence[int]) -> Loop:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +14,9 @@ READING, DECODING, TRANSFORM, COLLATE, LOCK = "reading", "decoding", "transform"
 FETCH_STAGES = (READING, DECODING, TRANSFORM, LOCK, COLLATE)
 MAX_DELAY = 0.5  # of a time, that can be waiting for a core
 OUTLIER = 3.0  # times the median: longer steps are those of warming up, or of saving
-HANDOVER_S = 1.5e-4  # of taking a tensor from a worker
+TAKE_S, MAX_TAKE_S = 1.5e-4, 4e-4  # of taking a tensor from a worker: where it was not measured, and at most
+KERNEL_GAP_S = 2e-6  # between two kernels on a GPU
+BLOCKS = 8  # parts of a measurement that are compared with each other
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,7 @@ class Line:
     share: float  # of the time of a fetch, or of a step
     on_cpu: float  # the part in which it used a core
     code: str = ""
+    error: float = 0.0  # of the share, because lines are sampled
 
     def __str__(self) -> str:
         name = self.place.rpartition("/")[2]
@@ -37,10 +42,16 @@ class Gpu:
     busy: float  # kernels and copies ran
     idle: float  # nothing was queued between two steps
     copy: float  # copies from the host
-    pageable: float  # of them, those from pageable memory
     kernels: float  # number per step
     blocked: float  # Python waited for the GPU
     is_profiled: bool  # busy, copy, kernels and blocked are known
+    slow_clocks: str = ""  # why clocks are lowered most of the time
+    clock: float = 1.0  # clock over the highest one
+
+    @property
+    def least(self) -> float:
+        """Time that a step takes at least."""
+        return self.busy + self.kernels * KERNEL_GAP_S if self.is_profiled else 0.0
 
 
 @dataclass(frozen=True)
@@ -64,12 +75,19 @@ class Seen:
     step_cpu: float = 0.0
     step_delay: float = 0.0  # the main thread waited for a core
     other_cores: float = 0.0  # that other processes of this machine kept busy
+    take: float | None = None  # the main process unpacked a batch of a worker
+    cached_step: tuple[float, float] | None = None  # of one batch again and again: of Python, and in all
     copy: float = 0.0  # Python copied to the device, or waited for that
     copy_bytes: float = 0.0
     pageable_bytes: float = 0.0
     optimizer: float = 0.0
+    h5_reads: float = 0.0  # calls of h5py that read, of a fetch
     read_bytes: float = 0.0  # bytes that a fetch read from files
     disk_bytes: float = 0.0  # of them, from disks
+    cold_s: float | None = None  # reading the bytes of a batch from the disk
+    memory_stall: float = 0.0  # share of all time in which a process waited for memory
+    ranks: Sequence[tuple[float, float]] = ()  # of each process of DDP: an iteration, and waiting for gradients in it
+    in_torch: float = 0.0  # share of a step in which Python runs torch's code, not the user's
     gpu: Gpu | None = None
     gpu_name: str = ""
     elsewhere: float = 0.0  # share of all time in other loaders, such as validation
@@ -99,12 +117,53 @@ class Seen:
         return int(self.loader.get("num_workers") or 0)
 
     @property
+    def is_torch(self) -> bool:
+        """Whether a DataLoader feeds the loop, and its fetches were seen."""
+        return self.loader.get("kind") == "DataLoader" and bool(self.fetches)
+
+    @property
+    def rate(self) -> float:
+        """Samples/s over all time, with validation and the starts of epochs."""
+        return self.samples / self.iteration * (1 - self.other_share)
+
+    @property
     def idle(self) -> float:
         """Share of the time in which the GPU does not work; 1 without a GPU."""
         if self.gpu is None:
             return 1.0
-        idle = self.iteration - self.gpu.busy if self.gpu.is_profiled else self.gpu.idle
+        idle = self.iteration - self.gpu.least if self.gpu.is_profiled else self.gpu.idle
         return min(1.0, max(0.0, idle / self.iteration))
+
+    @property
+    def handover(self) -> float:
+        """Time of taking a batch that is ready."""
+        tensors = max(1, int(self.batch.get("tensors") or 1))
+        return TAKE_S * tensors if self.take is None else min(self.take, MAX_TAKE_S * tensors)  # more is a busy worker
+
+    @property
+    def starting(self) -> float:
+        """Share of the training loop's time in which it starts epochs."""
+        if not self.epoch_batches:
+            return 0.0
+        start = max(0.0, self.epoch_start - self.wait)
+        return start / (start + self.epoch_batches * self.iteration)
+
+    @property
+    def other_share(self) -> float:
+        """Share of all time outside of the iterations of training."""
+        return 1 - (1 - self.elsewhere) * (1 - self.starting)
+
+    def waiting(self) -> tuple[float, float]:
+        """Return the share of time in which training waits for batches, and what it is at least (95 %)."""
+        taken = self.handover if self.workers else 0.0
+        block = max(1, len(self.waits) // BLOCKS)
+        shares = []
+        for start in range(0, block * (len(self.waits) // block), block):
+            wait, step = sum(self.waits[start : start + block]), sum(self.steps[start : start + block])
+            shares.append((wait - taken * block) / max(1e-9, wait + step))
+        share = min(self.idle, (self.wait - taken) / self.iteration)
+        error = 2 * statistics.stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else 0.0
+        return share, share - error
 
     def loop(self) -> Loop:
         """Return the loop as the simulation of workers takes it."""
@@ -114,26 +173,28 @@ class Seen:
         even = {worker: mean / max(1e-9, seconds) for worker, seconds in enumerate(self.worker_fetches)}
         by = self.fetched_by or [0] * len(self.fetches)
         times = [seconds * even.get(worker, 1.0) for seconds, worker in zip(self.fetches, by, strict=True)]
-        most = OUTLIER * sorted(self.steps)[len(self.steps) // 2]
+        lock = self.stages.get(LOCK, 0.0)
+        steps = self._hot_steps(1 - waited)
+        hot = min(1.0, statistics.fmean(steps) / max(1e-9, self.step - self.step_delay))
         return Loop(
             fetches=[seconds * (1 - delay) + self.fetch_gap for seconds in times] or [0.0],
-            steps=[min(seconds, most) * (1 - waited) for seconds in self.steps],
+            steps=steps,
             workers=self.workers,
             cores=max(1.0, self.cores - self.other_cores),
             fetch_cpu=self.fetch_cpu,
-            step_cpu=self.step_cpu,
+            step_cpu=self.step_cpu * hot,
             prefetch=int(self.loader.get("prefetch_factor") or 2),
             handover=self.handover,
-            least=0.0 if self.gpu is None or not self.gpu.is_profiled else self.gpu.busy,
+            least=0.0 if self.gpu is None else self.gpu.least,
+            exclusive=self.iteration if self.workers > 1 and lock > 0.2 * self.fetch else 0.0,
             in_order=bool(self.loader.get("in_order", True)),
             slowdown=[seconds / mean for seconds in self.worker_fetches],
         )
 
-    @property
-    def handover(self) -> float:
-        """Time of taking a batch that is ready: the shortest waits, as far as that is plausible."""
-        typical = HANDOVER_S * max(1, int(self.batch.get("tensors") or 1))
-        if not self.workers:
-            return typical
-        shortest = sorted(self.waits)[len(self.waits) // 20]
-        return min(shortest, 2 * typical)
+    def _hot_steps(self, on_core: float) -> list[float]:
+        """Return the steps without outliers and without waiting for a core; of the length that a cached batch has."""
+        most = OUTLIER * statistics.median(self.steps)
+        steps = [min(seconds, most) for seconds in self.steps]
+        if self.cached_step is not None:
+            on_core = min(on_core, self.cached_step[0] / max(1e-9, statistics.fmean(steps)))
+        return [seconds * on_core for seconds in steps]

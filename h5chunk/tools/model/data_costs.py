@@ -1,0 +1,212 @@
+"""What training loses to its data: waiting for batches, and the changes to a DataLoader and its data set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from h5chunk.errors import human_bytes
+from h5chunk.plan.cache import ChunkGrid, mean_hits
+from h5chunk.tools.model.cost import LEAST_SHARE, Cost, Fix, chunked_file, gain_of, slowest_line, where
+from h5chunk.tools.model.pipeline import Range, seconds_per_batch
+from h5chunk.tools.model.seen import COLLATE, DECODING, LOCK, READING, TRANSFORM, Seen
+
+ENOUGH = 1.03  # of the best time: fewer workers that are as good are preferred
+MAX_WORKERS = 32
+UNBALANCED = 1.4  # slowest worker over the mean
+MORE = 8  # times larger batches
+BAD_READS = 2.0  # bytes read over bytes used
+MAX_CACHE = 2 << 30  # bytes of a chunk cache that is proposed
+CALL_S = 5e-6  # of a read with h5py from a cached chunk
+
+
+def data_costs(seen: Seen) -> Iterator[Cost]:
+    """Say what training loses when it asks for a batch."""
+    share, least = seen.waiting()
+    passing = seen.handover + seen.fetch_gap
+    limit = max(seen.fetch, 0.25 * seen.iteration)
+    if seen.workers and (seen.handover > limit or (least >= LEAST_SHARE and passing > limit)):
+        text = (
+            f"Not your data: passing {seen.samples:.0f} samples from a worker costs {1e6 * seen.handover:.0f} µs where "
+            f"they are taken, and {1e6 * seen.fetch_gap:.0f} µs in the worker: batches are too small."
+        )
+        yield Cost(
+            "small batches", False, max(share, min(seen.idle, seen.handover / seen.iteration)), text, list(_batch(seen))
+        )
+    elif least >= LEAST_SHARE:
+        expected = _simulated_wait(seen) if seen.workers and seen.fetches else share
+        if expected < share / 2:
+            yield _late(seen, share)
+        else:
+            yield _waiting(seen, share)
+
+
+def start_costs(seen: Seen) -> Iterator[Cost]:
+    """Say what the starts of epochs cost."""
+    share = seen.starting * (1 - seen.elsewhere)
+    text = f"Starting epochs takes {seen.starting:.0%} of the training time, {seen.epoch_start:.2g} s each."
+    fixes = []
+    if seen.workers and not seen.loader.get("persistent_workers"):
+        gain = 1 / max(1e-9, 1 - share)
+        code = f"{where(seen)}DataLoader(..., persistent_workers=True)"
+        bounds = Range(gain, 1 + (gain - 1) / 2, gain * 1.1)
+        fixes = [Fix("persistent_workers=True", bounds, code, {"loader": {"persistent_workers": True}})]
+    yield Cost("epoch start", True, share, text, fixes)
+
+
+def _simulated_wait(seen: Seen) -> float:
+    """Return the share of time that the loop would wait for its workers if no other process used the cores."""
+    loop = replace(seen.loop(), cores=seen.cores)
+    ready = replace(loop, exclusive=0.0).shorter(0.999, 0.999)
+    return 1 - seconds_per_batch(ready) / max(1e-9, seconds_per_batch(loop))
+
+
+def _late(seen: Seen, share: float) -> Cost:
+    """Say that batches come late although the workers could make them in time."""
+    late = f"batches come {share:.0%} of the time late, although the workers could make them in time"
+    if seen.other_cores > 0.15 * seen.cores:
+        text = f"Nothing to fix in this loop: {late}: other processes use {seen.other_cores:.1f} of {seen.cores} cores."
+        return Cost("other processes", False, share, text)
+    return Cost("unknown", False, share, f"Not certain: {late}; the cause was not seen.", list(_prefetch(seen)))
+
+
+def _waiting(seen: Seen, share: float) -> Cost:
+    waits = f"Your data: training waits {share:.0%} of its time for batches"
+    if not seen.fetches:
+        return Cost("loader", True, share, f"{waits}.")
+    stage, seconds = max(seen.stages.items(), key=lambda item: item[1])
+    if seen.loop().exclusive:  # more workers would only wait longer
+        stage, seconds = LOCK, seen.stages[LOCK]
+    line = slowest_line(seen, stage)
+    place = "" if line is None else f" ({line})"
+    names = {TRANSFORM: "the code of __getitem__", LOCK: "waiting for a lock", COLLATE: "collating"}
+    text = f"{waits}; {names.get(stage, stage)} takes {seconds / max(1e-9, seen.fetch):.0%} of making one{place}"
+    if stage == READING:
+        text += _bad_chunks(seen)
+    if _is_unbalanced(seen):
+        slowest = max(seen.worker_fetches) / max(1e-9, min(seen.worker_fetches))
+        text += f"; one worker is {slowest:.1f} times slower than another, and all wait for it"
+        stage = "unbalanced"
+    fixes = [fix for rule in RULES for fix in rule(seen)] if seen.is_torch else []
+    return Cost(stage, True, share * (1 - seen.other_share), f"{text}.", fixes)
+
+
+def _workers(seen: Seen) -> Iterator[Fix]:
+    loop = seen.loop()
+    counts = sorted({2**n for n in range(6)} | {seen.cores})
+    counts = [count for count in counts if loop.workers < count <= min(MAX_WORKERS, max(2, seen.cores))]
+    times = {count: seconds_per_batch(replace(loop, workers=count)) for count in counts}
+    best = next((count for count in counts if times[count] <= ENOUGH * min(times.values())), None)
+    if best is not None:
+        gain = gain_of(seen, replace(loop, workers=best, slowdown=()))
+        text = f"{where(seen)}DataLoader(..., num_workers={best})"
+        yield Fix(f"num_workers={best}", gain, text, {"loader": {"num_workers": best}})
+
+
+def _prefetch(seen: Seen) -> Iterator[Fix]:
+    loop = seen.loop()
+    if loop.workers > 0 and loop.prefetch < 8 and not _is_unbalanced(seen):
+        code = f"{where(seen)}DataLoader(..., prefetch_factor=8)"
+        gain = gain_of(seen, replace(loop, prefetch=8))
+        yield Fix("prefetch_factor=8", gain, code, {"loader": {"prefetch_factor": 8}})
+
+
+def _is_unbalanced(seen: Seen) -> bool:
+    times = seen.worker_fetches
+    return len(times) > 1 and max(times) > UNBALANCED * sum(times) / len(times)
+
+
+def _balance(seen: Seen) -> Iterator[Fix]:
+    if _is_unbalanced(seen) and seen.loader.get("in_order", True):
+        code = f"{where(seen)}DataLoader(..., in_order=False), which changes the order of the batches"
+        gain = gain_of(seen, replace(seen.loop(), in_order=False))
+        yield Fix("in_order=False", gain, code, {"loader": {"in_order": False}})
+
+
+def _reading(seen: Seen) -> tuple[dict[str, Any], ChunkGrid, float] | None:
+    """Return the HDF5 file that is read, its grid, and the bytes read (decoded) over bytes used; None without one."""
+    file = chunked_file(seen)
+    if file is None:
+        return None
+    grid = ChunkGrid(tuple(file["shape"]), tuple(file["chunks"]), file["itemsize"], file["filtered"])
+    num_slots, num_bytes = file["cache"][:2]
+    hits = mean_hits(grid, num_slots, num_bytes, is_shuffled=not seen.loader.get("sequential"))
+    return file, grid, max(1.0, grid.amplification(cached=num_bytes >= grid.chunk_bytes) * (1 - hits))
+
+
+def _bad_chunks(seen: Seen) -> str:
+    found = _reading(seen)
+    if found is None or found[2] < BAD_READS:
+        return ""
+    file, grid, ratio = found
+    size = human_bytes(file["cache"][1])
+    return (
+        f"; chunks of {grid.band_samples} samples, {grid.chunks_per_sample} per sample, with a cache of {size} "
+        f"read {ratio:,.0f} times the bytes that are used"
+    )
+
+
+def _reads(seen: Seen) -> Iterator[Fix]:
+    found = _reading(seen)
+    if found is None or found[2] < BAD_READS:
+        return
+    file, grid, ratio = found
+    reading = seen.stages[READING]
+    left = max(reading / ratio, min(reading, seen.h5_reads * CALL_S))
+    share = (reading - left) / seen.fetch
+    gain = gain_of(seen, *(seen.loop().shorter(x, x) for x in (share, share - left / seen.fetch)))
+    code = f'h5chunk repack {file["path"]} repacked.h5, then h5chunk.ChunkLoader("repacked.h5", ...)'
+    yield Fix(f"repack {file['path'].rpartition('/')[2]}", gain, code)
+    size = (grid.num_chunks + 1) * grid.chunk_bytes
+    if size < MAX_CACHE:
+        code = f"h5py.File(..., rdcc_nbytes={size:_}, rdcc_nslots={grid.num_slots}): in each worker"
+        yield Fix(f"chunk cache of {human_bytes(size)}", gain, code, {"cache": [grid.num_slots, size]})
+
+
+def _lock(seen: Seen) -> Iterator[Fix]:
+    line, loop = slowest_line(seen, LOCK), seen.loop()
+    if line is not None and loop.exclusive:
+        share = seen.stages[LOCK] / seen.fetch
+        changed = (replace(loop.shorter(x, 0.0), exclusive=0.0) for x in _about(share, line.error))
+        code = f"{line}: let the workers not wait for each other"
+        yield Fix(f"no lock at {line}", gain_of(seen, *changed), code, is_bound=True)
+
+
+def _collate(seen: Seen) -> Iterator[Fix]:
+    least = 0.1 if seen.loader.get("collate") else 0.4  # torch's own is rarely what to change
+    share = min(0.999, seen.stages.get(COLLATE, 0.0) / max(1e-9, seen.fetch))
+    if share > least:
+        name = seen.loader.get("collate") or "default_collate"
+        code = f"{name}: make one array per field in `__getitems__`, without a tensor per sample"
+        yield Fix(f"without {name}", gain_of(seen, seen.loop().shorter(share, share)), code, is_bound=True)
+
+
+def _line(seen: Seen) -> Iterator[Fix]:
+    """Without the slowest line of a fetch; decoding and transforms can be done once, by converting."""
+    line = slowest_line(seen, READING, DECODING, TRANSFORM)
+    if line is not None and not seen.loop().exclusive:
+        used = sum(other.share * other.on_cpu for other in seen.lines if other.stage != "step")
+        weight = line.on_cpu / used if used else 1.0  # of the line's share, in CPU time
+        changed = (seen.loop().shorter(x, min(0.999, x * weight)) for x in _about(line.share, line.error))
+        code = f"{line}: do it once for all epochs (h5chunk convert), or faster"
+        yield Fix(f"without {line.place.rpartition('/')[2]}", gain_of(seen, *changed), code, is_bound=True)
+
+
+def _about(share: float, error: float) -> Iterator[float]:
+    """Yield a share, and what it may be."""
+    yield from (min(0.999, max(0.0, x)) for x in (share, share - error, share + error))
+
+
+def _batch(seen: Seen) -> Iterator[Fix]:
+    """Larger batches: at best, a step and passing a batch take no longer for more samples."""
+    loop = seen.loop()
+    collate = seen.stages.get(COLLATE, 0.0)
+    fetches = [MORE * (seconds - seen.fetch_gap - collate) + seen.fetch_gap + collate for seconds in loop.fetches]
+    before, after = seconds_per_batch(loop), seconds_per_batch(replace(loop, fetches=fetches))
+    least = seen.iteration / (seen.iteration - seen.handover * (1 - 1 / MORE))
+    code = f"{where(seen)}DataLoader(..., batch_size={MORE * round(seen.samples)}), which changes training"
+    yield Fix("larger batches", Range(min(MORE, MORE * before / after), least, MORE), code, is_bound=True)
+
+
+RULES = (_workers, _prefetch, _balance, _reads, _lock, _collate, _line)

@@ -1,0 +1,159 @@
+"""What training loses within its step, and outside of the loop: nothing of it is the data's fault but copying."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+
+from h5chunk.tools.model.cost import Cost, Fix, slowest_line, where
+from h5chunk.tools.model.pipeline import Range
+from h5chunk.tools.model.seen import Seen
+
+PINNED_BYTES_S = 4e10  # of a copy from pinned memory, bytes/s
+PINNING_BYTES_S = 6e9  # of copying to pinned memory, by a thread
+FUSED = 0.1  # time of a fused optimizer over that of one with several kernels for each parameter
+FEW_SAMPLES = 8
+LEAST_IDLE = 0.1  # of the GPU: less has no cause in the step
+
+
+def step_costs(seen: Seen) -> Iterator[Cost]:
+    """Say what the GPU waits for while training does not wait for a batch."""
+    gpu = seen.gpu
+    if gpu is None:
+        return
+    if seen.pageable_bytes > 0.5 * seen.copy_bytes:
+        yield _pageable(seen)
+    if not gpu.is_profiled or seen.idle < LEAST_IDLE:
+        return
+    if gpu.blocked > 0.1 * seen.iteration:
+        yield _synchronised(seen)
+    host = seen.step - gpu.blocked
+    if seen.optimizer > host / 3:
+        yield _optimizer(seen)
+    elif gpu.kernels > 20 and seen.in_torch > 0.5:
+        yield _launches(seen)
+    else:
+        yield _python(seen)
+
+
+def _step_cost(seen: Seen, cause: str, sentence: str, fix: str, code: str, seconds: float, exact: bool) -> Cost:
+    """Return a cost without which Python would take some seconds for an iteration; the GPU may then be the limit.
+
+    Waiting for the GPU is a cost of its own, so that the others are counted in a loop without it.
+    """
+    assert seen.gpu is not None
+    before = seen.iteration - (0.0 if cause in ("copy", "synchronisation") else seen.gpu.blocked)
+    gain = seen.iteration / max(1e-9, seen.iteration - max(0.0, before - max(seconds, seen.gpu.least)))
+    rest = seen.other_share
+    bounds = Range(gain, 1 + (gain - 1) / (1.2 if exact else 2), 1.1 * gain).with_rest(rest)
+    is_data = cause == "copy"
+    busy = f"the GPU works {seen.gpu.busy / seen.iteration:.0%} of the time"
+    text = f"{'' if is_data else 'Not your data: '}{sentence}; {busy}."
+    return Cost(cause, is_data, (1 - 1 / gain) * (1 - rest), text, [Fix(fix, bounds, code, is_bound=not exact)])
+
+
+def _pageable(seen: Seen) -> Cost:
+    assert seen.gpu is not None
+    pinned = seen.copy_bytes / PINNED_BYTES_S
+    busy = seen.gpu.least - seen.gpu.copy + pinned if seen.gpu.is_profiled else 0.0
+    seconds = max(seen.wait + seen.step - seen.copy, busy, seen.copy_bytes / PINNING_BYTES_S)
+    gain = max(1.0, seen.iteration / max(1e-9, seconds))
+    text = f"Copying to the GPU from pageable memory takes {seen.copy / seen.iteration:.0%} of the time."
+    code = f"{where(seen)}DataLoader(..., pin_memory=True), and tensor.to(device, non_blocking=True)"
+    apply = {"loader": {"pin_memory": True}} if seen.is_torch else {}
+    bounds = Range(gain, 1 + (gain - 1) / 2, 1.2 * gain).with_rest(seen.other_share)
+    fix = Fix("pin_memory=True, non_blocking=True", bounds, code, apply)
+    return Cost("copy", True, (1 - 1 / gain) * (1 - seen.other_share), text, [fix])
+
+
+def _synchronised(seen: Seen) -> Cost:
+    gpu = seen.gpu
+    assert gpu is not None
+    line = slowest_line(seen, "step")
+    after = seen.iteration - gpu.blocked
+    if seen.copy > 0.5 * gpu.blocked and seen.pageable_bytes < 0.5 * seen.copy_bytes:
+        code = "tensor.to(device, non_blocking=True): the batch is pinned, so that nothing needs to wait"
+        text = "Python waits in each step until its batch is copied, and for all work that was queued before"
+        return _step_cost(seen, "copy", text, "non_blocking=True", code, after, True)
+    code = "log losses every 100 steps: .item(), .cpu() and print of a GPU tensor wait for the GPU"
+    place = "" if line is None else f" (its slowest line is {line})"
+    text = f"Python waits for the GPU in each step, and the GPU for Python{place}"
+    return _step_cost(seen, "synchronisation", text, "no synchronisation in each step", code, after, True)
+
+
+def _optimizer(seen: Seen) -> Cost:
+    assert seen.gpu is not None
+    share = seen.optimizer / seen.iteration
+    code = "torch.optim.Adam(..., fused=True), with parameters on the GPU, or the same of your optimizer"
+    text = f"the optimizer's step takes Python {share:.0%} of the time"
+    after = seen.iteration - seen.gpu.blocked - (1 - FUSED) * seen.optimizer
+    return _step_cost(seen, "optimizer", text, "fused optimizer", code, after, True)
+
+
+def _launches(seen: Seen) -> Cost:
+    gpu = seen.gpu
+    assert gpu is not None
+    text = f"launching {gpu.kernels:.0f} kernels per step takes longer than they run"
+    code = "a CUDA graph of the whole step, torch.compile(..., mode='reduce-overhead'), or a larger batch"
+    cause = "small batches" if seen.samples <= FEW_SAMPLES else "launches"
+    return _step_cost(seen, cause, text, "fewer kernel launches", code, seen.wait + seen.copy, False)
+
+
+def _python(seen: Seen) -> Cost:
+    assert seen.gpu is not None
+    line = slowest_line(seen, "step")
+    place, share = ("", 1.0) if line is None else (f"; its slowest line is {line}", line.share)
+    code = f"{line or 'the step'}: do less of it, or not in each step"
+    text = f"Python keeps the GPU waiting within the step{place}"
+    after = seen.iteration - seen.gpu.blocked - share * (seen.step - seen.gpu.blocked)
+    return _step_cost(seen, "python", text, "less Python in the step", code, after, False)
+
+
+def machine_costs(seen: Seen) -> Iterator[Cost]:
+    """Say what training loses to threads, memory, clocks, other ranks and other loaders."""
+    rest, delay = 1 - seen.elsewhere, seen.step_delay / seen.iteration
+    if seen.elsewhere:
+        text = f"Not training: other loaders, such as validation, take {seen.elsewhere:.0%} of the time."
+        yield Cost("validation", False, seen.elsewhere, text)
+    if seen.threads > seen.cores and (delay > 0.1 or seen.step_cpu > 2 * seen.step):
+        yield Cost("oversubscription", False, rest * max(delay, 1 - seen.cores / seen.threads), *_threads(seen, delay))
+    if seen.memory_stall > 0.05:
+        text = (
+            f"Not your data: memory is short: processes wait {seen.memory_stall:.0%} of the time for pages that were "
+            "evicted before. Use fewer workers, smaller caches or copies, or more memory."
+        )
+        share, waits = seen.memory_stall, rest * seen.waiting()[0]  # stalls of the system make several processes wait
+        yield Cost("memory", False, max(share, waits if share > waits / 5 else 0.0), text)
+    if seen.gpu is not None and seen.gpu.slow_clocks:
+        text = f"Not your data: the GPU's clock is at {seen.gpu.clock:.0%} of its highest: {seen.gpu.slow_clocks}."
+        yield Cost("clocks", False, rest * (1 - seen.gpu.clock) * (1 - seen.idle), text)
+    if len(seen.ranks) > 1:
+        yield _straggler(seen)
+
+
+def _threads(seen: Seen, delay: float) -> tuple[str, list[Fix]]:
+    wanted = max(1, seen.cores - round(seen.fetch_cpu / seen.iteration if seen.workers else 0))
+    text = (
+        f"Not your data: {seen.threads} threads of torch and {seen.workers} workers compete for "
+        f"{seen.cores} cores, and the training thread waits {delay:.0%} of its time for one."
+    )
+    least = max(seen.step_cpu / seen.cores, seen.iteration - seen.step_delay if delay > 0.1 else 0.0)
+    gain = max(1.0, seen.iteration / max(1e-9, least))
+    code = f"torch.set_num_threads({wanted}), or OMP_NUM_THREADS={wanted}"
+    return text, [Fix(f"{wanted} threads", Range(gain, 1.0, 2 * gain), code, {"threads": wanted})]
+
+
+def _straggler(seen: Seen) -> Cost:
+    """Say which process of DDP the others wait for: it is the one that waits least for gradients."""
+    waits = [wait for _, wait in seen.ranks]
+    slowest, iteration = waits.index(min(waits)), statistics.fmean(seconds for seconds, _ in seen.ranks)
+    lost = statistics.median(wait for rank, wait in enumerate(waits) if rank != slowest) - waits[slowest]
+    gain = iteration / max(1e-9, iteration - lost)
+    text = (
+        f"Rank {slowest} holds up the others: these wait {lost / iteration:.0%} of their time for its gradients. "
+        "The report is of this rank."
+    )
+    fix = Fix(
+        f"rank {slowest} as fast as the others", Range(gain, 0.9 * gain, 1.1 * gain), "see the report of the rank"
+    )
+    return Cost("straggler", False, lost / iteration, text, [fix])
