@@ -1,0 +1,295 @@
+"""Compare windows of episodes from `h5chunk.Windows` with the readers that robot learning and world models use.
+
+    python scripts/bench_windows.py FOLDER [--windows 4000] [--rounds 3] [--device cuda] [--json FILE]
+    python scripts/bench_windows.py FOLDER --python robomimic=ENV/bin/python --python stable=ENV/bin/python
+
+Two files are made in FOLDER, with smooth random pictures: ``robot.hdf5`` as robomimic writes it (a group for each of
+100 demonstrations, 84 x 84 pixels; windows of 10 time steps), and ``world.h5`` as stable-worldmodel writes it (all
+episodes one after another, a chunk for each frame of 224 x 224 pixels; windows of 4 observations, 5 time steps apart,
+with all 20 actions). ``world-100.h5`` has the same frames in compressed chunks of 100, and ``world.lance`` has them as
+JPEG. Peers run in a DataLoader with 0 and 2 workers, in their own process; they need ``pip install robomimic``, and
+``pip install stable-worldmodel`` with lancedb. What cannot be imported is "not installed".
+
+In each round all contenders take turns. A turn makes the reader, times its first batch, and then ``--windows`` windows
+in random order, after as many that are not timed. Before the first turn each contender reads the first 256 windows in
+order, whose sums must be those of all other readers of the file; of Lance's JPEG, which is not exact, only the actions.
+
+Prints for each file the time to the first batch, windows/s (median and range of the rounds), and the ratio to the
+fastest peer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+BATCH, CHECKED = 64, 256
+LENGTH, STEPS, SKIP = 10, 4, 5
+ROBOT = {"image": "data/*/obs/agentview_image", "pos": "data/*/obs/robot0_eef_pos", "actions": "data/*/actions"}
+WORLD = {"image": "pixels", "actions": "action"}
+FILES = ("robot.hdf5", "world.h5", "world-100.h5")
+PEERS = {
+    "robot.hdf5": ("h5py:0", "h5py:2", "robomimic:0", "robomimic:2"),
+    "world.h5": ("h5py:0", "h5py:2", "stable:0", "stable:2", "lance:0", "lance:2"),
+    "world-100.h5": ("h5py:0", "h5py:2", "stable:0", "stable:2"),
+}
+CACHE_BYTES = 256 << 20  # of h5py, as stable-worldmodel has it
+
+
+def pictures(count: int, size: int, seed: int) -> np.ndarray:
+    """Return smooth pictures that differ from frame to frame: (count, size, size, 3) uint8."""
+    random = np.random.default_rng(seed)
+    waves = random.uniform(0.02, 0.2, (3, 3))
+    steps = np.arange(count)[:, None, None, None], np.arange(size)[:, None, None], np.arange(size)[:, None]
+    phase = sum(step * wave for step, wave in zip(steps, waves, strict=True))
+    return (127 + 100 * np.sin(phase) + random.integers(0, 8, (count, size, size, 1))).astype(np.uint8)
+
+
+def make_files(folder: Path) -> None:
+    """Write the files that are missing."""
+    random = np.random.default_rng(0)
+    if not (folder / "robot.hdf5").exists():
+        with h5py.File(folder / "robot.hdf5", "w") as file:
+            for demo in range(100):
+                length = 120 + demo % 60
+                group = file.create_group(f"data/demo_{demo}")
+                group.attrs["num_samples"] = length
+                group["obs/agentview_image"] = pictures(length, 84, demo)
+                group["obs/robot0_eef_pos"] = random.normal(size=(length, 3)).astype(np.float32)
+                group["actions"] = random.normal(size=(length, 7)).astype(np.float32)
+    if (folder / "world.h5").exists():
+        return
+    lengths = np.array([80 + episode % 40 for episode in range(40)], np.int32)
+    offsets = np.append(0, np.cumsum(lengths)[:-1])
+    with h5py.File(folder / "world.h5", "w") as file, h5py.File(folder / "world-100.h5", "w") as packed:
+        for each, chunk in ((file, 1), (packed, 100)):
+            options = {"compression": "gzip", "compression_opts": 1} if chunk > 1 else {}
+            shape = (int(lengths.sum()), 224, 224, 3)
+            each.create_dataset("pixels", shape, np.uint8, chunks=(chunk, *shape[1:]), **options)
+            each.create_dataset("action", (shape[0], 2), np.float32, chunks=(chunk, 2))
+            each["ep_len"], each["ep_offset"] = lengths, offsets
+        for episode, (first, length) in enumerate(zip(offsets.tolist(), lengths.tolist(), strict=True)):
+            frames, actions = pictures(length, 224, episode), random.normal(size=(length, 2))
+            for each in (file, packed):
+                each["pixels"][first : first + length], each["action"][first : first + length] = frames, actions
+
+
+class NaiveReader:
+    """What people write: open the file once in each process, and read the steps of a window by slices."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file, self.windows = path, None, []
+        self._is_robot = path.name == "robot.hdf5"
+        with h5py.File(path) as file:
+            if self._is_robot:
+                names = sorted(file["data"], key=lambda name: int(name.removeprefix("demo_")))
+                ends = [(f"data/{name}", 0, len(file[f"data/{name}/actions"]), LENGTH) for name in names]
+            else:
+                pairs = zip(file["ep_offset"][:].tolist(), file["ep_len"][:].tolist(), strict=True)
+                ends = [("", first, length, STEPS * SKIP) for first, length in pairs]
+        for group, first, length, span in ends:
+            self.windows += [(group, first + start) for start in range(length - span + 1)]
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        self._file = self._file or h5py.File(self._path, rdcc_nbytes=CACHE_BYTES)
+        group, start = self.windows[index]
+        if self._is_robot:
+            own = self._file[group]
+            return own["obs/agentview_image"][start : start + LENGTH], own["actions"][start : start + LENGTH]
+        stop = start + STEPS * SKIP
+        return self._file["pixels"][start:stop][::SKIP], self._file["action"][
+            start:stop
+        ]  # h5py's strides take 10 times
+
+
+def robomimic_reader(path: Path) -> Any:
+    """Return robomimic's reader, with everything but images in memory."""
+    import robomimic.utils.obs_utils as utils
+    from robomimic.utils.dataset import SequenceDataset
+
+    utils.initialize_obs_utils_with_obs_specs({"obs": {"rgb": ["agentview_image"], "low_dim": ["robot0_eef_pos"]}})
+    return SequenceDataset(
+        str(path),
+        obs_keys=("agentview_image", "robot0_eef_pos"),
+        dataset_keys=("actions",),
+        seq_length=LENGTH,
+        pad_seq_length=False,
+        hdf5_cache_mode="low_dim",
+        load_next_obs=False,
+    )
+
+
+def stable_reader(path: Path) -> Any:
+    """Return stable-worldmodel's reader of HDF5."""
+    from stable_worldmodel.data import HDF5Dataset
+
+    return HDF5Dataset(path=path, frameskip=SKIP, num_steps=STEPS, keys_to_load=["pixels", "action"])
+
+
+def lance_reader(path: Path) -> Any:
+    """Return stable-worldmodel's reader of Lance, whose table is made from the HDF5 file if it is missing."""
+    from stable_worldmodel.data.formats.lance import LanceDataset, LanceWriter
+
+    table = path.with_suffix(".lance")
+    if not table.exists():
+        with h5py.File(path) as file, LanceWriter(table) as writer:
+            for first, length in zip(file["ep_offset"][:].tolist(), file["ep_len"][:].tolist(), strict=True):
+                rows = slice(first, first + length)
+                writer.write_episode({"pixels": [*file["pixels"][rows]], "action": [*file["action"][rows]]})
+    return LanceDataset(path=table, frameskip=SKIP, num_steps=STEPS)
+
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    "h5py": NaiveReader,
+    "robomimic": robomimic_reader,
+    "stable": stable_reader,
+    "lance": lance_reader,
+}
+
+
+def parts_of(batch: Any) -> tuple[Any, Any]:
+    """Return the images and actions of a batch of any reader."""
+    if not isinstance(batch, dict):
+        return batch[0], batch[-1]
+    images = batch["obs"]["agentview_image"] if "obs" in batch else batch["pixels"]
+    return images, batch["actions"] if "actions" in batch else batch["action"]
+
+
+def peer_batches(name: str, path: Path, *, shuffle: bool) -> Iterator[Any]:
+    """Iterate a peer, given as NAME:WORKERS."""
+    from torch.utils.data import DataLoader
+
+    kind, _, workers = name.partition(":")
+    more = {"multiprocessing_context": "spawn" if kind == "lance" else "fork"} if int(workers) else {}
+    return iter(DataLoader(READERS[kind](path), BATCH, shuffle=shuffle, num_workers=int(workers), **more))
+
+
+def own_batches(name: str, path: Path, *, shuffle: bool) -> Iterator[Any]:
+    """Iterate h5chunk's windows."""
+    import h5chunk
+
+    if path.name == "robot.hdf5":
+        windows = h5chunk.Windows(path, ROBOT, LENGTH)
+    else:
+        stride = {"image": SKIP, "actions": 1}
+        windows = h5chunk.Windows(path, WORLD, STEPS, stride=stride, episode_lengths="ep_len")
+    loader = h5chunk.ChunkLoader(windows, BATCH, shuffle=shuffle, device=DEVICE, reuse=name == "h5chunk:reuse")
+
+    def epochs() -> Iterator[Any]:
+        while True:
+            yield from loader
+
+    return epochs()
+
+
+DEVICE = "cpu"
+
+
+def run_turn(name: str, path: Path, count: int, device: str) -> dict[str, Any]:
+    """Run one contender in this process: return seconds to its first batch, and windows/s, or sums without a count."""
+    import torch
+
+    global DEVICE
+    DEVICE = device
+    make = own_batches if name.startswith("h5chunk") else peer_batches
+    if not count:
+        sums: list[list[float]] = [[], []]
+        for batch in make(name, path, shuffle=False):
+            for own, part in zip(sums, parts_of(batch), strict=True):
+                own += [float(np.asarray(each.cpu()).astype(np.float64).sum()) for each in part]
+            if len(sums[0]) >= CHECKED:
+                return {"sums": [own[:CHECKED] for own in sums]}
+    start = time.perf_counter()
+    batches, left = make(name, path, shuffle=True), 2 * count
+    first_s = began = 0.0
+    for batch in batches:
+        images, _ = (part.to(device, non_blocking=True) for part in parts_of(batch))
+        left -= len(images)
+        first_s = first_s or time.perf_counter() - start
+        if left <= count and not began:
+            torch.cuda.synchronize() if device != "cpu" else None
+            began, counted = time.perf_counter(), left
+        if left <= 0:
+            break
+    torch.cuda.synchronize() if device != "cpu" else None
+    return {"first_s": first_s, "rate": (counted - left) / (time.perf_counter() - began)}
+
+
+def ask(name: str, path: Path, count: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Run a turn in a process of its own; ``trouble`` says why it failed."""
+    pythons = dict(each.split("=", 1) for each in options.python)
+    kind = {"lance": "stable"}.get(name.split(":")[0], name.split(":")[0])
+    own = [sys.argv[0], str(path), "--turn", name, "--windows", str(count), "--device", options.device]
+    done = subprocess.run([pythons.get(kind, sys.executable), *own], capture_output=True, text=True, check=False)
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        return {"trouble": "not installed" if "ModuleNotFoundError" in last else last[:90]}
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
+
+
+def compare(path: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Run all contenders on one file, print a table, and return their rounds."""
+    names = ["h5chunk:new", *(["h5chunk:reuse"] if options.device == "cpu" else []), *PEERS[path.name]]
+    checked = {name: ask(name, path, 0, options) for name in names}
+    expected = checked["h5py:0"]["sums"]
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for number in range(options.rounds):
+        for name in names[:: -1 if number % 2 else 1]:
+            if "trouble" not in checked[name]:
+                rounds[name].append(ask(name, path, options.windows, options))
+    print(f"{path.name}, load {os.getloadavg()[0]:.1f}")
+    medians = {name: statistics.median(turn["rate"] for turn in turns) for name, turns in rounds.items() if turns}
+    best = max(rate for name, rate in medians.items() if not name.startswith("h5chunk"))
+    for name in names:
+        if name not in medians:
+            print(f"  {name:15} {checked[name]['trouble']}")
+            continue
+        parts = zip(checked[name]["sums"], expected, strict=True)
+        equal = [np.allclose(got, want, rtol=1e-9) for got, want in parts]
+        values = "equal" if all(equal) else "equal actions" if equal[1] and name.startswith("lance") else "DIFFERENT"
+        rates, first = [turn["rate"] for turn in rounds[name]], statistics.median(t["first_s"] for t in rounds[name])
+        print(
+            f"  {name:15} first batch {first:5.2f} s  {medians[name]:8,.0f} windows/s ({min(rates):,.0f} to "
+            f"{max(rates):,.0f})  {medians[name] / best:5.2f} of the best peer  values {values}"
+        )
+    return {"checked": {name: "trouble" not in each for name, each in checked.items()}, "rounds": rounds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--windows", type=int, default=4000, help="windows to time in a turn")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH", help="interpreter of a peer")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--turn", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.turn:
+        print(json.dumps(run_turn(options.turn, options.folder, options.windows, options.device)))
+        return
+    options.folder.mkdir(parents=True, exist_ok=True)
+    make_files(options.folder)
+    results = {name: compare(options.folder / name, options) for name in FILES}
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
