@@ -16,12 +16,15 @@ from typing import Any
 import numpy as np
 
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
+from h5chunk.plan.layout import plan_layout
 from h5chunk.plan.selection import starts_of_runs
 from h5chunk.store.hdf5.ranges import ReadTask
 from h5chunk.store.read.csr import CsrBuffers
 from h5chunk.store.read.direct import ByteReader
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.reader import H5Reader
+
+SHARED = 4  # a chunk of windows has at least so many times the time steps of a window
 
 
 class WindowReader(H5Reader):
@@ -50,8 +53,17 @@ class WindowReader(H5Reader):
         chunks = anchors // frames.chunk_samples
         if frames.chunk_starts is not None:
             chunks = np.searchsorted(frames.chunk_starts, anchors, "right") - 1
-        self.chunk_starts = starts_of_runs(chunks)
+        self._joined = self._chunks_together()
+        self.chunk_starts = starts_of_runs(chunks // self._joined)
         self.chunk_samples = max(1, round(self.num_samples / max(1, len(self.chunk_starts) - 1)))
+
+    def _chunks_together(self) -> int:
+        """Return how many chunks of frames to take as one, so that most windows of a chunk share their frames."""
+        frames = self.frames
+        wanted = plan_layout(max(1, frames.num_samples), max(1, frames.main.grid.sample_bytes)).chunk_samples
+        dense = [self.steps[name] for name in self.steps if not self._is_sparse(name)]
+        wanted = max(wanted, *(SHARED * int(steps[-1] - steps[0]) for steps in dense), 1)
+        return max(1, round(wanted / frames.chunk_samples))
 
     def _describe(self, name: str) -> Field:
         field = self.frames.fields[name]
@@ -146,8 +158,8 @@ class WindowReader(H5Reader):
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of a chunk of frames, which are held once."""
-        return self.frames.chunk_bytes
+        """Bytes of the frames of a chunk, which are held once."""
+        return self.frames.chunk_bytes * self._joined
 
     @property
     def recommendation(self) -> None:
@@ -157,7 +169,7 @@ class WindowReader(H5Reader):
     def set_caches(self, main: CacheSettings) -> None:
         """See `H5Reader.set_caches`: the cache holds as many chunks of frames as ``main`` holds of windows."""
         grid = self.frames.main.grid
-        bands = min(grid.num_bands, 2 + main.nbytes // max(1, self.chunk_bytes)) if grid.chunks else 0
+        bands = min(grid.num_bands, 2 + main.nbytes // max(1, self.frames.chunk_bytes)) if grid.chunks else 0
         self.frames.set_caches(grid.cache_for(bands))
 
     def actual_caches(self) -> dict[str, CacheSettings]:
