@@ -27,6 +27,7 @@ _HOMES = {
     "ConvertReport": "h5chunk.tools.convert.report",
     "DoctorReport": "h5chunk.tools.doctor.report",
     "FolderReport": "h5chunk.tools.verify.report",
+    "Keyed": "h5chunk.feed.keyed",
     "MatrixReport": "h5chunk.tools.convert.report",
     "Patches": "h5chunk.feed.patches",
     "Recommendation": "h5chunk.tools.tune.report",

@@ -187,6 +187,8 @@ class SampleReader:
 
     def _load(self, name: str, draws: Draws, numbers: np.ndarray | None, ordered: bool) -> Sequence[Loaded | list[Any]]:
         """Load the samples of a field, or its inputs and targets if entries are held out. Strings become lists."""
+        if numbers is not None and numbers.dtype.kind == "S":
+            return [decoded(numbers).tolist()]
         if numbers is not None:
             return [_loaded(torch.from_numpy(numbers))]
         field, rows, convert = self._reader.fields[name], draws.numbers, self._converters.get(name)

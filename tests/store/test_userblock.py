@@ -61,7 +61,7 @@ def check_reads(path: Path, tmp_path: Path) -> None:
     assert (tmp_path / "new.h5").read_bytes()[:128] == path.read_bytes()[:128]
 
 
-leaves_out_user_block = chunk_table._leaves_out_user_block
+leaves_out_user_block = chunk_table.leaves_out_user_block
 
 
 @pytest.fixture

@@ -262,7 +262,7 @@ def _visit_chunks(dataset: h5py.Dataset, note: Callable[[h5py.h5d.StoreInfo], No
 
 
 @functools.cache
-def _leaves_out_user_block() -> bool:
+def leaves_out_user_block() -> bool:
     """Test with a file in memory whether this HDF5 library lists offsets relative to the end of the user block."""
     memory = io.BytesIO()
     listed: list[h5py.h5d.StoreInfo] = []
@@ -279,7 +279,7 @@ def _list_index(dataset: h5py.Dataset, name: str) -> ChunkTable:
     grid = _grid(dataset.shape, chunks)
     strides = np.array([math.prod(grid[axis + 1 :]) for axis in range(len(grid))], np.int64)
     block = dataset.file.userblock_size
-    missing = block if block and _leaves_out_user_block() else 0
+    missing = block if block and leaves_out_user_block() else 0
     numbers: list[int] = []  # many chunks at once: faster than one by one, with less memory than all
 
     def add(chunk: h5py.h5d.StoreInfo) -> None:

@@ -117,6 +117,22 @@ def address_of(item: h5py.HLObject) -> tuple[int, ...]:
     return (*info.fileno, *info.objno)
 
 
+def follow(start: Any, path: str) -> Any:
+    """Open an object below a group if all names on its path are hard links; None if it is not there.
+
+    This uses h5py's low-level objects, such as `h5py.h5g.GroupID`, which take a third of the time of others.
+    """
+    item = start
+    for part in path.strip("/").encode().split(b"/"):
+        try:
+            if not isinstance(item, h5py.h5g.GroupID) or item.links.get_info(part).type != h5py.h5l.TYPE_HARD:
+                return None
+        except (KeyError, RuntimeError):  # no such name
+            return None
+        item = h5py.h5o.open(item, part)
+    return item
+
+
 def same_file(item: h5py.HLObject, other: h5py.HLObject) -> bool:
     """Return whether two objects are in the same file."""
     return bool(h5py.h5g.get_objinfo(item.id).fileno == h5py.h5g.get_objinfo(other.id).fileno)

@@ -18,7 +18,7 @@ import numpy as np
 from h5chunk.errors import FieldError, printable
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.store.hdf5.guard import Guard
-from h5chunk.store.hdf5.open import opened
+from h5chunk.store.hdf5.open import follow, opened
 from h5chunk.store.read.csr import CsrBuffers
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.fileset import FileSet
@@ -117,7 +117,7 @@ def _as_first(
     fields: dict[str, Field | RaggedField] = {}
     places: dict[str, int] = {}
     for name, dataset in datasets.items():
-        item, model = _follow(file, dataset), first.fields[name]
+        item, model = follow(h5py.h5g.open(file.id, b"/"), dataset), first.fields[name]
         if not isinstance(item, h5py.h5d.DatasetID) or not isinstance(model, Field) or model.grid.chunks:
             return None
         properties, shape, stored = item.get_create_plist(), item.shape, item.get_storage_size()
@@ -140,18 +140,6 @@ def _as_first(
     reader.num_samples = reader.main.grid.shape[0]
     reader.starts = np.array([0, reader.num_samples])
     return reader, places
-
-
-def _follow(file: h5py.File, path: str) -> Any:
-    """Open an object if all names on its path are hard links, without h5py's objects; None if it is not there."""
-    item: Any = h5py.h5g.open(file.id, b"/")
-    for part in path.strip("/").encode().split(b"/"):
-        if not isinstance(item, h5py.h5g.GroupID) or not item.links.exists(part):
-            return None
-        if item.links.get_info(part).type != h5py.h5l.TYPE_HARD:
-            return None
-        item = h5py.h5o.open(item, part)
-    return item
 
 
 def _by_value(name: str) -> list[Any]:

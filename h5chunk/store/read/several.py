@@ -26,6 +26,7 @@ from h5chunk.store.read.direct import ByteReader, ChunkRows, PlainField, direct_
 from h5chunk.store.read.episodes import EpisodeFile
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.fileset import with_remedy
+from h5chunk.store.read.keyed import KeyedBytes, KeyedReader
 from h5chunk.store.read.ragged import RaggedField
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.volumes import PatchReader
@@ -287,6 +288,8 @@ def direct_fields(reader: H5Reader) -> tuple[dict[str, ByteReader], dict[str, st
 
 def _of_file(single: H5Reader) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the byte readers of the fields of one file, None if it is empty, and the reasons why there is none."""
+    if isinstance(single, KeyedReader):
+        return _of_samples(single)
     joined = single if isinstance(single, EpisodeFile) else None
     found: dict[str, Any] = {}
     if joined is not None:
@@ -302,6 +305,17 @@ def _of_file(single: H5Reader) -> tuple[dict[str, Any], dict[str, str]]:
                 found[name] = parts[0] if joined is None else EpisodesField(joined.episodes, name, parts)
             except NotDirect as error:
                 why[name] = str(error)
+    return found, why
+
+
+def _of_samples(reader: KeyedReader) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the byte readers of samples that are datasets, like `_of_file`."""
+    found, why = {}, {}
+    for name in reader.fields:
+        try:
+            found[name] = KeyedBytes(reader, name)
+        except NotDirect as error:
+            why[name] = str(error)
     return found, why
 
 

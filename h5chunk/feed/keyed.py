@@ -1,0 +1,153 @@
+"""Datasets, or groups of datasets, as the samples of a data set: traces, events, one small array each."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from h5chunk.errors import FieldError, OptionError, printable, shown
+from h5chunk.feed.dataset import ChunkDataset
+from h5chunk.feed.layout import torch_dtype
+from h5chunk.feed.sample_reader import SampleTransforms
+from h5chunk.feed.stored_tables import decoded
+from h5chunk.plan.cache import ChunkGrid
+from h5chunk.store.read.fields import Field
+from h5chunk.store.read.files import Paths, list_files
+from h5chunk.store.read.fileset import FileSet
+from h5chunk.store.read.keyed import KeyedReader
+from h5chunk.store.read.keyed_index import parse_patterns
+from h5chunk.urls import local_copy_of
+
+QUIET_S = 1.0  # time after which progress is shown on a terminal
+
+
+class Keyed(ChunkDataset):
+    """Datasets, or groups of datasets, as the samples of a `ChunkDataset`: ``traces/000123/data``.
+
+    ::
+
+        dataset = h5chunk.Keyed("traces.h5", "traces/*/data", attributes=["magnitude"])
+        for data, magnitude in h5chunk.ChunkLoader(dataset, 256):
+            ...
+
+    An index of where each sample is stored is made once, by one process per core, and kept beside the file, or in
+    ``~/.cache/h5chunk`` if that is impossible. Making it continues after a kill, and it is made again when the file
+    changes. Samples are then read by their byte ranges, without HDF5, whether they are contiguous, chunked, compressed
+    or compact. ``h5chunk convert FILE OUTPUT --samples 'traces/*/data'`` packs them into one dataset instead, which is
+    faster still, above all on disks.
+
+    If samples differ in length (only along their first axis), a batch has two tensors for the field: see
+    `h5chunk.transforms.Pad` (the default) and `h5chunk.transforms.Pack`.
+
+    Parameters
+    ----------
+    path : path or sequence of paths
+        As for `ChunkDataset`, but no URLs.
+    pattern : str, or sequence or mapping of str
+        Paths of datasets with ``*`` in place of a name; several patterns with the same ``*`` are several fields. A
+        field has the name of the path after the ``*``, with ``_`` for ``/``, or else of the group; a mapping gives
+        names. Samples are in the order of their names.
+    attributes : sequence of str
+        Attributes of what ``*`` stands for, each one number or one string, as further fields.
+    transform, trusted
+        As for `ChunkDataset`.
+    progress : callable, optional
+        Called with ("index", number of samples listed, number of all) while the index is made. Default: on a terminal,
+        a line on standard error.
+
+    Raises
+    ------
+    FieldError
+        A sample lacks a dataset or an attribute, or differs in more than its length from the first.
+    FileError
+        The file is missing or damaged, or, while reading, was changed.
+    """
+
+    def __init__(
+        self,
+        path: Paths,
+        pattern: str | Sequence[str] | Mapping[str, str],
+        *,
+        attributes: Sequence[str] = (),
+        transform: Any = None,
+        trusted: bool = False,
+        progress: Callable[[str, int, int | None], None] | None = None,
+    ) -> None:
+        patterns = parse_patterns(pattern)
+        if isinstance(attributes, str) or not all(isinstance(name, str) for name in attributes):
+            raise OptionError(f"attributes is {attributes!r}: give a list of names")
+        if taken := [name for name in attributes if name in patterns]:
+            raise OptionError(
+                f"attributes has {taken[0]!r}, which is also the name of a field: give fields as a mapping"
+            )
+        files = list_files(path)
+        if any(local_copy_of(file) is not None for file in files):
+            raise OptionError(f"path is {path!r}: keyed samples are read from local files: copy the objects first")
+        report = partial(progress or _Line(), "index")
+        readers = [KeyedReader(file, patterns, list(attributes), trusted, report) for file in files]
+        more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+        self._reader = readers[0] if len(readers) == 1 else FileSet(readers, Path(f"{shown(files[0])}{more}"))
+        indexes = [reader.index for reader in readers]
+        self._columns = {name: _column(name, [index.columns[name] for index in indexes]) for name in attributes}
+        self._names, self._numbered = (*patterns, *attributes), list(attributes)
+        for name in self._names:
+            torch_dtype(self.field(name).dtype, name)
+        self._transforms = SampleTransforms(transform, {name: self.field(name) for name in self._names})
+        self._samples, self._order, self._tables = None, None, {}
+
+    def field(self, name: str) -> Any:
+        """See `ChunkDataset.field`."""
+        if name not in self._columns:
+            return self._reader.fields[name]
+        column = self._columns[name]
+        return Field(name, "", ChunkGrid(column.shape, None, column.itemsize, False), column.dtype)
+
+    @property
+    def numbered_fields(self) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
+        """See `ChunkDataset.numbered_fields`: the attributes."""
+        return {name: column.__getitem__ for name, column in self._columns.items()}
+
+    def values(self, name: str) -> np.ndarray:
+        """Return an attribute of all samples, (n,), or read a field of one value per sample."""
+        if name not in self._columns:
+            if name not in self._reader.fields:
+                raise FieldError(f"there is no field {name!r}: give one of {', '.join(self._names)}")
+            return super().values(name)
+        return decoded(self._columns[name][self.samples])
+
+    @property
+    def source_names(self) -> np.ndarray:
+        """What ``*`` stands for in the path of each sample: (n,) of str."""
+
+        def read() -> np.ndarray:
+            indexes = [reader.index for reader in self._reader.readers if isinstance(reader, KeyedReader)]
+            return np.array([index.name(number) for index in indexes for number in range(len(index))])
+
+        return self._once("source_names", read)[self.samples]
+
+
+def _column(name: str, columns: Sequence[np.ndarray]) -> np.ndarray:
+    if len({column.dtype.kind == "S" for column in columns}) > 1:
+        raise FieldError(f"attribute {name!r} is a number in some files, and a string in others: leave it out")
+    return np.concatenate(columns)
+
+
+class _Line:
+    """Show progress on a terminal, once it takes some time."""
+
+    def __init__(self) -> None:
+        self._started, self._shown = time.monotonic(), 0.0
+
+    def __call__(self, stage: str, done: int, total: int | None) -> None:
+        now = time.monotonic()
+        if not sys.stderr.isatty() or now - self._started < QUIET_S or (now - self._shown < 0.1 and done != total):
+            return
+        self._shown = now
+        end = "\n" if done == total else ""
+        print(printable(f"\r{stage}: {done:,} of {total:,} samples"), end=end, file=sys.stderr, flush=True)

@@ -1,0 +1,257 @@
+"""Store where the samples of an HDF5 file are, if each is a dataset: ``NAME.h5chunk-index-KEY`` beside the file.
+
+The first line is a JSON object: ``version`` 1; ``stamp``: size and modification time of the file, without which the
+index is not used; ``made_for``: patterns, attributes and range of samples; ``fields``: shape, dtype and kinds of
+storage of each field; ``arrays``: name, dtype and length of the arrays that follow; and their CRC-32, ``checksum``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from h5chunk.errors import FileError, OptionError, printable
+from h5chunk.remote.mirror import NO_OPTIONS
+
+VERSION = 1
+MAX_HEADER = 64 << 20
+THROUGH_HDF5, CONTIGUOUS = -1, 0  # kinds of storage; chunked kinds follow
+ARRAYS = {"lengths": "<i8", "places": "<i8", "kinds": "<i4", "offsets": "<i8", "sizes": "<i8", "masks": "<u4"}
+
+
+@dataclass
+class FieldIndex:
+    """Where the samples of one field are.
+
+    ``shape`` is that of the first sample; ``lengths``, (n,), the first axis of each. ``kinds`` is `THROUGH_HDF5`,
+    `CONTIGUOUS`, or 1 + the number of a description in ``chunked``. ``places`` is the offset of a contiguous sample, or
+    for a chunked one the first of its chunks in ``offsets``, ``sizes`` and ``masks``.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunked: list[Any]  # [chunk shape, filters]
+    lengths: np.ndarray
+    places: np.ndarray
+    kinds: np.ndarray
+    offsets: np.ndarray
+    sizes: np.ndarray
+    masks: np.ndarray
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether samples differ in length."""
+        return bool(len(self.lengths) and (self.lengths != self.lengths[0]).any())
+
+    @property
+    def step_items(self) -> int:
+        """Number of elements per step of the first axis."""
+        return int(np.prod(self.shape[1:], dtype=np.int64))
+
+    def sample_bytes(self) -> np.ndarray:
+        """Return the bytes of each sample: (n,) int64."""
+        return self.lengths * self.step_items * self.dtype.itemsize
+
+    def check(self, num_samples: int, file_bytes: int) -> None:
+        """Raise ValueError if a number is impossible."""
+        if self.dtype.kind not in "biuf" or len(self.shape) > 32 or any(axis < 0 for axis in self.shape):
+            raise ValueError("impossible shape or type")
+        if not len(self.lengths) == len(self.places) == len(self.kinds) == num_samples:
+            raise ValueError("arrays differ in length")
+        if not len(self.offsets) == len(self.sizes) == len(self.masks):
+            raise ValueError("chunks differ in length")
+        limit = max(1, (1 << 62) // max(1, self.step_items * self.dtype.itemsize))
+        if self.step_items < 0 or (self.lengths < 0).any() or (self.lengths > limit).any():
+            raise ValueError("impossible lengths")
+        plain = self.kinds == CONTIGUOUS
+        if (self.places[plain] < 0).any() or (self.places[plain] > file_bytes - self.sample_bytes()[plain]).any():
+            raise ValueError("samples beyond the end of the file")
+        if (self.offsets < 0).any() or (self.sizes <= 0).any() or (self.offsets > file_bytes - self.sizes).any():
+            raise ValueError("chunks beyond the end of the file")
+        if ((self.kinds < THROUGH_HDF5) | (self.kinds > len(self.chunked))).any():
+            raise ValueError("unknown kinds of storage")
+        for number, (chunk, _) in enumerate(self.chunked, 1):
+            own = self.kinds == number
+            if len(chunk) != len(self.shape) or any(not 0 < int(side) < 1 << 40 for side in chunk):
+                raise ValueError("impossible chunks")
+            across = int(np.prod([-(-side // step) for side, step in zip(self.shape[1:], chunk[1:], strict=True)]))
+            ends = self.places[own] + -(-self.lengths[own] // int(chunk[0])) * across
+            if (self.places[own] < 0).any() or (ends > len(self.offsets)).any():
+                raise ValueError("chunks that are not listed")
+
+
+@dataclass
+class KeyedIndex:
+    """The samples of a file: ``names`` concatenated, and the end of each; fields; and attributes, (n,) each."""
+
+    names: np.ndarray
+    ends: np.ndarray
+    fields: dict[str, FieldIndex]
+    columns: dict[str, np.ndarray]
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def name(self, number: int) -> str:
+        """Return what ``*`` stands for in the path of a sample."""
+        start = int(self.ends[number - 1]) if number else 0
+        return self.names[start : int(self.ends[number])].tobytes().decode("utf-8", "surrogateescape")
+
+    def check(self, file_bytes: int) -> None:
+        """Raise ValueError if a number is impossible."""
+        if (np.diff(self.ends, prepend=0) < 1).any() or int(self.ends[-1:].sum()) != len(self.names):
+            raise ValueError("impossible names")
+        if any(len(column) != len(self) for column in self.columns.values()):
+            raise ValueError("attributes differ in length")
+        for field in self.fields.values():
+            field.check(len(self), file_bytes)
+
+
+def joined(parts: Sequence[KeyedIndex], differ: Callable[[str, int, FieldIndex, FieldIndex], Exception]) -> KeyedIndex:
+    """Join the indexes of ranges of samples; ``differ`` makes the error for parts of different shape or type."""
+    first, starts = parts[0], np.cumsum([0, *(len(part) for part in parts)])
+    fields = {}
+    for name, model in first.fields.items():
+        own = [part.fields[name] for part in parts]
+        for number, field in enumerate(own):
+            if field.dtype != model.dtype or field.shape[1:] != model.shape[1:] or len(field.shape) != len(model.shape):
+                raise differ(name, int(starts[number]), field, model)
+        chunked: list[Any] = []
+        arrays: dict[str, list[np.ndarray]] = {array: [] for array in ARRAYS}
+        num_chunks = 0
+        for field in own:
+            chunked += [kind for kind in field.chunked if kind not in chunked]
+            numbers = np.array([THROUGH_HDF5, CONTIGUOUS, *(1 + chunked.index(kind) for kind in field.chunked)])
+            for array in ARRAYS:
+                arrays[array].append(getattr(field, array))
+            arrays["places"][-1] = field.places + num_chunks * (field.kinds > CONTIGUOUS)
+            arrays["kinds"][-1] = numbers[field.kinds + 1].astype(np.int32)
+            num_chunks += len(field.offsets)
+        whole = {array: np.concatenate(values) for array, values in arrays.items()}
+        fields[name] = FieldIndex(model.shape, model.dtype, chunked, **whole)
+    before = np.cumsum([0, *(len(part.names) for part in parts)])
+    ends = np.concatenate([part.ends + start for part, start in zip(parts, before, strict=False)])
+    columns = {name: np.concatenate([part.columns[name] for part in parts]) for name in first.columns}
+    return KeyedIndex(np.concatenate([part.names for part in parts]), ends, fields, columns)
+
+
+def index_paths(path: Path, made_for: Any) -> list[Path]:
+    """Return where the index of a file may be: beside it, or in the user's cache folder."""
+    key = hashlib.sha256(json.dumps(made_for).encode()).hexdigest()[:12]
+    place = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
+    name = f".h5chunk-index-{key}"
+    return [path.with_name(path.name + name), NO_OPTIONS.root / "indexes" / (place + name)]
+
+
+def save_index(target: Path, path: Path, stamp: tuple[int, ...], made_for: Any, index: KeyedIndex) -> None:
+    """Store an index: it appears complete, or not at all. ``stamp`` is that of the file before it was listed."""
+    arrays: dict[str, np.ndarray] = {"names": index.names, "ends": index.ends}
+    arrays |= {f"column/{name}": column for name, column in index.columns.items()}
+    for name, field in index.fields.items():
+        arrays |= {f"{array}/{name}": getattr(field, array).astype(kind) for array, kind in ARRAYS.items()}
+    body = [np.ascontiguousarray(array).view(np.uint8) for array in arrays.values() if array.size]
+    header = {
+        "version": VERSION,
+        "stamp": stamp[2:],
+        "made_for": made_for,
+        "fields": {name: [field.shape, field.dtype.str, field.chunked] for name, field in index.fields.items()},
+        "arrays": [[name, array.dtype.str, len(array)] for name, array in arrays.items()],
+        "checksum": _checksum(body),
+    }
+    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(json.dumps(header).encode() + b"\n")
+            for array in body:
+                file.write(array.data)
+        os.replace(temporary, target)
+    except OSError as error:
+        raise FileError(f"{printable(target)}: the index of {printable(path)} cannot be written: {error}") from None
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+
+
+def load_index(target: Path, stamp: tuple[int, ...], made_for: Any) -> KeyedIndex | str:
+    """Load an index, or return why it must be made again; an empty reason means that there is none."""
+    try:
+        with target.open("rb") as file:
+            line = file.readline(MAX_HEADER)
+            header = json.loads(line)
+            if header["version"] != VERSION or header["made_for"] != made_for:
+                return "made for something else"
+            if header["stamp"] != list(stamp[2:]):
+                return "the file has changed since it was indexed"
+            arrays = _read_arrays(file, header["arrays"], os.fstat(file.fileno()).st_size - len(line))
+        body = [array.view(np.uint8) for array in arrays.values() if array.size]
+        if _checksum(body) != header["checksum"]:
+            return "damaged: wrong checksum"
+        found = _index_of(header["fields"], arrays)
+        found.check(stamp[2])
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OverflowError) as error:
+        return f"damaged: {error}"
+    return found
+
+
+def _checksum(arrays: Sequence[np.ndarray]) -> int:
+    checksum = 0
+    for array in arrays:
+        checksum = zlib.crc32(array.data, checksum)
+    return checksum
+
+
+def _read_arrays(file: Any, listed: Any, num_bytes: int) -> dict[str, np.ndarray]:
+    """Read arrays of these names, types and lengths, which must fill the rest of the file."""
+    kinds = [(str(name), np.dtype(str(kind)), int(length)) for name, kind, length in listed]
+    if any(kind.kind not in "biufS" or length < 0 for _, kind, length in kinds):
+        raise ValueError("impossible arrays")
+    if sum(kind.itemsize * length for _, kind, length in kinds) != num_bytes:
+        raise ValueError("cut short")
+    return {name: np.frombuffer(file.read(kind.itemsize * length), kind) for name, kind, length in kinds}
+
+
+def _index_of(fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> KeyedIndex:
+    made = {}
+    for name, (shape, dtype, chunked) in fields.items():
+        own = {array: arrays[f"{array}/{name}"] for array in ARRAYS}
+        if any(own[array].dtype != np.dtype(kind) for array, kind in ARRAYS.items()):
+            raise ValueError("impossible arrays")
+        made[name] = FieldIndex(tuple(map(int, shape)), np.dtype(str(dtype)), list(chunked), **own)
+    columns = {name.partition("/")[2]: array for name, array in arrays.items() if name.startswith("column/")}
+    if arrays["names"].dtype != np.uint8 or arrays["ends"].dtype != np.int64:
+        raise ValueError("impossible names")
+    return KeyedIndex(arrays["names"], arrays["ends"], made, columns)
+
+
+def parse_patterns(patterns: str | Sequence[str] | Mapping[str, str]) -> dict[str, str]:
+    """Return the pattern of each field; its name is the path after ``*`` with ``_`` for ``/``, or else the group."""
+    listed = [patterns] if isinstance(patterns, str) else patterns
+    named = listed if isinstance(listed, Mapping) else dict.fromkeys(range(len(listed)))
+    found: dict[str, str] = {}
+    for given, pattern in zip(named, listed.values() if isinstance(listed, Mapping) else listed, strict=True):
+        pattern = str(pattern).strip("/")
+        before, star, after = pattern.partition("*")
+        if not star or "*" in after or (before and not before.endswith("/")) or (after and not after.startswith("/")):
+            raise OptionError(f"samples has {pattern!r}: give a path with one *, in place of a name: 'traces/*/data'")
+        name = after.strip("/").replace("/", "_") or before.strip("/").rpartition("/")[2] or "data"
+        name = given if isinstance(given, str) else name
+        if name in found or before != next(iter(found.values()), pattern).partition("*")[0]:
+            text = ", ".join(map(str, named.values() if isinstance(listed, Mapping) else listed))
+            raise OptionError(f"samples is {text}: give patterns that differ after the same group and *")
+        found[name] = pattern
+    if not found:
+        raise OptionError("samples is empty: give at least one pattern")
+    return found

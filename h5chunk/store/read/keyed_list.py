@@ -1,0 +1,370 @@
+"""List the samples of an HDF5 file in which each sample is a dataset, or a group of datasets.
+
+Ranges of samples are listed by child processes, one per core. Each range is stored once it is listed, so that a run
+that was killed continues with the others. A dataset that is stored as the first one takes few checks.
+
+Source: https://github.com/h5py/h5py/issues/2425 and 2174, which report such files, and their rates by name.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from h5chunk.errors import FieldError, FileError, H5ChunkError, printable
+from h5chunk.machine import available_cores
+from h5chunk.stamp import stamp_of
+from h5chunk.store.hdf5.child import in_child, limited_memory
+from h5chunk.store.hdf5.chunk_table import (
+    FILTER_BYTES,
+    is_listed_wrongly,
+    is_stored_as,
+    is_variable,
+    leaves_out_user_block,
+    list_chunks,
+    partial_chunks_are_plain,
+)
+from h5chunk.store.hdf5.guard import Guard, check_attributes
+from h5chunk.store.hdf5.open import follow, opened
+from h5chunk.store.hdf5.strings import read_words
+from h5chunk.store.read.keyed_index import (
+    CONTIGUOUS,
+    THROUGH_HDF5,
+    FieldIndex,
+    KeyedIndex,
+    index_paths,
+    joined,
+    load_index,
+    save_index,
+)
+
+PART_SAMPLES = 20_000  # samples that a child process lists, which takes about 2 s
+REPORTED = 1000  # samples between two reports of progress
+HEADER_BYTES = 4 << 10  # where to look for the values of a compact dataset, after the start of its object header
+
+Report = Callable[[int, "int | None"], None]  # called with the number of samples that are listed, and of all
+
+
+def open_index(
+    path: Path, patterns: Mapping[str, str], attributes: Sequence[str], trusted: bool, report: Report
+) -> KeyedIndex:
+    """Load the index of a file, or make it and store it beside the file or, if that is impossible, in a cache folder.
+
+    Raises FieldError if a sample lacks a dataset or attribute, or differs in more than its length from the first.
+    """
+    made_for = [[list(each) for each in patterns.items()], list(attributes), trusted]
+    stamp = stamp_of(path)
+    if not stamp:
+        raise FileError(f"{printable(path)}: no such file")
+    places = index_paths(path, made_for)
+    for place in places:
+        found = load_index(place, stamp, made_for)
+        if isinstance(found, KeyedIndex):
+            return found
+        if found:
+            warnings.warn(f"{printable(place)}: {found}: it is made again", stacklevel=3)
+    target = next((place for place in places if _can_write(place)), places[0])
+    with _locked_folder(target) as folder:
+        found = load_index(target, stamp, made_for)  # another process may have made it
+        if isinstance(found, str):
+            found = _make(path, stamp, made_for, (patterns, attributes, trusted), folder, report)
+            save_index(target, path, stamp, made_for, found)
+        shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+def _can_write(place: Path) -> bool:
+    with suppress(OSError):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        return os.access(place.parent, os.W_OK)
+    return False
+
+
+@contextmanager
+def _locked_folder(target: Path) -> Iterator[Path]:
+    """Return, in a context, the folder of an index that is being made, which no other process uses."""
+    folder = target.with_name(f"{target.name}.parts")
+    try:
+        while True:
+            folder.mkdir(exist_ok=True)
+            descriptor = os.open(folder, os.O_RDONLY)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if folder.exists() and folder.stat().st_ino == os.fstat(descriptor).st_ino:
+                break
+            os.close(descriptor)  # the process that had the lock has removed the folder
+    except OSError as error:
+        raise FileError(f"{printable(target)}: the index cannot be written: {error.strerror}") from None
+    try:
+        yield folder
+    finally:
+        os.close(descriptor)
+
+
+def _make(path: Path, stamp: Any, made_for: Any, what: tuple[Any, ...], folder: Path, report: Report) -> KeyedIndex:
+    patterns, attributes, trusted = what
+    before = next(iter(patterns.values())).partition("*")[0].strip("/")
+    names = in_child(lambda _: _list_names(path, before, trusted), lambda: printable(path))
+    if not names:
+        raise FieldError(f"{printable(path)}: group {before or '/'!r} is empty: no sample matches the pattern")
+    borders = [*range(0, len(names), PART_SAMPLES), len(names)]
+    done = dict.fromkeys(borders[:-1], 0)
+
+    def list_part(start: int, stop: int) -> KeyedIndex:
+        target, key = folder / f"{start}-{stop}", [made_for, start, stop]
+        found = load_index(target, stamp, key)
+        if isinstance(found, KeyedIndex) and len(found) == stop - start:
+            say(start, stop - start)
+            return found
+
+        def work(say_in_child: Callable[[Any], None]) -> KeyedIndex:
+            with limited_memory(path):
+                return _Lister(path, patterns, attributes, trusted, before).list(names[start:stop], say_in_child)
+
+        found = in_child(work, lambda: printable(path), lambda count: say(start, count))
+        save_index(target, path, stamp, key, found)
+        return found
+
+    def say(start: int, count: int) -> None:
+        done[start] = count
+        report(sum(done.values()), len(names))
+
+    def differ(name: str, number: int, field: FieldIndex, model: FieldIndex) -> Exception:
+        where = f"{printable(path)}: {printable(names[number].decode())}"
+        return _differs(where, name, (field.shape, field.dtype), (model.shape, model.dtype))
+
+    with ThreadPoolExecutor(available_cores()) as pool:
+        futures = [pool.submit(list_part, *part) for part in pairwise(borders)]
+        try:
+            parts = [future.result() for future in futures]
+        finally:
+            for future in futures:
+                future.cancel()
+    if stamp_of(path) != stamp:
+        raise FileError(f"{printable(path)}: changed while it was indexed: try again")
+    return joined(parts, differ)
+
+
+def _list_names(path: Path, before: str, trusted: bool) -> list[bytes]:
+    guard = Guard(path, trusted)
+    with limited_memory(path), opened(path) as file:
+        group = guard.find(file, before) if before else file["/"]
+        if not isinstance(group, h5py.Group):
+            raise FieldError(f"{printable(path)}: has no group {before!r}: h5chunk info lists what it has")
+        found: list[bytes] = []
+        group.id.links.iterate(found.append)
+    for name in found:
+        try:
+            name.decode()
+        except UnicodeDecodeError:
+            raise FieldError(f"{printable(path)}: a name in {before!r} is not UTF-8: {name!r}: rename it") from None
+    return found
+
+
+def _differs(where: str, name: str, found: tuple[Any, Any], first: tuple[Any, Any]) -> FieldError:
+    return FieldError(
+        f"{where}: {name!r} is {found[1]} {list(found[0])}, but {first[1]} {list(first[0])} in the first "
+        "sample: samples may differ only in length, their first axis"
+    )
+
+
+class _Lister:
+    """List a range of the samples of a file, in a process of its own."""
+
+    def __init__(
+        self, path: Path, patterns: Mapping[str, str], attributes: Sequence[str], trusted: bool, before: str
+    ) -> None:
+        self._path, self._before, self._guard = path, before, Guard(path, trusted)
+        self._inner = {name: pattern.partition("*")[2].strip("/") for name, pattern in patterns.items()}
+        self._columns: dict[str, list[Any]] = {name: [] for name in attributes}
+
+    def list(self, names: Sequence[bytes], say: Callable[[int], None]) -> KeyedIndex:
+        with opened(self._path) as file:
+            self._group = self._guard.find(file, self._before) if self._before else file["/"]
+            fields = {name: _FieldLister(file, self._guard, name) for name in self._inner}
+            for number, key in enumerate(names):
+                self._add(key.decode(), fields)
+                if number % REPORTED == REPORTED - 1:
+                    say(number + 1)
+        say(len(names))
+        columns = {name: self._column(name, values) for name, values in self._columns.items()}
+        blob, ends = np.frombuffer(b"".join(names), np.uint8), np.cumsum([len(name) for name in names])
+        return KeyedIndex(blob, ends, {name: field.index() for name, field in fields.items()}, columns)
+
+    def _add(self, key: str, fields: Mapping[str, _FieldLister]) -> None:
+        where = f"{printable(self._path)}: {printable(f'{self._before}/{key}'.lstrip('/'))}"
+        item = self._find(self._group, key)
+        for name, inner in self._inner.items():
+            dataset = self._find(item, inner) if inner else item
+            if not isinstance(dataset, h5py.h5d.DatasetID):
+                raise FieldError(f"{where} has no dataset {inner!r}: all samples must have the same datasets")
+            fields[name].add(dataset, where)
+        for name, values in self._columns.items():
+            values.append(_attribute(item, name, where))
+
+    def _find(self, start: Any, path: str) -> Any:
+        found = follow(start.id if isinstance(start, h5py.Group) else start, path)
+        if found is None and not isinstance(start, h5py.h5d.DatasetID):  # a link, or nothing
+            group = start if isinstance(start, h5py.Group) else h5py.Group(start)
+            other = self._guard.find(group, path)
+            found = None if other is None else other.id
+        return found
+
+    def _column(self, name: str, values: Sequence[Any]) -> np.ndarray:
+        if len({isinstance(value, bytes) for value in values}) > 1:
+            raise FieldError(
+                f"{printable(self._path)}: attribute {name!r} is a number in some samples, and a string in others: "
+                "use one type, or leave it out"
+            )
+        column = np.array(values)
+        return column.astype("S1") if column.dtype.itemsize == 0 else column
+
+
+class _FieldLister:
+    """List one field of samples."""
+
+    def __init__(self, file: h5py.File, guard: Guard, name: str) -> None:
+        self._file, self._guard, self._name = file, guard, name
+        self._file_bytes = file.id.get_filesize()
+        self._has_block = bool(file.userblock_size)
+        self._first: tuple[Any, tuple[int, ...], np.dtype] | None = None  # type, shape, dtype
+        self._kinds: list[tuple[Any, list[Any]]] = []  # creation properties, and description
+        self._stored_here = True
+        self._lengths: list[int] = []
+        self._places: list[tuple[int, int]] = []  # place and kind
+        self._chunks: list[tuple[int, int, int]] = []  # offset, size and filter mask
+
+    def add(self, dataset: Any, where: str) -> None:
+        """Add the next sample."""
+        shape = dataset.shape
+        if self._first is None:
+            self._check(dataset, where)
+            number = h5py.Dataset(dataset)
+            self._first = dataset.get_type(), shape, number.dtype.newbyteorder("=")
+            self._stored_here = number.dtype.kind in "biuf" and is_stored_as(number, self._first[2])
+            if self._first[2].kind not in "biuf":
+                raise FieldError(f"{where}: {self._name!r} is of type {number.dtype}, not of numbers: leave it out")
+        kind, first, dtype = self._first
+        if dataset.get_type() != kind or len(shape) != len(first) or shape[1:] != first[1:]:
+            self._check(dataset, where)
+            raise _differs(where, self._name, (shape, h5py.Dataset(dataset).dtype), (first, dtype))
+        self._lengths.append(shape[0] if shape else 1)
+        self._places.append(self._place(dataset, shape, where))
+
+    def index(self) -> FieldIndex:
+        """Return the index of all samples that were added."""
+        assert self._first is not None
+        places = np.array(self._places, np.int64).reshape(-1, 2)
+        offsets, sizes, masks = np.array(self._chunks, np.int64).reshape(-1, 3).T
+        lengths, kinds = np.array(self._lengths, np.int64), places[:, 1].astype(np.int32)
+        chunked = [kind for _, kind in self._kinds]
+        chunks = offsets.copy(), sizes.copy(), masks.astype(np.uint32)
+        return FieldIndex(self._first[1], self._first[2], chunked, lengths, places[:, 0].copy(), kinds, *chunks)
+
+    def _check(self, dataset: Any, where: str) -> None:
+        if dataset.shape is None or is_variable(dataset.get_type()):
+            raise FieldError(f"{where}: {self._name!r} is empty, or has values of variable length: leave it out")
+        self._guard.check_field(h5py.Dataset(dataset), where.partition(": ")[2])
+
+    def _place(self, dataset: Any, shape: tuple[int, ...], where: str) -> tuple[int, int]:
+        """Return place and kind of a sample. Raises FileError if it lies outside of the file."""
+        if not self._stored_here:
+            self._check(dataset, where)
+            return 0, THROUGH_HDF5
+        num_bytes = math.prod(shape) * self._first[2].itemsize if self._first else 0
+        if not num_bytes:
+            return 0, CONTIGUOUS
+        offset = dataset.get_offset() if not self._has_block or dataset.get_storage_size() else None
+        if offset is not None:
+            if not 0 <= offset <= self._file_bytes - num_bytes:
+                raise FileError(f"{where}: {self._name!r} extends beyond the end of the file: it is damaged")
+            return offset, CONTIGUOUS
+        properties = dataset.get_create_plist()
+        layout = properties.get_layout()
+        if layout == h5py.h5d.CHUNKED and not (self._has_block and leaves_out_user_block()):
+            return self._chunked(dataset, shape, properties, where)
+        self._check(dataset, where)
+        if layout == h5py.h5d.COMPACT and not self._has_block:
+            return self._compact(dataset)
+        return 0, THROUGH_HDF5
+
+    def _compact(self, dataset: Any) -> tuple[int, int]:
+        """Find the values of a dataset that are in its object header: equal bytes are as good."""
+        values = np.empty(dataset.shape, self._first[2]) if self._first else np.empty(0)
+        dataset.read(h5py.h5s.ALL, h5py.h5s.ALL, values)
+        start = int(h5py.h5g.get_objinfo(dataset).objno[0])
+        found = os.pread(self._file.id.get_vfd_handle(), values.nbytes + HEADER_BYTES, start).find(values.tobytes())
+        return (0, THROUGH_HDF5) if found < 0 else (start + found, CONTIGUOUS)
+
+    def _chunked(self, dataset: Any, shape: tuple[int, ...], properties: Any, where: str) -> tuple[int, int]:
+        kind = next((number for number, (known, _) in enumerate(self._kinds, 1) if properties.equal(known)), None)
+        if kind is None or is_listed_wrongly(h5py.Dataset(dataset)):
+            self._check(dataset, where)
+            if is_listed_wrongly(h5py.Dataset(dataset)):
+                return 0, THROUGH_HDF5
+            list_chunks(h5py.Dataset(dataset))  # compares a chunk with the bytes at its offset
+            filters = [[*properties.get_filter(number)[:1], list(properties.get_filter(number)[2])]
+                       for number in range(properties.get_nfilters())]  # fmt: skip
+            partial = partial_chunks_are_plain(properties)
+            self._kinds.append((properties, [list(properties.get_chunk()), [partial, filters]]))
+            kind = len(self._kinds)
+        chunk, (_, filters) = self._kinds[kind - 1][1]
+        chunk_bytes = math.prod(chunk) * self._first[2].itemsize if self._first else 0
+        found: dict[tuple[int, ...], tuple[Any, int, int]] = {}
+
+        def note(stored: Any) -> None:
+            found[stored.chunk_offset] = stored.byte_offset, stored.size, stored.filter_mask
+
+        dataset.chunk_iter(note)
+        starts = product(*(range(0, side, step) for side, step in zip(shape, chunk, strict=True)))
+        chunks = [found.get(start, (None, 0, 0)) for start in starts]
+        if any(offset is None for offset, _, _ in chunks):
+            return 0, THROUGH_HDF5  # never written
+        for offset, size, _ in chunks:
+            is_wrong = size != chunk_bytes if not filters else not 0 < size <= 2 * chunk_bytes + FILTER_BYTES
+            if is_wrong or offset + size > self._file_bytes:
+                raise FileError(f"{where}: {self._name!r} has a chunk of {size} bytes at {offset}: it is damaged")
+        self._chunks += chunks
+        return len(self._chunks) - len(chunks), kind
+
+
+def _attribute(item: Any, name: str, where: str) -> Any:
+    """Read an attribute with one number or one string."""
+
+    def error(problem: str) -> H5ChunkError:
+        return FieldError(f"{where}: {problem}")
+
+    if not h5py.h5a.exists(item, name.encode()):
+        names = [
+            h5py.h5a.open(item, index=number).name.decode() for number in range(min(10, h5py.h5a.get_num_attrs(item)))
+        ]
+        raise error(f"has no attribute {name!r}, which other samples have: {', '.join(names) or 'none'}")
+    attribute = h5py.h5a.open(item, name.encode())
+    if isinstance(attribute.get_type(), (h5py.h5t.TypeIntegerID, h5py.h5t.TypeFloatID)) and attribute.shape in (
+        (),
+        (1,),
+    ):
+        value = np.empty(attribute.shape, attribute.dtype)
+        attribute.read(value)
+        return value.reshape(()).item()
+    owner = h5py.Group(item) if isinstance(item, h5py.h5g.GroupID) else h5py.Dataset(item)
+    if words := read_words(owner, name, error):
+        if len(words) > 1:
+            raise error(f"attribute {name!r} must be one number, or one string")
+        return words[0].encode()
+    check_attributes(owner, where, [name])
+    value = np.asarray(owner.attrs[name])
+    if value.size != 1 or value.dtype.kind not in "biuf":
+        raise error(f"attribute {name!r} must be one number, or one string")
+    return value.reshape(()).item()

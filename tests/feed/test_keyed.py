@@ -1,0 +1,285 @@
+"""Samples that are datasets of a file: values, indexes that are made once, and damaged, stale and hostile indexes."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import h5chunk
+from h5chunk.store.read import keyed_list
+
+COUNT = 23
+STORAGE: dict[str, Mapping[str, Any]] = {
+    "contiguous": {},
+    "chunked": {"chunks": (4, 2)},
+    "compressed": {"chunks": (4, 2), "compression": "gzip", "shuffle": True, "fletcher32": True},
+    "whole": {"chunks": (7, 3), "compression": "gzip"},
+    "unwritten": {},
+    "big-endian": {"dtype": ">f4"},
+}
+
+
+def _values(number: int, length: int = 7) -> np.ndarray:
+    return np.random.default_rng(number).normal(size=(length, 3)).astype(np.float32)
+
+
+def _write(group: h5py.Group, name: str, values: np.ndarray, storage: str) -> None:
+    if storage == "compact":
+        properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        properties.set_layout(h5py.h5d.COMPACT)
+        space = h5py.h5s.create_simple(values.shape)
+        dataset = h5py.h5d.create(group.id, name.encode(), h5py.h5t.NATIVE_FLOAT, space, properties)
+        dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, values)
+    elif storage == "unwritten":
+        group.create_dataset(name, values.shape, np.float32, fillvalue=2.5)
+    else:
+        group.create_dataset(name, data=values, **STORAGE[storage])
+
+
+def _make(path: Path, storage: str = "contiguous", *, count: int = COUNT, **options: Any) -> Path:
+    """Write a file whose samples are groups, each with its values and attributes."""
+    with h5py.File(path, "w", **options) as file:
+        for number in range(count):
+            group = file.create_group(f"traces/{number:04}")
+            kinds = ["contiguous", "chunked", "compressed", "whole", "unwritten", "compact"]
+            _write(group, "data", _values(number), kinds[number % len(kinds)] if storage == "all" else storage)
+            group["pick"] = np.int64(number * 10)
+            group.attrs["magnitude"], group.attrs["station"] = number / 4, np.bytes_(f"st{number % 3}")
+    return path
+
+
+def _expected(path: Path) -> np.ndarray:
+    with h5py.File(path) as file:
+        return np.stack([group["data"][()] for group in file["traces"].values()])
+
+
+def _open(path: Path, **options: Any) -> h5chunk.Keyed:
+    return h5chunk.Keyed(path, ["traces/*/data", "traces/*/pick"], attributes=["magnitude"], **options)
+
+
+@pytest.mark.parametrize("storage", [*STORAGE, "compact", "all"])
+@pytest.mark.parametrize("block", [0, 512])
+def test_values_are_those_of_h5py(tmp_path: Path, storage: str, block: int) -> None:
+    path = _make(tmp_path / "traces.h5", storage, userblock_size=block)
+    dataset, expected = _open(path), _expected(path)
+    data, picks, magnitudes = dataset[[5, 2, 22]]
+    np.testing.assert_array_equal(data, expected[[5, 2, 22]])
+    assert picks.tolist() == [50, 20, 220] and magnitudes.tolist() == [1.25, 0.5, 5.5]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of what only HDF5 reads
+        for reader in ("auto", "h5py"):
+            batches = list(h5chunk.ChunkLoader(dataset, 4, reader=reader, resident=False))
+            order = torch.cat([batch[1] for batch in batches]).numpy() // 10
+            assert sorted(order) == list(range(COUNT)) and order.tolist() != list(range(COUNT))
+            np.testing.assert_array_equal(torch.cat([batch[0] for batch in batches]), expected[order])
+            assert torch.cat([batch[2] for batch in batches]).tolist() == (order / 4).tolist()
+
+
+def test_a_data_loader_with_workers_reads_the_same(tmp_path: Path) -> None:
+    path = _make(tmp_path / "traces.h5", "whole")
+    dataset = h5chunk.Keyed(path, {"wave": "traces/*/data"}, attributes=["station", "magnitude"])
+    sampler = h5chunk.ChunkSampler(dataset, 5, seed=3)
+    batches = list(DataLoader(dataset, batch_sampler=sampler, num_workers=1))
+    numbers = (torch.cat([batch[2] for batch in batches]) * 4).int().numpy()
+    np.testing.assert_array_equal(torch.cat([batch[0] for batch in batches]), _expected(path)[numbers])
+    assert [name for batch in batches for name in batch[1]] == [f"st{number % 3}" for number in numbers]
+    direct = h5chunk.ChunkLoader(h5chunk.Keyed(path, {"wave": "traces/*/data"}), 5, seed=3)
+    assert all(torch.equal(ours, theirs[0]) for (ours,), theirs in zip(direct, batches, strict=True))
+
+
+def test_names_values_subsets_and_several_files(tmp_path: Path) -> None:
+    paths = [_make(tmp_path / f"{name}.h5", count=4) for name in "ab"]
+    dataset = _open(paths)  # type: ignore[arg-type]
+    assert dataset.source_names.tolist() == [f"{number:04}" for number in range(4)] * 2
+    part = dataset.subset(dataset.values("magnitude") > 0.3)
+    assert part.source_names.tolist() == ["0002", "0003"] * 2 and part.values("pick").tolist() == [20, 30] * 2
+    assert h5chunk.Keyed(paths[0], "traces/*/data", attributes=["station"]).values("station")[1] == "st1"
+
+
+def _index_of(path: Path) -> Path:
+    (found,) = path.parent.glob(f"{path.name}.h5chunk-index-*")
+    return found
+
+
+def test_an_index_is_made_once_and_again_if_the_file_changes(tmp_path: Path) -> None:
+    path, told = _make(tmp_path / "traces.h5"), list[tuple[str, int, int | None]]()
+
+    def tell(stage: str, done: int, total: int | None) -> None:
+        told.append((stage, done, total))
+
+    first = _open(path, progress=tell)
+    assert told[-1] == ("index", COUNT, COUNT)
+    told.clear()
+    assert _open(path, progress=tell).fingerprint == first.fingerprint and not told
+    with h5py.File(path, "a") as file:
+        file["traces/0003/data"][0] = 7
+        file.create_dataset("traces/0003b/data", data=_values(1))
+        file["traces/0003b/pick"], file["traces/0003b"].attrs["magnitude"] = np.int64(35), 9.0
+    with pytest.raises(h5chunk.FileError, match="changed"):
+        first[0]
+    with pytest.warns(UserWarning, match="has changed since it was indexed"):
+        dataset = _open(path, progress=tell)
+    assert told and len(dataset) == COUNT + 1 and dataset[4][1] == 35 and dataset[3][0][0, 0] == 7
+
+
+def test_an_index_goes_to_the_cache_folder_if_the_file_is_in_a_folder_that_is_read_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").mkdir()
+    path = _make(tmp_path / "data" / "traces.h5")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(os, "access", lambda folder, _mode: Path(folder) != path.parent)
+    _open(path)
+    assert [each.name for each in path.parent.iterdir()] == ["traces.h5"]
+    told: list[Any] = []
+    assert _open(path, progress=lambda *args: told.append(args))[2][1] == 20 and not told
+
+
+def test_indexing_continues_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, listed = _make(tmp_path / "traces.h5"), list[str]()
+    monkeypatch.setattr(keyed_list, "PART_SAMPLES", 10)
+    monkeypatch.setattr(keyed_list, "available_cores", lambda: 1)
+
+    def stop(_stage: str, done: int, _total: int | None) -> None:
+        if done > 10:
+            os._exit(9)
+
+    if (child := os.fork()) == 0:
+        _open(path, progress=stop)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    save = keyed_list.save_index
+    monkeypatch.setattr(
+        keyed_list, "save_index", lambda target, *args: (listed.append(target.name), save(target, *args))
+    )
+    np.testing.assert_array_equal(_open(path)[list(range(COUNT))][0], _expected(path))
+    assert listed[:2] == ["10-20", "20-23"] and sorted(each.name for each in tmp_path.iterdir()) == [
+        path.name, _index_of(path).name]  # fmt: skip
+
+
+def _rewrite(index: Path, change: Any) -> None:
+    """Change the header and the bytes of an index, and give it a valid checksum."""
+    line, body = index.read_bytes().split(b"\n", 1)
+    header = json.loads(line)
+    changed = change(header, bytearray(body)) or body
+    header["checksum"] = zlib.crc32(changed)
+    index.write_bytes(json.dumps(header).encode() + b"\n" + changed)
+
+
+def _set(array: str, value: int) -> Any:
+    def change(header: dict[str, Any], body: bytearray) -> bytearray:
+        start = 0
+        for name, kind, length in header["arrays"]:
+            if name == array:
+                body[start : start + np.dtype(kind).itemsize] = np.array(value, kind).tobytes()
+            start += np.dtype(kind).itemsize * length
+        return body
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _set("places/data", 1 << 40),
+        _set("places/data", -5),
+        _set("kinds/data", 3),
+        _set("lengths/data", 1 << 60),
+        _set("lengths/data", -1),
+        _set("ends", 1 << 50),
+        lambda header, _: header["arrays"][0].__setitem__(2, 1 << 60),
+        lambda header, _: header["fields"]["data"].__setitem__(1, "|O8"),
+        lambda header, _: header["fields"]["data"].__setitem__(0, [-1, 3]),
+        lambda header, _: header.__setitem__("fields", []),
+        lambda _, body: body[:-3],
+    ],
+)
+def test_a_hostile_index_is_made_again(tmp_path: Path, change: Any) -> None:
+    path = _make(tmp_path / "traces.h5")
+    _open(path)
+    _rewrite(_index_of(path), change)
+    with pytest.warns(UserWarning, match="it is made again"):
+        dataset = _open(path)
+    np.testing.assert_array_equal(dataset[list(range(COUNT))][0], _expected(path))
+
+
+def test_a_damaged_index_is_made_again(tmp_path: Path) -> None:
+    path = _make(tmp_path / "traces.h5", "compressed")
+    _open(path)
+    whole = _index_of(path).read_bytes()
+    flipped = bytearray(whole)
+    flipped[-9] ^= 1
+    for content in (b"", b"\n", b"{}\n", b"[" * 100_000, whole[:-1], whole[:50], bytes(flipped)):
+        _index_of(path).write_bytes(content)
+        with pytest.warns(UserWarning, match="it is made again"):
+            np.testing.assert_array_equal(_open(path)[list(range(COUNT))][0], _expected(path))
+
+
+def test_a_damaged_chunk_is_an_error_that_names_the_sample(tmp_path: Path) -> None:
+    path = _make(tmp_path / "traces.h5", "whole")
+    with h5py.File(path) as file:
+        chunk = file["traces/0007/data"].id.get_chunk_info(0)
+    with path.open("r+b") as raw:
+        raw.seek(chunk.byte_offset)
+        raw.write(bytes(chunk.size))
+    with pytest.raises(h5chunk.FileError, match=r"traces/0007/data.*damaged"):
+        list(h5chunk.ChunkLoader(_open(path), 4))
+
+
+def _break(path: Path, how: str) -> None:
+    with h5py.File(path, "a") as file:
+        group = file["traces/0011"]
+        if how == "no dataset":
+            del group["data"]
+        elif how == "no attribute":
+            del group.attrs["magnitude"]
+        elif how == "two numbers":
+            group.attrs["magnitude"] = [1.0, 2.0]
+        else:
+            del group["data"]
+            if how == "link":
+                group["data"] = h5py.SoftLink("/traces/0000/data")
+            elif how == "type":
+                group["data"] = _values(1).astype(np.float64)
+            elif how == "shape":
+                group["data"] = np.zeros((7, 4), np.float32)
+            elif how == "strings":
+                group["data"] = ["a"]
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("no dataset", "0011 has no dataset 'data'"),
+        ("no attribute", "0011: has no attribute 'magnitude'.*: station"),
+        ("two numbers", "must be one number"),
+        ("link", "soft link"),
+        ("type", "'data' is float64"),
+        ("shape", r"\[7, 4\], but float32 \[7, 3\]"),
+        ("strings", "variable length"),
+    ],
+)
+def test_samples_that_differ_are_errors_that_name_them(tmp_path: Path, how: str, message: str) -> None:
+    path = _make(tmp_path / "traces.h5")
+    _break(path, how)
+    with pytest.raises((h5chunk.FieldError, h5chunk.TrustError), match=message):
+        _open(path)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [("traces/data", "one \\*"), ("tra*/data", "in place of a name"), ([], "empty"), (["a/*", "b/*"], "same group")],
+)
+def test_invalid_patterns(tmp_path: Path, pattern: Any, message: str) -> None:
+    with pytest.raises(h5chunk.OptionError, match=message):
+        h5chunk.Keyed(tmp_path / "x.h5", pattern)
