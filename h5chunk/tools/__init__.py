@@ -1,1 +1,1 @@
-"""The commands on whole files, as functions that return reports: convert, append, info, tune, repack, verify, bench."""
+"""The functions behind the commands, such as convert and tune. They return reports."""

@@ -1,8 +1,9 @@
 """Run tasks on a Dask cluster until each has succeeded once, even if workers die.
 
-A task is a function of this package, one argument that can be pickled, and a function to report progress. Its input
-and output are files that all workers and this process see under the same paths, so that little is sent. A task may
-run twice at a time, for example if the scheduler believes a worker to be dead: tasks must write to unique names.
+A task is a call of a function of this package with one picklable argument and a function that reports progress. Its
+input and output are files that all workers and this process see under the same paths, so that little data is sent. A
+task may run twice at the same time, for example if the scheduler considers a worker dead, so tasks must write to unique
+names.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from h5chunk.errors import H5ChunkError, OptionError, OutputError, WorkerError, 
 Say = Callable[[int], None]
 Task = Callable[[Any, Say], Any]
 
-TRIES = 3  # attempts of a task that fails to read or write a file
-LOSSES = 30  # workers that may die during one task, before it is blamed
-SAY_S = 0.5  # least time between two reports of a task
-CONNECT_S = 30.0  # time to reach the scheduler, and for the first worker to appear
-LOOK_S, IDLE_S = 5.0, 120.0  # time between looks for workers, and time without workers after which to give up
+TRIES = 3  # attempts at a task that fails to read or write a file
+LOSSES = 30  # number of workers that may die during one task before the task fails
+SAY_S = 0.5  # minimum time between two progress reports of a task
+CONNECT_S = 30.0  # timeout for reaching the scheduler, and for the first worker to appear
+LOOK_S, IDLE_S = 5.0, 120.0  # time between checks for workers, and time without workers after which the run fails
 
 
 class Cluster:
@@ -40,7 +41,7 @@ class Cluster:
             client.wait_for_workers(1, timeout=CONNECT_S)
         except (OSError, TimeoutError) as error:
             raise WorkerError(
-                f"the Dask cluster has no workers ({error}): start some, and repeat the command"
+                f"the Dask cluster has no workers ({error}): start workers, and repeat the command"
             ) from None
         versions = client.run(pkgutil.resolve_name, "h5chunk:__version__", on_error="return")
         for address, version in versions.items():  # a worker that cannot import a task ends without a message
@@ -50,12 +51,12 @@ class Cluster:
     def run(
         self, function: Task, tasks: Mapping[int, Any], say: Callable[[int, int], None], last: Collection[int] = ()
     ) -> Iterator[tuple[int, Any]]:
-        """Yield (number, ``function(task, say)``) for all tasks by their numbers, in the order in which they end.
+        """Run ``function(task, say)`` for all tasks; yield (number, result) in the order in which they finish.
 
-        ``say(number, done)`` is called, from a thread, with what tasks report. A task whose worker dies is run again,
-        and so is one that fails to read or write a file, up to `TRIES` times; other errors are raised at once. On an
-        error, and if the iterator is closed, tasks that have not begun are cancelled. The tasks ``last`` begin after
-        all others have ended.
+        ``say(number, done)`` is called, from another thread, with the progress of a task. A task is run again if its
+        worker dies, and up to `TRIES` times if it fails to read or write a file; other errors are raised at once. On an
+        error, and if the iterator is closed, tasks that have not started are cancelled. The tasks in ``last`` start
+        after all other tasks have finished.
         """
         topic, relay = f"h5chunk-{uuid.uuid4().hex}", _ProgressRelay(say)
         self._client.subscribe_topic(topic, relay)
@@ -103,7 +104,7 @@ class Cluster:
                 last = time.monotonic()
             elif time.monotonic() > last + IDLE_S:
                 raise WorkerError(
-                    f"the Dask cluster has had no workers for {IDLE_S:.0f} s: start some, and repeat the command"
+                    f"the Dask cluster has had no workers for {IDLE_S:.0f} s: start workers, and repeat the command"
                 )
 
 
@@ -122,7 +123,7 @@ class _ProgressRelay:
 
 
 class _Failures:
-    """The failures of each task."""
+    """Count the failures of each task."""
 
     def __init__(self) -> None:
         self._lost, self._failed = dict[int, int](), dict[int, int]()
@@ -134,13 +135,15 @@ class _Failures:
 
         if isinstance(error, FutureCancelledError):
             raise WorkerError(
-                f"the Dask scheduler has ended or cancelled the work ({error.reason}): start it, and repeat the command"
+                f"the Dask scheduler has stopped or cancelled the work ({error.reason}): make sure that it runs, and "
+                "repeat the command"
             ) from None
         if isinstance(error, KilledWorker):
             self._lost[number] = self._lost.get(number, 0) + error.allowed_failures + 1
             if self._lost[number] > LOSSES:
                 raise WorkerError(
-                    f"{count_text(self._lost[number], 'worker')} died during the same task: is their memory too small?"
+                    f"{count_text(self._lost[number], 'worker')} died during the same task: check their logs, and "
+                    "whether they have enough memory"
                 ) from None
         elif isinstance(error, OSError) and (isinstance(error, OutputError) or not isinstance(error, H5ChunkError)):
             self._failed[number] = self._failed.get(number, 0) + 1
@@ -153,8 +156,8 @@ class _Failures:
 def _version_error(address: str, found: str, expected: str = h5chunk.__version__) -> WorkerError:
     has = f"h5chunk {found}" if found else "no h5chunk"
     return WorkerError(
-        f"the Dask worker {printable(address)} has {has}, but the command was given to version {expected}: install the "
-        'same version on all machines (pip install "h5chunk[distributed]")'
+        f"the Dask worker {printable(address)} has {has}, but the command runs version {expected}: install the same "
+        'version on all machines (pip install "h5chunk[distributed]")'
     )
 
 
@@ -180,7 +183,7 @@ def _run(version: str, function: Task, task: Any, number: int, topic: str) -> An
 
 
 class _Failed(NamedTuple):
-    """The error of a task, as its result."""
+    """The result of a task that raised an error."""
 
     error: H5ChunkError
 
@@ -213,8 +216,8 @@ def connected(client: Any) -> Iterator[Cluster]:
             if isinstance(error, OptionError):
                 raise
             raise OptionError(
-                f"the Dask scheduler {printable(str(client))} cannot be reached ({error}): give tcp://HOST:PORT, the "
-                "path of a scheduler file, or local:N for N processes of this machine"
+                f"the Dask scheduler {printable(str(client))} cannot be reached ({error}): use tcp://HOST:PORT, the "
+                "path of a scheduler file, or local:N for N processes on this machine"
             ) from None
         yield Cluster(connection)
 
@@ -222,5 +225,7 @@ def connected(client: Any) -> Iterator[Cluster]:
 def _num_workers(client: str) -> int:
     number = client.removeprefix("local:")
     if not number.isdecimal() or not 0 < int(number) <= 1024:
-        raise OptionError(f"{printable(client)}: give a number of worker processes, such as local:4")
+        raise OptionError(
+            f"{printable(client)}: the number of worker processes must be from 1 to 1024: use, for example, local:4"
+        )
     return int(number)

@@ -51,7 +51,7 @@ class TimeBudget:
 
     @property
     def taken_s(self) -> float:
-        """Seconds since the budget was made."""
+        """Seconds since the budget was created."""
         return self._clock() - self._started
 
     @property
@@ -60,13 +60,13 @@ class TimeBudget:
         return min(MAX_SLICE_S, max(MIN_SLICE_S, self.seconds / 200))
 
     def report(self) -> None:
-        """Call ``progress`` with the percentage of the time that is used, if it has grown."""
+        """Call ``progress`` with the percentage of the time that is used, if it has increased."""
         done = min(100, int(100 * self.taken_s / self.seconds))
         if self._progress is not None and done > self._reported:
             self._progress(self._stage, done, 100)
         self._reported = max(self._reported, done)
 
     def has(self, share: float) -> bool:
-        """Return whether less than this share of the time was used."""
+        """Return whether less than this fraction of the time has been used."""
         self.report()
         return self.taken_s < share * self.seconds

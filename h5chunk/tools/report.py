@@ -26,15 +26,15 @@ def list_some(names: Sequence[str]) -> str:
 
 
 def rows(label: str, values: str | Iterable[object], limit: int | None = None) -> list[str]:
-    """Return an indented line for each value, at most ``limit`` of them and a line that counts the others.
+    """Return an indented line for each value; after ``limit`` values, one line that counts the rest.
 
-    A text is one value; an empty text gives no line.
+    A string is one value; an empty string gives no line.
 
     >>> rows("note:", ["a", "b", "c"], 1)
-    ['  note: a', '  note: 2 more (--json has all)']
+    ['  note: a', '  note: 2 more (--json lists all)']
     """
     values = list(filter(None, [values])) if isinstance(values, str) else list(values)
-    more = [f"{len(values) - limit:,} more (--json has all)"] if limit is not None and len(values) > limit else []
+    more = [f"{len(values) - limit:,} more (--json lists all)"] if limit is not None and len(values) > limit else []
     return [f"  {f'{label} {value}'.lstrip()}" for value in [*values[:limit], *more]]
 
 
@@ -48,7 +48,7 @@ def values_text(dtype: str, scale: float) -> str:
 
 
 class Report:
-    """Base of the dataclasses that commands print.
+    """Base class of the dataclasses that commands print.
 
     A subclass implements `lines`, in which names from files are not escaped. ``str()`` escapes control characters in
     each line, so that names cannot break lines or control a terminal; ``to_json()`` keeps them.
@@ -71,7 +71,7 @@ class Report:
 
 
 def shell_command(words: Iterable[str]) -> str:
-    r"""Join words to a command that bash and zsh split into the same words, without control characters.
+    r"""Join words into a command that bash and zsh split into the same words, without control characters.
 
     >>> print(shell_command(["h5chunk", "info", "a b.h5", "x\x1b.h5"]))
     h5chunk info 'a b.h5' $'x\x1b.h5'
@@ -85,13 +85,13 @@ def python_text(text: str) -> str:
 
 
 def _escaped(word: str) -> str:
-    """Escape a word so that it can stand between the quotes of ``$''``."""
+    """Escape a word for use between the quotes of ``$''``."""
     bare = "".join(rf"\{letter}" if letter in "\\'" else letter for letter in word)
     return "".join(c if c.isprintable() else "".join(rf"\x{byte:02x}" for byte in os.fsencode(c)) for c in bare)
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to types of JSON, which has no infinity, no NaN, and no bytes that are not UTF-8."""
+    """Convert a value to JSON types; infinity and NaN become None, and text that is not UTF-8 is escaped."""
     if isinstance(value, dict):
         return {as_text(str(key)): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -22,27 +22,27 @@ from h5chunk.urls import is_url, parse, without_query
 
 @dataclass(frozen=True)
 class SharedFolder:
-    """Temporary files of tasks. If they are in a store, ``path`` has copies of those that this process uses."""
+    """Temporary files of tasks. If they are in an object store, ``path`` contains local copies of the files in use."""
 
     path: Path
-    url: str = ""  # of the files in a store
-    output: str = ""  # URL of the folder for complete files, if there is a store
+    url: str = ""  # URL of the temporary files in an object store; empty on a shared file system
+    output: str = ""  # URL of the folder for complete files in an object store
 
     @classmethod
     def in_store(cls, output: str, part: Path, path: Path) -> SharedFolder:
-        """Return the folder in a store for an output whose unfinished folder on this machine is ``part``."""
+        """Return a folder in the store of the URL ``output``; ``part`` is the unfinished local output."""
         key = hashlib.sha256(f"{socket.gethostname()}:{part}".encode()).hexdigest()[:12]
         folder, name = parse(output)
         return cls(path, f"{folder}.{name}.h5chunk-{key}", output)
 
     @contextmanager
     def in_worker(self) -> Iterator[SharedFolder]:
-        """Return the folder for one task; if it is in a store, with a temporary folder of this machine."""
+        """Yield the folder for one task; if it is in a store, with a temporary local folder for copies."""
         if not self.url:
             if not self.path.is_dir():
                 raise FileError(
-                    f"{printable(self.path)}: a worker does not see this folder: SOURCE and OUTPUT must be on a file "
-                    "system that all workers share, or in an object store"
+                    f"{printable(self.path)}: a worker cannot see this folder: put SOURCE and OUTPUT on a file system "
+                    "that all workers share, or in an object store"
                 )
             yield self
             return
@@ -50,7 +50,7 @@ class SharedFolder:
             yield replace(self, path=path)
 
     def file(self, name: str) -> Path:
-        """Return the path of a file, which is fetched first if it is only in the store."""
+        """Return the local path of a file, which is downloaded first if necessary."""
         path = self.path / name
         if self.url and not path.exists():
             download(f"{self.url}/{name}", path)
@@ -58,7 +58,7 @@ class SharedFolder:
 
     @contextmanager
     def part(self, name: str, start: int, num_bytes: int) -> Iterator[tuple[Path, int]]:
-        """Yield the path of a file that has some bytes of a file, and where they begin in it."""
+        """Yield the path of a local file that contains a range of bytes of a file, and their offset in it."""
         if not self.url or (self.path / name).exists():
             yield self.path / name, start
             return
@@ -68,7 +68,7 @@ class SharedFolder:
         path.unlink()
 
     def share(self, name: str) -> None:
-        """Let all tasks see a complete file."""
+        """Upload a complete file if the folder is in a store, so that all tasks see it."""
         if self.url:
             _put(self.path / name, f"{self.url}/{name}")
 
@@ -76,27 +76,27 @@ class SharedFolder:
         """Upload a complete file of the output. Raises OutputError if the command with this job has ended."""
         if self.url:
             if not exists(f"{self.url}/{job}"):
-                raise OutputError(f"{self.output}: the command has ended")
+                raise OutputError(f"{printable(self.output)}: not written, because the command has ended")
             _put(self.path / name, f"{self.output}/{final}")
 
     def has(self, name: str) -> bool:
-        """Return whether there is such a file."""
+        """Return whether the file exists, on this machine or in the store."""
         return (self.path / name).exists() or (bool(self.url) and exists(f"{self.url}/{name}"))
 
     def free(self, name: str) -> None:
-        """Free the space of a file that is not needed any more; its name stays."""
+        """Truncate a file that is no longer needed, but keep it, so that its task counts as finished."""
         (self.path / name).write_bytes(b"")
         self.share(name)
 
     def clear(self) -> None:
-        """Remove all files from the store."""
+        """Remove all temporary files from the store."""
         if self.url:
             with suppress(FileError):
                 for name in list_url(f"{self.url}/", NO_OPTIONS):
                     remove(f"{self.url}/{name}")
 
     def save_job(self, job: Any) -> str:
-        """Write what tasks have in common to a file, and return its name. Raises OptionError if it cannot be sent."""
+        """Pickle the job that all tasks share to a file, and return its name. Raises OptionError if that fails."""
         import cloudpickle
 
         try:
@@ -112,7 +112,7 @@ class SharedFolder:
         return name
 
     def load_job(self, name: str) -> Any:
-        """Read what tasks have in common."""
+        """Load the job that all tasks share."""
         data = self.file(name).read_bytes()
         if name != f"job-{hashlib.sha256(data).hexdigest()}":
             raise FileError(f"{printable(self.path / name)}: was changed by another program: repeat the command")
@@ -128,7 +128,7 @@ def _put(file: Path, url: str) -> None:
 
 @contextmanager
 def _scratch() -> Iterator[Path]:
-    """Make a temporary folder; in a Dask worker, at a place that is emptied after the worker was killed."""
+    """Create a temporary folder; in a Dask worker, inside the worker's folder, which Dask removes if it is killed."""
     parent = None
     if "distributed" in sys.modules:
         from distributed import get_worker
@@ -141,7 +141,7 @@ def _scratch() -> Iterator[Path]:
 
 @contextmanager
 def at_hand(source: Any) -> Iterator[Path]:
-    """Yield the path of a file; an object is copied to a temporary folder."""
+    """Yield the local path of a file or URL; an object is downloaded to a temporary folder first."""
     if not is_url(source):
         yield Path(source)
         return

@@ -1,4 +1,4 @@
-"""Write the output of a command to an object store: make it on a local disk, and upload each complete file."""
+"""Write the output of a command to an object store: write files to a local disk, and upload each complete file."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from h5chunk.urls import is_url, parse
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 FIRST_SHARD = re.compile(r"-00000-of-\d+\.h5$")
-FILES = 4  # files that are uploaded at a time; the parts of each are uploaded at the same time, too
+FILES = 4  # files that are uploaded at the same time; so are the parts of each file
 
 
 def uploads(command: Command) -> Command:
-    """Let the second argument of a command, its output, be a URL."""
+    """Decorate a command so that its second argument, the output, may be a URL."""
     signature = inspect.signature(command)
     name = list(signature.parameters)[1]
 
@@ -47,9 +47,9 @@ def uploads(command: Command) -> Command:
 
 
 class Uploads:
-    """Upload files to a folder of a store as soon as each is complete, the first one last.
+    """Upload each file to a folder of an object store as soon as it is complete, and the first shard last.
 
-    As the name of a shard tells how many there are, readers find the folder incomplete until the first one is there.
+    Shard names contain the number of shards, so readers reject the folder as incomplete until the first shard exists.
     """
 
     def __init__(self, url: str, folder: Path, *, overwrite: bool) -> None:
@@ -60,7 +60,7 @@ class Uploads:
         self._pool = ThreadPoolExecutor(FILES)
 
     def add(self, file: Path) -> None:
-        """Start uploading a complete file. Raises FileError if an earlier one failed."""
+        """Start uploading a complete file. Raises FileError if an earlier upload failed."""
         for started in self._files.values():
             if started.done():
                 started.result()
@@ -68,21 +68,21 @@ class Uploads:
             return
         self.begin()
         self._folder.mkdir(exist_ok=True)
-        link = self._folder / file.name  # as the folder of the file gets another name
+        link = self._folder / file.name  # because the folder of the file will be renamed
         link.unlink(missing_ok=True)
         os.link(file, link)
         self._files[file.name] = self._pool.submit(put, link, f"{self.url}/{file.name}")
 
     def begin(self) -> None:
-        """Remove the first of the files that are replaced, so that readers do not mix old and new ones."""
-        if self._overwrite and not self.url.startswith("http"):  # web servers do not list
+        """Remove the first of the shards to replace, so that readers do not mix old and new shards."""
+        if self._overwrite and not self.url.startswith("http"):  # web servers cannot list files
             self._old = [name for name in list_url(f"{self.url}/", NO_OPTIONS) if NUMBERED.fullmatch(name)]
             for name in filter(FIRST_SHARD.search, self._old):
                 remove(f"{self.url}/{name}")
         self._overwrite = False
 
     def finish(self, path: Path) -> None:
-        """Upload the rest of a complete folder, and remove what it replaced. Raises FileError."""
+        """Upload the remaining files of a complete folder, and remove files that it replaces. May raise FileError."""
         self.begin()
         files = sorted(path.iterdir(), reverse=True)
         for file in files:
@@ -104,7 +104,7 @@ _current: ContextVar[Uploads | None] = ContextVar("uploads", default=None)
 
 
 def upload_early(file: Path) -> None:
-    """Upload a complete file of a folder already, if the output is a URL. Raises OutputError."""
+    """If the output is a URL, start uploading a complete file of an unfinished folder. May raise OutputError."""
     if (uploads := _current.get()) is not None:
         try:
             uploads.add(file)
@@ -124,7 +124,7 @@ def shared_folder(part: Path, path: Path) -> SharedFolder:
 
 
 def upload_last(names: Sequence[str], folder: SharedFolder) -> set[int]:
-    """Let workers upload files of these names from now on; return the numbers of those to upload after all others."""
+    """Prepare for workers to upload files of these names; return the indices of files to upload after all others."""
     if (uploads := _current.get()) is None or not folder.url:
         return set()
     uploads.begin()
@@ -132,7 +132,7 @@ def upload_last(names: Sequence[str], folder: SharedFolder) -> set[int]:
 
 
 def take(folder: SharedFolder, attempt: str, final: Path, num_bytes: int) -> None:
-    """Move a file that a task has finished into the unfinished output, unless the worker has uploaded it."""
+    """Move the file of a finished task into the unfinished output, unless the worker has uploaded it."""
     if (uploads := _current.get()) is not None and folder.url:
         uploads.sizes[final.name] = num_bytes
         return
@@ -140,14 +140,14 @@ def take(folder: SharedFolder, attempt: str, final: Path, num_bytes: int) -> Non
         (folder.path / attempt).replace(final)
     except FileNotFoundError:
         raise OutputError(
-            f"{printable(final)}: a worker has written {attempt} to a folder that this process does not see: SOURCE "
-            "and OUTPUT must be on a file system that all workers share, or in an object store"
+            f"{printable(final)}: a worker has written {attempt} to a folder that this process cannot see: put "
+            "SOURCE and OUTPUT on a file system that all workers share, or in an object store"
         ) from None
     upload_early(final)
 
 
 def is_uploaded(name: str, num_bytes: int) -> bool:
-    """Return whether a file of this name, which a worker has uploaded before, is still in the store."""
+    """Return whether the store still has a file that a worker has uploaded earlier."""
     uploads = _current.get()
     if uploads is None or not exists(f"{uploads.url}/{name}"):
         return False
@@ -164,17 +164,17 @@ def files_in(path: Path) -> list[Path]:
 
 
 def size_of(file: Path) -> int:
-    """Return the bytes of a file of the output, which a worker may have uploaded."""
+    """Return the size in bytes of a file of the output, which a worker may have uploaded."""
     uploads = _current.get()
     return uploads.sizes[file.name] if uploads and file.name in uploads.sizes else file.stat().st_size
 
 
 def _upload(url: str, make: Callable[[Path], Any], options: dict[str, Any], overwrite: bool) -> Any:
-    """Make a file or a folder of files, upload it, and return its report. Raises OutputError."""
+    """Call ``make`` with a local path, upload the file or folder that it writes, and return its report."""
     if not parse(url)[1]:
-        raise OutputError(f"{printable(url)}: is not the name of an object to write: give one, such as {url}/data.h5")
+        raise OutputError(f"{printable(url)}: does not name an object: use a URL such as {printable(url)}/data.h5")
     if not overwrite and not options.get("dry_run") and _exists(url):
-        raise OutputError(f"{printable(url)}: already exists: give another name, or overwrite=True (--overwrite)")
+        raise OutputError(f"{printable(url)}: already exists: use another name, or overwrite=True (--overwrite)")
     folder = NO_OPTIONS.root / "uploads" / hashlib.sha256(url.encode()).hexdigest()[:24]
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = folder / parse(url)[1]
@@ -194,14 +194,14 @@ def _upload(url: str, make: Callable[[Path], Any], options: dict[str, Any], over
                 put(path, url)
         except FileError as error:
             raise OutputError(
-                f"{error}: the files are complete in {printable(folder)}: the same call continues"
+                f"{error}; the files are complete in {printable(folder)}: repeat the call to upload the rest"
             ) from None
     shutil.rmtree(folder)
     return report
 
 
 def _exists(url: str) -> bool:
-    """Return whether there is an object, or a folder of files that is complete."""
+    """Return whether the URL is that of an object or of a complete folder of files."""
     if not exists(url):
         return False
     names = [] if url.startswith("http") else list_url(f"{url}/", NO_OPTIONS)

@@ -368,7 +368,7 @@ def test_outputs_are_uploaded(photos, tmp_path):
         h5chunk.convert(samples, f"{server.url}/shards", shards=2)
         assert sorted(server.objects) == ["/new.h5", *(f"/shards/shards-0000{n}-of-00002.h5" for n in range(2))]
         server.refuses_uploads = True
-        with pytest.raises(OutputError, match="the same call continues"):
+        with pytest.raises(OutputError, match="repeat the call to upload the rest"):
             h5chunk.convert(samples, f"{server.url}/other.h5")
         server.refuses_uploads = False
         h5chunk.convert(samples, f"{server.url}/other.h5")
@@ -510,7 +510,7 @@ def test_objects_are_repacked_and_checked_on_a_cluster(bucket, photos, tmp_path)
 def test_a_failed_upload_in_parts_is_aborted(bucket):
     values = {"images": np.zeros((600, 3, 100, 100), np.uint8), "labels": np.arange(600)}
     bucket.refuses_parts = True
-    with pytest.raises(OutputError, match="the same call continues"):
+    with pytest.raises(OutputError, match="repeat the call to upload the rest"):
         h5chunk.convert(values, "s3://bucket/large.h5")
     assert (bucket.objects, bucket.parts) == ({}, {})
     bucket.refuses_parts = False

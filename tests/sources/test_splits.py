@@ -291,15 +291,15 @@ def test_files_of_splits_continue(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("splits", "reason"),
     [
-        (None, "the source has no field 'split': make folders such as train/ and val/"),
-        (np.array([b"a", b"../b"] * 60), r"the field 'split' has a value that cannot name a file, such as \.\./b"),
-        (np.arange(120), "the field 'split' has more than 100 values, such as 100"),
+        (None, "'split', which the source lacks: put samples into folders such as train/ and val/"),
+        (np.array([b"a", b"../b"] * 60), r"it has a value that cannot name a file, such as \.\./b"),
+        (np.arange(120), "it has more than 100 values, such as 100"),
     ],
 )
 def test_what_cannot_be_a_file_for_each_split(tmp_path: Path, splits: Any, reason: str) -> None:
     data = {"data": np.zeros((120, 5), np.uint8)} | ({} if splits is None else {"split": splits})
-    with pytest.raises(OptionError, match=f"split_files is given, but {reason}"):
+    with pytest.raises(OptionError, match=reason):
         convert(data, tmp_path / "out", split_files=True)
-    with pytest.raises(OptionError, match="shards is 2 and split_files is True: give only one of them"):
+    with pytest.raises(OptionError, match="shards is 2 and split_files is True: use only one of them"):
         convert(data, tmp_path / "out", split_files=True, shards=2)
     assert not list(tmp_path.iterdir())

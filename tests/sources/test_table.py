@@ -365,7 +365,7 @@ def test_a_folder_of_texts(tmp_path: Path) -> None:
     h5chunk.convert(tmp_path / "t", tmp_path / "x.h5", shuffle=False)
     dataset = h5chunk.ChunkDataset(tmp_path / "x.h5")
     assert dataset.values("n").tolist() == [0, 7, 1, 7] and [*dataset.categories("kind")] == ["cat", "dog"]
-    with pytest.raises(SourceError, match=r"lacks the field .*: give the options of reading with which"):
+    with pytest.raises(SourceError, match=r"lacks the field .*: read it with the options with which"):
         h5chunk.append(tmp_path / "x.h5", tmp_path / "t", vector="v")
     (tmp_path / "t" / "b.csv.gz").write_bytes(gzip.compress(b"x,other,kind\n0.5,1,a\n1.5,2,b\n"))
     with pytest.raises(SourceError, match="give tables of the same columns"):

@@ -181,7 +181,7 @@ def test_a_folder_is_checked_on_a_cluster(client, class_folder, tmp_path):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"client": "local:2"}, OptionError, "give shards"),
+        ({"client": "local:2"}, OptionError, "add shards"),
         ({"client": "local:x", "shards": 2}, OptionError, "number of worker processes"),
         ({"client": "tcp://127.0.0.1:1", "shards": 2}, OptionError, "cannot be reached"),
         ({"client": "no.json", "shards": 2}, OptionError, "cannot be reached"),

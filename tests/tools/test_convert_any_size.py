@@ -223,9 +223,9 @@ def test_a_dry_run_says_what_images_cost(photos, tmp_path, monkeypatch):
     ("encoded", "raw", "fits", "said"),
     [
         (9000, 20000, True, "keep them encoded: this machine decodes more than the 6,900"),
-        (1000, 5000, True, r"keep their pixels \(--keep-size\), which load 5.0 times as fast"),
-        (1000, 5000, False, "keep them encoded: their pixels do not fit in memory"),
-        (1000, 1100, True, "would not load faster"),
+        (1000, 5000, True, r"store raw pixels \(--keep-size\), which load 5.0 times as fast"),
+        (1000, 5000, False, "keep them encoded: raw pixels do not fit in memory"),
+        (1000, 1100, True, "would not load much faster"),
     ],
 )
 def test_a_dry_run_recommends_a_form(encoded, raw, fits, said):
@@ -417,7 +417,7 @@ def test_damaged_images_are_not_carried_into_a_longer_file(photos, more, tmp_pat
 
 def test_images_of_another_form_are_not_appended(photos, more, tmp_path):
     h5chunk.convert(photos, tmp_path / "p.h5", keep_encoded=True)
-    with pytest.raises(OptionError, match="--keep-size: images are decoded with the options of"):
+    with pytest.raises(OptionError, match="--keep-size cannot be set, because images are decoded with"):
         h5chunk.append(tmp_path / "p.h5", more, keep_size=True)
     with pytest.raises(SourceError, match=r"lacks the field 'labels'"):
         h5chunk.append(tmp_path / "p.h5", more / "a")

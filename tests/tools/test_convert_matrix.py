@@ -491,12 +491,12 @@ def test_nothing_left_is_an_error(tmp_path: Path) -> None:
 
 
 def test_an_entry_outside_of_the_matrix_is_noticed(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="an entry lies outside of the matrix of 3 x 3"):
+    with pytest.raises(SourceError, match="an entry is outside of the matrix of 3 x 3"):
         run(Source(np.array([3]), np.array([0]), None, (3, 3)), tmp_path / "x.h5")
 
 
 def test_matrices_that_are_too_large_are_refused(tmp_path: Path) -> None:
-    with ExitStack() as stack, pytest.raises(OptionError, match="more than 64 bits"):
+    with ExitStack() as stack, pytest.raises(OptionError, match="must fit in 64 bits"):
         stack.enter_context(Entries(tmp_path, 1 << 33, 1 << 32, np.dtype(np.uint32), 8, 1 << 20))
 
 

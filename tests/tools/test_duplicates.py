@@ -143,8 +143,8 @@ def test_the_error_names_the_first_place_and_both_values(tmp_path: Path, ids: bo
     source.rows[[40_000, 50_000]], source.columns[[40_000, 50_000]] = 7, [11, 5]
     source.values[7 + 300 * 11] = 4.5  # type: ignore[index]
     message = (
-        r"^fake\.csv: row 7, column 5 has more than one entry: 1 \(entry 1508\) and 1 \(entry 50001\); "
-        r"2 of 60,000 entries are duplicates: choose --duplicates last, first, max, mean or sum"
+        r"^fake\.csv: row 7, column 5 has more than one entry, such as 1 \(entry 1508\) and 1 \(entry 50001\); "
+        r"2 of 60,000 entries are duplicates: use --duplicates last, first, max, mean or sum"
     )
     for options in ({}, {"binarize": 3}, {"dense": True}, {"shuffle": False}):
         with pytest.raises(SourceError, match=message):
@@ -177,14 +177,16 @@ RATINGS = "userId,movieId,rating,timestamp\n1,10,5,100\n1,20,3,100\n1,10,4,50\n2
 
 def test_ratings_with_duplicates_are_an_error_that_names_lines(tmp_path: Path) -> None:
     with pytest.raises(
-        SourceError, match=r"row 1, column 10 has more than one entry: 5 \(line 2\) and 4 \(line 4\); 1 of"
+        SourceError, match=r"row 1, column 10 has more than one entry, such as 5 \(line 2\) and 4 \(line 4\); 1 of"
     ):
         convert(tmp_path / "r.csv", RATINGS)
     with pytest.raises(SourceError, match=r"5 \(entry 1\) and 4 \(entry 3\)"):  # lines have gaps
         convert(tmp_path / "r.csv", RATINGS + "\n")
     with pytest.raises(SourceError, match=r"row 'a', column 'x' .* 1 \(line 1\) and 1 \(line 2\)"):
         convert(tmp_path / "r.dat", "a::x\na::x\nb::x\n", columns=("0", "1"))
-    with pytest.raises(SourceError, match=r"row 0, column 1 has more than one entry: 5 \(entry 1\) and 6 \(entry 2\)"):
+    with pytest.raises(
+        SourceError, match=r"row 0, column 1 has more than one entry, such as 5 \(entry 1\) and 6 \(entry 2\)"
+    ):
         convert(tmp_path / "m.svm", "1 2:5 2:6\n")
     assert [path.suffix for path in tmp_path.iterdir() if path.suffix == ".h5"] == []
 
@@ -245,7 +247,7 @@ def test_counts_are_summed(tmp_path: Path) -> None:
         with h5py.File(tmp_path / "x.h5") as file:
             assert json.loads(file["h5chunk"].attrs["options"])["duplicates"] == "sum"
         with pytest.raises(
-            SourceError, match=r"row 1, column 0 has more than one entry: 2 \(entry 1\) and 3 \(entry 2\)"
+            SourceError, match=r"row 1, column 0 has more than one entry, such as 2 \(entry 1\) and 3 \(entry 2\)"
         ):
             h5chunk.convert(tmp_path / name, tmp_path / "y.h5", duplicates="error")
 

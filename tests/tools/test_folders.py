@@ -68,7 +68,7 @@ def test_info_of_matrices_and_many(tmp_path: Path) -> None:
     make_matrices(tmp_path / "set")
     assert "read as one: 203 samples of X (sparse row of 300)" in str(h5chunk.info(tmp_path / "set"))
     make_set(tmp_path / "many", [(2, 1)] * (SHOWN + 3))
-    assert "3 more (--json has all)" in str(h5chunk.info(tmp_path / "many"))
+    assert "3 more (--json lists all)" in str(h5chunk.info(tmp_path / "many"))
 
 
 def test_info_command(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_time_order_needs_times(tmp_path):
     for options in ({}, {"dry_run": True}):
         with pytest.raises(OptionError, match=r"r\.csv has no column of times"):
             h5chunk.convert(tmp_path / "r.csv", tmp_path / "r.h5", time_order=True, **options)
-    with pytest.raises(OptionError, match="dense rows have no order"):
+    with pytest.raises(OptionError, match="dense rows, whose entries have no order"):
         h5chunk.convert(tmp_path / "r.csv", tmp_path / "r.h5", time_order=True, dense=True)
 
 
@@ -136,15 +136,15 @@ def test_old_items_keep_their_numbers(tmp_path, word):
 def test_ids_that_do_not_fit(tmp_path):
     numbers, words = (ratings(tmp_path / f"{x or 'n'}.csv", [f"{x}1"], [f"{x}2"]) for x in ("", "x"))
     h5chunk.convert(numbers, tmp_path / "n.h5")
-    with pytest.raises(OptionError, match="ids_from are whole numbers: convert the older source again with"):
+    with pytest.raises(OptionError, match="ids_from are whole numbers: convert the older source again, and"):
         h5chunk.convert(words, tmp_path / "x.h5", ids_from=tmp_path / "n.h5")
-    with pytest.raises(OptionError, match="without ids_from"):
+    with pytest.raises(OptionError, match="requires ids_from"):
         h5chunk.convert(words, tmp_path / "x.h5", keep_rows=True)
     np.save(tmp_path / "m.npy", np.eye(3, dtype=np.uint8))
     h5chunk.convert(tmp_path / "m.npy", tmp_path / "m.h5", format="npy")
     with pytest.raises(FieldError, match="has no row_ids"):
         h5chunk.convert(words, tmp_path / "x.h5", ids_from=tmp_path / "m.h5")
-    with pytest.raises(OptionError, match=r"m.npy \(npy\) has no ids"):
+    with pytest.raises(OptionError, match=r"m.npy \(npy\) has none"):
         h5chunk.convert(tmp_path / "m.npy", tmp_path / "x.h5", format="npy", ids_from=tmp_path / "n.h5")
     with pytest.raises(h5chunk.H5ChunkError, match=r"n\.h5"):
         h5chunk.convert(numbers, tmp_path / "n.h5", ids_from=tmp_path / "n.h5", overwrite=True)

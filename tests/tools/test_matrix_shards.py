@@ -169,7 +169,7 @@ def test_a_stopped_conversion_continues(tmp_path, monkeypatch):
     monkeypatch.setattr(matrix_shards, "read_part", None)
     notes = []
     convert(path, tmp_path / "out", shards=4, notify=notes.append)
-    assert "continuing: 2 of 4 tasks to write are already done" in notes
+    assert "continuing: 2 of 4 write tasks are already done" in notes
     assert equal_folders(tmp_path / "right", tmp_path / "out")
     assert {entry.name for entry in tmp_path.iterdir()} == {"r.csv", "right", "out"}
     assert convert(path, tmp_path / "out", shards=4).already_complete
@@ -192,7 +192,7 @@ def test_a_killed_conversion_continues(tmp_path):
     process.wait()
     notes = []
     convert(path, tmp_path / "out", shards=40, chunk_samples=5, notify=notes.append)
-    assert any("to write are already done" in note for note in notes)
+    assert any("write tasks are already done" in note for note in notes)
     convert(path, tmp_path / "right", shards=40, chunk_samples=5)
     assert equal_folders(tmp_path / "right", tmp_path / "out")
     assert {entry.name for entry in tmp_path.iterdir()} == {"r.csv", "right", "out"}
@@ -214,9 +214,9 @@ def test_a_second_conversion_does_not_touch_the_first(tmp_path):
     ("options", "error", "message"),
     [
         ({"shards": 300}, OptionError, "shards is 300"),
-        ({"shards": 9, "chunk_samples": 150}, OptionError, "give fewer shards"),
-        ({"shards": 2, "min_row_count": 1000}, OptionError, "no row of shard 0 has enough entries: give fewer shards"),
-        ({"client": "local:1"}, OptionError, "give shards"),
+        ({"shards": 9, "chunk_samples": 150}, OptionError, "use fewer shards"),
+        ({"shards": 2, "min_row_count": 1000}, OptionError, "no row of shard 0 has enough entries: use fewer shards"),
+        ({"client": "local:1"}, OptionError, "add shards"),
         ({"client": "local:1", "shards": 2, "source": "s3://bucket/r.csv"}, SourceError, "mount the store"),
     ],
 )

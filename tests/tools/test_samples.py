@@ -104,7 +104,7 @@ def test_a_source_without_identity_starts_anew_and_says_so(tmp_path: Path) -> No
     said: list[str] = []
     with pytest.raises(WorkerError):
         write(source, tmp_path / "x.h5", shuffle=False, workers=1, notify=said.append)
-    assert said == ["the work is lost, because changes of this source cannot be detected"]
+    assert said == ["the finished work is discarded, because changes in this source cannot be detected"]
     assert list(tmp_path.iterdir()) == []
     source.kill_at = None
     write(source, tmp_path / "x.h5", shuffle=False)
@@ -184,7 +184,7 @@ def test_categories_are_matched_by_name(tmp_path: Path) -> None:
     source = MemorySource(4, columns={"kind": np.array([0, 1, 1, -1])}, categories={"kind": ["odd", "even"]})
     write(source, tmp_path / "x.h5", shuffle=False)
     new = MemorySource(3, columns={"kind": np.array([0, 1, -1])}, categories={"kind": ["even", "prime"]})
-    with pytest.raises(SourceError, match=r"has class .prime., which .* does not"):
+    with pytest.raises(SourceError, match=r"lacks 1 of the 2 classes of the source, such as .prime."):
         h5chunk.append(tmp_path / "x.h5", new, shuffle=False, workers=0)
     report = h5chunk.append(tmp_path / "x.h5", new, new_classes=True, shuffle=False, workers=0)
     assert report.new_classes == ["prime"]
@@ -199,8 +199,11 @@ def test_categories_are_matched_by_name(tmp_path: Path) -> None:
     [
         ({"fields": {"depth": FIELDS["depth"]}}, "lacks the field 'age'"),
         ({"fields": {**FIELDS, "extra": FIELDS["age"]}}, "has the field 'extra', which"),
-        ({"fields": {**FIELDS, "depth": SampleField((7, 5), np.dtype(np.float64))}}, "its depth are 7 x 5 float64 but"),
-        ({"fields": {**FIELDS, "age": SampleField((1,), np.dtype(np.int64))}}, "its age are 1 int64 but"),
+        (
+            {"fields": {**FIELDS, "depth": SampleField((7, 5), np.dtype(np.float64))}},
+            "its depth are 7 x 5 float64, but",
+        ),
+        ({"fields": {**FIELDS, "age": SampleField((1,), np.dtype(np.int64))}}, "its age are 1 int64, but"),
         ({"columns": {"n": np.arange(5)}}, "has the field 'n', which"),
         ({"named": True}, "samples have names in .* but not in"),
     ],
@@ -223,12 +226,12 @@ def test_fields_that_differ(tmp_path: Path, change: dict[str, Any], message: str
         ({"fields": {}}, "0 fields"),
         ({"fields": {"a/b": FIELDS["age"]}}, "'a/b' cannot be the name of a field"),
         ({"fields": {"h5chunk": FIELDS["age"]}}, "'h5chunk' cannot be the name of a field"),
-        ({"fields": {"x": SampleField((0, 3), np.dtype("u1"))}}, "field 'x' is uint8 of shape .0, 3."),
-        ({"fields": {"x": SampleField((), np.dtype(object))}}, "field 'x' is object"),
-        ({"fields": {"x": SampleField((), np.dtype("c8"))}}, "field 'x' is complex64"),
-        ({"columns": {"x": np.zeros(5, "M8[s]")}}, "field 'x' is datetime64"),
-        ({"columns": {"x": np.zeros(4)}}, "column 'x' has the shape .4,. for 5 samples"),
-        ({"columns": {"age": np.zeros(5)}}, "column 'age' .* is also a field"),
+        ({"fields": {"x": SampleField((0, 3), np.dtype("u1"))}}, "field 'x' has type uint8 and shape .0, 3."),
+        ({"fields": {"x": SampleField((), np.dtype(object))}}, "field 'x' has type object"),
+        ({"fields": {"x": SampleField((), np.dtype("c8"))}}, "field 'x' has type complex64"),
+        ({"columns": {"x": np.zeros(5, "M8[s]")}}, "field 'x' has type datetime64"),
+        ({"columns": {"x": np.zeros(4)}}, "column 'x' has shape .4,. for 5 samples"),
+        ({"columns": {"age": np.zeros(5)}}, "column 'age' .* has the name of a field"),
     ],
 )
 def test_what_no_file_can_hold(tmp_path: Path, change: dict[str, Any], message: str) -> None:

@@ -1,1 +1,1 @@
-"""`h5chunk convert`: convert images or a sparse matrix to a file, or to a folder of shards."""
+"""`h5chunk convert`: convert images, arrays, tables or sparse matrices to an HDF5 file, or to a folder of shards."""

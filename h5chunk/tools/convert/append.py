@@ -1,4 +1,4 @@
-"""Append samples to a file that h5chunk converted. A longer file replaces it when it is complete and on disk."""
+"""Append samples to a converted file, by writing a longer file that replaces it in one step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from h5chunk.tools.convert.samples import is_complete, open_context, prepare
 from h5chunk.tools.progress import Progress
 from h5chunk.tools.verify.tables import find_table_problems
 
-AGAIN = "the last command appended the same samples: they are not appended again (with another seed they would be)"
+AGAIN = "the last command already appended these samples: nothing was appended (to append them again, use another seed)"
 
 
 def append(
@@ -44,10 +44,10 @@ def append(
 ) -> ConvertReport:
     """Append the samples of a source to a file that `h5chunk.convert` made.
 
-    The old samples keep their numbers, and the new samples follow them. After all old chunks are checked, a longer file
+    The old samples keep their indices, and the new samples follow them. After all old chunks are checked, a longer file
     is written beside the old one and then replaces it in one step. The disk must have space for both. A process that
     has the old file open still sees the old file; h5chunk's readers detect this and raise a FileError. The same file,
-    source and options give the same bytes, with any number of workers.
+    source and options give the same bytes, with any number of workers. If an error is raised, the file is unchanged.
 
     New samples are shuffled only among themselves, so the file no longer counts as shuffled:
     `h5chunk repack --shuffle` mixes old and new samples. Sparse matrices cannot be appended to: convert new rows to a
@@ -75,7 +75,7 @@ def append(
     OutputError
         The new file cannot be written, or another process is writing it.
     OptionError
-        An option is invalid. After any of these errors the file is unchanged.
+        An option is invalid.
     """
     started = time.perf_counter()
     with _planned(path, source, format, progress, options) as (old, job, new_classes):
@@ -111,9 +111,9 @@ def _planned(
 
 @contextmanager
 def _open_checked(path: Path, *sources: Any) -> Iterator[OldFile]:
-    """Open the file to append to, in a context. Raises FileError if its tables are inconsistent."""
+    """Open the file to append to; a context manager. Raises FileError if its tables are inconsistent."""
     if not path.exists():
-        raise FileError(f"{printable(path)}: no such file: make it with h5chunk convert")
+        raise FileError(f"{printable(path)}: no such file: create it with h5chunk convert")
     if path.is_dir():
         raise FileError(
             f"{printable(path)}: is a folder: append to one of its files, or convert the new samples into another file "
@@ -124,7 +124,7 @@ def _open_checked(path: Path, *sources: Any) -> Iterator[OldFile]:
         with translate_errors(old.label):
             problem = next(find_table_problems(old.file, old.header, list(old.datasets)), None)
         if problem is not None:
-            raise FileError(f"{old.label}: {problem}: nothing was appended: h5chunk verify lists all problems")
+            raise FileError(f"{old.label}: {problem}; nothing was appended: run h5chunk verify to list all problems")
         yield old
 
 
@@ -135,11 +135,15 @@ def _open_source(
     kind = find_kind(source, format)
     if issubclass(kind, SparseSource):
         raise OptionError(
-            f"{describe(source)}: {kind.noun} cannot be appended: convert them into a second file, and read both as one"
+            f"{describe(source)}: {kind.noun} cannot be appended: convert them into a second file, and read both files "
+            "as one data set"
         )
     fixed = next((name for name in SET_BY_FILE if name in requested and name in kind.Options.names()), None)
     if fixed is not None:
-        raise OptionError(f"{flag_of(fixed)}: images are decoded with the options of {old.label}: leave it out")
+        raise OptionError(
+            f"{flag_of(fixed)} cannot be set, because images are decoded with the options recorded in {old.label}: "
+            "leave it out"
+        )
     recorded = recorded_options(old, kind)
     if "manifest" in requested:
         recorded.pop("split_folders", None)
@@ -148,7 +152,7 @@ def _open_source(
 
 
 def _duplicate_names(job: SampleJob) -> list[str]:
-    """Return a warning if the file already has samples with names of the new samples."""
+    """Return a warning if new samples have the same names as samples in the file."""
     old, source = job.old, job.source
     if source.names is None:
         return []
@@ -158,7 +162,7 @@ def _duplicate_names(job: SampleJob) -> list[str]:
         return []
     return [
         f"{len(again):,} of {len(source):,} new names, such as {printable(min(again))}, are already in the file: "
-        "if they are the same samples, the file now has them twice"
+        "if they are the same samples, the longer file contains them twice"
     ]
 
 
@@ -167,4 +171,5 @@ def _small_chunks(layout: Layout) -> list[str]:
     size, better = layout.chunk_samples, plan_layout(layout.num_samples, layout.sample_bytes).chunk_samples
     if better < 4 * size:
         return []
-    return [f"chunks still hold {count_text(size, 'sample')}, but {better} would suit the longer file: use repack"]
+    samples = count_text(size, "sample")
+    return [f"chunks still hold {samples}, but {better} would be better for the longer file: use h5chunk repack"]

@@ -24,9 +24,9 @@ CATEGORIES = f"{GROUP}/categories/"
 
 
 def recorded_options(old: OldFile, kind: Any) -> dict[str, Any]:
-    """Return the options, recorded in the file, for decoding the images of a kind of source.
+    """Return the options for decoding images that the file records; empty for sources that decode no images.
 
-    Raises FileError if the file does not record them.
+    Raises FileError if the source is a folder or archive of images, and the file records no such options.
     """
     if not issubclass(kind.Options, ImageOptions):
         return {}
@@ -39,16 +39,16 @@ def recorded_options(old: OldFile, kind: Any) -> dict[str, Any]:
     if kind is ImageSource:
         if not has_images or not recorded:
             missing = "the options of its images" if has_images else repr(IMAGES)
-            raise FileError(f"{old.label}: lacks {missing}: only files that h5chunk convert made can be appended to")
+            raise FileError(f"{old.label}: lacks {missing}: only files made by h5chunk convert can be appended to")
         recorded["split_folders"] = str(old.options.get("split_folders", "auto"))
     return recorded
 
 
 def plan_addition(old: OldFile, job: SampleJob, *, new_classes: bool, source: str) -> tuple[SampleJob, list[str]]:
-    """Return the job that writes the longer file, given the job of the new samples; and the names of new classes.
+    """Return the job that writes the longer file, and the names of the new classes.
 
-    Raises FileError if convert did not write the file, or it is damaged; and SourceError if the source, which messages
-    call ``source``, does not match the file.
+    ``job`` is the job of the new samples; ``source`` is the name of their source in messages. Raises FileError if the
+    file is damaged or was not written by convert, and SourceError if the source does not match the file.
     """
     _check_file(old)
     _check_fields(old, job.source, job.columns, source)
@@ -61,7 +61,7 @@ def plan_addition(old: OldFile, job: SampleJob, *, new_classes: bool, source: st
         if bool(before) != bool(now):
             named, other = (old.label, source) if before else (source, old.label)
             raise SourceError(
-                f"{source}: {name} have names in {named}, but are only numbers in {other}: give both names, or neither"
+                f"{source}: {name} have names in {named}, but only numbers in {other}: use names in both, or in neither"
             )
         new = _new_names(before, now, new_classes=new_classes, label=old.label, source=source)
         categories[name] = [*before, *new]
@@ -72,7 +72,10 @@ def plan_addition(old: OldFile, job: SampleJob, *, new_classes: bool, source: st
             labels = columns[name]
             columns[name] = np.where(labels < 0, labels, numbers[np.maximum(labels, 0)]) if len(numbers) else labels
         elif not np.array_equal(numbers, np.arange(len(numbers))):
-            raise SourceError(f"{source}: field {name!r} numbers its categories differently from {old.label}")
+            raise SourceError(
+                f"{source}: the categories of field {name!r} have other codes in {old.label}: convert the source to a "
+                "second file"
+            )
     header, first = old.header, _old_samples(old, job.source)
     sample_bytes = job.layout.sample_bytes if first.images is None else first.images.mean_bytes
     was = plan_layout(header.num_samples, sample_bytes, header.chunk_samples)
@@ -86,7 +89,7 @@ def plan_addition(old: OldFile, job: SampleJob, *, new_classes: bool, source: st
 
 
 def _check_file(old: OldFile) -> None:
-    """Raise FileError unless the file has only datasets that convert writes, in uncompressed chunks."""
+    """Raise FileError unless the file contains only datasets that convert writes, in uncompressed chunks."""
     fields = [name for name in old.fields if name != old.image_group]
     written = [*fields, *(f"{old.image_group}/{part}" for part in ("data", *IMAGE_TABLES) if old.image_group)]
     known = {*(f"{GROUP}/{name}" for name in TABLES), *written, *(f"{CATEGORIES}{name}" for name in fields)}
@@ -98,20 +101,20 @@ def _check_file(old: OldFile) -> None:
             "to the original converted file"
         )
     if f"{GROUP}/source_index" not in old.datasets:
-        raise FileError(f"{old.label}: lacks 'source_index': only files that h5chunk convert made can be appended to")
+        raise FileError(f"{old.label}: lacks 'source_index': only files made by h5chunk convert can be appended to")
     size = old.header.chunk_samples
     for name in fields:
         dataset = old.datasets[name]
         is_plain = not dataset.id.get_create_plist().get_nfilters() and dataset.chunks == (size, *dataset.shape[1:])
         if dataset.shape[:1] != (old.header.num_samples,) or not is_plain:
             raise FileError(
-                f"{old.label}: its fields are not uncompressed chunks of {size} whole samples: repack it "
+                f"{old.label}: its fields are not stored in uncompressed chunks of {size} complete samples: repack it "
                 "(--compression none), or convert all sources together"
             )
 
 
 def _check_fields(old: OldFile, source: SampleSource, columns: Collection[str], label: str) -> None:
-    """Raise SourceError unless the fields of the source and these columns are those of the file."""
+    """Raise SourceError unless the fields and columns of the source are the fields of the file."""
     names = [*source.fields, *columns]
     more = next((name for name in names if name not in old.fields), None)
     lacking = next((name for name in old.fields if name not in names), None)
@@ -121,10 +124,10 @@ def _check_fields(old: OldFile, source: SampleSource, columns: Collection[str], 
             problem = f"lacks the field {lacking!r}, which {old.label} has"
         listed = ", ".join(name for name in old.fields if name not in source.fields) or "none"
         if not isinstance(source, ImageSource):
-            raise SourceError(f"{label}: {problem}: give the options of reading with which the file was converted")
+            raise SourceError(f"{label}: {problem}: read it with the options with which the file was converted")
         tree = " (a folder that contains the folders of splits, such as train/ or val/)" * ("split" in old.fields)
         raise SourceError(
-            f"{label}: {problem}: give a source with the fields of the file{tree}, or a manifest (--manifest) with the "
+            f"{label}: {problem}: use a source with the fields of the file{tree}, or a manifest (--manifest) with the "
             f"columns {listed}"
         )
     for name, field in source.fields.items():
@@ -134,21 +137,23 @@ def _check_fields(old: OldFile, source: SampleSource, columns: Collection[str], 
         dataset = old.datasets[name]
         if (dataset.shape[1:], dataset.dtype) != (field.shape, field.dtype):
             raise SourceError(
-                f"{label}: its {name} are {shape_text(field.shape)} {field.dtype} but those in {old.label} "
-                f"{shape_text(dataset.shape[1:])} {dataset.dtype}: give samples of the same shape and type"
+                f"{label}: its {name} are {shape_text(field.shape)} {field.dtype}, but those in {old.label} are "
+                f"{shape_text(dataset.shape[1:])} {dataset.dtype}: use samples of the same shape and type"
             )
     if (source.names is None) == (f"{GROUP}/source_names" in old.datasets):
         named, other = (label, old.label) if source.names is not None else (old.label, label)
-        raise SourceError(f"{label}: samples have names in {named} but not in {other}: give names in both or neither")
+        raise SourceError(
+            f"{label}: samples have names in {named}, but not in {other}: use names in both, or in neither"
+        )
 
 
 def _check_images(old: OldFile, name: str, form: str, label: str) -> None:
-    """Raise SourceError unless a field of the source has images of any size, in the form of those in the file."""
+    """Raise SourceError unless the images of any size have the same form, encoded or raw, in source and file."""
     was = describe_images(old.file[name], old.path, name, 1).form if name == old.image_group else "of one size"
     if form != was:
         raise SourceError(
-            f"{label}: its {name} are {form or 'of one size'}, but those in {old.label} are {was}: convert them to "
-            "another file"
+            f"{label}: its {name} are {form or 'of one size'}, but those in {old.label} are {was}: convert the source "
+            "to a second file"
         )
     filters = old.datasets[f"{name}/data"].id.get_create_plist().get_nfilters()
     if filters:
@@ -156,7 +161,7 @@ def _check_images(old: OldFile, name: str, form: str, label: str) -> None:
 
 
 def _old_categories(old: OldFile) -> dict[str, list[str]]:
-    """Return the names of the categories of all fields in the file; a code is the index of its name."""
+    """Return the names of the categories of each field in the file, in the order of their codes."""
     categories = {"labels": list(old.header.class_names)} if old.header.class_names else {}
     for path in old.datasets:
         if path.startswith(CATEGORIES):
@@ -173,8 +178,8 @@ def _new_names(old: Sequence[str], new: Sequence[str], *, new_classes: bool, lab
     added = [name for name in new if name not in known]
     if added and not new_classes:
         raise SourceError(
-            f"{source}: has class {added[0]!r}, which {label} does not ({len(added)} such of {len(new)}): "
-            "--new-classes (new_classes=True) adds them after the others"
+            f"{source}: {label} lacks {len(added)} of the {len(new)} classes of the source, such as {added[0]!r}: use "
+            "--new-classes (new_classes=True) to add them after the old classes"
         )
     return added
 
@@ -199,22 +204,25 @@ def _old_samples(old: OldFile, source: SampleSource) -> OldSamples:
 
 
 def _fit(name: str, values: np.ndarray, dtype: np.dtype, label: str, source: str) -> np.ndarray:
-    """Convert a column of the source to the type that the file has for it.
+    """Convert a column of the source to the dtype that it has in the file.
 
-    The type of a column in a source follows from its values, so it may be smaller than in the file. Raises SourceError
-    if the type in the file cannot hold the values exactly.
+    Sources choose the smallest dtype that fits the values, so it may be smaller than in the file. Raises SourceError if
+    the dtype in the file cannot store the values exactly.
     """
     if values.dtype == dtype:
         return values
     strings = values.dtype.kind == "S", dtype.kind == "S"
     if any(strings):
         if not all(strings):
-            raise SourceError(f"{source}: field {name!r} is {_text(values.dtype)} but in {label} {_text(dtype)}")
+            raise SourceError(
+                f"{source}: field {name!r} has type {_text(values.dtype)}, but type {_text(dtype)} in {label}: convert "
+                "it to a second file"
+            )
         if values.dtype.itemsize > dtype.itemsize:
             longest = max(map(len, values.tolist()))
             if longest > dtype.itemsize:
                 raise SourceError(
-                    f"{source}: field {name!r} has a string of {longest} bytes but {label} has room for "
+                    f"{source}: field {name!r} has a string of {longest} bytes, but {label} stores at most "
                     f"{dtype.itemsize}: shorten it, or convert all sources together"
                 )
         return values.astype(dtype)
@@ -224,12 +232,12 @@ def _fit(name: str, values: np.ndarray, dtype: np.dtype, label: str, source: str
         if values.dtype.kind in "iu" and dtype.kind in "iu":
             same &= (fitted < 0) == (values < 0)
         if values.dtype.kind in "iu" and dtype.kind == "f":
-            same &= np.abs(fitted) < 2.0**63  # for larger values, some processors return the largest number
+            same &= np.abs(fitted) < 2.0**63  # the conversion back to integers overflows
     if not same.all():
         first = int((~same).argmax())
         raise SourceError(
-            f"{source}: field {name!r} has the value {values[first]} (sample {first}), but in {label} it is "
-            f"{dtype}, which cannot hold that: convert all sources together"
+            f"{source}: field {name!r} has the value {values[first]} (sample {first}), which cannot be stored exactly "
+            f"as {dtype}, its type in {label}: convert all sources together"
         )
     return fitted
 

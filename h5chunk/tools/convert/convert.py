@@ -44,9 +44,9 @@ def convert(
     """Convert a source of any kind into one HDF5 file, or a folder of several files.
 
     The output appears under its name once it is complete and on disk. The same source and options give the same bytes,
-    with any number of workers. If a conversion is stopped, by Ctrl-C, a full disk, an unusable sample or a signal, its
-    work is kept in ``.NAME.h5chunk-part`` beside the output, and the same call continues it. The conversion of a matrix
-    starts over, unless it is written as shards.
+    with any number of workers. If a conversion is stopped by Ctrl-C, a full disk, an unusable sample or a signal, the
+    finished work is kept in ``.NAME.h5chunk-part`` beside the output, and the same call continues it. The conversion of
+    a matrix starts over, unless it is written as shards.
 
     Parameters
     ----------
@@ -55,17 +55,17 @@ def convert(
         ``masks`` side by side; or a folder with Hugging Face's ``metadata.csv`` or ``.jsonl``. A sparse matrix: a file
         of (row, column[, value]) lines or columns, such as MovieLens' ratings.csv, .npz of scipy, Matrix Market,
         libsvm, .h5ad, 10x .h5, or a 10x folder (its cells become the samples). Several matrices as one: a folder of
-        .h5ad files, a pattern, or a list. Arrays: .npy, .npz, an array, or a dict of arrays. A table: .parquet, or
-        delimited text with one sample per line, such as iris.csv; or a folder of such files. A data set in Python: any
-        object with ``len()`` and indexing, such as those of torchvision and Hugging Face.
+        .h5ad files, a glob pattern, or a list of paths. Arrays: .npy, .npz, an array, or a dict of arrays. A table:
+        .parquet, or delimited text with one sample per line, such as iris.csv; or a folder of such files. A data set in
+        Python: any object with ``len()`` and indexing, such as those of torchvision and Hugging Face.
     output : path
-        The file to make; with ``shards``, ``shard_bytes`` or ``split_files``, the folder. Or a URL in a store
-        (``s3://``, ``gs://``, ``az://``): the files are made in ``~/.cache/h5chunk``, and each is uploaded as soon as
-        it is complete, the first shard last.
+        The file to create, or the folder if ``shards``, ``shard_bytes`` or ``split_files`` is set. Or a URL in an
+        object store (``s3://``, ``gs://``, ``az://``): files are written to ``~/.cache/h5chunk``, and each is uploaded
+        as soon as it is complete, the first shard last.
     format : str, optional
-        The kind of the source, if its name and first bytes do not show it: see `h5chunk.sources.kinds.KINDS`.
+        Kind of the source, if its name and first bytes do not identify it: see `h5chunk.sources.kinds.KINDS`.
     tuned : path, optional
-        JSON that `h5chunk.tune` saved. Its ``chunk_samples`` is used unless that option is given.
+        JSON file saved by `h5chunk.tune`. Its ``chunk_samples`` is used unless that option is set.
     overwrite : bool
         Whether to replace a file at ``output``, or a folder that contains only shards or split files.
     dry_run : bool
@@ -73,7 +73,7 @@ def convert(
     progress : callable, optional
         Called as ``progress(stage, done, total)``; ``total`` is None while it is unknown.
     notify : callable, optional
-        Called with a line of text, such as that an unfinished conversion is continued.
+        Called with each message for the user, for example that an unfinished conversion is continued.
     client : optional
         Write the shards on a Dask cluster: a ``distributed.Client``, the address of a scheduler, the path of a
         scheduler file, or ``local:N`` for N processes. All workers must see the source, and the output unless it is a
@@ -93,7 +93,7 @@ def convert(
     SourceError, SampleError
         The source cannot be used; the message names the sample and the reason.
     OutputError
-        The file cannot be written; or ``output`` exists and was not made by the same call, and is left unchanged.
+        The output cannot be written, or ``output`` exists and was made by another call; then it is left unchanged.
     OptionError
         An option does not exist, does not apply to the source, or has an invalid value.
     """
@@ -103,16 +103,16 @@ def convert(
         options = {"chunk_samples": settings.chunk_samples, **options}
         unused = [name for name in TUNED if name != "chunk_samples" and getattr(settings, name) is not None]
         if unused and notify is not None:
-            notify(f"convert chooses {', '.join(unused)} itself; repack takes them from {os.fspath(tuned)}")
+            notify(f"{os.fspath(tuned)}: convert does not use {', '.join(unused)}; only repack does")
     if is_url(source) or is_cut_url(source):
         raise SourceError(
-            f"{printable(source)}: sources are read from a file system: copy the source to one, or mount the store"
+            f"{printable(source)}: sources cannot be read from URLs: copy the source to a disk, or mount the store"
         )
     if client is not None:  # workers may run in other folders
         source = _absolute(source)
     opened, path, write_options, source_options = _open(source, output, format, overwrite, options, progress)
     if client is not None and not write_options.is_sharded:
-        raise OptionError("client (--dask) is given, but workers write one shard each: give shards, too")
+        raise OptionError("client (--dask) requires shards, because each task writes one: add shards (--shards N)")
     if isinstance(write_options, MatrixOptions):
         return convert_matrix(
             opened,
@@ -148,7 +148,8 @@ def _open(
 ) -> tuple[Any, Path, SampleOptions | MatrixOptions, dict[str, Any]]:
     """Validate the options and the output path, and open the source.
 
-    Returns the open source, the output path, the options for writing, and the options for reading that were given.
+    Returns the open source, the output path, the options for writing, and the options for reading that are not the
+    defaults.
     """
     kind = find_kind(source, format)
     groups = (MatrixOptions, SampleOptions) if issubclass(kind, SparseSource) else (SampleOptions, MatrixOptions)

@@ -1,8 +1,9 @@
 """Write the shards of a conversion on a Dask cluster: each task writes one shard.
 
-Attempts write files of unique names to a folder beside the output. For each shard, this process moves the file of one
-attempt into the unfinished output, and records it in the journal as if it had been written here, so that an
-interrupted conversion can be continued with or without a cluster. If the output is in a store, attempts upload it.
+Each attempt at a task writes a uniquely named file to a folder beside the output. This process moves one such file per
+shard into the unfinished output, and records it in the journal as if it had written the file itself. Therefore, an
+interrupted conversion can be continued with or without a cluster. If the output is in an object store, attempts upload
+their files.
 """
 
 from __future__ import annotations
@@ -34,26 +35,26 @@ from h5chunk.tools.upload import shared_folder, take, upload_last
 
 @dataclass(frozen=True)
 class ShardTask:
-    """One shard to write; everything that the shards have in common is in the file ``job``."""
+    """A shard to write; everything that all shards share is in the file ``job``."""
 
-    folder: SharedFolder  # of attempts
-    job: str
-    path: Path  # of the shard in the unfinished output
+    folder: SharedFolder  # folder in which attempts write their files
+    job: str  # name of the file with the job
+    path: Path  # path of the shard in the unfinished output
     order: np.ndarray
     layout: Layout
     options: Mapping[str, Any]
-    claims: Mapping[int, TaskResult]  # what the journal says of an earlier shard at ``path``
+    claims: Mapping[int, TaskResult]  # tasks that the journal records as written to an earlier file at ``path``
 
 
 class WrittenShard(NamedTuple):
-    """The result of a task."""
+    """A shard that a worker has written."""
 
     attempt: str  # name of the complete file
     file_bytes: int
-    order: np.ndarray  # the samples that were not skipped
-    num_bytes: int | None  # of images of any size
+    order: np.ndarray  # indices of the samples that were not skipped
+    num_bytes: int | None  # size of images of any size; None for other samples
     filled: Filled
-    results: list[TaskResult]  # of the tasks that were not claimed
+    results: list[TaskResult]  # of the tasks that are not in ``claims``
 
 
 def write_shards(
@@ -63,10 +64,10 @@ def write_shards(
     claims: Sequence[Mapping[int, TaskResult]],
     say: Callable[[int, int], None],
 ) -> Iterator[tuple[int, SampleJob, Filled, list[TaskResult]]]:
-    """Write shards to the folder ``part``; yield (number, job, outcome, new results) of each once it is complete.
+    """Write shards to the folder ``part``; yield (number, job, outcome, new results) for each complete shard.
 
-    The jobs that are yielded lack the samples that were skipped. ``claims`` has the claims of each shard, and
-    ``say(number, done)`` is called with the number of samples that are written.
+    The yielded jobs exclude skipped samples. ``claims`` has, for each shard, the tasks that the journal records as
+    written. ``say(number, done)`` is called with the number of samples of a shard that are written so far.
     """
     with _attempts(part) as folder:
         name = folder.save_job(replace(jobs[0], order=jobs[0].order[:0], num_workers=0))
@@ -77,14 +78,14 @@ def write_shards(
         last = upload_last([job.path.name for job in jobs], folder)
         for number, shard in cluster.run(write_shard, tasks, say, last):
             take(folder, shard.attempt, tasks[number].path, shard.file_bytes)
-            part_path(tasks[number].path).unlink(missing_ok=True)  # of an earlier run without a cluster
+            part_path(tasks[number].path).unlink(missing_ok=True)  # left by an earlier run without a cluster
             written = replace(jobs[number].with_order(shard.order), num_bytes=shard.num_bytes)
             yield number, written, shard.filled, shard.results
 
 
 @contextmanager
 def _attempts(part: Path) -> Iterator[SharedFolder]:
-    """Make the folder of attempts; remove it in the end, and those of killed conversions before."""
+    """Create the folder for attempts, and remove it at the end. Also removes folders of killed conversions."""
     for old in part.parent.glob(f"{glob.escape(part.name)}-attempts-*"):
         shutil.rmtree(old, ignore_errors=True)
     folder = shared_folder(part, part.with_name(f"{part.name}-attempts-{uuid.uuid4().hex[:8]}"))
@@ -98,7 +99,7 @@ def _attempts(part: Path) -> Iterator[SharedFolder]:
 
 
 def write_shard(task: ShardTask, say: Say) -> WrittenShard:
-    """Write a shard in a worker, under a unique name, and return what was written."""
+    """Write a shard to a uniquely named file, in a worker."""
     with task.folder.in_worker() as folder:
         job: SampleJob = folder.load_job(task.job)
         attempt = folder.path / f"{task.path.stem}-{uuid.uuid4().hex[:8]}.h5"
@@ -111,7 +112,7 @@ def write_shard(task: ShardTask, say: Say) -> WrittenShard:
             nonlocal done
             done += num_samples
             if not folder.path.exists():
-                raise OutputError(f"{printable(folder.path)}: the conversion has ended")
+                raise OutputError(f"{printable(folder.path)}: was removed, because the conversion has ended")
             say(done)
 
         def finished(result: TaskResult) -> None:
@@ -126,7 +127,7 @@ def write_shard(task: ShardTask, say: Say) -> WrittenShard:
 
 
 def _adopt(folder: SharedFolder, path: Path, part: Path) -> bool:
-    """Make an earlier file, finished or not, the part file of an attempt; return whether there is one."""
+    """Use an earlier file of the shard, finished or not, as the part file of an attempt; return whether one exists."""
     if folder.url:
         with suppress(FileError):
             download(f"{folder.output}/{path.name}", part)

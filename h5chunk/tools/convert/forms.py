@@ -1,4 +1,4 @@
-"""Compare images of any size stored encoded and as pixels: the space that they take, and how fast they load."""
+"""Compare the size and the loading speed of images of any size that are stored encoded or as raw pixels."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from h5chunk.tools.measure.checks import CROP
 from h5chunk.tools.measure.machine import available_bytes
 
 FORMS = {"encoded": "--keep-encoded", "raw": "--keep-size"}
-MAX_IMAGES, PROBE_BYTES = 48, 32 << 20  # images to measure, and about the bytes of their pixels
-COPIES, BATCH_SIZE = 4, 16  # of the file of these images, so that epochs are long enough
+MAX_IMAGES, PROBE_BYTES = 48, 32 << 20  # limits on the number of images to measure, and on the size of their pixels
+COPIES, BATCH_SIZE = 4, 16  # the file of measured images is copied, so that epochs are long enough
 MEASURE_S, LEAD_S = 0.4, 0.1
 GPU_RATE = 6900  # images/s at which an H200 trains a compiled ResNet-50: scripts/LOG.md
-FASTER = 1.2  # gain in speed that is worth the space
+FASTER = 1.2  # speedup that justifies the additional space
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class FormCost:
     """The measured costs of storing images of any size in one form on this machine."""
 
     form: str  # encoded or raw
-    option: str  # the option of convert that chooses it
+    option: str  # the option of convert that chooses this form
     num_bytes: int  # estimated bytes of all images
     fits_disk: bool
     fits_memory: bool  # whether they fit in the page cache
@@ -39,13 +39,13 @@ class FormCost:
     def __str__(self) -> str:
         where = "does not fit on the disk"
         if self.fits_disk:
-            where = "fits in memory" if self.fits_memory else "does not fit in memory: each epoch reads the disk"
+            where = "fits in memory" if self.fits_memory else "does not fit in memory, so each epoch reads the disk"
         rate = f"{self.images_per_s:,.0f} random crops of {CROP} x {CROP} per second"
         return f"({self.option}): about {human_bytes(self.num_bytes)}, which {where}; {rate}"
 
 
 def compare_forms(job: SampleJob, free_bytes: int) -> list[FormCost]:
-    """Measure both forms with a few images; skip forms that the source cannot have, or the disk cannot hold."""
+    """Measure both forms with a few images; omit a form that the source does not support or that cannot be written."""
     costs = []
     memory = available_bytes()
     for form, option in FORMS.items():
@@ -59,7 +59,7 @@ def compare_forms(job: SampleJob, free_bytes: int) -> list[FormCost]:
 
 
 def _measure(job: SampleJob, form: str) -> tuple[float, float]:
-    """Write a few images in this form to a temporary file; return their mean bytes, and images/s of loading them."""
+    """Write a few images to a temporary file and load them; return their mean size in bytes, and the images/s."""
     from h5chunk.feed.sampler import ChunkSampler
     from h5chunk.tools.measure.batches import open_loader
     from h5chunk.tools.measure.images import open_data
@@ -84,7 +84,7 @@ def _measure(job: SampleJob, form: str) -> tuple[float, float]:
 
 
 def recommend(costs: Sequence[FormCost]) -> str:
-    """Return a sentence that recommends one of the two forms; empty if only one was measured."""
+    """Return a sentence that recommends one of the two forms, or an empty string if only one was measured."""
     if len(costs) < len(FORMS):
         return ""
     encoded, raw = costs
@@ -93,9 +93,9 @@ def recommend(costs: Sequence[FormCost]) -> str:
     if encoded.images_per_s >= GPU_RATE:
         return f"keep them encoded: this machine decodes more than {gpu}"
     if times < FASTER:
-        return f"keep them encoded: their pixels would not load faster; both are below {gpu}"
-    short = f"decoding is below {gpu}"
+        return f"keep them encoded: raw pixels would not load much faster, and both are slower than {gpu}"
+    short = f"decoding is slower than {gpu}"
     if raw.fits_disk and raw.fits_memory:
-        return f"keep their pixels ({raw.option}), which load {times:.1f} times as fast: {short}"
+        return f"store raw pixels ({raw.option}), which load {times:.1f} times as fast: {short}"
     where = "on this disk" if not raw.fits_disk else "in memory"
-    return f"keep them encoded: their pixels do not fit {where}; {short}: --max-side or more cores make it faster"
+    return f"keep them encoded: raw pixels do not fit {where}; {short}, but --max-side or more cores make it faster"

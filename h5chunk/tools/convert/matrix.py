@@ -1,9 +1,9 @@
 """Convert a sparse matrix into one HDF5 file: read, sort by row, choose how values are stored, write.
 
-Entries are read once and sorted within ``memory_bytes``. What does not fit is kept on disk beside the output, in
+Entries are read and sorted within ``memory_bytes``. Data that does not fit is kept on disk beside the output, in
 unnamed files that the system removes when the process ends. The memory limit does not change the bytes of the output.
 
-A conversion into one file that is stopped starts over; with shards, it continues (`matrix_shards`).
+An interrupted conversion into a single file starts over; a conversion into shards is continued (`matrix_shards`).
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def convert_matrix(
     facts: dict[str, Any] = {"options": options.recorded(), "how": dict(source_options), "source": identity}
     if options.time_order and source.time_name is None:
         raise OptionError(
-            f"time_order is given, but {printable(source.path)} has no column of times: name the column as the "
-            "fourth of --columns"
+            f"time_order (--time-order) needs times, but {printable(source.path)} has no column of times: name one as "
+            "the fourth of --columns"
         )
     old = read_old_ids(options.ids_from, source, keep_rows=options.keep_rows)
     if options.shards is not None:
@@ -190,9 +190,9 @@ def explain_memory_error(memory_bytes: int) -> Iterator[None]:
 class _Estimate(NamedTuple):
     """Properties of a matrix, estimated from the start of its source."""
 
-    num_entries: int  # exact if the whole source was read
-    seconds: float  # time to read the whole source
-    whole: bool  # whether the whole source was read
+    num_entries: int  # exact if the entire source was read
+    seconds: float  # time to read the entire source
+    whole: bool  # whether the entire source was read
     num_columns: int  # lower bound
     coding: Coding | FloatCoding
     storage: Storage
@@ -222,7 +222,7 @@ def _read_start(source: SparseSource, options: MatrixOptions, coding: Coding | F
 
 
 def _units_of(source: SparseSource, block: Block, coding: Coding | FloatCoding) -> np.ndarray:
-    """Return the values of a block in the units of the coding, as if no entry had duplicates."""
+    """Return the values of a block in the units of the coding, as if there were no duplicates."""
     values = np.ones(len(block), np.uint8) if block.values is None else block.values
     units, unfit = coding.units(values)
     if unfit is None:
@@ -235,7 +235,7 @@ def _units_of(source: SparseSource, block: Block, coding: Coding | FloatCoding) 
 
 
 def _predict(source: SparseSource, path: Path, options: MatrixOptions) -> dict[str, Any]:
-    """Predict the values for the report from the start of the source. Raises errors in that part of the source."""
+    """Predict the values for the report from the start of the source. Raises SourceError if that part is invalid."""
     memory_bytes = options.memory_bytes
     check_shape(source, options, source.shape[0] or 0, source.shape[1] or 0)
     start = first_that_fits(options, lambda coding: _read_start(source, options, coding))

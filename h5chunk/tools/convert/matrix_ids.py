@@ -1,4 +1,4 @@
-"""Number the row and column ids of a source; ids that an older converted file has can keep their numbers."""
+"""Map the row and column ids of a source to indices. Ids in an older converted file can keep their indices."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from h5chunk.store.read.files import open_reader
 from h5chunk.store.read.tables import COLUMN_IDS, ROW_IDS, read_table
 
 TABLE_START = 1 << 16
-NUMBERS_BYTES, ID_COPIES = 24, 4  # memory for an id: bytes for its number, in several orders, and copies of the id
+NUMBERS_BYTES, ID_COPIES = 24, 4  # memory per id: bytes of its index in several orders, and copies of the id
 
 
 class OldIds(NamedTuple):
-    """The ids of an older converted file, in the order of their numbers; None for an axis that gets new numbers."""
+    """The ids of an older converted file, in the order of their indices; None for an axis that gets new indices."""
 
     rows: np.ndarray | None = None
     columns: np.ndarray | None = None
@@ -34,29 +34,30 @@ class OldIds(NamedTuple):
 
 
 def read_old_ids(path: str | os.PathLike[str] | None, source: SparseSource, *, keep_rows: bool) -> OldIds:
-    """Read the ids of the converted file or folder at ``path`` (None: no file), whose numbers the new file reuses.
+    """Read the ids of the converted file or folder ``path``, whose indices the new file reuses.
 
-    Without ``keep_rows``, only column ids are returned. Raises OptionError if ``source`` has no ids.
+    Without ``keep_rows``, only column ids are returned; if ``path`` is None, no ids. Raises OptionError if ``source``
+    has no ids.
     """
     if path is None:
         return OldIds()
     if not source.has_ids:
         raise OptionError(
-            f"ids_from is given, but {printable(source.path)} ({source.kind}) has no ids: use it with ratings and "
-            "other lists of entries"
+            f"ids_from (--ids-from) needs ids, but {printable(source.path)} ({source.kind}) has none: use it only with "
+            "ratings and other lists of entries"
         )
     reader = open_reader(path)
     rows = np.concatenate([read_table(file, ROW_IDS) for file in reader.readers])
-    columns = read_table(reader.readers[0], COLUMN_IDS)  # all files have the same
+    columns = read_table(reader.readers[0], COLUMN_IDS)  # the same in all files
     for name, ids in ((ROW_IDS, rows), (COLUMN_IDS, columns)):
         if len(np.unique(ids)) < len(ids):
-            raise FileError(f"{printable(path)}: damaged: {name} contains an id twice")
+            raise FileError(f"{printable(path)}: {name} contains duplicate ids: convert its source again")
     is_shuffled = reader.header is not None and reader.header.shuffled
     return OldIds(rows, columns, is_shuffled) if keep_rows else OldIds(None, columns)
 
 
 class Ids:
-    """Number ids in the order in which they appear, after the ``old`` ids.
+    """Assign indices to ids in the order in which they appear, after the ``old`` ids.
 
     Integers below ``table_ids`` are looked up in a table, which is many times faster than Arrow's hash table.
     """
@@ -64,7 +65,7 @@ class Ids:
     def __init__(self, table_ids: int, old: np.ndarray | None = None) -> None:
         self._table_ids = table_ids
         self._table: np.ndarray | None = np.full(min(TABLE_START, table_ids), -1, np.int32)
-        self._known = old  # all ids, in the order of their numbers
+        self._known = old  # all ids, in the order of their indices
         self._num_old = 0 if old is None else len(old)
         if old is not None and self._num_old:
             self._table = None
@@ -78,17 +79,17 @@ class Ids:
 
     @property
     def known(self) -> np.ndarray:
-        """All ids, in the order of their numbers."""
+        """All ids, in the order of their indices."""
         return np.empty(0, np.int64) if self._known is None else self._known
 
     @property
     def num_bytes(self) -> int:
-        """Upper limit on the memory that the ids take until they are written, in bytes."""
+        """Upper limit on the memory that the ids use until they are written, in bytes."""
         width = 8 if self._known is None else max(8, self._known.itemsize)
         return self.size * (NUMBERS_BYTES + ID_COPIES * width)
 
     def number(self, ids: np.ndarray) -> np.ndarray:
-        """Return the numbers, (n,) int64, of (n,) ids, int64 or fixed-length bytes; new ids get the next numbers."""
+        """Return the indices, (n,) int64, of (n,) ids, int64 or fixed-length bytes; new ids get the next indices."""
         if not len(ids):
             return np.empty(0, np.int64)
         if self._table is not None:
@@ -118,7 +119,7 @@ class Ids:
         return np.arange(first, self.size, dtype=np.int64)
 
     def ranks(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return all ids in their final order, and the final positions of the ids by their numbers.
+        """Return all ids in their final order, and the final index of each preliminary index.
 
         Old ids come first, in their old order; new ids follow, sorted.
         """

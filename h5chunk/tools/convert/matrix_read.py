@@ -1,4 +1,4 @@
-"""Read the blocks of a sparse source, number their ids, and sort the entries into the row order of the file."""
+"""Read a sparse source in blocks, map its ids to indices, and sort its entries into the row order of the file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from h5chunk.tools.convert.options import MatrixOptions
 
 T = TypeVar("T")
 
-# Divisors of the memory limit: reading gets one eighth, and so on. The shares do not peak at the same time.
+# Divisors of the memory limit: for example, reading gets one eighth. The shares do not peak at the same time.
 READ_SHARE, SPOOL_SHARE, SORT_SHARE, TABLE_SHARE = 8, 4, 2, 16
 TABLE_BYTES = 4  # bytes per entry of a table of ids
 # Bytes of memory per row, and per column whose entries are counted. 49 and 25 were measured with tracemalloc.
@@ -58,7 +58,7 @@ def unfit_error(source: SparseSource, coding: Coding | FloatCoding, position: st
 
 
 def no_scale_error(source: SparseSource) -> UnfitError:
-    """Return an error for values that no common scale turns into codes."""
+    """Return an error for values that have no common scale with which they can be stored as codes."""
     return UnfitError(
         f"{printable(source.path)}: no scale makes all values whole numbers up to {MAX_CODE}: use --values auto, "
         "--scale S with --clip, or --binarize MIN"
@@ -78,12 +78,12 @@ def first_that_fits(options: MatrixOptions, attempt: Callable[[Coding | FloatCod
 
 
 def uses_times(source: SparseSource, options: MatrixOptions) -> bool:
-    """Return whether entries have times that matter."""
+    """Return whether the source has times and the options depend on them."""
     return source.time_name is not None and options.needs_times
 
 
 def units_of(source: SparseSource, coding: Coding | FloatCoding, block: Block) -> np.ndarray:
-    """Return the values of a block in units, including zeros: a zero may be the last of several duplicates."""
+    """Return the values of a block in units, including zeros, because a zero may be the last of several duplicates."""
     values = np.ones(len(block.rows), np.uint8) if block.values is None else block.values
     units, unfit = coding.units(values)
     if unfit is not None:
@@ -95,7 +95,7 @@ def units_of(source: SparseSource, coding: Coding | FloatCoding, block: Block) -
 def order_of_rows(
     source: SparseSource, options: MatrixOptions, num_rows: int, num_columns: int, num_old: int
 ) -> np.ndarray:
-    """Return the order in which the rows of the source are written: old rows first. Raises SourceError if empty."""
+    """Return the order in which source rows are written, old rows first. Raises SourceError if the matrix is empty."""
     if num_rows < 1 or num_columns < 1:
         raise SourceError(
             f"{printable(source.path)}: the matrix is empty, with {num_rows} rows and {num_columns} columns"
@@ -108,23 +108,26 @@ def order_of_rows(
 
 
 def numbering(options: MatrixOptions, old: np.ndarray | None) -> Ids:
-    """Return what numbers the ids of an axis, after the ``old`` ones."""
+    """Return the map from the ids of an axis to indices, which contains the ``old`` ids."""
     return Ids(min(max(1024, options.memory_bytes // TABLE_SHARE // TABLE_BYTES), 1 << 31), old)
 
 
 def whole_shape(source: SparseSource, num_rows: int, num_columns: int) -> tuple[int, int]:
-    """Return the shape of a source without ids that was read, and whose entries have so many rows and columns."""
-    rows, columns = source.shape  # some sources know their shape once they were read
+    """Return the shape of a source without ids, after its entries have been read; they span the given numbers.
+
+    Raises SourceError if an entry is outside of the shape that the source declares.
+    """
+    rows, columns = source.shape  # some sources know their shape only after they are read
     if num_rows > (rows or num_rows) or num_columns > (columns or num_columns):
         raise SourceError(
-            f"{printable(source.path)}: an entry lies outside of the matrix of {rows or num_rows} x "
+            f"{printable(source.path)}: an entry is outside of the matrix of {rows or num_rows} x "
             f"{columns or num_columns}"
         )
     return rows or max([num_rows, *map(len, source.row_fields.values())]), columns or num_columns
 
 
 class Records:
-    """Read entries as records of row, column, [time,] value in units; ids are numbered as they appear."""
+    """Read entries as records of row, column, time (if used) and value in units; ids get indices as they appear."""
 
     def __init__(self, source: SparseSource, options: MatrixOptions, coding: Coding | FloatCoding, old: OldIds) -> None:
         self._source, self._options, self._coding, self._old = source, options, coding, old
@@ -132,8 +135,8 @@ class Records:
         times = [("time", np.int64)] if uses_times(source, options) else []
         self.dtype = np.dtype([("row", number), ("column", number), *times, ("value", coding.dtype)])
         self.ids = (numbering(options, old.rows), numbering(options, old.columns)) if source.has_ids else None
-        self.num_read = 0  # entries
-        self.extent = (0, 0)  # numbers of rows and columns in what was read
+        self.num_read = 0  # entries read so far
+        self.extent = (0, 0)  # numbers of rows and columns read so far
 
     def read(self, report_read: Callable[[int], None]) -> Iterator[np.ndarray]:
         """Yield all entries. Raises SourceError if rows, columns and ids do not fit in memory."""
@@ -160,20 +163,20 @@ class Records:
             report_read(done)
 
     def _check_id_types(self, block: Block) -> None:
-        """Raise OptionError unless the ids of the source and those of ``ids_from`` are of one type."""
+        """Raise OptionError unless the ids of the source and of ``ids_from`` have the same type."""
         for axis, ids, old in (("row", block.rows, self._old.rows), ("column", block.columns, self._old.columns)):
             if old is not None and len(ids) and old.dtype.kind != ids.dtype.kind:
                 words = {"S": "strings", "i": "whole numbers"}
-                again = "" if old.dtype.kind == "S" else "convert the older source again with strings: "
+                remedy = "read them" if old.dtype.kind == "S" else "convert the older source again, and read its ids"
                 raise OptionError(
                     f"{printable(self._source.path)}: {axis} ids are {words[ids.dtype.kind]}, but those of ids_from "
-                    f"are {words[old.dtype.kind]}: {again}for a delimited file, "
-                    f"'{self._source.axes[axis == 'column']}:str' in --columns reads strings"
+                    f"are {words[old.dtype.kind]}: {remedy} as strings (for a delimited file, with "
+                    f"'{self._source.axes[axis == 'column']}:str' in --columns)"
                 )
 
 
 class SortedMatrix:
-    """The entries of a source, sorted by row of the output file; no rows or columns are filtered out yet.
+    """The entries of a source, sorted by the rows of the output file, before any rows or columns are left out.
 
     Temporary files are made in ``folder``; closing ``stack`` removes them. Raises UnfitError for a value that
     ``coding`` cannot store, and SourceError for an invalid source, or for more rows and columns than fit in memory.
@@ -181,7 +184,7 @@ class SortedMatrix:
 
     entries: Entries
     order: np.ndarray  # (rows,) int64: row i is row order[i] of the source
-    num_rows: int  # of the source
+    num_rows: int  # number of rows of the source
     num_columns: int
 
     def __init__(
@@ -197,10 +200,10 @@ class SortedMatrix:
         self.source, self.options, self.coding, self.old = source, options, coding, old
         self._folder, self._stack = folder, stack
         self._uses_times = uses_times(source, options)
-        self.row_ids: np.ndarray | None = None  # ids of the source's rows, as numbered; None if it has no ids
+        self.row_ids: np.ndarray | None = None  # ids of the source's rows; None if it has no ids
         self.column_ids: np.ndarray | None = None
         self.num_read = 0  # entries read
-        self.shard: dict[str, int] = {}  # number of the shard and of all shards, if any
+        self.shard: dict[str, int] = {}  # index of the shard, and number of shards; empty for a single file
         self.chunk_samples = options.chunk_samples
         num_rows, num_columns = source.shape
         if source.has_ids or num_rows is None or num_columns is None:
@@ -212,14 +215,14 @@ class SortedMatrix:
                 self.num_read += len(units)
                 if len(block) and (int(block.rows.max()) >= num_rows or int(block.columns.max()) >= num_columns):
                     raise SourceError(
-                        f"{printable(source.path)}: an entry lies outside of the matrix of {num_rows} x {num_columns}"
+                        f"{printable(source.path)}: an entry is outside of the matrix of {num_rows} x {num_columns}"
                     )
                 self.entries.append(destination[block.rows], block.columns, units, block.times)
                 report_read(done)
         self.entries.finish()
 
     def _read_unnumbered(self, report_read: Callable[[int], None]) -> None:
-        """Read a source whose shape, or order of ids, is known only at the end; entries are spooled until then."""
+        """Read a source whose shape or ids are not known in advance; spool its entries until they are known."""
         column_ranks = None
         records = Records(self.source, self.options, self.coding, self.old)
         with Spool(self._folder, records.dtype, self.options.memory_bytes // SPOOL_SHARE) as spool:
@@ -238,7 +241,7 @@ class SortedMatrix:
                 self.entries.append(destination[part["row"]], numbers, part["value"], entry_times)
 
     def _open_entries(self, num_rows: int, num_columns: int) -> np.ndarray:
-        """Choose the row order, and open the sorter; return (num_rows,) int64, the new number of each source row."""
+        """Choose the row order, and open the sorter; return (num_rows,) int64, the new index of each source row."""
         self.order = order_of_rows(self.source, self.options, num_rows, num_columns, self.old.num_rows)
         self.num_rows, self.num_columns = num_rows, num_columns
         self._open_sorter(num_rows)
@@ -259,7 +262,7 @@ class SortedMatrix:
         self.entries = self._stack.enter_context(entries)
 
     def ids_of(self, source_row: int, column: int) -> tuple[object, object]:
-        """Return the ids of a row and a column of the source, or their numbers if it has no ids."""
+        """Return the ids of a row and a column of the source, or their indices if it has no ids."""
         return (
             source_row if self.row_ids is None else self.row_ids[source_row],
             column if self.column_ids is None else self.column_ids[column],
@@ -275,6 +278,6 @@ class SortedMatrix:
 
 
 def position_text(row: object, column: object) -> str:
-    """Describe a row and a column, given as numbers or as ids (bytes), for messages."""
+    """Describe a row and a column, given as indices or ids, for messages."""
     row, column = (repr(as_text(name)) if isinstance(name, bytes) else name for name in (row, column))
     return f"row {row}, column {column}"

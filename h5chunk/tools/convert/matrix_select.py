@@ -16,7 +16,7 @@ from h5chunk.tools.convert.matrix_sort import Positions
 from h5chunk.tools.convert.options import MatrixOptions
 
 Entries = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Entries in the order of the file, as (n,) arrays: rows, int64; columns, integers; units or stored numbers."""
+"""Entries in the order of the file, as (n,) arrays: rows, int64; columns, integers; values, in units or as stored."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Selection:
         return int(self.row_entries.sum())
 
     def entries(self, index_dtype: np.dtype) -> Iterator[Entries]:
-        """Yield groups of entries to write: row numbers, column numbers of ``index_dtype``, and encoded values."""
+        """Yield groups of entries to write: row indices, column indices of ``index_dtype``, and encoded values."""
         new_rows = None if self.rows.all() else np.cumsum(self.rows) - 1
         new_columns = None if self.columns is None else (np.cumsum(self.columns) - 1).astype(index_dtype)
         for rows, columns, units in _final_entries(self.matrix, self.columns):
@@ -56,12 +56,12 @@ class Selection:
 
 @dataclass(frozen=True)
 class Survey:
-    """What a matrix holds, before any columns or rows are left out."""
+    """Counts and values of the entries of a matrix, before any columns or rows are left out."""
 
-    row_entries: np.ndarray  # (rows,) int64: number of entries of each, in the order of the file
+    row_entries: np.ndarray  # (rows,) int64: number of entries of each row, in the order of the file
     column_entries: np.ndarray | None  # (columns,) int64; None unless columns may be left out
     values: CodeTally | FloatTally
-    tally: Counter[str]  # numbers of entries and of what happens to them
+    tally: Counter[str]  # numbers of positions, zeros, duplicates, and clipped and rounded values
 
 
 def survey(matrix: SortedMatrix) -> Survey:
@@ -78,7 +78,7 @@ def survey(matrix: SortedMatrix) -> Survey:
 
 
 def storage_of(values: CodeTally | FloatTally, source: SparseSource) -> Storage:
-    """Return how values are stored. Raises UnfitError if they have no common scale."""
+    """Return the dtype and scale in which values are stored. Raises UnfitError if they have no common scale."""
     storage = values.storage()
     if storage is None:
         raise no_scale_error(source)
@@ -88,7 +88,7 @@ def storage_of(values: CodeTally | FloatTally, source: SparseSource) -> Storage:
 def columns_with_enough(
     column_entries: np.ndarray | None, options: MatrixOptions, num_old: int, source: SparseSource
 ) -> np.ndarray | None:
-    """Return the columns that are written, (columns,) bool, with all old ones; None if none is left out."""
+    """Return a mask of the columns to write, (columns,) bool, with all old columns; None if all are written."""
     if column_entries is None:
         return None
     has_enough = column_entries >= options.min_counts(source.has_ids)[1]
@@ -129,7 +129,7 @@ def select_rows(matrix: SortedMatrix, found: Survey, storage: Storage, columns_k
     if not rows_kept.any():
         if matrix.shard:
             raise OptionError(
-                f"{printable(source.path)}: no row of shard {matrix.shard['shard']} has enough entries: give fewer "
+                f"{printable(source.path)}: no row of shard {matrix.shard['shard']} has enough entries: use fewer "
                 "shards, or lower --min-row-count or --min-column-count"
             )
         raise _nothing_left(source, "row")
@@ -157,7 +157,7 @@ def _count_rows(rows: np.ndarray, row_entries: np.ndarray) -> None:
 def _final_entries(
     matrix: SortedMatrix, columns_kept: np.ndarray | None, tally: Counter[str] | None = None
 ) -> Iterator[Entries]:
-    """Yield nonzero entries in kept columns, with units, after duplicates are combined; count all in ``tally``."""
+    """Combine duplicates; yield the nonzero entries in kept columns, with values in units; count them in ``tally``."""
     coding = matrix.coding
     for positions in matrix.entries.sorted():
         rows, columns, values = positions.rows, positions.columns, _combined(matrix, positions)
@@ -181,7 +181,7 @@ def _final_entries(
 
 
 def _combined(matrix: SortedMatrix, positions: Positions) -> np.ndarray:
-    """Return the value at each position in units, or raise SourceError for duplicates if they are an error."""
+    """Return the value at each position, in units. Raises SourceError if there are duplicates but none are allowed."""
     values, counts = positions.values, positions.counts
     if counts is None:
         return values
@@ -201,9 +201,9 @@ def _combined(matrix: SortedMatrix, positions: Positions) -> np.ndarray:
 
 
 def _duplicate_error(matrix: SortedMatrix) -> SourceError:
-    """Return an error that names the first position, in the order of the source, with more than one entry.
+    """Return an error that names the first position, by source row and column, with more than one entry.
 
-    Entries are read again for this, because only the source knows their lines and original values.
+    The source is read again, because only it has the line numbers and original values.
     """
     num_positions, repeated = 0, []
     for rows, columns, _, counts in matrix.entries.sorted():
@@ -215,14 +215,14 @@ def _duplicate_error(matrix: SortedMatrix) -> SourceError:
     num_duplicates = matrix.num_read - num_positions
     row, column = matrix.ids_of(*min(repeated))
     return SourceError(
-        f"{printable(matrix.source.path)}: {position_text(row, column)} has more than one entry: "
+        f"{printable(matrix.source.path)}: {position_text(row, column)} has more than one entry, such as "
         f"{' and '.join(_entries_of(matrix, row, column))}; {num_duplicates:,} of {matrix.num_read:,} entries "
-        "are duplicates: choose --duplicates last, first, max, mean or sum"
+        "are duplicates: use --duplicates last, first, max, mean or sum"
     )
 
 
 def _entries_of(matrix: SortedMatrix, row: object, column: object) -> list[str]:
-    """Describe the first two entries at a position: their values, and their lines or numbers in the source."""
+    """Describe the first two entries at a position by their values, and by their lines or ranks in the source."""
     entries: list[str] = []
     num_before = 0
     for block, _ in matrix.source.blocks(matrix.options.memory_bytes // READ_SHARE):

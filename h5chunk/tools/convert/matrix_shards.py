@@ -1,7 +1,7 @@
-"""Write a matrix as a folder of shards with the same columns and the same storage, here or on a Dask cluster.
+"""Write a matrix as a folder of shards with the same columns and storage, in this process or on a Dask cluster.
 
-The tasks of `matrix_tasks` run in four rounds, and this process merges their results between them. The journal of the
-output has the results of all finished tasks, so that a conversion can be continued with a cluster or without.
+The tasks of `matrix_tasks` run in four rounds, and this process merges their results between rounds. The journal of the
+output records the results of finished tasks, so that a conversion can be continued with or without a cluster.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class ShardedMatrix:
     client: Any
 
     def write(self) -> dict[str, Any]:
-        """Write the folder, continuing earlier work if any; return what the report needs besides the files."""
+        """Write the folder, continuing earlier work if any; return the report values that the files do not contain."""
         with ExitStack() as stack:
             output = stack.enter_context(NewFolder(self.path, self.overwrite))
             output.open_journal(self.command_id)
@@ -125,7 +125,7 @@ class ShardedMatrix:
             take(folder, result["file"], part / names[number], result["bytes"])
 
         def is_whole(number: int, result: Result) -> bool:
-            if folder.url:  # it was uploaded whole or not at all
+            if folder.url:  # uploads are atomic
                 return is_uploaded(names[number], result["bytes"])
             return (part / names[number]).exists() and verify(part / names[number]).ok
 
@@ -134,7 +134,7 @@ class ShardedMatrix:
 
 
 class _Rounds:
-    """Run rounds of tasks, here or on a cluster, except tasks whose results are in the journal."""
+    """Run rounds of tasks, in this process or on a cluster, except tasks whose results are in the journal."""
 
     def __init__(self, journal: Journal, cluster: Cluster | None, progress: Progress | None, notify: Notify) -> None:
         self._journal, self._cluster, self._progress, self._notify = journal, cluster, progress, notify
@@ -161,9 +161,10 @@ class _Rounds:
         is_there: Callable[[int, Result], bool] | None = None,
         last: Collection[int] = (),
     ) -> list[Result]:
-        """Return the results of all tasks; ``last`` are to run after all others.
+        """Run the tasks that the journal does not record as finished, and return the results of all tasks.
 
-        ``finish(number, result)`` is called for each new one; ``is_there`` says whether what an older one names exists.
+        ``finish(number, result)`` is called after each task. ``is_there(number, result)`` returns whether the output of
+        a recorded task still exists; the default checks for its file. The tasks in ``last`` run after all others.
         """
         say = count_tasks(stage, total, self._progress)
         done: dict[int, Result] = {}
@@ -173,7 +174,7 @@ class _Rounds:
             if is_there(*record[2:]) if is_there else job.folder.has(record[3]["file"]):
                 done[record[2]] = record[3]
         if done:
-            self._notify(f"continuing: {len(done)} of {count_text(num_tasks, 'task')} to {stage} are already done")
+            self._notify(f"continuing: {len(done)} of {count_text(num_tasks, f'{stage} task')} are already done")
         for number, result in self._ended(function, job, [n for n in range(num_tasks) if n not in done], say, last):
             if finish is not None:
                 finish(number, result)
@@ -190,7 +191,7 @@ class _Rounds:
         say: Callable[[int, int], None],
         last: Collection[int],
     ) -> Iterator[tuple[int, Result]]:
-        """Run tasks; yield their numbers and results as they end."""
+        """Run tasks; yield the number and the result of each as it finishes."""
         if self._cluster is None:
             yield from ((number, function(job, number, partial(say, number))) for number in numbers)
         elif numbers:
@@ -203,7 +204,7 @@ class RoundTask(NamedTuple):
     """A task of a round."""
 
     folder: SharedFolder
-    job: str  # the file with what all tasks have in common
+    job: str  # name of the file with the job that all tasks share
     function: Task
     number: int
 
@@ -222,7 +223,7 @@ def run_task(task: RoundTask, say: Callable[[int], None]) -> Result:
 
 
 def _plan(job: MatrixJob) -> MatrixJob:
-    """Number all ids, choose the order of the rows, and divide them into shards."""
+    """Map all ids to indices, choose the order of the rows, and divide them into shards."""
     source, options, old = job.source, job.options, job.old
     sizes, maps = _merge_ids(job) if source.has_ids else (_extent(job), {})
     num_rows, num_columns = sizes
@@ -248,7 +249,10 @@ def _extent(job: MatrixJob) -> tuple[int, int]:
 
 
 def _merge_ids(job: MatrixJob) -> tuple[tuple[int, int], dict[tuple[str, int], np.ndarray]]:
-    """Number the ids of all parts together, and save them; return their numbers, and those of each part's ids."""
+    """Map the ids of all parts to common indices, and save the ids.
+
+    Returns the numbers of row and column ids, and for each axis and part the map from its indices to common indices.
+    """
     all_ids, maps = [], dict[tuple[str, int], np.ndarray]()
     for axis, old in ((ROWS, job.old.rows), (COLUMNS, job.old.columns)):
         ids = numbering(job.options, old)
@@ -263,7 +267,7 @@ def _merge_ids(job: MatrixJob) -> tuple[tuple[int, int], dict[tuple[str, int], n
 
 
 def _chunk_samples(job: MatrixJob, num_rows: int, num_columns: int) -> int:
-    """Choose the rows per chunk, before it is known how values are stored."""
+    """Choose the number of rows per chunk, before the storage of values is known."""
     if job.options.dense:
         return plan_layout(num_rows, num_columns * np.dtype(np.uint8).itemsize).chunk_samples
     num_entries = sum(result["entries"] for result in job.read)
@@ -271,7 +275,7 @@ def _chunk_samples(job: MatrixJob, num_rows: int, num_columns: int) -> int:
 
 
 def _merge(job: MatrixJob, surveys: list[Result]) -> MatrixJob:
-    """Choose the storage and the columns of all shards."""
+    """Choose the storage and the columns of all shards from the surveys of each."""
     values, columns = job.coding.tally(), None
     for result in surveys:
         with np.load(job.folder.file(result["file"])) as found:
@@ -283,7 +287,7 @@ def _merge(job: MatrixJob, surveys: list[Result]) -> MatrixJob:
 
 
 def _sums(results: list[Result]) -> dict[str, Any]:
-    """Return the values of the report that the files do not have, from those of all shards."""
+    """Combine the results of all shards into the report values that the files do not contain."""
     counts: dict[str, int] = {}
     for result in results:
         for label, count in result["counts"].items():

@@ -1,8 +1,8 @@
 """Sort the entries of a matrix by row and column in bounded memory, and combine duplicates.
 
-Entries come in any order. If they fit in memory, they are sorted there. Otherwise runs that fit in memory are sorted
-and written to disk, and some keys of each run, at regular steps, are kept in memory. These keys show where to cut the
-range of keys so that the entries between two cuts fit in memory, and where the cuts lie in each run.
+Entries may be appended in any order. If they fit in memory, they are sorted there. Otherwise, runs that fit in memory
+are sorted and written to disk, and every n-th key of each run is kept in memory. From these keys, the range of all keys
+is cut so that the entries between two cuts fit in memory, and the position of each cut in each run is estimated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from h5chunk.errors import OptionError
 from h5chunk.store.write.spool import Spool
 from h5chunk.tools.convert.options import IN_ORDER
 
-MAX_KEY_STEP = 1024  # at most, every so many keys of a run, one is kept in memory
+MAX_KEY_STEP = 1024  # largest distance between two keys of a run that are kept in memory
 MIN_ALIKE = 1 << 16  # duplicates of one position that are sorted together even if they exceed the memory limit
 PART_ENTRIES = 1 << 19  # entries yielded at a time: a few MB
 
@@ -26,15 +26,15 @@ PART_ENTRIES = 1 << 19  # entries yielded at a time: a few MB
 class _Run(NamedTuple):
     """A sorted run of records on disk."""
 
-    first: int  # number of its first record in the spool
+    first: int  # index of its first record in the spool
     size: int  # number of records
     keys: np.ndarray  # keys at regular steps
 
 
 class Positions(NamedTuple):
-    """Distinct (row, column) positions, sorted, as (n,) arrays: rows and columns, int64, and the combined values.
+    """Distinct (row, column) positions, sorted, as (n,) arrays: int64 rows, int64 columns, and combined values.
 
-    ``counts`` is the number of entries at each position; None if every position has one.
+    ``counts`` has the number of entries at each position; it is None if every position has one entry.
     """
 
     rows: np.ndarray
@@ -51,10 +51,10 @@ class Positions(NamedTuple):
 class Entries:
     """Sort (row, column, value) entries within ``memory_bytes`` and combine duplicates; a context manager.
 
-    Values of at most ``num_bits`` bits are packed into the sort key if row, column and value fit in 64 bits. Duplicates
-    are combined by `combine`, in the order of their times, or otherwise in the order in which they were appended. With
+    Values of at most ``num_bits`` bits are packed into the sort key if row, column and value fit in 64 bits. `combine`
+    combines duplicates in the order of their times, or without times in the order in which they were appended. With
     ``time_order``, the positions of a row are sorted by the time of their last entry, then by column. Raises
-    OptionError for a matrix of more than 2**64 positions.
+    OptionError if row and column indices need more than 64 bits.
     """
 
     def __init__(
@@ -72,18 +72,21 @@ class Entries:
         self._column_bits = max(1, (num_columns - 1).bit_length())
         row_bits = max(1, (num_rows - 1).bit_length())
         if row_bits + self._column_bits > 64:
-            raise OptionError(f"{num_rows} x {num_columns}: rows and columns together take more than 64 bits")
+            raise OptionError(
+                f"the matrix has {num_rows} x {num_columns} positions, but indices of rows and columns must fit in 64 "
+                "bits together: convert fewer rows at a time"
+            )
         fits = num_bits is not None and row_bits + self._column_bits + num_bits <= 64
         fits = fits and not time_order and duplicates not in IN_ORDER
         self._bits = num_bits if fits and num_bits else 0
         self._duplicates, self._has_times = duplicates, has_times
-        # Entries whose keys agree without these lowest bits are sorted together: those of a position, or of a row.
+        # Entries whose keys are equal without these lowest bits form a group: a position, or with time_order a row.
         self._group_bits = self._column_bits if time_order else 0
         packed = np.dtype(np.uint64)
         times = [("time", np.int64)] if has_times else []
         self._record = packed if self._bits else np.dtype([("key", packed), *times, ("value", dtype)])
         self._spool = Spool(folder, self._record, 0)
-        copies = 2 if self._bits else 4  # packed records are sorted in place, others through an index
+        copies = 2 if self._bits else 4  # packed records are sorted in place, other records by index
         self._limit = max(64, memory_bytes // copies // self._record.itemsize)
         self._step = min(MAX_KEY_STEP, self._limit // 64)
         self._parts: list[np.ndarray] = []
@@ -108,7 +111,7 @@ class Entries:
     def append(
         self, rows: np.ndarray, columns: np.ndarray, values: np.ndarray, times: np.ndarray | None = None
     ) -> None:
-        """Add entries as (n,) arrays: rows and columns, int64; values of the sorter's dtype; times, int64, if any."""
+        """Add entries as (n,) arrays: int64 rows and columns, values of the sorter's dtype, and int64 times if any."""
         keys = rows.astype(np.uint64)
         keys <<= np.uint64(self._column_bits)
         keys |= columns.astype(np.uint64)
@@ -135,7 +138,7 @@ class Entries:
             return
         self._spill()
         keys = np.sort(np.concatenate([run.keys for run in self._runs]))
-        # A range with n kept keys may have up to one more step of records in each run.
+        # A range that contains n of these keys may contain up to n + 1 steps of records in each run.
         step = max(1, self._limit // self._step - len(self._runs))
         bits = np.uint64(self._group_bits)
         self._cuts = np.unique(keys[step::step] >> bits << bits).tolist()
@@ -165,7 +168,7 @@ class Entries:
         return records >> np.uint64(self._bits) if self._bits else records["key"]
 
     def _groups(self, records: Any) -> Any:
-        """Return the part of the keys that is equal for records of one position, or with time_order of one row."""
+        """Return the part of the keys that identifies a position, or with time_order a row."""
         return self._keys(records) >> np.uint64(self._group_bits)
 
     def _spill(self) -> None:
@@ -183,10 +186,10 @@ class Entries:
             yield from self._combined(self._sort(self._range(low, high)))
 
     def _range(self, low: int, high: int | None) -> np.ndarray:
-        """Return the records with keys from ``low`` up to ``high`` (excluded; None: the end), run after run.
+        """Return the records with ``low`` <= key < ``high``, one run after the other; None is no upper limit.
 
-        Raises OptionError if the position with key ``low`` has more entries than fit in memory, because cuts cannot
-        divide the entries of a position.
+        Raises OptionError if the position with key ``low`` has more entries than fit in memory, because a cut cannot
+        divide a position.
         """
         parts, num_alike = [], 0
         for run in self._runs:
@@ -201,7 +204,7 @@ class Entries:
             num_alike += int(np.searchsorted(keys, np.uint64(low), "right")) - begin
             if num_alike > max(MIN_ALIKE, self._limit):
                 raise OptionError(
-                    f"{num_alike:,} or more duplicates of one row and column do not fit in memory: allow more "
+                    f"{num_alike:,} or more duplicates of one row and column do not fit in memory: raise memory_bytes "
                     "(--memory-bytes), or remove them from the source"
                 )
         return np.concatenate(parts) if parts else np.empty(0, self._record)
@@ -242,7 +245,7 @@ def _first_at(keys: np.ndarray, key: int) -> int:
 
 
 def combine(rule: str, values: np.ndarray[Any, Any], starts: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Combine each group of duplicates into one value; ``error`` and ``mean`` return sums.
+    """Combine each group of duplicates into one value; the rules ``error`` and ``mean`` return sums.
 
     Groups are consecutive values, (n,); ``starts`` has the index of the first value of each group.
 

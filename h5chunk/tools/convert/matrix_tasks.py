@@ -1,11 +1,11 @@
-"""The tasks that write a matrix as shards, each of which is a run of rows in the order of the output.
+"""Tasks that write a matrix as shards; a shard has consecutive rows in the order of the output.
 
-1. `read_part` writes the entries of a part of the source to a file, with ids numbered as they appear in that part.
-2. `scatter_part` gives them their final rows and columns, and puts them in the order of the shards.
+1. `read_part` writes the entries of a part of the source to a file, with ids mapped to indices of that part.
+2. `scatter_part` maps these entries to their final rows and columns, and groups them by shard.
 3. `survey_shard` counts the entries of a shard, and collects their values.
-4. `write_shard` writes a shard, once all shards together show which columns are kept and how values are stored.
+4. `write_shard` writes a shard, after the surveys of all shards have determined the columns and the storage of values.
 
-A task writes files of unique names, so that it can run twice at a time, and returns what JSON can store.
+A task writes uniquely named files, so that two attempts can run at the same time, and returns JSON values.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ Say = Callable[[int], None]
 
 @dataclass(frozen=True)
 class MatrixJob:
-    """What the tasks have in common; later fields are known only after earlier tasks."""
+    """Input that all tasks share; the fields with defaults are set between the rounds of tasks."""
 
-    folder: SharedFolder  # of temporary files
-    name: str  # of the shards, without their numbers
+    folder: SharedFolder  # folder of temporary files
+    name: str  # name of the shards, without their numbers
     source: SparseSource
     parts: Sequence[SparseSource]
     options: MatrixOptions
@@ -54,14 +54,14 @@ class MatrixJob:
     num_rows: int = 0
     num_columns: int = 0
     chunk_samples: int = 0
-    starts: Sequence[int] = ()  # of the shards among the rows, and the end
+    starts: Sequence[int] = ()  # first row of each shard, and the number of rows
     scattered: Sequence[Result] = ()
     storage: Storage | None = None
-    columns: np.ndarray | None = field(default=None, repr=False)  # which are written; None if all are
+    columns: np.ndarray | None = field(default=None, repr=False)  # mask of the columns to write; None for all
 
     @property
     def record(self) -> np.dtype:
-        """The type of an entry in temporary files."""
+        """The dtype of an entry in temporary files."""
         return Records(self.source, self.options, self.coding, OldIds()).dtype
 
     @property
@@ -69,7 +69,7 @@ class MatrixJob:
         return len(self.starts) - 1
 
     def load(self, name: str) -> np.ndarray:
-        """Open an array of the folder."""
+        """Map an array in the folder into memory."""
         values: np.ndarray = np.load(self.folder.file(name), mmap_mode="r")
         return values
 
@@ -82,7 +82,7 @@ class MatrixJob:
         return self.load(f"{axis}.npy") if self.source.has_ids else None
 
     def of_part(self, number: int, axis: str) -> str:
-        """Return the name of the array that maps numbers of a part to those of the whole."""
+        """Return the file name of the array that maps the indices of a part to final indices."""
         return f"{axis}-{number}.npy"
 
     def entries(self, shard: int) -> Iterator[np.ndarray]:
@@ -97,7 +97,7 @@ class MatrixJob:
 
 @contextmanager
 def new_file(folder: SharedFolder, name: str) -> Iterator[tuple[IO[bytes], str]]:
-    """Make a file of a unique name that all tasks see when the context ends; yield it, and its name."""
+    """Create a uniquely named file; yield it and its name. All tasks see it after the context ends."""
     name = f"{name}-{uuid.uuid4().hex[:8]}"
     with writing(folder.path / name), (folder.path / name).open("xb", buffering=0) as file:
         yield file, name
@@ -106,7 +106,7 @@ def new_file(folder: SharedFolder, name: str) -> Iterator[tuple[IO[bytes], str]]
 
 
 def save(folder: SharedFolder, name: str, values: np.ndarray | Mapping[str, np.ndarray]) -> None:
-    """Save an array, or several, so that all tasks see them."""
+    """Save one or several arrays to a file that all tasks see afterwards."""
     with writing(folder.path / name), (folder.path / name).open("wb") as file:
         if isinstance(values, np.ndarray):
             np.save(file, values.view(values.dtype.str))  # without metadata of HDF5's types
@@ -125,12 +125,14 @@ def read_records(folder: SharedFolder, name: str, record: np.dtype, start: int, 
         except FileNotFoundError:
             records = np.empty(0, record)
     if len(records) != count:
-        raise OutputError(f"{printable(path)}: lacks entries: remove {printable(folder.path)}, and convert again")
+        raise OutputError(
+            f"{printable(path)}: is missing or truncated: remove {printable(folder.path)}, and convert again"
+        )
     return records
 
 
 def read_part(job: MatrixJob, number: int, say: Say) -> Result:
-    """Read a part of the source."""
+    """Write the entries of a part of the source, and its ids, to temporary files."""
     source = job.parts[number]
     records = Records(source, job.options, job.coding, job.old)
     with new_file(job.folder, f"read-{number}") as (file, name):
@@ -142,7 +144,7 @@ def read_part(job: MatrixJob, number: int, say: Say) -> Result:
 
 
 def scatter_part(job: MatrixJob, number: int, say: Say) -> Result:
-    """Put the entries of a part in the order of the shards."""
+    """Map the entries of a part to their final rows and columns, and group them by shard."""
     read, edges = job.read[number], [np.zeros(1, np.int64)]
     at_once = max(1, job.options.memory_bytes // SPOOL_SHARE // 2 // job.record.itemsize)
     axes = (ROWS, COLUMNS) if job.source.has_ids else ()
@@ -199,7 +201,7 @@ def survey_shard(job: MatrixJob, number: int, say: Say) -> Result:
 
 
 def write_shard(job: MatrixJob, number: int, say: Say) -> Result:
-    """Write a shard under a unique name."""
+    """Write a shard to a uniquely named file."""
     attempt, done = job.folder.path / f"shard-{number}-{uuid.uuid4().hex[:8]}.h5", 0
     assert job.storage is not None
 

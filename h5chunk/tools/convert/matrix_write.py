@@ -22,7 +22,7 @@ Arrays = Mapping[str, np.ndarray]
 
 
 def write_matrix(new: NewFile, selection: Selection, report_written: Callable[[int], None]) -> dict[str, str]:
-    """Write the whole file; return the types of its fields. ``report_written`` gets numbers of entries."""
+    """Write the file; return the dtypes of its fields. ``report_written`` is called with numbers of entries."""
     fields, tables = fields_of(selection), tables_of(selection)
     write = _write_dense if selection.matrix.options.dense else _write_csr
     chunk_samples = write(new, selection, fields, tables, report_written)
@@ -44,10 +44,10 @@ def fields_of(selection: Selection) -> dict[str, np.ndarray]:
         if len(values) != matrix.num_rows:
             raise SourceError(f"{where} has {len(values)} values, but the matrix has {matrix.num_rows} rows")
         if values.dtype.kind not in "biufS":
-            raise SourceError(f"{where} is of type {values.dtype}")
+            raise SourceError(f"{where} has type {values.dtype}: use booleans, numbers or strings of fixed length")
         stored = field_name(name)
         if stored in fields:
-            raise SourceError(f"{printable(source.path)}: two fields would be called {stored!r}")
+            raise SourceError(f"{printable(source.path)}: two fields would have the name {stored!r}: rename one")
         kind = values.dtype.newbyteorder("<") if values.dtype.kind in "iuf" else values.dtype
         fields[stored] = values[order[selection.rows]].astype(
             np.uint8 if values.dtype.kind == "b" else kind, copy=False
@@ -96,7 +96,7 @@ def tables_of(selection: Selection) -> dict[str, np.ndarray]:
 def _write_csr(
     new: NewFile, selection: Selection, fields: Arrays, tables: Arrays, report_written: Callable[[int], None]
 ) -> int:
-    """Write compressed sparse rows; return the number of rows that a chunk holds on average."""
+    """Write compressed sparse rows; return the mean number of rows per chunk."""
     options = selection.matrix.options
     sizes = selection.num_rows, selection.num_columns, selection.num_entries
     dtype = None if selection.storage.pattern else selection.storage.dtype
@@ -115,7 +115,7 @@ def _write_csr(
 def _write_dense(
     new: NewFile, selection: Selection, fields: Arrays, tables: Arrays, report_written: Callable[[int], None]
 ) -> int:
-    """Write dense rows in chunks of whole rows; return the number of rows per chunk."""
+    """Write dense rows in chunks of complete rows; return the number of rows per chunk."""
     options = selection.matrix.options
     layout = plan_layout(
         selection.num_rows, selection.num_columns * selection.storage.dtype.itemsize, selection.matrix.chunk_samples
@@ -125,7 +125,7 @@ def _write_dense(
     if need > memory_bytes // 2:
         raise OptionError(
             f"dense chunks of {human_bytes(layout.chunk_bytes)} need {human_bytes(need)} of memory while they are "
-            f"written, but half of memory_bytes is {human_bytes(memory_bytes // 2)}: raise memory_bytes, or give a "
+            f"written, but half of memory_bytes is {human_bytes(memory_bytes // 2)}: raise memory_bytes, or use a "
             "smaller chunk_samples"
         )
     is_compressed = options.compression != "none"

@@ -27,7 +27,7 @@ DUPLICATES = {  # ways to combine duplicates, with their descriptions in reports
     "max": "reduced to the largest",
     "mean": "averaged",
 }
-IN_ORDER = ("last", "first")  # those that depend on the order of the entries
+IN_ORDER = ("last", "first")  # ways to combine duplicates that depend on the order of the entries
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class OrderOptions(Options):
 
 @dataclass(frozen=True)
 class WriteOptions(OrderOptions):
-    """Options for writing any file."""
+    """Options for writing a file of any kind."""
 
     chunk_samples: int | None = option(
         None, "Number of samples per HDF5 chunk.", minimum=1, metavar="N|auto", shown_default="auto"
@@ -54,7 +54,7 @@ class NewOptions(WriteOptions):
     """Options for writing a new file, or a folder of files."""
 
     shards: int | None = option(
-        None, "Make OUTPUT a folder of N files that are one data set.", minimum=1, maximum=MAX_SHARDS
+        None, "Make OUTPUT a folder of N files that form one data set.", minimum=1, maximum=MAX_SHARDS
     )
 
     @property
@@ -96,7 +96,7 @@ class SampleOptions(ReadOptions, NewOptions):
         names = [name for name in ("shards", "shard_bytes", "split_files") if getattr(self, name)]
         if len(names) > 1:
             values = " and ".join(f"{name} is {getattr(self, name)}" for name in names)
-            raise OptionError(f"{values}: give only one of them")
+            raise OptionError(f"{values}: use only one of them")
 
     @property
     def is_sharded(self) -> bool:
@@ -112,7 +112,7 @@ class SampleOptions(ReadOptions, NewOptions):
 class AppendOptions(ReadOptions, OrderOptions):
     """Options of `append`, except those for reading the source."""
 
-    new_classes: bool = option(False, "Allow new classes, which follow those of FILE; old labels do not change.")
+    new_classes: bool = option(False, "Add new classes after those of FILE; old labels do not change.")
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ class MatrixOptions(NewOptions):
 
     values: str = option(
         AUTO,
-        "Type of the stored values. auto: the smallest of uint8 (with --scale), float16 and float32 that stores all "
-        "values exactly. uint8: other values are an error. float16, float32: values are rounded.",
+        "Type of the stored values. auto: the smallest of uint8 (scaled if necessary), float16 and float32 that stores "
+        "all values exactly. uint8: fail if it cannot store a value exactly. float16, float32: round values.",
         choices=(AUTO, "uint8", *FLOATS),
     )
     scale: float | None = option(
@@ -153,19 +153,19 @@ class MatrixOptions(NewOptions):
     )
     ids_from: str | os.PathLike[str] | None = option(
         None,
-        "Give columns the numbers that their ids have in this converted file; columns with new ids come last.",
+        "Give columns the indices that their ids have in this converted file; columns with new ids follow.",
         metavar="OLD.h5",
         is_path=True,
     )
-    keep_rows: bool = option(False, "With --ids-from: give rows their old numbers, too; rows with new ids come last.")
+    keep_rows: bool = option(False, "With --ids-from: also give rows their old indices; rows with new ids follow.")
     transpose: bool = option(False, "Make the columns of SOURCE the samples.")
-    dense: bool = option(False, "Store all values, zeros included, rather than compressed sparse rows.")
+    dense: bool = option(False, "Store dense rows, with their zeros, instead of compressed sparse rows.")
     compression: str | None = option(
         None, "Compression of --dense rows.", choices=("gzip", "none"), shown_default="gzip"
     )
     memory_bytes: int = option(
         DEFAULT_MEMORY_BYTES,
-        "Upper limit on host memory, such as 512M; data that exceeds it goes to temporary files beside OUTPUT.",
+        "Upper limit on host memory, such as 512M; data that exceeds it is written to temporary files beside OUTPUT.",
         minimum=MIN_MEMORY_BYTES,
         unit="bytes",
         shown_default="1GiB",
@@ -175,12 +175,16 @@ class MatrixOptions(NewOptions):
         super().__post_init__()
         if self.compression is not None and not self.dense:
             raise OptionError(
-                f"compression is {self.compression!r} but only dense rows are compressed: add dense=True (--dense)"
+                f"compression is {self.compression!r}, but only dense rows are compressed: add dense=True (--dense)"
             )
         if self.dense and self.time_order:
-            raise OptionError("time_order is given, but the entries of dense rows have no order: leave out dense")
+            raise OptionError(
+                "time_order (--time-order) does not apply to dense rows, whose entries have no order: leave out dense"
+            )
         if self.keep_rows and self.ids_from is None:
-            raise OptionError("keep_rows is given without ids_from: name the file whose rows keep their numbers")
+            raise OptionError(
+                "keep_rows (--keep-rows) requires ids_from (--ids-from): name the file whose rows keep their indices"
+            )
         self.coding()
 
     @property
@@ -189,13 +193,13 @@ class MatrixOptions(NewOptions):
         return self.time_order or self.duplicates in IN_ORDER
 
     def min_counts(self, has_ids: bool) -> tuple[int, int]:
-        """Return the minimum numbers of entries of a row and of a column; the default is 1 if the source has ids."""
+        """Return the minimum number of entries of rows and of columns; by default 1 if the source has ids, else 0."""
         counts = self.min_row_count, self.min_column_count
         rows, columns = (int(has_ids) if count is None else count for count in counts)
         return rows, columns
 
     def coding(self) -> Coding | FloatCoding:
-        """Return the coding of the values to try first; `Coding.fallback` gives the fallback."""
+        """Return the coding of the values to try first; its method ``fallback`` returns the next one."""
         from h5chunk.plan.codes import Coding, FloatCoding
 
         codes = Coding(self.scale, self.clip, self.binarize, strict=self.values != AUTO)
@@ -206,7 +210,7 @@ class MatrixOptions(NewOptions):
         return FloatCoding(self.values, self.clip)
 
     def for_kind(self, kind: str) -> MatrixOptions:
-        """Replace the duplicates option ``auto`` by the default of a kind of source."""
+        """Replace the value ``auto`` of ``duplicates`` with the default for a kind of source."""
         return self if self.duplicates != AUTO else replace(self, duplicates="error" if kind in UNIQUE else "sum")
 
     def duplicates_text(self, time_name: str | None) -> str:
@@ -247,4 +251,4 @@ def parse_bytes(text: str) -> int:
     try:
         return int(float(number) * units[stripped[len(number) :]])
     except (ValueError, KeyError, OverflowError):
-        raise OptionError(f"{text!r} is not a size: give a number of bytes, or a size such as 1.0 GiB") from None
+        raise OptionError(f"{text!r} is not a size: use a number of bytes, or a size such as 1.0 GiB") from None

@@ -32,8 +32,8 @@ class ConvertReport(Report):
     num_workers: int | None  # number of reading processes; None unless this is the plan of a dry run
     sample_shape: tuple[int, ...]  # shape of one sample of the largest field; empty for images of any size
     form: str = ""  # form of images of any size: encoded or raw
-    size_bytes: dict[str, int] = field(default_factory=dict)  # of a dry run: images of any size, as kept and otherwise
-    forms: list[FormCost] = field(default_factory=list)  # of a dry run: what encoded images and their pixels cost
+    size_bytes: dict[str, int] = field(default_factory=dict)  # sizes of images of any size, by form; only for a dry run
+    forms: list[FormCost] = field(default_factory=list)  # costs of encoded images and raw pixels; only for a dry run
     recommendation: str = ""  # which form is better, in a sentence
     fields: dict[str, str]  # dtype of each field, in the order of batches
     shapes: dict[str, tuple[int, ...]]  # shape of one sample of each field
@@ -45,10 +45,10 @@ class ConvertReport(Report):
     skipped_list: str | None  # path of a .csv with ``skipped``
     ignored: list[str]  # parts of the source that are not converted
     notes: list[str]
-    already_complete: bool  # whether an earlier call had already done this; then counts are unknown
+    already_complete: bool  # whether an earlier call had already made the output; then counts are unknown
 
     def facts(self) -> dict[str, Any]:
-        """Return the values of the report for JSON, and those that follow from the layout."""
+        """Return the values of the report for JSON, with values derived from the layout."""
         layout = self.layout
         derived = {"num_chunks": layout.num_chunks, "chunk_bytes": layout.chunk_bytes, "cache": asdict(layout.cache)}
         return {**super().facts(), "layout": {**asdict(layout), **derived}}
@@ -87,7 +87,7 @@ class ConvertReport(Report):
         noun = "image" if self.source_kind == "images" else "sample"
         samples = count_text(self.num_added, noun)
         if self.num_added < self.num_samples:
-            samples += f" to add, {self.num_samples:,} then" if self.dry_run else f" added, {self.num_samples:,} now"
+            samples += f" {'to add' if self.dry_run else 'added'}, {self.num_samples:,} in total"
         elif self.sample_shape:
             samples += f" of {shape_text(self.sample_shape)}"
         samples += f" ({self.source_kind})" if noun == "sample" else ""
@@ -106,15 +106,15 @@ class MatrixReport(Report):
     source_kind: str
     dry_run: bool
     kind: str  # csr or dense
-    num_rows: int | None  # None in the plan of a dry run that would have to read the whole source to know
+    num_rows: int | None  # None if a dry run would have to read the entire source to count them
     num_columns: int | None  # None in the same case
     num_entries: int | None  # None for dense rows that were already complete
     is_exact: bool = True  # whether num_entries was counted rather than estimated
     num_bytes: int  # size of the file, or of all shards
-    num_files: int = 1  # of shards
+    num_files: int = 1  # number of files: 1, or the number of shards
     seconds: float  # duration of the whole call; estimated if dry_run
     fields: dict[str, str]  # dtype of each row field
-    axes: tuple[str, str]  # names of the rows, which are the samples, and of the columns in the source
+    axes: tuple[str, str]  # names that the source has for the rows, which are the samples, and for the columns
     duplicates: str  # how duplicates are combined
     dtype: str  # dtype of the stored values: uint8, float16 or float32
     scale: float  # a value is the stored number divided by this

@@ -1,8 +1,8 @@
 """Write the samples of a source into a file or a folder of files, or predict the result, and report on it.
 
-A journal beside the unfinished output records which tasks, runs of chunks, are written. When a conversion continues,
-these chunks are read back and compared with their checksums, and the stamps of their samples with the source, so that
-only chunks that have changed are written again.
+A journal beside the unfinished output records the tasks, or runs of chunks, that are written. When a conversion is
+continued, the checksums of these chunks are verified, and the stamps of their samples are compared with the source.
+Only damaged chunks, and those whose samples have changed, are written again.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class SampleRun:
         output = (NewFolder if self.shards else NewFile)(job.path, self.overwrite)
         with self._explain_interruption(output), output:
             if old is not None:
-                old.check_unchanged()  # another process may have held the lock before
+                old.check_unchanged()  # another process may have changed it before this one got the lock
             output.open_journal(job_key(job, len(files), old))
             log = _TaskLog(output.journal, files, self.progress, self._notify)
             if self.shards and not (self.client and in_store()):
@@ -148,7 +148,7 @@ class SampleRun:
         return kept, all_filled
 
     def _read_back(self, files: list[SampleJob]) -> tuple[list[SampleJob], Filled]:
-        """Read from complete files which samples they contain; counts of notes would require reading all samples."""
+        """Return the files and skipped samples of a complete output, without counts of notes."""
         job, old = self.job, self.job.old
         if old.num_samples:
             last = old.options["appended"][-1]
@@ -178,13 +178,13 @@ class SampleRun:
                     + " and ".join(map(printable, paths))
                 )
             elif self.job.source.identity() is None:
-                self._notify("the work is lost, because changes of this source cannot be detected")
+                self._notify("the finished work is discarded, because changes in this source cannot be detected")
             raise
 
 
 @contextmanager
 def _file_of(output: NewFile | NewFolder, name: str) -> Iterator[NewFile]:
-    """Open the output file, or the file of this name in an output folder, for writing, in a context."""
+    """Open the output file, or the file ``name`` of an output folder, for writing; a context manager."""
     if isinstance(output, NewFile):
         yield output
         return
@@ -195,7 +195,7 @@ def _file_of(output: NewFile | NewFolder, name: str) -> Iterator[NewFile]:
 
 
 class _TaskLog:
-    """The tasks that are already written, by file, as recorded in the journal; reports progress."""
+    """Keep track of the tasks of each file that the journal records as written, and report progress."""
 
     def __init__(self, journal: Journal, jobs: Sequence[SampleJob], progress: Progress | None, notify: Notify) -> None:
         self._journal, self._jobs, self._notify = journal, jobs, notify
@@ -227,7 +227,7 @@ class _TaskLog:
     ) -> Iterator[tuple[int, SampleJob, Filled]]:
         """Write all files, except chunks that the journal records and that are unchanged.
 
-        Yields (number, job, outcome) of each file; the job lacks the samples that were skipped.
+        Yields (number, job, outcome) for each file; the yielded job excludes skipped samples.
         """
         for number, job in enumerate(self._jobs):
             options: dict[str, Any] = {"claims": self._claims[number], "written": self._written, "copied": copied}
@@ -238,7 +238,7 @@ class _TaskLog:
             yield number, *written
 
     def write_on(self, client: Any, part: Path) -> Iterator[tuple[int, SampleJob, Filled]]:
-        """Do the same as `write_here` on a Dask cluster, with the files in any order."""
+        """Like `write_here`, but write files on a Dask cluster, and yield them in the order in which they finish."""
         told = [0] * len(self._jobs)
 
         def say(number: int, done: int) -> None:
@@ -260,7 +260,7 @@ class _TaskLog:
     def finish(self) -> None:
         """Notify the user how many samples were written again, if any."""
         if self._num_rewritten:
-            self._notify(f"{count_text(self._num_rewritten, 'sample')} had changed, and were written again")
+            self._notify(f"{count_text(self._num_rewritten, 'sample')} had changed and were written again")
 
 
 # ---- the list of skipped samples

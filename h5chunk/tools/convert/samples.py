@@ -1,4 +1,4 @@
-"""Decide how the samples of a source are written: fields, order, layout and shards; and recognise earlier work."""
+"""Plan the fields, order, layout and shards in which samples are written, and recognise earlier work."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PROBES = 24  # samples read to estimate the time
 SPLIT = "split"  # field with the split of each sample
 SPLIT_NAME = re.compile(r"\w[\w .-]*")
 MAX_SPLITS = 100
-DTYPE_KINDS = "iufS"  # NumPy's codes of the dtypes that a field may have: integers, floats, fixed-length strings
+DTYPE_KINDS = "iufS"  # kinds of NumPy dtypes that a field may have: integers, floats, fixed-length strings
 KEY_FACTS = {"h5chunk": h5chunk.__version__, "journal": 2}  # part of the key of every journal
 
 
@@ -75,21 +75,24 @@ def prepare(source: SampleSource, path: Path, options: SampleOptions) -> SampleJ
 def check_fields(source: SampleSource) -> None:
     """Raise SourceError unless a file can hold the fields and columns of the source."""
     if not len(source) or not source.fields:
-        raise SourceError(f"the source has {len(source)} samples of {len(source.fields)} fields: give at least one")
+        raise SourceError(
+            f"the source has {len(source)} samples and {len(source.fields)} fields: use a source with at least one of "
+            "each"
+        )
     columns = {name: SampleField(values.shape[1:], values.dtype) for name, values in source.columns.items()}
     for name, field in (*source.fields.items(), *columns.items()):
         if not name or "/" in name or name in (".", GROUP):
             raise SourceError(f"{name!r} cannot be the name of a field: rename it")
         if field.dtype.kind not in DTYPE_KINDS or not field.sample_bytes:
             raise SourceError(
-                f"field {name!r} is {field.dtype} of shape {field.shape}: give integers, floats or strings of a fixed "
-                "length, and at least one element"
+                f"field {name!r} has type {field.dtype} and shape {field.shape}: use integers, floats or strings of a "
+                "fixed length, with at least one element"
             )
     for name, values in source.columns.items():
         if name in source.fields or values.shape != (len(source),):
             raise SourceError(
-                f"column {name!r} has the shape {values.shape} for {len(source)} samples, or is also a field: give it "
-                "one value per sample, and a name of its own"
+                f"column {name!r} has shape {values.shape} for {len(source)} samples, or has the name of a field: use "
+                "one value per sample, and a unique name"
             )
 
 
@@ -116,8 +119,9 @@ def estimate_s(job: SampleJob) -> float:
 def split_job(job: SampleJob, write_options: SampleOptions) -> list[SampleJob]:
     """Divide a job into one job per output file; return an empty list if the output is a single file.
 
-    Shards get equal numbers of whole chunks if possible; chunks become smaller if no chunk size was requested. Raises
-    OptionError if there are fewer chunks than shards, or if a chunk exceeds ``shard_bytes``.
+    Shards get equal numbers of complete chunks if possible. If there are fewer chunks than shards, chunks become
+    smaller, unless their size was requested. Raises OptionError if there are still fewer chunks than shards, or if a
+    chunk exceeds ``shard_bytes``.
     """
     if not write_options.is_sharded:
         return []
@@ -141,7 +145,7 @@ def split_job(job: SampleJob, write_options: SampleOptions) -> list[SampleJob]:
 
 
 def shard_starts(num_samples: int, chunk_samples: int, shards: int) -> list[int]:
-    """Return the first samples of all shards, and the end: as many whole chunks in each as possible.
+    """Return the index of the first sample of each shard, and the number of samples; shards get whole chunks, evenly.
 
     >>> shard_starts(99, 4, 3)
     [0, 36, 68, 99]
@@ -149,20 +153,20 @@ def shard_starts(num_samples: int, chunk_samples: int, shards: int) -> list[int]
     num_chunks = -(-num_samples // chunk_samples)
     if num_chunks < shards:
         raise OptionError(
-            f"shards is {shards} for {count_text(num_chunks, 'chunk')} of {count_text(chunk_samples, 'sample')}: give "
-            "fewer shards, or fewer samples per chunk"
+            f"shards is {shards}, but the data has only {count_text(num_chunks, 'chunk')} of "
+            f"{count_text(chunk_samples, 'sample')}: use fewer shards, or fewer samples per chunk"
         )
     size, more = divmod(num_chunks, shards)
     return [min((size * n + min(n, more)) * chunk_samples, num_samples) for n in range(shards + 1)]
 
 
 def _files_of_splits(job: SampleJob) -> list[SampleJob]:
-    """Divide a job by the field ``split`` into one job per value, which becomes the file name."""
+    """Divide a job into one job per value of the field ``split``, which becomes the file name."""
     splits = job.columns.get(SPLIT)
     if splits is None:
         raise OptionError(
-            "split_files is given, but the source has no field 'split': make folders such as train/ and val/, or "
-            "add a column of that name"
+            "split_files (--split-files) requires a field 'split', which the source lacks: put samples into folders "
+            "such as train/ and val/, or add a column of that name"
         )
     jobs: list[SampleJob] = []
     for split in np.unique(splits):
@@ -170,14 +174,17 @@ def _files_of_splits(job: SampleJob) -> list[SampleJob]:
         name = job.categories[SPLIT][int(split)] if SPLIT in job.categories else name
         if not SPLIT_NAME.fullmatch(name) or len(jobs) == MAX_SPLITS:
             problem = "a value that cannot name a file" if len(jobs) < MAX_SPLITS else f"more than {MAX_SPLITS} values"
-            raise OptionError(f"split_files is given, but the field 'split' has {problem}, such as {printable(name)}")
+            raise OptionError(
+                f"split_files (--split-files) makes a file for each value of the field 'split', but it has {problem}, "
+                f"such as {printable(name)}: rename or merge values"
+            )
         of_split = replace(job, path=job.path / f"{name}.h5")
         jobs.append(of_split.with_order(job.order[splits[job.order] == split]))
     return jobs
 
 
 def folder_layout(jobs: list[SampleJob]) -> Layout:
-    """Return the layout of all shards together; its last reason describes the number and size of the files."""
+    """Return the combined layout of all shards; its last reason describes the number and size of the files."""
     first, num_samples = jobs[0], sum(len(job.order) for job in jobs)
     size = human_bytes(first.spec().num_bytes)
     samples = count_text(max(len(job.order) for job in jobs), "sample")
@@ -186,15 +193,15 @@ def folder_layout(jobs: list[SampleJob]) -> Layout:
 
 
 def _num_shards(job: SampleJob, layout: Layout, shard_bytes: int) -> int:
-    """Return the number of shards needed to keep all of them within ``shard_bytes``."""
-    sample_bytes = (job.spec().num_bytes - HEADER_BYTES) / layout.num_samples  # of all fields and tables
+    """Return the smallest number of shards of which none exceeds ``shard_bytes``."""
+    sample_bytes = (job.spec().num_bytes - HEADER_BYTES) / layout.num_samples  # includes all fields and tables
     chunk_bytes = int(sample_bytes * layout.chunk_samples) + 1
     per_shard = (shard_bytes - HEADER_BYTES) // chunk_bytes
     if per_shard < 1:
         samples = count_text(layout.chunk_samples, "sample")
         raise OptionError(
-            f"shard_bytes is {shard_bytes}, but a file with one chunk of {samples} takes "
-            f"{chunk_bytes + HEADER_BYTES} bytes: raise shard_bytes, or give fewer samples per chunk"
+            f"shard_bytes is {shard_bytes}, but a file with one chunk of {samples} needs "
+            f"{chunk_bytes + HEADER_BYTES} bytes: raise shard_bytes, or use fewer samples per chunk"
         )
     shards = -(-layout.num_chunks // per_shard)
     if shards > MAX_SHARDS:
@@ -251,7 +258,7 @@ def is_complete(job: SampleJob, num_files: int) -> bool:
 
 
 def find_skipped(job: SampleJob, numbers: np.ndarray) -> list[Failure]:
-    """Return the samples of the job whose numbers are not in ``numbers``, with the reasons, by reading them again."""
+    """Read the samples of the job that are not in ``numbers`` again, and return the reasons why they were skipped."""
     failures = []
     out = job.sample_buffers()
     with job.source.session():

@@ -251,7 +251,7 @@ class FolderInfo(Report):
             refused = f"; {len(file.refused)} not looked at" if file.refused else ""
             lines.append(f"  {file.path}: {samples}{human_bytes(file.num_bytes)}{refused}")
         left = max(0, len(self.files) - SHOWN) + max(0, len(self.broken) - SHOWN)
-        return [*lines, *([f"  {left} more (--json has all)"] if left else [])]
+        return [*lines, *([f"  {left} more (--json lists all)"] if left else [])]
 
 
 @dataclass(frozen=True)

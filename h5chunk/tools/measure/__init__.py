@@ -1,1 +1,1 @@
-"""Measure rates: of batches, of the machine, of the disk, and of the stages between them."""
+"""Measure the rates of batches, of the machine, of the disk, and of the stages in between."""
