@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from h5chunk.errors import OptionError, human_bytes
+from h5chunk.feed.nodes import ranks_of_node
 from h5chunk.plan.eviction import NextUses, uses_of_rows
 from h5chunk.plan.order import Order
 from h5chunk.plan.selection import FixedSelection
@@ -100,7 +101,8 @@ class DiskCache:
         """Yield the runs of pages of present chunks, first those whose next use is the latest."""
         order = replace(order, epoch=0)
         if self._uses is None or self._uses[0] != order:
-            self._uses = order, NextUses(order, self._reader.num_samples)
+            ranks = ranks_of_node(order.rank, order.world_size)
+            self._uses = order, NextUses(order, self._reader.num_samples, ranks)
         chunk_uses = self._uses[1].since(*position)
         found: list[tuple[int, int, int, int]] = []
         for number, reader in enumerate(self._reader.readers):

@@ -165,7 +165,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
     locality : "node" or int, optional
         Nodes keep their chunks over all epochs, so that the disk cache of each (``cache_dir``) serves later epochs;
         which ones depends on the seed. ``"node"``: the nodes of torchrun. Resume on another number of nodes with this
-        number; it divides ``lanes``. Not for weights or subsets.
+        number; it divides ``lanes``. With weights, a few chunks of a node differ from epoch to epoch.
     weights : array or str, optional
         The relative probability of each sample of the data set, (n,), 0 or more; or a field of classes, to make all
         classes equally likely. An epoch then draws as many samples as the data set has, each in proportion to its

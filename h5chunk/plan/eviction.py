@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -13,15 +14,15 @@ NEVER = np.iinfo(np.int64).max
 
 
 class EpochUses:
-    """For each chunk, the first batches of the first and the last window of an epoch, on any rank, that use it.
+    """For each chunk, the first batches of the first and the last window of an epoch, on ``ranks``, that use it.
 
     A chunk is used by one window, or by two windows that share it. For unused chunks the batches are NEVER and -1.
     """
 
-    def __init__(self, order: Order, num_samples: int) -> None:
+    def __init__(self, order: Order, num_samples: int, ranks: Iterable[int]) -> None:
         count = -(-num_samples // order.chunk_samples)
         self.first, self.last = np.full(count, NEVER), np.full(count, -1)
-        for rank in range(order.world_size):
+        for rank in ranks:
             for window in replace(order, rank=rank).windows():
                 chunks = np.unique(window.rows // order.chunk_samples)
                 self.first[chunks] = np.minimum(self.first[chunks], window.batches[0])
@@ -29,10 +30,11 @@ class EpochUses:
 
 
 class NextUses:
-    """Compute the next use of each chunk, in this epoch or the next one."""
+    """Compute the next use of each chunk by ``ranks`` (default: all), in this epoch or the next one."""
 
-    def __init__(self, order: Order, num_samples: int) -> None:
+    def __init__(self, order: Order, num_samples: int, ranks: Iterable[int] | None = None) -> None:
         self._order, self._num_samples = order, num_samples
+        self._ranks = range(order.world_size) if ranks is None else ranks
         self._epochs: dict[int, EpochUses] = {}
 
     def since(self, epoch: int, batch: int) -> Indices:
@@ -45,7 +47,7 @@ class NextUses:
     def _uses(self, epoch: int) -> EpochUses:
         if epoch not in self._epochs:
             self._epochs = {number: uses for number, uses in self._epochs.items() if number == epoch - 1}
-            self._epochs[epoch] = EpochUses(replace(self._order, epoch=epoch), self._num_samples)
+            self._epochs[epoch] = EpochUses(replace(self._order, epoch=epoch), self._num_samples, self._ranks)
         return self._epochs[epoch]
 
 

@@ -18,6 +18,7 @@ than there are lanes.
 With ``nodes``, consecutive lanes belong to the same node, and a node has the same chunks in all epochs, so that it can
 keep them in a disk cache. Only the chunks at the end of the sequence, at most two per lane, and two more if the file's
 last chunk is short, may belong to any node. None of this depends on the number of ranks.
+Of a subset, nodes share only the chunks at which their parts meet; with weights, these are a few others in each epoch.
 
 >>> order = Order(num_samples=10, chunk_samples=2, batch_size=4, window_chunks=2, seed=0)
 >>> [batch.tolist() for batch in order.batches()]
@@ -114,11 +115,6 @@ class Order:
             raise OptionError(
                 f"nodes is {self.nodes}, which does not divide lanes {self.lanes}: give a multiple of the number of "
                 "nodes as lanes"
-            )
-        if self.nodes > 1 and self.selection is not None:
-            raise OptionError(
-                "locality cannot be combined with weights or a subset: leave out locality, or convert the subset to a "
-                "separate file"
             )
         if self.batch_size * self.world_size % self.lanes:
             raise OptionError(
@@ -232,12 +228,7 @@ class Order:
         """
         sequence, count = self._sequence(), self.lanes // self.world_size
         added = epoch_rows(self.epoch, self.epoch_samples) if self.epoch_samples else 0
-        # the chunks of a selection differ in size, so its lanes are contiguous parts
-        chunk = self.chunk_samples if self.selection is None else max(1, self.num_samples)
-        lanes = [
-            Lane(number, self.lanes, num_samples=self.num_samples, chunk_samples=chunk)
-            for number in range(self.rank * count, (self.rank + 1) * count)
-        ]
+        lanes = [self._lane(number) for number in range(self.rank * count, (self.rank + 1) * count)]
         for round_ in self.rounds():
             stop = round_.first_batch + round_.num_windows * round_.window_batches
             if stop <= start:
@@ -264,15 +255,22 @@ class Order:
         keys[destinations] = row_keys
         return Window(self.numbers_of(keys), self.numbers_of(row_keys), destinations, numbers, keys)
 
+    def _lane(self, number: int) -> Lane:
+        # the chunks of a selection differ in size, so its lanes are contiguous parts
+        chunk = self.chunk_samples if self.selection is None else max(1, self.num_samples)
+        return Lane(number, self.lanes, num_samples=self.num_samples, chunk_samples=chunk)
+
     def _sequence(self) -> Keys:
         if self.selection is not None:
             selected = self.selection.resolve(self.seed, self.epoch)
             if isinstance(self.selection, WeightedSelection) and selected.samples is not None:
                 selected = replace(selected, samples=keys_of_repeated(selected.samples))
-            return SelectionSequence(selected, self.seed, self.epoch, shuffle=self.shuffle).at
+            first_lanes = map(self._lane, range(0, self.lanes, self.lanes // self.nodes))
+            nodes = [lane.first_position for lane in first_lanes]
+            return SelectionSequence(selected, self.seed, self.epoch, shuffle=self.shuffle, nodes=nodes).at
         if self.shuffle:
-            nodes = {"nodes": self.nodes, "lanes": self.lanes}
-            return ShuffledSequence(self.num_samples, self.chunk_samples, self.seed, self.epoch, **nodes).at
+            parts = {"nodes": self.nodes, "lanes": self.lanes}
+            return ShuffledSequence(self.num_samples, self.chunk_samples, self.seed, self.epoch, **parts).at
         return lambda positions: positions
 
 

@@ -204,6 +204,11 @@ class Lane:
         self._head_samples, self._head_start = whole, number * whole  # the lane's whole chunks in the sequence
         self._tail_start = num_lanes * whole + number * (shortest - whole) + min(number, num_longer)
 
+    @property
+    def first_position(self) -> int:
+        """The position in the sequence of the first sample of this lane."""
+        return self._head_start if self._head_samples else self._tail_start
+
     def positions(self, start: int, stop: int) -> Indices:
         """Return the positions in the sequence of samples ``start`` to ``stop`` (excluded) of this lane.
 

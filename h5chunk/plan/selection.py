@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from h5chunk.errors import OptionError
-from h5chunk.plan.permutation import CHUNKS, SPLIT, WEIGHTS, Indices, permutation, random_bits
+from h5chunk.plan.permutation import CHUNKS, NODES, SPLIT, WEIGHTS, Indices, permutation, random_bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +30,7 @@ class FixedSelection:
 
     starts: Indices
     samples: Indices | None = None
+    chunks: Indices | None = None  # (num_chunks,): their numbers, if a selection of another epoch has others
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -45,21 +46,45 @@ class FixedSelection:
 
 
 class SelectionSequence:
-    """The sequence of selected samples, chunk by chunk, with the chunks permuted if ``shuffle``."""
+    """The sequence of selected samples, chunk by chunk, with the chunks permuted if ``shuffle``.
 
-    def __init__(self, selection: FixedSelection, seed: int, epoch: int, *, shuffle: bool = True) -> None:
+    ``nodes``, (n,), are the positions in the sequence at which the parts of the nodes begin, which have the same chunks
+    in all epochs. A chunk at which two parts meet is divided between them.
+    """
+
+    def __init__(
+        self, selection: FixedSelection, seed: int, epoch: int, *, shuffle: bool = True, nodes: Sequence[int] = (0,)
+    ) -> None:
         self._samples = selection.samples
+        firsts, sizes = selection.starts[:-1], np.diff(selection.starts)
         order = np.arange(selection.num_chunks)
-        if shuffle:
+        if shuffle and len(nodes) > 1:
+            firsts, sizes, order = _runs_of_nodes(selection, seed, epoch, nodes)
+        elif shuffle:
             order = permutation(selection.num_chunks, seed, stream=(CHUNKS, epoch, 0))
-        self._firsts = selection.starts[:-1][order]
-        self._ends = np.concatenate(([0], np.cumsum(np.diff(selection.starts)[order])))
+        self._firsts = firsts[order]
+        self._ends = np.concatenate(([0], np.cumsum(sizes[order])))
 
     def at(self, positions: Indices) -> Indices:
         """Return the samples at positions of the sequence: (n,) int64."""
         turn = np.searchsorted(self._ends, positions, "right") - 1
         numbers = self._firsts[turn] + positions - self._ends[turn]
         return numbers if self._samples is None else self._samples[numbers]
+
+
+def _runs_of_nodes(
+    selection: FixedSelection, seed: int, epoch: int, nodes: Sequence[int]
+) -> tuple[Indices, Indices, Indices]:
+    """Divide the chunks among nodes; return the first samples, sizes and order of the chunks, or of their parts."""
+    chunks = np.arange(selection.num_chunks) if selection.chunks is None else selection.chunks
+    division = np.argsort(random_bits(int(chunks.max(initial=0)) + 1, seed, (NODES, 0, 0))[chunks], kind="stable")
+    firsts, ends = selection.starts[:-1][division], np.cumsum(np.diff(selection.starts)[division])
+    begins = np.concatenate(([0], ends[:-1]))
+    cuts = np.union1d(begins, nodes)
+    cuts = cuts[cuts < len(selection)]
+    number, node = np.searchsorted(ends, cuts, "right"), np.searchsorted(nodes, cuts, "right")
+    order = np.lexsort((random_bits(len(cuts), seed, (CHUNKS, epoch, 1)), node))
+    return firsts[number] + cuts - begins[number], np.diff(cuts, append=len(selection)), order
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +132,8 @@ class WeightedSelection:
         counts: Indices = ends[1:] - ends[:-1]
         numbers = np.repeat(np.arange(len(counts)), counts)
         starts = starts_of_runs(self.chunks[numbers])
-        return FixedSelection(starts, numbers if self.samples is None else self.samples[numbers])
+        chunks = self.chunks[numbers[starts[:-1]]]
+        return FixedSelection(starts, numbers if self.samples is None else self.samples[numbers], chunks)
 
 
 Selection = FixedSelection | WeightedSelection

@@ -226,6 +226,29 @@ def test_locality_resumes_on_another_number_of_ranks_and_nodes(path, monkeypatch
         local_ranks(path, 2, state, locality="node")
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_locality_of_a_selection(path, weighted):
+    """A node has the chunks of earlier epochs, but for those where the parts of two nodes meet."""
+    subset = np.random.default_rng(0).permutation(N)[: N * 2 // 3]
+    dataset = ChunkDataset(path) if weighted else ChunkDataset(path).subset(subset)
+    options = {"weights": np.random.default_rng(0).uniform(0, 2, N)} if weighted else {}
+    chunks: dict[tuple[int | None, int], list[set[int]]] = {}
+    for locality in (None, 2):
+        for epoch in range(3):
+            ranks = [ChunkSampler(dataset, 2, rank=r, world_size=4, locality=locality, **options) for r in range(4)]
+            for rank in ranks:
+                rank.set_epoch(epoch)
+            samples = [list(chain(*rank)) for rank in ranks]
+            if not weighted:
+                assert sorted(chain(*samples)) == list(range(len(subset)))
+            numbers = np.arange(N) if weighted else np.sort(subset)
+            for node in range(2):
+                found = numbers[[*samples[2 * node], *samples[2 * node + 1]]] // dataset.new_reader().chunk_samples
+                chunks.setdefault((locality, node), []).append(set(found.tolist()))
+    more = {key: len(set.union(*sets)) - max(map(len, sets)) for key, sets in chunks.items()}
+    assert max(more[2, 0], more[2, 1]) <= (3 if weighted else 0) < min(more[None, 0], more[None, 1]) - 1
+
+
 def test_locality_that_cannot_be(path, monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     dataset = ChunkDataset(path)
@@ -234,7 +257,6 @@ def test_locality_that_cannot_be(path, monkeypatch):
         ({"locality": "rack"}, "locality is 'rack': give 'node', or a number of nodes"),
         ({"locality": 3}, "nodes is 3, which does not divide lanes 4: give a multiple"),
         ({"locality": 0}, "locality is 0"),
-        ({"locality": 2, "weights": np.ones(N)}, "locality cannot be combined with weights or a subset"),
     ]
     for options, message in wrong:
         with pytest.raises(OptionError, match=message):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from h5chunk.feed.nodes import ranks_of_node
 from h5chunk.plan.eviction import NEVER, NextUses
 from h5chunk.plan.order import Order
 
@@ -32,6 +33,21 @@ def test_next_uses(order):
     firsts = [window.batches[0] for window in order.windows()]
     for batch in (firsts[0], firsts[3], firsts[-1]):
         assert uses.since(4, batch).tolist() == by_looking_ahead(order, 4, batch).tolist()
+
+
+def test_a_cache_of_one_node(monkeypatch):
+    """Only chunks that its own ranks use come before those that none uses."""
+    order = replace(ORDER, batch_size=3, lanes=4, world_size=4, nodes=2, rank=3)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert ranks_of_node(3, 4) == range(2, 4)
+    own = NextUses(order, 103, ranks_of_node(3, 4)).since(0, 0) != NEVER
+    whole = [
+        np.unique(np.concatenate([w.rows // 4 for e in (0, 1) for w in replace(order, rank=r, epoch=e).windows()]))
+        for r in (2, 3)
+    ]
+    assert np.flatnonzero(own).tolist() == np.union1d(*whole).tolist()
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert ranks_of_node(3, 4) == range(4)
 
 
 def test_chunks_that_no_epoch_uses_come_last():
