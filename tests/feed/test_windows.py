@@ -143,6 +143,21 @@ def test_info_recognises_the_layout_and_prints_the_line_that_opens_it(layout: st
     assert images.shape[2:] == (6, 5, 3) and actions.shape[2:] == (7,) and len(actions) == len(images)
 
 
+def test_info_says_what_chunks_cost_windows_and_repack_makes_better_ones(tmp_path: Path) -> None:
+    path, frames = tmp_path / "a.h5", np.random.default_rng(0).integers(0, 9, (400, 40, 40, 3), np.uint8)
+    with h5py.File(path, "w") as file:
+        file.create_dataset("pixels", data=frames, chunks=(100, 40, 40, 3), compression="gzip")
+    (advice,) = h5chunk.info(path, window=4).windows
+    decoded = np.mean([100 * len({first // 100, (first + 3) // 100}) / 4 for first in range(397)])
+    assert advice.cost == pytest.approx(decoded) and advice.best_cost < 3
+    assert "--chunks" in str(h5chunk.info(path, window=4))
+    h5chunk.repack(path, tmp_path / "b.h5", chunks=advice.best, compression="gzip")
+    (better,) = h5chunk.info(tmp_path / "b.h5", window=4).windows
+    assert better.cost == pytest.approx(advice.best_cost) and "--chunks" not in str(better)
+    windows = (h5chunk.Windows(tmp_path / name, {"pixels": "pixels"}, 4) for name in ("a.h5", "b.h5"))
+    assert np.array_equal(*(own[[0, 300]][0] for own in windows))
+
+
 def _joined(lists: list[list[int]]) -> list[int]:
     return [*chain.from_iterable(lists)]
 
@@ -232,6 +247,48 @@ def test_episodes_that_no_window_can_be_taken_from_are_errors_that_name_them(tmp
         file["data/demo_10/actions"] = np.zeros((4, 7), np.float32)
     with pytest.raises(h5chunk.FieldError, match="'data/demo_10/obs/image' has 5, 'data/demo_10/actions' has 4"):
         h5chunk.Windows(path, ROBOT, 2)
+
+
+def test_episodes_that_are_stored_differently_are_one_data_set(tmp_path: Path) -> None:
+    """Empty, compressed and chunked ones among contiguous ones, and the links of a file that is not trusted."""
+    path = _robomimic(tmp_path / "robot.h5")
+    with h5py.File(path, "a") as file:
+        file["data/demo_5/obs/image"], file["data/demo_5/actions"] = (
+            np.zeros((0, 6, 5, 3), "u1"),
+            np.zeros((0, 7), "f4"),
+        )
+        for name, options in (("demo_10", {"compression": "gzip"}), ("demo_33", {"chunks": (2, 6, 5, 3)})):
+            image = file[f"data/{name}/obs/image"][:]
+            del file[f"data/{name}/obs/image"]
+            file.create_dataset(f"data/{name}/obs/image", data=image, **options)
+    with pytest.warns(UserWarning, match="1 episode of 4 shorter"):
+        windows = h5chunk.Windows(path, ROBOT, 3)
+    loader = h5chunk.ChunkLoader(windows, 4, shuffle=False)
+    found = torch.cat([batch[0] for batch in loader])
+    expected = [frames["image"][at : at + 3] for frames in EPISODES for at in range(len(frames["image"]) - 2)]
+    assert np.array_equal(found, expected) and np.array_equal(windows[11][0], expected[11])
+    loader.close(), windows.close()
+    with h5py.File(path, "a") as file:
+        file["data/demo_5"].move("actions", "real")
+        file["data/demo_5/actions"] = h5py.SoftLink("/data/demo_2/actions")
+    with pytest.raises(h5chunk.TrustError, match=r"demo_5/actions.* is a soft link"):
+        h5chunk.Windows(path, ROBOT, 3)
+
+
+def test_an_episode_that_is_damaged_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    path = _robomimic(tmp_path / "robot.h5")
+    with h5py.File(path) as file:
+        ends = [each.id.get_offset() + each.nbytes for each in (file[f"data/demo_{n}/actions"] for n in (2, 10, 33))]
+    windows = h5chunk.Windows(path, ROBOT, 3)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: max(ends) - 4])
+    with pytest.raises(h5chunk.FileError, match=r"robot.h5: .*changed"):
+        list(h5chunk.ChunkLoader(windows, 4))
+    with pytest.raises(h5chunk.FileError, match=r"robot\.h5"):
+        h5chunk.Windows(path, ROBOT, 3)
+    path.write_bytes(whole.replace(b"TREE", b"EERT"))
+    with pytest.raises(h5chunk.FileError, match=r"robot\.h5"):
+        h5chunk.Windows(path, ROBOT, 3)
 
 
 def test_lengths_of_episodes_that_do_not_add_up_and_other_arguments_are_errors(tmp_path: Path) -> None:

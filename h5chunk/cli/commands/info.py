@@ -36,6 +36,13 @@ from h5chunk.cli.options import NUMBERS, OUTPUT, RUNNING, option
     heading=RUNNING,
     help="Also say what random patches of this shape cost, and which chunks are better.",
 )
+@option(
+    "--window",
+    type=int,
+    metavar="N",
+    heading=RUNNING,
+    help="Also say what random windows of N time steps cost, and which chunks are better.",
+)
 @option("--all", "show_all", is_flag=True, heading=OUTPUT, help="List every dataset of FILE, with its chunks.")
 @shared.as_json
 def info(file: str | None, **options: Any) -> None:

@@ -36,6 +36,7 @@ from h5chunk.tools.info.layouts import recognise
 from h5chunk.tools.info.patches import advise
 from h5chunk.tools.info.report import DatasetInfo, FileInfo, FolderInfo, ImagesInfo, MachineInfo, MatrixInfo
 from h5chunk.tools.info.summary import BATCH, default_fields, training_code, training_fields
+from h5chunk.tools.info.windows import advise_windows
 from h5chunk.tools.measure.machine import available_bytes, cuda_device, default_cache, library_versions
 from h5chunk.tools.progress import Progress
 from h5chunk.tools.report import python_text, shell_command
@@ -57,6 +58,7 @@ def info(
     show_all: bool = False,
     stats: bool = False,
     patch: Sequence[int] = (),
+    window: int | None = None,
     progress: Progress | None = None,
 ) -> FileInfo | FolderInfo | MachineInfo:
     """Describe all datasets of a file, without reading their data; or describe the machine.
@@ -78,6 +80,9 @@ def info(
         them beside the file, where `ChunkDataset.statistics` finds them.
     patch : sequence of int
         Also say how many bytes random patches of this shape in space make readers decode, and which chunks are better.
+    window : int, optional
+        Also say how many bytes random windows of this many time steps, from the first to the last, make readers decode,
+        and which chunks are better.
     progress : function, optional
         Called with (stage, done, total) while statistics are computed.
 
@@ -97,9 +102,12 @@ def info(
         if patch:
             size = tuple(check_whole("patch", length, 1, 1 << 30) for length in patch)
             found = replace(found, patches=advise(found.path, found.datasets, size))
+        if window is not None:
+            num_steps = check_whole("window", window, 1, 1 << 30)
+            found = replace(found, windows=advise_windows(found.path, found.datasets, num_steps))
         return _with_statistics(found, trusted, stats, progress)
-    if patch:
-        raise OptionError("patch is given: name a single file")
+    if patch or window is not None:
+        raise OptionError(f"{'patch' if patch else 'window'} is given: name a single file")
     files, broken = [], {}
     num_bytes = 0
     for file in list_files(path):

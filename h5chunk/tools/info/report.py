@@ -144,6 +144,7 @@ class FileInfo(Report):
     statistics: dict[str, FieldStatistics] = field(default_factory=dict)  # of fields, if they were computed
     code: list[str] = field(default_factory=list)  # lines of Python that make a loader; empty if no field suits one
     layout: str = ""  # name of a published layout of episodes or series; empty if it has none of those
+    windows: list[Any] = field(default_factory=list)  # `h5chunk.tools.info.windows.WindowAdvice`, if it was asked for
     patches: list[Any] = field(default_factory=list)  # `h5chunk.tools.info.patches.PatchAdvice`, if it was asked for
     show_all: bool = False  # whether to list every dataset, instead of a summary
 
@@ -175,8 +176,8 @@ class FileInfo(Report):
         if len(refused) < len(self.refused):
             lines.append(f"  {len(self.refused) - len(refused):,} more not looked at (--all)")
         lines += [f"  {line}" for name, found in self.statistics.items() for line in _statistics_lines(name, found)]
-        lines += [f"  {line}" for advice in self.patches for line in advice.lines()]
-        lines += [f"  {line}" for line in ([] if self.patches else self._advice())]
+        lines += [f"  {line}" for advice in [*self.patches, *self.windows] for line in advice.lines()]
+        lines += [f"  {line}" for line in ([] if self.patches or self.windows else self._advice())]
         if not self.datasets and not self.refused:
             lines.append("  no datasets")
         return lines
