@@ -7,9 +7,9 @@
 
 Limits, measured in turn in the same run: reading the file from the page cache into pinned memory (preadv of 8 MB with
 the best number of threads); copying pinned memory to the GPU; and both at once by a bare loop, in which threads in C
-read windows of one, four or eight batches (whichever is fastest) into pinned buffers, with the rows of a
-batch in shuffled order, and each buffer is copied to the GPU once it is full. The tables of all windows are made before
-the clock starts, and nothing is normalised. `gpu_limits` has these loops.
+read windows of one, four or eight batches into three, four or six pinned buffers (whichever is fastest), with the rows
+of a batch in shuffled order, and each buffer is copied to the GPU once it is full. The tables of all windows are made
+before the clock starts, and nothing is normalised. `gpu_limits` has these loops.
 Delivery: whole epochs of normalised batches on the GPU, the second of each loader; nothing is resident.
 First batch: the time from construction, on this file and on a sparse file of 100 GB, and after a break between epochs.
 Utilisation: images/s of whole training epochs with the loader over as many steps on one cached real batch. Epochs of
@@ -52,6 +52,7 @@ from h5chunk.transforms import Normalize, ToDtype
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SPARSE_BYTES = 100 << 30
+BARE_SLOTS = 3, 4, 6  # pinned windows of the bare loop: fewer stay in the cache
 BARE_BYTES = 64 << 20  # of a window of the bare loop, unless a batch has more
 PYTHON_S = 0.01
 BARRIER_S = 60.0
@@ -121,7 +122,7 @@ def make_loader(
 
 def bare_loops(path: Path, args: argparse.Namespace) -> list[BareLoop]:
     """Return bare loops whose windows are of one batch and, if batches are small, of four and eight."""
-    loops = [BareLoop(path, args.batch_size * batches) for batches in (1, 4, 8)]
+    loops = [BareLoop(path, args.batch_size * batches, slots) for batches in (1, 4, 8) for slots in BARE_SLOTS]
     return [loop for loop in loops if loop.window_bytes <= max(loops[0].window_bytes, BARE_BYTES)]
 
 
@@ -152,8 +153,10 @@ def delivery(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     limit = middle["bare"]
     print(f"page cache to pinned memory {middle['read'] / 1e9:6.1f} GB/s ({best} threads)")
     print(f"pinned memory to the GPU    {middle['copy'] / 1e9:6.1f} GB/s")
-    batches = bare.window_bytes // bare_bytes
-    print(f"both at once, bare loop     {limit / 1e9:6.1f} GB/s ({bare_threads} threads, windows of {batches} batches)")
+    how = f"{bare_threads} threads, {bare.num_slots} windows of {bare.window_bytes // bare_bytes} batches"
+    print(
+        f"both at once, bare loop     {limit / 1e9:6.1f} GB/s ({bare_threads} threads, {bare.num_slots} windows of {batches} batches)"
+    )
     for name in dtypes:
         print(
             f"delivered {name:9s} {middle[name] / image_bytes:>9,.0f} images/s, {middle[name] / limit:.3f} of the loop"

@@ -17,7 +17,6 @@ from h5chunk.feed.memory import PinnedMemory
 from h5chunk.store.hdf5.open import open_file
 
 PIECE = 8 << 20
-BARE_SLOTS = 6
 
 
 def read_rate(path: Path, threads: int, num_bytes: int) -> float:
@@ -70,7 +69,8 @@ class BareLoop:
     Every sample is read once. A window consists of random chunks of the file with ``window_samples`` in all.
     """
 
-    def __init__(self, path: Path, window_samples: int) -> None:
+    def __init__(self, path: Path, window_samples: int, num_slots: int) -> None:
+        self.num_slots = num_slots
         self._path = path
         with open_file(path) as file:
             dataset = file["images"]
@@ -96,7 +96,7 @@ class BareLoop:
 
     def rate(self, num_threads: int, wait: Callable[[], object] = lambda: None) -> float:
         """Return bytes/s of an epoch on the current GPU; ``wait`` is called just before the clock starts."""
-        num_slots, size = min(BARE_SLOTS, len(self._windows)), self.window_bytes
+        num_slots, size = min(self.num_slots, len(self._windows)), self.window_bytes
         descriptor, pinned = os.open(self._path, os.O_RDONLY), PinnedMemory(num_slots * size)
         hosts = pinned.bytes[: num_slots * size].reshape(num_slots, size)
         device = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(num_slots)]

@@ -106,6 +106,7 @@ class WindowRead:
                 self.slot.check()
         except BaseException as error:
             self.error = error
+        self.slot.return_pinned()
         self._ready.set()
         if self.at_end is not None:
             self.at_end()
@@ -308,9 +309,11 @@ class ReadPool:
         arrays = window.rows, window.destinations, window.samples
         if slot.tasks is None and self._stamp:
             slot.tasks = lasting_tasks(self._direct, self._whole, self.descriptor, fields, *arrays)
-            if slot.tasks is not None:
-                slot.tasks.ending = Ending(*slot.sender, *self._stamp)
-        return slot.tasks if slot.tasks is not None and slot.tasks.aim(*arrays) else None
+        tasks = slot.tasks
+        if tasks is None or not tasks.aim(*arrays):
+            return None
+        tasks.ending = Ending(*slot.sender, *self._stamp)
+        return tasks
 
     def _field_tasks(self, name: str, window: Window, out: Any) -> Iterable[ReadTask]:
         """Return the tasks that read a field; small fields are copied at once, without a task."""

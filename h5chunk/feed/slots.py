@@ -23,9 +23,7 @@ import torch
 from h5chunk.errors import FileError, OptionError, human_bytes
 from h5chunk.feed.frames import FrameLayout, FrameRoom, Frames, FrameWindow
 from h5chunk.feed.layout import FieldLayout, Layouts, MatrixLayout, aligned_bytes, slot_bytes
-from h5chunk.native import cuda
 from h5chunk.store.read.csr import CsrBuffers
-from h5chunk.transforms.compiled import current_stream
 from h5chunk.transforms.csr import CsrRows, SampleNumbers
 from h5chunk.transforms.images import ImagesByNumber
 
@@ -165,7 +163,7 @@ Windows = dict[str, DenseWindow | CsrWindow | FrameWindow]
 KINDS: dict[type, Any] = {FieldLayout: DenseWindow, MatrixLayout: CsrWindow, FrameLayout: FrameWindow}
 
 
-def _arrays_in(buffer: torch.Tensor, layouts: Layouts, num_samples: int) -> Arrays:
+def arrays_in(buffer: torch.Tensor, layouts: Layouts, num_samples: int) -> Arrays:
     """Return views of a buffer: the arrays of the largest window, one after the other."""
     arrays: Arrays = []
     start = 0
@@ -178,7 +176,7 @@ def _arrays_in(buffer: torch.Tensor, layouts: Layouts, num_samples: int) -> Arra
     return arrays
 
 
-def _beginnings(arrays: Arrays, windows: Windows) -> Arrays:
+def beginnings(arrays: Arrays, windows: Windows) -> Arrays:
     """Return the arrays of a window: leading slices of the largest window's arrays."""
     return [
         [
@@ -204,22 +202,22 @@ class CpuSlot:
         self._arrays: Arrays = []  # the memory that is always the same
         if memory is None:
             held = BatchMemory().empty((slot_bytes(layouts, num_samples),), torch.uint8)
-            self._arrays = _arrays_in(held, layouts, num_samples)
+            self._arrays = arrays_in(held, layouts, num_samples)
         self._windows: Windows = {}
         self.window: Fields = ()
 
     is_full, tasks = False, None  # see CudaSlot
-    is_free = True  # whether `begin` returns at once
+    is_free = has_pinned = True  # whether `begin` returns at once
 
     def begin(self, samples: np.ndarray) -> Mapping[str, Destination]:
         """Prepare for a window of these samples, and return the destinations of all fields for readers."""
-        self._windows = windows = _windows_of(self._layouts, samples)
+        self._windows = windows = windows_of(self._layouts, samples)
         if (memory := self._memory) is None:
-            arrays = _beginnings(self._arrays, windows)
+            arrays = beginnings(self._arrays, windows)
         else:
             arrays = [[memory.empty(*shape) for shape in window.shapes] for window in windows.values()]
-        self.window = _samples(windows, arrays)
-        return _destinations(windows, arrays)
+        self.window = samples_in(windows, arrays)
+        return destinations_in(windows, arrays)
 
     sender: tuple[int | None, int | None] = None, None  # nothing has to be sent
 
@@ -230,6 +228,9 @@ class CpuSlot:
         """Raise FileError if the data that was read is damaged."""
         for window in self._windows.values():
             window.check()
+
+    def return_pinned(self) -> None:
+        """Do nothing: there is no pinned memory."""
 
     def receive(self) -> None:
         """Do nothing: there is no copy to wait for."""
@@ -244,125 +245,16 @@ class CpuSlot:
             self.window, self._windows = (), {}
 
 
-class CudaSlot:
-    """A window in pinned memory, (slot_bytes,) uint8, and its copy on the device, in one buffer for all fields.
-
-    ``num_samples`` is the size of the largest window, and ``stream`` is the CUDA stream of the copies. ``is_full`` says
-    that `begin` has returned the same destinations as for earlier windows, and ``tasks`` holds what fills them.
-    """
-
-    def __init__(self, layouts: Layouts, num_samples: int, pinned: np.ndarray, stream: torch.cuda.Stream) -> None:
-        self._stream, self._layouts = stream, layouts
-        self._buffers = (
-            torch.empty(pinned.nbytes, dtype=torch.uint8, device=stream.device),
-            torch.from_numpy(pinned),
-        )
-        self._largest = [layout.capacity(num_samples) for layout in layouts.values()]  # shapes of arrays
-        self._device, self._host = (_arrays_in(buffer, layouts, num_samples) for buffer in self._buffers)
-        self._windows: Windows = {}
-        self._full: tuple[Fields, Mapping[str, Destination]] | None = None  # views of a full window of dense fields
-        self.is_full, self.tasks = False, None
-        self._num_samples = num_samples
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.window: Fields = ()
-        self._copied = torch.cuda.Event(blocking=True)
-        self._consumed = torch.cuda.Event()
-        self._copied.record(stream)  # makes the event
-        self._consumed.record(torch.cuda.current_stream(stream.device))  # earlier users of the memory may still run
-        with torch.cuda.device(stream.device):
-            self._context = cuda.context()
-        self._events = self._consumed.cuda_event, self._copied.cuda_event
-        self._sending: cuda.Sending | None = None
-        if self._context is not None:
-            self._sending = cuda.Sending(self._context, stream.cuda_stream, *self._events)
-        self._all = [self._buffers]
-        self._whole = _copy_table(self._all)
-
-    @property
-    def is_free(self) -> bool:
-        """True if the copy out of the pinned buffer is done, so that `begin` does not wait."""
-        return self._copied.query()
-
-    def begin(self, samples: np.ndarray) -> Mapping[str, Destination]:
-        """Wait until the pinned buffer may be overwritten, and return the destinations of all fields for readers."""
-        if not self._copied.query():
-            self._copied.synchronize()
-        is_full = len(samples) == self._num_samples
-        if is_full and self._full is not None:
-            self._windows, self.window, self.is_full = {}, self._full[0], True
-            self._plan_copies(None)
-            return self._full[1]
-        self.is_full = False
-        self._windows = windows = _windows_of(self._layouts, samples)
-        device, host = _beginnings(self._device, windows), _beginnings(self._host, windows)
-        is_largest = [window.shapes for window in windows.values()] == self._largest
-        self._plan_copies(None if is_largest else (device, host))
-        self.window = _samples(windows, device)  # valid from `receive` until `release`
-        destinations = _destinations(windows, host)
-        if is_full and all(isinstance(layout, FieldLayout) for layout in self._layouts.values()):
-            self._full = self.window, destinations
-        return destinations
-
-    def _plan_copies(self, arrays: tuple[Arrays, Arrays] | None) -> None:
-        """Copy all arrays by one call if they are those of the largest window, else each of ``arrays``."""
-        if arrays is None and self._copies is self._all:
-            return
-        self._copies = self._all
-        if arrays is not None:
-            self._copies = [pair for own in zip(*arrays, strict=True) for pair in zip(*own, strict=True)]
-        if self._sending is not None:
-            self._sending.set_copies(self._whole if arrays is None else _copy_table(self._copies))
-
-    @property
-    def sender(self) -> tuple[int | None, int | None]:
-        """The addresses of a C function and its argument that do what `send` does, or None."""
-        return (None, None) if self._sending is None else (cuda.sender(), self._sending.address)
-
-    def send(self) -> None:
-        """Start the copy to the device, from any thread."""
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(self._consumed)  # the copy may overwrite the device buffer
-            for device, host in self._copies:
-                device.copy_(host, non_blocking=True)
-            self._copied.record(self._stream)
-
-    def check(self) -> None:
-        """Raise FileError if the data that was read is damaged."""
-        for window in self._windows.values():
-            window.check()
-
-    def receive(self) -> None:
-        """Let the consumer's current stream wait for the copy."""
-        stream = current_stream(self._stream.device.index)
-        if self._context is None or not cuda.order(self._context, stream, wait=self._events[1]):
-            torch.cuda.current_stream(self._stream.device).wait_event(self._copied)
-
-    def gather(self, order: np.ndarray) -> Fields:
-        """Return a copy of some samples of the window, on the device, by their positions in it, (n,) int64."""
-        return gather(self.window, SampleNumbers(order, to_device(order, self._stream.device)), None)
-
-    def release(self) -> None:
-        """Record an event on the consumer's current stream, after which the device buffer may be overwritten."""
-        stream = current_stream(self._stream.device.index)
-        if self._context is None or not cuda.order(self._context, stream, record=self._events[0]):
-            self._consumed.record(torch.cuda.current_stream(self._stream.device))
-
-
-def _copy_table(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> np.ndarray:
-    places = [(device.data_ptr(), host.data_ptr(), host.nbytes) for device, host in copies]
-    return np.array(places, np.int64).reshape(-1, 3)
-
-
-def _windows_of(layouts: Layouts, samples: np.ndarray) -> Windows:
+def windows_of(layouts: Layouts, samples: np.ndarray) -> Windows:
     return {name: KINDS[type(layout)](layout, samples) for name, layout in layouts.items()}
 
 
-def _destinations(windows: Windows, arrays: Arrays) -> dict[str, Destination]:
+def destinations_in(windows: Windows, arrays: Arrays) -> dict[str, Destination]:
     fields = zip(windows.items(), arrays, strict=True)
     return {name: window.destination(own) for (name, window), own in fields}
 
 
-def _samples(windows: Windows, arrays: Arrays) -> Fields:
+def samples_in(windows: Windows, arrays: Arrays) -> Fields:
     return tuple(window.samples(own) for window, own in zip(windows.values(), arrays, strict=True))
 
 

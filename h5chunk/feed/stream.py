@@ -17,11 +17,11 @@ import torch
 from h5chunk.errors import FileError, lost_by_fork, printable
 from h5chunk.feed.batches import BatchMaker, Tensors, drop, with_images
 from h5chunk.feed.budget import DataSource
+from h5chunk.feed.cuda_slots import CudaSlot, PinnedBuffer, num_pinned
 from h5chunk.feed.fetches import RemoteReadPool
 from h5chunk.feed.layout import slot_bytes
-from h5chunk.feed.memory import PinnedMemory
 from h5chunk.feed.read_pool import ReadPool, WindowRead
-from h5chunk.feed.slots import BatchMemory, CpuSlot, CudaSlot, Fields
+from h5chunk.feed.slots import BatchMemory, CpuSlot, Fields
 from h5chunk.plan.draws import Draws
 from h5chunk.plan.order import Order, Window
 from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed, num_local_slots
@@ -151,7 +151,7 @@ class WindowStream:
         self._is_closed = False
         self._not_made: BaseException | None = None
         self._planner: _Planner | None = None
-        self._pinned: list[PinnedMemory] = []
+        self._pinned: list[PinnedBuffer] = []
         self._copies: Any = None  # the stream of copies to a GPU
         self._pool: Any = None
         try:
@@ -183,10 +183,15 @@ class WindowStream:
                 yield CpuSlot(layouts, num_samples, memory, gathered)
             return
         self._copies, current = torch.cuda.Stream(source.device), torch.cuda.current_stream(source.device)
-        for _ in range(plan.num_slots):
+        pinned: deque[PinnedBuffer] = deque()  # those that no slot uses
+        enough = num_pinned(plan.num_slots, slot_bytes(layouts, num_samples))
+        enough = plan.num_slots if source.reader.is_remote else enough  # else fewer windows would be fetched at a time
+        for number in range(plan.num_slots):
             with torch.cuda.stream(current):  # the caller's, also in the thread that makes slots
-                self._pinned.append(PinnedMemory(slot_bytes(layouts, num_samples)))
-                slot = CudaSlot(layouts, num_samples, self._pinned[-1].bytes, self._copies)
+                if number < enough:
+                    self._pinned.append(PinnedBuffer(layouts, num_samples))
+                    pinned.append(self._pinned[-1])
+                slot = CudaSlot(layouts, num_samples, pinned, self._copies)
             yield slot
             del slot
 
@@ -255,6 +260,8 @@ class WindowStream:
     def _fill(self) -> None:
         """Start reading planned windows into the slots that are free, without waiting."""
         assert self._planner is not None
+        if self._free and not self._free[0].has_pinned:
+            self._pool.finish_ready()
         while self._free and self.is_usable and self._free[0].is_free and (planned := self._planner.take(0)):
             self._load(*planned)
 
@@ -275,6 +282,8 @@ class WindowStream:
         assert self._planner is not None
         if (planned := self._planner.take(self._pool.timeout_s)) is None:
             raise self._pool.mark_hanging(self._pool.timeout_s)
+        for read in [] if self._free[0].has_pinned else list(self._open):
+            read.wait_for_threads(self._pool.timeout_s)
         self._load(*planned)
 
     def windows(self, order: Order) -> Iterator[Fields]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import gc
+from collections import deque
 
 import numpy as np
 import pytest
 import torch
 from support.foreign import values
 
+from h5chunk.feed.cuda_slots import CudaSlot, PinnedBuffer
 from h5chunk.feed.layout import FieldLayout, slot_bytes
 from h5chunk.feed.memory import PinnedMemory
-from h5chunk.feed.slots import BatchMemory, CpuSlot, CudaSlot
+from h5chunk.feed.slots import BatchMemory, CpuSlot
 
 LAYOUTS = {"x": FieldLayout((3, 70, 50), torch.uint8), "y": FieldLayout((), torch.int64)}
 
@@ -36,6 +38,7 @@ def check_slot(slot: CpuSlot | CudaSlot, num_samples: int, batch_size: int, seed
     data = window_data(num_samples, seed)
     fill(slot.begin(np.arange(num_samples)), data)
     slot.send()
+    slot.return_pinned()
     slot.receive()
     batches = list(zip(*(field.split(batch_size) for field in slot.window), strict=True))
     for number, batch in enumerate(batches):
@@ -112,8 +115,8 @@ class TestCuda:
 
     @pytest.fixture
     def slot(self, device):
-        memory = PinnedMemory(slot_bytes(LAYOUTS, 120))
-        slot = CudaSlot(LAYOUTS, 120, memory.bytes[: slot_bytes(LAYOUTS, 120)], torch.cuda.Stream(device))
+        memory = PinnedBuffer(LAYOUTS, 120)
+        slot = CudaSlot(LAYOUTS, 120, deque([memory]), torch.cuda.Stream(device))
         yield slot
         torch.cuda.synchronize()
         memory.close()
@@ -121,16 +124,17 @@ class TestCuda:
     def test_memory_that_is_still_in_use_is_not_overwritten(self, device):
         """A slot may get memory that kernels queued before still write."""
         num_bytes = slot_bytes(LAYOUTS, 120)
-        memory = PinnedMemory(num_bytes)
+        memory = PinnedBuffer(LAYOUTS, 120)
         data = window_data(120, 0)
         for _ in range(3):
             old = torch.empty(num_bytes, dtype=torch.uint8, device=device)
             torch.cuda._sleep(100_000_000)
             old.fill_(7)
             del old
-            slot = CudaSlot(LAYOUTS, 120, memory.bytes[:num_bytes], torch.cuda.Stream(device))
+            slot = CudaSlot(LAYOUTS, 120, deque([memory]), torch.cuda.Stream(device))
             fill(slot.begin(np.arange(120)), data)
             slot.send()
+            slot.return_pinned()
             slot.receive()
             check_fields(slot.window, data, np.arange(120))
             del slot
@@ -157,6 +161,7 @@ class TestCuda:
             expected.append(int(data["x"].astype(np.int64).sum()))
             fill(slot.begin(np.arange(120)), data)
             slot.send()
+            slot.return_pinned()
             slot.receive()
             torch.cuda._sleep(50_000_000)
             sums.append(slot.window[0].long().sum())

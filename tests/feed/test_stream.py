@@ -21,10 +21,10 @@ from support.orders import ordered
 
 from h5chunk.errors import FileError, OptionError
 from h5chunk.feed.batches import GROUP_BYTES, BatchMaker, FieldPipeline
+from h5chunk.feed.cuda_slots import CudaSlot
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
-from h5chunk.feed.slots import CudaSlot
 from h5chunk.plan.draws import Draws
 from h5chunk.plan.order import Order
 from h5chunk.transforms import Normalize, ToDtype
@@ -241,14 +241,14 @@ class TestCuda:
 
         def begin_poisoned(slot, num_samples):
             room = begin(slot, num_samples)
-            slot._buffers[1].fill_(0xD5)
+            slot._pinned.bytes.fill_(0xD5)
             return room
 
         def release_poisoned(slot):
             release(slot)
             with torch.cuda.stream(slot._stream):
                 slot._stream.wait_event(slot._consumed)
-                slot._buffers[0].fill_(0xE5)
+                slot._bytes.fill_(0xE5)
 
         monkeypatch.setattr(CudaSlot, "begin", begin_poisoned)
         monkeypatch.setattr(CudaSlot, "release", release_poisoned)
