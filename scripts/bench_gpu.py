@@ -154,9 +154,7 @@ def delivery(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     print(f"page cache to pinned memory {middle['read'] / 1e9:6.1f} GB/s ({best} threads)")
     print(f"pinned memory to the GPU    {middle['copy'] / 1e9:6.1f} GB/s")
     how = f"{bare_threads} threads, {bare.num_slots} windows of {bare.window_bytes // bare_bytes} batches"
-    print(
-        f"both at once, bare loop     {limit / 1e9:6.1f} GB/s ({bare_threads} threads, {bare.num_slots} windows of {batches} batches)"
-    )
+    print(f"both at once, bare loop     {limit / 1e9:6.1f} GB/s ({how})")
     for name in dtypes:
         print(
             f"delivered {name:9s} {middle[name] / image_bytes:>9,.0f} images/s, {middle[name] / limit:.3f} of the loop"
