@@ -17,7 +17,7 @@ from h5chunk.feed.sample_reader import SampleTransforms
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.draws import epoch_rows
 from h5chunk.plan.order import Order
-from h5chunk.plan.patches import CELL_BYTES, Coverage, RandomPatches, Starts, Tiles, cell_shape
+from h5chunk.plan.patches import CELL_BYTES, Coverage, RandomPatches, Starts, Tiles, cell_shape, decoded_voxels
 from h5chunk.plan.permutation import MAX_SEED, SPLIT, permutation
 from h5chunk.plan.selection import split_samples
 from h5chunk.remote.mirror import NO_OPTIONS
@@ -309,14 +309,15 @@ def _with_halo(each: VolumeField, halo: tuple[int, ...], padding: Any) -> Volume
     return VolumeField(each.name, each.datasets, each.grids, each.dtype, each.leading, halo, padding, each.size)
 
 
-def _cell(fields: Mapping[str, VolumeField], size: tuple[int, ...], cell_bytes: int) -> tuple[int, ...]:
-    """Return the shape of cells that suits the largest field."""
+def _cell(fields: Mapping[str, VolumeField], size: tuple[int, ...], cell_bytes: int) -> tuple[tuple[int, ...], int]:
+    """Return the shape of cells that suits the largest field, and the bytes that one needs."""
     main = max(fields.values(), key=lambda each: math.prod(each.box_shape()) * each.dtype.itemsize)
     largest = max(range(len(main.grids)), key=lambda number: math.prod(main.grids[number].shape))
     grid, space = main.grids[largest], slice(main.leading, main.leading + len(size))
-    others = math.prod(grid.shape) // math.prod(grid.shape[space])
-    chunks = grid.chunks[space] if grid.chunks else (1,) * len(size)
-    return cell_shape(grid.shape[space], size, chunks, main.dtype.itemsize * others, cell_bytes)
+    shape, chunks = grid.shape[space], grid.chunks[space] if grid.chunks else (1,) * len(size)
+    voxel_bytes = math.prod(grid.shape) // math.prod(shape) * main.dtype.itemsize
+    cell = cell_shape(shape, size, chunks, voxel_bytes, cell_bytes)
+    return cell, decoded_voxels(shape, size, chunks, cell) * voxel_bytes
 
 
 def _weights(weights: Weights | None, fields: Mapping[str, str]) -> tuple[dict[str, str], Any]:

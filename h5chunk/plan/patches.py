@@ -124,7 +124,8 @@ def decoded_voxels(shape: Sequence[int], size: Sequence[int], chunks: Sequence[i
 class RandomPatches:
     """Random positions of patches.
 
-    ``shapes``, (num_volumes, axes) int64, are those of the volumes, ``size`` and ``cell`` those of patches and cells;
+    ``shapes``, (num_volumes, axes) int64, are those of the volumes, ``size`` is that of patches, and ``cell`` that of
+    cells, with the decoded bytes of the chunks that one needs;
     ``counts``, (num_volumes,), are the patches of each volume in an epoch. ``weigh`` returns the weights of the voxels
     of a box of a volume, a ``share`` of the patches is centred at voxels that are drawn by them, as far as the borders
     allow; `CANDIDATES` of these voxels are kept for each cell, and the others never drawn.
@@ -135,20 +136,20 @@ class RandomPatches:
         shapes: Indices,
         size: Shape,
         starts: Starts,
-        cell: Shape,
+        cell: tuple[Shape, int],
         counts: Indices,
         seed: int,
         weigh: Weigh | None = None,
         share: float = 1.0,
     ) -> None:
         self.size, self.shapes, self.starts, self._counts, self._seed = np.array(size), shapes, starts, counts, seed
-        self.num_samples = int(counts.sum())
+        self.num_samples, self.cell_bytes = int(counts.sum()), cell[1]
         self._candidates = np.zeros((0, len(size)), np.int64)
         self.unweighted: list[int] = []  # volumes all of whose weights are 0
         tables: list[tuple[np.ndarray, ...]] = []
         for number, (first, count) in enumerate(zip(*starts, strict=True)):
-            low = _grid([np.arange(0, length, step) for length, step in zip(count.tolist(), cell, strict=True)])
-            extent = np.minimum(low + cell, count) - low
+            low = _grid([np.arange(0, length, step) for length, step in zip(count.tolist(), cell[0], strict=True)])
+            extent = np.minimum(low + cell[0], count) - low
             uniform = extent.prod(axis=1, dtype=np.float64)
             mass = np.stack([uniform / uniform.sum(), np.zeros(len(low))], axis=1)
             if weigh is not None:
@@ -253,6 +254,8 @@ class Tiles:
     """The patches of a grid with steps of ``size - overlap``, volume after volume; the last along an axis ends at its
     border.
     """
+
+    cell_bytes = 0
 
     def __init__(self, shapes: Indices, size: Shape, starts: Starts, overlap: Shape) -> None:
         self.size, self.shapes, self.starts = np.array(size), shapes, starts

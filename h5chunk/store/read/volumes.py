@@ -28,7 +28,8 @@ from h5chunk.store.read.fields import Field, describe_field
 from h5chunk.store.read.files import natural
 from h5chunk.store.read.reader import H5Reader
 
-WINDOW_BYTES = 256 << 20  # decoded bytes of the chunks for the cells that are shuffled together
+WINDOW_BYTES = 512 << 20  # decoded bytes of the chunks for the cells that are shuffled together
+HELD_BYTES = 256 << 20  # bytes of their patches
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,8 @@ class PatchReader(H5Reader):
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of the patches of a cell."""
-        return self.chunk_samples * self.main.grid.sample_bytes
+        """Bytes of the patches of a cell, or of the decoded chunks that it needs, if these are more."""
+        return max(self.plan.cell_bytes, self.chunk_samples * self.main.grid.sample_bytes)
 
     @property
     def recommendation(self) -> None:
@@ -107,7 +108,8 @@ class PatchReader(H5Reader):
     @property
     def recommended_window(self) -> int:
         """See `H5Reader.recommended_window`."""
-        return max(1, min(WINDOW_BYTES // max(1, self.chunk_bytes), 4))
+        patches = self.chunk_samples * self.main.grid.sample_bytes
+        return max(1, min(WINDOW_BYTES // max(1, self.chunk_bytes), HELD_BYTES // max(1, patches)))
 
     @cached_property
     def fingerprint(self) -> int:

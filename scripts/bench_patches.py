@@ -1,0 +1,205 @@
+"""Compare random 3-D patches of volumes: ChunkLoader and DataLoader over `h5chunk.Patches`, h5py and pytorch-3dunet.
+
+    python scripts/bench_patches.py [--volumes 4] [--side 320] [--size 64] [--batch 4] [--rounds 3] [--workers 2]
+        [--layouts contiguous gzip lz4 guessed] [--only ...] [--json FILE]
+
+The volumes are made once in ``bench-data/``: smooth noise as float32 ``raw``, and a uint8 ``label``, contiguous or in
+chunks of ``--size``: gzip, lz4 (needs hdf5plugin), or ``guessed``, gzip in the chunks that h5py guesses. An epoch has
+as many patches as have the volumes' voxels, of both datasets:
+
+- ``ours``: ChunkLoader with ``--workers`` threads; ``ours, DataLoader``: with a ChunkSampler and workers.
+- ``ours, grid``: ChunkLoader over the tiles of the volumes, shuffled.
+- ``h5py``: a DataLoader with workers over a data set that keeps the file open and slices at random starts.
+- ``h5py, 1 process``: the same without workers.
+- ``3dunet``: pytorch-3dunet's LazyHDF5Dataset (patches of a grid, shuffled) in a DataLoader with workers, if it is
+  installed.
+
+They take turns, in the opposite order every other round; a turn is an epoch that is timed after one that is not. The
+table has patches/s (median and range), and the median ratio to ``h5py`` in the same round. Before that,
+values of ours are compared with slices. Bytes decoded over bytes used, and how much patches of a batch share volumes,
+are printed for windows of 1, 4, 8 and all cells.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+from turns import Epoch, take_turns
+
+import h5chunk
+
+FIELDS = {"raw": "*/raw", "label": "*/label"}
+
+
+def made(args: argparse.Namespace) -> Path:
+    """Return the file with volumes in one layout."""
+    path = Path("bench-data") / f"patches-{args.volumes}-{args.side}-{args.size}-{args.layout}.h5"
+    if path.exists():
+        return path
+    path.parent.mkdir(exist_ok=True)
+    options: dict[str, Any] = {"contiguous": {}, "guessed": {"compression": "gzip", "compression_opts": 4}}.get(
+        args.layout, {"chunks": (args.size,) * 3, "compression": "gzip", "compression_opts": 4}
+    )
+    if args.layout == "lz4":
+        import hdf5plugin
+
+        options = {"chunks": (args.size,) * 3, **hdf5plugin.Blosc(cname="lz4", clevel=5)}
+    random = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder, h5py.File(Path(folder) / "made.h5", "w") as file:
+        for number in range(args.volumes):
+            coarse = random.normal(size=(args.side // 8,) * 3)
+            raw = coarse.repeat(8, 0).repeat(8, 1).repeat(8, 2) + random.integers(0, 16, (args.side,) * 3) / 16
+            file.create_dataset(f"{number}/raw", data=raw.astype(np.float32), **options)
+            file.create_dataset(f"{number}/label", data=(raw > 1).astype(np.uint8), **options)
+        file.close()
+        Path(folder, "made.h5").rename(path)
+    return path
+
+
+def patches_of(args: argparse.Namespace, **more: Any) -> h5chunk.Patches:
+    return h5chunk.Patches(made(args), FIELDS, (args.size,) * 3, trusted=True, **more)
+
+
+def counted(batches: Any) -> Iterator[int]:
+    for raw, _ in batches:
+        yield len(raw)
+
+
+def ours(args: argparse.Namespace) -> Epoch:
+    loader = h5chunk.ChunkLoader(patches_of(args), args.batch, num_threads=args.workers)
+    return lambda: counted(loader)
+
+
+def ours_on_a_grid(args: argparse.Namespace) -> Epoch:
+    loader = h5chunk.ChunkLoader(patches_of(args).tiles(), args.batch, num_threads=args.workers)
+    return lambda: (len(batch[0]) for batch in loader)
+
+
+def ours_in_data_loader(args: argparse.Namespace) -> Epoch:
+    patches = patches_of(args)
+    sampler = h5chunk.ChunkSampler(patches, args.batch)
+    loader = DataLoader(patches, batch_sampler=sampler, num_workers=args.workers, persistent_workers=True)
+    return lambda: counted(loader)
+
+
+class Slices(Dataset[Any]):
+    """Random patches as most code reads them: the file stays open, and each patch is a slice."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._path, self._size, self._side = made(args), args.size, args.side
+        self._count, self._volumes, self._file = args.images, args.volumes, None
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, ...]:
+        if self._file is None:
+            self._file = h5py.File(self._path)
+        starts = torch.randint(self._side - self._size + 1, (3,)).tolist()
+        where = tuple(slice(start, start + self._size) for start in starts)
+        group = self._file[str(number % self._volumes)]
+        return tuple(torch.from_numpy(group[name][where]) for name in ("raw", "label"))
+
+
+def naive(args: argparse.Namespace, workers: int | None = None) -> Epoch:
+    workers = args.workers if workers is None else workers
+    loader = DataLoader(Slices(args), args.batch, shuffle=True, num_workers=workers, persistent_workers=workers > 0)
+    return lambda: counted(loader)
+
+
+def unet3d(args: argparse.Namespace) -> Epoch:
+    from pytorch3dunet.datasets.hdf5 import LazyHDF5Dataset
+
+    size = [args.size] * 3
+    slices = {"name": "SliceBuilder", "patch_shape": size, "stride_shape": size, "skip_shape_check": True}
+    same = [{"name": "ToTensor", "expand_dims": False}]
+    parts = [
+        LazyHDF5Dataset(
+            str(made(args)), "train", dict(slices), {"raw": same, "label": same},
+            raw_internal_path=f"{number}/raw", label_internal_path=f"{number}/label",
+        )
+        for number in range(args.volumes)
+    ]  # fmt: skip
+    loader = DataLoader(
+        torch.utils.data.ConcatDataset(parts), args.batch, shuffle=True, num_workers=args.workers,
+        persistent_workers=True,
+    )  # fmt: skip
+    return lambda: counted(loader)
+
+
+CONTENDERS = {
+    "ours": ours,
+    "ours, grid": ours_on_a_grid,
+    "ours, DataLoader": ours_in_data_loader,
+    "h5py": naive,
+    "h5py, 1 process": lambda args: naive(args, 0),
+    "3dunet": unet3d,
+}
+
+
+def compare_values(args: argparse.Namespace) -> None:
+    """Compare an epoch of ours with slices."""
+    patches = patches_of(args, positions=True)
+    with h5py.File(made(args)) as file, h5chunk.ChunkLoader(patches, args.batch) as loader:
+        for raw, label, positions in loader:
+            for number, (volume, *start) in enumerate(positions.tolist()):
+                where = tuple(slice(at, at + args.size) for at in start)
+                assert np.array_equal(raw[number].numpy(), file[f"{volume}/raw"][where])
+                assert np.array_equal(label[number].numpy(), file[f"{volume}/label"][where])
+
+
+def windows(args: argparse.Namespace) -> None:
+    """Print what larger windows read less, and how much more patches of a batch have in common."""
+    patches = patches_of(args)
+    print(f"{len(patches)} patches, cells of about {patches.chunk_samples}; {patches.coverage()}")
+    for number in (1, 4, 8, len(patches)):
+        order = h5chunk.ChunkSampler(patches, args.batch, window_chunks=number)
+        volumes = patches.positions()[:, 0]
+        pairs = [np.mean(volumes[batch][:, None] == volumes[batch]) for batch in order]
+        read = patches.amplification(order.order)
+        print(f"windows of {number} cells: decodes {read:.2f} x the bytes of patches, "
+              f"{np.mean(pairs):.2f} of the pairs in a batch are of one volume")  # fmt: skip
+
+
+def report(args: argparse.Namespace, rates: dict[str, list[tuple[float, float]]]) -> None:
+    base = rates.get("h5py")
+    for name, turns in rates.items():
+        found = [rate for rate, _ in turns]
+        times = [own / other for (own, _), (other, _) in zip(turns, base, strict=True)] if base else [float("nan")]
+        spread = f"{min(found):.0f} to {max(found):.0f}"
+        print(f"{args.layout:10} {name:17} {statistics.median(found):8.0f} ({spread}) patches/s, "
+              f"{statistics.median(times):5.2f} x h5py")  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in (("volumes", 4), ("side", 320), ("size", 64), ("batch", 4), ("rounds", 3), ("workers", 2)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--layouts", nargs="+", default=["contiguous", "gzip", "lz4", "guessed"])
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(arguments)
+    args.images, args.threads = args.volumes * (args.side // args.size) ** 3, 1
+    found = {}
+    for layout in args.layouts:
+        args.layout = layout
+        compare_values(args)
+        if args.layout != "contiguous":
+            windows(args)
+        report(args, found.setdefault(args.layout, take_turns(args, CONTENDERS)))
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
