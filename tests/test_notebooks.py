@@ -13,7 +13,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-NEEDED = {"matrices": ["pyarrow", "scipy.sparse"], "tune": ["matplotlib"], "resume": ["obstore"]}
+NEEDED = {
+    "matrices": ["pyarrow", "scipy.sparse"],
+    "episodes": ["matplotlib"],
+    "tune": ["matplotlib"],
+    "resume": ["obstore"],
+}
 
 
 def cells_of(path: Path) -> list[str]:
