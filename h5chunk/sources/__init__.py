@@ -1,4 +1,4 @@
-"""Sources of data: read samples, or the entries of matrices, from files and Python objects.
+"""Read the data to convert: samples or sparse-matrix entries, from files and Python objects.
 
 ``kinds`` lists the kinds of sources and their options; ``open`` determines the kind of a source. The kinds of samples
 (``images``, ``arrays``, ``table``, ``mapping``) share ``samples``; the kinds of matrices are in ``matrix``. For images,

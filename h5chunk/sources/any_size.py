@@ -1,4 +1,4 @@
-"""Prepare images of any size for a file: as the bytes of the image file, or as pixels; large images may be shrunk."""
+"""Prepare images of any size for storage, encoded or as raw pixels, and optionally shrink large ones."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def make_any_image(image: bytes | Image.Image, options: ImageOptions) -> AnyImag
         pixels, notes = _shrunk(pixels, options.max_side or 0), (*notes, "resized")
     if max(pixels.size) > MAX_SIDE:
         raise SampleError(
-            f"is {pixels.height} x {pixels.width}, but loaders take at most {MAX_SIDE} pixels per side: shrink it by "
-            "max_side (--max-side)"
+            f"is {pixels.height} x {pixels.width}, but loaders support at most {MAX_SIDE} pixels per side: shrink it "
+            "with max_side (--max-side)"
         )
     if options.form == "raw":
         data = pixels.tobytes()

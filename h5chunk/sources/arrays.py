@@ -1,4 +1,4 @@
-"""Arrays whose first axis counts samples: .npy, .npz, and NumPy arrays in memory, alone or in a dict.
+"""Read arrays whose first axis is the sample axis: .npy and .npz files, and NumPy arrays or dicts of them.
 
 | array | becomes |
 | --- | --- |
@@ -8,8 +8,8 @@
 | fixed-length text (``U``) | UTF-8 |
 | Python objects, complex numbers, dates | refused |
 
-The samples of a .npy file, or of an uncompressed member of an .npz, are read one by one. Compressed members, and arrays
-in Fortran order, are read into memory, up to a limit.
+The samples of a .npy file, or of an uncompressed member of an .npz, are read one by one. Compressed members and arrays
+in Fortran order are loaded into memory, up to a size limit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_COLUMN_BYTES = 64 << 20
 
 
 class StoredArray:
-    """An uncompressed array in C order in a file; indexing reads one sample."""
+    """An uncompressed C-order array in a file. Indexing reads one sample from the file."""
 
     def __init__(self, path: str, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> None:
         self._file, self._offset = StoredFile(path), offset
@@ -83,7 +83,7 @@ class ArraySource(Samples):
         self.columns = {name: np.asarray(self._arrays[name]).astype(fields[name].dtype) for name in columns}
         self.options = {"fields": list(self._arrays)}
         if path is None:
-            self.notes = ["changes of arrays in Python cannot be detected, so a stopped conversion starts over"]
+            self.notes = ["changes to arrays in Python cannot be detected, so an interrupted conversion starts over"]
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
@@ -141,33 +141,33 @@ def _common_length(arrays: Mapping[str, Any], label: str) -> int:
             raise SourceError(f"{where} is a single number: {_remedy(arrays)}")
         if not math.prod(array.shape):
             remedy = "one element per sample" if array.shape[0] else "one sample"
-            raise SourceError(f"{where} of shape {tuple(array.shape)} holds no values: give at least {remedy}")
+            raise SourceError(f"{where} of shape {tuple(array.shape)} is empty: it needs at least {remedy}")
     lengths = {name: array.shape[0] for name, array in arrays.items()}
     first = next(iter(lengths), "")
     for name, length in lengths.items():
         if length != lengths[first]:
             raise SourceError(
-                f"{label}: {printable(first)!r} has {lengths[first]:,} but {printable(name)!r} {length:,} samples: "
+                f"{label}: {printable(first)!r} has {lengths[first]:,} samples but {printable(name)!r} has {length:,}: "
                 f"{_remedy(arrays)}"
             )
     if not lengths:
-        raise SourceError(f"{label}: holds no arrays")
+        raise SourceError(f"{label}: contains no arrays")
     return lengths[first]
 
 
 def _remedy(arrays: Mapping[str, Any]) -> str:
-    """Advise the user, in an error, to choose the arrays that are as long as the largest."""
+    """Return the remedy for an error: select the arrays that have the same length as the largest."""
     largest = max(arrays.values(), key=lambda array: (len(array.shape) > 0, array.nbytes))
     if not largest.shape:
-        return "give arrays whose first axis counts samples"
+        return "give arrays whose first axis is the sample axis"
     alike = [name for name, array in arrays.items() if array.shape[:1] == largest.shape[:1]]
-    return f"name arrays of one length (--columns {printable(','.join(alike))})"
+    return f"select arrays of equal length (--columns {printable(','.join(alike))})"
 
 
 def _chosen(names: Sequence[str], columns: Sequence[str] | None, label: str) -> Sequence[str]:
     missing = next((name for name in columns or () if name not in names), None)
     if missing is not None:
-        raise OptionError(f"{label}: no array is called {missing!r}; the arrays are {printable(', '.join(names))}")
+        raise OptionError(f"{label}: there is no array {missing!r}: choose from {printable(', '.join(names))}")
     return names if columns is None else columns
 
 
@@ -193,24 +193,24 @@ def _open_members(
 def _open_array(
     path: str, file: IO[bytes], label: str, file_size: int, start: int | None, context: OpenContext
 ) -> StoredArray | np.ndarray:
-    """Open an array of a .npy file that starts at byte ``start``, or is compressed (None).
+    """Open an array in .npy format that starts at byte ``start`` of the file, or is compressed (``start`` is None).
 
-    An uncompressed array in C order is read on demand; any other array is read into memory.
+    An uncompressed C-order array is read on demand; any other array is loaded into memory.
     """
     shape, is_fortran, dtype = read_header(file, label)
     field_dtype(label, dtype if dtype.kind != "U" else np.dtype("S1"))
     num_bytes, num_stored = math.prod(shape) * dtype.itemsize, file_size - file.tell()
     if num_bytes != num_stored:
         raise SourceError(
-            f"{label}: shape {shape} of {dtype} takes {num_bytes} bytes but there are {num_stored}: it is damaged or "
-            "cut short"
+            f"{label}: shape {shape} and dtype {dtype} require {num_bytes} bytes, but {num_stored} are stored: it is "
+            "damaged or truncated"
         )
     is_fortran = is_fortran and len(shape) > 1
     if start is not None and not is_fortran:
         return StoredArray(path, start + file.tell(), shape, dtype)
     if num_bytes > context.memory_bytes:
         raise SourceError(
-            f"{label} is compressed or in Fortran order, so that it takes {human_bytes(num_bytes)} of memory, but the "
-            f"limit is {human_bytes(context.memory_bytes)}: save it in C order and uncompressed (np.save, np.savez)"
+            f"{label} is compressed or in Fortran order, so it needs {human_bytes(num_bytes)} of memory, over the "
+            f"limit of {human_bytes(context.memory_bytes)}: save it in C order and uncompressed (np.save, np.savez)"
         )
     return np.frombuffer(file.read(num_bytes), dtype).reshape(shape, order="F" if is_fortran else "C")

@@ -1,4 +1,4 @@
-"""Import pyarrow, an optional package, on first use; and convert Arrow arrays to NumPy."""
+"""Import the optional package pyarrow on first use, and convert Arrow arrays to NumPy arrays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from h5chunk.source import ENDS_IN_NULL
 
 
 class _LazyModule:
-    """A module that is imported when one of its names is used."""
+    """A module that is imported on first access to one of its attributes."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -28,7 +28,7 @@ parquet: Any = _LazyModule("pyarrow.parquet")
 
 
 def has_type(kind: Any, *names: str) -> bool:
-    """Return whether one of several predicates of ``pyarrow.types``, named without ``is_``, holds for an Arrow type.
+    """Return whether an Arrow type is one of ``names``: predicates of ``pyarrow.types`` without the prefix ``is_``.
 
     >>> has_type(pyarrow.int8(), "floating", "integer")
     True
@@ -58,9 +58,9 @@ def to_fixed_bytes(column: Any) -> np.ndarray:
 
 
 def index_values(known: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of values in a list that starts with ``known``, and the new values that extend this list.
+    """Return the index of each value in ``known`` followed by the new values, and these new values.
 
-    Values and ``known`` are (n,) int64, or fixed-length bytes.
+    Both arguments are 1-D arrays of int64 or of fixed-length bytes.
 
     >>> index_values(np.array([7, 5]), np.array([5, 9, 5]))
     (array([1, 2, 1]), array([9]))

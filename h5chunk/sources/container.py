@@ -1,7 +1,7 @@
 """Read the encoded bytes of images from a folder, or from an archive without unpacking it.
 
 A container is sent to worker processes, so it opens files only when bytes are requested. Archives are read with
-``pread``, at the offsets in their index, so that workers share no file position.
+``pread`` at the offsets in their index, so that workers do not share a file position.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import numpy as np
 from h5chunk.errors import SampleError, SourceError, printable
 from h5chunk.stamp import stamp_of
 
-MAX_FILE_BYTES = 1 << 30  # size of an encoded image
-MAX_DIRECTORY_BYTES = 1 << 30  # directory of a zip: about 15 million members, which take ten times as much memory
+MAX_FILE_BYTES = 1 << 30  # per encoded image
+MAX_DIRECTORY_BYTES = 1 << 30  # zip directory: about 15 million members, which need ten times as much memory
 MAX_HEADER_BYTES = 1 << 20  # header of a tar member
 SPARSE, UNKNOWN = 1, 2  # in addition to the file types of `stat`
-MAX_LINKS = 40  # length of a chain of links
+MAX_LINKS = 40  # per chain of links
 KINDS = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
@@ -53,22 +53,22 @@ _TAR_KINDS = {
     tarfile.SYMTYPE: stat.S_IFLNK,
     tarfile.LNKTYPE: stat.S_IFLNK,
 }
-ZIP_LOCAL_HEADER = struct.Struct("<26x2H")  # unpacks the lengths of the name and the extra field, which follow it
+ZIP_LOCAL_HEADER = struct.Struct("<26x2H")  # unpacks the lengths of the name and extra field, which follow the header
 
 
 def _content_stamp(status: os.stat_result) -> tuple[int, ...]:
-    """Return size, modification time and inode change time of a file; programs cannot forge the change time."""
+    """Return the size, modification time and inode change time of a file. Programs cannot forge the change time."""
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 class Folder:
-    """Images as files below a folder."""
+    """Image files in a folder and its subfolders."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = os.fsencode(root)
 
     def select(self, members: np.ndarray) -> None:
-        """Do nothing: files in a folder are read by name, not by number."""
+        """Do nothing, because files in a folder are read by name rather than by index."""
 
     def stamp(self, index: int, name: bytes) -> tuple[int, ...]:
         try:
@@ -95,13 +95,13 @@ class Folder:
 
 
 def _check_member(kind: int, num_bytes: int) -> None:
-    """Raise SampleError unless ``kind``, from `stat.S_IFMT`, is that of a regular file and the size is valid."""
+    """Raise SampleError unless the file type ``kind`` is `stat.S_IFREG`, a regular file, and its size is valid."""
     if kind != stat.S_IFREG:
         raise SampleError(f"is {KINDS.get(kind, KINDS[UNKNOWN])}, not a regular file")
     if num_bytes == 0:
         raise SampleError("is empty (0 bytes)")
     if num_bytes > MAX_FILE_BYTES:
-        raise SampleError(f"is {num_bytes} bytes, over the limit of {MAX_FILE_BYTES} for one encoded image")
+        raise SampleError(f"has {num_bytes} bytes, over the limit of {MAX_FILE_BYTES} for one encoded image")
 
 
 def read_at(descriptor: int, offset: int, num_bytes: int) -> bytes:
@@ -113,7 +113,7 @@ def read_at(descriptor: int, offset: int, num_bytes: int) -> bytes:
 
 
 class StoredFile:
-    """A file that is read at offsets, and must not change. Every process opens it once."""
+    """A file that is read at arbitrary offsets, and must not change meanwhile. Every process opens it once."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = path
@@ -128,17 +128,17 @@ class StoredFile:
     def read_at(self, offset: int, num_bytes: int) -> bytes:
         """Read bytes at an offset. Raises SampleError if the file is too short, has changed, or cannot be read."""
         if not 0 <= offset <= offset + num_bytes <= self._num_bytes:  # check before memory is allocated
-            raise SampleError("is cut off by the end of its archive")
+            raise SampleError("extends past the end of the file that contains it")
         try:
             if self._opened is None or self._opened[0] != os.getpid():
                 self._opened = os.getpid(), os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             data = read_at(self._opened[1], offset, num_bytes)
             if stamp_of(os.fstat(self._opened[1])) != self._stamp:
-                raise SampleError("its archive changed while it was read")
+                raise SampleError("cannot be read, because the file that contains it changed meanwhile")
         except OSError as error:
-            raise SampleError(f"cannot be read from its archive: {error.strerror}") from None
+            raise SampleError(f"cannot be read: {error.strerror}") from None
         if len(data) != num_bytes:
-            raise SampleError("is cut off by the end of its archive")
+            raise SampleError("extends past the end of the file that contains it")
         return data
 
     def __del__(self) -> None:
@@ -150,9 +150,9 @@ class StoredFile:
 class Archive(StoredFile):
     """A zip, or an uncompressed tar.
 
-    ``index``, (num_members, 6) int64, has the offset of each member, its size in the archive, its size unpacked, its
-    compression method (`IN_TAR` in a tar), its CRC-32, and its file type. In a zip, the offset is that of the local
-    header; in a tar, that of the data.
+    ``index``, (num_members, 6) int64, has a row per member: its offset, its compressed and uncompressed sizes in bytes,
+    its compression method (`IN_TAR` in a tar), CRC-32 and file type. The offset is that of the local header in a zip,
+    and that of the data in a tar.
     """
 
     def __init__(self, path: Path, index: np.ndarray) -> None:
@@ -160,7 +160,7 @@ class Archive(StoredFile):
         self._index = index
 
     def select(self, members: np.ndarray) -> None:
-        """Keep these members, (num_samples,) int64, in this order: then ``index`` counts samples, not members."""
+        """Keep only ``members``, (num_samples,) int64, in this order. `stamp` and `read` then expect sample indices."""
         self._index = self._index[members]
 
     def stamp(self, index: int, name: bytes) -> tuple[int, ...]:
@@ -175,7 +175,7 @@ class Archive(StoredFile):
         if method == IN_TAR:
             return self.read_at(start, size)
         if stored > MAX_FILE_BYTES:
-            raise SampleError(f"takes {stored} bytes in its archive, over the limit of {MAX_FILE_BYTES}")
+            raise SampleError(f"occupies {stored} bytes in its archive, over the limit of {MAX_FILE_BYTES}")
         header = self.read_at(start, ZIP_LOCAL_HEADER.size)
         if not header.startswith(b"PK\x03\x04"):
             raise SampleError("has no local header in its archive: the archive is damaged")
@@ -184,7 +184,7 @@ class Archive(StoredFile):
             try:
                 data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, size + 1)
             except zlib.error as error:
-                raise SampleError(f"cannot be inflated: {error}") from None
+                raise SampleError(f"cannot be decompressed: {error}") from None
         elif method != zipfile.ZIP_STORED:
             raise SampleError(f"is compressed with zip method {method}, but only stored and deflated are supported")
         if len(data) != size or zlib.crc32(data) != crc:
@@ -196,7 +196,7 @@ Container = Folder | Archive
 
 
 def open_archive(path: Path) -> tuple[Archive, list[tuple[bytes, int]]]:
-    """Open a zip or tar; return it with the (name, number) of its members. Names of folders end with a slash."""
+    """Open a zip or tar; return it with the (name, index) of its members. Names of folders end with a slash."""
     label = printable(path)
     if not path.is_file():
         raise SourceError(f"{label}: is neither a folder nor a regular file")
@@ -205,7 +205,7 @@ def open_archive(path: Path) -> tuple[Archive, list[tuple[bytes, int]]]:
             start = file.read(262)
         if start.startswith(PACKED_MAGICS):
             raise SourceError(
-                f"{label}: is compressed as a whole, so that its files cannot be read one by one: decompress it first "
+                f"{label}: is compressed as a whole, so its files cannot be read one by one: decompress it first "
                 "(gunzip, bunzip2, unxz, unzstd)"
             )
         if start[257:262] == b"ustar":  # tried first, because a tar whose last member is a zip also looks like a zip
@@ -222,7 +222,7 @@ def open_archive(path: Path) -> tuple[Archive, list[tuple[bytes, int]]]:
 
 
 class BoundedFile(io.FileIO):
-    """A file that raises ``damage`` for reads of more than ``limit`` bytes, which damaged headers may ask for."""
+    """A file that raises ``damage`` for reads of more than ``limit`` bytes, which a damaged header may cause."""
 
     def __init__(self, path: str | os.PathLike[str], limit: int, damage: type[Exception]) -> None:
         super().__init__(path)
@@ -252,7 +252,7 @@ def _open_zip(path: Path) -> tuple[Archive, list[tuple[bytes, int]]]:
 def _open_tar(path: Path) -> tuple[Archive, list[tuple[bytes, int]]]:
     index = array("q")
     names: list[tuple[bytes, int]] = []
-    links: dict[int, bytes] = {}  # from the number of a member to the name of its target
+    links: dict[int, bytes] = {}  # the name of the target, by the index of the link
     with (
         BoundedFile(path, MAX_HEADER_BYTES, tarfile.ReadError) as file,
         tarfile.open(fileobj=file, mode="r:", errors="surrogateescape") as archive,
@@ -264,19 +264,19 @@ def _open_tar(path: Path) -> tuple[Archive, list[tuple[bytes, int]]]:
                 folder = b"" if member.islnk() else posixpath.dirname(name)
                 links[len(names)] = posixpath.normpath(posixpath.join(folder, os.fsencode(member.linkname)))
             if member.size < 0:
-                raise tarfile.ReadError(f"a member claims {member.size} bytes")
+                raise tarfile.ReadError(f"a member has the invalid size {member.size}")
             kind = SPARSE if member.issparse() else _TAR_KINDS.get(member.type, UNKNOWN)
             names.append((name + b"/" if member.isdir() else name, len(names)))
             index.extend((member.offset_data, member.size, member.size, IN_TAR, 0, kind))
         file.seek(archive.offset)
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile stops at a damaged header silently
-            raise tarfile.ReadError(f"damaged or cut short at byte {file.tell()}, after {len(names)} members")
+            raise tarfile.ReadError(f"damaged or truncated at byte {file.tell()}, after {len(names)} members")
     followed = _follow_links(links, names)
     return Archive(path, np.frombuffer(index, np.int64).reshape(-1, 6)[followed]), names
 
 
 def _follow_links(links: dict[int, bytes], names: list[tuple[bytes, int]]) -> np.ndarray:
-    """Return the number of the member with the bytes of each member: the target of a link, else the member itself."""
+    """Return the index of the member that holds the data of each member: its target for a link, otherwise itself."""
     numbers = {posixpath.normpath(name): number for name, number in names} if links else {}
     following = {link: numbers.get(target, link) for link, target in links.items()}
     followed = np.arange(len(names))

@@ -9,7 +9,7 @@
 | CMYK, YCbCr | converted to RGB by Pillow, without colour profiles |
 | 16 bits or more, float | refused: 8 bits cannot hold them, and only the user knows the range of interest |
 | LAB, HSV, others | refused |
-| several frames or pages | refused; ``animated="first"`` takes the first; MPO (several JPEGs in a file): the first |
+| several frames or pages | refused; ``animated="first"`` uses the first; of an MPO (several JPEGs), always the first |
 | truncated, broken, not an image | refused |
 | more pixels than ``max_pixels`` | refused before they are decoded |
 
@@ -48,7 +48,7 @@ _TO_RGB = {"1", "L", "LA", "P", "PA", "RGBA", "RGBX", "CMYK", "YCbCr", "RGB"}  #
 _KEPT = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4}  # channels of the modes that color="keep" supports
 _DEEP = re.compile(r";(12|16|32|64)[BLNSF]+$|^(I|F)(;|$)")  # raw modes of more than 8 bits
 _SCALED = {"L;2": 85, "L;4": 17}  # factors by which Pillow scales grey values of 2 and 4 bits
-_STRETCHED = "maxval"  # stands for the raw modes of a PPM whose values Pillow scales to another range
+_STRETCHED = "maxval"  # marks a PPM whose values Pillow scales to another range
 _NUMBERS = ("1", "L", "P", "I", "I;16", "I;16L", "I;16B", "I;16N", "F")  # modes of one channel
 
 
@@ -56,9 +56,9 @@ class Decoded(NamedTuple):
     """A decoded image."""
 
     image: Image.Image  # of mode L, LA, RGB or RGBA
-    notes: tuple[str, ...]  # for the report, which counts them: its original mode, and how it was changed
+    notes: tuple[str, ...]  # the original mode and the changes made, which the report counts
     size: tuple[int, int]  # height and width after EXIF rotation, before resizing
-    orientation: int  # EXIF orientation, which has been applied; 1: not rotated
+    orientation: int  # EXIF orientation, already applied; 1: not rotated
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def pillow_limits(max_pixels: int) -> Iterator[None]:
 
 
 def decode(image: bytes | Image.Image, options: ImageOptions, is_mask: bool = False) -> Decoded:
-    """Decode an encoded or opened image: apply its orientation, convert its colours, and resize it.
+    """Decode an encoded or opened image: apply its EXIF orientation, convert its colours, and resize it.
 
     Must be called within `pillow_limits`. Raises SampleError if the image is refused.
     """
@@ -143,7 +143,9 @@ def raw_modes_of(image: Image.Image) -> list[str]:
 def check_depth(raw_modes: list[str]) -> None:
     """Refuse images of more than 8 bits: Pillow opens some of them as 8 bits, without a warning."""
     if (deep := next((mode for mode in raw_modes if _DEEP.search(mode)), None)) is not None:
-        raise SampleError(f"has over 8 bits per channel ({deep}): scale it to 8 bits first; only you know its range")
+        raise SampleError(
+            f"has more than 8 bits per channel ({deep}): convert it to 8 bits first, because only you know its range"
+        )
 
 
 def _orientation(image: Image.Image) -> int:
@@ -168,15 +170,15 @@ def _draft(image: Image.Image, options: ImageOptions, sideways: bool) -> None:
 
 
 def to_color(image: Image.Image, color: str) -> Image.Image:
-    """Convert an image to the colours rgb or gray, or keep those of a usual mode; or raise SampleError."""
+    """Convert an image to RGB or grey, or keep its colours. Raises SampleError if its mode is not supported."""
+    if image.mode not in _TO_RGB:
+        raise SampleError(f"has mode {image.mode}, which is not supported: convert it to RGB first")
     if color == "keep":
         if image.mode == "1":
             return image.convert("L")
         if image.mode not in _KEPT:
             raise SampleError(f"has mode {image.mode}, which color 'keep' does not support: use color 'rgb' or 'gray'")
         return image
-    if image.mode not in _TO_RGB:
-        raise SampleError(f"has mode {image.mode}, which is not supported: convert it to RGB first")
     mode = "RGB" if color == "rgb" else "L"
     if image.mode == mode:
         return image
@@ -196,12 +198,12 @@ def _class_numbers(image: Image.Image, raw_modes: list[str]) -> Image.Image:
             raise SampleError("is a mask with transparent pixels: give these pixels a class number")
         if any(band.tobytes() != bands[0].tobytes() for band in bands):
             raise SampleError(
-                f"is a mask in colours ({image.mode}): give every colour a number, and save the numbers as a grey PNG"
+                f"is a colour mask ({image.mode}): replace each colour by a class number, and save it as a grey PNG"
             )
         return bands[0]
     if image.mode not in _NUMBERS or _STRETCHED in raw_modes:
         raise SampleError(
-            f"is a mask of mode {image.mode}, or of a range, that would change its numbers: save it as a grey PNG"
+            f"is a mask of mode {image.mode} whose class numbers would change: save it as a grey PNG of 8 bits"
         )
     numbers = np.asarray(image)
     with np.errstate(invalid="ignore"):
@@ -209,7 +211,7 @@ def _class_numbers(image: Image.Image, raw_modes: list[str]) -> Image.Image:
     if image.mode not in ("1", "L", "P") and not np.array_equal(fitted, numbers):
         wrong = numbers[fitted != numbers][0]
         raise SampleError(
-            f"is a mask with the number {wrong}, but only integers from 0 to 255 are supported: renumber the "
+            f"is a mask with the class number {wrong}, but only integers from 0 to 255 are supported: renumber the "
             "classes, with 255 for pixels to ignore"
         )
     return Image.fromarray(fitted)

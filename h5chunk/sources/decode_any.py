@@ -1,6 +1,6 @@
-"""Decode images that a file keeps encoded, one at a time: JPEG by simplejpeg if it is installed, others by Pillow.
+"""Decode images that are stored encoded, one at a time: JPEG with simplejpeg if it is installed, others with Pillow.
 
-Both run without the GIL while they decode. The size of an image is known from the file, and checked before decoding.
+Both release the GIL while they decode. The HDF5 file records the size of each image, which is checked before decoding.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from h5chunk.errors import SampleError
 from h5chunk.sources.decode import FORMATS, SIDEWAYS, check_depth, raw_modes_of, to_color
 from h5chunk.sources.kinds import MAX_PIXELS
 
-Image.preinit()  # now, as a fork of a thread that imports a module could never import it; `Image.open` imports others
+# Pillow's plugins are imported now: a process that is forked while a thread imports one could never import it.
+Image.preinit()
 for _plugin in ("Mpo", "Tiff", "WebP"):
     import_module(f"PIL.{_plugin}ImagePlugin")
 try:
@@ -25,9 +26,9 @@ try:
 except ImportError:  # the extra "jpeg"
     simplejpeg = None
 
-LINKED = _imaging.__file__  # the library that is linked to Pillow's libjpeg
+LINKED = _imaging.__file__  # the extension module that links Pillow's libjpeg
 MISSING = 'JPEG by Pillow: pip install "h5chunk[jpeg]" decodes faster'
-SCALED = 2  # least factor by which JPEG is scaled while decoding; smaller ones take as long as decoding all
+SCALED = 2  # smallest factor by which a JPEG is shrunk while decoding: smaller ones are as slow as decoding in full
 HEAD_BYTES = 256
 COLORS = {1: "GRAY", 3: "RGB"}
 
@@ -35,14 +36,14 @@ COLORS = {1: "GRAY", 3: "RGB"}
 def decode_any(
     data: np.ndarray, height: int, width: int, orientation: int, channels: int, min_size: Sequence[int], out: np.ndarray
 ) -> tuple[int, int]:
-    """Decode the bytes of an image, (n,) uint8, to the beginning of ``out``, flat uint8, as (H, W, C).
+    """Decode an encoded image, (n,) uint8, to (H, W, C) pixels at the beginning of ``out``, a 1-D uint8 array.
 
-    ``height`` and ``width`` are those after EXIF rotation. Returns height and width of the result: a JPEG may be scaled
-    by 1/2, 1/4 or 1/8 if it stays at least as large as ``min_size``. Raises SampleError if the image cannot be decoded.
+    ``height`` and ``width`` are those after EXIF rotation. Returns the height and width of the result: a JPEG may be
+    scaled by 1/2, 1/4 or 1/8 if it stays at least as large as ``min_size``. Raises SampleError if decoding fails.
     """
-    is_plain = orientation == 1 and data[0] == 0xFF and b"Adobe" not in data[:HEAD_BYTES].tobytes()  # which marks CMYK
+    is_plain = orientation == 1 and data[0] == 0xFF and b"Adobe" not in data[:HEAD_BYTES].tobytes()  # may be CMYK
     if is_plain and simplejpeg and (2 * min_size[0] > height or 2 * min_size[1] > width):
-        with suppress(ValueError):  # the usual case, with as little Python as possible
+        with suppress(ValueError):  # fast path for the common case
             pixels = simplejpeg.decode_jpeg(data, COLORS[channels], buffer=out)
             if pixels.shape == (height, width, channels):
                 return height, width
@@ -61,15 +62,15 @@ def decode_any(
 
 
 def check_size(height: int, width: int) -> None:
-    """Raise SampleError if decoders refuse images of this size."""
+    """Raise SampleError if an image of this size has too many pixels to be decoded."""
     if height * width > MAX_PIXELS:
-        raise SampleError(f"is {height} x {width}, but decoders refuse more than {MAX_PIXELS} pixels")
+        raise SampleError(f"is {height} x {width}, but at most {MAX_PIXELS} pixels can be decoded")
 
 
 def _by_simplejpeg(
     data: np.ndarray, size: tuple[int, int], channels: int, min_size: tuple[int, int], out: np.ndarray
 ) -> np.ndarray | None:
-    """Decode a JPEG; return None for CMYK, another size than ``size`` or damaged data, which Pillow has to handle."""
+    """Decode a JPEG. Return None if Pillow has to handle it: CMYK, damaged data, or a size other than ``size``."""
     try:
         *recorded, color, _ = simplejpeg.decode_jpeg_header(data)
         if tuple(recorded) != size or color not in ("YCbCr", "RGB", "Gray"):
@@ -93,10 +94,10 @@ def _by_pillow(data: np.ndarray, size: tuple[int, int], channels: int) -> np.nda
     except SampleError:
         raise
     except UnidentifiedImageError:
-        raise SampleError("cannot be decoded: its bytes are not those of an image") from None
+        raise SampleError("cannot be decoded: its bytes are not an image in a supported format") from None
     except MemoryError:
         raise SampleError("needs more memory than is available") from None
-    except Exception as error:  # Pillow's plugins raise many types of errors on broken data
+    except Exception as error:  # Pillow's plugins raise many types of errors for damaged data
         raise SampleError(f"cannot be decoded: {error or type(error).__name__}") from None
 
 

@@ -1,4 +1,4 @@
-"""The source of images in a folder or an archive."""
+"""Read the images of a folder or an archive."""
 
 from __future__ import annotations
 
@@ -22,19 +22,21 @@ from h5chunk.sources.samples import IMAGES, LABELS, Samples
 def list_source(
     source: str | os.PathLike[str], options: ImageSourceOptions, report_found: ReportFound = lambda count: None
 ) -> Listing:
-    """List the images of a source: by a manifest, by Hugging Face's metadata in the source, or by its folders."""
+    """List the images of a source from a manifest, from Hugging Face's metadata in the source, or from its folders."""
     columns, masks = options.columns, options.mask_column
     if options.manifest is not None:
         return list_manifest(options.manifest, source, columns, masks, report_found)
     tree = read_tree(source, report_found)
     listing = list_metadata(tree, options.split_folders, columns, masks) if tree.tables else None
     if listing is None and columns is not None:
-        raise SourceError(f"{tree.label}: has neither a manifest nor metadata.csv: leave out --columns")
+        raise SourceError(
+            f"{tree.label}: has neither a manifest nor a metadata.csv to choose columns from: leave out --columns"
+        )
     return listing or list_tree(tree, options.split_folders, masks)
 
 
 class ImageSource(Samples):
-    """Images of one shape, which `find_fields` determines; ``options`` are recorded in the file."""
+    """Images of a folder or an archive, with their masks and columns. ``options`` are recorded in the output file."""
 
     kind = IMAGES
     noun = "images"
@@ -56,7 +58,7 @@ class ImageSource(Samples):
 
     @classmethod
     def open(cls, source: Any, options: ImageSourceOptions, context: OpenContext) -> ImageSource:
-        """List the images, and decode the first to find their shape."""
+        """List the images, and decode the first one to determine their shape."""
         listing = list_source(source, options, context.report_found)
         recorded: dict[str, Any] = {"split_folders": options.split_folders}
         if options.manifest is None and "split" in listing.columns:
@@ -80,7 +82,9 @@ class ImageSource(Samples):
                     "(--on-error skip), or list the pairs in a manifest (--manifest)"
                 )
             if name in self.masks and any(path.lower().endswith(LOSSY) for path in paths):
-                self.listing.notes.append(f"{name} are JPEG files, whose numbers are not exact: save masks as PNG")
+                self.listing.notes.append(
+                    f"{name} are JPEG files, which do not preserve class numbers exactly: save masks as PNG"
+                )
 
     def __len__(self) -> int:
         return len(self.listing.names)

@@ -1,9 +1,9 @@
-"""HDF5 files in which each sample is a dataset, or a group of datasets, such as ``traces/000123/data``.
+"""Read HDF5 files in which each sample is a dataset, or a group of datasets, such as ``traces/000123/data``.
 
-A pattern finds the samples: ``traces/*/data`` is one field, ``data``; several patterns with the same ``*`` are several
-fields. Values that are stored in one piece are read at their offsets, others through HDF5.
+A pattern such as ``traces/*/data`` selects the samples, and defines one field, ``data``; several patterns that differ
+after the ``*`` define several fields. Contiguous values are read at their file offsets, all others through HDF5.
 
-Source: https://github.com/h5py/h5py/issues/2425 and 2174, which report such files, and their rates by name.
+Background: https://github.com/h5py/h5py/issues/2425 and 2174 report how slowly h5py reads such files.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from h5chunk.store.hdf5.open import opened
 from h5chunk.store.hdf5.strings import read_words
 
 SUFFIXES = (".h5", ".hdf5", ".hdf")
-REPORTED = 1000  # samples between two reports of progress
+REPORTED = 1000  # samples between progress reports
 THROUGH_HDF5 = -1  # in place of an offset: the values are compressed, in several pieces, or in the header of the object
 
 
 @dataclass
 class _Index:
-    """The samples of a file, in the order of its names."""
+    """The samples of a file, in the order of their names."""
 
-    names: Names = field(default_factory=Names)  # what * stands for
-    offsets: dict[str, list[int]] = field(default_factory=dict)  # by field
-    stored: dict[str, tuple[tuple[int, ...], np.dtype]] = field(default_factory=dict)  # shape and dtype by field
-    columns: dict[str, list[Any]] = field(default_factory=dict)  # attributes
+    names: Names = field(default_factory=Names)  # the text that * matches in the path of each sample
+    offsets: dict[str, list[int]] = field(default_factory=dict)  # file offset of each sample, by field
+    stored: dict[str, tuple[tuple[int, ...], np.dtype]] = field(default_factory=dict)  # shape and dtype, by field
+    columns: dict[str, list[Any]] = field(default_factory=dict)  # value of each sample, by attribute
 
 
 class KeyedSource(Samples):
@@ -72,9 +72,9 @@ class KeyedSource(Samples):
         path = os.fspath(source)
         if options.samples is None:
             raise SourceError(
-                f"{printable(path)}: an HDF5 file, but not a known matrix (.h5ad or 10x .h5): h5chunk info describes "
-                "it, and h5chunk repack rewrites datasets whose rows are samples; if each sample is a dataset, say "
-                "where they are: --samples 'traces/*/data'"
+                f"{printable(path)}: is an HDF5 file, but neither .h5ad nor 10x .h5: if the rows of its datasets are "
+                "samples, use h5chunk repack; if each sample is a dataset, give their path, such as --samples "
+                "'traces/*/data' (h5chunk info describes the file)"
             )
         patterns = _patterns(options.samples)
         attributes = options.attributes or ()
@@ -137,15 +137,15 @@ class KeyedSource(Samples):
 
 
 def _patterns(samples: Sequence[str]) -> dict[str, str]:
-    """Return the pattern of each field; its name is the path after ``*`` with ``_`` for ``/``, or else the group."""
+    """Return patterns by field name: the path after ``*`` with ``/`` replaced by ``_``, or the name of the group."""
     patterns: dict[str, str] = {}
     for pattern in (each.strip("/") for each in samples):
         before, star, after = pattern.partition("*")
         if not star or "*" in after or (before and not before.endswith("/")) or (after and not after.startswith("/")):
-            raise OptionError(f"samples has {pattern!r}: give a path with one *, in place of a name: 'traces/*/data'")
+            raise OptionError(f"samples has {pattern!r}: put one * in place of the name, such as 'traces/*/data'")
         name = after.strip("/").replace("/", "_") or before.strip("/").rpartition("/")[2] or "data"
         if name in patterns or before != next(iter(patterns.values()), pattern).partition("*")[0]:
-            raise OptionError(f"samples is {', '.join(samples)}: give patterns that differ after the same group and *")
+            raise OptionError(f"samples is {', '.join(samples)}: give patterns that differ only after the *")
         patterns[name] = pattern
     return patterns
 
@@ -153,13 +153,13 @@ def _patterns(samples: Sequence[str]) -> dict[str, str]:
 def _read_index(
     path: str, patterns: Mapping[str, str], attributes: Sequence[str], say: Callable[[Any], None]
 ) -> _Index:
-    """Find all samples. Raises SourceError if one lacks a dataset or an attribute, or differs from the first."""
+    """Find all samples. Raises SourceError if a sample lacks a dataset or attribute, or differs from the first."""
     guard, index = Guard(path), _Index()
     before = next(iter(patterns.values())).partition("*")[0].strip("/")
     with opened(path) as file:
         group = guard.find(file, before) if before else file["/"]
         if not isinstance(group, h5py.Group):
-            raise SourceError(f"{printable(path)}: has no group {before!r}: h5chunk info lists what it has")
+            raise SourceError(f"{printable(path)}: has no group {before!r}: h5chunk info lists the groups of a file")
         after = {name: pattern.partition("*")[2].strip("/") for name, pattern in patterns.items()}
         index.offsets, index.columns = {name: [] for name in after}, {name: [] for name in attributes}
         for number, key in enumerate(group):
@@ -183,7 +183,7 @@ def _add(index: _Index, guard: Guard, group: h5py.Group, key: str | bytes, after
             raise SourceError(f"{where} has no dataset {inner!r}: all samples must have the same datasets")
         guard.check_field(dataset, f"{key}/{inner}".strip("/"))
         if is_variable(dataset.id.get_type()):
-            raise SourceError(f"{where}: {name!r} has values of variable length, which a field cannot have")
+            raise SourceError(f"{where}: {name!r} has values of variable length, which fields do not support")
         shape, dtype = dataset.shape, dataset.dtype
         if shape is None or not dataset.size:
             raise SourceError(f"{where}: {name!r} is empty: remove this sample")
@@ -200,7 +200,7 @@ def _add(index: _Index, guard: Guard, group: h5py.Group, key: str | bytes, after
 
 
 def _offset(dataset: h5py.Dataset) -> int:
-    """Return where the values of a dataset begin in the file, if they are stored there in one piece."""
+    """Return the file offset of the values of a contiguous dataset, or `THROUGH_HDF5` for any other."""
     properties = dataset.id.get_create_plist()
     is_plain = properties.get_layout() == h5py.h5d.CONTIGUOUS and not properties.get_external_count()
     offset = dataset.id.get_offset() if is_plain else None  # None if nothing was written
@@ -214,9 +214,8 @@ def _attribute(item: h5py.HLObject, name: str, where: str) -> Any:
         return SourceError(f"{where}: {problem}")
 
     if name not in item.attrs:
-        raise error(
-            f"has no attribute {name!r}, which other samples have: {', '.join(list(item.attrs)[:10]) or 'none'}"
-        )
+        names = ", ".join(list(item.attrs)[:10]) or "none"
+        raise error(f"has no attribute {name!r} (its attributes: {names}): all samples must have it")
     if words := read_words(item, name, error):
         value: Any = words[0].encode()
     else:

@@ -19,7 +19,7 @@ DEFAULT_MEMORY_BYTES = 1 << 30
 NAMED_SEPARATORS = {"tab": "\t", "\\t": "\t", "space": " "}
 RECORDED = ("size", "fit", "color", "layout", "animated")  # options of images that determine the pixels
 ANY_SIZE = ("keep_encoded", "keep_size", "max_side", "quality")  # recorded only for images of any size
-MAX_PIXELS = 89_478_485  # Pillow's own limit: 1 GiB of pixels of four bytes
+MAX_PIXELS = 89_478_485  # Pillow's default limit: 256 MiB of RGB pixels
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ImageOptions(Options):
     heading: ClassVar[str] = "Images"
 
     size: tuple[int, int] | None = option(
-        None, "Height and width of all images.", metavar="H W", shown_default="all images must have one size"
+        None, "Height and width of the stored images.", metavar="H W", shown_default="all images must have one size"
     )
     fit: str = option(
         "error",
@@ -44,20 +44,20 @@ class ImageOptions(Options):
     )
     layout: str = option("nchw", "Order of the axes of the stored images.", choices=("nchw", "nhwc"))
     animated: str = option(
-        "error", "Treat images with several frames as errors, or use the first frame.", choices=("error", "first")
+        "error", "Reject images with several frames, or use their first frame.", choices=("error", "first")
     )
     max_pixels: int = option(MAX_PIXELS, "Maximum number of pixels per image; larger images are refused.", minimum=1)
     mask_column: tuple[str, ...] | None = option(
         None,
         "Columns, or folders beside the folder of images, that contain masks. Masks keep their exact values, and are "
-        "resized like their images, by nearest neighbour.",
+        "resized with their images, by nearest neighbour.",
         metavar="NAME[,NAME]",
         shown_default="those called mask or masks",
     )
     keep_encoded: bool = option(
-        False, "Store the image files as they are, in any size; they are decoded each time they are read."
+        False, "Store the image files unchanged, in any size. Loaders decode an image each time that they read it."
     )
-    keep_size: bool = option(False, "Store images of any size as pixels, (H, W, C), rather than resizing them.")
+    keep_size: bool = option(False, "Store the pixels of each image, (H, W, C), in its original size.")
     max_side: int | None = option(
         None,
         "With --keep-encoded or --keep-size: shrink images so that their longer side has at most N pixels.",
@@ -74,7 +74,7 @@ class ImageOptions(Options):
         if self.size is not None and not (is_pair and all(isinstance(n, int) and n >= 1 for n in self.size)):
             raise OptionError(f"size is {self.size!r}: give a height and a width of at least 1")
         if self.size is None and self.fit != "error":
-            raise OptionError(f"fit is {self.fit!r}, but no size was given: give a height and a width")
+            raise OptionError(f"fit is {self.fit!r}, but no size was given: give a height and a width (--size H W)")
         self._check_any_size()
 
     @property
@@ -85,25 +85,28 @@ class ImageOptions(Options):
     def _check_any_size(self) -> None:
         """Raise OptionError for options that exclude keep_encoded or keep_size, or that need one of them."""
         if self.keep_encoded and self.keep_size:
-            raise OptionError("keep_encoded keeps encoded images, and keep_size pixels: give one of them")
+            raise OptionError(
+                "keep_encoded and keep_size are both given, but they exclude each other: give one of them"
+            )
         if not self.form:
             if self.max_side is not None:
-                raise OptionError(f"max_side is {self.max_side}: give keep_encoded or keep_size, too")
+                raise OptionError(f"max_side is {self.max_side}, but needs keep_encoded or keep_size: give one of them")
             return
         problem = f"keep_{'encoded' if self.keep_encoded else 'size'} is given"
         if self.size is not None:
             raise OptionError(
-                f"{problem} with a size, which gives all images one size: leave size out, or give max_side"
+                f"{problem} with size, which resizes all images to one size: leave size out, or use max_side instead"
             )
         if self.color == "keep":
             raise OptionError(f"{problem} with color 'keep', but all images need the same channels: give rgb or gray")
         if self.layout != "nchw":
-            raise OptionError(f"{problem} with a layout, but images of any size are always (H, W, C): leave it out")
+            raise OptionError(f"{problem} with layout, but images of any size are always (H, W, C): leave layout out")
         if self.mask_column:
-            raise OptionError(f"{problem}, but masks must have one size: leave mask_column out")
+            raise OptionError(f"{problem} with mask_column, but masks must have one size: leave mask_column out")
         if self.keep_encoded and self.max_pixels > MAX_PIXELS:
             raise OptionError(
-                f"{problem} with max_pixels {self.max_pixels}, but decoders refuse over {MAX_PIXELS}: give keep_size"
+                f"{problem} with max_pixels {self.max_pixels}, but loaders decode at most {MAX_PIXELS} pixels per "
+                "image: lower max_pixels, or use keep_size"
             )
 
     def recorded(self) -> dict[str, Any]:
@@ -117,7 +120,7 @@ class ImageOptions(Options):
 
     @classmethod
     def of_recorded(cls, options: Mapping[str, Any], shape: Sequence[int] = ()) -> ImageOptions:
-        """Create the options from those that a file records. The size is that of its images, of ``shape``, if given.
+        """Create options from those recorded in a file; ``shape``, if given, is that of its images, and sets the size.
 
         Raises KeyError, TypeError or ValueError if the file does not record valid options.
         """
@@ -151,20 +154,20 @@ class KeyedOptions(Options):
 
     samples: tuple[str, ...] | None = option(
         None,
-        "Paths of the samples in an HDF5 file with a dataset for each: * stands for the name of the sample. Several "
-        "paths that differ after the * are several fields.",
+        "Paths of the samples in an HDF5 file that has a dataset or group per sample, with * in place of the name of "
+        "the sample. Paths that differ after the * become separate fields.",
         metavar="'traces/*/data'[,...]",
     )
     attributes: tuple[str, ...] | None = option(
         None,
-        "With --samples: attributes with one value, of what * stands for, which become fields.",
+        "With --samples: attributes of each sample to store as fields. Each must be one number or one string.",
         metavar="A[,B]",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.attributes is not None and self.samples is None:
-            raise OptionError("attributes is given without samples: say which samples have them (--samples)")
+            raise OptionError("attributes is given without samples: also give the paths of the samples (--samples)")
 
 
 @dataclass(frozen=True)
@@ -187,7 +190,7 @@ class ImageSourceOptions(ImageOptions, ColumnOptions):
         super().__post_init__()
         if self.manifest is not None and self.split_folders != "auto":
             raise OptionError(
-                f"split_folders is {self.split_folders!r}, but with a manifest, a column gives the split: leave out "
+                f"split_folders is {self.split_folders!r}, but a manifest gives the splits in a column: leave out "
                 "split_folders"
             )
 
@@ -206,7 +209,7 @@ class TextOptions(Options):
     )
     header: str = option(
         "auto",
-        "Whether the first line names the columns; skip: leave it out, because it is neither names nor data.",
+        "Whether the first line names the columns. skip ignores a first line that is neither names nor data.",
         choices=("auto", "yes", "no", "skip"),
     )
     quotes: bool = option(True, "Treat double quotes as ordinary characters.")
@@ -219,13 +222,15 @@ class TextOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.comment == "":
-            raise OptionError("comment is empty: give the mark that lines to skip begin with, such as '#'")
+            raise OptionError("comment is empty: give the characters at the beginning of comment lines, such as '#'")
         if self.separator is not None and (not self.separator or set(self.separator) & set('"\r\n')):
             raise OptionError(f"separator is {self.separator!r}: give characters such as ';' or '::', tab or space")
         try:
             "1".encode(self.encoding or "utf-8")
         except LookupError:
-            raise OptionError(f"encoding is {self.encoding!r}: give one that Python knows, such as latin-1") from None
+            raise OptionError(
+                f"encoding is {self.encoding!r}: give one that Python supports, such as latin-1"
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -235,24 +240,24 @@ class TableOptions(TextOptions, ImageOptions, ColumnOptions):
     heading: ClassVar[str] = ColumnOptions.heading
 
     vector: str | None = option(
-        None, "Make all columns of numbers one field, NAME, with a vector per sample.", metavar="NAME"
+        None, "Combine all numeric columns into one field, NAME, with a vector per sample.", metavar="NAME"
     )
     vector_except: tuple[str, ...] | None = option(
-        None, "With --vector: columns of numbers, such as labels, that stay fields of their own.", metavar="A[,B]"
+        None, "With --vector: numeric columns, such as labels, that remain separate fields.", metavar="A[,B]"
     )
     missing: str = option(
         "error",
-        "Missing values in columns of whole numbers: error refuses them, nan makes such columns float64 with NaN. In "
-        "columns of real numbers they always become NaN.",
+        "Missing values in integer columns: error rejects them, nan converts such columns to float64 with NaN. In "
+        "floating-point columns they always become NaN.",
         choices=("error", "nan"),
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.vector == "":
-            raise OptionError("vector is empty: give the name of the field")
+            raise OptionError("vector is empty: give a name for the field")
         if self.vector_except is not None and self.vector is None:
-            raise OptionError("vector_except is given without vector: name the field of the other columns (--vector)")
+            raise OptionError("vector_except is given without vector: name the field for the other columns (--vector)")
 
 
 @dataclass(frozen=True)
@@ -318,7 +323,7 @@ class Kind(NamedTuple):
     """A kind of source."""
 
     name: str
-    module: str  # module and class that read it
+    module: str  # the module and class that read sources of this kind
     class_name: str
     options: type[Options]
     example: str  # for messages
@@ -331,13 +336,13 @@ KINDS = (
     Kind("joined", "matrix.joined", "JoinedSource", JoinOptions, "cells/ or 'cells/*.h5ad': several matrices as one"),
     Kind("npz", "matrix.numpy", "NpzSource", MatrixSourceOptions, "matrix.npz, of scipy.sparse.save_npz"),
     Kind("arrays", "arrays", "ArraySource", ColumnOptions, "images.npy or data.npz"),
-    Kind("npy", "matrix.numpy", "NpySource", MatrixSourceOptions, "matrix.npy, as a matrix with --format npy"),
+    Kind("npy", "matrix.numpy", "NpySource", MatrixSourceOptions, "matrix.npy: a dense matrix, with --format npy"),
     Kind("mtx", "matrix.mtx", "MtxSource", MatrixSourceOptions, "matrix.mtx"),
     Kind("libsvm", "matrix.libsvm", "LibsvmSource", LibsvmOptions, "train.svm: lines such as '1 3:0.5 7:1'"),
     Kind("csv", "matrix.delimited", "DelimitedSource", DelimitedOptions, "ratings.csv: lines such as 'user,item,4.5'"),
     Kind("ratings", "matrix.parquet", "ParquetEntries", EntryOptions, "ratings.parquet: columns user, item, rating"),
     Kind("table", "table", "TableSource", TableOptions, "table.parquet, iris.csv: one sample per row"),
-    Kind("keyed", "keyed", "KeyedSource", KeyedOptions, "traces.h5 with a dataset for each sample, with --samples"),
+    Kind("keyed", "keyed", "KeyedSource", KeyedOptions, "traces.h5: one dataset per sample, with --samples"),
     Kind("images", "images", "ImageSource", ImageSourceOptions, "photos/ or photos.zip: one folder per class"),
     Kind("mapping", "mapping", "MappingSource", ImageOptions, ""),
 )

@@ -1,11 +1,11 @@
 """List the images of a folder or an archive in order, with their classes and splits.
 
 No image is opened. The order and the labels are those of torchvision's ImageFolder, except that .gif files, which
-ImageFolder ignores, are listed, too: classes are sorted by name, the folders of a class by path, and the files of a
+ImageFolder ignores, are also listed: classes are sorted by name, the folders of a class by path, and the files of a
 folder by name.
 
-The top folders may be splits rather than classes, as in ``train/cat/1.png``, ``val/cat/2.png``. Their names decide
-this; ambiguous names are an error.
+The top folders may be splits rather than classes, as in ``train/cat/1.png``, ``val/cat/2.png``. Their names determine
+which; ambiguous names raise an error.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ ReportFound = Callable[[int], None]  # called with the number of images found so
 
 @dataclass
 class Listing:
-    """The images of a source by their paths, with labels and other columns, but without pixels."""
+    """The paths of the images of a source, with their labels and other columns, but without pixels."""
 
     container: Container
     names: Names  # path of the main image of each sample, relative to the source, with slashes
-    others: dict[str, Names] = field(default_factory=dict)  # paths of masks and further images, by field; or empty
+    others: dict[str, Names] = field(default_factory=dict)  # paths of masks and other images by field; b"" if missing
     columns: dict[str, np.ndarray] = field(default_factory=dict)  # (num_samples,): labels, split, and further columns
     class_names: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)  # descriptions of files that are left out
@@ -51,7 +51,7 @@ class Listing:
         self.container.select(np.concatenate([np.asarray(numbers, np.int64) for numbers in members]))
 
     def parts(self, index: int) -> Iterator[tuple[str, int, bytes]]:
-        """Yield (field, number in the container, path) for the other images of sample ``index``."""
+        """Yield (field, index in the container, path) for the other images of sample ``index``."""
         for i, (name, paths) in enumerate(self.others.items(), 1):
             yield name, i * len(self.names) + index, paths[index]
 
@@ -93,8 +93,8 @@ def read_tree(source: str | os.PathLike[str], report_found: ReportFound) -> Tree
 def list_tree(tree: Tree, split_folders: str, masks: Sequence[str] | None) -> Listing:
     """List the images of a tree as samples, with labels if there is one folder per class, and with their masks.
 
-    ``split_folders`` says whether the top folders are splits: yes, no, or auto if their names decide. ``masks`` are the
-    folders of masks beside the folder of images; None: folders with the usual names.
+    ``split_folders`` tells whether the top folders are splits: yes, no, or auto, which decides by their names.
+    ``masks`` are the names of the folders of masks beside the folder of images; None uses the usual names.
     """
     with_images = [name for name, directory in tree.directories.items() if directory.files]
     pairs = find_pairs(tree.label, with_images, masks)
@@ -117,7 +117,7 @@ def list_tree(tree: Tree, split_folders: str, masks: Sequence[str] | None) -> Li
     outside = [name for name in with_images if not pairs.contain(name)]
     if loose := [posixpath.join(name, file) for name in outside for file in directories[name].files]:
         listing.ignored.append(
-            f"{count_text(len(loose), 'image')} outside of these folders, such as {as_text(min(loose))}"
+            f"{count_text(len(loose), 'image')} outside of the paired folders, such as {as_text(min(loose))}"
         )
     listing.notes.append(pairs.note())
     listing.select(members, *mask_members)
@@ -125,7 +125,7 @@ def list_tree(tree: Tree, split_folders: str, masks: Sequence[str] | None) -> Li
 
 
 def _list_one_folder(tree: Tree, split_folders: str) -> Listing:
-    """List the images of a tree without folders of masks; a mask may lie in the folder of its image."""
+    """List the images of a tree without folders of masks, where a mask may be in the same folder as its image."""
     images, masks = take_masks(tree.label, tree.directories)
     listing, members = sort_and_label(replace(tree, directories=images), split_folders)
     if not masks:
@@ -225,7 +225,7 @@ def _add_files(tree: Tree, files: Iterable[tuple[bytes, bytes, int]], report_fou
             other = min(other or file, file)
     if others:
         kinds = ", ".join(f"{num:,} {kind}" for kind, num in others.most_common(5)) + ", ..." * (len(others) > 5)
-        tree.ignored.append(f"files that are not named like images ({kinds}), such as {as_text(other)}")
+        tree.ignored.append(f"files without the suffix of an image ({kinds}), such as {as_text(other)}")
     if hidden:
         tree.ignored.append(f"hidden files and folders, such as {as_text(hidden)}")
 
@@ -242,11 +242,9 @@ def sort_and_label(tree: Tree, split_folders: str, min_classes: float = 1) -> tu
         suffixes = ", ".join(suffix.decode() for suffix in EXTENSIONS)
         hint = "; it has " + " and ".join(ignored) if ignored else ""
         if any(b"dataset_info.json" in name or b".arrow" in name for name in map(os.fsencode, ignored)):
-            hint += (
-                "; a data set of Hugging Face converts in Python: h5chunk.convert(datasets.load_from_disk(...), ...)"
-            )
+            hint += "; convert a Hugging Face data set in Python: h5chunk.convert(datasets.load_from_disk(...), ...)"
         raise SourceError(
-            f"{source}: no images found; looked for {suffixes} (any case) in it and the folders below{hint}"
+            f"{source}: contains no images: no file in it or its subfolders ends in {suffixes} (in any case){hint}"
         )
     level = int(_has_split_folders(source, with_images, split_folders))  # index of the class folder in a path
     if level and (empty := sorted(at_level(0, directories) - at_level(0, with_images))):
@@ -272,7 +270,9 @@ def sort_and_label(tree: Tree, split_folders: str, min_classes: float = 1) -> tu
         listing.columns["labels"] = _numbers(listing.names, level, classes)
         listing.class_names = [as_text(name) for name in classes]
     if len(classes) == 1:
-        listing.notes.append(f"all images are of one class, {listing.class_names[0]!r}: check its folders")
+        listing.notes.append(
+            f"all images are of one class, {listing.class_names[0]!r}: check that there is a folder per class"
+        )
     if level:
         _add_splits(listing, kept)
     return listing, members
@@ -306,7 +306,7 @@ def _has_split_folders(source: str, folders: Collection[bytes], choice: str) -> 
         flat = next(top for top in tops if top not in nested)
         raise SourceError(
             f"{source}: of the splits {listed}, {as_text(min(nested))!r} has class folders but {as_text(flat)!r} has "
-            "none: convert each split alone, or give --split-folders no if they are classes"
+            "none: convert each split separately, or give --split-folders no if they are classes"
         )
     return True
 

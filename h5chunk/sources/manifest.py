@@ -1,6 +1,6 @@
 """Read a manifest: a table with the paths of images, and with other columns that become fields.
 
-The type of a column is determined once all rows were read; until then its cells are kept as bytes.
+The type of a column is determined after all rows have been read; until then, its cells are kept as bytes.
 
 | column | becomes |
 | --- | --- |
@@ -13,8 +13,8 @@ The type of a column is determined once all rows were read; until then its cells
 | ``label`` or ``labels``, as strings | ``labels``, int64, with the sorted strings as class names |
 
 A ``metadata.csv`` or ``metadata.jsonl`` among the images is a table of Hugging Face's ``imagefolder``: its columns
-``file_name`` or ``..._file_name`` have paths relative to the folder of the table. These images keep the order and the
-splits of their folders and, if there is no column of labels, also their classes.
+``file_name`` or ``..._file_name`` contain paths relative to the folder of the table. The images in such a table keep
+the order and the splits of their folders and, if the table has no column of labels, also the classes.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ FILE_NAME = "file_name"  # suffix of the names of Hugging Face's columns of path
 LABEL_COLUMNS = ("labels", "label")
 RESERVED = ("images", "h5chunk")
 MAX_STRING_BYTES = 4096
-PACKED_ROWS = 4096  # rows between two reports of progress
+PACKED_ROWS = 4096  # rows that are packed, and reported as progress, at a time
 WHOLE = re.compile(rb"[+-]?[0-9]+")
 
-Find = Callable[[bytes], int | None]  # from a path to its number in the archive (-1 in a folder), or None if missing
+Find = Callable[[bytes], int | None]  # returns the index of a path in the archive (-1 in a folder); None if missing
 
 
 def list_manifest(
@@ -62,8 +62,8 @@ def list_manifest(
 ) -> Listing:
     """List the images of a manifest, in its order, with its columns as fields.
 
-    Paths are relative to the source. They are in the first column with one of the names `PATH_COLUMNS`, or else in the
-    first column. ``columns`` are the other columns to keep (None: all), ``masks`` those with paths of masks.
+    Paths are relative to the source. They are read from the first column whose name is in `PATH_COLUMNS`, or else from
+    the first column. ``columns`` are the other columns to keep (None: all), ``masks`` the columns with paths of masks.
     """
     path, source = Path(manifest), Path(source)
     check_source(path)
@@ -86,7 +86,8 @@ def list_manifest(
         raise SourceError(f"{table.label}: lists no images: it has no line below the header")
     if table.declared not in (None, cells.num_rows):
         raise SourceError(
-            f"{table.label}: is cut short: it has {cells.num_rows} lines, but its first line says {table.declared}"
+            f"{table.label}: is truncated: it lists {cells.num_rows} images, but its first line declares "
+            f"{table.declared}"
         )
     return cells.fill(Listing(container, cells.paths), np.arange(cells.num_rows))
 
@@ -127,7 +128,7 @@ def _list_named_images(tree: Tree, cells: _Cells, numbers: dict[bytes, int], spl
     rows = {path: row for row, path in enumerate(cells.paths)}
     if len(rows) < cells.num_rows:
         twice = next(path for path, count in Counter(cells.paths).items() if count > 1)
-        raise SourceError(f"{tree.label}: {printable(twice)} has several lines in the metadata: keep one")
+        raise SourceError(f"{tree.label}: the metadata lists {printable(twice)} several times: keep one line")
     used = {path for column in cells.images.values() for path in column.paths} | rows.keys()
     directories: dict[bytes, Directory] = {}
     for path in cells.paths:
@@ -201,7 +202,7 @@ class _Cells:
         if table.columns != self.columns:
             raise table.error(
                 table.first_line,
-                f"its columns are not those of {self._table.label}: give all tables the same columns",
+                f"its columns differ from those of {self._table.label}: give all tables the same columns",
             )
         for line, row in table.rows():
             if not len(self.paths):
@@ -238,12 +239,12 @@ class _Cells:
         try:
             path = posixpath.normpath(posixpath.join(folder, os.fsencode(cell)))
         except UnicodeEncodeError:
-            raise table.error(line, f"path {printable(cell)} is not valid text") from None
+            raise table.error(line, f"path {printable(cell)} is not valid Unicode") from None
         if path.startswith((b"/", b"../")) or path in (b"..", b"."):
             raise table.error(line, f"path {printable(path)} is outside of the source: give paths inside it")
         number = find(path)
         if number is None:
-            raise table.error(line, f"{printable(path)} is not in {self._source}")
+            raise table.error(line, f"{printable(path)} does not exist in {self._source}")
         numbers.append(number)
         return path
 
@@ -253,10 +254,10 @@ class _Cells:
             cells = [as_text(row[i]).encode() for row in self._rows]
             longest = max(map(len, cells), default=0)
             if any(cell.endswith(b"\0") for cell in cells):
-                raise SourceError(f"column {self.columns[i]!r} holds a string that {ENDS_IN_NULL}")
+                raise SourceError(f"column {self.columns[i]!r} contains a string that {ENDS_IN_NULL}")
             if longest > MAX_STRING_BYTES:
                 raise SourceError(
-                    f"column {self.columns[i]!r} holds a string of {longest} bytes, over the limit of "
+                    f"column {self.columns[i]!r} contains a string of {longest} bytes, over the limit of "
                     f"{MAX_STRING_BYTES}: shorten it, or {self._drop_remedy(i)}"
                 )
             self._packed[i].append(np.array(cells, f"S{max(1, longest)}"))
@@ -283,7 +284,7 @@ class _Cells:
             listing.others[column.name] = Names(column.paths[row] for row in order.tolist())
         if images:
             fields = ", ".join(repr(column.name) for column in images)
-            listing.notes.append(f"columns with paths of images became fields of images: {fields}")
+            listing.notes.append(f"columns with paths of images became image fields: {fields}")
         listing.select(*(np.array(numbers)[order] for numbers in (self._numbers, *(i.numbers for i in images))))
         return listing
 
@@ -294,16 +295,16 @@ def _field_of(column: str) -> str:
 
 
 def _check_columns(table: Table) -> None:
-    """Raise SourceError if a name of a column is missing, repeated, or not a valid name of a field."""
+    """Raise SourceError if a column name is missing, duplicated, or not a valid field name."""
     line, columns = table.first_line, table.columns
     if not columns or not all(columns):
         raise table.error(line, "the header must name every column")
     twice = [name for name, count in Counter(columns).items() if count > 1]
     if twice:
-        raise table.error(line, f"two columns are called {twice[0]!r}")
+        raise table.error(line, f"two columns are called {twice[0]!r}: rename one")
     for name in columns:
         if os.fsencode(as_text(name)).lower().endswith(EXTENSIONS):
-            raise table.error(line, f"{printable(name)} is an image: insert a first line with the names of the columns")
+            raise table.error(line, f"{printable(name)} is not a column name: insert a header with the column names")
         if "/" in name or name == "." or not name.isprintable():
             raise table.error(line, f"column {name!r} cannot be the name of a field: rename it, without '/'")
         if name in RESERVED:

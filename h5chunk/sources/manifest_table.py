@@ -1,7 +1,7 @@
 """Read the rows of a manifest: .csv, .tsv, JSON lines, or a list in the format of CelebA.
 
-A CelebA list has a first line with the number of images, then a header without the column of paths, then rows with
-blanks between the cells. JSON lines have one object per line, all with the same keys.
+A CelebA list starts with a line with the number of images, followed by a header that omits the column of paths, and by
+rows of cells that are separated by blanks. JSON lines have one object per line, all with the same keys.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from h5chunk.errors import SourceError, count_text
 
 MAX_LINE = 1 << 20  # characters
-NESTED = "\0"  # stands for a JSON value that is a list or an object
+NESTED = "\0"  # replaces a JSON value that is a list or an object
 
 Rows = Iterator[tuple[int, list[str]]]  # line numbers and cells
 
@@ -49,7 +49,7 @@ class Table:
         """Yield the lines of the file. Raises SourceError for a line of more than `MAX_LINE` characters."""
         for number, line in enumerate(iter(partial(self._file.readline, MAX_LINE + 1), ""), 1):
             if len(line) > MAX_LINE:
-                raise self.error(number, f"longer than the limit of {MAX_LINE} characters: is this a table?")
+                raise self.error(number, f"is longer than {MAX_LINE} characters: check that the file is a table")
             yield line
 
     def _delimited(self, lines: Iterable[str], delimiter: str) -> Rows:

@@ -1,4 +1,4 @@
-"""Map-style data sets in Python, such as torchvision's and Hugging Face's: objects with ``len()`` and indexing.
+"""Read map-style data sets, such as torchvision's and Hugging Face's: Python objects with ``len()`` and indexing.
 
 | sample | becomes the fields |
 | --- | --- |
@@ -8,8 +8,8 @@
 | anything else | ``images`` for an image, otherwise ``data`` |
 
 Pillow images are converted with the options for images. Numbers, arrays and tensors are stored unchanged; strings and
-bytes become fixed-length bytes, as long as the longest. All samples must have the same structure. The class names come
-from ``classes`` or ``class_to_idx`` of the data set, or from Hugging Face's ``features``.
+bytes become fixed-length bytes, as long as the longest. All samples must have the same structure. Class names are read
+from the attributes ``classes`` or ``class_to_idx`` of the data set, or from Hugging Face's ``features``.
 
 Samples are read in forked worker processes, if the system supports fork, because many data sets cannot be pickled.
 """
@@ -30,7 +30,7 @@ from h5chunk.sources.kinds import ImageOptions
 from h5chunk.sources.recognise import is_path
 from h5chunk.sources.samples import DATA, IMAGES, LABELS, Samples, field_dtype, largest_first
 
-NO_SOURCES = {  # attributes of objects that have a length, but not samples by number
+NO_SOURCES = {  # attributes that identify objects with a length whose indexing does not return samples; the remedies
     "nnz": "save it with scipy.sparse.save_npz, and convert the .npz",
     "write_h5ad": "save it with write_h5ad, and convert the .h5ad",
     "iloc": "give a dict of its columns, dict(frame), or save it as .parquet",
@@ -59,7 +59,7 @@ class MappingSource(Samples):
         has_images = any(field.axes for field in self.fields.values())
         self.options = {**(decoding.recorded() if has_images else {}), "fields": [*order, *self._others]}
         self.categories = _class_names(dataset, found)
-        self.notes = ["changes of a data set in Python cannot be detected, so a stopped conversion starts over"]
+        self.notes = ["changes to a data set in Python cannot be detected, so an interrupted conversion starts over"]
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
@@ -71,7 +71,7 @@ class MappingSource(Samples):
     @classmethod
     def open(cls, source: Any, options: ImageOptions, context: OpenContext) -> MappingSource:
         if is_path(source):
-            raise SourceError(f"{printable(source)}: is a path, not a data set in Python")
+            raise SourceError(f"{printable(source)}: is a path, not a data set in Python: leave out the format")
         if isinstance(source, Mapping) and source and 0 not in source:
             if all(hasattr(value, "features") for value in source.values()):  # Hugging Face's DatasetDict
                 names = ", ".join(map(repr, source))
@@ -79,7 +79,7 @@ class MappingSource(Samples):
                     f"a dict of the data sets {names}: convert each, such as data[{next(iter(source))!r}]"
                 )
             lists = ", ".join(repr(name) for name, value in source.items() if not hasattr(value, "__array__"))
-            raise SourceError(f"a dict of columns whose values are not all arrays ({lists}): use np.array")
+            raise SourceError(f"a dict of columns has values that are not arrays ({lists}): convert them with np.array")
         for attribute, remedy in NO_SOURCES.items():
             if hasattr(source, attribute):
                 raise SourceError(f"an object of type {type(source).__name__} is not a source: {remedy}")
@@ -121,7 +121,9 @@ class MappingSource(Samples):
             raise SampleError(f"cannot be read: {type(error).__name__}: {printable(str(error))}") from None
         if self.fields and sample.keys() != {*self.fields, *self._others}:
             names = ", ".join((*self.fields, *self._others))
-            raise SampleError(f"has the fields {', '.join(sample)} but others have {names}: make them equal")
+            raise SampleError(
+                f"has the fields {', '.join(sample)}, but other samples have {names}: give all samples the same fields"
+            )
         return sample
 
     def _text_widths(self, context: OpenContext) -> dict[str, int]:
@@ -183,7 +185,7 @@ def _as_array(name: str, value: Any, field: SampleField | None) -> np.ndarray:
         return array
     if array.dtype.kind == field.dtype.kind == "S":
         if array.dtype.itemsize > field.dtype.itemsize:
-            raise SampleError(f"{label} is longer than when it was first read")
+            raise SampleError(f"{label} is longer than when the data set was first read: its samples must not change")
         return array
     with np.errstate(all="ignore"):
         fitted = array if "S" in (array.dtype.kind, field.dtype.kind) else array.astype(field.dtype)

@@ -26,9 +26,10 @@ PACKINGS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 
 
 def read_header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Return shape, whether in Fortran order, and dtype of a .npy array; leave the file position at its first value.
+    """Return the shape of a .npy array, whether it is in Fortran order, and its dtype.
 
-    Raises SourceError if this is not an array, or an array of Python objects.
+    Leaves the file position at the first value. Raises SourceError if the file is not an array, or if the array
+    contains Python objects.
     """
     try:
         with warnings.catch_warnings():
@@ -80,8 +81,10 @@ def _check_members(label: str, archive: zipfile.ZipFile, num_bytes: int) -> None
     for member in archive.infolist():
         packed, size, name = member.compress_size, member.file_size, printable(member.filename)
         if member.flag_bits & 1 or member.compress_type not in PACKINGS:
-            raise SourceError(f"{label}: member {name!r} is encrypted or packed in an unknown way: save it again")
+            raise SourceError(
+                f"{label}: member {name!r} is encrypted, or compressed by an unsupported method: save it again"
+            )
         if size > MAX_RATIO * packed + MAX_SMALL_BYTES:
             raise SourceError(
-                f"{label}: member {name!r} claims to unpack {packed} to {size} bytes, which is impossible"
+                f"{label}: member {name!r} claims that {packed} bytes decompress to {size}, which is impossible"
             )

@@ -19,7 +19,7 @@ PACKAGES = {"pyarrow": "sparse"}  # optional packages, and the extra that instal
 
 
 def all_kinds() -> list[Any]:
-    """Import the classes of all kinds of sources; return them in the order in which they are tried."""
+    """Import and return the classes of all kinds of sources, in the order in which they are tried."""
     return [getattr(import_module(f"h5chunk.sources.{kind.module}"), kind.class_name) for kind in KINDS]
 
 
@@ -53,7 +53,8 @@ def open_kind(kind: Any, source: Any, options: Options, context: OpenContext) ->
         if error.name not in PACKAGES:
             raise
         raise SourceError(
-            f'{describe(source)}: {kind.kind} is read with {error.name}: pip install "h5chunk[{PACKAGES[error.name]}]"'
+            f"{describe(source)}: reading {kind.kind} requires {error.name}: "
+            f'pip install "h5chunk[{PACKAGES[error.name]}]"'
         ) from None
 
 
@@ -84,7 +85,7 @@ def _misplaced(name: str, kind: Any, source: Any, others: Iterable[type[Options]
     nouns = one_of([_with_kinds(noun, *kinds) for noun, kinds in homes.items()])
     return OptionError(
         f"{flag_of(name)} applies only to {nouns}; {describe(source)} contains {_with_kinds(kind.noun, kind.kind)}: "
-        "leave out the option; or give the format of the source if the detected format is wrong"
+        "leave out the option, or give the format of the source if the detected format is wrong"
     )
 
 

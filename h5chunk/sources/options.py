@@ -35,8 +35,8 @@ def option(
 ) -> Any:
     """Define an option as a field of a subclass of `Options`.
 
-    The default is always valid. ``metavar`` and ``shown_default`` stand for the value and the default in help. If
-    ``unit`` is ``bytes``, the command line accepts sizes such as ``512M``. ``heading`` replaces that of the class.
+    The default is always valid. Help shows ``metavar`` as the value and ``shown_default`` as the default. If ``unit``
+    is ``bytes``, the command line accepts sizes such as ``512M``. ``heading`` overrides the heading of the class.
     ``is_path`` marks the path of an input file, which must not be the output.
     """
     metadata = {name: value for name, value in locals().items() if name != "default"}
@@ -61,7 +61,7 @@ class Options:
 
     @classmethod
     def heading_of(cls, name: str) -> str:
-        """Return the heading of an option in help: its own, or that of the class that defines the option."""
+        """Return the heading under which help lists an option: its own, or that of the class that defines it."""
         owners: list[Any] = [base for base in cls.__mro__ if name in getattr(base, "__dataclass_fields__", ())]
         return cls.__dataclass_fields__[name].metadata["heading"] or owners[-1].heading
 

@@ -2,8 +2,8 @@
 
 The folders of images and masks are at the top, or in each split, as in ``train/images`` and ``train/masks``. They may
 contain the same folders of splits and classes, as in ``images/cat/1.jpg`` and ``masks/cat/1.png``. A mask has the name
-of its image, with any suffix, or that name followed by ``_mask``. Masks may also lie beside their images, as in
-``cat/1.jpg`` and ``cat/1_mask.png``.
+of its image, with any suffix, or that name followed by ``_mask``. Masks may also be in the same folder as their images,
+as in ``cat/1.jpg`` and ``cat/1_mask.png``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOSSY = (b".jpg", b".jpeg")
 
 @dataclass
 class Directory:
-    """The images of one folder: their names, and their numbers in the archive (-1 in a folder on disk)."""
+    """The images of one folder: their names, and their indices in the archive (-1 in a folder on disk)."""
 
     files: list[bytes] = field(default_factory=list)
     members: array[int] = field(default_factory=lambda: array("q"))
@@ -48,7 +48,7 @@ def at_level(level: int, names: Iterable[bytes]) -> set[bytes]:
 
 @dataclass(frozen=True)
 class Pairs:
-    """The names of a folder of images and of the folders of its masks, which lie side by side."""
+    """A folder of images and the folders of their masks, which have the same parent folder."""
 
     level: int  # 0: at the top; 1: in each split
     images: bytes  # name of the folder of images
@@ -103,18 +103,18 @@ class Pairs:
     def _ambiguous(self, folder: bytes, first: bytes, second: bytes) -> SourceError:
         first, second = (self.full_path(path, folder) for path in (first, second))
         return SourceError(
-            f"{as_text(first)} and {as_text(second)} differ only in their suffix, so that their masks are "
-            "ambiguous: rename one"
+            f"{as_text(first)} and {as_text(second)} would be paired with the same file, so the masks are ambiguous: "
+            "rename one"
         )
 
     def note(self) -> str:
         """Describe the pairs for the report."""
         masks = ", ".join(f"the masks in {as_text(folder)!r} (field {name!r})" for name, folder in self.masks.items())
-        return f"images in {as_text(self.images)!r} go with {masks}, by name"
+        return f"images in {as_text(self.images)!r} are paired by name with {masks}"
 
 
 def find_pairs(source: str, folders: Collection[bytes], requested: Sequence[str] | None) -> Pairs | None:
-    """Find a folder of images beside folders of masks: the ``requested`` masks, or if None a folder with a usual name.
+    """Find a folder of images beside folders of masks: those ``requested``, or one with a usual name if None.
 
     ``folders`` are the paths of all folders with images. Returns None if no masks are requested or found. Raises
     SourceError if the folders are ambiguous, or requested folders are missing.
@@ -141,7 +141,7 @@ def find_pairs(source: str, folders: Collection[bytes], requested: Sequence[str]
     if requested:
         listed = ", ".join(repr(as_text(name)) for name in sorted(at_level(0, folders))[:8]) or "none"
         raise SourceError(
-            f"{source}: has no folder {requested[0]!r} of masks beside one of images; its folders: {listed}"
+            f"{source}: has no folder {requested[0]!r} of masks beside a folder of images (folders: {listed})"
         )
     return None
 

@@ -20,7 +20,7 @@ from h5chunk.sources.options import Options
 
 IMAGES, LABELS, DATA = "images", "labels", "data"  # names of fields
 MASK_FIELDS = ("mask", "masks")  # default names of images that are masks
-PROBES = 24  # images whose bytes are averaged
+PROBES = 24  # images from which the average size in bytes is estimated
 
 
 class Samples(SampleSource):
@@ -60,8 +60,8 @@ class Samples(SampleSource):
                 return name, image, values
         names = ", ".join(map(printable, self.values(index)))
         raise SourceError(
-            f"samples have the fields {names}, but with keep_encoded and keep_size, a sample must be one image, and "
-            "numbers or strings beside it: leave other fields out, or give all images one size"
+            f"samples have the fields {names}, but keep_encoded and keep_size require one image per sample, and "
+            "otherwise only numbers or strings: leave other fields out, or give all images one size"
         )
 
     def read_into(self, index: int, out: Mapping[str, np.ndarray]) -> tuple[str, ...]:
@@ -171,7 +171,7 @@ class Samples(SampleSource):
         for name in self.decoding.mask_column or ():
             if name not in images:
                 names = ", ".join(map(printable, images)) or "none"
-                raise OptionError(f"mask_column is {name!r}, but the fields of images are {names}: give one of these")
+                raise OptionError(f"mask_column is {name!r}, but the fields of images are {names}: name one of them")
 
     def disagreement(self) -> str:
         """Return the text of an error that names two samples of different shapes, and the remedy."""
@@ -237,7 +237,7 @@ def field_dtype(name: str, dtype: np.dtype) -> np.dtype:
     if dtype.kind == "S" and dtype.itemsize:
         return dtype
     remedies = {
-        "O": "Python objects are never unpickled: convert them to plain numbers",
+        "O": "convert the Python objects, which are never unpickled, to plain numbers",
         "c": "split real and imaginary parts",
         "U": "encode it as UTF-8 (np.char.encode)",
         "M": "convert it to int64",
@@ -245,5 +245,5 @@ def field_dtype(name: str, dtype: np.dtype) -> np.dtype:
     }
     remedy = remedies.get(dtype.kind, "convert it to a number of at most 64 bits")
     if dtype.names:
-        remedy = "give each of its columns as an array of its own"
+        remedy = "give each of its columns as a separate array"
     raise SourceError(f"{printable(name)} has the dtype {dtype}, which fields do not support: {remedy}")

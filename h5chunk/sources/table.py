@@ -1,4 +1,4 @@
-"""Tables in .parquet files or delimited text, one file or a folder of files: rows are samples, columns fields.
+"""Read tables from .parquet or delimited text, one file or a folder of files: rows are samples, columns are fields.
 
 | column | becomes |
 | --- | --- |
@@ -9,13 +9,15 @@
 | lists of numbers of one length | vectors |
 | encoded images, as bytes or as Hugging Face's ``{bytes, path}`` | uint8 pixels, by the options of images |
 | dates and times | ISO 8601 text |
-| missing values | NaN in real numbers, and with ``missing="nan"`` in whole ones; otherwise refused or skipped |
+| missing floating-point numbers | NaN |
+| missing integers | NaN with ``missing="nan"``; otherwise refused or skipped |
+| other missing values | refused or skipped |
 | anything else | refused |
 
-With ``vector``, all columns of numbers become one field.
+With ``vector``, all numeric columns become one field, except those in ``vector_except``.
 
 Rows are read once, batch by batch. Vectors and images are copied to a temporary file, from which samples are read in
-any order. That file has no name, so that the system removes it when the process ends.
+any order. That file has no name, so the system removes it when the process ends.
 """
 
 from __future__ import annotations
@@ -47,10 +49,10 @@ MAGIC = b"PAR1"
 SUFFIX = ".parquet"
 BATCH_ROWS = 1024
 MAX_NAMES = 12  # names of columns that a message lists
-MANY_COLUMNS = 30  # so many columns of numbers are probably parts of one vector
+MANY_COLUMNS = 30  # this many numeric columns are probably the components of one vector
 NAMED_IMAGES = (
-    "column {!r} has names of images, and stays text: to convert the images, give their folder as the source, and this "
-    "file as its manifest (--manifest)"
+    "column {!r} contains names of images, which are stored as text: to convert the images, give their folder as the "
+    "source, and this file as its manifest (--manifest)"
 )
 
 
@@ -82,7 +84,7 @@ class TableSource(Samples):
         for path in paths:
             (self._read if is_parquet(path) else self._read_text)(path, options, context)
         if not self._num_rows:
-            raise SourceError(f"{printable(paths[0])}: holds no rows")
+            raise SourceError(f"{printable(paths[0])}: contains no rows")
         columns = {
             name: self._encode_categories(name, self._concatenate(name, column))
             for name, column in self._columns.items()
@@ -104,7 +106,8 @@ class TableSource(Samples):
             total = count_text(sum(self._gaps.values()), "missing value")
             gaps = [f"{total} of {len(gaps)} columns, such as {next(iter(self._gaps))!r}, became NaN"]
         dates = [
-            f"{name!r} became {'categories' if name in self._categories else 'text'}, as fields have no type {kind}"
+            f"{name!r} became {'categories' if name in self._categories else 'text'}, because fields do not support "
+            f"{kind}"
             for name, kind in self._dates.items()
         ]
         self.notes = [*self.notes, *gaps, *dates]
@@ -121,11 +124,13 @@ class TableSource(Samples):
         if is_text and context.is_guessed and may_be_entries(paths[0], options):
             raise OptionError(
                 f"{printable(source)}: its columns may be fields of samples, or the rows, columns and values of a "
-                "sparse matrix: say which with --format table or --format csv"
+                "sparse matrix: give --format table for samples, or --format csv for a matrix"
             )
         given = [name for name in TextOptions.names() if name in options.non_defaults()]
         if given and not is_text:
-            raise OptionError(f"{flag_of(given[0])} applies only to text, but {printable(source)} is .parquet")
+            raise OptionError(
+                f"{flag_of(given[0])} applies only to text, but {printable(source)} is .parquet: leave out the option"
+            )
         try:
             return cls(paths, options, context)
         except (OSError, pyarrow.ArrowException) as error:
@@ -142,7 +147,7 @@ class TableSource(Samples):
 
     def _read_text(self, path: Path, options: TableOptions, context: OpenContext) -> None:
         table, form = read_text_table(os.fspath(path), options, context.memory_bytes)
-        names = "" if form.has_header else "; there is no header, so that columns are called column_0, ..."
+        names = "" if form.has_header else "; there is no header, so columns are called column_0, ..."
         if form.has_header and options.header == "auto" and any(map(is_number, form.names)):
             names = (
                 f"; the first line became names of columns: {', '.join(form.names[:8])} (if it is a sample, give "
@@ -170,7 +175,7 @@ class TableSource(Samples):
         if self._columns and set(columns) != set(self._columns):
             raise SourceError(
                 f"{printable(path)}: has the columns {', '.join(columns)} but {printable(self._paths[0])} has "
-                f"{', '.join(self._columns)}: give tables of the same columns, or choose some (--columns)"
+                f"{', '.join(self._columns)}: give tables with the same columns, or choose common ones (--columns)"
             )
         return columns
 
@@ -199,7 +204,7 @@ class TableSource(Samples):
             raise SourceError(f"{where} {error}: change it, or {remedy}") from None
 
     def _without(self, path: Path, columns: list[str], name: str) -> str:
-        """Return the remedy of leaving out a column."""
+        """Return the advice to leave out a column, for errors."""
         others = [column for column in columns if column != name]
         if not others:
             return "convert the table without it"
@@ -218,7 +223,7 @@ class TableSource(Samples):
         if self._skips and (is_whole or is_text):
             self._lacking |= dict.fromkeys(rows.tolist(), name)
             return array.fill_null("" if is_text else False if pyarrow.types.is_boolean(array.type) else 0)
-        advice = "make such columns real numbers with NaN (--missing nan), " if is_whole else ""
+        advice = "convert such columns to float64 with NaN (--missing nan), " if is_whole else ""
         advice += "skip such rows (--on-error skip), " if is_whole or is_text else ""
         raise SourceError(f"{where} has no value in row {rows[0] - self._first_rows[-1]}: fill it, {advice}or {remedy}")
 
@@ -228,13 +233,13 @@ class TableSource(Samples):
         for part in parts:
             if not _holds(values.dtype, part):
                 raise SourceError(
-                    f"{printable(self._paths[0])} and other files: column {name!r} is of {values.dtype} and "
-                    f"{part.dtype}, and the former cannot hold all integers of the latter: give the files one type"
+                    f"{printable(self._paths[0])} and other files: the common type of column {name!r}, {values.dtype}, "
+                    f"cannot hold all its integers of type {part.dtype}: give the column one type in all files"
                 )
         return values
 
     def _encode_categories(self, name: str, values: np.ndarray) -> np.ndarray:
-        """Return the values of a column; strings become category codes if few of them are distinct."""
+        """Return the values of a column, with strings as category codes if few of them are distinct."""
         few = 1 < len(self._columns[name].words) <= min(MAX_CATEGORIES, self._num_rows - 1)
         if self._categories.get(name, [] if few else None) != []:
             return values.astype(field_dtype(name, values.dtype), copy=False)
@@ -246,7 +251,7 @@ class TableSource(Samples):
         return np.searchsorted(words, values).astype(np.int64)
 
     def _check_images(self, options: TableOptions) -> None:
-        """Raise OptionError for options of images if there are none."""
+        """Raise OptionError if options of images are given but no column contains images."""
         given = [name for name in ImageOptions.names() if name in options.non_defaults()]
         if given and not any(isinstance(column, Images) for column in self._columns.values()):
             raise OptionError(
@@ -255,7 +260,7 @@ class TableSource(Samples):
             )
 
     def _gather(self, columns: dict[str, np.ndarray], options: TableOptions) -> dict[str, np.ndarray]:
-        """Join the columns of numbers to one field, if the options say so; return the others."""
+        """Combine the numeric columns into one field, if ``vector`` is given, and return the remaining columns."""
         apart = options.vector_except or ()
         parts = {
             name: values
@@ -266,11 +271,14 @@ class TableSource(Samples):
             if len(parts) >= MANY_COLUMNS:
                 self.notes = [
                     *self.notes,
-                    f"{len(parts)} columns of numbers can be one field of vectors (--vector NAME)",
+                    f"{len(parts)} numeric columns could become one field of vectors (--vector NAME)",
                 ]
             return columns
         if not parts:
-            raise OptionError(f"vector is {options.vector!r}, but no column of numbers is left for it")
+            raise OptionError(
+                f"vector is {options.vector!r}, but there is no numeric column for it: leave out the option, or choose "
+                "numeric columns"
+            )
         if options.vector in self._columns.keys() - parts.keys():
             raise OptionError(f"vector is {options.vector!r}, but a column is called that: give another name")
         dtype = np.result_type(*parts.values())
@@ -281,12 +289,12 @@ class TableSource(Samples):
         for number, (name, values) in enumerate(parts.items()):
             if not _holds(dtype, values):
                 raise SourceError(
-                    f"{printable(self._paths[0])}: column {name!r} has whole numbers that {dtype}, the type of the "
-                    f"vector, cannot hold: leave it out of the vector (--vector-except {printable(name)})"
+                    f"{printable(self._paths[0])}: column {name!r} contains integers that {dtype}, the type of the "
+                    f"vector, cannot hold exactly: leave it out of the vector (--vector-except {printable(name)})"
                 )
             together[:, number] = values
         first, *_, last = [*parts, *parts]
-        self.notes = [*self.notes, f"{options.vector} holds {count_text(len(parts), 'column')}: {first} to {last}"]
+        self.notes = [*self.notes, f"{options.vector} combines {count_text(len(parts), 'column')}: {first} to {last}"]
         self._readers[options.vector] = together.__getitem__
         return {name: values for name, values in columns.items() if name not in parts}
 
@@ -308,7 +316,7 @@ class TableSource(Samples):
 
 
 def tables_in(source: Any) -> list[Path]:
-    """Return the .parquet files or the tables in text of a folder; an empty list if it has other visible files."""
+    """Return the .parquet files or text tables in a folder, or an empty list if it contains any other visible file."""
     folder = Path(os.fsdecode(source))
     if not folder.is_dir():
         return []
@@ -325,7 +333,7 @@ def is_parquet(path: Path) -> bool:
 
 
 def _holds(dtype: np.dtype, values: np.ndarray) -> bool:
-    """Return whether a type holds all integers of an array exactly."""
+    """Return whether a type can hold all integers of an array exactly."""
     return values.dtype.kind not in "iu" or not (values.astype(dtype).astype(values.dtype) != values).any()
 
 

@@ -1,4 +1,4 @@
-"""Columns of a table while it is read: numbers and strings in memory, vectors and images in a temporary file."""
+"""Store the columns of a table while it is read: numbers and strings in memory, vectors and images in a file."""
 
 from __future__ import annotations
 
@@ -50,16 +50,18 @@ class Vectors(_SpooledValues):
     def add(self, array: Any) -> None:
         numbers = array.flatten()
         if numbers.null_count:
-            raise ValueError("holds a list with a missing number")
+            raise ValueError("contains a list with a missing number")
         values = np.asarray(numbers.to_numpy(zero_copy_only=False))
         lengths, dtype = set(compute.list_value_length(array).to_pylist()), field_dtype("it", values.dtype)
         if self.length is None:
             self.length, self.dtype = min(lengths), dtype
         if lengths != {self.length}:
             other = max(lengths - {self.length})
-            raise ValueError(f"holds lists of {self.length} and of {other} numbers: give them one length")
-        if not self.length or dtype != self.dtype:
-            raise ValueError(f"holds lists of {self.length} {self.dtype} and of {dtype}: give them one type")
+            raise ValueError(f"contains lists of different lengths ({self.length} and {other})")
+        if not self.length:
+            raise ValueError("contains empty lists")
+        if dtype != self.dtype:
+            raise ValueError(f"contains lists of different types ({self.dtype} and {dtype})")
         self.append(np.ascontiguousarray(values, dtype), len(array))
 
     def value(self, index: int) -> np.ndarray:
@@ -73,7 +75,7 @@ class Images(_SpooledValues):
         if pyarrow.types.is_struct(array.type):
             array = array.field("bytes")
         if array.null_count:
-            raise ValueError("holds an image as a path without bytes: embed the images")
+            raise ValueError("contains an image as a path without its bytes")
         for value in array:
             self.append(value.as_buffer())
 
@@ -91,7 +93,7 @@ class Values(list[np.ndarray]):
         strings = array.cast(pyarrow.binary())
         longest = int(byte_lengths(strings).max(initial=0))
         if longest > MAX_STRING_BYTES:
-            raise ValueError(f"holds a string of {longest} bytes, over the limit of {MAX_STRING_BYTES}")
+            raise ValueError(f"contains a string of {longest} bytes, over the limit of {MAX_STRING_BYTES}")
         if len(self.words) <= MAX_CATEGORIES:
             self.words |= set(compute.unique(strings).to_pylist())
         self.append(to_fixed_bytes(strings))

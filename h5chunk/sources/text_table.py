@@ -38,7 +38,7 @@ MISSING = ("", "?", "-", "NA", "N/A", "None", "null")
 DECIMAL_COMMA = re.compile(r"[+-]?[0-9]+,[0-9]+")
 DETECTED = TextOptions()
 ODD_LINE = (
-    "its first line has {} cells but the others have {}: if it is neither names of columns nor data, leave it out "
+    "its first line has {} cells but the others have {}: if it is neither column names nor data, skip it "
     "(--header skip)"
 )
 
@@ -51,11 +51,11 @@ class TextTable(NamedTuple):
     num_skipped: int  # lines above the first sample
     has_header: bool
     decimal: str
-    problem: str = ""  # why it cannot be read with these options
+    problem: str = ""  # why the table cannot be read with the given options
 
 
 def detect_format(lines: list[bytes], options: TextOptions = DETECTED) -> TextTable | None:
-    """Detect the format of a table from its first lines; None without several columns, of which one has numbers."""
+    """Detect the format of a table from its first lines. Return None unless it has several columns, one numeric."""
     lines = without_comments(lines, options.comment)
     num_skipped = num_comments(lines)
     data_lines = [line for line in lines[num_skipped:] if line.strip()][:HEAD_LINES]
@@ -67,7 +67,7 @@ def detect_format(lines: list[bytes], options: TextOptions = DETECTED) -> TextTa
     first, *below = _rows(dialect, data_lines)
     is_even = len(below) > 1 and len({len(row) for row in below}) == 1
     width = len(below[0]) if is_even else len(first)
-    whole = [row for row in below if len(row) == width]  # others are errors of the table
+    whole = [row for row in below if len(row) == width]  # other rows raise an error when the table is read
     decimal = options.decimal or _guess_decimal(dialect, whole)
     columns = [[cell.replace(decimal, ".") for cell in column] for column in zip(*whole, strict=True)]
     numbers = [any(map(is_number, column)) for column in columns]
@@ -88,7 +88,7 @@ def detect_format(lines: list[bytes], options: TextOptions = DETECTED) -> TextTa
 
 
 def _counts_up(row: list[str]) -> bool:
-    """Return whether the numbers of a row are several years, or other numbers, in sequence, as names of columns are."""
+    """Return whether the numbers in a row are consecutive, such as years, and thus probably column names."""
     numbers = [cell for cell in row if is_number(cell)]
     is_counted = len(numbers) > 2 and numbers[0].isdecimal()
     return is_counted and numbers == [str(int(numbers[0]) + step) for step in range(len(numbers))]
@@ -100,7 +100,7 @@ def _guess_decimal(dialect: Dialect, rows: list[list[str]]) -> str:
 
 
 def without_comments(lines: list[bytes], mark: str | None) -> list[bytes]:
-    """Leave out the lines that begin with a mark."""
+    """Return the lines that do not begin with the comment mark."""
     return [line for line in lines if not line.startswith(mark.encode())] if mark else lines
 
 
@@ -117,7 +117,7 @@ def is_table(source: Any, head: bytes) -> bool:
 
 
 def may_be_entries(source: Any, options: TableOptions) -> bool:
-    """Return whether the columns that the options name may be the rows, columns, values and times of entries."""
+    """Return whether the columns named by the options may be the rows, columns, values and times of matrix entries."""
     columns = options.columns or ()
     if not 2 <= len(columns) <= MAX_ENTRY_COLUMNS or options.non_defaults().keys() - {"columns", *TextOptions.names()}:
         return False
@@ -127,7 +127,7 @@ def may_be_entries(source: Any, options: TableOptions) -> bool:
 
 
 def _has_fractions(form: TextTable, lines: list[bytes], names: Sequence[str]) -> bool:
-    """Return whether some of the columns have fractions in the first lines."""
+    """Return whether any of the named columns has fractions in the first lines."""
     places = [form.names.index(name) for name in names if name in form.names]
     rows = _rows(form.dialect, lines[form.num_skipped :][:HEAD_LINES])
     cells = (row[place].replace(form.decimal, ".") for row in rows for place in places if place < len(row))
@@ -144,7 +144,7 @@ def _rows(dialect: Dialect, lines: list[bytes]) -> list[list[str]]:
     )
     try:
         return [[cell.strip() for cell in row] for row in rows if row]
-    except csv.Error:  # such as a cell without end
+    except csv.Error:  # such as an unterminated quote
         return [[]]
 
 
@@ -157,7 +157,7 @@ def read_text_table(path: str, options: TextOptions, memory_bytes: int) -> tuple
     text = TextFile(path, options.encoding)
     form = detect_format(text.head_lines(), options)
     if form is None:
-        text.fail("its first lines are not a table: give several columns, one of them numbers, in all lines")
+        text.fail("its first lines are not a table: all lines need several columns, one of them numeric")
     if form.problem:
         text.fail(form.problem)
     data = io.BytesIO()
@@ -167,7 +167,7 @@ def read_text_table(path: str, options: TextOptions, memory_bytes: int) -> tuple
             lines = b"".join(without_comments(lines.splitlines(keepends=True), options.comment))
         data.write(form.dialect.translate(lines))
         if data.tell() > memory_bytes // 2:
-            text.fail(f"takes over {human_bytes(memory_bytes // 2)} as text: save it as .parquet and convert that")
+            text.fail(f"is over {human_bytes(memory_bytes // 2)} of text: save it as .parquet, and convert that")
     if repeated := [name for name in form.names if form.names.count(name) > 1]:
         text.fail(f"two columns are called {printable(repeated[0])!r}: rename one")
     data.seek(0)

@@ -123,7 +123,9 @@ def test_named_errors_are_one_line(class_folder: Make, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "text").write_text("hello")
     check_error(run("convert", tmp_path / "none", out), "no such file or folder")
-    check_error(run("convert", tmp_path / "empty", out), "no images found; looked for .jpg")
+    check_error(
+        run("convert", tmp_path / "empty", out), "contains no images: no file in it or its subfolders ends in .jpg"
+    )
     result = run("convert", tmp_path / "text", out)
     assert result.exit_code == 1 and "\n  csv     ratings.csv" in result.stderr  # a list of formats
     check_error(run("convert", root, out, "--manifest", tmp_path / "none.csv"), "none.csv: no such file")

@@ -175,7 +175,7 @@ def deep_images() -> dict[str, bytes]:
 @pytest.mark.parametrize("name", list(deep_images()))
 @pytest.mark.parametrize("options", [RGB, GRAY, KEEP], ids=lambda options: options.color)
 def test_more_than_8_bits_is_refused(name: str, options: ImageOptions) -> None:
-    check_refused(deep_images()[name], r"has over 8 bits per channel \(.*\): scale it to 8 bits first", options)
+    check_refused(deep_images()[name], r"has more than 8 bits per channel \(.*\): convert it to 8 bits first", options)
 
 
 def test_pillow_opens_deep_rgb_as_8_bits() -> None:

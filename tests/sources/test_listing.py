@@ -64,7 +64,7 @@ def test_order_and_labels_are_those_of_image_folder(tmp_path: Path) -> None:
     assert samples(listing) == expected
     assert listing.class_names == classes == ["10", "9", "B", "a", "a-b", "a.b", "é"]
     assert listing.columns["labels"].dtype == np.int64
-    assert listing.ignored == ["files that are not named like images (1 .txt), such as notes.txt"]
+    assert listing.ignored == ["files without the suffix of an image (1 .txt), such as notes.txt"]
 
 
 def test_more_suffixes_than_are_named_are_hinted_at(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_what_is_left_out_is_named(tmp_path: Path) -> None:
         for path in sorted(tmp_path.rglob("*")):
             if path.is_file() and path.suffix != ".zip":
                 archive.write(path, path.relative_to(tmp_path))
-    expected = ["files that are not named like images (2 .avif, 1 without a suffix), such as 3.avif"]
+    expected = ["files without the suffix of an image (2 .avif, 1 without a suffix), such as 3.avif"]
     expected += ["hidden files and folders, such as .c"]
     assert list_images(tmp_path / "x.zip").ignored == expected
     (tmp_path / "x.zip").unlink()
@@ -118,7 +118,7 @@ def test_empty_class_folder_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("names", [(), ("a/readme.txt",), (".hidden.png",)])
 def test_source_without_images_says_what_was_looked_for(tmp_path: Path, names: tuple[str, ...]) -> None:
-    with pytest.raises(SourceError, match=r"no images found; looked for \.jpg, .*\.gif \(any case\)"):
+    with pytest.raises(SourceError, match=r"contains no images: .* ends in \.jpg, .*\.gif \(in any case\)"):
         list_images(make(tmp_path, *names))
 
 
@@ -270,11 +270,11 @@ def test_hidden_members_are_ignored(tmp_path: Path, pack: Pack) -> None:
 
 @pytest.mark.parametrize("pack", PACKS)
 def test_archive_without_images(tmp_path: Path, pack: Pack) -> None:
-    with pytest.raises(SourceError, match=r"x\.\w+: no images found"):
+    with pytest.raises(SourceError, match=r"x\.\w+: contains no images"):
         list_images(pack(tmp_path / "x", "", ("readme.txt",)))
 
 
 def test_a_data_set_that_hugging_face_saved_is_no_folder_of_images(tmp_path: Path) -> None:
     make(tmp_path, "data-00000-of-00001.arrow", "dataset_info.json", "state.json")
-    with pytest.raises(SourceError, match=r"no images found; .* \(2 \.json, 1 \.arrow\).*datasets\.load_from_disk"):
+    with pytest.raises(SourceError, match=r"contains no images: .* \(2 \.json, 1 \.arrow\).*datasets\.load_from_disk"):
         list_images(tmp_path)

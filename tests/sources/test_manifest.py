@@ -88,7 +88,9 @@ def test_long_strings_are_refused_before_memory_is_taken(read: Read, monkeypatch
     assert column(read, "x" * 4096).dtype == "S4096"
     monkeypatch.setattr(np, "empty", None)
     check_refused(
-        read, f"path,word\n1.png,{'x' * 4097}\n", "column 'word' holds a string of 4097 bytes, over the limit of 4096"
+        read,
+        f"path,word\n1.png,{'x' * 4097}\n",
+        "column 'word' contains a string of 4097 bytes, over the limit of 4096",
     )
 
 
@@ -96,7 +98,7 @@ def test_long_strings_are_refused_before_memory_is_taken(read: Read, monkeypatch
 def test_lines_without_an_end_are_refused_before_memory_is_taken(read: Read, text: bytes) -> None:
     tracemalloc.start()
     try:
-        check_refused(read, text, r"line \d: longer than the limit of 1048576 characters")
+        check_refused(read, text, r"line \d: is longer than 1048576 characters")
         assert tracemalloc.get_traced_memory()[1] < 20_000_000
     finally:
         tracemalloc.stop()
@@ -104,7 +106,7 @@ def test_lines_without_an_end_are_refused_before_memory_is_taken(read: Read, tex
 
 def test_many_columns_and_a_number_of_many_digits(read: Read) -> None:
     check_refused(read, "path," + ",".join(map(str, range(100_000))) + ",7\n", "two columns are called '7'")
-    check_refused(read, "9" * 5000 + "\na b\n1.png 1\n", "line 2: .*a b.* is not in")
+    check_refused(read, "9" * 5000 + "\na b\n1.png 1\n", "line 2: .*a b.* does not exist in")
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
@@ -143,7 +145,7 @@ def test_celebas_own_list(read: Read) -> None:
     assert list(listing.names) == [b"1.png", b"3.png", b"2.png"]
     assert listing.columns["Smiling"].dtype == listing.columns["Young"].dtype == np.int8
     assert listing.columns["Smiling"].tolist() == [-1, 1, 1] and listing.columns["Young"].tolist() == [1, -1, 1]
-    check_refused(read, text[:-13], r"list\.csv: is cut short: it has 2 lines, but its first line says 3")
+    check_refused(read, text[:-13], r"list\.csv: is truncated: it lists 2 images, but its first line declares 3")
     check_refused(read, text.replace("-1  1", "-1"), r"list\.csv, line 3: has 2 columns, but the header has 3")
 
 
@@ -167,7 +169,7 @@ def test_forms_of_the_file(read: Read) -> None:
         ("path,n\n ,1\n", "line 2: column 'path' is empty"),
         ('path,n\n1.png,"1\n', "line 2: unexpected end of data"),
         ('path,n\n1.png,"1"x\n', r"line 2: ',' expected after"),
-        ("path,n\n1.png,1\n9.png,1\n", r"line 3: 9\.png is not in .*photos"),
+        ("path,n\n1.png,1\n9.png,1\n", r"line 3: 9\.png does not exist in .*photos"),
         ("path,n\n/etc/hostname,1\n", "line 2: path /etc/hostname is outside of the source"),
         ("path,n\n../outside.png,1\n", r"line 2: path \.\./outside\.png is outside of"),
         ("path,n\nsub/../../outside.png,1\n", r"line 2: path \.\./outside\.png is outside of"),
@@ -182,7 +184,7 @@ def test_forms_of_the_file(read: Read) -> None:
         (b"path,caf\xe9\n1.png,1\n", r"line 1: column 'caf\\udce9' cannot be the name"),
         ("path,images\n1.png,1\n", "line 1: column 'images' has a name that is reserved"),
         ("path,h5chunk\n1.png,1\n", "line 1: column 'h5chunk' has a name that is reserved"),
-        ("1.png,0\n2.png,1\n", r"line 1: 1\.png is an image: insert a first line with the names"),
+        ("1.png,0\n2.png,1\n", r"line 1: 1\.png is not a column name: insert a header with the column names"),
         ("path,n\n", "lists no images: it has no line below the header"),
     ],
 )
@@ -209,7 +211,7 @@ def test_archive_as_source(read: Read, tmp_path: Path) -> None:
     assert data == [b"photos/2.png", b"photos/1.png", b"photos/2.png"]
     assert listing.columns["n"].tolist() == [7, 8, 9]
     for name in ("3.png", "photos/sub"):
-        with pytest.raises(SourceError, match=rf"line 2: {name} is not in .*x\.zip"):
+        with pytest.raises(SourceError, match=rf"line 2: {name} does not exist in .*x\.zip"):
             read(f"path\n{name}\n", source=path)
 
 
@@ -217,7 +219,7 @@ def test_paths_that_are_not_utf8(read: Read, tmp_path: Path) -> None:
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/photos/\xff.png")).write_bytes(b"x")
     listing = read(b"path,n\n\xff.png,1\n")
     assert list(listing.names) == [b"\xff.png"] and listing.container.read(0, b"\xff.png") == b"x"
-    check_refused(read, b"path,n\n\xfe.png,1\n", r"line 2: \\xfe\.png is not in")
+    check_refused(read, b"path,n\n\xfe.png,1\n", r"line 2: \\xfe\.png does not exist in")
 
 
 def test_manifest_that_changes_while_it_is_read(read: Read, tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_folders_of_other_names(tmp_path: Path) -> None:
         path.rename(path.with_stem(f"{path.stem}_mask"))
     h5chunk.convert(root, tmp_path / "z.h5", workers=0, mask_column="truth")
     check_pairs(tmp_path / "z.h5", mask="truth")
-    with pytest.raises(SourceError, match="has no folder 'lies' of masks beside one of images; its folders: 'JPEG"):
+    with pytest.raises(SourceError, match="has no folder 'lies' of masks beside a folder of images \\(folders: 'JPEG"):
         h5chunk.convert(root, tmp_path / "w.h5", mask_column="lies")
     save(root / "depth" / "000.png", mask_of(0))
     with pytest.raises(
@@ -96,7 +96,7 @@ def test_folders_that_do_not_fit(tmp_path: Path) -> None:
     ignored = h5chunk.convert(root, tmp_path / "x.h5", workers=0).ignored
     assert ignored == [
         "1 mask in 'masks' without an image, such as extra.png",
-        "1 image outside of these folders, such as loose.png",
+        "1 image outside of the paired folders, such as loose.png",
     ]
     (root / "masks" / "003.png").unlink()
     with pytest.raises(SourceError, match=r"1 of 6 images have no image in 'masks', such as images/003\.bmp: add"):
@@ -105,11 +105,13 @@ def test_folders_that_do_not_fit(tmp_path: Path) -> None:
     assert report.skipped == [("images/003.bmp", "has no image in 'masks'")]
     check_pairs(tmp_path / "y.h5", 5)
     save(root / "masks" / "002.bmp", palette(mask_of(2)))
-    with pytest.raises(SourceError, match=r"masks/002\.(bmp|png) and masks/002\.(bmp|png) differ only in their suffix"):
+    with pytest.raises(
+        SourceError, match=r"masks/002\.(bmp|png) and masks/002\.(bmp|png) would be paired with the same file"
+    ):
         h5chunk.convert(root, tmp_path / "z.h5", on_error="skip")
     (root / "masks" / "002.bmp").unlink()
     save(root / "images" / "002.png", pixels(2, HEIGHT, WIDTH))
-    with pytest.raises(SourceError, match=r"images/002\.bmp and images/002\.png differ only in their suffix"):
+    with pytest.raises(SourceError, match=r"images/002\.bmp and images/002\.png would be paired with the same file"):
         h5chunk.convert(root, tmp_path / "z.h5", on_error="skip")
 
 
@@ -125,7 +127,7 @@ def test_columns_of_a_manifest(tmp_path: Path) -> None:
     root = make_pairs(tmp_path / "data")
     manifest = manifest_of(root, tmp_path / "list.csv", "mask", "shown")
     report = h5chunk.convert(root, tmp_path / "x.h5", manifest=manifest, workers=0, chunk_samples=4)
-    assert report.notes == ["columns with paths of images became fields of images: 'mask', 'shown'"]
+    assert report.notes == ["columns with paths of images became image fields: 'mask', 'shown'"]
     dataset = check_pairs(tmp_path / "x.h5", mask="mask")
     assert dataset.fields == ("images", "mask", "shown") and dataset[0][2].shape == (3, HEIGHT, WIDTH)  # in its colours
     assert dataset.values("number").tolist() == [int(Path(name).stem) for name in dataset.source_names]
@@ -134,7 +136,7 @@ def test_columns_of_a_manifest(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"list\.csv: has no column 'truth': it has path, number, mask, shown"):
         h5chunk.convert(root, tmp_path / "z.h5", manifest=manifest, mask_column="truth")
     manifest.write_text(manifest.read_text().replace("masks/004.png", "masks/999.png", 1))
-    with pytest.raises(SourceError, match=r"list\.csv, line 6: masks/999\.png is not in"):
+    with pytest.raises(SourceError, match=r"list\.csv, line 6: masks/999\.png does not exist in"):
         h5chunk.convert(root, tmp_path / "z.h5", manifest=manifest)
 
 
@@ -249,18 +251,24 @@ COLOURS = Image.fromarray(pixels(0))
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (encoded(Image.fromarray(LARGE)), "a mask with the number 30., but only integers from 0 to 255 are supported"),
+        (
+            encoded(Image.fromarray(LARGE)),
+            "a mask with the class number 30., but only integers from 0 to 255 are supported",
+        ),
         (
             encoded(Image.fromarray(NUMBERS + np.float32(0.5)), "TIFF"),
-            r"a mask with the number \d.5, but only integers",
+            r"a mask with the class number \d.5, but only integers",
         ),
-        (encoded(Image.fromarray(NUMBERS - np.float32(5)), "TIFF"), "a mask with the number -2.0, but only integers"),
-        (encoded(COLOURS), r"a mask in colours \(RGB\): give every colour a number"),
-        (encoded(COLOURS.convert("RGBA")), r"a mask in colours \(RGBA\)"),
+        (
+            encoded(Image.fromarray(NUMBERS - np.float32(5)), "TIFF"),
+            "a mask with the class number -2.0, but only integers",
+        ),
+        (encoded(COLOURS), r"a colour mask \(RGB\): replace each colour by a class number"),
+        (encoded(COLOURS.convert("RGBA")), r"a colour mask \(RGBA\)"),
         (encoded(Image.merge("LA", [Image.fromarray(NUMBERS)] * 2)), "a mask with transparent pixels"),
         (
             b"P5 2 2 7\n\0\1\2\3",
-            "a mask of mode L, or of a range, that would change its numbers: save it",
+            "a mask of mode L whose class numbers would change: save it",
         ),
         (encoded(COLOURS.convert("CMYK"), "TIFF"), "a mask of mode CMYK"),
     ],
@@ -307,7 +315,7 @@ def test_jpeg_masks_are_told(tmp_path: Path) -> None:
     save(tmp_path / "data" / "images" / "1.png", pixels(1, 12, 18))
     save(tmp_path / "data" / "masks" / "1.jpg", mask_of(1, 12, 18))
     report = h5chunk.convert(tmp_path / "data", tmp_path / "x.h5", workers=0)
-    assert report.notes[1:] == ["masks are JPEG files, whose numbers are not exact: save masks as PNG"]
+    assert report.notes[1:] == ["masks are JPEG files, which do not preserve class numbers exactly: save masks as PNG"]
     assert [*report.fields] == ["images", "masks"] and report.counts == {"RGB": 1, "L mask": 1}
 
 

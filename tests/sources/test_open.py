@@ -64,7 +64,7 @@ def test_other_hdf5_files_are_for_repack(tmp_path):
         file["images"] = [1, 2, 3]
     with pytest.raises(
         SourceError,
-        match=r"x\.h5: an HDF5 file, but not a known matrix .* h5chunk repack rewrites .* --samples",
+        match=r"x\.h5: is an HDF5 file, but neither \.h5ad nor 10x \.h5: .* h5chunk repack; .* --samples",
     ):
         open_source(tmp_path / "x.h5")
 
@@ -111,4 +111,4 @@ def test_only_text_needs_pyarrow(tmp_path):
     out = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=tmp_path, timeout=240
     )
-    assert out.stdout.strip() == 'r.csv: csv is read with pyarrow: pip install "h5chunk[sparse]"'
+    assert out.stdout.strip() == 'r.csv: reading csv requires pyarrow: pip install "h5chunk[sparse]"'

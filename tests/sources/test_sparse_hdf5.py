@@ -261,7 +261,7 @@ def test_hdf5_files_of_others_are_not_taken(tmp_path):
         file["images"] = np.zeros((3, 3))
         file["data"] = h5py.ExternalLink("other.h5", "x")
     assert find_kind(tmp_path / "images.h5").kind == "keyed"
-    with pytest.raises(SourceError, match=r"images\.h5: an HDF5 file, but not a known matrix .* h5chunk repack"):
+    with pytest.raises(SourceError, match=r"images\.h5: is an HDF5 file, but neither \.h5ad nor 10x .* h5chunk repack"):
         open_source(tmp_path / "images.h5")
     with h5py.File(tmp_path / "m.h5", "w") as file:
         for name in ("X", "obs", "var"):

@@ -176,7 +176,7 @@ ARRAYS: dict[str, tuple[str, bytes, str]] = {
     "impossible ratio": (
         "m.npz",
         claiming(1 << 30),
-        "'indices.npy' claims to unpack .* to 1073741824 bytes, which is impossible",
+        "'indices.npy' claims that .* bytes decompress to 1073741824, which is impossible",
     ),
     "overlapping": (
         "m.npz",

@@ -168,7 +168,7 @@ def test_a_class_that_is_called_like_a_split(tmp_path: Path) -> None:
 def test_a_folder_that_wraps_all_others_is_one_class_and_said_to_be(tmp_path: Path) -> None:
     listing = list_images(make(tmp_path, "images/train/1.png", "images/val/1.png"))
     assert listing.class_names == ["images"]
-    assert listing.notes == ["all images are of one class, 'images': check its folders"]
+    assert listing.notes == ["all images are of one class, 'images': check that there is a folder per class"]
 
 
 def test_folders_of_any_names_are_splits_if_asked_for(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_choices_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="split_folders is 'maybe': give auto, yes or no"):
         convert(root, tmp_path / "x.h5", split_folders="maybe")
     (tmp_path / "m.csv").write_text("path\n" + name_of(0) + "\n")
-    with pytest.raises(OptionError, match="split_folders is 'yes', but with a manifest, a column gives"):
+    with pytest.raises(OptionError, match="split_folders is 'yes', but a manifest gives the splits"):
         convert(root, tmp_path / "x.h5", manifest=tmp_path / "m.csv", split_folders="yes")
     with pytest.raises(SourceError, match="has no folders that could be splits"):
         convert(root / name_of(1).rpartition("/")[0], tmp_path / "x.h5", split_folders="yes")

@@ -117,15 +117,15 @@ def test_images_that_cannot_be_used_are_skipped(tmp_path: Path) -> None:
     [
         ([1, 2, None], "column 'a' has no value in row 2: fill it, .*or convert the table without it"),
         (["x", None], "column 'a' has no value in row 1"),
-        ([[1], [1, 2]], "column 'a' holds lists of 1 and of 2 numbers: give them one length"),
-        ([[1, None]], "column 'a' holds a list with a missing number"),
+        ([[1], [1, 2]], "column 'a' contains lists of different lengths \\(1 and 2\\)"),
+        ([[1, None]], "column 'a' contains a list with a missing number"),
         (["x", "y\0"], "column 'a' .*string ends with a NUL byte"),
-        (["x" * 5000], "column 'a' holds a string of 5000 bytes, over the limit of 4096"),
+        (["x" * 5000], "column 'a' contains a string of 5000 bytes, over the limit of 4096"),
         (
             [{"b": 1}],
             "column 'a' has values of type struct<b: int64>, which fields do not support: convert the table without it",
         ),
-        ([{"bytes": None, "path": "a.png"}], "an image as a path without bytes: embed"),
+        ([{"bytes": None, "path": "a.png"}], "column 'a' contains an image as a path without its bytes"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, column: list[Any], reason: str) -> None:
@@ -156,7 +156,9 @@ def test_vectors_of_two_types_are_refused(tmp_path: Path) -> None:
         pq.write_table(
             pa.table({"v": pa.array([[1, 2], [3, 4]], pa.list_(kind))}), tmp_path / "data" / f"{name}.parquet"
         )
-    with pytest.raises(SourceError, match=r"b\.parquet: column 'v' holds lists of 2 float32 and of float64: give them"):
+    with pytest.raises(
+        SourceError, match=r"b\.parquet: column 'v' contains lists of different types \(float32 and float64\)"
+    ):
         h5chunk.convert(tmp_path / "data", tmp_path / "x.h5")
 
 
@@ -169,7 +171,7 @@ def test_damaged_files(tmp_path: Path, data: bytes) -> None:
 
 def test_an_empty_table(tmp_path: Path) -> None:
     pq.write_table(table().slice(0, 0), tmp_path / "t.parquet")
-    with pytest.raises(SourceError, match="holds no rows"):
+    with pytest.raises(SourceError, match="contains no rows"):
         h5chunk.convert(tmp_path / "t.parquet", tmp_path / "x.h5")
 
 
@@ -180,7 +182,9 @@ def test_whole_numbers_that_the_type_of_another_file_lacks(tmp_path: Path) -> No
         pq.write_table(pa.table({"x": column}), tmp_path / "t" / f"{name}.parquet")
     h5chunk.convert(tmp_path / "t", tmp_path / "x.h5")
     pq.write_table(pa.table({"x": pa.array([2**60 + 1])}), tmp_path / "t" / "b.parquet")
-    with pytest.raises(SourceError, match=r"column 'x' is of float64 and int64, and the former cannot hold all"):
+    with pytest.raises(
+        SourceError, match=r"common type of column 'x', float64, cannot hold all its integers of type int64"
+    ):
         h5chunk.convert(tmp_path / "t", tmp_path / "y.h5")
 
 
@@ -203,7 +207,9 @@ def test_a_text_whose_lines_are_samples(tmp_path: Path, suffix: str) -> None:
 def test_a_table_of_names_of_images_says_how_to_convert_the_images(tmp_path: Path) -> None:
     (tmp_path / "list.csv").write_text("path,label,share\ncat/1.JPG,cat,0.5\nowl/2.JPG,owl,1.5\n")
     report = h5chunk.convert(tmp_path / "list.csv", tmp_path / "x.h5", format="table", shuffle=False)
-    assert "column 'path' has names of images, and stays text" in str(report) and "--manifest" in str(report)
+    assert "column 'path' contains names of images, which are stored as text" in str(report) and "--manifest" in str(
+        report
+    )
     assert h5chunk.ChunkDataset(tmp_path / "x.h5").values("share").tolist() == [0.5, 1.5]
 
 
@@ -230,7 +236,7 @@ def test_texts_without_header_or_with_row_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        (IRIS, {"columns": ("size", "species")}, "say which with --format table or --format csv"),
+        (IRIS, {"columns": ("size", "species")}, "give --format table for samples, or --format csv"),
         (
             IRIS + b"1.5,1.5,,setosa\n",
             {},
@@ -245,7 +251,7 @@ def test_texts_without_header_or_with_row_names(tmp_path: Path) -> None:
             r"first line has 4 cells but the others have 5: .*\(--header skip\)",
         ),
         (IRIS, {"size": (8, 8)}, "--size applies only to images, but .* has no column with the bytes of images"),
-        (IRIS, {"vector": "x", "columns": ("species",)}, "no column of numbers is left for it"),
+        (IRIS, {"vector": "x", "columns": ("species",)}, "there is no numeric column for it"),
         (IRIS, {"vector": "species"}, "a column is called that: give another name"),
         (IRIS, {"vector": "x", "vector_except": ("sorte",)}, "has no column 'sorte': it has sepal"),
         (b"a b\nc d\n", {"format": "table"}, "its first lines are not a table"),
@@ -307,16 +313,18 @@ def test_columns_of_numbers_as_one_vector(tmp_path: Path) -> None:
     (tmp_path / "digits.csv").write_text("\n".join(lines) + "\n")
     options: dict[str, Any] = {"vector": "pixels", "vector_except": ("label",)}
     report = h5chunk.convert(tmp_path / "digits.csv", tmp_path / "x.h5", shuffle=False, **options)
-    assert "pixels holds 40 columns: p0 to p39" in str(report)
+    assert "pixels combines 40 columns: p0 to p39" in str(report)
     dataset = h5chunk.ChunkDataset(tmp_path / "x.h5")
     assert dataset.fields == ("pixels", "label") and dataset[0][0].dtype == torch.uint8
     assert all((dataset[i][0].numpy() == pixels[i]).all() for i in range(9))
     assert dataset.values("label").tolist() == [0, 1, 2] * 3
     h5chunk.append(tmp_path / "x.h5", tmp_path / "digits.csv", **options)
     assert len(h5chunk.ChunkDataset(tmp_path / "x.h5")) == 18
-    assert "41 columns of numbers can be one field" in str(h5chunk.convert(tmp_path / "digits.csv", tmp_path / "y.h5"))
+    assert "41 numeric columns could become one field" in str(
+        h5chunk.convert(tmp_path / "digits.csv", tmp_path / "y.h5")
+    )
     pq.write_table(pa.table({"a": [1, 2**60 + 1], "b": [0.5, 1.5]}), tmp_path / "t.parquet")
-    with pytest.raises(SourceError, match=r"column 'a' has whole numbers that float64.*--vector-except a"):
+    with pytest.raises(SourceError, match=r"column 'a' contains integers that float64.*--vector-except a"):
         h5chunk.convert(tmp_path / "t.parquet", tmp_path / "z.h5", vector="x")
 
 
@@ -368,7 +376,7 @@ def test_a_folder_of_texts(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"lacks the field .*: read it with the options with which"):
         h5chunk.append(tmp_path / "x.h5", tmp_path / "t", vector="v")
     (tmp_path / "t" / "b.csv.gz").write_bytes(gzip.compress(b"x,other,kind\n0.5,1,a\n1.5,2,b\n"))
-    with pytest.raises(SourceError, match="give tables of the same columns"):
+    with pytest.raises(SourceError, match="give tables with the same columns"):
         h5chunk.convert(tmp_path / "t", tmp_path / "y.h5")
 
 
@@ -378,7 +386,7 @@ def test_dates_become_text(tmp_path: Path) -> None:
     pq.write_table(pa.table({"day": pa.array(days).cast(pa.date32()), "x": [0.5] * 60}), tmp_path / "t.parquet")
     for suffix in ("csv", "parquet"):
         report = h5chunk.convert(tmp_path / f"t.{suffix}", tmp_path / f"{suffix}.h5", shuffle=False)
-        assert "'day' became text, as fields have no type date32" in str(report)
+        assert "'day' became text, because fields do not support date32" in str(report)
         assert h5chunk.ChunkDataset(tmp_path / f"{suffix}.h5").values("day").tolist() == days
 
 

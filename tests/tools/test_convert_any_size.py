@@ -248,7 +248,7 @@ def test_info(photos, tmp_path):
     ("options", "said"),
     [
         ({"keep_encoded": True, "keep_size": True}, "give one of them"),
-        ({"max_side": 100}, "give keep_encoded or keep_size"),
+        ({"max_side": 100}, "needs keep_encoded or keep_size"),
         ({"keep_encoded": True, "size": (8, 8)}, "leave size out"),
         ({"keep_size": True, "color": "keep"}, "give rgb or gray"),
         ({"keep_size": True, "layout": "nhwc"}, "always"),
@@ -261,7 +261,7 @@ def test_options_that_do_not_fit(photos, tmp_path, options, said):
 
 @pytest.mark.parametrize("sample", [(picture(8, 8), picture(9, 9)), (picture(8, 8), np.zeros(3))])
 def test_only_one_image_a_sample(tmp_path, sample):
-    with pytest.raises(SourceError, match="a sample must be one image, and numbers or strings beside it"):
+    with pytest.raises(SourceError, match="require one image per sample, and otherwise only numbers"):
         h5chunk.convert([sample], tmp_path / "p.h5", keep_encoded=True)
 
 
