@@ -1,7 +1,7 @@
-"""Read byte ranges, gather rows and make rows dense in C, without the GIL, if the C library was built.
+"""Call the C library, which reads byte ranges, gathers rows, makes rows dense and augments images without the GIL.
 
-`pip install` builds it if there is a C compiler. Otherwise, and with ``H5CHUNK_NATIVE=0``, `available` is False, and
-callers use Python threads and NumPy.
+`pip install` builds the library if there is a C compiler. Otherwise, and with ``H5CHUNK_NATIVE=0``, `available` is
+False, and callers use Python threads and NumPy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 VERSION = 13  # version of the functions and structures in C
-FEW_SAMPLES = 1 << 10  # whose geometry is drawn in less time than others would need to take the GIL
+FEW_SAMPLES = 1 << 10  # below this, drawing geometry is so fast that releasing the GIL does not pay
 PART_BYTES = 2 << 20  # approximate bytes of the jobs that a thread takes at a time
 JOB = np.dtype(
     [
@@ -45,7 +45,7 @@ STEP = np.dtype(  # draws.c describes the fields
 )
 BOX, CROP, RESIZE, FLIP, CUTOUT, ERASE = range(6)  # kinds of steps
 READ, VERIFY, GATHER, ROWS = range(4)  # kinds of jobs; core.c describes their fields
-# statuses of a ticket, which is a number for submitted jobs
+# statuses of a ticket, the number under which jobs were submitted
 DONE, SYSTEM, CUT_SHORT, CHECKSUM, CANCELLED, CHANGED, NOT_SENT = range(7)
 _abandoned: list[Any] = []  # jobs and memory that hanging threads may still use
 
@@ -55,7 +55,7 @@ class Result(ctypes.Structure):
 
     ticket: int
     status: int  # DONE, SYSTEM, ...
-    error: int  # the errno for SYSTEM; the actual checksum, as a signed number, for CHECKSUM; CUDA's for NOT_SENT
+    error: int  # the errno for SYSTEM; the actual checksum, as int32, for CHECKSUM; CUDA's error for NOT_SENT
     job: int  # index of the job that failed first
     offset: int  # offset in the file at which that job failed
     _fields_ = (
@@ -68,10 +68,10 @@ class Result(ctypes.Structure):
 
 
 class Ending(ctypes.Structure):
-    """Work that follows the last job of a ticket, in the native thread that did this job, if all jobs have succeeded.
+    """Work that the native thread of a ticket's last job does afterwards, if all jobs have succeeded.
 
-    If ``path`` is given, the thread compares the stamp of that file, and if it differs, the status is CHANGED. If
-    ``send`` is given, the thread then calls it with ``argument``, and unless it returns 0, the status is NOT_SENT.
+    If ``path`` is given, the thread compares the stamp of that file; if it differs, the status is CHANGED. If ``send``
+    is given, the thread then calls it with ``argument``; unless it returns 0, the status is NOT_SENT.
     """
 
     _fields_ = (
@@ -95,9 +95,9 @@ class _Matrix(ctypes.Structure):
 
 
 class ImageRule(ctypes.Structure):
-    """Parameters that apply to all images of a call of `augment`; ``augment.c`` describes them."""
+    """Parameters that apply to all images of a call of `augment`; ``augment.h`` describes them."""
 
-    kept: tuple[Any, ...] = ()  # the memory of the pointers
+    kept: tuple[Any, ...] = ()  # the arrays that the pointers refer to
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("channels", "height", "width", "interpolation", "mode", "interleaved")),
         *((name, ctypes.c_int32) for name in ("out_interleaved", "item_bytes", "conversion", "boxes")),
@@ -106,7 +106,7 @@ class ImageRule(ctypes.Structure):
 
 
 def available() -> bool:
-    """Return whether the C library was built for this version, and is not switched off."""
+    """Return whether the C library was built for this version, and is not disabled."""
     return os.environ.get("H5CHUNK_NATIVE", "1") != "0" and _library() is not None
 
 
@@ -123,7 +123,7 @@ def _library() -> Any:
 
 @functools.cache
 def _quick() -> Any:
-    """Load the library for calls of a few microseconds, which keep the GIL because reacquiring it would take longer."""
+    """Load the library for calls of a few microseconds, which keep the GIL, because reacquiring it takes longer."""
     return _declare(ctypes.PyDLL(_library()._name))
 
 
@@ -166,7 +166,7 @@ class NativePool:
         self._kept: dict[int, tuple[np.ndarray, Ending | None]] = {}  # by ticket
         self._lock = threading.Lock()  # so that no function is called after the pool was freed
         self._num_inside = 0  # number of threads that are inside the library
-        opened: list[Any] = []  # gets the pool even if a signal interrupts the next statement
+        opened: list[Any] = []  # contains the pool even if a signal interrupts the next statement
         try:
             opened.extend(map(self._library.h5chunk_open, [num_threads], [PART_BYTES]))
             self._pool = opened[0]
@@ -176,21 +176,21 @@ class NativePool:
                 self._library.h5chunk_free(pool)
             raise
         if not self._pool:
-            raise OSError("no reading thread could be started")
+            raise OSError("no reader thread could be started")
 
     @property
     def num_threads(self) -> int:
-        """Number of running threads: fewer than requested if the system refused more, 0 once they have ended."""
+        """Number of running threads: fewer than requested if the system refused more, 0 once they have exited."""
         return self._ask("num_threads")
 
     @property
     def progress(self) -> int:
-        """A counter that grows whenever a job, or a part of a long job, ends."""
+        """A counter that increases whenever a job, or a part of a long job, ends."""
         return self._ask("progress")
 
     @property
     def num_open(self) -> int:
-        """Number of submitted tickets that `wait` has not returned yet."""
+        """Number of submitted tickets that `wait` has not yet returned."""
         return self._ask("num_open")
 
     def _ask(self, name: str) -> int:
@@ -200,14 +200,14 @@ class NativePool:
     def submit(self, ticket: int, jobs: np.ndarray, ending: Ending | None = None) -> None:
         """Queue jobs, (n,) JOB, C-contiguous; `wait` returns their result, with ``ticket``, when all have ended.
 
-        The memory that jobs and ending point to must live until then. With an ending there must be jobs. Raises OSError
-        if the pool is closed, or memory is short.
+        The memory that jobs and ending refer to must live until then. An ending requires at least one job. Raises
+        OSError if the pool is closed, or memory is short.
         """
         with self._lock:
             self._kept[ticket] = jobs, ending
             if not self._pool or _quick().h5chunk_submit(self._pool, ticket, jobs.ctypes.data, len(jobs), ending):
                 del self._kept[ticket]
-                raise OSError("the pool of reading threads is closed")
+                raise OSError("the pool of reader threads is closed")
 
     def wait(self, timeout_s: float, *, gathers: bool = False) -> Result | None:
         """Return the result of the next ticket that ends; None if none ends within ``timeout_s``.
@@ -219,7 +219,7 @@ class NativePool:
         with self._inside() as pool:
             state = self._library.h5chunk_wait(pool, timeout_s, gathers, result) if pool else -1
         if state < 0:
-            raise EOFError("the pool of reading threads is closed")
+            raise EOFError("the pool of reader threads is closed")
         if not state:
             return None
         self._kept.pop(result.ticket, None)
@@ -235,19 +235,19 @@ class NativePool:
         return result
 
     def cancel(self) -> None:
-        """Drop the jobs that no thread has taken yet: their tickets end with the status CANCELLED."""
+        """Drop the jobs that no thread has started: their tickets end with the status CANCELLED."""
         with self._lock:
             if self._pool:
                 _quick().h5chunk_cancel(self._pool)
 
     def close(self, timeout_s: float) -> bool:
-        """Drop the waiting jobs, and wait for the threads; return whether all have ended. May be called repeatedly."""
+        """Drop the waiting jobs, and wait for the threads; return whether all have exited. May be called repeatedly."""
         with self._inside() as pool:
             return not pool or bool(self._library.h5chunk_close(pool, timeout_s))
 
     @contextmanager
     def _inside(self) -> Iterator[Any]:
-        """Return a context with the pool's handle, which is not freed as long as the context is active."""
+        """Return a context with the pool's handle, which is not freed while the context is active."""
         with self._lock:
             pool = self._pool
             self._num_inside += 1
@@ -268,7 +268,7 @@ class NativePool:
 
 
 def address_of(array: np.ndarray) -> int:
-    """Return the address of an array of numbers, without the Python object that ``array.ctypes`` makes."""
+    """Return the address of an array, faster than ``array.ctypes``, which creates a Python object."""
     return int(array.__array_interface__["data"][0])
 
 
@@ -291,8 +291,8 @@ def crc32(data: np.ndarray, start: int = 0) -> int:
 class SparseRows:
     """The rows of a sparse matrix: entries ``starts[i]`` to ``starts[i + 1]`` belong to row i.
 
-    The value of an entry is ``table[code]`` of its uint8 code; without a table the code itself; without codes
-    ``table[0]``.
+    The value of an entry is ``table[code]``, where ``code`` is its uint8 code. If there is no table, codes are the
+    values; if there are no codes, all values are ``table[0]``.
     """
 
     def __init__(
@@ -302,40 +302,40 @@ class SparseRows:
         codes: np.ndarray | None,
         table: np.ndarray | None,
     ) -> None:
-        self._arrays = starts, columns, codes, table  # whose memory is used
+        self._arrays = starts, columns, codes, table  # kept alive, because the C library uses their memory
         addresses = (None if array is None else array.ctypes.data for array in self._arrays)
         values = table if table is not None else codes
         assert values is not None
         self._matrix = _Matrix(*addresses, 0, columns.itemsize, values.itemsize)
 
     def make_dense(self, rows: np.ndarray, out: np.ndarray) -> None:
-        """Write rows, (n,) int64, as dense rows to ``out``, C-contiguous, whose itemsize is that of the values.
+        """Write rows, (n,) int64, as dense rows to ``out``, which is C-contiguous and has the itemsize of the values.
 
-        Raises IndexError for a column outside of ``out``.
+        Raises IndexError if a column is outside of ``out``.
         """
         self._matrix.num_columns = out.shape[1]
         if _library().h5chunk_dense(self._matrix, rows.ctypes.data, len(rows), out.ctypes.data):
             raise IndexError(f"a column is out of range for {out.shape[1]} columns")
 
     def copy(self, rows: np.ndarray, index_bytes: int, starts: int, columns: int, values: int) -> None:
-        """Copy the entries of rows, (n,) int64, C-contiguous, end to end, to the arrays at three addresses.
+        """Concatenate the entries of rows, (n,) int64, C-contiguous, in the arrays at three addresses.
 
-        The entries of row i begin at index ``starts[i]``, (n + 1,), of ``columns`` and ``values``. A start or a column
-        has ``index_bytes`` bytes: 4 or 8.
+        The entries of row i begin at index ``starts[i]`` of ``columns`` and ``values``. There are n + 1 starts. Starts
+        and columns are integers of ``index_bytes`` bytes, 4 or 8.
         """
         matrix, numbers = self._matrix, rows.ctypes.data
         _library().h5chunk_entries(matrix, numbers, len(rows), index_bytes, starts, columns, values)
 
 
 def augment(rule: ImageRule, source: int, num_bytes: int, table: np.ndarray, out: int) -> None:
-    """Augment images, one after the other, without the GIL.
+    """Augment images one after another, without the GIL.
 
     Parameters
     ----------
     source, out : int
-        Addresses of the images, ``num_bytes`` in all, and of the results.
+        Addresses of the images, of ``num_bytes`` in total, and of the results.
     table : (n, columns) int64, C-contiguous
-        The geometry of each image, as `h5chunk.plan.draws.Geometry.fill` writes it.
+        The geometry of each image, as written by `h5chunk.plan.draws.Geometry.fill`.
 
     Raises
     ------
@@ -357,7 +357,7 @@ def draw(
     longest: int,
     table: np.ndarray,
 ) -> bool:
-    """Draw the geometry of images; return False if an image does not suit a step.
+    """Draw the geometry of images; return False if a step cannot be applied to an image.
 
     Parameters
     ----------
@@ -368,9 +368,9 @@ def draw(
     sides : (2,) int64
         Height and width of results.
     longest : int
-        Longest side that an image may be resized to.
+        Maximum height or width to which an image may be resized.
     table : (n, columns) int64, C-contiguous
-        Gets the rows of `h5chunk.plan.draws.Geometry.fill`.
+        Output: the rows that `h5chunk.plan.draws.Geometry.fill` would write.
     """
     samples, *sizes = (np.ascontiguousarray(each, np.int64) for each in (samples, *sizes))  # type: ignore[assignment]
     images = *(each.ctypes.data for each in sizes), int(len(sizes[0]) > 1)

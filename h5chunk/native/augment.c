@@ -1,5 +1,5 @@
-/* Cut, resize, pad, flip, erase, normalise and cast images, one after the other: the arithmetic that
- * h5chunk/transforms/augment_rule.py describes. */
+/* Crop, resize, pad, flip, erase, normalise and cast images one after another. h5chunk/transforms/augment_rule.py
+ * describes the arithmetic. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -8,8 +8,8 @@
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
 #if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__)
-#define CLONES __attribute__((target_clones("avx512f", "avx2", "default"))) /* chosen when the library is loaded */
-#define CLONES_WITHOUT_FMA __attribute__((target_clones("avx2", "default"))) /* a product is rounded before a sum */
+#define CLONES __attribute__((target_clones("avx512f", "avx2", "default"))) /* selected at load time */
+#define CLONES_WITHOUT_FMA __attribute__((target_clones("avx2", "default"))) /* rounds products before sums */
 #else
 #define CLONES
 #define CLONES_WITHOUT_FMA
@@ -17,7 +17,7 @@
 
 enum { ANTIALIAS = 0, BILINEAR = 1, NEAREST = 2 };
 enum { CONSTANT = 0, REFLECT = 1, EDGE = 2 };
-enum { LOOKED_UP = 0, SAME = 1, FLOAT32 = 2, BFLOAT16 = 3 }; /* how a result is made of a byte */
+enum { LOOKED_UP = 0, SAME = 1, FLOAT32 = 2, BFLOAT16 = 3 }; /* how a byte is converted to a result */
 enum { MOST_CHANNELS = 256 };
 enum { WEIGHT_BITS = 22, HALF = 1 << (WEIGHT_BITS - 1), LANES = 16 };
 
@@ -25,15 +25,16 @@ typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES))); /* GCC converts to twice or half the size well */
 typedef int32_t Words __attribute__((vector_size(4 * LANES)));
 
-/* The pixels of a side that make each result: `taps` weights from `weights[result * most]` on, of pixels from `first`. */
+/* The pixels along a side that contribute to each result: `taps` pixels from `first` on, with the weights from
+ * `weights[result * most]` on. */
 typedef struct {
     int32_t *first, *taps, *weights;
     int64_t most;
 } Side;
 
-/* ---- Where results come from ---- */
+/* ---- Positions and weights ---- */
 
-/* Map `count` results, starting at `first`, to pixels of a side of `length`; -1 is outside, to be filled. */
+/* Map `count` results, starting at `first`, to pixels along a side of `length`; -1 means outside, to be filled. */
 static void map_positions(int32_t *positions, int64_t count, int64_t first, int64_t length, int mode, int flip) {
     for (int64_t i = 0; i < count; i++) {
         int64_t position = first + (flip ? count - 1 - i : i);
@@ -47,7 +48,8 @@ static void map_positions(int32_t *positions, int64_t count, int64_t first, int6
     }
 }
 
-/* Weigh the `length` pixels of a side that becomes `full` results, for the results at `positions`; -1: no memory. */
+/* Compute the weights of the pixels along a side of `length` that is resized to `full`, for the results at `positions`.
+ * Returns -1 if memory is short. */
 static int weigh(Side *side, Room *room, const int32_t *positions, int64_t count, int64_t length, int64_t full,
                  int kind) {
     int64_t reach = 2 * (kind == ANTIALIAS && length > full ? length : full);
@@ -94,7 +96,7 @@ INLINE void combine(uint8_t *to, const uint8_t *from, int64_t stride, const int3
     memcpy(to, &bytes, LANES);
 }
 
-/* Combine rows to one of `count` bytes; 15 bytes behind the rows are read, and written behind the result. */
+/* Combine rows to one row of `count` bytes. Up to 15 bytes are read past the rows, and written past the result. */
 CLONES static void resize_down(uint8_t *to, const uint8_t *from, int64_t stride, const int32_t *weights, int32_t taps,
                                int64_t count) {
     for (int64_t i = 0; i < count; i += LANES) combine(to + i, from + i, stride, weights, taps);
@@ -110,7 +112,7 @@ CLONES static void resize_down(uint8_t *to, const uint8_t *from, int64_t stride,
             : __builtin_shuffle(a, b, (Bytes){0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}))
 #endif
 
-/* Transpose 16 x 16 bytes: interleaving rows i and i + 8, four times. */
+/* Transpose 16 x 16 bytes by interleaving rows i and i + 8 four times. */
 INLINE void transpose(uint8_t *to, int64_t to_stride, const uint8_t *const *from, int64_t offset) {
     Bytes rows[LANES], next[LANES];
     for (int i = 0; i < LANES; i++) memcpy(rows + i, from[i] + offset, LANES);
@@ -124,8 +126,8 @@ INLINE void transpose(uint8_t *to, int64_t to_stride, const uint8_t *const *from
     for (int i = 0; i < LANES; i++) memcpy(to + i * to_stride, rows + i, LANES);
 }
 
-/* Resize 16 rows of `length` bytes along the rows, by transposing them: `sideways` has room for both sizes transposed.
- * `to` are 16 rows; up to 15 bytes are written behind each. */
+/* Resize 16 rows of `length` bytes along the rows, by transposing them; `sideways` has space for both transposed sizes.
+ * `to` has 16 rows; up to 15 bytes are written past each row. */
 CLONES static void resize_across(uint8_t *const *to, const uint8_t *const *from, int64_t length, const Side *side,
                                  int64_t count, int64_t channels, uint8_t *sideways) {
     int64_t whole = length / LANES * LANES, size = count * channels;
@@ -182,7 +184,7 @@ CLONES_WITHOUT_FMA static void to_bfloat16(uint16_t *to, const uint8_t *from, co
                 results[i + c] = values[(channel + c) * 256 + from[i + c]];                 \
     } while (0)
 
-/* Convert `count` bytes, of one channel, or with `step` of all channels in turn. */
+/* Convert `count` bytes of one channel, or of all channels in turn if `step` is their number. */
 static void convert(const Rule *rule, void *to, const uint8_t *from, int64_t count, int64_t channel, int64_t step) {
     const float *scale = rule->scale + channel * rule->width, *shift = rule->shift + channel * rule->width;
     if (rule->conversion == SAME) memcpy(to, from, (size_t)count);
@@ -199,7 +201,7 @@ INLINE void regroup(uint8_t *to, const uint8_t *from, int64_t outer, int64_t inn
         for (int64_t j = 0; j < inner; j++) to[j * outer + i] = from[i * inner + j];
 }
 
-/* Transpose `outer` x `inner` bytes: from planar to interleaved rows, or back. */
+/* Transpose `outer` x `inner` bytes, from planar to interleaved rows or the reverse. */
 CLONES static void transpose_row(uint8_t *to, const uint8_t *from, int64_t outer, int64_t inner) {
     if (inner == 3) regroup(to, from, outer, 3);
     else if (outer == 3) regroup(to, from, 3, inner);
@@ -212,7 +214,7 @@ CLONES static void split_row(uint8_t *to, int64_t plane_bytes, const uint8_t *fr
     for (int64_t i = 0; i < count; i++) to[i] = from[3 * i], second[i] = from[3 * i + 1], third[i] = from[3 * i + 2];
 }
 
-/* Write row `number` of a result, from rows that are planar, or interleaved as the source is. */
+/* Write row `number` of a result from `rows`, which are planar or interleaved like the source. */
 static void write_row(const Rule *rule, uint8_t *out, int64_t number, const uint8_t *const *rows, uint8_t *spare) {
     int64_t width = rule->width, channels = rule->channels, item = rule->item_bytes, size = width * channels;
     if (rule->out_interleaved) {
@@ -249,7 +251,7 @@ static void erase(const Rule *rule, uint8_t *out, const int64_t *boxes) {
 
 /* ---- One image ---- */
 
-/* The rows of one image's box in the columns of the result. Planes are the channels of a planar image, or the whole. */
+/* The rows of an image's box in the columns of the result. A planar image has a plane per channel, others have one. */
 typedef struct {
     const uint8_t *first; /* the first row */
     int64_t stride, plane_stride;
@@ -268,7 +270,7 @@ static void fill_columns(const Rule *rule, uint8_t *row, const int32_t *columns,
         if (columns[j] < 0) memcpy(row + j * channels, rule->fill + plane, (size_t)channels);
 }
 
-/* Bring rows `low` to `high` of a box into the columns of the result: in place if they are so already. */
+/* Arrange rows `low` to `high` of a box in the columns of the result, without a copy if they already are. */
 static int arrange_rows(const Rule *rule, Rows *rows, const int64_t *image, const int32_t *columns, int64_t low,
                         int64_t high, int in_place, Room *rooms) {
     int64_t channels = rule->interleaved ? rule->channels : 1, planes = rule->channels / channels, width = rule->width;
@@ -357,8 +359,8 @@ static int is_inside(const Rule *rule, const int64_t *image, int64_t num_bytes) 
            image[FULL_HEIGHT] > 0 && image[FULL_WIDTH] > 0;
 }
 
-/* Augment `count` images, whose offsets and geometry are the rows of `table`, each of `columns` numbers. Return 0; -1 if
- * memory is short; -2 if an image is not inside the `num_bytes` of the source. */
+/* Augment `count` images, whose offsets and geometry are the rows of `table`, of `columns` numbers each. Returns 0; -1
+ * if memory is short; -2 if an image is not inside the `num_bytes` of the source. */
 EXPORT int h5chunk_augment(const Rule *rule, const uint8_t *source, int64_t num_bytes, const int64_t *table,
                            int64_t columns, int64_t count, uint8_t *out) {
     int64_t result_bytes = (int64_t)rule->channels * rule->height * rule->width * rule->item_bytes;
@@ -370,7 +372,7 @@ EXPORT int h5chunk_augment(const Rule *rule, const uint8_t *source, int64_t num_
     return state;
 }
 
-/* Augment one image as `h5chunk_augment` does, in rooms that the caller keeps. */
+/* Augment one image like `h5chunk_augment`, with buffers of the caller. */
 int augment_image(const Rule *rule, const uint8_t *source, int64_t num_bytes, const int64_t *image, uint8_t *out,
                   Room *rooms) {
     return is_inside(rule, image, num_bytes) ? augment(rule, source, image, out, rooms) : -2;

@@ -1,20 +1,20 @@
-/* What `jpeg.c` needs of `augment.c`. */
+/* Declarations of `augment.c` that `jpeg.c` uses. */
 #include <stdint.h>
 #include <stdlib.h>
 
-/* columns of a table, of which each row is an image */
+/* columns of a table with a row per image */
 enum { OFFSET, HEIGHT, WIDTH, TOP, LEFT, BOX_HEIGHT, BOX_WIDTH, FULL_HEIGHT, FULL_WIDTH, DOWN, RIGHT, FLIP, ERASED };
 enum { ROOM_COLUMNS, ROOM_ROWS, ROOM_ACROSS, ROOM_DOWN, ROOM_LINES, ROOM_SIDEWAYS, NUM_ROOMS };
 
-/* What is the same for all images. `values` has 256 results for each channel, `erased` one for each box and channel. */
+/* Parameters for all images. `values` has 256 results for each channel, `erased` has one for each box and channel. */
 typedef struct {
     int32_t channels, height, width, interpolation, mode, interleaved, out_interleaved, item_bytes, conversion, boxes;
     const uint8_t *fill;
     const void *values, *erased;
-    const float *scale, *shift; /* of a row of results: `width` of each channel, or all channels `width` times */
+    const float *scale, *shift; /* for a row of results: `width` times each channel, or all channels `width` times */
 } Rule;
 
-/* Memory that grows. */
+/* A buffer that grows. */
 typedef struct {
     void *data;
     size_t size;

@@ -1,7 +1,7 @@
 /* A pool of threads that read rows and byte ranges of files into scattered memory, and gather rows of memory.
  *
  * It does not depend on HDF5, orders or Python: the caller submits tables of jobs and waits for tickets. The tables, and
- * all memory that they point to, belong to the caller and must stay valid until their ticket is done.
+ * all memory that they refer to, belong to the caller and must stay valid until the ticket is done.
  *
  * Every function may be called by any thread, but not in a fork of the process that opened the pool.
  */
@@ -24,13 +24,13 @@ enum { READ = 0, VERIFY = 1, GATHER = 2, ROWS = 3 }; /* kinds of jobs */
 enum { DONE = 0, SYSTEM = 1, CUT_SHORT = 2, CHECKSUM = 3, CANCELLED = 4, CHANGED = 5, NOT_SENT = 6 }; /* of a ticket */
 
 enum { MAX_VECTORS = 1024 };        /* IOV_MAX of Linux and macOS */
-enum { PIECE_BYTES = 256 << 10 };   /* bytes that are read and then summed while still in the cache */
+enum { PIECE_BYTES = 256 << 10 };   /* bytes that are read and then checksummed while they are in the cache */
 enum { PREFETCHED_ROWS = 8 };
-enum { RUN_BYTES = 2 << 20 };       /* approximate bytes of a system call that reads rows */
-enum { ASKED_BYTES = 16 << 20 };    /* bytes that a disk is asked for before a thread reads them */
+enum { RUN_BYTES = 2 << 20 };       /* approximate bytes per system call that reads rows */
+enum { ASKED_BYTES = 16 << 20 };    /* bytes that are prefetched from disk before a thread reads them */
 enum { ASKED_TICKETS = 4 };
 
-/* A job, whose fields depend on its kind.
+/* A job; the meaning of its fields depends on its kind.
  *
  * READ    `count` vectors (struct iovec) at `source` are filled from `offset` of `descriptor`: `num_bytes` in all.
  *         With `is_checked`, the CRC-32 of these bytes must be `expected`.
@@ -55,8 +55,8 @@ typedef struct {
     uint8_t *out;
 } Rows;
 
-/* What the thread that ends the last job of a ticket does, if no job has failed: it checks that the file at `path`, if
- * that is not NULL, has not changed, and then calls `send`, which returns 0 or an error. */
+/* Work of the thread that ends the last job of a ticket, if no job has failed: it checks that the file at `path`, unless
+ * that is NULL, is unchanged, and then calls `send`, unless that is NULL, which returns 0 or an error. */
 typedef struct {
     int (*send)(const void *);
     const void *argument;
@@ -66,9 +66,9 @@ typedef struct {
 
 typedef struct {
     uint64_t ticket;
-    int32_t status, error; /* `error` is the errno for SYSTEM, the bits of the checksum for CHECKSUM, or that of `send` */
-    int64_t job;    /* the number of the job that failed first */
-    int64_t offset; /* where the job failed in its file */
+    int32_t status, error; /* `error`: errno for SYSTEM, the checksum for CHECKSUM, the error of `send` for NOT_SENT */
+    int64_t job;    /* index of the job that failed first */
+    int64_t offset; /* offset in the file at which the job failed */
 } Result;
 
 typedef struct Ticket {
@@ -76,7 +76,7 @@ typedef struct Ticket {
     const Job *jobs;
     const Ending *ending;
     int64_t num_jobs, num_taken, num_left;
-    int64_t num_asked, bytes_ahead; /* jobs whose data the disk was asked for, and the bytes of those not taken yet */
+    int64_t num_asked, bytes_ahead; /* jobs whose data is prefetched, and the bytes of those that no thread has taken */
     Result result;
 } Ticket;
 
@@ -88,7 +88,7 @@ typedef struct Pool {
     pthread_mutex_t lock;
     pthread_cond_t work, done, ended;
     Queue waiting;   /* tickets with jobs that no thread has taken */
-    Queue finished;  /* tickets that `wait` has not returned yet */
+    Queue finished;  /* tickets that `wait` has not yet returned */
     int64_t part_bytes, progress;
     int64_t num_open; /* tickets that were submitted and not returned */
     int num_threads, is_closing, is_left;
@@ -110,7 +110,7 @@ static void make_tables(void) {
             tables[table][i] = (tables[table - 1][i] >> 8) ^ tables[0][tables[table - 1][i] & 0xFF];
 }
 
-/* By tables, eight bytes at a time; takes and returns the inverted checksum. */
+/* Compute the CRC-32 with tables, eight bytes at a time; `crc` and the result are inverted. */
 static uint32_t crc_by_tables(uint32_t crc, const uint8_t *data, size_t length) {
     pthread_once(&tables_once, make_tables);
     for (; length >= 8; data += 8, length -= 8) {
@@ -128,8 +128,9 @@ static uint32_t crc_by_tables(uint32_t crc, const uint8_t *data, size_t length) 
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-/* By carry-less multiplication, 64 bytes at a time. Source: Gopal et al., "Fast CRC Computation for Generic Polynomials
- * Using PCLMULQDQ Instruction", Intel, 2009; the constants are powers of x modulo the reflected polynomial. */
+/* Compute the CRC-32 by carry-less multiplication, 64 bytes at a time. Source: Gopal et al., "Fast CRC Computation for
+ * Generic Polynomials Using PCLMULQDQ Instruction", Intel, 2009. The constants are powers of x modulo the reflected
+ * polynomial. */
 __attribute__((target("pclmul,sse4.1"))) static __m128i fold(__m128i state, __m128i next, __m128i powers) {
     __m128i low = _mm_clmulepi64_si128(state, powers, 0x00);
     __m128i high = _mm_clmulepi64_si128(state, powers, 0x11);
@@ -154,7 +155,7 @@ __attribute__((target("pclmul,sse4.1"))) static uint32_t crc_by_folding(uint32_t
 
 #define WIDE __attribute__((target("pclmul,sse4.1,avx512f,vpclmulqdq")))
 
-/* The same, 256 bytes at a time. */
+/* Like `crc_by_folding`, but 256 bytes at a time. */
 WIDE static uint32_t crc_by_wide_folding(uint32_t crc, const uint8_t *data, size_t length) {
     const __m512i by_four = _mm512_set4_epi64(0x01322d1430, 0x011542778a, 0x01322d1430, 0x011542778a);
     __m512i state[4];
@@ -203,7 +204,7 @@ static int read_rest(int descriptor, uint8_t *out, int64_t num_bytes, int64_t of
     return 0;
 }
 
-/* Fill vectors of `num_bytes` in all: usually with one call, which may read less than requested. */
+/* Fill vectors of `num_bytes` in total; usually one call suffices, but it may read less than requested. */
 static int read_vectors(int descriptor, const struct iovec *vectors, int count, int64_t num_bytes, int64_t offset,
                         Result *result) {
     int64_t got = preadv(descriptor, vectors, count, offset);
@@ -246,23 +247,23 @@ static int do_read(const Job *job, Result *result) {
 }
 
 #if defined(RWF_NOWAIT)
-/* Whether a byte of a file has to be read from the disk. */
+/* Return whether a byte of a file must be read from disk. */
 static int is_on_disk(int descriptor, int64_t offset) {
     char byte;
     struct iovec vector = {.iov_base = &byte, .iov_len = 1};
     return preadv2(descriptor, &vector, 1, offset, RWF_NOWAIT) < 0 && errno == EAGAIN;
 }
 
-/* Ask the disk for bytes, without waiting for them. */
+/* Prefetch bytes from disk, without waiting for them. */
 static void ask(int descriptor, int64_t offset, int64_t num_bytes) {
-    if (num_bytes > 0) posix_fadvise(descriptor, offset, num_bytes, POSIX_FADV_WILLNEED); /* 0 is the whole file */
+    if (num_bytes > 0) posix_fadvise(descriptor, offset, num_bytes, POSIX_FADV_WILLNEED); /* 0 would mean the whole file */
 }
 #else
 static int is_on_disk(int descriptor, int64_t offset) { return (void)descriptor, (void)offset, 0; }
 static void ask(int descriptor, int64_t offset, int64_t num_bytes) { (void)descriptor, (void)offset, (void)num_bytes; }
 #endif
 
-/* Ask the disk for the data of a job, unless the beginning is in the page cache. */
+/* Prefetch the data of a job from disk, unless its beginning is in the page cache. */
 static void ask_for(const Job *job) {
     if (job->kind != ROWS) {
         if (is_on_disk(job->descriptor, job->offset)) ask(job->descriptor, job->offset, job->num_bytes);
@@ -283,7 +284,7 @@ static void ask_for(const Job *job) {
     ask(job->descriptor, start, end - start);
 }
 
-/* Adjacent rows of the file share a system call, and adjacent destinations share a vector. */
+/* Read rows; rows that are adjacent in the file share a system call, and adjacent destinations share a vector. */
 static int do_rows(const Job *job, struct iovec *vectors, Result *result) {
     const Rows *table = job->source;
     int64_t block_rows = table->block_rows, first_row = 0, start = 0, end = 0, base = 0;
@@ -347,7 +348,7 @@ static int do_job(const Job *job, uint8_t *scratch, Result *result) {
     return 0;
 }
 
-/* Run jobs in the calling thread; the result has the first failed job, and is all zeros if none failed. */
+/* Run jobs in the calling thread. The result describes the first failed job, and is all zeros if none failed. */
 EXPORT void h5chunk_run(const Job *jobs, int64_t num_jobs, Result *result) {
     uint8_t *scratch = malloc(PIECE_BYTES);
     *result = (Result){.status = scratch ? DONE : SYSTEM, .error = scratch ? 0 : ENOMEM};
@@ -398,7 +399,7 @@ static void end(const Ending *ending, Result *result) {
     else if (ending->send && (result->error = ending->send(ending->argument))) result->status = NOT_SENT;
 }
 
-/* Cancel the jobs of the first waiting ticket that no thread has taken; the caller holds the lock. */
+/* Cancel those jobs of the first waiting ticket that no thread has taken; the caller holds the lock. */
 static void skip_first(Pool *pool, int status) {
     Ticket *ticket = pop(&pool->waiting);
     int64_t num_left = ticket->num_jobs - ticket->num_taken;
@@ -428,18 +429,18 @@ static void free_pool(Pool *pool) {
     free(pool);
 }
 
-/* Count jobs of a ticket as done, or as asked for, by this thread; the last thread also does what follows. The caller
+/* Count jobs of a ticket as done, or as prefetched, by this thread; the last thread also runs the ending. The caller
  * holds the lock. */
 static void leave(Pool *pool, Ticket *ticket, int64_t num_jobs) {
     if (ticket->num_left == num_jobs && ticket->result.status == DONE && ticket->ending) {
-        pthread_mutex_unlock(&pool->lock); /* the ticket is in no queue, and no other thread has jobs of it */
+        pthread_mutex_unlock(&pool->lock); /* the ticket is in no queue, and no other thread has its jobs */
         end(ticket->ending, &ticket->result);
         pthread_mutex_lock(&pool->lock);
     }
     finish(pool, ticket, num_jobs);
 }
 
-/* Return the first waiting ticket with a job that the disk should be asked for now; the caller holds the lock. */
+/* Return the first waiting ticket with a job whose data should be prefetched now; the caller holds the lock. */
 static Ticket *next_to_ask(const Pool *pool) {
     int64_t num_bytes = 0;
     Ticket *ticket = pool->waiting.first;
@@ -453,12 +454,12 @@ static Ticket *next_to_ask(const Pool *pool) {
     return NULL;
 }
 
-/* Ask the disk for data that is read soon, so that few threads keep it busy; the caller holds the lock. */
+/* Prefetch data that will be read soon, so that few threads keep the disk busy; the caller holds the lock. */
 static void ask_ahead(Pool *pool) {
     for (Ticket *ticket; (ticket = next_to_ask(pool));) {
         const Job *job = ticket->jobs + ticket->num_asked++;
         ticket->bytes_ahead += job->num_bytes;
-        ticket->num_left++; /* so that the ticket and its jobs stay */
+        ticket->num_left++; /* keeps the ticket and its jobs alive */
         pthread_mutex_unlock(&pool->lock);
         ask_for(job);
         pthread_mutex_lock(&pool->lock);
@@ -530,7 +531,7 @@ static struct timespec after(double seconds) {
 
 EXPORT int h5chunk_version(void) { return VERSION; }
 
-/* Make a pool; NULL if memory is short, or no thread could be started. */
+/* Create a pool. Returns NULL if memory is short, or if no thread could be started. */
 EXPORT Pool *h5chunk_open(int num_threads, int64_t part_bytes) {
     Pool *pool = calloc(1, sizeof *pool);
     if (!pool) return NULL;
@@ -552,8 +553,8 @@ EXPORT Pool *h5chunk_open(int num_threads, int64_t part_bytes) {
     return pool;
 }
 
-/* Queue jobs after earlier ones: 0, or -1 if memory is short or the pool is closing. `ending` may be NULL, and must be
- * if there are no jobs. */
+/* Queue jobs. Returns 0, or -1 if memory is short or the pool is closing. `ending` may be NULL, and must be NULL if there
+ * are no jobs. */
 EXPORT int h5chunk_submit(Pool *pool, uint64_t number, const Job *jobs, int64_t num_jobs, const Ending *ending) {
     Ticket *ticket = calloc(1, sizeof *ticket);
     if (!ticket) return -1;
@@ -567,13 +568,13 @@ EXPORT int h5chunk_submit(Pool *pool, uint64_t number, const Job *jobs, int64_t 
     if (is_closing) free(ticket);
     else if (num_jobs) push(&pool->waiting, ticket);
     else finish(pool, ticket, 0);
-    pthread_cond_signal(&pool->work); /* waking all threads would take the caller longer than all else */
+    pthread_cond_signal(&pool->work); /* waking all threads would take the caller longer than all other work here */
     pthread_mutex_unlock(&pool->lock);
     return is_closing ? -1 : 0;
 }
 
-/* Wait for the next ticket that is done: 1 and its result; 0 after `timeout_s`; -1 if the pool is closing and all
- * tickets were returned. With `gathers`, the caller runs waiting jobs meanwhile, which must be of that kind. */
+/* Wait for the next ticket that is done. Returns 1 and its result; 0 after `timeout_s`; -1 if the pool is closing and all
+ * tickets were returned. With `gathers`, the caller runs waiting jobs meanwhile, which must be of the kind GATHER. */
 EXPORT int h5chunk_wait(Pool *pool, double timeout_s, int gathers, Result *result) {
     struct timespec end = after(timeout_s);
     pthread_mutex_lock(&pool->lock);
@@ -591,8 +592,8 @@ EXPORT int h5chunk_wait(Pool *pool, double timeout_s, int gathers, Result *resul
     return found;
 }
 
-/* Number of threads of the pool, fewer than requested if the system refused more; number of tickets that were submitted
- * and not returned; and a number that grows whenever a part of a job ends. */
+/* Return the number of running threads, which is less than requested if the system refused more; the number of tickets
+ * that were submitted and not returned; or a counter that increases whenever a part of a job ends. */
 #define COUNT(type, name)                    \
     EXPORT type h5chunk_##name(Pool *pool) { \
         pthread_mutex_lock(&pool->lock);     \
@@ -605,14 +606,14 @@ COUNT(int, num_threads)
 COUNT(int64_t, num_open)
 COUNT(int64_t, progress)
 
-/* Drop jobs that no thread has taken; their tickets end as soon as the jobs that threads have taken are done. */
+/* Drop jobs that no thread has taken; their tickets end once the jobs that threads have taken are done. */
 EXPORT void h5chunk_cancel(Pool *pool) {
     pthread_mutex_lock(&pool->lock);
     while (pool->waiting.first) skip_first(pool, CANCELLED);
     pthread_mutex_unlock(&pool->lock);
 }
 
-/* Drop waiting jobs, and wait for the threads: 1 if all ended; 0 if some still read after `timeout_s`. */
+/* Drop waiting jobs, and wait for the threads. Returns 1 if all exited; 0 if some still run after `timeout_s`. */
 EXPORT int h5chunk_close(Pool *pool, double timeout_s) {
     struct timespec end = after(timeout_s);
     pthread_mutex_lock(&pool->lock);
@@ -627,7 +628,7 @@ EXPORT int h5chunk_close(Pool *pool, double timeout_s) {
     return is_over;
 }
 
-/* Free a closed pool, or let the last thread that still reads free it. No thread may be waiting for it. */
+/* Free a closed pool, or let the last running thread free it. No thread may be waiting for the pool. */
 EXPORT void h5chunk_free(Pool *pool) {
     pthread_mutex_lock(&pool->lock);
     pool->is_left = 1;

@@ -1,7 +1,7 @@
-/* Copies to a GPU and launches of kernels by CUDA's driver library, which is looked up when it is first needed.
+/* Copy to a GPU and launch kernels with CUDA's driver library, which is loaded when it is first needed.
  *
- * Handles of contexts, streams, events and functions are the caller's. Functions return 0 or an error of CUDA, and may be
- * called by any thread; the context of the calling thread stays as it was. */
+ * Handles of contexts, streams, events and functions belong to the caller. Functions return 0 or an error of CUDA, and
+ * may be called by any thread; the context of the calling thread stays unchanged. */
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stddef.h>
@@ -36,18 +36,18 @@ static void load_cuda(void) {
     is_loaded = library != NULL;
     for (int i = 0; library && i < COUNT; i++) {
         functions[i] = dlsym(library, names[i]);
-        if (!functions[i] && i < COUNT - 1) is_loaded = 0; /* old drivers lack the last one */
+        if (!functions[i] && i < COUNT - 1) is_loaded = 0; /* old drivers lack the last function */
     }
 }
 
-/* The context of the calling thread, or NULL. */
+/* Return the context of the calling thread, or NULL. */
 EXPORT void *h5chunk_cuda_context(void) {
     void *context = NULL;
     pthread_once(&cuda_once, load_cuda);
     return is_loaded && !cuda.get_context(&context) ? context : NULL;
 }
 
-/* Let a stream wait for an event, and then record another on it; either may be NULL. */
+/* Make a stream wait for an event, and then record another event; either may be NULL. */
 EXPORT int h5chunk_cuda_order(void *context, void *stream, void *awaited, void *recorded) {
     int error = is_loaded ? cuda.push(context) : NOT_LOADED;
     if (error) return error;
@@ -87,10 +87,11 @@ EXPORT int h5chunk_cuda_send(const Sending *sending) {
 typedef struct {
     void *context, *function;
     uint64_t arguments[MAX_ARGUMENTS];
-    uint32_t num_threads, shared_bytes; /* of a block */
+    uint32_t num_threads, shared_bytes; /* per block */
 } Launch;
 
-/* Launch a kernel in one dimension, whose parameters are of 4 or 8 bytes; of an argument, the lower bytes count. */
+/* Launch a one-dimensional grid of a kernel, whose parameters have 4 or 8 bytes; only the lower bytes of an argument are
+ * used if its parameter has 4. */
 EXPORT int h5chunk_cuda_launch(const Launch *launch, void *stream, uint32_t num_blocks) {
     void *context, *arguments[MAX_ARGUMENTS];
     int error = is_loaded ? cuda.push(launch->context) : NOT_LOADED;
@@ -104,7 +105,7 @@ EXPORT int h5chunk_cuda_launch(const Launch *launch, void *stream, uint32_t num_
 
 static int is_number(size_t num_bytes) { return num_bytes == 4 || num_bytes == 8; }
 
-/* The number of parameters of a kernel, or -1 if it is not known, or one of them is of neither 4 nor 8 bytes. */
+/* Return the number of parameters of a kernel, or -1 if it is unknown, or if a parameter has neither 4 nor 8 bytes. */
 EXPORT int h5chunk_cuda_parameters(const Launch *launch) {
     void *context;
     int count = 0;

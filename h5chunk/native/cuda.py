@@ -1,6 +1,6 @@
-"""Copy to a GPU and launch kernels in C, by handles of CUDA's contexts, streams, events and functions.
+"""Copy to a GPU and launch kernels in C, with handles of CUDA contexts, streams, events and functions.
 
-Calls take a few microseconds and release the GIL, because CUDA may make a caller wait.
+Calls take a few microseconds, and release the GIL because CUDA may block.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 from h5chunk import native
 
-NUM_ARGUMENTS = 16  # of a launch; a kernel may have fewer parameters
+NUM_ARGUMENTS = 16  # of a launch; kernels may have fewer parameters
 
 
 class Sending(ctypes.Structure):
@@ -24,20 +24,20 @@ class Sending(ctypes.Structure):
     )
 
     def set_copies(self, copies: np.ndarray) -> None:
-        """Set what to copy: (n, 3) int64, with an address on the device, one on the host, and bytes."""
+        """Set the copies: (n, 3) int64, each with the device address, the host address and the number of bytes."""
         self._kept = copies
         self.copies, self.num_copies = native.address_of(copies), len(copies)
 
     @property
     def address(self) -> int:
-        """The argument for the function `sender`."""
+        """The argument for the function that `sender` returns."""
         return ctypes.addressof(self)
 
 
 class Launch(ctypes.Structure):
-    """A kernel and the first of its arguments, each of 4 or 8 bytes; further parameters get zeros."""
+    """A kernel and its first arguments, of 4 or 8 bytes each; the other arguments are zero."""
 
-    kept: object = None  # the kernel, and the memory of arguments
+    kept: object = None  # the kernel and the arrays that the arguments refer to
     _fields_ = (
         ("context", ctypes.c_void_p),
         ("function", ctypes.c_void_p),
@@ -48,7 +48,7 @@ class Launch(ctypes.Structure):
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters of the kernel; -1 if it is not known, or one of them is of neither 4 nor 8 bytes."""
+        """Number of parameters of the kernel; -1 if it is unknown, or if a parameter has neither 4 nor 8 bytes."""
         return int(native._library().h5chunk_cuda_parameters(ctypes.addressof(self)))
 
     def __call__(self, stream: int, num_blocks: int, arguments: Sequence[int]) -> bool:
@@ -59,16 +59,16 @@ class Launch(ctypes.Structure):
 
 
 def context() -> int | None:
-    """Return the context of the calling thread; None if there is none, or the C library was not built."""
+    """Return the CUDA context of the calling thread; None if there is none, or if the C library was not built."""
     found: int | None = native._library().h5chunk_cuda_context() if native.available() else None
     return found
 
 
 def order(context: int, stream: int, *, wait: int | None = None, record: int | None = None) -> bool:
-    """Let a stream wait for an event, and then record another on it; return whether that succeeded."""
+    """Make a stream wait for the event ``wait``, and then ``record`` another; return whether that succeeded."""
     return not native._library().h5chunk_cuda_order(context, stream, wait, record)
 
 
 def sender() -> int:
-    """Return the address of the C function that does a `Sending`, for `h5chunk.native.Ending`."""
+    """Return the address of the C function that runs a `Sending`, for `h5chunk.native.Ending`."""
     return ctypes.cast(native._library().h5chunk_cuda_send, ctypes.c_void_p).value or 0

@@ -1,5 +1,5 @@
-/* Draw the geometry of augmented images, with the results of h5chunk/plan/draws.py and h5chunk/transforms/augment.py to
- * the last bit: products and sums are rounded one after the other, in the same order (-ffp-contract=off). */
+/* Draw the geometry of augmented images, with results that are bit for bit those of h5chunk/plan/draws.py and
+ * h5chunk/transforms/augment.py: products and sums are rounded separately, in the same order (-ffp-contract=off). */
 #include <math.h>
 #include <stdint.h>
 
@@ -13,13 +13,13 @@ static const double POWERS[NUM_POWERS] = {1.0, 0.6931471805599453, 0.24022650695
                                           0.009618129107628477, 0.0013333558146428441, 0.00015403530393381606,
                                           1.5252733804059838e-05};
 
-/* What a transform does, whose numbers are drawn by `key`.
+/* A step of a transform, whose random numbers are drawn with `key`.
  *
- * BOX     a random box becomes `height` x `width`: `scale` and `ratio` are the ranges of its area and shape.
- * CROP    `height` x `width` of the image and its padding, at a random place with `flag`, otherwise in the middle.
- *         Padding that mirrors the image, `reflects`, must be smaller than the image.
- * RESIZE  the image becomes `height` x `width`; if `width` is 0, its shorter side becomes `height`.
- * FLIP    with probability `p`; with `flag`, where it would not.
+ * BOX     resize a random box to `height` x `width`; `scale` and `ratio` are the ranges of its area and aspect ratio.
+ * CROP    crop the padded image to `height` x `width`, at a random position if `flag` is set, otherwise in the middle.
+ *         If `reflects` is set, the padding mirrors the image, and must be smaller than the image.
+ * RESIZE  resize the image to `height` x `width`; if `width` is 0, its shorter side to `height`.
+ * FLIP    flip the image with probability `p`; if `flag` is set, invert this decision.
  * CUTOUT  erase a square of `height` around a random pixel.
  * ERASE   erase a random box of the result with probability `p`. */
 typedef struct {
@@ -29,7 +29,7 @@ typedef struct {
     double scale[2], ratio[2], log_ratio[2], p; /* the logarithms have base 2 */
 } Step;
 
-/* The part of an image that its result shows, as a Geometry of h5chunk.plan.draws. */
+/* The geometry of one image: see Geometry in h5chunk/plan/draws.py. */
 typedef struct {
     int64_t height, width, top, left, box_height, box_width, full_height, full_width, down, right, flip;
 } Geometry;
@@ -46,7 +46,7 @@ static double uniform(uint64_t own, uint64_t index) {
     return (double)(mixed(own + (index + 1) * GOLDEN, 0) >> 11) * 0x1p-53;
 }
 
-/* Round to the nearest whole number, a half to the even one; |x| is below 2**51. */
+/* Round to the nearest integer, halves to even; |x| must be below 2**51. */
 static double rounded(double x) {
     double sum = x + 0x1.8p52;
     return sum - 0x1.8p52;
@@ -63,7 +63,7 @@ static int64_t place(double number, int64_t room) {
     return found < room ? found : room;
 }
 
-/* Draw the size of a box that fits into an image: whether there is one. */
+/* Draw the size of a box that fits into an image; return whether one was found. */
 static int draw_box(const Step *step, uint64_t own, int64_t height, int64_t width, int64_t *tall, int64_t *wide) {
     for (uint64_t i = 0; i < ATTEMPTS; i++) {
         double share = step->scale[0] + uniform(own, 2 * i) * (step->scale[1] - step->scale[0]);
@@ -100,7 +100,7 @@ static void crop_and_resize(Geometry *to, const Step *step, uint64_t own) {
     if (draw_box(step, own, to->height, to->width, &tall, &wide)) {
         top = place(uniform(own, 2 * ATTEMPTS), to->height - tall);
         left = place(uniform(own, 2 * ATTEMPTS + 1), to->width - wide);
-    } else { /* the largest box in the middle */
+    } else { /* use the largest box in the middle */
         tall = clipped(rounded((double)to->width / step->ratio[0]), 1, to->height);
         wide = clipped(rounded((double)to->height * step->ratio[1]), 1, to->width);
         top = (to->height - tall) / 2, left = (to->width - wide) / 2;
@@ -144,7 +144,7 @@ static int change(Geometry *to, const Step *step, uint64_t own, int64_t longest)
     return 0;
 }
 
-/* Put top, left, height and width of an erased box of a result into `box`. */
+/* Write top, left, height and width of an erased box of a result to `box`. */
 static void erase_box(int64_t *box, const Step *step, uint64_t own, const int64_t *sides) {
     int64_t size[2] = {0, 0};
     if (step->kind == ERASE) {
@@ -163,9 +163,9 @@ static void erase_box(int64_t *box, const Step *step, uint64_t own, const int64_
     }
 }
 
-/* Write a row of `table` for each of `count` samples: `heights` and `widths` are those of the images, or of all images
- * if `each` is 0, `sides` those of results, and `longest` the longest side allowed. Return the number of rows that
- * were written: less than `count` if an image does not suit a step. */
+/* Write a row of `table` for each of `count` samples. `heights` and `widths` have the size of each image, or one size for
+ * all images if `each` is 0; `sides` is the size of the results, and `longest` the maximum length of a side. Returns the
+ * number of rows that were written, which is less than `count` if a step cannot be applied to an image. */
 EXPORT int64_t h5chunk_draw(const Step *steps, int64_t num_steps, const int64_t *samples, int64_t count,
                             const int64_t *heights, const int64_t *widths, int64_t each, const int64_t *sides,
                             int64_t longest, int64_t *table) {

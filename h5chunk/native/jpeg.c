@@ -1,5 +1,5 @@
-/* Decode JPEG images by a libjpeg-turbo that the process has loaded, whose functions `Jpeg` has, and augment each image
- * while it is in a processor's cache. */
+/* Decode JPEG images with a libjpeg-turbo that the process has loaded, whose functions are in `Jpeg`, and augment each
+ * image while it is in the CPU's cache. */
 #include <setjmp.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,9 +12,9 @@ enum { GRAY = 1, RGB = 2, YCBCR = 3 };                                          
 enum { DONE = 0, LEFT_OVER = 1, FAILED = 2 };                                             /* results of `make` */
 enum { ALL_DONE = -1, NO_MEMORY = -2 };                                                   /* of `h5chunk_decode` */
 enum { ROWS = 16, SPARE = 96 };                                                           /* bytes around pixels */
-enum { EIGHTHS = 8, MOST_EIGHTHS = 4 }; /* an image is scaled by half at least, as less would take as long as decoding all */
-enum { GAP = 2 };                       /* and only if a box stays this many times larger than its result */
-enum { MOST_PIXELS = 89478485 }; /* as many as Pillow decodes */
+enum { EIGHTHS = 8, MOST_EIGHTHS = 4 }; /* scale at most to one half: larger scales are as slow as full decoding */
+enum { GAP = 2 };                       /* scale only if a box stays at least this many times as large as its result */
+enum { MOST_PIXELS = 89478485 }; /* Pillow's limit */
 enum { INFO_BYTES = 1024 };
 
 /* The beginning of jpeg_error_mgr of libjpeg. */
@@ -65,13 +65,13 @@ typedef struct {
     const uint8_t *data;
     const int64_t *starts, *stops;
     const uint8_t *orientations;
-    int64_t *table, columns, count, next; /* `next` is the number of the next image that no thread has taken */
+    int64_t *table, columns, count, next; /* `next` is the index of the next image that no thread has taken */
     int64_t channels;
 } Images;
 
-/* What a thread keeps from image to image. */
+/* State of a thread that it reuses for all images. */
 typedef struct {
-    Info info; /* first, as libjpeg gives its address to `stop` */
+    Info info; /* must be first, because libjpeg passes its address to `stop` */
     Errors errors;
     jmp_buf out;
     int64_t *image; /* row of the table, for the size at which the image is decoded */
@@ -80,7 +80,7 @@ typedef struct {
 
 static void stop(void *reader) { longjmp(((Reader *)reader)->out, 1); }
 
-/* Stop at a warning, too: what is not sound is left to others. */
+/* Stop at warnings, too: the caller decodes questionable images in another way. */
 static void stop_at_warning(void *reader, int level) {
     if (level < 0) stop(reader);
 }
@@ -94,7 +94,8 @@ static int open_reader(const Jpeg *jpeg, Reader *reader) {
     return 0;
 }
 
-/* Find the version and structure size that this libjpeg expects, which it names when it refuses others: 0 if known. */
+/* Find the version and structure size that this libjpeg expects, which it reports when it refuses other values. Returns
+ * 0, or -1 if they are not supported. */
 EXPORT int h5chunk_find_jpeg(Jpeg *jpeg) {
     Reader reader;
     jpeg->version = jpeg->info_bytes = 0;
@@ -109,7 +110,7 @@ EXPORT int h5chunk_find_jpeg(Jpeg *jpeg) {
     return 0;
 }
 
-/* Return the smallest length, in eighths, of a side at which its box keeps enough pixels. */
+/* Return the smallest scale of a side, in eighths, at which its box keeps enough pixels. */
 static int64_t least_eighths(const int64_t *image, int side, int box, int full) {
     int64_t least = (GAP * image[side] * image[full] + image[box] - 1) / image[box], eighths = 1;
     if (least >= image[side]) return EIGHTHS;
@@ -133,7 +134,7 @@ static void rescale(int64_t *image, int side, int first, int length, int64_t now
     image[first] = start, image[length] = end - start, image[side] = now;
 }
 
-/* Begin to decode an image, whose size and geometry as decoded `reader->image` gets. */
+/* Begin to decode an image; store its decoded size and geometry in `reader->image`. */
 static void begin(const Jpeg *jpeg, Reader *reader, const Images *images, int64_t number) {
     Info *info = &reader->info;
     int64_t *image = reader->image, start = images->starts[number];
@@ -153,7 +154,7 @@ static void begin(const Jpeg *jpeg, Reader *reader, const Images *images, int64_
     if (width != image[WIDTH]) rescale(image, WIDTH, LEFT, BOX_WIDTH, width);
 }
 
-/* Decode the rows of an image that its box needs to `pixels`. */
+/* Decode those rows of an image that its box needs to `pixels`. */
 static int decode(const Jpeg *jpeg, Reader *reader, const Images *images, int64_t number, uint8_t *pixels) {
     if (setjmp(reader->out)) {
         jpeg->abort(&reader->info);
@@ -175,10 +176,10 @@ static int decode(const Jpeg *jpeg, Reader *reader, const Images *images, int64_
     return DONE;
 }
 
-/* Shift a buffer off multiples of 32, where libjpeg-turbo stores pixels to memory without keeping them in the caches. */
+/* Shift a buffer off multiples of 32 bytes, where libjpeg-turbo uses stores that bypass the caches. */
 static uint8_t *keep_cached(uint8_t *buffer) { return buffer + (48 - (uintptr_t)buffer % 32) % 32; }
 
-/* Make one image: its pixels in `out` without a rule, otherwise its result. */
+/* Process one image: without a rule, write its pixels to `out`, otherwise its augmented result. */
 static int make(const Jpeg *jpeg, const Rule *rule, Reader *reader, const Images *images, int64_t number, uint8_t *out) {
     int64_t *row = images->table + number * images->columns, num_bytes = images->stops[number] - images->starts[number];
     size_t row_bytes = (size_t)images->columns * sizeof *row;
@@ -199,8 +200,9 @@ static int make(const Jpeg *jpeg, const Rule *rule, Reader *reader, const Images
     return DONE;
 }
 
-/* Decode images, or take pixels if `jpeg` is NULL, that no other thread has taken, until none is left, and augment them:
- * ALL_DONE; or the number of an image that is left to others, after which the call is to be repeated; or NO_MEMORY.
+/* Decode images that no other thread has taken, or use their pixels if `jpeg` is NULL, and augment them, until none is
+ * left. Returns ALL_DONE; or the index of an image that must be decoded in another way, after which the caller must
+ * repeat the call; or NO_MEMORY.
  *
  * Image i becomes result i in `out`, of `result_bytes`. Without a `rule` it is only decoded, to its OFFSET in `out`. */
 EXPORT int64_t h5chunk_decode(const Jpeg *jpeg, const Rule *rule, Images *images, uint8_t *out, int64_t result_bytes) {

@@ -1,4 +1,4 @@
-"""Decode JPEG images in C, with a libjpeg-turbo that this process has loaded, and augment them, without the GIL."""
+"""Decode and augment JPEG images in C without the GIL, with a libjpeg-turbo that this process has loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FUNCTIONS = (
 
 
 class Decoder(ctypes.Structure):
-    """The functions of libjpeg that ``jpeg.c`` calls, and what it finds out about this libjpeg."""
+    """The functions of libjpeg that ``jpeg.c`` calls, and the version and structure size that it detects."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in FUNCTIONS),
@@ -27,7 +27,7 @@ class Decoder(ctypes.Structure):
 
 
 class Images(ctypes.Structure):
-    """The images of a batch, of which each thread takes the ``next``."""
+    """The images of a batch; each thread takes the image ``next`` and increases the counter."""
 
     next: int
     _fields_ = (
@@ -51,7 +51,7 @@ class Images(ctypes.Structure):
 
 @functools.cache
 def load(path: str) -> Decoder | None:
-    """Return the libjpeg-turbo that a library is linked to; None if there is none to call, or nothing was built."""
+    """Return the libjpeg-turbo that a library is linked with; None if it has none, or the C library was not built."""
     if not available():
         return None
     try:
@@ -65,15 +65,15 @@ def load(path: str) -> Decoder | None:
 def decode(library: Decoder | None, images: Images, rule: ImageRule | None, out: int, result_bytes: int) -> int | None:
     """Decode images that no other thread has taken, until all are done.
 
-    Returns None; or the number of an image that is not a valid JPEG with EXIF orientation 1: decode it in another way,
-    and call again. ``table`` gets the size of an image that was scaled.
+    Returns None at the end, or the index of an image that is not a valid JPEG with EXIF orientation 1: decode it in
+    another way, and call this function again. For scaled images, the size in ``table`` is updated.
 
     Parameters
     ----------
     library : Decoder or None
-        None: images are stored as pixels, (H, W, C).
+        None if images are stored as pixels, (H, W, C).
     rule : ImageRule or None
-        How to augment each image. None: an image is only decoded, as (H, W, C), to its place in ``out``.
+        How to augment each image. With None, images are only decoded, as (H, W, C), to their offsets in ``out``.
     out : int
         Address of the results, of ``result_bytes`` each.
     """

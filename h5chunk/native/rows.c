@@ -1,4 +1,4 @@
-/* Rows of a sparse matrix: copied in any order with wider types, or made dense. */
+/* Copy rows of a sparse matrix in any order, with wider types, or make them dense. */
 #include <stdint.h>
 #include <string.h>
 
@@ -25,8 +25,8 @@ INLINE void store(void *array, uint64_t index, int num_bytes, uint64_t value) {
     }
 }
 
-/* A sparse matrix. Entries `starts[i]` to `starts[i + 1]` are those of row i. The value of an entry is `table[code]`, with
- * codes of one byte; or the code itself, without a table; or `table[0]`, without codes. */
+/* A sparse matrix. Row i has the entries `starts[i]` to `starts[i + 1]`. The value of an entry is `table[code]`, with
+ * codes of one byte; without a table, the code itself; without codes, `table[0]`. */
 typedef struct {
     const int64_t *starts;
     const void *columns, *codes, *table;
@@ -46,7 +46,7 @@ INLINE void prefetch_row(const Matrix *matrix, int64_t row) {
     if (matrix->codes) prefetch((const uint8_t *)matrix->codes + first * code_bytes, count * code_bytes);
 }
 
-/* The sizes are constants wherever this is used, so that a compiler makes a loop of its own for each. */
+/* All callers pass constant sizes, so that the compiler generates a separate loop for each size. */
 INLINE int fill(const Matrix *matrix, const int64_t *rows, int64_t count, uint8_t *out, int column_bytes,
                 int value_bytes) {
     size_t row_bytes = (size_t)matrix->num_columns * (size_t)value_bytes;
@@ -76,7 +76,7 @@ INLINE int fill_columns(const Matrix *matrix, const int64_t *rows, int64_t count
     }
 }
 
-/* Make `count` rows dense: 0, or -1 if a column is not one of the matrix. */
+/* Make `count` rows dense. Returns 0, or -1 if a column is outside of the matrix. */
 EXPORT int h5chunk_dense(const Matrix *matrix, const int64_t *rows, int64_t count, void *out) {
     switch (matrix->value_bytes) {
         case 1: return fill_columns(matrix, rows, count, out, 1);
@@ -86,7 +86,7 @@ EXPORT int h5chunk_dense(const Matrix *matrix, const int64_t *rows, int64_t coun
     }
 }
 
-/* Copy numbers to another type without a sign. */
+/* Convert integers to another unsigned type. */
 static void convert(const uint8_t *from, int from_bytes, void *to, int to_bytes, int64_t count) {
 #define CONVERT(from_size, to_size) \
     if (from_bytes == from_size && to_bytes == to_size) \
@@ -112,8 +112,8 @@ static void copy_values(const Matrix *matrix, int64_t first, int64_t count, void
             store(out, (uint64_t)i, size, load(matrix->table, codes ? codes[i] : 0, size));
 }
 
-/* Copy the entries of `count` rows one after the other: columns as integers of `index_bytes`, 4 or 8, and values. Row i
- * begins at `starts[i]`, of `index_bytes` too. */
+/* Concatenate the entries of `count` rows: columns as integers of `index_bytes`, 4 or 8, and values. Row i begins at
+ * `starts[i]`, which also has `index_bytes`. */
 EXPORT void h5chunk_entries(const Matrix *matrix, const int64_t *rows, int64_t count, int32_t index_bytes, void *starts,
                             uint8_t *columns, uint8_t *values) {
     int64_t num_copied = 0;
@@ -121,11 +121,11 @@ EXPORT void h5chunk_entries(const Matrix *matrix, const int64_t *rows, int64_t c
     for (int64_t i = 0; i < count;) {
         int64_t first = matrix->starts[rows[i]], end = first, begun = i;
         if (i + AHEAD_ROWS < count) prefetch_row(matrix, rows[i + AHEAD_ROWS]);
-        do { /* rows that follow each other are one copy */
+        do { /* consecutive rows share one copy */
             end = matrix->starts[rows[i] + 1];
             store(starts, (uint64_t)++i, index_bytes, (uint64_t)(num_copied + end - first));
         } while (i < count && rows[i] == rows[begun] + i - begun);
-        if (end == first) continue; /* without entries, there may be no memory */
+        if (end == first) continue; /* without entries, the arrays may be NULL */
         const uint8_t *from = (const uint8_t *)matrix->columns + first * matrix->column_bytes;
         convert(from, matrix->column_bytes, columns + num_copied * index_bytes, index_bytes, end - first);
         copy_values(matrix, first, end - first, values + num_copied * matrix->value_bytes);

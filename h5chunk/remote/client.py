@@ -1,4 +1,4 @@
-"""The connection to the process that makes range requests, which is started when it is first needed."""
+"""Connect to the server process that makes range requests, which is started when it is first needed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Then = Callable[[dict[str, Any]], None]
 
 
 class Client:
-    """A connection to the process at a socket."""
+    """A connection to the server process at a socket."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -39,17 +39,17 @@ class Client:
         self._waiting: dict[int, Then] = {}
         self._numbers, self._lock, self._is_over = count(), threading.Lock(), False
         self.num_parts = 0  # number of answered range requests and messages
-        self.opened: set[str] = set()  # folders that the process knows
+        self.opened: set[str] = set()  # folders of the copies that the server has opened
         threading.Thread(target=self._receive, name="h5chunk-remote", daemon=True).start()
 
     def send(self, message: dict[str, Any], then: Then | None) -> int:
-        """Send a message, and return its number; ``then`` is called with the reply, in another thread."""
+        """Send a message, and return its id; ``then`` is called with the reply, in another thread."""
         with self._lock:
             number = next(self._numbers)
             if not self._is_over:
                 if then is not None:
                     self._waiting[number] = then
-                with suppress(OSError):  # the receiving thread ends what waits
+                with suppress(OSError):  # the receiving thread answers all waiting messages with an error
                     self._socket.sendall(json.dumps({**message, "id": number}).encode() + b"\n")
                 return number
         if then is not None:
@@ -57,7 +57,7 @@ class Client:
         return number
 
     def call(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Send a message and wait for the reply. Raises FileError if it is an error."""
+        """Send a message and wait for the reply. Raises FileError if the reply contains an error."""
         future = Future[dict[str, Any]]()
         self.send(message, future.set_result)
         reply = future.result()
@@ -89,11 +89,11 @@ class Client:
                     if "part" in reply:
                         continue
                     self._waiting.pop(reply["id"])(reply)
-        finally:  # also after an error in a function that a reply was passed to
+        finally:  # also after an error in a function that was called with a reply
             self._end()
 
     def _end(self) -> None:
-        """Close the connection, and answer all messages that wait for a reply with an error."""
+        """Close the connection, and reply with an error to all waiting messages."""
         with self._lock:
             self._is_over = True
             self._socket.close()
@@ -104,14 +104,14 @@ class Client:
 
 
 ENDED = "the process that reads from object stores has ended: open the file again"
-_current: list[Client] = []  # of this process
-_paths: list[str] = []  # of sockets to try, of a parent before a fork
+_current: list[Client] = []  # the connection of this process, if it has one
+_paths: list[str] = []  # of sockets to try, which this process, a parent or another process opened
 _servers: list[subprocess.Popen[bytes]] = []
 _lock = threading.Lock()
 
 
 def client() -> Client:
-    """Return this process's connection to the server process, which is started if there is none."""
+    """Return this process's connection to the server process, which is started if it does not run."""
     with _lock:
         if _current and _current[0].has_ended:
             _current.clear()
@@ -136,13 +136,13 @@ def _connect() -> Client:
         listener.listen(128)
         command = [sys.executable, "-c", START, json.dumps(sys.path), str(listener.fileno()), path]
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[listener.fileno()])
-        _servers.append(server)  # it ends once all connections are closed
+        _servers.append(server)  # it exits once all connections are closed
         _paths.append(path)
         return Client(path)
 
 
 def use(path: str) -> None:
-    """Use the server at this socket, which another process started, for the next connection, if it still runs."""
+    """Use the server at this socket for the next connection, if it still runs; another process has started it."""
     if not _current and path not in _paths:
         _paths.append(path)
 
@@ -156,7 +156,7 @@ def _after_fork() -> None:
 
 @atexit.register
 def _end() -> None:
-    """Close the connection, so that the server process ends, too, unless other processes use it."""
+    """Close the connection, so that the server process exits, too, unless other processes use it."""
     for connection in _current:
         connection.close()
     for server in _servers:

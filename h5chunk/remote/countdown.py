@@ -1,4 +1,4 @@
-"""Wait for several parts of a task without a thread."""
+"""Call a function after several parts of a task have ended, without a waiting thread."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ Error = TypeVar("Error")
 
 
 class Countdown(Generic[Error]):
-    """Call a function once all parts have ended, with the first error that is not empty, or the value of the last part.
+    """Call ``then`` once all parts have ended, with the first nonempty error, or else the value of the last part.
 
-    ``end`` must be called once for each ``add``, and once more after the last one.
+    ``end`` must be called once for each ``add``, and once more after the last ``add``.
     """
 
     def __init__(self, then: Callable[[Error], None]) -> None:
@@ -20,13 +20,13 @@ class Countdown(Generic[Error]):
         self._errors: list[Error] = []
 
     def add(self) -> Callable[[Error], None]:
-        """Add a part, and return the function to call at its end."""
+        """Add a part, and return the function to call when it ends."""
         with self._lock:
             self._left += 1
         return self.end
 
     def end(self, error: Error) -> None:
-        """End a part."""
+        """Mark a part as ended."""
         with self._lock:
             if error:
                 self._errors.append(error)

@@ -22,7 +22,7 @@ from h5chunk.remote.pages import IN_USE, OBJECT, PAGE, Locks, Pages, Runs
 from h5chunk.stamp import keep_stamp
 from h5chunk.urls import local_copies, without_query
 
-AHEAD_BYTES, MAX_AHEAD_BYTES = 256 << 10, 8 << 20  # fetched at once for HDF5; doubled for reads one after another
+AHEAD_BYTES, MAX_AHEAD_BYTES = 256 << 10, 8 << 20  # minimum fetch for HDF5, doubled while it reads sequentially
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def remote_options(
     """Validate the options of a data set, and return them. Raises OptionError if one is invalid."""
     if cache_bytes is not None:
         if cache_dir is None:
-            raise OptionError("cache_bytes is given without cache_dir: give the folder for the cache")
+            raise OptionError("cache_bytes is given without cache_dir: give the folder of the cache")
         cache_bytes = check_whole("cache_bytes", cache_bytes, 1)
     if storage_options is not None and not isinstance(storage_options, Mapping):
         raise OptionError(f"storage_options is {storage_options!r}: give a mapping, as for obstore's from_url")
@@ -58,28 +58,28 @@ def remote_options(
     return RemoteOptions(folder, cache_bytes, dict(storage_options or {}))
 
 
-_listed: dict[str, list[str]] = {}  # the objects that a URL names
+_listed: dict[str, list[str]] = {}  # URLs of the objects that a URL names
 
 
 class Descriptor(int):
-    """The file descriptor of a sparse copy, whose pages must be held while they are read."""
+    """The file descriptor of a sparse copy, whose pages must be held (see `Hold`) while they are read."""
 
     mirror: Mirror
 
 
 class Hold:
-    """Pages of a sparse copy that are protected from being freed until `close`."""
+    """Protect pages of a sparse copy from being freed until `close`."""
 
     def __init__(self, mirror: Mirror, runs: Runs) -> None:
         self._mirror, self._runs = mirror, runs
         self._locks, self._lock = Locks(mirror.pages.folder), threading.Lock()
         self._locks.lock(IN_USE, runs, shared=True)
         self.absent = mirror.pages.absent(runs)
-        self._uses = 1 + bool(self.absent)  # by the caller, and by the fetch
-        self.cancel: Callable[[], object] | None = None  # the fetch
+        self._uses = 1 + bool(self.absent)  # one by the caller, and one by the fetch
+        self.cancel: Callable[[], object] | None = None  # cancels the fetch
 
     def close(self) -> None:
-        """Allow the pages to be freed after they were fetched; without a cache, free them immediately."""
+        """Allow the pages to be freed once they are fetched; without a cache, free them then."""
         with self._lock:
             self._uses -= 1
             is_over = not self._uses
@@ -91,13 +91,13 @@ class Hold:
                 self._mirror.pages.free(self._runs)
 
     def drop(self) -> None:
-        """Allow the pages to be freed, although absent ones were not fetched."""
+        """Allow the pages to be freed, although absent pages were not fetched."""
         self._uses = 1
         self.close()
 
 
 class Mirror:
-    """A sparse local copy of one version of an object, filled on demand, and shared by any number of processes."""
+    """A sparse local copy of one version of an object, filled on demand and shared by any number of processes."""
 
     def __init__(self, url: str, folder: str, options: RemoteOptions) -> None:
         self.url, self._folder, self._options = url, folder, options
@@ -114,7 +114,7 @@ class Mirror:
 
     @property
     def storage_options(self) -> Mapping[str, Any]:
-        """The options for the store."""
+        """Options of the store, as for obstore."""
         return self._options.storage_options
 
     @property
@@ -125,7 +125,10 @@ class Mirror:
         return self._opened[1]
 
     def hold(self, offsets: Any, sizes: Any, then: Callable[[FileError | None], None]) -> Hold:
-        """Hold byte ranges, (n,) each, and fetch absent pages; call ``then`` when all are present, or with an error."""
+        """Hold byte ranges, (n,) each, and fetch absent pages.
+
+        ``then`` is called with None when all pages are present, or with an error.
+        """
         hold = Hold(self, page_runs(np.atleast_1d(offsets), np.atleast_1d(sizes)))
         if not hold.absent:
             then(None)
@@ -164,7 +167,7 @@ class Mirror:
         return connection
 
     def read(self, offset: int, buffer: memoryview) -> int:
-        """Read bytes for HDF5, fetching more than requested if any are absent. Returns the number of bytes read."""
+        """Read bytes for HDF5, and return their number; if bytes are absent, fetch more than requested."""
         stop = min(offset + len(buffer), self.pages.num_bytes)
         if stop <= offset:
             return 0
@@ -181,7 +184,7 @@ class Mirror:
 
     @property
     def descriptor(self) -> Descriptor:
-        """The descriptor of the copy in this process, which is kept open."""
+        """The descriptor of the copy in this process, which stays open."""
         descriptor = Descriptor(self.pages.descriptor)
         descriptor.mirror = self
         return descriptor
@@ -229,7 +232,7 @@ class MirrorFile:
 
 
 def page_runs(offsets: np.ndarray, sizes: np.ndarray) -> Runs:
-    """Return the pages of byte ranges, as runs that do not touch.
+    """Return the pages of byte ranges, as separate runs.
 
     >>> page_runs(np.array([0, 40_000, 1_000_000]), np.array([20_000, 10, 1]))
     [(0, 3), (61, 62)]
@@ -250,7 +253,7 @@ def open_url(url: str, options: RemoteOptions) -> Mirror:
     folder = connection.call(message)["folder"]
     connection.opened.add(folder)
     mirror = Mirror(url, folder, options)
-    if not mirror.keeps:  # what a process left that was killed
+    if not mirror.keeps:  # free the pages that a killed process left
         mirror.pages.free([(0, len(mirror.pages.present()))])
     return mirror
 
@@ -271,13 +274,13 @@ def urls_of(name: str) -> list[str]:
 
 
 def exists(url: str) -> bool:
-    """Return whether there is an object, or a folder with objects. Raises FileError if the store cannot be asked."""
+    """Return whether a URL is an object, or a folder with objects. Raises FileError if the request fails."""
     found: bool = client.client().call({"op": "exists", "url": url, "options": {}})["found"]
     return found
 
 
 def put(file: Path, url: str) -> None:
-    """Upload a file; the object appears complete or not at all. Raises FileError."""
+    """Upload a file atomically. Raises FileError if that fails."""
     client.client().call({"op": "put", "url": url, "file": str(file), "options": {}})
 
 
@@ -288,7 +291,7 @@ def download(url: str, file: Path, start: int = 0, stop: int | None = None) -> N
 
 
 def remove(url: str) -> None:
-    """Remove an object. Raises FileError."""
+    """Remove an object. Raises FileError if that fails."""
     client.client().call({"op": "remove", "url": url, "options": {}})
 
 
@@ -299,10 +302,11 @@ def measure(
     storage_options: Mapping[str, Any],
     most: int = 1 << 30,
 ) -> dict[str, Any]:
-    """Request byte ranges of URLs, over and over, so many at a time; drop the bytes. Raises FileError.
+    """Measure the speed of requests for byte ranges, with ``num_requests`` requests at a time.
 
-    It ends after about ``seconds``, or after ``most`` requests. Returns the number of bytes, ``num_bytes``, the
-    ``seconds`` that it took, and the ``times`` of the first requests.
+    The ranges, (URL, start, stop), are requested repeatedly for about ``seconds``, or until ``most`` requests were
+    made; the received bytes are dropped. Returns the number of received bytes, ``num_bytes``, the elapsed ``seconds``,
+    and the ``times`` of the first requests, in seconds. Raises FileError if a request fails.
     """
     message = {"op": "measure", "url": ranges[0][0], "options": dict(storage_options), "ranges": ranges, "most": most}
     return client.client().call({**message, "requests": num_requests, "seconds": seconds})

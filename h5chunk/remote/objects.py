@@ -1,4 +1,4 @@
-"""Objects of a store, through obstore: opening, listing, and range requests that are retried."""
+"""Read, list and write objects of a store through obstore, and retry failed requests."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import Any
 
 from h5chunk.urls import parse, without_query
 
-HEAD_BYTES = 64 << 10  # the first bytes, which are read when an object is opened
+HEAD_BYTES = 64 << 10  # size of the first read, when an object is opened
 NUM_REQUESTS, MAX_REQUESTS = 64, 1024  # range requests at a time: the default, and the limit
-DEADLINE_S = 60.0  # time after which a request that always fails is an error
+DEADLINE_S = 60.0  # seconds for which a failing request is retried
 MISSING = "no such object"
-FIRST_DELAY_S, MAX_DELAY_S = 0.1, 5.0  # pauses before a request is repeated
+FIRST_DELAY_S, MAX_DELAY_S = 0.1, 5.0  # seconds before the first retry, and before any retry at most
 FINAL = ("PermissionDeniedError", "UnauthenticatedError", "UnknownConfigurationKeyError")
 
 
 class RemoteError(Exception):
-    """An object cannot be read, for the reason in the message."""
+    """An object cannot be read or written, for the reason in the message."""
 
 
 class Store:
-    """A folder of a store, with the options of obstore's ``from_url``, and own ones: see `h5chunk.ChunkDataset`."""
+    """A folder of a store; `h5chunk.ChunkDataset` describes the ``options``."""
 
     def __init__(self, url: str, options: dict[str, Any]) -> None:
         from obstore.store import from_url
@@ -48,7 +48,10 @@ class Store:
             raise RemoteError(f"{without_query(url)}: cannot be opened: {first_line(error)}") from None
 
     def get(self, url: str, start: int, stop: int, pin: dict[str, Any] | None = None) -> tuple[dict[str, Any], Any]:
-        """Return the metadata and the bytes ``start`` to ``stop`` of an object; with ``pin``, of this version only."""
+        """Return the metadata of an object, and its bytes ``start`` to ``stop`` (excluded).
+
+        Raises RemoteError if ``pin`` is given and the object has another version.
+        """
         import obstore
 
         key, asked = parse(url)[1], {"range": (start, stop)}
@@ -62,7 +65,7 @@ class Store:
                 raise RemoteError(changed(url))
             data = memoryview(result.bytes())
             if len(data) != min(stop, about["num_bytes"]) - start:
-                raise EOFError(f"{len(data)} bytes came instead of {stop - start}")
+                raise EOFError(f"the store sent {len(data)} bytes instead of {stop - start}")
             return about, data
 
         return self.retried(url, attempt)
@@ -75,7 +78,7 @@ class Store:
         return [each["path"].rpartition("/")[2] for each in found["objects"]]
 
     def exists(self, url: str) -> bool:
-        """Return whether there is an object, or a folder with objects."""
+        """Return whether a URL is an object, or a folder with objects."""
         import obstore
 
         name = parse(url)[1]
@@ -104,7 +107,7 @@ class Store:
         self.retried(url, lambda: obstore.delete(self.store, parse(url)[1]))
 
     def retried(self, url: str, attempt: Any) -> Any:
-        """Return the result of ``attempt()``, which is repeated after temporary errors until the deadline."""
+        """Return the result of ``attempt()``, which is retried after temporary errors until the deadline."""
         url = without_query(url)
         end, delay_s = time.monotonic() + self.deadline_s, FIRST_DELAY_S
         while True:
@@ -123,7 +126,7 @@ class Store:
                 pause_s = delay_s * random.uniform(0.5, 1.5)
                 if time.monotonic() + pause_s > end:
                     raise RemoteError(
-                        f"{url}: cannot be read: requests have failed for {self.deadline_s:g} s: {first_line(error)}"
+                        f"{url}: cannot be read: requests failed for {self.deadline_s:g} s ({first_line(error)})"
                     ) from None
                 time.sleep(pause_s)
                 delay_s = min(2 * delay_s, MAX_DELAY_S)
@@ -133,7 +136,7 @@ ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AZURE_S
 
 
 def version_of(meta: Any) -> dict[str, Any]:
-    """Return the identity of a version of an object: its size, and its ETag or time of modification."""
+    """Return the identity of a version of an object: its size, and its ETag or modification time."""
     modified = meta["last_modified"]
     about = {"num_bytes": meta["size"], "etag": meta["e_tag"] or ""}
     return about if about["etag"] else {**about, "modified": modified.isoformat()}
@@ -144,6 +147,6 @@ def changed(url: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, without queries of URLs, or its type."""
+    """Return the first line of an error's message, without queries of URLs; if it is empty, the error's type."""
     lines = re.sub(r"\?\S+=\S*", "", str(error)).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__

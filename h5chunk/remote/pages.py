@@ -1,11 +1,12 @@
-"""A sparse local copy of an object, and the table of its present pages.
+"""Manage a sparse local copy of an object, and the table of its present pages.
 
 Processes share the copy. A page is marked as present after it was written, and as absent before it is freed, so that a
-process that is killed at any moment leaves a valid table. File locks, which the system releases when a process ends,
+process that is killed at any moment leaves a valid table. File locks, which the system releases when a process exits,
 protect pages that are being fetched (exclusive locks) and pages in use (shared locks) from being freed.
 
-After a power failure, pages may be marked that never reached the disk. So each page has a checksum, and pages that were
-written before the machine last started are doubted: they count as absent until `verify` has compared them.
+After a power failure, the table may mark pages as present that never reached the disk. Therefore each page has a
+checksum, and pages that were written before the machine last booted are doubted: they count as absent until `verify`
+has compared their checksums.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from h5chunk.errors import FileError, printable
 
 PAGE = 16 << 10  # bytes of a page
 OBJECT, TABLE, ABOUT, SUMS, BOOT = "object.h5", "pages", "about.json", "sums", "boot"  # the files of a copy
-SUM = np.dtype("<u4")  # of a page
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # differs each time that the machine starts
-TO_DOUBT = bytes([0, 3, 3, 3]) + bytes(range(4, 256))  # from the states of pages
-FETCHED, IN_USE = 0, 1 << 40  # first bytes of the two ranges of locks in the table
+SUM = np.dtype("<u4")  # dtype of a page's checksum
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # differs after each boot
+TO_DOUBT = bytes([0, 3, 3, 3]) + bytes(range(4, 256))  # translation table that doubts all pages but absent ones
+FETCHED, IN_USE = 0, 1 << 40  # offsets of the two ranges of locks in the table
 PUNCH_HOLE, KEEP_SIZE = 2, 1  # flags of fallocate
 ABSENT, FREEABLE, DOUBTED = re.compile(b"[\0\3]+"), re.compile(b"[\1\3]+"), re.compile(b"\3+")
 FLOCK = struct.Struct("hhqqixxxx")  # struct flock
@@ -40,20 +41,20 @@ Runs = list[tuple[int, int]]  # first page, and the page after the last one
 
 
 class Locks:
-    """Locks on runs of pages, all released by `close`, or at the latest at the end of the process."""
+    """Locks on runs of pages, which are all released by `close`, or at the latest when the process exits."""
 
     def __init__(self, folder: Path) -> None:
         self._descriptor = os.open(folder / TABLE, os.O_RDWR | os.O_CLOEXEC)
 
     def lock(self, start: int, runs: Iterable[tuple[int, int]], *, shared: bool) -> None:
-        """Lock runs of pages, waiting as long as necessary."""
+        """Lock runs of pages, and wait until this is possible."""
         kind = fcntl.F_RDLCK if shared else fcntl.F_WRLCK
         for first, stop in runs:
             flock = FLOCK.pack(kind, os.SEEK_SET, start + first, stop - first, 0)
             fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLKW, flock)
 
     def try_lock(self, first: int, stop: int) -> bool:
-        """Lock a run of pages exclusively for both purposes; return False if another holds a lock on it."""
+        """Lock a run of pages exclusively in both ranges; return False if another holder has locked any of it."""
         try:
             for start in (IN_USE, FETCHED):
                 flock = FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start + first, stop - first, 0)
@@ -69,7 +70,7 @@ class Locks:
 
 
 class Pages:
-    """The open local copy of a remote object, in which pages that were not fetched yet are holes."""
+    """The open local copy of a remote object, in which pages that are not yet fetched are holes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -89,7 +90,7 @@ class Pages:
         self._doubt()
 
     def _doubt(self) -> None:
-        """Doubt all pages if the machine was started since they were written."""
+        """Mark all pages as doubted if the machine was booted since they were written."""
         boot, now = self.folder / BOOT, _boot_id()
         if not boot.exists() or boot.read_bytes() != now:
             write_at(self._table_file, self._table[:].translate(TO_DOUBT), 0)
@@ -98,7 +99,7 @@ class Pages:
             part.replace(boot)
 
     def verify(self, first: int, stop: int) -> None:
-        """Mark the doubted pages of a run as present, or as absent if their checksums differ."""
+        """Mark the doubted pages of a run as present, or as absent if their checksums do not match."""
         for match in DOUBTED.finditer(self._table[first:stop]):
             for page in range(first + match.start(), first + match.end()):
                 found = zlib.crc32(os.pread(self.descriptor, PAGE, page * PAGE)).to_bytes(SUM.itemsize, "little")
@@ -106,7 +107,7 @@ class Pages:
                 self._mark(page, page + 1, b"\1" if is_right else b"\0")
 
     def absent(self, runs: Iterable[tuple[int, int]]) -> Runs:
-        """Return the parts of runs that are absent."""
+        """Return the absent parts of runs."""
         found: Runs = []
         for first, stop in runs:
             if self._table.find(b"\0", first, stop) >= 0 or self._table.find(b"\3", first, stop) >= 0:
@@ -122,16 +123,16 @@ class Pages:
         self._mark(first, stop, b"\1")
 
     def _mark(self, first: int, stop: int, state: bytes) -> None:
-        """Write to the table, but not by mmap, which on a full disk ends the process."""
+        """Write to the table; not through the mmap, because that would kill the process on a full disk."""
         write_at(self._table_file, state * (stop - first), first)
 
     def keep(self, runs: Iterable[tuple[int, int]]) -> None:
-        """Mark present pages, which are in use, so that `free` does not free them."""
+        """Mark pages, which must be present and in use, so that `free` never frees them."""
         for first, stop in runs:
             self._mark(first, stop, b"\2")
 
     def free(self, runs: Iterable[tuple[int, int]]) -> None:
-        """Mark pages as absent, and then free their space, unless they are in use, being fetched or kept."""
+        """Mark pages as absent and free their space, unless they are in use, being fetched or kept."""
         for start, end in runs:
             for match in FREEABLE.finditer(self._table[start:end]):
                 self._free(start + match.start(), start + match.end())
@@ -145,18 +146,18 @@ class Pages:
                 punch(self.descriptor, first * PAGE, (stop - first) * PAGE)
         finally:
             locks.close()
-        if not is_free and stop - first > 1:  # the pages at the ends may belong to neighbours, too
+        if not is_free and stop - first > 1:  # other processes may use only some of the pages
             middle = (first + stop) // 2
             self._free(first, middle)
             self._free(middle, stop)
 
     def present(self) -> bytes:
-        """Return the table: a byte for each page, 0: absent, 1: present, 2: present and kept, 3: doubted."""
+        """Return the table, a byte per page: 0 for absent, 1 for present, 2 for present and kept, 3 for doubted."""
         return self._table[:]
 
     @property
     def disk_bytes(self) -> int:
-        """The space that the copy takes on disk."""
+        """Disk space of the copy in bytes."""
         return os.fstat(self.descriptor).st_blocks * 512
 
     def close(self) -> None:
@@ -174,7 +175,7 @@ def write_at(descriptor: int, data: Any, at: int) -> None:
 
 
 def _boot_id() -> bytes:
-    """Return what differs each time that the machine starts; if that is unknown, each time."""
+    """Return an identifier of the machine's current boot; if there is none, random bytes."""
     try:
         return BOOT_ID.read_bytes()
     except OSError:
@@ -182,12 +183,12 @@ def _boot_id() -> bytes:
 
 
 def pages_of(num_bytes: int) -> int:
-    """Return the number of pages that this many bytes take."""
+    """Return the number of pages for this many bytes."""
     return -(-num_bytes // PAGE)
 
 
 def punch(descriptor: int, offset: int, num_bytes: int) -> None:
-    """Free a part of a file, which then reads as zeros. Raises OSError if the file system does not support that."""
+    """Free a part of a file, which then reads as zeros. Raises OSError if the file system does not support this."""
     fallocate = ctypes.CDLL(None, use_errno=True).fallocate
     fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     if fallocate(descriptor, PUNCH_HOLE | KEEP_SIZE, offset, num_bytes):
@@ -196,7 +197,7 @@ def punch(descriptor: int, offset: int, num_bytes: int) -> None:
 
 
 def create(folder: Path, about: dict[str, Any]) -> None:
-    """Create an empty copy in a folder, which appears complete or not at all. Raises OSError."""
+    """Create an empty copy in a folder atomically. Raises OSError if that fails."""
     part = folder.with_name(f".{folder.name}-{os.getpid()}-{os.urandom(4).hex()}")
     part.mkdir(parents=True, mode=0o700)
     try:
@@ -204,7 +205,7 @@ def create(folder: Path, about: dict[str, Any]) -> None:
         for name, num_bytes in ((OBJECT, about["num_bytes"]), (TABLE, count), (SUMS, count * SUM.itemsize)):
             with (part / name).open("wb") as file:
                 file.truncate(num_bytes)
-                punch(file.fileno(), 0, PAGE)  # whether the file system can
+                punch(file.fileno(), 0, PAGE)  # to test whether the file system supports holes
         with (part / ABOUT).open("w") as file:
             file.write(json.dumps(about))
             file.flush()

@@ -1,7 +1,8 @@
-"""The process that makes range requests for the processes that are connected to its socket.
+"""The server process, which makes range requests for the processes that are connected to its socket.
 
-A message is one line of JSON. A request has an ``id`` and an ``op``: ``open`` an object, ``list`` a folder, or
-``fetch`` pages of an opened object. The reply has the same ``id``, and an ``error`` if it failed.
+A message is one line of JSON. A request has an ``id`` and an operation ``op``, such as ``open`` for an object, ``list``
+for a folder, or ``fetch`` for pages of an open object. The reply has the same ``id``, and an ``error``, which is empty
+if the request succeeded.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from h5chunk.remote.objects import HEAD_BYTES, RemoteError, Store, first_line
 from h5chunk.remote.pages import ABOUT, FETCHED, PAGE, Locks, Pages, Runs, create, pages_of, write_at
 from h5chunk.urls import is_signed, parse, without_query
 
-GAP_PAGES = 4  # neighbours with at most this many pages between them share a request
-REQUEST_PAGES = (4 << 20) // PAGE  # largest request
+GAP_PAGES = 4  # runs with at most this many pages between them share a request
+REQUEST_PAGES = (4 << 20) // PAGE  # pages of the largest request
 
 Reply = Callable[[dict[str, Any]], None]
 
@@ -43,7 +44,7 @@ class Request:
     def __init__(self, first: int, stop: int) -> None:
         self.first, self.stop = first, stop
         self.then: list[Callable[[str], None]] = []
-        self.ends: list[threading.Event] = []  # set once a user does not want it any more
+        self.ends: list[threading.Event] = []  # one per user, set when the user no longer needs the pages
 
 
 class Copy:
@@ -55,7 +56,7 @@ class Copy:
         self._lock, self._running = threading.Lock(), list[Request]()
 
     def renew(self, store: Store, url: str) -> None:
-        """Use another URL of the same object, such as one with a later signature."""
+        """Use another URL of the same object, such as one with a newer signature."""
         self._store, self._url = store, url
 
     def fetch(
@@ -67,7 +68,7 @@ class Copy:
     ) -> None:
         """Fetch the absent pages of runs, and call ``then`` with an error or an empty string.
 
-        ``note`` is called after each request. Requests that have not begun when ``end`` is set are left out.
+        ``note`` is called after each request. Requests that have not started when ``end`` is set are skipped.
         """
         count = Countdown(then)
         with self._lock:
@@ -91,7 +92,7 @@ class Copy:
             is_wanted = not all(end.is_set() for end in request.ends)
             if not is_wanted:
                 self._running.remove(request)
-        error = self._fetched(request) if is_wanted else "closed while it was read"
+        error = self._fetched(request) if is_wanted else "the file was closed while it was read"
         with self._lock:
             if is_wanted:
                 self._running.remove(request)
@@ -102,7 +103,7 @@ class Copy:
         """Fetch the pages of a request, and return the error, or an empty string."""
         try:
             locks = Locks(self._pages.folder)
-            try:  # another process may have fetched them, or is about to
+            try:  # another process may already have fetched the pages
                 locks.lock(FETCHED, [(request.first, request.stop)], shared=False)
                 self._pages.verify(request.first, request.stop)
                 if absent := self._pages.absent([(request.first, request.stop)]):
@@ -112,8 +113,8 @@ class Copy:
         except RemoteError as failure:
             return str(failure)
         except OSError as failure:
-            what = f"{self._pages.folder}: the local copy of {without_query(self._url)}"
-            return f"{what} cannot be written: {failure.strerror}"
+            copy = f"{self._pages.folder}: the local copy of {without_query(self._url)}"
+            return f"{copy} cannot be written: {failure.strerror}"
         except BaseException as failure:
             return f"{without_query(self._url)}: cannot be read: {first_line(failure)}"
         return ""
@@ -137,7 +138,7 @@ class Copy:
 
 
 def _without(runs: Runs, request: Request) -> Runs:
-    """Return runs without the pages of a request."""
+    """Return the runs without the pages of a request."""
     parts = [
         part for first, stop in runs for part in ((first, min(stop, request.first)), (max(first, request.stop), stop))
     ]
@@ -145,7 +146,7 @@ def _without(runs: Runs, request: Request) -> Runs:
 
 
 def _joined(runs: Runs) -> Runs:
-    """Join adjacent or close runs, and cut runs that are too long for a request.
+    """Join adjacent or close runs, and split runs that are too long for one request.
 
     >>> _joined([(0, 1), (3, 4), (100, 400)])
     [(0, 4), (100, 250), (250, 400)]
@@ -198,7 +199,7 @@ class Server:
         lock, ends = threading.Lock(), dict[int, threading.Event]()
 
         def reply(message: dict[str, Any]) -> None:
-            with lock, suppress(OSError):  # the process has ended
+            with lock, suppress(OSError):  # raised if the other process has exited
                 connection.sendall(json.dumps(message).encode() + b"\n")
 
         try:
@@ -242,8 +243,8 @@ class Server:
             except (RemoteError, FileError) as error:
                 reply({"id": number, "error": str(error)})
             except OSError as error:
-                where = f"{message.get('root')}: sparse copies cannot be kept there"
-                reply({"id": number, "error": f"{where}: {error.strerror}: choose another cache_dir"})
+                where = f"{message.get('root')}: sparse copies cannot be stored in this folder"
+                reply({"id": number, "error": f"{where} ({error.strerror}): choose another cache_dir"})
             except BaseException as error:
                 reply(
                     {"id": number, "error": f"{without_query(message['url'])}: cannot be opened: {first_line(error)}"}
@@ -293,7 +294,7 @@ class Server:
         return {}
 
     def _measure(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Request byte ranges over and over, until the time is over, and drop the bytes."""
+        """Request byte ranges repeatedly until the time or the number of requests is reached, and drop the bytes."""
         count, times, sizes = itertools.count(), list[float](), list[int]()
         started = time.perf_counter()
 
@@ -309,14 +310,15 @@ class Server:
         return {"num_bytes": sum(sizes), "seconds": time.perf_counter() - started, "times": times[:100]}
 
     def _open(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Open an object: make its sparse copy, unless there is one of this version, and write its first bytes."""
+        """Open an object: create a sparse copy, unless this version has one, and write the first bytes to it."""
         url, store, folder, data = message["url"], self._store(message), message.get("folder"), None
         if folder is None:
             about, data = store.get(url, 0, HEAD_BYTES)
             about = {"url": without_query(url) if is_signed(url) else url, **about}
             if not about["etag"] and about.get("modified", "").startswith("1970-01-01"):
                 raise RemoteError(
-                    f"{without_query(url)}: its server gives neither ETag nor Last-Modified, so changes would be missed"
+                    f"{without_query(url)}: its server sends neither ETag nor Last-Modified, so changes would go "
+                    "unnoticed: copy the object to a disk first"
                 )
             key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
             name = re.sub(r"[^A-Za-z0-9._-]+", "_", parse(url)[1])[:60]
@@ -333,8 +335,8 @@ class Server:
 
 
 def main() -> None:
-    """Run the server; the arguments are the descriptor of its socket, and the socket's path."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the processes that are connected
+    """Run the server; the command-line arguments are the descriptor and the path of its socket."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for the connected processes
     descriptor, path = sys.argv[1:3]
     try:
         Server().serve(socket.socket(fileno=int(descriptor)))

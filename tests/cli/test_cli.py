@@ -30,8 +30,8 @@ Make = Callable[..., Path]
         ("old.h5/", "old.h5/: is not the name of a file to write"),
         ("folder", "folder: is a folder: give the name of a file, such as folder/data.h5"),
         ("old.h5/x.h5", "old.h5/x.h5: its folder old.h5 is not a folder"),
-        ("loop", "loop: cannot be written: Too many levels of symbolic links: give another name"),
-        ("x" * 256, "cannot be written: File name too long: give another name"),
+        ("loop", "loop: cannot be written (Too many levels of symbolic links): give another name"),
+        ("x" * 256, "cannot be written (File name too long): give another name"),
     ],
 )
 @pytest.mark.parametrize("command", ["images", "matrix", "repack", "dry run"])
@@ -132,7 +132,7 @@ def test_named_errors_are_one_line(class_folder: Make, tmp_path: Path) -> None:
     check_error(run("convert", root, out, "--fit", "crop"), "no size was given")
     check_error(run("convert", root, out, "--chunk-samples", 0), "chunk_samples is 0")
     check_error(run("convert", root, tmp_path), "is a folder")
-    check_error(run("convert", root, tmp_path / "no" / "x.h5"), "does not exist: make it first")
+    check_error(run("convert", root, tmp_path / "no" / "x.h5"), "does not exist: create it first")
     check_error(run("convert", root, out, "--size", 5, 5), "is 10 x 12, but the size is 5 x 5")
     (root / "class0" / "0000.png").write_bytes(b"\n<html>\x1b[31m")
     check_error(run("convert", root, out), "class0/0000.png: is not an image in a known format")

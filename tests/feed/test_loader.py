@@ -190,7 +190,7 @@ def test_huge_compressed_chunks_go_through_hdf5(tmp_path, monkeypatch):
     small(monkeypatch, max_decoded_bytes=359)
     path = make_file(tmp_path / "a.h5", images=(IMAGES, {"chunks": (4, 3, 5, 6), **FILTERS["gzip"]}))
     [expected] = expected_epochs(path, 16)
-    with pytest.warns(UserWarning, match="'images' is read through h5py, .*threads decode at most"):
+    with pytest.warns(UserWarning, match="'images' is read through h5py, .*threads decode chunks of at most"):
         loader = ChunkLoader(path, 16)
     with loader:
         assert as_lists(loader) == expected

@@ -114,7 +114,7 @@ def test_requests_that_always_fail_are_an_error(photos):
     with served(photos) as server:
         dataset = h5chunk.ChunkDataset(f"{server.url}/photos.h5", storage_options={"deadline": 0.3})
         server.faults, server.kinds = 1.0, ("503", "short")
-        with pytest.raises(FileError, match=r"requests have failed for 0.3 s"):
+        with pytest.raises(FileError, match=r"requests failed for 0.3 s"):
             dataset[np.arange(200, 300)]
         server.faults = 0.0
         assert torch.equal(dataset[200][0], h5chunk.ChunkDataset(photos)[200][0])

@@ -109,7 +109,7 @@ def test_a_table_is_read_once_and_cannot_be_changed(photos):
 
 @pytest.mark.parametrize("name", ["row_ids", "column_ids"])
 def test_what_a_file_does_not_have(photos, name):
-    with pytest.raises(FieldError, match=f"has no {name}: the source of the file had none"):
+    with pytest.raises(FieldError, match=f"has no {name}: its source had none"):
         getattr(ChunkDataset(photos), name)
     with pytest.raises(FieldError, match="field 'images' has no categories"):
         ChunkDataset(photos).categories("images")
@@ -118,7 +118,7 @@ def test_what_a_file_does_not_have(photos, name):
 def test_other_hdf5_files_have_no_tables(tmp_path):
     dataset = ChunkDataset(make_images(tmp_path / "a.h5", 20, 4))
     assert dataset.classes == ()
-    with pytest.raises(FieldError, match="only files that h5chunk converted, AnnData's and 10x files keep names"):
+    with pytest.raises(FieldError, match="only files that h5chunk converted, AnnData files and 10x files have names"):
         dataset.source_names  # noqa: B018
 
 

@@ -123,7 +123,7 @@ def test_episodes_by_their_first_rows(tmp_path: Path) -> None:
     for wrong in ([1, 9, 14], [0, 14, 9], [0, 9, 27]):
         with h5py.File(path, "a") as file:
             file["ep_offset"][:] = wrong
-        with pytest.raises(h5chunk.FieldError, match="do not go from 0 up to at most 26"):
+        with pytest.raises(h5chunk.FieldError, match="must start with 0, not decrease, and be at most 26"):
             h5chunk.Windows(path, fields, 3, episode_offsets="ep_offset")
 
 

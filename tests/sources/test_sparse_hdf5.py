@@ -313,7 +313,7 @@ def test_files_from_before_2020_have_tables(tmp_path, packed):
         for name, found in source.row_fields.items():
             assert found.tolist() == obs[name].tolist()
         assert source.categories == {"louvain": ["B", "T"]}
-    with pytest.raises(FieldError, match=r"'obs' is one dataset with several columns.*convert makes 'louvain' a field"):
+    with pytest.raises(FieldError, match=r"one dataset with several columns.*convert, which makes 'louvain' a"):
         h5chunk.ChunkDataset(path, fields=["X", "obs/louvain"])
     with h5py.File(path, "a") as file:
         del file["obs"]

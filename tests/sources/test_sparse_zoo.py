@@ -338,12 +338,12 @@ H5AD: dict[str, tuple[Callable[[h5py.File], None], str]] = {
     "external storage": (external, "'X/data' has its values in another file, '/etc/passwd'"),
     "virtual dataset": (virtual, "'X/data' is a view of other files, such as '/tmp/other.h5'"),
     "never written": (unwritten, "X/data: 6 of its chunks were never written"),
-    "huge claim": (huge, "'X/data' claims 4.0 TiB but only 0 bytes were ever written"),
+    "huge claim": (huge, "'X/data' claims 4.0 TiB, but only 0 bytes were ever written"),
     "short chunk": (short_chunk, "X/data, chunk 0: gzip gives 16 bytes, but 480 are expected"),
     "long chunk": (long_chunk, "chunk 0: gzip: does not decode into 480 bytes"),
     "rubbish chunk": (unzippable_chunk, "chunk 0: gzip: does not decode into 480 bytes"),
     "bad checksum": (bad_checksum, "chunk 0: fletcher32: the checksum of 480 bytes is 00000000, but"),
-    "unknown filter": (unknown_filter, "packed with filter 4242 .*: write it with another filter"),
+    "unknown filter": (unknown_filter, "compressed with filter 4242 .*: write it with another filter"),
     "words for values": (lambda f: put(f, "X/data", ["a"] * 60), "X/data has the type .* but values must be"),
     "complex values": (lambda f: put(f, "X/data", np.ones(60, complex)), "X/data holds complex numbers"),
     "compound values": (lambda f: put(f, "X/data", np.zeros(60, "i4,f4")), "X/data has the type .* but values must be"),
@@ -359,7 +359,7 @@ H5AD: dict[str, tuple[Callable[[h5py.File], None], str]] = {
     "no shape": (lambda f: f["X"].attrs.__delitem__("shape"), "has no attribute 'shape'"),
     "rows": (lambda f: f["X"].attrs.__setitem__("shape", [21, 10]), "indptr has 21 numbers but must have 22"),
     "names": (lambda f: put(f, "obs/_index", np.array([b"a"] * 19)), "obs/_index: has 19 names but the matrix has 20"),
-    "long names": (lambda f: put(f, "obs/_index", ["x" * 257] * 20), "string 0 has 257 bytes but the limit is 256"),
+    "long names": (lambda f: put(f, "obs/_index", ["x" * 257] * 20), "string 0 has 257 bytes, but the limit is 256"),
     "no X": (lambda f: f.__delitem__("X"), r"no matrix 'X'; its matrices are \(--layer\): none"),
     "codes": (lambda f: categorical(f, 2), "code 2 of row 0 is out of range for 2"),
     "negative codes": (lambda f: categorical(f, -2), "code -2 of row 0 is out of range for 2"),
@@ -403,8 +403,8 @@ def test_damaged_hdf5_never_crashes_and_mostly_tells(tmp_path):
 @pytest.mark.parametrize(
     ("where", "value", "message"),
     [
-        (24, 481, "chunk 0 is stored in 481 bytes for 480 of data"),
-        (24, 1 << 30, "claims 1073741824 stored bytes but"),
+        (24, 481, "chunk 0 has 481 stored bytes, impossible for 480 of data"),
+        (24, 1 << 30, "claims 1073741824 stored bytes, but"),
         (48, 1 << 61, "beyond|damaged"),
     ],
 )
@@ -455,7 +455,7 @@ def heap(*texts: bytes) -> bytes:
         ([(2, 0, 1), (1, 32, 1)], "collections of its string heap overlap"),
         ([(2, 8, 1)], "its string heap is damaged"),
         ([(2, 1 << 60, 1)], "beyond the end of the file"),
-        ([(257, 0, 1)], "string 0 has 257 bytes but the limit is 256"),
+        ([(257, 0, 1)], "string 0 has 257 bytes, but the limit is 256"),
     ],
 )
 def test_heaps(tmp_path, pointers, message):

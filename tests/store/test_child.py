@@ -47,7 +47,7 @@ def test_a_loop_of_hdf5_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         while True:
             pass
 
-    with pytest.raises(FileError, match=r"f\.h5: this file makes HDF5 loop: it is damaged"):
+    with pytest.raises(FileError, match=r"f\.h5: this file makes HDF5 loop endlessly: it is damaged"):
         in_child(run, lambda: "f.h5")
 
 
@@ -109,7 +109,7 @@ def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
 
 def test_a_crash_is_an_error_that_names_the_file() -> None:
     with pytest.raises(
-        FileError, match=r"f\.h5: this file crashes HDF5 \(SIGSEGV\): it is damaged, or memory is short"
+        FileError, match=r"f\.h5: this file crashes HDF5 \(SIGSEGV\): it is damaged, or too little memory is free"
     ):
         in_child(crash, lambda: "f.h5")
 
@@ -133,10 +133,10 @@ def test_a_child_whose_pipe_somebody_else_holds(monkeypatch: pytest.MonkeyPatch)
 def test_a_child_that_only_sleeps_is_ended(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a lock that another thread held when it was forked; files are then opened without having been tried."""
     small(monkeypatch, idle_s=0.2, look_s=0.05)
-    with pytest.raises(Stuck, match=r"f\.h5: the child process that reads it has only slept"):
+    with pytest.raises(Stuck, match=r"f\.h5: the child process that reads it made no progress"):
         in_child(lambda _: threading.Lock().acquire() and threading.Event().wait(), lambda: "f.h5")
     watch(monkeypatch, "touch file", lambda _: threading.Event().wait())
-    with pytest.warns(RuntimeWarning, match=r"a\.h5: .* it is opened without a test in a child process"):
+    with pytest.warns(RuntimeWarning, match=r"a\.h5: .* the file is now opened without this test"):
         assert len(h5chunk.ChunkDataset(path)) == 40
 
 

@@ -278,10 +278,14 @@ MESSAGES = [
     (["zstd"], imagecodecs.zstd_encode(bytes(101)), r"zstd: does not decode into 100 bytes"),
     (["lz4"], struct.pack(">QI", 1 << 60, 100), r"lz4: claims 1152921504606846976 bytes, more than the 100 "),
     (["lz4"], struct.pack(">QI", 100, 0), r"lz4: .* 100 bytes in blocks of 0"),
-    (["lz4"], struct.pack(">QII", 100, 100, 1 << 31), r"lz4: block 0 ends at byte 2147483664 of 16"),
+    (
+        ["lz4"],
+        struct.pack(">QII", 100, 100, 1 << 31),
+        r"lz4: block 0 is empty or ends at byte 2147483664, beyond the 16 bytes",
+    ),
     (["lz4"], struct.pack(">QII", 100, 100, 100) + bytes(102), r"lz4: 2 bytes follow its last block"),
-    (["lz4"], struct.pack(">QII", 100, 100, 0), r"lz4: block 0 ends at byte 16 of 16"),
-    (["bitshuffle"], struct.pack(">QI", 100, 12), r"bitshuffle: 100 bytes in blocks of 12"),
+    (["lz4"], struct.pack(">QII", 100, 100, 0), r"lz4: block 0 is empty or ends at byte 16"),
+    (["bitshuffle"], struct.pack(">QI", 100, 12), r"bitshuffle: blocks of 12 bytes, 100 in total"),
     (
         ["bitshuffle"],
         struct.pack(">QII", 100, 96, len(ZEROS)) + ZEROS + bytes(4),
@@ -289,13 +293,13 @@ MESSAGES = [
     ),
     (["bitshuffle, zstd"], struct.pack(">QII", 100, 96, 4) + b"PK.." + bytes(4), r"bitshuffle: a block does not start"),
     (["bitshuffle alone"], bytes(99), r"stored in 99 bytes, but 100 are expected"),
-    (["shuffle", "shuffle"], bytes(100), r"shuffle: the size of elements is missing"),
+    (["shuffle", "shuffle"], bytes(100), r"shuffle: its element size is missing"),
     (
         ["blosc, lz4, 0"],
         struct.pack("<4B3I", 2, 1, 2, 1, 1 << 31, 100, 16),
         r"blosc: claims 2147483648 bytes, more than the 100 ",
     ),
-    (["blosc, lz4, 0"], struct.pack("<4B3I", 2, 1, 2, 1, 100, 100, 99), r"blosc: 16 bytes are stored, .* says 99"),
+    (["blosc, lz4, 0"], struct.pack("<4B3I", 2, 1, 2, 1, 100, 100, 99), r"blosc: 16 bytes are stored, .* claims 99"),
     (["blosc, lz4, 0"], struct.pack("<4B3I", 2, 1, 2, 1, 100, 101, 16), r"blosc: its header is invalid"),
 ]
 

@@ -105,12 +105,12 @@ def test_files_of_others(tmp_path, options, value):
 @pytest.mark.parametrize(
     ("indptr", "num_indices", "num_values", "message"),
     [
-        ([0, 2, 5], 5, 4, "5 indices but 4 values"),
-        ([0, 3, 4], 5, 5, "goes from 0 to 4, not from 0 to 5"),
-        ([1, 2, 5], 5, 5, "goes from 1 to 5, not from 0 to 5"),
+        ([0, 2, 5], 5, 4, "5 indices, but 4 values"),
+        ([0, 3, 4], 5, 5, "runs from 0 to 4 instead of from 0 to 5"),
+        ([1, 2, 5], 5, 5, "runs from 1 to 5 instead of from 0 to 5"),
         ([0, 7, 5], 5, 5, "indptr decreases after row 1"),
-        ([0, 2, 6], 5, 5, "goes from 0 to 6, not from 0 to 5"),
-        ([0, 2, 4, 5], 5, 5, "2 rows but indptr has 4 numbers"),
+        ([0, 2, 6], 5, 5, "runs from 0 to 6 instead of from 0 to 5"),
+        ([0, 2, 4, 5], 5, 5, "2 rows, but 4 values in indptr instead of 3"),
     ],
 )
 def test_damaged(tmp_path, indptr, num_indices, num_values, message):
@@ -127,12 +127,12 @@ def test_damaged(tmp_path, indptr, num_indices, num_values, message):
     [
         (
             {},
-            "not a matrix of compressed rows \\(without an encoding-type\\): convert .h5ad and 10x files",
+            "not a CSR matrix \\(it has no encoding-type\\): if this is an .h5ad or 10x file",
         ),
         ({"encoding-type": "csc_matrix", "shape": [2, 9]}, "encoding-type 'csc_matrix'"),
-        ({"encoding-type": "csr_matrix"}, "damaged: it has no shape of two numbers"),
+        ({"encoding-type": "csr_matrix"}, "damaged: its shape is not stored as two integers"),
         ({"encoding-type": "csr_matrix", "shape": [2, 0]}, "its shape is 2 x 0"),
-        ({"encoding-type": "csr_matrix", "shape": [2.5, 9.0]}, "no shape of two numbers"),
+        ({"encoding-type": "csr_matrix", "shape": [2.5, 9.0]}, "not stored as two integers"),
     ],
 )
 def test_what_it_says_cannot_be(tmp_path, attributes, message):
@@ -146,7 +146,9 @@ def test_what_it_says_cannot_be(tmp_path, attributes, message):
 def test_no_matrix(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["X/indptr"] = np.zeros(3, int)
-    with pytest.raises(FieldError, match="'X' is not a CSR matrix: it has no list of numbers 'indices'"):
+    with pytest.raises(
+        FieldError, match="'X' is not a CSR matrix: it lacks a one-dimensional numeric dataset 'indices'"
+    ):
         H5Reader(tmp_path / "a.h5")
 
 

@@ -179,9 +179,9 @@ def dense_rows(path: Path) -> None:
         (other_scale, r"b.h5: field 'X' has the scale 2.0, but in .*a.h5 it is 1.0: .* with the same --scale"),
         (other_columns, r"b.h5: field 'X' has the num columns 280, but in .*a.h5 it is 300: .*fields="),
         (narrow_columns, r"b.h5: field 'X' has the num columns 200, but"),
-        (a_pattern, r"b.h5: field 'X' has the value dtype none \(all are ones\), but in .*a.h5 it is uint8"),
+        (a_pattern, r"b.h5: field 'X' has the value dtype none \(all values are 1\), but in .*a.h5 it is uint8"),
         (theirs, r"b.h5: field 'X' has the index dtype int"),
-        (dense_rows, r"b.h5: field 'X' holds dense rows, but in .*a.h5 it holds a sparse matrix"),
+        (dense_rows, r"b.h5: field 'X' is dense rows, but in .*a.h5 it is a sparse matrix"),
     ],
 )
 def test_matrices_must_agree(tmp_path: Path, make: Any, message: str) -> None:

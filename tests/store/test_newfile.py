@@ -122,11 +122,11 @@ def test_places_where_no_file_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyP
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("pipe")
     for name in ("pipe", "link"):  # or a device, which only root could lose
-        with pytest.raises(OutputError, match="is not a regular file, and is not replaced"):
+        with pytest.raises(OutputError, match="is not a regular file, so it is not replaced"):
             check_output(tmp_path / name, overwrite=True)
-    with pytest.raises(OutputError, match=r"its folder .*none does not exist: make it first"):
+    with pytest.raises(OutputError, match=r"its folder .*none does not exist: create it first"):
         check_output(tmp_path / "none" / "x.h5", overwrite=True)
-    with pytest.raises(OutputError, match="cannot be written: File name too long"), NewFile(tmp_path / ("x" * 250)):
+    with pytest.raises(OutputError, match=r"cannot be written \(File name too long"), NewFile(tmp_path / ("x" * 250)):
         pass
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(OutputError, match=rf"its folder {tmp_path} is not writable"):
@@ -160,7 +160,7 @@ def test_second_writer_gets_a_message(out: Path) -> None:
 
 def test_disk_without_locks_is_another_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", failing(errno.ENOLCK))
-    with pytest.raises(OutputError, match="cannot be locked: No locks available"), NewFile(tmp_path / "x.h5"):
+    with pytest.raises(OutputError, match=r"cannot be locked \(No locks available"), NewFile(tmp_path / "x.h5"):
         pass
 
 
@@ -188,7 +188,7 @@ def test_part_file_that_is_a_pipe_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("new", [NewFile, NewFolder])
 def test_a_name_that_is_too_long(tmp_path: Path, new: type[NewFile] | type[NewFolder], length: int) -> None:
     """With 234 there is room for what stands beside it."""
-    with pytest.raises(OutputError, match="cannot be written: File name too long"), new(tmp_path / ("x" * length)):
+    with pytest.raises(OutputError, match=r"cannot be written \(File name too long"), new(tmp_path / ("x" * length)):
         raise AssertionError
     assert os.listdir(tmp_path) == []
 
@@ -223,7 +223,7 @@ def test_full_disk_is_known_before_anything_is_written(out: Path, monkeypatch: p
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5000))
     watch(monkeypatch, "store.write.new_file.create_file", failure(AssertionError("written")))
     with (
-        pytest.raises(OutputError, match=r"out\.h5: needs 1\d\.\d KiB of disk but 4\.9 KiB are free: free space"),
+        pytest.raises(OutputError, match=r"out\.h5: needs 1\d\.\d KiB of disk, but 4\.9 KiB are free: free space"),
         NewFile(out, overwrite=True) as new,
     ):
         new.allocate(spec())
@@ -235,7 +235,7 @@ def test_disk_that_fills_up_while_space_is_taken(out: Path, monkeypatch: pytest.
     old = old_bytes(out)
     monkeypatch.setattr(os, "posix_fallocate", failing(error))
     with (
-        pytest.raises(OutputError, match=rf"out\.h5: needs .* of disk but {os.strerror(error)}"),
+        pytest.raises(OutputError, match=rf"out\.h5: needs .* of disk, but {os.strerror(error)}"),
         NewFile(out, overwrite=True) as new,
     ):
         new.allocate(spec())

@@ -91,7 +91,7 @@ def test_each_chunk_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_large_chunks_are_left_to_hdf5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small(monkeypatch, max_decoded_bytes=31)
     path = make_file(tmp_path / "a.h5", x=(values((32, 4, 4), "u1"), {"chunks": (8, 2, 2)}))
-    with pytest.raises(NotDirect, match="its chunks are of 32 bytes"):
+    with pytest.raises(NotDirect, match="its chunks have 32 bytes"):
         open_tiles(path)
 
 

@@ -18,7 +18,7 @@ from h5chunk.errors import FileError, UnsupportedError
 from h5chunk.store.hdf5 import guard
 from h5chunk.store.read import scan
 
-UNDEFINED = "0, as there is no fill value"
+UNDEFINED = "0, because there is no fill value"
 
 
 def make(path: Path, shape: tuple[int, ...], *, fill_time: int | None = None, rows: int = 0, **options) -> Path:
@@ -84,7 +84,7 @@ def test_no_fill_value_at_all(tmp_path: Path, chunks: tuple[int, ...] | None, ne
         space = h5py.h5s.create_simple((20,))
         h5py.h5d.create(file.id, b"images", h5py.h5t.NATIVE_UINT16, space, properties)
     (field,) = report(tmp_path / "a.h5")["fields"]
-    assert field["reads_as"] == (UNDEFINED if never else "an error, as there is no fill value")
+    assert field["reads_as"] == (UNDEFINED if never else "an error, because there is no fill value")
     dataset = h5chunk.ChunkDataset(tmp_path / "a.h5")
     if never:
         assert int(dataset[3][0]) == 0

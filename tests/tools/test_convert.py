@@ -225,7 +225,7 @@ def test_broken_image_is_named_and_nothing_is_changed(
     with pytest.raises(SampleError) as caught:
         convert(root, out[0], workers=workers, overwrite=True)
     assert str(caught.value).startswith("class1/0052.png: is not an image in a known format")
-    assert str(caught.value).endswith("(to leave such samples out: on_error='skip', --on-error skip)")
+    assert str(caught.value).endswith("(to leave such samples out, use --on-error skip or on_error='skip')")
     check_untouched(*out)
 
 
@@ -372,7 +372,7 @@ def test_output_is_checked_before_the_source_is_listed(tmp_path: Path) -> None:
     for path, reason in (
         (tmp_path / "out.h5", "exists: use --overwrite"),
         (tmp_path, "is a folder"),
-        (tmp_path / "none" / "x.h5", "does not exist: make it first"),
+        (tmp_path / "none" / "x.h5", "does not exist: create it first"),
     ):
         with pytest.raises(OutputError, match=reason):
             convert(tmp_path / "missing", path)
@@ -402,12 +402,12 @@ def test_full_disk(
         monkeypatch.setattr(os, "pwrite", lambda fd, data, at: full() if at > 50_000 else pwrite(fd, data, at))
     decoded = [] if when == "write" else watch(monkeypatch, "read image", failure(AssertionError("decoded")))
     for workers in (0, 2):
-        with pytest.raises(OutputError, match=r"of disk but|cannot be written: No space left on device"):
+        with pytest.raises(OutputError, match=r"of disk, but|cannot be written: No space left on device"):
             convert(root, out[0], workers=workers, overwrite=True)
         check_untouched(*out, kept=when == "write")
     assert decoded == []
     if when == "look":
-        with pytest.raises(OutputError, match=r"needs .* of disk but 1000 bytes are free"):
+        with pytest.raises(OutputError, match=r"needs .* of disk, but 1000 bytes are free"):
             convert(root, out[0], overwrite=True, dry_run=True)
 
 

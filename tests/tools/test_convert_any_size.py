@@ -173,8 +173,8 @@ def test_verify_names_damaged_images(photos, tmp_path):
     ("table", "row", "value", "said"),
     [
         ("offsets", 3, 1 << 40, "offsets decreases after row 3"),
-        ("offsets", 7, 5, "not from 0 to"),
-        ("heights", 2, 0, "image 2 is 0 x"),
+        ("offsets", 7, 5, "instead of from 0 to"),
+        ("heights", 2, 0, "image 2 cannot have size 0 x"),
         ("orientations", 1, 9, "orientation 9"),
     ],
 )

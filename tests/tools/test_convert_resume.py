@@ -233,13 +233,13 @@ def test_a_file_where_a_folder_was_begun_and_the_other_way_round(class_folder: M
     interrupted(tmp_path / "x.h5", source=root, shards=3)
     with pytest.raises(
         OutputError,
-        match=r"an unfinished folder of shards has this name: repeat the command that began it, or remove",
+        match=r"an unfinished folder of shards has this name: repeat the command that wrote it, or remove",
     ):
         convert(root, tmp_path / "x.h5", workers=0)
     (tmp_path / "more").mkdir()
     interrupted(tmp_path / "more" / "x.h5", source=root)
     with pytest.raises(
-        OutputError, match=r"an unfinished file has this name: repeat the command that began it, .*part"
+        OutputError, match=r"an unfinished file has this name: repeat the command that wrote it, .*part"
     ):
         convert(root, tmp_path / "more" / "x.h5", shards=3, workers=0)
 

@@ -77,7 +77,7 @@ def test_info_command(tmp_path: Path) -> None:
     assert (result.exit_code, result.stderr) == (0, "") and "149 samples" in result.stdout
     assert len(json.loads(run("info", tmp_path / "set", "--json").stdout)["files"]) == 4
     (tmp_path / "empty").mkdir()
-    check_error(run("info", tmp_path / "empty"), "a folder without files")
+    check_error(run("info", tmp_path / "empty"), "no file in this folder ends in")
     check_error(run("info", tmp_path / "*.h5"), "no file matches this pattern")
 
 

@@ -33,9 +33,7 @@ def test_a_matrix_of_anndata(tmp_path: Path) -> None:
     x, columns, more = found.matrices
     assert (x.num_rows, x.num_columns, x.num_entries, x.dtype) == (40, 30, matrix.nnz, "float32")
     assert f'h5chunk.ChunkLoader("{path}", 256);' in x.verdict
-    assert (
-        columns.num_rows is None and "not a matrix of compressed rows (encoding-type 'csc_matrix')" in columns.verdict
-    )
+    assert columns.num_rows is None and "not a CSR matrix (encoding-type 'csc_matrix')" in columns.verdict
     assert f"sparse matrix 'X': 40 x 30, {matrix.nnz} entries, values float32" in str(found)
     verdicts = {each.name: each.verdict for each in found.datasets}
     assert "part of the matrix" in verdicts["X/indptr"] and "part of the matrix" in verdicts["layers/more/data"]
@@ -85,7 +83,7 @@ def test_what_only_looks_like_one(tmp_path: Path) -> None:
             file[name] = np.arange(4)
         file["other/indptr"] = np.arange(4)
     (found,) = look(tmp_path / "a.h5").matrices
-    assert found.name == "graph" and "without an encoding-type" in found.verdict
+    assert found.name == "graph" and "has no encoding-type" in found.verdict
 
 
 @pytest.mark.parametrize("pattern", [False, True])

@@ -145,7 +145,7 @@ def test_references_to_what_was_deleted_are_said(tmp_path: Path) -> None:
         file.attrs["to"] = file["gone"].ref
         del file["gone"]
     report = repack(source, tmp_path / "b.h5")
-    assert report.notes == ["the root, attribute 'to' referred to an object that no longer exists, and is empty now"]
+    assert report.notes == ["the root, attribute 'to' referred to an object that no longer exists, and is now empty"]
     with h5py.File(tmp_path / "b.h5") as file:
         assert not file.attrs["to"]
 
@@ -229,7 +229,7 @@ def test_a_small_disk_is_noticed_before_the_work(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=20_000))
     watch(monkeypatch, "tools.repack.repack.create_replica", failure(AssertionError("written")))
     for options in ({}, {"shuffle": True, "compression": "gzip", "chunk_samples": 30}):
-        check_refused(source, OutputError, "of disk but 19.5 KiB are free: free space, or write elsewhere", **options)
+        check_refused(source, OutputError, "of disk, but 19.5 KiB are free: free space, or write elsewhere", **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"shuffle": True, "compression": "gzip"}])
@@ -328,7 +328,7 @@ def test_claims_are_not_believed(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         images = file.create_dataset("images", (1 << 40, 1 << 10), "u1", chunks=(1 << 10, 1 << 10))
         images[0] = 1
-    check_refused(tmp_path / "a.h5", FileError, "'images' has 1073741824 chunks of which only 1 were ever written")
+    check_refused(tmp_path / "a.h5", FileError, "'images' has 1073741824 chunks, but only 1 were ever written")
 
 
 @pytest.mark.parametrize("chunks", [(10, 20, 10), (10, 7, 10)], ids=str)

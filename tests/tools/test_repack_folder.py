@@ -65,7 +65,7 @@ def test_chunks_of_one_size(tmp_path):
     report = repack(tmp_path / "old", tmp_path / "new")
     assert len({file.chunk_samples for file in report.files}) == 1
     assert repack(tmp_path / "old", tmp_path / "new").already_complete
-    with pytest.raises(OutputError, match="has other files than shards"):
+    with pytest.raises(OutputError, match="with files that are not shards"):
         repack(tmp_path / "old", tmp_path / "new", compression="gzip")
 
 
@@ -132,7 +132,7 @@ def test_errors(shards, tmp_path):
     with pytest.raises(FileError, match=r"00001-of-00004.h5 is missing"):
         repack(shards, tmp_path / "new")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(FileError, match="a folder without files"):
+    with pytest.raises(FileError, match="no file in this folder ends in"):
         repack(tmp_path / "empty", tmp_path / "new")
     assert names_in(tmp_path) == set()
 

@@ -85,7 +85,7 @@ def test_shards_that_are_not_of_one_set(shards: list[Path], class_folder, tmp_pa
     assert "there are sets of 1, 4 shards named 'set': keep one set" in problems
     (folder / "set-00000-of-00001.h5").unlink()
     shutil.copy(shards[2], folder / "set-00004-of-00004.h5")
-    assert "set-00004-of-00004.h5 has a number that 4 shards do not have" in h5chunk.verify(folder).problems
+    assert "set-00004-of-00004.h5 has an invalid number for a set of 4: rename it" in h5chunk.verify(folder).problems
     (folder / "set-00004-of-00004.h5").unlink()
     h5chunk.convert(class_folder(40, name="wide", width=9), tmp_path / "w", shards=4, workers=0)
     shutil.copy(sorted((tmp_path / "w").iterdir())[2], shards[2])
@@ -115,6 +115,6 @@ def test_files_of_others_beside_ours(shards: list[Path]) -> None:
 
 
 def test_a_folder_without_files(tmp_path: Path) -> None:
-    with pytest.raises(FileError, match="a folder without files"):
+    with pytest.raises(FileError, match="no file in this folder ends in"):
         h5chunk.verify(tmp_path)
     assert run(tmp_path).exit_code == 1 and run(tmp_path / "none").exit_code == 1

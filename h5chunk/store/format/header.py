@@ -64,8 +64,8 @@ def header_attributes(
 ) -> dict[str, Any]:
     """Return the attributes of ``/h5chunk``, by name, with the types of the specification.
 
-    ``options`` must be serialisable as JSON; ``numbers`` are ``num_samples``, ``chunk_samples``, ``window_chunks``,
-    ``seed`` and ``shuffled``; unknown ones are left out.
+    ``options`` must be serialisable as JSON. ``numbers`` are ``num_samples``, ``chunk_samples``, ``window_chunks``,
+    ``seed`` and ``shuffled``; leave out those that are not known.
     """
     attributes: dict[str, Any] = {"format_version": np.int64(FORMAT_VERSION), "h5chunk_version": h5chunk.__version__}
     if kind:
@@ -85,7 +85,7 @@ def read_header(file: h5py.File) -> Header | None:
     if not isinstance(group, h5py.Group) or "format_version" not in group.attrs:
         return None
     label = printable(file.filename)
-    with errors_as(FileError, f"{label}: damaged: its group /{GROUP} is invalid", AttributeError):
+    with errors_as(FileError, f"{label}: its group /{GROUP} is damaged", AttributeError):
         attrs = group.attrs
         version = int(attrs["format_version"])
         if version > FORMAT_VERSION:
@@ -139,29 +139,30 @@ class Matrix:
     num_rows: int
     num_columns: int
     num_entries: int | None  # None for dense rows
-    dtype: str  # type of the stored numbers
-    scale: float  # values are stored numbers divided by this
+    dtype: str  # of the stored values
+    scale: float  # value = stored value / scale
     pattern: bool  # whether all values are 1
 
 
 def check_values(dtype: np.dtype, scale: float, pattern: bool) -> None:
     """Raise ValueError unless the specification allows these values of a matrix."""
     if dtype not in VALUE_DTYPES or (dtype != np.uint8 and (scale != 1 or pattern)):
-        raise ValueError(f"its values are {dtype}, scale {scale:g}{', a pattern' if pattern else ''}")
+        kind = f"{dtype} with scale {scale:g}{' in a pattern' if pattern else ''}"
+        raise ValueError(f"its values are {kind}, which the format does not allow")
 
 
 def read_matrix(file: h5py.File) -> Matrix | None:
     """Read the description of the matrix of an h5chunk file; None if it has no matrix.
 
-    Raises FileError if a shape, a type, or the first or last number of ``indptr`` is wrong; entries are not checked.
+    Raises FileError if a shape, a type, or the first or last value of ``indptr`` is wrong; entries are not checked.
     """
     group = file.get(GROUP)
     if not isinstance(group, h5py.Group) or "kind" not in group.attrs:
         return None
-    with errors_as(FileError, f"{printable(file.filename)}: damaged: its matrix is invalid", AttributeError):
+    with errors_as(FileError, f"{printable(file.filename)}: its matrix is damaged", AttributeError):
         kind = bytes(group.attrs["kind"]).decode("utf-8", "replace")
         if kind not in (CSR, DENSE):
-            raise ValueError(f"its kind is {kind!r}, not {CSR} or {DENSE}: a newer h5chunk may read it")
+            raise ValueError(f"its kind is {kind!r}, not {CSR} or {DENSE} (a newer h5chunk may support it)")
         matrix = file[MATRIX]
         scale, pattern = float(matrix.attrs["scale"]), bool(matrix.attrs["pattern"])
         if not 0 < scale < float("inf"):
@@ -171,7 +172,7 @@ def read_matrix(file: h5py.File) -> Matrix | None:
         if kind == DENSE:
             num_rows, num_columns = map(int, matrix.shape)
             if num_rows != int(group.attrs["num_samples"]):
-                raise ValueError(f"/{MATRIX} is {matrix.dtype} of {matrix.shape}")
+                raise ValueError(f"/{MATRIX} has {num_rows} rows, but num_samples is {group.attrs['num_samples']}")
             return Matrix(kind, num_rows, num_columns, None, str(dtype), scale, pattern)
         num_rows, num_columns = (int(size) for size in matrix.attrs["shape"])
         num_entries = _check_csr(matrix, num_rows, num_columns, int(group.attrs["num_samples"]))
@@ -193,7 +194,7 @@ def _check_csr(group: h5py.Group, num_rows: int, num_columns: int, num_samples: 
         if dataset.shape != shape or dataset.dtype != dtype:
             raise ValueError(f"{dataset.name} is {dataset.dtype} {dataset.shape}, not {dtype} {shape}")
     if indices.chunks != data.chunks:
-        raise ValueError(f"its indices have chunks of {indices.chunks}, but its data of {data.chunks}")
+        raise ValueError(f"its indices have chunks of {indices.chunks}, but its data has chunks of {data.chunks}")
     if indptr[0] != 0 or indptr[-1] != num_entries:
-        raise ValueError(f"indptr is from {indptr[0]} to {indptr[-1]}, but must be from 0 to {num_entries}")
+        raise ValueError(f"its indptr runs from {indptr[0]} to {indptr[-1]} instead of from 0 to {num_entries}")
     return num_entries

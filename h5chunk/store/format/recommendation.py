@@ -1,8 +1,8 @@
-"""Read the recommendation of `h5chunk tune`, which is stored beside a file: ``NAME.h5chunk.json``.
+"""Read the recommendation of `h5chunk tune`, which is stored next to a file: ``NAME.h5chunk.json``.
 
-It overrides the window and the cache in the header of an h5chunk file. It is a JSON object: ``version`` 1;
-``window_chunks``; ``cache``: [nslots, nbytes, w0]; and the data that it applies to: the path ``dataset`` in the file,
-its ``num_samples`` and ``chunk_samples``. If the file no longer matches, the recommendation is ignored.
+It overrides the window and the cache in the header of an h5chunk file. It is a JSON object with the keys ``version``
+(1), ``window_chunks``, ``cache`` ([nslots, nbytes, w0]), and the data that it applies to: ``dataset`` (a path in the
+file), ``num_samples`` and ``chunk_samples``. If the file no longer matches, the recommendation is ignored.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def sidecar_of(path: str | os.PathLike[str]) -> Path:
 def read_recommendation(path: str | os.PathLike[str], **made_for: str | int) -> Recommended | None:
     """Read the recommended window and cache of a file; None if there is no recommendation, or it is for other data.
 
-    ``made_for`` is the data: ``dataset`` (path of the main field), ``num_samples`` and ``chunk_samples``. Raises
+    ``made_for`` describes the data: ``dataset`` (path of the main field), ``num_samples`` and ``chunk_samples``. Raises
     FileError if the recommendation is damaged or cannot be read.
     """
     sidecar = sidecar_of(path)
@@ -42,7 +42,7 @@ def read_recommendation(path: str | os.PathLike[str], **made_for: str | int) -> 
     except OSError as error:
         if error.errno in NOTHING_THERE:
             return None
-        raise FileError(f"{printable(sidecar)}: cannot be read: {error.strerror}: delete it") from None
+        raise FileError(f"{printable(sidecar)}: cannot be read ({error.strerror}): delete it") from None
     try:
         found = json.loads(text)
         if int(found["version"]) > VERSION:
@@ -55,5 +55,5 @@ def read_recommendation(path: str | os.PathLike[str], **made_for: str | int) -> 
         return window_chunks, CacheSettings.of(found["cache"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OptionError) as error:
         raise FileError(
-            f"{printable(sidecar)}: damaged: {error}: delete it; h5chunk tune --apply makes a new one"
+            f"{printable(sidecar)}: damaged ({error}): delete it, and run h5chunk tune --apply for a new one"
         ) from None

@@ -1,9 +1,9 @@
 """Specification of the files that h5chunk writes, version 2.
 
-A file is plain HDF5 (library version bounds v1.10, superblock 3): any tool that reads HDF5 1.10 reads it. Files that
+A file is plain HDF5 (library version bounds v1.10, superblock 3), which any tool for HDF5 1.10 can read. Files that
 `h5chunk convert` and `append` write have no variable-length types, no links other than hard ones, and no time stamps:
-equal input, options and versions of the libraries give equal bytes. No dataset in them has a filter, except ``/X`` of a
-file of dense rows.
+equal input, options and library versions give equal bytes. No dataset in them has a filter, except ``/X`` of a file of
+dense rows.
 
 Fields
 ------
@@ -13,14 +13,14 @@ has
 ``/images``
     uint8, (N, C, H, W), or (N, H, W, C) for layout nhwc. Attribute ``axes``: ``NCHW`` or ``NHWC``, fixed string.
 ``/masks``, or the name of another column or folder
-    Further images of the samples: as ``/images``; or masks, uint8, (N, H, W), the numbers of the source, ``axes``
-    ``NHW``. ``options`` then has the key ``fields`` (below) and, unless masks were found by their name,
-    ``mask_column``: the names of the fields that are masks.
+    Further images of the samples, stored like ``/images``; or masks, uint8, (N, H, W), with the unchanged pixel values
+    of the source, ``axes`` ``NHW``. ``options`` then has the key ``fields`` (below) and, unless masks were recognised
+    by their name, ``mask_column``: the names of the fields that are masks.
 ``/labels``
-    (N,), int64, if samples have a class or a label; float64 if labels are fractions.
+    (N,), int64 if samples have a class or an integer label, float64 if labels are fractions.
 ``/split``
-(N,), UTF-8 strings of fixed length: the name of the source's top folder that the sample was in. Only if the top
-folders were splits, such as ``train`` and ``val``; ``options`` then has ``split_folders``: ``yes``.
+    (N,), UTF-8 strings of fixed length: the name of the top folder of the source that contained the sample. Only if the
+    top folders were splits, such as ``train`` and ``val``; ``options`` then has ``split_folders``: ``yes``.
 others
     Columns of a manifest: (N,), uint8, int8, int64 or float64, or UTF-8 strings of fixed length, padded with zeros.
 
@@ -28,11 +28,11 @@ A file of other samples, such as arrays, the rows of a table or the items of a d
 name and shape: (N, ...) of integers, floats, or strings of fixed length. ``options`` then has the key ``fields``: the
 names of the fields that readers read by default, in this order.
 
-Each field has chunks of (k, ...) with k <= N: whole samples, the same k for all fields. No filter, allocated early, no
-fill value is written, and maximum dimensions are fixed. So HDF5 stores only the address of the first chunk: in its
-"implicit" index, or, if k = N, in its "single chunk" index. In both cases the chunks of a field are one run of bytes in
-order, chunk i at ``offset + i * chunk_bytes``. The last chunk takes its full size; the bytes after the last sample are
-zero. Fields whose chunks take 64 KiB or more start at a multiple of 4096.
+Each field has chunks of (k, ...) with k <= N, which contain whole samples; k is the same for all fields. A field has no
+filter and fixed maximum dimensions. Its space is allocated early, and no fill value is written. HDF5 therefore stores
+only the address of the first chunk, in its "implicit" index or, if k = N, in its "single chunk" index. In both cases
+the chunks of a field are one run of bytes in order, with chunk i at ``offset + i * chunk_bytes``. The last chunk has
+its full size; the bytes after the last sample are zero. Fields of at least 64 KiB start at a multiple of 4096.
 
 Images of any size
 ------------------
@@ -40,19 +40,20 @@ Images of any size
 the name of a table's column), in row order:
 
 ``/images``
-    Attributes ``form``, fixed string: ``encoded`` or ``raw``; ``channels`` uint8: of the pixels, 3 (RGB) or 1 (grey).
+    Attributes ``form``, fixed string: ``encoded`` or ``raw``; ``channels``, uint8: 3 (RGB) or 1 (grey).
 ``/images/data``
-    uint8, (num_bytes,), in chunks of 8 MiB, or of all bytes if they are fewer: the bytes of the images end to end. Of
-    ``encoded`` images these are image files (JPEG, PNG, WebP, BMP, PPM, TIFF, GIF), of ``raw`` ones pixels (H, W, C).
+    uint8, (num_bytes,), in chunks of 8 MiB, or in one smaller chunk: all images, concatenated. If ``form`` is
+    ``encoded``, an image is the content of an image file (JPEG, PNG, WebP, BMP, PPM, TIFF or GIF); if it is ``raw``,
+    an image is its pixels, (H, W, channels).
 ``/images/offsets``
     int64, (N + 1,), contiguous: the bytes of image i run from ``offsets[i]`` to ``offsets[i + 1]``, excluded.
 ``/images/heights``, ``/images/widths``
     uint32, (N,), contiguous: the size of each image after EXIF rotation.
 ``/images/orientations``
-    uint8, (N,), contiguous: the EXIF orientation, 1 to 8, that has to be applied to the decoded pixels; 1: none.
+    uint8, (N,), contiguous: the EXIF orientation, 1 to 8, that must be applied to the decoded pixels; 1 means none.
 
-Other fields are as above; ``chunk_samples`` is the number of samples in a nominal chunk, as in a sparse matrix. In
-``checksums`` there are ``images/data`` and, one number each, the four tables. ``options`` has the keys of the options.
+Other fields are as above; ``chunk_samples`` is the number of samples in a nominal chunk, as in a sparse matrix.
+``checksums`` has ``images/data`` and, with one value each, the four tables.
 
 Sparse matrices
 ---------------
@@ -61,92 +62,96 @@ AnnData writes a CSR matrix (`anndata.io.sparse_dataset`, `anndata.io.read_elem`
 
 ``/X``
     Attributes ``encoding-type``: ``csr_matrix`` and ``encoding-version``: ``0.1.0``, fixed strings; ``shape`` int64
-    (2,): rows, columns; ``scale`` float64: value = stored number / ``scale``; ``pattern`` uint8: 1 if all values are
-    one and none is stored; ``time_order`` uint8: 1 if the entries of each row are in the order of their times, and
-    not of their columns; absent otherwise.
+    (2,): rows, columns; ``scale`` float64: value = stored value / ``scale``; ``pattern`` uint8: 1 if all values are 1
+    and none is stored; ``time_order`` uint8: 1 if the entries of each row are sorted by their times instead of by
+    their columns; absent otherwise.
 ``/X/indptr``
     int64, (N + 1,), contiguous: the entries of row i run from ``indptr[i]`` to ``indptr[i + 1]``, excluded.
 ``/X/indices``
-    (num_entries,): the column of each entry, without repetition within a row, and ascending there unless
-    ``time_order`` is 1; the type is the narrowest of
-    uint8, uint16, uint32 and uint64 that holds columns - 1.
+    (num_entries,): the column index of each entry. No column occurs twice in a row, and the columns of a row are
+    ascending unless ``time_order`` is 1. The type is the narrowest of uint8, uint16, uint32 and uint64 for the number
+    columns - 1.
 ``/X/data``
     (num_entries,), uint8: the code of each entry, 1 to 255; or, since version 2, float16 or float32: the value of each
-    entry, finite and not zero, where ``scale`` is 1. In a pattern, which is uint8, no chunk was ever written and the
-    fill value is 1: HDF5 returns ones without reading the file.
+    entry, finite and not zero; ``scale`` is then 1. In a pattern, which is uint8, no chunk was ever written and the
+    fill value is 1, so that HDF5 returns ones without reading the file.
 
 ``indices`` and ``data`` have chunks with equal numbers of entries (about 1 MiB of indices, or all entries), which are
 not aligned with rows. Like a field, each is one run of bytes: entry e of ``indices`` is at ``offset + e * itemsize``. A
 matrix without entries has datasets of length 0. Other fields (columns of AnnData's ``obs``, labels) are datasets at the
 root as above, in chunks of (chunk_samples,), of any integer or float type, or strings; booleans are uint8.
 
-In ``/h5chunk``, ``kind`` is ``csr``, ``chunk_samples`` is the number of rows in a nominal chunk of rows: a power of two
-(at most N), with at most 256 KiB of entries on average. The order of an epoch permutes these chunks; only the fields
-are stored in such chunks. The cache is that of a process that reads rows through HDF5. In addition to the tables below,
-there may be
+In ``/h5chunk``, ``kind`` is ``csr``, and ``chunk_samples`` is the number of rows in a nominal chunk: a power of two, or
+N if that is smaller, with at most 256 KiB of entries on average. The order of an epoch permutes nominal chunks; only
+the other fields are stored in such chunks. The recommended cache is for a process that reads rows through HDF5. In
+addition to the tables below, there may be
 
 ``row_ids``, ``column_ids``
-    int64 or fixed-length UTF-8 strings, (N,) and (columns,): the id or name that row i or column j had in the source.
+    int64 or fixed-length UTF-8 strings, (N,) and (columns,): the id or name of row i or column j in the source.
 ``column_symbols``
-    Fixed-length UTF-8 strings, (columns,): names for people, such as symbols of genes, where the source has both.
+    Fixed-length UTF-8 strings, (columns,): readable names, such as symbols of genes, if the source has them too.
 ``column_index``
     int64, (columns,): column j is column ``column_index[j]`` of the source. Only if columns were left out.
 ``categories/<field>``
     See below; for columns of ``obs``.
 
-``source_index`` counts all rows of the source from 0: in their own order, or, if they have ids, in ascending order of
-all ids of the source, after the ids of another file (``--ids-from``). So does ``column_index``. Rows that were filtered
-out leave gaps.
+``source_index`` numbers all rows of the source from 0: in the order of the source, or, if rows have ids, in ascending
+order of the ids. ``column_index`` numbers the columns in the same way. With ``--ids-from OLD.h5``, columns whose ids
+are in OLD.h5 come first, in the order of that file; with ``--keep-rows``, so do rows. Rows that were filtered out leave
+gaps.
 
-A file of dense rows has, in place of the group, the dataset ``/X``: (N, columns), of a type of ``/X/data``, with the
-attributes ``scale`` and ``pattern``, in chunks of (chunk_samples, columns), compressed by gzip or not; ``kind`` is
+A file of dense rows has a dataset ``/X`` instead of the group: (N, columns), of one of the types of ``/X/data``, with
+the attributes ``scale`` and ``pattern``, in chunks of (chunk_samples, columns), with or without gzip; ``kind`` is
 ``dense``. If it is compressed, HDF5 has an index of its chunks, which are stored in order.
 
-Beside the data, in the group ``/h5chunk``
-------------------------------------------
+The group ``/h5chunk``
+----------------------
 attributes
-    ``format_version`` int64: 2, or 1, in which matrices hold no floats. ``h5chunk_version``: the writing version.
+    ``format_version`` int64: 2, or 1, in which matrices have no floats. ``h5chunk_version``: the version that wrote it.
     ``kind``: ``csr`` or ``dense``; absent if samples are not rows of a matrix. ``num_samples``, ``chunk_samples``,
-    ``window_chunks`` int64: N, k, and the number of chunks that should be shuffled together. ``rdcc_nslots``,
+    ``window_chunks`` int64: N, k, and the recommended number of chunks to shuffle together. ``rdcc_nslots``,
     ``rdcc_nbytes`` int64 and ``rdcc_w0`` float64: recommended chunk cache of one process that reads all open windows
     (see `h5chunk.plan.order`). ``seed`` uint64 and ``shuffled`` uint8: how samples were permuted. ``options``: JSON,
     the options of the command; in a shard also ``shard`` and ``shards``: its number, from 0, and the number of shards.
     All strings have fixed length.
 ``checksums/<field>``
-    uint32, (num_chunks,): CRC-32 (as zlib's) of each chunk's stored bytes, padding included. For a sparse matrix,
-    ``checksums/X/indptr`` (one, of the whole), ``checksums/X/indices`` and, except for a pattern, ``checksums/X/data``.
+    uint32, (num_chunks,): CRC-32 (like zlib's) of the stored bytes of each chunk, including padding. For a sparse
+    matrix, ``checksums/X/indptr`` (a single value), ``checksums/X/indices`` and, except for a pattern,
+    ``checksums/X/data``.
 ``source_index``
     int64, (N,): row i of every field is sample ``source_index[i]`` of the source, counted in ImageFolder's order, split
-    by split if there are splits, or in the order of the manifest's lines. Skipped samples leave gaps in the numbers.
+    by split if there are splits, or in the order of the manifest's lines. Skipped samples leave gaps.
 ``source_names``, ``source_name_ends``
-    uint8 and int64 (N,): paths below the source, in row order, end to end; name i ends before ``source_name_ends[i]``.
-    Only if samples have names.
+    uint8 and int64 (N,): paths relative to the source, in row order, concatenated; name i ends before byte
+    ``source_name_ends[i]``. Only if samples have names.
 ``class_names``
     Fixed-length UTF-8 strings, (num_classes,): name of each label. Only if labels are classes that have names.
 ``categories/<field>``
-    The same for the codes of another field; code -1 means missing.
+    Names of the codes of another field, like ``class_names``; code -1 means missing.
 
 Files that were appended to
 ---------------------------
 `h5chunk append` adds new samples after the old ones, which keep their positions; k is unchanged. ``shuffled`` is then
 0, because old and new samples are not mixed; ``seed`` is still the seed of the first samples. ``options`` gets the key
-``appended``: a list with one object per call, with its options: ``samples`` (the number of added samples), ``seed`` and
-``shuffle`` (how these were permuted) and, for images, ``fit``; and ``first_index``: ``source_index`` of a new sample is
-this number plus the sample's number in its source. It is one more than any earlier number in the table.
-``source_names`` are paths below that source. New classes follow the old classes.
+``appended``: a list with one object per call. It has the options of the call: ``samples`` (the number of added
+samples), ``seed`` and ``shuffle`` (how the added samples were permuted) and, for images, ``fit``; and ``first_index``,
+which is greater than all earlier values of ``source_index``: the ``source_index`` of a new sample is ``first_index``
+plus the sample's index in its source. The ``source_names`` of new samples are paths relative to that source. New
+classes follow the old classes.
 
 Files that were repacked
 ------------------------
-`h5chunk repack` keeps all of the above, and updates the group: ``options`` gets the key ``repack``, and a shuffle
+`h5chunk repack` preserves all of the above, and updates the group: ``options`` gets the key ``repack``, and a shuffle
 permutes ``source_index``, ``row_ids`` and ``source_names`` as well. Fields, the parts of ``/X`` and the bytes of images
-(then in chunks of 1 MiB) may be compressed: then HDF5 has an index of their chunks, which are stored in order, and
+(then in chunks of 1 MiB) may be compressed. HDF5 then has an index of their chunks, which are stored in order, and
 checksums cover the stored bytes.
 
-Another HDF5 file that is repacked with a shuffle, window or cache gets the group, without ``kind``, ``class_names``,
-``source_names`` and, unless it was shuffled, ``source_index``. It keeps its own types, soft links, attributes and user
-block; after a user block of less than 4096 bytes, fields start at multiples of its size. Its fields are all datasets
-with ``num_samples`` rows and elements of a fixed size, in any group, of any type and name; ``checksums`` has
-these fields, and the parts of sparse matrices, by their paths. Datasets of other types keep their chunks.
+If another HDF5 file is repacked with a shuffle, window or cache, the result gets the group, but without ``kind``,
+``class_names``, ``source_names`` and, unless it was shuffled, ``source_index``. The types, soft links, attributes and
+user block of the file are preserved; after a user block of less than 4096 bytes, fields start at multiples of its size.
+Its fields are all datasets with ``num_samples`` rows and elements of a fixed size, in any group, of any type and name.
+``checksums`` has these fields, and the parts of sparse matrices, by their paths. Datasets of other types keep their
+chunks.
 """
 
 from __future__ import annotations
@@ -176,8 +181,8 @@ GZIP_LEVEL = 1  # for dense rows, mostly zeros, higher levels take three times a
 class ArraySpec:
     """A dataset to write, contiguous unless it has ``chunks``.
 
-    If there is a ``fill`` value, nothing is written: all elements read as this value, and take no space. With ``gzip``
-    chunks are compressed (`h5chunk.store.write.targets.CompressedTarget`).
+    With a ``fill`` value, nothing is written: all elements read as this value, and need no space. With ``gzip``, chunks
+    are compressed (`h5chunk.store.write.targets.CompressedTarget`).
     """
 
     shape: tuple[int, ...]
@@ -188,7 +193,7 @@ class ArraySpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the dataset in the file; 0 for compressed data, whose size is not known yet."""
+        """Bytes of the dataset in the file; 0 for compressed data, whose size is not yet known."""
         if self.fill is not None or self.gzip:
             return 0
         shape = self.shape
@@ -254,9 +259,9 @@ def make_group(parent: h5py.Group, path: str) -> h5py.Group:
 
 
 def create_file(path: str | os.PathLike[str], spec: FileSpec) -> dict[str, Region]:
-    """Create a file with all its metadata, and return the byte ranges to write the data to, by path of the dataset.
+    """Create a file with all its metadata, and return the byte range for the data of each dataset, by its path.
 
-    Datasets that take no space, such as those without elements, have no byte range.
+    Datasets that need no space, such as empty ones, have no byte range.
     """
     creation = h5py.h5p.create(h5py.h5p.FILE_CREATE)
     with h5py.File(new_file(path, creation, LIBVER, ALIGNMENT)) as file:

@@ -1,7 +1,7 @@
-"""Statistics of a file's fields, which `h5chunk info --stats` stores beside it: ``NAME.h5chunk-stats.json``.
+"""Statistics of a file's fields, which `h5chunk info --stats` stores next to it: ``NAME.h5chunk-stats.json``.
 
-It is a JSON object: ``version`` 1; ``stamp``: size and modification time of the file, without which the statistics are
-not used; and ``fields``: the attributes of `FieldStatistics` by the path of each dataset in the file.
+The JSON object has the keys ``version`` (1), ``stamp`` (size and modification time of the file, which must match for
+the statistics to be used) and ``fields`` (the attributes of `FieldStatistics` by the path of the dataset in the file).
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ MAX_BYTES = 64 << 20
 class FieldStatistics:
     """Statistics of each channel of a field; uint8 is scaled to 0..1, as by `h5chunk.transforms.Normalize`.
 
-    Channels are the values of a sample of one axis, and the first axis, or that of (H, W, 3), of a sample of three or
-    more; other samples are one channel. NaN and infinite values count only in ``num_missing``.
+    If samples have one axis, each of its elements is a channel. If they have three or more axes, channels are along the
+    first axis; along the last one for images (H, W, C). Otherwise the field is one channel.
 
     Attributes
     ----------
     count : tuple of int
-        Finite values of each channel.
+        Number of finite values of each channel.
     mean, std, minimum, maximum : tuple of float
-        Of the finite values of each channel; ``std`` divides by the count. NaN for a channel without finite values.
+        Statistics of the finite values of each channel, NaN if there are none. ``std`` has the divisor ``count``.
     num_missing : int
-        Values of all channels that are NaN or infinite.
+        Number of NaN and infinite values of all channels.
     """
 
     count: tuple[int, ...]
@@ -77,7 +77,7 @@ def statistics_path(path: str | os.PathLike[str]) -> Path:
 
 
 def statistics_text(path: str | os.PathLike[str], fields: Mapping[str, FieldStatistics]) -> str:
-    """Return what to store beside a file, with statistics by the path of each dataset."""
+    """Return the JSON text to store next to a file; ``fields`` has the statistics by path of the dataset."""
     content = {name: asdict(statistics) for name, statistics in fields.items()}
     return json.dumps({"version": VERSION, "stamp": stamp_of(path)[2:], "fields": content}) + "\n"
 
@@ -85,24 +85,26 @@ def statistics_text(path: str | os.PathLike[str], fields: Mapping[str, FieldStat
 def read_statistics(path: str | os.PathLike[str], dataset: str) -> FieldStatistics:
     """Read the statistics of a dataset of a file.
 
-    Raises FieldError if there are none, or they are of an earlier version of the file; FileError if they are damaged.
+    Raises FieldError if there are none, or they belong to an earlier version of the file; FileError if they are
+    damaged.
     """
     stored, command = statistics_path(path), f"h5chunk info --stats {printable(path)}"
     try:
         with stored.open("rb") as file:
             text = file.read(MAX_BYTES)
     except OSError:
-        raise FieldError(f"{printable(path)}: has no statistics beside it: {command} computes them") from None
+        raise FieldError(f"{printable(path)}: has no stored statistics: run {command}") from None
     try:
         found = json.loads(text)
         fields = {name: _parsed(values) for name, values in found["fields"].items()}
         is_current = found["version"] == VERSION and tuple(found["stamp"]) == stamp_of(path)[2:]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise FileError(f"{printable(stored)}: damaged: {error}: {command} makes a new one") from None
+        raise FileError(f"{printable(stored)}: damaged ({error}): run {command} for a new one") from None
     if not is_current:
-        raise FieldError(f"{printable(stored)}: is of an earlier version of the file: {command} makes a new one")
+        raise FieldError(f"{printable(stored)}: belongs to an earlier version of the file: run {command} for a new one")
     if dataset not in fields:
-        raise FieldError(f"{printable(stored)}: has {', '.join(map(repr, fields))}, but not {dataset!r}")
+        names = ", ".join(map(repr, fields))
+        raise FieldError(f"{printable(stored)}: has statistics of {names}, but not of {dataset!r}: run {command}")
     return fields[dataset]
 
 

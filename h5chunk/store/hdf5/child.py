@@ -33,16 +33,16 @@ from h5chunk.stamp import stamp_of
 T = TypeVar("T")
 Say = Callable[[Any], None]
 
-LOOP_S = 60.0  # processor time of a thread without a read, write or message, after which a child counts as looping
-IDLE_S = 120.0  # time in which all threads sleep, after which a child counts as stuck
-LOOK_S = 1.0  # time between looks at a child
+LOOP_S = 60.0  # CPU time of a thread without a read, write or message, after which a child counts as looping
+IDLE_S = 120.0  # time during which all threads sleep, after which a child counts as stuck
+LOOK_S = 1.0  # time between checks of a child
 METADATA_BYTES = 256 << 20  # limit on the memory that a child may use for metadata
-METADATA_RATIO = 32  # further bytes per byte of the file, because its tables may be compressed
+METADATA_RATIO = 32  # additional bytes of memory per byte of the file, because its tables may be compressed
 PR_SET_PDEATHSIG = 1  # option of prctl
-SAID, DONE, FAILED = "said", "done", "failed"  # kinds of messages from the child; each has a value
+SAID, DONE, FAILED = "said", "done", "failed"  # kinds of messages from the child; every message also has a value
 
-_is_child = False  # whether this process is such a child
-_tried: set[Hashable] = set()  # versions of files that a child has tried without a crash
+_is_child = False  # whether this process is a child that `in_child` started
+_tried: set[Hashable] = set()  # versions of files that a child has opened without a crash
 
 
 class Stuck(WorkerError):
@@ -50,10 +50,10 @@ class Stuck(WorkerError):
 
 
 def try_files(paths: Sequence[Path], probe: Callable[[Path], None], purpose: Hashable) -> None:
-    """Call ``probe`` with files in a child process, to find out whether HDF5 can do the same in this process.
+    """Call ``probe`` with each file in a child process, to test whether HDF5 can safely read it in this process.
 
-    An unchanged file is tried once for each ``purpose``, a key that identifies the work of ``probe``. Raises FileError
-    if HDF5 crashes or loops on a file, and errors of h5chunk that ``probe`` raises.
+    An unchanged file is tested once for each ``purpose``, a key that identifies the work of ``probe``. Raises FileError
+    if HDF5 crashes or loops on a file, and passes on h5chunk's own errors from ``probe``.
     """
     if _is_child:
         return
@@ -72,18 +72,18 @@ def try_files(paths: Sequence[Path], probe: Callable[[Path], None], purpose: Has
     try:
         in_child(look_at_all, lambda: printable(reached[-1]), reached.append)
     except Stuck as error:
-        warnings.warn(f"{error}: it is opened without a test in a child process", RuntimeWarning, stacklevel=4)
+        warnings.warn(f"{error}: the file is now opened without this test", RuntimeWarning, stacklevel=4)
     except WorkerError:
-        return  # another error than of h5chunk: the caller will get it from its own work
+        return  # not an error of h5chunk: the caller's own attempt will raise it
     _tried.update(keys[path] for path in due)
 
 
 def in_child(work: Callable[[Say], T], file_name: Callable[[], str], on_message: Say = lambda _: None) -> T:
-    """Return the result of ``work(say)`` in a child process, or raise its error; both must be picklable.
+    """Run ``work(say)`` in a child process, and return its result or raise its error; both must be picklable.
 
-    ``on_message`` is called in this process with all objects that ``work`` passes to ``say``. ``file_name`` returns the
-    name of the file for messages. Raises FileError if the child crashes or loops; WorkerError if it only sleeps, or if
-    its error is not an error of h5chunk.
+    ``on_message`` is called in this process with every object that ``work`` passes to ``say``. ``file_name`` returns
+    the name of the file for messages. Raises FileError if the child crashes or loops; WorkerError if it sleeps for too
+    long, or if its error is not an error of h5chunk.
     """
     if sys.platform != "linux" or _is_child:
         return work(on_message)
@@ -92,8 +92,8 @@ def in_child(work: Callable[[Say], T], file_name: Callable[[], str], on_message:
     parent = os.getpid()
     try:
         receiver, sender = multiprocessing.Pipe(duplex=False)
-        with warnings.catch_warnings(), phil:  # while it is held, no other thread is inside HDF5
-            warnings.simplefilter("ignore")  # warnings about forks of processes with threads
+        with warnings.catch_warnings(), phil:  # while this lock is held, no other thread is inside HDF5
+            warnings.simplefilter("ignore")  # ignore warnings about forks of processes with threads
             child = os.fork()
     except OSError:
         return work(on_message)
@@ -116,12 +116,12 @@ def in_child(work: Callable[[Say], T], file_name: Callable[[], str], on_message:
         value: T = result[0]
         return value
     cause = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else f"code {os.WEXITSTATUS(status)}"
-    raise FileError(f"{file_name()}: this file crashes HDF5 ({cause}): it is damaged, or memory is short")
+    raise FileError(f"{file_name()}: this file crashes HDF5 ({cause}): it is damaged, or too little memory is free")
 
 
 @contextlib.contextmanager
 def limited_memory(path: Path) -> Iterator[None]:
-    """Limit the memory of a child process in a context: damaged metadata may claim more memory than there is."""
+    """Limit the memory of a child process in a context, because damaged metadata may make HDF5 exhaust it."""
     if sys.platform != "linux" or not _is_child:
         yield
         return
@@ -142,7 +142,7 @@ def _listen(pipe: Connection, child: int, on_message: Say, file_name: Callable[[
     while True:
         try:
             if not pipe.poll(LOOK_S):
-                if watch.is_dead() and not pipe.poll():  # no EOFError if another process inherited the child's end
+                if watch.is_dead() and not pipe.poll():  # no EOFError if another process inherited the child's sender
                     return []
                 watch.check(file_name)
                 continue
@@ -162,12 +162,12 @@ class _Watch:
 
     def __init__(self, child: int) -> None:
         self._folder = Path(f"/proc/{child}")
-        self.moved: bytes | None = None  # the system's counters of reads and writes at the last progress
+        self.moved: bytes | None = None  # the kernel's counters of reads and writes at the last progress
         self._ticks: dict[str, tuple[str, int]] = {}
         self._since = 0.0
 
     def check(self, file_name: Callable[[], str]) -> None:
-        """Raise FileError if the child computes too long without a read or write, Stuck if it only sleeps."""
+        """Raise FileError if the child computes too long without a read or write, Stuck if it sleeps for too long."""
         moved, threads = None, self._threads()
         with contextlib.suppress(OSError):
             moved = (self._folder / "io").read_bytes()
@@ -177,18 +177,18 @@ class _Watch:
         per_s = os.sysconf("SC_CLK_TCK")
         ran = max((ticks - self._ticks.get(name, ("", 0))[1] for name, (_, ticks) in threads.items()), default=0)
         if ran > LOOP_S * per_s:
-            raise FileError(f"{file_name()}: this file makes HDF5 loop: it is damaged")
+            raise FileError(f"{file_name()}: this file makes HDF5 loop endlessly: it is damaged")
         if any(state != "S" for state, _ in threads.values()) or ran:
             self._since = time.monotonic()
         elif time.monotonic() - self._since > IDLE_S:
-            raise Stuck(f"{file_name()}: the child process that reads it has only slept for {IDLE_S:.0f} s")
+            raise Stuck(f"{file_name()}: the child process that reads it made no progress for {IDLE_S:.0f} s")
 
     def is_dead(self) -> bool:
         """Return whether the child has ended."""
         return {state for state, _ in self._threads().values()} <= {"Z", "X"}
 
     def _threads(self) -> dict[str, tuple[str, int]]:
-        """Return the state, as ps shows it, and the processor time in ticks of every thread, by thread id."""
+        """Return the state (as ps shows it) and the CPU time in ticks of every thread, by thread id."""
         found = {}
         with contextlib.suppress(OSError):
             for thread in (self._folder / "task").iterdir():
@@ -211,7 +211,7 @@ def _run(work: Callable[[Say], Any], pipe: Connection, parent: int) -> NoReturn:
             try:
                 pipe.send((DONE, work(lambda value: pipe.send((SAID, value)))))
             except H5ChunkError as error:
-                error.__context__ = error.__cause__ = None  # dask has them pickled, too, which not all errors can be
+                error.__context__ = error.__cause__ = None  # dask pickles them, too, and some errors cannot be pickled
                 pipe.send((FAILED, error.with_traceback(None)))
             except BaseException:
                 pipe.send((FAILED, WorkerError(traceback.format_exc())))

@@ -1,8 +1,8 @@
-"""List the offsets of a dataset's chunks in the file, and check them; find chunks that were never written.
+"""List and validate the offsets of a dataset's chunks in the file, and find chunks that were never written.
 
 H5Dchunk_iter (h5py: ``DatasetID.chunk_iter``) lists all chunks in one pass, while queries of single chunks search the
-index each time. HDF5 1.14.2 leaves the user block out of the offsets. So this module first lists a file in memory to
-see what the running library does, and compares one chunk of each dataset with the bytes at its offset.
+index each time. HDF5 1.14.2 lists offsets from the end of the user block. This module therefore tests the running
+library with a file in memory, and compares one chunk of each dataset with the bytes at its offset.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from h5py._objects import phil
 from h5chunk.errors import FileError, as_text, printable
 from h5chunk.stamp import stamp_of
 
-NUMBERS_AT_A_TIME = 1 << 17  # numbers of listed chunks that are held as Python objects
-FILTER_BYTES = 64 << 10  # limit on a stored chunk beyond twice its decoded size, for headers and tables of filters
+NUMBERS_AT_A_TIME = 1 << 17  # maximum number of Python integers that describe listed chunks at a time
+FILTER_BYTES = 64 << 10  # by which a stored chunk may exceed twice its decoded size, for headers and tables of filters
 CHECKSUM_BYTES = 4  # bytes that Fletcher-32 appends to a chunk
-COMPARED_BYTES = 1 << 20  # largest chunk that is read whole to compare it
+COMPARED_BYTES = 1 << 20  # largest chunk that is read completely to compare it
 COMPARED_ELEMENTS = 64  # elements to compare of a larger chunk, or of contiguous data
 PROBE = bytes(range(1, 33))  # content of the file in memory
 PROBE_BLOCK = 512  # size of its user block
 SEC2 = h5py.h5fd.SEC2
 DONT_FILTER_PARTIAL_CHUNKS = 2  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS of H5Dpublic.h
 ALL_FILTERS = 0xFFFFFFFF  # the filter mask of a chunk that skipped all filters
-KEPT_CHUNKS, MAX_KEPT = 1 << 14, 2  # tables of at least so many chunks are kept, and so many tables
+KEPT_CHUNKS, MAX_KEPT = 1 << 14, 2  # up to MAX_KEPT tables with at least KEPT_CHUNKS chunks are cached
 EXTENSIBLE_ARRAY = 4  # H5D_CHUNK_IDX_EARRAY of H5Dpublic.h
 
 
-_kept: dict[tuple[object, ...], ChunkTable] = {}  # the tables listed last, by version of the file and dataset
+_kept: dict[tuple[object, ...], ChunkTable] = {}  # the cached tables, by version of the file and dataset
 
 
 class NotDirect(Exception):
@@ -67,14 +67,14 @@ class ChunkTable:
 
     @property
     def is_one_run(self) -> bool:
-        """True if all chunks follow each other in the file, in order, so that any range of rows is one byte range."""
+        """True if all chunks are stored in order and without gaps, so that any range of rows is one byte range."""
         if len(self) == 0 or self.offsets[0] < 0:
             return False
         expected = self.offsets[0] + np.arange(len(self)) * self.sizes[0]
         return bool((self.offsets == expected).all() and (self.sizes == self.sizes[0]).all())
 
     def chunk_at(self, offset: int) -> int:
-        """Return the number of the chunk at an offset of the file."""
+        """Return the index of the chunk that contains an offset of the file."""
         return int(np.where(self.offsets <= offset, self.offsets, -1).argmax())
 
     def start(self, chunk: int) -> tuple[int, ...]:
@@ -84,7 +84,7 @@ class ChunkTable:
 
     @property
     def num_across(self) -> int:
-        """Number of chunks that hold the same rows."""
+        """Number of chunks that contain parts of the same rows."""
         return math.prod(_grid(self.shape[1:], self.chunk_shape[1:]))
 
     def rows(self, chunk: int) -> tuple[int, int]:
@@ -102,8 +102,8 @@ def list_chunks(dataset: h5py.Dataset) -> ChunkTable:
     """List the chunks of a dataset in one pass. Raises NotDirect if HDF5 lists them at wrong offsets.
 
     Raises FileError if the index of the chunks is invalid, a chunk extends beyond the file, overlaps another or has an
-    impossible size, or HDF5 reads other bytes than the file has at the offset of a chunk. Long tables are kept, because
-    a data set and its loader, and forked processes, list the same chunks.
+    impossible size, or if HDF5 reads bytes that differ from those at the offset of a chunk. Long tables are cached,
+    because a data set, its loader and forked processes list the same chunks.
     """
     file = dataset.file.id
     if file.get_intent() != h5py.h5f.ACC_RDONLY or file.get_access_plist().get_driver() != SEC2:
@@ -135,7 +135,7 @@ def _list_chunks(dataset: h5py.Dataset) -> ChunkTable:
     end = int((table.offsets + table.sizes).max(initial=0))
     length = dataset.file.id.get_filesize()
     if end > length:
-        raise FileError(f"{name} has a chunk that ends at byte {end}, but the file has only {length}: it is damaged")
+        raise FileError(f"{name} has a chunk that ends at byte {end}, but the file ends at {length}: it is damaged")
     stored = np.flatnonzero(table.offsets >= 0)
     order = stored[np.argsort(table.offsets[stored], kind="stable")]
     over = table.offsets[order[:-1]] + table.sizes[order[:-1]] > table.offsets[order[1:]]
@@ -148,10 +148,10 @@ def _list_chunks(dataset: h5py.Dataset) -> ChunkTable:
 
 
 def is_listed_wrongly(dataset: h5py.Dataset) -> bool:
-    """Return whether HDF5 lists the chunks at wrong offsets, which it does if only a later axis is unlimited.
+    """Return whether HDF5 lists the chunks at wrong offsets: if one axis is unlimited, and it is not the first.
 
-    Such chunks are indexed by an extensible array, in which the unlimited axis comes first; HDF5 lists them as if it
-    did not. Source: H5Dearray.c, H5D__earray_idx_iterate_cb, as compared to H5D__earray_idx_get_addr.
+    An extensible array indexes such chunks with the unlimited axis first, but HDF5 lists them in the order of the axes.
+    Source: H5Dearray.c, H5D__earray_idx_iterate_cb, as compared to H5D__earray_idx_get_addr.
     """
     if dataset.chunks is None or None in dataset.maxshape[:1] or dataset.maxshape.count(None) != 1:
         return False
@@ -176,9 +176,9 @@ def partial_chunks_are_plain(properties: h5py.h5p.PropDCID) -> bool | None:
 
 
 def is_stored_as(dataset: h5py.Dataset, dtype: np.dtype) -> bool:
-    """Return whether a dataset's numbers are stored exactly as NumPy stores them in memory with this type.
+    """Return whether a dataset's values are stored in the file exactly as NumPy stores this dtype in memory.
 
-    The type that h5py reports is only large enough: precision, bit offset or float format may differ.
+    The dtype that h5py reports can hold the values, but precision, bit offset or float format may differ.
     """
     stored = dataset.id.get_type()
     if isinstance(stored, h5py.h5t.TypeEnumID) and dtype.kind != "b":
@@ -196,7 +196,7 @@ def stored_item_bytes(dataset: h5py.Dataset) -> int:
 
 
 def _check_sizes(dataset: h5py.Dataset, table: ChunkTable, name: str) -> None:
-    """Raise FileError if a chunk has an impossible stored size, because HDF5 would read beyond its memory."""
+    """Raise FileError if a chunk has an impossible stored size, with which HDF5 would read beyond its buffer."""
     if dataset.chunks is None:
         return
     chunk_bytes = math.prod(table.chunk_shape) * dataset.id.get_type().get_size()
@@ -208,19 +208,20 @@ def _check_sizes(dataset: h5py.Dataset, table: ChunkTable, name: str) -> None:
         changed |= applied & (code not in (h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_FLETCHER32))
         checksums[applied] += CHECKSUM_BYTES * (code == h5py.h5z.FILTER_FLETCHER32)
     if partial_chunks_are_plain(properties) is None or is_variable(dataset.id.get_type()):
-        changed |= written  # HDF5 does not know their bytes in the file
+        changed |= written  # their size in the file cannot be computed
     sizes = table.sizes
     wrong = written & np.where(changed, sizes <= checksums, sizes != chunk_bytes + checksums)
     wrong |= sizes > 2 * chunk_bytes + FILTER_BYTES  # impossible with any filter
     if wrong.any():
         first = int(wrong.argmax())
         raise FileError(
-            f"{name}: its chunk {first} is stored in {sizes[first]} bytes for {chunk_bytes} of data: it is damaged"
+            f"{name}: its chunk {first} has {sizes[first]} stored bytes, impossible for {chunk_bytes} of data: "
+            "it is damaged"
         )
 
 
 def _check_bytes(dataset: h5py.Dataset, table: ChunkTable, name: str) -> None:
-    """Raise FileError if HDF5 reads other bytes for the smallest chunk than the file has at its offset.
+    """Raise FileError if HDF5 reads bytes for the smallest chunk that differ from those at its offset in the file.
 
     Chunks that are compressed and larger than 1 MiB, and files that are open for writing, are not checked.
     """
@@ -235,13 +236,13 @@ def _check_bytes(dataset: h5py.Dataset, table: ChunkTable, name: str) -> None:
     if os.pread(file.get_vfd_handle(), len(expected), int(table.offsets[chunk])) != expected:
         raise FileError(
             f"{name}: HDF5 reads other bytes for its chunk {chunk} than the file has at {table.offsets[chunk]}, "
-            "the offset that HDF5 lists: it is being written, is damaged, or this version of HDF5 lists wrong offsets: "
-            "try another h5py"
+            "the offset that HDF5 lists: the file is being written or damaged, or HDF5 lists wrong offsets (try "
+            "another version of h5py)"
         )
 
 
 def _read_start(dataset: h5py.Dataset, start: tuple[int, ...], size: int) -> bytes:
-    """Read the first stored bytes of a chunk through HDF5; return no bytes if that would be slow."""
+    """Read the first stored bytes of a chunk through HDF5; return empty bytes if that would be slow."""
     chunks, kind = dataset.chunks or dataset.shape, dataset.id.get_type()
     if dataset.chunks and size <= COMPARED_BYTES:
         memory = bytearray(size)
@@ -263,7 +264,7 @@ def _visit_chunks(dataset: h5py.Dataset, note: Callable[[h5py.h5d.StoreInfo], No
 
 @functools.cache
 def leaves_out_user_block() -> bool:
-    """Test with a file in memory whether this HDF5 library lists offsets relative to the end of the user block."""
+    """Test with a file in memory whether this HDF5 library lists offsets from the end of the user block."""
     memory = io.BytesIO()
     listed: list[h5py.h5d.StoreInfo] = []
     with h5py.File(memory, "w", userblock_size=PROBE_BLOCK) as file:
@@ -280,7 +281,7 @@ def _list_index(dataset: h5py.Dataset, name: str) -> ChunkTable:
     strides = np.array([math.prod(grid[axis + 1 :]) for axis in range(len(grid))], np.int64)
     block = dataset.file.userblock_size
     missing = block if block and leaves_out_user_block() else 0
-    numbers: list[int] = []  # many chunks at once: faster than one by one, with less memory than all
+    numbers: list[int] = []  # of many chunks: storing them in batches is faster than one by one, and saves memory
 
     def add(chunk: h5py.h5d.StoreInfo) -> None:
         position, mask, offset, size = chunk
@@ -294,7 +295,7 @@ def _list_index(dataset: h5py.Dataset, name: str) -> ChunkTable:
         numbers.clear()
         scaled = listed[:, : len(grid)] // chunks
         if (wrong := (scaled >= grid).any(axis=1)).any():
-            raise IndexError(f"at {listed[wrong][0, : len(grid)].tolist()} of {dataset.shape}")
+            raise IndexError(f"its start {listed[wrong][0, : len(grid)].tolist()} is outside of {dataset.shape}")
         indices = scaled @ strides
         table.filter_masks[indices], table.offsets[indices], table.sizes[indices] = listed[:, len(grid) :].T
 
@@ -302,7 +303,7 @@ def _list_index(dataset: h5py.Dataset, name: str) -> ChunkTable:
         _visit_chunks(dataset, add)
         store_listed()
     except (IndexError, OverflowError) as error:
-        raise FileError(f"{name} lists an invalid chunk: {error}: it is damaged") from None
+        raise FileError(f"{name} lists an invalid chunk ({error}): it is damaged") from None
     except (OSError, RuntimeError) as error:
         raise FileError(f"{name}: its chunks cannot be listed: {error}") from None
     if partial_chunks_are_plain(dataset.id.get_create_plist()):
@@ -314,7 +315,7 @@ def _list_index(dataset: h5py.Dataset, name: str) -> ChunkTable:
 
 
 def count_unwritten(dataset: h5py.Dataset) -> int:
-    """Return the number of chunks that were never written, which is valid; a contiguous dataset is one chunk."""
+    """Count the chunks that were never written, which HDF5 allows; a contiguous dataset is one chunk."""
     properties = dataset.id.get_create_plist()
     layout = properties.get_layout()
     if layout == h5py.h5d.CHUNKED:
@@ -324,18 +325,18 @@ def count_unwritten(dataset: h5py.Dataset) -> int:
 
 
 def unwritten_value(dataset: h5py.Dataset) -> str:
-    """Return the value that unwritten elements read as, as text for messages: usually the fill value."""
+    """Return, as text for messages, the value that HDF5 returns for unwritten elements: usually the fill value."""
     if not _has_fill_value(dataset):
         never = dataset.id.get_create_plist().get_fill_time() == h5py.h5d.FILL_TIME_NEVER
         result = "0" if never or dataset.id.get_storage_size() else "an error"
-        return f"{result}, as there is no fill value"
+        return f"{result}, because there is no fill value"
     value = dataset.fillvalue
     value = value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value
     return printable(repr(as_text(value) if isinstance(value, bytes) else value))
 
 
 def leaves_memory(dataset: h5py.Dataset) -> bool:
-    """Return whether HDF5, for lack of a fill value, leaves memory unchanged where elements were never written."""
+    """Return whether HDF5 leaves the buffer unchanged for unwritten elements, because there is no fill value."""
     if _has_fill_value(dataset):
         return False
     if dataset.chunks is None:
@@ -352,8 +353,8 @@ def _has_fill_value(dataset: h5py.Dataset) -> bool:
 def _ask_library(name: str, identifier: int, kind: type[ctypes.c_uint] | type[ctypes.c_int]) -> int | None:
     """Call a function of HDF5 of the form ``herr_t name(hid_t identifier, kind *answer)``, and return the answer.
 
-    The dynamic linker finds the function in the libraries that h5py's extension module is linked to. Returns None if
-    this build of h5py hides it.
+    The dynamic linker finds the function in the libraries that h5py's extension module is linked with. Returns None if
+    this build of h5py hides the function, or if the call fails.
     """
     try:
         function = getattr(ctypes.CDLL(h5py.h5p.__file__), name)
@@ -361,6 +362,6 @@ def _ask_library(name: str, identifier: int, kind: type[ctypes.c_uint] | type[ct
         return None
     function.argtypes, function.restype = [ctypes.c_int64, ctypes.POINTER(kind)], ctypes.c_int
     answer = kind()
-    with phil:  # HDF5 is not safe for several threads
+    with phil:  # HDF5 is not thread-safe
         failed = function(identifier, ctypes.byref(answer)) < 0
     return None if failed else int(answer.value)

@@ -5,7 +5,7 @@ exactly the expected number of bytes, and no stored bytes can make it write beyo
 memory.
 
 imagecodecs decodes gzip, shuffle, Fletcher-32, LZF, LZ4, Zstandard, Blosc and Bitshuffle; without it, HDF5 decodes
-compressed chunks. Filters make few calls into C, because each call releases the GIL and may wait to get it back.
+compressed chunks. Filters make few calls into C, because each call releases the GIL and may then have to wait for it.
 
 Source: HDF5 File Format Specification, IV.A.2.l (filter pipeline); H5Zdeflate.c, H5Zshuffle.c, H5Zfletcher32.c and
 H5checksum.c of HDF5; the registered filters' own formats: HDF5_LZ4.pdf, README_CHUNK_FORMAT.rst of c-blosc, RFC 8878.
@@ -26,7 +26,7 @@ import numpy as np
 from h5chunk import native
 from h5chunk.store.hdf5.chunk_table import partial_chunks_are_plain
 
-MAX_CHUNK_BYTES = 1 << 30  # the libraries have 32-bit lengths
+MAX_CHUNK_BYTES = 1 << 30  # the libraries use 32-bit lengths
 SLACK_BYTES = 64 << 10  # for headers and block tables of small chunks
 
 GZIP, SHUFFLE, FLETCHER32 = 1, 2, 3
@@ -44,10 +44,10 @@ KNOWN_FILTERS = {
     BITSHUFFLE: "bitshuffle",
     ZSTD: "zstd",
     32026: "blosc2",
-}  # numbers as registered with The HDF Group
+}  # by the id that is registered with The HDF Group
 INSTALL = 'pip install "h5chunk[codecs]"'
 
-PLANES_LZ4, PLANES_ZSTD = 2, 3  # Bitshuffle's numbers for the compressors of its bit planes
+PLANES_LZ4, PLANES_ZSTD = 2, 3  # Bitshuffle's ids of the compressors of its bit planes
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
@@ -62,18 +62,18 @@ class DecodeError(Exception):
 class ChunkDecoder:
     """Decode the chunks of one dataset; picklable, and safe to use from any number of threads.
 
-    ``properties``, the dataset's creation properties, are not kept. ``max_stored_bytes`` is a limit on the stored bytes
-    of a chunk. Raises NoDecoder if a filter is not supported here, or imagecodecs is missing.
+    No reference to ``properties``, the dataset's creation properties, is kept. ``max_stored_bytes`` is a limit on the
+    stored bytes of a chunk. Raises NoDecoder if a filter is not supported here, or imagecodecs is missing.
     """
 
     def __init__(self, properties: h5py.h5p.PropDCID, chunk_bytes: int, item_bytes: int) -> None:
         if chunk_bytes < 1 or item_bytes < 1 or chunk_bytes % item_bytes:
-            raise NoDecoder(f"its chunks of {chunk_bytes} bytes do not have whole elements of {item_bytes} bytes")
+            raise NoDecoder(f"its chunks of {chunk_bytes} bytes do not consist of elements of {item_bytes} bytes")
         if chunk_bytes > MAX_CHUNK_BYTES:
-            raise NoDecoder(f"its chunks have {chunk_bytes} bytes: HDF5 decodes those with more than {MAX_CHUNK_BYTES}")
+            raise NoDecoder(f"its chunks have {chunk_bytes} bytes, and only HDF5 decodes more than {MAX_CHUNK_BYTES}")
         if properties.get_layout() == h5py.h5d.CHUNKED and partial_chunks_are_plain(properties) is None:
-            raise NoDecoder("this build of h5py does not say whether partial chunks pass the filters")
-        self._filters: list[tuple[int, int, tuple[int, ...]]] = []  # (bit in the masks, number, parameters)
+            raise NoDecoder("this build of h5py does not report whether partial chunks are filtered")
+        self._filters: list[tuple[int, int, tuple[int, ...]]] = []  # (bit in the masks, filter id, parameters)
         for bit in range(properties.get_nfilters()):
             code, _, values, name = properties.get_filter(bit)
             _check_filter(code, values, name)
@@ -109,7 +109,7 @@ class ChunkDecoder:
             except DecodeError as error:
                 raise DecodeError(f"{KNOWN_FILTERS[code]}: {error}") from None
             _check_length(f"{KNOWN_FILTERS[code]} gives", len(decoded), length, self.max_stored_bytes)
-            if np.may_share_memory(decoded, room):  # otherwise the filter returned a part of data
+            if np.may_share_memory(decoded, room):  # otherwise the filter returned a part of its input
                 turn ^= 1
             data = decoded
         if not np.may_share_memory(data, out):
@@ -159,12 +159,12 @@ def crc32(data: np.ndarray, start: int = 0) -> int:
 
 @functools.cache
 def _fastest_crc32() -> Callable[..., Any]:
-    """Return the CRC-32 function of libdeflate (imagecodecs) or the native core: several times as fast as zlib's."""
+    """Return the fastest CRC-32 function: of libdeflate (imagecodecs), else of the native core, else of zlib."""
     return _library("deflate_crc32") or (native.crc32 if native.available() else zlib.crc32)
 
 
 def _function(name: str) -> Callable[..., Any]:
-    """Return a function of imagecodecs. Raises DecodeError if it is missing, as where a decoder was unpickled."""
+    """Return a function of imagecodecs. Raises DecodeError if it is missing, such as after unpickling elsewhere."""
     call = _library(name)
     if call is None:
         raise DecodeError(f"needs imagecodecs with {name}: {INSTALL}")
@@ -172,7 +172,7 @@ def _function(name: str) -> Callable[..., Any]:
 
 
 def _call(function: str, data: np.ndarray | memoryview | bytes, out: np.ndarray, **options: int) -> np.ndarray:
-    """Call a function of imagecodecs, and return the part of ``out`` that it has written."""
+    """Call a function of imagecodecs, and return the part of ``out`` that it filled."""
     call = _function(function)
     try:
         return out[: len(call(data, out=out, **options))]
@@ -184,7 +184,7 @@ _local = threading.local()
 
 
 def scratch(local: threading.local, name: str, num_bytes: int) -> np.ndarray:
-    """Return a buffer of this thread, (num_bytes,) uint8, that is reused by its next call with the same name."""
+    """Return a buffer of this thread, (num_bytes,) uint8, which the thread's next call with the same name reuses."""
     memory: np.ndarray | None = getattr(local, name, None)
     if memory is None or len(memory) < num_bytes:
         memory = np.empty(num_bytes, np.uint8)
@@ -215,7 +215,7 @@ def _unshuffle(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np
     """Undo the shuffle filter, which groups the bytes of whole elements by position, and keeps the remaining bytes."""
     _check_room(len(data), out)
     if not values or not values[0]:  # HDF5 writes this for a second shuffle filter, which it skips in every chunk
-        raise DecodeError("the size of elements is missing")
+        raise DecodeError("its element size is missing")
     item, count = values[0], len(data) // values[0]
     if item == 1 or count < 2:
         return data
@@ -247,12 +247,12 @@ def _unzstd(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.nd
 
 
 def _unblosc(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
-    """Decode Blosc, after checks of the lengths in its header, which c-blosc trusts."""
+    """Decode Blosc data after checking the lengths in its header, which c-blosc does not check."""
     if len(data) < 16:
-        raise DecodeError(f"{len(data)} bytes, but its header has 16")
+        raise DecodeError(f"{len(data)} bytes are too few for its header of 16")
     version, _, _, item, length, block, stored = struct.unpack_from("<4B3I", data.data)
     if stored != len(data):
-        raise DecodeError(f"{len(data)} bytes are stored, but its header says {stored}")
+        raise DecodeError(f"{len(data)} bytes are stored, but its header claims {stored}")
     _check_room(length, out)
     if version not in (1, 2) or not item or not 0 < block <= length:
         raise DecodeError(f"its header is invalid: version {version}, items of {item}, blocks of {block} bytes")
@@ -270,7 +270,7 @@ def _unlz4(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.nda
 def _read_header(data: np.ndarray, out: np.ndarray) -> tuple[int, int]:
     """Return the decoded size of all blocks, and of one block, in bytes, from the header of LZ4 or Bitshuffle data."""
     if len(data) < 12:
-        raise DecodeError(f"{len(data)} bytes, but its header has 12")
+        raise DecodeError(f"{len(data)} bytes are too few for its header of 12")
     length, block = struct.unpack_from(">QI", data.data)
     _check_room(length, out)
     if not length or not block:
@@ -286,31 +286,31 @@ def _find_blocks(data: np.ndarray, length: int, block: int) -> tuple[list[slice]
         start = end + 4
         end = start + (struct.unpack_from(">I", data.data, end)[0] if start <= len(data) else 0)
         if end > len(data) or end == start:
-            raise DecodeError(f"block {len(blocks)} ends at byte {end} of {len(data)}")
+            raise DecodeError(f"block {len(blocks)} is empty or ends at byte {end}, beyond the {len(data)} bytes")
         blocks.append(slice(start, end))
     return blocks, end
 
 
 def _compressor(values: tuple[int, ...]) -> int:
-    """Return Bitshuffle's number for the compressor of the bit planes; 0 if they are not compressed."""
+    """Return Bitshuffle's id of the compressor of the bit planes; 0 if they are not compressed."""
     return values[4] if len(values) > 4 else 0
 
 
 def _unbitshuffle(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
-    """Decode Bitshuffle: bit planes, in blocks, of groups of eight elements; remaining elements are not shuffled."""
+    """Decode Bitshuffle: blocks of the bit planes of groups of eight elements; remaining elements are not shuffled."""
     item, block = values[2], values[3] * values[2] if len(values) > 3 else 0
     length = len(data)
     if _compressor(values):
         length, block = _read_header(data, out)
     _check_room(length, out)
     if length % item or block % (8 * item):
-        raise DecodeError(f"{length} bytes in blocks of {block} bytes do not have whole groups of elements")
+        raise DecodeError(f"blocks of {block} bytes, {length} in total, do not consist of groups of eight elements")
     planes = _unpack_planes(data, length, block, values) if _compressor(values) else data
     return _call("bitshuffle_decode", planes.data, out[:length], itemsize=item, blocksize=block // item)
 
 
 def _unpack_planes(data: np.ndarray, length: int, block: int, values: tuple[int, ...]) -> np.ndarray:
-    """Decompress the blocks of bit planes: (length,) uint8, in memory that this thread reuses."""
+    """Decompress the blocks of bit planes: (length,) uint8, in a buffer that this thread reuses."""
     rest = length % (8 * values[2])
     packed, planes = length - rest, scratch(_local, "planes", length)
     blocks, end = _find_blocks(data, packed, block)
@@ -341,7 +341,7 @@ def _unpack_planes(data: np.ndarray, length: int, block: int, values: tuple[int,
 class _Codec(NamedTuple):
     """A function that reverses a filter, and the functions of imagecodecs that it calls."""
 
-    functions: tuple[str, ...]  # functions of imagecodecs that are needed
+    functions: tuple[str, ...]  # names in imagecodecs
     decode: Callable[[np.ndarray, tuple[int, ...], np.ndarray], np.ndarray]  # called with bytes, parameters, output
 
 

@@ -6,16 +6,16 @@
 | external storage, virtual datasets | refused, before their shape is queried |
 | unknown filters | refused before a chunk is read, so that no plugin is loaded; each filter only once |
 | shapes larger than the stored bytes | refused beyond 64 MiB plus 1032 times the stored bytes (`check_stored_size`) |
-| chunks that overlap, lie outside of the file, or have another length | refused (`list_chunks`, `ChunkDecoder`) |
-| filters whose parameters do not fit the chunks, which crash | refused (`check_filters`) |
+| chunks that overlap, are outside of the file, or have a wrong length | refused (`list_chunks`, `ChunkDecoder`) |
+| filters whose parameters do not match the chunks, so that HDF5 crashes | refused (`check_filters`) |
 | strings of variable length that describe a matrix | read without HDF5, which may hang on them |
-| values of variable length, references | refused as fields; not read in /h5chunk, nor large attributes there |
+| values of variable length, references | refused as fields and in /h5chunk, like large attributes of /h5chunk |
 | links and datasets in the group /h5chunk | only hard links, to datasets of fixed-size types and valid shapes |
 
-Other damaged metadata is found by HDF5 itself. Its errors become FileErrors, and so do its crashes and endless loops,
+HDF5 itself detects other damaged metadata. Its errors become FileErrors, and so do its crashes and endless loops,
 because files are first opened in a child process (`h5chunk.store.hdf5.child`).
 
-With ``trusted``, any filter is allowed, and so are links, views (virtual datasets) and external storage that lead to
+With ``trusted``, any filter is allowed, and so are links, views (virtual datasets) and external storage that refer to
 files in the folder of the file or below it. `scripts/PROMISES.md` describes the evidence.
 """
 
@@ -45,18 +45,18 @@ from h5chunk.store.hdf5.chunk_table import is_variable
 from h5chunk.store.hdf5.codecs import BITSHUFFLE, KNOWN_FILTERS
 from h5chunk.store.hdf5.open import DAMAGES, address_of, errors_as
 
-MAX_RATIO = 1032  # highest ratio of gzip
+MAX_RATIO = 1032  # gzip's highest compression ratio
 SLACK_BYTES = 64 << 20  # bytes that a shape may claim although nothing was written: they read as the fill value
 SLACK_CHUNKS = 1 << 20  # chunks that a shape may claim although they were never written; each needs memory for a table
-MAX_INFLATED_BYTES = 256 << 20  # larger chunks must have at least the stored bytes that gzip could decode to them
+MAX_INFLATED_BYTES = 256 << 20  # larger chunks must have enough stored bytes for MAX_RATIO
 MAX_ATTRIBUTE_BYTES = 1 << 20
-MAX_DEPTH = 32  # limit on links that lead to links
+MAX_DEPTH = 32  # maximum length of a chain of links
 REMEDY = "to allow it, pass trusted=True (--trusted)"
 PREFIXES = {"an external link": "HDF5_EXT_PREFIX", "a view": "HDF5_VDS_PREFIX", "storage": "HDF5_EXTFILE_PREFIX"}
 
 
 class Trust:
-    """Check that links of a trusted file lead only to files in its folder, or below it.
+    """Check that links of a trusted file refer only to files in its folder, or below it.
 
     HDF5 looks for the file of a link in several folders, and opens the first one that it can. This class tries the
     same paths in the same order: the first existing file must be in the folder, after symbolic links are resolved.
@@ -78,10 +78,10 @@ class Trust:
 
     @contextmanager
     def opened(self, base: str, target: str, where: str, kind: str) -> Iterator[h5py.File | None]:
-        """Open, in a context, the file ``target`` of a link or view in ``base``; ``kind`` is a key of PREFIXES.
+        """Open the file ``target`` of a link or view in the file ``base`` in a context; ``kind`` is a key of PREFIXES.
 
-        The context is None if HDF5 would not find the file, or a view names many files by a number pattern. Raises
-        TrustError if the file is outside the trusted folder, FieldError if it cannot be opened.
+        The context's value is None if HDF5 would not find the file, or if a view names many files by a number pattern.
+        Raises TrustError if the file is outside the trusted folder, FieldError if it cannot be opened.
         """
         if kind == "a view" and target == ".":
             with h5py.File(base, "r") as file:
@@ -93,7 +93,7 @@ class Trust:
             if "%" in folder or not candidate.resolve().is_relative_to(self.folder):
                 raise TrustError(
                     f"{where} is a view of {last!r} in {printable(candidate)}, outside of the file's folder: "
-                    "copy it there"
+                    "copy those files into that folder"
                 )
             yield None
             return
@@ -126,7 +126,7 @@ def _candidate_paths(base: str, target: str, kind: str) -> list[Path]:
 class Guard:
     """Find objects in a file, and refuse those that must not be read: see the description of this module.
 
-    Errors about objects that ``trusted`` would allow end with ``remedy``.
+    Errors about objects that could be read with ``trusted`` end with ``remedy``.
     """
 
     def __init__(self, path: str | os.PathLike[str], trusted: bool = False, *, remedy: str = REMEDY) -> None:
@@ -144,7 +144,7 @@ class Guard:
     def _exists(self, start: h5py.Group, name: str, where: str, depth: int) -> bool:
         """Return whether a path exists. Raises TrustError if a name in it is neither a hard link nor a trusted link."""
         if depth > MAX_DEPTH:
-            raise FieldError(f"{where} leads through more than {MAX_DEPTH} links: they may form a circle")
+            raise FieldError(f"{where} leads through more than {MAX_DEPTH} links: they may form a cycle")
         group: Any = start.file["/"] if name.startswith("/") else start
         for part in (part for part in name.split("/") if part not in ("", ".")):
             if not isinstance(group, h5py.Group):
@@ -161,7 +161,9 @@ class Guard:
         """Return whether a soft or external link leads to an object. Raises TrustError if it is not trusted."""
         soft = isinstance(link, h5py.SoftLink)
         if not soft and not isinstance(link, h5py.ExternalLink):
-            raise TrustError(f"{where} is a user-defined link, which is not followed: put a copy of its target there")
+            raise TrustError(
+                f"{where} is a user-defined link, which is not followed: replace it by a copy of its target"
+            )
         if self._trust is None:
             kind, of = ("a soft link", "") if soft else ("an external link", f" of {link.filename!r}")
             remedy = f"read {'its target' if soft else 'that file'} directly; {self._remedy}"
@@ -189,8 +191,8 @@ class Guard:
             names = [os.fsdecode(properties.get_external(i)[0]) for i in range(properties.get_external_count())]
             if self._trust is None:
                 raise TrustError(
-                    f"{where} has its values in another file, {names[0]!r}, which is not opened: copy them; "
-                    f"{self._remedy}"
+                    f"{where} has its values in another file, {names[0]!r}, which is not opened: copy them into this "
+                    f"file; {self._remedy}"
                 )
             for name in names:
                 existing = next(
@@ -211,7 +213,7 @@ class Guard:
         if self._trust is None:
             first = f", such as {sources[0][0]!r}" if sources else ""
             raise TrustError(
-                f"{where} is a view of other files{first}, which are not opened: read those; {self._remedy}"
+                f"{where} is a view of other files{first}, which are not opened: read those directly; {self._remedy}"
             )
         if depth > MAX_DEPTH:
             raise FieldError(f"{where} is a view of views, more than {MAX_DEPTH} deep")
@@ -227,7 +229,7 @@ class Guard:
         self.check_parts(file, name, parts)
 
     def check_parts(self, file: h5py.File, name: str, parts: Collection[str]) -> None:
-        """Check these datasets of a group, if they exist, like `check_field`."""
+        """Check those datasets ``parts`` of a group that exist, like `check_field`."""
         for part in (part for part in list(file[name]) if part in parts):  # ``part in group`` would follow links
             where = f"{name.rstrip('/')}/{part}"
             item = self.find(file, where)
@@ -278,8 +280,8 @@ class Guard:
 
 
 def check_header_group(file: h5py.File, name: str, attributes: Sequence[str]) -> None:
-    """Raise FileError if links, datasets or these attributes of the group /``name`` are unsafe to read."""
-    label = f"{printable(file.filename)}: damaged: its group /{name} is invalid"
+    """Raise FileError if links, datasets or ``attributes`` of the group /``name`` are unsafe to read."""
+    label = f"{printable(file.filename)}: its group /{name} is damaged"
     with errors_as(FileError, label):
         link = file.get(name, getlink=True)
         if link is not None and not isinstance(link, h5py.HardLink):
@@ -303,36 +305,36 @@ def check_filters(properties: h5py.h5p.PropDCID, where: str, *, trusted: bool, r
     for number in range(properties.get_nfilters()):
         code, _, values, name = properties.get_filter(number)
         if code == BITSHUFFLE and len(values) >= 3 and not values[2]:  # HDF5 would crash
-            raise FieldError(f"{where} is packed with filter bitshuffle for elements of 0 bytes: it is damaged")
+            raise FieldError(f"{where} is compressed with filter bitshuffle for elements of 0 bytes: it is damaged")
         if code in (h5py.h5z.FILTER_SCALEOFFSET, h5py.h5z.FILTER_NBIT) and len(values) >= 3:
             count = math.prod(properties.get_chunk())
             if values[2] != count:  # HDF5 would crash
                 raise FieldError(
-                    f"{where} is packed with filter {KNOWN_FILTERS[code]} for chunks of {values[2]} elements but they "
-                    f"have {count}: it is damaged"
+                    f"{where} is compressed with filter {KNOWN_FILTERS[code]} for chunks of {values[2]} elements, but "
+                    f"its chunks have {count}: it is damaged"
                 )
         if code not in KNOWN_FILTERS and not trusted:
             label = ascii(name.decode(errors="replace")[:40])
             raise TrustError(
-                f"{where} is packed with filter {code} ({label}), which would load a plugin: write it with another "
+                f"{where} is compressed with filter {code} ({label}), which would load a plugin: write it with another "
                 f"filter (h5repack -f GZIP=4){remedy and '; '}{remedy}"
             )
         codes.append(code)
     twice = next((code for code in codes if codes.count(code) > 1), None)
     if twice is not None:
         label = KNOWN_FILTERS.get(twice, str(twice))
-        raise FieldError(f"{where} has filter {label} more than once, like a decompression bomb: use h5repack")
+        raise FieldError(
+            f"{where} has filter {label} more than once, like a decompression bomb: rewrite it with h5repack"
+        )
 
 
 def check_stored_size(dataset: h5py.Dataset, properties: h5py.h5p.PropDCID, where: str) -> None:
-    """Raise FieldError unless a dataset's shape, chunks and stored bytes fit each other and the size of the file."""
+    """Raise FieldError unless a dataset's shape, chunks and stored bytes match each other and the file's size."""
     shape, item_bytes = dataset.id.get_space().shape, dataset.id.get_type().get_size()
     claimed, stored = math.prod(shape) * item_bytes, dataset.id.get_storage_size()
     file_bytes = dataset.file.id.get_filesize()
     if stored > file_bytes:
-        raise FieldError(
-            f"{where} claims {stored} stored bytes but the file has {file_bytes}: damaged, or its chunks overlap"
-        )
+        raise FieldError(f"{where} claims {stored} stored bytes, but the file has only {file_bytes}: it is damaged")
     layout = properties.get_layout()
     if layout == h5py.h5d.CHUNKED:
         _check_chunk_sizes(dataset, properties, where, claimed, stored)
@@ -351,39 +353,40 @@ def _check_chunk_sizes(
     chunk_bytes = math.prod(chunks) * dataset.id.get_type().get_size()
     if not stored and chunk_bytes > MAX_INFLATED_BYTES:
         size = human_bytes(chunk_bytes)
-        raise UnsupportedError(f"{where} has chunks of {size}, and none was ever written: write one")
+        raise UnsupportedError(f"{where} has chunks of {size}, but none was ever written: write it first")
     if chunk_bytes > max(MAX_INFLATED_BYTES, MAX_RATIO * stored):
         raise FieldError(
-            f"{where} has chunks of {human_bytes(chunk_bytes)} but {human_bytes(stored)} are stored: damaged, or "
-            "a decompression bomb"
+            f"{where} has chunks of {human_bytes(chunk_bytes)}, but only {human_bytes(stored)} are stored: it is "
+            "damaged, or a decompression bomb"
         )
     expected = math.prod(-(-size // chunk) for size, chunk in zip(shape, chunks, strict=True))
     num_chunks = dataset.id.get_num_chunks()
     if num_chunks > expected:
-        raise FieldError(f"{where} has {num_chunks} chunks, but its shape has only {expected}: it is damaged")
+        raise FieldError(f"{where} has {num_chunks} chunks, but its shape allows only {expected}: it is damaged")
     unwritten = (expected - num_chunks) * chunk_bytes
     if expected - num_chunks > SLACK_CHUNKS:
         raise UnsupportedError(
-            f"{where} has {expected} chunks of which only {num_chunks} were ever written: write them first"
+            f"{where} has {expected} chunks, but only {num_chunks} were ever written: write them first"
         )
     if unwritten > SLACK_BYTES + MAX_RATIO * stored:
         raise UnsupportedError(
-            f"{where} claims {human_bytes(claimed)} but only {human_bytes(stored)} were ever written: write it first"
+            f"{where} claims {human_bytes(claimed)}, but only {human_bytes(stored)} were ever written: write it first"
         )
 
 
 def check_attributes(item: h5py.HLObject, where: str, names: Iterable[str] | None = None) -> None:
-    """Raise FileError if an attribute, or one of these names, is large or has a type of variable length.
+    """Raise FileError if an attribute of an object is large or has a variable-length type.
 
-    Give names for untrusted objects: HDF5 may crash when it lists damaged attributes, because it trusts their count.
+    For untrusted objects, check only attributes with known ``names``: HDF5 trusts the number of attributes in the file,
+    and may crash when it lists them.
     """
     for name in item.attrs if names is None else [name for name in names if name in item.attrs]:
         attribute = item.attrs.get_id(name)
         if is_variable(attribute.get_type()):
-            raise FileError(f"{where}: attribute {name!r} is of variable length: damaged, or not written by h5chunk")
+            raise FileError(f"{where}: attribute {name!r} has variable length: damaged, or not written by h5chunk")
         if attribute.get_storage_size() > MAX_ATTRIBUTE_BYTES:
             size, limit = human_bytes(attribute.get_storage_size()), human_bytes(MAX_ATTRIBUTE_BYTES)
-            raise FileError(f"{where}: attribute {name!r} has {size} but the limit is {limit}: damaged")
+            raise FileError(f"{where}: attribute {name!r} has {size}, but the limit is {limit}: it is damaged")
 
 
 def small_attribute(item: h5py.HLObject, name: str, default: Any = None) -> Any:

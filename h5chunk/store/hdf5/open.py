@@ -1,4 +1,4 @@
-"""Open HDF5 files for reading, and translate errors of HDF5 and the system into errors with the file's name."""
+"""Open HDF5 files for reading, and translate errors of HDF5 and the system into errors that name the file."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from h5chunk.errors import FileError, H5ChunkError, OutputError, printable
 from h5chunk.remote.mirror import MirrorFile
 from h5chunk.urls import is_cut_url, local_copy_of
 
-# what h5py raises for damaged files
+# exceptions that h5py raises for damaged files
 DAMAGES = (OSError, RuntimeError, ValueError, TypeError, KeyError, OverflowError, RecursionError, MemoryError)
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 REASONS = (
-    ("truncated", "cut short: the file is smaller than its header says; copy or convert it again"),
+    ("truncated", "cut short (the file is smaller than its header claims): copy or convert it again"),
     ("signature not found", "not an HDF5 file"),
     ("Permission denied", "no permission to read it"),
     ("unable to lock file", "is locked by another process that is writing to it: wait for that process"),
-)  # a part of HDF5's message for a file that does not open, and the reason that h5chunk's error gives
+)  # a part of HDF5's message for a file that cannot be opened, and the reason in h5chunk's message
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def translate_errors(path: str | os.PathLike[str]) -> Iterator[None]:
         reason = str(error) or type(error).__name__
         if any(os.strerror(number) in reason for number in FULL_DISK):
             raise OutputError(f"{printable(path)}: its copy cannot be written: {reason}") from None
-        raise FileError(f"{printable(path)}: damaged, or of an unknown kind: HDF5: {reason}") from error
+        raise FileError(f"{printable(path)}: damaged, or of an unknown kind (HDF5: {reason})") from error
 
 
 @contextmanager
@@ -97,7 +97,7 @@ _through_python: weakref.WeakSet[h5py.File] = weakref.WeakSet()  # files that HD
 
 @atexit.register
 def _close_files() -> None:
-    """Close them before Python ends, because HDF5 would call it afterwards."""
+    """Close these files before Python exits, because HDF5 would call Python after that."""
     for file in list(_through_python):
         file.close()
 
@@ -109,7 +109,7 @@ def descriptor_of(file: h5py.File) -> int:
 
 
 def address_of(item: h5py.HLObject) -> tuple[int, ...]:
-    """Return the number of an object's file and its address there, which identify the object under any name.
+    """Return the number of an object's file and its address in it, which identify the object whatever its name.
 
     ``h5o.get_info`` returns them too, but it also reads the chunk index, and crashes if that is damaged.
     """

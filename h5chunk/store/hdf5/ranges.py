@@ -1,7 +1,7 @@
 """Read byte ranges of a file into many buffers, with one system call per range.
 
-``os.preadv`` needs a Python object per buffer, created under the GIL. Here NumPy makes tables of addresses and lengths,
-which are passed to libc's ``preadv``, so that scattering a shuffled batch takes no time in Python.
+``os.preadv`` needs a Python object per buffer, created under the GIL. Here NumPy builds tables of addresses and
+lengths, which are passed to libc's ``preadv``, so that a shuffled batch is scattered without Python code per sample.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from h5chunk.remote.mirror import Descriptor
 from h5chunk.urls import local_copy_of
 
 RUN_BYTES = 2 << 20  # approximate bytes per system call: longer ranges are cut, so that threads can share them
-MAX_VECTORS = 1024  # IOV_MAX of Linux and macOS: buffers of one call
+MAX_VECTORS = 1024  # IOV_MAX of Linux and macOS: maximum number of buffers per call
 CUT = "the file ends in the middle of its data: it was cut short"
-PART_BYTES = 8 << 20  # bytes per task of a thread: smaller tasks would compete for the GIL; scripts/LOG.md
+PART_BYTES = 8 << 20  # bytes per task of a thread: smaller tasks would compete for the GIL (scripts/LOG.md)
 
 ReadTask = Callable[[int], None]  # a task: called with the descriptor of the file
 Ranges = tuple[np.ndarray, np.ndarray]  # offsets and numbers of bytes: (n,) int64 each
@@ -63,14 +63,14 @@ def open_descriptor(path: Path) -> int:
 
 
 def held(descriptor: int, offsets: np.ndarray, sizes: np.ndarray) -> AbstractContextManager[object]:
-    """Return a context in which byte ranges of a file can be read: those of a remote object are fetched first."""
+    """Return a context in which byte ranges of a file can be read; ranges of a remote object are fetched first."""
     if isinstance(descriptor, Descriptor) and len(offsets):
         return closing(descriptor.mirror.held(offsets, sizes))
     return nullcontext()
 
 
 class _Rows(ctypes.Structure):
-    kept: tuple[Any, ...] = ()  # the memory of the pointers
+    kept: tuple[Any, ...] = ()  # the arrays that the pointers refer to
     _fields_ = (
         ("blocks", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("block_rows", "row_bytes")),
@@ -88,9 +88,9 @@ class _Rows(ctypes.Structure):
 class VectorTask:
     """A task that reads runs of bytes of a file, and scatters each run to several buffers.
 
-    ``jobs``, (n,) `h5chunk.native.JOB`, describes the runs; their descriptor is set later. Without native threads there
-    is one job for each run, and ``vectors``, (n, 2) uintp, has the address and length of each buffer. ``out`` owns the
-    memory, and is kept alive like ``vectors``.
+    ``jobs``, (n,) `h5chunk.native.JOB`, describes the runs; their file descriptor is set later. Without native threads
+    there is one job for each run, and ``vectors``, (n, 2) uintp, has the address and length of each buffer. ``out``
+    owns the buffers; the task keeps it and ``vectors`` alive.
     """
 
     def __init__(self, jobs: np.ndarray, vectors: Any, out: object, where: Where) -> None:
@@ -118,7 +118,7 @@ class VectorTask:
             return
         for source, count, offset, num_bytes in self._runs():
             got = _preadv(descriptor, source, min(count, MAX_VECTORS), offset)
-            if got != num_bytes:  # read_bytes gets an error of the system again
+            if got != num_bytes:  # after an error of the system, read_bytes raises it
                 self._read_rest(descriptor, self._buffers(source, count), offset, max(0, got))
 
     def jobs(self, descriptor: int) -> np.ndarray:
@@ -127,10 +127,10 @@ class VectorTask:
         return self._jobs
 
     def end(self) -> None:
-        """Finish the task after all jobs have succeeded; here there is nothing to do."""
+        """Finish the task after all of its jobs have succeeded; this task needs nothing more."""
 
     def error_of(self, result: Result) -> FileError:
-        """Return the error for the result of a job of this task that failed."""
+        """Return the error for the result of a failed job of this task."""
         return read_error(self._where(result.offset), result)
 
     def _runs(self) -> Iterator[tuple[int, int, int, int]]:
@@ -159,7 +159,7 @@ class RowGather:
 
     def __call__(self, _descriptor: object) -> None:
         target = self._out.view(self._values.dtype).reshape(len(self._samples), *self._values.shape[1:])
-        np.take(self._values, self._samples, axis=0, out=target, mode="clip")  # in another mode NumPy copies twice
+        np.take(self._values, self._samples, axis=0, out=target, mode="clip")  # in other modes NumPy copies twice
 
     def end(self) -> None:
         """See `VectorTask.end`."""
@@ -174,7 +174,7 @@ class RowGather:
 
 
 class NativeTasks:
-    """Tasks that native threads run as one ticket, with the ``ending`` that it has.
+    """Tasks that native threads run together as one ticket; ``ending`` is the work that follows them, if any.
 
     ``tasks`` lists each task, the file descriptor for it, and a function to call at the end, or None.
     """
@@ -185,15 +185,16 @@ class NativeTasks:
         self._tasks = tasks
         tables = [task.jobs(descriptor) for task, descriptor, _ in tasks]
         self._ends = list(accumulate(map(len, tables)))
-        self.jobs = np.concatenate([table.view(np.uint8) for table in tables]).view(JOB)  # of structures it is slow
+        self.jobs = np.concatenate([table.view(np.uint8) for table in tables]).view(JOB)  # slow for structured arrays
         self._indices, self._gathers = self.jobs["indices"], np.flatnonzero(self.jobs["kind"] == GATHER).tolist()
 
     def aim(self, rows: np.ndarray, destinations: np.ndarray, samples: np.ndarray) -> bool:
-        """Read other samples to the same memory: (n,) int64 as for the tasks; return whether that is possible.
+        """Make the tasks read other samples into the same memory; return whether that is possible.
 
-        The arrays must live until the ticket ends. It is possible for tasks of `row_tasks` and `RowGather`.
+        It is possible for tasks of `row_tasks` and `RowGather`, with as many samples as before. The arrays, (n,) int64
+        and C-contiguous, must live until the ticket ends.
         """
-        if not all(each.dtype == np.int64 and each.flags.c_contiguous for each in (rows, destinations, samples)):
+        if not all(array.dtype == np.int64 and array.flags.c_contiguous for array in (rows, destinations, samples)):
             return False
         row, destination, sample = map(address_of, (rows, destinations, samples))
         for task, *_ in self._tasks:
@@ -204,7 +205,7 @@ class NativeTasks:
         return True
 
     def end(self, result: Result) -> None:
-        """Do what remains when all jobs have ended, unless they were cancelled; raise the error of one that failed."""
+        """Finish the tasks after all jobs have ended without being cancelled; raises the error of a failed job."""
         if result.status not in (DONE, CHANGED, NOT_SENT):
             raise self._tasks[bisect_right(self._ends, result.job)][0].error_of(result)
         for task, _, check in self._tasks:
@@ -214,20 +215,20 @@ class NativeTasks:
 
 
 def native_tasks(tasks: Sequence[Any], opened: Any) -> tuple[NativeTasks | None, list[ReadTask]]:
-    """Divide tasks into those for native threads, None if there are none, and those for Python threads.
+    """Divide tasks into those for native threads (None if there are none) and those for Python threads.
 
-    ``opened`` is the descriptor of the file, or of several files, whose `FileTasks` have tasks for each.
+    ``opened`` is the descriptor of the file; for several files, an `OpenFiles` whose `FileTasks` are split by file.
     """
-    own: list[Any] = []
+    native: list[Any] = []
     others: list[ReadTask] = []
     for task in tasks:
         if hasattr(task, "jobs"):
-            own.append((task, opened, None))
+            native.append((task, opened, None))
         elif getattr(task, "is_plain", False):
-            own += task.split(opened)
+            native += task.split(opened)
         else:
             others.append(task)
-    return NativeTasks(own) if own else None, others
+    return NativeTasks(native) if native else None, others
 
 
 def lasting_tasks(
@@ -239,9 +240,10 @@ def lasting_tasks(
     destinations: np.ndarray,
     samples: np.ndarray,
 ) -> NativeTasks | None:
-    """Return tasks that fill memory by field, and can be aimed at other samples; None if a field does not allow that.
+    """Return tasks that fill an array per field and can be reused for other samples (`NativeTasks.aim`).
 
-    ``direct`` has readers of fields by byte ranges, and ``whole`` fields in memory; see `row_tasks` for the others.
+    ``direct`` has the fields that are read by byte ranges, and ``whole`` those in memory; for the other arguments see
+    `row_tasks`. Returns None if a field does not allow reuse.
     """
     if not all(name in whole or (name in direct and direct[name].reads_rows) for name in fields):
         return None
@@ -255,12 +257,12 @@ def lasting_tasks(
 
 
 def read_error(where: str, result: Result) -> FileError:
-    """Return the error for the result of a job that failed to read the data named ``where``."""
+    """Return the error for the result of a job that failed to read data; ``where`` names the data."""
     if result.status == SYSTEM:
         return FileError(f"{where}: cannot be read: {os.strerror(result.error)}")
     if result.status == CUT_SHORT:
         return FileError(f"{where}: {CUT}")
-    return FileError(f"{where}: closed while it was read")
+    return FileError(f"{where}: the file was closed while it was read")
 
 
 def vectors_of(sizes: np.ndarray, destinations: np.ndarray, out: np.ndarray) -> np.ndarray:
@@ -286,20 +288,21 @@ def row_jobs(
     blocks : (num_blocks,) int64
         Offset in the file of each block of ``block_rows`` rows of ``row_bytes`` bytes.
     rows, counts, destinations : (n,) int64
-        Row ``rows[i]`` of the file, or ``counts[i]`` rows from there on, go to row ``destinations[i]`` of ``out``.
+        Row ``rows[i]`` of the file, or ``counts[i]`` rows from it on, are read to row ``destinations[i]`` of ``out``.
     out : array
         C-contiguous.
 
     Returns
     -------
     jobs : (num_jobs,) JOB
-        Without descriptors.
+        Jobs without file descriptors.
     kept : object
-        What the jobs point to, to be kept; its ``rows`` and ``destinations`` are addresses that may change.
+        Memory that the jobs refer to, which the caller must keep alive. Its addresses ``rows`` and ``destinations`` may
+        be changed.
     """
-    given = (blocks, rows, counts, destinations)
-    arrays = [None if each is None else np.ascontiguousarray(each, np.int64) for each in given]
-    block, row, count, destination = (None if each is None else address_of(each) for each in arrays)
+    tables = (blocks, rows, counts, destinations)
+    arrays = [None if table is None else np.ascontiguousarray(table, np.int64) for table in tables]
+    block, row, count, destination = (None if array is None else address_of(array) for array in arrays)
     table = _Rows(block, block_rows, row_bytes, row, count, destination, address_of(out))
     table.kept = (*arrays, out)
     if counts is None:
@@ -314,12 +317,12 @@ def row_jobs(
 
 @functools.lru_cache(16)
 def _equal_jobs(num_rows: int, row_bytes: int, most_bytes: int) -> np.ndarray:
-    each = max(1, most_bytes // max(1, row_bytes))
-    return _jobs_of(np.append(np.arange(0, num_rows, each), num_rows), np.arange(1, num_rows + 1) * row_bytes)
+    job_rows = max(1, most_bytes // max(1, row_bytes))
+    return _jobs_of(np.append(np.arange(0, num_rows, job_rows), num_rows), np.arange(1, num_rows + 1) * row_bytes)
 
 
 def _jobs_of(cuts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return jobs of the entries between these cuts; ``ends`` counts bytes to the end of each entry."""
+    """Return a job for the entries between each two cuts; ``ends`` has the bytes up to the end of each entry."""
     jobs = np.zeros(len(cuts) - 1, JOB)
     jobs["kind"], jobs["offset"], jobs["count"] = ROWS, cuts[:-1], np.diff(cuts)
     jobs["num_bytes"] = np.diff(ends[cuts[1:] - 1], prepend=0)
@@ -331,8 +334,8 @@ def vector_tasks(
 ) -> Iterator[VectorTask]:
     """Yield tasks that read ``sizes[i]`` bytes at ``offsets[i]`` of the file to byte ``destinations[i]`` of ``out``.
 
-    The arrays are (n,) int64, with n > 0. Ranges that are adjacent in the file share a system call. There is one task
-    for all native threads, or several for Python threads.
+    The arrays are (n,) int64, with n > 0. Ranges that are adjacent in the file share a system call. Native threads
+    share a single task; for Python threads there are several tasks.
     """
     if available():
         yield VectorTask(*row_jobs(offsets, 1, 1, np.arange(len(offsets)), sizes, destinations, out), out, where)
@@ -359,8 +362,8 @@ def row_tasks(
 ) -> Iterator[VectorTask]:
     """Yield tasks that read row ``rows[i]``, or ``counts[i]`` rows from it, to row ``destinations[i]`` of ``out``.
 
-    ``blocks`` describes the file: the offsets of equal blocks of rows, the rows of a block, and the bytes of a row. The
-    other arrays are (n,) int64, with n > 0.
+    ``blocks`` describes the file: the offsets of blocks with equally many rows, the number of rows per block, and the
+    bytes per row. The other arrays are (n,) int64, with n > 0.
     """
     if available():
         yield VectorTask(*row_jobs(*blocks, rows, counts, destinations, out), out, where)

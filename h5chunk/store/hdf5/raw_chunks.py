@@ -15,11 +15,12 @@ from h5chunk.store.hdf5.ranges import read_bytes
 
 
 class RawChunks:
-    """Read the chunks of a dataset of fixed-size elements, by number in row-major order, from any number of threads.
+    """Read the chunks of a dataset of fixed-size elements, by index in row-major order, from any number of threads.
 
-    ``where`` names the dataset in messages. ``table`` lists them; if it is None, HDF5 reads them. The dataset must
-    stay open if HDF5 reads chunks, or some were never written. If ``decodes``, chunks can only be read whole, because
-    they have filters or HDF5 reads them. ``left_to_hdf5`` is the reason why HDF5 must decode them, or empty.
+    ``where`` names the dataset in messages. ``table`` lists the chunks; if it is None, HDF5 reads them. The dataset
+    must stay open if HDF5 reads chunks, or some were never written. If ``decodes`` is True, chunks can only be read
+    completely, because they have filters or HDF5 reads them. ``left_to_hdf5`` is the reason why HDF5 must decode the
+    chunks, or empty.
     """
 
     def __init__(self, dataset: h5py.Dataset, descriptor: int, where: str, table: ChunkTable | None) -> None:
@@ -46,7 +47,7 @@ class RawChunks:
         return self.decodes and bool(self.left_to_hdf5)
 
     def run_ends(self, first: int, last: int) -> list[int]:
-        """Cut chunks ``first`` to ``last`` (excluded) into runs that are contiguous in the file; return their ends."""
+        """Group chunks ``first`` to ``last`` (excluded) into runs that are contiguous in the file; return the ends."""
         offsets = self._table.offsets[first:last]
         unwritten = offsets < 0
         behind = (offsets[1:] == offsets[:-1] + self.chunk_bytes) & ~unwritten[:-1]
@@ -54,7 +55,7 @@ class RawChunks:
         return [*ends.tolist(), last]
 
     def read_part(self, number: int, start: int, out: np.ndarray) -> None:
-        """Fill ``out`` with the bytes of an unfiltered chunk from byte ``start``, and of the chunks that follow it."""
+        """Fill ``out`` with an unfiltered chunk from byte ``start`` on, and the chunks that follow it in the file."""
         offset = int(self._table.offsets[number])
         if offset < 0:
             self._put_fill(number, out)

@@ -34,12 +34,12 @@ ATTRIBUTE, CONTINUATION = 0x0C, 0x10
 
 @dataclass(frozen=True)
 class FileBytes:
-    """An open file, for reads at addresses of HDF5."""
+    """An open file that is read at HDF5 addresses."""
 
     descriptor: int
     num_bytes: int
-    error: Callable[[str], H5ChunkError]  # makes an error that names the object that is read
-    base: int = 0  # end of the user block, at which the file has address 0
+    error: Callable[[str], H5ChunkError]  # creates an error that names the object being read
+    base: int = 0  # offset of address 0: the end of the user block
 
     def read(self, address: int, num_bytes: int) -> bytes:
         if address + num_bytes > self.num_bytes - self.base:
@@ -52,10 +52,10 @@ class FileBytes:
 
 
 def read_words(item: h5py.HLObject, name: str, error: Callable[[str], H5ChunkError]) -> list[str]:
-    """Read the strings of an attribute of an object, those of variable length without HDF5.
+    """Read the strings of an attribute of an object, without HDF5 if they have variable length.
 
-    ``error`` makes the error of a damaged attribute. Returns an empty list if the attribute does not exist, has no
-    strings, or has more than one axis.
+    ``error`` creates the error for a damaged attribute. Returns an empty list if the attribute does not exist, contains
+    no strings, or has more than one axis.
     """
     if name not in item.attrs:
         return []
@@ -78,14 +78,14 @@ def read_words(item: h5py.HLObject, name: str, error: Callable[[str], H5ChunkErr
 
 
 def read_strings(file: FileBytes, pointers: np.ndarray) -> np.ndarray:
-    """Read the strings that pointers, (n,) `POINTER`, lead to: (n,) bytes strings, padded to the longest one.
+    """Read the strings that pointers, (n,) `POINTER`, refer to: (n,) bytes, padded to the longest string.
 
     Raises ``file.error`` if a string is longer than `MAX_STRING_BYTES`, or the heap of strings is damaged.
     """
     lengths = pointers["length"].astype(np.int64)
     if len(lengths) and int(lengths.max()) > MAX_STRING_BYTES:
         position = int(lengths.argmax())
-        raise file.error(f"string {position} has {lengths[position]} bytes but the limit is {MAX_STRING_BYTES}")
+        raise file.error(f"string {position} has {lengths[position]} bytes, but the limit is {MAX_STRING_BYTES}")
     strings = np.zeros(len(pointers), f"S{max(1, int(lengths.max(initial=0)))}")
     filled = np.flatnonzero(lengths)
     order = filled[np.argsort(pointers["address"][filled], kind="stable")]

@@ -1,9 +1,9 @@
 """Check chunks against the checksums of an h5chunk file as they are read for training.
 
-A checksum covers all stored bytes of a chunk, including padding (`h5chunk.store.format.spec`), so that the whole chunk
-is needed, even if few of its rows are requested. Chunks that threads decode are checked in memory, and so are
-uncompressed chunks of which native threads read all rows. Other chunks are read from the file a second time, usually
-from the page cache: this finds errors of the disk and the page cache, but not of later copies.
+A checksum covers all stored bytes of a chunk, including padding (`h5chunk.store.format.spec`), so the complete chunk is
+needed even if few of its rows are requested. Chunks that threads decode are checked in memory, and so are uncompressed
+chunks whose rows are all read by native threads. Other chunks are read from the file a second time, usually from the
+page cache; this detects errors of the disk and the page cache, but not of later copies.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from h5chunk.store.read.fields import Field
 from h5chunk.store.read.ragged import RaggedField
 
 OFF, FIRST, ALWAYS = "off", "first", "always"
-PIECE_BYTES = 2 << 20  # bytes that are read and summed at a time
+PIECE_BYTES = 2 << 20  # bytes that are read and added to a checksum at a time
 
 _local = threading.local()
 
 
 @dataclass(frozen=True)
 class Checksums:
-    """The checksums of the chunks of a dataset, and which of them need not be checked again."""
+    """The checksums of the chunks of a dataset, and which chunks have already been verified."""
 
     expected: np.ndarray  # (num_chunks,) uint32
-    verified: np.ndarray  # (num_chunks,) bool: whether this process has checked the chunk; False if ``always``
-    always: bool  # check chunks at every read
+    verified: np.ndarray  # (num_chunks,) bool: whether this process has verified the chunk; stays False if ``always``
+    always: bool  # verify chunks at every read
 
 
 Sums = Mapping[str, Checksums]  # by field; for a matrix or images of any size by ``field/indptr``, ``field/data`` ...
@@ -48,9 +48,9 @@ NO_SUMS: Sums = MappingProxyType({})
 
 
 class ChunkChecks:
-    """Check the chunks of one dataset, from any number of threads.
+    """Verify the checksums of one dataset's chunks, from any number of threads.
 
-    With the ``indptr`` of a matrix, messages name the rows of its entries.
+    With the ``indptr`` of a matrix, messages name rows instead of entries.
     """
 
     def __init__(
@@ -61,15 +61,15 @@ class ChunkChecks:
 
     @property
     def are_done(self) -> bool:
-        """Whether no chunk needs a check any more."""
+        """Whether all chunks have been verified."""
         self._are_done = self._are_done or bool(self.sums.verified.all())
         return self._are_done
 
     def of_rows(self, rows: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
-        """Return the chunks that hold ``rows``, or ``counts[i]`` rows starting at each ``rows[i]``: (n,) int64."""
+        """Return the chunks that contain ``rows``, or the ``counts[i]`` rows from each ``rows[i]`` on: (n,) int64."""
         bands = rows // self._chunk_rows
         if counts is None:
-            bands = np.unique(bands[np.append(True, bands[1:] != bands[:-1])])  # neighbours first, as sorting is slow
+            bands = np.unique(bands[np.append(True, bands[1:] != bands[:-1])])  # drops repeats before the slow sort
         else:
             steps = np.zeros(len(self.table) + 1, np.int64)
             np.add.at(steps, bands, 1)
@@ -78,14 +78,14 @@ class ChunkChecks:
         return (bands[:, None] * self._across + np.arange(self._across)).reshape(-1)
 
     def tasks(self, chunks: np.ndarray) -> Iterator[CheckTask]:
-        """Yield tasks that check these chunks, except those that were checked before."""
+        """Yield tasks that verify these chunks, except for those that are already verified."""
         for part in self._divided(chunks[~self.sums.verified[chunks]]):
             yield CheckTask(self, part)
 
     def are_read_whole(self, rows: np.ndarray) -> np.ndarray:
-        """Return which rows belong to chunks that need a check and of which all rows are requested: (n,) bool.
+        """Return which rows belong to unverified chunks whose rows are all requested: (n,) bool.
 
-        The ``rows`` of a chunk are adjacent, ascending.
+        The ``rows`` of a chunk must be adjacent and ascending.
         """
         chunks = rows // self._chunk_rows
         firsts = np.append(0, np.flatnonzero(chunks[1:] != chunks[:-1]) + 1)
@@ -96,7 +96,7 @@ class ChunkChecks:
         return np.repeat(whole & ~self.sums.verified[chunks[firsts]], counts)
 
     def whole_tasks(self, rows: np.ndarray, vectors: np.ndarray, out: object) -> Iterator[WholeChunks]:
-        """Yield tasks that read whole chunks and check them: ``rows`` are all rows of these chunks.
+        """Yield tasks that read and verify complete chunks, whose rows are ``rows``.
 
         ``vectors``, (n, 2) uintp, are the buffers for the rows, as for `VectorTask`.
         """
@@ -108,12 +108,12 @@ class ChunkChecks:
             yield WholeChunks(self, chunks[part], VectorTask(jobs, vectors, out, self._where_at))
 
     def _divided(self, chunks: np.ndarray) -> Iterator[np.ndarray]:
-        """Divide an array with an element per chunk into arrays for tasks of about `PART_BYTES`."""
+        """Divide an array that has one element per chunk into arrays for tasks of about `PART_BYTES`."""
         per_part = max(1, PART_BYTES // max(1, int(self.table.sizes.max(initial=0))))
         return (chunks[first : first + per_part] for first in range(0, len(chunks), per_part))
 
     def check(self, descriptor: int, chunks: np.ndarray) -> None:
-        """Read the chunks that need a check, and check them. Raises FileError if a checksum does not match."""
+        """Read and verify those chunks that are not yet verified. Raises FileError if a checksum does not match."""
         for chunk in chunks[~self.sums.verified[chunks]].tolist():
             offset, size, found = int(self.table.offsets[chunk]), int(self.table.sizes[chunk]), 0
             if offset < 0:
@@ -125,23 +125,23 @@ class ChunkChecks:
             self.compare(chunk, found)
 
     def check_stored(self, chunk: int, stored: np.ndarray) -> None:
-        """Check a chunk, if it needs it, from its stored bytes in memory."""
+        """Verify a chunk from its stored bytes in memory, unless it is already verified."""
         if not self.sums.verified[chunk]:
             self.compare(chunk, crc32(stored))
 
     def compare(self, chunk: int, actual: int) -> None:
-        """Raise FileError if a computed checksum is not the expected one; otherwise mark the chunk as verified."""
+        """Raise FileError if a computed checksum is not as expected; otherwise mark the chunk as verified."""
         if actual != self.sums.expected[chunk]:
             raise self.mismatch(chunk, actual)
         self.mark_verified(chunk)
 
     def mark_verified(self, chunks: int | np.ndarray) -> None:
-        """Mark chunks as verified, so that they are not checked again unless the option is ``always``."""
+        """Mark chunks as verified, so that they are not checked again, unless every read must be verified."""
         if not self.sums.always:
             self.sums.verified[chunks] = True
 
     def mismatch(self, chunk: int, actual: int) -> FileError:
-        """Return the error for a chunk with another checksum than expected."""
+        """Return the error for a chunk that does not have the expected checksum."""
         problem = f"does not match its checksum ({actual:08x}, not {self.sums.expected[chunk]:08x})"
         return self._error(chunk, f"{problem}: its bytes have changed since they were written")
 
@@ -161,7 +161,7 @@ class ChunkChecks:
 
 
 class CheckTask:
-    """A task, with the interface of `VectorTask`, that only checks chunks."""
+    """A task, with the interface of `VectorTask`, that only verifies chunks."""
 
     def __init__(self, checks: ChunkChecks, chunks: np.ndarray) -> None:
         self._checks, self._chunks = checks, chunks
@@ -192,7 +192,7 @@ class CheckTask:
 
 
 class WholeChunks(CheckTask):
-    """Do the task ``read``, whose runs are whole chunks, and check each chunk while it is in the processor's cache."""
+    """Run the task ``read``, whose runs are complete chunks, and verify each chunk while it is in the CPU's cache."""
 
     def __init__(self, checks: ChunkChecks, chunks: np.ndarray, read: VectorTask) -> None:
         super().__init__(checks, chunks)
@@ -252,15 +252,14 @@ def _expected(file: h5py.File, path: Path, name: str, header: Header | None, che
     if not isinstance(table, h5py.Dataset):
         raise OptionError(
             f"checksums is {checksums!r}, but {printable(path)} has no checksums of {name!r}: leave checksums out, or "
-            "rewrite the file with h5chunk repack --window-chunks N (AnnData's with h5chunk convert), which adds "
-            "them"
+            "add them with h5chunk repack --window-chunks N (for AnnData files, with h5chunk convert)"
         )
     if is_listed_wrongly(dataset):
         raise FileError(f"{printable(path)}: HDF5 lists wrong offsets for the chunks of {name!r}: leave checksums out")
     if table.dtype != np.uint32 or table.shape != (count,):
         raise FileError(
-            f"{printable(path)}: damaged: the checksums of {name!r} are {table.dtype} {table.shape}, but it has "
-            f"{count} chunks: run h5chunk verify"
+            f"{printable(path)}: the checksums of {name!r} are damaged: {table.dtype} {table.shape} for {count} "
+            "chunks: run h5chunk verify"
         )
     values: np.ndarray = table[()]
     return values

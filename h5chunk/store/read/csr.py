@@ -1,4 +1,4 @@
-"""Read rows of a CSR matrix by their byte ranges in the file, or through HDF5; and images of any size.
+"""Read rows of a CSR matrix, and images of any size, by their byte ranges in the file or through HDF5.
 
 A row is one range of ``indices`` and the same range of ``data``; an image is one range of bytes. Rows that are adjacent
 in the file are read with one call, to their positions in a shuffled window. The datasets ``indptr``, ``indices`` and
@@ -24,15 +24,16 @@ from h5chunk.store.read.checksums import NO_SUMS, ChunkChecks, Sums
 from h5chunk.store.read.direct import ByteReader, ChunkedField, ChunkRows, PlainField, check_bytes
 from h5chunk.store.read.ragged import RaggedField
 
-GAP_BYTES = 48 << 10  # gap between two rows that takes as long to read as a call; scripts/sweep_reads.py
+GAP_BYTES = 48 << 10  # gap between two rows that takes as long to read as one more call (scripts/sweep_reads.py)
 
 
 @dataclass(frozen=True)
 class CsrBuffers:
-    """The memory that rows of a matrix are read into.
+    """The buffers that rows of a matrix, or images of any size, are read into.
 
-    Row i begins at ``starts[i]``, (num_rows + 1,) int64, of ``indices``, with the file's type, and of ``values``, which
-    does not exist for a pattern (a matrix without stored values); the bytes of images are ``indices``.
+    Row i begins at index ``starts[i]`` of ``indices`` and ``values``, which have the dtypes of the file. ``starts`` is
+    (num_rows + 1,) int64. ``values`` is None for a pattern (a matrix without stored values). For images, ``indices``
+    has their bytes.
     """
 
     starts: np.ndarray
@@ -69,7 +70,7 @@ class CsrField(ByteReader):
         self.forget()
 
     def tasks(self, rows: np.ndarray, destinations: np.ndarray, out: CsrBuffers) -> Iterator[ReadTask]:
-        """See `ByteReader.tasks`; ``out.starts`` is already set. Neighbours in the file are adjacent in ``rows``."""
+        """See `ByteReader.tasks`. ``out.starts`` must be set; rows that are adjacent in the file are so in ``rows``."""
         firsts = self._indptr[rows]
         counts = self._indptr[rows + 1] - firsts
         nonempty = counts > 0
@@ -109,7 +110,7 @@ class CsrHandle:
                 self._checks.append(ChunkChecks(path, name, list_chunks(dataset), sums[name], indptr))
 
     def read(self, rows: np.ndarray, out: CsrBuffers) -> None:
-        """Read rows, in any order; ``out.starts`` is set by the caller.
+        """Read rows, in any order; the caller must have set ``out.starts``.
 
         Rows that are close to each other are read with one call, including the rows between them.
         """
@@ -136,7 +137,7 @@ class CsrHandle:
 
 
 def open_dataset(file: h5py.File, name: str, cache: CacheSettings | None) -> h5py.h5d.DatasetID:
-    """Open a dataset with a chunk cache of its own, or if that is None with the file's default cache."""
+    """Open a dataset with a separate chunk cache, or with the file's default cache if ``cache`` is None."""
     access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
     if cache is not None:
         access.set_chunk_cache(cache.nslots, cache.nbytes, cache.w0)

@@ -1,7 +1,8 @@
 """Read rows of a dataset by their byte ranges in the file, outside HDF5's lock, in several threads.
 
 HDF5 lists the chunks once; after that the file is read only with ``preadv``. Uncompressed rows are read directly to
-their positions in a shuffled batch. Compressed chunks are read and decoded, and their rows are copied to the batch.
+their positions in a shuffled batch. Compressed chunks are read and decoded, and then their rows are copied to the
+batch.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from h5chunk.store.hdf5.raw_chunks import RawChunks
 from h5chunk.store.read.checksums import NO_SUMS, ChunkChecks, Sums
 from h5chunk.store.read.fields import Field
 
-WHOLE_ROW_BYTES = 1 << 10  # fields with rows up to this size are kept in memory: one preadv vector costs as much
+WHOLE_ROW_BYTES = 1 << 10  # fields with rows up to this size are kept in memory: a preadv vector costs as much
 WHOLE_BYTES = 64 << 20  # unless the field is larger than this
 MAX_DECODED_BYTES = 256 << 20  # limit on a decoded chunk: each thread holds one, and its stored bytes
 KEPT_CHUNKS, KEPT_BYTES = 8, 256 << 20  # decoded chunks to keep, and the limit on their bytes
@@ -39,7 +40,7 @@ _Copy = tuple[int, int, "slice | np.ndarray", np.ndarray]  # band, chunk in it, 
 
 
 class ChunkRows(NamedTuple):
-    """The offset and stored bytes of chunks, and the first row of each and the one after its last: (n,) int64."""
+    """The offset and stored bytes of each chunk, and its rows from ``starts`` to ``stops`` (excluded): (n,) int64."""
 
     offsets: np.ndarray
     sizes: np.ndarray
@@ -48,7 +49,7 @@ class ChunkRows(NamedTuple):
 
 
 def check_bytes(dataset: h5py.Dataset, dtype: np.dtype) -> None:
-    """Raise NotDirect unless the dataset's numbers are stored in its own file and in this machine's format."""
+    """Raise NotDirect unless the dataset's values are stored in its own file and in this machine's format."""
     properties = dataset.id.get_create_plist()
     if properties.get_layout() not in (h5py.h5d.CHUNKED, h5py.h5d.CONTIGUOUS):
         raise NotDirect("it is stored compactly or is a view of other files")
@@ -61,10 +62,10 @@ def check_bytes(dataset: h5py.Dataset, dtype: np.dtype) -> None:
 
 
 class DecodedChunks:
-    """Read and decode the chunks of a dataset, from any number of threads; keep chunks that are used in part.
+    """Read and decode the chunks of a dataset, from any number of threads; cache chunks that are only partly used.
 
-    The dataset object is not kept. Raises NotDirect if only HDF5 can decode the chunks. With the ``indptr`` of a
-    matrix, messages name the rows of its entries.
+    No reference to the dataset object is kept. Raises NotDirect if only HDF5 can decode the chunks. With the ``indptr``
+    of a matrix, messages name rows instead of entries.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class DecodedChunks:
         self.chunk_bytes = math.prod(table.chunk_shape) * dataset.dtype.itemsize
         if self.chunk_bytes > MAX_DECODED_BYTES:
             size, limit = human_bytes(self.chunk_bytes), human_bytes(MAX_DECODED_BYTES)
-            raise NotDirect(f"its chunks are of {size}, and threads decode at most {limit} each")
+            raise NotDirect(f"its chunks have {size}, but threads decode chunks of at most {limit}")
         if (table.offsets < 0).any():
             raise NotDirect("parts of it were never written")
         self._raw = RawChunks(dataset, -1, f"{printable(path)}: field {name!r}", table)
@@ -104,8 +105,8 @@ class DecodedChunks:
     def read(self, descriptor: int, chunk: int, *, is_whole: bool) -> np.ndarray:
         """Read and decode a chunk: (chunk_bytes,) uint8, valid until this thread's next call.
 
-        Pass ``is_whole`` if all rows of the chunk are used now; otherwise the decoded chunk is kept for the next
-        window. Raises FileError if the chunk is damaged or unreadable.
+        If ``is_whole``, all rows of the chunk are used now; otherwise the decoded chunk is cached for the next window.
+        Raises FileError if the chunk is damaged or unreadable.
         """
         if is_whole:
             values = scratch(self.local, "decoded", self.chunk_bytes)
@@ -143,23 +144,23 @@ class ByteReader:
     """
 
     name: str
-    row_bytes: int = 1 << 62  # for a matrix, whose rows differ in length, above any limit
+    row_bytes: int = 1 << 62  # above any limit for a matrix, whose rows differ in length
     num_bytes: int
     is_plain = False
-    reads_rows = False  # whether all tasks are those of `row_tasks`
+    reads_rows = False  # whether `row_tasks` makes all tasks
     chunks: Sequence[DecodedChunks] = ()
 
     def tasks(self, rows: np.ndarray, destinations: np.ndarray, out: Any) -> Iterator[ReadTask]:
         """Yield tasks for several threads that read row ``rows[i]`` to ``out[destinations[i]]``.
 
         There must be at least one row, the rows of a chunk must be adjacent and ascending, and no two destinations may
-        be equal.
-        ``out`` is (m, row_bytes) uint8, or the `CsrBuffers` of a matrix, and must live until the last task is done.
+        be equal. ``out`` is (m, row_bytes) uint8, or the `CsrBuffers` of a matrix, and must live until the last task is
+        done.
         """
         raise NotImplementedError
 
     def read_all(self, descriptor: Any) -> np.ndarray:
-        """Read all rows of a field that is not a matrix: (num_rows, *sample_shape)."""
+        """Read all rows of a field; not for a matrix: (num_rows, *sample_shape)."""
         raise NotImplementedError
 
     def rows_of(self, samples: np.ndarray) -> np.ndarray:
@@ -171,7 +172,7 @@ class ByteReader:
         raise NotImplementedError
 
     def chunk_rows(self, _number: int = 0) -> Iterator[ChunkRows]:
-        """Yield where parts of the field are, for file ``_number`` of a set, whose rows are counted from 0."""
+        """Yield the byte ranges of the field and their rows, for file ``_number`` of a set, with rows from 0."""
         raise NotImplementedError
 
     @property
@@ -180,21 +181,21 @@ class ByteReader:
         return any(chunks.are_tiny for chunks in self.chunks)
 
     def scratch_bytes(self, num_threads: int) -> int:
-        """Return how many bytes of memory this many threads need for chunks, in addition to the rows themselves."""
+        """Return the bytes of memory that this many threads need for chunks, in addition to the rows themselves."""
         if not self.chunks:
             return 0
         kept = sum(chunks.num_kept * chunks.chunk_bytes for chunks in self.chunks)
         return 3 * num_threads * max(chunks.chunk_bytes for chunks in self.chunks) + kept
 
     def forget(self) -> None:
-        """Free the memory that is kept between tasks. A thread uses the same buffers for all datasets of the field."""
+        """Free the memory that is kept between tasks; each thread then shares its buffers among all ``chunks``."""
         for chunks in self.chunks:
             chunks.forget()
             chunks.local = self.chunks[0].local
 
 
 def direct_field(path: Path, file: h5py.File, field: Field, sums: Sums = NO_SUMS) -> PlainField | ChunkedField:
-    """Return the byte reader of a field, which checks the checksums in ``sums``; the file object is not kept.
+    """Return the byte reader of a field, which verifies the checksums in ``sums``; it does not keep the file object.
 
     Raises NotDirect if only HDF5 can read the field.
     """
@@ -220,7 +221,7 @@ class PlainField(ByteReader):
         if (table.offsets < 0).any():
             raise NotDirect("parts of it were never written")
         if (table.sizes != math.prod(table.chunk_shape) * self._dtype.itemsize).any():
-            raise NotDirect("its chunks do not have the size that follows from type and shape")
+            raise NotDirect("the size of its chunks does not follow from their type and shape")
         self.name, self._path = name, path
         self.row_bytes, self.num_bytes = math.prod(self._shape[1:]) * self._dtype.itemsize, dataset.nbytes
         self.is_one_run = table.is_one_run
@@ -283,9 +284,9 @@ class PlainField(ByteReader):
 
 
 class ChunkedField(ByteReader):
-    """Read rows of chunks that are compressed, or hold only pieces of samples; each chunk is read once for all rows.
+    """Read rows of chunks that are compressed, or contain only pieces of samples; each chunk is read once.
 
-    A band is all chunks that hold pieces of the same samples: a single chunk, if chunks hold whole samples.
+    A band consists of all chunks that contain pieces of the same samples: a single chunk, if chunks have whole samples.
     """
 
     def __init__(
@@ -394,10 +395,10 @@ def is_small_field(field: ByteReader) -> bool:
 def read_small_fields(
     direct: Mapping[str, ByteReader], descriptor: Any, check: Callable[[], None], max_bytes: float = math.inf
 ) -> dict[str, np.ndarray]:
-    """Read the fields that are kept in memory, by name; each has at most ``max_bytes``.
+    """Read the small fields that are kept in memory, of at most ``max_bytes`` each; return them by name.
 
-    If reading fails, ``check`` is called before the error is raised: it raises the error of a file that was changed. If
-    reading succeeds, the caller must call ``check``.
+    If reading fails, ``check`` is called first, which raises an error if the file was changed. If reading succeeds, the
+    caller must call ``check``.
     """
     try:
         return {

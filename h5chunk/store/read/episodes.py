@@ -1,4 +1,4 @@
-"""Read the episodes of one file, each a group with a dataset per field, as the rows of one reader."""
+"""Read the episodes of one file, groups with one dataset per field, as the rows of one reader."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from h5chunk.store.read.reader import H5Reader
 
 
 class EpisodeFile(H5Reader):
-    """Read the episodes of one file as a reader of one file, whose rows are those of all episodes.
+    """Read the concatenated episodes of one file like the rows of a file.
 
-    ``starts_of`` says for each field where the episodes begin in the file, -1 if that was not found out; ``offsets``
-    where each row begins, for uncompressed fields. Both are int64.
+    ``starts_of`` has, by field, the offset in the file at which each episode begins, -1 if unknown. ``offsets`` has, by
+    uncompressed field, the offset of each row. Both are int64.
     """
 
     def __init__(self, episodes: FileSet) -> None:
@@ -45,12 +45,12 @@ class EpisodeFile(H5Reader):
 
     @cached_property
     def fingerprint(self) -> int:
-        """See `H5Reader.fingerprint`; of the first episode, and of the lengths of all."""
+        """See `H5Reader.fingerprint`; it covers the first episode, and the lengths of all episodes."""
         return zlib.crc32(self.episodes.starts.tobytes(), self.episodes.readers[0].fingerprint)
 
     @property
     def recommendation(self) -> None:
-        """None: what `h5chunk tune` stores is for whole files."""
+        """Always None: `h5chunk tune` stores recommendations for datasets, not for episodes."""
         return
 
     def set_caches(self, main: CacheSettings) -> None:
@@ -78,7 +78,7 @@ class EpisodeFile(H5Reader):
 
 
 def open_episodes(file: Path, parent: str, suffixes: Mapping[str, str], trusted: bool, checksums: str) -> EpisodeFile:
-    """Open the groups in the group ``parent`` of a file as episodes, with the datasets ``suffixes`` in each.
+    """Open the members of the group ``parent`` of a file as episodes; ``suffixes`` has the dataset of each field.
 
     Raises FieldError if there is no episode, or an episode lacks a field or has fields that differ in length.
     """
@@ -87,10 +87,10 @@ def open_episodes(file: Path, parent: str, suffixes: Mapping[str, str], trusted:
         guard = Guard(file, trusted)
         group = guard.find(handle, parent or "/")
         if not isinstance(group, h5py.Group):
-            raise FieldError(f"{where} is not a group of episodes")
+            raise FieldError(f"{where} is not a group: name the group of the episodes")
         names = sorted((name for name in group if isinstance(name, str)), key=_by_value)
         if not names:
-            raise FieldError(f"{where} has no episodes")
+            raise FieldError(f"{where} is an empty group: name the group of the episodes")
         readers: list[H5Reader] = []
         starts: list[dict[str, int]] = []
         types: dict[str, Any] = {}
@@ -110,9 +110,9 @@ def open_episodes(file: Path, parent: str, suffixes: Mapping[str, str], trusted:
 def _as_first(
     first: H5Reader, types: Mapping[str, Any], file: h5py.File, datasets: Mapping[str, str]
 ) -> tuple[H5Reader, dict[str, int]] | None:
-    """Return a reader of another episode, and where its fields begin in the file, if they are contiguous as the first.
+    """Return a reader of another episode, and the offsets of its fields, if it differs from the first only in length.
 
-    This takes a tenth of the time of all checks. None if anything but their length differs, or is unusual.
+    This needs a tenth of the time of all checks. Returns None if the fields are not contiguous, or differ otherwise.
     """
     fields: dict[str, Field | RaggedField] = {}
     places: dict[str, int] = {}

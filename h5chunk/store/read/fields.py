@@ -32,10 +32,10 @@ KIND_ATTRIBUTES = ("encoding-type", "h5sparse_format")
 
 @dataclass(frozen=True)
 class Field:
-    """A field that is a dataset: ``name`` is the user's name of it, and ``dataset`` its path in the file.
+    """A field that is a dataset: ``name`` is the name of the field, and ``dataset`` the path in the file.
 
     ``dtype`` has native byte order. ``axes``, such as NCHW, is empty if the file does not state it. For the dense rows
-    of a matrix, values are stored numbers divided by ``scale``.
+    of a matrix, value = stored value / ``scale``.
     """
 
     name: str
@@ -56,15 +56,15 @@ class Field:
 class MatrixField(RaggedField):
     """A CSR matrix of a file; a sample is a row.
 
-    Types are as stored; a pattern has no ``value_dtype``, as all its values are 1 and none is read. Other values are
-    stored numbers divided by ``scale``.
+    The dtypes are those in the file, and value = stored value / ``scale``. For a pattern, whose values are all 1 and
+    are not read, ``value_dtype`` is None.
     """
 
     num_columns: int
     index_dtype: np.dtype
     value_dtype: np.dtype | None
     scale: float
-    has_time_order: bool = False  # whether the entries of each row are in the order of their times
+    has_time_order: bool = False  # whether the entries of each row are sorted by their times
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
@@ -77,7 +77,7 @@ class MatrixField(RaggedField):
 
     @property
     def entry_datasets(self) -> tuple[str, ...]:
-        """The datasets of the group that have to be read for entries: not the values of a pattern."""
+        """The datasets of the group that must be read for entries; the values of a pattern are not read."""
         return ("indices",) if self.value_dtype is None else ("indices", "data")
 
     @property
@@ -97,7 +97,7 @@ def default_fields(file: h5py.File, path: Path, header: Header | None) -> dict[s
     if main is None and (groups := _tenx_groups(file, path)):
         if len(groups) > 1:
             raise FieldError(
-                f"{printable(path)}: has a matrix for each of {', '.join(groups)}: name one, such as "
+                f"{printable(path)}: has a matrix for each of {', '.join(groups)}: choose one, such as "
                 f"fields={{'X': {groups[0]!r}}}"
             )
         return {"X": groups[0]}
@@ -118,14 +118,14 @@ def _tenx_groups(file: h5py.File, path: Path) -> list[str]:
 
 
 def _missing(file: h5py.File, path: Path, missing: str) -> FieldError:
-    """Return the error of a missing dataset, which lists the datasets that the file has."""
+    """Return the error for a missing dataset, which lists the datasets in the file."""
     datasets = []
     for name, item in Guard(path).walk(file):
         if isinstance(item, h5py.Dataset) and not name.startswith(f"{GROUP}/"):
             is_view = item.id.get_create_plist().get_layout() == h5py.h5d.VIRTUAL  # its shape would open other files
             datasets += [name] if is_view or item.shape else []
     last = missing.rsplit("/", 1)[-1]
-    datasets.sort(key=lambda name: (last not in name.split("/"), name))  # those that may be meant come first
+    datasets.sort(key=lambda name: (last not in name.split("/"), name))  # datasets with this name come first
     listed = ", ".join(datasets[:8]) + (", ..." if len(datasets) > 8 else "") if datasets else "no datasets at all"
     remedy = "name the fields to read: ChunkDataset(path, fields=[...]) (--fields)"
     return FieldError(f"{printable(path)}: has no dataset {missing!r}; it has {listed}: {remedy}")
@@ -142,7 +142,7 @@ def describe_field(
         if isinstance(holder, h5py.Dataset) and column in (holder.dtype.names or ()):
             raise FieldError(
                 f"{printable(path)}: {table!r} is one dataset with several columns, as AnnData wrote it before 2020: "
-                f"h5chunk convert makes {column!r} a field"
+                f"run h5chunk convert, which makes {column!r} a field"
             )
         raise _missing(file, path, dataset)
     if isinstance(item, h5py.Group) and item.id.links.exists(b"codes") and item.id.links.exists(b"categories"):
@@ -151,7 +151,7 @@ def describe_field(
     where = f"{printable(path)}: {dataset!r}"
     if isinstance(item, h5py.Group) and item.id.links.exists(b"values") and item.id.links.exists(b"mask"):
         if num_missing := _count_masked(file, guard, f"{dataset}/mask"):  # a nullable column of AnnData
-            raise FieldError(f"{where} has no value in {count_text(num_missing, 'row')}: fill it in the source")
+            raise FieldError(f"{where} lacks values in {count_text(num_missing, 'row')}: add them in the source")
         dataset = f"{dataset}/values"
         item = guard.find(file, dataset)
     if isinstance(item, h5py.Group) and item.id.links.exists(b"indptr"):
@@ -164,10 +164,10 @@ def describe_field(
         raise FieldError(f"{where} is a {type(item).__name__.lower()}: name a dataset in it")
     guard.check_field(item, dataset)
     if not item.shape:
-        raise FieldError(f"{where} is a single value: a field has one row per sample")
+        raise FieldError(f"{where} is a single value: a field must have one row per sample")
     if item.dtype.kind not in "biufS":
-        kind = f"{item.dtype} (strings of any length)" if h5py.check_string_dtype(item.dtype) else str(item.dtype)
-        raise UnsupportedError(f"{where} has the type {kind}: a field must have numbers or strings of fixed length")
+        kind = f"{item.dtype} (variable-length strings)" if h5py.check_string_dtype(item.dtype) else str(item.dtype)
+        raise UnsupportedError(f"{where} has the type {kind}: a field must have numbers or fixed-length strings")
     filtered = item.id.get_create_plist().get_nfilters() > 0
     grid = ChunkGrid(tuple(item.shape), item.chunks, item.dtype.itemsize, filtered)
     axes = small_attribute(item, "axes", b"")
@@ -188,7 +188,7 @@ def _count_masked(file: h5py.File, guard: Guard, dataset: str) -> int:
 
 
 def _find_categories(file: h5py.File, guard: Guard, dataset: str, has_header: bool) -> str:
-    """Return the name of the table of a dataset's categories, as h5chunk or AnnData stores it; empty if it has none."""
+    """Return the name of the table of a dataset's categories, stored by h5chunk or AnnData; empty if there is none."""
     if has_header and guard.find(file, f"{GROUP}/categories/{dataset}") is not None:
         return f"categories/{dataset}"
     parent, _, name = dataset.rpartition("/")
@@ -197,7 +197,7 @@ def _find_categories(file: h5py.File, guard: Guard, dataset: str, has_header: bo
 
 
 def find_matrix_groups(names: Iterable[str]) -> list[str]:
-    """Find the groups that hold the parts of a CSR or CSC matrix, from the paths of all datasets.
+    """Find the groups that contain the parts of a CSR or CSC matrix, from the paths of all datasets.
 
     >>> find_matrix_groups(["X/data", "X/indices", "X/indptr", "indptr", "obs/indptr"])
     ['X']
@@ -208,36 +208,39 @@ def find_matrix_groups(names: Iterable[str]) -> list[str]:
 
 
 def describe_matrix(group: h5py.Group, path: Path, name: str, chunk_samples: int | None) -> MatrixField:
-    """Describe the CSR matrix in a group, as the field ``name``.
+    """Describe the CSR matrix in a group as the field ``name``.
 
-    ``chunk_samples`` is given for h5chunk files, whose values may be codes. Raises FieldError if it is not a CSR
-    matrix, and FileError if it is damaged.
+    ``chunk_samples`` is None unless h5chunk wrote the file; values are codes only then. Raises FieldError if the group
+    is not a CSR matrix, and FileError if the matrix is damaged.
     """
     where = f"{printable(path)}: {name!r}"
     for part in MATRIX_PARTS:
         dataset = group.get(part)
         if not isinstance(dataset, h5py.Dataset) or dataset.ndim != 1 or dataset.dtype.kind not in "biuf":
-            raise FieldError(f"{where} is not a CSR matrix: it has no list of numbers {part!r}")
+            raise FieldError(f"{where} is not a CSR matrix: it lacks a one-dimensional numeric dataset {part!r}")
     num_rows, num_columns = _shape(group, path, where)
     num_entries = len(group["indices"])
     if len(group["indptr"]) != num_rows + 1:
-        raise FileError(f"{where} is damaged: {num_rows} rows but indptr has {len(group['indptr'])} numbers")
+        raise FileError(
+            f"{where} is damaged: it has {num_rows} rows, but {len(group['indptr'])} values in indptr instead of "
+            f"{num_rows + 1}"
+        )
     if len(group["data"]) != num_entries:
-        raise FileError(f"{where} is damaged: {num_entries} indices but {len(group['data'])} values")
+        raise FileError(f"{where} is damaged: it has {num_entries} indices, but {len(group['data'])} values in data")
     if group["indices"].dtype.kind not in "iu" or group["indptr"].dtype.kind not in "iu":
         raise FieldError(f"{where} is not a CSR matrix: its indptr or indices are not integers")
     pattern, scale, is_own = False, 1.0, chunk_samples is not None
     if is_own:
         scale, pattern = _scale(group, where), small_attribute(group, "pattern")
         if not isinstance(pattern, np.generic) or pattern not in (0, 1):
-            raise FileError(f"{where} is damaged: it has no valid attribute pattern")
+            raise FileError(f"{where} is damaged: its attribute 'pattern' is missing or invalid")
         with errors_as(FileError, f"{where} is damaged"):
             check_values(group["data"].dtype, scale, bool(pattern))
     values = None if pattern else group["data"].dtype.newbyteorder("=")
     filtered = any(group[part].id.get_create_plist().get_nfilters() > 0 for part in ("indices", "data"))
     indices = group["indices"]
     index_dtype = indices.dtype.newbyteorder("=")
-    if chunk_samples is None:  # as in h5chunk files, but at least as many as in a compressed chunk
+    if chunk_samples is None:  # as in h5chunk files, but at least the rows of a compressed chunk
         chosen = plan_csr(max(1, num_rows), num_columns, num_entries, value_dtype=values).chunk_samples
         if num_entries and indices.chunks and indices.id.get_create_plist().get_nfilters():
             chosen = max(chosen, math.ceil(indices.chunks[0] * num_rows / num_entries))
@@ -258,7 +261,7 @@ def describe_matrix(group: h5py.Group, path: Path, name: str, chunk_samples: int
 
 
 def in_time_order(group: h5py.Group) -> bool:
-    """Return whether the entries of each row of an h5chunk matrix are in the order of their times."""
+    """Return whether the entries of each row of an h5chunk matrix are sorted by their times."""
     value = small_attribute(group, "time_order", 0)
     return isinstance(value, np.generic) and bool(value == 1)
 
@@ -283,7 +286,7 @@ def _tenx_shape(group: h5py.Group, path: Path, where: str) -> tuple[int, int]:
         guard.check_field(sizes, name)
         if sizes.shape == (2,) and sizes.dtype.kind in "iu" and 0 < int(sizes[0]) < 1 << 62 > int(sizes[1]) >= 0:
             return int(sizes[1]), int(sizes[0])
-    raise FileError(f"{where} is damaged: it has no shape of two numbers")
+    raise FileError(f"{where} is damaged: its shape is not stored as two integers")
 
 
 def _shape(group: h5py.Group, path: Path, where: str) -> tuple[int, int]:
@@ -294,13 +297,13 @@ def _shape(group: h5py.Group, path: Path, where: str) -> tuple[int, int]:
     if not kind and all(group.id.links.exists(part) for part in TENX_PARTS):
         return _tenx_shape(group, path, where)
     if kind not in ("csr_matrix", "csr"):
-        encoding = f"encoding-type {kind!r}" if kind else "without an encoding-type"
-        remedy = "convert .h5ad and 10x files with h5chunk convert"
-        raise FieldError(f"{where} is not a matrix of compressed rows ({encoding}): {remedy}")
+        encoding = f"encoding-type {kind!r}" if kind else "it has no encoding-type"
+        remedy = "if this is an .h5ad or 10x file, run h5chunk convert"
+        raise FieldError(f"{where} is not a CSR matrix ({encoding}): {remedy}")
     try:
         rows, columns = map(operator.index, small_attribute(group, "shape", small_attribute(group, "h5sparse_shape")))
     except (TypeError, ValueError, OverflowError):
-        raise FileError(f"{where} is damaged: it has no shape of two numbers") from None
+        raise FileError(f"{where} is damaged: its shape is not stored as two integers") from None
     if not (0 <= rows < 1 << 62 and 1 <= columns < 1 << 62):
         raise FileError(f"{where} is damaged: its shape is {rows} x {columns}")
     return rows, columns

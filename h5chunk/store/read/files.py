@@ -25,7 +25,7 @@ from h5chunk.urls import is_cut_url, is_url, local_copy_of, parse
 OnePath = str | os.PathLike[str]
 Paths = OnePath | Sequence[OnePath]
 
-SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5", ".h5ad")  # the files to read in a folder
+SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5", ".h5ad")  # of the files to read in a folder
 PATTERN = r"[*?\[]"
 NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.h5")
 
@@ -38,13 +38,13 @@ def open_reader(
     checksums: str = OFF,
     remote: RemoteOptions = NO_OPTIONS,
 ) -> H5Reader:
-    """Open a file, or several as one data set.
+    """Open one file, or several files as one data set.
 
-    The path is a file, a folder, a pattern such as ``shards/*.h5``, or a list of these, or such URLs. The files of a
-    folder or pattern are sorted by name, with ``a2`` before ``a10``. A folder of shards must have all shards of the
-    set: to read only some of them, use a pattern or a list. Raises FileError if there is no file, a file cannot be
-    opened, or a shard is missing; FieldError if fields differ between files; OptionError if a file is repeated, or
-    ``checksums`` is given but a file has none.
+    ``path`` is a file, a folder, a pattern such as ``shards/*.h5``, a URL of these, or a list. The files of a folder or
+    pattern are sorted by name, with ``a2`` before ``a10``. A folder of shards must have all shards of the set; to read
+    only some of them, use a pattern or a list. Raises FileError if there is no file, a file cannot be opened, or a
+    shard is missing; FieldError if fields differ between files; OptionError if a file is repeated, or if ``checksums``
+    is given but a file has none.
     """
     files = list_files(path, remote)
     check_shards(path)
@@ -84,7 +84,7 @@ def list_files(path: Paths, remote: RemoteOptions = NO_OPTIONS) -> list[Path]:
     if not str(path) or "\0" in str(path):
         raise OptionError(f"path is {str(path)!r}: give a path, a pattern, or a list of them")
     if is_cut_url(path):
-        raise OptionError(f"path is {str(path)!r}: give a URL as text, because Path leaves out one of its slashes")
+        raise OptionError(f"path is {str(path)!r}: give a URL as text, because Path removes one of its slashes")
     if isinstance(path, str) and is_url(path):
         return open_urls(path, _urls(path, remote), remote)
     try:
@@ -96,7 +96,7 @@ def list_files(path: Paths, remote: RemoteOptions = NO_OPTIONS) -> list[Path]:
 
 
 def single_file(path: Paths) -> Path | None:
-    """Return the file, or the local copy of the object, that a path names; None if it may name several."""
+    """Return the file that a path names, or the local copy of the object; None if the path may name several."""
     if not isinstance(path, (str, os.PathLike)):
         return None
     if is_url(path):
@@ -117,7 +117,7 @@ def check_shards(path: Paths) -> None:
         names = [file.name for file in list_files(path)]
     else:
         return
-    remedy = "restore it, or name the files to read by a pattern or a list"
+    remedy = "restore what is missing, or name the files to read with a pattern or a list"
     missing = list(missing_shards(names))
     if missing:
         more = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"
@@ -131,7 +131,7 @@ def _list_files(path: Path) -> list[Path]:
         found = [file for file in path.iterdir() if file.suffix.lower() in SUFFIXES and not file.name.startswith(".")]
         if not found:
             raise FileError(
-                f"{printable(path)}: a folder without files {', '.join(SUFFIXES)}: name a file or a pattern"
+                f"{printable(path)}: no file in this folder ends in {', '.join(SUFFIXES)}: name a file or a pattern"
             )
         return sorted(found, key=natural)
     if path.exists() or not re.search(PATTERN, str(path)):
@@ -140,7 +140,7 @@ def _list_files(path: Path) -> list[Path]:
     root, pattern = Path(*path.parts[:plain]), str(Path(*path.parts[plain:]))
     matching = [file for file in root.glob(pattern) if file.is_file() and not file.name.startswith(".")]
     if not matching:
-        raise FileError(f"{printable(path)}: no file matches this pattern")
+        raise FileError(f"{printable(path)}: no file matches this pattern: check its folder and its wildcards")
     return sorted(matching, key=natural)
 
 
@@ -160,13 +160,14 @@ def _urls(url: str, remote: RemoteOptions) -> list[str]:
         if each.lower().endswith(SUFFIXES) and not each.startswith(".") and (not name or fnmatchcase(each, name))
     ]
     if not found:
-        what = "no object matches this pattern" if is_pattern else f"a folder without objects {', '.join(SUFFIXES)}"
-        raise FileError(f"{printable(url)}: {what}")
+        suffixes = ", ".join(SUFFIXES)
+        problem = "no object matches this pattern" if is_pattern else f"no object in this folder ends in {suffixes}"
+        raise FileError(f"{printable(url)}: {problem}: check the URL")
     return sorted(found, key=lambda each: natural(Path(each)))
 
 
 def natural(path: Path) -> list[tuple[int, str] | str]:
-    """Return the key for sorting paths with the numbers in them by value; equal keys are sorted by the exact path."""
+    """Return the key for sorting paths with embedded numbers by value, and otherwise equal ones by the exact path."""
     parts = re.split(r"(\d+)", str(path))
     key: list[tuple[int, str] | str] = [
         (int(part), "") if number % 2 else (-1, part) for number, part in enumerate(parts)
@@ -194,7 +195,7 @@ def missing_shards(names: Iterable[str]) -> Iterator[str]:
 
 
 def wrong_counts(names: Iterable[str]) -> Iterator[str]:
-    """Yield a message for each name that several sets of shards have, and for each shard number that is too high."""
+    """Yield a message for each name that several sets of shards share, and for each shard number that is too high."""
     sets = shard_numbers(names)
     for name in sorted({name for name, _ in sets}):
         counts = sorted(count for other, count in sets if other == name)
@@ -202,7 +203,7 @@ def wrong_counts(names: Iterable[str]) -> Iterator[str]:
             yield f"there are sets of {', '.join(map(str, counts))} shards named {printable(name)!r}: keep one set"
     for (name, count), existing in sorted(sets.items()):
         for number in sorted(number for number in existing if number >= count):
-            yield f"{printable(shard_name(name, number, count))} has a number that {count} shards do not have"
+            yield f"{printable(shard_name(name, number, count))} has an invalid number for a set of {count}: rename it"
 
 
 def shard_numbers(names: Iterable[str]) -> dict[tuple[str, int], set[int]]:

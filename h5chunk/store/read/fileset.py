@@ -1,4 +1,4 @@
-"""Read several files as one data set, with samples numbered file after file.
+"""Read several files as one data set, which concatenates their samples.
 
 A set has one reader per file, which opens the file when its first sample is needed. All files must have equal fields
 and the same classes, but their chunks may differ in size.
@@ -29,13 +29,13 @@ from h5chunk.store.read.ragged import ImagesField, ImageSizes, RaggedField
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.tables import COLUMN_IDS, check_same
 
-RESERVED_DESCRIPTORS = 32  # descriptors that a process needs for other things: standard streams, sockets, libraries
+RESERVED_DESCRIPTORS = 32  # descriptors that a process needs for other purposes, such as sockets and libraries
 
 KINDS = {Field: "dense rows", MatrixField: "a sparse matrix", ImagesField: "images of any size"}
-REMEDY = "all files must have equal fields: choose fields with fields=..., or read these files separately"
+REMEDY = "choose fields that are equal in all files with fields=..., or read these files separately"
 MATRIX_REMEDY = (
-    "all files must store values in the same way: convert their sources together, or each with the same --scale, "
-    "--values or --binarize"
+    "convert their sources together, or all with the same --scale, --values or --binarize, so that values are stored "
+    "alike"
 )
 COLUMNS_REMEDY = "convert their sources together, with --join inner or outer"
 CATEGORIES_REMEDY = "convert their sources together, or read these files separately"
@@ -110,7 +110,7 @@ class FileSet(H5Reader):
                 reader.set_caches(self._share(reader, main))
 
     def _share(self, reader: H5Reader, main: CacheSettings) -> CacheSettings:
-        """Return the cache of one file: for its share of the open chunks, with a margin for random variation."""
+        """Return the cache for one file's share of the open chunks, with a margin for random variation."""
         grid = reader.main.grid
         if not main.nbytes or not grid.chunks:
             return CacheSettings(1, 0, main.w0)
@@ -140,7 +140,7 @@ class FileSet(H5Reader):
             target, is_whole = out, len(positions) == len(rows)
             if not is_whole and isinstance(out, np.ndarray):
                 target = np.empty((len(positions), *out.shape[1:]), out.dtype)
-            elif not is_whole and isinstance(out, CsrBuffers):  # rows of a matrix are read straight to their places
+            elif not is_whole and isinstance(out, CsrBuffers):  # rows of a matrix are read directly to their positions
                 target = CsrBuffers(np.append(out.starts[positions], out.starts[-1]), out.indices, out.values)
             try:
                 file_rows = rows if is_whole else rows[positions]
@@ -166,10 +166,10 @@ class FileSet(H5Reader):
 
 
 def with_remedy(error: FileError, num_files: int) -> FileError:
-    """Return the error, with a remedy if it is about too many open files."""
+    """Return the error, with a remedy added if it is caused by too many open files."""
     if os.strerror(errno.EMFILE) not in str(error):
         return error
-    return FileError(f"{error}: the set has {num_files} files: raise ulimit -n, or pack them into fewer files")
+    return FileError(f"{error} (of {num_files}): raise the limit with ulimit -n, or combine them into fewer files")
 
 
 def _check_names(readers: Sequence[H5Reader]) -> None:
@@ -182,7 +182,7 @@ def _check_names(readers: Sequence[H5Reader]) -> None:
         if other is not reader.path:
             raise OptionError(
                 f"{printable(reader.path)}: the same file as {printable(other)}: name it "
-                "once; use weights to repeat samples"
+                "once, and use weights to repeat samples"
             )
     for reader in readers[1:]:
         if list(reader.fields) != list(first.fields):
@@ -211,7 +211,7 @@ def _combine_field(readers: Sequence[H5Reader], name: str) -> Field | RaggedFiel
     if others:
         path, first_path = (printable(readers[number].path) for number in (others[0], 0))
         kind, first_kind = (KINDS[type(fields[number])] for number in (others[0], 0))
-        raise FieldError(f"{path}: field {name!r} holds {kind}, but in {first_path} it holds {first_kind}: {REMEDY}")
+        raise FieldError(f"{path}: field {name!r} is {kind}, but in {first_path} it is {first_kind}: {REMEDY}")
     if ragged:
         sums = {trait: sum(getattr(field, trait) for field in ragged) for trait in ("num_rows", "num_entries")}
         sums |= {trait: max(getattr(field, trait) for field in ragged) for trait in ("chunk_samples", "filtered")}
@@ -245,7 +245,7 @@ def _check_equal(readers: Sequence[H5Reader], name: str, traits: Sequence[str], 
 
 def _text(trait: str, value: object) -> str:
     if trait == "value_dtype" and value is None:
-        return "none (all are ones)"
+        return "none (all values are 1)"
     if value is None or (isinstance(value, str) and not value):
         return "unknown"
     return str(list(value)) if isinstance(value, tuple) else str(value)
@@ -280,7 +280,7 @@ def _combine_headers(files: FileSet) -> Header | None:
 
 
 def _class_names(readers: Sequence[H5Reader]) -> tuple[str, ...]:
-    """Return the longest list of class names. Raises FieldError unless it begins with the list of every other file."""
+    """Return the longest list of class names. Raises FieldError unless it starts with the list of every other file."""
     named = [(reader.path, reader.header.class_names) for reader in readers if reader.header is not None]
     longest, longest_names = max(named, key=lambda item: len(item[1]), default=(Path(), ()))
     for path, names in named:

@@ -1,4 +1,4 @@
-"""Open the frames of all episodes as one reader: of groups of a file, of files, or of parts of flat fields."""
+"""Open the frames of all episodes as one reader; an episode is a group, a file, or a part of flat fields."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def open_frames(path: Paths, fields: Mapping[str, str], trusted: bool, checksums
     stars = {re.sub(r"\*.*", "", dataset) for dataset in fields.values()}
     files = list_files(path, NO_OPTIONS)
     if any(local_copy_of(file) is not None for file in files):
-        raise OptionError(f"path is {path!r}: windows are read from local files: copy the objects first")
+        raise OptionError(f"path is {path!r}, but windows are read only from local files: copy the objects first")
     if all("*" not in dataset for dataset in fields.values()):
         return open_reader(path, fields, trusted=trusted, checksums=checksums)
     if len(stars) > 1 or any(dataset.count("*") != 1 for dataset in fields.values()):
@@ -34,7 +34,7 @@ def open_frames(path: Paths, fields: Mapping[str, str], trusted: bool, checksums
     parent = stars.pop()
     suffixes = {name: dataset.split("*")[1] for name, dataset in fields.items()}
     if (parent and not parent.endswith("/")) or any(not each.startswith("/") for each in suffixes.values()):
-        raise OptionError(f"fields is {fields!r}: the * stands for the whole name of a group, as in data/*/NAME")
+        raise OptionError(f"fields is {fields!r}: the * must replace a group's complete name, as in data/*/NAME")
 
     reached = [files[0]]
 
@@ -55,16 +55,16 @@ def open_frames(path: Paths, fields: Mapping[str, str], trusted: bool, checksums
 
 
 def borders_of(frames: H5Reader) -> np.ndarray:
-    """Return the first row of each episode, and the number of rows: (num_episodes + 1,) int64."""
+    """Return the first row of each episode, and finally the number of rows: (num_episodes + 1,) int64."""
     starts = zip(frames.starts.tolist(), frames.readers, strict=False)
     own = [start + (each.episodes if isinstance(each, EpisodeFile) else each).starts[:-1] for start, each in starts]
     return np.concatenate([*own, frames.starts[-1:]])
 
 
 def find_borders(frames: H5Reader, kind: str, dataset: str, trusted: bool) -> np.ndarray:
-    """Return the first row of each episode, and the number of rows: (num_episodes + 1,) int64, of all files.
+    """Compute the borders of episodes, like `borders_of`, from a dataset in each file.
 
-    ``kind`` says whether the dataset has the "lengths" of episodes, or their "offsets", the first row of each.
+    If ``kind`` is "lengths", the dataset has the lengths of episodes; if it is "offsets", their first rows.
     """
     found = [np.zeros(1, np.int64)]
     for number, reader in enumerate(frames.readers):
@@ -74,13 +74,13 @@ def find_borders(frames: H5Reader, kind: str, dataset: str, trusted: bool) -> np
 
 
 def _ends_of_episodes(reader: H5Reader, num_rows: int, kind: str, dataset: str, trusted: bool) -> np.ndarray:
-    """Return the row after the last of each episode of a file: (num_episodes,) int64."""
+    """Return the end of each episode of a file, which is the row after its last row: (num_episodes,) int64."""
     table, where = open_reader(reader.path, {kind: dataset}, trusted=trusted), printable(reader.path)
     field = table.fields[kind]
     if field.dtype.kind not in "iu" or field.sample_shape or table.num_samples > num_rows:
         each = "length" if kind == "lengths" else "first row"
         raise FieldError(
-            f"{where}: {dataset!r} is not a list of whole numbers, at most {num_rows}, with the {each} of each episode"
+            f"{where}: {dataset!r} must have the {each} of each episode: at most {num_rows} integers in one dimension"
         )
     numbers = np.empty(table.num_samples, field.dtype)
     table.read(kind, np.arange(len(numbers)), numbers)
@@ -88,8 +88,8 @@ def _ends_of_episodes(reader: H5Reader, num_rows: int, kind: str, dataset: str, 
         firsts = [*numbers.tolist(), num_rows]
         if firsts[0] != 0 or any(after < first for first, after in pairwise(firsts)):
             raise FieldError(
-                f"{where}: the first rows of episodes in {dataset!r} do not go from 0 up to at most {num_rows}, the "
-                "number of rows of the fields"
+                f"{where}: the first rows of episodes in {dataset!r} must start with 0, not decrease, and be at most "
+                f"{num_rows}, the number of rows of the fields"
             )
         return np.array(firsts[1:], np.int64)
     if (numbers < 0).any() or sum(numbers.tolist()) != num_rows:

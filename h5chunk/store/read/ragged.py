@@ -1,6 +1,6 @@
-"""Fields whose samples differ in length: rows of a sparse matrix, and images of any size.
+"""Describe fields whose samples differ in length: rows of a sparse matrix, and images of any size.
 
-`h5chunk.store.format.spec` describes their layout: lists of entries, and the index at which each sample starts.
+`h5chunk.store.format.spec` specifies their layout: arrays of entries, and the index at which each sample starts.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ SLACK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class RaggedField:
-    """A field whose samples are runs of different lengths in lists of entries; ``dataset`` is the path of its group.
+    """A field whose samples are runs of entries of different lengths; ``dataset`` is the path of its group.
 
-    ``chunk_samples`` is the number of samples in a nominal chunk; entries may be compressed (``filtered``).
+    ``chunk_samples`` is the number of samples in a nominal chunk; ``filtered`` is whether entries are compressed.
     """
 
     name: str
@@ -44,7 +44,7 @@ class RaggedField:
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
-        """Shape of a sample in a batch."""
+        """Shape of one sample."""
         raise NotImplementedError
 
     @property
@@ -54,7 +54,7 @@ class RaggedField:
 
     @property
     def entry_datasets(self) -> tuple[str, ...]:
-        """The datasets of entries to read."""
+        """Names of the datasets of entries to read."""
         raise NotImplementedError
 
     @property
@@ -64,7 +64,7 @@ class RaggedField:
 
     @property
     def table_datasets(self) -> tuple[str, ...]:
-        """The datasets that are read as a whole: the start of each sample and, for images, their sizes."""
+        """Names of the datasets that are read completely: the starts of samples and, for images, the sizes."""
         return (self.pointers,)
 
     @property
@@ -76,7 +76,7 @@ class RaggedField:
 
 @dataclass(frozen=True, kw_only=True)
 class ImagesField(RaggedField):
-    """Images of any size, encoded or as pixels (``form``): an entry is a byte."""
+    """Images of any size; ``form`` is encoded or raw (pixels), and an entry is a byte."""
 
     form: str
     channels: int
@@ -112,7 +112,7 @@ def describe_images(group: h5py.Group, path: Path, name: str, chunk_samples: int
     num_rows, num_bytes = len(parts["heights"]), len(parts["data"])
     for part, length in {"offsets": num_rows + 1, "widths": num_rows, "orientations": num_rows}.items():
         if len(parts[part]) != length:
-            raise FileError(f"{where}: {num_rows} heights but {len(parts[part])} {part}")
+            raise FileError(f"{where}: {num_rows} heights, but {len(parts[part])} {part}")
     form, channels = small_attribute(group, "form", b""), small_attribute(group, "channels", 0)
     if form not in (b"encoded", b"raw") or channels not in (1, 3):
         raise FileError(f"{where}: its form is {form!r} with {channels!r} channels")
@@ -143,16 +143,16 @@ def read_image_sizes(group: h5py.Group, path: Path, field: ImagesField, offsets:
     if wrong.any():
         row = int(wrong.argmax())
         raise FileError(
-            f"{where}: image {row} is {sizes.heights[row]} x {sizes.widths[row]}, orientation "
-            f"{sizes.orientations[row]}, in {lengths[row]} bytes"
+            f"{where}: image {row} cannot have size {sizes.heights[row]} x {sizes.widths[row]}, orientation "
+            f"{sizes.orientations[row]} and {lengths[row]} bytes"
         )
     return sizes
 
 
 def read_indptr(group: h5py.Group, path: Path, field: RaggedField) -> np.ndarray:
-    """Read the index of the first entry of each row, and the number of entries: (num_rows + 1,) int64.
+    """Read the index of the first entry of each row, and finally the number of entries: (num_rows + 1,) int64.
 
-    Raises FileError if they are damaged.
+    Raises FileError if the table is damaged.
     """
     where = f"{printable(path)}: {field.name!r}"
     dataset, pointers = group[field.pointers], field.pointers
@@ -167,7 +167,8 @@ def read_indptr(group: h5py.Group, path: Path, field: RaggedField) -> np.ndarray
         raise FileError(f"{where}: {pointers} cannot be read: {error}") from error
     if indptr[0] != 0 or indptr[-1] != field.num_entries:
         raise FileError(
-            f"{where} is damaged: {pointers} goes from {indptr[0]} to {indptr[-1]}, not from 0 to {field.num_entries}"
+            f"{where} is damaged: {pointers} runs from {indptr[0]} to {indptr[-1]} instead of from 0 to "
+            f"{field.num_entries}"
         )
     falls = np.diff(indptr) < 0
     if falls.any():

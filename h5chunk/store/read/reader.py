@@ -1,7 +1,7 @@
-"""Read rows of any HDF5 file whose samples lie along the first axis, through HDF5's own chunk cache.
+"""Read rows of any HDF5 file whose samples are along the first axis, through HDF5's chunk cache.
 
 A reader can be sent between processes, and opens the file in each process at the first read. The rows of a request are
-sorted and read chunk by chunk, so that no chunk is read twice for a request.
+sorted and read chunk by chunk, so that a request reads no chunk twice.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ from h5chunk.store.read.ragged import ImagesField, ImageSizes, RaggedField, read
 from h5chunk.urls import local_copy_of
 
 LABELS = "labels"
-SMALL_FIELD_BYTES = 8 << 20  # fields of at most this size, except the main field, are cached whole
+SMALL_FIELD_BYTES = 8 << 20  # fields of at most this size, except the main field, are cached completely
 
 
 class H5Reader:
     """Read fields of one file; `h5chunk.store.read.fileset.FileSet` reads several files as one.
 
     ``fields`` maps field names to the paths of datasets, or of groups with a CSR matrix; by default these are the
-    fields that the file records, or ``images``, or the matrix ``X``, and ``labels``. ``checksums`` says when chunks of
+    fields that the file records, or ``images``, or the matrix ``X``, and ``labels``. ``checksums`` is when chunks of
     an h5chunk file are compared with their checksums: "off", "first" (at this process's first read) or "always".
     ``file`` is the open file, if it is open already.
 
-    The ``main`` field is ``ragged``, a matrix or images of any size, if there is one, otherwise the field with the
-    largest samples. Its chunks have ``chunk_samples`` samples. ``starts``, (num_files + 1,) int64, has the first sample
-    of each file, and finally the number of samples.
+    ``ragged`` is the field that is a matrix or images of any size, if there is one. The ``main`` field is ``ragged`` or
+    else the field with the largest samples; its chunks have ``chunk_samples`` samples. ``starts``, (num_files + 1,)
+    int64, is the first sample of each file, and finally the number of samples.
     """
 
     chunk_starts: np.ndarray | None = None  # first sample of each chunk; None if all but the last have chunk_samples
     mirror: Mirror | None = None  # of a remote object, whose local copy is at ``path``
     is_set = False  # whether there are several files
-    is_remote = False  # whether a file is a remote object
-    why_no_labels: str = ""  # why labels are not among the fields that are read by default
-    _readers: tuple[H5Reader, ...] = ()  # the readers of the files, in a set
+    is_remote = False  # whether at least one file is a remote object
+    why_no_labels: str = ""  # the reason why labels are not read by default, or empty
+    _readers: tuple[H5Reader, ...] = ()  # the readers of all files of a set
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class H5Reader:
                 raise OptionError("fields is empty: name at least one dataset")
             for name in (*fields.keys(), *fields.values()):
                 if not isinstance(name, str):
-                    raise OptionError(f"fields has {name!r}: give names of datasets")
+                    raise OptionError(f"fields contains {name!r}: give names of datasets")
             guard = Guard(self.path, trusted)
             self.fields = {}
             for name, dataset in fields.items():
@@ -99,7 +99,7 @@ class H5Reader:
         if len(ragged) > 1:
             all_matrices = all(isinstance(field, MatrixField) for field in ragged)
             which = "sparse matrices" if all_matrices else "fields whose samples differ in length"
-            raise FieldError(f"{printable(self.path)}: fields name {len(ragged)} {which}: name one")
+            raise FieldError(f"{printable(self.path)}: fields has {len(ragged)} {which}: choose one of them")
         self.ragged: RaggedField | None = ragged[0] if ragged else None
         lengths = {name: field.grid.shape[0] for name, field in self.fields.items()}
         if len(set(lengths.values())) > 1:
@@ -126,7 +126,7 @@ class H5Reader:
         return self._readers or (self,)
 
     def by_file(self, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """Group rows by file: yield the number of a file, and the positions in ``rows`` of its rows, ascending."""
+        """Group rows by file: yield the index of a file, and the positions of its rows in ``rows``, ascending."""
         if not len(rows):
             return
         if len(self.readers) == 1:
@@ -139,20 +139,20 @@ class H5Reader:
             yield int(files[positions[0]]), positions
 
     def cache_bytes(self, main: CacheSettings) -> int:
-        """Return the maximum bytes that the caches of the main field take in one process, over all files."""
+        """Return the maximum bytes of the caches of the main field in one process, over all files."""
         return main.nbytes
 
     @property
     def chunk_bytes(self) -> int:
-        """Decoded bytes of all chunks of the main field that hold the same ``chunk_samples`` samples."""
+        """Decoded bytes of all chunks of the main field that contain the same ``chunk_samples`` samples."""
         grid = self.main.grid
         return grid.band_bytes if grid.chunks else self.chunk_samples * grid.sample_bytes
 
     @cached_property
     def fingerprint(self) -> int:
-        """A CRC-32 that is equal for copies of a file: of the fields' names, shapes and types, and all checksums.
+        """A CRC-32 of the names, shapes and dtypes of the fields and of all checksums, which is equal for copies.
 
-        Other HDF5 files have no checksums: files that differ only in their values then have the same fingerprint.
+        Only h5chunk files have checksums: other HDF5 files that differ only in their values have equal fingerprints.
         """
         facts = [
             (name, field.dataset, tuple(map(int, field.grid.shape)), field.dtype.str)
@@ -167,7 +167,7 @@ class H5Reader:
 
     @cached_property
     def indptr(self) -> np.ndarray:
-        """The start of each sample in the entries of `ragged`: (n + 1,) int64. Raises FileError if damaged."""
+        """The first entry of each sample of ``ragged``: (n + 1,) int64. Raises FileError if the table is damaged."""
         assert self.ragged is not None
         with opened(self.path) as file:
             self.check_unchanged()
@@ -176,7 +176,7 @@ class H5Reader:
 
     @cached_property
     def image_sizes(self) -> ImageSizes:
-        """The sizes of images of any size. Raises FileError if damaged."""
+        """The sizes of images of any size. Raises FileError if they are damaged."""
         assert isinstance(self.ragged, ImagesField)
         with opened(self.path) as file:
             self.check_unchanged()
@@ -185,7 +185,7 @@ class H5Reader:
             return read_image_sizes(file[self.ragged.dataset], self.path, self.ragged, self.indptr)
 
     def _check_table(self, file: h5py.File, field: RaggedField, table: str) -> None:
-        """Check the checksum of a table of a field, if checksums are to be checked."""
+        """Verify the checksum of a table of a field, unless ``checksums`` is "off"."""
         name = f"{field.name}/{table}"
         if name in self.sums:
             chunks = replace(list_chunks(file[f"{field.dataset}/{table}"]), shape=(field.num_rows,))  # for messages
@@ -194,7 +194,7 @@ class H5Reader:
 
     @property
     def recommendation(self) -> Recommended | None:
-        """The window in chunks, and the cache of one process: as `h5chunk tune` stored them, or as in the header."""
+        """The window in chunks, and the cache of one process, as stored by `h5chunk tune` or else in the header."""
         facts = {"num_samples": self.num_samples, "chunk_samples": self.chunk_samples}
         stored = read_recommendation(self.path, dataset=self.main.dataset, **facts)
         if stored is not None or self.header is None:
@@ -203,9 +203,10 @@ class H5Reader:
 
     @property
     def recommended_window(self) -> int:
-        """Number of chunks to shuffle together: the recommendation, or else as many as fit in the usual memory.
+        """Number of chunks to shuffle together: the recommendation, or else as many as fit in the default memory.
 
-        It is lower if some chunks of a matrix have far more entries than others, because windows are limited in bytes.
+        It is smaller if some chunks of a matrix have far more entries than others, because the bytes of a window are
+        limited.
         """
         if recommended := self.recommendation:
             window_chunks = recommended[0]
@@ -216,7 +217,7 @@ class H5Reader:
         return bounded_window(window_chunks, fullest_chunks(self.indptr, self.chunk_samples))
 
     def set_caches(self, main: CacheSettings) -> None:
-        """Set the cache of the main field, and caches for as many samples of other fields, before the next read."""
+        """Set the cache of the main field, and caches of the other fields for as many samples, before the next read."""
         room_samples = main.nbytes // max(1, self.main.grid.band_bytes) * self.chunk_samples
         caches = {}
         for field in self.fields.values():
@@ -241,7 +242,7 @@ class H5Reader:
         """
         handle = self._handles()[name]
         try:
-            with handle.lock:  # a handle reuses its buffer and its selection
+            with handle.lock:  # the handle reuses its buffer and its selection
                 handle.read(rows, out)  # type: ignore[arg-type]
         except FileError:
             self.check_unchanged()
@@ -255,7 +256,7 @@ class H5Reader:
         self.check_unchanged()  # HDF5 returns zeros for the missing part of a truncated file
 
     def _handles(self) -> dict[str, _Handle | CsrHandle]:
-        """Return the open datasets of this process, by field; those of a forked parent are never used."""
+        """Return the datasets that this process has open, by field; those of a forked parent are never used."""
         if self._opened is not None and self._opened[0] == os.getpid():
             return self._opened[1]
         handles: dict[str, _Handle | CsrHandle] = {}
@@ -276,12 +277,12 @@ class H5Reader:
         """Raise FileError if the file at the path, or the open file, was changed since this reader was made."""
         stamp = stamp_of(self.path if descriptor is None else descriptor)
         if not stamp:
-            raise FileError(f"{printable(self.path)}: no such file: it was removed after it was first opened")
+            raise FileError(f"{printable(self.path)}: no such file: it was removed since it was first opened")
         if stamp != self.stamp:
             raise FileError(f"{printable(self.path)}: replaced or changed since it was first opened: open it again")
 
     def check_metadata(self) -> None:
-        """Read all metadata that reading samples needs, but no samples: damaged metadata is an error here."""
+        """Read all metadata that is needed to read samples, but no samples. Raises FileError if it is damaged."""
         assert self.fingerprint is not None
         self._handles()
         self.close()
@@ -298,7 +299,7 @@ class H5Reader:
 
 
 class _Handle:
-    """An open dataset with a chunk cache of its own."""
+    """An open dataset with a separate chunk cache."""
 
     def __init__(
         self, file: h5py.File, field: Field, cache: CacheSettings | None, band_samples: int, sums: Sums
@@ -325,7 +326,7 @@ class _Handle:
         self._scratch = np.empty((0, *self._shape), field.dtype)
 
     def read(self, rows: np.ndarray, out: np.ndarray) -> None:
-        """Read rows chunk by chunk: with one call per chunk if few rows between them are unused, else row by row."""
+        """Read rows chunk by chunk: with one call per chunk if it reads few unused rows, otherwise row by row."""
         if not len(rows):
             return
         if self._checks is not None:

@@ -1,6 +1,6 @@
-"""Read the stored chunks of a dataset, and find damaged chunks by their checksums, or by decoding them.
+"""Read the stored chunks of a dataset, and find damaged chunks by verifying checksums, or by decoding.
 
-Threads read the chunks by byte ranges, outside HDF5's lock; only chunks with unsupported filters are read by HDF5.
+Threads read the chunks by byte ranges, outside HDF5's lock; HDF5 reads only chunks with unsupported filters.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ MEMORY_BYTES = 256 << 20  # approximate limit on the memory of all threads; a si
 NO_CHUNKS = ChunkTable.unwritten((0,), (1,))
 CHECKSUM, DECODING, READING = "checksum", "decoding", "reading"
 
-OnValues = Callable[[int, np.ndarray], None]  # gets undamaged values: the number of the first element, and the bytes
+OnValues = Callable[[int, np.ndarray], None]  # called with the index of the first element, and undamaged bytes
 
 
 @dataclass(frozen=True)
 class Damage:
     """A damaged chunk."""
 
-    field: str  # path of its dataset in the file
-    chunk: int  # number of the chunk, in row-major order
+    field: str  # path of the dataset in the file
+    chunk: int  # index of the chunk, in row-major order
     first_sample: int
     last_sample: int  # included
     offset: int  # position of the chunk in the file
@@ -69,9 +69,9 @@ class CheckedDataset:
     ``expected``, (num_chunks,) uint32, are the recorded checksums; ``on_values`` is called with undamaged values.
     Raises FileError if the index of the chunks is inconsistent.
 
-    ``method`` says how chunks are checked: `CHECKSUM`, `DECODING`, or `READING`, which only finds errors of the disk.
-    ``table`` has no chunks if the data is stored in the dataset's header, or chunks cannot be listed, for the reason
-    in ``unlisted``. Elements of the ``num_unwritten`` chunks that were never written read as ``reads_as``.
+    ``method`` is how chunks are checked: `CHECKSUM`, `DECODING`, or `READING`, which only finds errors of the disk.
+    ``table`` has no chunks if the data is stored in the dataset's header, or if chunks cannot be listed; ``unlisted``
+    is then the reason. ``num_unwritten`` chunks were never written; their elements read as ``reads_as``.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class CheckedDataset:
 
     @property
     def written(self) -> np.ndarray:
-        """The numbers of the chunks that were written: (n,) int64."""
+        """Indices of the chunks that were written: (n,) int64."""
         return np.flatnonzero(self.table.offsets >= 0)
 
     def location(self, chunk: int) -> tuple[int, int]:
@@ -124,7 +124,7 @@ class CheckedDataset:
         memory_bytes: int = MEMORY_BYTES,
         on_checked: Callable[[np.ndarray], None] = lambda chunks: None,
     ) -> Generator[tuple[int, list[Damage]]]:
-        """Check chunks, (n,) int64 ascending, in threads; yield the bytes and damaged chunks of each part.
+        """Check chunks, (n,) int64 ascending, in threads; yield the bytes read and the damage of each part.
 
         The threads call ``on_checked`` with the chunks of each undamaged part.
         """
@@ -148,7 +148,7 @@ class CheckedDataset:
     ) -> None:
         """Raise FileError if a chunk is damaged; the message includes ``consequence`` and ``remedy``.
 
-        ``on_read`` is called with the bytes read since the last call; ``options`` are further arguments of `check`.
+        ``on_read`` is called with the bytes read since the last call; ``options`` are other arguments of `check`.
         """
         with closing(self.check(chunks, descriptor, **options)) as parts:  # stop all threads after an error
             for num_bytes, damages in parts:
@@ -183,7 +183,7 @@ class CheckedDataset:
         if offset < 0:
             return None
         room = size
-        if not self.filtered:  # it is read in pieces of whole elements
+        if not self.filtered:  # the chunk is read in pieces of whole elements
             room = min(size, PART_BYTES // self._item_bytes * self._item_bytes or self._item_bytes)
         memory, found = scratch(self._local, "stored", room), 0
         first = chunk * (self.chunk_bytes // self._item_bytes)
@@ -205,7 +205,7 @@ class CheckedDataset:
                 else:
                     self._raw.decode_stored(chunk, memory, values)
             except FileError as error:
-                return self._damage(chunk, f"does not decode: {self._reason(chunk, error)}", expected, found)
+                return self._damage(chunk, f"cannot be decoded: {self._reason(chunk, error)}", expected, found)
         if self._on_values is not None and room == size and (self._raw is not None or not self.filtered):
             self._on_values(first, values)
         return None

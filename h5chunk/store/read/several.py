@@ -32,11 +32,11 @@ from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.volumes import PatchReader
 from h5chunk.store.read.windows import WindowReader
 
-NOTABLE = 1.01  # a higher read amplification is reported
+NOTABLE = 1.01  # higher read amplification is reported
 
 
 class OpenFiles:
-    """The file descriptors of a set of files, opened on first use; for any number of threads."""
+    """The file descriptors of a set of files, which are opened on first use; safe for any number of threads."""
 
     def __init__(self, reader: H5Reader) -> None:
         self._readers = reader.readers
@@ -68,7 +68,7 @@ class OpenFiles:
 
 
 def _first_of_file(readers: Sequence[H5Reader]) -> list[int]:
-    """Return the number of the first reader of each reader's file: episodes of one file share its descriptor."""
+    """Return, for each reader, the index of the first reader of the same file, whose descriptor they share."""
     first: dict[Path, int] = {}
     return [first.setdefault(reader.path, number) for number, reader in enumerate(readers)]
 
@@ -87,7 +87,7 @@ def _open_checked(reader: H5Reader, num_files: int) -> int:
 
 
 def open_descriptors(reader: H5Reader) -> int | OpenFiles:
-    """Open the files of a reader: return the descriptor of a single file, or `OpenFiles` of several."""
+    """Open the files of a reader; return the descriptor of a single file, or `OpenFiles` for several files."""
     return OpenFiles(reader) if len(reader.readers) > 1 else _open_checked(reader, 1)
 
 
@@ -113,7 +113,7 @@ def remote_ranges(tasks: Iterable[Any], descriptor: Any) -> dict[Mirror, Ranges]
 
 
 def hold_ranges(ranges: Mapping[Mirror, Ranges], then: Callable[[FileError | None], None]) -> list[Hold]:
-    """Hold byte ranges of remote objects; ``then`` is called once they are there, or failed."""
+    """Hold byte ranges of remote objects; ``then`` is called once they are local, or with the error if this failed."""
     joint = Countdown[FileError | None](then)
     holds = [mirror.hold(offsets, sizes, joint.add()) for mirror, (offsets, sizes) in ranges.items()]
     joint.end(None)
@@ -122,7 +122,7 @@ def hold_ranges(ranges: Mapping[Mirror, Ranges], then: Callable[[FileError | Non
 
 @contextmanager
 def held_ranges(ranges: Mapping[Mirror, Ranges]) -> Iterator[None]:
-    """Return a context in which byte ranges can be read. Raises FileError."""
+    """Wait for byte ranges of remote objects, and hold them in a context. Raises FileError if fetching them fails."""
     future = Future[FileError | None]()
     holds = hold_ranges(ranges, future.set_result)
     try:
@@ -135,9 +135,9 @@ def held_ranges(ranges: Mapping[Mirror, Ranges]) -> Iterator[None]:
 
 
 class FilesField(ByteReader):
-    """Read a field of several files, with tasks that take `OpenFiles` instead of a descriptor.
+    """Read a field of several files, with tasks that are called with `OpenFiles` instead of a descriptor.
 
-    ``fields`` has the byte reader of each file; None for a file without samples. All files share the memory for kept
+    ``fields`` has the byte reader of each file, None for a file without samples. All files share the memory for cached
     chunks that a single file would use.
     """
 
@@ -238,14 +238,14 @@ class RowsAt(ByteReader):
 
 
 class FileTasks:
-    """Several tasks, with the numbers of their files, that a thread runs one after another."""
+    """Several tasks, with the indices of their files, that one thread runs one after another."""
 
     def __init__(self, parts: list[tuple[ReadTask, int]]) -> None:
         self._parts = parts
 
     @property
     def is_plain(self) -> bool:
-        """True if native threads can run the whole task."""
+        """True if native threads can run all parts."""
         return all(hasattr(part, "jobs") for part, _ in self._parts)
 
     def split(self, opened: OpenFiles) -> Iterator[tuple[ReadTask, int, Callable[[], None]]]:
@@ -260,7 +260,7 @@ class FileTasks:
 
 
 def direct_fields(reader: H5Reader) -> tuple[dict[str, ByteReader], dict[str, str]]:
-    """Return the byte readers of the fields that can be read by byte ranges, and the reasons why the others cannot.
+    """Return the byte readers of the fields that can be read by byte ranges, and for the other fields the reason.
 
     Raises FileError if a file is damaged, or was changed.
     """
@@ -354,10 +354,10 @@ def _offsets(episode: H5Reader, start: int, file: h5py.File, name: str) -> np.nd
 def read_amplification(
     reader: H5Reader, rows: np.ndarray | None, direct: Mapping[str, ByteReader], in_memory: Collection[str] = ()
 ) -> float:
-    """Return bytes read divided by bytes used for these samples; 1.0 for no samples, or all of them (``rows`` None).
+    """Return the ratio of bytes read to bytes used for these samples; 1.0 for no samples, or all (``rows`` is None).
 
-    Bytes are counted after decoding, and each chunk once, as if a cache held all open chunks. ``direct`` fields are
-    read by byte ranges, others through HDF5. Fields in ``in_memory`` are held in memory, and do not count.
+    Bytes are counted after decoding, and each chunk counts once, as if a cache held all open chunks. Fields in
+    ``direct`` are read by byte ranges, the others through HDF5. Fields in ``in_memory`` do not count.
     """
     names = [name for name in reader.fields if name not in in_memory]
     used = 0 if rows is None else sum(_bytes_of(reader, name, rows) for name in names)

@@ -1,4 +1,4 @@
-"""Read names, ids and categories: from the tables of an h5chunk file, or from an AnnData or 10x file."""
+"""Read names, ids and categories from the tables of an h5chunk file, or from an AnnData or 10x file."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ ROW_IDS, COLUMN_IDS, SYMBOLS = "row_ids", "column_ids", "column_symbols"
 def read_table(reader: H5Reader, name: str) -> np.ndarray:
     """Read a table of one file by its name in the group ``/h5chunk``: (n,) numbers, or bytes in UTF-8.
 
-    Raises FieldError if the file does not have the table, or must be trusted to read it; FileError if it is damaged.
+    Raises FieldError if the file does not have the table, or reading it requires ``trusted``; FileError if it is
+    damaged.
     """
     values = find_table(reader, name)
     if values is None:
-        reason = "the source of the file had none, unlike ratings, AnnData's and 10x files"
+        reason = "its source had none (ratings, AnnData and 10x files have them)"
         if reader.header is None:
-            reason = "only files that h5chunk converted, AnnData's and 10x files keep names and ids"
+            reason = "only files that h5chunk converted, AnnData files and 10x files have names and ids"
         raise FieldError(f"{printable(reader.path)}: has no {name}: {reason}")
     return values
 
@@ -49,7 +50,7 @@ def find_table(reader: H5Reader, name: str) -> np.ndarray | None:
 
 
 def _read_foreign_table(reader: H5Reader, name: str) -> np.ndarray | None:
-    """Read a table of an AnnData or 10x file in a child process, because HDF5 may hang on damaged strings."""
+    """Read a table of an AnnData or 10x file, in a child process because HDF5 may hang on damaged strings."""
 
     def read(_: object) -> np.ndarray | None:
         with limited_memory(reader.path), opened(reader.path) as file:
@@ -66,7 +67,7 @@ def _read_foreign_table(reader: H5Reader, name: str) -> np.ndarray | None:
 
 
 def _table_paths(file: h5py.File, guard: Guard, name: str, matrix: str) -> Iterator[str]:
-    """Yield the paths of datasets that may hold the table ``name`` of an AnnData or 10x file."""
+    """Yield the paths of datasets that may contain the table ``name`` of an AnnData or 10x file."""
     matrix = matrix.strip("/")
     if name == SYMBOLS:
         yield from (f"{matrix}/features/name", f"{matrix}/gene_names")
@@ -83,9 +84,9 @@ def _table_paths(file: h5py.File, guard: Guard, name: str, matrix: str) -> Itera
 
 
 def _values(item: h5py.Dataset, where: str) -> np.ndarray:
-    """Read a one-dimensional dataset of numbers, or of strings, which become bytes."""
+    """Read a one-dimensional dataset of numbers or strings; strings are returned as bytes."""
     if item.ndim != 1 or item.dtype.kind not in "biufSO":
-        raise FieldError(f"{where} is {item.dtype} {item.shape}: names must be a list of strings or numbers")
+        raise FieldError(f"{where} is {item.dtype} {item.shape}: names must be strings or numbers in one dimension")
     with errors_as(FileError, f"{where} is damaged"):
         values = item[()]
     if values.dtype.kind != "O":
@@ -93,12 +94,12 @@ def _values(item: h5py.Dataset, where: str) -> np.ndarray:
     words = values.tolist()
     width = max(map(len, words), default=0)
     if width > MAX_STRING_BYTES:
-        raise FieldError(f"{where} has strings of {width} bytes but the limit is {MAX_STRING_BYTES}")
+        raise FieldError(f"{where} has strings of {width} bytes, but the limit is {MAX_STRING_BYTES}")
     return np.array(words, f"S{max(1, width)}")
 
 
 def check_same(tables: Sequence[tuple[H5Reader, str]], noun: str, remedy: str) -> None:
-    """Raise FieldError if the tables of several files differ; the message has names that only one file has."""
+    """Raise FieldError if the tables of several files differ; the message shows how."""
     found = [(reader.path, find_table(reader, name)) for reader, name in tables]
     named = [(printable(path), names) for path, names in found if names is not None]
     for path, names in named[1:]:

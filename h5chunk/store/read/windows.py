@@ -1,8 +1,8 @@
-"""Read windows of frames as samples: a sample is several rows of each field of a reader of frames.
+"""Read windows of frames as samples: a sample consists of several rows of each field of a reader of frames.
 
-The frames' own reader lists chunks, checks bytes and decodes. A window only names rows: `WindowReader.rows_of` turns
-samples into rows, and `WindowBytes` passes these rows on, sorted, so that a chunk is decoded once for all windows that
-are read together. Another kind of sample that consists of rows needs another ``rows_of``, and nothing else.
+The reader of the frames lists chunks, verifies checksums and decodes. `WindowReader.rows_of` converts samples to rows,
+and `WindowBytes` passes these rows on in ascending order, so that a chunk is decoded once for all windows that are read
+together. To support another kind of sample that consists of rows, replace ``rows_of``.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ SHARED = 4  # a chunk of windows has at least so many times the time steps of a 
 class WindowReader(H5Reader):
     """Present windows of the rows of ``frames`` as the samples of a reader.
 
-    ``anchors``, (n,) int64 and ascending, is the row of each window's first step; ``borders``, (num_episodes + 1,)
-    int64, has the first row of each episode, and finally the number of rows; ``steps`` maps each field to the offsets
-    of its frames from the anchor. Rows beyond an episode are those of its first or last frame.
+    ``anchors``, (n,) int64 and ascending, is the row of each window's step 0. ``borders``, (num_episodes + 1,) int64,
+    is the first row of each episode, and finally the number of rows. ``steps`` maps each field to the offsets of its
+    frames from the anchor; offsets beyond an episode repeat its first or last frame.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class WindowReader(H5Reader):
         return Field(name, field.dataset, ChunkGrid(shape, None, field.dtype.itemsize, False), field.dtype)
 
     def rows_of(self, name: str, samples: np.ndarray) -> np.ndarray:
-        """Return the rows of a field's frames in these samples: (n, num_frames) int64."""
+        """Return the rows of the frames of a field in these samples: (n, num_frames) int64."""
         rows = self.anchors[samples, None] + self.steps[name]
         return np.clip(rows, self._first[samples, None], self._last[samples, None])
 
@@ -141,7 +141,7 @@ class WindowReader(H5Reader):
         return max_frames
 
     def is_padding(self, name: str, samples: np.ndarray) -> np.ndarray:
-        """Return which frames of a field are repeated because the episode has none there: (n, num_frames) bool."""
+        """Return which frames of a field are repeated because they are beyond the episode: (n, num_frames) bool."""
         return self.rows_of(name, samples) != self.anchors[samples, None] + self.steps[name]
 
     def byte_reader(self, name: str, frames: ByteReader) -> ByteReader:
@@ -150,7 +150,7 @@ class WindowReader(H5Reader):
 
     @cached_property
     def fingerprint(self) -> int:
-        """See `H5Reader.fingerprint`; of the frames, and of the rows of all windows."""
+        """See `H5Reader.fingerprint`; it covers the frames, and the rows of all windows."""
         found = zlib.crc32(repr({name: steps.tolist() for name, steps in self.steps.items()}).encode())
         for table in (self.anchors, self._first, self._last):
             found = zlib.crc32(table.tobytes(), found)
@@ -163,11 +163,11 @@ class WindowReader(H5Reader):
 
     @property
     def recommendation(self) -> None:
-        """None: what `h5chunk tune` stores is for frames."""
+        """Always None: `h5chunk tune` stores recommendations for frames, not for windows."""
         return
 
     def set_caches(self, main: CacheSettings) -> None:
-        """See `H5Reader.set_caches`: the cache holds as many chunks of frames as ``main`` holds of windows."""
+        """See `H5Reader.set_caches`; the cache of the frames holds as many chunks as ``main`` holds of windows."""
         grid = self.frames.main.grid
         bands = min(grid.num_bands, 2 + main.nbytes // max(1, self.frames.chunk_bytes)) if grid.chunks else 0
         self.frames.set_caches(grid.cache_for(bands))
@@ -177,7 +177,7 @@ class WindowReader(H5Reader):
         return self.frames.actual_caches()
 
     def read(self, name: str, rows: np.ndarray, out: np.ndarray | CsrBuffers) -> None:
-        """Read a field of samples through HDF5, each frame once: see `H5Reader.read`."""
+        """Read a field of samples through HDF5, and each frame only once: see `H5Reader.read`."""
         assert isinstance(out, np.ndarray)
         frames, where = np.unique(self.rows_of(name, rows), return_inverse=True)
         values = np.empty((len(frames), *out.shape[2:]), out.dtype)
@@ -209,7 +209,7 @@ class WindowBytes(ByteReader):
         self.is_plain, self.chunks = frames.is_plain, frames.chunks
 
     def tasks(self, rows: np.ndarray, destinations: np.ndarray, out: np.ndarray) -> Iterator[ReadTask]:
-        """See `ByteReader.tasks`; the rows of windows are sorted, because windows overlap."""
+        """See `ByteReader.tasks`; rows are sorted, because windows overlap."""
         frames = self._reader.rows_of(self.name, rows)
         places = destinations[:, None] * frames.shape[1] + np.arange(frames.shape[1])
         order = np.argsort(frames, axis=None, kind="stable")

@@ -1,1 +1,1 @@
-"""Rewrite whole files, whatever they contain."""
+"""Rewrite complete HDF5 files, whatever they contain."""

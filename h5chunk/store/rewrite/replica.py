@@ -1,8 +1,8 @@
 """Copy a file with its objects, links and attributes, but without the values of some datasets.
 
-Datasets with a new layout are only allocated: other modules write their values later. HDF5 copies all other objects
+Datasets with a new layout are only allocated; other modules write their values later. HDF5 copies all other objects
 (``h5o.copy``), with chunks as they are stored. References are replaced by references to the new objects. Values with
-references or of variable length are copied as Python objects, chunk by chunk; if their order changes, the old values
+references or variable-length parts are copied as Python objects, chunk by chunk; if their order changes, the old values
 are read once for each part of the new values that fits in memory.
 """
 
@@ -25,8 +25,8 @@ from h5chunk.store.rewrite.shuffle import NewOrder
 from h5chunk.store.rewrite.survey import Node, Survey, attribute_names, is_fixed, references_of
 
 LIBVER = ("v110", "latest")  # the format of HDF5 1.10, unless a type of the source needs a newer one
-COMMENT = 13  # number of the message of an object header that holds a comment
-BAND_ROWS = 1024  # rows to read together if there are no chunks
+COMMENT = 13  # type of the object header message that contains a comment
+BAND_ROWS = 1024  # rows to read together if a dataset has no chunks
 OBJECT_BYTES = 80  # memory per Python object, in addition to its bytes
 CHECKSUMS = f"{GROUP}/checksums"
 
@@ -44,7 +44,7 @@ class NewLayout:
 
     chunks: tuple[int, ...] | None  # None: contiguous
     filters: tuple[Filter, ...] = ()
-    written: bool = True  # False: nothing is written, so that all elements are the fill value and take no space
+    written: bool = True  # False: nothing is written, so that all elements are the fill value and need no space
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,10 @@ class Changes:
 def create_replica(
     path: Path, source: h5py.File, survey: Survey, changes: Changes, copied: Callable[[int], None]
 ) -> tuple[dict[str, Region], list[str]]:
-    """Write the new file, except the values of datasets with a new layout.
+    """Write the new file, except for the values of datasets with a new layout.
 
     ``copied`` is called with the stored bytes of each copied dataset. Returns the byte ranges of the unfiltered
-    datasets whose values are still to be written, and messages about content that could not be kept.
+    datasets whose values must still be written, and messages about content that could not be preserved.
     """
     block = source.userblock_size  # HDF5 requires a multiple of the alignment
     with translate_errors(source.filename):
@@ -94,15 +94,15 @@ def create_replica(
 
 
 def region_key(path: bytes) -> str:
-    """Return the key of a dataset in the regions of `create_replica`: its path as text, whatever its bytes are."""
+    """Return the key of a dataset in the regions of `create_replica`: its path as text, even if it is not UTF-8."""
     return path.decode("utf-8", "surrogateescape")
 
 
 class _Copier:
     """Copy attributes and values from an open file to another one that has the same objects.
 
-    References hold addresses, which differ between the files, so they are replaced by references to the same paths.
-    ``lost`` collects messages about content that could not be kept.
+    References contain addresses, which differ between the files, so they are replaced by references to the same paths.
+    ``lost`` collects messages about content that could not be preserved.
     """
 
     def __init__(self, source: h5py.File, target: h5py.File, paths: Mapping[int, bytes]) -> None:
@@ -119,7 +119,7 @@ class _Copier:
         return kind.copy()
 
     def attributes(self, old: Any, new: Any, where: str, skip: Collection[bytes] = ()) -> None:
-        """Copy the attributes of a low-level object, except those in ``skip``; ``where`` names it in messages."""
+        """Copy the attributes of a low-level object, except for ``skip``; ``where`` names the object in messages."""
         for name in attribute_names(old):
             if name not in skip:
                 attribute = h5a.open(old, name)
@@ -139,7 +139,7 @@ class _Copier:
         new.write(self.translated(values, where))
 
     def translated(self, value: Any, where: str) -> Any:
-        """Return a copy of a value, or of an array, in which references lead to objects of the target file."""
+        """Return a copy of a value or array in which references refer to objects of the target file."""
         if isinstance(value, h5r.Reference):
             return self._reference(value, where)
         if isinstance(value, np.ndarray) and value.dtype.hasobject:
@@ -148,7 +148,7 @@ class _Copier:
                 for name in value.dtype.names:
                     copy[name] = self.translated(value[name], where)
             else:
-                flat = copy.reshape(-1)  # with one axis, an array is stored as one object
+                flat = copy.reshape(-1)  # so that an array is assigned as one object
                 for number in range(len(flat)):
                     flat[number] = self.translated(flat[number], where)
             return copy
@@ -162,12 +162,12 @@ class _Copier:
         except (OSError, RuntimeError, ValueError, KeyError):
             item = None
         if item is None:
-            self.lost.append(f"{where} referred to an object that no longer exists, and is empty now")
+            self.lost.append(f"{where} referred to an object that no longer exists, and is now empty")
             return type(reference)()
         path = self._paths.get(h5o.get_info(item).addr)
         if path is None:
             raise FileError(
-                f"{self._shown}: {where} refers to an object that has no name: give it one, or delete the reference"
+                f"{self._shown}: {where} refers to an object without a name: give it a name, or delete the reference"
             )
         if isinstance(reference, h5r.RegionReference):
             region = h5r.get_region(reference, self._source)
@@ -186,7 +186,7 @@ class _Maker:
         self.copier = _Copier(source, target, survey.paths)
         self._utf8 = h5p.create(h5p.LINK_CREATE)
         self._utf8.set_char_encoding(h5t.CSET_UTF8)
-        self.new: dict[bytes, h5d.DatasetID] = {}  # datasets whose values are still to be written, by path
+        self.new: dict[bytes, h5d.DatasetID] = {}  # datasets whose values must still be written, by path
         changed = [*changes.layouts, *changes.permuted] if changes.header is not None else []
         outdated = {f"{CHECKSUMS}/".encode() + path for path in changed}
         self._nodes = [node for node in survey.nodes if node.path not in outdated]
@@ -197,7 +197,7 @@ class _Maker:
         self._bare: set[bytes] = set()  # paths of objects that HDF5 copied without their attributes
 
     def make_nodes(self) -> None:
-        """Make all objects and links; attributes only where HDF5 copies an object with them."""
+        """Create all objects and links; attributes only where HDF5 copies an object with them."""
         parent: bytes | None = None
         for node in self._nodes:
             if node.parent != parent:
@@ -208,7 +208,7 @@ class _Maker:
                 new.links.create_soft(node.name, node.leads_to, lcpl=links)
             elif node.kind == "again":
                 new.links.create_hard(node.name, self._target, b"/" + node.leads_to, lcpl=links)
-            elif node.kind == "group":  # not with all properties: those of a large group locate its links in the file
+            elif node.kind == "group":  # without the properties that locate the links of a large group in the file
                 properties = h5p.create(h5p.GROUP_CREATE)
                 old_properties = h5g.open(old, node.name).get_create_plist()
                 _copy_orders(old_properties, properties)
@@ -225,7 +225,7 @@ class _Maker:
         return path in self._changes.layouts or path in self._by_value
 
     def _copy(self, old: h5g.GroupID, new: h5g.GroupID, node: Node, links: h5p.PropLCID | None) -> None:
-        """Let HDF5 copy an object, without its attributes if HDF5 would crash on them, or copy them incompletely."""
+        """Let HDF5 copy an object; without its attributes if HDF5 would crash on them or copy them incompletely."""
         options = h5p.create(h5p.OBJECT_COPY)
         item = h5o.open(old, node.name)
         kinds = [h5a.open(item, name).get_type() for name in attribute_names(item)]
@@ -273,13 +273,13 @@ class _Maker:
 
 
 def _copy_orders(old: Any, new: Any) -> None:
-    """Copy the properties that say whether a group or file tracks the creation order of links and attributes."""
+    """Copy whether a group or file tracks the creation order of links and attributes."""
     new.set_link_creation_order(old.get_link_creation_order())
     new.set_attr_creation_order(old.get_attr_creation_order())
 
 
 def _properties(old: h5p.PropDCID, layout: NewLayout) -> h5p.PropDCID:
-    """Return the creation properties of a dataset with a new layout; other properties are kept."""
+    """Return the creation properties of a dataset with a new layout; other properties are preserved."""
     new = old.copy()
     for code in [old.get_filter(number)[0] for number in range(old.get_nfilters())]:
         new.remove_filter(code)
@@ -297,7 +297,7 @@ def _properties(old: h5p.PropDCID, layout: NewLayout) -> h5p.PropDCID:
 
 
 def _permute_values(old: h5py.Dataset, new: h5py.Dataset, copier: _Copier, order: NewOrder, memory_bytes: int) -> None:
-    """Copy all values in the new order, in parts that fit in memory; references lead to objects of the new file."""
+    """Copy all values in the new order, in parts that fit in memory; references refer to objects of the new file."""
     num_rows = old.shape[0]
     total = sum(_size(_read(old, rows)) for rows in _bands(old))
     part = max(1, num_rows // math.ceil(total / memory_bytes))
@@ -317,7 +317,7 @@ def _bands(dataset: h5py.Dataset) -> Iterator[range]:
 
 
 def _spaces(dataset: h5py.Dataset, rows: range | None) -> tuple[tuple[int, ...], h5s.SpaceID, h5s.SpaceID]:
-    """Return the shape of some rows, or of the single value, and their selections in memory and in the file."""
+    """Return the shape of a range of rows, or of the single value, and their selections in memory and in the file."""
     space = dataset.id.get_space()
     if rows is None:
         return (), h5s.create(h5s.SCALAR), space
@@ -342,7 +342,7 @@ def _write(dataset: h5py.Dataset, rows: range | None, values: np.ndarray) -> Non
 
 
 def _size(values: np.ndarray) -> int:
-    """Return the approximate bytes of memory that values take."""
+    """Return the approximate bytes of memory that values need."""
     if values.dtype.names:
         return sum(_size(values[name]) for name in values.dtype.names) + values.nbytes
     if values.dtype.kind != "O":

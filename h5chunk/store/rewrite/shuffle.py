@@ -1,8 +1,8 @@
 """Copy the rows of a dataset into a new file, in the same order or shuffled, within a memory limit.
 
-A shuffle that exceeds the memory takes two passes, which `h5chunk.plan.repack` plans: the first writes each row to the
-bucket of its new position, the second puts the rows of each bucket in order. Between the passes the buckets are stored
-in the new file itself, or for a compressed dataset in a temporary file.
+A shuffle that exceeds the memory needs two passes, which `h5chunk.plan.repack` plans: the first writes each row to the
+bucket of its new position, the second sorts the rows of each bucket. Between the passes the buckets are stored in the
+new file itself, or for a compressed dataset in a temporary file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from h5chunk.store.write.spool import TemporaryBytes
 from h5chunk.store.write.targets import PlainTarget, Target, Waiting
 
 ROW_BYTES = 48  # memory per row, in addition to its values, while rows are regrouped
-MIN_VECTOR_BYTES = 512  # rows of at least this size are read one by one to their destinations, shorter ones are sorted
+MIN_VECTOR_BYTES = 512  # rows of at least this size are read directly to their destinations, others are sorted
 INDEX_BYTES = 24  # memory per element, in addition to its value, if rows differ in length
 
 Moved = Callable[[int], None]  # called with the number of bytes moved since the last call
@@ -45,9 +45,9 @@ class NewOrder:
 
 
 class Rows:
-    """Rows of equal length to be shuffled: their byte offsets, how to cut them into buckets, and how to regroup them.
+    """Rows of equal length to be shuffled: their byte offsets, their division into buckets, and their regrouping.
 
-    Buckets are whole chunks of ``unit_rows`` rows if possible.
+    If possible, buckets consist of complete chunks of ``unit_rows`` rows.
     """
 
     _starts: Any  # first element of each row in the old order; here an element is a row
@@ -63,13 +63,13 @@ class Rows:
         return self.old_offset(len(self._starts) - 1)
 
     def spans(self, shares: MemoryShares, step_bytes: int) -> Iterator[range]:
-        """Cut the old order into spans of rows that are read together, of about ``step_bytes`` each."""
+        """Divide the old order into spans of rows that are read together, of about ``step_bytes`` each."""
         source, cost = self.source, self._width + ROW_BYTES
         step_bytes = shares.with_whole_band(step_bytes, source.band_rows * cost, source.whole_bands)
         return plan_steps(source.num_rows, row_bytes=cost, band_rows=source.band_rows, step_bytes=step_bytes)
 
     def borders(self, part_bytes: int) -> np.ndarray:
-        """Cut the new order into buckets of at most ``part_bytes``; return their borders, (num_buckets + 1,) int64."""
+        """Divide the new order into buckets of at most ``part_bytes``; return the borders, (num_buckets + 1,) int64."""
         return plan_buckets(self.source.num_rows, self._width + ROW_BYTES, part_bytes, self._unit_rows)
 
     def old_offset(self, row: int) -> int:
@@ -81,7 +81,7 @@ class Rows:
         return int(self._new_starts[row]) * self._width
 
     def read(self, rows: range, out: np.ndarray) -> None:
-        """Read a range of rows of the old order into ``out``, (n,) uint8, which has exactly their size."""
+        """Read a range of rows of the old order into ``out``, (n,) uint8, which has the same size."""
         first, last = int(self._starts[rows.start]), int(self._starts[rows.stop])
         if last > first:
             self.source.read(first, last, out.reshape(last - first, self._width))
@@ -93,7 +93,7 @@ class Rows:
     def gather(self, data: np.ndarray, held: np.ndarray | None, picks: np.ndarray, out: np.ndarray) -> None:
         """Copy rows from ``data`` to ``out``: row i of ``out`` becomes row ``picks[i]`` of ``data``.
 
-        ``held`` has the old numbers of the rows in ``data``; None: these are all rows.
+        ``held`` has the old indices of the rows in ``data``; None means that ``data`` has all rows.
         """
         wide = f"V{self._width}" if self._width in (1, 2, 4, 8, 16, 32) else np.uint8
         table, target = (array.reshape(-1, self._width).view(wide) for array in (data, out))
@@ -101,10 +101,10 @@ class Rows:
 
 
 class UnevenRows(Rows):
-    """Rows of different lengths to be shuffled: rows of a sparse matrix, or names or images that are stored end to end.
+    """Rows of different lengths to be shuffled: rows of a sparse matrix, or concatenated names or images.
 
     Row i has the elements from ``starts[i]`` to ``starts[i + 1]`` (excluded) of ``source``; ``starts``, (num_rows + 1,)
-    int64, must ascend. Raises OptionError if a row takes more than ``part_bytes`` of memory.
+    int64, must ascend. Raises OptionError if a row needs more than ``part_bytes`` of memory.
     """
 
     def __init__(self, source: RawRows, starts: np.ndarray, order: np.ndarray, part_bytes: int, where: str) -> None:
@@ -117,8 +117,8 @@ class UnevenRows(Rows):
         if longest > part_bytes:
             row = int(self._counts.argmax())
             raise OptionError(
-                f"{where}: row {row} takes {human_bytes(longest)}, more than the {human_bytes(part_bytes)} that the "
-                "memory limit leaves for it: allow more memory (--memory-bytes)"
+                f"{where}: row {row} needs {human_bytes(longest)} of memory, but the memory limit allows "
+                f"{human_bytes(part_bytes)} per row: allow more memory (--memory-bytes)"
             )
 
     def spans(self, shares: MemoryShares, step_bytes: int) -> Iterator[range]:
@@ -194,15 +194,15 @@ def shuffle_rows(
 def _scatter(
     rows: Rows, new: NewOrder, waiting: Waiting, shares: MemoryShares, borders: np.ndarray, moved: Moved
 ) -> None:
-    """Do the first pass: write every row to the bucket of its new position; within a bucket, in the old order."""
+    """Run the first pass: write every row to the bucket of its new position, in the old order within a bucket."""
     local = threading.local()
-    ends = [rows.new_offset(int(border)) for border in borders]  # where the next row of each bucket goes
+    ends = [rows.new_offset(int(border)) for border in borders]  # offset for the next row of each bucket
 
     def plan(span: range) -> tuple[range, np.ndarray, list[tuple[int, int, int]]]:
         """Group the rows of a span by bucket.
 
-        Returns the span, the order of its rows by bucket, and for each bucket its offset and the grouped bytes for it:
-        from the first byte to the last, excluded.
+        Returns the span, the order of its rows by bucket, and for each bucket the offset to write to, and the start and
+        end of its bytes among the grouped bytes.
         """
         buckets = np.searchsorted(borders, new.inverse[span.start : span.stop], "right") - 1
         picks = np.argsort(buckets, kind="stable")
@@ -236,7 +236,7 @@ def _scatter(
 def _sort_buckets(
     rows: Rows, new: NewOrder, waiting: Waiting, target: Target, shares: MemoryShares, borders: np.ndarray, moved: Moved
 ) -> None:
-    """Do the second pass: put the rows of every bucket in their new order."""
+    """Run the second pass: put the rows of every bucket in their new order."""
     local = threading.local()
 
     def sort_bucket(bucket: int, buffer: np.ndarray) -> np.ndarray:
@@ -271,7 +271,7 @@ def _sort_buckets(
 def _in_order(
     tasks: Iterable[T], work: Callable[[T, np.ndarray], R], buffer_bytes: int, num_threads: int
 ) -> Iterator[tuple[T, R]]:
-    """Run ``work(task, buffer)`` in threads; yield tasks with their results, in order. Buffers are reused."""
+    """Run ``work(task, buffer)`` in threads, with reused buffers; yield the tasks with their results, in order."""
     buffers = [np.empty(buffer_bytes, np.uint8) for _ in range(num_threads + 1)]
 
     def run(task: T, buffer: np.ndarray) -> tuple[T, R]:

@@ -1,6 +1,6 @@
-"""List the objects of any HDF5 file, and refuse those that cannot be kept when the file is rewritten.
+"""List the objects of any HDF5 file, and refuse those that cannot be preserved when the file is rewritten.
 
-External links, external storage and virtual datasets are refused. Soft links are kept, but not followed.
+External links, external storage and virtual datasets are refused. Soft links are preserved, but not followed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from h5chunk.store.hdf5.codecs import KNOWN_FILTERS
 from h5chunk.store.hdf5.open import translate_errors
 
 ORDER_TRACKED = 1  # H5P_CRT_ORDER_TRACKED of H5Ppublic.h
-NUMBERS_AND_TEXT = "biufS"  # kinds of NumPy types that a field may have
+NUMBERS_AND_TEXT = "biufS"  # kinds of NumPy dtypes that a field may have
 
 
 @dataclass(frozen=True)
@@ -30,20 +30,20 @@ class DatasetFacts:
     shape: tuple[int, ...] | None  # None: an empty dataspace
     maxshape: tuple[int | None, ...]
     chunks: tuple[int, ...] | None
-    dtype: str  # text for messages
-    kind: str  # kind of the NumPy type; V if NumPy has no such type
+    dtype: str  # as text, for messages
+    kind: str  # kind of the NumPy dtype; V if NumPy has no such type
     item_bytes: int
-    filters: tuple[int, ...]  # registered numbers of filters
+    filters: tuple[int, ...]  # registered ids of filters
     filter_names: tuple[str, ...]
     stored_bytes: int
     is_fixed_size: bool  # whether values are plain bytes, without references or variable-length parts
-    has_references: bool  # whether values have references to objects
-    has_region_references: bool  # whether values have references to regions of datasets
-    has_named_type: bool  # whether its type has a name in the file
+    has_references: bool  # whether values contain references to objects or regions
+    has_region_references: bool  # whether values contain references to regions of datasets
+    has_named_type: bool  # whether the type has a name in the file
 
     @property
     def name(self) -> str:
-        """The path, for messages."""
+        """The path as text, for messages."""
         return printable(self.path)
 
     @property
@@ -64,12 +64,12 @@ class DatasetFacts:
 
 @dataclass(frozen=True)
 class Node:
-    """A link in a group, and the kind of object that it leads to."""
+    """A link in a group, and the kind of object that it refers to."""
 
     parent: bytes  # path of the group
     name: bytes
-    kind: str  # group, dataset, type, soft (a soft link), or again (a further hard link to a listed object)
-    leads_to: bytes = b""  # target of a soft link; first path of the object of a further hard link
+    kind: str  # group, dataset, type, soft (a soft link), or again (another hard link to a listed object)
+    leads_to: bytes = b""  # target of a soft link; for another hard link, the first path of its object
 
     @property
     def path(self) -> bytes:
@@ -86,12 +86,12 @@ class Survey:
 
 
 def survey_file(file: h5py.File) -> Survey:
-    """List all objects and links of a file. Raises FileError or TrustError if one cannot be kept."""
+    """List all objects and links of a file. Raises FileError or TrustError if one cannot be preserved."""
     survey, label = Survey(), printable(file.filename)
     with translate_errors(file.filename):
         survey.paths[h5o.get_info(file.id).addr] = b""
         groups = [b""]
-        for parent in groups:  # grows
+        for parent in groups:  # the list grows during the iteration
             group = h5g.open(file.id, parent or b"/")
             names: list[bytes] = []
             tracked = group.get_create_plist().get_link_creation_order() & ORDER_TRACKED
@@ -107,7 +107,7 @@ def survey_file(file: h5py.File) -> Survey:
 
 
 def _describe_link(group: h5g.GroupID, parent: bytes, name: bytes, paths: dict[int, bytes], label: str) -> Node:
-    """Describe a link, and add the path of a new object to ``paths``."""
+    """Describe a link; if its object is new, add the path to ``paths``."""
     where = f"{label}: {printable(parent + b'/' + name if parent else name)!r}"
     if name in (b"", b".") or b"/" in name:
         raise FileError(f"{where} has an invalid name: it is damaged")
@@ -116,7 +116,7 @@ def _describe_link(group: h5g.GroupID, parent: bytes, name: bytes, paths: dict[i
         return Node(parent, name, "soft", group.links.get_val(name))
     if kind == h5l.TYPE_EXTERNAL:
         raise FileError(
-            f"{where} is a link into another file, which is not followed: copy its target there, or delete it"
+            f"{where} is a link into another file, which is not followed: replace it by its target, or delete it"
         )
     if kind != h5l.TYPE_HARD:
         raise FileError(f"{where} is a link of an unknown kind ({kind}): delete it")
@@ -125,19 +125,19 @@ def _describe_link(group: h5g.GroupID, parent: bytes, name: bytes, paths: dict[i
         return Node(parent, name, "again", paths[info.addr])
     kinds = {h5o.TYPE_GROUP: "group", h5o.TYPE_DATASET: "dataset", h5o.TYPE_NAMED_DATATYPE: "type"}
     if info.type not in kinds:
-        raise FileError(f"{where} is an object of an unknown kind ({info.type})")
+        raise FileError(f"{where} is an object of an unknown kind ({info.type}): delete it")
     node = Node(parent, name, kinds[info.type])
     paths[info.addr] = node.path
     return node
 
 
 def describe_dataset(dataset: h5d.DatasetID, path: bytes, label: str) -> DatasetFacts:
-    """Return the metadata of a dataset. Raises FileError or TrustError if it cannot be kept."""
+    """Return the metadata of a dataset. Raises FileError or TrustError if the dataset cannot be preserved."""
     where = f"{label}: {printable(path)!r}"
     properties, kind, space = dataset.get_create_plist(), dataset.get_type(), dataset.get_space()
     layout = properties.get_layout()
     if layout == h5d.CONTIGUOUS and properties.get_external_count():
-        raise TrustError(f"{where}: its values are in other files, which are not opened: copy them (h5repack)")
+        raise TrustError(f"{where}: its values are in other files, which are not opened: copy the values (h5repack)")
     if layout not in (h5d.CONTIGUOUS, h5d.CHUNKED, h5d.COMPACT):
         raise TrustError(f"{where} is a virtual dataset, which may read other files: copy the values (h5repack)")
     references = references_of(kind)
@@ -145,7 +145,7 @@ def describe_dataset(dataset: h5d.DatasetID, path: bytes, label: str) -> Dataset
         raise FileError(f"{where} has references that h5py cannot read: leave it out, or rewrite it")
     stored_bytes, file_bytes = dataset.get_storage_size(), h5py.h5i.get_file_id(dataset).get_filesize()
     if stored_bytes > file_bytes:
-        raise FileError(f"{where} claims {stored_bytes} stored bytes but the file has {file_bytes}: it is damaged")
+        raise FileError(f"{where} claims {stored_bytes} stored bytes, but the file has {file_bytes}: it is damaged")
     try:
         dtype, letter = str(dataset.dtype), dataset.dtype.kind
     except TypeError:
@@ -174,7 +174,7 @@ def describe_dataset(dataset: h5d.DatasetID, path: bytes, label: str) -> Dataset
 
 
 def parts_of(kind: h5t.TypeID) -> Iterator[h5t.TypeID]:
-    """Yield a type, and all types of its members and elements, to any depth."""
+    """Yield a type and, recursively, the types of its members and elements."""
     yield kind
     if isinstance(kind, h5t.TypeCompoundID):
         for number in range(kind.get_nmembers()):
@@ -193,17 +193,17 @@ def is_fixed(kind: h5t.TypeID) -> bool:
 
 
 def references_of(kind: h5t.TypeID) -> list[h5t.TypeReferenceID]:
-    """List the types of references that values contain."""
+    """List the types of the references that values contain."""
     return [part for part in parts_of(kind) if isinstance(part, h5t.TypeReferenceID)]
 
 
 def refers_to_regions(kind: h5t.TypeID) -> bool:
-    """Return whether values have references to regions of datasets."""
+    """Return whether values contain references to regions of datasets."""
     return any(part.equal(h5t.STD_REF_DSETREG) for part in references_of(kind))
 
 
 def attribute_names(item: Any) -> list[bytes]:
-    """List the names of an object's attributes, in the order of their creation if the file tracks it."""
+    """List the names of an object's attributes, in order of creation if the file tracks it."""
     names: list[bytes] = []
     tracked = not isinstance(item, h5t.TypeID) and item.get_create_plist().get_attr_creation_order() & ORDER_TRACKED
     h5a.iterate(item, names.append, index_type=h5py.h5.INDEX_CRT_ORDER if tracked else h5py.h5.INDEX_NAME)

@@ -1,8 +1,8 @@
-"""Write images of any size end to end, in the order of their rows.
+"""Write images of any size one after another, in the order of their rows.
 
-The length of an image is known only after it was read, and maybe shrunk. So workers return the bytes of their tasks,
-the main process writes them in order, and the header of the file is written last. `h5chunk.store.format.spec` has the
-layout.
+The length of an image is known only after it was read, and possibly shrunk. Therefore workers return the bytes of their
+tasks, the main process writes them in order, and the header of the file is written last. `h5chunk.store.format.spec`
+specifies the layout.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from h5chunk.store.write.new_file import NewFile, checksum_specs
 from h5chunk.store.write.old_file import OldImages
 
 CHUNK_BYTES = 8 << 20
-TASK_BYTES = 4 << 20  # of images that a worker returns at once, on average
+TASK_BYTES = 4 << 20  # average bytes of the images of a task
 PIECE_BYTES = 1 << 20
-FACTS = 4  # numbers of each sample: bytes, height, width and EXIF orientation
+FACTS = 4  # integers per sample: bytes, height, width and EXIF orientation
 
 
 def any_size_specs(name: str, num_samples: int, num_bytes: int) -> dict[str, ArraySpec]:
@@ -48,7 +48,7 @@ def any_size_specs(name: str, num_samples: int, num_bytes: int) -> dict[str, Arr
 
 @dataclass
 class AnySizeJob(FillJob):
-    """The images to write; ``mean_bytes`` is their average size, and ``columns`` collects the other fields."""
+    """The job of writing images; ``mean_bytes`` is their average size, and ``columns`` collects the other fields."""
 
     mean_bytes: int = 1
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -65,13 +65,13 @@ class AnySizeJob(FillJob):
 class _ImageReader(TaskRunner):
     """Read the images of tasks.
 
-    The ``checksums`` of a result are, for each chunk, the CRC-32 of its images, followed by `FACTS` numbers per sample;
-    -1 is the number of bytes of an unreadable sample.
+    The ``checksums`` of a result are, for each chunk, the CRC-32 of its images, followed by `FACTS` integers per
+    sample; the number of bytes of an unreadable sample is -1.
     """
 
     def run(self, chunks: range, claim: TaskResult | None = None) -> TaskResult:
         if claim is not None and self.is_unchanged(chunks, claim):
-            return claim  # the main process reads and checks its bytes
+            return claim  # the main process verifies the bytes
         done, parts, values = TaskResult(chunks, [], Counter(), [], 0), list[bytes](), []
         for chunk in chunks:
             rows, facts = self._job.rows(range(chunk, chunk + 1)), [0]
@@ -112,7 +112,7 @@ class BytesWriter:
         self._sums: list[int] = []
 
     def copy_old(self, old: OldImages, copied: Callable[[int], None]) -> None:
-        """Compare the images of an old file with their checksums, and write them first."""
+        """Verify the images of an old file, and write them first."""
         num_chunks = old.num_bytes // CHUNK_BYTES if old.data.dataset.chunks == (CHUNK_BYTES,) else 0
         old.data.copy_chunks(num_chunks, self._new.part, self._new.offset(self._name), copied)
         self.num_bytes, self._sums = num_chunks * CHUNK_BYTES, old.data.checksums[:num_chunks].tolist()
@@ -124,7 +124,7 @@ class BytesWriter:
         self._count(np.frombuffer(data, np.uint8))
 
     def keep(self, facts: list[list[int]]) -> bool:
-        """Skip the next bytes if an earlier run wrote them with the checksums in ``facts``; return whether it did."""
+        """Skip the next bytes if they match the checksums in ``facts``, from an earlier run; return whether they do."""
         before = self.num_bytes, self._sum, len(self._sums)
         for crc, *numbers in facts:
             left, found = _num_bytes(numbers), 0
@@ -177,7 +177,7 @@ def fill_any_size(
 ) -> AnySizeFilled:
     """Write all images of the job; see `fill`.
 
-    Claims are used up to the first that is outdated, because the bytes of all later images then move.
+    Claims are used up to the first outdated one, because a new length moves the bytes of all later images.
     """
     filled, facts = AnySizeFilled(), list[int]()
     left = job.tasks()
@@ -193,7 +193,7 @@ def fill_any_size(
         try:
             for done in results:
                 if not done.is_new and not writer.keep(done.checksums):
-                    break  # start again from here without claims
+                    break  # restart here without claims
                 claimed = tasks[len(tasks) - len(left)][1]
                 filled.add(done)
                 facts += [number for _, *numbers in done.checksums for number in numbers]
@@ -222,9 +222,9 @@ def _num_bytes(numbers: list[int]) -> int:
 
 
 def write_image_tables(new: NewFile, name: str, facts: np.ndarray, checksums: np.ndarray) -> None:
-    """Write the offsets and sizes of all images into the file whose header is complete.
+    """Write the offsets and sizes of all images, after the file's header is complete.
 
-    ``checksums`` are those of their bytes.
+    ``checksums`` are the checksums of the chunks of ``data``.
     """
     offsets = np.concatenate(([0], np.cumsum(facts[:, 0])))
     columns = dict(zip(IMAGE_TABLES, (offsets, *facts.T[1:]), strict=True))

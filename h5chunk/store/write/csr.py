@@ -17,9 +17,9 @@ from h5chunk.store.write.targets import PlainTarget
 
 
 def csr_spec(layout: CsrLayout, *, scale: float, time_order: bool = False, **parts: Any) -> FileSpec:
-    """Return the specification of a file with a CSR matrix, whose values are stored numbers divided by ``scale``.
+    """Return the specification of a file with a CSR matrix, where value = stored value / ``scale``.
 
-    ``time_order`` says that the entries of each row are in the order of their times. See `_spec` for ``parts``.
+    ``time_order`` is whether the entries of each row are sorted by their times. See `_spec` for ``parts``.
     """
     entries, chunks = (layout.num_entries,), (layout.chunk_entries,)
     arrays = {
@@ -35,7 +35,7 @@ def csr_spec(layout: CsrLayout, *, scale: float, time_order: bool = False, **par
 
 
 def dense_spec(layout: Layout, dtype: np.dtype, *, gzip: bool, **parts: Any) -> FileSpec:
-    """Return the specification of a file with dense rows, compressed by ``gzip`` or not: see `_spec` for ``parts``."""
+    """Return the specification of a file with dense rows, compressed if ``gzip``: see `_spec` for ``parts``."""
     num_columns = layout.sample_bytes // dtype.itemsize
     rows = field_spec(layout.num_samples, layout.chunk_samples, (num_columns,), dtype, gzip=gzip)
     return _spec(layout, DENSE, {MATRIX: rows}, {}, **parts)
@@ -55,9 +55,9 @@ def _spec(
 ) -> FileSpec:
     """Return the specification of a file with a matrix.
 
-    ``arrays`` and ``facts`` are the datasets and further attributes of the matrix. ``fields`` and ``tables``, by path
-    below the root and ``/h5chunk``, are other datasets, of which only types and shapes are used. ``attributes`` are the
-    header's ``seed``, ``shuffled`` and ``options``.
+    ``arrays`` and ``facts`` are the datasets and the additional attributes of the matrix. ``fields`` and ``tables`` are
+    the other datasets, by path below the root and below ``/h5chunk``; only their dtypes and shapes are used.
+    ``attributes`` are the header's ``seed``, ``shuffled`` and ``options``.
     """
     datasets = {**arrays, **column_specs(fields, layout.num_samples, layout.chunk_samples)}
     for name, array in arrays.items():
@@ -77,7 +77,7 @@ def _spec(
 
 
 class CsrWriter:
-    """Write the entries of a matrix in the order of the rows, any number at a time."""
+    """Write the entries of a matrix in row order, any number at a time."""
 
     def __init__(self, new: NewFile, layout: CsrLayout) -> None:
         self._new, self._layout, self._num_done = new, layout, 0
@@ -88,7 +88,7 @@ class CsrWriter:
                 self._targets[name] = PlainTarget(new, f"{MATRIX}/{name}", *sizes, checked=True)
 
     def append(self, indices: np.ndarray, values: np.ndarray | None) -> None:
-        """Write the next entries, whose ``values`` are None for a pattern."""
+        """Write the next entries; ``values`` is None for a pattern."""
         dtype = None if values is None else values.dtype
         if indices.dtype != self._layout.index_dtype or dtype != self._layout.value_dtype:
             raise TypeError(f"indices are {indices.dtype}, values {dtype}")
@@ -100,7 +100,7 @@ class CsrWriter:
         self._num_done += len(indices)
 
     def finish(self, row_entries: np.ndarray) -> None:
-        """Write ``indptr``, from the number of entries of each row, and all checksums."""
+        """Write ``indptr`` and all checksums; ``row_entries`` is the number of entries of each row."""
         indptr = np.zeros(self._layout.num_rows + 1, np.int64)
         np.cumsum(row_entries, out=indptr[1:])
         if not indptr[-1] == self._num_done == self._layout.num_entries:

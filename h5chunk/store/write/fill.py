@@ -1,12 +1,12 @@
 """Fill the chunks of a new file from a source, in worker processes.
 
 A task is a run of chunks: a worker reads their samples and writes each chunk with one ``pwrite``, so that no samples
-are sent between processes. Its result has the checksums of the chunks. A claim is the result of an earlier run, from a
-journal: a worker checks it, and writes the chunks again if it does not hold.
+are sent between processes. Its result has the checksums of the chunks. A claim is the result of a task of an earlier
+run, from a journal: a worker verifies it, and writes the chunks again if the verification fails.
 
-On Linux workers are forked, which is fast and needs no guard in the caller's main module: they run Pillow, NumPy and
-zlib in one thread, and take no lock that a thread of the parent may hold. Elsewhere fork is not safe, and the caller's
-main module needs the same guard as for torch's DataLoader.
+On Linux workers are forked, which is fast and needs no ``__main__`` guard in the caller's script: they run Pillow,
+NumPy and zlib in one thread, and acquire no lock that a thread of the parent may hold. Elsewhere fork is not safe, and
+the script needs the same ``__main__`` guard as for torch's DataLoader.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 TASK_SAMPLES = 64  # samples per task; a task costs the main process about 0.3 ms
 TASKS_AHEAD = 3  # tasks that are submitted per worker
 GO_ON, STOP, EXIT = 0, 1, 2  # commands to workers: continue, stop reading samples, exit immediately
-EXIT_S = 1.0  # time that workers get to stop before they are told to exit immediately
-POLL_S = 0.5  # interval at which a worker checks the command
+EXIT_S = 1.0  # seconds that workers have to stop before they must exit immediately
+POLL_S = 0.5  # seconds between a worker's checks of the command
 
 
 class FillField(NamedTuple):
-    """A field to fill: where its first chunk starts in the file, and the shape and dtype of a sample."""
+    """A field to fill: the offset of its first chunk in the file, and the shape and dtype of a sample."""
 
     name: str
     offset: int
@@ -56,7 +56,7 @@ class FillField(NamedTuple):
 
 @dataclass
 class FillJob:
-    """The part file, the fields to fill, and the source with its order; it is sent to each worker once."""
+    """The part file, the fields to fill, the source and the order of its samples; sent to each worker once."""
 
     part: Path
     fields: tuple[FillField, ...]  # the fields that the source reads
@@ -64,10 +64,10 @@ class FillJob:
     source: SampleReader
     order: np.ndarray  # (num_samples,) int64: row i of each field is sample ``order[i]`` of the source
 
-    in_order = False  # whether tasks must be returned in their order
+    in_order = False  # whether results must be returned in the order of the tasks
 
     def runner(self, stopped: Callable[[], bool] = lambda: False) -> TaskRunner:
-        """Return the object that runs tasks in a process until ``stopped()`` is true."""
+        """Return an object that runs tasks in one process until ``stopped()`` is true."""
         return TaskRunner(self, stopped)
 
     @property
@@ -96,25 +96,25 @@ class Failure(NamedTuple):
 class TaskResult(NamedTuple):
     """The result of a task.
 
-    ``checksums`` has a list of the fields' CRC-32 for each chunk; fewer lists than ``chunks`` if the task was stopped.
+    ``checksums`` has, for each chunk, a list of the CRC-32 of each field; it is shorter if the task was stopped.
     """
 
     chunks: range
     checksums: list[list[int]]
-    notes: Counter[str]  # number of samples for each note that the source made
+    notes: Counter[str]  # number of samples for each note of the source
     failures: list[Failure]
-    stamp: int  # stamp of its samples, see `stamp_of_samples`
+    stamp: int  # stamp of the samples, see `stamp_of_samples`
     is_new: bool = True  # False for a claim, whose chunks an earlier run wrote
     values: tuple[tuple[int, Mapping[str, Any]], ...] = ()  # of columns, by sample: see `AnyImage`
-    data: bytes = b""  # images of any size, end to end, which the main process writes
+    data: bytes = b""  # concatenated images of any size, which the main process writes
 
     def record(self) -> list[Any]:
-        """Return the JSON value that `parse_record` turns into a claim."""
+        """Return a JSON value that `parse_record` converts to a claim."""
         return [self.chunks.start, self.checksums, dict(self.notes), [list(f) for f in self.failures], self.stamp]
 
 
 def parse_record(record: Any) -> TaskResult | None:
-    """Return the claim in a journal's record; None if the record is not the result of a task."""
+    """Convert a journal's record to a claim; return None if the record is not the result of a task."""
     try:
         first, checksums, notes, failures, stamp = record
         chunks = range(first, first + len(checksums))
@@ -127,11 +127,11 @@ def parse_record(record: Any) -> TaskResult | None:
 
 @dataclass
 class Filled:
-    """The results of all tasks, which `fill` returns."""
+    """The combined results of all tasks, which `fill` returns."""
 
     checksums: dict[str, np.ndarray] = field(default_factory=dict)  # by field: (num_chunks,) uint32
-    notes: Counter[str] = field(default_factory=Counter)  # number of samples for each note that the source made
-    failures: list[Failure] = field(default_factory=list)  # in row order; their rows are zeros
+    notes: Counter[str] = field(default_factory=Counter)  # number of samples for each note of the source
+    failures: list[Failure] = field(default_factory=list)  # in row order; these rows are filled with zeros
     stamp: int = 0  # stamp of all samples at the time of reading
 
     def add(self, done: TaskResult) -> None:
@@ -151,8 +151,8 @@ def fill(
 ) -> Filled:
     """Write all chunks of the job, in ``num_workers`` processes, or in this process if that is 0.
 
-    ``claims`` has claims by their first chunk. ``finished`` is called with each new result, unless a sample failed and
-    ``stop_at_failure``; ``written`` with the number of samples written since the last call.
+    ``claims`` maps first chunks to claims. ``finished`` is called with each new result, except for one with a failed
+    sample if ``stop_at_failure``; ``written`` is called with the number of samples written since the last call.
     """
     filled = Filled()
     checksums = np.zeros((len(job.fields), job.num_chunks), np.uint32)
@@ -200,8 +200,8 @@ def _in_workers(job: FillJob, tasks: list[Task], num_workers: int) -> Generator[
         )
     except OSError as error:
         raise WorkerError(
-            f"no worker can be started: {error.strerror}: check the space in /dev/shm and {tempfile.gettempdir()}, or "
-            "use --workers 0"
+            f"no worker process can be started ({error.strerror}): free space in /dev/shm and "
+            f"{tempfile.gettempdir()}, or use --workers 0"
         ) from None
     waiting: list[Future[TaskResult]] = []
     left = iter(tasks)
@@ -221,11 +221,11 @@ def _in_workers(job: FillJob, tasks: list[Task], num_workers: int) -> Generator[
                 yield future.result()
     except BrokenProcessPool:
         raise WorkerError(
-            "a worker process died (killed, or out of memory?): the output is "
-            "unchanged; run it again, with fewer workers if memory is short"
+            "a worker process died (it was killed, perhaps for lack of memory), and the output is unchanged: run the "
+            "command again, with fewer workers if memory is short"
         ) from None
     finally:
-        command.value = STOP  # after an error or Ctrl-C, do not finish the tasks that were started
+        command.value = STOP  # after an error or Ctrl-C, do not finish tasks that have started
         timer = threading.Timer(EXIT_S, lambda: setattr(command, "value", EXIT))
         timer.start()
         pool.shutdown(wait=True, cancel_futures=True)
@@ -244,7 +244,7 @@ def _start_worker(job: FillJob, command: Any) -> None:
 
 
 def _exit_on_command(command: Any) -> None:
-    """Exit when the parent ends, or on command: if the parent killed this process, it could die holding a lock."""
+    """Exit when the parent exits, or on command: the parent does not kill workers, which may hold a lock."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         while command.value != EXIT and not multiprocessing.connection.wait([parent.sentinel], POLL_S):
@@ -257,9 +257,9 @@ def _run_task(chunks: range, claim: TaskResult | None) -> TaskResult:
 
 
 class TaskRunner:
-    """Context manager that runs tasks, one after the other.
+    """Context manager that runs tasks one after another.
 
-    The buffers for one chunk of each field are reused, because allocating new memory would cost more than writing.
+    The buffers for one chunk of each field are reused, because allocating new memory would take longer than writing.
     """
 
     def __init__(self, job: FillJob, stopped: Callable[[], bool] = lambda: False) -> None:
@@ -279,7 +279,7 @@ class TaskRunner:
         os.close(self._descriptor)
 
     def run(self, chunks: range, claim: TaskResult | None = None) -> TaskResult:
-        """Write these chunks of all fields, unless the claim holds."""
+        """Write these chunks of all fields, unless the claim can be verified."""
         if claim is not None and self.is_unchanged(chunks, claim) and self._are_written(claim):
             return claim
         done = TaskResult(chunks, [], Counter(), [], 0)
@@ -304,7 +304,7 @@ class TaskRunner:
             failure = self._read_sample(index, position, done.notes)
             if failure is not None:
                 done.failures.append(Failure(rows[position], str(failure), type(failure).__name__))
-            for number, data in enumerate(self._bytes):  # while the sample is in the processor's cache
+            for number, data in enumerate(self._bytes):  # while the sample is in the CPU's cache
                 checksums[number] = zlib.crc32(data[position], checksums[number])
         for number, data in enumerate(self._bytes):
             padding = data[len(rows) :]
@@ -335,7 +335,7 @@ class TaskRunner:
         return now == claim.stamp and self._still_fail(claim.failures)
 
     def _still_fail(self, failures: list[Failure]) -> bool:
-        """Return whether all failed samples fail again: the cause may vanish while their files are unchanged."""
+        """Return whether all failed samples fail again: the cause may have been removed without changing the files."""
         for failure in failures:
             if not 0 <= failure.row < len(self._job.order):
                 return False
@@ -345,7 +345,7 @@ class TaskRunner:
         return True
 
     def _are_written(self, claim: TaskResult) -> bool:
-        """Return whether the chunks in the file have the checksums of the claim."""
+        """Return whether the chunks in the file match the checksums of the claim."""
         for chunk, checksums in zip(claim.chunks, claim.checksums, strict=True):
             if len(checksums) != len(self._bytes):
                 return False

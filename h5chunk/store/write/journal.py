@@ -1,12 +1,12 @@
-"""Keep a journal of finished work, an append-only list of records, so that an interrupted writer can continue.
+"""Keep a journal of finished work, an append-only list of records, so that an interrupted writer can be resumed.
 
 Each line is a record: the CRC-32 of its JSON, and the JSON. The first record is a key, a digest of everything that
-determines the meaning of the others. Lines after an incomplete or damaged line are ignored. A writer that continues
-must check the data that a record describes.
+determines the meaning of the other records. Lines after an incomplete or damaged line are ignored. A resumed writer
+must verify the data that a record describes.
 
-So that the same command can tell that an existing output is already its own, a digest of the command and of the
-output's size and time is stored in an extended attribute of the output, if the file system has those. It is not stored
-inside the file, because equal sources must make equal bytes.
+A command can recognise its own finished output: a digest of the command and of the output's size and modification time
+is stored in an extended attribute of the output, if the file system supports this. The digest is not stored inside the
+file, because equal sources must result in equal bytes.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.records: list[Any] = []  # records of an earlier writer with the same key
-        self.key_mismatch = False  # whether the records of another key were dropped
-        self.holds_work = False  # whether there are records, earlier or added ones
+        self.key_mismatch = False  # whether records with another key were dropped
+        self.holds_work = False  # whether the journal has records besides the key
         self._file: IO[bytes] | None = None
 
     def open(self, key: str | None) -> None:
-        """Read the existing records if they have this key; otherwise empty the journal.
+        """Read the existing records if the journal has this key; otherwise clear the journal.
 
         If ``key`` is None, records are neither read nor written.
         """
@@ -58,7 +58,7 @@ class Journal:
         self._write(key)
 
     def add(self, record: Any) -> None:
-        """Add a record, a JSON value. Once the disk is full, records are dropped: a later run repeats more work."""
+        """Add a record, a JSON value. If the disk is full, records are dropped, and a later run repeats more work."""
         self.holds_work |= self._write(record)
 
     def _write(self, record: Any) -> bool:
@@ -76,7 +76,7 @@ class Journal:
             self._file = None
 
     def remove(self) -> None:
-        """Close the journal and remove its file, whichever writer made it."""
+        """Close the journal and remove its file, even if another writer created it."""
         self.close()
         self.records, self.holds_work = [], False
         if self.path.is_symlink() or not self.path.is_dir():
@@ -118,7 +118,7 @@ def key_of(facts: Any, blobs: Iterable[bytes] = ()) -> str:
 
 
 def save_command_id(output: Path, command_id: str) -> None:
-    """Store a digest of the command and the finished output in an extended attribute, if the system has those."""
+    """Store a digest of the command and the finished output in an extended attribute, if the system supports this."""
     with suppress(OSError, AttributeError):
         os.setxattr(output, ATTRIBUTE, _bound_to(output, command_id))
 
@@ -129,11 +129,11 @@ def has_command_id(output: Path) -> bool:
 
 
 def is_made_by(output: Path, command_id: str) -> bool:
-    """Return whether this command made an output, and nothing has written to it since."""
+    """Return whether this command wrote an output, which has not been changed since."""
     kept = _command_of(output)
     try:
         return kept is not None and kept == _bound_to(output, command_id)
-    except OSError:  # another process removes it
+    except OSError:  # another process is removing it
         return False
 
 

@@ -1,4 +1,4 @@
-"""Write a file that gets its name once it is complete and on disk: see `h5chunk.store.write.output`."""
+"""Write a file that gets its final name once it is complete and on disk: see `h5chunk.store.write.output`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class NewFile(Output):
             return open_side_file(self.part, label)
         except IsADirectoryError:
             raise OutputError(
-                f"{label}: an unfinished folder of shards has this name: repeat the command that began it, or remove "
+                f"{label}: an unfinished folder of shards has this name: repeat the command that wrote it, or remove "
                 f"{printable(self.part)}"
             ) from None
 
@@ -63,7 +63,7 @@ class NewFile(Output):
         self.part.replace(self.path)
 
     def allocate(self, spec: FileSpec) -> Mapping[str, Region]:
-        """Create the file with all its space, so that a full disk is an error before the first sample is written.
+        """Create the file and allocate all its space, so that a full disk raises an error before samples are written.
 
         Returns the byte ranges of all datasets, by path.
         """
@@ -76,7 +76,7 @@ class NewFile(Output):
         ``num_bytes``, the approximate size of the file, are not free.
         """
         os.ftruncate(self.descriptor, 0)
-        check_free_space(self.path, num_bytes)  # before HDF5 writes, as it crashes on a full disk
+        check_free_space(self.path, num_bytes)  # before HDF5 writes, because it crashes on a full disk
         with writing(self.path):
             self._regions = create(self.part)
         self._allocate()
@@ -85,8 +85,8 @@ class NewFile(Output):
     def reallocate(self, spec: FileSpec, preserved: Iterable[str]) -> Mapping[str, Region]:
         """Change an existing part file to this specification, and return the byte ranges of all datasets.
 
-        The first samples of the ``preserved`` fields are kept; other data is undefined. The new metadata is written to
-        a separate file, and copied over the old metadata.
+        The data of the ``preserved`` fields is kept, up to their new length; other data is undefined. The new metadata
+        is written to a separate file, and copied over the old metadata.
         """
         check_free_space(self.path, spec.num_bytes - os.fstat(self.descriptor).st_blocks * 512)
         with writing(self.path):
@@ -100,7 +100,7 @@ class NewFile(Output):
         return self._regions
 
     def begin(self, spec: FileSpec, name: str) -> None:
-        """Prepare to write a dataset of unknown length before the header; ``spec`` may have any length of it."""
+        """Prepare to write a dataset of unknown length before the header; its length in ``spec`` is not used."""
         with writing(self.path):
             try:
                 start = create_file(self._header, spec)[name].offset
@@ -168,7 +168,7 @@ class NewFile(Output):
             try:
                 while not done.wait(FLUSH_INTERVAL_S):
                     os.fdatasync(self.descriptor) if hasattr(os, "fdatasync") else os.fsync(self.descriptor)
-            except OSError as error:  # the system reports it only once, so the final fsync would succeed
+            except OSError as error:  # the system reports an error only once, so the final fsync would succeed
                 errors.append(error)
 
         thread = threading.Thread(target=flush, daemon=True)
@@ -183,10 +183,10 @@ class NewFile(Output):
 
 
 def _move_data(descriptor: int, moves: list[tuple[Region, Region]]) -> None:
-    """Move the data of (old, new) pairs of regions in a file; no new region is longer than its old one.
+    """Move the data of (old, new) pairs of regions in a file; no new region may be longer than the old one.
 
     Large fields keep their order and move to lower offsets, one after another. Small fields are not aligned and may
-    move anywhere, so they are held in memory while the large ones are moved.
+    move anywhere, so they are held in memory while the large fields are moved.
     """
     small = [move for move in moves if move[1].num_bytes <= PIECE_BYTES]
     waiting = [(new.offset, os.pread(descriptor, new.num_bytes, old.offset)) for old, new in small]
@@ -206,22 +206,22 @@ def _move_data(descriptor: int, moves: list[tuple[Region, Region]]) -> None:
 
 
 def column_specs(columns: Mapping[str, np.ndarray], num_samples: int, chunk_samples: int) -> dict[str, ArraySpec]:
-    """Return the datasets for columns, fields of one value per sample; only the types of the arrays are used."""
+    """Return the datasets for columns, fields of one value per sample; only the dtypes of the arrays are used."""
     return {name: field_spec(num_samples, chunk_samples, (), values.dtype) for name, values in columns.items()}
 
 
 def table_specs(tables: Mapping[str, np.ndarray]) -> dict[str, ArraySpec]:
-    """Return the datasets for tables in the group ``/h5chunk``; only the shapes and types of the arrays are used."""
+    """Return the datasets for tables in the group ``/h5chunk``; only the shapes and dtypes of the arrays are used."""
     return {f"{GROUP}/{name}": ArraySpec(values.shape, values.dtype) for name, values in tables.items()}
 
 
 def checksum_specs(fields: Iterable[str], num_chunks: int) -> dict[str, ArraySpec]:
-    """Return the datasets for the checksums of fields: one per chunk."""
+    """Return the datasets for the checksums of fields, with one checksum per chunk."""
     return {f"{GROUP}/checksums/{name}": ArraySpec((num_chunks,), np.dtype(np.uint32)) for name in fields}
 
 
 def write_columns(new: NewFile, columns: Mapping[str, np.ndarray], chunk_samples: int) -> None:
-    """Write columns, in the order of the rows, and the checksums of their chunks."""
+    """Write columns, in row order, and the checksums of their chunks."""
     for name, values in columns.items():
         new.write(name, values)
         data, chunk_bytes = values.tobytes(), chunk_samples * values.itemsize
@@ -235,7 +235,7 @@ def write_recommendation(
 ) -> Path:
     """Write the recommendation of `h5chunk tune` for a file, and return the path of the recommendation.
 
-    ``made_for`` is the data that it applies to, as for `h5chunk.store.format.recommendation.read_recommendation`.
+    ``made_for`` describes the data, as in `h5chunk.store.format.recommendation.read_recommendation`.
     """
     content = {"version": VERSION, "window_chunks": window_chunks, "cache": [cache.nslots, cache.nbytes, cache.w0]}
     write_text(sidecar_of(path), json.dumps(content | made_for) + "\n")
@@ -243,7 +243,7 @@ def write_recommendation(
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small text file, in place of an older one; it appears whole or not at all."""
+    """Write or replace a small text file atomically."""
     with NewFile(path, overwrite=True) as new:
         with writing(new.path):
             os.ftruncate(new.descriptor, 0)

@@ -1,4 +1,4 @@
-"""Read an h5chunk file to append to, and check it while it is copied into a longer file."""
+"""Read the h5chunk file that is appended to, and verify it while it is copied into a longer file."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from h5chunk.store.read.scan import CheckedDataset
 from h5chunk.store.write.part_file import write_at
 
 CHECKSUMS = f"{GROUP}/checksums"
-COPY_BYTES = 8 << 20  # bytes per copy, if the kernel cannot copy
+COPY_BYTES = 8 << 20  # bytes that are copied at a time if the kernel cannot copy
 NO_KERNEL_COPY = (errno.ENOSYS, errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.ETXTBSY)
 
 
 class OldFile:
-    """An open h5chunk file to copy into a longer one; its header and all its datasets were checked."""
+    """An open h5chunk file to copy into a longer one; its header and all its datasets are validated."""
 
     def __init__(self, path: Path, file: h5py.File, descriptor: int) -> None:
         self.path, self.file, self.descriptor = path, file, descriptor
@@ -42,13 +42,13 @@ class OldFile:
             header = read_header(file)
             if header is None:
                 raise FileError(
-                    f"{self.label}: not written by h5chunk, so that its options are unknown: convert its source with "
-                    "h5chunk convert, together with the new samples"
+                    f"{self.label}: was not written by h5chunk, so its options are unknown: convert its source "
+                    "together with the new samples (h5chunk convert)"
                 )
             if header.kind:
                 raise FileError(
                     f"{self.label}: has a sparse matrix, to which append cannot add rows: convert all sources "
-                    "together, or the new rows to another file: several files with the same columns are one data set"
+                    "together, or the new rows to another file (files with the same columns can be read as one)"
                 )
             self.header, self.options = header, header.options
             self.datasets: dict[str, h5py.Dataset] = {}  # all datasets, by path
@@ -60,12 +60,12 @@ class OldFile:
                 self.datasets[name] = item
 
     def check_unchanged(self) -> None:
-        """Raise FileError if the file was changed or replaced after it was opened."""
+        """Raise FileError if the file was changed or replaced since it was opened."""
         if stamp_of(self.path) != self._stamp:
             raise FileError(f"{self.label}: changed while it was read: nothing was appended: run it again")
 
     def attributes(self, name: str) -> dict[str, Any]:
-        """Return the attributes of an object. Raises FileError if one has a type of variable length, or is large."""
+        """Return the attributes of an object. Raises FileError if one is large or has a variable-length type."""
         item = self.file[name]
         check_attributes(item, f"{self.label}: {name!r}")
         return dict(item.attrs)
@@ -89,7 +89,7 @@ class OldFile:
 
 @contextmanager
 def open_old(path: str | os.PathLike[str]) -> Iterator[OldFile]:
-    """Return a context with an h5chunk file, opened to be copied into the longer file that `append` writes."""
+    """Open an h5chunk file in a context, to copy it into the longer file that `append` writes."""
     path = Path(path)
     with open_file(path) as file:
         descriptor = open_descriptor(path)
@@ -100,31 +100,29 @@ def open_old(path: str | os.PathLike[str]) -> Iterator[OldFile]:
 
 
 class OldDataset:
-    """The chunks of a dataset of the old file, compared with their checksums as they are read."""
+    """The chunks of a dataset of the old file, which are compared with their checksums when they are read."""
 
     def __init__(self, old: OldFile, name: str) -> None:
         self._old, self.dataset = old, old.datasets[name]
         table = old.table(f"checksums/{name}")
         if table is None or table.ndim != 1 or table.dtype != np.uint32:
-            raise FileError(
-                f"{old.label}: {name!r} has no checksums, unlike files that h5chunk wrote: convert its source again"
-            )
+            raise FileError(f"{old.label}: {name!r} has no checksums, so the file is damaged: convert its source again")
         self._checked, self.checksums = CheckedDataset(old.path, self.dataset, table), table
         if len(table) != self._checked.num_chunks:
             raise FileError(
-                f"{old.label}: {name!r} has {self._checked.num_chunks} chunks but {len(table)} "
+                f"{old.label}: {name!r} has {self._checked.num_chunks} chunks, but {len(table)} "
                 "checksums: run h5chunk verify"
             )
 
     def values(self, first_chunk: int = 0) -> np.ndarray:
-        """Check the chunks starting at ``first_chunk``, and return their values."""
+        """Verify the chunks from ``first_chunk`` on, and return their values."""
         self._require(range(first_chunk, len(self.checksums)), lambda num_bytes: None)
         chunk_rows = self.dataset.chunks[0] if self.dataset.chunks else 0
         values: np.ndarray = self.dataset[first_chunk * chunk_rows :]
         return values
 
     def copy_chunks(self, num_chunks: int, part: Path, offset: int, copied: Callable[[int], None]) -> None:
-        """Check the first chunks, and copy them to ``offset`` of the new file at ``part``.
+        """Verify the first chunks, and copy them to ``offset`` of the new file at ``part``.
 
         ``copied`` is called with the number of bytes copied since the last call.
         """
@@ -162,9 +160,10 @@ class OldDataset:
 
 
 class OldImages:
-    """The images of any size of the old file: their bytes ``data``, and their ``facts``, (num_images, 4) int64.
+    """The images of any size of the old file.
 
-    Facts are the number of bytes, the height, the width and the EXIF orientation.
+    ``data`` has their bytes, and ``facts``, (num_images, 4) int64, the number of bytes, the height, the width and the
+    EXIF orientation of each image.
     """
 
     def __init__(self, old: OldFile, name: str) -> None:
@@ -172,7 +171,7 @@ class OldImages:
         self.form, self.num_bytes = field.form, field.num_entries
         self.data = OldDataset(old, f"{name}/data")
         for table in IMAGE_TABLES:
-            OldDataset(old, f"{name}/{table}").values()  # compared with its checksum
+            OldDataset(old, f"{name}/{table}").values()  # to verify the checksum
         offsets = read_indptr(old.file[name], old.path, field)
         sizes = read_image_sizes(old.file[name], old.path, field, offsets)
         self.facts = np.stack([np.diff(offsets), *sizes], axis=1).astype(np.int64)
@@ -180,9 +179,9 @@ class OldImages:
 
 
 def copy_range(source: int, target: int, offsets: tuple[int, int], num_bytes: int, label: str = "a file") -> None:
-    """Copy bytes between two descriptors, starting at the two offsets, by reflinks if the system supports them.
+    """Copy bytes between two descriptors, starting at the two offsets, with reflinks if the system supports them.
 
-    Raises FileError, which names the source as ``label``, if it cannot be read.
+    Raises FileError if the source, which messages call ``label``, cannot be read.
     """
     done, moved = 0, 1
     while moved and done < num_bytes and hasattr(os, "copy_file_range"):

@@ -1,8 +1,8 @@
-"""Write an output, a file or a folder of shards, that gets its name once it is complete and on disk.
+"""Write an output, a file or a folder of shards, that gets its final name once it is complete and on disk.
 
-Until then it is the part file (or folder) ``.NAME.h5chunk-part`` beside the output. The part is locked, so that a
-second writer of the same output gets an error. An existing output is unchanged until the new one replaces it in one
-step. A killed writer leaves its part, and the next writer continues it if there is a journal of finished work,
+Until then it is the part file (or part folder) ``.NAME.h5chunk-part`` in the same folder. The part is locked, so that a
+second writer of the same output gets an error. An existing output is unchanged until the new one replaces it
+atomically. A killed writer leaves its part, and the next writer continues it if there is a journal of finished work,
 ``.NAME.h5chunk-journal`` (`h5chunk.store.write.journal`); otherwise it starts over.
 """
 
@@ -28,14 +28,14 @@ from h5chunk.store.write.part_file import check_name, check_parent, is_open, jou
 EXCHANGE = 2  # RENAME_EXCHANGE of Linux's renameat2, and RENAME_SWAP of macOS' renamex_np
 AT_FDCWD = -100
 SPLIT_FILE = re.compile(rf"({'|'.join(SPLIT_NAMES)})\.h5", re.IGNORECASE)  # files of convert --split-files
-OPENINGS = 1000  # attempts to lock a part, if other writers always finish it first
+OPENINGS = 1000  # attempts to lock a part, in case other writers keep finishing it first
 _Output = TypeVar("_Output", bound="Output")
 
 
 class Output(ABC):
-    """Context manager that writes an output; its path is ``part`` until `commit` renames it.
+    """Context manager that writes an output, whose path is ``part`` until `commit` renames it.
 
-    Pass a ``journal`` for a file in a folder of shards: it belongs to the folder, so this file does not remove it.
+    For a file in a folder of shards, pass the ``journal`` of the folder, which is then not removed.
     """
 
     def __init__(self, path: str | os.PathLike[str], overwrite: bool = False, journal: Journal | None = None) -> None:
@@ -45,19 +45,19 @@ class Output(ABC):
         self._has_own_journal = journal is None
         self.journal = journal or Journal(journal_path(self.path))
         self.command_id: str | None = None  # digest of the command, stored with the complete output
-        self.kept = False  # whether an error or Ctrl-C left the part and its journal for the next run
+        self.kept = False  # whether the part and its journal were kept for the next run after an error or Ctrl-C
 
     @abstractmethod
     def _check(self) -> None:
-        """Raise OutputError unless the output can be made."""
+        """Raise OutputError unless the output can be written."""
 
     @abstractmethod
     def _open_part(self) -> int | None:
-        """Open or create the part, and return its descriptor; None if another writer just renamed it."""
+        """Open or create the part, and return its descriptor; None if another writer has just renamed it."""
 
     @abstractmethod
     def _replace_output(self) -> None:
-        """Rename the part to the output."""
+        """Give the part the name of the output."""
 
     def open_journal(self, key: str | None) -> None:
         """Open the journal: see `Journal.open`."""
@@ -67,9 +67,9 @@ class Output(ABC):
         self._check()
         self.descriptor = self._lock()
         try:
-            self._check()  # the previous holder of the lock may have made it
+            self._check()  # the previous holder of the lock may have written the output
         except OutputError:
-            with suppress(OSError):  # a folder with the files of a killed writer
+            with suppress(OSError):  # raised for a folder with files of a killed writer
                 if self.part.is_dir():
                     self.part.rmdir()
                 elif not os.fstat(self.descriptor).st_size:
@@ -90,18 +90,18 @@ class Output(ABC):
         raise OutputError(f"{printable(self.path)}: cannot be written: {os.strerror(errno.ENOENT)}")
 
     def commit(self) -> None:
-        """Flush the output to disk, and give it its name."""
+        """Flush the output to disk, and give it its final name."""
         try:
             self._check()
         except OutputError:
-            self._remove()  # the same command could not continue it
+            self._remove()  # repeating the command could not continue the part
             raise
         try:
             os.fsync(self.descriptor)
             if self.command_id is not None:
-                save_command_id(self.part, self.command_id)  # the last change of the output's time
+                save_command_id(self.part, self.command_id)  # after the last change of the modification time
             if self._has_own_journal:
-                self.journal.remove()  # while this writer still has the part's name and lock
+                self.journal.remove()  # while this writer still holds the part's name and lock
             self._replace_output()
             sync_folder(self.path.parent)
         except OSError as error:
@@ -133,14 +133,14 @@ class Output(ABC):
 class NewFolder(Output):
     """Context manager that writes a folder of shards: write files to the folder ``part``, then `commit`.
 
-    It replaces an existing folder in one step, or in two steps if the file system cannot exchange folders: between the
-    steps the old folder is ``.NAME.h5chunk-old``. Only folders of shards are replaced, because other folders may hold a
-    user's work.
+    An existing folder is replaced atomically, or in two steps if the file system cannot exchange folders; between the
+    steps the old folder is ``.NAME.h5chunk-old``. Only folders of shards are replaced, because other folders may
+    contain a user's work.
     """
 
     @property
     def work(self) -> Path:
-        """The path of a folder for temporary files, which is removed with the part, or before it gets its name."""
+        """Path of a folder for temporary files, which is removed with the part, or before the part is renamed."""
         return self.part.with_name(f"{self.part.name}-work")
 
     def _remove(self) -> None:
@@ -157,13 +157,13 @@ class NewFolder(Output):
             return os.open(self.part, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileExistsError:
             raise OutputError(
-                f"{label}: an unfinished file has this name: repeat the command that began it, or remove "
+                f"{label}: an unfinished file has this name: repeat the command that wrote it, or remove "
                 f"{printable(self.part)}"
             ) from None
         except FileNotFoundError:
             if self.path.parent.is_dir():
-                return None  # another writer just finished
-            raise OutputError(f"{label}: cannot be written: its folder is gone") from None
+                return None  # another writer has just finished
+            raise OutputError(f"{label}: cannot be written: its folder was removed") from None
         except OSError as error:
             raise OutputError(f"{label}: cannot be written: {error.strerror}") from None
 
@@ -176,11 +176,11 @@ class NewFolder(Output):
                 _remove_files(self.part)
             except OSError as error:
                 raise OutputError(
-                    f"{printable(self.part)}: cannot be emptied: {error.strerror}: remove the folder"
+                    f"{printable(self.part)}: cannot be cleared ({error.strerror}): remove the folder"
                 ) from None
 
     def reopen(self, name: str) -> None:
-        """Turn a finished file in the folder into a part file again, so that it can be checked and continued."""
+        """Turn a finished file in the folder back into a part file, so that it can be verified and continued."""
         file = self.part / name
         if file.exists():
             file.replace(part_path(file))
@@ -194,7 +194,7 @@ class NewFolder(Output):
         old, descriptor = self.part, os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not _exchange(self.part, self.path):  # on file systems without exchange, in two steps
+            if not _exchange(self.part, self.path):  # not supported: replace the folder in two steps
                 old = self.part.with_name(f".{self.path.name}.h5chunk-old")
                 self.path.rename(old)
                 self.part.rename(self.path)
@@ -205,16 +205,16 @@ class NewFolder(Output):
 
 
 def check_folder(path: Path, overwrite: bool) -> None:
-    """Raise OutputError unless a folder of shards can be made at ``path``, or replaced if ``overwrite``."""
+    """Raise OutputError unless a folder of shards can be created at ``path``, or replaced if ``overwrite``."""
     label = printable(path)
     check_name(path)
     if os.path.lexists(path) and not path.is_dir():
-        raise OutputError(f"{label}: is a file, but shards need a folder: give another name, or remove it")
+        raise OutputError(f"{label}: is a file, but shards need a folder: give another name, or remove the file")
     existing = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
     others = [name for name in existing if not NUMBERED.fullmatch(name) and not SPLIT_FILE.fullmatch(name)]
     if others:
         raise OutputError(
-            f"{label}: is a folder that has other files than shards, such as {printable(others[0])}: name a new folder"
+            f"{label}: is a folder with files that are not shards, such as {printable(others[0])}: give another name"
         )
     if existing and not overwrite:
         raise OutputError(f"{label}: exists: use --overwrite (overwrite=True) to replace it")
@@ -227,7 +227,7 @@ def _remove_files(folder: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Exchange the names of two folders in one step; return False if the system does not support that."""
+    """Exchange the names of two folders atomically; return False if the system does not support this."""
     libc = ctypes.CDLL(None, use_errno=True)
     names = os.fsencode(first), os.fsencode(second)
     if hasattr(libc, "renameat2"):

@@ -1,4 +1,4 @@
-"""The files beside an unfinished output: their names, their lock, and checks of paths and disk space."""
+"""Name, open and lock the temporary files of an unfinished output, and check paths and disk space."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pathlib import Path
 
 from h5chunk.errors import H5ChunkError, OutputError, human_bytes, printable
 
-ROOM_BYTES = 16 << 20  # bytes between checks of the free space, for output whose size is not known
-LOCK_WAIT_S = 0.5  # workers of a killed writer hold its lock until they notice that it is gone
+ROOM_BYTES = 16 << 20  # bytes written between checks of the free space, if the size of the output is unknown
+LOCK_WAIT_S = 0.5  # workers of a killed writer hold its lock until they notice that it has exited
 
 
 def part_path(path: Path) -> Path:
-    """Return the path that an output has until it is complete."""
+    """Return the path of an output while it is incomplete."""
     return path.with_name(f".{path.name}.h5chunk-part")
 
 
@@ -30,7 +30,7 @@ def journal_path(path: Path) -> Path:
 
 
 def open_side_file(path: Path, label: str) -> int:
-    """Open or create a regular file beside an output, and return its descriptor."""
+    """Open or create a temporary file of an output, and return its descriptor."""
     try:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(path, flags, 0o666)
@@ -60,11 +60,11 @@ def lock(descriptor: int, label: str) -> None:
             time.sleep(LOCK_WAIT_S / 10)
         except OSError as error:
             os.close(descriptor)
-            raise OutputError(f"{label}: cannot be locked: {error.strerror}: write to a local disk") from None
+            raise OutputError(f"{label}: cannot be locked ({error.strerror}): write to a local disk") from None
 
 
 def is_open(descriptor: int, path: Path) -> bool:
-    """Return whether a path still leads to an open file: another writer may have renamed or removed it."""
+    """Return whether a path still refers to an open file, which another writer may have renamed or removed."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
@@ -102,7 +102,7 @@ def parse_output(path: str | os.PathLike[str], *, folder: bool = False) -> Path:
 
 
 def check_name(path: Path) -> None:
-    """Raise OutputError if an output's name, or the longer names of its temporary files, cannot be used."""
+    """Raise OutputError if the name of an output, or a longer name of its temporary files, cannot be used."""
     beside = journal_path(path)
     for file in (path, beside.with_name(f"{beside.name}-data")):  # the longest name of a temporary file
         try:
@@ -110,25 +110,25 @@ def check_name(path: Path) -> None:
         except OSError as error:
             if error.errno in (errno.ENAMETOOLONG, errno.EACCES, errno.ELOOP):
                 raise OutputError(
-                    f"{printable(path)}: cannot be written: {error.strerror}: give another name"
+                    f"{printable(path)}: cannot be written ({error.strerror}): give another name"
                 ) from None
 
 
 def check_not_source(path: Path, *sources: str | os.PathLike[str] | None) -> None:
-    """Raise OutputError if an output is one of its own sources."""
+    """Raise OutputError if an output is also one of the sources."""
     for source in sources:
         if source is not None and os.path.exists(path) and os.path.exists(source) and os.path.samefile(path, source):
             raise OutputError(f"{printable(path)}: is also the source: write to another file")
 
 
 def check_output(path: Path, overwrite: bool) -> None:
-    """Raise OutputError unless a file can be made at ``path``, or replaced if ``overwrite``."""
+    """Raise OutputError unless a file can be created at ``path``, or replaced if ``overwrite``."""
     label = printable(path)
     check_name(path)
     if path.is_dir():
         raise OutputError(f"{label}: is a folder: give the name of a file, such as {printable(path / 'data.h5')}")
     if os.path.exists(path) and not path.is_file():  # a device, such as /dev/null, would be replaced
-        raise OutputError(f"{label}: is not a regular file, and is not replaced: give another name")
+        raise OutputError(f"{label}: is not a regular file, so it is not replaced: give another name")
     if os.path.exists(path) and not overwrite:
         raise OutputError(f"{label}: exists: use --overwrite (overwrite=True) to replace it")
     check_parent(path)
@@ -138,10 +138,10 @@ def check_parent(path: Path) -> None:
     """Raise OutputError unless files can be created in the folder of ``path``."""
     label, parent = printable(path), printable(path.parent)
     if not path.parent.is_dir():
-        problem = "is not a folder" if path.parent.exists() else "does not exist: make it first"
+        problem = "is not a folder: give another path" if path.parent.exists() else "does not exist: create it first"
         raise OutputError(f"{label}: its folder {parent} {problem}")
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise OutputError(f"{label}: its folder {parent} is not writable")
+        raise OutputError(f"{label}: its folder {parent} is not writable: give another path")
 
 
 def check_free_space(path: Path, num_bytes: int) -> None:
@@ -152,13 +152,13 @@ def check_free_space(path: Path, num_bytes: int) -> None:
 
 
 def no_space_message(path: Path, num_bytes: int, reason: str | None) -> str:
-    """Return the message of an error: the disk of ``path`` lacks space for ``num_bytes``, for a ``reason``."""
-    return f"{printable(path)}: needs {human_bytes(num_bytes)} of disk but {reason}: free space, or write elsewhere"
+    """Return the message of the error that the disk of ``path`` lacks space for ``num_bytes``, with a ``reason``."""
+    return f"{printable(path)}: needs {human_bytes(num_bytes)} of disk, but {reason}: free space, or write elsewhere"
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn errors of the system and of HDF5 within the context into OutputErrors that name the output."""
+    """Convert errors of the system and of HDF5 within the context to OutputErrors that name the output."""
     try:
         yield
     except H5ChunkError:
@@ -168,7 +168,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def reason_of(error: OSError | RuntimeError) -> str | None:
-    """Return the system's text of an error, from the message if HDF5 raised it; None if there is no error number."""
+    """Return the system's description of an error, also of one that HDF5 raised; None if there is no error number."""
     if isinstance(error, OSError):
         return os.strerror(error.errno) if error.errno else str(error)
     found = re.search(r"errno = (\d+)", str(error))

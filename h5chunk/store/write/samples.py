@@ -1,6 +1,6 @@
 """Write the samples of a source into a new file; when appending, after the samples of an old file.
 
-`h5chunk convert` and `append` both write samples with this module: converting is appending to no samples.
+`h5chunk convert` and `append` both write samples with this module; `convert` has no old samples.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from h5chunk.store.write.fill import Failure, Filled, FillField, FillJob, TaskRe
 from h5chunk.store.write.new_file import NewFile, checksum_specs, column_specs, table_specs, write_columns
 from h5chunk.store.write.old_file import OldDataset, OldImages
 
-LARGE_BYTES = 1 << 20  # of a dataset that HDF5 aligns
+LARGE_BYTES = 1 << 20  # any size at which HDF5 aligns a dataset
 
 
 @dataclass(frozen=True)
 class OldSamples:
-    """The samples of an old file, which come first in the new file; `h5chunk.store.format.spec` describes its tables.
+    """The samples of an old file, which are first in the new file; by default there are none.
 
-    By default there are no old samples.
+    `h5chunk.store.format.spec` describes the tables.
     """
 
     num_samples: int = 0
     label: str = ""  # the file's name, for messages
     fields: Mapping[str, OldDataset] = field(default_factory=dict)  # fields that are read sample by sample
-    images: OldImages | None = None  # images of any size, in place of ``fields``
+    images: OldImages | None = None  # images of any size, instead of ``fields``
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)  # values of all other fields
     source_index: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     name_ends: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
@@ -50,7 +50,7 @@ class OldSamples:
 
     @property
     def first_index(self) -> int:
-        """The number in the table ``source_index`` that sample 0 of the new source gets."""
+        """The value of ``source_index`` for sample 0 of the new source."""
         return int(self.source_index.max()) + 1 if self.num_samples else 0
 
     def tail(self, chunk_samples: int) -> dict[str, np.ndarray]:
@@ -68,13 +68,13 @@ class SampleJob:
     path: Path  # the output
     source: SampleSource
     order: np.ndarray  # (num_new,) int64: the new samples, in the order in which they are written
-    layout: Layout  # layout of the whole file
-    options: Mapping[str, Any]  # options for the header (JSON), including ``seed`` and ``shuffle``
-    columns: Mapping[str, np.ndarray]  # columns of the source, in its order but with the types of the file
-    categories: Mapping[str, Sequence[str]]  # names of codes, by field, for the whole file
+    layout: Layout  # layout of the complete file
+    options: Mapping[str, Any]  # options for the header, as JSON, including ``seed`` and ``shuffle``
+    columns: Mapping[str, np.ndarray]  # columns of the source, in its order but with the dtypes of the file
+    categories: Mapping[str, Sequence[str]]  # names of codes, by field, for the complete file
     num_workers: int
     skip: bool  # whether unreadable samples are left out
-    num_bytes: int | None = None  # of all images of any size, once they were read
+    num_bytes: int | None = None  # total size of images of any size; None before they were read
     old: OldSamples = field(default_factory=OldSamples)
 
     @property
@@ -84,23 +84,23 @@ class SampleJob:
 
     @property
     def any_size(self) -> str:
-        """The field of images of any size; empty if there is none."""
+        """The name of the field of images of any size; empty if there is none."""
         return next((name for name, field_ in self.source.fields.items() if field_.form), "")
 
     @property
     def field_names(self) -> list[str]:
-        """The names of all fields: first those that batches have by default, in their order."""
+        """The names of all fields; those that are in batches by default come first, in their order."""
         names = [*self.source.fields, *self.source.columns]
         return list(dict.fromkeys([*self.options.get("fields", names), *names]))
 
     @property
     def first_chunk(self) -> int:
-        """The number of the first chunk that gets new samples."""
+        """The index of the first chunk that contains new samples."""
         return self.old.num_samples // self.layout.chunk_samples
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes of the chunks of old samples that are copied as they are."""
+        """Bytes of the chunks of old samples that are copied unchanged."""
         if self.old.images is not None:
             return self.old.images.num_bytes
         size = self.first_chunk * self.layout.chunk_samples
@@ -184,7 +184,7 @@ class SampleJob:
         }
 
     def index_tables(self) -> dict[str, np.ndarray]:
-        """Return the tables of the samples' numbers and names in their sources, by path below ``/h5chunk``."""
+        """Return the tables of the samples' indices and names in their sources, by path below ``/h5chunk``."""
         tables = {"source_index": np.concatenate([self.old.source_index, self.order + self.old.first_index])}
         if self.source.names is not None:
             ends = np.cumsum(self._name_lengths()) + len(self.old.names)
@@ -205,11 +205,11 @@ def write_samples(
     written: Callable[[int], None] = lambda num_samples: None,
     copied: Callable[[int], None] = lambda num_bytes: None,
 ) -> tuple[SampleJob, Filled]:
-    """Allocate and write a whole file, without committing it.
+    """Allocate and write a complete file, without committing it.
 
     ``claims`` and ``finished`` are as for `h5chunk.store.write.fill.fill`; ``written`` and ``copied`` are called with
-    the number of samples written, and of old bytes copied, since the last call. Returns the job without the samples
-    that were skipped, and the results of all tasks; the rows of failures count from the first new sample.
+    the number of samples written, and of old bytes copied, since the last call. Returns the job without skipped
+    samples, and the results of all tasks; in failures, row 0 is the first new sample.
     """
     if job.any_size:
         return _write_any_size(new, job, claims or {}, finished, written, copied)
@@ -272,7 +272,7 @@ def _fill_job(new: NewFile, job: SampleJob, regions: Mapping[str, Region], tail:
 
 @dataclass
 class _TailedReader:
-    """Read new samples, and as numbers -1, -2, ... the old samples in the last, partly filled chunk of the old file."""
+    """Read new samples, and with indices -1, -2, ... the old samples in the old file's last, partly filled chunk."""
 
     source: SampleReader
     tail: Mapping[str, np.ndarray]
@@ -295,7 +295,7 @@ class _TailedReader:
 
 
 def check_failures(job: SampleJob, failures: Sequence[Failure]) -> None:
-    """Raise the error of failed samples, unless failures may be skipped and at least one sample succeeded."""
+    """Raise the error of failed samples, unless ``job.skip`` and at least one sample succeeded."""
     odd = next((failure for failure in failures if failure.kind == ShapeError.__name__), None)
     if odd is not None:
         if job.old.num_samples:
@@ -306,13 +306,13 @@ def check_failures(job: SampleJob, failures: Sequence[Failure]) -> None:
     first = failures[0]
     reason = f"{job.name(first.row)}: {first.reason}"
     if not job.skip:
-        raise SampleError(f"{reason} (to leave such samples out: on_error='skip', --on-error skip)")
+        raise SampleError(f"{reason} (to leave such samples out, use --on-error skip or on_error='skip')")
     if len(failures) == len(job.order):
         raise SourceError(f"none of the {len(failures)} samples can be used, such as {reason}")
 
 
 def _close_gaps(new: NewFile, job: SampleJob, filled: Filled) -> SampleJob:
-    """Leave out failed samples: move the last good samples into the gaps, and shorten the file."""
+    """Remove failed samples: move the last good samples into the gaps, and shorten the file."""
     failed = [failure.row for failure in filled.failures]
     num_kept, failed_rows = len(job.order) - len(failed), set(failed)
     gaps = [row for row in failed if row < num_kept]

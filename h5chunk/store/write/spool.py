@@ -1,4 +1,4 @@
-"""Keep temporary data in memory or in a file without a name, which the system removes when the process ends."""
+"""Keep temporary data in memory, or in an unnamed file, which the system removes when the process exits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from h5chunk.store.write.part_file import write_at
 
 
 class TemporaryBytes:
-    """A temporary file without a name, on the disk of a folder."""
+    """An unnamed temporary file on the disk of a folder."""
 
     offset = 0
 
@@ -24,7 +24,7 @@ class TemporaryBytes:
         try:
             self._file = tempfile.TemporaryFile(dir=folder, prefix=".h5chunk-", buffering=0)
         except OSError as error:
-            raise OutputError(f"{printable(folder)}: a temporary file cannot be made: {error.strerror}") from None
+            raise OutputError(f"{printable(folder)}: a temporary file cannot be created: {error.strerror}") from None
         self.descriptor = self._file.fileno()
 
     def close(self) -> None:
@@ -52,7 +52,7 @@ class TemporaryBytes:
 
 
 class Spool:
-    """Concatenate arrays of one type in memory or, beyond ``memory_bytes``, in a temporary file; a context manager."""
+    """Context manager that concatenates arrays in memory, or beyond ``memory_bytes`` in a temporary file."""
 
     def __init__(self, folder: Path, dtype: np.dtype, memory_bytes: int) -> None:
         self._folder = folder
@@ -88,7 +88,7 @@ class Spool:
             offset += part.nbytes
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return a new array of the elements from ``start`` to ``stop``, excluded, of data that is in a file."""
+        """Return elements ``start`` to ``stop`` (excluded) of data in a temporary file, as a new array."""
         if self._file is None:
             raise ValueError("the data is in memory: use take()")
         values = np.empty(stop - start, self.dtype)
@@ -96,7 +96,7 @@ class Spool:
         return values
 
     def take(self, num_elements: int) -> Iterator[np.ndarray]:
-        """Yield all data in arrays of about ``num_elements``, once: the memory of each array is given up."""
+        """Yield all data once, in arrays of about ``num_elements``; the spool releases each array that it yields."""
         if self._file is None:
             self._parts.reverse()
             while self._parts:

@@ -1,4 +1,4 @@
-"""Write the values of one dataset of a new file, uncompressed or compressed, and compute the chunks' checksums."""
+"""Write the values of one dataset of a new file, uncompressed or compressed, and compute checksums of its chunks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class PlainTarget:
         return self._sums
 
     def write(self, offset: int, data: np.ndarray) -> None:
-        """Write bytes, (n,) uint8, that will be overwritten by `put`, so that they need no checksum."""
+        """Write bytes, (n,) uint8, that `put` will overwrite, so that they need no checksum."""
         self._new.write_bytes(self._name, offset, data.data)
 
     def read(self, offset: int, out: np.ndarray) -> None:
@@ -76,10 +76,10 @@ class PlainTarget:
 
 
 class CompressedTarget:
-    """Context manager that writes a dataset of chunks that are compressed, or hold only pieces of rows.
+    """Context manager that writes a dataset of chunks that are compressed, or contain only pieces of rows.
 
-    gzip is applied in threads, other filters by HDF5. Bytes must be written in order, and nothing else may write to the
-    file until the target is finished. All chunks of the same rows, a band, are held in memory.
+    gzip is applied in threads, and other filters by HDF5. Bytes must be written in order, and nothing else may write to
+    the file until the target is finished. All chunks of the same rows, a band, are held in memory.
     """
 
     any_order = False
@@ -156,7 +156,7 @@ class CompressedTarget:
         """Store the next chunk: compressed bytes, or elements that HDF5 compresses."""
         num_bytes = len(chunk) if isinstance(chunk, bytes) else 2 * chunk.nbytes
         self._room_bytes -= num_bytes
-        if self._room_bytes < 0:  # before HDF5 writes, as it crashes on a full disk
+        if self._room_bytes < 0:  # before HDF5 writes, because it crashes on a full disk
             self._room_bytes = ROOM_BYTES
             check_free_space(self._new.path, num_bytes + 2 * ROOM_BYTES)
         band, corner = divmod(self._stored, len(self._corners))
@@ -174,7 +174,7 @@ class CompressedTarget:
             self._checksums.append(crc32(np.frombuffer(chunk, np.uint8)))
 
     def finish(self) -> np.ndarray:
-        """Store the last chunk, and return what `PlainTarget.finish` returns."""
+        """Store the last chunk, and return the checksums, like `PlainTarget.finish`."""
         if self._filled:  # the rest of the chunk is zero
             self._compress()
         while self._waiting:

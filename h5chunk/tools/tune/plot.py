@@ -27,7 +27,7 @@ def check_plot(path: str | os.PathLike[str]) -> None:
     if path.suffix and path.suffix[1:].lower() not in kinds:
         raise OptionError(f"{printable(path)}: cannot be drawn: its suffix must be one of {', '.join(sorted(kinds))}")
     if not path.parent.is_dir():
-        raise OutputError(f"{printable(path)}: its folder {printable(path.parent)} does not exist: make it first")
+        raise OutputError(f"{printable(path)}: its folder {printable(path.parent)} does not exist: create it first")
 
 
 def plot(report: Recommendation, path: str | os.PathLike[str]) -> None:
