@@ -133,12 +133,12 @@ def decode_gpu(args: argparse.Namespace) -> Epoch:
     if args.device != "cuda" or (found := find_decoder()) is None:
         raise ImportError("needs --device cuda and torchvision")
     data = [np.frombuffer(path.read_bytes(), np.uint8) for path in files(args)]
-    turns, size, device = np.ones(BATCH, np.uint8), (args.side, args.side), torch.device("cuda")
+    sound, size, device = np.ones(BATCH, bool), (args.side, args.side), torch.device("cuda")
 
     def epoch() -> Iterator[int]:
         for first in range(0, len(data), BATCH):
             some = data[first : first + BATCH]
-            found[1](some, [size] * len(some), turns, lambda number: torch.empty(0), device)
+            found[1](some, [size] * len(some), sound[: len(some)], lambda number: torch.empty(0), device)
             yield len(some)
 
     return epoch

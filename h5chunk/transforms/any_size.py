@@ -39,7 +39,7 @@ from h5chunk.store.read.ragged import ImagesField, ImageSizes
 from h5chunk.transforms.augment_rule import AUGMENTING
 from h5chunk.transforms.augmenting import AugmentConverter
 from h5chunk.transforms.csr import CsrRows
-from h5chunk.transforms.nvjpeg import find_decoder
+from h5chunk.transforms.nvjpeg import find_decoder, jpeg_sizes
 
 AHEAD = 2  # batches that are decoded while the caller uses another
 ENOUGH_THREADS = 8  # to decode for a GPU: nvJPEG is not faster than these, and takes a part of the GPU's time
@@ -233,7 +233,7 @@ class AnySizeConverter(AugmentConverter):
         sizes = [(int(row[HEIGHT]), int(row[WIDTH])) for row in job.table]
         data = [job.bytes_of(number) for number in range(len(job.table))]
         by_cpu = partial(self._by_cpu, job)
-        return self._decode_batch(data, sizes, job.orientations, by_cpu, self._device)
+        return self._decode_batch(data, sizes, job.is_sound(), by_cpu, self._device)
 
     def _by_cpu(self, job: _Job, number: int) -> torch.Tensor:
         """Decode one image on the CPU: (H, W, C)."""
@@ -305,6 +305,11 @@ class _Job:
     def stop(self) -> None:
         """Leave no image to take."""
         self._left, self.images.next = iter(range(0)), len(self.table)
+
+    def is_sound(self) -> np.ndarray:
+        """Return which images are upright JPEGs that claim the recorded sizes: (n,) bool."""
+        claimed = jpeg_sizes(self._data, self.starts, self._stops)
+        return (claimed == self.table[:, [HEIGHT, WIDTH]]).all(axis=1) & (self.orientations == 1)
 
     def bytes_of(self, number: int) -> np.ndarray:
         """Return the bytes of an image."""

@@ -12,6 +12,9 @@ Decode = Callable[
     [Sequence[np.ndarray], Sequence[tuple[int, int]], np.ndarray, Callable[[int], torch.Tensor], torch.device],
     torch.Tensor,
 ]
+FRAME_MARKERS = [marker for marker in range(0xC0, 0xD0) if marker not in (0xC4, 0xC8, 0xCC)]  # those begin no frame
+SEGMENT_BYTES = 9  # of the beginning of a frame: marker, length, precision, height and width
+MAX_SEGMENTS = 100  # before the frame
 
 
 @cache
@@ -23,6 +26,24 @@ def find_decoder() -> tuple[str, Decode] | None:
         return "JPEG by nvJPEG of torchvision", partial(_decoded, partial(decode_jpeg, mode=ImageReadMode.RGB))
     except (ImportError, RuntimeError, OSError):  # torchvision raises the others if it does not fit torch
         return None
+
+
+def jpeg_sizes(data: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+    """Return the heights and widths that images claim: (n, 2) int64, zeros for an image that is not a valid JPEG.
+
+    ``data`` is flat uint8, and the bytes of image i are ``data[starts[i] : stops[i]]``.
+    """
+    sizes, at, left = np.zeros((len(starts), 2), np.int64), starts + 2, np.arange(len(starts))
+    for _ in range(MAX_SEGMENTS):
+        left = left[at[left] + SEGMENT_BYTES <= stops[left]]
+        if not len(left):
+            break
+        segments = data[at[left, None] + np.arange(SEGMENT_BYTES)].astype(np.int64)
+        is_frame = (segments[:, 0] == 0xFF) & np.isin(segments[:, 1], FRAME_MARKERS)
+        sizes[left[is_frame]] = segments[is_frame][:, [5, 7]] << 8 | segments[is_frame][:, [6, 8]]
+        at[left] += np.where(segments[:, 1] == 0xFF, 1, 2 + (segments[:, 2] << 8 | segments[:, 3]))
+        left = left[(segments[:, 0] == 0xFF) & ~is_frame]
+    return sizes
 
 
 def _accepted(decode: Callable[..., list[torch.Tensor]], encoded: list[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -40,15 +61,16 @@ def _decoded(
     decode: Callable[..., list[torch.Tensor]],
     data: Sequence[np.ndarray],
     sizes: Sequence[tuple[int, int]],
-    orientations: np.ndarray,
+    is_sound: np.ndarray,
     by_cpu: Callable[[int], torch.Tensor],
     device: torch.device,
 ) -> torch.Tensor:
     """Return the pixels of all images, (C, H, W) each, end to end.
 
-    An image that is not a JPEG, is turned, or that nvJPEG refuses, is decoded by the CPU.
+    ``is_sound``, (n,) bool, says which images are upright JPEGs that claim these sizes, as nvJPEG allocates memory for
+    any size that a JPEG claims. The CPU decodes the others, and those that nvJPEG refuses.
     """
-    taken = [number for number, each in enumerate(data) if each[0] == 0xFF and orientations[number] == 1]
+    taken = np.flatnonzero(is_sound).tolist()
     encoded = [torch.from_numpy(data[number]) for number in taken]
     found = dict(zip(taken, _accepted(partial(decode, device=device), encoded), strict=True))
     parts = []
