@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 from support.dask_workers import MortalWorkers, dask_scheduler
 from support.matrix_conversions import Source, run
+from support.matrix_files import write_10x, write_h5ad
+from support.open_source import open_source
 
 import h5chunk
 from h5chunk.errors import OptionError, OutputError, SourceError
@@ -26,7 +28,8 @@ from h5chunk.tools.convert.convert import convert
 from h5chunk.tools.convert.matrix_shards import run_task
 
 sp = pytest.importorskip("scipy.sparse")
-pytest.importorskip("pyarrow")
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
 RNG = np.random.default_rng(0)
 
 
@@ -140,6 +143,42 @@ def test_text_in_parts(tmp_path, monkeypatch):
     with pytest.raises(SourceError, match="line 2001"):
         convert(path, tmp_path / "bad", shards=9)
     assert not (tmp_path / "bad").exists()
+
+
+@pytest.mark.parametrize("kind", ["h5ad", "dense.h5ad", "10x", "csc.h5ad", "npy", "parquet"])
+def test_sources_that_are_read_in_parts(tmp_path, monkeypatch, kind):
+    """Parts, one after the other, have the entries of the whole; the shards have the rows of one file."""
+    source, options = tmp_path / kind, {"format": "npy"} if kind == "npy" else {}
+    cells = sp.random(120, 40, 0.3, "csr", random_state=0)
+    cells.data = np.arange(cells.nnz) % 9 + 1
+    if kind == "10x":
+        source = write_10x(tmp_path / "cells.h5", cells)
+    elif kind == "npy":
+        source = tmp_path / "cells.npy"
+        np.save(source, cells.toarray())
+    elif kind == "parquet":
+        source.mkdir()
+        for number in range(2):
+            rows, columns = cells[60 * number : 60 * number + 60].nonzero()
+            table = pa.table({"user": rows + 60 * number, "item": columns, "rating": columns % 5 + 1})
+            pq.write_table(table, source / f"{number}.parquet", row_group_size=200)
+    else:
+        forms = {"h5ad": cells, "dense.h5ad": cells.toarray(), "csc.h5ad": cells.tocsc()}
+        source = write_h5ad(tmp_path / f"a.{kind}", forms[kind])
+    monkeypatch.setattr("h5chunk.sources.matrix.block.MIN_PART_BYTES", 1)
+    opened = open_source(source, kind=options.get("format"))
+    parts = [entries_of(part) for part in opened.split(4)]
+    if kind != "dense.h5ad":  # its rows are few, and read together
+        assert len(parts) == 4 and min(map(len, parts)) > 0
+    assert np.array_equal(np.concatenate(parts), entries_of(opened))
+    convert(source, tmp_path / "one.h5", **options)
+    convert(source, tmp_path / "out", shards=3, **options)
+    assert same_rows(tmp_path / "one.h5", tmp_path / "out")
+
+
+def entries_of(source) -> np.ndarray:
+    """The rows, columns and values that a source reads."""
+    return np.concatenate([np.stack([b.rows, b.columns, b.values], 1) for b, _ in source.blocks(1 << 14)])
 
 
 def test_a_value_that_has_no_code(tmp_path):

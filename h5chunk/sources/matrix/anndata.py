@@ -29,6 +29,7 @@ class H5adSource(SparseSource):
     """A matrix of an .h5ad: X, a layer, or ``raw/X``."""
 
     kind = "h5ad"
+    has_parts = True
     Options = LayerOptions
     shape: tuple[int, int]
     axes = ("obs", "var")
@@ -198,13 +199,13 @@ class H5adSource(SparseSource):
             layout, shape, parts = self._matrix(root)
             if layout == "dense":
                 dense, at_once = parts[0], max(1, max_bytes // CELL_BYTES)
-                for row, column, part in dense.parts(at_once * dense.dtype.itemsize):
+                for row, column, part in dense.parts(at_once * dense.dtype.itemsize, self.range_of):
                     cells, width = part.reshape(-1), part.shape[1]
                     for start in range(0, len(cells), at_once):
                         piece = cells[start : start + at_once]
                         yield dense_block(dense.name, piece, start, width, (row, column)), dense.consumed_bytes
             else:
-                yield from read_blocks(layout, shape, parts, max_bytes)
+                yield from read_blocks(layout, shape, parts, max_bytes, self.range_of)
 
 
 class _Unfit(Exception):

@@ -11,6 +11,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import IO, Any, ClassVar
@@ -22,6 +23,8 @@ from h5chunk.source import OpenContext
 from h5chunk.sources.kinds import MatrixSourceOptions
 from h5chunk.sources.options import Options
 from h5chunk.stamp import stamp_of
+
+MIN_PART_BYTES = 4 << 20  # of a source that is divided
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,8 @@ class SparseSource:
     time_name: str | None = None  # name of the column of times, if blocks have times
     ignored: Mapping[str, str] = MappingProxyType({})  # fields that are left out, with the reason
     notes: Sequence[str] = ()  # for the report
+    has_parts: ClassVar[bool] = False  # whether `blocks` can read a part alone
+    part: tuple[int, int] = (0, 1)  # the number of the part that `blocks` reads, and the number of parts
 
     def __init__(self, path: str, options: Any, context: OpenContext) -> None:
         raise NotImplementedError
@@ -85,7 +90,16 @@ class SparseSource:
 
     def split(self, num_parts: int) -> Sequence[SparseSource]:
         """Return sources whose entries, one source after the other, are those of this one; they can be read apart."""
-        return [self]
+        num_parts = min(num_parts, max(1, self.num_bytes // MIN_PART_BYTES)) if self.has_parts else 1
+        parts = [copy(self) for _ in range(num_parts)]
+        for number, part in enumerate(parts):
+            part.part, part.num_bytes = (number, num_parts), self.num_bytes // num_parts
+        return parts
+
+    def range_of(self, count: int) -> tuple[int, int]:
+        """Return the first item of this part of ``count`` items, and the end."""
+        number, num_parts = self.part
+        return count * number // num_parts, count * (number + 1) // num_parts
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
         """Yield the blocks of entries, and the number of bytes of the source read so far.

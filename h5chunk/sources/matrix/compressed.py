@@ -6,7 +6,7 @@ finite.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -68,20 +68,32 @@ def check_values_type(name: str, dtype: np.dtype) -> None:
 
 
 def read_blocks(
-    layout: str, shape: tuple[int, int], vectors: Sequence[Vector], max_bytes: int
+    layout: str,
+    shape: tuple[int, int],
+    vectors: Sequence[Vector],
+    max_bytes: int,
+    range_of: Callable[[int], tuple[int, int]] = lambda count: (0, count),
 ) -> Iterator[tuple[Block, int]]:
-    """Yield the entries in stored order, and the number of bytes read so far; for parameters, see `check_vectors`."""
+    """Yield the entries in stored order, and the number of bytes read so far; for parameters, see `check_vectors`.
+
+    ``range_of`` is called with the number of entries, and returns the first one to yield, and the end.
+    """
     check_vectors(layout, shape, vectors)
+    entries = range_of(vectors[0].length)
     at_once = max(MIN_ENTRIES, max_bytes // ENTRY_BYTES)
     if layout == "coo":
-        blocks = _coordinates(shape, vectors, at_once)
+        blocks = _coordinates(shape, vectors, at_once, entries)
     else:
-        blocks = _compressed(layout == "csc", shape, vectors, at_once)
+        blocks = _compressed(layout == "csc", shape, vectors, at_once, entries)
+    done = 0
     for block in blocks:
-        yield block, sum(vector.consumed_bytes for vector in vectors)
+        done += len(block)
+        yield block, sum(vector.consumed_bytes for vector in vectors) * done // max(1, entries[0] + done)
 
 
-def _compressed(by_column: bool, shape: tuple[int, int], vectors: Sequence[Vector], at_once: int) -> Iterator[Block]:
+def _compressed(
+    by_column: bool, shape: tuple[int, int], vectors: Sequence[Vector], at_once: int, entries: tuple[int, int]
+) -> Iterator[Block]:
     data, indices, pointers = vectors
     num_major, num_minor = shape[::-1] if by_column else shape
     words = ("column", "row") if by_column else ("row", "column")
@@ -90,8 +102,9 @@ def _compressed(by_column: bool, shape: tuple[int, int], vectors: Sequence[Vecto
         last = min(num_major, first + at_once)
         ends = _pointers(pointers, first, last, previous, indices.length, words[0])
         previous = int(ends[-1])
-        for start in range(int(ends[0]), previous, at_once):
-            stop = min(previous, start + at_once)
+        beyond = min(previous, entries[1])
+        for start in range(max(int(ends[0]), entries[0]), beyond, at_once):
+            stop = min(beyond, start + at_once)
             low = int(np.searchsorted(ends, start, "right")) - 1
             high = int(np.searchsorted(ends, stop, "left"))
             counts = np.diff(np.clip(ends[low : high + 1], start, stop))
@@ -103,10 +116,12 @@ def _compressed(by_column: bool, shape: tuple[int, int], vectors: Sequence[Vecto
         raise SourceError(f"{pointers.name} ends at {previous} but {indices.name} has {indices.length} numbers")
 
 
-def _coordinates(shape: tuple[int, int], vectors: Sequence[Vector], at_once: int) -> Iterator[Block]:
+def _coordinates(
+    shape: tuple[int, int], vectors: Sequence[Vector], at_once: int, entries: tuple[int, int]
+) -> Iterator[Block]:
     data, rows, columns = vectors
-    for start in range(0, rows.length, at_once):
-        stop = min(rows.length, start + at_once)
+    for start in range(*entries, at_once):
+        stop = min(entries[1], start + at_once)
         major = _numbers(rows, start, stop, shape[0], "row", "entry", np.arange(start, stop))
         minor = _numbers(columns, start, stop, shape[1], "column", "row", major)
         yield Block(major, minor, _values(data, start, stop, major, minor))

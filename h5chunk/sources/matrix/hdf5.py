@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -253,15 +253,20 @@ class GuardedDataset:
 
         return in_child(read, lambda: self.name)
 
-    def parts(self, max_bytes: int) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Yield (first row, first column, values) for blocks that cover a dataset with two dimensions."""
+    def parts(
+        self, max_bytes: int, range_of: Callable[[int], tuple[int, int]]
+    ) -> Iterator[tuple[int, int, np.ndarray]]:
+        """Yield (first row, first column, values) for blocks that cover a dataset with two dimensions.
+
+        ``range_of`` is called with the number of runs of rows, and returns the first one to yield, and the end.
+        """
         if not self.num_bytes:
             return
         num_rows, num_columns = self.shape
         cells = max(1, max_bytes // self.dtype.itemsize)
         block = max(1, cells // num_columns), min(cells, num_columns)  # one of the two is the whole axis
         rows, columns = self._dataset.chunks or block
-        for row in range(0, num_rows, rows):
+        for row in range(0, num_rows, rows)[slice(*range_of(-(-num_rows // rows)))]:
             self._at = min(num_rows, row + rows)
             for column in range(0, num_columns, columns):
                 stop = min(num_columns, column + columns)

@@ -131,6 +131,7 @@ class NpySource(SparseSource):
     """A dense .npy with two dimensions."""
 
     kind = "npy"
+    has_parts = True
     shape: tuple[int, int]
 
     @classmethod
@@ -157,10 +158,11 @@ class NpySource(SparseSource):
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
         width, num_cells = self.shape[not self._by_column], math.prod(self.shape)
         at_once = max(MIN_CELLS, max_bytes // CELL_BYTES)
-        for start in range(0, num_cells, at_once):
-            part = self._cells(start, min(at_once, num_cells - start))
+        first, stop = self.range_of(num_cells)
+        for start in range(first, stop, at_once):
+            part = self._cells(start, min(at_once, stop - start))
             block = dense_block(printable(self.path), part, start, width, by_column=self._by_column)
-            yield block, self._offset + (start + len(part)) * self._dtype.itemsize
+            yield block, self._offset + (start + len(part) - first) * self._dtype.itemsize
 
     def _cells(self, start: int, count: int) -> np.ndarray:
         """Read cells in stored order; a memory map is not used, because truncating the file would kill the process."""

@@ -7,7 +7,7 @@ A table is recognised if the name of every column is a known name for rows, colu
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -44,6 +44,7 @@ class ParquetEntries(SparseSource):
     """Tables of entries in .parquet files with the same columns; their rows are concatenated."""
 
     kind = "ratings"
+    has_parts = True
     shape = (None, None)
     has_ids = True
     Options = EntryOptions
@@ -99,13 +100,17 @@ class ParquetEntries(SparseSource):
         raise SourceError(f"{printable(self.path)}: {problem}")
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
-        done = 0
-        for path in self._paths:
-            rows_before = 0
+        done, counts = 0, [_opened(path, parquet.read_metadata).num_row_groups for path in self._paths]
+        first_group, stop_group = self.range_of(sum(counts))
+        for number, path in enumerate(self._paths):
+            before = sum(counts[:number])
+            first, stop = (min(max(0, group - before), counts[number]) for group in (first_group, stop_group))
             try:
                 with parquet.ParquetFile(path) as file:
+                    rows_before = sum(file.metadata.row_group(number).num_rows for number in range(first))
                     num_rows = max(1, file.metadata.num_rows)
-                    batches = file.iter_batches(max(1024, max_bytes // ROW_BYTES), columns=[*self._columns.values()])
+                    options = {"columns": [*self._columns.values()], "row_groups": range(first, stop)}
+                    batches = file.iter_batches(max(1024, max_bytes // ROW_BYTES), **options)
                     for batch in batches:
                         block = self._block(path, batch, rows_before)
                         rows_before += len(batch)
@@ -132,8 +137,12 @@ def _names(path: Path) -> list[str]:
 
 
 def _schema(path: Path) -> Any:
+    return _opened(path, parquet.read_schema)
+
+
+def _opened(path: Path, read: Callable[[Path], Any]) -> Any:
     try:
-        return parquet.read_schema(path)
+        return read(path)
     except (OSError, pyarrow.ArrowException) as error:
         raise _unreadable(path, error) from None
 

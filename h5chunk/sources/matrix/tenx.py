@@ -46,6 +46,7 @@ class TenxSource(SparseSource):
     """A 10x .h5. If a file of version 2 has several genomes, the option ``layer`` chooses one."""
 
     kind = "10x"
+    has_parts = True
     Options = LayerOptions
     shape: tuple[int, int]
     axes = ("barcodes", "features")
@@ -106,7 +107,7 @@ class TenxSource(SparseSource):
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
         with self._file.open() as root:
-            yield from read_blocks("csr", *self._matrix(self._find(root)), max_bytes)
+            yield from read_blocks("csr", *self._matrix(self._find(root)), max_bytes, self.range_of)
 
 
 class TenxFiles(NamedTuple):

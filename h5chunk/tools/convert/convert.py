@@ -77,7 +77,9 @@ def convert(
     client : optional
         Write the shards on a Dask cluster: a ``distributed.Client``, the address of a scheduler, the path of a
         scheduler file, or ``local:N`` for N processes. All workers must see the source, and the output unless it is a
-        URL: each worker then uploads its shards, and temporary files lie beside the output until the end.
+        URL: each worker then uploads its shards, and temporary files lie beside the output until the end. Several
+        workers read a matrix together if it is .h5ad, 10x .h5, .npy, .parquet, uncompressed text with ids, or several
+        files; one worker reads .npz, .mtx, libsvm and compressed text, and the others only sort and write.
     **options
         Options for reading the source: the fields of its class of options, such as
         `h5chunk.sources.kinds.ImageSourceOptions`. Options for writing: the fields of
