@@ -1,11 +1,12 @@
-"""Where patches of volumes lie: at random, drawn anew in each epoch, or as the tiles of a grid.
+"""Choose the positions of patches in volumes: at random, drawn anew in each epoch, or as the tiles of a grid.
 
-The possible starts of a patch are divided into cells, blocks of neighbouring starts. Sample ``i`` of an epoch gets the
-``i``-th part of the probability, summed cell after cell: so it always lies in the same cell, or one next to it, and an
-order of samples that keeps cells together reads each chunk for many patches at once. Within its part, its position
-depends on (seed, epoch, i). All starts of a volume are equally likely, or as likely as their weights say.
+The possible starts of a patch are divided into cells, blocks of neighbouring starts. The probabilities of the cells are
+concatenated and divided equally among the samples of an epoch. Sample ``i`` is therefore always in the same cell or an
+adjacent one, and an order of samples that keeps cells together reads each chunk for many patches at once. The position
+of sample ``i`` within its share depends only on the seed, the epoch and ``i``. All starts of a volume are equally
+likely, or have probabilities in proportion to their weights.
 
-A row is a sample number plus the epoch times the number of samples.
+A row is the index of a sample plus the epoch times the number of samples.
 
 Source: systematic sampling; Madow, "On the theory of systematic sampling" (1949).
 """
@@ -25,16 +26,16 @@ from h5chunk.plan.selection import starts_of_runs
 
 CELL_BYTES = 64 << 20  # decoded bytes of the chunks that the patches of a cell need
 MAX_CHUNK_BYTES = 8 << 20  # of recommended chunks
-CALL_BYTES = 32 << 10  # decoded in the time that each chunk takes besides
-CANDIDATES = 256  # centres that are kept of each cell, if there are weights
-CANDIDATE_STREAM = 64  # first stream of their draws
+CALL_BYTES = 32 << 10  # bytes that can be decoded in the time of the fixed cost of a chunk
+CANDIDATES = 256  # number of centres that are kept per cell, if there are weights
+CANDIDATE_STREAM = 64  # first stream for drawing these centres
 
 Shape = tuple[int, ...]
 Weigh = Callable[[int, Sequence[slice]], np.ndarray]
 
 
 class Coverage(NamedTuple):
-    """How often an epoch is expected to use a voxel: the least, the mean and the most of all voxels."""
+    """How often an epoch is expected to use a voxel: the minimum, mean and maximum over all voxels."""
 
     least: float
     mean: float
@@ -49,13 +50,13 @@ class Starts(NamedTuple):
 
     @classmethod
     def of(cls, shapes: Indices, size: Indices, margin: Indices) -> Starts:
-        """Return the starts at which patches stay ``margin`` away from the borders; too small volumes have one."""
+        """Return the starts at which patches keep ``margin`` from the borders; a volume that is too small has one."""
         room = shapes - size - 2 * margin
         return cls(np.where(room < 0, -((-room + 1) // 2), 0) + margin, np.maximum(room, 0) + 1)
 
 
 class ChunkCost(NamedTuple):
-    """The bytes that are decoded for the bytes of a patch, if it is read ``alone``, or ``together`` with its cell."""
+    """The ratio of decoded bytes to bytes of a patch, if it is read ``alone``, or ``together`` with its cell."""
 
     chunks: Shape
     alone: float
@@ -63,7 +64,7 @@ class ChunkCost(NamedTuple):
 
 
 def chunk_cost(shape: Shape, size: Shape, chunks: Shape, itemsize: int) -> ChunkCost:
-    """Return what patches at random starts cost, as many of them as have the volume's voxels.
+    """Return the cost of patches at random starts, for as many patches as have the volume's voxels in total.
 
     >>> chunk_cost((512, 512, 512), (64, 64, 64), (1, 512, 512), 1)
     ChunkCost(chunks=(1, 512, 512), alone=64.0, together=1.24609375)
@@ -80,7 +81,7 @@ def chunk_cost(shape: Shape, size: Shape, chunks: Shape, itemsize: int) -> Chunk
 
 
 def best_chunks(shape: Shape, size: Shape, itemsize: int) -> ChunkCost:
-    """Choose chunks with which few bytes are decoded for a patch, alone and with its cell, in few chunks.
+    """Choose chunks for which few bytes in few chunks are decoded per patch, both alone and together with its cell.
 
     >>> best_chunks((512, 512, 512), (64, 64, 64), 4).chunks
     (32, 32, 32)
@@ -124,11 +125,11 @@ def decoded_voxels(shape: Sequence[int], size: Sequence[int], chunks: Sequence[i
 class RandomPatches:
     """Random positions of patches.
 
-    ``shapes``, (num_volumes, axes) int64, are those of the volumes, ``size`` is that of patches, and ``cell`` that of
-    cells, with the decoded bytes of the chunks that one needs;
-    ``counts``, (num_volumes,), are the patches of each volume in an epoch. ``weigh`` returns the weights of the voxels
-    of a box of a volume, a ``share`` of the patches is centred at voxels that are drawn by them, as far as the borders
-    allow; `CANDIDATES` of these voxels are kept for each cell, and the others never drawn.
+    ``shapes``, (num_volumes, axes) int64, has the shapes of the volumes, ``size`` is the shape of a patch, and ``cell``
+    has the shape of a cell and the decoded bytes of the chunks that it needs. ``counts``, (num_volumes,), is the number
+    of patches of each volume in an epoch. ``weigh`` returns the weights of the voxels in a box of a volume. A ``share``
+    of the patches is centred, as far as the borders allow, at voxels that are drawn by weight; only `CANDIDATES` of
+    these voxels are kept per cell.
     """
 
     def __init__(
@@ -166,7 +167,7 @@ class RandomPatches:
         self.chunk_starts = starts_of_runs(self._entries(np.arange(self.num_samples) + 0.5) // 2)
 
     def _weigh(self, weigh: Weigh, number: int, low: Indices, extent: Indices, before: int) -> np.ndarray:
-        """Return the sum of the weights in each cell, and keep some of the starts of patches that weights suggest."""
+        """Return the sum of the weights in each cell, and keep candidates for starts of patches, drawn by weight."""
         first, count, shape = (each[number] for each in (*self.starts, self.shapes))
         half = self.size // 2
         begin = np.where(low == 0, 0, np.clip(low + first + half, 0, shape))
@@ -211,7 +212,7 @@ class RandomPatches:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """What is equal for plans with the same patches."""
+        """A value that is equal for plans with the same patches."""
         tables = self.shapes, self.size, self._counts, self._ends, self._candidates
         return self._seed, *(zlib.crc32(np.ascontiguousarray(table).tobytes()) for table in tables)
 
@@ -237,7 +238,7 @@ class RandomPatches:
         return (np.minimum(voxel, first + count - 1) - np.maximum(voxel - size + 1, first) + 1).clip(0) / count
 
     def _expected(self, number: int, cells: Indices, mass: np.ndarray) -> np.ndarray:
-        """Return how often voxels are expected in patches that are drawn by weights, for each voxel of a volume."""
+        """Return, for each voxel of a volume, how often patches that are drawn by weight are expected to contain it."""
         shape, first = self.shapes[number], np.minimum(self.starts.first[number], 0)
         change = np.zeros(np.maximum(shape, self.size) - first + 1)
         where = tuple((self._candidates[cells] - first).reshape(-1, len(shape)).T)

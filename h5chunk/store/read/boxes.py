@@ -17,14 +17,14 @@ from h5chunk.store.hdf5.ranges import MAX_VECTORS, PART_BYTES, ReadTask, VectorT
 from h5chunk.store.read.checksums import NO_SUMS
 from h5chunk.store.read.direct import KEPT_BYTES, ByteReader, DecodedChunks, check_bytes
 
-GAP_BYTES = 4 << 10  # bytes between two rows that are read rather than skipped: a system call takes as long
+GAP_BYTES = 4 << 10  # largest gap between two rows that is read: skipping it would need another system call
 
 # a part of a patch in a chunk: number of the volume, chunk, patch, and its slices of the chunk and of the patch
 Part = tuple[int, int, int, tuple[slice, ...], tuple[slice, ...]]
 
 
 class VolumeBytes:
-    """One dataset of a volume: where its chunks are. A contiguous dataset is one chunk."""
+    """The chunks of one dataset of a volume; a contiguous dataset is one chunk."""
 
     def __init__(self, path: Path, name: str, file: int, dataset: h5py.Dataset, field: Any) -> None:
         check_bytes(dataset, field.dtype)
@@ -38,7 +38,7 @@ class VolumeBytes:
             if (table.offsets < 0).any():
                 raise NotDirect("parts of it were never written")
             if (table.sizes != math.prod(table.chunk_shape) * self.dtype.itemsize).any():
-                raise NotDirect("its chunks do not have the size that follows from type and shape")
+                raise NotDirect("the size of its chunks does not follow from their type and shape")
         self.table, self.chunk = table, np.array(table.chunk_shape)
         self.grid = -(-np.array(self.shape) // self.chunk)
         self.chunk_bytes = int(self.chunk.prod()) * self.dtype.itemsize
@@ -121,8 +121,8 @@ def _rows_task(
 class PatchBytes(ByteReader):
     """Read the patches of one field of a `h5chunk.store.read.volumes.PatchReader`."""
 
-    is_plain = True  # also in a DataLoader, which HDF5's cache would not help
-    num_bytes = 1 << 62  # never kept in memory: each epoch has other patches
+    is_plain = True  # in a DataLoader too, because HDF5's cache would not help
+    num_bytes = 1 << 62  # never kept in memory, because each epoch has different patches
 
     def __init__(self, reader: Any, name: str, volumes: Sequence[VolumeBytes]) -> None:
         self.name, self._reader, self._field, self._volumes = name, reader, reader.volume_fields[name], volumes
@@ -143,7 +143,7 @@ class PatchBytes(ByteReader):
         return 3 * num_threads * max((chunks.chunk_bytes for chunks in self.chunks), default=0)
 
     def tasks(self, rows: np.ndarray, destinations: np.ndarray, out: np.ndarray) -> Iterator[ReadTask]:
-        """See `ByteReader.tasks`; rows may be in any order. Less than a cell is read with kept chunks."""
+        """See `ByteReader.tasks`; rows may be in any order. Requests smaller than a cell use cached chunks."""
         target = out.view(self._field.dtype).reshape(len(out), *self._shape)
         volumes, starts = self._reader.plan.boxes(rows)
         low, high = self._field.boxes(starts)
@@ -166,7 +166,7 @@ class PatchBytes(ByteReader):
         yield from tasks
 
     def bytes_read(self, rows: np.ndarray) -> int:
-        """See `ByteReader.bytes_read`: of whole chunks, each once."""
+        """See `ByteReader.bytes_read`; complete chunks count, each once."""
         volumes, starts = self._reader.plan.boxes(rows)
         low, high = self._field.boxes(starts)
         total = 0
@@ -207,7 +207,7 @@ class BoxTask:
 
 
 class _Padding:
-    """What lies outside of volumes in patches: filled by the task that ends last."""
+    """Fill the parts of patches that are outside of volumes, when the last task ends."""
 
     def __init__(
         self,
@@ -234,7 +234,7 @@ class _Padding:
 
 
 def pad(patch: np.ndarray, low: np.ndarray, shape: np.ndarray, padding: Any) -> None:
-    """Fill what lies outside of a volume of this shape in a patch that begins at ``low``."""
+    """Fill the part of a patch, which begins at ``low``, that is outside of a volume of this shape."""
     for axis, (first, size) in enumerate(zip(low.tolist(), shape.tolist(), strict=True)):
         index = np.arange(first, first + patch.shape[axis])
         outside = np.flatnonzero((index < 0) | (index >= size))

@@ -1,4 +1,4 @@
-"""Read samples that are datasets of one file, by the index of where each is stored: see `keyed_index`."""
+"""Read samples that are datasets of one file, with an index of their byte ranges (see `keyed_index`)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from h5chunk.store.read.reader import H5Reader
 
 @dataclass(frozen=True, kw_only=True)
 class SeriesField(RaggedField):
-    """Arrays that differ in the length of their first axis: an entry is one number; ``step_shape`` is a step's."""
+    """Arrays that differ in the length of their first axis; an entry is one value, and a step has ``step_shape``."""
 
     step_shape: tuple[int, ...]
     value_dtype: np.dtype
@@ -100,7 +100,7 @@ class KeyedReader(H5Reader):
 
     @cached_property
     def fingerprint(self) -> int:
-        """See `H5Reader.fingerprint`; also of the names and attributes of all samples."""
+        """See `H5Reader.fingerprint`; it also covers the names and attributes of all samples."""
         facts = [(name, self.patterns[name], field.shape, field.dtype.str) for name, field in self.index.fields.items()]
         found = zlib.crc32(repr(facts).encode())
         for array in (self.index.names, self.index.ends, *self.index.columns.values()):
@@ -109,11 +109,11 @@ class KeyedReader(H5Reader):
 
     @property
     def recommendation(self) -> None:
-        """None: what `h5chunk tune` stores is for chunks."""
+        """Always None: `h5chunk tune` stores recommendations for chunks, which samples do not share."""
         return
 
     def set_caches(self, main: CacheSettings) -> None:
-        """Do nothing: samples have no chunk in common."""
+        """Do nothing, because samples share no chunks."""
 
     def actual_caches(self) -> dict[str, CacheSettings]:
         """See `H5Reader.actual_caches`."""
@@ -149,7 +149,7 @@ class KeyedReader(H5Reader):
         self._file = 0, None
 
     def check_metadata(self) -> None:
-        """See `H5Reader.check_metadata`: the index was checked."""
+        """See `H5Reader.check_metadata`; the index was already validated."""
         self.check_unchanged()
 
     def __getstate__(self) -> dict[str, object]:
@@ -160,9 +160,9 @@ class KeyedReader(H5Reader):
 
 
 class KeyedBytes(ByteReader):
-    """Read one field of samples that are datasets by byte ranges; a few that need HDF5 are read through it."""
+    """Read one field of samples that are datasets by byte ranges; HDF5 reads the few samples that need it."""
 
-    is_plain = True  # no sample is worth a cache, as none shares its chunks
+    is_plain = True  # a cache would not help, because samples share no chunks
 
     def __init__(self, reader: KeyedReader, name: str) -> None:
         self.name, self._reader, self._field = name, reader, reader.index.fields[name]
@@ -178,7 +178,7 @@ class KeyedBytes(ByteReader):
         self.forget()
 
     def _find_decoders(self) -> list[tuple[ChunkDecoder, tuple[int, ...]]]:
-        """Return decoder and chunk shape of each kind of chunked samples, from a dataset of that kind."""
+        """Return the decoder and the chunk shape for each kind of chunked sample, from a dataset of that kind."""
         found = []
         if self._field.chunked:
             with opened(self._reader.path) as file:

@@ -1,8 +1,9 @@
-"""Store where the samples of an HDF5 file are, if each is a dataset: ``NAME.h5chunk-index-KEY`` beside the file.
+"""Store an index of an HDF5 file whose samples are datasets, in ``NAME.h5chunk-index-KEY`` next to the file.
 
-The first line is a JSON object: ``version`` 1; ``stamp``: size and modification time of the file, without which the
-index is not used; ``made_for``: patterns, attributes and range of samples; ``fields``: shape, dtype and kinds of
-storage of each field; ``arrays``: name, dtype and length of the arrays that follow; and their CRC-32, ``checksum``.
+The first line is a JSON object with the keys ``version`` (1); ``stamp``, size and modification time of the file, which
+must match for the index to be used; ``made_for``, patterns, attributes and range of samples; ``fields``, shape, dtype
+and kinds of storage of each field; ``arrays``, name, dtype and length of the arrays that follow; and ``checksum``, the
+CRC-32 of these arrays.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ ARRAYS = {"lengths": "<i8", "places": "<i8", "kinds": "<i4", "offsets": "<i8", "
 
 @dataclass
 class FieldIndex:
-    """Where the samples of one field are.
+    """The byte ranges of the samples of one field.
 
-    ``shape`` is that of the first sample; ``lengths``, (n,), the first axis of each. ``kinds`` is `THROUGH_HDF5`,
-    `CONTIGUOUS`, or 1 + the number of a description in ``chunked``. ``places`` is the offset of a contiguous sample, or
-    for a chunked one the first of its chunks in ``offsets``, ``sizes`` and ``masks``.
+    ``shape`` is the shape of the first sample, and ``lengths``, (n,), the length of the first axis of each. ``kinds``,
+    (n,), is `THROUGH_HDF5`, `CONTIGUOUS`, or 1 + the index of a description in ``chunked``. ``places``, (n,), is the
+    offset of a contiguous sample, or the index of a chunked sample's first chunk in ``offsets``, ``sizes``, ``masks``.
     """
 
     shape: tuple[int, ...]
@@ -102,7 +103,7 @@ class KeyedIndex:
         return len(self.ends)
 
     def name(self, number: int) -> str:
-        """Return what ``*`` stands for in the path of a sample."""
+        """Return the text that ``*`` matches in the path of a sample."""
         start = int(self.ends[number - 1]) if number else 0
         return self.names[start : int(self.ends[number])].tobytes().decode("utf-8", "surrogateescape")
 
@@ -117,7 +118,7 @@ class KeyedIndex:
 
 
 def joined(parts: Sequence[KeyedIndex], differ: Callable[[str, int, FieldIndex, FieldIndex], Exception]) -> KeyedIndex:
-    """Join the indexes of ranges of samples; ``differ`` makes the error for parts of different shape or type."""
+    """Join the indexes of ranges of samples; ``differ`` creates the error for parts that differ in shape or dtype."""
     first, starts = parts[0], np.cumsum([0, *(len(part) for part in parts)])
     fields = {}
     for name, model in first.fields.items():
@@ -145,7 +146,7 @@ def joined(parts: Sequence[KeyedIndex], differ: Callable[[str, int, FieldIndex, 
 
 
 def index_paths(path: Path, made_for: Any) -> list[Path]:
-    """Return where the index of a file may be: beside it, or in the user's cache folder."""
+    """Return the possible paths of the index of a file: next to the file, and in the user's cache folder."""
     key = hashlib.sha256(json.dumps(made_for).encode()).hexdigest()[:12]
     place = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
     name = f".h5chunk-index-{key}"
@@ -153,7 +154,7 @@ def index_paths(path: Path, made_for: Any) -> list[Path]:
 
 
 def save_index(target: Path, path: Path, stamp: tuple[int, ...], made_for: Any, index: KeyedIndex) -> None:
-    """Store an index: it appears complete, or not at all. ``stamp`` is that of the file before it was listed."""
+    """Store an index atomically; ``stamp`` is the stamp of the file before it was listed."""
     arrays: dict[str, np.ndarray] = {"names": index.names, "ends": index.ends}
     arrays |= {f"column/{name}": column for name, column in index.columns.items()}
     for name, field in index.fields.items():
@@ -182,7 +183,7 @@ def save_index(target: Path, path: Path, stamp: tuple[int, ...], made_for: Any, 
 
 
 def load_index(target: Path, stamp: tuple[int, ...], made_for: Any) -> KeyedIndex | str:
-    """Load an index, or return why it must be made again; an empty reason means that there is none."""
+    """Load an index, or return the reason why it must be rebuilt, which is empty if there is no index."""
     try:
         with target.open("rb") as file:
             line = file.readline(MAX_HEADER)

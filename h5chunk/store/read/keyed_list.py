@@ -1,9 +1,9 @@
 """List the samples of an HDF5 file in which each sample is a dataset, or a group of datasets.
 
-Ranges of samples are listed by child processes, one per core. Each range is stored once it is listed, so that a run
-that was killed continues with the others. A dataset that is stored as the first one takes few checks.
+Child processes, one per core, list ranges of samples. Each range is stored once it is listed, so that after a killed
+run only the other ranges are listed. A dataset that is stored like the first one needs few checks.
 
-Source: https://github.com/h5py/h5py/issues/2425 and 2174, which report such files, and their rates by name.
+Source: https://github.com/h5py/h5py/issues/2425 and 2174, which report such files, and the rates of opening by name.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Report = Callable[[int, "int | None"], None]  # called with the number of sample
 def open_index(
     path: Path, patterns: Mapping[str, str], attributes: Sequence[str], trusted: bool, report: Report
 ) -> KeyedIndex:
-    """Load the index of a file, or make it and store it beside the file or, if that is impossible, in a cache folder.
+    """Load the index of a file, or build it and store it next to the file or, if that is impossible, in a cache folder.
 
     Raises FieldError if a sample lacks a dataset or attribute, or differs in more than its length from the first.
     """
@@ -77,7 +77,7 @@ def open_index(
             warnings.warn(f"{printable(place)}: {found}: it is made again", stacklevel=3)
     target = next((place for place in places if _can_write(place)), places[0])
     with _locked_folder(target) as folder:
-        found = load_index(target, stamp, made_for)  # another process may have made it
+        found = load_index(target, stamp, made_for)  # another process may have built it
         if isinstance(found, str):
             found = _make(path, stamp, made_for, (patterns, attributes, trusted), folder, report)
             save_index(target, path, stamp, made_for, found)
@@ -94,7 +94,7 @@ def _can_write(place: Path) -> bool:
 
 @contextmanager
 def _locked_folder(target: Path) -> Iterator[Path]:
-    """Return, in a context, the folder of an index that is being made, which no other process uses."""
+    """Lock the folder of an index that is being built in a context, so that no other process uses it."""
     folder = target.with_name(f"{target.name}.parts")
     try:
         while True:
@@ -180,7 +180,7 @@ def _differs(where: str, name: str, found: tuple[Any, Any], first: tuple[Any, An
 
 
 class _Lister:
-    """List a range of the samples of a file, in a process of its own."""
+    """List a range of the samples of a file in a child process."""
 
     def __init__(
         self, path: Path, patterns: Mapping[str, str], attributes: Sequence[str], trusted: bool, before: str
@@ -278,7 +278,7 @@ class _FieldLister:
         self._guard.check_field(h5py.Dataset(dataset), where.partition(": ")[2])
 
     def _place(self, dataset: Any, shape: tuple[int, ...], where: str) -> tuple[int, int]:
-        """Return place and kind of a sample. Raises FileError if it lies outside of the file."""
+        """Return the place and kind of a sample. Raises FileError if it extends beyond the end of the file."""
         if not self._stored_here:
             self._check(dataset, where)
             return 0, THROUGH_HDF5
@@ -300,7 +300,7 @@ class _FieldLister:
         return 0, THROUGH_HDF5
 
     def _compact(self, dataset: Any) -> tuple[int, int]:
-        """Find the values of a dataset that are in its object header: equal bytes are as good."""
+        """Find the values of a dataset in its object header; any place with equal bytes will do."""
         values = np.empty(dataset.shape, self._first[2]) if self._first else np.empty(0)
         dataset.read(h5py.h5s.ALL, h5py.h5s.ALL, values)
         start = int(h5py.h5g.get_objinfo(dataset).objno[0])
@@ -340,7 +340,7 @@ class _FieldLister:
 
 
 def _attribute(item: Any, name: str, where: str) -> Any:
-    """Read an attribute with one number or one string."""
+    """Read an attribute that is one number or one string."""
 
     def error(problem: str) -> H5ChunkError:
         return FieldError(f"{where}: {problem}")

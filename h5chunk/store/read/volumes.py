@@ -29,19 +29,19 @@ from h5chunk.store.read.files import natural
 from h5chunk.store.read.reader import H5Reader
 
 WINDOW_BYTES = 512 << 20  # decoded bytes of the chunks for the cells that are shuffled together
-HELD_BYTES = 256 << 20  # bytes of their patches
+HELD_BYTES = 256 << 20  # bytes of the patches of these cells
 
 
 @dataclass(frozen=True)
 class VolumeField:
-    """A field of patches: a dataset of each volume, with ``leading`` axes before those of space, and others after.
+    """A field of patches: one dataset per volume, with ``leading`` axes before the spatial axes, and others after them.
 
-    ``halo`` is the width of the border around a patch on each axis of space, and ``padding`` how it is filled outside
-    of the volume: edge, reflect, or a number.
+    ``halo`` is the width of the border around a patch along each spatial axis, and ``padding`` is how patches are
+    filled outside of the volume: edge, reflect, or a number.
     """
 
     name: str
-    datasets: list[tuple[int, str]]  # number of the file, and path in it
+    datasets: list[tuple[int, str]]  # index of the file, and path in the file
     grids: list[ChunkGrid]
     dtype: np.dtype
     leading: int
@@ -56,11 +56,11 @@ class VolumeField:
         return (*shape[: self.leading], *space, *shape[self.leading + len(space) :])
 
     def space(self, volume: int) -> tuple[int, ...]:
-        """Return the shape of a volume, without other axes than those of space."""
+        """Return the shape of a volume along its spatial axes."""
         return self.grids[volume].shape[self.leading : self.leading + len(self.size)]
 
     def boxes(self, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the first index of patches on each axis, possibly negative, and the one after the last: (n, axes)."""
+        """Return the first index of patches along each axis, possibly negative, and the end: (n, axes) each."""
         shape = np.array(self.box_shape())
         low = np.zeros((len(starts), len(shape)), np.int64)
         low[:, self.leading : self.leading + len(self.size)] = starts - np.array(self.halo)
@@ -68,7 +68,7 @@ class VolumeField:
 
 
 class PatchReader(H5Reader):
-    """Present patches of volumes as the samples of a reader; ``plan`` says where they are."""
+    """Present patches of volumes as the samples of a reader; ``plan`` has their positions."""
 
     def __init__(self, files: Sequence[Path], fields: Mapping[str, VolumeField], plan: Any, trusted: bool) -> None:
         readers = [H5Reader(file, _some_field(fields, number), trusted=trusted) for number, file in enumerate(files)]
@@ -83,7 +83,7 @@ class PatchReader(H5Reader):
         self.set_plan(plan)
 
     def set_plan(self, plan: RandomPatches | Tiles) -> None:
-        """Set where patches are."""
+        """Set the positions of patches."""
         self.plan, self.num_samples, self.chunk_starts = plan, plan.num_samples, plan.chunk_starts
         self.starts = np.array([0, self.num_samples])
         self.chunk_samples = max(1, round(self.num_samples / max(1, len(plan.chunk_starts) - 1)))
@@ -97,12 +97,12 @@ class PatchReader(H5Reader):
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of the patches of a cell, or of the decoded chunks that it needs, if these are more."""
+        """Bytes of the patches of a cell, or of the decoded chunks that it needs, whichever is more."""
         return max(self.plan.cell_bytes, self.chunk_samples * self.main.grid.sample_bytes)
 
     @property
     def recommendation(self) -> None:
-        """None: what `h5chunk tune` stores is for rows."""
+        """Always None: `h5chunk tune` stores recommendations for rows, not for patches."""
         return
 
     @property
@@ -113,14 +113,14 @@ class PatchReader(H5Reader):
 
     @cached_property
     def fingerprint(self) -> int:
-        """See `H5Reader.fingerprint`; of all files, of the shapes of all volumes, and of where patches are."""
+        """See `H5Reader.fingerprint`; it covers all files, the shapes of all volumes, and the positions of patches."""
         found = zlib.crc32(repr([(each.datasets, each.box_shape(), each.padding, str(each.dtype),
                                   [grid.shape for grid in each.grids]) for each in self.volume_fields.values()]
                                 ).encode())  # fmt: skip
         return zlib.crc32(repr((self._facts, self.plan.identity)).encode(), found)
 
     def set_caches(self, main: CacheSettings) -> None:
-        """Do nothing: volumes are read through HDF5 only if byte ranges are not possible."""
+        """Do nothing, because volumes are read through HDF5 only if byte ranges are not possible."""
 
     def actual_caches(self) -> dict[str, CacheSettings]:
         """Return no caches: see `set_caches`."""
@@ -213,8 +213,8 @@ def open_volumes(
 ) -> tuple[dict[str, VolumeField], list[str]]:
     """Open the datasets of all volumes, and return the fields, without halo, and the volumes' names.
 
-    With a ``*`` in its path, a field names several datasets; those of different fields in which it stands for the same
-    text belong to one volume. ``leading`` returns the number of axes before those of space.
+    A field with a ``*`` in its path has several datasets. Datasets of different fields in which the ``*`` matches the
+    same text belong to the same volume. ``leading`` returns the number of axes before the spatial axes.
     """
     found: dict[str, VolumeField] = {}
     names: list[str] = []
@@ -271,7 +271,7 @@ def _check_same_space(fields: Mapping[str, VolumeField], names: Sequence[str]) -
 
 
 def _list_datasets(file: h5py.File, path: Path, guard: Guard, pattern: str) -> dict[str, str]:
-    """Return the datasets that a path with at most one ``*`` names, by what the ``*`` stands for."""
+    """Return the datasets that a path with at most one ``*`` matches, by the text that the ``*`` matches."""
     parts = pattern.strip("/").split("/")
     stars = [number for number, part in enumerate(parts) if "*" in part]
     if not stars:
