@@ -5,18 +5,18 @@
     python scripts/ablation.py --plot-json h200.json                                  # only the picture, later
 
 The first row is a folder of JPEGs with a plain DataLoader (decoding in the main process, float32 on the CPU), the last
-row is ChunkLoader with all tricks. The script makes the folder (scripts/make_images.py) and the packed file if they are
-missing; both must hold the same number of images. Each row keeps the switches of the rows above it, unless its name
-says otherwise. The augmented rows crop and flip at random: torchvision sample by sample in workers, FFCV (both are left
-out if they are not installed), and ChunkLoader; all other rows take the images as they are.
+row is ChunkLoader with all tricks. The script creates the folder (scripts/make_images.py) and the packed file if they
+are missing; both must contain the same number of images. Each row keeps the switches of the rows above it, unless its
+name says otherwise. The augmented rows crop and flip at random: torchvision sample by sample in workers, FFCV (both are
+skipped if they are not installed), and ChunkLoader; all other rows use the images unchanged.
 
-A row is a training run: one warm-up epoch, then ``--epochs`` whole epochs, whose medians are printed. With ``--steps``
-an epoch has only that many steps, the seconds of a whole epoch are computed from the rate, and the table says so. On a
-CPU the network gets half of the cores and the loaders get the other half.
+A row is a training run: one warm-up epoch, then ``--epochs`` complete epochs, whose medians are printed. With
+``--steps``, an epoch has only that many steps, the duration of a complete epoch is computed from the rate, and the
+table says so. On a CPU, the network gets half of the cores and the loaders get the other half.
 
-Columns: seconds of an epoch; images/s trained (with echo, repetitions count); that rate over the first row's; the
-share of time that the loop waited for the loader; peak GPU memory; images/s on one cached batch with the same model
-settings, measured before and after each epoch; utilisation, which is the trained rate over the cached one.
+Columns: seconds per epoch; images/s trained (with echo, repetitions count); the ratio of this rate to that of the first
+row; the fraction of time that the loop waited for the loader; peak GPU memory; images/s on one cached batch with the
+same model settings, measured before and after each epoch; utilisation, which is the ratio of the last two rates.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The training that ablation.py measures: a network, a step, an epoch with its figures, and the settings of all."""
+"""The training that ablation.py measures: the network, a step, an epoch with its statistics, and their settings."""
 
 from __future__ import annotations
 

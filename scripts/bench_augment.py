@@ -3,8 +3,8 @@
     python scripts/bench_augment.py [--images 3000] [--side 256] [--size 224] [--rounds 3] [--threads 2]
         [--only ours ffcv] [--json FILE]
 
-The data is random pixels, made once in ``bench-data/`` and packed once for each contender. All of them draw for each
-sample and give batches of 256:
+The data is random pixels, generated once in ``bench-data/`` and packed once for each contender. All contenders draw
+random parameters for each sample, and deliver batches of 256:
 
 - ``ours``: ChunkLoader with ``[RandomResizedCrop(size), RandomHorizontalFlip()]``, as uint8; ``ours, float`` also
   normalises to float32.
@@ -12,9 +12,9 @@ sample and give batches of 256:
 - ``torchvision``: a DataLoader with ``--threads`` workers over our data set, whose transform is torchvision's ``v2``.
 - ``kornia``: its augmentations of whole batches, which draw for each sample, on our batches as float32.
 
-They take turns, in the opposite order every other round; a turn is an epoch that is timed after one that is not. The
-table has images/s (median and range), images per second of processor time of the process and its children, and the
-median ratio of rates to those of FFCV in the same round. A contender that cannot be imported is left out.
+They take turns, in reverse order every other round; a turn is a warm-up epoch and a timed epoch. The table shows
+images/s (median and range), images per second of processor time of the process and its children, and the median ratio
+to the rate of FFCV in the same round. A contender that cannot be imported is skipped.
 """
 
 from __future__ import annotations

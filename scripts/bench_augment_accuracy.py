@@ -2,12 +2,13 @@
 
     python scripts/bench_augment_accuracy.py [--seeds 10] [--epochs 30] [--workers 8] [--device cuda]
 
-The made task needs augmentation: ten shapes of 32 x 32, in the middle and unmirrored in the few training images, but
-moved, mirrored and resized in the test images. Each seed has its weights and batches; only the random numbers of the
-augmentation differ. ``crop`` is RandomCrop with padding, ``resize`` is RandomResizedCrop, both with a flip.
+The synthetic task needs augmentation: ten shapes of 32 x 32, which are centred and unmirrored in the few training
+images, but moved, mirrored and resized in the test images. For one seed, both contenders have the same weights and
+batches; only the random numbers of the augmentation differ. ``crop`` is RandomCrop with padding, ``resize`` is
+RandomResizedCrop, both with a flip.
 
-Prints mean accuracies with their standard deviations, and the mean difference with its 95 % interval. Fails if that
-interval is farther than ``--margin`` from 0, in percent points, or if augmenting gains no more than that.
+Prints mean accuracies with their standard deviations, and the mean difference with its 95 % interval. Fails if the
+interval exceeds ``--margin`` percentage points, or if augmentation gains no more than this margin.
 """
 
 from __future__ import annotations

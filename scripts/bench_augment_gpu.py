@@ -3,7 +3,7 @@
     python scripts/make_packed.py data.h5 --count 40000 --size 256 256    # 8 GB
     python scripts/bench_augment_gpu.py data.h5 [--size 224] [--rounds 3] [--json FILE]
 
-All give bfloat16. ``resize`` is RandomResizedCrop, antialiased, and a flip; ``crop`` is RandomCrop and a flip.
+All outputs are bfloat16. ``resize`` is RandomResizedCrop, antialiased, and a flip; ``crop`` is RandomCrop and a flip.
 
 - Kernels: images/s of the kernels alone, from events around a full queue, on batches of 1,024 that are too many for the
   GPU's cache. What was drawn is on the GPU already. The ratio is to the kernel that normalises whole images.

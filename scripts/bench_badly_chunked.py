@@ -11,9 +11,9 @@ HDF5's best       HDF5 reading that file band by band, each chunk once: the limi
 bytes             one thread reading the file's bytes in order: the limit of every reader of the original file
 loader, repacked  ChunkLoader on the new file
 
-Prints each rate and its ratio to that of plain, for the plain loops also per processor time, which depends less on
-other processes; tune's recommendation and advice; the seconds that tune and repack took. The files are removed
-afterwards unless ``--keep`` is given; ``--json FILE`` writes all figures.
+Prints each rate and its ratio to that of ``plain``; for the plain loops, also the rate per processor time, which other
+processes disturb less; the recommendation and advice of tune; and the duration of tune and repack. The files are
+removed afterwards unless ``--keep`` is set; ``--json FILE`` writes all results.
 """
 
 from __future__ import annotations

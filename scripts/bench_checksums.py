@@ -2,9 +2,10 @@
 
     python scripts/bench_checksums.py FILE.h5 [--batch-size 256] [--rounds 5] [--epochs 3] [--cold] [--device cpu]
 
-FILE.h5 was written by h5chunk, so that it has checksums. In each round ``off``, ``first`` and ``always`` take turns, in
-the opposite order every other round. A turn is a new loader and ``--epochs`` epochs with a warm page cache; ``--cold``
-drops the file from the page cache before each turn, if the system allows it. The first round is a warm-up.
+FILE.h5 must be a file that h5chunk wrote, because only those have checksums. In each round, ``off``, ``first`` and
+``always`` take turns, in reverse order every other round. A turn is a new loader and ``--epochs`` epochs with a warm
+page cache; ``--cold`` drops the file from the page cache before each turn, if the system allows it. The first round is
+a warm-up.
 
 Prints samples/s of each epoch (median of the rounds) and its ratio to ``off`` in the same round (median and range).
 The last line is JSON with the machine and versions.

@@ -2,10 +2,10 @@
 
     python scripts/bench_cold.py FILE.h5 [--batch-size 256] [--rounds 5] [--threads 8]
 
-The file is dropped from the page cache before each turn, and contenders take turns, in the opposite order every other
-round: reads, each of which is a piece of the file that no other read has; a ChunkLoader with its default threads; and
-one with as many threads as the reads. Prints bytes/s of the file, processor time per GB, and the median part of the
-reads' rate. The file should take at least a second to read.
+The contenders take turns, in reverse order every other round: reads of all pieces of the file, each piece once; a
+ChunkLoader with its default number of threads; and a ChunkLoader with as many threads as the reads. The file is dropped
+from the page cache before each turn. Prints bytes/s of the file, processor time per GB, and the median ratio to the
+rate of the reads. The file should be so large that reading it takes at least a second.
 """
 
 from __future__ import annotations

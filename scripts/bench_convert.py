@@ -4,12 +4,12 @@
     python scripts/bench_convert.py --folder DIR   # any folder of images of one size
     python scripts/bench_convert.py --out /dev/shm # writes to memory, which leaves out the disk
 
-Decode limit: the same decoder (Pillow) decodes the same files in the same order, in as many processes, to uint8 arrays
-(C, H, W) that are discarded. Disk limit: as many bytes are written to the same folder and synced. Convert: all of
-`h5chunk.convert`, from listing the folder until the file is on the disk. All three run in turn, ``--rounds`` times.
-Prints the median of each in images/s, the median ratio to each limit, and the peak memory of all processes of a
-conversion. ``loader`` is torchvision's loader, ``Image.open(path).convert("RGB")``, for comparison. ``--json FILE``
-writes all figures.
+Decode limit: the same decoder (Pillow) decodes the same files in the same order, in the same number of processes, to
+uint8 arrays (C, H, W) that are discarded. Disk limit: the same number of bytes is written to the same folder and
+synced. Convert: all of `h5chunk.convert`, from listing the folder until the file is on the disk. The three take turns,
+``--rounds`` times. Prints the median of each in images/s, the median ratio to each limit, and the peak memory of all
+processes of a conversion. ``loader`` is torchvision's loader, ``Image.open(path).convert("RGB")``, for comparison.
+``--json FILE`` writes all results.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Measure conversion on a Dask cluster of two processes against two local workers, and here against one process.
+"""Compare conversion on a Dask cluster of two processes with conversion by two local workers, or by one process.
 
     python scripts/bench_dask.py                    # makes 6,000 JPEGs of 224 x 224 in bench-data/ once
     python scripts/bench_dask.py --folder DIR --shards 32
     python scripts/bench_dask.py --entries 5000000  # a matrix, in text, against this process alone
 
-Both write the same shards, in turns, and each is warm: the cluster is started once, and both convert once before
-anything is measured. Prints the medians of all rounds in samples/s, and the median of the ratios.
+Both write the same shards, in turns. The cluster is started once, and both convert once as a warm-up. Prints the median
+rates of all rounds in samples/s, and the median ratio.
 """
 
 from __future__ import annotations

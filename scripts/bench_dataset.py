@@ -14,9 +14,9 @@ anew for each round, because with w0 = 1 the cache has no limit and would hold t
 ready       a Dataset that copies one ready batch into fresh memory for the DataLoader: the limit of torch's transport
 ready-held  a Dataset that returns the same tensor again: only a file descriptor moves
 
-Prints for each: images/s (median of the interleaved rounds); bytes read by the processes (rchar of /proc/PID/io) over
-bytes used; with a chunk cache, the share of samples that needed no chunk read, computed from the same bytes; and the
-growth of one reading process's private memory. ``--json FILE`` writes all figures.
+Prints for each: images/s (median of the interleaved rounds); the ratio of bytes read by the processes (rchar of
+/proc/PID/io) to bytes used; with a chunk cache, the fraction of samples that needed no chunk read, computed from the
+same bytes; and the growth of the private memory of a reading process. ``--json FILE`` writes all results.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python scripts/bench_dense.py FOLDER [--rows 50000] [--columns 9000] [--density 0.02] [--rounds 7]
 
-Batches of 500 rows take turns: SciPy's loop over a matrix in memory; the first epoch of a new ChunkLoader, with its
-construction; and later epochs, each also with ``reuse=True``. ``num_threads`` is 1, but rows are made dense by several
-threads. Prints microseconds a batch by the clock and of processor time, and how much faster than SciPy they are.
+Measured in turns, with batches of 500 rows: SciPy's loop over a matrix in memory; the first epoch of a new ChunkLoader,
+including its construction; and later epochs; the loaders also with ``reuse=True``. ``num_threads`` is 1, but several
+threads make rows dense. Prints microseconds per batch, of wall time and of processor time, and the speedup over SciPy.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
     python scripts/bench_dense_gpu.py [--folder FOLDER] [--json FILE]
     python scripts/bench_dense_gpu.py --device cpu --rows 3000 --columns 500 --entries-per-row 20   # without a GPU
 
-Makes batches of 500 x 20,000 float32 from CSR rows on the device: int64 starts, uint16 columns, uint8 values, 150
-entries per row, columns drawn from a power law. The limit is the time to write the bytes of a batch at the best rate at
-which torch fills or clears a large buffer. All ways take turns, and medians are printed. A turn writes batches into
-alternating buffers, so that no cache holds them. It is timed twice: on the GPU, by events around a full queue, which
-leaves out the launches; and from Python, with the launches.
+Batches of 500 x 20,000 float32 are computed from CSR rows on the device: int64 starts, uint16 columns, uint8 values,
+150 entries per row, columns drawn from a power law. The limit is the time to write the bytes of a batch at the highest
+rate at which torch fills or clears a large buffer. All methods take turns, and medians are printed. A turn writes
+batches into alternating buffers, so that they are not cached. It is timed twice: on the GPU, by events around a full
+queue, which excludes launches; and from Python, which includes them.
 
 ours               the loader's kernel on contiguous rows, or on shuffled rows by number, as for resident data
 ours, 6 together   several batches with one launch, as in the loader

@@ -1,11 +1,11 @@
-"""Plant faults in training loops: does `h5chunk.doctor` name them, and do fixes gain what it predicts?
+"""Plant faults in training loops, and check whether `h5chunk.doctor` names them and predicts the gains of fixes.
 
     python scripts/bench_doctor.py                 # all faults that this machine can have; --only NAME for some
     python scripts/bench_doctor.py --overhead      # what watching costs, and whether training stays the same
 
-Every fault is trained with it and without, in turns. A verdict is right if the cause is one of those expected; a
-prediction is right if it is within 20 % of the measured gain. Healthy loops follow, in which nothing may be found. The
-tests run two of the faults.
+Each training loop runs with and without its fault, in turns. A verdict is correct if it names an expected cause; a
+prediction is correct if it is within 20 % of the measured gain. Healthy loops follow, in which doctor must find
+nothing. The tests run two of the faults.
 """
 
 from __future__ import annotations

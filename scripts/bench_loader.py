@@ -5,25 +5,26 @@
     python scripts/bench_loader.py --tune lmdb              # every setting that peers/lmdb.py lists, on one size
     python scripts/bench_loader.py --ways                   # ChunkLoader with ranks, lanes, states and resuming
 
-The data is 12,000 images of 3 x 224 x 224, 50,000 of 3 x 32 x 32 and 60,000 of 1 x 28 x 28, random pixels that are made
-once in ``bench-data/`` and packed once for each contender. Batches are 256 uint8 images with int64 labels; the page
-cache is warm. Each contender runs in its own process, with the interpreter that ``--python NAME=PATH`` gives (default:
-this one) and the best settings found with ``--tune`` (`peers/__init__.py`). If its library cannot be imported, the
-table says "not installed".
+The data sets are 12,000 images of 3 x 224 x 224, 50,000 of 3 x 32 x 32 and 60,000 of 1 x 28 x 28. Their random pixels
+are generated once in ``bench-data/``, and packed once for each contender. Batches are 256 uint8 images with int64
+labels; the page cache is warm. Each contender runs in a separate process, with the interpreter set by ``--python
+NAME=PATH`` (default: the interpreter of this script) and the best settings found with ``--tune``
+(`peers/__init__.py`). If its library cannot be imported, the table says "not installed".
 
-In each round all contenders take turns, in the opposite order every other round; a turn is two epochs in a row, of
-which the second is timed. Before the first round, a warm-up epoch compares every image with the packed one. In timed
-epochs each sample must come once, and one image of each batch is compared after the clock has stopped.
+In each round, all contenders take turns, in reverse order every other round. A turn is two consecutive epochs, of which
+the second is timed. Before the first round, a warm-up epoch compares every image with the original. In timed epochs,
+each sample must be delivered exactly once, and one image of each batch is compared after the clock has stopped.
 
-Prints a table for each size: images/s (median and range of the rounds); the median ratio to the limit, which is the
-limit of reused memory for loaders that reuse the memory of their batches, and of fresh memory for the others; how much
-faster ChunkLoader is, without and with ``reuse=True``; seconds from construction to the first batch. The limits are the
-fastest ones of `peers/limits.py`. ``--json FILE`` writes all rounds with settings, versions and machine.
+Prints a table for each image size: images/s (median and range of the rounds); the median ratio to the limit, which is
+the limit with reused memory for loaders that reuse the memory of batches, and with fresh memory for other loaders; the
+speedup of ChunkLoader, without and with ``reuse=True``; and the seconds from construction to the first batch. The
+limits are the fastest methods in `peers/limits.py`. ``--json FILE`` writes the results of all rounds, with settings,
+versions and machine.
 
-``--ways`` runs ChunkLoader alone in the same rounds: as one of several ranks, with lanes, saving a state with each
-batch, and resumed in the middle of an epoch. Each is compared with the plain loader, in images/s and in images per
-second of processor time, which other processes disturb less; the resumed loader is also compared with one that starts
-anew.
+``--ways`` measures only ChunkLoader, in the same rounds: as one of several ranks, with lanes, saving a state with each
+batch, and resumed in the middle of an epoch. Each variant is compared with the plain loader, in images/s and in images
+per second of processor time, which other processes disturb less. The resumed loader is also compared with a loader that
+starts from the beginning.
 
 The peers need ``pip install mosaicml-streaming litdata webdataset datasets tensorstore lmdb``. FFCV 1.0.2 is compiled:
 it needs libopencv-dev, libturbojpeg0-dev, pkg-config and g++, numba, opencv-python-headless, pytorch-pfn-extras,

@@ -1,12 +1,13 @@
-"""Measure reading from a slow web server (30 ms, 100 MB/s), against a bare client, and a local file.
+"""Compare reading from a slow web server (30 ms, 100 MB/s) with a bare client and with a local file.
 
     python scripts/bench_remote.py --count 8000 --size 112 112
     python scripts/bench_remote.py --hits        # hit rates of LRU and of the optimal (Belady) policy
     python scripts/bench_remote.py --peers streaming=ENV/bin/python litdata=ENV/bin/python
 
-Starts `range_server.py` on a file of random images. The bare client asks for the same chunks, as many at a time, and
-drops the bytes. Prints images/s of whole epochs and the time to the first batch. Other packages are measured with
-several numbers of workers and file sizes; ENV is an environment in which the package and h5py are installed.
+Starts `range_server.py` on a file of random images. The bare client requests the same chunks, with the same number of
+concurrent requests, and discards the bytes. Prints images/s of complete epochs and the time to the first batch. Other
+packages are measured with several numbers of workers and file sizes; ENV is an environment in which the package and
+h5py are installed.
 """
 
 from __future__ import annotations

@@ -5,23 +5,23 @@
     python scripts/bench_sparse.py FOLDER --tune annbatch-csr     # every setting that its module lists
 
 The data is a matrix of 200,000 x 20,000 uint8 counts with 150 entries per row (on average, with ``--lengths
-lognormal``) and columns from a power law. It is drawn once in FOLDER and packed there once for each contender, in its
-own format. Batches are 500 rows of float32 values; the page cache is warm. Peers may give CSR batches as SciPy
-matrices; h5chunk gives torch.sparse_csr tensors. Each contender runs in its own process, with the interpreter that
-``--python MODULE=PATH`` gives (default: this one) and the best settings found with ``--tune`` (`peers/sparse`). If its
-library cannot be imported, the table says "not installed".
+lognormal``) and columns from a power law. It is generated once in FOLDER, and packed there once for each contender, in
+the contender's format. Batches are 500 rows of float32 values; the page cache is warm. Peers may deliver CSR batches as
+SciPy matrices; h5chunk delivers torch.sparse_csr tensors. Each contender runs in a separate process, with the
+interpreter set by ``--python MODULE=PATH`` (default: the interpreter of this script) and the best settings found with
+``--tune`` (`peers/sparse`). If its library cannot be imported, the table says "not installed".
 
-In each round all contenders take turns, in the opposite order every other round; a turn is two epochs in a row, of
-which the second is timed. Before the first round and after the last, an untimed epoch compares the checksum of every
-row with the packed rows: dropped and repeated rows are counted, and printed at the end of the line. In timed epochs the
-last row of each batch is compared after the clock has stopped.
+In each round, all contenders take turns, in reverse order every other round. A turn is two consecutive epochs, of which
+the second is timed. Before the first round and after the last, an untimed epoch compares the checksum of every row with
+the packed rows: dropped and repeated rows are counted, and printed at the end of the line. In timed epochs, the last
+row of each batch is compared after the clock has stopped.
 
-Prints a table for CSR and one for dense batches: rows/s (median and range of the rounds); the median ratio to the
-limit, which is the fastest way of `peers/sparse/limits.py` to take shuffled rows from memory (for dense batches into
-reused memory if the contender reuses its own, otherwise into fresh memory); rows per second of processor time of all
-threads, without DataLoader workers; and how much faster ChunkLoader is, without and with ``reuse=True``. The load
-average before and after stands above each table: if it is far above one per core, other processes ran, and small
-differences mean nothing. ``--json FILE`` writes all rounds with settings, versions, machine and seed.
+Prints a table for CSR batches and a table for dense batches: rows/s (median and range of the rounds); the median ratio
+to the limit, which is the fastest method in `peers/sparse/limits.py` to gather shuffled rows from memory (for dense
+batches, into reused memory if the contender reuses memory, otherwise into fresh memory); rows per second of processor
+time of all threads, without DataLoader workers; and the speedup of ChunkLoader, without and with ``reuse=True``. Each
+table starts with the load average before and after: if it is far above one per core, other processes ran, and small
+differences are not significant. ``--json FILE`` writes all rounds with settings, versions, machine and seed.
 
 The peers need ``pip install "annbatch[zarrs,numba]"`` (Python 3.12) and ``pip install scDataset anndata``. The files
 take 0.5 GB (1.5 GB with ``--tune``).

@@ -4,13 +4,13 @@
     python scripts/bench_tune.py --folder /tmp/bench-tune --small --runs 1 --budget 15   # small files, about 10 minutes
     python scripts/bench_tune.py --folder /tmp/bench-tune --data gzip --file mine.h5
 
-Makes files in the folder (4 GB), and removes them afterwards unless told to ``--keep`` them; ``--file`` adds a file of
-yours. All files take turns:
+Creates files in the folder (4 GB), and removes them afterwards unless ``--keep`` is set; ``--file`` adds another file.
+The files take turns:
 
-small      600 images of 32 x 32: too little to matter
+small      600 images of 32 x 32, too small for settings to matter
 kept       20,000 images of 32 x 32, which ChunkLoader keeps in memory
 converted  images as convert writes them
-floats     contiguous float32 of 1,024 numbers
+floats     contiguous samples of 1,024 float32
 gzip       images in h5py's gzip chunks of 64
 badly      images in the chunks that h5py guesses
 tiny       images of 64 x 64 in chunks of 1 x 8 x 8 x 3

@@ -1,4 +1,4 @@
-"""Types of command-line options, options that several commands share, and options made from option classes."""
+"""Types of command-line options, options that several commands share, and options generated from option classes."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ def option(*names: str, heading: str, **attributes: Any) -> Decorator:
 
 
 class Parsed(click.ParamType):
-    """An option type made from a parser, which raises ValueError for invalid text.
+    """An option type with a parser, which raises ValueError for invalid text.
 
-    ``name`` stands for the value in help. The error message is ``problem``, or else that of the ValueError.
+    ``name`` is the placeholder of the value in help. The error message ends with ``problem``, or is that of the
+    ValueError.
     """
 
     def __init__(self, name: str, parse: Callable[[Any], Any], problem: str = "") -> None:
@@ -85,7 +86,7 @@ client = option(
     "client",
     metavar="ADDRESS",
     heading=RUNNING,
-    help="Run on a Dask cluster: tcp://HOST:PORT of its scheduler, a scheduler file, or local:N for N processes here. "
+    help="Run on a Dask cluster: tcp://HOST:PORT of its scheduler, a scheduler file, or local:N for N local processes. "
     "All workers must see the same files, but an output at a URL is uploaded by each.",
 )
 tuned = option(
@@ -93,7 +94,7 @@ tuned = option(
     type=click.Path(),
     metavar="FOUND.json",
     heading=LAYOUT,
-    help="Use the settings that h5chunk tune --json printed. Options on the command line take precedence.",
+    help="Use the settings in this output of h5chunk tune --json. Options on the command line take precedence.",
 )
 batch_size = option("--batch-size", type=int, default=256, heading=FIELDS, help="Number of samples per batch.")
 device = option(
@@ -127,23 +128,23 @@ source_format = option(
 
 
 def memory_bytes(default: str, help: str) -> Decorator:
-    """Make the option --memory-bytes."""
+    """Return a decorator that adds the option --memory-bytes."""
     return option("--memory-bytes", type=BYTES, default=default, heading=RUNNING, help=help)
 
 
 def budget(default: str) -> Decorator:
-    """Make the option --budget."""
+    """Return a decorator that adds the option --budget."""
     help = "Upper limit on the time for measuring, such as 10s or 2m."
     return option("--budget", "budget_s", type=SECONDS, default=default, heading=RUNNING, help=help)
 
 
 def loader_workers(default: str) -> Decorator:
-    """Make the option --workers."""
+    """Return a decorator that adds the option --workers."""
     help = "Number of DataLoader workers to measure with (repeatable)."
     return option("--workers", type=int, multiple=True, show_default=default, heading=RUNNING, help=help)
 
 
-# ---- options that are made from option classes
+# ---- options that are generated from option classes
 
 
 def options_of(

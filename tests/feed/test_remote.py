@@ -192,7 +192,7 @@ def test_tune_learns_the_store(photos):
         assert 16 in {trial.requests for trial in found.trials}
         assert found.rate > 0 and found.today_requests == 64
         assert f"use {found.requests} requests" in str(found) or found.requests == 64
-        with pytest.raises(OptionError, match="apply is True, but tune measures it only for local files"):
+        with pytest.raises(OptionError, match="apply is True, but it applies only to local files"):
             h5chunk.tune(f"{server.url}/photos.h5", apply=True)
 
 

@@ -124,7 +124,7 @@ def test_more_than_fits_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     check_report(report, {DISK, "resident=True"})
     assert report.measured_samples == 416  # whole chunks within half of it
     assert "the first 416 samples" in report.notes[0] and "fit in memory" in report.notes[0]
-    with pytest.raises(OptionError, match=r"which makes batches of .* are free: give a smaller batch_size"):
+    with pytest.raises(OptionError, match=r"so a batch has .* are free: use a smaller batch_size"):
         h5chunk.bench(path)
 
 

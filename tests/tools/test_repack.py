@@ -112,7 +112,7 @@ def test_everything_is_kept(everything: Path, tmp_path: Path, compression: str, 
     lost = [] if compression == "none" else ["compressed without their former byte shuffle filter: images"]
     if not shuffle:
         lost.append("without their former Fletcher32 checksums: images; --window-chunks adds checksums")
-    assert report.notes == ["can no longer be resized: images: their chunks follow each other in the file", *lost]
+    assert report.notes == ["can no longer be resized, because chunks are stored one after the other: images", *lost]
 
 
 def test_values_of_variable_length_are_permuted_in_parts(
@@ -307,7 +307,7 @@ def test_memory_is_bounded(tmp_path: Path, options: dict[str, Any]) -> None:
     ({"chunk_samples": 0}, "chunk_samples is 0"),
     ({"window_chunks": 0}, "window_chunks is 0"),
     ({"window_chunks": 1 << 63}, "window_chunks is 9223372036854775808: give at most 9223372036854775807"),
-    ({"cache": (1 << 63, 0, 0.0)}, "give numbers of at most 9223372036854775807"),
+    ({"cache": (1 << 63, 0, 0.0)}, "use numbers of at most 9223372036854775807"),
     ({"seed": -1}, "seed is -1"),
     ({"compression": "brotli"}, "compression is 'brotli': give one of none, gzip, lzf, zstd, lz4, blosc"),
     ({"compression": "gzip:10"}, "levels of gzip are 0 to 9"),
@@ -332,7 +332,7 @@ def test_a_sample_that_does_not_fit_in_memory(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["images"], file["labels"] = np.zeros((2, 5 << 20), np.uint8), np.arange(2)
     for options in ({"shuffle": True}, {"fields": ["images"]}):
-        with pytest.raises(OptionError, match=r"one sample of 'images' is 5.0 MiB, .* memory is .* MiB: allow"):
+        with pytest.raises(OptionError, match=r"a sample of 'images' has 5.0 MiB, .* which is .* MiB: raise it to"):
             repack(tmp_path / "a.h5", tmp_path / "b.h5", memory_bytes=8 << 20, **options)
     report = repack(tmp_path / "a.h5", tmp_path / "b.h5", memory_bytes=8 << 20)
     check_same(tmp_path / "a.h5", tmp_path / "b.h5")

@@ -257,7 +257,7 @@ def test_a_large_sorted_file_is_shuffled_on_disk(tmp_path):
     found = h5chunk.tune(path, memory_bytes=200_000, **QUICK)
     assert found.setting.shuffle and found.setting.repack and "--shuffle" in found.commands[0]
     assert found.row(found.chosen).effective_batch == 32
-    assert "Rewrite it shuffled: it takes " in str(found) and " of memory, not " in str(found)
+    assert "Rewrite it shuffled: it needs " in str(found) and " of memory, not " in str(found)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -493,13 +493,13 @@ def test_what_has_to_be_converted_first(class_folder, ratings, tmp_path, monkeyp
     (tmp_path / "shards").mkdir()
     monkeypatch.chdir(tmp_path / "shards")
     for source in (class_folder(count=COUNT), ratings):
-        with pytest.raises(FileError, match="not an HDF5 file: convert it first, by h5chunk convert") as raised:
+        with pytest.raises(FileError, match="not an HDF5 file: convert it first") as raised:
             h5chunk.tune(source, **QUICK)
-        command = str(raised.value).partition(", by ")[2].removesuffix(", and tune the result")
+        command = str(raised.value).partition("first (")[2].removesuffix("), and tune the result")
         assert run(*shlex.split(command)[1:]).exit_code == 0
         assert h5chunk.tune(Path(f"{source.stem}.h5"), **QUICK).row(TODAY).rate
     check_error(run("tune", ratings), "convert it first")
-    with pytest.raises(FileError, match=r"has several converted files, but tune takes one: give .*photos\.h5"):
+    with pytest.raises(FileError, match=r"is a folder of HDF5 files, but tune accepts one file: use .*photos\.h5"):
         h5chunk.tune(tmp_path / "shards", **QUICK)
 
 
@@ -572,7 +572,7 @@ def test_a_sparse_file(ratings, tmp_path):
 def test_memory_for_nothing(tmp_path, memory_bytes):
     """The error says what feeding takes at least, and with so much it can be tuned."""
     path = images_file(tmp_path / "a.h5", np.arange(N) // 60, chunks=(8, 3, 12, 12))
-    with pytest.raises(OptionError, match=r"feeding takes at least [\d.]+ KiB: allow more memory"):
+    with pytest.raises(OptionError, match=r"loading needs [\d.]+ KiB, but the limit is .*: raise memory_bytes"):
         h5chunk.tune(path, **QUICK | {"memory_bytes": memory_bytes, "batch_size": 256})
 
 

@@ -1,4 +1,4 @@
-"""The commands, one module each; importing this package imports all modules and thus registers the commands."""
+"""The commands, one per module; importing this package registers them."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ from h5chunk.cli.options import RUNNING, option
 def bench(file: str, **options: Any) -> None:
     """Measure how fast this machine delivers batches from FILE, and name the slowest stage.
 
-    FILE may also be a folder, or a quoted pattern such as 'shards/*.h5', whose files are measured as one data set; or
-    a URL, of which requests to the store and loaders are measured.
+    FILE may also be a folder, or a quoted pattern such as 'shards/*.h5', whose files are measured as one data set. For
+    a URL, the requests to the store and the loaders are measured.
     """
     run(h5chunk.bench, file)

@@ -38,7 +38,7 @@ def convert(source: str, output: str, **options: Any) -> None:
     text; or a sparse matrix: ratings.csv and other (row, column[, value]) lines, .npz of scipy, .mtx, libsvm, .h5ad,
     10x .h5 or folder, or a folder or quoted pattern of .h5ad files.
 
-    If a conversion is stopped, by Ctrl-C, a full disk, a bad sample or a signal, the same command continues it. If
-    OUTPUT is already complete, the command says so and does nothing.
+    If a conversion is stopped by Ctrl-C, a full disk, a bad sample or a signal, the same command continues it. If
+    OUTPUT is already complete, the command reports this and does nothing.
     """
     run(h5chunk.convert, source, output, notify=note)

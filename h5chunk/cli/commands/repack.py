@@ -15,7 +15,7 @@ from h5chunk.tools.repack.options import RepackOptions
 
 @main.command(
     examples={
-        "Rewrite an HDF5 file with whole samples in its chunks": "h5chunk repack old.h5 new.h5",
+        "Rewrite an HDF5 file with complete samples in each chunk": "h5chunk repack old.h5 new.h5",
         "Rewrite all shards of a folder": "h5chunk repack old/ new/ --dask local:4",
         "Shuffle, with the settings of tune": "h5chunk repack old.h5 new.h5 --tuned found.json --shuffle",
     }
@@ -30,10 +30,10 @@ from h5chunk.tools.repack.options import RepackOptions
 @shared.quiet
 @shared.as_json
 def repack(file: str, output: str, **options: Any) -> None:
-    """Rewrite any HDF5 FILE as OUTPUT, with whole samples in its chunks.
+    """Rewrite any HDF5 FILE as OUTPUT, with complete samples in each chunk.
 
-    The datasets whose first axis counts samples get new chunks; everything else is copied unchanged. The report
-    compares their layouts before and after. If FILE is a folder of files, so is OUTPUT; if this is stopped, the same
-    command continues it.
+    Datasets whose first axis indexes samples get new chunks; everything else is copied unchanged. The report compares
+    the old and new layouts. If FILE is a folder, OUTPUT is a folder too, and if the command is stopped, repeating it
+    continues the work.
     """
     run(h5chunk.repack, file, output)

@@ -27,7 +27,7 @@ from h5chunk.cli.options import FIELDS, OUTPUT, option
     metavar="DATASET",
     show_default="labels, if FILE has them",
     heading=FIELDS,
-    help="Dataset whose equal values mark similar samples, such as labels, to measure how well these are mixed.",
+    help="Dataset whose equal values mark similar samples, such as labels; used to measure shuffle quality.",
 )
 @shared.batch_size
 @option(
@@ -58,10 +58,10 @@ from h5chunk.cli.options import FIELDS, OUTPUT, option
 @shared.quiet
 @option("--json", "as_json", is_flag=True, heading=OUTPUT, help="Print JSON, for --tuned of convert and repack.")
 def tune(file: str, **options: Any) -> None:
-    """Find the settings that read batches from FILE fastest on this machine and still shuffle well.
+    """Find the settings that load batches from FILE fastest on this machine and still shuffle well.
 
     The settings are the chunk size, the shuffle window, the cache and the number of workers. FILE may be an h5chunk
-    file or any other HDF5 file. The most promising settings are measured on its data. For a URL, they are the number
-    and size of the requests that the store answers fastest.
+    file or any other HDF5 file. The most promising settings are measured on its data. For a URL, the settings are the
+    number and size of concurrent requests.
     """
     run(h5chunk.tune, file)

@@ -43,8 +43,8 @@ from h5chunk.cli.options import RUNNING, SOURCE, option
 def verify(file: str, **options: Any) -> None:
     """Check the structure of FILE, and every chunk against its checksum. The exit code is 1 if anything is wrong.
 
-    If FILE is a folder, all files in it are checked, and missing shards are named. HDF5 files that h5chunk did not
-    write have no checksums: their chunks are only decoded, and the report says so.
+    If FILE is a folder, all files in it are checked, and missing shards are listed. HDF5 files that h5chunk did not
+    write have no checksums, so their chunks are only read and decoded, and the report says so.
     """
     if not run(h5chunk.verify, file).ok:
         sys.exit(1)

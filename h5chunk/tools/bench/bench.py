@@ -48,10 +48,10 @@ from h5chunk.tools.progress import Progress, TimeBudget
 from h5chunk.tools.report import Report
 
 MAX_WORKERS = 4
-HELD_BATCHES, HELD_BYTES = 7, 1 << 30  # batches that a loader reads ahead, and the limit on their size
+HELD_BATCHES, HELD_BYTES = 7, 1 << 30  # number of batches that a loader reads ahead, and the limit on their size
 HELD_LOADERS = 4  # loaders that are open at the same time
-AT_LIMIT = 0.7  # a loader that reaches this share of its limit leaves little to gain
-NOISY = 1.5  # a rate of more than this many times its limit means that the machine was busy
+AT_LIMIT = 0.7  # a loader that reaches this fraction of its limit can hardly become faster
+NOISY = 1.5  # a rate above this multiple of its limit means that the machine was busy
 
 
 def bench(
@@ -71,9 +71,10 @@ def bench(
     Parameters
     ----------
     path : path or sequence of paths
-        A file; or several files as one data set, named as for `ChunkDataset`. Of URLs, the rates of requests to the
-        store and of loaders that read from it are measured, without a cache.
+        A file; or several files as one data set, specified as for `ChunkDataset`. For URLs, the rates of requests to
+        the store and of loaders that read from it are measured, without a cache.
     batch_size : int
+        Number of samples per batch.
     device : str
         Device of the batches of `ChunkLoader`: ``"cpu"`` or ``"cuda"``.
     fields : sequence or mapping of str, optional
@@ -83,7 +84,7 @@ def bench(
     workers : sequence of int, optional
         DataLoader worker counts to try. Default: 0, and one per core up to 4.
     cold : bool
-        Whether to measure the disk too: parts of the file are dropped from the page cache, and read again.
+        Whether to measure the disk too, by dropping parts of the file from the page cache and reading them again.
     trusted : bool
         As for `ChunkDataset`.
     progress : callable, optional
@@ -164,7 +165,7 @@ def _named_errors(path: str) -> Iterator[None]:
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
-        raise WorkerError(f"a worker of the DataLoader died: try fewer --workers: {error}") from error
+        raise WorkerError(f"a worker of the DataLoader died ({error}): try fewer --workers") from error
 
 
 def _check_memory(subject: Subject, num_workers: int) -> None:
@@ -174,8 +175,8 @@ def _check_memory(subject: Subject, num_workers: int) -> None:
     needed = HELD_LOADERS * min(HELD_BATCHES * batch, HELD_BYTES + 2 * batch) + 3 * (1 + num_workers) * batch
     if needed > subject.memory_bytes:
         raise OptionError(
-            f"batch_size is {subject.batch_size}, which makes batches of {human_bytes(batch)}: measuring takes about "
-            f"{human_bytes(needed)} of memory, but {human_bytes(subject.memory_bytes)} are free: give a smaller "
+            f"batch_size is {subject.batch_size}, so a batch has {human_bytes(batch)} and measuring needs about "
+            f"{human_bytes(needed)} of memory, but only {human_bytes(subject.memory_bytes)} are free: use a smaller "
             "batch_size"
         )
 
@@ -234,10 +235,10 @@ def _line(figure: Figure) -> str:
 
 
 def verdict(figures: list[Figure], *, not_direct: str, compressed: bool, fits: bool) -> str:
-    """Return a sentence that names the slowest stage, and says how to speed it up.
+    """Return a sentence that names the slowest stage and how to speed it up.
 
-    ``not_direct`` is the reason why the file cannot be read by byte ranges, or empty; ``compressed`` and ``fits`` say
-    whether the file is compressed, and whether it fits in memory.
+    ``not_direct`` is the reason why the file cannot be read by byte ranges, or empty; ``compressed`` is true if the
+    file is compressed, and ``fits`` if it fits in memory.
     """
     rates = {(figure.group, figure.name): figure.samples_per_s for figure in figures if figure.samples_per_s}
     measured = [figure for figure in figures if figure.samples_per_s and figure.name != RESIDENT]
@@ -252,8 +253,8 @@ def verdict(figures: list[Figure], *, not_direct: str, compressed: bool, fits: b
     if disk and disk < rate and not fits:
         return (
             f"Slowest stage: the disk, {disk:,.0f} samples/s, because the file does not fit in memory: more "
-            f"memory or a faster disk gives up to {rate / disk:.1f} times as much; ChunkLoader's echo= trains "
-            "samples again"
+            f"memory or a faster disk gives up to {rate / disk:.1f} times as much; ChunkLoader's echo= reuses "
+            "samples"
         )
     first = ""
     if disk and disk < rate:
@@ -264,12 +265,12 @@ def verdict(figures: list[Figure], *, not_direct: str, compressed: bool, fits: b
 def _slowest(
     best: Figure, rate: float, rates: Mapping[tuple[str, str], float], not_direct: str, compressed: bool
 ) -> str:
-    """Return a sentence on the slowest stage among those that do not read the disk."""
+    """Return a sentence about the slowest stage, apart from the disk."""
     share = f"{rate:,.0f} samples/s, {best.ratio or 0:.2f} of {best.limit or 'the limit'}"
     workers = max((value for (group, _), value in rates.items() if group == DATALOADER), default=0.0)
     resident = rates.get((LOADER, RESIDENT), 0.0)
     if not_direct and (best.ratio or 0) < AT_LIMIT:
-        remedy = "store it in chunks of whole samples, uncompressed, as h5chunk convert does"
+        remedy = "store it in uncompressed chunks of complete samples, as h5chunk convert does"
         if best.group == LOADER and workers > 1.2 * rate:
             remedy += f", or use ChunkDataset in a DataLoader ({workers:,.0f} samples/s)"
         return f"Slowest stage: HDF5, in one thread, {share}, because {not_direct}: {remedy}"

@@ -42,7 +42,7 @@ from h5chunk.tools.progress import Progress
 from h5chunk.tools.report import python_text, shell_command
 
 PART_VALUES = 1 << 20  # values of a matrix that are read at a time
-LOOK_BYTES = 256 << 20  # the range of a matrix's values is not computed if they take more bytes than this
+LOOK_BYTES = 256 << 20  # the range of a matrix's values is computed only up to this size of the values
 LAYOUTS = {
     h5py.h5d.COMPACT: "compact",
     h5py.h5d.CONTIGUOUS: "contiguous",
@@ -68,10 +68,10 @@ def info(
     Parameters
     ----------
     path : path or sequence of paths, optional
-        A file; or several files, named as for `ChunkDataset`, which are also checked to form one data set. Default:
-        describe the resources of the machine that this process may use.
+        A file; or several files, specified as for `ChunkDataset`; the report then also says whether they form one data
+        set. Default: describe the resources of the machine that this process may use.
     trusted : bool
-        Whether to follow links and views of other files within the file's folder.
+        Whether to follow links and virtual datasets to other files in the file's folder.
     show_all : bool
         Whether the text lists every dataset of a file. Default: a summary that fits on a screen, with one line for
         datasets whose names differ only in their numbers.
@@ -93,7 +93,7 @@ def info(
     Raises
     ------
     FileError
-        A file is missing, not HDF5, or cut short; or the folder has no such file.
+        A file is missing, truncated or not HDF5, or the folder contains no HDF5 files.
     """
     if path is None:
         return MachineInfo(available_cores(), available_bytes(), native.available(), cuda_device(), library_versions())
@@ -121,7 +121,7 @@ def info(
 
 
 def _with_statistics(file: FileInfo, trusted: bool, wanted: bool, progress: Progress | None) -> FileInfo:
-    """Add the statistics of the fields to train on, if they are wanted, and store them beside the file."""
+    """If ``wanted``, compute the statistics of the fields to train on, and store them beside the file."""
     if not wanted:
         return file
     from h5chunk.tools.measure.statistics import has_statistics, store_statistics  # imports torch
@@ -275,7 +275,7 @@ def _describe_images(file: h5py.File, path: Path, name: str, header: Header) -> 
 def _find_matrices(file: h5py.File, path: Path, names: Iterable[str]) -> list[MatrixInfo]:
     """Describe the sparse matrices of a file that h5chunk did not write.
 
-    ``names`` are the datasets that the caller has checked; no others are opened.
+    Only the datasets in ``names``, which the caller has checked, are opened.
     """
     groups = [name for name in find_matrix_groups(names) if isinstance(file[name], h5py.Group)]
     return [_describe_group(file[name], path, name, _convert_command(file, path, name)) for name in groups]

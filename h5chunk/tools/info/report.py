@@ -14,8 +14,8 @@ from h5chunk.store.format.statistics import FieldStatistics, merged
 from h5chunk.tools.info.summary import summarise
 from h5chunk.tools.report import Report, list_some, shell_command, values_text
 
-SHOWN, SHOWN_REFUSED = 20, 5  # number of files, and of refused datasets, in the text; JSON has all
-NOTABLE = 2.0  # bytes read per byte of a sample, from which the report mentions them
+SHOWN, SHOWN_REFUSED = 20, 5  # maximum number of files, and of refused datasets, in the text; JSON lists all
+NOTABLE = 2.0  # read amplification above which the report mentions it
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class DatasetInfo(Report):
     num_chunks: int  # 0 for a contiguous dataset
     chunk_bytes: int  # decoded bytes
     sample_bytes: int  # bytes of one index of the first axis
-    chunks_per_sample: int  # chunks that a sample touches
-    reads_per_sample: int  # byte ranges read for one random sample, with this HDF5's default cache
-    amplification: float  # bytes read for one random sample, with that cache, over its bytes
+    chunks_per_sample: int  # number of chunks that contain parts of a sample
+    reads_per_sample: int  # byte ranges read for one random sample, with the default cache of this HDF5 library
+    amplification: float  # bytes read for one random sample, with the same cache, divided by its size
     verdict: str
-    num_unwritten: int = 0  # chunks that were never written, which is legal; a contiguous dataset is one
+    num_unwritten: int = 0  # chunks that were never written, which is legal; a contiguous dataset counts as one chunk
     reads_as: str = ""  # the value that unwritten chunks read as
 
     @property
@@ -81,7 +81,7 @@ class MatrixInfo(Report):
     median_row_entries: float | None = None
     max_row_entries: int | None = None
     scale: float = 1.0  # a value is the stored number divided by this
-    pattern: bool = False  # all values are one, and none is stored
+    pattern: bool = False  # whether all values are one, so that none is stored
     value_range: tuple[float, float] | None = None  # None if not all values were read, or there are none
 
     def lines(self) -> list[str]:
@@ -114,9 +114,9 @@ class ImagesInfo(Report):
     form: str  # encoded or raw
     num_images: int
     num_bytes: int
-    heights: tuple[int, int]  # least and most
+    heights: tuple[int, int]  # minimum and maximum
     widths: tuple[int, int]
-    raw_bytes: int  # of the pixels of all images
+    raw_bytes: int  # size of the pixels of all images
 
     def lines(self) -> list[str]:
         sizes = " to ".join(shape_text(size) for size in zip(self.heights, self.widths, strict=True))
@@ -139,10 +139,10 @@ class FileInfo(Report):
     datasets: list[DatasetInfo]  # all datasets except those of /h5chunk
     refused: list[str] = field(default_factory=list)  # why links, views and implausible datasets were not read
     matrices: list[MatrixInfo] = field(default_factory=list)  # sparse matrices; in an h5chunk file also dense rows
-    images: list[ImagesInfo] = field(default_factory=list)  # of any size
+    images: list[ImagesInfo] = field(default_factory=list)  # groups of images of any size
     fields: list[str] = field(default_factory=list)  # names of the datasets to train on
-    statistics: dict[str, FieldStatistics] = field(default_factory=dict)  # of fields, if they were computed
-    code: list[str] = field(default_factory=list)  # lines of Python that make a loader; empty if no field suits one
+    statistics: dict[str, FieldStatistics] = field(default_factory=dict)  # statistics of fields, if they were computed
+    code: list[str] = field(default_factory=list)  # lines of Python that create a loader; empty without a field
     layout: str = ""  # name of a published layout of episodes or series; empty if it has none of those
     windows: list[Any] = field(default_factory=list)  # `h5chunk.tools.info.windows.WindowAdvice`, if it was asked for
     patches: list[Any] = field(default_factory=list)  # `h5chunk.tools.info.patches.PatchAdvice`, if it was asked for
@@ -213,12 +213,12 @@ def _statistics_lines(name: str, found: FieldStatistics) -> list[str]:
 
 @dataclass(frozen=True)
 class FolderInfo(Report):
-    """The report on the files in a folder, or on files that match a pattern."""
+    """The report on the files of a folder, pattern or list."""
 
     path: str
     num_bytes: int
-    files: tuple[FileInfo, ...]  # by name, with numbers by value; without broken files
-    broken: dict[str, str]  # files that cannot be opened, and why
+    files: tuple[FileInfo, ...]  # sorted by name, with numbers in numeric order; without broken files
+    broken: dict[str, str]  # files that cannot be opened, with the reasons
     num_samples: tuple[int, ...] = ()  # samples of each file; empty if the files do not form one data set
     fields: tuple[str, ...] = ()  # names of the fields
     class_names: tuple[str, ...] = ()

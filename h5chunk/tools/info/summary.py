@@ -1,4 +1,4 @@
-"""Summarise the datasets of a file on one screen: fields for training first, and similar datasets together."""
+"""Summarise the datasets of a file on one screen, with fields for training first and similar datasets grouped."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from h5chunk.tools.report import list_some, python_text
 if TYPE_CHECKING:
     from h5chunk.tools.info.report import DatasetInfo, ImagesInfo, MatrixInfo
 
-MIN_SIMILAR = 3  # so many datasets whose names differ only in numbers share a line
-MAX_LINES = 12  # lines on datasets that suit training; half as many on datasets that do not
+MIN_SIMILAR = 3  # minimum number of datasets whose names differ only in numbers that share a line
+MAX_LINES = 12  # maximum lines for datasets that suit training; half as many for other datasets
 MAX_FIELDS = 8  # fields in a line of Python
 NO_TENSORS = ("|S", "float128", "longdouble", ">f16")  # types that torch does not have
 BATCH = 256
@@ -30,8 +30,8 @@ def training_fields(
 ) -> list[str]:
     """Return the names of fields to train on; empty if no dataset suits training.
 
-    The first is the main field that the header names, ``images``, ``X``, or the largest dataset. Further fields are as
-    long: those that the header names, ``labels``, or datasets in the same group or above it.
+    The first is the main field that the header names, ``images``, ``X``, or the largest dataset. Further fields of the
+    same length are those that the header names, ``labels``, or datasets in the same group or a parent group.
     """
     numeric = {item.name: item for item in datasets if item.can_train and not item.dtype.startswith(NO_TENSORS)}
     rows = {item.name: item.num_rows for item in matrices if item.num_rows}
@@ -59,7 +59,7 @@ def _folder(name: str) -> str:
 def training_code(
     path: str, fields: Sequence[str], usual: Sequence[str], images: Sequence[ImagesInfo] = ()
 ) -> list[str]:
-    """Return lines of Python that make a loader of these fields; ``usual`` fields need not be named."""
+    """Return lines of Python that create a loader of ``fields``, which are named only if they differ from ``usual``."""
     argument, transforms, imports = python_text(path), "", ["import h5chunk"]
     if any(item.name == fields[0] for item in images):
         transforms, imports = ", transforms=[RandomResizedCrop(224)]", [*imports, RESIZING]
@@ -71,7 +71,7 @@ def training_code(
 
 
 def default_fields(names: Iterable[str], header: Header | None) -> list[str]:
-    """Return the fields that readers choose by default in a file with these members; empty if they must be named."""
+    """Return the fields that readers select by default from these members; empty if the user must name fields."""
     members = set(names)
     recorded = [name for name in (header.fields if header else ()) if name in members]
     main = next((name for name in ("images", "X") if name in members), None)
@@ -79,7 +79,7 @@ def default_fields(names: Iterable[str], header: Header | None) -> list[str]:
 
 
 def summarise(datasets: Sequence[DatasetInfo]) -> list[str]:
-    """Return lines on the datasets that suit training, the largest first, then on the others, grouped by reason."""
+    """Describe the datasets that suit training, the largest first, then the other datasets, grouped by reason."""
     groups = _grouped([dataset for dataset in datasets if dataset.can_train])
     lines = [_group_line(group) for group in groups[:MAX_LINES]]
     hidden = sum(len(group) for group in groups[MAX_LINES:])
@@ -94,7 +94,7 @@ def summarise(datasets: Sequence[DatasetInfo]) -> list[str]:
 
 
 def _grouped(datasets: Sequence[DatasetInfo]) -> list[list[DatasetInfo]]:
-    """Group datasets with equal samples whose names differ only in numbers; the largest group comes first."""
+    """Group datasets with equal dtype and sample shape whose names differ only in numbers, the largest group first."""
     by_pattern: dict[tuple[object, ...], list[DatasetInfo]] = {}
     for dataset in datasets:
         pattern = re.sub(r"\d+", "*", dataset.name)

@@ -37,8 +37,8 @@ class BatchRate:
     """Measure the rate of a loader's batches, epoch after epoch.
 
     Each iteration over ``epochs`` must yield at least one batch, a tuple of fields. The clock is read after all work on
-    ``device`` has ended. A loader reads up to ``read_ahead`` samples ahead, also between measurements. ``close`` is
-    called at the end, also if the first batch fails.
+    ``device`` has finished. The loader prefetches up to ``read_ahead`` samples, also between measurements. ``close`` is
+    called by `close`, and if the first batch fails.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class BatchRate:
             raise
 
     def warm_up(self, seconds: float) -> None:
-        """Take batches until all memory for reading ahead was used, for at most about ``seconds``."""
+        """Consume batches until all prefetch buffers have been used, for at most about ``seconds``."""
         self._take(seconds, 2 * self._read_ahead)
 
     def rate(self, seconds: float, lead_s: float, max_s: float = 0.0) -> float:
         """Measure samples/s over about ``seconds``, and at least one batch.
 
-        Samples that were read ahead are taken first, for at most ``lead_s`` seconds. As all batches of a window become
-        ready at once, whole rounds of windows are measured, unless that takes more than ``max_s`` seconds.
+        Prefetched samples are consumed first, for at most ``lead_s`` seconds. Because all batches of a window become
+        ready at once, complete rounds of windows are measured, unless that takes more than ``max_s`` seconds.
         """
         self._take(lead_s, self._read_ahead)
         self._synchronize()
@@ -104,7 +104,7 @@ def wait_for_readers() -> None:
 
 def open_loader(dataset: ChunkDataset, order: Order, *, device: str, **options: Any) -> BatchRate:
     """Open a `ChunkLoader` with this order, and read its first batch."""
-    with warnings.catch_warnings():  # the report says why HDF5 reads
+    with warnings.catch_warnings():  # the report explains why the file is read through HDF5
         warnings.simplefilter("ignore")
         sampler = ChunkSampler.of_order(dataset, order)
         loader = ChunkLoader(dataset, sampler=sampler, device=device, **{"resident": False, **options})
@@ -139,7 +139,7 @@ def first_samples(dataset: ChunkDataset, batch_size: int, num_samples: int) -> O
 def plain_rate(reader: H5Reader, num_samples: int, batch_size: int, seconds: float) -> float:
     """Measure samples/s of ``h5py.File(path)[name][i]``, stacked into batches, as in a training loop without h5chunk.
 
-    It reads random samples among the first ``num_samples``, at least one sample, after a warm-up of equal length.
+    Reads random samples among the first ``num_samples``, at least one, after a warm-up of the same duration.
     """
     rng, done, warm = np.random.default_rng(0), 0, False
     with open_file(reader.path) as file:
@@ -163,7 +163,7 @@ def plain_rate(reader: H5Reader, num_samples: int, batch_size: int, seconds: flo
 
 
 def _row_reader(file: h5py.File, field: RaggedField | None) -> Callable[[int], Any]:
-    """Return a function that reads a row of a matrix as dense numbers, or an image, as a plain training loop does."""
+    """Return a function that reads a dense row of a matrix, or an image, as a plain training loop would."""
     if field is None:
         return lambda row: None
     group = file[field.dataset]

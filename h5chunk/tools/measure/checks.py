@@ -16,7 +16,7 @@ CROP = 224  # height and width to which images of any size are cropped
 def check_budget(budget_s: float) -> None:
     """Raise OptionError unless the budget is a positive number of seconds."""
     if not 0 < budget_s < float("inf"):
-        raise OptionError(f"budget_s is {budget_s!r}: give a number of seconds above 0")
+        raise OptionError(f"budget_s is {budget_s!r}: use a number of seconds above 0")
 
 
 def worker_counts(workers: Sequence[int] | None, default: Sequence[int]) -> tuple[int, ...]:
@@ -38,13 +38,13 @@ def check_samples(reader: H5Reader, done: str) -> int:
 
 
 def batch_bytes(reader: H5Reader, sample_bytes: int) -> int:
-    """Return the number of bytes of a sample in a batch: of a crop, for images of any size."""
+    """Return the number of bytes of a sample in a batch, which contains crops of images of any size."""
     field = reader.ragged
     return max(sample_bytes, field.channels * CROP * CROP) if isinstance(field, ImagesField) else sample_bytes
 
 
 def why_not_direct(reader: H5Reader) -> str:
-    """Return which dense field of numbers cannot be read by byte ranges, and why; empty if all can."""
+    """Return which dense numeric field cannot be read by byte ranges, and why; empty if all fields can."""
     for name, why in direct_fields(reader)[1].items():
         field = reader.fields[name]
         if isinstance(field, Field) and field.dtype.kind != "S":

@@ -27,7 +27,7 @@ from h5chunk.tools.measure.machine import NotMeasured, threads_rate
 READ_BYTES = 8 << 20  # largest read
 DISK_THREADS = 16  # concurrent reads
 DISK_BYTES = 256 << 20  # bytes that are dropped from the page cache at a time
-STILL_CACHED = 0.1  # dropping has failed if a larger share stays in the page cache
+STILL_CACHED = 0.1  # dropping data has failed if more than this fraction stays in the page cache
 
 _DONTNEED = getattr(os, "POSIX_FADV_DONTNEED", 0)
 _mincore = ctypes.CDLL(None, use_errno=True).mincore
@@ -37,7 +37,7 @@ _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 class ByteRange(NamedTuple):
     """Consecutive bytes of a file, such as a chunk, and the first sample in them."""
 
-    file: int  # number of the file in the reader
+    file: int  # index of the file in the reader
     offset: int
     size: int
     first_sample: int = 0
@@ -173,14 +173,14 @@ class FileReads:
         return rate
 
     def head(self, num_samples: int) -> Ranges:
-        """Return the chunks that hold the first samples."""
+        """Return the chunks that contain the first samples."""
         return [range_ for range_ in self.stored if range_.first_sample < num_samples]
 
     def fill_page_cache(self, num_threads: int, seconds: float, memory_bytes: int) -> tuple[int, bool]:
-        """Read the first chunks into the page cache, as many as memory and time allow.
+        """Read as many of the first chunks into the page cache as memory and time allow.
 
-        Return the number of samples in the page cache, at least one, and whether there was time for all chunks that fit
-        in memory.
+        Return the number of samples in the page cache, at least one, and whether there was time to read all chunks that
+        fit in memory.
         """
         fitting = bisect.bisect_right(list(itertools.accumulate(range_.size for range_ in self.stored)), memory_bytes)
         done = 0
@@ -198,7 +198,7 @@ class FileReads:
             read_bytes(self._descriptors[piece.file], piece.offset, memory, lambda _: printable(path))
 
     def drop(self, ranges: Ranges) -> None:
-        """Drop ranges, or if necessary whole files, from the page cache. Raise NotMeasured if they remain cached."""
+        """Drop ranges, or if necessary entire files, from the page cache. Raise NotMeasured if they remain cached."""
         if not hasattr(os, "posix_fadvise"):
             raise NotMeasured("this system cannot drop a file from the page cache")
         page = mmap.PAGESIZE
@@ -217,7 +217,7 @@ class FileReads:
 
     @property
     def can_be_checked(self) -> bool:
-        """True if the system shows which pages are cached, as it does for files that this process may write."""
+        """True if mincore(2) shows which pages are cached, which requires that this process may write the files."""
         return all(os.access(path, os.W_OK) or os.stat(path).st_uid == os.geteuid() for path in self._paths)
 
     def cached_share(self, ranges: Ranges) -> float:

@@ -1,4 +1,4 @@
-"""Measure the loading of images of any size: decoding, random crops, and resizing to one size, as for training."""
+"""Load images of any size as training does, with random crops, and measure how fast they are decoded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from h5chunk.tools.measure.checks import CROP
 from h5chunk.tools.measure.machine import threads_rate
 from h5chunk.transforms import RandomResizedCrop
 
-PROBES = 64  # images to decode again and again
+PROBES = 64  # number of images that are decoded repeatedly
 
 
 def open_data(path: Paths, fields: Mapping[str, str] | Sequence[str] | None, trusted: bool) -> ChunkDataset:
@@ -29,7 +29,7 @@ def open_data(path: Paths, fields: Mapping[str, str] | Sequence[str] | None, tru
 
 
 def read_images(reader: H5Reader, rows: np.ndarray) -> list[np.ndarray]:
-    """Read the bytes of images of any size: (num_bytes,) uint8 each."""
+    """Read the stored bytes of images of any size: a (num_bytes,) uint8 array for each."""
     assert reader.ragged is not None
     starts = np.concatenate(([0], np.cumsum(reader.indptr[rows + 1] - reader.indptr[rows])))
     data = np.empty(int(starts[-1]), np.uint8)
@@ -38,9 +38,10 @@ def read_images(reader: H5Reader, rows: np.ndarray) -> list[np.ndarray]:
 
 
 def decoding(reader: H5Reader, num_samples: int) -> tuple[float, Callable[[int, float], float]]:
-    """Return the mean bytes of a decoded image, and a function that measures bytes/s of decoding alone.
+    """Return the mean size of a decoded image in bytes, and a function that measures the decoding rate in bytes/s.
 
-    The function takes a number of threads, and seconds. It decodes some of the first ``num_samples`` images.
+    The function is called with a number of threads and a duration in seconds. It decodes some of the first
+    ``num_samples`` images.
     """
     field = reader.ragged
     assert isinstance(field, ImagesField)

@@ -16,7 +16,7 @@ import numpy as np
 from h5chunk.plan.cache import CacheSettings
 
 REGION_BYTES = 128 << 20  # memory to copy from: larger than most processors' caches
-MIN_PIECE_BYTES = 1 << 20  # with smaller copies, the rate would be that of Python calls
+MIN_PIECE_BYTES = 1 << 20  # smaller copies would measure the overhead of Python calls
 DEVICE_COPY_BYTES = 256 << 20
 
 
@@ -25,7 +25,7 @@ class NotMeasured(Exception):
 
 
 def thread_counts(num_cores: int) -> list[int]:
-    """Return the numbers of threads to try: the powers of two below the number of cores, and that number.
+    """Return the numbers of threads to try: the powers of two below the number of cores, and the number of cores.
 
     >>> thread_counts(6)
     [1, 2, 4, 6]
@@ -52,10 +52,10 @@ def threads_rate(work: Callable[[int], int], num_threads: int, seconds: float) -
 
 
 def memory_copy(piece_bytes: int, num_threads: int, memory_bytes: int) -> Callable[[int, float], float]:
-    """Return a function of (number of threads, seconds) that measures how fast memory is copied, in bytes/s.
+    """Return a function of (number of threads, seconds) that measures the rate of copying memory, in bytes/s.
 
-    Threads copy pieces of ``piece_bytes`` within memory that is reused: smaller pieces if ``memory_bytes`` is too
-    little for all threads, but at least 1 MiB.
+    Threads copy pieces of ``piece_bytes`` within reused memory. Pieces are smaller, but at least 1 MiB, if
+    ``memory_bytes`` is not enough for all threads.
     """
     region = max(MIN_PIECE_BYTES * num_threads, min(REGION_BYTES, memory_bytes // 2))
     piece = max(MIN_PIECE_BYTES, min(piece_bytes, region // num_threads))
@@ -100,7 +100,7 @@ def device_copy(device: str) -> Iterator[Callable[[float], float]]:
 
 
 def describe_device(device: str) -> str:
-    """Return the name of a device. Raise OptionError if it is missing, or neither the CPU nor a CUDA device."""
+    """Return the name of a device. Raise OptionError if it does not exist, or is neither the CPU nor a CUDA device."""
     import torch
 
     from h5chunk.feed.budget import find_device
@@ -130,7 +130,7 @@ def default_cache() -> CacheSettings:
 
 
 def available_bytes() -> int:
-    """Return the number of bytes of memory that this process may take, including reclaimable page cache."""
+    """Return the number of bytes of memory that this process may use, including reclaimable page cache."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))

@@ -22,19 +22,19 @@ DECODING = "decoding whole images"
 LIMITS, READERS, DATALOADER, LOADER = "limits", "readers, to the CPU", "DataLoader, to the CPU", "ChunkLoader"
 RESIDENT = "resident=True"
 
-SMALL_BYTES = 16 << 20  # the rates of smaller data say little about larger data
+SMALL_BYTES = 16 << 20  # rates of smaller data do not represent larger data
 ROUNDS = 3  # rounds, after a warm-up
-COLD_SHARE, WARM_SHARE, CHOICE_SHARE = 0.1, 0.15, 0.1  # shares of the time: disk, filling the page cache, threads
-MIN_TURNS_SHARE = 0.3  # share of the time that the rounds get in any case
-LOADING_SHARE = 0.1  # share of the time in which resident data must be loaded
-LEAD_SHARE = 0.15  # share of a measurement in which batches that were read ahead are taken
+COLD_SHARE, WARM_SHARE, CHOICE_SHARE = 0.1, 0.15, 0.1  # shares of the time for the disk, the page cache, thread counts
+MIN_TURNS_SHARE = 0.3  # minimum share of the time for the rounds
+LOADING_SHARE = 0.1  # share of the time within which resident data must be loaded
+LEAD_SHARE = 0.15  # share of a measurement in which prefetched batches are consumed
 
 
 @dataclass(frozen=True)
 class Figure:
     """The measured rate of a stage, or the reason why it was not measured.
 
-    Rates are medians. Bytes are those of decoded samples, except for reads of the file, which count stored bytes.
+    Rates are medians. Reads of the file count stored bytes; all other stages count bytes of decoded samples.
     """
 
     group: str
@@ -42,14 +42,14 @@ class Figure:
     samples_per_s: float | None = None
     bytes_per_s: float | None = None
     limit: str | None = None  # name of the limit with the fewest samples/s
-    ratio: float | None = None  # this rate over that of the limit
+    ratio: float | None = None  # ratio of this rate to that of the limit
     rates: tuple[float, ...] = ()  # bytes/s of each round
     note: str = ""  # how the stage was measured, or why it was not
 
 
 @dataclass
 class Stage:
-    """A stage to measure: ``rate`` takes seconds and returns bytes/s; it is None if the stage cannot be measured."""
+    """A stage to measure: ``rate(seconds)`` returns bytes/s; it is None if the stage cannot be measured."""
 
     group: str
     name: str
@@ -66,7 +66,7 @@ class Stage:
         return statistics.median(self.rates[1:] or self.rates)
 
     def figure(self, limits: Mapping[str, float]) -> Figure:
-        """Return the stage's rate, compared with its lowest limit, or with copying memory if no limit was measured."""
+        """Return the stage's rate, and its ratio to the lowest limit, or to copying memory if no limit was measured."""
         if not self.rates:
             return Figure(self.group, self.name, note=self.note)
         own = (MEMORY,) if self.limits and limits.keys().isdisjoint(self.limits) else self.limits
@@ -79,7 +79,7 @@ class Stage:
 
 @dataclass
 class Subject:
-    """The data to measure, the time budget, and the exit stack that closes what the stages open."""
+    """The data to measure, the time budget, and the exit stack that closes the files and loaders of the stages."""
 
     path: Paths
     fields: Mapping[str, str] | Sequence[str] | None
@@ -144,7 +144,7 @@ def measure_stages(
     _measure_in_turns([stage for stage in stages if stage.rate is not None and not stage.rates], subject.budget)
     if (measured_bytes := subject.sample_bytes * subject.num_samples) < SMALL_BYTES:
         notes.append(
-            f"the data is small ({human_bytes(measured_bytes)}): its rates depend on the time of calls and on the "
+            f"the data is small ({human_bytes(measured_bytes)}), so its rates depend on call overhead and the "
             "processor's caches more than on memory"
         )
     limits = {item.name: item.median / item.bytes_per_sample for item in stages if item.group == LIMITS and item.rates}
@@ -182,7 +182,7 @@ def _fill_page_cache(subject: Subject, reads: FileReads) -> list[str]:
     subject.num_samples = min(max(samples, subject.batch_size), reads.num_samples)
     if subject.num_samples == reads.num_samples:
         return []
-    why = "fit in memory" if all_that_fit else "could be read in the given time"
+    why = "fit in memory" if all_that_fit else "could be read in time"
     part = human_bytes(reads.num_bytes / reads.num_samples * subject.num_samples)
     total = human_bytes(reads.num_bytes)
     first = f"the first {subject.num_samples:,} samples ({part} of {total})"
@@ -190,7 +190,7 @@ def _fill_page_cache(subject: Subject, reads: FileReads) -> list[str]:
 
 
 def _with_best_threads(subject: Subject, stage: Stage, rate: Callable[[int, float], float]) -> Stage:
-    """Return the stage with the fastest number of threads, found by two trials of each number."""
+    """Return the stage with the fastest number of threads, after two trials of each number."""
     counts = thread_counts(subject.num_cores)
     seconds = CHOICE_SHARE * subject.budget.seconds / 3 / 2 / len(counts)
     found = {count: max(rate(count, seconds), rate(count, seconds)) for count in counts}
@@ -200,7 +200,7 @@ def _with_best_threads(subject: Subject, stage: Stage, rate: Callable[[int, floa
 
 
 def _batch_stages(subject: Subject, workers: Sequence[int], not_direct: str, copy_rate: float) -> list[Stage]:
-    """Open all loaders, and return their stages. DataLoaders come first, so that workers fork without threads."""
+    """Open all loaders, DataLoaders first so that workers fork before threads start, and return their stages."""
     cached, loader = subject.limits, partial(_open, subject)
     loaders = [loader(DATALOADER, count_text(n, "worker"), cached, num_workers=n) for n in workers]
     text = next((name for name, field_ in subject.reader.fields.items() if field_.dtype.kind == "S"), None)
@@ -221,7 +221,7 @@ def _batch_stages(subject: Subject, workers: Sequence[int], not_direct: str, cop
 
 
 def _open(subject: Subject, group: str, name: str, limits: tuple[str, ...], reason: str = "", **options: Any) -> Stage:
-    """Open a loader, and return its stage; with a ``reason`` why it cannot be measured, the stage has no rate."""
+    """Open a loader, and return its stage; with a ``reason`` for not measuring it, return a stage without a rate."""
     from h5chunk.tools.measure.batches import first_samples, open_dataset, open_loader, wait_for_readers
     from h5chunk.tools.measure.images import open_data
 
@@ -263,12 +263,12 @@ def _why_not_resident(subject: Subject, copy_rate: float) -> str:
     seconds = data_bytes / max(1.0, copy_rate) / LOADING_SHARE
     if subject.num_samples < subject.reader.num_samples or seconds > subject.budget.seconds:
         needed = max(seconds, 2 * subject.budget.seconds)
-        return f"loading {human_bytes(data_bytes)} takes too long: give a budget of {needed:.0f} s"
+        return f"loading {human_bytes(data_bytes)} takes too long: use a budget of {needed:.0f} s"
     return ""
 
 
 def _measure_in_turns(stages: Sequence[Stage], budget: TimeBudget) -> None:
-    """Measure stages in rounds; the first round is short, and only counts if time is up."""
+    """Measure stages in rounds; the first round is short, and counts only if there is no time for another."""
     left_s = max(MIN_TURNS_SHARE * budget.seconds, budget.seconds - budget.taken_s)
     until = budget.taken_s + left_s
     slice_s = left_s / max(1, len(stages)) / (ROUNDS + 0.5) / (1 + LEAD_SHARE)

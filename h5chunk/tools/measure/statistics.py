@@ -17,7 +17,7 @@ from h5chunk.tools.progress import Progress, count_up
 from h5chunk.transforms.images import channel_axis
 
 BATCH_BYTES = 8 << 20
-MAX_MERGED = 64  # batches between two merges
+MAX_MERGED = 64  # number of batch statistics that are merged at a time
 
 
 def store_statistics(
@@ -32,7 +32,7 @@ def store_statistics(
 
 
 def has_statistics(dtype: str, sample_shape: tuple[int, ...]) -> bool:
-    """Return whether statistics of a field make sense: of floats and of arrays, but not of one integer a sample."""
+    """Return whether a field has statistics: floats and arrays have, strings and single integers do not."""
     return not dtype.startswith("|S") and (bool(sample_shape) or "float" in dtype)
 
 
@@ -54,14 +54,14 @@ def _statistics(dataset: ChunkDataset, name: str, add: Callable[[int], None]) ->
 
 
 def _channel_axis(shape: tuple[int, ...], axes: str) -> int | None:
-    """Return the axis of a sample that holds its channels; None if it is one channel."""
+    """Return the channel axis of a sample; None if the sample is a single channel."""
     if not shape or len(shape) == 2:
         return None
     return channel_axis(shape, axes)
 
 
 def _of_batch(batch: torch.Tensor, axis: int | None) -> FieldStatistics:
-    """Return the statistics of a batch whose channels are on this axis of a sample."""
+    """Return the statistics of a batch; ``axis`` is the channel axis of a sample."""
     values = batch.to(torch.float64)
     values = values.reshape(1, -1) if axis is None else values.movedim(axis + 1, 0).flatten(1)
     if batch.dtype == torch.uint8:

@@ -1,4 +1,4 @@
-"""Measure range requests to an object store, and the batches that a loader makes of them."""
+"""Measure the rate of range requests to an object store, and of loaders that read from it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from h5chunk.tools.measure.machine import NotMeasured
 from h5chunk.tools.measure.stages import DATALOADER, LIMITS, LOADER, Figure, Subject
 
 STORE = "requests to the store"
-ENOUGH = 0.8  # a loader of this share of the rate of requests waits for the store
+ENOUGH = 0.8  # a loader that reaches this fraction of the rate of requests is limited by the store
 REQUEST_BYTES = 4 << 20  # larger chunks are fetched by several requests
 LATENCY_REQUESTS = 8
-MOST_RANGES = 4096  # in a message to the process that makes the requests
+MOST_RANGES = 4096  # maximum number of ranges in a message to the process that makes the requests
 
 
 class StoreRequests:
-    """Range requests for the chunks of a reader's remote objects; the bytes that come are dropped.
+    """Range requests for the chunks of a reader's remote objects; the received bytes are discarded.
 
     Raises NotMeasured as `locate` does.
     """
@@ -38,7 +38,7 @@ class StoreRequests:
         self.num_bytes = sum(each.size for each in chunks)
         self.bytes_per_sample = self.num_bytes / max(1, reader.num_samples)
         sizes = np.sort([each.size for each in chunks])
-        self.chunk_bytes = int(sizes[np.searchsorted(np.cumsum(sizes), self.num_bytes / 2)])  # of most bytes
+        self.chunk_bytes = int(sizes[np.searchsorted(np.cumsum(sizes), self.num_bytes / 2)])  # weighted median
         self._options = next(iter(self._mirrors.values())).storage_options
         self.num_requests = int(self._options.get("requests", NUM_REQUESTS))
         self._random = np.random.default_rng(0)
@@ -50,20 +50,20 @@ class StoreRequests:
             self._ranges += [(url, start, stop) for start, stop in pairwise(cuts)]
 
     def latency_s(self) -> float:
-        """Return the median time of small requests, one after another."""
+        """Return the median time of small requests that are made one after another."""
         url = self._ranges[0][0]
         times = measure([(url, 0, 1)], 1, 60.0, self._options, LATENCY_REQUESTS)["times"]
         return statistics.median(times[1:])
 
     def rate(self, requests: int, seconds: float, request_bytes: int | None = None) -> float:
-        """Return bytes/s of so many requests at a time, for chunks in random order or for ranges of another size."""
+        """Return bytes/s of concurrent ``requests`` for chunks in random order, or for ranges of ``request_bytes``."""
         ranges = self._ranges if request_bytes is None else self._cut(request_bytes)
         order = self._random.permutation(len(ranges))[:MOST_RANGES]
         found = measure([ranges[number] for number in order.tolist()], requests, seconds, self._options)
         return float(found["num_bytes"] / found["seconds"])
 
     def _cut(self, request_bytes: int) -> list[tuple[str, int, int]]:
-        """Return ranges of this size all over the objects, or whole objects if these are smaller."""
+        """Divide the objects into ranges of this size; an object that is smaller is one range."""
         ranges = []
         for mirror in self._mirrors.values():
             num_bytes = mirror.pages.num_bytes
@@ -75,9 +75,9 @@ class StoreRequests:
 def loader_rate(
     path: Any, fields: Mapping[str, str] | Sequence[str] | None, batch_size: int, seconds: float, **options: Any
 ) -> tuple[float, float]:
-    """Return the seconds from opening a data set to its first batch, and the samples/s of a `ChunkLoader` after it.
+    """Return the seconds from opening a data set to its first batch, and the samples/s of a `ChunkLoader` from then on.
 
-    ``options`` are those of `ChunkDataset`, ``device``, and ``num_workers`` to use a DataLoader with workers instead.
+    ``options`` are options of `ChunkDataset`, ``device``, and ``num_workers``, which measures a DataLoader instead.
     """
     from h5chunk.feed.dataset import ChunkDataset
     from h5chunk.feed.sampler import ChunkSampler
@@ -127,16 +127,16 @@ def measure_store(subject: Subject, workers: Sequence[int]) -> tuple[list[Figure
     note = f"{requests.num_requests} requests at a time for the chunks; one request takes {1000 * latency_s:.0f} ms"
     samples_per_s = mean / requests.bytes_per_sample
     store = Figure(LIMITS, STORE, samples_per_s, mean, rates=tuple(rates), note=note)
-    notes = ["nothing was cached: cache_dir= keeps what was read on a local disk, for later epochs"]
+    notes = ["nothing was cached: with cache_dir=, later epochs read from a local disk"]
     return [store, *loaders], notes, requests.num_bytes
 
 
 def remote_verdict(figures: Sequence[Figure]) -> str:
-    """Return a sentence that says whether the store or the loader is slower, and how to speed it up."""
+    """Return a sentence that names the slower of the store and the loader, and how to speed it up."""
     loader = next((each for each in figures if each.group == LOADER), None)
     if loader is None or loader.ratio is None:
         return "Slowest stage: unknown, because nothing could be measured"
-    share = f"{loader.samples_per_s or 0:,.0f} samples/s, {loader.ratio:.2f} of what its requests give"
+    share = f"{loader.samples_per_s or 0:,.0f} samples/s, {loader.ratio:.2f} of the rate of its requests"
     if loader.ratio >= ENOUGH:
         remedy = "cache_dir= makes later epochs as fast as local files; h5chunk tune finds better requests and chunks"
         return f"Slowest stage: the store, ChunkLoader delivers {share}: {remedy}"

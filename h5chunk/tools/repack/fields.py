@@ -1,8 +1,8 @@
-"""Find the datasets of a file that hold samples, and plan their chunks.
+"""Find the datasets of a file that contain samples, and plan their chunks.
 
-A field is a dataset whose first axis counts samples: it is as long as the named dataset, otherwise as ``images``, ``X``
-of AnnData, or the largest dataset. A sparse matrix is a group of ``data``, ``indices`` and ``indptr``. Images of any
-size are a group of ``data``, ``offsets`` and tables of their sizes, in h5chunk files only.
+A field is a dataset whose first axis indexes samples: it has the length of the named dataset, or else of ``images``,
+``X`` of AnnData, or the largest dataset. A sparse matrix is a group of ``data``, ``indices`` and ``indptr``. Images of
+any size, which only h5chunk files have, are a group of ``data``, ``offsets`` and tables of their sizes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from h5chunk.store.rewrite.survey import NUMBERS_AND_TEXT, DatasetFacts, Survey
 from h5chunk.store.write.any_size import CHUNK_BYTES
 from h5chunk.tools.repack.options import RepackOptions
 
-PARTS = ("indices", "data", "indptr")  # of a sparse matrix
+PARTS = ("indices", "data", "indptr")  # datasets of a sparse matrix
 IMAGES = b"images"
 
 
@@ -33,7 +33,8 @@ IMAGES = b"images"
 class RaggedGroup:
     """A group of samples that differ in length: a sparse matrix, or images of any size.
 
-    Its ``lists`` have the entries of all samples, end to end: first the indices of a matrix, or the bytes of images.
+    ``lists`` are the datasets with the concatenated entries of all samples: the column indices and values of a matrix,
+    or the bytes of images.
     """
 
     path: bytes
@@ -49,7 +50,7 @@ class RaggedGroup:
 
     @property
     def has_samples(self) -> bool:
-        """True if a sample is a run of entries."""
+        """True if each sample is a run of consecutive entries."""
         return self.kind in ("csr", "images")
 
     @property
@@ -58,12 +59,12 @@ class RaggedGroup:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all entries, without values of a pattern, which are not stored."""
+        """Bytes of all stored entries; the values of a pattern are not stored."""
         first, *others = self.lists
         return self.num_entries * (first.item_bytes + sum(facts.item_bytes for facts in others if facts.stored_bytes))
 
     def chunk_entries(self, compressed: bool) -> int:
-        """Return the entries per chunk of the lists."""
+        """Return the number of entries per chunk of ``lists``."""
         num_bytes = CHUNK_BYTES if self.kind == "images" and not compressed else INDEX_CHUNK_BYTES
         return max(1, min(num_bytes // self.lists[0].item_bytes, self.num_entries))
 
@@ -174,7 +175,7 @@ def _named(datasets: dict[bytes, DatasetFacts], name: str, label: str) -> Datase
 def _plan(
     num_rows: int, fields: list[DatasetFacts], ragged: list[RaggedGroup], chunk_samples: int | None
 ) -> Layout | CsrLayout:
-    """Plan the chunks of the fields of one length; all have the number of samples per chunk that suits the largest."""
+    """Plan the chunks of all fields of one length; the largest field determines the number of samples per chunk."""
     largest = max((facts.num_bytes for facts in fields if facts.num_rows == num_rows), default=0)
     rows = [group for group in ragged if group.has_samples and group.shape[0] == num_rows and group.shape[1]]
     for group in sorted(rows, key=lambda group: group.num_entries)[-1:]:
@@ -214,7 +215,7 @@ def _sparse_groups(
             continue
         shape = np.asarray(group.attrs.get("shape", group.attrs.get("h5sparse_shape", ())))
         if shape.shape != (2,) or shape.dtype.kind not in "iu" or int(shape.min()) < 0:
-            raise FileError(f"{where}: its attribute 'shape' must be two numbers, of rows and of columns")
+            raise FileError(f"{where}: its attribute 'shape' must be the numbers of rows and columns")
         major = int(shape[1 if kind == "csc" else 0])
         lengths = [part_facts.shape[0] if part_facts.shape else 0 for part_facts in facts]
         if lengths[2] != major + 1 or lengths[0] != lengths[1] or facts[2].kind not in "iu":

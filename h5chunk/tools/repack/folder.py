@@ -1,4 +1,4 @@
-"""Repack the files of a folder, such as shards, into another folder, here or on a Dask cluster.
+"""Repack the files of a folder, such as shards, into another folder, in this process or on a Dask cluster.
 
 Each task writes one file under a unique name, and this process moves it into the unfinished folder. What a finished
 file was made from is stored with it, so that a repack that continues does not write it again.
@@ -57,7 +57,7 @@ def repack_folder(
     progress: Progress | None = None,
     client: Any = None,
 ) -> RepackFolderReport:
-    """Repack all files of a folder, pattern or list; the new files keep their names. See `repack`."""
+    """Repack all files of a folder, pattern or list; the new files have the same names. See `repack`."""
     started, output = time.perf_counter(), parse_output(path, folder=True)
     check_shards(source)
     files = [Path(file).absolute() for file in list_files(source)]
@@ -144,7 +144,7 @@ def _write(
 def _ended(
     tasks: dict[int, FileTask], client: Any, say: Callable[[int, int], None], last: Collection[int]
 ) -> Iterator[tuple[int, RepackReport]]:
-    """Run the tasks here or on a cluster; yield their numbers and reports as they end."""
+    """Run the tasks in this process or on a cluster; yield the number and report of each as it finishes."""
     with nullcontext() if client is None else connected(client) as cluster:
         if cluster is None:
             yield from ((number, run_task(task, partial(say, number))) for number, task in tasks.items())
@@ -153,7 +153,7 @@ def _ended(
 
 
 def run_task(task: FileTask, say: Callable[[int], None]) -> RepackReport:
-    """Repack one file, unless an earlier run has."""
+    """Repack one file, unless an earlier run has already done so."""
     with task.work.in_worker() as work, at_hand(task.source) as source:
         size = source.stat().st_size
 
@@ -163,7 +163,7 @@ def run_task(task: FileTask, say: Callable[[int], None]) -> RepackReport:
         if task.final.exists():
             try:
                 return task.repack_file(source, task.final, task.options, progress=scaled)
-            except OutputError:  # it was made from something else, or was changed
+            except OutputError:  # it was made from another source, or was changed
                 pass
         attempt = work.path / f"{uuid.uuid4().hex}.h5"  # a task may run twice at a time
         report = task.repack_file(source, attempt, task.options, progress=scaled)

@@ -67,7 +67,7 @@ class RepackOptions(WriteOptions):
         if self.cache is not None:
             object.__setattr__(self, "cache", CacheSettings.of(self.cache))
             if max(self.cache.nslots, self.cache.nbytes) > MAX_NUMBER:
-                raise OptionError(f"cache is {self.cache}: give numbers of at most {MAX_NUMBER}")
+                raise OptionError(f"cache is {self.cache}: use numbers of at most {MAX_NUMBER}")
         object.__setattr__(self, "chunks", tuple(check_whole("chunks", each, 1, 1 << 30) for each in self.chunks))
         if self.chunks and (self.shuffle or self.chunk_samples or self.window_chunks or self.cache):
             raise OptionError("chunks cut samples: leave out shuffle, chunk_samples, window_chunks and cache")
@@ -75,7 +75,7 @@ class RepackOptions(WriteOptions):
         parse_compression(self.compression)
 
     def recorded(self) -> dict[str, Any]:
-        """Return the options that determine the bytes of the file, which are recorded in it."""
+        """Return the options to record in the file: those that determine its bytes."""
         names = ("chunk_samples", "window_chunks", "shuffle", "seed", "compression", "fields", "keep")
         return {name: getattr(self, name) for name in names} | ({"chunks": self.chunks} if self.chunks else {})
 
@@ -83,8 +83,9 @@ class RepackOptions(WriteOptions):
 def read_tuned(path: str | os.PathLike[str]) -> tuple[RepackOptions, int | None]:
     """Read the options that a tuner recommends from a JSON file, such as ``{"chunk_samples": 8, "shuffle": true}``.
 
-    Return the options, and the number of samples of the tuned file or None. There are no options if the tuner keeps a
-    file with chunks of one sample. Every key may be missing or null, and unknown keys are ignored.
+    Return the options, and the number of samples of the tuned file, or None if it is not recorded. All options have
+    their defaults if the tuner recommends keeping a file with chunks of one sample. Every key may be missing or null,
+    and unknown keys are ignored.
     """
     label = printable(path)
     try:
@@ -98,7 +99,7 @@ def read_tuned(path: str | os.PathLike[str]) -> tuple[RepackOptions, int | None]
         raise OptionError(f'{label}: contains {held}, not a JSON object such as {{"chunk_samples": 8}}')
     is_none = (
         recorded.get("repack") is False and recorded.get("chunk_samples") == 1
-    )  # of a file that is not worth rewriting
+    )  # the settings of a file that should not be rewritten
     names = () if is_none else (*TUNED, "shuffle")
     found = {name: recorded[name] for name in names if recorded.get(name) is not None}
     try:

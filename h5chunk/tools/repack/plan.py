@@ -22,9 +22,9 @@ from h5chunk.store.rewrite.survey import DatasetFacts, Survey, attribute_names, 
 from h5chunk.tools.repack.fields import Samples
 from h5chunk.tools.repack.options import RepackOptions
 
-MIN_FILTERED_BYTES = 4 << 10  # compressing smaller chunks would save less than their index takes
+MIN_FILTERED_BYTES = 4 << 10  # compressing smaller chunks would save less space than their index needs
 COMPRESSIONS = ("none", "gzip", "lzf", "zstd", "lz4", "blosc")
-_LEVELS = {"gzip": (0, 9, 4), "zstd": (1, 22, 3)}  # least, most, default
+_LEVELS = {"gzip": (0, 9, 4), "zstd": (1, 22, 3)}  # minimum, maximum, default
 _REGIONS = "refers to regions of datasets, which a shuffle would move: repack the file without shuffle"
 SOURCE_INDEX = f"{GROUP}/source_index"
 TABLES = (
@@ -46,8 +46,8 @@ class Move:
     facts: DatasetFacts
     layout: NewLayout
     kind: str = "copy"
-    pointers: bytes = b""  # for runs: the path of their pointers
-    checked: bool = False  # whether its checksums are stored
+    pointers: bytes = b""  # path of the pointers, if the kind is "runs"
+    checked: bool = False  # whether checksums are stored for the dataset
     row_elements: float = 1.0  # rows per sample, if a row of the dataset is an entry of a matrix
 
     @property
@@ -57,7 +57,7 @@ class Move:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of a chunk, or of the whole dataset if it is contiguous."""
+        """Bytes of a chunk, or of the entire dataset if it is contiguous."""
         return self.unit_rows * self.facts.grid.sample_bytes
 
     @property
@@ -73,7 +73,7 @@ class Move:
 
     @property
     def is_field(self) -> bool:
-        """True if the dataset is a field, not a table of the group ``/h5chunk``."""
+        """True if the dataset is a field rather than a table in the group ``/h5chunk``."""
         return not self.facts.path.startswith(f"{GROUP}/".encode())
 
 
@@ -91,7 +91,7 @@ class RepackPlan:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The values of the plan that every report contains, by name."""
+        """The values of the plan, by name, that every report contains."""
         layout = self.samples.layout
         return {
             "num_samples": self.samples.num_samples,
@@ -142,7 +142,7 @@ def plan_moves(
     if fixed:
         more = f" and {len(fixed) - 4} more" if len(fixed) > 4 else ""
         notes.append(
-            f"can no longer be resized: {', '.join(fixed[:4])}{more}: their chunks follow each other in the file"
+            f"can no longer be resized, because chunks are stored one after the other: {', '.join(fixed[:4])}{more}"
         )
     lost = [move.facts.name for move in moves if move.layout.filters and SHUFFLE in move.facts.filters]
     if lost:
@@ -178,8 +178,8 @@ def _check_samples(moves: list[Move], shares: MemoryShares, label: str) -> None:
         sample_bytes = largest.facts.grid.sample_bytes
         min_bytes = sample_bytes * (shares.memory_bytes // shares.part_bytes + 1)
         raise OptionError(
-            f"{label}: one sample of {largest.facts.name!r} is {human_bytes(sample_bytes)}, of which several are held "
-            f"at a time, but memory is {human_bytes(shares.memory_bytes)}: allow {human_bytes(min_bytes)}"
+            f"{label}: a sample of {largest.facts.name!r} has {human_bytes(sample_bytes)}, and several must fit in "
+            f"memory_bytes, which is {human_bytes(shares.memory_bytes)}: raise it to {human_bytes(min_bytes)}"
         )
 
 
@@ -191,7 +191,7 @@ def _field_moves(samples: Samples, header: FileSpec | None, options: RepackOptio
             chunks = tuple(map(min, options.chunks, facts.grid.shape))
         layout = _layout(facts, chunks, options)
         if samples.anndata and len(facts.grid.shape) == 1 and layout.written:
-            layout = NewLayout(None)  # a column of a table, which readers always read whole
+            layout = NewLayout(None)  # a column of a table, which readers always read completely
         kind = "rows" if options.shuffle else "copy"
         yield Move(facts, layout, kind, checked=header is not None and layout.written)
 
@@ -233,7 +233,7 @@ def _table_moves(survey: Survey, samples: Samples) -> Iterator[Move]:
 
 
 def check_shuffle(file: h5py.File, survey: Survey, samples: Samples) -> Iterator[str]:
-    """Raise OptionError for files that cannot be shuffled; yield notes about data whose order will not change."""
+    """Raise OptionError if the file cannot be shuffled; yield notes about data whose order will not change."""
     label = printable(file.filename)
     if samples.anndata:
         raise OptionError(

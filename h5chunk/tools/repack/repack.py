@@ -1,6 +1,6 @@
-"""Rewrite any HDF5 file so that its samples are laid out for training; everything else is kept.
+"""Rewrite any HDF5 file so that its layout suits training; everything else is kept.
 
-New checksums of damaged values would make them look right, so data is first compared with its old checksums.
+New checksums would hide damage, so data is first compared with its old checksums.
 """
 
 from __future__ import annotations
@@ -63,14 +63,13 @@ def repack(
     client: Any = None,
     **options: Any,
 ) -> RepackReport | RepackFolderReport:
-    """Rewrite an HDF5 file, or all files of a folder, with whole samples in their chunks.
+    """Rewrite an HDF5 file, or all files of a folder, with complete samples in their chunks.
 
-    A field is a dataset of fixed-size elements whose first axis is as long as that of the main field, which is the one
-    named in ``fields``, ``images``, ``X`` of AnnData, or the largest dataset. Fields get chunks of whole samples,
+    A field is a dataset of fixed-size elements with as many rows as the main field, which is the dataset named in
+    ``fields``, ``images``, ``X`` of AnnData, or the largest dataset. Fields get chunks of complete samples,
     uncompressed by default. The entries of sparse matrices get chunks of about 1 MiB, and the bytes of images of any
     size chunks of 8 MiB, or of 1 MiB if they are compressed. All other datasets, groups, attributes, links, references
-    and dimension scales are kept unchanged. If the file has checksums, data is compared with them before it gets new
-    ones.
+    and dimension scales are kept unchanged. If the file has checksums, they are verified before new ones are computed.
 
     Parameters
     ----------
@@ -100,7 +99,7 @@ def repack(
     FileError, FieldError
         The source is missing or damaged, refers to other files, or has content that cannot be kept.
     OutputError
-        The file cannot be made; a file that existed at ``path`` is unchanged.
+        The file cannot be written; an existing file at ``path`` is unchanged.
     OptionError
         An argument is invalid.
     """
@@ -126,7 +125,7 @@ def repack_file(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> RepackReport:
-    """Repack one file; ``found`` are tuned options, and the number of samples of the tuned file: see `repack`."""
+    """Repack one file, as `repack` does; ``found`` has tuned options and the number of samples of the tuned file."""
     started = time.perf_counter()
     output, file = parse_output(path), Source(Path(source))
     check_not_source(output, source)
@@ -167,7 +166,7 @@ def repack_file(
 
 
 def _write(source: Source, plan: RepackPlan, new: NewFile, say: Say) -> tuple[list[FieldReport], list[str]]:
-    """Write the new file; return the reports on its fields, and notes on what could not be kept."""
+    """Write the new file; return the reports on its fields, and notes about content that could not be kept."""
     with source:
         run = Run(source, plan, new, lambda *progress: say(progress))
         with translate_errors(source.label):
@@ -210,7 +209,7 @@ def _plan(
 
 
 class Source:
-    """A context manager that holds the source open, as an HDF5 file and as bytes; it can be pickled when closed."""
+    """A context manager that opens the source as an HDF5 file and for raw reads; it can be pickled while closed."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.label = path, printable(path)
@@ -268,7 +267,7 @@ class Run:
             if checked.num_chunks != len(expected):
                 chunks = count_text(checked.num_chunks, "chunk")
                 wrong = f"{name!r} has {chunks} but {len(expected)} checksums: it is damaged"
-                raise FileError(f"{label}: {wrong}: h5chunk verify says what is wrong")
+                raise FileError(f"{label}: {wrong}: run h5chunk verify to list all problems")
             checked.require_undamaged(
                 np.arange(checked.num_chunks),
                 self._source.descriptor,
@@ -280,7 +279,7 @@ class Run:
             )
 
     def create(self) -> list[str]:
-        """Write everything except the data that is moved; return notes on what could not be kept."""
+        """Write everything except the data that is moved; return notes about content that could not be kept."""
         plan, lost = self._plan, list[str]()
         others = plan.samples.other_datasets if self._order is not None else []
         changes = Changes(
@@ -343,9 +342,9 @@ class Run:
             shuffle_rows(permuted, order, target, shares, folder=self._new.part.parent, moved=self._add_done)
 
     def _starts(self, path: bytes, num_elements: int | None) -> np.ndarray:
-        """Read the starts of rows of different lengths, and the end of the last row: (num_samples + 1,) int64.
+        """Return where rows of different lengths start, and the end of the last row: (num_samples + 1,) int64.
 
-        The starts are not read through HDF5, which would trust damaged chunk lengths.
+        They are not read through HDF5, which would trust damaged chunk lengths.
         """
         name, dataset = f"{self._source.label}: {printable(path)!r}", self._source.open(path)
         if not is_stored_as(dataset, dataset.dtype):

@@ -24,7 +24,7 @@ class DatasetLayout:
     chunks: tuple[int, ...] | None  # None: contiguous, or compact
     filters: tuple[str, ...]
     stored_bytes: int | None  # None for a layout that is only planned
-    chunks_per_sample: float  # chunks that hold parts of one sample (of a matrix, on average); 1 if contiguous
+    chunks_per_sample: float  # number of chunks with parts of one sample (for a matrix, the mean); 1 if contiguous
 
     @classmethod
     def of(cls, facts: DatasetFacts, row_elements: float) -> DatasetLayout:
@@ -38,7 +38,7 @@ class DatasetLayout:
         chunks = "contiguous" if self.chunks is None else f"chunks of {shape_text(self.chunks)}"
         filters = f", {'+'.join(self.filters)}" if self.filters else ""
         size = "" if self.stored_bytes is None else f", {human_bytes(self.stored_bytes)}"
-        return f"{chunks}{filters}{size}, {self.chunks_per_sample:,} a sample"
+        return f"{chunks}{filters}{size}, {self.chunks_per_sample:,} per sample"
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class RepackReport(Report):
     num_samples: int  # length of the main field; 0 if no dataset has samples
     main: str  # name of the main field
     chunk_samples: int | None  # samples per chunk of the fields
-    window_chunks: int | None  # recommended window, which is stored only if there is a header
+    window_chunks: int | None  # recommended window; stored only if ``has_header``
     has_header: bool  # whether the new file has the group /h5chunk
     shuffled: bool
     seed: int
@@ -80,8 +80,8 @@ class RepackReport(Report):
     seconds: float
     fields: list[FieldReport]  # datasets with a new layout
     num_copied: int  # number of other datasets
-    notes: list[str]  # warnings, such as on what could not be kept
-    already_complete: bool  # whether the same command had written the file before, so that nothing was done
+    notes: list[str]  # warnings, for example about content that could not be kept
+    already_complete: bool  # whether the same command had already written the file, so that nothing was done
 
     def lines(self) -> list[str]:
         sizes = [human_bytes(self.source_bytes), f"{'about ' if self.dry_run else ''}{human_bytes(self.num_bytes)}"]
@@ -141,7 +141,7 @@ def planned_fields(plan: RepackPlan) -> list[FieldReport]:
 
 
 def describe_fields(plan: RepackPlan, path: Path, label: str) -> list[FieldReport]:
-    """Report the change of each field, as the new file at ``path`` describes it."""
+    """Report the change of each field, as found in the new file at ``path``."""
     reports = []
     with h5py.File(path, "r", locking=False) as file:
         for planned, (facts, row_elements, *_) in zip(planned_fields(plan), _fields_of(plan), strict=True):
@@ -151,7 +151,7 @@ def describe_fields(plan: RepackPlan, path: Path, label: str) -> list[FieldRepor
 
 
 def _fields_of(plan: RepackPlan) -> Iterator[tuple[DatasetFacts, float, bool, DatasetFacts]]:
-    """Yield the facts of each field, its elements per sample, whether it is shuffled, and its facts once repacked."""
+    """Yield the facts of each field, its elements per sample, whether it is shuffled, and its facts when repacked."""
     for move in plan.moves:
         if move.is_field:
             names = tuple(KNOWN_FILTERS.get(filter_.code, f"filter {filter_.code}") for filter_ in move.layout.filters)

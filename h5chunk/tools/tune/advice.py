@@ -13,12 +13,12 @@ from h5chunk.tools.measure.machine import available_bytes, default_cache
 from h5chunk.tools.model.clustering import MIN_CHANCE, find_clustering
 from h5chunk.tools.tune.study import Study
 
-GIANT_BYTES = 64 << 20  # a window of several larger chunks takes too much memory
+GIANT_BYTES = 64 << 20  # a window of several larger chunks needs too much memory
 MIN_GIANT_BYTES, FEW_CHUNKS = 1 << 20, 8  # a chunk of this size is too large if there are fewer than 8 along axis 0
 MIN_CORRELATION = 0.02  # a smaller correlation of labels does not matter for a batch of hundreds
 ENOUGH = 0.95  # fraction of a full shuffle that counts as full
 DECODING_S = 0.3  # time to measure decoding
-DECODES_SHARE = 0.5  # a loader of this share of the rate of decoding waits for the decoder most of the time
+DECODES_SHARE = 0.5  # a loader that reaches this fraction of the decoding rate is limited by decoding
 PIECES = (2, 16, 64)  # lengths of pieces in which labels are compared, besides the chunks
 
 
@@ -39,8 +39,8 @@ class Advice:
 def find_advice(study: Study, effective_batch: float | None, is_slow: bool, repack: str, shuffle: str) -> list[Advice]:
     """Detect all problems of the data.
 
-    ``effective_batch`` is that of today's setting, ``is_slow`` whether a new file is recommended, and ``repack`` and
-    ``shuffle`` are the commands that rewrite the file in other chunks, or shuffle it.
+    ``effective_batch`` is the effective batch of the current setting. ``is_slow`` is true if a new file is recommended.
+    ``repack`` and ``shuffle`` are the commands that rewrite the file in other chunks, or shuffle it.
     """
     found = _advise_labels(study, effective_batch, shuffle)
     if not study.is_ragged:
@@ -63,19 +63,20 @@ def advise_layout(grid: ChunkGrid, cache: CacheSettings, repack: str) -> list[Ad
     if grid.chunks_per_sample > 1:
         spread = grid.amplification(cached=grid.chunk_bytes <= cache.nbytes)
         figures = {"chunks_per_sample": grid.chunks_per_sample, "amplification": spread}
-        message = f"each sample touches {grid.chunks_per_sample:,} chunks; a random one reads {spread:,.0f} x its bytes"
+        count = f"{grid.chunks_per_sample:,} chunks"
+        message = f"each sample is cut into {count}; reading one at random reads {spread:,.0f} times its bytes"
         found.append(Advice("sample_spans_chunks", message, repack, figures))
     few = grid.num_bands < FEW_CHUNKS <= grid.shape[0]
     if grid.band_samples not in (None, 1) and grid.chunk_bytes > (MIN_GIANT_BYTES if few else GIANT_BYTES):
         share = min(1.0, (grid.band_samples or 1) / max(1, grid.shape[0]))
-        message = f"a chunk is {size}, {share:.0%} of the samples: shuffling needs several of them in memory"
+        message = f"a chunk has {size}, {share:.0%} of the samples, and shuffling needs several chunks in memory"
         found.append(Advice("giant_chunk", message, repack, {"chunk_bytes": grid.chunk_bytes, "share": share}))
     if grid.chunk_bytes > cache.nbytes and (grid.filtered or (cache.nbytes and grid.reads_per_sample(False) > 1)):
         cache_bytes = grid.band_bytes * 2
         settings = f"rdcc_nbytes={cache_bytes}, rdcc_nslots={grid.num_slots}, rdcc_w0=0.75"
-        consequence = "is decoded whole" if grid.filtered else "is read in pieces"
+        consequence = "decodes it completely" if grid.filtered else "reads it in pieces"
         message = (
-            f"a chunk of {size} does not fit the cache of {human_bytes(cache.nbytes)}: it {consequence} at every access"
+            f"a chunk of {size} does not fit in the cache of {human_bytes(cache.nbytes)}, so each access {consequence}"
         )
         figures = {"cache_bytes": cache.nbytes, "chunk_bytes": grid.chunk_bytes, "wanted_bytes": cache_bytes}
         found.append(Advice("cache_below_chunk", message, f"h5py.File(..., {settings}), or {repack}", figures))
@@ -94,26 +95,26 @@ def _advise_labels(study: Study, effective_batch: float | None, shuffle: str) ->
         return []
     worst = max(clear, key=lambda clustering: clustering.correlation)
     effective = effective_batch or float(batch_size)
-    worth = f"a batch of {batch_size} is worth {effective:.0f}"
+    worth = f"a batch of {batch_size} is worth {effective:.0f} shuffled samples"
     if effective >= ENOUGH * batch_size:
-        worth += ", but only because windows hold most of the file"
+        worth += ", but only because windows contain most of the file"
     message = (
-        f"samples are sorted or in groups: {worst.piece_samples} neighbours are {worst.correlation:.0%} alike "
-        f"(0%: shuffled, 100%: all equal); {worth}"
+        f"samples are sorted or in groups: the correlation among {worst.piece_samples} neighbours is "
+        f"{worst.correlation:.0%} (0%: shuffled, 100%: all equal); {worth}"
     )
     figures = {"h_y": worst.h_y, "correlation": worst.correlation, "effective_batch": effective}
     return [Advice("labels_clustered", message, shuffle, figures)]
 
 
 def _advise_filter(study: Study, repack: str) -> Advice:
-    """Advise to store the file uncompressed, and say how much space that takes."""
+    """Recommend storing the file uncompressed, and state how much more space that needs."""
     times = 1 / max(1e-9, study.stored_share)
-    message = f"decoding its compressed chunks takes most of the time; uncompressed, they take {times:,.1f} x the space"
+    message = f"decompressing chunks takes most of the time; uncompressed chunks need {times:,.1f} times the space"
     return Advice("slow_filter", message, repack, {"times_the_space": times})
 
 
 def advise_images(study: Study, rate: float) -> list[Advice]:
-    """Say whether images of any size had better be kept in the other form; ``rate`` is the best in samples/s."""
+    """Recommend the other form for images of any size if it is better; ``rate`` is the best, in samples/s."""
     field, memory = study.reader.ragged, available_bytes()
     if not isinstance(field, ImagesField):
         return []
@@ -122,7 +123,7 @@ def advise_images(study: Study, rate: float) -> list[Advice]:
         if field.num_entries <= memory:
             return []
         message = (
-            f"{human_bytes(field.num_entries)} of pixels exceed the {human_bytes(memory)} of free memory, so that each "
+            f"{human_bytes(field.num_entries)} of pixels exceed the {human_bytes(memory)} of free memory, so each "
             "epoch reads the disk"
         )
         raw = {"pixel_bytes": float(field.num_entries), "memory_bytes": float(memory)}
@@ -137,8 +138,8 @@ def advise_images(study: Study, rate: float) -> list[Advice]:
     fits = num_bytes <= memory
     figures = {"decoded_per_s": decoded, "pixel_bytes": num_bytes, "memory_bytes": memory}
     message = (
-        f"decoding takes most of the time: all cores decode {decoded:,.0f} whole images/s; as pixels, the images take "
-        f"about {human_bytes(num_bytes)}, {num_bytes / field.num_entries:,.1f} times as much, "
+        f"decoding takes most of the time: all cores decode {decoded:,.0f} full images/s; raw pixels need about "
+        f"{human_bytes(num_bytes)}, {num_bytes / field.num_entries:,.1f} times as much, "
         f"which {'fit' if fits else 'do not fit'} in the {human_bytes(memory)} of free memory"
     )
     smaller = f"{convert} --keep-encoded --max-side {2 * CROP}, or more cores"

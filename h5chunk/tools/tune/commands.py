@@ -1,4 +1,4 @@
-"""Write a recommendation as commands and lines of Python, which can be run as printed."""
+"""Turn a recommendation into shell commands and lines of Python that run as printed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tuned_path(study: Study) -> Path:
 def rewrite_command(study: Study, setting: Setting | None = None, *, shuffle: bool = False) -> str:
     """Return the command that rewrites the file, with the chunks of a setting or default chunks.
 
-    To shuffle, AnnData files are converted instead.
+    AnnData files that need shuffling are converted instead, because repack cannot shuffle them.
     """
     source, target = str(study.reader.path), str(tuned_path(study))
     if study.anndata and shuffle:
@@ -38,7 +38,7 @@ def rewrite_command(study: Study, setting: Setting | None = None, *, shuffle: bo
 
 
 def code_for(study: Study, setting: Setting, device: str) -> list[str]:
-    """Return the lines of Python that make the loader of a setting."""
+    """Return the lines of Python that create the loader of a setting."""
     rewritten = setting.repack
     is_converted = study.anndata and setting.shuffle  # convert renames the fields
     stored = not study.anndata if rewritten else setting.window_chunks == study.facts.window_chunks

@@ -12,7 +12,7 @@ from h5chunk.tools.model.settings import Trial
 from h5chunk.tools.tune.report import Recommendation
 from h5chunk.tools.tune.search import PLAIN, TODAY
 
-MAX_OTHERS = 12  # settings to draw of those that were measured only once
+MAX_OTHERS = 12  # maximum number of settings to draw that were measured only once
 COLORS = {TODAY: "tab:blue", PLAIN: "tab:gray"}
 
 
@@ -31,7 +31,7 @@ def check_plot(path: str | os.PathLike[str]) -> None:
 
 
 def plot(report: Recommendation, path: str | os.PathLike[str]) -> None:
-    """Draw the rates of the measured settings to a file, whose suffix chooses the format, after `check_plot`."""
+    """Draw the rates of the measured settings to a file in the format of its suffix. Call `check_plot` first."""
     from matplotlib.figure import Figure
 
     others = _others(report)
@@ -39,7 +39,7 @@ def plot(report: Recommendation, path: str | os.PathLike[str]) -> None:
     axes = figure.add_subplot()
     _draw(axes, report, others)
     axes.set_xscale("log")
-    axes.set_xlabel("samples/s (bars: where 95 % of the turns lie, against today's rate)")
+    axes.set_xlabel("samples/s (bars: range of 95 % of the turns, relative to today's rate)")
     figure.suptitle(f"{printable(Path(report.path).name)}: {report.headline()}", fontsize=9, wrap=True)
     try:
         figure.savefig(path, dpi=150)

@@ -1,4 +1,4 @@
-"""Tune the reading of remote objects: learn the store's latency and rate, and choose requests, chunks and window."""
+"""Tune the reading of remote objects: measure the store's latency and rate; choose requests, chunks and window."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from h5chunk.tools.measure.store import StoreRequests, loader_rate
 from h5chunk.tools.progress import TimeBudget
 from h5chunk.tools.report import Report, shell_command
 
-REQUESTS = (16, 64, 256)  # at a time
-CHUNK_BYTES = (256 << 10, 1 << 20, 4 << 20)  # besides those of the file
+REQUESTS = (16, 64, 256)  # numbers of concurrent requests to try
+CHUNK_BYTES = (256 << 10, 1 << 20, 4 << 20)  # chunk sizes to try besides that of the file
 TRIALS_SHARE, LOADER_SHARE = 0.6, 0.15  # shares of the time for all trials, and for each loader
-OVERRUN = 1.5  # trials whose first requests take so many times their time are left out
+OVERRUN = 1.5  # trials whose first requests would take more than this many times their time are skipped
 ENOUGH = 0.9  # a setting with this share of the highest rate is fast enough
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The measured rate of a number of requests at a time of this size."""
+    """The measured rate of concurrent requests of one size."""
 
     requests: int
     request_bytes: int
@@ -33,18 +33,18 @@ class Trial:
 
 @dataclass(frozen=True)
 class StoreRecommendation(Report):
-    """What `tune` learned about a store, and the requests, chunks and window that it recommends.
+    """The measured latency and rates of an object store, and the recommended requests, chunks and window.
 
     Attributes
     ----------
     latency_s : float
         Time of a request for one byte.
     requests, today_requests : int
-        Requests at a time: recommended, and those that are used by default.
+        Number of concurrent requests: recommended, and used by default.
     chunk_bytes, today_chunk_bytes : int
-        Bytes of a chunk; larger ones than 4 MiB are fetched by several requests.
+        Chunk size in bytes: recommended, and in the file. Several requests fetch a chunk of more than 4 MiB.
     chunk_samples, window_chunks : int
-        Samples in such a chunk, and chunks that are shuffled together.
+        Number of samples in a chunk of the recommended size, and of chunks that are shuffled together.
     today_rate, rate : float
         Measured samples/s of a `ChunkLoader` by default, and with the recommended number of requests.
     best_bytes_per_s : float
@@ -76,7 +76,7 @@ class StoreRecommendation(Report):
             self.headline(),
             *(f"    {line}" for line in (*self.commands, *self.code)),
             "",
-            f"{self.path}: a small request takes {1000 * self.latency_s:.0f} ms, many together give "
+            f"{self.path}: a small request takes {1000 * self.latency_s:.0f} ms; concurrent requests reach "
             f"{_rate(self.best_bytes_per_s)}",
             f"ChunkLoader: {self.today_rate:,.0f} samples/s with {self.today_requests} requests at a time"
             f"{self._changed_rate()}; first batch after {self.first_batch_s:.2f} s",
@@ -111,10 +111,10 @@ def _rate(bytes_per_s: float) -> str:
 
 
 def check_only_local(options: Mapping[str, Any]) -> None:
-    """Raise OptionError if an option for local files is given."""
+    """Raise OptionError if an option that applies only to local files is set."""
     for name, value in options.items():
         if value is not None:
-            raise OptionError(f"{name} is {value!r}, but tune measures it only for local files: leave it out for a URL")
+            raise OptionError(f"{name} is {value!r}, but it applies only to local files: leave it out for a URL")
 
 
 def tune_store(
@@ -180,7 +180,7 @@ def _trials(store: StoreRequests, budget: TimeBudget) -> list[Trial]:
     for size in sizes:
         for requests in REQUESTS:
             fastest = max((trial.bytes_per_s for trial in trials), default=0.0)
-            if trials and requests * size > OVERRUN * seconds * fastest:  # they would take too long
+            if trials and requests * size > OVERRUN * seconds * fastest:  # the first requests would take too long
                 continue
             own = None if size == store.chunk_bytes else size
             trials.append(Trial(requests, size, store.rate(requests, seconds, own)))
@@ -189,7 +189,7 @@ def _trials(store: StoreRequests, budget: TimeBudget) -> list[Trial]:
 
 
 def choose(trials: Sequence[Trial], chunk_bytes: int, requests: int) -> Trial:
-    """Choose what is nearly as fast as the fastest, and changes least: chunks cost a new file, requests an option.
+    """Choose a trial that is nearly the fastest and changes least: chunks need a new file, requests only an option.
 
     >>> trials = [Trial(64, 256, 10.0), Trial(64, 512, 95.0), Trial(256, 256, 94.0), Trial(256, 512, 100.0)]
     >>> choose(trials, 256, 64), choose(trials, 512, 64)
@@ -211,7 +211,7 @@ def choose(trials: Sequence[Trial], chunk_bytes: int, requests: int) -> Trial:
 def _commands(
     path: str, chosen: Trial, store: StoreRequests, chunk_samples: int, window_chunks: int, *, is_fixed: bool
 ) -> list[str]:
-    """Return the command that writes other chunks; the source is a local copy of the objects."""
+    """Return the command that rewrites a local copy of the objects in other chunks, if they are recommended."""
     if chosen.request_bytes == store.chunk_bytes or is_fixed:
         return []
     sizes = ["--chunk-samples", str(chunk_samples), "--window-chunks", str(window_chunks)]

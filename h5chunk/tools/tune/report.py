@@ -1,4 +1,4 @@
-"""The report of `h5chunk tune`: the recommendation, its rate over today's, and the measured settings."""
+"""The report of `h5chunk tune`: the recommendation, its speedup over today's setting, and the measured settings."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ UNSURE = 4.0  # an interval whose upper end is this many times its lower end is 
 
 @dataclass(frozen=True)
 class TuneRow:
-    """One row of the table."""
+    """A row of the table of measured settings."""
 
     name: str  # TODAY, IN_PLACE, NEW or PLAIN
     setting: Setting | None  # None for plain h5py
     description: str  # the setting in words
     rate: float  # samples/s, median of all turns
-    times: Ratio | None  # this rate over today's in the same turns; None for today's setting
+    times: Ratio | None  # ratio of this rate to that of today's setting in the same turns; None for today's setting
     memory_bytes: int
-    effective_batch: float | None  # None if no field tells which samples are similar
+    effective_batch: float | None  # None if no field shows which samples are similar
 
     def lines(self, batch_size: int) -> list[str]:
         times = "" if self.times is None else str(self.times)
@@ -58,7 +58,7 @@ class Recommendation(Report):
     chosen : str
         The name of the recommended row.
     commands, code : list of str
-        The commands to run, and lines of Python that make the loader.
+        The commands to run, and lines of Python that create the loader.
     no_gain_reason : str
         Why no setting can make a difference for this data; empty if one may.
     min_effective_batch : float
@@ -125,7 +125,7 @@ class Recommendation(Report):
         measurement = (
             f"{self.num_turns} turns on {self.num_measured:,} samples in the page cache, {self.seconds:.0f} s in all"
         )
-        return [*lines, f"measured in {measurement}; 95 % of turns lie in the brackets"]
+        return [*lines, f"measured in {measurement}; the brackets contain 95 % of turns"]
 
     def headline(self) -> str:
         """Return the recommendation and its gain, in a sentence."""
@@ -140,18 +140,18 @@ class Recommendation(Report):
             now, then = f"{today.effective_batch:.0f}", f"{row.effective_batch:.0f}"
             why = f"a batch of {self.batch_size} mixes like {now} shuffled samples today, and like {then} then; "
         elif today.memory_bytes > self.memory_bytes:
-            why = f"it takes {human_bytes(row.memory_bytes)} of memory, not {human_bytes(today.memory_bytes)}; "
+            why = f"it needs {human_bytes(row.memory_bytes)} of memory, not {human_bytes(today.memory_bytes)}; "
         shuffled = " shuffled" if self.setting.shuffle else ""
         action = f"Rewrite it{shuffled}" if self.chosen == NEW else "Keep the file, and read it like this"
         return f"{action}: {why}{rate}."
 
     def _not_worth(self) -> str:
-        """Return a sentence on a new file that was faster, but is not recommended; empty if none was faster."""
+        """Return a sentence about a new file that was faster but is not recommended; empty if none was faster."""
         times = next((row.times for row in self.rows if row.name == NEW), None)
         if times is None or times.times < 1.1:
             return ""
         if times.high > UNSURE * times.low:
-            return " Whether a new file is faster could not be measured: give more time, or use an idle machine."
+            return " Whether a new file is faster could not be measured: raise the budget, or use an idle machine."
         gave = times.text(" today's rate")
         return f" A new file gave {gave}, which is not certainly more than {WORTH_FILE:g} times."
 
@@ -162,8 +162,8 @@ class Recommendation(Report):
         cache = f"a chunk cache of {human_bytes(num_bytes)} in {slots:,} slots" if num_bytes else "no chunk cache"
         windows = f"windows of {count_text(self.window_in_place, 'chunk')}"
         text = (
-            f"stored in {self.applied}: {windows}, and {cache}. Readers of this file take both from there, until you "
-            "delete it; nothing else was changed"
+            f"stored in {self.applied}: {windows}, and {cache}. h5chunk's readers use both until you delete that file; "
+            "nothing else was changed"
         )
         return _wrapped(text, "")
 

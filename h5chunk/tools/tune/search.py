@@ -1,4 +1,4 @@
-"""Search for the fastest setting by measuring, then measure the finalists again, in turns with today's setting."""
+"""Measure settings to find the fastest, then measure the finalists again, alternating with today's setting."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from h5chunk.tools.tune.study import Study
 if TYPE_CHECKING:
     from h5chunk.tools.measure.batches import BatchRate
 
-IN_PLACE_SHARE, NEW_SHARE, HEATS_SHARE, TURNS_SHARE = 0.15, 0.35, 0.4, 0.95  # used shares of the budget that end phases
+IN_PLACE_SHARE, NEW_SHARE, HEATS_SHARE, TURNS_SHARE = 0.15, 0.35, 0.4, 0.95  # ends of phases: shares of the budget
 FIRST_SHARE = 0.2  # settings whose first window takes a larger share of the budget are not measured
-FINALISTS, HEATS = 2, 2  # fastest settings of the unchanged and of a new file, and turns among them before the choice
+FINALISTS, HEATS = 2, 2  # settings to compare for the unchanged and for a new file, and turns to compare them
 MIN_TURNS, FEW_TURNS, MAX_TURNS = 3, 6, 15
-MAX_SHARE = 1.2  # used share of the budget that ends everything, even with fewer turns
-BUSY = 1.5  # threads that wait for each core of a busy machine
-WARM_SHARE = 0.05  # share of the budget to warm up, as memory takes longer to write for the first time
-ROUND_SHARE = 0.05  # share of the budget to take samples that were read ahead, and for whole rounds of windows
-TRY_LEAD, TRY_ROUND = 3, 3  # time for the same in a first look, over the time of a measurement
-WORTH_CODE, WORTH_FILE = 1.0, 1.3  # least certain gain that is worth a line of code, and a new file
+MAX_SHARE = 1.2  # fraction of the budget at which measuring ends, even with fewer turns
+BUSY = 1.5  # load per core from which a machine is busy
+WARM_SHARE = 0.05  # share of the budget for warming up, because the first write to memory is slow
+ROUND_SHARE = 0.05  # share of the budget for consuming prefetched samples, and for complete rounds of windows
+TRY_LEAD, TRY_ROUND = 3, 3  # the same times for the first measurement of a setting, relative to its duration
+WORTH_CODE, WORTH_FILE = 1.0, 1.3  # minimum certain speedup that justifies a line of code, and a new file
 
 TODAY, IN_PLACE, NEW, PLAIN = "as today", "best without a new file", "rewritten", "plain h5py"
 
@@ -57,7 +57,7 @@ def open_batches(study: Study, setting: Setting, device: str) -> BatchRate:
 
 
 def other_load(own: int = 0) -> float:
-    """Return how many threads besides ``own`` have waited for each core in the last minute, at least 1."""
+    """Return the mean load per core in the last minute, without ``own`` threads; at least 1."""
     try:
         return max(1.0, (os.getloadavg()[0] - own) / (os.cpu_count() or 1))
     except OSError:
@@ -66,7 +66,7 @@ def other_load(own: int = 0) -> float:
 
 @dataclass
 class Search:
-    """Measure the settings of ``trials``, of which the first is today's, within a time budget."""
+    """Measure the settings in ``trials`` within a time budget; the first is today's setting."""
 
     study: Study
     device: str
@@ -75,7 +75,7 @@ class Search:
     memory_bytes: int
     finalists: dict[str, Setting] = field(default_factory=dict)  # by the name of the row in the report
     turns: dict[str, list[float]] = field(default_factory=dict)  # samples/s in each turn, by the name of the row
-    busy: float = 1.0  # threads of other programs that wait for each core
+    busy: float = 1.0  # load per core by other programs
     _tried: set[Setting] = field(default_factory=set)
 
     @property
@@ -102,7 +102,7 @@ class Search:
         self.busy = max(self.busy, other_load(own=available_cores()))
         if self.busy > BUSY:
             self.study.note(
-                f"other work keeps the machine busy (load {os.getloadavg()[0]:.0f}), so that the intervals are wide"
+                f"other programs keep the machine busy (load {os.getloadavg()[0]:.0f}), so the intervals are wide"
             )
         for name, setting in self.finalists.items():
             self.trials[setting] = replace(self.trials[setting], rate=statistics.median(self.turns[name]))
@@ -165,7 +165,7 @@ class Search:
         self.trials[setting] = replace(self.trials[setting], rate=self._rate(setting))
 
     def _best_shuffled(self) -> list[Setting]:
-        """Return the setting with the best shuffle that fits in memory if none is allowed, otherwise nothing."""
+        """If no setting is allowed, return the one with the best shuffle that fits in memory, otherwise none."""
         if any(trial.allowed for trial in self.trials.values()):
             return []
         fitting = [trial for trial in self.trials.values() if trial.memory_bytes <= self.memory_bytes]
@@ -174,7 +174,7 @@ class Search:
     def _choose_finalists(
         self, runners: Mapping[Setting, Callable[[], float]], in_place: Sequence[Setting], rewritten: Sequence[Setting]
     ) -> None:
-        """Choose the finalists by a few turns, because the fastest of many single measurements may be so by chance."""
+        """Choose finalists by a few turns, because the fastest of many settings measured once may be so by chance."""
         heats = self._measure_in_turns(runners, 1, HEATS if len(runners) > 1 else 0, HEATS_SHARE)
         for setting, rates in heats.items():
             self.trials[setting] = replace(self.trials[setting], rate=statistics.median(rates or [0.0]))
@@ -217,7 +217,9 @@ class Search:
 
         with ExitStack() as stack:
             runners: dict[Setting, Callable[[], float]] = {}
-            for setting in sorted(set(settings), key=lambda key: key.reader == LOADER):  # workers fork without threads
+            for setting in sorted(
+                set(settings), key=lambda key: key.reader == LOADER
+            ):  # fork workers before threads start
                 batches = stack.enter_context(closing(open_batches(self.study, setting, self.device)))
                 batches.warm_up(WARM_SHARE * self.budget.seconds)
                 runners[setting] = partial(rate, batches)

@@ -37,12 +37,12 @@ from h5chunk.tools.model.settings import DataFacts, Setting, order_of
 from h5chunk.tools.repack.fields import is_anndata
 from h5chunk.tools.report import shell_command
 
-WHOLE_BYTES = 4 << 30  # a resident data set up to this size is measured as a whole, since a part would be streamed
+WHOLE_BYTES = 4 << 30  # a resident data set up to this size is measured completely, because a part would be streamed
 SAMPLE_BYTES = 384 << 20  # bytes of samples to measure, in the file's layout and in new layouts
 BATCH_BYTES = 4 * SAMPLE_BYTES  # only a part of a larger batch is measured
 SMALL_BYTES = 16 << 20  # smaller data is not worth a new file
 PIECE_BYTES = 32 << 20  # bytes that are read from a field at a time
-DENSE_BYTES = 4  # bytes of a number in a dense row
+DENSE_BYTES = 4  # bytes of a value in a dense row
 NO_DATASET = "no such dataset"
 MAX_GROUPS = 1 << 27  # labels of more samples are not read
 CODES = "codes"
@@ -84,7 +84,7 @@ class Study:
         return self._clusterings[chunk_samples]
 
     def effective_batch(self, setting: Setting) -> float | None:
-        """Return the effective batch size of a setting on all samples; None if no field tells which are similar."""
+        """Return the effective batch size of a setting; None if no field shows which samples are similar."""
         if self.groups is None:
             return None
         if setting.shuffle:
@@ -114,7 +114,9 @@ def temporary_folder() -> Iterator[Path]:
     try:
         made = tempfile.TemporaryDirectory(prefix="h5chunk-tune-", ignore_cleanup_errors=True)
     except OSError as error:
-        raise OutputError(f"no temporary folder can be made: {error.strerror}: set TMPDIR") from None
+        raise OutputError(
+            f"no temporary folder can be created ({error.strerror}): set TMPDIR to a writable folder"
+        ) from None
     with made as folder:
         yield Path(folder)
 
@@ -125,17 +127,17 @@ def samples_to_measure(batch_size: int, sample_bytes: int) -> int:
 
 
 def check_converted(path: str | os.PathLike[str]) -> None:
-    """Raise FileError if the path is a source of convert, such as a folder of images, with the command to run first."""
+    """Raise FileError, with the command to run, if the path is a source of convert, such as a folder of images."""
     path = Path(path)
     if not os.path.exists(path) or path.suffix.lower() in SUFFIXES or (path.is_file() and h5py.is_hdf5(path)):
         return  # the reader raises the error if it cannot be read
     if path.is_dir() and (found := sorted(file for file in path.glob("*.h5") if h5py.is_hdf5(file))):
         raise FileError(
-            f"{printable(path)}: has several converted files, but tune takes one: give {printable(found[0])}; "
-            "its window and cache also suit similar files"
+            f"{printable(path)}: is a folder of HDF5 files, but tune accepts one file: use {printable(found[0])}, "
+            "whose settings also suit similar files"
         )
     command = shell_command(["h5chunk", "convert", str(path), f"{path.stem or 'data'}.h5"])
-    raise FileError(f"{printable(path)}: not an HDF5 file: convert it first, by {command}, and tune the result")
+    raise FileError(f"{printable(path)}: not an HDF5 file: convert it first ({command}), and tune the result")
 
 
 def study_file(
@@ -217,7 +219,7 @@ def fill_page_cache(study: Study, seconds: float) -> None:
     try:
         reads = FileReads(study.reader)
     except NotMeasured as reason:
-        study.note(f"the file was not read beforehand: {reason}")
+        study.note(f"the file was not read into the page cache before measuring: {reason}")
         return
     with closing(reads):
         cached, _ = reads.fill_page_cache(available_cores(), seconds, available_bytes() // 2)
@@ -236,7 +238,7 @@ def _read_groups(study: Study, file: h5py.File, group_by: str | None) -> np.ndar
     if group_by is not None:
         raise OptionError(f"group_by is {group_by!r}: {found}: name a dataset with one number or string per sample")
     reason = "the file has no labels" if found == NO_DATASET else f"{name!r}: {found}"
-    study.note(f"shuffle quality is unknown, because {reason}; --group-by FIELD names a dataset of similar samples")
+    study.note(f"shuffle quality is unknown, because {reason}: name a dataset that groups similar samples (--group-by)")
     return None
 
 
@@ -279,9 +281,9 @@ def read_rows(study: Study) -> dict[str, np.ndarray]:
 
 
 def write_rows(path: Path, rows: Mapping[str, np.ndarray], num_samples: int, chunk_samples: int) -> None:
-    """Write an h5chunk file of ``num_samples``, which repeats the given samples. Raise OutputError if that fails.
+    """Write an h5chunk file of ``num_samples`` that repeats the samples ``rows``. Raise OutputError if that fails.
 
-    Repeating them is enough to measure, because reading uncompressed samples takes the same time for any values.
+    Repeated samples suffice for measuring, because reading uncompressed samples takes the same time for any values.
     """
     chunk_samples = min(chunk_samples, num_samples)
     fields = {f"f{number}": values for number, values in enumerate(rows.values())}
@@ -303,5 +305,5 @@ def write_rows(path: Path, rows: Mapping[str, np.ndarray], num_samples: int, chu
         if isinstance(error, H5ChunkError):
             raise
         raise OutputError(
-            f"{printable(path.parent)}: samples cannot be copied there: {reason_of(error)}: free space, or set TMPDIR"
+            f"{printable(path.parent)}: samples cannot be copied here ({reason_of(error)}): free space, or set TMPDIR"
         ) from None

@@ -45,7 +45,7 @@ from h5chunk.urls import is_url
 
 MEMORY_BYTES = 4 << 30
 MAX_WORKERS = 4
-READ_SHARE = 0.1  # share of the budget to fill the page cache, and again to read samples for copies in other chunks
+READ_SHARE = 0.1  # share of the budget for filling the page cache, and also for reading samples to copy to other chunks
 
 
 def tune(
@@ -64,15 +64,16 @@ def tune(
     trusted: bool = False,
     progress: Progress | None = None,
 ) -> Recommendation | StoreRecommendation:
-    """Find the fastest setting that shuffles well enough, and measure it in turns with today's setting.
+    """Find the fastest setting that shuffles well enough, and compare it with today's setting.
 
     Parameters
     ----------
     path : path
         An h5chunk file, or any other HDF5 file. For URLs, `tune` measures the store's latency and its rate for several
-        sizes and numbers of requests, and recommends these; ``workers``, ``group_by``, ``plot`` and ``apply`` are for
-        local files.
+        sizes and numbers of concurrent requests, and recommends a size and a number; ``workers``, ``group_by``,
+        ``plot`` and ``apply`` apply only to local files.
     batch_size : int
+        Number of samples per batch.
     memory_bytes : int
         Upper limit on the memory for windows, batches and chunk caches; the memory of processes is not counted.
     workers : sequence of int, optional
@@ -107,7 +108,7 @@ def tune(
     batch_size, memory_bytes = check_whole("batch_size", batch_size, 1), check_whole("memory_bytes", memory_bytes, 1)
     check_budget(budget_s)
     if not 0 < min_effective_batch < 1:
-        raise OptionError(f"min_effective_batch is {min_effective_batch!r}: give a fraction above 0 and below 1")
+        raise OptionError(f"min_effective_batch is {min_effective_batch!r}: use a fraction above 0 and below 1")
     from h5chunk.feed.sample_reader import field_mapping
 
     describe_device(device)
@@ -169,7 +170,7 @@ def _check_memory(trials: Iterable[Trial], memory_bytes: int) -> None:
     min_bytes = min(trial.memory_bytes for trial in trials)
     if min_bytes > memory_bytes:
         limit, needed = human_bytes(memory_bytes), human_bytes(min_bytes)
-        raise OptionError(f"memory_bytes is {limit}, but feeding takes at least {needed}: allow more memory")
+        raise OptionError(f"loading needs {needed}, but the limit is {limit}: raise memory_bytes, or free memory")
 
 
 def _report(search: Search, small: str, min_batch: float, memory_bytes: int) -> Recommendation:
@@ -224,7 +225,7 @@ def _row(search: Search, name: str) -> TuneRow:
 
 
 def _plain_row(search: Search) -> TuneRow:
-    """Return the row on plain h5py: a loop that reads single random samples through the default chunk cache."""
+    """Return the row for plain h5py: a loop that reads single random samples through the default chunk cache."""
     study, facts, cache = search.study, search.study.facts, default_cache()
     description = f"h5py.File(...)[name][i] in random order, with a chunk cache of {human_bytes(cache.nbytes)}"
     if not study.is_ragged and facts.grid.chunks:

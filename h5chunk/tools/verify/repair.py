@@ -1,9 +1,9 @@
 """Rewrite bad chunks of an image file from the images that it was converted from.
 
-A chunk is rebuilt from its recorded samples, with the options that the file records (for appended samples, those of
-the append), and written only if its checksum equals that in the file. So a repaired file equals the original byte for
-byte. If the process is killed while it writes a chunk, verify still reports this chunk, and another repair rewrites
-it. Undamaged chunks are never written to.
+A chunk is rebuilt from its recorded samples, with the options that the file records, separately for appended samples.
+It is written only if its checksum equals that in the file, so a repaired file equals the original byte for byte. If the
+process is killed while it writes a chunk, verify still reports this chunk, and another repair rewrites it. Undamaged
+chunks are never written to.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ IMAGES = "images"
 def repair_chunks(
     path: Path, bad: list[Damage], source: str | os.PathLike[str], manifest: str | os.PathLike[str] | None
 ) -> tuple[list[Damage], list[Damage]]:
-    """Rewrite bad chunks; return the repaired chunks, and the remaining ones with the reason in their description."""
+    """Rewrite bad chunks; return the repaired chunks, and the chunks that could not be repaired, with the reasons."""
     repaired, left = [], []
     with open_file(path) as file, writing(path):
         maker = _ChunkMaker(file, path, source, manifest)
@@ -48,7 +48,7 @@ def repair_chunks(
 
 
 class _ChunkMaker:
-    """Rebuild the chunks of a file from its source, as convert made them."""
+    """Rebuild the chunks of a file from its source, exactly as convert wrote them."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class _ChunkMaker:
         )
         self._listing = list_source(source, listed)
         self.source = ImageSource(self._listing, options)
-        self._parts = [(0, self.source)]  # first source index, and source; further ones of appended images
+        self._parts = [(0, self.source)]  # (first source index, source) of the converted and the appended images
         for first, fit in appended:
             of_part = replace(ImageOptions.of_recorded(header.options, file[IMAGES].shape), fit=fit)
             self._parts.append((first, ImageSource(self._listing, of_part)))
@@ -127,7 +127,7 @@ class _ChunkMaker:
         return data
 
     def _find(self, index: int, name: bytes) -> int:
-        """Return the number of a sample in the source: its old number if the name is still the same, or by name."""
+        """Return the index of a sample in the source: its old index if it still has this name, or else by name."""
         names = self._listing.names
         if index < len(names) and names[index] == name:
             return index
@@ -138,7 +138,7 @@ class _ChunkMaker:
         return self._by_name[name]
 
     def _value(self, field: str, index: int) -> Any:
-        """Return the value of a sample in a column of the source, with labels numbered as in the file."""
+        """Return the value of a sample in a column of the source; labels are translated to the codes of the file."""
         value, class_names = self._listing.columns[field][index], self._listing.class_names
         if field != "labels" or not class_names:
             return value

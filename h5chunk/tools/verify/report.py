@@ -9,7 +9,7 @@ from h5chunk.errors import count_text, human_bytes, printable
 from h5chunk.store.read.scan import Damage
 from h5chunk.tools.report import Report, rows
 
-SHOWN = 20  # number of bad chunks, whole files and missing files in the text; JSON has all
+SHOWN = 20  # maximum number of bad chunks, intact files and missing files in the text; JSON lists all
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Checked:
 class VerifyReport(Report):
     """The damage in a file.
 
-    ``bad`` are the damaged chunks, in the order of the file, except those that were ``repaired``. ``problems`` are
-    other errors, and ``notes`` say what was not checked, and why. Only files ``by_h5chunk`` have checksums.
+    ``bad`` are the damaged chunks, in the order of the file, except ``repaired`` chunks. ``problems`` are other errors,
+    and ``notes`` list parts that were not checked, and why. Only files ``by_h5chunk`` have checksums.
     """
 
     path: str

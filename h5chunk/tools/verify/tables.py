@@ -74,9 +74,9 @@ def _check_codes(field: h5py.Dataset, num_categories: int, lowest: int) -> Itera
 
 
 class MatrixCheck:
-    """Check the entries of a sparse matrix, whose chunks arrive one by one, in any order and from any thread.
+    """Check the entries of a sparse matrix chunk by chunk, in any order and from any thread.
 
-    If h5chunk wrote the matrix (``by_h5chunk``), columns must ascend in each row, unless rows are in the order of time,
+    If h5chunk wrote the matrix (``by_h5chunk``), columns must ascend within each row unless entries are sorted by time,
     and no value may be zero, infinite or NaN.
     """
 
@@ -133,7 +133,7 @@ class MatrixCheck:
             self._faults[kind].append(first + int(wrong.argmax()))
 
     def finish(self, is_complete: bool) -> None:
-        """Turn the errors of all runs into ``problems``; ``is_complete`` says whether all chunks were read."""
+        """Turn the errors of all runs into ``problems``; ``is_complete`` is true if all chunks were read."""
         if self.indptr is None:
             return
         if is_complete:  # compare the last column of each run with the first of the next, if both are in one row
@@ -209,7 +209,7 @@ def row_of(indptr: np.ndarray, entry: int) -> int:
 
 
 def find_repeated_column(indices: h5py.Dataset, indptr: np.ndarray) -> int | None:
-    """Return the first row that repeats a column, with columns in any order, or None; it is read through HDF5."""
+    """Return the first row that repeats a column, or None; columns may be in any order, and are read through HDF5."""
     first, num_rows = 0, len(indptr) - 1
     while first < num_rows:
         last = int(np.searchsorted(indptr, indptr[first] + PART_VALUES, "right")) - 1

@@ -1,7 +1,7 @@
 """Check the structure of a file, every chunk against its checksum, and its tables for contradictions.
 
-Other HDF5 files have no checksums. Their compressed chunks are decoded, which detects the errors that filters notice;
-uncompressed chunks are only read, so that a flipped bit in them is not detected.
+Other HDF5 files have no checksums. Their compressed chunks are decoded, which detects errors that the filters notice;
+uncompressed chunks are only read, so a flipped bit in them is not detected.
 """
 
 from __future__ import annotations
@@ -83,18 +83,18 @@ def verify(
     Parameters
     ----------
     path : path or sequence of paths
-        A file; or a folder, a pattern or a list, of which all files are checked. Shards ``NAME-00000-of-00012.h5`` must
-        also be complete, and form one data set.
+        A file; or a folder, a pattern or a list, to check all its files. Shards ``NAME-00000-of-00012.h5`` must also be
+        complete, and form one data set.
     quick : bool
         Check only 32 chunks of each dataset, evenly spaced from the first to the last.
     repair : path, optional
-        The source that the file was converted from. Bad chunks of images and labels are rebuilt from it, and rewritten
-        if the bytes match the checksum.
+        The source that the file was converted from. Bad chunks of images and labels are rebuilt from it, and written if
+        they match their checksums.
     manifest : path, optional
         The manifest that the file was converted with; needed to repair the fields that came from it.
     trusted : bool
-        Whether to follow links, see `h5chunk.store.hdf5.guard`. Data of views and in external storage is not checked:
-        check the files that contain it.
+        Whether to follow links: see `h5chunk.store.hdf5.guard`. Data of virtual datasets and in external storage is not
+        checked: verify the files that contain it.
     progress : callable, optional
         Called as ``progress("verify", done_bytes, total_bytes)``.
     client : optional
@@ -108,7 +108,7 @@ def verify(
     Raises
     ------
     FileError
-        A file cannot be opened, or contradicts itself; or the folder has no such file.
+        A file cannot be opened or is inconsistent, or the folder contains no HDF5 files.
     SourceError
         The source for repairing cannot be used.
     """
@@ -136,7 +136,7 @@ def _check_file(file: Path, options: _VerifyOptions, progress: Progress | None) 
     from h5chunk.tools.verify.repair import repair_chunks
 
     repaired, bad = repair_chunks(file, list(report.bad), options.repair, options.manifest)
-    if repaired and report.problems:  # the repair may have solved some of them
+    if repaired and report.problems:  # the repair may have fixed some of them
         report = _verify_file(file, options.quick, options.trusted, progress)
     return replace(report, bad=tuple(bad), repaired=tuple(repaired))
 
@@ -183,7 +183,7 @@ def _verify_folder(path: Paths, options: _VerifyOptions, progress: Progress | No
 
 
 def _check_task(task: tuple[str | Path, _VerifyOptions], say: Callable[[int], None]) -> VerifyReport:
-    """Check a file of a folder; if it cannot be opened, the error is its problem."""
+    """Check a file of a folder; if it cannot be opened, the error becomes its only problem."""
     found, options = task
     file = list_files(found)[0] if isinstance(found, str) else found
     try:
@@ -195,7 +195,7 @@ def _check_task(task: tuple[str | Path, _VerifyOptions], say: Callable[[int], No
 
 
 def _renamed(files: list[Path]) -> Iterator[str]:
-    """Yield a message for each shard whose header has another number or count than its file name."""
+    """Yield a message for each shard whose header contradicts the number or count in its file name."""
     for file in files:
         match = NUMBERED.fullmatch(name_of(file))
         if match is None:
@@ -230,7 +230,7 @@ class _FileCheck:
     def __init__(self, path: Path, quick: bool, header: Header | None) -> None:
         self._started = time.perf_counter()
         self._path, self._quick, self._header = path, quick, header
-        self._datasets: list[tuple[CheckedDataset, np.ndarray]] = []  # with the numbers of the chunks to read
+        self._datasets: list[tuple[CheckedDataset, np.ndarray]] = []  # with the indices of the chunks to read
         self._matrices: dict[str, MatrixCheck | ImagesCheck] = {}
         self._problems: list[str] = []
         self._notes: list[str] = []
@@ -281,7 +281,7 @@ class _FileCheck:
         (self._notes if unread else self._problems).append(without_path(error, self._path))
 
     def _add(self, datasets: dict[str, h5py.Dataset], name: str) -> None:
-        """Add a dataset to those that are read, with its checksums, or say why it is not read."""
+        """Add a dataset, with its checksums, to the datasets to read, or add a note why it is not read."""
         dataset = datasets[name]
         if dataset.is_virtual or (dataset.chunks is None and dataset.external):
             self._notes.append(f"{name!r} has its values in other files: check those files")
@@ -377,7 +377,7 @@ class _FileCheck:
         )
 
     def _with_rows(self, damage: Damage) -> Damage:
-        """Return damage with its rows in place of its elements, if the dataset is part of a matrix."""
+        """If the dataset is part of a matrix, replace the elements of the damage with the rows that contain them."""
         prefix, _, part = damage.field.rpartition("/")
         matrix, entries = self._matrices.get(prefix), (damage.first_sample, damage.last_sample + 1)
         rows = matrix.rows(part, *entries) if matrix is not None and part in MATRIX_PARTS else None
