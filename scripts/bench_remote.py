@@ -1,6 +1,7 @@
 """Compare reading from a slow web server (30 ms, 100 MB/s) with a bare client and with a local file.
 
     python scripts/bench_remote.py --count 8000 --size 112 112
+    python scripts/bench_remote.py --pairs 9     # epochs from the full cache against the local file, in turns
     python scripts/bench_remote.py --hits        # hit rates of LRU and of the optimal (Belady) policy
     python scripts/bench_remote.py --peers streaming=ENV/bin/python litdata=ENV/bin/python
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -168,6 +170,9 @@ def main() -> None:
     parser.add_argument("--bandwidth", type=float, default=100.0, help="of the server, in MB/s; 0: no limit")
     parser.add_argument("--folder", type=Path, help="where to put the data; default: a temporary folder")
     parser.add_argument("--peers", nargs="+", default=[], metavar="NAME=PYTHON", help="streaming and litdata")
+    parser.add_argument(
+        "--pairs", type=int, default=0, metavar="N", help="only compare the full cache with a local file"
+    )
     parser.add_argument("--hits", action="store_true", help="only compare policies of the cache")
     args = parser.parse_args()
     if args.hits:
@@ -177,15 +182,33 @@ def main() -> None:
         measure(args, Path(temporary))
 
 
+def compare_cache(path: Path, data: h5chunk.ChunkDataset, num_pairs: int, num_epochs: int = 4) -> None:
+    """Print the rates of later epochs from a file and from a full cache, one loader at a time, in turns."""
+    epochs(data, 1)
+    pairs = []
+    for turn in range(num_pairs):
+        sources = (path, data) if turn % 2 else (data, path)
+        rates = {source is data: statistics.median(epochs(source, num_epochs)[1][1:]) for source in sources}
+        pairs.append((rates[False], rates[True], rates[True] / rates[False]))
+    local, cached, ratio = map(statistics.median, zip(*pairs, strict=True))
+    ratios = sorted(pair[2] for pair in pairs)
+    print(f"local file: {local:,.0f} images/s, full cache: {cached:,.0f} images/s (medians of {num_pairs} turns)")
+    print(f"cache / local: median {ratio:.3f}, of turns {ratios[0]:.2f} to {ratios[-1]:.2f}")
+
+
 def measure(args: argparse.Namespace, folder: Path) -> None:
     (folder / "data").mkdir()
     path = folder / "data" / "images.h5"
     size = list(map(str, args.size))
     command = [sys.executable, str(SCRIPTS / "make_packed.py"), str(path), "--count", str(args.count), "--size", *size]
     subprocess.run(command, check=True)
-    print(f"local file: {max(epochs(path, 3)[1]):,.0f} images/s")
+    if not args.pairs:
+        print(f"local file: {max(epochs(path, 3)[1]):,.0f} images/s")
     with range_server(folder / "data", args.latency, args.bandwidth) as url:
         url = f"{url}/images.h5"
+        if args.pairs:
+            compare_cache(path, h5chunk.ChunkDataset(url, cache_dir=folder / "cache"), args.pairs)
+            return
         ranges = chunk_ranges(path)
         for turn in range(2):
             print(f"bare client, {len(ranges)} requests: {bare_client(url, ranges, args.count):,.0f} images/s")

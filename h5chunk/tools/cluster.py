@@ -63,10 +63,14 @@ class Cluster:
         numbers: dict[Any, int] = {}
         ended: Queue[Any] = Queue()
 
-        def submit(number: int) -> None:
+        def submit(number: int, failed: str = "") -> None:
+            """Submit a task, not to the worker at which it has failed if there are others."""
+            found = self._client.scheduler_info(n_workers=-1)["workers"] if failed else ()
+            others = [address for address in found if address != failed]
             key = f"h5chunk-{function.__name__}-{number}-{uuid.uuid4().hex[:8]}"
             arguments = h5chunk.__version__, function, tasks[number], number, topic
-            future = self._client.submit(_run, *arguments, key=key, pure=False)
+            where = {"workers": others, "allow_other_workers": True} if others else {}
+            future = self._client.submit(_run, *arguments, key=key, pure=False, **where)
             numbers[future] = number
             future.add_done_callback(ended.put)
 
@@ -80,14 +84,14 @@ class Cluster:
                 if not numbers:
                     submit(waiting.pop())
                 future = self._next(ended)
-                number = numbers.pop(future)
+                number, result = numbers.pop(future), None
                 try:
                     result = future.result()  # runs the task again if its worker has died since
                     if isinstance(result, _Failed):
                         raise result.error
                 except BaseException as error:
                     failures.add(number, error)
-                    submit(number)
+                    submit(number, result.worker if isinstance(result, _Failed) else "")
                 else:
                     yield number, result
         finally:
@@ -179,13 +183,14 @@ def _run(version: str, function: Task, task: Any, number: int, topic: str) -> An
         return function(task, say)
     except H5ChunkError as error:  # Dask would log errors that are raised, although a command may expect them
         error.__context__ = error.__cause__ = None
-        return _Failed(error.with_traceback(None))
+        return _Failed(error.with_traceback(None), worker.address)
 
 
 class _Failed(NamedTuple):
     """The result of a task that raised an error."""
 
     error: H5ChunkError
+    worker: str  # its address
 
 
 @contextmanager

@@ -165,6 +165,26 @@ def test_a_task_that_cannot_write_is_tried_again(client, tmp_path):
         assert (tmp_path / "b").stat().st_size == 1
 
 
+def fail_at(task, say):
+    """Fail at one worker, and note in a file where a task ran."""
+    address, (bad, path) = distributed.get_worker().address, task
+    with path.open("a") as file:
+        file.write(f"{address}\n")
+    if address == bad:
+        raise OutputError("the disk is full")
+    return address
+
+
+def test_a_worker_whose_disk_is_full(client, tmp_path):
+    """What fails there runs at another worker the next time."""
+    bad, good = client.scheduler_info()["workers"]
+    with connected(client) as found:
+        tasks = {number: (bad, tmp_path / str(number)) for number in range(8)}
+        done = dict(found.run(fail_at, tasks, lambda *args: None))
+    assert set(done.values()) == {good}
+    assert max(len(path.read_text().split()) for path in tmp_path.iterdir()) == 2
+
+
 def test_a_folder_is_checked_on_a_cluster(client, class_folder, tmp_path):
     h5chunk.convert(class_folder(count=20), tmp_path / "out", shards=4)
     damaged = sorted((tmp_path / "out").iterdir())[2]
