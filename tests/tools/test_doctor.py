@@ -98,6 +98,8 @@ def test_wrong_calls_say_what_is_missing(script):
     check_error(run("doctor", "--assert-util", "2", "--", "x"), "assert_util is 2.0")
     with pytest.raises(h5chunk.OptionError, match="cannot be combined"):
         h5chunk.doctor(DataLoader(Quick()), check=True)
+    with pytest.raises(h5chunk.OptionError, match="a step cannot be combined"):
+        h5chunk.doctor(step=print, command=["x"])
 
 
 def test_the_page_needs_no_other_file_and_low_utilisation_is_an_error(tmp_path):

@@ -81,6 +81,8 @@ def doctor(
         if command or check:
             raise OptionError("a loader cannot be combined with command or check: these run a command")
         return WatchedLoop(loader, step, limits, html, assert_util)
+    if step is not None:
+        raise OptionError("a step cannot be combined with a command: give it with the loader that it trains with")
     check_command(command)
     report = _diagnose_command(command, {**limits, "end": True}, {})
     if check:
@@ -149,7 +151,8 @@ class WatchedLoop(DoctorReport):
         watch.remove()
         try:
             if kind is None:
-                cached = None if self._step is None else watch.time_step(self._step, self._watch.batch)
+                batch = self._watch.batch
+                cached = None if batch is None else watch.time_step(self._step, batch)
                 self.fill(Path(self._folder.name), vars(self._loader).get("_doctor_number"), cached)
                 _finish(self, *self._last)
         finally:

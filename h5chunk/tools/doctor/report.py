@@ -27,11 +27,6 @@ class Check:
     high: float
     measured: float
 
-    @property
-    def is_right(self) -> bool:
-        """Whether the measured gain is within 20 % of the prediction."""
-        return abs(self.measured / self.predicted - 1) <= 0.2
-
     def __str__(self) -> str:
         predicted = f"{self.predicted:.2f} times ({self.low:.2f} to {self.high:.2f})"
         return f"{self.fix}: predicted {predicted}, measured {self.measured:.2f}"
