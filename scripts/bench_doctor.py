@@ -90,15 +90,17 @@ def watched(make: Make, fix: Any, seconds: float) -> Any:
     return report
 
 
-def train(batches: Any, step: Step, seconds: float) -> float:
-    """Train for some seconds; return the median time of an iteration."""
-    times = [time.perf_counter()]
+def train(batches: Any, step: Step, seconds: float) -> tuple[float, float]:
+    """Train for some seconds; return the median time of an iteration, and the mean processor time after 40."""
+    times, used = [time.perf_counter()], 0.0
     while True:
         for batch in batches:
             step(batch)
             times.append(time.perf_counter())
-            if len(times) > 40 and times[-1] > times[1] + seconds:
-                return statistics.median(np.diff(times[5:]))
+            if len(times) == 41:
+                used = time.process_time()
+            if len(times) > 60 and times[-1] > times[1] + seconds:
+                return statistics.median(np.diff(times[5:])), (time.process_time() - used) / (len(times) - 41)
 
 
 def run_fault(fault: Fault, seconds: float = SECONDS) -> Result:
@@ -171,9 +173,10 @@ def overhead(seconds: float = 0.5, rounds: int = 16) -> Iterator[str]:
                         found[True] = train(batches, step, seconds)
                 else:
                     found[False] = train(batches, step, seconds)
-            ratios.append(found[True] / found[False] - 1)
-        error = 2 * statistics.stdev(ratios) / rounds**0.5
-        yield f"{name}: {statistics.median(ratios):+.2%} +- {error:.2%} of the time of an iteration"
+            ratios.append([watched / bare - 1 for watched, bare in zip(found[True], found[False], strict=True)])
+        for what, values in zip(("the time", "the processor time"), zip(*ratios, strict=True), strict=True):
+            error = 2 * statistics.stdev(values) / rounds**0.5
+            yield f"{name}: {statistics.median(values):+.2%} +- {error:.2%} of {what} of an iteration"
 
 
 def main() -> None:

@@ -147,8 +147,7 @@ class WatchedLoop(DoctorReport):
     ) -> None:
         from h5chunk.tools.doctor import watch
 
-        self._watch.asks(0)
-        watch.remove()
+        watch.remove()  # without the last iteration, in which workers may have been stopped
         try:
             if kind is None:
                 batch = self._watch.batch

@@ -16,6 +16,7 @@ STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222 }
 h1 { font-size: 1.3em } h2 { font-size: 1.05em; margin-top: 2em } code { background: #f3f3f3; padding: 0 .2em }
 svg text { font: 12px system-ui, sans-serif } li { margin: .5em 0 } .key { font-size: 13px; color: #555 }
+pre { white-space: pre-wrap }
 """
 STEP, WAIT = "#4878a8", "#d9822b"
 

@@ -104,7 +104,7 @@ class DoctorReport(Report):
             text += f"; GPU: {_ms(seen.gpu.busy)} busy, {_ms(seen.gpu.idle)} idle between steps"
         yield text
         if seen.fetches:
-            who = f"each of {seen.workers} workers" if seen.workers else "the training process"
+            who = f"a worker (of {seen.workers})" if seen.workers else "the training process"
             parts = [f"{name} {_ms(seconds)}" for name, seconds in seen.stages.items() if seconds > 0.01 * seen.fetch]
             yield f"a batch takes {who} {_ms(seen.fetch)}: {', '.join(parts)}"
         if seen.other_cores > 0.1 * seen.cores:
