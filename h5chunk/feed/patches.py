@@ -21,6 +21,7 @@ from h5chunk.plan.patches import CELL_BYTES, Coverage, RandomPatches, Starts, Ti
 from h5chunk.plan.permutation import MAX_SEED, SPLIT, permutation
 from h5chunk.plan.selection import split_samples
 from h5chunk.remote.mirror import NO_OPTIONS
+from h5chunk.store.format.statistics import FieldStatistics, merged, read_statistics
 from h5chunk.store.hdf5.child import try_files
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.files import Paths, list_files
@@ -136,7 +137,7 @@ class Patches(ChunkDataset):
         self._starts, self._size, self._padding = Starts.of(self._shapes, np.array(size), margin), size, padding
         counts = np.ceil(self._shapes.prod(axis=1, dtype=np.float64) / math.prod(size)).astype(np.int64)
         if per_volume is not None:
-            counts[:] = check_whole("per_volume", per_volume, 1, 1 << 30)
+            counts[:] = check_whole("per_volume", per_volume, 1, 1 << 24)
         cell = _cell(padded, size, check_whole("cell_bytes", cell_bytes, 1))
         place = partial(RandomPatches, self._shapes, size, self._starts, cell, counts, seed)
         plan: Any = Tiles(self._shapes, size, self._starts, (0,) * len(size)) if weights is not None else place()
@@ -269,6 +270,14 @@ class Patches(ChunkDataset):
         volumes = np.unique(own)
         parts = split_samples(permutation(len(volumes), seed, stream=(SPLIT, 0, 0)), fractions, None, seed)
         return [self.subset(np.isin(own, volumes[part])) for part in parts]
+
+    def statistics(self, field: str) -> FieldStatistics:
+        """See `ChunkDataset.statistics`; of all volumes."""
+        reader: Any = self._reader
+        if field not in self._reader.fields:
+            return super().statistics(field)
+        datasets = reader.volume_fields[field].datasets
+        return merged([read_statistics(reader.readers[file].path, path.strip("/")) for file, path in datasets])
 
     def values(self, name: str) -> np.ndarray:
         """Raise OptionError: a patch has many values of each field."""

@@ -145,7 +145,7 @@ class RandomPatches:
     ) -> None:
         self.size, self.shapes, self.starts, self._counts, self._seed = np.array(size), shapes, starts, counts, seed
         self.num_samples, self.cell_bytes = int(counts.sum()), cell[1]
-        self._candidates = np.zeros((0, len(size)), np.int64)
+        self._candidates = np.zeros((0, CANDIDATES, len(size)), np.int32)
         self.unweighted: list[int] = []  # volumes all of whose weights are 0
         tables: list[tuple[np.ndarray, ...]] = []
         for number, (first, count) in enumerate(zip(*starts, strict=True)):
@@ -186,8 +186,6 @@ class RandomPatches:
             )
             centres = np.stack(np.unravel_index(voxels, weights.shape), axis=1) + begin[cell]
             kept[cell] = np.clip(centres - half, first, first + count - 1)
-        if not len(self._candidates):
-            self._candidates = np.zeros((before, *kept.shape[1:]), np.int32)
         self._candidates = np.concatenate([self._candidates, kept.astype(np.int32)])
         return sums
 

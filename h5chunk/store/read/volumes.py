@@ -84,6 +84,7 @@ class PatchReader(H5Reader):
 
     def set_plan(self, plan: RandomPatches | Tiles) -> None:
         """Set the positions of patches."""
+        self.__dict__.pop("fingerprint", None)
         self.plan, self.num_samples, self.chunk_starts = plan, plan.num_samples, plan.chunk_starts
         self.starts = np.array([0, self.num_samples])
         self.chunk_samples = max(1, round(self.num_samples / max(1, len(plan.chunk_starts) - 1)))
