@@ -3,12 +3,12 @@
     python scripts/bench_windows.py FOLDER [--windows 4000] [--rounds 3] [--device cuda] [--json FILE]
     python scripts/bench_windows.py FOLDER --python robomimic=ENV/bin/python --python stable=ENV/bin/python
 
-Two files are made in FOLDER, with smooth random pictures: ``robot.hdf5`` as robomimic writes it (a group for each of
+Two files are generated in FOLDER, with smooth random images: ``robot.hdf5`` as robomimic writes it (a group for each of
 100 demonstrations, 84 x 84 pixels; windows of 10 time steps), and ``world.h5`` as stable-worldmodel writes it (all
 episodes one after another, a chunk for each frame of 224 x 224 pixels; windows of 4 observations, 5 time steps apart,
 with all 20 actions). ``world-100.h5`` has the same frames in compressed chunks of 100, and ``world.lance`` has them as
-JPEG. Peers run in a DataLoader with 0 and 2 workers, in their own process; they need ``pip install robomimic``, and
-``pip install stable-worldmodel`` with lancedb. What cannot be imported is "not installed".
+JPEG. Peers run in a DataLoader with 0 and 2 workers, in separate processes; they need ``pip install robomimic``, and
+``pip install stable-worldmodel`` with lancedb. Peers that cannot be imported are listed as "not installed".
 
 In each round all contenders take turns. A turn makes the reader, times its first batch, and then ``--windows`` windows
 in random order, after as many that are not timed. Before the first turn each contender reads the first 256 windows in

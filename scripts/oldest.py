@@ -3,7 +3,7 @@
     python scripts/oldest.py > oldest.txt
     pip install -c oldest.txt -e ".[test]"
 
-torch is left out: its wheels are large, and env.sh installs the one version that the tests have been run with.
+torch is omitted, because its wheels are large and env.sh installs the only version that the tests have been run with.
 """
 
 from __future__ import annotations

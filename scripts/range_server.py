@@ -2,9 +2,9 @@
 
     python scripts/range_server.py FOLDER --port 8123 --latency 0.03 --bandwidth 100 --faults 0.05
 
-Each answer comes after the latency, and all answers share the bandwidth, in MB/s. Of the requests, the part
-``--faults`` gets a 503, a body that is cut short or one that comes late. Prints its
-URL. It copies files with sendfile, so that it takes little of the processor.
+Each response is delayed by the latency, and all responses share the bandwidth, in MB/s. The fraction ``--faults`` of
+requests gets a 503, a truncated body or a late body. Prints the URL. Files are copied with sendfile, so the server uses
+little processor time.
 """
 
 from __future__ import annotations

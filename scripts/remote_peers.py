@@ -4,8 +4,8 @@
     PYTHON remote_peers.py streaming read http://127.0.0.1:8123 FOLDER CACHE --workers 4
 
 PYTHON belongs to an environment in which the package is installed. ``read`` prints a line of JSON: seconds to the first
-batch, and images/s of each epoch. Both read through the protocol of S3, of which the server in `range_server.py` speaks
-as much as they need.
+batch, and images/s of each epoch. Both read through the S3 protocol; the server in `range_server.py` implements the
+parts that they need.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 The images are converted once, into cifar10-train.h5 and cifar10-test.h5 beside them. ChunkLoader keeps all of them in
 the memory of the device, and makes augmented batches there: each image is flipped every other epoch, shifted by up to 4
-pixels, and partly covered. Nothing is downloaded: ``torchvision.datasets.CIFAR10("data", download=True)`` does that.
+pixels, and partly covered. The script downloads nothing; use ``torchvision.datasets.CIFAR10("data", download=True)``.
 """
 
 from __future__ import annotations

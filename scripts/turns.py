@@ -1,4 +1,4 @@
-"""Loaders that take turns: the common part of `bench_augment.py` and `bench_encoded.py`."""
+"""Measure loaders in turns; shared by `bench_augment.py` and `bench_encoded.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other loaders, each in its own module with the same interface, so that `bench_loader.py` can time them alike.
+"""Other loaders, one per module, with the same interface, so that `bench_loader.py` can compare them.
 
 A contender is a class::
 

@@ -1,6 +1,6 @@
 """Batches for peers that are read by index: in this process, in threads that read ahead, or in DataLoader workers.
 
-Every peer can use all three ways, and takes the one that is fastest for it.
+Every peer can use all three methods, and is compared with the one that is fastest for it.
 """
 
 from __future__ import annotations

@@ -41,14 +41,14 @@ from h5chunk.cli.options import OUTPUT, RUNNING, SECONDS, option
     type=float,
     metavar="SHARE",
     heading=OUTPUT,
-    help="Exit with 1 if the GPU, or without one the training step, works for less than this share of the time.",
+    help="Exit with code 1 if the GPU, or without a GPU the training step, is active for less than this fraction.",
 )
 @shared.quiet
 @shared.as_json
 def doctor(command: tuple[str, ...], **options: Any) -> None:
-    """Run COMMAND, which trains with PyTorch, and say what its GPU waits for and what each fix would gain.
+    """Run COMMAND, which trains with PyTorch, and report what its GPU waits for and what each fix would gain.
 
-    The script needs no change, and trains as without h5chunk. Give COMMAND after two dashes, such as -- python train.py
+    The script needs no change, and its results do not change. Put COMMAND after two dashes, such as -- python train.py
     """
     quiet, as_json = options.pop("quiet"), options.pop("as_json")
     failed = None

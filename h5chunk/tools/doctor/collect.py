@@ -1,4 +1,4 @@
-"""Turn the measurements of a training process and its workers into the numbers that a diagnosis takes."""
+"""Turn the measurements of a training process and its workers into the input of a diagnosis."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Process:
     rows: defaultdict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
 
     def use_between(self, start: float, stop: float) -> Use:
-        """Return the growth of each counter between the first and the last ones in a time."""
+        """Return the growth of each counter between its first and its last reading in an interval."""
         inside = [row for row in self.rows["use"] if start <= row[0] <= stop]
         inside = inside if len(inside) > 1 else self.rows["use"]
         if len(inside) < 2:
@@ -65,9 +65,9 @@ def read_processes(folder: Path) -> list[Process]:
 
 
 def collect(folder: Path, loader: int | None = None, cached_step: tuple[float, float] | None = None) -> Seen:
-    """Return what was seen of the training loop in the measurements of a folder.
+    """Summarise the measurements of a training loop in a folder.
 
-    Raise SourceError if no loop was seen, or too little of it.
+    Raise SourceError if no loop was measured, or too few iterations.
     """
     processes = read_processes(folder)
     mains = [process for process in processes if process.rows["step"]]
@@ -156,7 +156,7 @@ def _seen(
 def _usage(
     main: Process, workers: list[Process], kept: list[Step], fetches: list[Fetch], lines: list[Line]
 ) -> dict[str, Any]:
-    """Return what steps and fetches used of cores, files and memory, per iteration."""
+    """Return how much steps and fetches used cores, files and memory, per iteration."""
     start, stop, count = kept[0].asked, kept[-1].ended, len(kept)
     used = main.use_between(start, stop)
     elapsed, per_batch = max(1e-9, used.time), (stop - start) / count / max(1e-9, used.time)
@@ -204,7 +204,7 @@ def _by_worker(fetches: list[Fetch]) -> list[float]:
 
 
 def _lines(makers: list[Process], main: Process, fetches: list[Fetch]) -> tuple[dict[str, float], list[Line]]:
-    """Return the time of each stage of a fetch, and the lines that took most of fetches and steps."""
+    """Return the time of each stage of a fetch, and the slowest lines of fetches and steps."""
     on_cpu: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for process in {id(process): process for process in [main, *makers]}.values():
         for stage, place, used, _ in process.rows["line"]:
@@ -248,7 +248,7 @@ def _stages(fetches: list[Fetch], counts: dict[tuple[str, str], int]) -> dict[st
 
 
 def _profiled(process: Process) -> tuple[int, dict[str, float]]:
-    """Return the number of steps under the profiler, and sums of what ran in them."""
+    """Return the number of profiled steps, and the total times of their GPU work."""
     return process.rows["kernels"][0] if process.rows["kernels"] else (1, {})
 
 
@@ -300,7 +300,7 @@ def _files(makers: list[Process]) -> list[dict[str, Any]]:
 
 
 def _cold(seen: Seen) -> float | None:
-    """Measure how long reading the bytes of a batch from the disk takes; None if that cannot be seen."""
+    """Measure the time to read the bytes of a batch from the disk; None if that cannot be measured."""
     file = max(seen.files, key=lambda file: file["bytes"], default=None)
     if file is None or not seen.read_bytes:
         return None

@@ -14,7 +14,7 @@ SETTINGS = "num_workers", "prefetch_factor", "pin_memory", "persistent_workers",
 
 
 def describe(loader: Any) -> dict[str, Any]:
-    """Describe a DataLoader by its settings and the line that made it."""
+    """Describe a DataLoader by its settings and the line that created it."""
     if not isinstance(loader, DataLoader):
         return CHUNK_LOADER
     collate = loader.collate_fn

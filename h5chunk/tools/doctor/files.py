@@ -1,4 +1,4 @@
-"""Look at the files that a process reads: how much of them is in the page cache, and how HDF5 cuts them into chunks."""
+"""Inspect the files that a process reads: their share in the page cache, and the chunks of HDF5 files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-MIN_BYTES = 1 << 20  # smaller files are not looked at
+MIN_BYTES = 1 << 20  # smaller files are ignored
 MAX_FILES = 64
 PART, PARTS = 1 << 24, 16  # bytes and number of the parts of a large file whose pages are counted
 COLD_READS = 16
@@ -64,9 +64,9 @@ def cached_share(path: str, size: int) -> float:
 
 
 def cold_seconds(path: str, size: int, read_bytes: int) -> float | None:
-    """Measure how long a read takes that the page cache cannot answer, by dropping a few parts of the file from it.
+    """Measure the time of an uncached read, by dropping a few parts of the file from the page cache.
 
-    None if they stay in the cache, because it is the file's only place or another process maps them.
+    Return None if they stay cached, because the file system is in memory or another process maps the file.
     """
     seconds = []
     read_bytes = min(read_bytes, size)

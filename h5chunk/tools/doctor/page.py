@@ -1,4 +1,4 @@
-"""Write a report as one page of HTML, with the ladder and a timeline, that needs no other file."""
+"""Write a report as a self-contained HTML page with the ladder and a timeline."""
 
 from __future__ import annotations
 

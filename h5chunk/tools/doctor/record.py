@@ -120,7 +120,7 @@ class Use(NamedTuple):
 
 
 def use() -> Use:
-    """Return what this process used so far; 0 for what the system does not tell."""
+    """Return what this process used so far; values that the system does not report are 0."""
     delay, read, disk, everyone, memory = 0.0, 0, 0, 0.0, 0.0
     with suppress(OSError, ValueError, IndexError, KeyError):
         delay = int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
@@ -133,7 +133,7 @@ def use() -> Use:
 
 
 class Recorder:
-    """Collect measurements of one process, and append them to a file of their folder now and then."""
+    """Collect measurements of one process, and regularly append them to a file in a folder."""
 
     def __init__(self, folder: str, role: str, parent: int) -> None:
         self._path = Path(folder) / f"{role}-{parent}-{os.getpid()}.jsonl"
@@ -160,7 +160,7 @@ class Recorder:
 
 
 class Sampler:
-    """A thread that notes now and then which line of the user's code another thread runs, while ``stage`` is set."""
+    """A thread that samples which line of the user's code another thread runs, while ``stage`` is set."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._target = recorder, threading.get_ident()

@@ -1,9 +1,9 @@
-"""Measure how similar neighbouring samples of a file are: how often they share a class, patient, video or other group.
+"""Measure how often neighbouring samples of a file share a class, patient, video or other group.
 
 The measure compares two probabilities: that two samples of one piece of the file, such as a chunk, share a group, and
-that any two samples do. Both are counted in pairs of samples. This needs no table of pieces and groups, weights the
-short last piece correctly, and gives 0 on average in a shuffled file, for any number of groups and pieces. The numbers
-of pairs also give the probability that a shuffled file looks as clustered.
+that any two samples do. Both are counted over pairs of samples. This needs no table of pieces and groups, weights the
+short last piece correctly, and is 0 on average in a shuffled file, for any number of groups and pieces. The number of
+pairs also yields the probability that a shuffled file is as clustered.
 
 Six samples in pieces of three: 4 of the 6 pairs within a piece share a group, and 4 of all 15 pairs.
 
@@ -51,7 +51,7 @@ class Clustering:
 
 
 def find_clustering(groups: Groups, piece_samples: int) -> Clustering:
-    """Measure how often two samples of a piece share a group; takes 1 to 2 s for 10**8 samples of few groups.
+    """Measure how often two samples of a piece share a group, in 1 to 2 s for 10**8 samples of few groups.
 
     Parameters
     ----------

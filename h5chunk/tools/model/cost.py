@@ -1,4 +1,4 @@
-"""What a training loop loses its time to, and what changes it."""
+"""Costs of a training loop, and fixes with their predicted gains."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 from h5chunk.tools.model.pipeline import Loop, Range, gain_range
 from h5chunk.tools.model.seen import READING, Line, Seen
 
-LEAST_SHARE = 0.05  # of all time: less is not worth a word
+LEAST_SHARE = 0.05  # smallest share of all time that is reported
 LEAST_GAIN = 1.05
-LEAST_BOUND = 1.1  # the least gain of those that are upper limits
-UNKNOWN = 2.0  # upper end of an interval over its lower end, from which on it says little
+LEAST_BOUND = 1.1  # the smallest gain that is reported if it is an upper limit
+UNKNOWN = 2.0  # ratio of the ends of an interval above which the gain counts as uncertain
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Fix:
 
 @dataclass(frozen=True)
 class Cost:
-    """Something that training loses time to, the sentence that says so, and changes that lower it."""
+    """A cause of lost training time, a sentence that describes it, and changes that reduce it."""
 
     cause: str
     is_data: bool
@@ -49,24 +49,24 @@ class Cost:
 
 
 def gain_of(seen: Seen, *changed: Loop) -> Range:
-    """Predict the gain of a changed loop on all time; further loops widen its interval, as in `gain_range`."""
+    """Predict the overall gain of a changed loop; further loops widen its interval, as in `gain_range`."""
     return gain_range(seen.loop(), *changed).with_rest(seen.other_share)
 
 
 def where(seen: Seen) -> str:
-    """Return the line that made the loader, as the beginning of a line of code."""
+    """Return the file and line that created the loader, as a prefix of a line of code."""
     place = str(seen.loader.get("made_at") or "").rpartition("/")[2]
     return f"{place}: " if place else ""
 
 
 def slowest_line(seen: Seen, *stages: str) -> Line | None:
-    """Return the line of the user's code that takes most of some stages; None if it takes less than a tenth."""
+    """Return the line of the user's code with most of the time of these stages; None if it has less than a tenth."""
     lines = [line for line in seen.lines if line.stage in stages and line.place and line.share > 0.1]
     return max(lines, key=lambda line: line.share, default=None)
 
 
 def chunked_file(seen: Seen) -> dict[str, Any] | None:
-    """Return the largest HDF5 file whose data is chunked; None if none was open, or reading takes little time."""
+    """Return the largest open HDF5 file with chunked data; None if there is none, or if reading takes little time."""
     if seen.stages.get(READING, 0.0) < 0.1 * seen.fetch:
         return None
     return max((file for file in seen.files if file.get("chunks")), key=lambda file: file["bytes"], default=None)

@@ -1,4 +1,4 @@
-"""What training loses to its data: waiting for batches, and the changes to a DataLoader and its data set."""
+"""Find how much time training loses by waiting for batches, and which changes to the DataLoader reduce it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from h5chunk.tools.model.cost import LEAST_SHARE, Cost, Fix, chunked_file, gain_
 from h5chunk.tools.model.pipeline import Range, seconds_per_batch
 from h5chunk.tools.model.seen import COLLATE, DECODING, LOCK, READING, TRANSFORM, Seen
 
-ENOUGH = 1.03  # of the best time: fewer workers that are as good are preferred
+ENOUGH = 1.03  # prefer fewer workers if their time is within this factor of the best time
 MAX_WORKERS = 32
-UNBALANCED = 1.4  # slowest worker over the mean
-MORE = 8  # times larger batches
-BAD_READS = 2.0  # bytes read over bytes used
-MAX_CACHE = 2 << 30  # bytes of a chunk cache that is proposed
-CALL_S = 5e-6  # of a read with h5py from a cached chunk
+UNBALANCED = 1.4  # ratio of the slowest worker's time to the mean from which workers are unbalanced
+MORE = 8  # factor by which batches are enlarged
+BAD_READS = 2.0  # ratio of bytes read to bytes used from which reading is reported
+MAX_CACHE = 2 << 30  # largest chunk cache to propose, in bytes
+CALL_S = 5e-6  # time of a read with h5py from a cached chunk
 
 
 def data_costs(seen: Seen) -> Iterator[Cost]:
-    """Say what training loses when it asks for a batch."""
+    """Yield the cost of waiting for batches, and of passing them from workers."""
     share, least = seen.waiting()
     passing = seen.handover + seen.fetch_gap
     limit = max(seen.fetch, 0.25 * seen.iteration)
@@ -43,7 +43,7 @@ def data_costs(seen: Seen) -> Iterator[Cost]:
 
 
 def start_costs(seen: Seen) -> Iterator[Cost]:
-    """Say what the starts of epochs cost."""
+    """Yield the cost of starting epochs."""
     share = seen.starting * (1 - seen.elsewhere)
     text = f"Starting epochs takes {seen.starting:.0%} of the training time, {seen.epoch_start:.2g} s each."
     fixes = []
@@ -63,7 +63,7 @@ def _simulated_wait(seen: Seen) -> float:
 
 
 def _late(seen: Seen, share: float) -> Cost:
-    """Say that batches come late although the workers could make them in time."""
+    """Return the cost of batches that are late although the workers could make them in time."""
     late = f"batches come {share:.0%} of the time late, although the workers could make them in time"
     if seen.other_cores > 0.15 * seen.cores:
         text = f"Nothing to fix in this loop: {late}: other processes use {seen.other_cores:.1f} of {seen.cores} cores."
@@ -125,7 +125,7 @@ def _balance(seen: Seen) -> Iterator[Fix]:
 
 
 def _reading(seen: Seen) -> tuple[dict[str, Any], ChunkGrid, float] | None:
-    """Return the HDF5 file that is read, its grid, and the bytes read (decoded) over bytes used; None without one."""
+    """Return the HDF5 file that is read, its grid, and the ratio of decoded to used bytes; None if there is no file."""
     file = chunked_file(seen)
     if file is None:
         return None
@@ -174,7 +174,7 @@ def _lock(seen: Seen) -> Iterator[Fix]:
 
 
 def _collate(seen: Seen) -> Iterator[Fix]:
-    least = 0.1 if seen.loader.get("collate") else 0.4  # torch's own is rarely what to change
+    least = 0.1 if seen.loader.get("collate") else 0.4  # changing torch's default_collate rarely helps
     share = min(0.999, seen.stages.get(COLLATE, 0.0) / max(1e-9, seen.fetch))
     if share > least:
         name = seen.loader.get("collate") or "default_collate"
@@ -183,7 +183,7 @@ def _collate(seen: Seen) -> Iterator[Fix]:
 
 
 def _line(seen: Seen) -> Iterator[Fix]:
-    """Without the slowest line of a fetch; decoding and transforms can be done once, by converting."""
+    """Yield the gain without the slowest line of a fetch; convert can run decoding and transforms once in advance."""
     line = slowest_line(seen, READING, DECODING, TRANSFORM)
     if line is not None and not seen.loop().exclusive:
         used = sum(other.share * other.on_cpu for other in seen.lines if other.stage != "step")
@@ -194,12 +194,12 @@ def _line(seen: Seen) -> Iterator[Fix]:
 
 
 def _about(share: float, error: float) -> Iterator[float]:
-    """Yield a share, and what it may be."""
+    """Yield a share, and the ends of its interval."""
     yield from (min(0.999, max(0.0, x)) for x in (share, share - error, share + error))
 
 
 def _batch(seen: Seen) -> Iterator[Fix]:
-    """Larger batches: at best, a step and passing a batch take no longer for more samples."""
+    """Yield the gain of larger batches, if a step and passing a batch take no longer for more samples."""
     loop = seen.loop()
     collate = seen.stages.get(COLLATE, 0.0)
     fetches = [MORE * (seconds - seen.fetch_gap - collate) + seen.fetch_gap + collate for seconds in loop.fetches]

@@ -1,4 +1,4 @@
-"""Say in one sentence what a training loop waits for, from what was seen of it."""
+"""Diagnose a training loop from its measurements: name what it waits for, and rank the changes that help."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ STAGES = {
 
 @dataclass(frozen=True)
 class Rung:
-    """A step of the ladder: training with the stages so far."""
+    """A step of the ladder: the rate of training with all stages up to this one."""
 
     name: str
     rate: float  # samples/s
-    alone: float | None  # samples/s of the stage without the others; None if it was not seen
+    alone: float | None  # samples/s of this stage alone; None if it was not measured
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The verdict, the costs behind it, the ladder, and the changes that gain most."""
+    """The verdict, its costs, the ladder, and the changes that gain most."""
 
     verdict: str
     cause: str
@@ -91,7 +91,7 @@ def ladder(seen: Seen) -> list[Rung]:
 
 
 def _cold(seen: Seen, rate: float) -> list[Rung]:
-    """Return the rate if all bytes came from the disk: some of those that were read may have done so already."""
+    """Return the rate if all bytes were read from the disk, as some may already have been."""
     if seen.cold_s is None:
         return []
     loop, more = seen.loop(), seen.cold_s * max(0.0, 1 - seen.disk_bytes / max(1.0, seen.read_bytes))

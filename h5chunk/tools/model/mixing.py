@@ -1,9 +1,9 @@
 """Model shuffle quality: the effective batch size if neighbouring samples are similar.
 
-Whole chunks are shuffled, so samples of one chunk share a window, and a batch, more often than other samples do. The
-loss follows from two probabilities: that two samples of one chunk share a group (`h5chunk.tools.model.clustering`), and
-that two samples of one batch share a chunk. Every batch comes from one window, however many windows alternate
-(`h5chunk.plan.order`).
+Complete chunks are shuffled, so samples of one chunk share a window, and a batch, more often than other samples do. The
+loss of quality follows from two probabilities: that two samples of one chunk share a group
+(`h5chunk.tools.model.clustering`), and that two samples of one batch share a chunk. Every batch is drawn from one
+window, even if several windows alternate (`h5chunk.plan.order`).
 
 The variance is relative to that of a full shuffle of the same samples. It is exact, except for the position of a short
 last chunk (an error of 1 / num_chunks), if windows hold whole chunks, or if parts of chunks are no more similar than
@@ -39,7 +39,7 @@ Integers = npt.NDArray[np.int64]
 
 
 def effective_batch(clustering: Clustering, order: Order) -> float:
-    """Return the size of a fully shuffled batch whose shares of groups vary as much; at most the batch size.
+    """Return the size of a fully shuffled batch whose group shares have the same variance; at most the batch size.
 
     Clustering that a shuffled file might show by chance, for example if it has few chunks, is ignored: shuffling the
     file would change nothing.
@@ -52,7 +52,7 @@ def effective_batch(clustering: Clustering, order: Order) -> float:
 
 
 def design_effect(clustering: Clustering, order: Order) -> float:
-    """Return the variance of the shares of groups in a batch, over that of a full shuffle, averaged over an epoch.
+    """Return the variance of group shares in batches, relative to a full shuffle, averaged over an epoch.
 
     For M samples in batches of B from windows of W, with whole chunks of b samples, it is
     ``1 + (B - 1) (b - 1) / (W - 1) (M - W) / (M - b) M / (M - B) correlation``. Raise OptionError if ``clustering`` is

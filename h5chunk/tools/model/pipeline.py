@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 RESAMPLES = 16
-MODEL_ERROR = 0.05  # the part of a predicted time by which predictions of simple loops were wrong
+MODEL_ERROR = 0.05  # relative error of predicted times of simple loops
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,15 @@ class Loop:
     fetches: Sequence[float]  # time in which a worker makes a batch, without waiting for a core or for other workers
     steps: Sequence[float]  # time between receiving a batch and asking for the next one
     workers: int  # 0: the main process makes the batches
-    cores: float  # that this training may use
+    cores: float  # cores that this training may use
     fetch_cpu: float  # CPU time of making a batch
     step_cpu: float  # CPU time of a step
     prefetch: int = 2  # batches that each worker may have ready
     handover: float = 0.0  # time in which the main process takes a batch that is ready
-    least: float = 0.0  # time of the GPU, which works on a step while Python goes on
+    least: float = 0.0  # time that the GPU works on a step, while Python continues
     exclusive: float = 0.0  # time in which only one worker at a time can work
     in_order: bool = True  # whether batches are delivered in the order of the sampler
-    slowdown: Sequence[float] = ()  # of each worker, against the mean
+    slowdown: Sequence[float] = ()  # time of each worker relative to the mean
 
     def shorter(self, share: float, cpu_share: float) -> Loop:
         """Return a loop whose fetches lack a share of their time, and a share of their CPU time."""
@@ -56,7 +56,7 @@ class Range:
 
 
 def seconds_per_batch(loop: Loop) -> float:
-    """Return the mean time of an iteration once the first batches are through."""
+    """Return the mean time of an iteration, without the first batches."""
     if loop.workers == 0:
         return max(loop.least, float(np.mean(loop.fetches) + np.mean(loop.steps)))
     simulated = _in_order(loop) if loop.in_order else _any_order(loop)
@@ -91,7 +91,7 @@ def _ends(loop: Loop) -> Iterator[float]:
 def gain_range(today: Loop, *changed: Loop) -> Range:
     """Predict how many times faster a changed loop is, with an interval from resampled batches (block bootstrap).
 
-    Further loops are changed as much as the first one may differ: they widen the interval.
+    Loops after the first have changes at the ends of the interval of the change; they widen the interval of the gain.
     """
     generator = np.random.default_rng(0)
     before = seconds_per_batch(today)

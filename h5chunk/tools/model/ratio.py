@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 STUDENT = (12.7, 4.3, 3.2, 2.8, 2.6, 2.5, 2.4, 2.3, 2.3)  # 95 % of Student's t, with 1 to 9 degrees of freedom
-UNKNOWN = 100.0  # an interval reference upper end is this many times its lower end says nothing
+UNKNOWN = 100.0  # ratio of the ends of an interval from which it carries no information
 MIN_SPREAD = 0.03  # typical difference of two runs of the same loop
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """The rate of one setting over that of another: the median of all turns, and the interval that holds 95 % of them.
+    """The ratio of the rates of two settings: the median of all turns, and the interval that contains 95 % of them.
 
     With two turns the interval is very wide, and with one turn it is unbounded.
     """
@@ -31,8 +31,8 @@ class Ratio:
     def of(cls, rates: Sequence[float], reference_rates: Sequence[float], busy: float = 1.0) -> Ratio:
         """Compare the rates of two settings turn by turn, for at least one turn.
 
-        ``busy`` is the number of threads that wait for each core: what they leave to a loop of one thread and to one of
-        several differs from minute to minute, so that the interval is widened by its square root on both sides.
+        ``busy`` is the load per core by other programs. They slow down loops of one and of several threads differently
+        from minute to minute, so the interval is widened by its square root on both sides.
         """
         logs = [math.log(rate / other) for rate, other in zip(rates, reference_rates, strict=True)]
         middle, count = statistics.fmean(logs), len(logs)

@@ -1,4 +1,4 @@
-"""What was seen of a training loop, as numbers: the input of a diagnosis."""
+"""Measurements of a training loop: the input of a diagnosis."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from h5chunk.tools.model.pipeline import Loop
 
 READING, DECODING, TRANSFORM, COLLATE, LOCK = "reading", "decoding", "transform", "collate", "lock"
 FETCH_STAGES = (READING, DECODING, TRANSFORM, LOCK, COLLATE)
-MAX_DELAY = 0.5  # of a time, that can be waiting for a core
-OUTLIER = 3.0  # times the median: longer steps are those of warming up, or of saving
-TAKE_S, MAX_TAKE_S = 1.5e-4, 4e-4  # of taking a tensor from a worker: where it was not measured, and at most
-KERNEL_GAP_S = 2e-6  # between two kernels on a GPU
+MAX_DELAY = 0.5  # largest fraction of a time that is attributed to waiting for a core
+OUTLIER = 3.0  # multiple of the median above which steps are ignored, such as warm-up and saving
+TAKE_S, MAX_TAKE_S = 1.5e-4, 4e-4  # time to unpack a tensor from a worker: if not measured, and at most
+KERNEL_GAP_S = 2e-6  # time between two kernels on a GPU
 BLOCKS = 8  # parts of a measurement that are compared with each other
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the user's code, and how much of a stage it took."""
+    """A line of the user's code, and its share of the time of a stage."""
 
     stage: str
     place: str  # file:line
-    share: float  # of the time of a fetch, or of a step
-    on_cpu: float  # the part in which it used a core
+    share: float  # share of the time of a fetch, or of a step
+    on_cpu: float  # fraction of its time in which it used a core
     code: str = ""
-    error: float = 0.0  # of the share, because lines are sampled
+    error: float = 0.0  # sampling error of the share
 
     def __str__(self) -> str:
         name = self.place.rpartition("/")[2]
@@ -166,7 +166,7 @@ class Seen:
         return share, share - error
 
     def loop(self) -> Loop:
-        """Return the loop as the simulation of workers takes it."""
+        """Return the loop in the form that the simulation of workers uses."""
         waited = min(MAX_DELAY, self.step_delay / max(1e-9, self.step if self.workers else self.iteration))
         delay = min(MAX_DELAY, self.fetch_delay / max(1e-9, self.fetch)) if self.workers else waited
         mean = max(1e-9, self.fetch)

@@ -26,10 +26,10 @@ from h5chunk.plan.slots import plan_slots
 LOADER, DATASET = "loader", "dataset"
 CHUNK_BYTES = (128 << 10, 512 << 10, 1 << 20, 2 << 20)  # sizes of a repacked file's chunks to try
 PAST_CACHE = 8 << 20  # larger chunks bypass HDF5's default cache, which is faster for plain readers of single samples
-FEWEST_CHUNKS = 16  # least number of chunks of a repacked file
+FEWEST_CHUNKS = 16  # minimum number of chunks of a repacked file
 PREFETCH = 2  # batches that a DataLoader's worker prepares
 KEPT = 2  # windows that a loader keeps for reuse
-STAY = 0.97  # a setting that needs no new file, or is simpler, is preferred if it has this share of the best rate
+STAY = 0.97  # prefer a setting that is simpler, or needs no new file, if it reaches this fraction of the best rate
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class DataFacts:
 
     @property
     def batch_samples(self) -> int:
-        """Samples of a batch: ``batch_size``, or all samples if there are fewer."""
+        """Number of samples in a batch: ``batch_size``, or all samples if there are fewer."""
         return min(self.batch_size, self.num_samples)
 
     @property
@@ -111,7 +111,7 @@ def order_of(setting: Setting, facts: DataFacts) -> Order:
 
 
 def window_samples(setting: Setting, facts: DataFacts) -> int:
-    """Return the samples of a full window, or all samples if there are fewer."""
+    """Return the number of samples in a full window, or of all samples if there are fewer."""
     order = order_of(setting, facts)
     return order.window_batches * order.batch_size
 
@@ -133,7 +133,7 @@ def cache_of(setting: Setting, facts: DataFacts, num_workers: int | None = None)
 
 
 def memory_of(setting: Setting, facts: DataFacts) -> int:
-    """Return how many bytes of memory a setting takes for windows, batches and chunk caches, without interpreters."""
+    """Return the bytes of memory that a setting needs for windows, batches and chunk caches, without interpreters."""
     order = order_of(setting, facts)
     batch = facts.batch_samples * (facts.converted_bytes or facts.sample_bytes)
     if setting.reader == DATASET:
@@ -196,7 +196,7 @@ class Trial:
 
     setting: Setting
     memory_bytes: int
-    effective_batch: float | None  # None if no field tells which samples are similar
+    effective_batch: float | None  # None if no field shows which samples are similar
     allowed: bool  # whether it fits in memory, and its effective batch is large enough
     rate: float | None = None  # samples/s from the page cache; None if it was not measured
 

@@ -1,4 +1,4 @@
-"""What training loses within its step, and outside of the loop: nothing of it is the data's fault but copying."""
+"""Find costs of training steps and of the machine; apart from copying, the data does not cause them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from h5chunk.tools.model.cost import Cost, Fix, slowest_line, where
 from h5chunk.tools.model.pipeline import Range
 from h5chunk.tools.model.seen import Seen
 
-PINNED_BYTES_S = 4e10  # of a copy from pinned memory, bytes/s
-PINNING_BYTES_S = 6e9  # of copying to pinned memory, by a thread
-FUSED = 0.1  # time of a fused optimizer over that of one with several kernels for each parameter
+PINNED_BYTES_S = 4e10  # rate of a copy from pinned memory to the GPU
+PINNING_BYTES_S = 6e9  # rate at which a thread copies to pinned memory
+FUSED = 0.1  # time of a fused optimizer relative to one with several kernels per parameter
 FEW_SAMPLES = 8
 LEAST_IDLE = 0.1  # of the GPU: less has no cause in the step
 
 
 def step_costs(seen: Seen) -> Iterator[Cost]:
-    """Say what the GPU waits for while training does not wait for a batch."""
+    """Yield the costs of steps, for which the GPU waits while training does not wait for a batch."""
     gpu = seen.gpu
     if gpu is None:
         return
@@ -110,7 +110,7 @@ def _python(seen: Seen) -> Cost:
 
 
 def machine_costs(seen: Seen) -> Iterator[Cost]:
-    """Say what training loses to threads, memory, clocks, other ranks and other loaders."""
+    """Yield the costs of threads, memory, clocks, other ranks and other loaders."""
     rest, delay = 1 - seen.elsewhere, seen.step_delay / seen.iteration
     if seen.elsewhere:
         text = f"Not training: other loaders, such as validation, take {seen.elsewhere:.0%} of the time."
