@@ -179,12 +179,12 @@ def _upload(url: str, make: Callable[[Path], Any], options: dict[str, Any], over
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = folder / parse(url)[1]
     if options.get("dry_run"):
-        return replace(make(path), path=url)
+        return _at(url, make(path))
     uploads = Uploads(url, folder / "complete", overwrite=overwrite)
     with closing(uploads):
         token = _current.set(uploads)
         try:
-            report = replace(make(path), path=url)
+            report = _at(url, make(path))
         finally:
             _current.reset(token)
         try:
@@ -198,6 +198,12 @@ def _upload(url: str, make: Callable[[Path], Any], options: dict[str, Any], over
             ) from None
     shutil.rmtree(folder)
     return report
+
+
+def _at(url: str, report: Any) -> Any:
+    """Return a report with the URLs of the output."""
+    files = [replace(file, path=f"{url}/{Path(file.path).name}") for file in getattr(report, "files", ())]
+    return replace(report, path=url, **({"files": tuple(files)} if files else {}))
 
 
 def _exists(url: str) -> bool:

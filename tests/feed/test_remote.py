@@ -467,6 +467,7 @@ def test_workers_of_a_cluster_upload(bucket, tmp_path, monkeypatch, kind):
         report = command(source, "s3://bucket/new", client=client, **options)
         assert report.path == "s3://bucket/new"
         num_bytes = sum(file.num_bytes for file in report.files) if kind == "repack" else report.num_bytes
+        assert kind != "repack" or report.files[1].path == "s3://bucket/new/new-00001-of-00004.h5"
         assert num_bytes == sum(map(len, expected.values()))
         assert objects_in(bucket, "new") == expected
         assert bucket.puts[-1].startswith("/bucket/new/new-00000-of-0000")
