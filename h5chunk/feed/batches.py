@@ -21,6 +21,7 @@ from h5chunk.transforms.augmenting import AugmentConverter
 from h5chunk.transforms.csr import CsrRows
 from h5chunk.transforms.images import ImagesByNumber
 from h5chunk.transforms.per_sample import PerSample, split_per_sample
+from h5chunk.transforms.ragged import RaggedConverter
 from h5chunk.transforms.rows import RowConverter
 
 GROUP_BYTES = 64 << 20  # batches to convert with one call: launching a kernel costs more than running it on a small one
@@ -127,7 +128,11 @@ class BatchMaker:
         self.ahead = max(pipeline.ahead for pipeline in pipelines)  # batches to begin before they are needed
         for pipeline in pipelines if self.ahead else ():
             pipeline.reuses = False  # batches of all fields are begun together
-        self._others = [pipeline.others for pipeline in pipelines for _ in range(pipeline.converter.num_outputs)]
+        self._others = [
+            () if output and isinstance(pipeline.converter, RaggedConverter) else pipeline.others
+            for pipeline in pipelines
+            for output in range(pipeline.converter.num_outputs)
+        ]
         self._finishes = any(self._others)
         self.changes_nothing = all(pipeline.changes_nothing for pipeline in pipelines)
         holds_out = any(pipeline.converter.num_outputs > 1 for pipeline in pipelines)

@@ -29,10 +29,15 @@ class Sample(tuple[Any, ...]):
 
 
 class Batch(Sequence[Sample]):
-    """A batch as a sequence of samples, stored by field: (batch_size, ...) tensors, or lists of str."""
+    """A batch as a sequence of samples, stored by field: (batch_size, ...) tensors, or lists of str.
 
-    def __init__(self, fields: tuple[Any, ...] | list[Any], num_samples: int | None = None) -> None:
-        self.fields = fields
+    Field ``packed`` has samples one after the other, and the next field where each begins: see `Pack`.
+    """
+
+    def __init__(
+        self, fields: tuple[Any, ...] | list[Any], num_samples: int | None = None, packed: int | None = None
+    ) -> None:
+        self.fields, self._packed = fields, packed
         self._num_samples = len(fields[0]) if num_samples is None else num_samples
 
     def __len__(self) -> int:
@@ -47,7 +52,12 @@ class Batch(Sequence[Sample]):
             return [self[i] for i in range(*index.indices(len(self)))]
         if not len(self):  # torch looks at the first sample even of an empty batch
             return Sample()
-        return Sample(field[index] for field in self.fields)
+        if self._packed is None:
+            return Sample(field[index] for field in self.fields)
+        first, (start, stop) = self._packed, self.fields[self._packed + 1][index : index + 2].tolist()
+        own = self.fields[first][start:stop], torch.tensor(stop - start)
+        others = [field[index] for field in (*self.fields[:first], *self.fields[first + 2 :])]
+        return Sample([*others[:first], *own, *others[first:]])
 
     def stacked(self) -> Batch:
         """Return the batch with its images, which were decoded one by one, stacked into one tensor per field.

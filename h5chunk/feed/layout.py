@@ -18,7 +18,7 @@ from h5chunk.errors import FieldError, printable
 from h5chunk.plan.csr import entries_of_chunks, entries_of_rows, fullest_chunks
 from h5chunk.store.format.header import CSR
 from h5chunk.store.read.fields import MatrixField
-from h5chunk.store.read.ragged import RaggedField
+from h5chunk.store.read.ragged import RaggedField, SeriesField
 from h5chunk.store.read.reader import H5Reader
 
 ALIGNMENT = 512  # alignment of an array in a slot's buffer
@@ -47,6 +47,7 @@ class FieldLayout:
 class MatrixLayout:
     """Row starts of a CSR matrix, (num_rows + 1,) int64, the types of its entries, and the size of its largest window.
 
+    ``num_columns`` is 0 if entries are the values of samples that differ in length.
     ``where`` names the file and field in messages. With ``may_repeat``, a row may have several entries in one column,
     in any order, as in files that h5chunk did not write. ``max_entries(rows)`` is the largest number of entries of a
     window of that many rows.
@@ -119,6 +120,10 @@ def ragged_layout(
         max_entries = entries_of_chunks(fullest_chunks(reader.indptr, field.chunk_samples), field.chunk_samples, lanes)
     else:
         max_entries = entries_of_rows(np.diff(reader.indptr), counts)
+    if isinstance(field, SeriesField):
+        values = torch_dtype(field.dtype, field.name)
+        assert values is not None
+        return MatrixLayout(reader.indptr, 0, values, None, where, False, max_entries)
     if not isinstance(field, MatrixField):
         return MatrixLayout(reader.indptr, BYTES, torch.uint8, None, where, False, max_entries)
     values = None if field.value_dtype is None else torch_dtype(field.value_dtype, field.name)

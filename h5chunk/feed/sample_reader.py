@@ -35,15 +35,23 @@ from h5chunk.plan.order import INTERLEAVE, Order
 from h5chunk.stamp import stamp_of
 from h5chunk.store.read.direct import read_small_fields
 from h5chunk.store.read.fields import Field
-from h5chunk.store.read.ragged import ImagesField, RaggedField
+from h5chunk.store.read.ragged import ImagesField, RaggedField, SeriesField
 from h5chunk.store.read.reader import SMALL_FIELD_BYTES, H5Reader
 from h5chunk.store.read.several import close_descriptors, direct_fields, held_ranges, open_descriptors, remote_ranges
-from h5chunk.transforms import BATCH_TRANSFORMS, ToDtype, check_first, compile_transforms, transforms_by_field
+from h5chunk.transforms import (
+    BATCH_TRANSFORMS,
+    Converter,
+    ToDtype,
+    check_first,
+    compile_transforms,
+    transforms_by_field,
+)
 from h5chunk.transforms.any_size import AnySizeConverter, whole_images
 from h5chunk.transforms.augmenting import AUGMENTING, AugmentConverter
 from h5chunk.transforms.csr import CsrRows, Entries, fresh, make_csr, scatter
 from h5chunk.transforms.hold_out import as_array
 from h5chunk.transforms.images import ImageConverter
+from h5chunk.transforms.ragged import RaggedConverter
 from h5chunk.transforms.rows import RowConverter
 
 Tensors = Sequence[torch.Tensor]
@@ -60,7 +68,7 @@ class SampleTransforms:
         self.given = transform
         listed = [transform] if callable(transform) else transform
         by_field = transforms_by_field(listed, fields, "transform")
-        self.converters: dict[str, RowConverter | AugmentConverter] = {}
+        self.converters: dict[str, Converter] = {}
         self._each: list[Sequence[Callable[[Any], Any]]] = []  # of each value of a sample
         for name, field in fields.items():
             others = self._compile(by_field[name], field)
@@ -75,10 +83,13 @@ class SampleTransforms:
         check_first(transforms, field, stored)
         if any(isinstance(each, ToDtype) and each.channels_last for each in transforms):
             raise OptionError("channels_last is for batches, but a transform is for single samples: use a ChunkLoader")
-        if field.scale is not None or any(isinstance(each, AUGMENTING) for each in transforms):
+        needs = field.scale is not None or isinstance(field, SeriesField)
+        if needs or any(isinstance(each, AUGMENTING) for each in transforms):
             converter, others = compile_transforms(transforms, field, stored, fresh)
             if isinstance(converter, RowConverter) and converter.makes_csr and others:
                 raise OptionError("transform has functions of a sample, but Csr makes whole batches: use collate_fn")
+            if isinstance(converter, RaggedConverter) and others:
+                raise OptionError("transform has functions of a sample after Pad or Pack: use collate_fn")
             assert not isinstance(converter, ImageConverter)
             self.converters[field.name], transforms = converter, others
         return tuple(partial(_of_single, each) if isinstance(each, BATCH_TRANSFORMS) else each for each in transforms)
@@ -144,9 +155,7 @@ def _csr_first(num_columns: int, num_outputs: int, tensors: tuple[torch.Tensor, 
 class SampleReader:
     """Read the fields of a `ChunkDataset`; ``converters`` maps the names of fields to their converters."""
 
-    def __init__(
-        self, reader: H5Reader, converters: Mapping[str, RowConverter | AugmentConverter], order: Order | None
-    ) -> None:
+    def __init__(self, reader: H5Reader, converters: Mapping[str, Converter], order: Order | None) -> None:
         self._reader, self._converters, self._order = reader, converters, order
         self._memory, self._shared = BatchMemory(), SharedMemory()
         self._assemble: Assemble | None = None  # builds the fields of a batch from its tensors, if these differ
@@ -166,6 +175,9 @@ class SampleReader:
         that is shared with the main process of a DataLoader. ``ordered`` says that a sampler drew the samples.
         """
         loaded = [each for name in names for each in self._load(name, draws, numbered.get(name), ordered)]
+        found = (self._converters.get(name) for name in names)
+        packs = [isinstance(convert, RaggedConverter) and convert.packs for convert in found]
+        packed = packs.index(True) if any(packs) else None
         numbers = [each for each in loaded if isinstance(each, Loaded)]
         shapes = [shape for each in numbers for shape in each.shapes]
         if shared:
@@ -181,9 +193,10 @@ class SampleReader:
         if len(self._reader.readers) == 1 and stamp_of(self._reader.path) != self._reader.stamp:
             self._reader.check_unchanged()
         if len(numbers) == len(loaded):  # `SharedFields` stay whole, and are sent to the other process without a copy
-            return Batch(fields)
+            return Batch(fields, len(draws.numbers), packed)
         made = iter(fields)
-        return Batch(tuple(next(made) if isinstance(each, Loaded) else each for each in loaded))
+        whole = tuple(next(made) if isinstance(each, Loaded) else each for each in loaded)
+        return Batch(whole, len(draws.numbers), packed)
 
     def _load(self, name: str, draws: Draws, numbers: np.ndarray | None, ordered: bool) -> Sequence[Loaded | list[Any]]:
         """Load the samples of a field, or its inputs and targets if entries are held out. Strings become lists."""
@@ -194,10 +207,12 @@ class SampleReader:
         field, rows, convert = self._reader.fields[name], draws.numbers, self._converters.get(name)
         if isinstance(convert, RowConverter):
             return self._load_matrix(field, draws, convert, ordered)
+        if isinstance(convert, RaggedConverter):
+            return [_loaded(part) for part in convert(self._read_entries(rows), True, draws)]
         if isinstance(field, ImagesField):
             return [self._load_any_size(field, draws, convert)]
         shape = (len(rows), *field.sample_shape)
-        if convert is not None:
+        if isinstance(convert, AugmentConverter):
             images = np.empty(shape, field.dtype)
             self._read(name, rows, images)
             return [_augmented(convert, torch.from_numpy(images), draws)]

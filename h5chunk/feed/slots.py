@@ -131,6 +131,8 @@ class CsrWindow:
         if self._layout.may_repeat:
             self._check_repeated()
         indices, columns = self._room.indices, self._layout.num_columns
+        if not columns:
+            return
         signed = indices.dtype.kind == "i"
         if not len(indices) or (not signed and np.iinfo(indices.dtype).max < columns):
             return

@@ -40,7 +40,7 @@ import torch
 
 from h5chunk.errors import OptionError
 from h5chunk.store.read.fields import Field, MatrixField
-from h5chunk.store.read.ragged import ImagesField, RaggedField
+from h5chunk.store.read.ragged import ImagesField, RaggedField, SeriesField
 from h5chunk.transforms.any_size import AnySizeConverter
 from h5chunk.transforms.augment import (
     GEOMETRIC,
@@ -57,6 +57,7 @@ from h5chunk.transforms.augmenting import AUGMENTING, AugmentConverter
 from h5chunk.transforms.hold_out import HoldOut
 from h5chunk.transforms.images import ImageConverter, Normalize, ToDtype, channel_axis
 from h5chunk.transforms.per_sample import NO_NUMBERS, per_sample
+from h5chunk.transforms.ragged import LENGTH_TRANSFORMS, Pack, Pad, RaggedConverter
 from h5chunk.transforms.rows import L2, ROW_TRANSFORMS, Allocate, Binarize, Csr, Dense, Log1p, RowConverter
 
 __all__ = [
@@ -70,6 +71,8 @@ __all__ = [
     "HoldOut",
     "Log1p",
     "Normalize",
+    "Pack",
+    "Pad",
     "RandomCrop",
     "RandomErasing",
     "RandomHorizontalFlip",
@@ -80,10 +83,10 @@ __all__ = [
 ]
 
 IMAGE_TRANSFORMS = (Normalize, ToDtype, *AUGMENTING)
-BATCH_TRANSFORMS = (*IMAGE_TRANSFORMS, *ROW_TRANSFORMS)
+BATCH_TRANSFORMS = (*IMAGE_TRANSFORMS, *ROW_TRANSFORMS, *LENGTH_TRANSFORMS)
 Transform = Callable[[Any], Any]
 Transforms = Sequence[Transform] | Mapping[str, Sequence[Transform]]
-Converter = ImageConverter | AugmentConverter | RowConverter
+Converter = ImageConverter | AugmentConverter | RowConverter | RaggedConverter
 
 
 def transforms_by_field(
@@ -142,6 +145,11 @@ def compile_transforms(
     `OptionError` if the transforms do not fit each other, or the field.
     """
     check_first(transforms, field, stored)
+    if isinstance(field, SeriesField):
+        count = _leading(transforms, LENGTH_TRANSFORMS, LENGTH_TRANSFORMS)
+        if wrong := [each for each in transforms[count:] if isinstance(each, BATCH_TRANSFORMS)]:
+            raise OptionError(f"{wrong[0]} does not fit: the samples of field {field.name!r} differ in length")
+        return RaggedConverter(transforms[:count], field, allocate), tuple(transforms[count:])
     if isinstance(field, ImagesField):
         count = _leading(transforms, IMAGE_TRANSFORMS, Normalize, ToDtype)
         _check_late(transforms, count)
@@ -204,6 +212,9 @@ def check_first(transforms: Sequence[Transform], field: Field | RaggedField, sto
         remedy = "is a matrix: give Dense, Csr, L2 or Log1p"
     elif field.scale is None and any(isinstance(transform, HoldOut) for transform in transforms):
         remedy = "is not a matrix: HoldOut needs the entries of a matrix"
+    elif isinstance(first, LENGTH_TRANSFORMS) != isinstance(field, SeriesField) and isinstance(first, BATCH_TRANSFORMS):
+        differ = isinstance(field, SeriesField)
+        remedy = "has samples that differ in length: give Pad or Pack" if differ else "has samples of one shape"
     elif field.scale is None and isinstance(first, (Dense, Csr)):
         remedy = "is not a matrix: use ToDtype"
     elif field.scale is None and isinstance(first, ROW_TRANSFORMS) and stored and not stored.is_floating_point:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 import h5chunk
 from h5chunk.store.read import keyed_list
+from h5chunk.transforms import Normalize, Pack, Pad
 
 COUNT = 23
 STORAGE: dict[str, Mapping[str, Any]] = {
@@ -283,3 +284,92 @@ def test_samples_that_differ_are_errors_that_name_them(tmp_path: Path, how: str,
 def test_invalid_patterns(tmp_path: Path, pattern: Any, message: str) -> None:
     with pytest.raises(h5chunk.OptionError, match=message):
         h5chunk.Keyed(tmp_path / "x.h5", pattern)
+
+
+LENGTHS = np.random.default_rng(1).integers(0, 9, COUNT)
+LENGTHS[0] = 5
+
+
+def _make_ragged(path: Path, storage: str = "contiguous") -> Path:
+    with h5py.File(path, "w") as file:
+        for number, length in enumerate(LENGTHS.tolist()):
+            group = file.create_group(f"traces/{number:04}")
+            kind = ("contiguous", "chunked", "whole", "compact")[number % 4] if storage == "all" else storage
+            values = _values(number, length)
+            kind = "contiguous" if kind == "compact" and not length else kind
+            if kind == "whole" and length:
+                group.create_dataset("data", data=values, chunks=values.shape, compression="gzip")
+            else:
+                _write(group, "data", values, "contiguous" if kind in ("chunked", "whole") and length < 4 else kind)
+            group["pick"] = np.int64(number)
+    return path
+
+
+def _ragged(path: Path, **options: Any) -> h5chunk.Keyed:
+    return h5chunk.Keyed(path, ["traces/*/data", "traces/*/pick"], **options)
+
+
+@pytest.mark.parametrize("storage", ["contiguous", "all", "big-endian"])
+@pytest.mark.parametrize("settings", [{}, {"resident": True}, {"resident": False}, {"reader": "h5py"}, {"reuse": True}])
+@pytest.mark.filterwarnings("ignore:field .* is read through h5py")
+def test_samples_of_several_lengths_are_padded_or_packed(tmp_path: Path, storage: str, settings: Any) -> None:
+    dataset = _ragged(_make_ragged(tmp_path / "traces.h5", storage))
+    for transforms in ([], [Pad(-1)], [Pack()]):
+        seen = []
+        for values, where, picks in h5chunk.ChunkLoader(dataset, 4, transforms=transforms, **settings):
+            _check_batch(values, where, picks.tolist(), -1 if transforms else 0)
+            seen += picks.tolist()
+        assert sorted(seen) == list(range(COUNT))
+
+
+def _check_batch(values: torch.Tensor, where: torch.Tensor, numbers: list[int], padding: float) -> None:
+    expected = [_values(number, LENGTHS[number]) for number in numbers]
+    lengths = LENGTHS[numbers]
+    if len(where) > len(numbers):
+        assert where.tolist() == [0, *np.cumsum(lengths)]
+        np.testing.assert_array_equal(values, np.concatenate(expected))
+        return
+    assert where.tolist() == lengths.tolist() and values.shape == (len(numbers), lengths.max(), 3)
+    for row, own in zip(values.numpy(), expected, strict=True):
+        np.testing.assert_array_equal(row[: len(own)], own)
+        assert (row[len(own) :] == padding).all()
+
+
+@pytest.mark.parametrize("transform", [None, Pad(-1), Pack()])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_data_loader_pads_or_packs(tmp_path: Path, transform: Any, num_workers: int) -> None:
+    dataset = _ragged(_make_ragged(tmp_path / "traces.h5"), transform=transform)
+    sampler = h5chunk.ChunkSampler(dataset, 4)
+    for values, where, picks in DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers):
+        _check_batch(values, where, picks.tolist(), 0 if transform is None else -1)
+    values, length, pick = dataset[3]
+    np.testing.assert_array_equal(values, _values(3, LENGTHS[3]))
+    assert length == LENGTHS[3] and pick == 3
+
+
+def test_functions_after_padding_get_the_padded_values(tmp_path: Path) -> None:
+    dataset = _ragged(_make_ragged(tmp_path / "traces.h5"))
+    loader = h5chunk.ChunkLoader(dataset, 4, transforms=[Pad(), lambda values: values.abs() + 1], shuffle=False)
+    values, lengths, _ = next(iter(loader))
+    assert (values >= 1).all() and lengths.tolist() == LENGTHS[:4].tolist()
+
+
+@pytest.mark.parametrize(
+    ("transforms", "message"),
+    [
+        ([Normalize((0.5,), (0.5,))], "differ in length"),
+        ([Pad(), Pack()], "Pack.* does not fit"),
+        ([Pad("x")], "give a number"),
+        ({"pick": [Pad()]}, "one shape"),
+    ],
+)
+def test_transforms_that_do_not_fit_several_lengths(tmp_path: Path, transforms: Any, message: str) -> None:
+    dataset = _ragged(_make_ragged(tmp_path / "traces.h5"))
+    with pytest.raises(h5chunk.OptionError, match=message):
+        h5chunk.ChunkLoader(dataset, 4, transforms=transforms)
+
+
+def test_only_one_field_may_differ_in_length(tmp_path: Path) -> None:
+    path = _make_ragged(tmp_path / "traces.h5")
+    with pytest.raises(h5chunk.FieldError, match="'a', 'b' differ in length"):
+        h5chunk.Keyed(path, {"a": "traces/*/data", "b": "traces/*/data"})

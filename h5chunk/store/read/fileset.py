@@ -25,13 +25,18 @@ from h5chunk.plan.layout import choose_window_chunks, plan_layout
 from h5chunk.store.format.header import Header
 from h5chunk.store.read.csr import CsrBuffers
 from h5chunk.store.read.fields import Field, MatrixField
-from h5chunk.store.read.ragged import ImagesField, ImageSizes, RaggedField
+from h5chunk.store.read.ragged import ImagesField, ImageSizes, RaggedField, SeriesField
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.tables import COLUMN_IDS, check_same
 
 RESERVED_DESCRIPTORS = 32  # descriptors that a process needs for other purposes, such as sockets and libraries
 
-KINDS = {Field: "dense rows", MatrixField: "a sparse matrix", ImagesField: "images of any size"}
+KINDS = {
+    Field: "dense rows",
+    MatrixField: "a sparse matrix",
+    ImagesField: "images of any size",
+    SeriesField: "samples of several lengths",
+}
 REMEDY = "choose fields that are equal in all files with fields=..., or read these files separately"
 MATRIX_REMEDY = (
     "convert their sources together, or all with the same --scale, --values or --binarize, so that values are stored "
@@ -217,6 +222,9 @@ def _combine_field(readers: Sequence[H5Reader], name: str) -> Field | RaggedFiel
         sums |= {trait: max(getattr(field, trait) for field in ragged) for trait in ("chunk_samples", "filtered")}
         if isinstance(ragged[0], ImagesField):
             _check_equal(readers, name, ("form", "channels"), REMEDY)
+            return replace(ragged[0], **sums)
+        if isinstance(ragged[0], SeriesField):
+            _check_equal(readers, name, ("dtype", "step_shape"), REMEDY)
             return replace(ragged[0], **sums)
         _check_equal(readers, name, ("num_columns", "index_dtype"), REMEDY)
         _check_equal(readers, name, ("value_dtype", "scale"), MATRIX_REMEDY)

@@ -7,7 +7,6 @@ import os
 import threading
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -31,30 +30,8 @@ from h5chunk.store.read.direct import ByteReader
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.keyed_index import CONTIGUOUS, THROUGH_HDF5, FieldIndex
 from h5chunk.store.read.keyed_list import Report, open_index
-from h5chunk.store.read.ragged import RaggedField
+from h5chunk.store.read.ragged import SeriesField
 from h5chunk.store.read.reader import H5Reader
-
-
-@dataclass(frozen=True, kw_only=True)
-class SeriesField(RaggedField):
-    """Arrays that differ in the length of their first axis; an entry is one value, and a step has ``step_shape``."""
-
-    step_shape: tuple[int, ...]
-    value_dtype: np.dtype
-
-    entry_datasets = ("values",)
-
-    @property
-    def sample_shape(self) -> tuple[int, ...]:
-        return (-1, *self.step_shape)
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.value_dtype
-
-    @property
-    def entry_bytes(self) -> int:
-        return self.value_dtype.itemsize
 
 
 class KeyedReader(H5Reader):

@@ -90,6 +90,28 @@ class ImagesField(RaggedField):
     table_datasets = tuple(IMAGE_TABLES)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SeriesField(RaggedField):
+    """Arrays that differ in the length of their first axis: an entry is one number; ``step_shape`` is a step's."""
+
+    step_shape: tuple[int, ...]
+    value_dtype: np.dtype
+
+    entry_datasets = ("values",)
+
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        return (-1, *self.step_shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.value_dtype
+
+    @property
+    def entry_bytes(self) -> int:
+        return self.value_dtype.itemsize
+
+
 def find_image_groups(names: Iterable[str]) -> list[str]:
     """Find the groups of images of any size among the names of datasets of an h5chunk file.
 
