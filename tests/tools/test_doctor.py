@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import h5chunk
 from h5chunk.plan.cache import ChunkGrid, mean_hits
+from h5chunk.tools.doctor.record import caller
 from h5chunk.tools.model.diagnosis import diagnose
 from h5chunk.tools.model.seen import Gpu, Line, Seen
 
@@ -263,3 +265,8 @@ def test_epochs_of_a_chunk_loader_are_watched(tmp_path):
             for _ in loader:
                 torch.randn(200, 200) @ torch.randn(200, 200)
     assert report.seen.loader["kind"] == "ChunkLoader"
+
+
+def test_a_frame_without_a_line_counts_as_its_function():
+    code = SimpleNamespace(co_filename="/a/train.py", co_firstlineno=7)
+    assert caller(SimpleNamespace(f_code=code, f_lineno=None, f_back=None)) == "/a/train.py:7"

@@ -146,12 +146,13 @@ class WatchedLoop(DoctorReport):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         from h5chunk.tools.doctor import watch
+        from h5chunk.tools.doctor.cached_step import time_step
 
         watch.remove()  # without the last iteration, in which workers may have been stopped
         try:
             if kind is None:
                 batch = self._watch.batch
-                cached = None if batch is None else watch.time_step(self._step, batch)
+                cached = None if batch is None else time_step(self._step, batch)
                 self.fill(Path(self._folder.name), vars(self._loader).get("_doctor_number"), cached)
                 _finish(self, *self._last)
         finally:

@@ -50,17 +50,22 @@ def is_library(filename: str) -> bool:
     return filename.startswith((*_LIBRARY_FOLDERS, _OWN_FOLDER, "<frozen")) or "-packages/" in filename
 
 
+def line_of(frame: FrameType) -> int:
+    """Return the line that a frame runs; that of its function where Python knows none."""
+    return frame.f_lineno or frame.f_code.co_firstlineno
+
+
 def caller(frame: FrameType | None) -> str:
     """Return the innermost line of the user's code as ``file:line``; empty if there is none."""
     while frame is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
-    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return "" if frame is None else f"{frame.f_code.co_filename}:{line_of(frame)}"
 
 
 def stage_of(frame: FrameType | None) -> str:
     """Return the stage that a stack of calls belongs to, by its libraries and the words of the user's line."""
     while frame is not None and "torch/utils/data" not in frame.f_code.co_filename:
-        if found := _stage_of_line(frame.f_code.co_filename, frame.f_lineno):
+        if found := _stage_of_line(frame.f_code.co_filename, line_of(frame)):
             return found
         frame = frame.f_back
     return TRANSFORM

@@ -11,7 +11,6 @@ import inspect
 import math
 import multiprocessing
 import os
-import statistics
 import sys
 import threading
 import time
@@ -35,8 +34,6 @@ from h5chunk.tools.doctor.record import Fetch, Recorder, Sampler, Step, caller
 FILES_AFTER = 3  # fetches after which open files are listed
 TIMED = 8  # one of so many fetches has its reads measured
 TAKE_S = 5e-5  # of taking a batch from a worker, beyond unpacking it
-HOST_STEPS = 10  # with a cached batch, in which Python is measured alone
-CACHED_STEPS, CACHED_S = 100, 0.5  # with a cached batch, and the longest time of them
 clock = time.perf_counter
 
 
@@ -197,26 +194,6 @@ def remove() -> None:
         _watch.close()
         atexit.unregister(_watch.close)
     _watch = None
-
-
-def time_step(step: Callable[[Any], object], batch: Any) -> tuple[float, float]:
-    """Return the seconds that Python and the whole take for a step with the same batch again and again."""
-    wait = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
-    times = []
-    with torch.random.fork_rng(devices):
-        for _ in range(HOST_STEPS):
-            wait()  # so that nothing queued before holds up Python
-            started = clock()
-            step(batch)
-            times.append(clock() - started)
-        wait()
-        started, done = clock(), 0
-        while done < CACHED_STEPS and clock() < started + CACHED_S:
-            step(batch)
-            done += 1
-        wait()
-    return statistics.median(times), (clock() - started) / done
 
 
 def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
