@@ -187,6 +187,19 @@ def is_stored_as(dataset: h5py.Dataset, dtype: np.dtype) -> bool:
     return bool(stored.equal(h5py.h5t.py_create(plain, logical=True)))
 
 
+def check_bytes(dataset: h5py.Dataset, dtype: np.dtype) -> None:
+    """Raise NotDirect unless the dataset's values are stored in its own file and in this machine's format."""
+    properties = dataset.id.get_create_plist()
+    if properties.get_layout() not in (h5py.h5d.CHUNKED, h5py.h5d.CONTIGUOUS):
+        raise NotDirect("it is stored compactly or is a view of other files")
+    if properties.get_layout() == h5py.h5d.CONTIGUOUS and properties.get_external_count():
+        raise NotDirect("its data is in other files")
+    if dtype.kind not in "biuf" or not is_stored_as(dataset, dtype):
+        raise NotDirect(f"its type {dataset.dtype} is not stored in this machine's format")
+    if not math.prod(dataset.shape):
+        raise NotDirect("it is empty")
+
+
 def stored_item_bytes(dataset: h5py.Dataset) -> int:
     """Return the number of bytes of one element in the file; for a variable-length type, of its pointer."""
     kind = dataset.id.get_type()

@@ -12,10 +12,10 @@ from typing import Any
 import h5py
 import numpy as np
 
-from h5chunk.store.hdf5.chunk_table import NotDirect, list_chunks
+from h5chunk.store.hdf5.chunk_table import NotDirect, check_bytes, list_chunks
 from h5chunk.store.hdf5.ranges import MAX_VECTORS, PART_BYTES, ReadTask, VectorTask, read_jobs
 from h5chunk.store.read.checksums import NO_SUMS
-from h5chunk.store.read.direct import KEPT_BYTES, ByteReader, DecodedChunks, check_bytes
+from h5chunk.store.read.direct import KEPT_BYTES, ByteReader, DecodedChunks
 
 GAP_BYTES = 4 << 10  # largest gap between two rows that is read: skipping it would need another system call
 

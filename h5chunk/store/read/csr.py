@@ -17,11 +17,11 @@ import h5py
 import numpy as np
 
 from h5chunk.plan.cache import CacheSettings
-from h5chunk.store.hdf5.chunk_table import NotDirect, list_chunks
+from h5chunk.store.hdf5.chunk_table import NotDirect, check_bytes, list_chunks
 from h5chunk.store.hdf5.open import descriptor_of, same_file
 from h5chunk.store.hdf5.ranges import ReadTask
 from h5chunk.store.read.checksums import NO_SUMS, ChunkChecks, Sums
-from h5chunk.store.read.direct import ByteReader, ChunkedField, ChunkRows, PlainField, check_bytes
+from h5chunk.store.read.direct import ByteReader, ChunkedField, ChunkRows, PlainField
 from h5chunk.store.read.ragged import RaggedField
 
 GAP_BYTES = 48 << 10  # gap between two rows that takes as long to read as one more call (scripts/sweep_reads.py)

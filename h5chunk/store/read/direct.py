@@ -21,7 +21,7 @@ import numpy as np
 from h5chunk.errors import FileError, human_bytes, printable
 from h5chunk.plan.cache import count_entries_read, count_items_read
 from h5chunk.plan.repack import find_pieces
-from h5chunk.store.hdf5.chunk_table import NotDirect, is_stored_as, list_chunks
+from h5chunk.store.hdf5.chunk_table import NotDirect, check_bytes, list_chunks
 from h5chunk.store.hdf5.codecs import scratch
 from h5chunk.store.hdf5.open import same_file
 from h5chunk.store.hdf5.ranges import PART_BYTES, Ranges, ReadTask, held, read_bytes, row_tasks, vectors_of
@@ -46,19 +46,6 @@ class ChunkRows(NamedTuple):
     sizes: np.ndarray
     starts: np.ndarray
     stops: np.ndarray
-
-
-def check_bytes(dataset: h5py.Dataset, dtype: np.dtype) -> None:
-    """Raise NotDirect unless the dataset's values are stored in its own file and in this machine's format."""
-    properties = dataset.id.get_create_plist()
-    if properties.get_layout() not in (h5py.h5d.CHUNKED, h5py.h5d.CONTIGUOUS):
-        raise NotDirect("it is stored compactly or is a view of other files")
-    if properties.get_layout() == h5py.h5d.CONTIGUOUS and properties.get_external_count():
-        raise NotDirect("its data is in other files")
-    if dtype.kind not in "biuf" or not is_stored_as(dataset, dtype):
-        raise NotDirect(f"its type {dataset.dtype} is not stored in this machine's format")
-    if not math.prod(dataset.shape):
-        raise NotDirect("it is empty")
 
 
 class DecodedChunks:
