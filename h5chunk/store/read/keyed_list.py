@@ -50,7 +50,7 @@ from h5chunk.store.read.keyed_index import (
     save_index,
 )
 
-PART_SAMPLES = 20_000  # samples that a child process lists, which takes about 2 s
+PART_SAMPLES = 5_000  # samples that a child process lists, which takes about a second
 REPORTED = 1000  # samples between two reports of progress
 HEADER_BYTES = 4 << 10  # where to look for the values of a compact dataset, after the start of its object header
 
@@ -115,7 +115,7 @@ def _locked_folder(target: Path) -> Iterator[Path]:
 def _make(path: Path, stamp: Any, made_for: Any, what: tuple[Any, ...], folder: Path, report: Report) -> KeyedIndex:
     patterns, attributes, trusted = what
     before = next(iter(patterns.values())).partition("*")[0].strip("/")
-    names = in_child(lambda _: _list_names(path, before, trusted), lambda: printable(path))
+    names, all_hard = in_child(lambda _: _list_names(path, before, trusted), lambda: printable(path))
     if not names:
         raise FieldError(f"{printable(path)}: group {before or '/'!r} is empty: no sample matches the pattern")
     borders = [*range(0, len(names), PART_SAMPLES), len(names)]
@@ -130,7 +130,9 @@ def _make(path: Path, stamp: Any, made_for: Any, what: tuple[Any, ...], folder: 
 
         def work(say_in_child: Callable[[Any], None]) -> KeyedIndex:
             with limited_memory(path):
-                return _Lister(path, patterns, attributes, trusted, before).list(names[start:stop], say_in_child)
+                return _Lister(path, patterns, attributes, trusted, before, all_hard).list(
+                    names[start:stop], say_in_child
+                )
 
         found = in_child(work, lambda: printable(path), lambda count: say(start, count))
         save_index(target, path, stamp, key, found)
@@ -156,20 +158,27 @@ def _make(path: Path, stamp: Any, made_for: Any, what: tuple[Any, ...], folder: 
     return joined(parts, differ)
 
 
-def _list_names(path: Path, before: str, trusted: bool) -> list[bytes]:
+def _list_names(path: Path, before: str, trusted: bool) -> tuple[list[bytes], bool]:
+    """Return the names in a group, and whether all are hard links."""
     guard = Guard(path, trusted)
     with limited_memory(path), opened(path) as file:
         group = guard.find(file, before) if before else file["/"]
         if not isinstance(group, h5py.Group):
             raise FieldError(f"{printable(path)}: has no group {before!r}: h5chunk info lists what it has")
         found: list[bytes] = []
-        group.id.links.iterate(found.append)
+        kinds: set[int] = set()
+
+        def note(name: bytes, link: Any) -> None:
+            found.append(name)
+            kinds.add(link.type)
+
+        group.id.links.iterate(note, info=True)
     for name in found:
         try:
             name.decode()
         except UnicodeDecodeError:
             raise FieldError(f"{printable(path)}: a name in {before!r} is not UTF-8: {name!r}: rename it") from None
-    return found
+    return found, kinds == {h5py.h5l.TYPE_HARD}
 
 
 def _differs(where: str, name: str, found: tuple[Any, Any], first: tuple[Any, Any]) -> FieldError:
@@ -183,15 +192,21 @@ class _Lister:
     """List a range of the samples of a file in a child process."""
 
     def __init__(
-        self, path: Path, patterns: Mapping[str, str], attributes: Sequence[str], trusted: bool, before: str
+        self,
+        path: Path,
+        patterns: Mapping[str, str],
+        attributes: Sequence[str],
+        trusted: bool,
+        before: str,
+        all_hard: bool,
     ) -> None:
-        self._path, self._before, self._guard = path, before, Guard(path, trusted)
+        self._path, self._before, self._guard, self._all_hard = path, before, Guard(path, trusted), all_hard
         self._inner = {name: pattern.partition("*")[2].strip("/") for name, pattern in patterns.items()}
         self._columns: dict[str, list[Any]] = {name: [] for name in attributes}
 
     def list(self, names: Sequence[bytes], say: Callable[[int], None]) -> KeyedIndex:
         with opened(self._path) as file:
-            self._group = self._guard.find(file, self._before) if self._before else file["/"]
+            self._group: Any = self._guard.find(file, self._before) if self._before else file["/"]
             fields = {name: _FieldLister(file, self._guard, name) for name in self._inner}
             for number, key in enumerate(names):
                 self._add(key.decode(), fields)
@@ -204,7 +219,7 @@ class _Lister:
 
     def _add(self, key: str, fields: Mapping[str, _FieldLister]) -> None:
         where = f"{printable(self._path)}: {printable(f'{self._before}/{key}'.lstrip('/'))}"
-        item = self._find(self._group, key)
+        item = h5py.h5o.open(self._group.id, key.encode()) if self._all_hard else self._find(self._group, key)
         for name, inner in self._inner.items():
             dataset = self._find(item, inner) if inner else item
             if not isinstance(dataset, h5py.h5d.DatasetID):
