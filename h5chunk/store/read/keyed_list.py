@@ -109,6 +109,8 @@ def _locked_folder(target: Path) -> Iterator[Path]:
     try:
         yield folder
     finally:
+        with suppress(OSError):  # it has parts to continue from
+            folder.rmdir()
         os.close(descriptor)
 
 
