@@ -24,12 +24,12 @@ from h5chunk.transforms.per_sample import PerSample, split_per_sample
 from h5chunk.transforms.ragged import RaggedConverter
 from h5chunk.transforms.rows import RowConverter
 
-GROUP_BYTES = 64 << 20  # batches to convert with one call: launching a kernel costs more than running it on a small one
-MORE_BYTES = 256 << 20  # the same for dense rows, of which 500 x 26,744 then take 40 us of Python, not 90, and for data
+GROUP_BYTES = 64 << 20  # batches converted by one call: on a small batch, launching a kernel costs more than running it
+MORE_BYTES = 256 << 20  # the same for dense rows, which reduces Python from 90 to 40 us for 500 x 26,744, and for data
 # that is on a GPU
 ALL = 1 << 30  # more batches than any window has
-Part = Any  # of a batch: a tensor, a tuple of tensors, or what is still being decoded
-Tensors = tuple[torch.Tensor, ...]  # one per field; two where entries are held out
+Part = Any  # one field of a batch: a tensor, a tuple of tensors, or a pending result of decoding
+Tensors = tuple[torch.Tensor, ...]  # one per field; two for a field whose entries are partly held out
 
 
 class FieldPipeline:
@@ -58,7 +58,7 @@ class FieldPipeline:
 
     @property
     def ahead(self) -> int:
-        """Number of batches to begin while the caller uses another."""
+        """Number of batches to start before the caller requests them."""
         return AHEAD if isinstance(self.converter, AnySizeConverter) else 0
 
     @property
@@ -67,7 +67,7 @@ class FieldPipeline:
         return self.converter.changes_nothing and not self._each
 
     def num_together(self, batch_size: int, *, keep: bool, group: int = GROUP_BYTES) -> int:
-        """Return how many batches to convert with one call: as many as take ``group`` bytes, at least one.
+        """Return how many batches to convert with one call: as many as fit in ``group`` bytes, at least one.
 
         With ``keep``, the caller may keep the batches: one per call, or all if nothing is converted.
         """
@@ -81,10 +81,10 @@ class FieldPipeline:
     def batches(self, samples: Any, draws: Draws, batch_size: int, *, keep: bool) -> Sequence[torch.Tensor | Tensors]:
         """Convert samples and split them into batches; with ``keep`` the batches may share memory with the samples.
 
-        A batch is a tensor, or inputs and targets where entries are held out.
+        A batch is a tensor, or a tuple of inputs and targets if entries are held out.
 
-        Batches are split without a common history, so that autograd does not mistake an in-place change of one batch
-        for a change of another.
+        Batches share no autograd history, so that autograd does not mistake an in-place change of one batch for a
+        change of another.
         """
         if isinstance(samples, Frames):
             memory: Any = self._empty
@@ -101,7 +101,7 @@ class FieldPipeline:
         return converted.data.unsafe_split(batch_size)
 
     def start(self, images: CsrRows, draws: Draws) -> Pending:
-        """Start to make a batch of images that have to be decoded."""
+        """Start decoding and converting a batch of encoded images."""
         assert isinstance(self.converter, AnySizeConverter)
         return self.converter.start(images, draws, lambda batch: self._changed(batch, draws).data)
 
@@ -139,7 +139,7 @@ class BatchMaker:
         self._joined: Callable[[Iterable[Part]], Tensors] = _flat if holds_out else tuple
 
     def whole(self, window: Fields, draws: Draws, batch_size: int) -> Tensors:
-        """Return the batch of a window that has only one."""
+        """Return the only batch of a window."""
         fields = zip(self._pipelines, window, strict=True)
         return self._joined(own.batches(part, draws, batch_size, keep=self._keep)[0] for own, part in fields)
 

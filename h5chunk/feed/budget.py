@@ -32,18 +32,18 @@ from h5chunk.store.read.windows import WindowReader
 from h5chunk.transforms import Converter
 from h5chunk.transforms.any_size import AnySizeConverter
 
-LOADING_BYTES = 8 << 20  # size of the pieces in which resident data is read
-LOADING_SLOTS = 4  # number of pieces that are read at the same time
+LOADING_BYTES = 8 << 20  # size of each piece of resident data that is read at once
+LOADING_SLOTS = 4  # number of pieces that are read concurrently
 REMOTE_AHEAD_BYTES = 256 << 20  # read ahead from object stores, so that many requests are in flight
 KEPT_BYTES = 16 << 20  # smaller data is not kept in memory: threads read it from the page cache just as fast
 RESIDENT_SHARE = 4  # resident="auto" uses at most a quarter of the device's free memory
-MAX_THREADS = 12  # more threads block each other, and delay the training loop; scripts/LOG.md
+MAX_THREADS = 12  # more threads block each other, and delay the training loop: see scripts/LOG.md
 DECODING_BYTES = 1 << 30  # limit on memory for decoding, which bounds the default number of threads
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """The fields of a data set, how to read them, and the device that they are read for."""
+    """The fields of a data set, how to read them, and the target device."""
 
     reader: H5Reader
     direct: dict[str, ByteReader]  # fields that are read by byte ranges
@@ -57,14 +57,14 @@ class DataSource:
 
     @property
     def pieces(self) -> Layouts:
-        """The layouts for slots that hold consecutive samples, as when all samples are read once."""
+        """The layouts for slots of consecutive samples, which are used to read all samples once."""
         return {
             name: layout if isinstance(layout, FieldLayout) else layout.of_pieces()
             for name, layout in self.layouts.items()
         }
 
     def read_amplification(self, order: Order) -> float:
-        """Return bytes read over bytes used in an epoch of this order, on all ranks, without fields kept in memory."""
+        """Return the ratio of bytes read to bytes used in an epoch, on all ranks, without fields kept in memory."""
         rows = None if order.selection is None else order.selection.resolve(order.seed, order.epoch).samples
         kept = [name for name, field in self.direct.items() if is_small_field(field)]
         return read_amplification(self.reader, rows, self.direct, kept)
@@ -74,7 +74,7 @@ class DataSource:
         return self.reader.main.grid.cache_for(order.open_chunks, order.cache_w0)
 
     def describe(self, order: Order) -> str:
-        """Describe in words how the fields are read."""
+        """Describe how the fields are read, for the repr of a loader."""
         times = self.read_amplification(order)
         excess = "" if times < NOTABLE else f"reads {times:.2f} x the bytes of its samples; "
         ways = ((name, "h5py" if name in self.why else "direct") for name in self.reader.fields)
@@ -91,9 +91,9 @@ def make_source(
     num_threads: int | None,
     timeout_s: float | None,
 ) -> DataSource:
-    """Make the data source from the arguments of a loader; ``order`` counts samples in the file.
+    """Make the data source from the arguments of a loader; ``order`` refers to the samples of the file.
 
-    Raise `FieldError` if a field has strings, or numbers that torch does not support, and `OptionError` if
+    Raise `FieldError` if a field has strings or a dtype that torch does not support, and `OptionError` if
     ``reader="direct"`` is not possible.
     """
     h5reader, numbered = dataset.new_reader(), dataset.numbered_fields
@@ -130,21 +130,21 @@ def _layout_of_numbered(field: Field | RaggedField) -> FieldLayout:
 
 
 def _counts(dataset: ChunkDataset, num_samples: int, order: Order) -> np.ndarray | None:
-    """Return the largest number of times that an epoch uses each sample, (n,) int64, or None for once each."""
+    """Return the maximum number of times that an epoch uses each sample, (n,) int64; None if each is used once."""
     if order.selection is None and not order.pad:
         return None
     max_uses = order.selection.max_draws if isinstance(order.selection, WeightedSelection) else 1
     counts = np.zeros(num_samples, np.int64)
     counts[slice(None) if dataset.subset_samples is None else dataset.subset_samples] = max_uses
-    if order.pad:  # a short lane starts again, maybe several times
+    if order.pad:  # a short lane repeats its samples, maybe several times
         counts *= 1 + math.ceil(order.lane_batch / max(1, order.num_samples // order.lanes))
     return counts
 
 
 def _direct_fields(reader: H5Reader, reader_kind: str) -> tuple[dict[str, ByteReader], dict[str, str]]:
-    """Return the readers of fields by byte ranges, and for each other field the reason why it is read through HDF5."""
+    """Return readers of the fields that can be read by byte ranges, and why each other field is read through HDF5."""
     if reader_kind == "h5py":
-        return {}, dict.fromkeys(reader.fields, "asked for")
+        return {}, dict.fromkeys(reader.fields, "requested by reader='h5py'")
     direct, why = direct_fields(reader)
     if why and reader_kind != "auto":
         name, reason = next(iter(why.items()))
@@ -158,7 +158,7 @@ def _direct_fields(reader: H5Reader, reader_kind: str) -> tuple[dict[str, ByteRe
 
 
 class MemoryBudget:
-    """Limit the memory of a loader, on the host and the device together, and plan what fits."""
+    """Limit the memory of a loader, on host and device together, and plan the windows that fit."""
 
     def __init__(
         self, source: DataSource, converters: Sequence[Converter], memory_bytes: int | None, *, reuse: bool
@@ -203,11 +203,11 @@ class MemoryBudget:
         return min([REMOTE_AHEAD_BYTES, *limits]) if mirrors else 0
 
     def _window_bytes(self, num_samples: int) -> int:
-        """Return the bytes of a window: on the host and, if the device is a GPU, on the device too."""
+        """Return the bytes of a window on the host plus, if the device is a GPU, those on the device."""
         return (1 if self._on_cpu else 2) * slot_bytes(self._source.layouts, num_samples)
 
     def _beside_windows(self, order: Order) -> int:
-        """Return the bytes that streaming in this order takes in addition to the windows."""
+        """Return the bytes that streaming in this order needs in addition to the windows."""
         total = self._reading_bytes(order) + sum(
             converter.decoding_bytes(order.batch_size)
             for converter in self._converters
@@ -220,7 +220,7 @@ class MemoryBudget:
         return total
 
     def _reading_bytes(self, order: Order) -> int:
-        """Return the bytes for small fields, for HDF5's chunk caches, and for decoding compressed chunks."""
+        """Return the bytes needed for small fields, HDF5's chunk caches, and decoding compressed chunks."""
         source = self._source
         total = sum(
             field.num_bytes if is_small_field(field) else field.scratch_bytes(source.num_threads)
@@ -236,7 +236,7 @@ class MemoryBudget:
         return total
 
     def _fits_device(self, resident: bool | str, order: Order) -> bool:
-        """Return whether all data is kept on the device. Raise OptionError if that was requested, but does not fit."""
+        """Return whether to keep all data on the device. Raise OptionError if that was requested but does not fit."""
         if not resident or not order.num_samples or (resident == "auto" and self._on_cpu):
             return False
         held, pieces = self._resident_bytes, self._source.pieces
@@ -263,7 +263,7 @@ class MemoryBudget:
         return max(1, min(LOADING_BYTES // max(1, sample_bytes), order.num_samples // LOADING_SLOTS))
 
     def describe(self, order: Order, plan: SlotPlan | None) -> str:
-        """Describe the memory in words; without a plan, all data is kept on the device."""
+        """Describe the use of memory, for the repr of a loader. Without a plan, all data is kept on the device."""
         if plan is None:
             return f"all {self._source.reader.num_samples} samples resident ({human_bytes(self._resident_bytes)})"
         windows = count_text(plan.num_slots * plan.together, "window")
@@ -272,11 +272,11 @@ class MemoryBudget:
 
 
 def find_device(device: str | torch.device) -> torch.device:
-    """Return the device that a user named. Raise OptionError if it is neither CPU nor CUDA, or does not exist."""
+    """Return the torch device for a user's argument. Raise OptionError unless it is the CPU or an existing GPU."""
     try:
         found = torch.device(device)
     except RuntimeError as error:
-        raise OptionError(f"device is {device!r}: give cpu or cuda: {str(error).splitlines()[0]}") from None
+        raise OptionError(f"device is {device!r} ({str(error).splitlines()[0]}): give cpu or cuda") from None
     if found.type not in ("cpu", "cuda"):
         raise OptionError(f"device is {device!r}: give cpu or cuda")
     if found.type == "cpu":
@@ -285,7 +285,7 @@ def find_device(device: str | torch.device) -> torch.device:
         raise OptionError(f"device is {device!r}, but torch finds no CUDA device: give cpu")
     if (found.index or 0) >= torch.cuda.device_count():
         raise OptionError(
-            f"device is {device!r}, but torch finds only {torch.cuda.device_count()}: give a smaller number"
+            f"device is {device!r}, but torch finds only {torch.cuda.device_count()} GPUs: give a smaller number"
         )
     return found
 

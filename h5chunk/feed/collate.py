@@ -1,11 +1,11 @@
 """Batches that torch's DataLoader sends to the main process without another copy.
 
-A whole batch is read at once, into memory that a DataLoader worker shares with the main process. `Batch` presents it to
+A batch is read as a unit, into memory that a DataLoader worker shares with the main process. `Batch` presents it to
 torch as the sequence of samples that torch expects from ``__getitems__``, and tells torch's default ``collate_fn``
-(through its documented map of types) that these samples are already one batch.
+(through its documented map of types) that these samples are already a batch.
 
-Sample numbers count the samples of one subset of a file: in another subset, the same number is another sample. So a
-sampler tags its batches of sample numbers with a key of the subset, and a data set of another subset rejects them.
+Sample indices are relative to a subset of a file: the same index in another subset refers to another sample. Therefore
+a sampler tags its batches of indices with a key of the subset, and a data set of another subset rejects them.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class Batch(Sequence[Sample]):
         return Sample([*others[:first], *own, *others[first:]])
 
     def stacked(self) -> Batch:
-        """Return the batch with its images, which were decoded one by one, stacked into one tensor per field.
+        """Return the batch with each field of individually decoded images stacked into one tensor.
 
-        Raise FieldError if images of the batch differ in size.
+        Raise FieldError if the images of the batch differ in size.
         """
         images = [
             isinstance(field, list) and bool(field) and isinstance(field[0], torch.Tensor) for field in self.fields
@@ -74,8 +74,8 @@ class Batch(Sequence[Sample]):
         if len(sizes) > 1:
             one, other = (" x ".join(map(str, size)) for size in sorted(sizes)[:2])
             raise FieldError(
-                f"the images of a batch differ in size ({one}, {other}): give ChunkDataset a transform that makes them "
-                "equal, such as transform=[RandomResizedCrop(224)], or [Resize(256), CenterCrop(224)]"
+                f"the images of a batch differ in size ({one}, {other}): give ChunkDataset a transform that gives them "
+                "one size, such as transform=[RandomResizedCrop(224)], or [Resize(256), CenterCrop(224)]"
             )
         return Batch([torch.stack(field) if is_image else field for field, is_image in pairs], len(self))
 
@@ -84,7 +84,7 @@ class Batch(Sequence[Sample]):
 
 
 def no_samples(sample: Sample) -> Sequence[Sample]:
-    """Return an empty batch with the shapes and types that torch would give a batch of such samples.
+    """Return an empty batch with the shapes and types of a batch into which torch would collate such samples.
 
     Return an empty list if torch cannot collate the sample: then the user's ``collate_fn`` has to handle it.
     """
@@ -123,9 +123,9 @@ Numbering = tuple[int, int]  # a subset's key: its size, and a checksum of its s
 
 
 class TaggedBatch(list[int]):
-    """A batch of sample numbers, with the key of the subset that they index, and what random draws depend on.
+    """A batch of sample indices, with the key of their subset, and the epoch and seed for random transforms.
 
-    ``repeats``, (n,), is added to the samples' numbers in the file, as `h5chunk.plan.draws` describes.
+    ``repeats``, (n,), is added to the indices in the file to distinguish repeated samples: see `h5chunk.plan.draws`.
     """
 
     def __init__(
@@ -141,16 +141,16 @@ class TaggedBatch(list[int]):
 
 
 def check_numbering(drawn: Numbering, numbering: Numbering) -> None:
-    """Raise OptionError if sample numbers were drawn for one subset, but index another.
+    """Raise OptionError if sample indices were drawn for one subset, but are used with another.
 
-    Another file with the same number of samples is allowed: it may hold other fields of the same samples.
+    Another file with the same number of samples is allowed, because it may contain other fields of the same samples.
     """
     if drawn == numbering:
         return
     expected = f"{numbering[0]}" if drawn[0] != numbering[0] else f"{numbering[0]} others"
     raise OptionError(
         f"this batch was drawn from a data set of {drawn[0]} samples, but is read from one of {expected}: give the "
-        "loader the data set or subset that the ChunkSampler was made with"
+        "loader the same data set or subset as the ChunkSampler"
     )
 
 
@@ -159,7 +159,7 @@ def sample_numbers(indices: Any) -> np.ndarray:
     try:
         numbers = np.asarray(indices)
     except (TypeError, ValueError):
-        raise IndexError("indices are lists of different lengths: give one number or a list of them") from None
+        raise IndexError("indices are lists of different lengths: give an integer or a list of integers") from None
     if numbers.size and numbers.dtype.kind not in "iu":
-        raise IndexError(f"indices are of type {numbers.dtype}: give whole numbers; for a mask, mask.nonzero()[0]")
+        raise IndexError(f"indices are of type {numbers.dtype}: give integers; for a mask, give mask.nonzero()[0]")
     return numbers.astype(np.int64, copy=False)

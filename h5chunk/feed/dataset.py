@@ -1,4 +1,4 @@
-"""A map-style torch Dataset over one or several HDF5 files whose samples lie along the first axis."""
+"""A map-style torch Dataset over one or several HDF5 files whose first axis is the sample axis."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class ChunkDataset(StoredNames, Dataset[Any]):
     path : path or sequence of paths
         A file; or several files as one data set, whose samples are numbered file after file: a folder or a pattern such
         as ``shards/*.h5``, sorted by name with numbers by value, or a list, in its order. Their fields must agree, and
-        so must the classes of labels; their chunks may differ. A folder that lacks a shard is an error. Or URLs of
+        so must the classes of labels; their chunks may differ. A folder that lacks a shard raises an error. Or URLs of
         objects in stores (``s3://``, ``gs://``, ``az://``, ``https://``), with the extra ``remote``: their bytes are
-        read by range requests as they are needed, and a change of an object is an error.
+        read by range requests as they are needed, and a change of an object raises an error.
     fields : sequence or mapping of str, optional
         Datasets to read, in this order, or the group of a CSR matrix, which comes first; a mapping gives them names.
         Default: ``images``, or the matrix ``X``, and ``labels`` if they exist. ``sample_number`` is the number of each
@@ -71,8 +71,8 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         Whether to follow links, views of other files and external storage within the file's folder, and to run unknown
         filters. If False, each process first opens a file in a child process (20 to 50 ms), as HDF5 may crash on it.
     checksums : {"off", "first", "always"}
-        Check chunks against the checksums of a converted file: once per process, or at every read. A chunk is read
-        whole for this, however few of its samples are needed.
+        Check chunks against the checksums of a converted file: once per process, or at every read. This reads complete
+        chunks, even if only a few of their samples are needed.
     transform : callable, list of callables, or dict of lists, optional
         Applied to the first field of each sample, as torchvision's ``transform`` is to the image, or to several fields
         by name. The leading objects of `h5chunk.transforms` that augment images, or are for a matrix, are applied to
@@ -80,28 +80,28 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         rounds float64 (``Dense(torch.float64)`` does not). With ``Csr()`` a batch is one ``torch.sparse_csr`` tensor,
         also from a worker, and a single row is a sparse tensor.
     cache_dir : path, optional
-        For URLs: a folder on a local disk, in which what was read stays for the next epochs and runs. Processes of a
-        host share it, and each version of an object has its own copy. Files with checksums are checked (``checksums``
-        is ``"first"``). Default: only metadata is kept, in ``~/.cache/h5chunk``.
+        For URLs: a folder on a local disk that caches data for later epochs and runs. Processes on a host share it,
+        and each version of an object has a separate copy. Files with checksums are checked (``checksums`` is
+        ``"first"``). Default: only metadata is cached, in ``~/.cache/h5chunk``.
     cache_bytes : int, optional
-        Limit on the size of this data set's copies. `ChunkLoader` frees first what its order uses last, which gives the
-        most hits possible; a DataLoader frees at random. Default: no limit.
+        Limit on the size of this data set's cache. `ChunkLoader` evicts the data whose next use is furthest away, which
+        maximises the hit rate; a DataLoader evicts at random. Default: no limit.
     storage_options : dict, optional
         For URLs: arguments of obstore's ``from_url``, such as ``{"skip_signature": True}`` or an endpoint; ``timeout``,
-        seconds of a request (30); ``deadline``, seconds for which a request is repeated (60); ``requests``, the number
-        of requests at a time (64). Credentials are also taken from the environment, as by the stores' own tools.
+        seconds per request (30); ``deadline``, seconds for which a request is retried (60); ``requests``, the number of
+        concurrent requests (64). Credentials are also read from the environment, as the stores' own tools do.
 
     Raises
     ------
     FileError
-        The file is missing, not HDF5 or cut short; or, while reading, it was replaced, or a chunk is damaged.
+        The file is missing, not HDF5 or truncated; or it is replaced, or a chunk is found to be damaged, while reading.
     FieldError
         A dataset is missing, or is not a field; fields of several files differ.
     OptionError
         An argument is invalid, or the file has no checksums.
     """
 
-    epoch_samples = 0  # what each epoch adds to the numbers of samples in the file, if it has its own
+    epoch_samples = 0  # offset added to the sample numbers per epoch, if each epoch has different samples
 
     def __init__(
         self,
@@ -134,13 +134,14 @@ class ChunkDataset(StoredNames, Dataset[Any]):
 
     @property
     def transform(self) -> Any:
-        """The transform of the first field, as given."""
+        """The ``transform`` that this data set was created with."""
         return self._transforms.given
 
     def with_transform(self, transform: Any) -> ChunkDataset:
-        """Return the same data set with another transform: for a part of a split, ``train.with_transform(augment)``.
+        """Return a copy of this data set with another transform, for example for one part of a split.
 
-        `ChunkLoader` takes it if it consists of objects of `h5chunk.transforms`, and raises OptionError otherwise.
+        `ChunkLoader` accepts a transform only if it consists of objects of `h5chunk.transforms`; otherwise it raises
+        OptionError.
         """
         other = copy(self)
         other._transforms = self._compiled(transform)
@@ -157,7 +158,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
 
     @property
     def numbered_fields(self) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
-        """The fields that are not in the file, with the function that computes their values from sample numbers."""
+        """Functions that compute the fields that are not in the file from sample numbers, by field name."""
         return dict.fromkeys(self._numbered, self._positions)
 
     def _positions(self, rows: np.ndarray) -> np.ndarray:
@@ -168,15 +169,15 @@ class ChunkDataset(StoredNames, Dataset[Any]):
     def fingerprint(self) -> int:
         """A number that is equal for copies of a file, and differs between its subsets.
 
-        For h5chunk files, which have checksums, different data give different numbers; for other files only names,
-        shapes and types count.
+        For h5chunk files, which have checksums, it depends on the data; for other files, only on the names, shapes and
+        types of the fields.
         """
         whole = self._reader.fingerprint
         return whole if self._samples is None else zlib.crc32(self._samples.tobytes(), whole)
 
     @cached_property
     def numbering(self) -> Numbering:
-        """A key that is equal for data sets in which the same sample number is the same sample."""
+        """A key that is equal for data sets in which each index refers to the same sample."""
         samples = None if len(self) == self._reader.num_samples else self._samples
         return len(self), 0 if samples is None else zlib.crc32(samples.tobytes())
 
@@ -215,7 +216,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         return part
 
     def __getstate__(self) -> dict[str, Any]:
-        own = "read_amplification", "numbering", "_sample_reader"  # a copy, or another process, computes these again
+        own = "read_amplification", "numbering", "_sample_reader"  # computed again by a copy, or by another process
         kept = {name: value for name, value in self.__dict__.items() if name not in own}
         return {**kept, "_reader": self.new_reader()}
 
@@ -278,9 +279,9 @@ class ChunkDataset(StoredNames, Dataset[Any]):
 
     @cached_property
     def read_amplification(self) -> float:
-        """Bytes read over bytes used, if every sample is read once, chunk by chunk.
+        """Ratio of the bytes read to the bytes used if every sample is read once, chunk by chunk.
 
-        The value is above 1 for a subset whose chunks must be read whole because they are compressed.
+        It is above 1 for a subset of compressed data, because compressed chunks must be read completely.
         """
         if self._samples is None:
             return 1.0
@@ -288,7 +289,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
 
     @property
     def path(self) -> str:
-        """The path of the file; for several files, their name in messages: folder, pattern, or first file."""
+        """The path of the file; for several files, the folder, the pattern, or the first file."""
         return shown(self._reader.path)
 
     @property
@@ -322,7 +323,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         return self._reader.actual_caches()
 
     def expect_order(self, order: Order) -> None:
-        """Size the chunk cache for a sampler's order; of several orders, the one with the most open chunks decides."""
+        """Size the chunk cache for a sampler's order, or for the order with the most open chunks of several."""
         if self._order is None or order.open_chunks >= self._order.open_chunks:
             self._order = order
             self.__dict__.pop("_sample_reader", None)

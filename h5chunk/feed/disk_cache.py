@@ -1,4 +1,4 @@
-"""Limit the bytes of the local copies of remote objects, using the known order of the next epochs."""
+"""Limit the size of the local cache of remote objects, evicting by the known order of the next epochs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from h5chunk.store.hdf5.ranges import Ranges
 from h5chunk.store.read.direct import ByteReader
 from h5chunk.store.read.reader import H5Reader
 
-LARGE_PAGES = 64  # the pages at the ends of chunks of at least this size stay, as they also belong to neighbours
-UNIT_PAGES = 256  # pages that are freed together if no order is known
+LARGE_PAGES = 64  # chunks of at least this size keep their first and last page, which neighbours share
+UNIT_PAGES = 256  # pages that are evicted together if no order is known
 
 Wanted = Mapping[Mirror, Ranges]  # byte ranges that are about to be fetched
 
@@ -44,10 +44,10 @@ class DiskCache:
     def make_room(
         self, wanted: Wanted, order: Order | None = None, position: tuple[int, int] = (0, 0), num_windows: int = 1
     ) -> int:
-        """Free chunks so that absent pages of ``wanted`` fit, first those whose next use in the order is the latest.
+        """Evict chunks so that the missing pages of ``wanted`` fit: first those whose next use is furthest away.
 
-        ``position`` is the epoch and batch for which the pages are wanted; ``num_windows`` the windows that are read at
-        a time. Returns the bytes of the absent pages. Raises OptionError if these windows do not fit.
+        ``position`` is the epoch and batch that need the pages; ``num_windows`` is the number of windows that are read
+        at a time. Returns the bytes of the missing pages. Raises OptionError if that many windows do not fit.
         """
         if self._limit is None:
             return 0
@@ -55,7 +55,7 @@ class DiskCache:
         needed = num_windows * PAGE * sum(stop - first for each in runs.values() for first, stop in each)
         if needed > self._limit:
             raise OptionError(
-                f"cache_bytes is {human_bytes(self._limit)}, but the windows that are read at a time take "
+                f"cache_bytes is {human_bytes(self._limit)}, but the windows that are read at the same time need "
                 f"{human_bytes(needed)}: give at least {needed}"
             )
         absent = PAGE * sum(stop - first for mirror, each in runs.items() for first, stop in mirror.pages.absent(each))
@@ -65,7 +65,7 @@ class DiskCache:
         return absent
 
     def hold_all(self, order: Order, names: Collection[str]) -> list[Hold] | None:
-        """Hold all data of fields that any epoch of an order may use; return None if a part of it is absent."""
+        """Hold all data of fields that an epoch of the order may use; return None if some of it is not cached."""
         samples = order.selection.samples if isinstance(order.selection, FixedSelection) else None
         wanted: dict[Mirror, list[tuple[np.ndarray, np.ndarray]]] = {}
         for number, reader in enumerate(self._reader.readers):
@@ -82,7 +82,7 @@ class DiskCache:
         holds = [Hold(mirror, each) for mirror, each in runs.items()]
         if not any(hold.absent for hold in holds):
             return holds
-        for hold in holds:  # something was freed in the meantime
+        for hold in holds:  # some pages were evicted in the meantime
             hold.drop()
         return None
 
@@ -98,7 +98,7 @@ class DiskCache:
                 return
 
     def _by_next_use(self, order: Order, position: tuple[int, int]) -> Iterator[tuple[Mirror, int, int]]:
-        """Yield the runs of pages of present chunks, first those whose next use is the latest."""
+        """Yield the runs of pages of cached chunks, first those whose next use is furthest away."""
         order = replace(order, epoch=0)
         if self._uses is None or self._uses[0] != order:
             ranks = ranks_of_node(order.rank, order.world_size)
@@ -127,7 +127,7 @@ class DiskCache:
             yield from self._direct[name].chunk_rows(number)
 
     def _at_random(self) -> Iterator[tuple[Mirror, int, int]]:
-        """Yield the runs of present pages in random order, which for shuffled epochs is better than LRU."""
+        """Yield the runs of cached pages in random order, which suits shuffled epochs better than LRU."""
         found: list[tuple[Mirror, int, int]] = []
         for mirror in self._mirrors:
             there = np.flatnonzero(np.frombuffer(mirror.pages.present(), np.uint8) & 1) // UNIT_PAGES

@@ -20,7 +20,7 @@ from h5chunk.store.read.several import OpenFiles, hold_ranges, remote_ranges
 
 
 class _Holds:
-    """The pages that a window uses, held until it is read; `keep` and `close` may be called in either order."""
+    """The cached pages that a window needs, held until it is read. `keep` and `close` may be called in either order."""
 
     def __init__(self) -> None:
         self._holds: Sequence[Hold] = ()
@@ -35,7 +35,7 @@ class _Holds:
             self.close()
 
     def close(self) -> None:
-        """Allow the pages to be freed."""
+        """Allow the pages to be evicted."""
         with self._lock:
             holds, self._holds, self._is_over = self._holds, (), True
         for hold in holds:
@@ -43,7 +43,7 @@ class _Holds:
 
 
 class RemoteReadPool(ReadPool):
-    """A pool of threads that read windows after their bytes were fetched."""
+    """A pool of threads that read windows after their bytes have been fetched."""
 
     def __init__(
         self,
@@ -56,14 +56,14 @@ class RemoteReadPool(ReadPool):
         **options: Any,
     ) -> None:
         self._order, self._num_windows, self._cache = order, num_windows, DiskCache(reader, direct)
-        self._fetched: dict[int, tuple[WindowRead, int]] = {}  # windows that wait, and their numbers of tasks
-        self._looked = -1  # the last epoch in which it was found that data is absent
-        self._held = _Holds()  # all data, once it is local
+        self._fetched: dict[int, tuple[WindowRead, int]] = {}  # windows being fetched, and their numbers of tasks
+        self._looked = -1  # the last epoch in which `_become_local` was tried
+        self._held = _Holds()  # the pages of all data, once they are cached
         super().__init__(reader, direct, num_threads, **options)
 
     @property
     def progress(self) -> int:
-        """See `ReadPool.progress`; answered requests count, too."""
+        """See `ReadPool.progress`. Completed requests also count as progress."""
         return super().progress + (client().num_parts if os.getpid() == self._process else 0)
 
     def load(self, window: Window, slot: Any) -> WindowRead:
@@ -117,7 +117,7 @@ class RemoteReadPool(ReadPool):
             then(error)
 
     def _drop(self, number: int, error: H5ChunkError | None = None) -> None:
-        """Drop the tasks of a window that waits, with this error or that of a closed pool."""
+        """Drop the tasks of a window being fetched, which then ends with ``error``, or the error of a closed pool."""
         load, num_tasks = self._fetched.pop(number, (None, 0))
         for _ in range(num_tasks if load is not None else 0):
             load.error = load.error or error  # type: ignore[union-attr]

@@ -1,7 +1,7 @@
-"""Rows of a matrix that a process keeps from the first use of their chunk until other chunks need the memory.
+"""Cache of matrix rows: a process keeps the rows of a chunk from its first use until other chunks need the memory.
 
-A sampler's batch has a few rows of many chunks, so that reading them one by one takes two system calls per row. Here a
-chunk is read whole at its first use, and the rows of later batches are in memory.
+A sampler's batch has a few rows from each of many chunks, and reading them one by one takes two system calls per row.
+Therefore all rows of a chunk are read at its first use, so that the rows of later batches are already in memory.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from h5chunk.store.read.reader import H5Reader
 from h5chunk.transforms.csr import CsrRows, SampleNumbers
 
 NO_RESERVE = 0x4000 if sys.platform == "linux" else 0x40  # MAP_NORESERVE, which Python's mmap lacks before 3.13
-MIN_USED = 0.5  # part of the rows of its chunks that an order must use: otherwise rows are read one by one
-KEPT_BYTES = 256 << 20  # of all workers: chunks of this size are kept even if the order needs fewer
+MIN_USED = 0.5  # fraction of the rows of its chunks that an order must use; otherwise rows are read one by one
+KEPT_BYTES = 256 << 20  # for all workers together: up to this size, chunks are kept even if the order needs fewer
 
 
 class KeptRows:
-    """Rows of a matrix in memory that has an address for every entry, but pages only for those that are kept.
+    """Rows of a matrix, in virtual memory for all entries, of which only those of cached chunks occupy pages.
 
-    ``read(rows, room)`` reads rows, (n,) int64, to ``room``. Raises OSError if the system refuses so many addresses.
+    ``read(rows, room)`` reads rows, (n,) int64, into ``room``. Raises OSError if there is not enough address space.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class KeptRows:
         return self._rows.take(SampleNumbers(rows, torch.from_numpy(rows)))
 
     def _borders(self, chunk: int) -> tuple[int, int]:
-        """Return the first row of a chunk, and the one after its last."""
+        """Return the first row of a chunk, and the row after its last."""
         if self._starts is not None:
             return int(self._starts[chunk]), int(self._starts[chunk + 1])
         return chunk * self._size, min((chunk + 1) * self._size, len(self._layout.indptr) - 1)
@@ -75,7 +75,7 @@ class KeptRows:
         self._used[chunks] = self._clock
 
     def _make_room(self, num_new: int) -> None:
-        """Free the pages of the chunks that were used least recently, but none that this batch uses."""
+        """Free the pages of the least recently used chunks, except those that this batch uses."""
         kept = np.flatnonzero(self._used)
         num_over = len(kept) + num_new - self._max_chunks
         if num_over <= 0:
@@ -89,9 +89,9 @@ class KeptRows:
 
 
 def num_kept_chunks(reader: H5Reader, layout: MatrixLayout, order: Order, num_workers: int) -> int:
-    """Return how many chunks one of the workers keeps for an order.
+    """Return the number of chunks that each worker caches for an order.
 
-    Return 0 if they would take too much memory, or if the order uses less than half of their rows.
+    Return 0 if they would need too much memory, or if the order uses less than half of their rows.
     """
     num_chunks = max(1, -(-reader.num_samples // reader.chunk_samples))
     chunk_bytes = max(1, layout.sample_bytes * reader.num_samples // num_chunks)
@@ -103,7 +103,7 @@ def num_kept_chunks(reader: H5Reader, layout: MatrixLayout, order: Order, num_wo
 
 
 def _addresses(num_bytes: int) -> mmap.mmap:
-    """Return memory whose pages do not exist before they are used."""
+    """Return memory whose pages are allocated on first use."""
     memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):  # a large page would hold many chunks
         memory.madvise(mmap.MADV_NOHUGEPAGE)

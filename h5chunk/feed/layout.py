@@ -1,7 +1,7 @@
 """The memory layout of a field in a slot: one array of dense samples, or the three arrays of a CSR matrix.
 
-A slot is large enough for the largest window. The rows of a matrix take three arrays: the start of each row, and the
-columns and values of the entries, with the types of the file. Windows differ in their number of entries.
+A slot is large enough for the largest window. The rows of a matrix need three arrays: the start of each row, and the
+column indices and values of the entries, in the dtypes of the file. The number of entries differs between windows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from h5chunk.store.read.ragged import RaggedField, SeriesField
 from h5chunk.store.read.reader import H5Reader
 
 ALIGNMENT = 512  # alignment of an array in a slot's buffer
-BYTES = 256  # values of a byte
+BYTES = 256  # number of values of a byte
 ArrayShape = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -45,12 +45,12 @@ class FieldLayout:
 
 @dataclass(frozen=True)
 class MatrixLayout:
-    """Row starts of a CSR matrix, (num_rows + 1,) int64, the types of its entries, and the size of its largest window.
+    """Row starts of a CSR matrix, (num_rows + 1,) int64, the dtypes of its entries, and the size of its windows.
 
     ``num_columns`` is 0 if entries are the values of samples that differ in length.
     ``where`` names the file and field in messages. With ``may_repeat``, a row may have several entries in one column,
-    in any order, as in files that h5chunk did not write. ``max_entries(rows)`` is the largest number of entries of a
-    window of that many rows.
+    in any order, as in files that h5chunk did not write. ``max_entries(num_rows)`` is the maximum number of entries in
+    a window of that many rows.
     """
 
     indptr: np.ndarray = field(repr=False)
@@ -77,7 +77,7 @@ class MatrixLayout:
         return self.arrays(num_samples, self.max_entries(num_samples))
 
     def of_pieces(self) -> MatrixLayout:
-        """Return the layout for windows of consecutive rows, in which the whole matrix is read."""
+        """Return the layout for windows of consecutive rows, which are used to read the entire matrix once."""
 
         def max_entries(num_samples: int) -> int:
             borders = np.append(self.indptr[: -1 : max(1, num_samples)], self.indptr[-1])
@@ -92,7 +92,7 @@ Layouts = Mapping[str, Any]  # `FieldLayout`, `MatrixLayout`, or `h5chunk.feed.f
 def layout_of(reader: H5Reader, name: str, counts: np.ndarray | None, lanes: int) -> FieldLayout | MatrixLayout:
     """Make the layout of a field; ``counts`` and ``lanes`` are arguments of `ragged_layout`.
 
-    Raise `FieldError` if it holds strings, or numbers that torch does not support.
+    Raise `FieldError` if the field has strings, or a dtype that torch does not support.
     """
     stored = reader.fields[name]
     if isinstance(stored, RaggedField):
@@ -109,11 +109,11 @@ def layout_of(reader: H5Reader, name: str, counts: np.ndarray | None, lanes: int
 def ragged_layout(
     reader: H5Reader, field: RaggedField, counts: np.ndarray | None = None, lanes: int = 1
 ) -> MatrixLayout:
-    """Make the layout of a file's matrix, or of its images of any size: a matrix whose columns are their bytes.
+    """Make the layout of a file's matrix, or of its images of any size, which form a matrix with an entry per byte.
 
-    ``counts``, (num_rows,) int64, is the largest number of times that an epoch uses each row; None: all rows once,
-    chunk by chunk, in ``lanes`` lanes per rank. Raise `FieldError` if the matrix holds numbers that torch does not
-    support, and `FileError` if it is damaged.
+    ``counts``, (num_rows,) int64, is the maximum number of times that an epoch uses each row; None: all rows once,
+    chunk by chunk, in ``lanes`` lanes per rank. Raise `FieldError` if torch does not support the dtype of the matrix,
+    and `FileError` if the matrix is damaged.
     """
     where = f"{printable(reader.path)}: {field.name!r}"
     if counts is None:

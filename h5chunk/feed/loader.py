@@ -1,4 +1,4 @@
-"""ChunkLoader: shuffled batches on the target device, at the rate at which the machine can move bytes."""
+"""ChunkLoader: yield shuffled batches on the target device, as fast as the machine can move bytes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from h5chunk.transforms.any_size import AnySizeConverter
 
 CLOSED = "this loader was closed while it was iterated: end the iteration first"
 
-TWO_THREADS = "another thread is waiting for a batch of this loader: give each thread a loader of its own"
+TWO_THREADS = "another thread is waiting for a batch of this loader: create a separate loader for each thread"
 
 
 class _OneThread(Iterator[Any]):
@@ -76,22 +76,22 @@ class ChunkLoader(Resumable):
     Images of any size (``convert --keep-encoded`` or ``--keep-size``) need a transform that gives them one size, such
     as ``RandomResizedCrop``. They are decoded a few batches ahead, by threads. For a GPU with fewer than 8
     ``num_threads``, nvJPEG decodes them if torchvision is installed; ``print(loader)`` says which. nvJPEG's pixels
-    differ slightly from the CPU's.
+    differ slightly from those decoded on the CPU.
 
-    On a GPU, use the batches of an epoch on one stream. On the CPU, holding a batch keeps its whole window in memory:
+    On a GPU, use the batches of an epoch on one stream. On the CPU, holding a batch keeps its entire window in memory:
     use ``clone()`` to keep only the batch.
 
     Parameters
     ----------
     data : path, sequence of paths, or ChunkDataset
         One or several files, as for `ChunkDataset`; or a data set, which chooses fields and a subset. Its transform is
-        used if it consists of objects of `h5chunk.transforms`; any other transform is an error.
+        used if it consists of objects of `h5chunk.transforms`; any other transform raises OptionError.
     batch_size : int, optional
-        Needed without ``sampler``.
+        Required unless ``sampler`` is given.
     sampler : ChunkSampler, optional
-        The order of the samples of ``data``, with settings that the next three arguments lack: window size, ranks,
-        weights, padding. The loader takes its position from the sampler: the epoch, and the batch if a state was
-        loaded.
+        The order of the samples of ``data``, with settings that the next three arguments do not cover: window size,
+        ranks, weights, padding. The loader starts at the position of the sampler: at its epoch and, if a state was
+        loaded, at its batch.
     shuffle : bool
         False: keep the order of the file.
     seed : int
@@ -109,8 +109,8 @@ class ChunkLoader(Resumable):
         caches; memory for decoding. Batches that were returned do not count. Unless ``sampler`` was given
         ``window_chunks``, windows are made smaller than the file recommends if necessary.
     num_threads : int, optional
-        Number of reader threads. Default: one per core, at most 12, and few enough to decode compressed chunks within 1
-        GiB: each thread holds three chunks.
+        Number of reader threads. Default: one per core, at most 12, and few enough that decoding compressed chunks,
+        three per thread, stays within 1 GiB.
     resident : bool or "auto"
         Read everything once and keep it on the device (a sparse matrix stays sparse); the order is the same.
         ``"auto"``: on a GPU, if the data fits in ``memory_bytes`` or, by default, in a quarter of its free memory; on
@@ -136,16 +136,17 @@ class ChunkLoader(Resumable):
     is_resident : bool
         Whether all data is kept on the device.
     batch_sampler : ChunkSampler
-        The sampler that holds this loader's position, given or made; Lightning's Trainer calls its ``set_epoch``.
+        The sampler that holds the position: ``sampler``, or one that the loader created. Lightning's Trainer calls its
+        ``set_epoch``.
 
     Raises
     ------
     FileError, FieldError
-        As for `ChunkDataset`; while iterating: the error of a reader thread, with file and chunk.
+        As for `ChunkDataset`; while iterating, an error of a reader thread, which names the file and chunk.
     WorkerError
         While iterating: no read completed for ``timeout`` seconds.
     OptionError
-        An argument is invalid; ``reader="direct"`` with the reason why the file does not allow it.
+        An argument is invalid, or the file does not allow ``reader="direct"``, with the reason.
     """
 
     def __init__(
@@ -173,12 +174,12 @@ class ChunkLoader(Resumable):
         dataset, transforms = _dataset(data, transforms)
         if dataset.epoch_samples:
             if resident is True:
-                raise OptionError("resident is True, but each epoch has other samples: leave it out")
+                raise OptionError("resident is True, but each epoch has different samples: leave resident out")
             resident = False
         if sampler is None:
             if batch_size is None:
                 raise OptionError("batch_size is missing: give it, or a sampler")
-            own = copy(dataset)  # the cache of the given data set does not change
+            own = copy(dataset)  # so that the cache settings of the user's data set do not change
             sampler = ChunkSampler(own, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
         else:
             _check_sampler(sampler, dataset, batch_size, shuffle, seed, drop_last)
@@ -199,7 +200,7 @@ class ChunkLoader(Resumable):
         self._plan = self._budget.plan(resident, order, min_chunks=min_chunks)
         self.is_resident = self._plan is None
         self._template = order if self._plan is None else self._plan.order
-        # echoes must not change if the caller changes a batch in place
+        # echoed batches must not change if the caller changes a batch in place
         keep = self.is_resident or (self._source.device.type == "cpu" and echo == 1 and not self._source.has_frames)
         self._device, self._reuse, self._echo = target, reuse, float(echo)
         self._maker = BatchMaker(self._pipelines, keep=keep, device=None if target == self._source.device else target)
@@ -225,8 +226,8 @@ class ChunkLoader(Resumable):
     def read_amplification(self) -> float:
         """Ratio of the bytes that the next epoch reads from the file, on all ranks, to the bytes of its samples.
 
-        The value is above 1 if a subset, or weights, use only a part of chunks that must be read whole because they are
-        compressed or small, and below 1 if samples are repeated. Fields that are kept in memory, and repeated reads
+        It is above 1 if a subset, or weights, use only some samples of chunks that must be read completely because they
+        are compressed or small, and below 1 if samples are repeated. Fields that are kept in memory, and repeated reads
         for ``checksums``, are not counted.
         """
         return self._source.read_amplification(self.order)
@@ -244,7 +245,9 @@ class ChunkLoader(Resumable):
 
     def _check_state(self) -> None:
         if self._echo != 1:
-            raise OptionError(f"echo is {self._echo:g}: a loader that echoes cannot save or load its state: use echo=1")
+            raise OptionError(
+                f"echo is {self._echo:g}, but a loader that echoes has no state to save or load: use echo=1"
+            )
 
     def __iter__(self) -> Iterator[Any]:
         return _OneThread(self._batches())
@@ -256,7 +259,7 @@ class ChunkLoader(Resumable):
                 "iterate it without a DataLoader"
             )
         if self._iterated is not None:
-            raise OptionError("this loader is already being iterated: make another one, or end that iteration first")
+            raise OptionError("this loader is already being iterated: end that iteration, or create another loader")
         self._check_ranks()
         report = EpochReport(started=time.perf_counter())
         order, start = self.order, self._position.batch
@@ -284,7 +287,7 @@ class ChunkLoader(Resumable):
                 self._iterated = None
 
     def _open(self, order: Order, start: int) -> WindowStream | Resident:
-        """Return the source of batches, made on the first call; its threads and memory are kept for later epochs."""
+        """Return the source of batches, created on the first call. Its threads and memory are kept for later epochs."""
         if self._feed is not None and not self._feed.is_usable:
             self.close()
         if self._feed is None:
@@ -303,7 +306,7 @@ class ChunkLoader(Resumable):
         return self._feed
 
     def close(self) -> None:
-        """Stop the threads, free the memory and close the file; another iteration starts them again."""
+        """Stop the threads, free the memory and close the file. Another iteration opens them again."""
         self._iterated = None
         if self._feed is not None:
             self._finalizer()
@@ -312,10 +315,10 @@ class ChunkLoader(Resumable):
                 pipeline.release()
 
     def __getitem__(self, _: object) -> Any:
-        raise OptionError("a ChunkLoader gives batches, not samples: iterate it, without a DataLoader around it")
+        raise OptionError("a ChunkLoader has no samples to index, only batches: iterate it, without a DataLoader")
 
     def __reduce__(self) -> Any:
-        raise OptionError("a ChunkLoader cannot be sent to another process: make it in that process")
+        raise OptionError("a ChunkLoader cannot be sent to another process: create it in that process")
 
     def __enter__(self) -> ChunkLoader:
         return self
@@ -335,7 +338,7 @@ class ChunkLoader(Resumable):
 
 
 def _dataset(data: Paths | ChunkDataset, transforms: Transforms | None) -> tuple[ChunkDataset, Transforms | None]:
-    """Return the data set and the transforms of its batches; raise OptionError if a loader would ignore either."""
+    """Return the data set and the transforms of its batches. Raise OptionError if a loader would ignore any of them."""
     if not isinstance(data, ChunkDataset):
         if isinstance(data, Dataset):
             raise OptionError(
@@ -345,7 +348,7 @@ def _dataset(data: Paths | ChunkDataset, transforms: Transforms | None) -> tuple
     changed = [name for name in ("__getitem__", "__getitems__") if _differs(type(data), name)]
     if changed:
         raise OptionError(
-            f"{type(data).__name__} has its own {changed[0]}, which a ChunkLoader does not call: use transforms="
+            f"{type(data).__name__} overrides {changed[0]}, which a ChunkLoader does not call: use transforms="
         )
     own_transforms: Transforms = [data.transform] if callable(data.transform) else data.transform or ()
     if not own_transforms:
@@ -360,13 +363,13 @@ def _dataset(data: Paths | ChunkDataset, transforms: Transforms | None) -> tuple
 
 
 def _without_strings(path: Paths, dataset: ChunkDataset) -> ChunkDataset:
-    """Return the data set without the default fields that hold strings, which cannot be on a device, and warn."""
+    """Drop the default fields with strings, which no device supports, with a warning, and return the data set."""
     numbers = [name for name in dataset.fields if dataset.field(name).dtype.kind != "S"]
     if not numbers or len(numbers) == len(dataset.fields):
         return dataset
     strings = ", ".join(repr(name) for name in dataset.fields if name not in numbers)
     warnings.warn(
-        f"{printable(dataset.path)}: batches leave out {strings}: strings cannot be on a device", stacklevel=4
+        f"{printable(dataset.path)}: batches leave out {strings}, because tensors cannot hold strings", stacklevel=4
     )
     return ChunkDataset(path, fields=numbers)
 
@@ -378,19 +381,19 @@ def _differs(kind: type[ChunkDataset], name: str) -> bool:
 def _check_sampler(
     sampler: ChunkSampler, dataset: ChunkDataset, batch_size: int | None, shuffle: bool, seed: int, drop_last: bool
 ) -> None:
-    """Raise OptionError unless a sampler is valid, has the same data, and is the only source of the order."""
+    """Raise OptionError unless the sampler is valid, is for the same data, and is not combined with other options."""
     if not isinstance(sampler, ChunkSampler):
         raise OptionError(f"sampler is a {type(sampler).__name__}: give a ChunkSampler")
     is_set = {"batch_size": batch_size is not None, "shuffle": not shuffle, "seed": seed != 0, "drop_last": drop_last}
     for name in (name for name, is_given in is_set.items() if is_given):
-        raise OptionError(f"{name} is given together with a sampler: give it to the ChunkSampler")
+        raise OptionError(f"{name} is given together with a sampler: pass {name} to the ChunkSampler instead")
     sampler.check_data(dataset)
 
 
 def _order_in_file(sampler: ChunkSampler, dataset: ChunkDataset, echo: float) -> tuple[Order, int | None]:
-    """Return a loader's order in the file, and the fewest chunks per window, or None if windows keep their size."""
+    """Return the order of a loader in the file, and the minimum of chunks per window; None if the size is fixed."""
     order = replace(sampler._template, epoch_samples=dataset.epoch_samples)
-    if dataset.subset_samples is not None:  # positions in the subset become numbers of samples in the file
+    if dataset.subset_samples is not None:  # convert positions in the subset to sample numbers in the file
         order = replace(order, selection=replace(order.selection, samples=dataset.subset_samples))  # type: ignore[type-var]
     if echo != 1:
         order = replace(order, interleave=1)

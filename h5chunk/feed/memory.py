@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-MADV_POPULATE_WRITE = 23  # make pages, which CUDA would do much slower, and with a lock that stops copies meanwhile
-POPULATED_BYTES = 2 << 20  # at a time, so that other threads wait less for the lock of this process's memory
+MADV_POPULATE_WRITE = 23  # allocate pages, which CUDA does much slower, and with a lock that blocks copies meanwhile
+POPULATED_BYTES = 2 << 20  # per call, so that other threads do not wait long for the lock on this process's memory
 FREE, IN_USE, LOST = range(3)  # uses of a shared buffer by its receiver
 FLAG_BYTES = 64  # bytes at the end of a shared buffer; tensors start at multiples of this
 
@@ -31,7 +31,7 @@ _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class PinnedMemory:
-    """Pinned host memory of exactly the requested size, which a GPU copies from at full speed; freed by `close`.
+    """Pinned host memory of exactly the requested size, from which a GPU copies at full speed. `close` frees it.
 
     torch's own pinned allocator rounds sizes up to powers of two, and keeps freed memory.
     """
@@ -41,7 +41,7 @@ class PinnedMemory:
         self.bytes = np.frombuffer(self._map, np.uint8)
         for start in range(0, self.bytes.nbytes, POPULATED_BYTES):
             some = self.bytes[start : start + POPULATED_BYTES]
-            _madvise(some.ctypes.data, some.nbytes, MADV_POPULATE_WRITE)  # refused before Linux 5.14: no harm done
+            _madvise(some.ctypes.data, some.nbytes, MADV_POPULATE_WRITE)  # has no effect before Linux 5.14
         runtime = torch.cuda.cudart()
         torch.cuda.check_error(int(runtime.cudaHostRegister(self.bytes.ctypes.data, self.bytes.nbytes, 0)))
 
@@ -53,7 +53,7 @@ class PinnedMemory:
 
 
 class SharedBuffer(NamedTuple):
-    """Memory of a DataLoader's worker: its last bytes are its use by the receiver, and whether that has kept it."""
+    """Memory of a DataLoader's worker. Its last two bytes are flags: whether the receiver has kept it, and its use."""
 
     bytes: torch.Tensor
     number: int
@@ -73,14 +73,14 @@ class SharedMemory:
     """Allocate the batches of a DataLoader's worker in memory shared with the main process, and reuse that memory.
 
     torch sends a shared tensor as a file descriptor, each time through a new connection, and allocates new memory for
-    each batch, whose pages the system must find and clear. Here a buffer is used again once no tensor of this process
+    each batch, whose pages the system must find and clear. Here a buffer is reused once no tensor of this process
     refers to it, and the receiving process has dropped its last reference and cleared a flag in the buffer. The
-    receiver keeps the buffers until the worker ends, so that only their numbers are sent again.
+    receiver keeps the buffers until the worker ends, so that afterwards only their numbers are sent.
     """
 
     def __init__(self) -> None:
         self._idle: list[SharedBuffer] = []
-        self._dropped: list[int] = []  # buffers that the receiver does not have to keep any longer
+        self._dropped: list[int] = []  # buffers that the receiver no longer has to keep
 
     def empty(
         self, fields: Sequence[tuple[tuple[int, ...], torch.dtype]], assemble: Assemble | None = None
@@ -137,7 +137,7 @@ class SharedFields(tuple[torch.Tensor, ...]):
         return _receive, (buffer.bytes, places, assemble)
 
     def reduce_to_parent(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Do the same for a queue to the parent process, which gets the buffer itself only once."""
+        """Pickle the fields for a queue to the parent process, which receives each buffer itself only once."""
         buffer, places, assemble, dropped = self._sent
         if buffer.use != FREE:
             return self._copied()
@@ -147,7 +147,7 @@ class SharedFields(tuple[torch.Tensor, ...]):
         return _receive_again, (os.getpid(), buffer.number, sent, gone, places, assemble)
 
     def _copied(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Send a batch that is sent once more, as the flag of its buffer counts one receiver only."""
+        """Copy a batch that is sent a second time, because the flag of its buffer supports only one receiver."""
         return _assembled, (tuple(each.clone() for each in self.tensors), self._sent[2])
 
 
@@ -157,7 +157,7 @@ ForkingPickler.register(SharedFields, SharedFields.reduce_to_parent)
 def _receive_again(
     worker: int, number: int, sent: torch.Tensor | None, gone: list[int], places: Places, assemble: Assemble | None
 ) -> tuple[torch.Tensor, ...]:
-    """Receive fields in a buffer, which is sent the first time, and kept as long as the worker is a child process."""
+    """Receive fields in a buffer that is sent only once, and kept while the worker is a child process."""
     if worker not in _kept:
         for process in (each for each in active_children() if each.pid == worker):
             _kept[worker] = {}
@@ -203,7 +203,7 @@ def _views(owned: np.ndarray, places: Places) -> Iterator[torch.Tensor]:
 
 
 def shared_empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Allocate a tensor in memory shared between processes, so that a worker that fills it sends no bytes."""
+    """Allocate a tensor in memory shared between processes, so that a worker does not have to send its bytes."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if not num_bytes:
         return torch.empty(shape, dtype=dtype)

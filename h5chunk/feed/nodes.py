@@ -1,4 +1,4 @@
-"""Find the nodes of a training."""
+"""Determine the nodes of a distributed training run."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from h5chunk.errors import OptionError, check_whole
 
 
 def find_nodes(locality: str | int, world_size: int) -> int:
-    """Return the number of nodes that keep their chunks: those of torchrun for "node"."""
+    """Return the number of nodes for ``locality``: the given number, or for "node" the number that torchrun started."""
     if locality != "node":
         if isinstance(locality, str):
             raise OptionError(f"locality is {locality!r}: give 'node', or a number of nodes")
         return check_whole("locality", locality, 1)
     if not (each := _ranks_per_node(world_size)):
         raise OptionError(
-            "locality='node' needs the number of processes on each node, the same on all, but LOCAL_WORLD_SIZE is "
-            f"{os.environ.get('LOCAL_WORLD_SIZE', '')!r} of a world_size of {world_size}: start with torchrun, or give "
-            "the number of nodes as locality"
+            "locality is 'node', but LOCAL_WORLD_SIZE, the number of processes per node, is "
+            f"{os.environ.get('LOCAL_WORLD_SIZE', '')!r}, which does not divide the world_size of {world_size}: start "
+            "training with torchrun, or give the number of nodes as locality"
         )
     return world_size // each
 
 
 def ranks_of_node(rank: int, world_size: int) -> range:
-    """Return the ranks on the node of a rank; all ranks unless torchrun says how many a node has."""
+    """Return the ranks on the node of a rank, or all ranks if the number of ranks per node is unknown."""
     each = _ranks_per_node(world_size) or world_size
     return range(rank - rank % each, rank - rank % each + each)
 

@@ -1,9 +1,9 @@
 """Reader threads that fill slots with windows, in the order in which their batches will be used.
 
 A slot holds one window. Each sample is read to its position in the shuffled window, so that a batch is a slice of it.
-Threads read a window in parallel, in tasks of a few megabytes. After the last task the window is passed on (checked and
-sent to the device): by the thread that ran that task or, with native threads, by the one that waits for the window. If
-native threads read the whole window, they have sent it by then, so that a copy never waits for Python.
+Threads read a window in parallel, in tasks of a few megabytes. After the last task, the window is checked and sent to
+the device by the thread that ran this task or, with native threads, by the thread that waits for the window. If native
+threads read the entire window, they also send it, so that a copy never waits for Python.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class WindowRead:
     ) -> None:
         self.slot, self.window = slot, window
         self.error: BaseException | None = None
-        self.is_sent = False  # whether native threads have found the file unchanged, and sent the window
+        self.is_sent = False  # whether native threads have checked that the file is unchanged, and sent the window
         self._pool, self.native = pool, native
         self.num_left = num_tasks + (native is not None)
-        self.at_end: Callable[[], None] | None = None  # called once the window is read, or failed
+        self.at_end: Callable[[], None] | None = None  # called once the window has been read, or has failed
         self._lock, self._ready, self._process = threading.Lock(), threading.Event(), os.getpid()
 
     @property
@@ -71,11 +71,11 @@ class WindowRead:
         self._end_task()
 
     def _closed(self) -> FileError:
-        """Return the error of a skipped task. It is not raised here, because its traceback would refer to the slot."""
+        """Return the error for a skipped task. It is not raised here, because its traceback would refer to the slot."""
         return FileError(f"{printable(self._pool.path)}: closed while it was read")
 
     def end_native(self, result: Result) -> None:
-        """Finish the native tasks, once all their jobs have ended."""
+        """Finish the native tasks after all their jobs have ended."""
         assert self.native is not None
         try:
             self.is_sent = result.status == DONE and self.native.ending is not None
@@ -97,7 +97,7 @@ class WindowRead:
             self.finish()
 
     def finish(self) -> None:
-        """Pass the window on, when all tasks are done; what native threads could not send fails here with a reason."""
+        """Check and send the window after all tasks are done. Raises the error if native threads could not send it."""
         try:
             if self.error is None and not self.is_sent:
                 self._pool.check_unchanged()
@@ -119,7 +119,7 @@ class WindowRead:
             raise self.error
 
     def wait_for_threads(self, timeout_s: float | None = None) -> None:
-        """Wait until no thread writes to the slot, whether it was filled or not.
+        """Wait until no thread writes to the slot any more, whether or not it was filled.
 
         Raise `WorkerError` if no task of any window completed for ``timeout_s``. Tasks of other windows count, because
         this window may be waiting behind them.
@@ -137,11 +137,11 @@ class WindowRead:
 class ReadPool:
     """Threads that run the tasks of windows. The pool holds its files open until it is closed.
 
-    If `h5chunk.native` was built, threads in C read byte ranges, and the caller passes on the windows that they have
-    read, because a Python thread would wait for the GIL at each step. Python threads are started only for other tasks.
+    If `h5chunk.native` was built, C threads read byte ranges, and the caller finishes the windows that they have read,
+    because a Python thread would wait for the GIL at each step. Python threads are started only for other tasks.
 
     ``direct`` reads fields by byte ranges, ``numbered`` computes the fields that are not in the file from sample
-    numbers, and ``reader`` reads the others through HDF5, in one thread at a time. Raise `WorkerError` if no task
+    numbers, and ``reader`` reads all other fields through HDF5, in one thread at a time. Raise `WorkerError` if no task
     completes for ``timeout_s``; None: wait forever.
     """
 
@@ -202,7 +202,7 @@ class ReadPool:
             del queued, load, task  # tasks refer to a slot
 
     def finish_next(self, timeout_s: float | None) -> bool:
-        """Wait until native threads have read any window, and finish it; return False on a timeout.
+        """Wait until native threads have read any window, and finish that window. Return False on a timeout.
 
         Signals are handled while waiting. If the pool is closed, all its windows end with an error.
         """
@@ -233,7 +233,7 @@ class ReadPool:
             read.end_native(result)
 
     def finish_ready(self, ready: WindowRead | None = None) -> None:
-        """Finish windows that native threads have read, all or until one is ready, without waiting."""
+        """Finish the windows that native threads have read, without waiting; stop early once ``ready`` is ready."""
         while self._native_reads and self._native and not (ready and ready.is_ready):
             if (result := self._native.poll()) is None:
                 return
@@ -248,17 +248,17 @@ class ReadPool:
         """Mark the pool as hanging, and return the error to raise."""
         self._hangs = True
         return WorkerError(
-            f"{printable(self.path)}: no data came for {timeout_s:g} s: a reading thread or the file system "
-            "hangs: check that the file can still be read, or raise timeout"
+            f"{printable(self.path)}: no data was read for {timeout_s:g} s, because a reading thread or the file "
+            "system hangs: check that the file can still be read, or raise timeout"
         )
 
     @property
     def wait_s(self) -> float | None:
-        """Seconds for which `close` waits for threads: 0 if one already hangs, None for no limit."""
+        """Seconds for which `close` waits for threads: 0 if a thread already hangs, None for no limit."""
         return 0.0 if self._hangs else self.timeout_s
 
     def check_unchanged(self) -> None:
-        """Raise FileError if a single file has changed since the reader was made; several check themselves."""
+        """Raise FileError if a single file has changed since it was opened. Several files are checked when read."""
         if not isinstance(self.descriptor, OpenFiles) and stamp_of(self._reader.path) != self._reader.stamp:
             self._reader.check_unchanged()
 
@@ -303,7 +303,7 @@ class ReadPool:
         return load
 
     def _again(self, slot: Any, fields: Mapping[str, Any], window: Window) -> NativeTasks | None:
-        """Return the tasks of earlier windows of a slot, for another full window; None if they have to be made."""
+        """Reuse the tasks of a slot's earlier windows for another full window; return None if that is impossible."""
         if not slot.is_full or self._native is None or os.getpid() != self._process or self._is_closed:
             return None
         arrays = window.rows, window.destinations, window.samples
@@ -316,7 +316,7 @@ class ReadPool:
         return tasks
 
     def _field_tasks(self, name: str, window: Window, out: Any) -> Iterable[ReadTask]:
-        """Return the tasks that read a field; small fields are copied at once, without a task."""
+        """Return the tasks that read a field. Small fields are copied immediately, without a task."""
         if name in self._numbered:
             values = self._numbered[name](window.samples)
             out.view(values.dtype).reshape(values.shape)[:] = values

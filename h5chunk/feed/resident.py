@@ -1,4 +1,4 @@
-"""Data that is read once and kept on the device, where batches are gathered at the speed of the device's memory.
+"""Keep all data on the device, and gather batches from it at the speed of the device's memory.
 
 On the CPU, native threads gather the next batches while the caller uses the current batch.
 """
@@ -33,8 +33,8 @@ from h5chunk.transforms.csr import CsrRows, SampleNumbers
 
 AHEAD = 3  # batches per thread that are gathered ahead: few enough to stay in a processor's cache
 AHEAD_BYTES = 16 << 20  # limit on the batches that are gathered ahead
-TOGETHER_BYTES = 4 << 20  # small batches are gathered several at a time, since each call takes Python so long
-QUICK_BYTES = 64 << 10  # gathering a smaller batch takes less time than passing it to a thread
+TOGETHER_BYTES = 4 << 20  # small batches are gathered several at a time, because each call has overhead in Python
+QUICK_BYTES = 64 << 10  # gathering a smaller batch is faster than passing it to a thread
 FOREVER_S = 1e9
 
 
@@ -44,7 +44,7 @@ class Resident:
     is_usable = True  # also in a forked process
 
     def __init__(self, source: DataSource, piece_samples: int, echo: float) -> None:
-        """Read all samples of a file, in its order, ``piece_samples`` at a time."""
+        """Read all samples, in the order of the file, ``piece_samples`` at a time."""
         self._device, self._echo = source.device, echo
         self._fields: list[Any] = []
         self._read(source, piece_samples)

@@ -1,7 +1,7 @@
 """Read samples on demand, in any process: by byte ranges if the file allows it, otherwise through HDF5.
 
-Uncompressed data is read as by `h5chunk.ChunkLoader`, with the same checks. Data that is compressed, or needs HDF5 for
-another reason, goes through HDF5's chunk cache, which keeps decoded chunks for later batches.
+Uncompressed data is read in the same way as by `h5chunk.ChunkLoader`, with the same checks. Data that is compressed, or
+needs HDF5 for another reason, is read through HDF5's chunk cache, which keeps decoded chunks for later batches.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ Fields = Mapping[str, str] | Sequence[str]
 class SampleTransforms:
     """The transforms of a data set's fields, divided into those for batches and those for single samples.
 
-    ``converters`` are for batches: of rows of a matrix, and of images that are augmented.
+    ``converters`` convert batches: rows of a matrix, and images that are augmented.
     """
 
     def __init__(self, transform: Any, fields: Mapping[str, Field | RaggedField]) -> None:
@@ -78,7 +78,7 @@ class SampleTransforms:
         self._draws = any(isinstance(each, AugmentConverter) for each in self.converters.values())
 
     def _compile(self, transforms: Sequence[Any], field: Field | RaggedField) -> Sequence[Callable[[Any], Any]]:
-        """Make the converter of a field, if it has one, and return the transforms of its single samples."""
+        """Make the converter of a field, if it needs one, and return the transforms for single samples."""
         stored = torch_dtype(field.dtype, field.name)
         check_first(transforms, field, stored)
         if any(isinstance(each, ToDtype) and each.channels_last for each in transforms):
@@ -95,7 +95,7 @@ class SampleTransforms:
         return tuple(partial(_of_single, each) if isinstance(each, BATCH_TRANSFORMS) else each for each in transforms)
 
     def draws(self, indices: Any, rows: np.ndarray) -> Draws:
-        """Return the draws of samples, by their numbers in the file: with a sampler's seed and epoch, or torch's."""
+        """Return the random draws for samples, seeded by a sampler's seed and epoch, or by torch without a sampler."""
         if isinstance(indices, TaggedBatch):
             return Draws(indices.seed, indices.epoch, rows + indices.repeats)
         return Draws(int(torch.randint(1 << 62, ())) if self._draws else 0, 0, rows)
@@ -117,16 +117,16 @@ def _of_single(transform: Callable[[Any], Any], sample: torch.Tensor) -> Any:
 
 
 class Loaded(NamedTuple):
-    """Samples of a field without memory yet: the shapes of their tensors, and a function that fills these."""
+    """Samples of a field before their memory is allocated: the shapes of their tensors, and a function to fill them."""
 
     shapes: list[ArrayShape]
     fill: Callable[[Tensors], None]
 
 
 def _loaded(*parts: torch.Tensor) -> Loaded:
-    """Return samples that have been read already, and only have to be copied.
+    """Return samples that have already been read, and only have to be copied.
 
-    NumPy copies them, because torch would start threads, which wait for each other on busy cores.
+    NumPy copies them, because torch would start threads that wait for each other on busy cores.
     """
 
     def fill(tensors: Tensors) -> None:
@@ -141,7 +141,7 @@ def _scatter(entries: Entries, tensors: Tensors) -> None:
 
 
 def _augmented(convert: AugmentConverter, images: torch.Tensor, draws: Draws) -> Loaded:
-    """Return images that are augmented in the memory of their batch."""
+    """Return images that are augmented when they are written to the memory of their batch."""
     return Loaded([(convert.shape(len(images)), convert.dtype)], lambda out: convert.fill(images, draws, out[0]))
 
 
@@ -158,7 +158,7 @@ class SampleReader:
     def __init__(self, reader: H5Reader, converters: Mapping[str, Converter], order: Order | None) -> None:
         self._reader, self._converters, self._order = reader, converters, order
         self._memory, self._shared = BatchMemory(), SharedMemory()
-        self._assemble: Assemble | None = None  # builds the fields of a batch from its tensors, if these differ
+        self._assemble: Assemble | None = None  # builds the fields of a batch from its tensors, unless they are equal
         convert = converters.get(next(iter(reader.fields)))
         if isinstance(convert, RowConverter) and convert.makes_csr:
             self._assemble = partial(_csr_first, convert.num_columns, convert.num_outputs)
@@ -172,7 +172,7 @@ class SampleReader:
         """Read the fields of the samples of ``draws``, in any order, possibly repeated.
 
         ``numbered`` has the values of fields that are not in the file, (n,) int64. ``shared`` puts the batch in memory
-        that is shared with the main process of a DataLoader. ``ordered`` says that a sampler drew the samples.
+        that is shared with the main process of a DataLoader. ``ordered`` is true if a sampler drew the samples.
         """
         loaded = [each for name in names for each in self._load(name, draws, numbered.get(name), ordered)]
         found = (self._converters.get(name) for name in names)
@@ -189,7 +189,7 @@ class SampleReader:
         left = iter(tensors)
         for each in numbers:
             each.fill(tuple(islice(left, len(each.shapes))))
-        # a single file is checked here, several files are checked as they are read
+        # a single file is checked here; several files are checked as they are read
         if len(self._reader.readers) == 1 and stamp_of(self._reader.path) != self._reader.stamp:
             self._reader.check_unchanged()
         if len(numbers) == len(loaded):  # `SharedFields` stay whole, and are sent to the other process without a copy
@@ -319,8 +319,8 @@ class SampleReader:
             return
         if self._reader.main.grid.needs_cache and self._reader.main.name not in self._open().direct:
             warnings.warn(
-                f"num_workers is {num_workers}, but the sampler's interleave is {order.interleave}: {readers} "
-                "workers will read each chunk; use a number of workers that divides it, or give ChunkSampler "
+                f"num_workers is {num_workers}, which does not divide the sampler's interleave of {order.interleave}, "
+                f"so {readers} workers will read each chunk: use a divisor of it as num_workers, or give ChunkSampler "
                 f"interleave={math.ceil(order.interleave / num_workers) * num_workers}",
                 stacklevel=2,
             )
@@ -342,7 +342,7 @@ class _OpenFields:
     def kept_rows(self, order: Order) -> KeptRows | None:
         """Return the rows of the matrix that are kept for this order, if its chunks fit in memory.
 
-        Only the first thread that asks gets them, as another one might free rows that are still being copied.
+        Only the first thread to call this gets them, because another thread could free rows that are being copied.
         """
         thread = threading.get_ident()
         if not self._kept:
@@ -355,7 +355,7 @@ class _OpenFields:
             return None
         num_chunks = num_kept_chunks(self._reader, self.layout, order, 1 if worker is None else worker.num_workers)
         if num_chunks:
-            with suppress(OSError):  # of memory that must be reserved, on some machines
+            with suppress(OSError):  # some machines refuse to reserve so much memory
                 return KeptRows(self._reader, self.layout, num_chunks, partial(self.read, matrix.name))
         return None
 
@@ -379,12 +379,12 @@ class _OpenFields:
 
 
 def plain_fields(reader: H5Reader) -> dict[str, Any]:
-    """Return the readers of uncompressed fields; compressed ones are read through HDF5, for its chunk cache."""
+    """Return readers for the uncompressed fields. Compressed fields are read through HDF5, for its chunk cache."""
     return {name: field for name, field in direct_fields(reader)[0].items() if field.is_plain}
 
 
 def field_mapping(fields: Fields | None) -> Mapping[str, str] | None:
-    """Validate the names of fields, and return the dataset of each field; None means the default fields."""
+    """Validate the argument ``fields``, and return the dataset of each field, or None for the default fields."""
     if fields is None or isinstance(fields, Mapping):
         return fields
     names: Any = (fields,) if isinstance(fields, str) else fields
@@ -393,5 +393,5 @@ def field_mapping(fields: Fields | None) -> Mapping[str, str] | None:
     names = [str(name) for name in names]
     twice = next((name for number, name in enumerate(names) if name in names[:number]), None)
     if twice is not None:
-        raise OptionError(f"fields has {twice!r} twice: give each its own name, as in fields={{'name': {twice!r}}}")
+        raise OptionError(f"fields has {twice!r} twice: name each field, as in fields={{'name': {twice!r}}}")
     return {name: name for name in names}

@@ -36,7 +36,7 @@ State = dict[str, int]
 class Position:
     """The epoch and batch at which the next iteration of a sampler or loader begins.
 
-    ``running`` is the epoch that was begun last, and how many of its batches were returned, or None for all of them.
+    ``running`` is the epoch that was started last, and the number of its batches returned so far (None: all).
     """
 
     epoch: int = 0
@@ -50,12 +50,12 @@ class Position:
         return begun
 
     def move(self, epoch: int, batch: int = 0) -> None:
-        """Let the next iteration begin at this position, and forget the current iteration."""
+        """Make the next iteration begin at this position, and forget the current iteration."""
         self.epoch, self.batch, self.running = epoch, batch, None
 
     @property
     def reached(self) -> tuple[int, int]:
-        """The current epoch, or the next if none is running, and how many of its batches were returned."""
+        """The current epoch, or the next if none is running, and the number of its batches returned so far."""
         if self.running is None or self.running[1] is None:
             return self.epoch, self.batch
         return self.running[0], self.running[1]
@@ -70,7 +70,7 @@ class Resumable:
 
     @property
     def _identity(self) -> int:
-        """A checksum of the data and of the samples' weights, which must be that of a saved state."""
+        """A checksum of the data and of the samples' weights, which must match that of a saved state."""
         raise NotImplementedError
 
     @property
@@ -87,7 +87,7 @@ class Resumable:
         self._position.move(epoch, self._position.batch if epoch == self._position.epoch else 0)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration resume at the position of ``state``.
+        """Make the next iteration resume at the position of ``state``.
 
         Raises
         ------
@@ -134,8 +134,8 @@ def _distributed() -> tuple[int, int]:
 class ChunkSampler(Resumable, Sampler[list[int]]):
     """Batches of sample numbers for a DataLoader, such that each chunk is read once per epoch.
 
-    Chunks are permuted and samples shuffled within windows of chunks: see `h5chunk.plan.order`. Every sample comes once
-    per epoch. The order is a function of (seed, epoch) alone, and each iteration is an epoch. With any number of
+    Chunks are permuted and samples shuffled within windows of chunks: see `h5chunk.plan.order`. Every sample is used
+    once per epoch. The order is a function of (seed, epoch) alone, and each iteration is an epoch. With any number of
     workers that divides ``interleave``, each chunk is read by one worker. Use it as ``batch_sampler``::
 
         DataLoader(dataset, batch_sampler=ChunkSampler(dataset, 256), num_workers=4)
@@ -145,7 +145,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
     Parameters
     ----------
     dataset : ChunkDataset
-        The data set, or subset, that the DataLoader reads. Batches for any other subset are an error there.
+        The data set, or subset, that the DataLoader reads. Reading a batch from any other subset raises OptionError.
     batch_size : int
     shuffle : bool
         False: keep the order of the file.
@@ -156,25 +156,26 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         Leave out the last batch if it is not full, on all ranks.
     pad : bool
         Fill up the last batch, on all ranks, with samples from the beginning of the epoch. Without ``drop_last`` and
-        ``pad`` every sample comes once; the last batches of ranks may then differ by a sample, or be empty on some.
+        ``pad``, every sample is used once; the last batch may then be one sample larger on some ranks, or be empty.
     lanes, rank, world_size : int, optional
-        This process among several training processes; default: from torch.distributed if it is initialised, and one
-        lane per rank. All ranks have the same number of batches, of ``batch_size`` samples, and read different chunks.
-        The batches of all ranks together are the same samples for any number of ranks, as long as ``batch_size *
-        world_size`` and ``lanes``, a multiple of ``world_size``, do not change.
+        The position of this process among several training processes. Default: that of torch.distributed if it is
+        initialised, and one lane per rank. All ranks have the same number of batches, of ``batch_size`` samples, and
+        read different chunks. The batches of all ranks together contain the same samples for any number of ranks if
+        ``batch_size * world_size`` and ``lanes``, a multiple of ``world_size``, do not change.
     locality : "node" or int, optional
-        Nodes keep their chunks over all epochs, so that the disk cache of each (``cache_dir``) serves later epochs;
-        which ones depends on the seed. ``"node"``: the nodes of torchrun. Resume on another number of nodes with this
-        number; it divides ``lanes``. With weights, a few chunks of a node differ from epoch to epoch.
+        Number of nodes that read the same chunks in every epoch, so that the disk cache of each node (``cache_dir``)
+        serves later epochs. ``"node"``: the number of nodes that torchrun started. The number must divide ``lanes``,
+        and the seed assigns chunks to nodes. To resume on another number of nodes, pass the original number. With
+        weights, a few chunks of a node differ from epoch to epoch.
     weights : array or str, optional
         The relative probability of each sample of the data set, (n,), 0 or more; or a field of classes, to make all
         classes equally likely. An epoch then draws as many samples as the data set has, each in proportion to its
-        weight (rounded up or down), and still chunk by chunk. The random transforms of `h5chunk.transforms` draw anew
-        each time that an epoch has the same sample.
+        weight (rounded up or down), and still chunk by chunk. If an epoch uses a sample several times, the random
+        transforms of `h5chunk.transforms` transform it differently each time.
     interleave : int, optional
-        Number of windows whose batches alternate, so that every worker of a DataLoader gets windows of its own.
-        Default: 24, or a divisor of 24 if chunks are so large that the windows would take more than 1 GiB, or if an
-        epoch has fewer windows of the chosen size. Set a multiple of your number of workers if 24 is not one.
+        Number of windows whose batches alternate, so that every worker of a DataLoader has separate windows. Default:
+        24, or a divisor of 24 if chunks are so large that the windows would need more than 1 GiB, or if an epoch has
+        fewer windows of the chosen size. If 24 is not a multiple of your number of workers, pass one that is.
 
     Raises
     ------
@@ -231,7 +232,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
 
     @classmethod
     def of_order(cls, dataset: ChunkDataset, order: Order) -> ChunkSampler:
-        """Make a sampler with this order of the data set's samples, for tools that compare orders."""
+        """Create a sampler with a given order of the data set's samples, for tools that compare orders."""
         sampler = cls.__new__(cls)
         sampler._set(dataset, order, None, order.rank, chooses_window=False)
         return sampler
@@ -258,22 +259,22 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
 
     @property
     def sampler(self) -> ChunkSampler:
-        """This object itself, because Lightning's Trainer looks for ``set_epoch`` at ``batch_sampler.sampler``."""
+        """This object itself, because Lightning's Trainer calls ``batch_sampler.sampler.set_epoch``."""
         return self
 
     @property
     def batch_size(self) -> int:
-        """Not available, because code that asks for it, such as Accelerate's ``prepare``, divides batches among ranks.
+        """Not available, because code that reads it, such as Accelerate's ``prepare``, divides batches among ranks.
 
         Raises
         ------
         OptionError
-            There are several ranks: this sampler has divided the samples already, and each rank would lose some.
+            There are several ranks. This sampler has already divided the samples, so each rank would lose some.
         """
         order = self._template
         if order.world_size > 1:
             raise OptionError(
-                f"this sampler has divided the samples among {order.world_size} ranks already, and something, such as "
+                f"this sampler has already divided the samples among {order.world_size} ranks, and other code, such as "
                 "Accelerate's prepare(), is about to divide them again: give the sampler rank=0, world_size=1, or "
                 "leave the DataLoader out of prepare()"
             )
@@ -303,9 +304,9 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         Parameters
         ----------
         batches : int, optional
-            Batches of this epoch that training has used, counted from the start of the epoch, also after resuming.
-            Default: the batches taken from this sampler. A DataLoader with workers takes batches ahead: count them
-            yourself, or use torchdata's StatefulDataLoader, which does.
+            Number of batches of this epoch that training has used, counted from the start of the epoch even after
+            resuming. Default: the batches taken from this sampler. A DataLoader with workers prefetches batches: count
+            them yourself, or use torchdata's StatefulDataLoader, which does so.
 
         Raises
         ------
@@ -336,7 +337,7 @@ def _selection(reader: H5Reader, dataset: ChunkDataset, weights: Any) -> Selecti
     if weights is None:
         return FixedSelection(starts_of_runs(chunks))
     if not len(rows):
-        raise OptionError("weights are given, but there are no samples to draw")
+        raise OptionError("weights are given, but there are no samples to draw: give a data set that is not empty")
     by_class = isinstance(weights, str)
     array = balanced_weights(dataset.values(weights)) if by_class else check_weights(weights, len(rows))
     return WeightedSelection.of(array, chunks, len(rows))
@@ -351,7 +352,7 @@ def save_state(order: Order, batch: int, file: int) -> State:
 
 
 def load_state(state: Mapping[str, Any], order: Order, file: int) -> tuple[int, int]:
-    """Return the epoch and batch at which to resume. Raise StateError if the state is invalid, or of other data."""
+    """Return the epoch and batch at which to resume. Raise StateError if the state is invalid, or for other data."""
     try:
         numbers = {name: operator.index(value) for name, value in state.items()}
         version, epoch, batch = numbers["version"], numbers["epoch"], numbers["batch"]
@@ -367,7 +368,10 @@ def load_state(state: Mapping[str, Any], order: Order, file: int) -> tuple[int, 
         if numbers[name] != value:
             raise StateError(_difference(name, numbers[name], value))
     if epoch < 0 or not 0 <= batch <= order.num_batches:
-        raise StateError(f"state is at batch {batch} of epoch {epoch}, but an epoch has {order.num_batches} batches")
+        raise StateError(
+            f"state is at batch {batch} of epoch {epoch}, but an epoch has {order.num_batches} batches: give the "
+            "result of state_dict()"
+        )
     return epoch, batch
 
 

@@ -1,11 +1,11 @@
 """Slots: buffers on the CPU or a GPU that windows of samples are read into.
 
-On a GPU a slot is a pair of buffers, pinned host memory and device memory. Two events guard its reuse: the host
+On a GPU, a slot is a pair of buffers, in pinned host memory and in device memory. Two events guard its reuse: the host
 overwrites the pinned buffer only after the copy from it has ended, and a copy overwrites the device buffer only after
 the consumer's kernels that read it have ended. Batches are made on the consumer's stream, so that no other
-synchronisation is needed: no ``record_stream``, no new stream per epoch.
+synchronisation is needed, neither ``record_stream`` nor a new stream per epoch.
 
-If a slot always has the same memory, the views of its arrays are made only once, because torch releases the GIL for
+If a slot always uses the same memory, the views of its arrays are created only once, because torch releases the GIL for
 each view, and then waits to get it back.
 """
 
@@ -28,7 +28,7 @@ from h5chunk.transforms.csr import CsrRows, SampleNumbers
 from h5chunk.transforms.images import ImagesByNumber
 
 KEPT = 2  # free buffers to keep, because a loop holds one batch while the next is read
-REUSED_BYTES = 1 << 20  # smaller buffers come from malloc, which reuses their memory itself
+REUSED_BYTES = 1 << 20  # smaller buffers are allocated by malloc, which reuses their memory itself
 
 Fields = tuple[Any, ...]  # the samples of each field, on the device: a torch.Tensor or CsrRows
 Destination = np.ndarray | CsrBuffers | FrameRoom  # the memory that readers fill with the samples of a field
@@ -42,7 +42,7 @@ class BatchMemory:
     allocates 38 MB per batch would spend most of its time in page faults. Memory is free once nothing refers to the
     tensor, its views, or anything else that shares its storage. Up to ``keep`` free buffers are kept. Buffers are
     NumPy's, which asks the system for huge pages. The last reference may disappear in any thread, or during a call of
-    this class (through the garbage collector), so that the list of free buffers is only changed atomically.
+    this class (through the garbage collector), so the list of free buffers is only changed atomically.
     """
 
     def __init__(self, keep: int = KEPT) -> None:
@@ -71,13 +71,13 @@ class BatchMemory:
             return np.empty(num_bytes, np.uint8)
         except (MemoryError, ValueError):  # ValueError: NumPy cannot represent the size
             raise OptionError(
-                f"a batch takes {human_bytes(num_bytes)}, more than the free memory: use a smaller batch_size, "
-                "or for a wide matrix transforms=[Csr()]"
+                f"a batch needs {human_bytes(num_bytes)}, more than the free memory: use a smaller batch_size or, for "
+                "a wide matrix, transforms=[Csr()]"
             ) from None
 
 
 class SingleBuffer:
-    """Allocate tensors that all share the same memory: a tensor is valid until the next is allocated."""
+    """Allocate tensors that all share the same memory: each tensor is valid until the next one is allocated."""
 
     def __init__(self) -> None:
         self._held = torch.empty(0, dtype=torch.uint8)
@@ -120,7 +120,7 @@ class CsrWindow:
         self._room = CsrBuffers(starts, starts, None)
 
     def destination(self, arrays: Sequence[torch.Tensor]) -> CsrBuffers:
-        """Return the buffers for readers to fill with entries, in host arrays of these shapes."""
+        """Return the buffers for readers to fill with entries, which are views of the host arrays."""
         starts, indices, *values = (array.numpy() for array in arrays)
         starts[:] = self._starts
         self._room = CsrBuffers(starts, indices, values[0] if values else None)
@@ -166,7 +166,7 @@ KINDS: dict[type, Any] = {FieldLayout: DenseWindow, MatrixLayout: CsrWindow, Fra
 
 
 def arrays_in(buffer: torch.Tensor, layouts: Layouts, num_samples: int) -> Arrays:
-    """Return views of a buffer: the arrays of the largest window, one after the other."""
+    """Return views of a buffer: consecutive arrays for the largest window."""
     arrays: Arrays = []
     start = 0
     for layout in layouts.values():
@@ -201,7 +201,7 @@ class CpuSlot:
     ) -> None:
         self._layouts, self._memory = layouts, memory
         self._gathered = gathered or BatchMemory()
-        self._arrays: Arrays = []  # the memory that is always the same
+        self._arrays: Arrays = []  # reused by all windows if ``memory`` is None
         if memory is None:
             held = BatchMemory().empty((slot_bytes(layouts, num_samples),), torch.uint8)
             self._arrays = arrays_in(held, layouts, num_samples)
@@ -224,7 +224,7 @@ class CpuSlot:
     sender: tuple[int | None, int | None] = None, None  # nothing has to be sent
 
     def send(self) -> None:
-        """Do nothing: the window is where it is used."""
+        """Do nothing, because the window is already in the memory in which it is used."""
 
     def check(self) -> None:
         """Raise FileError if the data that was read is damaged."""
@@ -238,7 +238,7 @@ class CpuSlot:
         """Do nothing: there is no copy to wait for."""
 
     def gather(self, order: np.ndarray) -> Fields:
-        """Return a copy of some samples of the window, by their positions in it, (n,) int64."""
+        """Copy samples of the window, given their positions in it, (n,) int64."""
         return gather(self.window, SampleNumbers(order, torch.from_numpy(order)), self._gathered)
 
     def release(self) -> None:

@@ -14,7 +14,7 @@ from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.tables import read_table
 
 SOURCE_NAMES = "source_names"  # the table of all names, concatenated
-TEXT_ERRORS = "backslashreplace"  # error handler for bytes that are not UTF-8
+TEXT_ERRORS = "backslashreplace"  # error handler for invalid UTF-8
 
 
 def decoded(values: np.ndarray) -> np.ndarray:
@@ -23,7 +23,7 @@ def decoded(values: np.ndarray) -> np.ndarray:
 
 
 class StoredNames:
-    """Base class of data sets with access to the tables of their files; a table is read only once."""
+    """Base class of data sets with access to the tables in their files. Each table is read only once."""
 
     _reader: H5Reader
     _samples: np.ndarray | None  # of a subset
@@ -36,9 +36,9 @@ class StoredNames:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes, such that ``classes[label]`` is the name of a label; empty if the file has none.
+        """Class names, such that ``classes[label]`` is the name of a label; empty if the file has none.
 
-        Labels are the field ``labels``, or else the only field with categories, such as ``obs/cell_type``.
+        The labels are the field ``labels`` or, without it, the only field with categories, such as ``obs/cell_type``.
         """
         if self.header and self.header.class_names:
             return self.header.class_names
@@ -50,14 +50,14 @@ class StoredNames:
     def source_names(self) -> np.ndarray:
         """Path of each sample's file, relative to the source that was converted: (n,) of str.
 
-        Raise `FieldError` if the file does not store them, as do `row_ids`, `column_ids`, `column_symbols` and
-        `categories`.
+        Like `row_ids`, `column_ids`, `column_symbols` and `categories`, raises `FieldError` if the file has no such
+        table.
         """
         return self._of_samples(SOURCE_NAMES)
 
     @property
     def row_ids(self) -> np.ndarray:
-        """Identifier of each sample in the source, such as a cell's barcode or a user's number: (n,), int or str."""
+        """Identifier of each sample in the source, such as a cell's barcode or a user's ID: (n,), int or str."""
         return self._of_samples("row_ids")
 
     @property
@@ -81,9 +81,9 @@ class StoredNames:
         return self.column_ids
 
     def categories(self, field: str) -> np.ndarray:
-        """Return the categories that a field's codes stand for: ``categories(field)[code]``, (num_categories,) of str.
+        """Return the categories of a field of codes, (num_categories,) of str: ``categories(field)[code]``.
 
-        The code -1 stands for a missing value. For the labels of images, the categories are the `classes`.
+        The code -1 means a missing value. For the labels of images, the categories are the `classes`.
         """
         stored = self._reader.fields.get(field) or reopen_with_fields(self._reader, {field: field}).fields[field]
         if stored.dataset.strip("/") == "labels" and self.header and self.header.class_names:
@@ -94,15 +94,15 @@ class StoredNames:
         return self._common(stored.categories)
 
     def statistics(self, field: str) -> FieldStatistics:
-        """Return mean and standard deviation of each channel of a field, in all samples of the files.
+        """Return the mean and standard deviation of each channel of a field, over all samples of the files.
 
         ::
 
             found = dataset.statistics("images")
             loader = h5chunk.ChunkLoader(dataset, 256, transforms=[Normalize(found.mean, found.std)])
 
-        ``h5chunk info FILE --stats`` computes them, once for all subsets. Raises FieldError if it did not, or the file
-        has changed since then.
+        ``h5chunk info FILE --stats`` computes them once, for all subsets. Raises FieldError if they have not been
+        computed, or if the file has changed since then.
         """
         dataset = self._reader.fields[field].dataset if field in self._reader.fields else field
         return merged([read_statistics(file.path, dataset.strip("/")) for file in self._reader.readers])
@@ -136,7 +136,7 @@ class StoredNames:
 
 
 def name_of_sample(reader: H5Reader, number: int) -> str:
-    """Return file and name of a sample for messages, by its number in the file."""
+    """Return the file and name of a sample, given its number in the file, for messages."""
     file = int(np.searchsorted(reader.starts, number, "right")) - 1
     file_reader = reader.readers[file]
     try:

@@ -1,4 +1,4 @@
-"""Read windows ahead, epoch after epoch, and yield their batches in order, several times if data is echoed."""
+"""Read windows ahead, epoch after epoch, and yield their batches in order, repeatedly if data is echoed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from h5chunk.plan.draws import Draws
 from h5chunk.plan.order import Order, Window
 from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed, num_local_slots
 
-PLANNED = 12  # windows that are planned at a time, as soon as no more than that many planned windows remain
+PLANNED = 12  # windows that are planned at a time, whenever at most that many planned windows remain
 
 
 @dataclass
@@ -36,9 +36,9 @@ class EpochReport:
     Attributes
     ----------
     batches, samples : int
-        Batches and samples returned, including echoes.
+        Number of batches and samples returned, including echoes.
     fresh_samples : int
-        The samples among them that are not echoes.
+        Number of samples returned that are not echoes.
     seconds : float
         Time from the first request for a batch to the last, including opening the file and the work of the caller.
     waited_s : float
@@ -69,9 +69,9 @@ class EpochReport:
 
 
 class _Planner:
-    """A thread that plans the sample numbers of windows ahead, without reading data.
+    """A thread that plans ahead which samples each window contains, without reading data.
 
-    It plans many windows at a time, because waking the thread takes the consumer longer than planning.
+    It plans many windows at a time, because waking the thread costs the consumer more time than planning a window.
     """
 
     def __init__(self, order: Order, start: int, together: int, *, once: bool) -> None:
@@ -113,7 +113,7 @@ class _Planner:
         return planned
 
     def close(self, error: BaseException, timeout_s: float | None) -> None:
-        """End the thread, waiting up to ``timeout_s``; raise ``error`` in callers that wait for a window."""
+        """End the thread, waiting up to ``timeout_s``. Callers that wait for a window get ``error``."""
         self._stop.set()
         self._room.release()
         self._planned.put(error)
@@ -147,7 +147,7 @@ class WindowStream:
         self._open: dict[WindowRead, None] = {}  # windows in the order of reading
         self._batches: dict[tuple[int, int], WindowRead] = {}  # reads, by epoch and number
         self._free: deque[Any] = deque()  # slots
-        self._maker: threading.Thread | None = None  # the thread that makes the slots after the first
+        self._maker: threading.Thread | None = None  # the thread that creates all slots but the first
         self._is_closed = False
         self._not_made: BaseException | None = None
         self._planner: _Planner | None = None
@@ -334,7 +334,7 @@ class WindowStream:
         self._next = order.epoch + 1, 0
 
     def _is_ready(self, order: Order, number: int) -> bool:
-        """Return whether the window of a batch has been read."""
+        """Return whether the window that contains a batch has been read."""
         self._pool.finish_ready()
         read = self._batches.get((order.epoch, number))
         return read is not None and read.is_ready
@@ -342,7 +342,7 @@ class WindowStream:
     def _begin_batch(
         self, order: Order, maker: BatchMaker, number: int, windows: dict[WindowRead, Iterator[Tensors]]
     ) -> tuple[WindowRead, Tensors]:
-        """Begin a batch, and return it with its window; the first batch of a window waits for the read and opens it."""
+        """Begin a batch, and return it with its window. The first batch of a window waits until it has been read."""
         while (order.epoch, number) not in self._batches:
             self._load_next()
         read = self._batches.pop((order.epoch, number))
@@ -379,7 +379,7 @@ class WindowStream:
         return num_echoed(self._echo, number + 1) - num_echoed(self._echo, number + 1 - fresh)
 
     def _echoes(self, read: WindowRead, order: Order, maker: Any) -> Iterator[Tensors]:
-        """Shuffle the samples of a window repeatedly, and yield the batches of every pass, without end."""
+        """Shuffle the samples of a window repeatedly, and yield the batches of each pass, indefinitely."""
         window, size = read.window, order.batch_size
         for number in count():
             samples = echo_pass(len(window.samples), order.seed, order.epoch, window.batches[0], number)

@@ -30,9 +30,9 @@ LAST = np.array([1 << 60])  # a step beyond any episode, for which windows have 
 class Windows(ChunkDataset):
     """Windows of consecutive frames, which never cross an episode, as the samples of a `ChunkDataset`.
 
-    ``dataset[i]`` is a tuple with the frames of window i of each field, (frames, ...). `ChunkLoader`, `ChunkSampler`
-    and a DataLoader take it as any `ChunkDataset`, with the same promises; a chunk is read and decoded once for all
-    windows that are shuffled together.
+    ``dataset[i]`` is a tuple with the frames of window i for each field, (frames, ...). `ChunkLoader`, `ChunkSampler`
+    and a DataLoader accept it like any `ChunkDataset`, with the same guarantees. A chunk is read and decoded once for
+    all windows that are shuffled together.
 
     Parameters
     ----------
@@ -50,13 +50,13 @@ class Windows(ChunkDataset):
         Number of time steps between two frames, for all fields or by name; the largest must be a multiple of all.
         With ``{"obs": 5, "actions": 1}`` and a length of 4, a window has 4 observations and all 20 actions.
     padding : {"none", "edge"}
-        "none": all frames of a window lie in its episode. "edge": every time step begins a window, frames beyond the
-        episode repeat its first or last one, and for each field ``NAME_is_pad``, (frames,) bool, says which are.
+        "none": all frames of a window are inside its episode. "edge": every time step begins a window; frames outside
+        the episode repeat its first or last frame, and for each field, ``NAME_is_pad``, (frames,) bool, marks them.
     goal : {"last"}, or mapping of str to "last", optional
-        For all fields or by name: add a field ``NAME_goal``, (1, ...), with the last frame of the window's episode.
+        For all fields, or for fields by name: add ``NAME_goal``, (1, ...), the last frame of the window's episode.
     episode_lengths, episode_offsets : str, optional
-        A dataset with the number of time steps of each episode, such as ``ep_len``, or one with the first row of each,
-        such as ``ep_offset``. Default: each file is one episode, or each group that matches ``*``.
+        A dataset with the number of time steps of each episode, such as ``ep_len``, or with the first row of each
+        episode, such as ``ep_offset``. Default: each file, or each group that matches ``*``, is an episode.
     trusted, checksums
         As for `ChunkDataset`.
 
@@ -138,7 +138,7 @@ class Windows(ChunkDataset):
             The fractions or the seed are invalid, or ``stratify`` is given.
         """
         if stratify is not None:
-            raise OptionError(f"stratify is {stratify!r}: windows are split by episode: leave it out")
+            raise OptionError(f"stratify is {stratify!r}, but windows are split by episode: leave stratify out")
         episodes = np.unique(self.episodes)
         shuffled = permutation(len(episodes), seed, stream=(SPLIT, 0, 0))
         parts = split_samples(shuffled, fractions, None, seed)
@@ -150,7 +150,7 @@ class Windows(ChunkDataset):
 
 
 def _goals(fields: Mapping[str, str], goal: str | Mapping[str, str] | None) -> dict[str, str]:
-    """Return the fields that are goals, with the field that each is a frame of."""
+    """Return the source field of each goal field, by the name of the goal field."""
     kinds = goal if isinstance(goal, Mapping) else dict.fromkeys(fields if goal is not None else (), goal)
     for name, kind in kinds.items():
         if name not in fields:
@@ -190,13 +190,13 @@ def _anchors(frames: H5Reader, borders: np.ndarray, steps: Mapping[str, np.ndarr
         if len(rows) and num_short:
             warnings.warn(
                 f"{printable(frames.path)}: {count_text(num_short, 'episode')} of {len(borders) - 1} shorter than "
-                f"{last - first + 1} time steps: no window is taken from them (padding='edge' would)",
+                f"{last - first + 1} time steps: they have no windows, unless padding='edge' is given",
                 stacklevel=3,
             )
     if not len(rows):
         longest = int(np.diff(borders).max(initial=0))
         raise OptionError(
-            f"{printable(frames.path)}: a window takes {last - first + 1} time steps, but the longest episode has "
+            f"{printable(frames.path)}: a window needs {last - first + 1} time steps, but the longest episode has "
             f"{longest}: reduce length, history or stride, or use padding='edge'"
         )
     return rows

@@ -40,9 +40,7 @@ def test_fields(path: Path, fields: Any) -> None:
 
 
 def test_fields_that_come_twice(path: Path) -> None:
-    with pytest.raises(
-        OptionError, match=r"fields has 'images' twice: give each its own name, as in .*\{'name': 'images'\}"
-    ):
+    with pytest.raises(OptionError, match=r"fields has 'images' twice: name each field, as in .*\{'name': 'images'\}"):
         ChunkDataset(path, fields=["images", "labels", "images"])
     assert ChunkDataset(path, fields={"a": "images", "b": "images"}).fields == ("a", "b")
 
@@ -93,7 +91,11 @@ def test_indices(path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize(("num_workers", "start"), [(0, None), (1, "fork"), (1, "forkserver")])
 def test_a_loader_in_a_dataloader(path: Path, num_workers: int, start: str | None) -> None:
-    match = "cannot be sent to another process" if start == "forkserver" else "gives batches, not samples: iterate it"
+    match = (
+        "cannot be sent to another process"
+        if start == "forkserver"
+        else "has no samples to index, only batches: iterate it"
+    )
     loader = DataLoader(ChunkLoader(path, 4), batch_size=None, num_workers=num_workers, multiprocessing_context=start)
     with pytest.raises(OptionError, match=match):
         next(iter(loader))
@@ -105,7 +107,7 @@ class Doubled(ChunkDataset):
 
 
 def test_what_a_loader_would_leave_out(path: Path) -> None:
-    with pytest.raises(OptionError, match="Doubled has its own __getitem__, which a ChunkLoader does not call"):
+    with pytest.raises(OptionError, match="Doubled overrides __getitem__, which a ChunkLoader does not call"):
         ChunkLoader(Doubled(path), 4)
     with pytest.raises(OptionError, match="data is a Subset: give a ChunkDataset, whose subset"):
         ChunkLoader(Subset(ChunkDataset(path), [1, 2]), 4)  # type: ignore[arg-type]
@@ -113,5 +115,5 @@ def test_what_a_loader_would_leave_out(path: Path) -> None:
 
 def test_a_loader_is_neither_copied_nor_sent(path: Path) -> None:
     for take in (pickle.dumps, copy.copy):
-        with pytest.raises(OptionError, match="cannot be sent to another process: make it in that process"):
+        with pytest.raises(OptionError, match="cannot be sent to another process: create it in that process"):
             take(ChunkLoader(path, 4))

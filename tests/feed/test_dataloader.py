@@ -239,7 +239,7 @@ def test_a_number_of_workers_that_does_not_divide_is_told(path, monkeypatch):
     dataset = ChunkDataset(path)
     ChunkSampler(dataset, 4, window_chunks=2, interleave=6)
     as_worker(monkeypatch, 0, 4)
-    told = r"num_workers is 4, but the sampler's interleave is 6: 2 workers .*interleave=8"
+    told = r"num_workers is 4, which does not divide the sampler's interleave of 6, so 2 workers .*interleave=8"
     with pytest.warns(UserWarning, match=told):
         dataset.cache  # noqa: B018
     assert dataset.cache.nbytes // (4 * 60) == 8  # each worker sees three of the six windows

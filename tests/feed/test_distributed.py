@@ -253,7 +253,10 @@ def test_locality_that_cannot_be(path, monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     dataset = ChunkDataset(path)
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"locality": "node"}, "LOCAL_WORLD_SIZE is '' of a world_size of 4: start with torchrun, or give the number"),
+        (
+            {"locality": "node"},
+            "per node, is '', which does not divide the world_size of 4: start training with torchrun",
+        ),
         ({"locality": "rack"}, "locality is 'rack': give 'node', or a number of nodes"),
         ({"locality": 3}, "nodes is 3, which does not divide lanes 4: give a multiple"),
         ({"locality": 0}, "locality is 0"),
@@ -262,5 +265,5 @@ def test_locality_that_cannot_be(path, monkeypatch):
         with pytest.raises(OptionError, match=message):
             ChunkSampler(dataset, 6, rank=0, world_size=4, **options)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    with pytest.raises(OptionError, match="LOCAL_WORLD_SIZE is '3' of a world_size of 4"):
+    with pytest.raises(OptionError, match="per node, is '3', which does not divide the world_size of 4"):
         ChunkSampler(dataset, 6, rank=0, world_size=4, locality="node")

@@ -387,9 +387,9 @@ def test_rows_wider_than_memory_are_an_error(tmp_path):
         file["X"].attrs["shape"] = np.array([40, 1 << 58])
     with pytest.raises(OptionError, match=r"8 rows and 288230376151711744 columns takes .* smaller batch_size, or"):
         next(iter(ChunkLoader(path, 8)))
-    with pytest.raises(OptionError, match=r"a batch takes .* more than the free memory"):
+    with pytest.raises(OptionError, match=r"a batch needs .* more than the free memory"):
         ChunkDataset(path)[0]
-    with pytest.raises(OptionError, match=r"a batch takes .* more than the free memory"):
+    with pytest.raises(OptionError, match=r"a batch needs .* more than the free memory"):
         ChunkDataset(path)[[0, 1]]
 
 

@@ -230,7 +230,7 @@ def test_a_thread_that_hangs_is_an_error(path, monkeypatch):
     readers = make_readers(path, 1)
     load = readers.load(window(range(N)), MemorySlot())
     assert begun.wait(WAIT_S)
-    with pytest.raises(WorkerError, match=r"a\.h5: no data came for 0.05 s"):
+    with pytest.raises(WorkerError, match=r"a\.h5: no data was read for 0.05 s"):
         load.wait(0.05)
     go_on.set()
     load.wait(WAIT_S)

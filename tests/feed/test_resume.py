@@ -482,11 +482,11 @@ def test_numbers_of_numpy_and_torch_will_do(make):
 def test_echoes_are_refused_by_name(path):
     with (
         ChunkLoader(path, 16, echo=2) as loader,
-        pytest.raises(OptionError, match="echo is 2: a loader that echoes cannot save or load its state"),
+        pytest.raises(OptionError, match="echo is 2, but a loader that echoes has no state to save"),
     ):
         loader.state_dict()
     state = ChunkSampler(ChunkDataset(path), 16).state_dict()
-    with ChunkLoader(path, 16, echo=2) as loader, pytest.raises(OptionError, match="load its state: use echo=1"):
+    with ChunkLoader(path, 16, echo=2) as loader, pytest.raises(OptionError, match="state to save or load: use echo=1"):
         loader.load_state_dict(state)
 
 

@@ -247,7 +247,7 @@ def test_converted_files_are_read_once(tmp_path, counted, class_folder):
         assert amplification(path, counted, batch_size=batch_size, window_chunks=6, interleave=4) <= 1.04  # 51 chunks
 
 
-@pytest.mark.filterwarnings("ignore:num_workers is ., but the sampler's interleave is:UserWarning")
+@pytest.mark.filterwarnings("ignore:num_workers is ., which does not divide the sampler's:UserWarning")
 @pytest.mark.parametrize(("num_workers", "bound"), [(2, 1.02), (3, 1.02), (4, 1.02), (5, 5), (6, 2.02)])
 def test_workers_read_each_chunk_once(tmp_path, counted, monkeypatch, num_workers, bound):
     """Each worker's share of the batches through its share of the cache; workers that cannot share well, bounded."""

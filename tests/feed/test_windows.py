@@ -235,7 +235,7 @@ def test_a_split_keeps_episodes_whole(tmp_path: Path) -> None:
 
 def test_episodes_that_no_window_can_be_taken_from_are_errors_that_name_them(tmp_path: Path) -> None:
     path = _robomimic(tmp_path / "robot.h5")
-    with pytest.raises(h5chunk.OptionError, match="takes 13 time steps, but the longest episode has 12"):
+    with pytest.raises(h5chunk.OptionError, match="needs 13 time steps, but the longest episode has 12"):
         h5chunk.Windows(path, ROBOT, 13)
     with pytest.warns(UserWarning, match="1 episode of 3 shorter than 6 time steps"):
         h5chunk.Windows(path, ROBOT, 6)

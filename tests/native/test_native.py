@@ -342,7 +342,9 @@ def test_a_read_that_fails_names_the_chunk(path: Path, fault: Callable[..., None
 def test_a_read_that_hangs_is_an_error(path: Path, fault: Callable[..., None], resident: bool) -> None:
     fault(HANGING)
     loader = ChunkLoader(ChunkDataset(path, fields=["images"]), 16, resident=resident, timeout=0.2)
-    with pytest.raises(WorkerError, match=r"a\.h5: no data came for 0\.2 s: a reading thread .* raise timeout"):
+    with pytest.raises(
+        WorkerError, match=r"a\.h5: no data was read for 0\.2 s, because a reading thread .* raise timeout"
+    ):
         list(loader)
     started = time.perf_counter()
     loader.close()

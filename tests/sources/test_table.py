@@ -419,7 +419,7 @@ def test_unknown_columns_that_are_taken_as_entries_are_named(tmp_path: Path) -> 
 def test_a_loader_of_a_file_with_strings(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": [1.5, 2.5], "word": ["x", "y"]}), tmp_path / "t.parquet")
     h5chunk.convert(tmp_path / "t.parquet", tmp_path / "x.h5")
-    with pytest.warns(UserWarning, match="batches leave out 'word': strings cannot be on a device"):
+    with pytest.warns(UserWarning, match="batches leave out 'word', because tensors cannot hold strings"):
         loader = h5chunk.ChunkLoader(tmp_path / "x.h5", 2)
     with loader:
         [(numbers,)] = loader
