@@ -32,7 +32,6 @@ from h5chunk.transforms import BATCH_TRANSFORMS, Transforms, transforms_by_field
 from h5chunk.transforms.any_size import AnySizeConverter
 
 CLOSED = "this loader was closed while it was iterated: end the iteration first"
-
 TWO_THREADS = "another thread is waiting for a batch of this loader: create a separate loader for each thread"
 
 

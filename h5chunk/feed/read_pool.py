@@ -32,7 +32,6 @@ from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.several import OpenFiles, close_descriptors
 
 QUICK_BYTES = 16 << 10  # gathering a smaller window takes less time than passing it to a thread
-FOREVER_S = 1e9
 SIGNALS_S = 0.1  # longest delay before a signal, such as Ctrl-C, is handled
 TIMEOUT_S = 120.0  # seconds without a finished task before an error is raised
 
@@ -121,8 +120,7 @@ class WindowRead:
     def wait_for_threads(self, timeout_s: float | None = None) -> None:
         """Wait until no thread writes to the slot any more, whether or not it was filled.
 
-        Raise `WorkerError` if no task of any window completed for ``timeout_s``. Tasks of other windows count, because
-        this window may be waiting behind them.
+        Raise `WorkerError` if no task, of this window or another that may delay it, completed for ``timeout_s``.
         """
         if os.getpid() != self._process:
             raise lost_by_fork(self._pool.path)
@@ -158,8 +156,7 @@ class ReadPool:
         self._rows_reader: H5Reader = getattr(reader, "frames", reader)  # loads of windows are rows of frames
         self._direct = {name: getattr(field, "frames", field) for name, field in direct.items()}
         self.path, self.timeout_s = reader.path, timeout_s
-        self.epoch = 0  # of the windows that are read next
-        self.tasks_done = 0  # tasks for Python threads
+        self.epoch, self.tasks_done = 0, 0  # epoch of the next windows to read; tasks that Python threads have done
         self.is_local = not reader.is_remote  # whether all data is on this machine
         self._hangs = False  # whether a wait has run into its timeout
         self.has_ended = threading.Event()  # set once the pool is closed and all threads have ended
@@ -197,15 +194,11 @@ class ReadPool:
 
     def _work(self) -> None:
         while (queued := self._tasks.get()) is not None:
-            load, task = queued
-            load.run(task)
-            del queued, load, task  # tasks refer to a slot
+            queued[0].run(queued[1])
+            del queued  # tasks refer to a slot
 
     def finish_next(self, timeout_s: float | None) -> bool:
-        """Wait until native threads have read any window, and finish that window. Return False on a timeout.
-
-        Signals are handled while waiting. If the pool is closed, all its windows end with an error.
-        """
+        """Wait until native threads have read any window, handling signals, and finish it. Return False on a timeout."""
         assert self._native is not None
         end, done = math.inf if timeout_s is None else time.monotonic() + timeout_s, self.tasks_done
         while True:
@@ -309,8 +302,7 @@ class ReadPool:
         arrays = window.rows, window.destinations, window.samples
         if slot.tasks is None and self._stamp:
             slot.tasks = lasting_tasks(self._direct, self._whole, self.descriptor, fields, *arrays)
-        tasks = slot.tasks
-        if tasks is None or not tasks.aim(*arrays):
+        if (tasks := slot.tasks) is None or not tasks.aim(*arrays):
             return None
         tasks.ending = Ending(*slot.sender, *self._stamp)
         return tasks
@@ -371,7 +363,7 @@ class ReadPool:
         """Wait for all threads, and return whether they have ended."""
 
         def remaining_s() -> float:
-            return max(0.0, min(end - time.monotonic(), FOREVER_S))
+            return max(0.0, min(end - time.monotonic(), 1e9))
 
         have_ended = self._native is None or self._native.close(remaining_s())
         for thread in threads:

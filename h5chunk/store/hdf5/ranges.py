@@ -1,7 +1,6 @@
 """Read byte ranges of a file into many buffers, with one system call per range.
 
-``os.preadv`` needs a Python object per buffer, created under the GIL. Here NumPy builds tables of addresses and
-lengths, which are passed to libc's ``preadv``, so that a shuffled batch is scattered without Python code per sample.
+``os.preadv`` needs a Python object per buffer. Here NumPy builds tables of addresses and lengths for libc's ``preadv``.
 """
 
 from __future__ import annotations
