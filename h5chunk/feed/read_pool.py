@@ -198,7 +198,7 @@ class ReadPool:
             del queued  # tasks refer to a slot
 
     def finish_next(self, timeout_s: float | None) -> bool:
-        """Wait until native threads have read any window, handling signals, and finish it. Return False on a timeout."""
+        """Wait until native threads have read any window, and finish it, handling signals. Return False on timeout."""
         assert self._native is not None
         end, done = math.inf if timeout_s is None else time.monotonic() + timeout_s, self.tasks_done
         while True:
