@@ -208,7 +208,7 @@ def test_a_broken_image_is_named(kept, tmp_path):
     with pytest.raises(FileError, match="does not match its checksum"):
         all_batches(h5chunk.ChunkDataset(broken, checksums="first"), transforms=SQUARE)
     broken = change(kept, tmp_path, "images/data", lambda data: data[start:stop].fill(0))
-    with pytest.raises(FileError, match=rf"changed.h5: {names[number]} cannot be decoded: its bytes are not those of"):
+    with pytest.raises(FileError, match=rf"changed.h5: {names[number]} cannot be decoded: its bytes are not an image"):
         all_batches(broken, transforms=SQUARE)
 
 
@@ -218,9 +218,9 @@ def test_sizes_that_lie_are_errors(kept, tmp_path, height):
         heights[3] = height
 
     lying = change(kept, tmp_path, "images/heights", lie)
-    with pytest.raises(FileError, match=r"but the HDF5 file records|more than"):
+    with pytest.raises(FileError, match=r"but the HDF5 file records|more than|at most .* pixels can be decoded"):
         all_batches(lying, transforms=SQUARE)
-    with pytest.raises(FileError, match=r"but the HDF5 file records|more than"):
+    with pytest.raises(FileError, match=r"but the HDF5 file records|more than|at most .* pixels can be decoded"):
         h5chunk.ChunkDataset(lying)[3]
 
 

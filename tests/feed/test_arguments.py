@@ -35,7 +35,7 @@ def path(tmp_path: Path) -> Path:
     "fields", [5, [5], b"images", {"a": 5}, {5: "images"}, [None], [["images"]], Ellipsis], ids=str
 )
 def test_fields(path: Path, fields: Any) -> None:
-    with pytest.raises(OptionError, match=r"fields (is|has) .*: give names of datasets"):
+    with pytest.raises(OptionError, match=r"fields (is|contains) .*: give names of datasets"):
         ChunkDataset(path, fields=fields)
 
 
@@ -46,7 +46,9 @@ def test_fields_that_come_twice(path: Path) -> None:
 
 
 def test_numbers_that_are_complex(path: Path) -> None:
-    with pytest.raises(FieldError, match="'waves' has the type complex64: a field must have numbers or strings"):
+    with pytest.raises(
+        FieldError, match="'waves' has the type complex64: a field must have numbers or fixed-length strings"
+    ):
         ChunkDataset(path, fields=["waves"])
 
 
