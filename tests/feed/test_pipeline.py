@@ -45,6 +45,8 @@ class MemorySlot:
 
     def check(self) -> None: ...
 
+    def return_pinned(self) -> None: ...
+
 
 def window(samples: object) -> Window:
     numbers = np.asarray(samples, np.int64)
