@@ -62,9 +62,8 @@ class ChunkLoader(Resumable):
             ...
 
     Each iteration is an epoch, and the first windows of the next epoch are read while this one ends. You may leave an
-    epoch early: threads and memory are kept until `close`; another iteration then creates new ones. Use the loader in
-    only one thread. The order is that of a `ChunkSampler` with the same arguments, unless data is echoed, or
-    ``memory_bytes`` makes windows smaller.
+    epoch early: threads and memory are kept until `close`. Use the loader in only one thread. The order is that of a
+    `ChunkSampler` with the same arguments, unless data is echoed, or ``memory_bytes`` makes windows smaller.
 
     A batch is a tuple of the fields. To know which samples are in it, name the field ``sample_number``::
 
@@ -73,12 +72,11 @@ class ChunkLoader(Resumable):
             names = dataset.source_names[numbers]
 
     Images of any size (``convert --keep-encoded`` or ``--keep-size``) need a transform that gives them one size, such
-    as ``RandomResizedCrop``. They are decoded a few batches ahead, by threads. For a GPU with fewer than 8
-    ``num_threads``, nvJPEG decodes them if torchvision is installed; ``print(loader)`` says which. nvJPEG's pixels
-    differ slightly from those decoded on the CPU.
+    as ``RandomResizedCrop``. Threads decode them a few batches ahead; for a GPU with fewer than 8 ``num_threads``,
+    nvJPEG does, if torchvision is installed, with slightly different pixels. ``print(loader)`` says which.
 
-    On a GPU, use the batches of an epoch on one stream. On the CPU, holding a batch keeps its entire window in memory:
-    use ``clone()`` to keep only the batch.
+    On a GPU, use the batches of an epoch on one stream. On the CPU, a batch that is kept may keep several MB around it
+    in memory, up to its entire window: use ``clone()`` to keep only the batch.
 
     Parameters
     ----------
@@ -118,8 +116,7 @@ class ChunkLoader(Resumable):
         Read by byte ranges, through HDF5, or (``"auto"``) by byte ranges if the file allows it, unless a field has
         thousands of chunks below 8 KiB that must be decoded or combined, which HDF5 does faster.
     reuse : bool
-        On the CPU, return batches that are valid only until the next batch, so that no new memory is allocated. (By
-        default memory is also reused, but only once nothing refers to it.)
+        On the CPU, return batches that are valid only until the next batch, always in the same memory.
     echo : float
         Data-echoing factor: the number of times that each sample is used. Once a window has been used, its samples are
         shuffled again and cut into other batches; 1.5 does so for every second batch. Use it if training is faster than

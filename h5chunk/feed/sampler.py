@@ -79,10 +79,7 @@ class Resumable:
         return replace(self._template, epoch=self._position.epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, counted from 0. Without this call, each iteration is the next epoch.
-
-        If a state of this epoch was loaded, iteration resumes at the batch of that state.
-        """
+        """Set the epoch of the next iteration, from 0, which resumes at the batch of a loaded state of this epoch."""
         epoch = replace(self._template, epoch=epoch).epoch  # raises OptionError for an invalid epoch
         self._position.move(epoch, self._position.batch if epoch == self._position.epoch else 0)
 
