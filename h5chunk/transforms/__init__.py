@@ -105,7 +105,7 @@ def transforms_by_field(
 
 
 def _check_masks(transforms: list[Transform], fields: Mapping[str, Field | RaggedField], argument: str) -> None:
-    """Raise OptionError if a list would crop or flip the first field, but not another one with as many pixels."""
+    """Raise OptionError if transforms would crop or flip the first field, but not another one of the same size."""
     moved = next((transform for transform in transforms if isinstance(transform, GEOMETRIC)), None)
     first, *others = fields
     like = next((name for name in others if _sides(fields[name]) == _sides(fields[first]) is not None), None)
@@ -139,7 +139,7 @@ def check_transforms(name: str, transforms: Any) -> list[Transform]:
 def compile_transforms(
     transforms: Sequence[Transform], field: Field | RaggedField, stored: torch.dtype | None, allocate: Allocate
 ) -> tuple[Converter, tuple[Transform, ...]]:
-    """Divide the transforms of a field into a converter, which computes the first ones in one step, and the others.
+    """Split the transforms of a field into a converter, which computes the leading ones in one step, and the others.
 
     ``stored`` is the dtype in the file (unused for a matrix); ``allocate`` gives host memory for batches. Raise
     `OptionError` if the transforms do not fit each other, or the field.

@@ -46,7 +46,7 @@ ENOUGH_THREADS = 8  # to decode for a GPU: nvJPEG is not faster than these, and 
 GAP = 2  # a JPEG is scaled while it is decoded only if a box stays this many times larger than its result
 REMEDY = "add RandomResizedCrop(224), or Resize(256) and CenterCrop(224), to transforms"
 
-Take = Callable[[], int | None]  # returns the number of an image that is left to the caller; None: all are done
+Take = Callable[[], int | None]  # returns the number of an image that the caller has to handle, or None at the end
 _local = threading.local()
 
 
@@ -60,7 +60,7 @@ class Pending:
         self.then: Callable[[torch.Tensor], torch.Tensor] = lambda batch: batch
 
     def result(self) -> torch.Tensor:
-        """Return the batch, or raise the error of an image; `WorkerError` in a fork, which has no threads."""
+        """Return the batch, or raise the error of one of its images; WorkerError in a fork, which has no threads."""
         if self._process != os.getpid():
             raise WorkerError("a forked process lacks the decoding threads: start a new iteration in it")
         try:
@@ -136,7 +136,7 @@ class AnySizeConverter(AugmentConverter):
     def start(
         self, rows: CsrRows, draws: Draws, then: Callable[[torch.Tensor], torch.Tensor] = lambda batch: batch
     ) -> Pending:
-        """Start to decode and augment a batch, and return it as pending; ``then`` is applied to the finished batch.
+        """Start decoding and augmenting a batch, and return it as pending; ``then`` is applied to the finished batch.
 
         The memory of ``rows`` must not change until the batch is finished or dropped.
         """
@@ -159,19 +159,19 @@ class AnySizeConverter(AugmentConverter):
         return jpeg.load(LINKED) if self._field.form == "encoded" else None
 
     def _take(self, job: _Job, out: torch.Tensor, rule: native.ImageRule | None) -> Take:
-        """Return a function that makes images in C, and returns the number of one that is left to its caller."""
+        """Return a function that decodes and augments images in C; it returns the number of an image left to its caller."""
         library = self._libjpeg()
         if not native.available() or (library is None and self._field.form == "encoded"):
             return job.next
         return partial(jpeg.decode, library, job.images, rule, out.data_ptr(), out[:1].nbytes)
 
     def _in_threads(self, job: _Job, work: Callable[[], None], finish: Callable[[], torch.Tensor]) -> Pending:
-        """Do some work in as many threads as can take images of a batch."""
+        """Run ``work`` in as many threads as can share the images of a batch."""
         parts = [self._pool().submit(work) for _ in range(min(self._num_threads, len(job.table)))]
         return Pending(parts, finish, job.stop)
 
     def _make(self, job: _Job, take: Take, out: torch.Tensor) -> None:
-        """Decode images, and write their results, until no image is left to take."""
+        """Decode and augment images until none is left."""
         while (number := take()) is not None:
             pixels = job.bytes_of(number)
             if self._field.form != "raw":
@@ -226,7 +226,7 @@ class AnySizeConverter(AugmentConverter):
         )
 
     def _by_gpu(self, job: _Job) -> torch.Tensor:
-        """Decode a batch by nvJPEG into one buffer, (C, H, W) each; images that it does not take, by the CPU."""
+        """Decode a batch with nvJPEG into one buffer, (C, H, W) each; the CPU decodes images that nvJPEG cannot."""
         assert self._decode_batch is not None
         counts = self._field.channels * job.table[:, HEIGHT] * job.table[:, WIDTH]
         job.table[:, OFFSET] = np.cumsum(counts) - counts
@@ -299,11 +299,11 @@ class _Job:
         self.images = jpeg.Images(self._data, self.starts, self._stops, orientations, table, channels)
 
     def next(self) -> int | None:
-        """Return the number of an image that no other thread has taken; None if none is left."""
+        """Return the number of the next image that no thread has taken, or None."""
         return next(self._left, None)
 
     def stop(self) -> None:
-        """Leave no image to take."""
+        """Stop threads from taking further images."""
         self._left, self.images.next = iter(range(0)), len(self.table)
 
     def is_sound(self) -> np.ndarray:
@@ -317,13 +317,13 @@ class _Job:
 
 
 def _least_size(row: np.ndarray) -> list[int]:
-    """Return the least size to decode an image at, from its row of a table."""
+    """Return the smallest size at which to decode an image, given its row of a table."""
     sides = ((HEIGHT, BOX_HEIGHT, FULL_HEIGHT), (WIDTH, BOX_WIDTH, FULL_WIDTH))
     return [int(min(row[side], -(-GAP * row[side] * row[full] // row[box]))) for side, box, full in sides]
 
 
 def _size_after(transforms: Sequence[Any], field: ImagesField) -> Size:
-    """Return the size of results. Raise OptionError if it depends on the size of the image."""
+    """Return the size of the results; raise OptionError if it depends on the size of each image."""
     size: Size | None = None
     for each in transforms:
         size = each.size_after(size) if hasattr(each, "size_after") else size
@@ -333,7 +333,7 @@ def _size_after(transforms: Sequence[Any], field: ImagesField) -> Size:
 
 
 def _scale(row: np.ndarray, size: tuple[int, int]) -> None:
-    """Change a row of a table for an image that was scaled to another size while it was decoded."""
+    """Adapt an image's row of a table to the size at which the image was decoded."""
     for side, first, length, new in ((HEIGHT, TOP, BOX_HEIGHT, size[0]), (WIDTH, LEFT, BOX_WIDTH, size[1])):
         old = int(row[side])
         start = round(int(row[first]) * new / old)

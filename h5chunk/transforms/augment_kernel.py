@@ -20,7 +20,7 @@ def index_inside(index, full, padding: tl.constexpr):  # type: ignore[no-untyped
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def count_taps(own, antialias: tl.constexpr):  # type: ignore[no-untyped-def,unused-ignore]
-    """Return the number of rows, and of columns, of the source box that are weighted into one pixel of the result."""
+    """Return how many rows and columns of the source box contribute to one pixel of the result."""
     height, width = tl.load(own + 5).to(tl.int32), tl.load(own + 6).to(tl.int32)
     full_height, full_width = tl.load(own + 7).to(tl.int32), tl.load(own + 8).to(tl.int32)
     count = 2
@@ -45,7 +45,7 @@ def weigh_taps(  # type: ignore[no-untyped-def,unused-ignore]
     padding: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Write where the taps of each output row and column of a sample begin in its box, and their 22-bit weights.
+    """Write the first tap of each output row and column of a sample, as a position in its box, and the 22-bit weights.
 
     -1 stands for a pixel outside, where the padding is constant.
     """
@@ -137,7 +137,7 @@ def write_rows(  # type: ignore[no-untyped-def,unused-ignore]
     passes: tl.constexpr,
     plane: tl.constexpr,
 ):
-    """Write rows of a result, once for each channel if it is planar; by ``few`` taps, 2 or 3, if that is not 0."""
+    """Write rows of a result, channel by channel if it is planar; ``few`` is the number of taps if 2 or 3, else 0."""
     is_place = place < line_size
     pixel: tl.constexpr = 1 if planar else channels
     row = tl.load(own + 2).to(tl.int32) * pixel
@@ -199,7 +199,7 @@ def write_rows(  # type: ignore[no-untyped-def,unused-ignore]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def is_erased(box, y, x):  # type: ignore[no-untyped-def,unused-ignore]
-    """Return which pixels of a row are in a box: its top, left, height and width."""
+    """Return which pixels of a row lie in a box, given by its top, left, height and width."""
     top, left = tl.load(box), tl.load(box + 1)
     in_columns = (x >= left) & (x < left + tl.load(box + 3))
     return (y >= top) & (y < top + tl.load(box + 2)) & in_columns
@@ -237,7 +237,7 @@ def augment_images(  # type: ignore[no-untyped-def,unused-ignore]
     block_rows: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Compute some rows of one output image, in a range of places of a row; channel after channel, if it is planar.
+    """Compute a block of rows and columns of one output image, channel by channel if it is planar.
 
     ``planar`` is the layout of the stored images, ``interleaves`` that of the output. All tensors have one axis and the
     same layout: converting layouts takes longer than everything else.

@@ -71,7 +71,7 @@ class Rule:
 
 
 def augment_with_torch(rule: Rule, source: torch.Tensor, table: Indices, out: torch.Tensor) -> None:
-    """Compute results by torch operations: slow, on any device.
+    """Compute results with torch operations, which is slow, but works on any device.
 
     ``source`` is flat uint8, ``table`` on the host, and ``out`` (n, channels, *size) in any memory format.
     """

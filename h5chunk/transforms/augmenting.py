@@ -30,7 +30,7 @@ IMAGES = 8  # that a thread takes at a time
 
 @dataclass(eq=False)
 class GeometryTable:
-    """The table of geometry of consecutive samples of a window or an epoch."""
+    """The geometry table of consecutive samples of a window or an epoch."""
 
     table: Indices
     first: int  # position of the first of these samples in the window or epoch
@@ -125,7 +125,7 @@ class AugmentConverter:
             self._kernel = AugmentKernel(self._rule)
 
     def __call__(self, images: torch.Tensor | ImagesByNumber, keep: bool, draws: Draws) -> torch.Tensor:
-        """Return the augmented batch, in memory of its own."""
+        """Return the augmented batch in newly allocated memory."""
         images = images if isinstance(images, ImagesByNumber) else ImagesByNumber(images)
         shape = self.shape(len(images))
         if images.images.device.type == "cpu":
@@ -136,7 +136,7 @@ class AugmentConverter:
         return self.as_stored(out)
 
     def as_stored(self, out: torch.Tensor) -> torch.Tensor:
-        """Return results in memory with their axes in the order of the stored images' axes."""
+        """Return a view of the results whose axes have the order of the stored images."""
         return out.permute(0, 3, 1, 2) if self._rule.out_interleaved and not self._interleaved else out
 
     def shape(self, count: int) -> tuple[int, ...]:
@@ -163,7 +163,7 @@ class AugmentConverter:
         self.compute(source, table, out)
 
     def _geometry_of(self, draws: Draws) -> GeometryTable:
-        """Return geometry that includes that of these samples; it may be drawn for several batches at once."""
+        """Return a geometry table that includes these samples; it may be drawn for several batches at once."""
         if draws.kept is None or draws.whole is None:
             return GeometryTable(self.table(*self._sides, draws), draws.first)
         drawn, stop = draws.kept.get(self), draws.first + len(draws.samples)
@@ -173,7 +173,7 @@ class AugmentConverter:
         return drawn
 
     def _draw(self, draws: Draws, samples: Indices, count: int, before: GeometryTable | None) -> GeometryTable:
-        """Draw the geometry of ``count`` samples, unless that was begun; for a GPU, begin with the next in a thread."""
+        """Draw the geometry of ``count`` samples, unless a thread already does; for a GPU, start a thread for the next."""
         if before is not None and before.following is not None and before.first + len(before.table) == draws.first:
             table = before.following.result()
         else:

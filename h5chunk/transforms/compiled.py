@@ -31,7 +31,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def current_stream(device: int) -> int:
-    """Return the handle of the current stream of a GPU, without the Python object that torch would make."""
+    """Return the handle of a GPU's current stream, without creating torch's stream object."""
     return int(torch._C._cuda_getCurrentRawStream(device))
 
 
@@ -137,7 +137,7 @@ class FusedKernel(Compiling):
 
 
 def launch_of(compiled: Any, constants: Sequence[torch.Tensor], num_given: int = 2) -> cuda.Launch | None:
-    """Return a launch of a compiled kernel of Triton, or None if that is not possible.
+    """Return the means to launch a compiled Triton kernel through the driver, or None if that is not possible.
 
     Its first ``num_given`` parameters are given with each launch, then come ``constants``. Triton adds parameters of
     its own at the end, which are null for a kernel without scratch memory.
@@ -172,7 +172,7 @@ class LoadedTable(NamedTuple):
 
 
 class AugmentKernel(Compiling):
-    """Compute the results of a table of geometry on a GPU, as a `h5chunk.transforms.augment_rule.Rule` on it says.
+    """Compute the results of a geometry table on a GPU, by a `h5chunk.transforms.augment_rule.Rule` on that GPU.
 
     One launch writes the weights of the pixels that make each row and column of each result; where nothing is resized
     there are none. The other reads the source and writes the batch.
@@ -228,7 +228,7 @@ class AugmentKernel(Compiling):
         row_bytes: int,
         out: torch.Tensor,
     ) -> None:
-        """Fill ``out``, contiguous, by rows of the table from ``first`` on.
+        """Fill ``out``, which is contiguous, with the results of the table's rows from ``first`` on.
 
         Result k is made of the image at ``row_bytes * rows[k]``, or ``row_bytes * k``, in ``source``, flat uint8.
         """
@@ -241,7 +241,7 @@ class AugmentKernel(Compiling):
             self._by_triton(self._kernel, rows is not None, given)
 
     def _by_driver(self, launch: cuda.Launch, given: tuple[Any, ...]) -> bool:
-        """Launch the kernel by CUDA's driver, in a fraction of Triton's time; return whether that succeeded."""
+        """Launch the kernel through CUDA's driver, which is faster than through Triton; return whether that worked."""
         *tensors, first, row_bytes, most = given
         if row_bytes > MAX_INT32:
             return False

@@ -1,4 +1,4 @@
-"""CSR batches: rows of a sparse matrix as they are stored, and how they become tensors."""
+"""CSR batches: stored rows of a sparse matrix, and their conversion to tensors."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class CsrRows:
         return starts[1:] - starts[:-1]
 
     def natively(self, table: np.ndarray | None) -> native.SparseRows:
-        """Return all rows for native code; without a table, codes are the values."""
+        """Describe all rows for native code; without a table, codes are the values."""
         if id(table) not in self._native_rows:
             codes = None if self.values is None else self.values.numpy()
             self._native_rows[id(table)] = native.SparseRows(self.host_starts, self.indices.numpy(), codes, table)
@@ -105,7 +105,7 @@ class CsrRows:
 
 @dataclass(frozen=True)
 class ValueRule:
-    """The rule that turns stored numbers into values.
+    """The rule that converts stored codes to values.
 
     Stored bytes are looked up in ``table``, (256,). Without a table, the stored numbers are the values or, with a
     ``threshold``, 1 if they are at least that and else 0. The entries of a pattern are ``constant``. Then ``steps``,
@@ -134,7 +134,7 @@ class ValueRule:
         return values
 
     def is_direct(self, rows: CsrRows, dtype: torch.dtype) -> bool:
-        """True if values need no arithmetic before the steps: they are in a table, constant, or stored as ``dtype``."""
+        """Whether values need no arithmetic before the steps: they come from a table, are constant, or have ``dtype``."""
         return self.threshold is None and (self.table is not None or rows.values is None or rows.values.dtype == dtype)
 
     def table_of(self, rows: CsrRows, dtype: torch.dtype) -> np.ndarray | None:
@@ -166,7 +166,7 @@ class Entries(NamedTuple):
 
 
 def entries_of(rows: CsrRows, rule: ValueRule, num_columns: int, allocate: Allocate = fresh) -> Entries:
-    """Return the entries of rows, on their device, in new memory, which on the host comes from ``allocate``."""
+    """Return the entries of rows in new memory on the rows' device; host memory comes from ``allocate``."""
     if rows.starts.device.type != "cpu":
         return _on_gpu(rows, rule, num_columns)
     counts = rows.host_counts
@@ -193,7 +193,7 @@ def dense_values(codes: torch.Tensor, rule: ValueRule) -> torch.Tensor:
 
 
 def _copied(rows: CsrRows, rule: ValueRule, counts: np.ndarray, dtype: torch.dtype, allocate: Allocate) -> Entries:
-    """Copy entries natively, up to the steps of the rule."""
+    """Copy entries in native code, before the steps of the rule are applied."""
     kind = rule.work_dtype if rule.steps else rule.dtype
     if is_direct := rule.is_direct(rows, kind):
         source = rows.natively(rule.table_of(rows, kind))
@@ -217,7 +217,7 @@ def _room(
 
 
 def _indexed(rows: CsrRows, rule: ValueRule, counts: np.ndarray, dtype: torch.dtype, _allocate: Allocate) -> Entries:
-    """Copy entries by NumPy, up to the steps of the rule."""
+    """Copy entries with NumPy, before the steps of the rule are applied."""
     starts = np.concatenate(([0], np.cumsum(counts)))
     firsts, indices = rows.host_starts[rows.host_numbers], rows.indices.numpy()
     positions: Any = np.repeat(firsts - starts[:-1], counts) + np.arange(starts[-1])
@@ -312,7 +312,7 @@ def scatter(out: torch.Tensor, entries: Entries, map_parts: MapParts = map) -> N
 
 
 def scatter_natively(out: torch.Tensor, rows: CsrRows, rule: ValueRule, map_parts: MapParts = map) -> bool:
-    """Make rows dense as `scatter` does, in native code without the GIL; return whether that was possible."""
+    """Do the same as `scatter` in native code, without the GIL; return whether that was possible."""
     if rule.steps or not rule.is_direct(rows, rule.dtype) or not native.available():
         return False
     source, numbers = rows.natively(rule.table_of(rows, rule.dtype)), rows.host_numbers
@@ -336,7 +336,7 @@ def make_csr(starts: torch.Tensor, columns: torch.Tensor, values: torch.Tensor, 
 
 @cache
 def _silence_beta_warning() -> None:
-    """Silence torch's warning that CSR tensors are in beta and unchecked; readers have checked these."""
+    """Silence torch's warning that CSR tensors are in beta and unchecked; h5chunk's readers have checked them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.sparse_csr_tensor([0, 0], [], [], (1, 1), check_invariants=False)

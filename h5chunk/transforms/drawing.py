@@ -1,4 +1,4 @@
-"""Compute tables of random geometry in C: the same numbers as by `change` and `boxes` of the transforms, but faster."""
+"""Compute tables of random geometry in C: the numbers of the transforms' `change` and `boxes`, but faster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from h5chunk.transforms.augment import (
 
 
 class NativeDraws:
-    """The steps of a list of transforms, as ``draws.c`` describes them; ``size`` is that of results."""
+    """The steps of a list of transforms, in the format of ``draws.c``; ``size`` is the size of the results."""
 
     def __init__(self, geometric: Sequence[Any], erasers: Sequence[Any], size: Size) -> None:
         self._transforms, self._sides = (*geometric, *erasers), np.array(size, np.int64)
@@ -53,7 +53,7 @@ class NativeDraws:
 
 
 def _step(transform: Any) -> dict[str, Any]:
-    """Return the fields of a step of draws.c; those left out are 0."""
+    """Return the fields of a step for ``draws.c``; fields that are not given are 0."""
     match transform:
         case RandomResizedCrop(size=(height, width), scale=scale, ratio=ratio):
             return {"kind": native.BOX, "height": height, "width": width, **_ranges(scale, ratio)}

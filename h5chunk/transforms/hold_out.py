@@ -1,4 +1,4 @@
-"""Hold out a part of each row's entries as the target of a batch, to train and evaluate recommender systems."""
+"""Hold out part of each row's entries as the target of a batch, to train and evaluate recommender systems."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROUNDING = 1e-9  # added before rounding down, because 0.29 * 100 is 28.99999999
 
 @dataclass(frozen=True)
 class HoldOut:
-    """Split each row's entries into inputs and targets, so that a batch has these two in place of the rows.
+    """Split each row's entries into inputs and targets, both of which a batch then has in place of the rows.
 
     ::
 
@@ -126,7 +126,7 @@ def _up_to(like: Array) -> Array:
 
 
 def _row_of_each(counts: Array) -> Array:
-    """Return the row of each entry."""
+    """Return the row number of each entry."""
     if isinstance(counts, np.ndarray):
         return np.repeat(_up_to(counts), counts)
     return torch.repeat_interleave(_up_to(counts), counts)

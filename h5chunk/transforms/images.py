@@ -74,7 +74,7 @@ class ToDtype:
 
 
 class ImagesByNumber:
-    """Images selected by number, in this order, which are gathered only when they are converted."""
+    """Images selected by number, in the order of the numbers, that are gathered only when they are converted."""
 
     def __init__(self, images: torch.Tensor, numbers: SampleNumbers | None = None) -> None:
         self.images, self.numbers = images, numbers
@@ -218,7 +218,7 @@ def _numbers(transform: Normalize, values: Any) -> torch.Tensor:
 def scale_and_shift(
     normalize: Normalize, unit: int, sample_shape: tuple[int, ...], axis: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write (x / unit - mean) / std as x * scale + shift, float32, to be broadcast over samples."""
+    """Return float32 scale and shift, to broadcast over samples: x * scale + shift is (x / unit - mean) / std."""
     means, stds = (torch.as_tensor(each, dtype=torch.float64) for each in (normalize.mean, normalize.std))
     scale, shift = 1 / (unit * stds), -means / stds
     shape = [1] * len(sample_shape)

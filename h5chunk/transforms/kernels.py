@@ -1,4 +1,4 @@
-"""The Triton kernels, in a module of their own because importing it needs Triton."""
+"""Triton kernels, in a separate module because importing it requires Triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decode JPEG on a GPU, in batches, by the nvJPEG of torchvision, if that is installed."""
+"""Decode batches of JPEGs on a GPU with torchvision's nvJPEG, if torchvision is installed."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def jpeg_sizes(data: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.nd
 
 
 def _accepted(decode: Callable[..., list[torch.Tensor]], encoded: list[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Decode images; the result has None for images that the decoder refuses, which are found by halving the list."""
+    """Decode images, with None for each image that the decoder refuses; such images are found by halving the list."""
     if not encoded:
         return []
     try:
         return list(decode(encoded))
-    except RuntimeError:  # one of them is not sound, or of other colours
+    except RuntimeError:  # one of them is damaged, or has an unsupported colour space
         half = len(encoded) // 2
         return [*_accepted(decode, encoded[:half]), *_accepted(decode, encoded[half:])] if half else [None]
 

@@ -1,4 +1,4 @@
-"""Apply a transform to each sample of a batch separately, with random numbers of its own."""
+"""Apply a transform to each sample of a batch separately, with different random numbers for each."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _warn_if_drawn_once(transforms: tuple[Any, ...]) -> None:
 
 
 def _with_parts(transform: Any) -> Iterator[Any]:
-    """Yield a transform and, if it is a ``Compose`` or similar, the transforms in it."""
+    """Yield a transform and, if it is a ``Compose`` or similar, the transforms that it contains."""
     yield transform
     parts = getattr(transform, "transforms", ())
     for part in parts if isinstance(parts, (list, tuple, torch.nn.ModuleList)) else ():

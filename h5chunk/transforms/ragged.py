@@ -17,7 +17,7 @@ from h5chunk.transforms.csr import _SAME_SIZE, Allocate, CsrRows
 
 
 class _Lengths:
-    """Base class of what makes batches of samples that differ in length."""
+    """Base class of the transforms for samples that differ in length."""
 
     def __call__(self, batch: Any) -> Any:
         raise OptionError(f"{self} is for a field whose samples differ in length: put it first, or leave it out")
@@ -25,7 +25,7 @@ class _Lengths:
 
 @dataclass(frozen=True)
 class Pad(_Lengths):
-    """Give samples that differ in length as two tensors: padded to the longest of the batch, and their lengths.
+    """Return samples that differ in length as two tensors: padded to the longest of the batch, and their lengths.
 
     The first is (batch_size, longest, ...), the second (batch_size,) int64. Functions after this one get the first.
 
@@ -40,7 +40,7 @@ class Pad(_Lengths):
 
 @dataclass(frozen=True)
 class Pack(_Lengths):
-    """Give samples that differ in length as two tensors: all one after the other, and where each begins.
+    """Return samples that differ in length as two tensors: all samples one after the other, and the offset of each.
 
     The first is (total, ...), the second (batch_size + 1,) int64, from 0 to the total: as for
     ``torch.nested.nested_tensor_from_jagged(values, offsets)``, and as the ``cu_seqlens`` of attention kernels.
@@ -134,7 +134,7 @@ class RaggedConverter:
 
 
 def _padding(form: Pad, field: SeriesField, dtype: torch.dtype) -> torch.Tensor:
-    """Return the value of padding, of a field's type, or raise OptionError if that cannot hold it."""
+    """Return the padding value in a field's dtype; raise OptionError if the dtype cannot represent it."""
     try:
         value = np.array(form.value).astype(field.dtype)
     except (TypeError, ValueError):

@@ -71,7 +71,7 @@ class Dense(_Layout):
 
 
 class Csr(_Layout):
-    """Give batches as ``torch.sparse_csr`` tensors of (batch_size, columns).
+    """Return batches as ``torch.sparse_csr`` tensors of shape (batch_size, columns).
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ class Csr(_Layout):
 
 
 class _Values:
-    """Base of value transforms, which can be called as a function of a batch."""
+    """Base class of value transforms, which can also be called as a function of a batch."""
 
     def on_values(self, values: Any, rows: RowArithmetic) -> Any:
         raise NotImplementedError
@@ -184,7 +184,7 @@ class RowConverter:
         self._threads = KeptThreads("h5chunk-dense")
 
     def prepare(self, device: torch.device) -> None:
-        """Start to compile the kernel that makes sparse rows dense, if the device and the transforms allow it."""
+        """Start compiling the kernel that makes sparse rows dense, if the device and the transforms allow it."""
         if self._kernel is not None or self.makes_csr or self.hold_out or not isinstance(self._field, MatrixField):
             return
         l2 = self.rule.steps == (L2(),)
@@ -193,12 +193,12 @@ class RowConverter:
 
     @property
     def num_outputs(self) -> int:
-        """Number of tensors that a batch of rows becomes: 2 with `HoldOut`."""
+        """The number of tensors in a batch of rows: 2 with `HoldOut`, otherwise 1."""
         return 1 if self.hold_out is None else 2
 
     @property
     def is_uncut(self) -> bool:
-        """True if the result cannot be split into several batches, unlike a dense batch."""
+        """Whether the result, unlike a dense batch, cannot be split into several batches."""
         return self.makes_csr or self.hold_out is not None
 
     def __call__(
@@ -229,7 +229,7 @@ class RowConverter:
             scatter(out, entries_of(rows, self.rule, self.num_columns), map_parts)
 
     def copied(self, rows: CsrRows) -> tuple[list[tuple[tuple[int, ...], torch.dtype]], Callable[..., None]] | None:
-        """Return the shapes of starts, columns and values of a CSR batch, and a function that copies rows to these.
+        """Return the shapes of a CSR batch's starts, columns and values, and a function that copies rows to them.
 
         Return None if values are computed, or are not copied natively.
         """
@@ -247,7 +247,7 @@ class RowConverter:
         return [((len(rows) + 1,), dtype), ((total,), dtype), ((total,), self.dtype)], copy
 
     def parted(self, rows: CsrRows, draws: Draws) -> tuple[Entries, ...]:
-        """Return the converted entries: of all rows, or of the inputs and the targets if entries are held out."""
+        """Return the converted entries of all rows or, if entries are held out, of the inputs and of the targets."""
         entries = entries_of(rows, self.rule, self.num_columns)
         return (entries,) if self.hold_out is None else self.hold_out.part(entries, draws.epoch)
 
@@ -294,7 +294,7 @@ def _example(matrix: MatrixField, device: torch.device) -> CsrRows:
 
 
 def _rule(field: MatrixField | Field, dtype: torch.dtype, steps: tuple[_Values, ...]) -> ValueRule:
-    """Make the value rule of a field; for stored bytes, the leading steps become part of the table of values."""
+    """Create the value rule of a field; for stored bytes, the table of values includes the leading steps."""
     pattern = isinstance(field, MatrixField) and field.value_dtype is None
     if not pattern and field.dtype != np.uint8:
         if steps and isinstance(steps[0], Binarize):
