@@ -254,11 +254,13 @@ class _Cells:
             cells = [as_text(row[i]).encode() for row in self._rows]
             longest = max(map(len, cells), default=0)
             if any(cell.endswith(b"\0") for cell in cells):
-                raise SourceError(f"column {self.columns[i]!r} contains a string that {ENDS_IN_NULL}")
+                value = next(cell for cell in cells if cell.endswith(b"\0"))
+                raise SourceError(f"column {self.columns[i]!r}: {printable(value[:60])} {ENDS_IN_NULL}")
             if longest > MAX_STRING_BYTES:
                 raise SourceError(
                     f"column {self.columns[i]!r} contains a string of {longest} bytes, over the limit of "
-                    f"{MAX_STRING_BYTES}: shorten it, or {self._drop_remedy(i)}"
+                    f"{MAX_STRING_BYTES} ({printable(max(cells, key=len)[:60])}...): shorten it, or "
+                    f"{self._drop_remedy(i)}"
                 )
             self._packed[i].append(np.array(cells, f"S{max(1, longest)}"))
         self._rows = []

@@ -173,7 +173,7 @@ class AugmentConverter:
         return drawn
 
     def _draw(self, draws: Draws, samples: Indices, count: int, before: GeometryTable | None) -> GeometryTable:
-        """Draw the geometry of ``count`` samples, unless a thread already does; for a GPU, start a thread for the next."""
+        """Draw the geometry of ``count`` samples, unless a thread already does; for a GPU, start with the next."""
         if before is not None and before.following is not None and before.first + len(before.table) == draws.first:
             table = before.following.result()
         else:

@@ -134,7 +134,7 @@ class ValueRule:
         return values
 
     def is_direct(self, rows: CsrRows, dtype: torch.dtype) -> bool:
-        """Whether values need no arithmetic before the steps: they come from a table, are constant, or have ``dtype``."""
+        """Whether values need no arithmetic before the steps: they are in a table, constant, or of ``dtype``."""
         return self.threshold is None and (self.table is not None or rows.values is None or rows.values.dtype == dtype)
 
     def table_of(self, rows: CsrRows, dtype: torch.dtype) -> np.ndarray | None:
