@@ -54,7 +54,8 @@ class Keyed(ChunkDataset):
         field has the name of the path after the ``*``, with ``_`` for ``/``, or else of the group; a mapping gives
         names. Samples are in the order of their names.
     attributes : sequence of str
-        Attributes of what ``*`` stands for, each one number or one string, as further fields.
+        Attributes, each one number or one string, as further fields: of what ``*`` stands for or, if that lacks one,
+        of the datasets.
     transform, trusted
         As for `ChunkDataset`.
     progress : callable, optional

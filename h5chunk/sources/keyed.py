@@ -177,6 +177,7 @@ def _add(index: _Index, guard: Guard, group: h5py.Group, key: str | bytes, after
         raise SourceError(f"{printable(guard.path)}: a name in {group.name} is not UTF-8: {key!r}: rename it")
     item = guard.find(group, key)
     where = f"{printable(guard.path)}: {printable(f'{group.name}/{key}'.lstrip('/'))}"
+    owners: list[Any] = [item]  # of attributes
     for name, inner in after.items():
         dataset = item if not inner else guard.find(item, inner) if isinstance(item, h5py.Group) else None
         if not isinstance(dataset, h5py.Dataset):
@@ -194,8 +195,9 @@ def _add(index: _Index, guard: Guard, group: h5py.Group, key: str | bytes, after
                 "samples: all samples must have one shape and type"
             )
         index.offsets[name].append(_offset(dataset))
+        owners.append(dataset)
     for name, values in index.columns.items():
-        values.append(_attribute(item, name, where))
+        values.append(_attribute(next((each for each in owners if name in each.attrs), item), name, where))
     index.names.append(key.encode("utf-8", "surrogateescape"))
 
 

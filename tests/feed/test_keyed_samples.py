@@ -373,3 +373,22 @@ def test_only_one_field_may_differ_in_length(tmp_path: Path) -> None:
     path = _make_ragged(tmp_path / "traces.h5")
     with pytest.raises(h5chunk.FieldError, match="'a', 'b' differ in length"):
         h5chunk.Keyed(path, {"a": "traces/*/data", "b": "traces/*/data"})
+
+
+def test_attributes_of_datasets(tmp_path: Path) -> None:
+    """An attribute is that of the group or, if the group lacks it, of a dataset."""
+    path, packed = tmp_path / "a.h5", tmp_path / "packed.h5"
+    with h5py.File(path, "w") as file:
+        for number in range(5):
+            dataset = file.create_dataset(f"traces/{number}/data", data=np.full(3, number))
+            dataset.attrs["magnitude"], dataset.attrs["both"] = number / 2, -1
+            file[f"traces/{number}"].attrs["both"] = number
+    names = ["magnitude", "both"]
+    dataset = h5chunk.Keyed(path, "traces/*/data", attributes=names)
+    assert [dataset.values(name).tolist() for name in names] == [[0, 0.5, 1, 1.5, 2], [0, 1, 2, 3, 4]]
+    h5chunk.convert(path, packed, samples=["traces/*/data"], attributes=names)
+    with h5py.File(packed) as file:
+        rows = file["data"][:, 0].tolist()
+        assert sorted(zip(rows, file["magnitude"][:], file["both"][:], strict=True)) == [
+            (number, number / 2, number) for number in range(5)
+        ]

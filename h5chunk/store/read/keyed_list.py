@@ -222,13 +222,16 @@ class _Lister:
     def _add(self, key: str, fields: Mapping[str, _FieldLister]) -> None:
         where = f"{printable(self._path)}: {printable(f'{self._before}/{key}'.lstrip('/'))}"
         item = h5py.h5o.open(self._group.id, key.encode()) if self._all_hard else self._find(self._group, key)
+        owners = [item]  # of attributes
         for name, inner in self._inner.items():
             dataset = self._find(item, inner) if inner else item
             if not isinstance(dataset, h5py.h5d.DatasetID):
                 raise FieldError(f"{where} has no dataset {inner!r}: all samples must have the same datasets")
             fields[name].add(dataset, where)
+            owners.append(dataset)
         for name, values in self._columns.items():
-            values.append(_attribute(item, name, where))
+            owner = next((each for each in owners if h5py.h5a.exists(each, name.encode())), item)
+            values.append(_attribute(owner, name, where))
 
     def _find(self, start: Any, path: str) -> Any:
         found = follow(start.id if isinstance(start, h5py.Group) else start, path)
@@ -366,7 +369,8 @@ def _attribute(item: Any, name: str, where: str) -> Any:
         names = [
             h5py.h5a.open(item, index=number).name.decode() for number in range(min(10, h5py.h5a.get_num_attrs(item)))
         ]
-        raise error(f"has no attribute {name!r}, which other samples have: {', '.join(names) or 'none'}")
+        names_text = ", ".join(names) or "none"
+        raise error(f"has no attribute {name!r} (its attributes: {names_text}): all samples must have it")
     attribute = h5py.h5a.open(item, name.encode())
     if isinstance(attribute.get_type(), (h5py.h5t.TypeIntegerID, h5py.h5t.TypeFloatID)) and attribute.shape in (
         (),
