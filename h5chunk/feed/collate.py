@@ -159,7 +159,7 @@ def sample_numbers(indices: Any) -> np.ndarray:
     try:
         numbers = np.asarray(indices)
     except (TypeError, ValueError):
-        raise IndexError("indices are lists of different lengths: give an integer or a list of integers") from None
+        raise IndexError("indices contains lists of different lengths: give an integer or a list of integers") from None
     if numbers.size and numbers.dtype.kind not in "iu":
         raise IndexError(f"indices are of type {numbers.dtype}: give integers; for a mask, give mask.nonzero()[0]")
     return numbers.astype(np.int64, copy=False)

@@ -115,7 +115,7 @@ class CudaSlot:
 
     @property
     def tasks(self) -> Any:
-        """What fills the pinned buffer with full windows."""
+        """The tasks that read a full window into the pinned buffer; None if the slot has no pinned buffer."""
         return None if self._pinned is None else self._pinned.tasks
 
     @tasks.setter

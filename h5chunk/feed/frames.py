@@ -15,7 +15,7 @@ from h5chunk.transforms.csr import Allocate, SampleNumbers
 
 
 class FrameRoom(NamedTuple):
-    """What readers fill for a load: the rows to read, (m,) int64 and ascending, and memory for them, (m, bytes)."""
+    """Destination of a load: the rows to read, (m,) int64 and ascending, and memory for them, (m, bytes)."""
 
     rows: np.ndarray
     values: np.ndarray
@@ -79,7 +79,7 @@ class FrameLayout:
         return [((num_frames, *self._frame_shape), self.dtype), ((num_samples, self._num_frames), torch.int64)]
 
     def capacity(self, num_samples: int) -> list[ArrayShape]:
-        """Return the shapes of the arrays for any load of this many windows."""
+        """Return the shapes of arrays that are large enough for any load of this many windows."""
         return self.arrays(self.max_frames(num_samples), num_samples)
 
     def of_pieces(self) -> FrameLayout:
@@ -97,7 +97,7 @@ class FrameWindow:
         self.shapes = layout.arrays(len(self._rows), len(samples))
 
     def destination(self, arrays: Any) -> FrameRoom:
-        """Return what readers fill, in host arrays of these shapes."""
+        """Return the destination for readers, in host arrays of these shapes."""
         values, table = (array.numpy() for array in arrays)
         table[:] = self._table
         return FrameRoom(self._rows, values.reshape(len(values), -1 if values.size else 0).view(np.uint8))

@@ -124,7 +124,7 @@ class Keyed(ChunkDataset):
 
     @property
     def source_names(self) -> np.ndarray:
-        """What ``*`` stands for in the path of each sample: (n,) of str."""
+        """The text that ``*`` stands for in the path of each sample: (n,) of str."""
 
         def read() -> np.ndarray:
             indexes = [reader.index for reader in self._reader.readers if isinstance(reader, KeyedReader)]

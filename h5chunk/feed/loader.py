@@ -234,7 +234,7 @@ class ChunkLoader(Resumable):
         Raises
         ------
         OptionError
-            The loader echoes: its position within a window cannot be saved.
+            The loader repeats samples (data echoing): its position within a window cannot be saved.
         """
         self._check_state()
         return self._state(*self._position.reached)

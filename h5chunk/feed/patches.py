@@ -39,12 +39,13 @@ Weights = str | Mapping[str, Callable[[np.ndarray], Any]]
 class Patches(ChunkDataset):
     """Random patches of 2-D, 3-D or 4-D volumes, drawn anew in each epoch, as the samples of a `ChunkDataset`.
 
-    ``dataset[i]`` is a tuple with patch i of each field, ``(*channels, *size)`` or ``(*size, *channels)``. Where patch
-    i lies depends on (seed, epoch, i) alone, so that `ChunkLoader`, and a DataLoader with a `ChunkSampler`, keep all
-    promises about resuming, ranks and workers; without a sampler, it is that of epoch 0. Each volume is divided into
-    cells, by default of up to 64 MiB; the patches of a few random cells are shuffled together, and a chunk is decoded
-    once for all of them. So patches of a batch are neighbours more often than after a full shuffle: ``window_chunks``
-    of `ChunkSampler` is the number of cells.
+    ``dataset[i]`` is a tuple with patch i of each field, ``(*channels, *size)`` or ``(*size, *channels)``. The
+    position of patch i depends only on (seed, epoch, i), so that `ChunkLoader`, and a DataLoader with a `ChunkSampler`,
+    return the same patches after resuming and with any number of workers. Without a sampler, ``dataset[i]`` is patch i
+    of epoch 0. Each volume is divided into cells, by default of up to 64 MiB; the patches of a few random cells are
+    shuffled together, and a chunk is decoded once for all of them. Patches of a batch are therefore neighbours more
+    often than after a full shuffle. ``window_chunks`` of `ChunkSampler` is the number of cells that are shuffled
+    together.
 
     Parameters
     ----------
@@ -172,7 +173,7 @@ class Patches(ChunkDataset):
 
     @property
     def epoch_samples(self) -> int:  # type: ignore[override]
-        """What each epoch adds to the numbers of samples; 0 for tiles, which are the same in all epochs."""
+        """Offset that each epoch adds to sample numbers; 0 for tiles, which are the same in all epochs."""
         return self._reader.num_samples if isinstance(self._plan, RandomPatches) else 0
 
     @property

@@ -91,7 +91,7 @@ class Resumable:
         StateError
             The state belongs to another file, seed, batch size or order.
         OptionError
-            The loader echoes.
+            The loader repeats samples (data echoing).
         """
         self._check_state()
         self._position.move(*load_state(state, self._template, self._identity))

@@ -179,7 +179,7 @@ def arrays_in(buffer: torch.Tensor, layouts: Layouts, num_samples: int) -> Array
 
 
 def beginnings(arrays: Arrays, windows: Windows) -> Arrays:
-    """Return the arrays of a window: leading slices of the largest window's arrays."""
+    """Return arrays for a smaller window, as leading slices of the arrays of the largest window."""
     return [
         [
             array if array.shape[0] == shape[0] else array[: shape[0]]

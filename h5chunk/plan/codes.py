@@ -207,7 +207,7 @@ class CodeTally:
         return np.flatnonzero(self._seen)
 
     def storage(self) -> Storage | None:
-        """Return how to store all units; None if no scale has codes for all of them."""
+        """Return the encoding that stores all units; None if no scale has codes for all of them."""
         units = self.examples()
         scale = self._coding.choose_scale(units)
         if scale is None:

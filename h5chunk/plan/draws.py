@@ -78,7 +78,7 @@ class Draws(NamedTuple):
 
 
 def epoch_rows(epoch: int, num_samples: int) -> int:
-    """Return what an epoch adds to sample numbers, if each epoch has its own samples; after REPEAT they come again."""
+    """Return the offset of an epoch's sample numbers, if each epoch has its own samples; they repeat after REPEAT."""
     return epoch % (REPEAT // num_samples) * num_samples
 
 

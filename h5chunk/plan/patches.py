@@ -35,7 +35,7 @@ Weigh = Callable[[int, Sequence[slice]], np.ndarray]
 
 
 class Coverage(NamedTuple):
-    """How often an epoch is expected to use a voxel: the minimum, mean and maximum over all voxels."""
+    """Expected number of times that an epoch uses a voxel: minimum, mean and maximum over all voxels."""
 
     least: float
     mean: float

@@ -159,7 +159,7 @@ class AnySizeConverter(AugmentConverter):
         return jpeg.load(LINKED) if self._field.form == "encoded" else None
 
     def _take(self, job: _Job, out: torch.Tensor, rule: native.ImageRule | None) -> Take:
-        """Return a function that makes images in C, and returns the number of an image that is left to its caller."""
+        """Return a function that makes images in C, and returns the index of one that Python must make, or None."""
         library = self._libjpeg()
         if not native.available() or (library is None and self._field.form == "encoded"):
             return job.next

@@ -163,7 +163,7 @@ class AugmentConverter:
         self.compute(source, table, out)
 
     def _geometry_of(self, draws: Draws) -> GeometryTable:
-        """Return a geometry table that includes these samples; it may be drawn for several batches at once."""
+        """Return a geometry table that includes these samples, and perhaps those of following batches."""
         if draws.kept is None or draws.whole is None:
             return GeometryTable(self.table(*self._sides, draws), draws.first)
         drawn, stop = draws.kept.get(self), draws.first + len(draws.samples)

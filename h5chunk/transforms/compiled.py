@@ -268,7 +268,7 @@ class AugmentKernel(Compiling):
 
     @property
     def _shape(self) -> tuple[bool, int, int, int]:
-        """Whether the kernel writes all channels in turn; the length of a row, and rows and places of a program."""
+        """Whether the kernel interleaves channels; the elements of a row; the rows and the row elements per program."""
         rule, width = self._rule, self._rule.size[1]
         interleaves = rule.out_interleaved and rule.channels > 1
         line_size = width * rule.channels if interleaves else width

@@ -354,7 +354,7 @@ H5AD: dict[str, tuple[Callable[[h5py.File], None], str]] = {
     "index": (changed("X/indices", 59, 10), "X/indices: column 10 in row .* is out of range: there are 10"),
     "indptr": (changed("X/indptr", 0, 1), "X/indptr starts with 1"),
     "NaN": (changed("X/data", 0, np.nan), "X/data: the value at row 0, column . is nan"),
-    "encoding": (lambda f: f["X"].attrs.__setitem__("encoding-type", "bsr"), "X: is encoded as 'bsr'"),
+    "encoding": (lambda f: f["X"].attrs.__setitem__("encoding-type", "bsr"), "X: has the encoding 'bsr'"),
     "shape": (lambda f: f["X"].attrs.__setitem__("shape", [20, 10, 3]), "'shape' must be two numbers"),
     "no shape": (lambda f: f["X"].attrs.__delitem__("shape"), "has no attribute 'shape'"),
     "rows": (lambda f: f["X"].attrs.__setitem__("shape", [21, 10]), "indptr has 21 numbers but must have 22"),

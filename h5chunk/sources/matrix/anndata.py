@@ -87,7 +87,9 @@ class H5adSource(SparseSource):
         group = holder.group(name)
         word = group.word("encoding-type") or group.word("h5sparse_format")
         if word not in FORMATS:
-            raise group.error(f"is encoded as {word!r} but only {', '.join(FORMATS)} and dense datasets are supported")
+            raise group.error(
+                f"has the encoding {word!r}, but only {', '.join(FORMATS)} and dense datasets are supported"
+            )
         shape = self._shape(group)
         parts = [group.dataset(part) for part in ("data", "indices", "indptr")]
         check_vectors(FORMATS[word], shape, parts)
@@ -165,7 +167,7 @@ class H5adSource(SparseSource):
                 raise _Unfit("has missing values")
             self.row_fields[name] = self._column(group.dataset("values"))
         else:
-            raise _Unfit(f"is encoded as {word!r}")
+            raise _Unfit(f"has the encoding {word!r}")
 
     def _column(self, stored: GuardedDataset) -> np.ndarray:
         """Read a column of ``obs``. Raises _Unfit if a file cannot store its type."""

@@ -1,4 +1,4 @@
-"""Write and read the header of an h5chunk file (the attributes of its group ``/h5chunk``); describe its matrix."""
+"""Write and read the header of an h5chunk file (the attributes of its group ``/h5chunk``)."""
 
 from __future__ import annotations
 

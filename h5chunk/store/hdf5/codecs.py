@@ -52,7 +52,7 @@ ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 class NoDecoder(Exception):
-    """Only HDF5 can decode the chunks of a dataset, for the reason in the message."""
+    """Only HDF5 can decode the chunks of a dataset; the message gives the reason."""
 
 
 class DecodeError(Exception):

@@ -42,7 +42,7 @@ class CsrBuffers:
 
 
 class CsrField(ByteReader):
-    """Read rows or images by their byte ranges. Raises NotDirect if a layout, type or filter needs HDF5.
+    """Reader of sparse rows or images by byte ranges. Raises NotDirect if a layout, type or filter needs HDF5.
 
     The field is plain if its entries are uncompressed and contiguous.
     """

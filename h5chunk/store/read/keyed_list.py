@@ -94,7 +94,7 @@ def _can_write(place: Path) -> bool:
 
 @contextmanager
 def _locked_folder(target: Path) -> Iterator[Path]:
-    """Lock the folder of an index that is being built in a context, so that no other process uses it."""
+    """Context manager that locks the folder of an index while it is built, so that no other process uses it."""
     folder = target.with_name(f"{target.name}.parts")
     try:
         while True:

@@ -139,7 +139,7 @@ class H5Reader:
             yield int(files[positions[0]]), positions
 
     def cache_bytes(self, main: CacheSettings) -> int:
-        """Return the maximum bytes of the caches of the main field in one process, over all files."""
+        """Return the maximum total size in bytes of the main field's caches in one process, over all files."""
         return main.nbytes
 
     @property

@@ -122,7 +122,7 @@ def hold_ranges(ranges: Mapping[Mirror, Ranges], then: Callable[[FileError | Non
 
 @contextmanager
 def held_ranges(ranges: Mapping[Mirror, Ranges]) -> Iterator[None]:
-    """Wait for byte ranges of remote objects, and hold them in a context. Raises FileError if fetching them fails."""
+    """Context manager that fetches byte ranges of remote objects and holds them. Raises FileError if fetching fails."""
     future = Future[FileError | None]()
     holds = hold_ranges(ranges, future.set_result)
     try:

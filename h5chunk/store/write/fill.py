@@ -279,7 +279,7 @@ class TaskRunner:
         os.close(self._descriptor)
 
     def run(self, chunks: range, claim: TaskResult | None = None) -> TaskResult:
-        """Write these chunks of all fields, unless the claim can be verified."""
+        """Write these chunks of all fields; if they match a claim, return the claim instead."""
         if claim is not None and self.is_unchanged(chunks, claim) and self._are_written(claim):
             return claim
         done = TaskResult(chunks, [], Counter(), [], 0)

@@ -89,7 +89,7 @@ class OldFile:
 
 @contextmanager
 def open_old(path: str | os.PathLike[str]) -> Iterator[OldFile]:
-    """Open an h5chunk file in a context, to copy it into the longer file that `append` writes."""
+    """Context manager that opens an h5chunk file, to copy it into the longer file that `append` writes."""
     path = Path(path)
     with open_file(path) as file:
         descriptor = open_descriptor(path)

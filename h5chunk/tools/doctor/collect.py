@@ -91,7 +91,7 @@ def collect(folder: Path, loader: int | None = None, cached_step: tuple[float, f
 
 
 def _rank(process: Process) -> tuple[float, float]:
-    """Return the time of an iteration of one rank, and of waiting for the gradients of others in it."""
+    """Return the mean time of one rank's iterations, and of waiting in them for the gradients of other ranks."""
     kept = steady([Step(*row) for row in process.rows["step"]])
     iteration, backward = _mean([step.ended - step.asked for step in kept]), _mean([step.backward for step in kept])
     count, sums = _profiled(process)

@@ -113,7 +113,7 @@ class Fetch(NamedTuple):
 
 
 class Use(NamedTuple):
-    """What this process used so far; the last two are of the whole machine."""
+    """Resources that this process has used so far; the last two values are of the whole machine."""
 
     time: float
     cpu: float

@@ -34,7 +34,7 @@ class Check:
 
 @dataclass
 class DoctorReport(Report):
-    """What a training loop waits for, and what would make it faster.
+    """Diagnosis of a training loop: where its time goes, and which changes would make it faster.
 
     Attributes
     ----------

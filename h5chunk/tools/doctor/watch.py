@@ -38,7 +38,7 @@ clock = time.perf_counter
 
 
 class Watch:
-    """What is measured in one process."""
+    """Measurements of one process."""
 
     def __init__(self, folder: str, role: str, options: dict[str, Any]) -> None:
         parent = multiprocessing.parent_process()

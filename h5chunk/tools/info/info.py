@@ -79,10 +79,10 @@ def info(
         Whether to read the fields to train on, compute mean and standard deviation of each of their channels, and store
         them beside the file, where `ChunkDataset.statistics` finds them.
     patch : sequence of int
-        Also say how many bytes random patches of this shape in space make readers decode, and which chunks are better.
+        Also report the bytes that readers decode for random patches of this spatial shape, and recommend chunks.
     window : int, optional
-        Also say how many bytes random windows of this many time steps, from the first to the last, make readers decode,
-        and which chunks are better.
+        Also report the bytes that readers decode for random windows of this many time steps, from the first to the
+        last, and recommend chunks.
     progress : function, optional
         Called with (stage, done, total) while statistics are computed.
 

@@ -154,7 +154,7 @@ class Seen:
         return 1 - (1 - self.elsewhere) * (1 - self.starting)
 
     def waiting(self) -> tuple[float, float]:
-        """Return the share of time in which training waits for batches, and what it is at least (95 %)."""
+        """Return the share of time in which training waits for batches, and its lower 95 % confidence limit."""
         taken = self.handover if self.workers else 0.0
         block = max(1, len(self.waits) // BLOCKS)
         shares = []

@@ -99,7 +99,7 @@ def _check(files: list[Path], output: Path, options: RepackOptions) -> None:
 
 
 def _planned(file: Path, output: Path, options: RepackOptions, repack_file: RepackFile) -> RepackReport:
-    """Return the plan for a file of a folder that does not exist yet."""
+    """Return the plan for repacking a file into an output folder that does not exist yet."""
     beside = output.with_name(f".{output.name}-{name_of(file)}")
     return repack_file(file, beside, options, dry_run=True)
 

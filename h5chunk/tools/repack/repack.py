@@ -239,7 +239,7 @@ class Source:
 
 
 class Run:
-    """Write the new file from an open source."""
+    """Writer of the new file from an open source."""
 
     def __init__(self, source: Source, plan: RepackPlan, new: NewFile, progress: Progress) -> None:
         self._source, self._plan, self._new = source, plan, new
