@@ -63,7 +63,7 @@ class FieldPipeline:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether batches are the samples as they are stored."""
+        """Whether batches contain the samples exactly as stored, without conversion."""
         return self.converter.changes_nothing and not self._each
 
     def num_together(self, batch_size: int, *, keep: bool, group: int = GROUP_BYTES) -> int:

@@ -58,7 +58,7 @@ class PinnedBuffer:
             self.copied.synchronize()
 
     def close(self) -> None:
-        """Free the memory; no copy from it may be running."""
+        """Free the memory. The caller must ensure that no copy from it is running."""
         self._memory.close()
 
 
@@ -105,7 +105,7 @@ class CudaSlot:
 
     @property
     def has_pinned(self) -> bool:
-        """Whether there is a pinned buffer that no other slot uses; from the last one, a copy may run."""
+        """Whether there is a pinned buffer that no other slot uses; a copy from it may still be running."""
         return bool(self._all_pinned)
 
     @property
@@ -124,7 +124,7 @@ class CudaSlot:
             self._pinned.tasks = tasks
 
     def begin(self, samples: np.ndarray) -> Mapping[str, Destination]:
-        """Take a pinned buffer once it may be overwritten, and return the destinations of all fields for readers."""
+        """Take a pinned buffer, wait for copies from it, and return the destinations of all fields for readers."""
         pinned = self._pinned = self._all_pinned.popleft()
         pinned.wait()
         is_full = len(samples) == self._num_samples
@@ -146,7 +146,7 @@ class CudaSlot:
         return destinations
 
     def _copy_all(self, pinned: PinnedBuffer) -> None:
-        """Copy the whole buffer by one call."""
+        """Copy the whole buffer with one call."""
         self._copies = [(self._bytes, pinned.bytes)]
         if self._sending is not None:
             address = pinned.bytes.data_ptr()

@@ -46,7 +46,7 @@ class PinnedMemory:
         torch.cuda.check_error(int(runtime.cudaHostRegister(self.bytes.ctypes.data, self.bytes.nbytes, 0)))
 
     def close(self) -> None:
-        """Unpin the memory; no copy from it may be running."""
+        """Unpin the memory. The caller must ensure that no copy from it is running."""
         error = int(torch.cuda.cudart().cudaHostUnregister(self.bytes.ctypes.data))
         if error:
             warnings.warn(f"pinned memory could not be freed: CUDA error {error}", stacklevel=2)

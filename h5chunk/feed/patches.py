@@ -203,7 +203,7 @@ class Patches(ChunkDataset):
         return np.concatenate([volumes[:, None], starts], axis=1)
 
     def coverage(self) -> Coverage:
-        """Return how often an epoch is expected to use a voxel: the least, the mean and the most of all voxels.
+        """Return how often an epoch is expected to use a voxel: the minimum, mean and maximum over all voxels.
 
         Halos don't count, nor do subsets. Without weights, voxels near borders are used less often than others.
         With weights, it needs 16 bytes for each voxel of the largest volume.
@@ -301,7 +301,7 @@ def _halo(halo: Any, name: str, count: int) -> tuple[int, ...]:
 
 
 def _leading(name: str, channels: str | Mapping[str, str] | None, axes: int, found: int) -> int:
-    """Return how many of a dataset's axes come before those of space."""
+    """Return the number of a dataset's axes that precede its spatial axes."""
     if found <= axes:
         return 0
     own = channels.get(name) if isinstance(channels, Mapping) else channels

@@ -47,7 +47,7 @@ def uploads(command: Command) -> Command:
 
 
 class Uploads:
-    """Upload each file to a folder of an object store as soon as it is complete, and the first shard last.
+    """Upload each file to a folder of an object store as soon as it is complete, but the first shard last.
 
     Shard names contain the number of shards, so readers reject the folder as incomplete until the first shard exists.
     """

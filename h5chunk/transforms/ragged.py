@@ -72,7 +72,7 @@ class RaggedConverter:
         """Do nothing: nothing is compiled."""
 
     def release(self) -> None:
-        """Do nothing: nothing is kept."""
+        """Do nothing: the converter holds no resources."""
 
     def __call__(self, rows: CsrRows, keep: bool, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
         """Return values, and lengths or offsets, on the device of the rows."""

@@ -35,7 +35,7 @@ from h5chunk.cli.options import OUTPUT, RUNNING, SECONDS, option
     help="Run the command again with the first fix that needs no change of the script, and compare the gain with the "
     "prediction.",
 )
-@option("--html", type=click.Path(), metavar="PAGE.html", heading=OUTPUT, help="Also write the report as a page.")
+@option("--html", type=click.Path(), metavar="PAGE.html", heading=OUTPUT, help="Also write the report as an HTML page.")
 @option(
     "--assert-util",
     type=float,

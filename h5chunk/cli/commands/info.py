@@ -25,7 +25,7 @@ from h5chunk.cli.options import NUMBERS, OUTPUT, RUNNING, option
     "--stats",
     is_flag=True,
     heading=RUNNING,
-    help="Also read the fields to train on, and store mean and standard deviation of each channel beside FILE.",
+    help="Also read the training fields, and store the mean and standard deviation of each channel beside FILE.",
 )
 @option(
     "--patch",

@@ -15,7 +15,7 @@ clock = time.perf_counter
 
 
 def time_step(step: Callable[[Any], object], batch: Any) -> tuple[float, float]:
-    """Return the seconds that Python and the whole take for a step with the same batch again and again."""
+    """Return the seconds that Python takes for a step, and those of a complete step; all steps use one batch."""
     wait = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     times = []

@@ -156,7 +156,7 @@ def _seen(
 def _usage(
     main: Process, workers: list[Process], kept: list[Step], fetches: list[Fetch], lines: list[Line]
 ) -> dict[str, Any]:
-    """Return how much steps and fetches used cores, files and memory, per iteration."""
+    """Return the use of cores, files and memory by steps and fetches, per iteration."""
     start, stop, count = kept[0].asked, kept[-1].ended, len(kept)
     used = main.use_between(start, stop)
     elapsed, per_batch = max(1e-9, used.time), (stop - start) / count / max(1e-9, used.time)

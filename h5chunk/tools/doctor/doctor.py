@@ -25,7 +25,7 @@ def doctor(
     html: str | Path | None = None,
     assert_util: float | None = None,
 ) -> DoctorReport:
-    """Find out what a training loop waits for, and what each change would gain.
+    """Diagnose a training loop: find what it waits for, and predict the gain of each change.
 
     Watch a loop of this process, of a DataLoader or `ChunkLoader`; training is not changed::
 
@@ -53,7 +53,7 @@ def doctor(
         Run the command again with the first fix that needs no change of the script, and compare the measured gain with
         the predicted one.
     html : str or Path, optional
-        Also write the report as a page, of one file.
+        Also write the report as a self-contained HTML page.
     assert_util : float, optional
         Raise an error if the GPU (or, without one, the step) works for less than this share of the time, such as 0.95.
 

@@ -1,7 +1,7 @@
 """Run a training script with the hooks of `h5chunk.tools.doctor.watch`, without changing it.
 
-A ``sitecustomize.py`` in a temporary folder on PYTHONPATH calls `start` in each Python process of the command, which
-waits until torch's DataLoader is imported.
+A ``sitecustomize.py`` in a temporary folder on PYTHONPATH calls `start` in each Python process of the command. `start`
+installs the hooks once torch's DataLoader, or ChunkLoader, is imported.
 """
 
 from __future__ import annotations

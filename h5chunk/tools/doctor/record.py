@@ -125,7 +125,7 @@ class Use(NamedTuple):
 
 
 def use() -> Use:
-    """Return what this process used so far; values that the system does not report are 0."""
+    """Return the resources that this process has used so far; values that the system does not report are 0."""
     delay, read, disk, everyone, memory = 0.0, 0, 0, 0.0, 0.0
     with suppress(OSError, ValueError, IndexError, KeyError):
         delay = int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9

@@ -73,7 +73,7 @@ class Watch:
         self.take = 0.0
 
     def _end(self) -> None:
-        """Stop measuring; end the process, too, if that is wanted."""
+        """Stop measuring; with option "end", also exit the process."""
         remove()
         if self.options.get("end"):
             raise SystemExit(0)
@@ -88,7 +88,7 @@ class Watch:
         return self._numbers.setdefault(same, number)
 
     def begins_epoch(self, number: int, started: float, loader: Any) -> None:
-        """Note that an epoch begins; end after the number of epochs that are wanted."""
+        """Count an epoch as begun; stop measuring after the requested number of epochs."""
         self.asks(number)
         if number not in self.settings:
             self.settings[number] = describe(loader)

@@ -16,7 +16,7 @@ UNKNOWN = 2.0  # ratio of the ends of an interval above which the gain counts as
 
 @dataclass(frozen=True)
 class Fix:
-    """A change with its predicted gain: how many times faster the whole training is."""
+    """A change and its predicted gain: the factor by which training becomes faster."""
 
     name: str
     gain: Range

@@ -77,7 +77,7 @@ class Study:
         return self.reader.ragged is not None
 
     def clustering(self, chunk_samples: int) -> Clustering:
-        """Return how similar the samples of a chunk are, for chunks of this size."""
+        """Return the similarity of the samples within a chunk, for chunks of this size."""
         assert self.groups is not None
         if chunk_samples not in self._clusterings:
             self._clusterings[chunk_samples] = find_clustering(self.groups, chunk_samples)
