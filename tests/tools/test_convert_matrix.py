@@ -744,7 +744,5 @@ def test_sizes(text: str, number: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GiB", "much", "1 e", "inf", "nan"])
 def test_no_sizes(text: str) -> None:
-    with pytest.raises(
-        OptionError, match=f"^'{text}' is not a size: give a number of bytes, or a size such as 1.0 GiB"
-    ):
+    with pytest.raises(OptionError, match=f"^'{text}' is not a size: use a number of bytes, or a size such as 1.0 GiB"):
         parse_bytes(text)
