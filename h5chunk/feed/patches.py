@@ -308,7 +308,8 @@ def _leading(name: str, channels: str | Mapping[str, str] | None, axes: int, fou
     if own not in CHANNELS:
         what = "the weights" if name == WEIGHTS else f"field {name!r}"
         raise OptionError(
-            f"{what} has {found} axes, and size {axes}: give channels='first' if the others come first, or 'last'"
+            f"{what} has {found} axes, but size has {axes}: give channels='first' if the other axes come first, "
+            "otherwise channels='last'"
         )
     return found - axes if own == "first" else 0
 

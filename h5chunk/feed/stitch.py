@@ -137,7 +137,9 @@ class Stitcher:
     def _put(self, value: np.ndarray, start: np.ndarray) -> None:
         low, high = np.maximum(start, 0), np.minimum(start + self._size, self._shape)
         if value.dtype != self._dtype or value.shape[len(start) :] != self._mean.shape[len(start) :]:
-            raise OptionError(f"a tile of {value.dtype}{list(value.shape)} follows others of {self._dtype}")
+            raise OptionError(
+                f"a tile is {value.dtype}{list(value.shape)}, but the first tile has another dtype or other channels"
+            )
         self._flush(int(low[0]))
         inside = tuple(map(slice, low - start, high - start))
         where = (slice(low[0] - self._low, high[0] - self._low), *map(slice, low[1:], high[1:]))

@@ -34,14 +34,14 @@ from h5chunk.cli.options import NUMBERS, OUTPUT, RUNNING, option
     metavar="N,N[,N]",
     show_default=False,
     heading=RUNNING,
-    help="Also report the cost of random patches of this shape, and recommend chunks for them.",
+    help="Also report the cost of random patches of this shape, and better chunks if there are any.",
 )
 @option(
     "--window",
     type=int,
     metavar="N",
     heading=RUNNING,
-    help="Also report the cost of random windows of N time steps, and recommend chunks for them.",
+    help="Also report the cost of random windows of N time steps, and better chunks if there are any.",
 )
 @option("--all", "show_all", is_flag=True, heading=OUTPUT, help="List every dataset of FILE, with its chunks.")
 @shared.as_json

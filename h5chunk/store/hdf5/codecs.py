@@ -242,7 +242,7 @@ def _check_fletcher32(data: np.ndarray, values: tuple[int, ...], out: np.ndarray
 
 def _unzstd(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
     if bytes(data[:4]) != ZSTD_MAGIC:
-        raise DecodeError(f"starts with {bytes(data[:4]).hex()}, not like a Zstandard frame")
+        raise DecodeError(f"starts with {bytes(data[:4]).hex()}, which is not the start of a Zstandard frame")
     return _call("zstd_decode", data, out)
 
 
@@ -321,7 +321,7 @@ def _unpack_planes(data: np.ndarray, length: int, block: int, values: tuple[int,
     if _compressor(values) == PLANES_ZSTD:
         frames = [bytes(data[block_slice]) for block_slice in blocks]
         if any(not frame.startswith(ZSTD_MAGIC) for frame in frames):
-            raise DecodeError("a block does not start like a Zstandard frame")
+            raise DecodeError("a block does not start with the signature of a Zstandard frame")
         done = len(_call("zstd_decode", b"".join(frames), room)) if frames else 0
     elif all(block_slice.stop - block_slice.start != size for block_slice, size in zip(blocks, sizes, strict=True)):
         framed = struct.pack(">QI", packed, block) + bytes(data[12:end]) if rest else data

@@ -79,10 +79,10 @@ def info(
         Whether to read the fields to train on, compute mean and standard deviation of each of their channels, and store
         them beside the file, where `ChunkDataset.statistics` finds them.
     patch : sequence of int
-        Also report the bytes that readers decode for random patches of this spatial shape, and recommend chunks.
+        Also report the bytes that readers decode for random patches of this spatial shape, and better chunks.
     window : int, optional
         Also report the bytes that readers decode for random windows of this many time steps, from the first to the
-        last, and recommend chunks.
+        last, and better chunks if there are any.
     progress : function, optional
         Called with (stage, done, total) while statistics are computed.
 

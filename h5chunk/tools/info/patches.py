@@ -1,4 +1,4 @@
-"""What random patches of volumes cost with the chunks of a file, and with better ones."""
+"""Report the cost of random patches of volumes with the chunks of a file, and with better chunks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORTH = 1.3  # the bytes that better chunks must save to be recommended
 
 @dataclass(frozen=True)
 class PatchAdvice(Report):
-    """The bytes that are decoded for each byte of patches of one dataset, and of others with such chunks."""
+    """Bytes that are decoded per byte of random patches of a dataset, with its own chunks and with the best ones."""
 
     path: str
     dataset: str

@@ -1,4 +1,4 @@
-"""What windows of time steps cost with the chunks of a file, and with better ones."""
+"""Report the cost of windows of time steps with the chunks of a file, and with better chunks."""
 
 from __future__ import annotations
 
