@@ -18,7 +18,7 @@ WORTH = 1.3  # the bytes that better chunks must save to be recommended
 
 @dataclass(frozen=True)
 class PatchAdvice(Report):
-    """Bytes that are decoded per byte of random patches of a dataset, with its own chunks and with the best ones."""
+    """Bytes decoded per byte of patches, for the largest dataset of those with the same chunks, dtype and axes."""
 
     path: str
     dataset: str
