@@ -125,7 +125,7 @@ def _balance(seen: Seen) -> Iterator[Fix]:
 
 
 def _reading(seen: Seen) -> tuple[dict[str, Any], ChunkGrid, float] | None:
-    """Return the HDF5 file that is read, its grid, and the ratio of decoded to used bytes; None if there is no file."""
+    """Return the chunked HDF5 dataset that training reads, its grid, and bytes decoded per byte used; None if none."""
     file = chunked_file(seen)
     if file is None:
         return None
