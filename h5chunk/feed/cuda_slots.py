@@ -72,10 +72,11 @@ def num_pinned(num_slots: int, num_bytes: int) -> int:
 
 
 class CudaSlot:
-    """A window in one buffer on the device for all fields, which is read into one of the ``pinned`` buffers.
+    """A buffer on the device for all fields of a window, which is first read into one of the ``pinned`` buffers.
 
     ``num_samples`` is the size of the largest window, and ``stream`` is the CUDA stream of the copies. ``is_full`` says
-    that `begin` has returned the same destinations as for earlier windows in its pinned buffer.
+    that the window has this size, so that `begin` has returned the same destinations as for earlier full windows in its
+    pinned buffer.
     """
 
     def __init__(

@@ -140,7 +140,7 @@ def _column(name: str, columns: Sequence[np.ndarray]) -> np.ndarray:
 
 
 class _Line:
-    """Show progress on a terminal, once it takes some time."""
+    """A line of progress on a terminal, shown once the work has taken some time."""
 
     def __init__(self) -> None:
         self._started, self._shown = time.monotonic(), 0.0

@@ -72,7 +72,7 @@ class StoredNames:
 
     @property
     def obs_names(self) -> np.ndarray:
-        """The `row_ids`, as AnnData calls them."""
+        """The `row_ids`, under AnnData's name for them."""
         return self.row_ids
 
     @property

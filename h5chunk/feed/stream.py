@@ -122,13 +122,13 @@ class _Planner:
 
 
 class WindowStream:
-    """Read the windows of a plan ahead, and yield their batches.
+    """Read ahead through the windows of a plan, and yield their batches.
 
     The consumer's thread starts reading a window when a slot becomes free. The stream keeps no reference to the batch
     maker: transforms may refer to the loader, whose finalizer refers to the stream.
 
     With ``lends_slot`` a batch is a view of its slot, valid until the next batch is requested; otherwise batches have
-    their own memory. With ``once`` only the first epoch is read. An order that is echoed must have ``interleave=1``.
+    their own memory. With ``once`` only the first epoch is read. ``echo`` above 1 needs an order with ``interleave=1``.
     """
 
     def __init__(

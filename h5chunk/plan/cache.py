@@ -1,10 +1,11 @@
 """Choose the settings of HDF5's chunk cache, given the number of open (partly read) chunks.
 
 `scripts/hdf5_cache.py` models the cache. With ``nslots >= num_chunks`` no two chunks of whole samples compete for a
-slot (for other chunks see `ChunkGrid.num_slots`). With ``w0 = 0`` the oldest chunk is evicted. The larger ``w0``, the
-more of the oldest chunks are first searched for one that was read completely; a chunk that extends past the end of the
-data never counts as such. With ``w0 = 1.0`` partly read chunks are never evicted, so ``nbytes`` has no effect. A chunk
-larger than ``nbytes`` is never cached; if it has no filter, only the requested bytes are read.
+slot (for other chunks see `ChunkGrid.num_slots`). With ``w0 = 0`` the oldest chunk is evicted. With a larger ``w0``,
+HDF5 first looks for a chunk that was read completely, among a larger part of the oldest chunks, and evicts that one. A
+chunk that extends past the end of the data never counts as such. With ``w0 = 1.0`` partly read chunks are never
+evicted, so ``nbytes`` has no effect. A chunk larger than ``nbytes`` is never cached; if it has no filter, only the
+requested bytes are read.
 
 Source: H5Pset_chunk_cache in the HDF5 reference manual; H5Dchunk.c, H5D__chunk_cache_prune.
 """
@@ -220,7 +221,7 @@ def count_entries_read(starts: Indices, stops: Indices, chunk_size: int, length:
 
 
 def mean_hits(grid: ChunkGrid, num_slots: int, num_bytes: int, is_shuffled: bool) -> float:
-    """Return the share of accesses to chunks that a chunk cache answers, when samples are read one by one.
+    """Return the expected hit rate of a chunk cache when samples are read one by one.
 
     For shuffled samples this is the share of all chunks that the cache holds; only whole bands are of use.
 

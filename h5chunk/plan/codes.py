@@ -125,7 +125,7 @@ class Coding:
     def finish_sums(self, sums: Values) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """Clip or binarise the sums of duplicates, in units: (n,) uint64, int64 or float64.
 
-        Returns units, (n,) int64, where 0 marks entries to drop, and (n,) bool: whether they exceed `max_unit`.
+        Returns the units, (n,) int64, 0 for entries to drop, and a mask, (n,) bool, of those above `max_unit`.
         """
         if self.binarize is not None:
             return (sums >= self.binarize * (1 - ROUNDING)).astype(np.int64), np.zeros(len(sums), bool)

@@ -57,7 +57,7 @@ class Draws(NamedTuple):
     first: int = 0
 
     def uniform(self, stream: int, count: int, first: int = 0) -> Floats:
-        """Return ``count`` numbers of a stream per sample, from ``first`` on, uniform in [0, 1): (count, n) float64."""
+        """Return numbers uniform in [0, 1), (count, n) float64: of each sample's stream, starting at ``first``."""
         key = stream_key(self.seed, self.epoch, self.use, stream)
         sample_words = mixed(self.samples.view(np.uint64), np.uint64(key))
         steps = (np.arange(first + 1, first + count + 1, dtype=np.uint64) * np.uint64(STEP))[:, None]

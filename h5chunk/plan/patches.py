@@ -230,7 +230,7 @@ class RandomPatches:
         return Coverage(float(least), total / float(self.shapes.prod(axis=1).sum()), float(most))
 
     def _of_axis(self, number: int, axis: int) -> np.ndarray:
-        """Return the probability that a patch at a random start has each index of an axis."""
+        """Return, for each index along an axis, the probability that a patch at a random start contains it."""
         first, count = int(self.starts.first[number, axis]), int(self.starts.num[number, axis])
         voxel, size = np.arange(int(self.shapes[number, axis])), int(self.size[axis])
         return (np.minimum(voxel, first + count - 1) - np.maximum(voxel - size + 1, first) + 1).clip(0) / count

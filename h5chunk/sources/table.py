@@ -204,7 +204,7 @@ class TableSource(Samples):
             raise SourceError(f"{where} {error}: change it, or {remedy}") from None
 
     def _without(self, path: Path, columns: list[str], name: str) -> str:
-        """Return the advice to leave out a column, for errors."""
+        """Return advice on how to leave out a column, for error messages."""
         others = [column for column in columns if column != name]
         if not others:
             return "convert the table without it"

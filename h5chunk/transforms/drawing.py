@@ -37,7 +37,7 @@ class NativeDraws:
                 step[name] = value
 
     def fill(self, table: Indices, heights: Indices, widths: Indices, draws: Draws) -> bool:
-        """Fill a table, (n, columns); return False if an image does not suit the transforms.
+        """Draw the geometry of n images into a table, (n, columns); return False if a size does not suit them.
 
         ``heights`` and ``widths`` are (n,), or (1,) for all images.
         """

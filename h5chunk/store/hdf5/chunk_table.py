@@ -74,7 +74,7 @@ class ChunkTable:
         return bool((self.offsets == expected).all() and (self.sizes == self.sizes[0]).all())
 
     def chunk_at(self, offset: int) -> int:
-        """Return the index of the chunk that contains an offset of the file."""
+        """Return the index of the chunk that contains a file offset."""
         return int(np.where(self.offsets <= offset, self.offsets, -1).argmax())
 
     def start(self, chunk: int) -> tuple[int, ...]:

@@ -151,6 +151,8 @@ def _library(function: str) -> Callable[..., Any] | None:
 def crc32(data: np.ndarray, start: int = 0) -> int:
     """Return the CRC-32 of (n,) uint8, C-contiguous, as zlib computes it, without holding the GIL.
 
+    ``start`` is the CRC-32 of the bytes before these.
+
     >>> hex(crc32(np.frombuffer(b"123456789", np.uint8)))
     '0xcbf43926'
     """

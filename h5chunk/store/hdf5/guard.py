@@ -237,7 +237,7 @@ class Guard:
                 self.check_field(item, where)
 
     def walk(self, group: h5py.Group) -> Iterator[tuple[str, h5py.Dataset | FieldError]]:
-        """Yield (path, dataset) once for each dataset in a group, and (path, error) for each refused object."""
+        """Yield (path, dataset) once for each dataset in a group, and (path, error) for each refused or damaged one."""
         seen: set[tuple[int, ...]] = set()
         stack: list[tuple[str, Any]] = [("", group)]
         while stack:

@@ -66,7 +66,7 @@ class ChunkChecks:
         return self._are_done
 
     def of_rows(self, rows: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
-        """Return the chunks that contain ``rows``, or the ``counts[i]`` rows from each ``rows[i]`` on: (n,) int64."""
+        """Return the chunks, (n,) int64, that contain ``rows``, or ``counts[i]`` rows starting at ``rows[i]``."""
         bands = rows // self._chunk_rows
         if counts is None:
             bands = np.unique(bands[np.append(True, bands[1:] != bands[:-1])])  # drops repeats before the slow sort

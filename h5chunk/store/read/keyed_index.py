@@ -1,9 +1,9 @@
 """Store an index of an HDF5 file whose samples are datasets, in ``NAME.h5chunk-index-KEY`` next to the file.
 
-The first line is a JSON object with the keys ``version`` (1); ``stamp``, size and modification time of the file, which
-must match for the index to be used; ``made_for``, patterns, attributes and range of samples; ``fields``, shape, dtype
-and kinds of storage of each field; ``arrays``, name, dtype and length of the arrays that follow; and ``checksum``, the
-CRC-32 of these arrays.
+The first line is a JSON object with these keys. ``version``: 1. ``stamp``: the size and modification time of the file,
+which must match for the index to be used. ``made_for``: the patterns, attributes and range of samples. ``fields``: the
+shape, dtype and kinds of storage of each field. ``arrays``: the name, dtype and length of each array that follows.
+``checksum``: the CRC-32 of these arrays.
 """
 
 from __future__ import annotations

@@ -92,7 +92,10 @@ class ImagesField(RaggedField):
 
 @dataclass(frozen=True, kw_only=True)
 class SeriesField(RaggedField):
-    """Arrays that differ in the length of their first axis: an entry is one number; ``step_shape`` is a step's."""
+    """Arrays that differ in the length of their first axis. An entry is one number.
+
+    ``step_shape`` is the shape of one step along the first axis.
+    """
 
     step_shape: tuple[int, ...]
     value_dtype: np.dtype

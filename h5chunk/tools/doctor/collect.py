@@ -227,7 +227,7 @@ def _lines(makers: list[Process], main: Process, fetches: list[Fetch]) -> tuple[
 
 
 def _stages(fetches: list[Fetch], counts: dict[tuple[str, str], int]) -> dict[str, float]:
-    """Return the seconds of each stage of a fetch: measured ones and, of the rest, those that samples of lines show."""
+    """Return the seconds of each stage of a fetch; those not measured are estimated from samples of source lines."""
     seconds = dict.fromkeys(FETCH_STAGES, 0.0)
     for (stage, _), count in counts.items():
         seconds[stage] = seconds.get(stage, 0.0) + count
