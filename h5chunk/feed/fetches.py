@@ -64,7 +64,8 @@ class RemoteReadPool(ReadPool):
     @property
     def progress(self) -> int:
         """See `ReadPool.progress`. Completed requests also count as progress."""
-        return super().progress + (client().num_parts if os.getpid() == self._process else 0)
+        is_fetching = not self.is_local and os.getpid() == self._process
+        return super().progress + (client().num_parts if is_fetching else 0)
 
     def load(self, window: Window, slot: Any) -> WindowRead:
         """See `ReadPool.load`. Once all data is in the cache, it is held there, and read like a local file."""

@@ -61,7 +61,7 @@ class Resident:
         piece_samples = num_samples if on_cpu else piece_samples
         order = Order(num_samples, chunk_samples=1, batch_size=piece_samples, window_chunks=1, shuffle=False)
         num_slots = 1 if on_cpu else LOADING_SLOTS
-        plan = SlotPlan(order, num_slots, piece_samples, slot_bytes(source.layouts, piece_samples))
+        plan = SlotPlan(order, num_slots, num_slots, piece_samples, slot_bytes(source.layouts, piece_samples))
         stream = WindowStream(source, plan, lends_slot=True, once=True)
         try:
             pieces = stream.windows(order)

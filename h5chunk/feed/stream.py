@@ -24,7 +24,7 @@ from h5chunk.feed.read_pool import ReadPool, WindowRead
 from h5chunk.feed.slots import BatchMemory, CpuSlot, Fields
 from h5chunk.plan.draws import Draws
 from h5chunk.plan.order import Order, Window
-from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed, num_local_slots
+from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed
 
 PLANNED = 12  # windows that are planned at a time, whenever at most that many planned windows remain
 
@@ -142,7 +142,7 @@ class WindowStream:
         start: int = 0,
     ) -> None:
         self._lends_slot, self._echo, self._once, self._together = lends_slot, echo, once, plan.together
-        self._num_local = num_local_slots(plan) if source.reader.is_remote else plan.num_slots
+        self._num_local = plan.num_local
         self._process = os.getpid()
         self._open: dict[WindowRead, None] = {}  # windows in the order of reading
         self._batches: dict[tuple[int, int], WindowRead] = {}  # reads, by epoch and number

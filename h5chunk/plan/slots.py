@@ -41,6 +41,7 @@ class SlotPlan:
 
     order: Order  # the order, with windows small enough to fit
     num_slots: int
+    num_local: int  # slots to use once all data is on this machine, which does not need to be read far ahead
     window_samples: int  # samples in a slot: those of the largest windows that are read together
     window_bytes: int  # bytes of a slot, including all copies
     together: int = 1  # windows in a slot
@@ -70,23 +71,25 @@ def plan_slots(
     while True:
         window_samples = largest_window(order)
         slot_bytes = max(1, window_bytes(window_samples))
-        min_slots = num_open_windows(order) + 1
-        ahead = num_ahead(order, slot_bytes, ahead_bytes)
-        if memory_bytes is None:
-            num_slots = min_slots - 1 + max(1, min(ahead, AHEAD_BYTES // slot_bytes))
-            return SlotPlan(order, num_slots, window_samples, slot_bytes)
-        extra_bytes = other_bytes(order)
-        fitting = max(0, memory_bytes - extra_bytes) // slot_bytes
-        if fitting >= min_slots:
-            return SlotPlan(order, min(fitting, min_slots - 1 + ahead), window_samples, slot_bytes)
+        num_open, extra_bytes = num_open_windows(order), 0
+        room = max(1, AHEAD_BYTES // slot_bytes)  # slots to read ahead
+        if memory_bytes is not None:
+            extra_bytes = other_bytes(order)
+            room = max(0, memory_bytes - extra_bytes) // slot_bytes - num_open
+        if room > 0:
+            num_slots, num_local = (
+                num_open + min(room, num_ahead(order, slot_bytes, some_bytes)) for some_bytes in (ahead_bytes, 0)
+            )
+            return SlotPlan(order, num_slots, num_local, window_samples, slot_bytes)
         fewer = max(order.window_chunks // 2, min_chunks or order.window_chunks)
         if fewer >= order.window_chunks:
             break
         order = replace(order, window_chunks=fewer)
-    remedy = "fewer num_threads, or " if extra_bytes and min_slots * slot_bytes <= memory_bytes else "or "
+    needed = (num_open + 1) * slot_bytes
+    remedy = "fewer num_threads, or " if extra_bytes and needed <= (memory_bytes or 0) else "or "
     raise OptionError(
-        f"memory_bytes is {memory_bytes}, but {min_slots} windows of {count_text(order.window_batches, 'batch')} need "
-        f"{min_slots * slot_bytes + extra_bytes}: give that, {remedy}a smaller window_chunks or batch_size"
+        f"memory_bytes is {memory_bytes}, but {num_open + 1} windows of {count_text(order.window_batches, 'batch')} "
+        f"need {needed + extra_bytes}: give that, {remedy}a smaller window_chunks or batch_size"
     )
 
 
@@ -103,10 +106,10 @@ def with_windows_together(plan: SlotPlan, max_bytes: int, num_reserved: int = 0)
     (48, 32, 4, 384)
     """
     for count in (n for n in divisors(plan.order.interleave) if n * plan.window_bytes <= max_bytes):
-        num_slots = (plan.num_slots + num_reserved) // count - num_reserved
-        if num_slots >= num_open_windows(plan.order, count) + 2:
+        num_slots, num_local = ((n + num_reserved) // count - num_reserved for n in (plan.num_slots, plan.num_local))
+        if num_local >= num_open_windows(plan.order, count) + 2:
             samples, held = plan.window_samples * count, plan.window_bytes * count
-            return replace(plan, num_slots=num_slots, window_samples=samples, window_bytes=held, together=count)
+            return SlotPlan(plan.order, num_slots, num_local, samples, held, count)
     return plan
 
 
@@ -123,12 +126,6 @@ def num_ahead(order: Order, slot_bytes: int, ahead_bytes: int = 0) -> int:
         if windows >= wanted:
             return wanted
     return max(1, windows)
-
-
-def num_local_slots(plan: SlotPlan) -> int:
-    """Return how many slots of a plan to use for local data, which does not need to be read far ahead."""
-    ahead = num_ahead(plan.order, max(1, plan.window_bytes // plan.together))
-    return min(plan.num_slots, num_open_windows(plan.order, plan.together) - (-ahead // plan.together))
 
 
 def num_open_windows(order: Order, together: int = 1) -> int:
