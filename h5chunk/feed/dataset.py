@@ -25,7 +25,7 @@ from h5chunk.feed.collate import (
     sample_numbers,
 )
 from h5chunk.feed.layout import torch_dtype
-from h5chunk.feed.sample_reader import Fields, SampleReader, SampleTransforms, field_mapping, plain_fields
+from h5chunk.feed.sample_reader import SampleReader, SampleTransforms, plain_fields
 from h5chunk.feed.stored_tables import StoredNames, decoded
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.draws import epoch_rows
@@ -34,9 +34,9 @@ from h5chunk.plan.permutation import SPLIT, ShuffledSequence, permutation
 from h5chunk.plan.selection import FixedSelection, SelectionSequence, select_samples, split_samples
 from h5chunk.remote.mirror import remote_options
 from h5chunk.store.read.checksums import OFF
-from h5chunk.store.read.fields import Field, MatrixField
+from h5chunk.store.read.fields import Field, Fields, MatrixField, parse_fields
 from h5chunk.store.read.files import Paths, open_reader, reopen_with_fields
-from h5chunk.store.read.ragged import RaggedField
+from h5chunk.store.read.ragged import RaggedField, SeriesField
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.several import NOTABLE, read_amplification
 from h5chunk.transforms import Transforms
@@ -67,6 +67,10 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         ``dataset.source_names[numbers]``. (Write ``/sample_number`` for a dataset with that name.) The field
         ``h5chunk/source_index`` of a converted file is the number of each sample in its source, such as the row of an
         array.
+    offsets, lengths : mapping of str, optional
+        For a field whose samples are runs of a dataset's rows, as in ``offsets={"tokens": "starts"}``: the dataset with
+        the first row of each sample, and finally the number of rows, (n + 1,); or with the length of each sample, (n,).
+        Batches have two tensors for it: see `h5chunk.transforms.Pad` (the default) and `h5chunk.transforms.Pack`.
     trusted : bool
         Whether to follow links, views of other files and external storage within the file's folder, and to run unknown
         filters. If False, each process first opens a file in a child process (20 to 50 ms), as HDF5 may crash on it.
@@ -108,6 +112,8 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         path: Paths,
         *,
         fields: Fields | None = None,
+        offsets: Mapping[str, str] | None = None,
+        lengths: Mapping[str, str] | None = None,
         trusted: bool = False,
         checksums: str = OFF,
         transform: Callable[[Any], Any] | Transforms | None = None,
@@ -115,7 +121,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         cache_bytes: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        named = field_mapping(fields)
+        named = parse_fields(fields, offsets=offsets, lengths=lengths)
         self._numbered = [] if named is None else [name for name, dataset in named.items() if dataset == SAMPLE_NUMBER]
         stored = named if named is None else {name: named[name] for name in named if name not in self._numbered}
         if self._numbered and not stored:
@@ -192,6 +198,14 @@ class ChunkDataset(StoredNames, Dataset[Any]):
 
     def __len__(self) -> int:
         return self._reader.num_samples if self._samples is None else len(self._samples)
+
+    @property
+    def sample_lengths(self) -> np.ndarray:
+        """The length of each sample, (n,) int64, along its first axis, for a field whose samples differ in length."""
+        field = self._reader.ragged
+        if not isinstance(field, SeriesField):
+            raise FieldError(f"{printable(self.path)}: no field has samples that differ in length (offsets, lengths)")
+        return np.diff(self._reader.indptr)[self.samples] // field.step_items
 
     @property
     def samples(self) -> np.ndarray:

@@ -55,7 +55,6 @@ from h5chunk.transforms.ragged import RaggedConverter
 from h5chunk.transforms.rows import RowConverter
 
 Tensors = Sequence[torch.Tensor]
-Fields = Mapping[str, str] | Sequence[str]
 
 
 class SampleTransforms:
@@ -381,17 +380,3 @@ class _OpenFields:
 def plain_fields(reader: H5Reader) -> dict[str, Any]:
     """Return readers for the uncompressed fields. Compressed fields are read through HDF5, for its chunk cache."""
     return {name: field for name, field in direct_fields(reader)[0].items() if field.is_plain}
-
-
-def field_mapping(fields: Fields | None) -> Mapping[str, str] | None:
-    """Validate the argument ``fields``, and return the dataset of each field, or None for the default fields."""
-    if fields is None or isinstance(fields, Mapping):
-        return fields
-    names: Any = (fields,) if isinstance(fields, str) else fields
-    if isinstance(names, bytes) or not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
-        raise OptionError(f"fields is {fields!r}: give names of datasets, or a mapping of names to datasets")
-    names = [str(name) for name in names]
-    twice = next((name for number, name in enumerate(names) if name in names[:number]), None)
-    if twice is not None:
-        raise OptionError(f"fields has {twice!r} twice: name each field, as in fields={{'name': {twice!r}}}")
-    return {name: name for name in names}

@@ -230,7 +230,7 @@ def read_sums(
     for name, field in fields.items():
         if isinstance(field, RaggedField):
             datasets |= {
-                f"{name}/{part}": f"{field.dataset}/{part}" for part in (*field.table_datasets, *field.entry_datasets)
+                f"{name}/{part}": field.path_of(part) for part in (*field.table_datasets, *field.entry_datasets)
             }
         else:
             datasets[name] = field.dataset

@@ -22,7 +22,7 @@ from h5chunk.store.hdf5.open import descriptor_of, same_file
 from h5chunk.store.hdf5.ranges import ReadTask
 from h5chunk.store.read.checksums import NO_SUMS, ChunkChecks, Sums
 from h5chunk.store.read.direct import ByteReader, ChunkedField, ChunkRows, PlainField
-from h5chunk.store.read.ragged import RaggedField
+from h5chunk.store.read.ragged import RaggedField, SeriesField
 
 GAP_BYTES = 48 << 10  # gap between two rows that takes as long to read as one more call (scripts/sweep_reads.py)
 
@@ -50,20 +50,21 @@ class CsrField(ByteReader):
     def __init__(
         self, path: Path, file: h5py.File, field: RaggedField, indptr: np.ndarray, sums: Sums = NO_SUMS
     ) -> None:
-        group = file[field.dataset]
-        if not all(same_file(group[part], file) for part in field.entry_datasets):
+        parts = {part: file[field.path_of(part)] for part in field.entry_datasets}
+        if not all(same_file(dataset, file) for dataset in parts.values()):
             raise NotDirect("it is a link into another file")
-        self.name, self._indptr = field.name, indptr
+        self._step = field.step_items if isinstance(field, SeriesField) else 1  # entries in one row of a dataset
+        self.name, self._indptr = field.name, indptr // self._step
         self._entries: list[PlainField | ChunkedField] = []
-        for part in field.entry_datasets if field.num_entries else ():
-            dataset, name = group[part], f"{field.name}/{part}"
+        for part, dataset in parts.items() if field.num_entries else ():
+            name = f"{field.name}/{part}"
             check_bytes(dataset, dataset.dtype.newbyteorder("="))
             if not dataset.id.get_create_plist().get_nfilters():
-                plain = PlainField(path, name, dataset, sums, indptr)
+                plain = PlainField(path, name, dataset, sums, self._indptr)
                 if plain.is_one_run:
                     self._entries.append(plain)
                     continue
-            self._entries.append(ChunkedField(path, name, dataset, sums, indptr))
+            self._entries.append(ChunkedField(path, name, dataset, sums, self._indptr))
         self.chunks = [chunks for entries in self._entries for chunks in entries.chunks]
         self.is_plain = not self.chunks
         self.num_bytes = field.num_entries * field.entry_bytes
@@ -74,11 +75,12 @@ class CsrField(ByteReader):
         firsts = self._indptr[rows]
         counts = self._indptr[rows + 1] - firsts
         nonempty = counts > 0
-        firsts, counts, destinations = firsts[nonempty], counts[nonempty], out.starts[destinations[nonempty]]
+        destinations = out.starts[destinations[nonempty]] // self._step
+        firsts, counts = firsts[nonempty], counts[nonempty]
         if len(firsts):
             for entries, target in zip(self._entries, (out.indices, out.values), strict=False):
                 if target is not None:
-                    memory = target.view(np.uint8).reshape(len(target), -1)
+                    memory = target.view(np.uint8).reshape(len(target) // self._step, -1)
                     yield from entries.tasks(firsts, destinations, memory, counts)
 
     def chunk_rows(self, _number: int = 0) -> Iterator[ChunkRows]:
@@ -99,15 +101,16 @@ class CsrHandle:
     def __init__(
         self, file: h5py.File, field: RaggedField, indptr: np.ndarray, cache: CacheSettings | None, sums: Sums
     ) -> None:
-        self._file, self._indptr, self.lock = file, indptr, threading.Lock()
+        self._step = field.step_items if isinstance(field, SeriesField) else 1
+        self._file, self._indptr, self.lock = file, indptr // self._step, threading.Lock()
         self._gap = max(1, GAP_BYTES // max(1, field.entry_bytes))
         names = field.entry_datasets
-        self._parts = [h5py.Dataset(open_dataset(file, f"{field.dataset}/{name}", cache)) for name in names]
+        self._parts = [h5py.Dataset(open_dataset(file, field.path_of(name), cache)) for name in names]
         self.id, path = self._parts[0].id, Path(file.filename)
         self._checks = []
         for dataset, name in zip(self._parts, (f"{field.name}/{part}" for part in names), strict=True):
             if name in sums and len(dataset):
-                self._checks.append(ChunkChecks(path, name, list_chunks(dataset), sums[name], indptr))
+                self._checks.append(ChunkChecks(path, name, list_chunks(dataset), sums[name], self._indptr))
 
     def read(self, rows: np.ndarray, out: CsrBuffers) -> None:
         """Read rows, in any order; the caller must have set ``out.starts``.
@@ -118,7 +121,7 @@ class CsrHandle:
             return
         order = np.argsort(rows, kind="stable")
         firsts, ends = self._indptr[rows[order]], self._indptr[rows[order] + 1]
-        counts, destinations = ends - firsts, out.starts[:-1][order]
+        counts, destinations = ends - firsts, out.starts[:-1][order] // self._step
         for checks in self._checks:
             checks.check(descriptor_of(self._file), checks.of_rows(firsts[counts > 0], counts[counts > 0]))
         borders = np.flatnonzero(firsts[1:] - ends[:-1] > self._gap) + 1
@@ -133,7 +136,7 @@ class CsrHandle:
             targets = np.repeat(destinations[start:stop] - before, sizes) + entries
             for dataset, target in zip(self._parts, (out.indices, out.values), strict=False):
                 if target is not None:
-                    target[targets] = dataset[low:high][positions]
+                    target.reshape(-1, *dataset.shape[1:])[targets] = dataset[low:high][positions]
 
 
 def open_dataset(file: h5py.File, name: str, cache: CacheSettings | None) -> h5py.h5d.DatasetID:

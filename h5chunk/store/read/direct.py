@@ -320,7 +320,8 @@ class ChunkedField(ByteReader):
             for chunk in range(first // self._chunk[0], (end - 1) // self._chunk[0] + 1):
                 begin = chunk * self._chunk[0]
                 low, high = max(first, begin), min(end, begin + self._chunk[0])
-                yield chunk, 0, slice(low - begin, high - begin), targets[low - first : high - first]
+                for piece in range(len(self._pieces)):
+                    yield chunk, piece, slice(low - begin, high - begin), targets[low - first : high - first]
 
     def ranges(self, copies: list[_Copy]) -> Ranges:
         """Return the byte ranges of chunks."""

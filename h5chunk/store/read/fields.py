@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 
-from h5chunk.errors import FieldError, FileError, UnsupportedError, count_text, printable
+from h5chunk.errors import FieldError, FileError, OptionError, UnsupportedError, count_text, printable
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.csr import plan_csr
 from h5chunk.store.format.header import CSR, DENSE, Header, check_values
@@ -23,11 +24,14 @@ from h5chunk.store.format.spec import GROUP, IMAGE_TABLES
 from h5chunk.store.hdf5.guard import Guard, small_attribute
 from h5chunk.store.hdf5.open import errors_as
 from h5chunk.store.hdf5.strings import read_words
-from h5chunk.store.read.ragged import RaggedField, describe_images
+from h5chunk.store.read.ragged import FlatSamples, RaggedField, describe_images, describe_series
 
 MATRIX_PARTS = ("indptr", "indices", "data")
 TENX_PARTS = (b"barcodes", b"indptr", b"indices", b"data", b"shape")
 KIND_ATTRIBUTES = ("encoding-type", "h5sparse_format")
+
+Fields = Mapping[str, str] | Sequence[str]
+Stored = Mapping[str, str | FlatSamples]  # where each field is in a file, by field name
 
 
 @dataclass(frozen=True)
@@ -132,9 +136,11 @@ def _missing(file: h5py.File, path: Path, missing: str) -> FieldError:
 
 
 def describe_field(
-    file: h5py.File, path: Path, name: str, dataset: str, header: Header | None, guard: Guard
+    file: h5py.File, path: Path, name: str, dataset: str | FlatSamples, header: Header | None, guard: Guard
 ) -> Field | RaggedField:
     """Check a dataset, or the group of a matrix or of images, with the guard, and describe it as a field."""
+    if isinstance(dataset, FlatSamples):
+        return describe_series(file, path, name, dataset, guard)
     item = guard.find(file, dataset)
     if item is None:
         table, _, column = dataset.rpartition("/")
@@ -176,6 +182,45 @@ def describe_field(
     scale = _scale(item, where) if codes else None
     categories = _find_categories(file, guard, dataset.strip("/"), header is not None)
     return Field(name, dataset, grid, item.dtype.newbyteorder("="), axes, scale, categories)
+
+
+def parse_fields(fields: Fields | None, **tables: Mapping[str, str] | None) -> dict[str, str | FlatSamples] | None:
+    """Validate the argument ``fields``, and return where each field is stored, or None for the default fields.
+
+    ``tables`` are the arguments ``offsets`` and ``lengths``, which map fields to datasets.
+    """
+    given = [(kind, name, path) for kind, mapping in tables.items() for name, path in _pairs(kind, mapping)]
+    if fields is None and given:
+        fields = list(dict.fromkeys(name for _, name, _ in given))
+    found: dict[str, Any] | None = field_mapping(fields)
+    for kind, name, table in given:
+        if found is None or name not in found:
+            raise OptionError(f"{kind} has the field {name!r}, but fields is {fields!r}: name the field there too")
+        values = found[name]
+        if not isinstance(values, str) or not isinstance(table, str):
+            raise OptionError(f"{kind} has {table!r} for {name!r}: give one dataset, as offsets or as lengths")
+        found[name] = FlatSamples(values, table, kind == "lengths")
+    return found
+
+
+def _pairs(kind: str, mapping: Mapping[str, str] | None) -> Iterable[tuple[str, str]]:
+    if mapping is not None and not isinstance(mapping, Mapping):
+        raise OptionError(f"{kind} is {mapping!r}: give a mapping of fields to datasets, as in {{'values': {kind!r}}}")
+    return (mapping or {}).items()
+
+
+def field_mapping(fields: Fields | None) -> dict[str, str] | None:
+    """Validate the argument ``fields``, and return the dataset of each field, or None for the default fields."""
+    if fields is None or isinstance(fields, Mapping):
+        return None if fields is None else dict(fields)
+    names: Any = (fields,) if isinstance(fields, str) else fields
+    if isinstance(names, bytes) or not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
+        raise OptionError(f"fields is {fields!r}: give names of datasets, or a mapping of names to datasets")
+    names = [str(name) for name in names]
+    twice = next((name for number, name in enumerate(names) if name in names[:number]), None)
+    if twice is not None:
+        raise OptionError(f"fields has {twice!r} twice: name each field, as in fields={{'name': {twice!r}}}")
+    return {name: name for name in names}
 
 
 def _count_masked(file: h5py.File, guard: Guard, dataset: str) -> int:

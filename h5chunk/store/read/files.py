@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -18,6 +18,7 @@ from h5chunk.errors import FileError, OptionError, printable, shown
 from h5chunk.remote.mirror import NO_OPTIONS, RemoteOptions, list_url, open_urls, urls_of
 from h5chunk.store.hdf5.child import try_files
 from h5chunk.store.read.checksums import FIRST, OFF
+from h5chunk.store.read.fields import Stored
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.urls import is_cut_url, is_url, local_copy_of, parse
@@ -32,7 +33,7 @@ NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.h5")
 
 def open_reader(
     path: Paths,
-    fields: Mapping[str, str] | None = None,
+    fields: Stored | None = None,
     *,
     trusted: bool = False,
     checksums: str = OFF,
@@ -53,12 +54,12 @@ def open_reader(
     return _open(files, fields, name, trusted, checksums)
 
 
-def reopen_with_fields(reader: H5Reader, fields: Mapping[str, str]) -> H5Reader:
+def reopen_with_fields(reader: H5Reader, fields: Stored) -> H5Reader:
     """Open other fields of the same file or files."""
     return _open([single.path for single in reader.readers], fields, reader.path, reader.trusted, reader.checksums)
 
 
-def _open(files: list[Path], fields: Mapping[str, str] | None, name: Path, trusted: bool, checksums: str) -> H5Reader:
+def _open(files: list[Path], fields: Stored | None, name: Path, trusted: bool, checksums: str) -> H5Reader:
     """Open files; untrusted files are first opened in a child process, because they may crash HDF5."""
     if checksums == OFF and any(mirror.keeps for mirror in map(local_copy_of, files) if mirror is not None):
         with suppress(OptionError):  # a file has no checksums

@@ -1,6 +1,7 @@
-"""Describe fields whose samples differ in length: rows of a sparse matrix, and images of any size.
+"""Describe fields whose samples differ in length: rows of a sparse matrix, images of any size, and arrays.
 
-`h5chunk.store.format.spec` specifies their layout: arrays of entries, and the index at which each sample starts.
+`h5chunk.store.format.spec` specifies the layout of the first two: arrays of entries, and the index at which each sample
+starts. The arrays are the runs of one dataset, with their offsets or lengths in another.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from typing import NamedTuple
 import h5py
 import numpy as np
 
-from h5chunk.errors import FileError, printable
+from h5chunk.errors import FieldError, FileError, printable
 from h5chunk.plan.cache import ChunkGrid
+from h5chunk.plan.layout import plan_layout
 from h5chunk.store.format.spec import GROUP, IMAGE_TABLES
-from h5chunk.store.hdf5.guard import MAX_RATIO, small_attribute
+from h5chunk.store.hdf5.guard import MAX_RATIO, Guard, small_attribute
 from h5chunk.store.hdf5.open import errors_as
 
 SLACK_BYTES = 1 << 20
@@ -67,6 +69,10 @@ class RaggedField:
         """Names of the datasets that are read completely: the starts of samples and, for images, the sizes."""
         return (self.pointers,)
 
+    def path_of(self, part: str) -> str:
+        """Return the path of one of the field's datasets."""
+        return f"{self.dataset}/{part}"
+
     @property
     def grid(self) -> ChunkGrid:
         """The grid of the nominal chunks, as if all rows had the average length."""
@@ -94,13 +100,24 @@ class ImagesField(RaggedField):
 class SeriesField(RaggedField):
     """Arrays that differ in the length of their first axis. An entry is one number.
 
-    ``step_shape`` is the shape of one step along the first axis.
+    ``step_shape`` is the shape of one step along the first axis. If ``dataset`` has the steps of all samples, one after
+    the other, ``table`` is the dataset with the offset of each sample or, with ``has_lengths``, its length.
     """
 
     step_shape: tuple[int, ...]
     value_dtype: np.dtype
+    table: str = ""
+    has_lengths: bool = False
 
     entry_datasets = ("values",)
+
+    def path_of(self, part: str) -> str:
+        return self.table if part == self.pointers else self.dataset
+
+    @property
+    def step_items(self) -> int:
+        """Number of entries of one step."""
+        return math.prod(self.step_shape)
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
@@ -113,6 +130,50 @@ class SeriesField(RaggedField):
     @property
     def entry_bytes(self) -> int:
         return self.value_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class FlatSamples:
+    """Where the samples of a `SeriesField` are: the datasets with their steps, and with their offsets or lengths."""
+
+    values: str
+    table: str
+    has_lengths: bool
+
+
+def describe_series(file: h5py.File, path: Path, name: str, samples: FlatSamples, guard: Guard) -> SeriesField:
+    """Describe samples that are stored one after the other. Raises FieldError if the datasets cannot hold them."""
+    found = []
+    for dataset in (samples.values, samples.table):
+        item = guard.find(file, dataset)
+        if not isinstance(item, h5py.Dataset):
+            raise FieldError(f"{printable(path)}: has no dataset {dataset!r}: h5chunk info lists what it has")
+        guard.check_field(item, dataset)
+        found.append(item)
+    values, table = found
+    if not values.shape or not math.prod(values.shape[1:]) or values.dtype.kind not in "biuf":
+        text = f"{samples.values!r} is {values.dtype} {values.shape}"
+        raise FieldError(f"{printable(path)}: {text}: give a dataset of numbers with one row per step")
+    kind, num_rows = ("lengths", len(table)) if samples.has_lengths else ("offsets", len(table) - 1)
+    if table.ndim != 1 or table.dtype.kind not in "iu" or num_rows < 0:
+        text = f"{samples.table!r} is {table.dtype} {table.shape}"
+        raise FieldError(f"{printable(path)}: {text}: {kind} must be integers in one dimension")
+    chunk_samples = plan_layout(max(1, num_rows), max(1, values.nbytes // max(1, num_rows))).chunk_samples
+    if filtered := values.id.get_create_plist().get_nfilters() > 0:  # at least the samples of a compressed chunk
+        chunk_samples = max(chunk_samples, math.ceil(values.chunks[0] * num_rows / max(1, len(values))))
+    chunk_samples = max(1, min(chunk_samples, num_rows))
+    return SeriesField(
+        name,
+        samples.values,
+        num_rows,
+        values.size,
+        chunk_samples,
+        filtered,
+        step_shape=values.shape[1:],
+        value_dtype=values.dtype.newbyteorder("="),
+        table=samples.table,
+        has_lengths=samples.has_lengths,
+    )
 
 
 def find_image_groups(names: Iterable[str]) -> list[str]:
@@ -174,13 +235,16 @@ def read_image_sizes(group: h5py.Group, path: Path, field: ImagesField, offsets:
     return sizes
 
 
-def read_indptr(group: h5py.Group, path: Path, field: RaggedField) -> np.ndarray:
+def read_indptr(file: h5py.File, path: Path, field: RaggedField) -> np.ndarray:
     """Read the index of the first entry of each row, and finally the number of entries: (num_rows + 1,) int64.
 
     Raises FileError if the table is damaged.
     """
-    where = f"{printable(path)}: {field.name!r}"
-    dataset, pointers = group[field.pointers], field.pointers
+    pointers, entry_items = field.pointers, 1
+    if isinstance(field, SeriesField):
+        pointers, entry_items = repr(field.table), field.step_items
+    where, num_entries = f"{printable(path)}: {field.name!r}", field.num_entries // entry_items
+    dataset = file[field.path_of(field.pointers)]
     if dataset.nbytes > dataset.id.get_storage_size() * MAX_RATIO + SLACK_BYTES:
         raise FileError(
             f"{where} is damaged: {pointers} claims {dataset.nbytes} bytes, but {dataset.id.get_storage_size()} are "
@@ -190,12 +254,29 @@ def read_indptr(group: h5py.Group, path: Path, field: RaggedField) -> np.ndarray
         indptr: np.ndarray = dataset[:].astype(np.int64)
     except OSError as error:
         raise FileError(f"{where}: {pointers} cannot be read: {error}") from error
-    if indptr[0] != 0 or indptr[-1] != field.num_entries:
+    if isinstance(field, SeriesField) and field.has_lengths:
+        return _ends(indptr, num_entries, f"{where}: {pointers}") * entry_items
+    if indptr[0] != 0 or indptr[-1] != num_entries:
+        remedy = ""
+        if isinstance(field, SeriesField):
+            remedy = ": give the first row of each sample, and finally the number of rows"
         raise FileError(
             f"{where} is damaged: {pointers} runs from {indptr[0]} to {indptr[-1]} instead of from 0 to "
-            f"{field.num_entries}"
+            f"{num_entries}{remedy}"
         )
-    falls = np.diff(indptr) < 0
+    falls = indptr[1:] < indptr[:-1]
     if falls.any():
         raise FileError(f"{where} is damaged: {pointers} decreases after row {int(falls.argmax())}")
-    return indptr
+    return indptr * entry_items
+
+
+def _ends(lengths: np.ndarray, num_entries: int, where: str) -> np.ndarray:
+    """Return the offsets of samples of these lengths. Raises FileError unless they add up to ``num_entries``."""
+    wrong = (lengths < 0) | (lengths > num_entries)
+    if wrong.any():
+        row = int(wrong.argmax())
+        raise FileError(f"{where} has the length {lengths[row]} for sample {row}: all values are {num_entries} steps")
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    if ends[-1] != num_entries or (ends[1:] < ends[:-1]).any():
+        raise FileError(f"{where} has lengths that add up to {ends[-1]}, but the values are {num_entries} steps")
+    return ends

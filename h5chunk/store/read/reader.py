@@ -10,7 +10,7 @@ import math
 import os
 import threading
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -33,8 +33,8 @@ from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import descriptor_of, open_file, opened, translate_errors
 from h5chunk.store.read.checksums import OFF, ChunkChecks, Sums, read_sums
 from h5chunk.store.read.csr import CsrBuffers, CsrHandle, cache_of, open_dataset
-from h5chunk.store.read.fields import Field, MatrixField, default_fields, describe_field
-from h5chunk.store.read.ragged import ImagesField, ImageSizes, RaggedField, read_image_sizes, read_indptr
+from h5chunk.store.read.fields import Field, MatrixField, Stored, default_fields, describe_field
+from h5chunk.store.read.ragged import FlatSamples, ImagesField, ImageSizes, RaggedField, read_image_sizes, read_indptr
 from h5chunk.urls import local_copy_of
 
 LABELS = "labels"
@@ -44,10 +44,10 @@ SMALL_FIELD_BYTES = 8 << 20  # fields of at most this size, except the main fiel
 class H5Reader:
     """Read fields of one file; `h5chunk.store.read.fileset.FileSet` reads several files as one.
 
-    ``fields`` maps field names to the paths of datasets, or of groups with a CSR matrix; by default these are the
-    fields that the file records, or ``images``, or the matrix ``X``, and ``labels``. ``checksums`` is when chunks of
-    an h5chunk file are compared with their checksums: "off", "first" (at this process's first read) or "always".
-    ``file`` is the open file, if it is open already.
+    ``fields`` maps field names to the paths of datasets, of groups with a CSR matrix, or of `FlatSamples`; by default
+    these are the fields that the file records, or ``images``, or the matrix ``X``, and ``labels``. ``checksums`` is
+    when chunks of an h5chunk file are compared with their checksums: "off", "first" (at this process's first read) or
+    "always". ``file`` is the open file, if it is open already.
 
     ``ragged`` is the field that is a matrix or images of any size, if there is one. The ``main`` field is ``ragged`` or
     else the field with the largest samples; its chunks have ``chunk_samples`` samples. ``starts``, (num_files + 1,)
@@ -64,7 +64,7 @@ class H5Reader:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        fields: Mapping[str, str] | None = None,
+        fields: Stored | None = None,
         *,
         trusted: bool = False,
         checksums: str = OFF,
@@ -82,7 +82,7 @@ class H5Reader:
             if not fields:
                 raise OptionError("fields is empty: name at least one dataset")
             for name in (*fields.keys(), *fields.values()):
-                if not isinstance(name, str):
+                if not isinstance(name, (str, FlatSamples)):
                     raise OptionError(f"fields contains {name!r}: give names of datasets")
             guard = Guard(self.path, trusted)
             self.fields = {}
@@ -172,7 +172,7 @@ class H5Reader:
         with opened(self.path) as file:
             self.check_unchanged()
             self._check_table(file, self.ragged, self.ragged.pointers)
-            return read_indptr(file[self.ragged.dataset], self.path, self.ragged)
+            return read_indptr(file, self.path, self.ragged)
 
     @cached_property
     def image_sizes(self) -> ImageSizes:
@@ -188,7 +188,7 @@ class H5Reader:
         """Verify the checksum of a table of a field, unless ``checksums`` is "off"."""
         name = f"{field.name}/{table}"
         if name in self.sums:
-            chunks = replace(list_chunks(file[f"{field.dataset}/{table}"]), shape=(field.num_rows,))  # for messages
+            chunks = replace(list_chunks(file[field.path_of(table)]), shape=(field.num_rows,))  # for messages
             checks = ChunkChecks(self.path, name, chunks, self.sums[name])
             checks.check(descriptor_of(file), np.arange(len(chunks)))
 

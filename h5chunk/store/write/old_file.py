@@ -172,7 +172,7 @@ class OldImages:
         self.data = OldDataset(old, f"{name}/data")
         for table in IMAGE_TABLES:
             OldDataset(old, f"{name}/{table}").values()  # to verify the checksum
-        offsets = read_indptr(old.file[name], old.path, field)
+        offsets = read_indptr(old.file, old.path, field)
         sizes = read_image_sizes(old.file[name], old.path, field, offsets)
         self.facts = np.stack([np.diff(offsets), *sizes], axis=1).astype(np.int64)
         self.mean_bytes = -(-self.num_bytes // len(self.facts))

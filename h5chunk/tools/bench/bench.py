@@ -99,7 +99,7 @@ def bench(
     OptionError
         A number is out of range, the device does not exist, or a batch does not fit in memory.
     """
-    from h5chunk.feed.sample_reader import field_mapping
+    from h5chunk.store.read.fields import field_mapping
 
     numbers = worker_counts(workers, (0, min(MAX_WORKERS, available_cores())))
     batch_size = check_whole("batch_size", batch_size, 1)

@@ -261,7 +261,7 @@ def _verdict(dataset: h5py.Dataset, grid: ChunkGrid, reads: int, groups: Mapping
 def _describe_images(file: h5py.File, path: Path, name: str, header: Header) -> ImagesInfo:
     """Describe images of any size. Raises FileError if they are damaged."""
     field = describe_images(file[name], path, name, header.chunk_samples)
-    sizes = read_image_sizes(file[name], path, field, read_indptr(file[name], path, field))
+    sizes = read_image_sizes(file[name], path, field, read_indptr(file, path, field))
     heights, widths = (
         (int(sizes_of_axis.min()), int(sizes_of_axis.max())) for sizes_of_axis in (sizes.heights, sizes.widths)
     )

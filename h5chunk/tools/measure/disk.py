@@ -102,7 +102,7 @@ def _locate_ragged(file: h5py.File, field: RaggedField, indptr: np.ndarray) -> l
     """Return offsets, sizes and first samples of the chunks of each list of entries."""
     found = []
     for part in field.entry_datasets if field.num_entries else ():
-        offsets, sizes, entries = _locate_field(file, field.name, file[f"{field.dataset}/{part}"], READ_BYTES)
+        offsets, sizes, entries = _locate_field(file, field.name, file[field.path_of(part)], READ_BYTES)
         found.append((offsets, sizes, np.searchsorted(indptr, entries, "right") - 1))
     return found
 

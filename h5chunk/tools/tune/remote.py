@@ -126,7 +126,7 @@ def tune_store(
     trusted: bool,
 ) -> StoreRecommendation:
     """Measure requests and loaders for the objects of a URL. Raises FileError and FieldError."""
-    from h5chunk.feed.sample_reader import field_mapping
+    from h5chunk.store.read.fields import field_mapping
 
     reader = open_reader(path, field_mapping(fields), trusted=trusted)
     check_samples(reader, "tuned")

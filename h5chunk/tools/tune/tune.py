@@ -109,7 +109,7 @@ def tune(
     check_budget(budget_s)
     if not 0 < min_effective_batch < 1:
         raise OptionError(f"min_effective_batch is {min_effective_batch!r}: use a fraction above 0 and below 1")
-    from h5chunk.feed.sample_reader import field_mapping
+    from h5chunk.store.read.fields import field_mapping
 
     describe_device(device)
     if is_url(path):

@@ -96,7 +96,7 @@ class MatrixCheck:
                 read_matrix(file)
             Guard(path).check_matrix(file, prefix)
             field = describe_matrix(file[prefix], path, prefix, None)
-            self.indptr, self._num_columns = read_indptr(file[prefix], path, field), field.num_columns
+            self.indptr, self._num_columns = read_indptr(file, path, field), field.num_columns
         except FieldError as error:
             (self.problems if by_h5chunk else self.notes).append(without_path(error, path))
         except FileError as error:
@@ -179,7 +179,7 @@ class ImagesCheck:
         try:
             Guard(path).check_parts(file, prefix, ("data", *IMAGE_TABLES))
             field = describe_images(file[prefix], path, prefix, header.chunk_samples)
-            self.indptr = read_indptr(file[prefix], path, field)
+            self.indptr = read_indptr(file, path, field)
             read_image_sizes(file[prefix], path, field, self.indptr)
             if field.num_rows != header.num_samples:
                 self.problems.append(f"{prefix} has {field.num_rows} images for {header.num_samples} samples")

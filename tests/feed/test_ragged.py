@@ -1,0 +1,172 @@
+"""Samples that are runs of a dataset's rows: values, promises of the loader, and tables that cannot be right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import h5chunk
+from h5chunk.transforms import Pack
+
+COUNT = 60
+LENGTHS = np.random.default_rng(5).integers(0, 20, COUNT)
+STARTS = np.concatenate([[0], np.cumsum(LENGTHS)])
+STORAGE: dict[str, Mapping[str, Any]] = {
+    "contiguous": {},
+    "chunked": {"chunks": (16, 3, 2)},
+    "compressed": {"chunks": (16, 3, 2), "compression": "gzip"},
+    "in pieces": {"chunks": (10, 2, 1), "compression": "gzip", "shuffle": True},
+    "big-endian": {"dtype": ">f4"},
+    "flat": {},
+}
+
+
+def _values(step: tuple[int, ...] = (3, 2)) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=(STARTS[-1], *step)).astype(np.float32)
+
+
+def _make(path: Path, storage: str = "contiguous") -> Path:
+    with h5py.File(path, "w") as file:
+        file.create_dataset("values", data=_values(() if storage == "flat" else (3, 2)), **STORAGE[storage])
+        file["starts"], file["lengths"], file["label"] = STARTS.astype(np.uint32), LENGTHS, np.arange(COUNT)
+    return path
+
+
+def _open(path: Any, **options: Any) -> h5chunk.ChunkDataset:
+    options = {"offsets": {"values": "starts"}, **options}
+    return h5chunk.ChunkDataset(path, fields=["values", "label"], **options)
+
+
+def _check(batch: Any, values: np.ndarray, seen: list[int]) -> None:
+    """Compare a padded batch with the values in the file, and note its labels."""
+    padded, lengths, labels = batch
+    assert lengths.tolist() == LENGTHS[labels % COUNT].tolist() and padded.shape[1] == lengths.max()
+    for row, length, label in zip(padded, lengths, (labels % COUNT).tolist(), strict=True):
+        np.testing.assert_array_equal(row[:length], values[STARTS[label] : STARTS[label + 1]])
+        assert not row[length:].any()
+    seen += labels.tolist()
+
+
+@pytest.mark.parametrize("storage", STORAGE)
+@pytest.mark.filterwarnings("ignore:field .* is read through h5py")
+def test_samples_of_a_flat_dataset_are_read_exactly_once(tmp_path: Path, storage: str) -> None:
+    path, values = _make(tmp_path / "a.h5", storage), _values(() if storage == "flat" else (3, 2))
+    for table in ({"offsets": {"values": "starts"}}, {"offsets": None, "lengths": {"values": "lengths"}}):
+        dataset = _open(path, **table)
+        assert dataset.sample_lengths.tolist() == LENGTHS.tolist() and len(dataset) == COUNT
+        for options in ({"resident": False}, {"resident": True}, {"reader": "h5py"}):
+            seen: list[int] = []
+            for batch in h5chunk.ChunkLoader(dataset, 8, **options):
+                _check(batch, values, seen)
+            assert sorted(seen) == list(range(COUNT)) != seen
+        packed, starts, labels = dataset.with_transform(Pack())[[7, 2, 50]]
+        np.testing.assert_array_equal(packed, np.concatenate([values[STARTS[i] : STARTS[i + 1]] for i in (7, 2, 50)]))
+        assert starts.tolist() == [0, *np.cumsum(LENGTHS[[7, 2, 50]])] and labels.tolist() == [7, 2, 50]
+
+
+def test_a_data_loader_with_a_worker_subsets_weights_and_several_files(tmp_path: Path) -> None:
+    paths = [_make(tmp_path / f"{name}.h5", storage) for name, storage in (("a", "chunked"), ("b", "compressed"))]
+    dataset, seen = _open(paths), list[int]()
+    for batch in DataLoader(dataset, batch_sampler=h5chunk.ChunkSampler(dataset, 8), num_workers=1):
+        _check(batch, _values(), seen)
+    assert sorted(seen) == sorted([*range(COUNT)] * 2)
+    part, seen = dataset.subset(dataset.sample_lengths > 10), []
+    for batch in h5chunk.ChunkLoader(part, sampler=h5chunk.ChunkSampler(part, 8, weights=np.ones(len(part)))):
+        _check(batch, _values(), seen)
+    assert sorted(seen) == sorted([*np.flatnonzero(LENGTHS > 10)] * 2)
+
+
+def test_training_resumes_and_ranks_share_the_samples(tmp_path: Path) -> None:
+    dataset = _open(_make(tmp_path / "a.h5", "compressed"))
+    loader = h5chunk.ChunkLoader(dataset, 8, seed=4)
+    batches = list(loader)
+    state = {**loader.state_dict(), "epoch": 0, "batch": 3}
+    again = h5chunk.ChunkLoader(dataset, 8, seed=4)
+    again.load_state_dict(state)
+    assert all(torch.equal(one[0], other[0]) for one, other in zip(again, batches[3:], strict=True))
+    samplers = [h5chunk.ChunkSampler(dataset, 4, rank=rank, world_size=2) for rank in range(2)]
+    seen = [batch[2] for own in samplers for batch in h5chunk.ChunkLoader(dataset, sampler=own)]
+    assert sorted(torch.cat(seen).tolist()) == list(range(COUNT))
+
+
+def _break(path: Path, how: str) -> None:
+    with h5py.File(path, "a") as file:
+        starts, lengths = file["starts"][()].astype(np.int64), file["lengths"][()]
+        changed = {
+            "float": starts.astype(np.float64),
+            "decreasing": np.where(np.arange(COUNT + 1) == 30, starts[31] + 1, starts),
+            "too short": starts[:-1],
+            "too far": starts + (np.arange(COUNT + 1) == COUNT),
+            "two axes": starts[None],
+            "none": starts[:0],
+        }
+        if how in changed:
+            del file["starts"]
+            file["starts"] = changed[how]
+        elif how == "strings":
+            del file["values"]
+            file["values"] = np.full(STARTS[-1], b"a")
+        else:
+            wrong = {"negative": (0, -1), "huge": (0, 1 << 62), "sum": (1, lengths[1] + 1)}
+            file["lengths"][wrong[how][0]] = wrong[how][1]
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("float", "'starts' is float64 .*must be integers"),
+        ("two axes", "must be integers in one dimension"),
+        ("none", "must be integers in one dimension"),
+        ("strings", "numbers with one row per step"),
+        ("decreasing", "decreases after row 30"),
+        ("too short", "differ in length: 'values' has 59, 'label' has 60"),
+        ("too far", "runs from 0 to .* instead of .*: give the first row"),
+        ("negative", "length -1 for sample 0"),
+        ("huge", "length .* for sample 0"),
+        ("sum", "add up to"),
+    ],
+)
+def test_tables_that_cannot_be_right_are_errors(tmp_path: Path, how: str, message: str) -> None:
+    path = _make(tmp_path / "a.h5")
+    _break(path, how)
+    table = {"offsets": None, "lengths": {"values": "lengths"}} if how in ("negative", "huge", "sum") else {}
+    with pytest.raises(h5chunk.H5ChunkError, match=message):
+        _open(path, **table)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"offsets": {"other": "starts"}}, "name the field there too"),
+        ({"offsets": {"values": "starts"}, "lengths": {"values": "lengths"}}, "as offsets or as lengths"),
+        ({"offsets": "starts"}, "give a mapping"),
+        ({"offsets": {"values": 3}}, "give one dataset"),
+        ({"offsets": {"values": "nothing"}}, "no dataset 'nothing'"),
+        ({"checksums": "first"}, "no checksums"),
+    ],
+)
+def test_invalid_arguments(tmp_path: Path, options: Any, message: str) -> None:
+    with pytest.raises(h5chunk.H5ChunkError, match=message):
+        _open(_make(tmp_path / "a.h5"), **options)
+
+
+def test_links_and_damaged_chunks_are_errors(tmp_path: Path) -> None:
+    path = _make(tmp_path / "a.h5", "compressed")
+    with h5py.File(path, "a") as file:
+        file["soft"] = h5py.SoftLink("/starts")
+        chunk = file["values"].id.get_chunk_info(3)
+    with pytest.raises(h5chunk.TrustError, match="soft link"):
+        _open(path, offsets={"values": "soft"})
+    with path.open("r+b") as raw:
+        raw.seek(chunk.byte_offset)
+        raw.write(bytes(chunk.size))
+    dataset = _open(path)
+    with pytest.raises(h5chunk.FileError, match=r"values.*chunk 3"):
+        list(h5chunk.ChunkLoader(dataset, 8))
