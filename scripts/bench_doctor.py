@@ -14,11 +14,13 @@ import argparse
 import json
 import statistics
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,10 @@ from doctor_samples import FOLDER, Made, decoded, tiny
 from torch.utils.data import DataLoader
 
 import h5chunk
+from h5chunk.tools.doctor import watch
 
 SECONDS = 2.5  # of each loop
+WARM_UP = 3  # batches of a block that are not timed
 THREADS = torch.get_num_threads() if CUDA else 1  # one thread: less noise from other programs
 RANKS = """
     import sys, time, torch
@@ -154,29 +158,63 @@ def is_unchanged() -> bool:
     return all(torch.equal(*pair) for pair in zip(*weights, strict=True))
 
 
-def overhead(seconds: float = 0.5, rounds: int = 16) -> Iterator[str]:
-    """Yield how much slower iterations are while they are watched, measured in turns."""
+def overhead(pairs: int = 130, steps: int = 20) -> Iterator[str]:
+    """Yield how much slower iterations are while they are watched, in short blocks that alternate in this process."""
     work = 2 if CUDA else 8
     cases = {
         "batches made by the training process": simple(tiny, work=work),
-        "by a worker": simple(decoded, 8, work=work, num_workers=1),
+        "by a worker, which is the limit": simple(decoded, 8, work=work, num_workers=1),
     }
+    torch.set_num_threads(THREADS)
     for name, make in cases.items():
-        ratios = []
-        for turn in range(rounds):
-            torch.set_num_threads(THREADS)
-            batches, step = make(None)
-            found = {}
-            for is_watched in (turn % 2 == 0, turn % 2 == 1):
-                if is_watched:
-                    with h5chunk.doctor(batches):
-                        found[True] = train(batches, step, seconds)
-                else:
-                    found[False] = train(batches, step, seconds)
-            ratios.append([watched / bare - 1 for watched, bare in zip(found[True], found[False], strict=True)])
-        for what, values in zip(("the time", "the processor time"), zip(*ratios, strict=True), strict=True):
-            error = 2 * statistics.stdev(values) / rounds**0.5
-            yield f"{name}: {statistics.median(values):+.2%} +- {error:.2%} of {what} of an iteration"
+        with tempfile.TemporaryDirectory() as folder:
+            loops = {is_watched: started(make, folder, is_watched) for is_watched in (True, False)}
+            ratios = []
+            for turn in range(pairs):
+                found = {}
+                for is_watched in (turn % 2 == 0, turn % 2 == 1):
+                    if is_watched:
+                        watch.install(folder)
+                    found[is_watched] = block(*loops[is_watched], steps)
+                    watch.remove()
+                ratios.append(np.divide(found[True], found[False]) - 1)
+        for what, values in zip(("the time", "the processor time"), np.transpose(ratios), strict=True):
+            low, high = interval(values)
+            yield f"{name}: {np.median(values):+.2%} ({low:+.2%} to {high:+.2%}) of {what} of an iteration"
+
+
+def started(make: Make, folder: str, is_watched: bool) -> tuple[Iterator[Any], Step]:
+    """Start the iteration of a loop, and the hooks in its workers if it is watched."""
+    if is_watched:
+        watch.install(folder)
+    batches, step = make(None)
+    iterator = iter(batches)
+    next(iterator)
+    watch.remove()
+    return iterator, step
+
+
+def block(batches: Iterator[Any], step: Step, steps: int) -> tuple[float, float]:
+    """Train with some batches; return the time and the processor time, without those of the first batches."""
+    for number, batch in enumerate(islice(batches, steps + WARM_UP)):
+        if number == WARM_UP:
+            wait()
+            began, used = time.perf_counter(), time.process_time()
+        step(batch)
+    wait()
+    return time.perf_counter() - began, time.process_time() - used
+
+
+def wait() -> None:
+    if CUDA:
+        torch.cuda.synchronize()
+
+
+def interval(values: Any) -> tuple[float, float]:
+    """Return the interval that contains the median with 95 %, by bootstrap."""
+    draws = np.random.default_rng(0).choice(values, (4_000, len(values)))
+    low, high = np.quantile(np.median(draws, axis=1), (0.025, 0.975))
+    return float(low), float(high)
 
 
 def main() -> None:
