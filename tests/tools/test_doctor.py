@@ -216,7 +216,7 @@ def test_an_idle_gpu_is_explained_by_what_python_did(changes, cause, gain):
         assert found.fixes[0].gain.value == pytest.approx(gain, rel=0.02)
 
 
-def test_a_chunk_cache_is_advised_by_the_bytes_that_it_saves():
+def reading_chunks(rest=0.0001, **changes):
     file = {
         "path": "/a/x.h5",
         "bytes": 1 << 24,
@@ -226,8 +226,18 @@ def test_a_chunk_cache_is_advised_by_the_bytes_that_it_saves():
         "filtered": True,
         "cache": [521, 1 << 16],
     }
-    stages = {"reading": 0.0099, "decoding": 0.0, "transform": 0.0, "lock": 0.0, "collate": 0.0001}
-    found = diagnose(seen(stages=stages, files=[file], h5_reads=32.0, lines=[], cold_s=0.1, read_bytes=1e6))
+    stages = {"reading": 0.01 - rest, "decoding": 0.0, "transform": 0.0, "lock": 0.0, "collate": rest}
+    return diagnose(seen(stages=stages, files=[file], h5_reads=32.0, lines=[], **changes))
+
+
+def test_what_is_left_of_a_fetch_is_faster_if_large_reads_no_longer_empty_the_caches():
+    found = (reading_chunks(0.002, warm=warm, steps=[1e-5] * 40) for warm in (1.0, 0.25))
+    gains = [fix.gain.value for diagnosis in found for fix in diagnosis.fixes if fix.name.startswith("repack")]
+    assert gains == pytest.approx([0.01 / 0.00216, 0.01 / 0.00086], rel=0.15)
+
+
+def test_a_chunk_cache_is_advised_by_the_bytes_that_it_saves():
+    found = reading_chunks(cold_s=0.1, read_bytes=1e6)
     assert found.cause == "reading" and "100 times the bytes" in found.verdict
     cache = next(fix for fix in found.fixes if "cache" in fix.apply)
     assert cache.apply == {"cache": [20, 21 * 307_200]} and cache.gain.value > 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import linecache
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -139,6 +140,7 @@ def _seen(
         fetch_gap=_gap(fetches) if workers else 0.0,
         take=takes[len(takes) // 10] if takes else None,  # of a worker that has nothing else to do
         h5_reads=_mean([row.h5_reads for row in fetches if row.h5_reads]),
+        warm=_warm(fetches),
         in_torch=_mean([row[3] for row in main.rows["line"] if row[0] == "step"]),
         gpu=_gpu(main, kept),
         gpu_name=str(machine.get("gpu", "")),
@@ -194,6 +196,12 @@ def _gap(fetches: list[Fetch]) -> float:
             gaps.append(row.started - last[row.worker])
         last[row.worker] = row.ended
     return min(sorted(gaps)[len(gaps) // 20], MAX_GAP_S) if gaps else 0.0
+
+
+def _warm(fetches: list[Fetch]) -> float:
+    """Return the time of collating samples a second time, relative to the first."""
+    ratios = [row.again / row.collate for row in fetches if row.again and row.collate]
+    return min(1.0, statistics.median(ratios)) if ratios else 1.0
 
 
 def _by_worker(fetches: list[Fetch]) -> list[float]:

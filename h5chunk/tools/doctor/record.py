@@ -110,6 +110,7 @@ class Fetch(NamedTuple):
     collate: float
     h5_reads: int
     h5_seconds: float
+    again: float  # collating the same samples a second time; 0: not done
 
 
 class Use(NamedTuple):

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch.optim import optimizer
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader, default_collate, get_worker_info
 from torch.utils.data._utils import fetch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -33,6 +33,7 @@ from h5chunk.tools.doctor.record import Fetch, Recorder, Sampler, Step, caller
 
 FILES_AFTER = 3  # fetches after which open files are listed
 TIMED = 8  # one of so many fetches has its reads measured
+REPEATED = 10  # fetches that are collated a second time, to see how fast that is without cold caches
 TAKE_S = 5e-5  # of taking a batch from a worker, beyond unpacking it
 clock = time.perf_counter
 
@@ -56,7 +57,7 @@ class Watch:
         self.epochs: Counter[int] = Counter()  # that began, by loader
         self.spent: Any = Counter()  # in this iteration, by field of `Step`
         self.take, self.h5 = 0.0, (0, 0.0)  # seconds; calls and seconds
-        self.collate, self.fetches = 0.0, 0
+        self.collate, self.again, self.fetches = 0.0, 0.0, 0
 
     def asks(self, number: int) -> None:
         """End an iteration, because the loop asks for another batch."""
@@ -295,13 +296,20 @@ def _fetch(original: Any) -> Any:
         if not isinstance(self.collate_fn, TimedCollate):
             self.collate_fn = TimedCollate(self.collate_fn)
         before, started = watch.sampler.stage, clock()
-        watch.collate, watch.h5, watch.sampler.stage = 0.0, (0, 0.0), "fetch"
+        watch.collate, watch.again, watch.h5, watch.sampler.stage = 0.0, 0.0, (0, 0.0), "fetch"
         try:
             return original(self, indices)
         finally:
             watch.sampler.stage = before
             worker = get_worker_info()
-            row = Fetch(-1 if worker is None else worker.id, started, clock(), watch.collate, *watch.h5)
+            row = Fetch(
+                -1 if worker is None else worker.id,
+                started,
+                clock() - watch.again,
+                watch.collate,
+                *watch.h5,
+                watch.again,
+            )
             watch.recorder.add("fetch", *row)
             watch.fetches += 1
             if watch.fetches == FILES_AFTER:
@@ -350,6 +358,9 @@ class TimedCollate:
             return self.given(samples)
         finally:
             watch.collate, watch.sampler.stage = clock() - started, "fetch"
+            if self.given is default_collate and watch.fetches % TIMED == 0 and watch.fetches < REPEATED * TIMED:
+                self.given(samples)
+                watch.again = clock() - started - watch.collate
 
 
 def _loads(original: Any) -> Any:

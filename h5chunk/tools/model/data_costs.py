@@ -9,7 +9,7 @@ from typing import Any
 from h5chunk.errors import human_bytes
 from h5chunk.plan.cache import ChunkGrid, mean_hits
 from h5chunk.tools.model.cost import LEAST_SHARE, Cost, Fix, chunked_file, gain_of, slowest_line, where
-from h5chunk.tools.model.pipeline import Range, seconds_per_batch
+from h5chunk.tools.model.pipeline import Loop, Range, seconds_per_batch
 from h5chunk.tools.model.seen import COLLATE, DECODING, LOCK, READING, TRANSFORM, Seen
 
 ENOUGH = 1.03  # prefer fewer workers if their time is within this factor of the best time
@@ -155,7 +155,7 @@ def _reads(seen: Seen) -> Iterator[Fix]:
     reading = seen.stages[READING]
     left = max(reading / ratio, min(reading, seen.h5_reads * CALL_S))
     share = (reading - left) / seen.fetch
-    gain = gain_of(seen, *(seen.loop().shorter(x, x) for x in (share, share - left / seen.fetch)))
+    gain = gain_of(seen, *(_without(seen, x, x) for x in (share, share - left / seen.fetch)))
     code = f'h5chunk repack {file["path"]} repacked.h5, then h5chunk.ChunkLoader("repacked.h5", ...)'
     yield Fix(f"repack {file['path'].rpartition('/')[2]}", gain, code)
     size = (grid.num_chunks + 1) * grid.chunk_bytes
@@ -188,9 +188,15 @@ def _line(seen: Seen) -> Iterator[Fix]:
     if line is not None and not seen.loop().exclusive:
         used = sum(other.share * other.on_cpu for other in seen.lines if other.stage != "step")
         weight = line.on_cpu / used if used else 1.0  # of the line's share, in CPU time
-        changed = (seen.loop().shorter(x, min(0.999, x * weight)) for x in _about(line.share, line.error))
+        changed = (_without(seen, x, min(0.999, x * weight)) for x in _about(line.share, line.error))
         code = f"{line}: do it once for all epochs (h5chunk convert), or faster"
         yield Fix(f"without {line.place.rpartition('/')[2]}", gain_of(seen, *changed), code, is_bound=True)
+
+
+def _without(seen: Seen, share: float, cpu_share: float) -> Loop:
+    """Return the loop without a share of its fetches; what is left finds warm caches, the more is gone."""
+    rest = 1 - share * (1 - seen.warm)
+    return seen.loop().shorter(1 - (1 - share) * rest, 1 - (1 - cpu_share) * rest)
 
 
 def _about(share: float, error: float) -> Iterator[float]:

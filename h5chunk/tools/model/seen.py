@@ -81,6 +81,7 @@ class Seen:
     copy_bytes: float = 0.0
     pageable_bytes: float = 0.0
     optimizer: float = 0.0
+    warm: float = 1.0  # time of code whose data and memory are in the core's caches, relative to that of a fetch
     h5_reads: float = 0.0  # calls of h5py that read, of a fetch
     read_bytes: float = 0.0  # bytes that a fetch read from files
     disk_bytes: float = 0.0  # of them, from disks
