@@ -75,6 +75,8 @@ class FieldPipeline:
             return 1
         if keep:
             return ALL if self.converter.changes_nothing else 1
+        if self.reuses:  # batches of other windows come between those of a call, and would overwrite them
+            return 1
         group = MORE_BYTES if isinstance(self.converter, RowConverter) else group
         return max(1, group // max(1, batch_size * self.converter.sample_bytes))
 

@@ -168,10 +168,9 @@ class ChunkLoader(Resumable):
         check_echo(echo)
         target = find_device(device)
         dataset, transforms = _dataset(data, transforms)
-        if dataset.epoch_samples:
-            if resident is True:
-                raise OptionError("resident is True, but each epoch has different samples: leave resident out")
-            resident = False
+        if dataset.epoch_samples and resident is True:
+            raise OptionError("resident is True, but each epoch has different samples: leave resident out")
+        resident, reuse = not dataset.epoch_samples and resident, reuse and target.type == "cpu"
         if sampler is None:
             if batch_size is None:
                 raise OptionError("batch_size is missing: give it, or a sampler")

@@ -98,6 +98,18 @@ def test_windows_are_those_of_a_naive_reader_however_they_are_read(layout: str, 
             assert np.array_equal(got, np.stack([values[position] for values in expected]))
 
 
+@pytest.mark.parametrize("reuse", [False, True])
+def test_masks_belong_to_their_windows_when_windows_of_the_order_alternate(reuse: bool, tmp_path: Path) -> None:
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        file["x"], file["length"] = np.arange(66), [9, 36, 9, 5, 2, 5]
+    windows = h5chunk.Windows(path, {"x": "x"}, 5, padding="edge", episode_lengths="length")
+    order = [list(batch) for batch in h5chunk.ChunkSampler(windows, 4, window_chunks=1, interleave=4)]
+    sampler = h5chunk.ChunkSampler(windows, 4, window_chunks=1, interleave=4)
+    for numbers, batch in zip(order, h5chunk.ChunkLoader(windows, sampler=sampler, reuse=reuse), strict=True):
+        assert all(map(torch.equal, batch, map(torch.stack, zip(*windows.__getitems__(numbers), strict=True))))
+
+
 @pytest.mark.parametrize("layout", ["robomimic", "compressed"])
 def test_a_goal_is_the_last_frame_of_the_episode(layout: str, tmp_path: Path) -> None:
     windows = _make(layout, tmp_path, length=3, goal={"image": "last"})
