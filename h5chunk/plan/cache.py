@@ -1,11 +1,14 @@
-"""Choose the settings of HDF5's chunk cache, given the number of open (partly read) chunks.
+"""Choose the settings of HDF5's chunk cache for a given number of open (partly read) chunks.
 
-`scripts/hdf5_cache.py` models the cache. With ``nslots >= num_chunks`` no two chunks of whole samples compete for a
-slot (for other chunks see `ChunkGrid.num_slots`). With ``w0 = 0`` the oldest chunk is evicted. With a larger ``w0``,
-HDF5 first looks for a chunk that was read completely, among a larger part of the oldest chunks, and evicts that one. A
-chunk that extends past the end of the data never counts as such. With ``w0 = 1.0`` partly read chunks are never
-evicted, so ``nbytes`` has no effect. A chunk larger than ``nbytes`` is never cached; if it has no filter, only the
-requested bytes are read.
+``nslots`` is the length of a hash table. With ``nslots >= num_chunks``, no two chunks of whole samples compete for a
+slot. `ChunkGrid.num_slots` is the number for other chunks.
+
+``w0`` is the fraction of the oldest chunks among which HDF5 first looks for one that was read completely, to evict it.
+With ``w0 = 0`` HDF5 evicts the oldest chunk. With ``w0 = 1.0`` it never evicts partly read chunks, so that ``nbytes``
+has no effect. A chunk that extends past the end of the data never counts as completely read.
+
+A chunk larger than ``nbytes`` is never cached. If it has no filter, only the requested bytes are read.
+`scripts/hdf5_cache.py` models the cache.
 
 Source: H5Pset_chunk_cache in the HDF5 reference manual; H5Dchunk.c, H5D__chunk_cache_prune.
 """
@@ -24,7 +27,7 @@ from h5chunk.errors import OptionError
 from h5chunk.plan.permutation import Indices
 
 OLDEST_FIRST = 0.0  # the w0 that keeps all chunks of a round of windows until the round ends
-FINISHED_FIRST = 0.75  # the w0 that keeps the chunk that two batches share while other chunks are read
+FINISHED_FIRST = 0.75  # the w0 that keeps a chunk that two batches share while other chunks are read
 CALL_BYTES = 48 << 10  # bytes that HDF5 can copy in the time of one call; scripts/sweep_reads.py measures it
 DIRECT_BYTES = 32 << 10  # samples of at least this size bypass the cache; scripts/sweep_reads.py measures it
 MAX_SLOTS = 1 << 20  # limit on slots, of 8 bytes each: beyond it, collisions cost less than the memory of more slots
@@ -50,12 +53,12 @@ class CacheSettings:
 
     def __post_init__(self) -> None:
         if self.nslots < 1:
-            raise OptionError(f"cache nslots is {self.nslots}: give at least 1; the number of chunks is ideal")
+            raise OptionError(f"cache nslots is {self.nslots}: give at least 1, ideally the number of chunks")
         if self.nbytes < 0:
             raise OptionError(f"cache nbytes is {self.nbytes}: give 0 (no cache) or more")
         if self.w0 == 1.0:
             raise OptionError(
-                "cache w0 is 1.0: HDF5 would never evict partly read chunks, and memory would grow without limit: "
+                "cache w0 is 1.0, with which HDF5 never evicts partly read chunks, and memory grows without limit: "
                 f"use {OLDEST_FIRST:.0f}, or up to 0.99 to evict completely read chunks first"
             )
         if not 0.0 <= self.w0 < 1.0:
@@ -63,7 +66,7 @@ class CacheSettings:
 
     @classmethod
     def of(cls, value: CacheSettings | Sequence[Any]) -> CacheSettings:
-        """Convert a ``(nslots, nbytes, w0)`` triple to settings; settings are returned unchanged."""
+        """Convert a ``(nslots, nbytes, w0)`` triple to settings. Settings are returned unchanged."""
         if isinstance(value, CacheSettings):
             return value
         try:
@@ -92,9 +95,9 @@ def cache_for(open_chunks: int, chunk_bytes: int, num_chunks: int) -> CacheSetti
 class ChunkGrid:
     """The shape of an HDF5 dataset and of its chunks, and the cost of reading one random sample.
 
-    A sample is one index of the first axis. A band consists of all chunks that contain parts of the same samples. For a
-    contiguous dataset ``chunks`` is None, and only the bytes of the sample are read. CIFAR-10 with the chunks that h5py
-    chooses by default:
+    A sample is one index of the first axis. A band consists of all chunks that contain parts of the same samples. A
+    contiguous dataset has ``chunks=None``, and only the bytes of the sample are read. This is CIFAR-10 with the chunks
+    that h5py chooses by default:
 
     >>> grid = ChunkGrid((50000, 32, 32, 3), (6250, 4, 4, 1), 1)
     >>> grid.chunks_per_sample, grid.amplification(cached=True)
@@ -112,19 +115,19 @@ class ChunkGrid:
 
     @property
     def chunk_bytes(self) -> int:
-        """Decoded bytes of one chunk; for a contiguous dataset, bytes of one sample."""
+        """Decoded bytes of one chunk. For a contiguous dataset, the bytes of one sample."""
         return math.prod(self.chunks) * self.itemsize if self.chunks else self.sample_bytes
 
     @property
     def chunks_per_sample(self) -> int:
-        """Number of chunks that a sample spans; 1 for a contiguous dataset."""
+        """Number of chunks that a sample spans, which is 1 for a contiguous dataset."""
         if not self.chunks:
             return 1
         return math.prod(math.ceil(s / c) for s, c in zip(self.shape[1:], self.chunks[1:], strict=True))
 
     @property
     def band_samples(self) -> int | None:
-        """Number of samples per band, the first chunk dimension; None for a contiguous dataset."""
+        """Number of samples in a band, or None for a contiguous dataset."""
         return self.chunks[0] if self.chunks else None
 
     @property
@@ -134,19 +137,19 @@ class ChunkGrid:
 
     @property
     def num_bands(self) -> int:
-        """Number of chunks along the first axis; for a contiguous dataset, the number of samples."""
+        """Number of chunks along the first axis. For a contiguous dataset, the number of samples."""
         return math.ceil(self.shape[0] / self.chunks[0]) if self.chunks else self.shape[0]
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks; 0 for a contiguous dataset."""
+        """Number of chunks, which is 0 for a contiguous dataset."""
         return self.num_bands * self.chunks_per_sample if self.chunks else 0
 
     @property
     def num_slots(self) -> int:
         """The smallest ``nslots`` with which no two chunks share a slot.
 
-        HDF5's hash value concatenates the bits of the chunk's position along each axis.
+        HDF5 computes a slot by concatenating the bits of the chunk's positions along all axes.
         """
         if not self.chunks:
             return 1
@@ -158,7 +161,7 @@ class ChunkGrid:
 
     @property
     def needs_cache(self) -> bool:
-        """True if a cache helps: for small samples, samples that span several chunks, and filtered chunks.
+        """True for small samples, samples that span several chunks, and filtered chunks.
 
         A large sample that is one run of bytes in the file is read directly, because a cache would add a copy.
         """
@@ -167,7 +170,7 @@ class ChunkGrid:
         return self.filtered or self.chunks_per_sample > 1 or self.sample_bytes < DIRECT_BYTES
 
     def cache_for(self, open_bands: int, w0: float = OLDEST_FIRST) -> CacheSettings:
-        """Return the smallest cache that holds this many bands; a cache of 0 bytes if none is needed."""
+        """Return the smallest cache that holds ``open_bands`` bands. If none is needed, the cache has 0 bytes."""
         if not self.needs_cache:
             return CacheSettings(1, 0)
         nbytes = cache_for(open_bands, self.band_bytes, max(1, self.num_bands)).nbytes
@@ -176,8 +179,8 @@ class ChunkGrid:
     def amplification(self, cached: bool) -> float:
         """Return the ratio of bytes read to bytes used for one random sample.
 
-        HDF5 reads whole chunks if they fit into the cache (``cached``) or are filtered, otherwise only the bytes of the
-        sample.
+        HDF5 reads whole chunks if they have filters or fit into the cache (``cached``). Otherwise it reads only the
+        bytes of the sample.
         """
         if not self.chunks or not self.sample_bytes or not (cached or self.filtered):
             return 1.0
@@ -196,8 +199,8 @@ class ChunkGrid:
 def count_items_read(items: Indices, chunk_size: int, length: int) -> int:
     """Count the items in all chunks that contain at least one of ``items``.
 
-    A dataset has ``length`` items in chunks of ``chunk_size``; ``items``, (n,) int64, are indices in any order,
-    possibly repeated.
+    A dataset has ``length`` items in chunks of ``chunk_size``. The array ``items``, (n,) int64, has indices in any
+    order, possibly repeated.
 
     >>> count_items_read(np.array([0, 3, 4, 21]), 10, 22)
     12
@@ -223,7 +226,7 @@ def count_entries_read(starts: Indices, stops: Indices, chunk_size: int, length:
 def mean_hits(grid: ChunkGrid, num_slots: int, num_bytes: int, is_shuffled: bool) -> float:
     """Return the expected hit rate of a chunk cache when samples are read one by one.
 
-    For shuffled samples this is the share of all chunks that the cache holds; only whole bands are of use.
+    For shuffled samples this is the fraction of all bands that the cache holds.
 
     >>> mean_hits(ChunkGrid((1000, 8), (100, 8), 1), 521, 3200, is_shuffled=True)
     0.4

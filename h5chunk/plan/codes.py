@@ -1,8 +1,8 @@
 """Choose how the values of a sparse matrix are stored: the smallest of uint8 codes, float16 and float32 that is exact.
 
-A code is a value multiplied by the scale. While entries are read, values are counted in units of 1/400 (all candidate
-scales divide 400), or of 1/scale if a scale is given, so that duplicates (entries of the same row and column) are added
-exactly. The chosen scale is the smallest one for which all sums have integer codes from 1 to 255.
+A code is a value multiplied by the scale. While entries are read, values are counted in units of 1/400, which all
+candidate scales divide, or of 1/scale if a scale is given. Duplicates (entries of the same row and column) can
+therefore be added exactly. The chosen scale is the smallest one with which all sums have integer codes from 1 to 255.
 
 >>> coding = Coding()
 >>> units, unfit = coding.units(np.array([0.5, 3.0, 5.0]))
@@ -13,7 +13,7 @@ exactly. The chosen scale is the smallest one for which all sums have integer co
 >>> coding.units(np.array([0.5, 0.3333]))[1]
 1
 
-If a value has no code, all values are kept as float64 while they are added, and stored as float16 or float32.
+If a value has no code, all values are kept as float64 while duplicates are added, and are stored as float16 or float32.
 
 >>> coding = coding.fallback()
 >>> tally = coding.tally()
@@ -40,22 +40,23 @@ UNITS = math.lcm(*SCALES)  # units per 1.0
 MAX_CODE = 255
 ROUNDING = 1e-12  # relative error of a sum or mean of decimal fractions, such as 0.7 + 0.1
 NOT_FINITE = "is not finite", "remove it from the source"
-HUGE = float(1 << 40)  # limit on an entry's units with clip: above any code, but sums of entries do not overflow
+HUGE = float(1 << 40)  # limit on the units of a clipped entry: more than any code, but too small for sums to overflow
 
 Values = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Coding:
-    """Convert values to codes. Raises OptionError if an option is invalid, or two options exclude each other.
+    """Convert values to codes. Raises OptionError if an option is invalid or excludes another one.
 
-    With ``clip``, values below 0 become 0, and values above the maximum, 255 (or 255 / scale), become the maximum.
+    With ``clip``, values below 0 become 0, and values above the maximum of 255 / scale become this maximum. A scale
+    that is chosen counts as 1.
     """
 
     scale: float | None = None  # value = code / scale; None: choose one of `SCALES`
     clip: bool = False
     binarize: float | None = None  # values of at least this become 1, all others 0
-    strict: bool = False  # whether to fail if a value has no code, instead of storing floats
+    strict: bool = False  # fail if a value has no code, instead of storing floats
 
     def __post_init__(self) -> None:
         for name, value in (("scale", self.scale), ("binarize", self.binarize)):
@@ -70,7 +71,7 @@ class Coding:
 
     @property
     def max_unit(self) -> int:
-        """The largest sum of entries that can have a code, in units."""
+        """The maximum sum of duplicates that can have a code, in units."""
         return UNITS * MAX_CODE if self.scale is None and self.binarize is None else MAX_CODE
 
     @property
@@ -82,7 +83,7 @@ class Coding:
 
     @property
     def num_bits(self) -> int | None:
-        """Maximum number of bits of an entry's units; None if there is no limit."""
+        """Maximum number of bits of an entry's units, or None if there is no limit."""
         return self.max_unit.bit_length() if self.dtype == np.uint32 else None
 
     def units(self, values: Values) -> tuple[Values, int | None]:
@@ -123,9 +124,10 @@ class Coding:
         return np.clip(units, -HUGE, HUGE).astype(self.dtype), None
 
     def finish_sums(self, sums: Values) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Clip or binarise the sums of duplicates, in units: (n,) uint64, int64 or float64.
+        """Clip or binarise the sums of duplicates, (n,) uint64, int64 or float64, in units.
 
-        Returns the units, (n,) int64, 0 for entries to drop, and a mask, (n,) bool, of those above `max_unit`.
+        Returns the units, (n,) int64, which are 0 for entries to drop, and a mask, (n,) bool, of the sums above
+        `max_unit`.
         """
         if self.binarize is not None:
             return (sums >= self.binarize * (1 - ROUNDING)).astype(np.int64), np.zeros(len(sums), bool)
@@ -135,7 +137,7 @@ class Coding:
         return units, units > self.max_unit
 
     def choose_scale(self, units: npt.NDArray[np.int64]) -> float | None:
-        """Return the smallest scale with which all units, (n,) ascending, have codes; None if there is none."""
+        """Return the smallest scale with which all units, (n,) ascending, have codes, or None."""
         if self.scale is not None or self.binarize is not None:
             return 1.0 if self.scale is None else float(self.scale)
         for scale in SCALES:
@@ -145,16 +147,15 @@ class Coding:
         return None
 
     def tally(self) -> CodeTally:
-        """Return an empty tally of units."""
         return CodeTally(self)
 
     def fallback(self) -> FloatCoding | None:
-        """Return the coding to use if a value has no code; None if the conversion must fail then."""
+        """Return the coding to use if a value has no code, or None if the conversion must then fail."""
         is_strict = self.strict or self.scale is not None or self.binarize is not None
         return None if is_strict else FloatCoding(None, self.clip)
 
     def explain_unfit(self, value: float) -> tuple[str, str]:
-        """Return the reason why a value has no code, and a remedy, for a message."""
+        """Return why a value has no code, and a remedy, as two parts of an error message."""
         scale = self.scale
         if not math.isfinite(value):
             return NOT_FINITE
@@ -169,9 +170,9 @@ class Coding:
         return f"has no exact code from 1 to {MAX_CODE}", "use --values auto, or --binarize MIN"
 
     def codes(self, scale: float) -> npt.NDArray[np.uint8]:
-        """Return a table of the code of each number of units from 0 to ``max_unit``: (max_unit + 1,) uint8.
+        """Return the code for each number of units from 0 to ``max_unit``: (max_unit + 1,) uint8.
 
-        Elements for units without an exact code are undefined.
+        The codes of units that have no exact code are undefined.
         """
         units = np.arange(self.max_unit + 1, dtype=np.int64)
         if self.scale is None and self.binarize is None:
@@ -181,7 +182,8 @@ class Coding:
 
 @dataclass(frozen=True)
 class Storage:
-    """The form in which values are stored: codes, floats, or a pattern, which stores no values because all are 1."""
+    """The form in which values are stored: as codes, as floats, or as a pattern, whose values are all 1 and not stored.
+    """
 
     dtype: np.dtype[Any]
     scale: float = 1.0  # value = stored value / scale
@@ -194,7 +196,7 @@ class Storage:
 
 
 class CodeTally:
-    """Collect the units that occur in a matrix, to choose how they are stored."""
+    """Collect the units that occur in a matrix, and choose how to store them."""
 
     def __init__(self, coding: Coding) -> None:
         self._coding, self._seen = coding, np.zeros(coding.max_unit + 1, bool)
@@ -203,11 +205,11 @@ class CodeTally:
         self._seen[units] = True
 
     def examples(self) -> npt.NDArray[np.int64]:
-        """Return units that another process can add to its tally instead of all units of this one."""
+        """Return each number of units that occurs, so that another process can add it to its own tally."""
         return np.flatnonzero(self._seen)
 
     def storage(self) -> Storage | None:
-        """Return the encoding that stores all units; None if no scale has codes for all of them."""
+        """Return the encoding that stores all units, or None if no scale has codes for all of them."""
         units = self.examples()
         scale = self._coding.choose_scale(units)
         if scale is None:
@@ -219,10 +221,10 @@ class CodeTally:
 
 @dataclass(frozen=True)
 class FloatCoding:
-    """Keep values as floats, with the interface of `Coding`; units are the values in float64.
+    """Keep values as floats, with the interface of `Coding`. The units are the values in float64.
 
-    With ``dtype_name``, float16 or float32, values are rounded to that type; values beyond its range are unfit, which
-    means that they cannot be stored. Without it, values are unfit unless float32 represents them exactly.
+    With ``dtype_name``, float16 or float32, values are rounded to this dtype, and cannot be stored if they are beyond
+    its range. Without it, values can only be stored if float32 represents them exactly.
     """
 
     dtype_name: str | None = None
@@ -241,21 +243,22 @@ class FloatCoding:
         return real, int(unfit.argmax()) if unfit.any() else None
 
     def finish_sums(self, sums: Values) -> tuple[Values, npt.NDArray[np.bool_]]:
-        """Clip and round (n,) sums; return (n,) float64, and which sums the type cannot store, (n,) bool."""
+        """Clip and round sums, (n,). Returns them as (n,) float64, and a mask, (n,) bool, of those that cannot be
+        stored.
+        """
         clipped = np.clip(sums, 0, MAX_CODE) if self.clip else sums
         with np.errstate(over="ignore"):
             stored = clipped.astype(self.dtype_name or np.float32).astype(np.float64)
         return stored, stored != clipped if self.dtype_name is None else ~np.isfinite(stored)
 
     def tally(self) -> FloatTally:
-        """Return an empty tally of values."""
         return FloatTally(self.dtype_name)
 
     def fallback(self) -> None:
-        """Return None: the conversion fails if a value is unfit."""
+        """Return None, because the conversion must fail if a value cannot be stored."""
 
     def explain_unfit(self, value: float) -> tuple[str, str]:
-        """Return the reason why a value is unfit, and a remedy, for a message."""
+        """Return why a value cannot be stored, and a remedy, as two parts of an error message."""
         if not math.isfinite(value):
             return NOT_FINITE
         if self.dtype_name is None and abs(value) <= MAX_FLOAT32:
@@ -277,7 +280,7 @@ class FloatTally:
                 self._unfit = values[values.astype(np.float16) != values][:1]
 
     def examples(self) -> Values:
-        """Return values that another process can add to its tally instead of all values of this one."""
+        """Return a value that float16 does not represent exactly, if there is one, for the tally of another process."""
         return self._unfit
 
     def storage(self) -> Storage:

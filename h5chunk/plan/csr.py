@@ -60,12 +60,12 @@ class CsrLayout:
 
     @property
     def chunk_entries(self) -> int:
-        """Entries in one HDF5 chunk of ``indices`` and ``data``; at least 1."""
+        """Entries in one HDF5 chunk of ``indices`` or ``data``, at least 1."""
         return max(1, min(INDEX_CHUNK_BYTES // self.index_dtype.itemsize, self.num_entries))
 
     @property
     def row_bytes(self) -> int:
-        """Stored bytes of a row on average, rounded up."""
+        """Average stored bytes of a row, rounded up."""
         return POINTER_BYTES + math.ceil(self.num_entries * self.entry_bytes / self.num_rows)
 
     @property
@@ -75,7 +75,7 @@ class CsrLayout:
 
     @property
     def cache(self) -> CacheSettings:
-        """Recommended cache of one process that reads all batches through HDF5."""
+        """Recommended cache for one process that reads all batches through HDF5."""
         num_chunks = math.ceil(self.num_entries / self.chunk_entries)
         open_bytes = INTERLEAVE * self.window_chunks * self.chunk_samples * self.row_bytes
         open_chunks = math.ceil(open_bytes / (self.chunk_entries * self.entry_bytes)) + INTERLEAVE * self.window_chunks
@@ -91,7 +91,7 @@ def plan_csr(
     value_dtype: np.dtype | None = CODE,
     chunk_samples: int | None = None,
 ) -> CsrLayout:
-    """Plan the layout of a matrix, with ``chunk_samples`` rows per nominal chunk; None chooses a suitable number."""
+    """Plan the layout of a matrix. If ``chunk_samples`` is None, choose a suitable number of rows per nominal chunk."""
     whole = CsrLayout(num_rows, num_columns, num_entries, value_dtype, num_rows, 1)
     row_bytes = whole.row_bytes
     if chunk_samples is None:
@@ -111,7 +111,7 @@ def plan_csr(
 
 
 def fullest_chunks(indptr: np.ndarray, chunk_samples: int) -> np.ndarray:
-    """Return the number of entries in the k fullest nominal chunks, for k from 0 to all: (num_chunks + 1,) int64.
+    """Return the total number of entries in the k fullest nominal chunks, for each k from 0: (num_chunks + 1,) int64.
 
     >>> fullest_chunks(np.array([0, 1, 2, 9, 10, 14]), 2).tolist()  # chunks of 2, 8 and 4 entries
     [0, 8, 12, 14]
@@ -123,10 +123,11 @@ def fullest_chunks(indptr: np.ndarray, chunk_samples: int) -> np.ndarray:
 
 
 def entries_of_chunks(fullest: np.ndarray, chunk_samples: int, lanes: int = 1) -> Callable[[int], int]:
-    """Return a function that computes the maximum number of entries in a window of n rows, from `fullest_chunks`.
+    """Return a function that computes the maximum number of entries in a window of n rows.
 
-    In addition to complete chunks, a window may have pieces of four chunks per lane of the rank: two at its borders,
-    and two from the end of the sequence. One more chunk may fill the gap after the file's short last chunk.
+    ``fullest`` is the result of `fullest_chunks`. In addition to complete chunks, a window may contain pieces of four
+    chunks per lane of the rank: two at its borders, and two from the end of the sequence. One more chunk may fill the
+    gap after the file's short last chunk.
     """
 
     def max_entries(num_rows: int) -> int:
@@ -137,7 +138,9 @@ def entries_of_chunks(fullest: np.ndarray, chunk_samples: int, lanes: int = 1) -
 
 
 def entries_of_rows(lengths: np.ndarray, counts: np.ndarray) -> Callable[[int], int]:
-    """Return a function that computes the maximum entries of n rows, if row i occurs at most ``counts[i]`` times.
+    """Return a function that computes the maximum number of entries in n rows.
+
+    Row i has ``lengths[i]`` entries, and occurs at most ``counts[i]`` times among the n rows.
 
     >>> entries_of_rows(np.array([5, 1, 9]), np.array([1, 1, 2]))(3)  # 9, 9 and 5
     23
@@ -153,7 +156,7 @@ def entries_of_rows(lengths: np.ndarray, counts: np.ndarray) -> Callable[[int], 
 
 
 def bounded_window(window_chunks: int, fullest: np.ndarray) -> int:
-    """Reduce ``window_chunks`` until no window can exceed `WINDOW_SKEW` times the entries of an average window.
+    """Reduce ``window_chunks`` until every window has at most `WINDOW_SKEW` times the entries of an average window.
 
     >>> bounded_window(2, np.array([0, 8, 12, 14]))
     2
@@ -166,7 +169,7 @@ def bounded_window(window_chunks: int, fullest: np.ndarray) -> int:
 
 
 def index_dtype(num_columns: int) -> np.dtype[np.unsignedinteger]:
-    """Return the narrowest unsigned integer type for the column indices.
+    """Return the narrowest unsigned integer dtype for column indices.
 
     >>> [str(index_dtype(n)) for n in (1, 256, 257, 65_536, 65_537, 1 << 32, (1 << 32) + 1)]
     ['uint8', 'uint8', 'uint16', 'uint16', 'uint32', 'uint32', 'uint64']

@@ -1,8 +1,8 @@
 """Draw random numbers for individual samples, and the geometry of augmented images.
 
 A random number depends only on the seed, the epoch, the index of the sample, and how often the epoch has used the
-sample before, and not on batches, ranks, workers or devices. If weights repeat a sample in an epoch, each repeat has a
-different key.
+sample before. It does not depend on batches, ranks, workers or devices. If weights repeat a sample in an epoch, each
+repeat has a different key.
 
 Source: the finaliser of SplitMix64, of Steele et al., "Fast splittable pseudorandom number generators" (2014).
 
@@ -28,9 +28,9 @@ from h5chunk.plan.permutation import Indices, mixed
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 Size = tuple[int, int]
-EVERY_EPOCH = -1  # stands in for the epoch in draws that are the same in all epochs
-ERASING = 1 << 20  # first stream of transforms that erase
-ATTEMPTS, EARLY_ATTEMPTS = 10, 2  # to draw a box that fits, as in torchvision
+EVERY_EPOCH = -1  # used as the epoch for draws that are the same in all epochs
+ERASING = 1 << 20  # first stream of the transforms that erase boxes
+ATTEMPTS, EARLY_ATTEMPTS = 10, 2  # attempts to draw a box that fits, as in torchvision
 POWERS = [math.log(2) ** n / math.factorial(n) for n in range(8)]  # Taylor coefficients of 2**x; also in draws.c
 STEP = 0x9E3779B97F4A7C15
 REPEAT, MOST_REPEATS = 1 << 40, 1 << 23  # REPEAT exceeds the index of any sample
@@ -40,12 +40,13 @@ OFFSET, HEIGHT, WIDTH, TOP, LEFT, BOX_HEIGHT, BOX_WIDTH, FULL_HEIGHT, FULL_WIDTH
 
 
 class Draws(NamedTuple):
-    """Random numbers for samples; ``samples`` has their keys, and ``use`` is k for the k-th echo of a sample, else 0.
+    """The random numbers of some samples.
 
-    The key of a sample is its index in the file, plus k * `REPEAT` where weights repeat it in an epoch for the k-th
-    time. The draws of a batch can be a part of the draws of a window or an epoch: ``whole`` then has the keys of all
-    samples of the latter, and the part begins at ``whole[first]``. All parts share the dict ``kept``, in which
-    transforms cache results for several parts.
+    ``samples``, (n,) int64, has the keys of the samples. The key of a sample is its index in the file, plus k *
+    `REPEAT` if weights repeat the sample for the k-th time in the epoch. ``use`` is k for the k-th echo of the samples,
+    and otherwise 0. If the samples are a part of a window or an epoch, ``whole`` has the keys of the entire window or
+    epoch, and the part begins at ``whole[first]``. All parts share the dict ``kept``, in which transforms store results
+    for other parts.
     """
 
     seed: int
@@ -57,7 +58,10 @@ class Draws(NamedTuple):
     first: int = 0
 
     def uniform(self, stream: int, count: int, first: int = 0) -> Floats:
-        """Return numbers uniform in [0, 1), (count, n) float64: of each sample's stream, starting at ``first``."""
+        """Return random numbers, uniform in [0, 1): (count, n) float64.
+
+        They are numbers ``first`` to ``first + count - 1`` of the stream ``stream`` of each sample.
+        """
         key = stream_key(self.seed, self.epoch, self.use, stream)
         sample_words = mixed(self.samples.view(np.uint64), np.uint64(key))
         steps = (np.arange(first + 1, first + count + 1, dtype=np.uint64) * np.uint64(STEP))[:, None]
@@ -73,17 +77,20 @@ class Draws(NamedTuple):
         return Draws(self.seed, EVERY_EPOCH, self.samples)
 
     def part(self, start: int, stop: int) -> Draws:
-        """Return the draws of samples ``start`` to ``stop``."""
+        """Return the draws of samples ``start`` to ``stop`` (excluded)."""
         return self._replace(samples=self.samples[start:stop], first=self.first + start)
 
 
 def epoch_rows(epoch: int, num_samples: int) -> int:
-    """Return the offset of an epoch's sample numbers, if each epoch has its own samples; they repeat after REPEAT."""
+    """Return what an epoch adds to sample indices if each epoch has different samples, as patches do.
+
+    The results repeat once an index would reach REPEAT.
+    """
     return epoch % (REPEAT // num_samples) * num_samples
 
 
 def keys_of_repeated(samples: Indices) -> Indices:
-    """Return the keys of samples, which are ascending and possibly repeated indices.
+    """Return the keys, (n,) int64, of ascending sample indices, which may be repeated.
 
     >>> (keys_of_repeated(np.array([1, 4, 4])) // REPEAT).tolist()
     [0, 0, 1]
@@ -103,9 +110,9 @@ def stream_key(*numbers: int) -> int:
 
 @dataclass
 class Geometry:
-    """Crop, resize and flip of each image: (n,) int64 arrays, or integers that apply to all images.
+    """The crop, resize and flip of each image, in (n,) int64 arrays or in integers that apply to all images.
 
-    The ``box`` of the image is resized to the size ``full``. The result is a window of the resized box, which starts at
+    The ``box`` of the image is resized to the size ``full``. The result is a window of the resized box that starts at
     row ``down`` and column ``right``, and is padded where it extends beyond the box. Where ``flip`` is set, the window
     is then mirrored.
     """
@@ -124,7 +131,7 @@ class Geometry:
         self.flip = np.zeros(len(self.height), np.bool_)
 
     def crop(self, top: Indices, left: Indices, height: Indices | int, width: Indices | int) -> None:
-        """Crop the window; ``left`` counts from its left side after mirroring, where ``flip`` is set."""
+        """Crop the window. Where ``flip`` is set, ``left`` is counted in the mirrored window."""
         left = np.where(self.flip, self.width - left - width, left) if self.flip.any() else left
         self.down, self.right = self.down + top, self.right + left
         self.height, self.width = (np.broadcast_to(size, self.down.shape) for size in (height, width))
@@ -152,17 +159,17 @@ class Geometry:
 def random_boxes(
     draws: Draws, stream: int, height: Indices, width: Indices, scale: tuple[float, float], ratio: tuple[float, float]
 ) -> tuple[Indices, Indices, Flags]:
-    """Draw the heights and widths of boxes that fit into images of these sizes.
+    """Draw the heights and widths of boxes that fit into images of the given heights and widths.
 
     ``scale`` is the range of a box's area, as a fraction of the image's area, and ``ratio`` the range of its aspect
-    ratio, width over height. Returns the heights, the widths, and whether one of `ATTEMPTS` boxes fitted; where none
-    did, the size is invalid. The attempts use the first 2 * `ATTEMPTS` numbers of the stream.
+    ratio, width over height. Returns the heights, the widths, and whether one of `ATTEMPTS` boxes fitted, (n,) each.
+    Where none fitted, the size is undefined. The attempts use the first 2 * `ATTEMPTS` numbers of the stream.
     """
-    boxes = _attempts(draws, stream, range(EARLY_ATTEMPTS), height, width, scale, ratio)
+    boxes = _first_fitting(draws, stream, range(EARLY_ATTEMPTS), height, width, scale, ratio)
     remaining = np.flatnonzero(~boxes[2])
     if len(remaining):  # few, because most boxes fit at an early attempt
         later_draws = Draws(draws.seed, draws.epoch, draws.samples[remaining], draws.use)
-        later = _attempts(
+        later = _first_fitting(
             later_draws, stream, range(EARLY_ATTEMPTS, ATTEMPTS), height[remaining], width[remaining], scale, ratio
         )
         for values, value in zip(boxes, later, strict=True):
@@ -170,17 +177,17 @@ def random_boxes(
     return boxes
 
 
-def _attempts(
+def _first_fitting(
     draws: Draws,
     stream: int,
-    numbers: range,
+    attempts: range,
     height: Indices,
     width: Indices,
     scale: tuple[float, float],
     ratio: tuple[float, float],
 ) -> tuple[Indices, Indices, Flags]:
-    """Draw a box for each of the attempts ``numbers``, and return the first that fits, as `random_boxes` does."""
-    uniform = draws.uniform(stream, 2 * len(numbers), 2 * numbers.start)
+    """Draw one box per attempt for each image, and return the first box that fits, as `random_boxes` does."""
+    uniform = draws.uniform(stream, 2 * len(attempts), 2 * attempts.start)
     areas = (scale[0] + uniform[::2] * (scale[1] - scale[0])) * (height * width)
     low, high = (math.log2(bound) for bound in ratio)
     shapes = _powers_of_two(low + uniform[1::2] * (high - low))
@@ -191,7 +198,7 @@ def _attempts(
 
 
 def _powers_of_two(exponents: Floats) -> Floats:
-    """Return 2**x with a relative error below 1e-7; unlike with np.exp2, the C library computes identical results."""
+    """Return 2**x with a relative error below 1e-7. Unlike np.exp2, it gives the same bits as the native library."""
     whole = np.rint(exponents)
     part, total = exponents - whole, np.full_like(exponents, POWERS[-1])
     for power in POWERS[-2::-1]:
@@ -200,5 +207,5 @@ def _powers_of_two(exponents: Floats) -> Floats:
 
 
 def random_offsets(numbers: Floats, room: Indices) -> Indices:
-    """Scale random numbers in [0, 1), (n,), to integers from 0 to ``room``, included."""
+    """Scale random numbers in [0, 1) to integers from 0 to ``room`` (included): (n,) int64."""
     return np.minimum((numbers * (room + 1)).astype(np.int64), room)

@@ -1,4 +1,4 @@
-"""Compute when chunks are used next, so that a disk cache can evict the chunk whose next use is the latest."""
+"""Compute when chunks are used next. The disk cache evicts the chunk whose next use is the latest."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ NEVER = np.iinfo(np.int64).max
 
 
 class EpochUses:
-    """For each chunk, the first batches of the first and the last window of an epoch, on ``ranks``, that use it.
+    """The batches of an epoch at which each chunk is used first and last, on any of ``ranks``.
 
-    A chunk is used by one window, or by two windows that share it. For unused chunks the batches are NEVER and -1.
+    ``first`` and ``last``, (num_chunks,) int64, are the indices of the first batch of the first and of the last window
+    that contains the chunk. They are NEVER and -1 for a chunk that is not used.
     """
 
     def __init__(self, order: Order, num_samples: int, ranks: Iterable[int]) -> None:
@@ -30,7 +31,10 @@ class EpochUses:
 
 
 class NextUses:
-    """Compute the next use of each chunk by ``ranks`` (default: all), in this epoch or the next one."""
+    """Compute when each chunk is used next by any of ``ranks``, in the current epoch or in the following one.
+
+    By default, all ranks count.
+    """
 
     def __init__(self, order: Order, num_samples: int, ranks: Iterable[int] | None = None) -> None:
         self._order, self._num_samples = order, num_samples
@@ -38,11 +42,15 @@ class NextUses:
         self._epochs: dict[int, EpochUses] = {}
 
     def since(self, epoch: int, batch: int) -> Indices:
-        """Return the number of batches until the next use of each chunk, 0 if ``batch`` uses it: (n,) int64."""
+        """Return how many batches after ``batch`` each chunk is used next: (num_chunks,) int64.
+
+        The number is 0 for a chunk that ``batch`` uses, and NEVER for a chunk that is not used before the end of the
+        next epoch.
+        """
         now, later = self._uses(epoch), self._uses(epoch + 1)
         following = np.where(later.first == NEVER, NEVER, later.first + self._order.num_batches - batch)
-        found = np.where(now.last >= batch, now.last - batch, following)
-        return np.where((now.first >= batch) & (now.first != NEVER), now.first - batch, found)
+        in_last = np.where(now.last >= batch, now.last - batch, following)
+        return np.where((now.first >= batch) & (now.first != NEVER), now.first - batch, in_last)
 
     def _uses(self, epoch: int) -> EpochUses:
         if epoch not in self._epochs:
@@ -52,7 +60,9 @@ class NextUses:
 
 
 def uses_of_rows(uses: Indices, chunk_samples: int, starts: Indices, stops: Indices) -> Indices:
-    """Return the earliest next use of any sample in each range ``starts[i]:stops[i]``: (n,) int64.
+    """Return the earliest next use of the chunks of each range of samples ``starts[i]:stops[i]``: (n,) int64.
+
+    ``uses`` has the next use of every chunk, as `NextUses.since` returns it.
 
     >>> uses_of_rows(np.array([5, 3, 9]), 10, np.array([0, 20, 0]), np.array([20, 30, 5])).tolist()
     [3, 9, 5]

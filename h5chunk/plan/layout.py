@@ -1,4 +1,4 @@
-"""Choose how many samples a chunk holds, and derive the window and the cache from it.
+"""Choose how many samples a chunk holds, and derive the window and the cache from this number.
 
 >>> plan_layout(12_000, 3 * 224 * 224)
 Layout(num_samples=12000, sample_bytes=150528, chunk_samples=8, window_chunks=9)
@@ -15,14 +15,14 @@ from h5chunk.plan.order import INTERLEAVE
 
 TARGET_CHUNK_BYTES = 2 << 20  # larger chunks shuffle worse, and are not read faster: scripts/LOG.md
 MIN_CHUNK_BYTES = 64 << 10
-MIN_CHUNKS = 128  # a file of fewer chunks is shuffled poorly
+MIN_CHUNKS = 128  # a file with fewer chunks is shuffled poorly
 MAX_CHUNK_BYTES = (4 << 30) - 1  # HDF5 stores the size of a chunk in 32 bits
 OPEN_WINDOWS_BYTES = 256 << 20  # memory for all windows whose batches alternate, over all workers
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of samples in a file; the chunks of all fields have ``chunk_samples`` samples."""
+    """The layout of the samples in a file. A chunk has ``chunk_samples`` samples in every field."""
 
     num_samples: int
     sample_bytes: int  # bytes of a sample of the largest field
@@ -37,19 +37,19 @@ class Layout:
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks of a field; the last one may have fewer samples, but has its full size in the file."""
+        """Number of chunks of a field, including a last chunk that may not be full."""
         return math.ceil(self.num_samples / self.chunk_samples)
 
     @property
     def cache(self) -> CacheSettings:
-        """Recommended cache of one process that reads all batches; each of W workers needs 1/W of it."""
+        """Recommended cache for one process that reads all batches. With W workers, each worker needs 1/W of it."""
         if self.sample_bytes >= DIRECT_BYTES:
             return CacheSettings(1, 0)
         return cache_for(INTERLEAVE * self.window_chunks, self.chunk_bytes, self.num_chunks)
 
 
 def plan_layout(num_samples: int, sample_bytes: int, chunk_samples: int | None = None) -> Layout:
-    """Plan the layout of a file, with ``chunk_samples`` samples per chunk, or a suitable number if it is None.
+    """Plan the layout of a file. If ``chunk_samples`` is None, choose a suitable number of samples per chunk.
 
     Raises OptionError if a chunk would exceed HDF5's limit of 4 GiB.
     """
@@ -84,7 +84,7 @@ def plan_layout(num_samples: int, sample_bytes: int, chunk_samples: int | None =
 
 
 def choose_window_chunks(chunk_bytes: int, num_chunks: int) -> int:
-    """Choose how many chunks to shuffle together: at most as many as `OPEN_WINDOWS_BYTES` allows."""
+    """Choose how many chunks to shuffle together, so that the open windows have at most `OPEN_WINDOWS_BYTES`."""
     return max(1, min(OPEN_WINDOWS_BYTES // max(1, INTERLEAVE * chunk_bytes), num_chunks))
 
 

@@ -1,8 +1,8 @@
 """Compute random permutations that are identical on every machine, and the sequence of samples in an epoch.
 
-A small permutation sorts random words from Philox, because NumPy guarantees that the bits of a generator are the same
-in all versions, but not the result of ``Generator.permutation``. A large permutation is a function that is evaluated on
-demand.
+A small permutation sorts random words of the Philox generator. NumPy guarantees that these are the same in all
+versions, which it does not guarantee for ``Generator.permutation``. A large permutation is a function that is evaluated
+on demand.
 
 The sequence of an epoch contains all samples, chunk by chunk, with the chunks in random order. Only the requested part
 is computed, so that even an epoch of 10**10 samples needs little memory.
@@ -25,7 +25,7 @@ Indices = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 Stream = tuple[int, int, int]
 
-CHUNKS, WINDOW, FILL, ONCE, SHORT, ECHO = range(6)  # uses of random numbers; ECHO + k is pass k of echoes
+CHUNKS, WINDOW, FILL, ONCE, SHORT, ECHO = range(6)  # streams of random numbers; ECHO + k is for pass k of echoes
 WEIGHTS, SPLIT, NODES = 1 << 40, (1 << 40) + 1, (1 << 40) + 2
 MAX_LISTED = 1 << 22  # larger permutations are evaluated on demand: an array would need more than 32 MiB
 MAX_SEED = (1 << 64) - 1
@@ -41,7 +41,7 @@ def permutation(size: int, seed: int, *, stream: Stream = (ONCE, 0, 0)) -> Indic
 
 
 class Permutation:
-    """A random permutation that is evaluated on demand; up to size ``MAX_LISTED`` it equals `permutation`.
+    """A random permutation that is evaluated on demand. Up to the size ``MAX_LISTED`` it equals `permutation`.
 
     >>> Permutation(8, 0).at(np.arange(8)).tolist() == permutation(8, 0).tolist()
     True
@@ -57,12 +57,12 @@ class Permutation:
         self._keys = random_bits(NUM_ROUNDS, seed, stream) if self._listed is None else None
 
     def at(self, positions: Indices) -> Indices:
-        """Return the elements of the permutation at positions from 0 to ``size`` - 1: (n,) int64."""
+        """Return the elements of the permutation at these positions, which are from 0 to ``size`` - 1: (n,) int64."""
         if self._listed is not None:
             return np.asarray(self._listed[positions], np.int64)
         numbers = self._network(positions)
         outside = np.flatnonzero(numbers >= self.size)
-        while len(outside):  # the network permutes a slightly larger range: repeating it leads back below size
+        while len(outside):  # the network permutes a slightly larger range, and repeating it leads back below size
             numbers[outside] = self._network(numbers[outside])
             outside = outside[numbers[outside] >= self.size]
         return numbers
@@ -108,10 +108,10 @@ def random_bits(size: int, seed: int, stream: Stream, lane: int = 0) -> Words:
 
 
 class NodePermutation:
-    """A random permutation of chunks in which nodes keep their chunks from epoch to epoch.
+    """A random permutation of chunks in which every node has the same chunks in all epochs.
 
-    How the chunks are divided among the nodes depends only on the seed. The permutation of an epoch has ``part`` chunks
-    of each node, node after node, in random order. The remaining chunks, which differ between epochs, are at the end.
+    The seed decides which chunks a node has. The permutation of an epoch begins with ``part`` chunks of each node, node
+    after node, in random order. The remaining chunks, which differ between epochs, are at the end.
 
     >>> epochs = [NodePermutation(9, 0, epoch, nodes=2, part=4).at(np.arange(9)).tolist() for epoch in range(2)]
     >>> [(sorted(order[:4]), sorted(order[4:8]), order[8]) for order in epochs]
@@ -131,23 +131,23 @@ class NodePermutation:
 
     def at(self, positions: Indices) -> Indices:
         """Return the chunks at these positions of the permutation: (n,) int64."""
-        found = np.empty_like(positions)
+        chunks = np.empty_like(positions)
         in_parts = positions < self._part * len(self._orders)
-        found[~in_parts] = self._rest[positions[~in_parts] - self._part * len(self._orders)]
+        chunks[~in_parts] = self._rest[positions[~in_parts] - self._part * len(self._orders)]
         nodes = positions // max(1, self._part)
         for node in np.unique(nodes[in_parts]).tolist():
             own = in_parts & (nodes == node)
-            found[own] = self._starts[node] + self._orders[node].at(positions[own] - node * self._part)
-        return self._division.at(found)
+            chunks[own] = self._starts[node] + self._orders[node].at(positions[own] - node * self._part)
+        return self._division.at(chunks)
 
 
 class ShuffledSequence:
-    """The sequence of all samples, with chunks of equal size permuted; the last chunk of the file may be short.
+    """The sequence of all samples with the chunks permuted. The last chunk of the file may be short.
 
     Sample ``o`` of the ``t``-th chunk is at position ``t * chunk_samples + o``. The gap after the short chunk is filled
-    with random samples of the last chunk of the sequence, so that the chunks after it stay in place. The short chunk is
-    the last one less often than other chunks, so that its samples are not at the end of the epoch more often than
-    others.
+    with random samples of the last chunk of the sequence, so that the chunks after the gap keep their positions. The
+    probability that the short chunk is the last one is proportional to its size, so that its samples are not at the end
+    of the epoch more often than other samples.
 
     With several ``nodes``, the sequence begins with one part per node, for ``lanes / nodes`` lanes each. The chunks of
     a part are the same in all epochs, except for the short chunk and the chunk that it is exchanged with. The chunks
@@ -179,7 +179,7 @@ class ShuffledSequence:
             offset[ends | fills] = self._fill[offset[ends | fills]]
             turn[fills] = self._last
         chunks = self._chunks.at(turn)
-        if self._short_samples:  # exchange the short chunk with the chunk that has its turn
+        if self._short_samples:  # exchange the short chunk with the chunk at its position
             chunks[chunks == self._last] = self._instead
             chunks[turn == self._short_turn] = self._last
         samples: Indices = chunks * self._size + offset
@@ -189,8 +189,8 @@ class ShuffledSequence:
 class Lane:
     """A part of the sequence that is shuffled and cut into batches independently of other parts.
 
-    All lanes have the same number of whole chunks. The remaining samples, at the end of the sequence, are divided so
-    that the lengths of lanes differ by at most one sample.
+    All lanes have the same number of whole chunks. The remaining samples, at the end of the sequence, are divided among
+    the lanes, so that the lengths of lanes differ by at most one sample.
 
     >>> lanes = [Lane(number, 3, num_samples=23, chunk_samples=5) for number in range(3)]
     >>> [lane.positions(0, lane.num_samples).tolist() for lane in lanes]

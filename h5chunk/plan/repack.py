@@ -1,7 +1,8 @@
-"""Plan how to rewrite a file within a memory limit: the steps of reading, and the buckets of a shuffle.
+"""Plan how to rewrite a file within a memory limit: the steps in which it is read, and the buckets of a shuffle.
 
-A shuffle that exceeds the memory needs two passes. The first reads the samples in order, and writes each to the bucket
-of its new position; a bucket is a range of positions. The second sorts one bucket after another in memory.
+A shuffle that exceeds the memory needs two passes. The first pass reads the samples in order, and writes each sample to
+the bucket of its new position. A bucket is a range of positions. The second pass sorts one bucket after another in
+memory.
 
 >>> [(step.start, step.stop) for step in plan_steps(10, row_bytes=4, band_rows=3, step_bytes=24)]
 [(0, 6), (6, 10)]
@@ -24,15 +25,15 @@ MIN_MEMORY_BYTES = 8 << 20
 STEP_BYTES = 16 << 20  # size of one read, if memory allows; scripts/bench_repack.py measures it
 MAX_BAND_STEPS = 4  # factor by which a read may grow to include a whole band
 MIN_WRITE_BYTES = 256 << 10  # average size of a write to a bucket, if memory allows
-FEW_BUCKETS = 64  # maximum number of buckets for which the data of one read is long enough for long writes
+FEW_BUCKETS = 64  # with at most this many buckets, one read has enough data for a long write to each
 ORDER_BYTES = 24  # memory per sample for a permutation and its inverse, including temporary arrays
-LONG_RUN_BYTES = 64  # contiguous runs of at least this length are copied one by one, shorter ones with an index array
-MAX_INDEX = 1 << 20  # maximum length of this index array
+LONG_RUN_BYTES = 64  # contiguous runs of at least this length are copied one by one, others through an index array
+MAX_INDEX = 1 << 20  # maximum length of the index array
 
 
 @dataclass(frozen=True)
 class MemoryShares:
-    """Divide the memory of a repack among its buffers."""
+    """The shares of a repack's buffers in its memory."""
 
     memory_bytes: int  # memory for all buffers
     num_threads: int  # number of threads that work at the same time
@@ -48,21 +49,23 @@ class MemoryShares:
         return min(STEP_BYTES, self.part_bytes)
 
     def bucket_bytes(self, total_bytes: int) -> int:
-        """Return the bytes of a bucket: no more than useful, because the first use of new memory is slow."""
+        """Return the bytes of a bucket. A larger bucket would cost time, because the first use of new memory is slow.
+        """
         return min(self.part_bytes, max(STEP_BYTES, total_bytes // FEW_BUCKETS))
 
     def scatter_bytes(self, num_buckets: int) -> int:
-        """Return the bytes of one read of the first pass: enough for a long write to each bucket."""
+        """Return the bytes of one read in the first pass, which are enough for a long write to each bucket."""
         return max(self.step_bytes, min(self.part_bytes, num_buckets * MIN_WRITE_BYTES))
 
     def with_whole_band(self, step_bytes: int, band_bytes: int, whole_bands: bool) -> int:
-        """Increase the bytes of a read to a whole band if ``whole_bands``, or if that takes little memory."""
+        """Increase the size of a read to a whole band, always if ``whole_bands`` is set, otherwise if a band is small.
+        """
         fits = band_bytes <= min(self.part_bytes, MAX_BAND_STEPS * STEP_BYTES)
         return max(step_bytes, band_bytes) if whole_bands or fits else step_bytes
 
 
 def memory_for_copying(memory_bytes: int, num_permuted: int) -> int:
-    """Return the bytes of memory that a permutation of ``num_permuted`` samples leaves for other uses.
+    """Return the bytes of memory that remain for other uses after a permutation of ``num_permuted`` samples is stored.
 
     Raises OptionError if too little remains to copy data.
     """
@@ -72,7 +75,7 @@ def memory_for_copying(memory_bytes: int, num_permuted: int) -> int:
     if remaining < MIN_MEMORY_BYTES // 2:
         need = human_bytes(num_permuted * ORDER_BYTES + MIN_MEMORY_BYTES)
         raise OptionError(
-            f"memory is {human_bytes(memory_bytes)}, but shuffling {num_permuted} samples needs {need}: allow that much"
+            f"memory is {human_bytes(memory_bytes)}, but shuffling {num_permuted} samples needs {need}: give at least that"
         )
     return remaining
 
@@ -80,10 +83,10 @@ def memory_for_copying(memory_bytes: int, num_permuted: int) -> int:
 def plan_steps(
     num_rows: int, *, row_bytes: int, band_rows: int, step_bytes: int, unit_rows: int = 1
 ) -> Iterator[range]:
-    """Cut rows into steps, which are read at once, of at most ``step_bytes`` but at least one row.
+    """Yield the ranges of rows to read at once: at most ``step_bytes`` each, but at least one row.
 
-    A band is ``band_rows`` rows that share their chunks. Steps consist of whole bands; if a band is too large for a
-    step, no step crosses the border of a band. If possible, the rows of a step are a multiple of ``unit_rows``, which
+    A band is ``band_rows`` rows that share their chunks. A step consists of whole bands, or of a part of one band if a
+    band is too large. If possible, the number of rows in a step is a multiple of ``unit_rows``, the number of rows that
     are best written together.
     """
     rows = max(1, step_bytes // row_bytes)
@@ -99,9 +102,9 @@ def plan_steps(
 
 
 def plan_buckets(num_rows: int, row_bytes: int, bucket_bytes: int, unit_rows: int) -> np.ndarray:
-    """Cut rows into buckets of at most ``bucket_bytes``, with multiples of ``unit_rows`` if possible.
+    """Cut rows into buckets of at most ``bucket_bytes``, and return the borders: (num_buckets + 1,) int64.
 
-    Returns the borders: (num_buckets + 1,) int64.
+    If possible, the number of rows in a bucket is a multiple of ``unit_rows``.
     """
     rows = max(1, bucket_bytes // row_bytes)
     rows -= rows % unit_rows if rows >= unit_rows else 0
@@ -109,10 +112,10 @@ def plan_buckets(num_rows: int, row_bytes: int, bucket_bytes: int, unit_rows: in
 
 
 def plan_uneven(ends: np.ndarray, part_bytes: int, item_bytes: int) -> np.ndarray:
-    """Cut rows of different lengths into runs of at most ``part_bytes`` or one row; return the borders, (n,) int64.
+    """Cut rows of different lengths into runs of at most ``part_bytes``, or of one row if it is larger.
 
-    Row i has the elements from ``ends[i]`` to ``ends[i + 1]`` (excluded); ``ends`` is (num_rows + 1,) int64. The bytes
-    of a row are ``item_bytes`` per element plus 8.
+    Returns the borders, (num_runs + 1,) int64. Row i has the elements ``ends[i]:ends[i + 1]``, where ``ends`` is
+    (num_rows + 1,) int64. A row takes ``item_bytes`` bytes per element plus 8.
 
     >>> plan_uneven(np.array([0, 1, 2, 12, 12, 13]), 40, 4).tolist()
     [0, 2, 3, 5]
@@ -129,7 +132,7 @@ def plan_uneven(ends: np.ndarray, part_bytes: int, item_bytes: int) -> np.ndarra
 class Packing:
     """A plan for assembling samples that span several chunks.
 
-    A packed sample consists of its rows in all of its chunks, chunk after chunk, with the padding of chunks at the
+    The packed form of a sample has its row of every chunk, chunk after chunk, including the padding of chunks at the
     edges.
     """
 
@@ -137,11 +140,11 @@ class Packing:
     num_chunks: int  # number of chunks that a sample spans
     slices: tuple[tuple[slice, ...], ...]  # the piece of a sample in each chunk, without padding
     unit_bytes: int  # bytes of one unit of ``index``
-    index: np.ndarray | None  # (n,) intp: position in the packed sample of each unit of a sample; None to copy slices
+    index: np.ndarray | None  # (n,) intp: for each unit of a sample, its position in the packed form; None: copy slices
 
 
 def find_pieces(sample_shape: Sequence[int], chunk_shape: Sequence[int]) -> tuple[tuple[slice, ...], ...]:
-    """Return the piece of a sample in each chunk, in row-major order; ``chunk_shape`` is without the first axis.
+    """Return the piece of a sample in each chunk, in row-major order. ``chunk_shape`` lacks the first axis.
 
     >>> find_pieces((3,), (2,))
     ((slice(0, 2, None),), (slice(2, 3, None),))
@@ -154,7 +157,7 @@ def find_pieces(sample_shape: Sequence[int], chunk_shape: Sequence[int]) -> tupl
 
 
 def plan_packing(sample_shape: Sequence[int], chunk_shape: Sequence[int], item_bytes: int) -> Packing:
-    """Plan how to assemble samples from chunks; ``chunk_shape`` is without the first axis.
+    """Plan how to assemble samples from chunks. ``chunk_shape`` lacks the first axis.
 
     >>> plan_packing((3, 2), (2, 1), 1).index.tolist()  # samples of 3 x 2 bytes, in chunks of 2 x 1
     [0, 2, 1, 3, 4, 6]

@@ -19,8 +19,9 @@ from h5chunk.plan.permutation import CHUNKS, NODES, SPLIT, WEIGHTS, Indices, per
 class FixedSelection:
     """A selection that is the same in all epochs: a subset, or all samples of a data set whose chunks differ in size.
 
-    ``samples``, (n,) int64, are the selected samples, ascending, possibly repeated; None means all samples. ``starts``,
-    (num_chunks + 1,) int64, is the number of selected samples before each chunk that has any, and finally n.
+    ``samples``, (n,) int64, are the indices of the selected samples, ascending and possibly repeated. If it is None,
+    all samples are selected. ``starts``, (num_chunks + 1,) int64, has the number of selected samples before each chunk
+    that contains any, and finally n.
 
     >>> samples = np.array([1, 2, 5, 5, 40])
     >>> selection = FixedSelection(starts_of_runs(samples // 4), samples)  # of chunks of four
@@ -30,13 +31,13 @@ class FixedSelection:
 
     starts: Indices
     samples: Indices | None = None
-    chunks: Indices | None = None  # (num_chunks,): their numbers, if a selection of another epoch has others
+    chunks: Indices | None = None  # (num_chunks,): the indices of the chunks, if they differ between epochs
 
     def __len__(self) -> int:
         return int(self.starts[-1])
 
     def resolve(self, _seed: int, _epoch: int) -> FixedSelection:
-        """Return this selection, which is the same in every epoch."""
+        """Return this selection."""
         return self
 
     @property
@@ -46,10 +47,10 @@ class FixedSelection:
 
 
 class SelectionSequence:
-    """The sequence of selected samples, chunk by chunk, with the chunks permuted if ``shuffle``.
+    """The sequence of selected samples, chunk by chunk. If ``shuffle`` is set, the chunks are permuted.
 
-    ``nodes``, (n,), are the positions in the sequence at which the parts of the nodes begin, which have the same chunks
-    in all epochs. A chunk at which two parts meet is divided between them.
+    ``nodes``, (n,), are the positions in the sequence at which the parts of the nodes begin. The part of a node has the
+    same chunks in all epochs. A chunk at which two parts meet is divided between them.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class SelectionSequence:
         self._ends = np.concatenate(([0], np.cumsum(sizes[order])))
 
     def at(self, positions: Indices) -> Indices:
-        """Return the samples at positions of the sequence: (n,) int64."""
+        """Return the samples at these positions of the sequence: (n,) int64."""
         turn = np.searchsorted(self._ends, positions, "right") - 1
         numbers = self._firsts[turn] + positions - self._ends[turn]
         return numbers if self._samples is None else self._samples[numbers]
@@ -75,7 +76,7 @@ class SelectionSequence:
 def _runs_of_nodes(
     selection: FixedSelection, seed: int, epoch: int, nodes: Sequence[int]
 ) -> tuple[Indices, Indices, Indices]:
-    """Divide the chunks among nodes; return the first samples, sizes and order of the chunks, or of their parts."""
+    """Divide the chunks among nodes. Returns the first samples, the sizes and the order of the resulting runs."""
     chunks = np.arange(selection.num_chunks) if selection.chunks is None else selection.chunks
     division = np.argsort(random_bits(int(chunks.max(initial=0)) + 1, seed, (NODES, 0, 0))[chunks], kind="stable")
     firsts, ends = selection.starts[:-1][division], np.cumsum(np.diff(selection.starts)[division])
@@ -106,7 +107,7 @@ class WeightedSelection:
 
     @classmethod
     def of(cls, weights: np.ndarray, chunks: Indices, num_draws: int) -> WeightedSelection:
-        """Make a selection of ``num_draws`` draws, given weights, (n,) float64 with any sum."""
+        """Make a selection of ``num_draws`` draws from weights, (n,) float64, which may have any sum."""
         expected = np.concatenate(([0.0], np.cumsum(weights / weights.max())))  # huge weights would overflow
         expected *= num_draws / expected[-1]
         expected[-1] = num_draws
@@ -126,7 +127,7 @@ class WeightedSelection:
         return np.ceil(np.diff(self.expected)).astype(np.int64) + 1
 
     def resolve(self, seed: int, epoch: int) -> FixedSelection:
-        """Draw the samples of one epoch."""
+        """Draw the samples of an epoch."""
         chance = float(random_bits(1, seed, (WEIGHTS, epoch, 0))[0] >> np.uint64(11)) / (1 << 53)
         ends = np.floor(self.expected + chance).astype(np.int64)
         counts: Indices = ends[1:] - ends[:-1]
@@ -140,7 +141,7 @@ Selection = FixedSelection | WeightedSelection
 
 
 def starts_of_runs(chunks: Indices) -> Indices:
-    """Return the start of each run of equal numbers, and finally the length of the array: (num_runs + 1,) int64."""
+    """Return the start of each run of equal values, and finally the length of the array: (num_runs + 1,) int64."""
     if not len(chunks):
         return np.zeros(1, np.int64)
     return np.concatenate(([0], np.flatnonzero(chunks[1:] != chunks[:-1]) + 1, [len(chunks)]))
@@ -149,7 +150,7 @@ def starts_of_runs(chunks: Indices) -> Indices:
 def select_samples(samples: Any, num_samples: int) -> Indices:
     """Validate a subset, and return the indices of its samples, ascending: (n,) int64.
 
-    A subset is a mask of all samples, or the indices of the selected samples in any order, without repetition.
+    ``samples`` is a mask of all samples, or the indices of the selected samples in any order, without repetition.
     """
     subset = as_array("subset", samples)
     if subset.dtype == bool:
@@ -202,7 +203,9 @@ def check_weights(weights: Any, num_samples: int) -> np.ndarray:
 
 
 def balanced_weights(groups: np.ndarray) -> np.ndarray:
-    """Return weights of the samples that make all groups of samples equally likely: (n,) float64.
+    """Return weights, (n,) float64, with which all groups of samples are equally likely.
+
+    ``groups`` has the group of each sample.
 
     >>> balanced_weights(np.array([7, 7, 7, 9])).round(3).tolist()
     [0.333, 0.333, 0.333, 1.0]
@@ -212,10 +215,10 @@ def balanced_weights(groups: np.ndarray) -> np.ndarray:
 
 
 def split_samples(shuffled: Indices, fractions: Sequence[float], groups: np.ndarray | None, seed: int) -> list[Indices]:
-    """Divide samples, (n,) int64 in random order, into parts of these fractions; each part is sorted.
+    """Divide samples, (n,) int64 in random order, into parts of these fractions. Each part is sorted.
 
     If the fractions add up to less than 1, samples are left out. ``groups`` is the group of each sample of the data
-    set, such as its class; every group is divided in the same proportions.
+    set, such as its class. Every group is divided in the same proportions.
 
     >>> [part.tolist() for part in split_samples(np.array([3, 1, 0, 2]), (0.5, 0.5), None, 0)]
     [[1, 3], [0, 2]]
@@ -230,12 +233,12 @@ def split_samples(shuffled: Indices, fractions: Sequence[float], groups: np.ndar
         return _cut([shuffled], shares)
     by_group = shuffled[np.argsort(groups[shuffled], kind="stable")]
     members = np.split(by_group, starts_of_runs(groups[by_group])[1:-1])
-    turn = permutation(len(members), seed, stream=(SPLIT, 1, 0))  # decides which part gets an indivisible sample
+    turn = permutation(len(members), seed, stream=(SPLIT, 1, 0))  # groups in a fixed order, so that rounding favours none
     return _cut([members[number] for number in turn], shares)
 
 
 def _cut(groups: list[Indices], shares: np.ndarray) -> list[Indices]:
-    """Divide every group in these proportions; rounding errors are carried over to the next group."""
+    """Divide every group in proportion to ``shares``. Rounding errors are carried over to the next group."""
     ends = np.cumsum(shares)
     parts: list[list[Indices]] = [[] for _ in shares]
     carried = np.zeros(len(shares))

@@ -1,14 +1,14 @@
-"""Choose how many windows are held in memory at a time, and which batches data echoing repeats.
+"""Choose how many windows are held in memory at a time, and compute the batches that data echoing repeats.
 
 >>> order = Order(num_samples=960, chunk_samples=8, batch_size=16, window_chunks=4, interleave=3)
 >>> plan = plan_slots(order, window_bytes=lambda samples: 100 * samples, other_bytes=lambda order: 0)
 >>> plan.num_slots, plan.window_samples  # three alternate, and six are read ahead
 (9, 32)
 
-Data echoing uses windows more than once before they are dropped, which helps if reading is slower than training. After
-the batches of a window were used, its samples are shuffled again and cut into new batches, called echoes; each repeat
-is a pass. With a factor of 2 each sample is used twice; with 1.25 every fifth batch is an echo, and passes are not
-completed.
+Data echoing uses the samples of a window more than once, which helps if reading is slower than training. After the
+batches of a window were used, its samples are shuffled again and cut into new batches, called echoes. Each repetition
+of a window is a pass. With a factor of 2 every sample is used twice. With 1.25 every fifth batch is an echo, and passes
+are not completed.
 
 Source: Choi et al., "Faster Neural Network Training with Data Echoing", arXiv:1907.05550.
 
@@ -29,7 +29,7 @@ from h5chunk.errors import OptionError, count_text
 from h5chunk.plan.order import Order, divisors
 from h5chunk.plan.permutation import ECHO, Indices, permutation
 
-AHEAD = 6  # windows to read ahead: see scripts/LOG.md
+AHEAD = 6  # windows to read ahead; scripts/LOG.md has measurements
 ROUND_BYTES = 128 << 20  # limit on the bytes of small windows that are read a round ahead
 AHEAD_BYTES = 1 << 30  # limit on the bytes of windows that are read ahead, unless ``memory_bytes`` is given
 TOGETHER_BYTES = 32 << 20  # small windows are read together up to this size, because each read has a fixed cost
@@ -37,14 +37,14 @@ TOGETHER_BYTES = 32 << 20  # small windows are read together up to this size, be
 
 @dataclass(frozen=True)
 class SlotPlan:
-    """The number and size of the slots; a slot is a buffer for one window, or for several small ones."""
+    """The number and size of slots. A slot is a buffer for one window, or for several small windows."""
 
     order: Order  # the order, with windows small enough to fit
     num_slots: int
-    num_local: int  # slots to use once all data is on this machine, which does not need to be read far ahead
-    window_samples: int  # samples in a slot: those of the largest windows that are read together
+    num_local: int  # number of slots to use once all data is on this machine, because it is read less far ahead
+    window_samples: int  # maximum number of samples in a slot
     window_bytes: int  # bytes of a slot, including all copies
-    together: int = 1  # windows in a slot
+    together: int = 1  # windows per slot
 
     @property
     def num_bytes(self) -> int:
@@ -63,10 +63,10 @@ def plan_slots(
 ) -> SlotPlan:
     """Choose how many windows are held at a time: those whose batches alternate, and some that are read ahead.
 
-    ``window_bytes(n)`` returns the memory of all copies of a window of n samples, and ``other_bytes(order)`` all other
-    memory, in bytes. At least ``ahead_bytes`` are read ahead, if the epoch is long enough and the memory suffices. To
-    fit, windows may shrink to ``min_chunks`` chunks, unless it is None. Raises OptionError if they do not fit in
-    ``memory_bytes``.
+    ``window_bytes(n)`` returns the bytes of all copies of a window of n samples, and ``other_bytes(order)`` the bytes
+    of everything else. At least ``ahead_bytes`` are read ahead if the epoch is long enough and the memory suffices. If
+    ``min_chunks`` is given, windows may shrink to that many chunks to fit into ``memory_bytes``. Raises OptionError if
+    they do not fit.
     """
     while True:
         window_samples = largest_window(order)
@@ -86,18 +86,17 @@ def plan_slots(
             break
         order = replace(order, window_chunks=fewer)
     needed = (num_open + 1) * slot_bytes
-    remedy = "fewer num_threads, or " if extra_bytes and needed <= (memory_bytes or 0) else "or "
+    remedy = "use fewer num_threads, " if extra_bytes and needed <= (memory_bytes or 0) else ""
     raise OptionError(
         f"memory_bytes is {memory_bytes}, but {num_open + 1} windows of {count_text(order.window_batches, 'batch')} "
-        f"need {needed + extra_bytes}: give that, {remedy}a smaller window_chunks or batch_size"
+        f"need {needed + extra_bytes}: give that much, {remedy}or use a smaller window_chunks or batch_size"
     )
 
 
 def with_windows_together(plan: SlotPlan, max_bytes: int, num_reserved: int = 0) -> SlotPlan:
     """Join small windows into groups that are read together, if the memory still allows reading two groups ahead.
 
-    ``max_bytes`` limits the bytes of windows that are read together. ``num_reserved`` windows need memory in addition
-    to the slots.
+    A group has at most ``max_bytes``. ``num_reserved`` is the number of windows that are held outside the slots.
 
     >>> order = Order(num_samples=9600, chunk_samples=8, batch_size=16, window_chunks=4)
     >>> plan = plan_slots(order, window_bytes=lambda samples: 1000 * samples, other_bytes=lambda order: 0)
@@ -114,10 +113,10 @@ def with_windows_together(plan: SlotPlan, max_bytes: int, num_reserved: int = 0)
 
 
 def num_ahead(order: Order, slot_bytes: int, ahead_bytes: int = 0) -> int:
-    """Return how many windows of at most ``slot_bytes`` to read ahead, at most all windows of an epoch.
+    """Return how many windows of ``slot_bytes`` to read ahead, at most all windows of an epoch.
 
-    All windows of a round are needed within a few batches, and later their slots become free within a few batches. If
-    windows are small, a whole round is read ahead, so that reads are not delayed until then.
+    All windows of a round are first used within a few batches, and their slots become free within a few batches. If
+    windows are small, a whole round is read ahead, so that reads do not have to wait for free slots.
     """
     wanted = max(AHEAD, -(-ahead_bytes // slot_bytes), min(num_open_windows(order), ROUND_BYTES // slot_bytes))
     windows = 0
@@ -129,7 +128,7 @@ def num_ahead(order: Order, slot_bytes: int, ahead_bytes: int = 0) -> int:
 
 
 def num_open_windows(order: Order, together: int = 1) -> int:
-    """Return the maximum number of groups of ``together`` windows whose batches alternate."""
+    """Return how many windows alternate at most, or how many groups if ``together`` windows form a group."""
     first = next(order.rounds(), None)
     if first is None or first.window_batches == 1:
         return 1
@@ -139,7 +138,7 @@ def num_open_windows(order: Order, together: int = 1) -> int:
 def largest_window(order: Order) -> int:
     """Return the number of samples of the largest window."""
     batches = 1
-    for round_ in order.rounds():  # in a short epoch it may be in a later round than the first
+    for round_ in order.rounds():  # in a short epoch, a later round may have larger windows than the first
         batches = max(batches, round_.window_batches)
         if batches == order.window_batches:
             break
@@ -155,7 +154,7 @@ def check_echo(echo: object) -> None:
 
 
 def num_echoed(echo: float, fresh: int) -> int:
-    """Return the total number of echoes that are due after ``fresh`` batches that are not echoes."""
+    """Return how many echoes are due in total after ``fresh`` batches of new samples."""
     return int((Fraction(str(echo)) - 1) * fresh)
 
 
