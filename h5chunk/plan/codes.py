@@ -243,8 +243,9 @@ class FloatCoding:
         return real, int(unfit.argmax()) if unfit.any() else None
 
     def finish_sums(self, sums: Values) -> tuple[Values, npt.NDArray[np.bool_]]:
-        """Clip and round sums, (n,). Returns them as (n,) float64, and a mask, (n,) bool, of those that cannot be
-        stored.
+        """Clip and round sums, (n,).
+
+        Returns the results, (n,) float64, and a mask, (n,) bool, of those that cannot be stored.
         """
         clipped = np.clip(sums, 0, MAX_CODE) if self.clip else sums
         with np.errstate(over="ignore"):

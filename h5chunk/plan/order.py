@@ -1,11 +1,11 @@
 """Compute which samples form which batch of an epoch, as a pure function of the seed and the epoch.
 
 The chunks are permuted, and the samples of all chunks are concatenated to a sequence (`h5chunk.plan.permutation`). The
-sequence is cut into windows, whose samples are shuffled and cut into batches. Every sample occurs once, and consecutive
-windows share at most one chunk, the one that their border cuts.
+sequence is cut into windows, whose samples are shuffled and cut into batches. Every sample occurs once. Consecutive
+windows share at most one chunk, which is the chunk at their border.
 
-``interleave`` windows form a round, in which their batches alternate: batch ``t`` of a round belongs to window
-``t % interleave``. torch's DataLoader gives batch ``t`` to worker ``t % num_workers``; if ``num_workers`` divides
+``interleave`` windows form a round, in which their batches alternate: batch ``t`` of a round belongs to window ``t %
+interleave``. torch's DataLoader gives batch ``t`` to worker ``t % num_workers``. If ``num_workers`` divides
 ``interleave``, each worker therefore reads complete windows, and no chunk is read by two workers. Windows of a single
 batch do not alternate.
 
@@ -16,9 +16,9 @@ have the same number of batches. No chunk is read by two ranks, except for some 
 than there are lanes.
 
 With ``nodes``, consecutive lanes belong to the same node, and a node has the same chunks in all epochs, so that it can
-keep them in a disk cache. Only the chunks at the end of the sequence, at most two per lane, and two more if the file's
-last chunk is short, may belong to any node. None of this depends on the number of ranks.
-Of a subset, nodes share only the chunks at which their parts meet; with weights, these are a few others in each epoch.
+keep them in a disk cache. The nodes do not depend on the number of ranks. Only some chunks at the end of the sequence
+may belong to any node: at most two per lane, and two more if the file's last chunk is short. With a selection, nodes
+share only the chunks at which their parts meet. With weights, these chunks differ between epochs.
 
 >>> order = Order(num_samples=10, chunk_samples=2, batch_size=4, window_chunks=2, seed=0)
 >>> [batch.tolist() for batch in order.batches()]
@@ -50,7 +50,7 @@ Keys = Callable[[Indices], Indices]  # returns the keys of the samples at positi
 
 
 class Round(NamedTuple):
-    """Windows of ``window_batches`` batches each, whose batches alternate; the last round may lack some batches."""
+    """Windows of ``window_batches`` batches each, whose batches alternate. The last round may lack some batches."""
 
     first_batch: int
     num_windows: int
@@ -58,12 +58,12 @@ class Round(NamedTuple):
 
 
 class Window(NamedTuple):
-    """The samples of one window, or of several that are read together, in two orders: (n,) int64 each.
+    """The samples of one window, or of several windows that are read together, in two orders: (n,) int64 each.
 
-    ``samples[destinations] == rows``.
+    The orders are related by ``samples[destinations] == rows``.
     """
 
-    samples: Indices  # batch after batch; all batches are full but the epoch's last
+    samples: Indices  # batch after batch; all batches are full, except for the last one of the epoch
     rows: Indices  # chunk by chunk, for reading
     destinations: Indices
     batches: Sequence[int]  # indices of the batches in the epoch, ascending
@@ -74,7 +74,8 @@ class Window(NamedTuple):
 class Order:
     """The batches of one epoch on one rank.
 
-    Without ``pad`` and ``drop_last`` the last batches of ranks may differ by a sample per lane, and some may be empty.
+    Without ``pad`` and ``drop_last``, the sizes of the last batches of ranks may differ by one sample per lane, and
+    some of these batches may be empty.
     """
 
     num_samples: int  # number of samples in the data set, or in the ``selection``
@@ -92,7 +93,7 @@ class Order:
     pad: bool = False  # fill up the last batch of every rank with the first samples of its lanes
     nodes: int = 1  # number of nodes that have the same chunks in all epochs; a divisor of ``lanes``
     selection: Selection | None = field(default=None, repr=False)  # the samples to visit; None: all samples
-    epoch_samples: int = 0  # what each epoch adds to sample numbers: see `h5chunk.plan.draws.epoch_rows`
+    epoch_samples: int = 0  # if not 0, samples differ between epochs: see `h5chunk.plan.draws.epoch_rows`
 
     def __post_init__(self) -> None:
         at_least = dict.fromkeys(("chunk_samples", "batch_size", "window_chunks", "interleave", "world_size"), 1)
@@ -105,16 +106,17 @@ class Order:
 
     def _check_lanes(self) -> None:
         if self.rank >= self.world_size:
-            raise OptionError(f"rank is {self.rank}, not below world_size {self.world_size}: ranks are counted from 0")
+            raise OptionError(
+                f"rank is {self.rank}, but world_size is {self.world_size}: give a rank from 0 to {self.world_size - 1}"
+            )
         if self.lanes % self.world_size:
             raise OptionError(
-                f"lanes is {self.lanes}, which world_size {self.world_size} does not divide: give a multiple of the "
-                "number of processes, and the same number of lanes in all runs that share this order"
+                f"lanes is {self.lanes}, which is not a multiple of world_size {self.world_size}: give a multiple, and "
+                "the same number of lanes in all runs that share this order"
             )
         if self.lanes % self.nodes:
             raise OptionError(
-                f"nodes is {self.nodes}, which does not divide lanes {self.lanes}: give a multiple of the number of "
-                "nodes as lanes"
+                f"lanes is {self.lanes}, which is not a multiple of nodes {self.nodes}: give a multiple"
             )
         if self.batch_size * self.world_size % self.lanes:
             raise OptionError(
@@ -123,14 +125,15 @@ class Order:
             )
         if self.selection is not None and len(self.selection) != self.num_samples:
             raise OptionError(
-                f"num_samples is {self.num_samples}, but the selection has {len(self.selection)} samples: give that"
+                f"num_samples is {self.num_samples}, but the selection has {len(self.selection)} samples: give "
+                f"num_samples={len(self.selection)}"
             )
         if self.drop_last and self.pad:
-            raise OptionError("drop_last leaves out an incomplete batch, but pad fills it up: give only one of them")
+            raise OptionError("drop_last and pad exclude each other: give only one of them")
         if self.pad and 0 < self.num_samples < self.lanes:
             raise OptionError(
-                f"pad=True fills each lane's last batch with samples of the same lane, but there are {self.lanes} "
-                f"lanes and only {self.num_samples} samples: use fewer lanes or processes, or pad=False"
+                f"pad is set, but {self.num_samples} samples are too few for {self.lanes} lanes, because each lane "
+                "repeats one of its samples: use fewer lanes or processes, or pad=False"
             )
 
     @property
@@ -151,7 +154,7 @@ class Order:
 
     @property
     def window_batches(self) -> int:
-        """Number of batches of a full window: as many as ``window_chunks`` hold, at least 1; 1 without shuffling."""
+        """Number of batches of a full window, at least 1. It is 1 without shuffling."""
         if not self.shuffle:
             return 1
         num_batches = max(1, self.window_chunks * self.chunk_samples // self.lane_batch)
@@ -164,11 +167,11 @@ class Order:
 
     @property
     def open_chunks(self) -> int:
-        """The maximum number of chunks that are partly read at a time; if a cache holds them, no chunk is read twice.
+        """The maximum number of chunks that are partly read at a time. If a cache holds them, no chunk is read twice.
 
-        A batch is read chunk by chunk, so in a window of one batch these are the chunks at its borders, and the chunk
-        being read. The chunk that fills the gap after the file's short last chunk stays partly read until the end of
-        the epoch.
+        A batch is read chunk by chunk. A window of one batch therefore has at most three open chunks: those at its
+        borders, and the chunk that is being read. The chunk that fills the gap after the file's short last chunk stays
+        open until the end of the epoch.
         """
         samples = self.window_batches * self.lane_batch
         whole = samples % self.chunk_samples == 0 and self.selection is None
@@ -183,16 +186,16 @@ class Order:
 
     @property
     def cache_w0(self) -> float:
-        """The ``w0`` of HDF5's cache, which decides which chunk is evicted first: see `h5chunk.plan.cache`."""
+        """The ``w0`` of HDF5's cache, which `h5chunk.plan.cache` explains."""
         return FINISHED_FIRST if self.window_batches == 1 else OLDEST_FIRST
 
     def open_chunks_of(self, num_workers: int) -> int:
-        """Return `open_chunks` for one of ``num_workers`` workers that get batches in turn."""
+        """Return the `open_chunks` of each of ``num_workers`` workers that read batches in turn."""
         groups = num_workers if self.window_batches == 1 else math.gcd(num_workers, self.interleave)
         return math.ceil(self.open_chunks / groups)
 
     def rounds(self) -> Iterator[Round]:
-        """Yield the rounds of the epoch; the last rounds have smaller windows, then fewer windows."""
+        """Yield the rounds of the epoch. The last rounds have smaller windows, then fewer windows."""
         unit = self._chunk_batches if self.window_batches % self._chunk_batches == 0 else 1
         done = 0
         while done < self.num_batches:
@@ -203,15 +206,15 @@ class Order:
             done += num_windows * window_batches
 
     def batches(self, start: int = 0) -> Iterator[Indices]:
-        """Yield the samples of each batch, starting at batch ``start``: (n,) int64."""
+        """Yield the indices of the samples of each batch, from batch ``start`` on: (n,) int64."""
         return (self.numbers_of(keys) for keys in self.keys(start))
 
     def numbers_of(self, keys: Indices) -> Indices:
-        """Convert keys, as yielded by `keys`, to the indices of the samples."""
+        """Convert keys, which `keys` yields, to the indices of the samples."""
         return keys % REPEAT if isinstance(self.selection, WeightedSelection) else keys
 
     def keys(self, start: int = 0) -> Iterator[Indices]:
-        """Yield the keys of the samples of each batch, starting at batch ``start``: (n,) int64."""
+        """Yield the keys of the samples of each batch, from batch ``start`` on: (n,) int64."""
         waiting: dict[int, Indices] = {}
         windows = self.windows(start)
         for batch in range(start, self.num_batches):
@@ -222,9 +225,10 @@ class Order:
             yield waiting.pop(batch)
 
     def windows(self, start: int = 0, together: int = 1) -> Iterator[Window]:
-        """Yield the windows with batches from index ``start`` on, without earlier batches, in the order of first use.
+        """Yield the windows that contain batch ``start`` or later ones, in the order of first use.
 
-        Consecutive windows are joined in groups of ``together``, or of fewer near the end of an epoch.
+        Earlier batches are left out of the windows. Consecutive windows are joined in groups of ``together``, or of
+        fewer near the end of an epoch.
         """
         sequence, count = self._sequence(), self.lanes // self.world_size
         added = epoch_rows(self.epoch, self.epoch_samples) if self.epoch_samples else 0
@@ -275,7 +279,7 @@ class Order:
 
 
 def with_full_windows(order: Order) -> Order:
-    """Reduce ``interleave`` if the epoch has too few batches for that many full windows.
+    """Reduce ``interleave`` if the epoch has too few batches to fill that many windows.
 
     >>> order = Order(num_samples=120, chunk_samples=1, batch_size=10, window_chunks=40)
     >>> [each.num_windows for each in order.rounds()], [each.num_windows for each in with_full_windows(order).rounds()]
@@ -286,7 +290,7 @@ def with_full_windows(order: Order) -> Order:
 
 
 def choose_interleave(window_bytes: int) -> int:
-    """Choose ``interleave`` so that the windows of a round have at most `MAX_OPEN_BYTES`.
+    """Choose ``interleave`` so that the windows of a round have at most `MAX_OPEN_BYTES` in total.
 
     >>> choose_interleave(10 << 20), choose_interleave(100 << 20), choose_interleave(4 << 30)
     (24, 8, 1)
@@ -300,7 +304,7 @@ def divisors(number: int) -> list[int]:
 
 
 def _round_rows(order: Order, sequence: Keys, lanes: list[Lane], round_: Round) -> tuple[Indices, Indices]:
-    """Return the keys of the samples of a round, and the destination of each sample in its window.
+    """Return the keys of the samples of a round, and the position of each sample in its window.
 
     The samples are sorted by window, then by lane, then by position in the sequence.
     """
@@ -322,7 +326,9 @@ def _round_rows(order: Order, sequence: Keys, lanes: list[Lane], round_: Round) 
 
 
 def _joined(destinations: Indices, num_windows: int, window_samples: int, batch_size: int) -> Indices:
-    """Return the destinations of samples after consecutive windows of alternating batches are joined into one."""
+    """Return the positions of samples after ``num_windows`` windows with alternating batches are joined into one
+    window.
+    """
     if num_windows == 1:
         return destinations
     before = destinations // batch_size * (num_windows - 1) + np.arange(len(destinations)) // window_samples
@@ -330,9 +336,9 @@ def _joined(destinations: Indices, num_windows: int, window_samples: int, batch_
 
 
 def _lane_rows(order: Order, lane: Lane, round_: Round) -> tuple[Indices, Indices]:
-    """Return the samples of a lane in a round, as positions in the sequence, and their destinations in their windows.
+    """Return the samples of a lane in a round, as positions in the sequence, and their positions in their windows.
 
-    All windows are shuffled in one call, because the time depends on the number of calls rather than of samples.
+    All windows are shuffled in one call, because each call has a fixed cost.
     """
     size = round_.window_batches * order.lane_batch
     first = round_.first_batch * order.lane_batch

@@ -1,10 +1,10 @@
 """Choose the positions of patches in volumes: at random, drawn anew in each epoch, or as the tiles of a grid.
 
-The possible starts of a patch are divided into cells, blocks of neighbouring starts. The probabilities of the cells are
-concatenated and divided equally among the samples of an epoch. Sample ``i`` is therefore always in the same cell or an
-adjacent one, and an order of samples that keeps cells together reads each chunk for many patches at once. The position
-of sample ``i`` within its share depends only on the seed, the epoch and ``i``. All starts of a volume are equally
-likely, or have probabilities in proportion to their weights.
+The possible starts of a patch are divided into cells, which are blocks of neighbouring starts. The probabilities of the
+cells are concatenated and divided equally among the samples of an epoch. Sample ``i`` is therefore always in the same
+cell or an adjacent one, and an order of samples that keeps cells together reads each chunk for many patches at once.
+The position of sample ``i`` within its share depends only on the seed, the epoch and ``i``. All starts of a volume are
+equally likely, or have probabilities in proportion to their weights.
 
 A row is the index of a sample plus the epoch times the number of samples.
 
@@ -25,9 +25,9 @@ from h5chunk.plan.permutation import Indices
 from h5chunk.plan.selection import starts_of_runs
 
 CELL_BYTES = 64 << 20  # decoded bytes of the chunks that the patches of a cell need
-MAX_CHUNK_BYTES = 8 << 20  # of recommended chunks
-CALL_BYTES = 32 << 10  # bytes that can be decoded in the time of the fixed cost of a chunk
-CANDIDATES = 256  # number of centres that are kept per cell, if there are weights
+MAX_CHUNK_BYTES = 8 << 20  # maximum size of recommended chunks
+CALL_BYTES = 32 << 10  # bytes that can be decoded in the fixed time that each chunk takes
+CANDIDATES = 256  # number of centres that are drawn and kept for each cell, if there are weights
 CANDIDATE_STREAM = 64  # first stream for drawing these centres
 
 Shape = tuple[int, ...]
@@ -43,20 +43,23 @@ class Coverage(NamedTuple):
 
 
 class Starts(NamedTuple):
-    """The possible starts of patches in each volume: ``num`` of them along each axis, from ``first`` on."""
+    """The possible starts of patches in each volume: ``num`` of them along each axis, beginning at ``first``."""
 
     first: Indices  # (num_volumes, axes)
     num: Indices
 
     @classmethod
     def of(cls, shapes: Indices, size: Indices, margin: Indices) -> Starts:
-        """Return the starts at which patches keep ``margin`` from the borders; a volume that is too small has one."""
+        """Return the starts at which patches keep ``margin`` from the borders. A volume that is too small has one
+        start.
+        """
         room = shapes - size - 2 * margin
         return cls(np.where(room < 0, -((-room + 1) // 2), 0) + margin, np.maximum(room, 0) + 1)
 
 
 class ChunkCost(NamedTuple):
-    """The ratio of decoded bytes to bytes of a patch, if it is read ``alone``, or ``together`` with its cell."""
+    """The ratio of decoded bytes to bytes of a patch, if patches are read ``alone``, or ``together`` with their cell.
+    """
 
     chunks: Shape
     alone: float
@@ -64,7 +67,7 @@ class ChunkCost(NamedTuple):
 
 
 def chunk_cost(shape: Shape, size: Shape, chunks: Shape, itemsize: int) -> ChunkCost:
-    """Return the cost of patches at random starts, for as many patches as have the volume's voxels in total.
+    """Return the cost of reading patches at random starts that have as many voxels in total as the volume.
 
     >>> chunk_cost((512, 512, 512), (64, 64, 64), (1, 512, 512), 1)
     ChunkCost(chunks=(1, 512, 512), alone=64.0, together=1.24609375)
@@ -81,7 +84,8 @@ def chunk_cost(shape: Shape, size: Shape, chunks: Shape, itemsize: int) -> Chunk
 
 
 def best_chunks(shape: Shape, size: Shape, itemsize: int) -> ChunkCost:
-    """Choose chunks for which few bytes in few chunks are decoded per patch, both alone and together with its cell.
+    """Choose chunks for which few bytes in few chunks are decoded per patch, if patches are read alone or with their
+    cell.
 
     >>> best_chunks((512, 512, 512), (64, 64, 64), 4).chunks
     (32, 32, 32)
@@ -98,7 +102,8 @@ def best_chunks(shape: Shape, size: Shape, itemsize: int) -> ChunkCost:
 
 
 def cell_shape(shape: Shape, size: Shape, chunks: Shape, itemsize: int, cell_bytes: int = CELL_BYTES) -> Shape:
-    """Choose the shape of cells: the largest whose patches need chunks of at most ``cell_bytes``.
+    """Choose the shape of cells, as large as possible while the patches of a cell need chunks of at most
+    ``cell_bytes``.
 
     >>> cell_shape((512, 512, 512), (64, 64, 64), (64, 64, 64), 4)
     (192, 192, 192)
@@ -117,7 +122,7 @@ def cell_shape(shape: Shape, size: Shape, chunks: Shape, itemsize: int, cell_byt
 
 
 def decoded_voxels(shape: Sequence[int], size: Sequence[int], chunks: Sequence[int], cell: Sequence[int]) -> int:
-    """Return the voxels of all chunks that the patches of a cell at the volume's first chunk can need."""
+    """Return the number of voxels in all chunks that the patches of a volume's first cell can need."""
     axes = zip(shape, size, chunks, cell, strict=True)
     return math.prod(min(-(-(starts + patch - 1) // chunk) * chunk, length) for length, patch, chunk, starts in axes)
 
@@ -125,11 +130,11 @@ def decoded_voxels(shape: Sequence[int], size: Sequence[int], chunks: Sequence[i
 class RandomPatches:
     """Random positions of patches.
 
-    ``shapes``, (num_volumes, axes) int64, has the shapes of the volumes, ``size`` is the shape of a patch, and ``cell``
-    has the shape of a cell and the decoded bytes of the chunks that it needs. ``counts``, (num_volumes,), is the number
-    of patches of each volume in an epoch. ``weigh`` returns the weights of the voxels in a box of a volume. A ``share``
-    of the patches is centred, as far as the borders allow, at voxels that are drawn by weight; only `CANDIDATES` of
-    these voxels are kept per cell.
+    ``shapes``, (num_volumes, axes) int64, has the shapes of the volumes, and ``size`` is the shape of a patch. ``cell``
+    is the shape of a cell, and the decoded bytes of the chunks that a cell needs. ``counts``, (num_volumes,), is the
+    number of patches of each volume in an epoch. ``weigh`` returns the weights of the voxels in a box of a volume. With
+    weights, a fraction ``share`` of the patches is centred, as far as the borders allow, at voxels that are drawn by
+    weight. Only `CANDIDATES` of the voxels of a cell can be drawn.
     """
 
     def __init__(
@@ -167,7 +172,7 @@ class RandomPatches:
         self.chunk_starts = starts_of_runs(self._entries(np.arange(self.num_samples) + 0.5) // 2)
 
     def _weigh(self, weigh: Weigh, number: int, low: Indices, extent: Indices, before: int) -> np.ndarray:
-        """Return the sum of the weights in each cell, and keep candidates for starts of patches, drawn by weight."""
+        """Return the sum of the weights in each cell, and draw candidates for starts of patches by weight."""
         first, count, shape = (each[number] for each in (*self.starts, self.shapes))
         half = self.size // 2
         begin = np.where(low == 0, 0, np.clip(low + first + half, 0, shape))
@@ -218,7 +223,7 @@ class RandomPatches:
         """Return how often an epoch is expected to use a voxel."""
         least, most, total = math.inf, 0.0, 0.0
         for number in range(len(self.shapes)):
-            parts = [self._of_axis(number, axis) for axis in range(len(self.size))]
+            parts = [self._probabilities(number, axis) for axis in range(len(self.size))]
             entries = np.flatnonzero(self._volume == number)
             mass = np.diff(self._ends, prepend=0).reshape(-1, 2)[entries]
             used = mass[:, 0].sum() * _outer(parts, min), mass[:, 0].sum() * _outer(parts, max)
@@ -229,14 +234,14 @@ class RandomPatches:
             total += float(self._counts[number] * np.minimum(self.size, self.shapes[number]).prod())
         return Coverage(float(least), total / float(self.shapes.prod(axis=1).sum()), float(most))
 
-    def _of_axis(self, number: int, axis: int) -> np.ndarray:
+    def _probabilities(self, number: int, axis: int) -> np.ndarray:
         """Return, for each index along an axis, the probability that a patch at a random start contains it."""
         first, count = int(self.starts.first[number, axis]), int(self.starts.num[number, axis])
         voxel, size = np.arange(int(self.shapes[number, axis])), int(self.size[axis])
         return (np.minimum(voxel, first + count - 1) - np.maximum(voxel - size + 1, first) + 1).clip(0) / count
 
     def _expected(self, number: int, cells: Indices, mass: np.ndarray) -> np.ndarray:
-        """Return, for each voxel of a volume, how often patches that are drawn by weight are expected to contain it."""
+        """Return how often each voxel of a volume is expected to be in patches that are drawn by weight."""
         shape, first = self.shapes[number], np.minimum(self.starts.first[number], 0)
         change = np.zeros(np.maximum(shape, self.size) - first + 1)
         where = tuple((self._candidates[cells] - first).reshape(-1, len(shape)).T)
@@ -250,8 +255,9 @@ class RandomPatches:
 
 
 class Tiles:
-    """The patches of a grid with steps of ``size - overlap``, volume after volume; the last along an axis ends at its
-    border.
+    """The patches of a grid with steps of ``size - overlap``, volume after volume.
+
+    The last patch along an axis ends at the border of the volume.
     """
 
     cell_bytes = 0
@@ -272,11 +278,11 @@ class Tiles:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """See `RandomPatches.identity`."""
+        """A value that is equal for plans with the same patches."""
         return self.size.tolist(), [[axis.tolist() for axis in axes] for axes in self._axes]
 
     def boxes(self, rows: Indices) -> tuple[Indices, Indices]:
-        """See `RandomPatches.boxes`; all epochs have the same."""
+        """Return the volume, (n,), and the start, (n, axes), of each patch, which are the same in all epochs."""
         numbers = rows % self.num_samples
         volumes = np.searchsorted(self.first_of, numbers, "right") - 1
         starts = np.empty((len(rows), len(self.size)), np.int64)
@@ -288,7 +294,7 @@ class Tiles:
 
 
 def _grid(axes: Sequence[np.ndarray]) -> Indices:
-    """Return all combinations of numbers, (n, axes), the last axis fastest."""
+    """Return all combinations of the values of axes, (n, axes). The last axis varies fastest."""
     return np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1).reshape(-1, len(axes))
 
 

@@ -40,7 +40,10 @@ class MemoryShares:
 
     @property
     def part_bytes(self) -> int:
-        """Maximum bytes of one buffer; every thread has three buffers, and the writer has a few."""
+        """Maximum bytes of one buffer.
+
+        A shuffle has at most three buffers per thread and one more. The divisor leaves space for index arrays.
+        """
         return self.memory_bytes // (4 * self.num_threads + 2)
 
     @property
