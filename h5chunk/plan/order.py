@@ -326,9 +326,7 @@ def _round_rows(order: Order, sequence: Keys, lanes: list[Lane], round_: Round) 
 
 
 def _joined(destinations: Indices, num_windows: int, window_samples: int, batch_size: int) -> Indices:
-    """Return the positions of samples after ``num_windows`` windows with alternating batches are joined into one
-    window.
-    """
+    """Return the positions of samples in the window that results from joining windows with alternating batches."""
     if num_windows == 1:
         return destinations
     before = destinations // batch_size * (num_windows - 1) + np.arange(len(destinations)) // window_samples

@@ -50,9 +50,7 @@ class Starts(NamedTuple):
 
     @classmethod
     def of(cls, shapes: Indices, size: Indices, margin: Indices) -> Starts:
-        """Return the starts at which patches keep ``margin`` from the borders. A volume that is too small has one
-        start.
-        """
+        """Return the starts at which patches keep ``margin`` from the borders. If a volume is too small, it has one."""
         room = shapes - size - 2 * margin
         return cls(np.where(room < 0, -((-room + 1) // 2), 0) + margin, np.maximum(room, 0) + 1)
 
@@ -84,8 +82,9 @@ def chunk_cost(shape: Shape, size: Shape, chunks: Shape, itemsize: int) -> Chunk
 
 
 def best_chunks(shape: Shape, size: Shape, itemsize: int) -> ChunkCost:
-    """Choose chunks for which few bytes in few chunks are decoded per patch, if patches are read alone or with their
-    cell.
+    """Choose chunks for which few bytes in few chunks are decoded per patch.
+
+    Patches may be read alone or together with their cell, so both cases count.
 
     >>> best_chunks((512, 512, 512), (64, 64, 64), 4).chunks
     (32, 32, 32)
@@ -102,8 +101,7 @@ def best_chunks(shape: Shape, size: Shape, itemsize: int) -> ChunkCost:
 
 
 def cell_shape(shape: Shape, size: Shape, chunks: Shape, itemsize: int, cell_bytes: int = CELL_BYTES) -> Shape:
-    """Choose the shape of cells, as large as possible while the patches of a cell need chunks of at most
-    ``cell_bytes``.
+    """Choose the largest cells whose patches need chunks of at most ``cell_bytes`` decoded bytes.
 
     >>> cell_shape((512, 512, 512), (64, 64, 64), (64, 64, 64), 4)
     (192, 192, 192)

@@ -78,7 +78,7 @@ def memory_for_copying(memory_bytes: int, num_permuted: int) -> int:
     if remaining < MIN_MEMORY_BYTES // 2:
         need = human_bytes(num_permuted * ORDER_BYTES + MIN_MEMORY_BYTES)
         raise OptionError(
-            f"memory is {human_bytes(memory_bytes)}, but shuffling {num_permuted} samples needs {need}: give at least that"
+            f"memory is {human_bytes(memory_bytes)}, but shuffling {num_permuted} samples needs {need}: give that much"
         )
     return remaining
 

@@ -233,7 +233,7 @@ def split_samples(shuffled: Indices, fractions: Sequence[float], groups: np.ndar
         return _cut([shuffled], shares)
     by_group = shuffled[np.argsort(groups[shuffled], kind="stable")]
     members = np.split(by_group, starts_of_runs(groups[by_group])[1:-1])
-    turn = permutation(len(members), seed, stream=(SPLIT, 1, 0))  # groups in a fixed order, so that rounding favours none
+    turn = permutation(len(members), seed, stream=(SPLIT, 1, 0))  # decides which part gets an extra sample
     return _cut([members[number] for number in turn], shares)
 
 

@@ -27,7 +27,7 @@ from h5chunk.plan.cache import MAX_SLOTS, CacheSettings, ChunkGrid, cache_for
         ((1, 1, math.nan), "cache w0 is nan"),
         (
             (1, 1, 1.0),
-            "w0 is 1.0: HDF5 would never evict partly read chunks, and memory would grow without limit",
+            "w0 is 1.0, with which HDF5 never evicts partly read chunks, and memory grows without limit",
         ),
         ((1, 1, 1), "use 0 .oldest first.|use 0, or"),
         ((1, 1), r"cache is \(1, 1\): give \(nslots, nbytes, w0\)"),

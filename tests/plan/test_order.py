@@ -409,9 +409,9 @@ def test_a_huge_epoch_starts_at_once():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"lanes": 3, "world_size": 2}, "lanes is 3, which world_size 2 does not divide"),
+        ({"lanes": 3, "world_size": 2}, "lanes is 3, which is not a multiple of world_size 2"),
         ({"lanes": 4}, "batch_size is 6, but each rank has 4 lanes"),
-        ({"rank": 1}, "rank is 1, not below world_size 1"),
+        ({"rank": 1}, "rank is 1, but world_size is 1: give a rank from 0 to 0"),
         ({"rank": -1}, "rank is -1"),
         ({"drop_last": True, "pad": True}, "give only one of them"),
         ({"selection": FixedSelection(np.array([0, 2, 3]))}, "selection has 3"),

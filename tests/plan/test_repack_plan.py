@@ -109,5 +109,5 @@ def test_too_little_memory_is_refused() -> None:
     assert memory_for_copying(1 << 30, 1000) == (1 << 30) - 24_000
     with pytest.raises(OptionError, match=f"give at least {MIN_MEMORY_BYTES}"):
         memory_for_copying(MIN_MEMORY_BYTES - 1, 0)
-    with pytest.raises(OptionError, match=r"shuffling 100000000 samples needs 2.2 GiB: give at least that"):
+    with pytest.raises(OptionError, match=r"shuffling 100000000 samples needs 2.2 GiB: give that much"):
         memory_for_copying(1 << 30, 100_000_000)
