@@ -115,9 +115,7 @@ class Order:
                 "the same number of lanes in all runs that share this order"
             )
         if self.lanes % self.nodes:
-            raise OptionError(
-                f"lanes is {self.lanes}, which is not a multiple of nodes {self.nodes}: give a multiple"
-            )
+            raise OptionError(f"lanes is {self.lanes}, which is not a multiple of nodes {self.nodes}: give a multiple")
         if self.batch_size * self.world_size % self.lanes:
             raise OptionError(
                 f"batch_size is {self.batch_size}, but each rank has {self.lanes // self.world_size} lanes: give "

@@ -56,8 +56,7 @@ class Starts(NamedTuple):
 
 
 class ChunkCost(NamedTuple):
-    """The ratio of decoded bytes to bytes of a patch, if patches are read ``alone``, or ``together`` with their cell.
-    """
+    """The ratio of decoded bytes to bytes of a patch, if patches are read ``alone``, or ``together`` with their cell."""
 
     chunks: Shape
     alone: float

@@ -41,7 +41,7 @@ class SlotPlan:
 
     order: Order  # the order, with windows small enough to fit
     num_slots: int
-    num_local: int  # number of slots to use once all data is on this machine, because it is read less far ahead
+    num_local: int  # slots to use once all data is on this machine, where fewer windows are read ahead
     window_samples: int  # maximum number of samples in a slot
     window_bytes: int  # bytes of a slot, including all copies
     together: int = 1  # windows per slot

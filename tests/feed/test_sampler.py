@@ -277,6 +277,6 @@ def test_loaders_of_other_data_are_left_alone():
 
 def test_too_few_samples_to_pad_are_refused_at_once(tmp_path):
     dataset = ChunkDataset(make_images(tmp_path / "a.h5", 5, 2))
-    with pytest.raises(OptionError, match=r"there are 8 lanes and only 5 samples"):
+    with pytest.raises(OptionError, match=r"5 samples are too few for 8 lanes"):
         ChunkSampler(dataset, 4, pad=True, rank=7, world_size=8)
     dataset.close()

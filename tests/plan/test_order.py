@@ -316,7 +316,7 @@ def check_ranks(order: Order, world_size: int) -> list[list[int]]:
 def test_all_ranks_together_give_the_same_batches(tail, order):
     """At every number of ranks that divides the lanes; and every sample once."""
     if "pad" in tail and 0 < order.num_samples < order.lanes:
-        with pytest.raises(OptionError, match=f"and only {order.num_samples} samples: use fewer lanes"):
+        with pytest.raises(OptionError, match=f"{order.num_samples} samples are too few for {order.lanes} lanes"):
             replace(order, **tail)
         return
     order = replace(order, **tail)
