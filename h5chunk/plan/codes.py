@@ -182,7 +182,7 @@ class Coding:
 
 @dataclass(frozen=True)
 class Storage:
-    """The form in which values are stored: as codes, as floats, or as a pattern, whose values are all 1 and not stored."""
+    """The form in which values are stored: as codes, as floats, or as a pattern, in which all values are 1."""
 
     dtype: np.dtype[Any]
     scale: float = 1.0  # value = stored value / scale

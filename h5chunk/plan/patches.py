@@ -56,7 +56,7 @@ class Starts(NamedTuple):
 
 
 class ChunkCost(NamedTuple):
-    """The ratio of decoded bytes to bytes of a patch, if patches are read ``alone``, or ``together`` with their cell."""
+    """Decoded bytes divided by bytes of a patch, if patches are read ``alone``, or ``together`` with their cell."""
 
     chunks: Shape
     alone: float

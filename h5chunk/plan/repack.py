@@ -52,7 +52,7 @@ class MemoryShares:
         return min(STEP_BYTES, self.part_bytes)
 
     def bucket_bytes(self, total_bytes: int) -> int:
-        """Return the bytes of a bucket. A larger bucket would cost time, because the first use of new memory is slow."""
+        """Return the bytes of a bucket. A larger one would cost time, because the first use of new memory is slow."""
         return min(self.part_bytes, max(STEP_BYTES, total_bytes // FEW_BUCKETS))
 
     def scatter_bytes(self, num_buckets: int) -> int:
@@ -60,7 +60,10 @@ class MemoryShares:
         return max(self.step_bytes, min(self.part_bytes, num_buckets * MIN_WRITE_BYTES))
 
     def with_whole_band(self, step_bytes: int, band_bytes: int, whole_bands: bool) -> int:
-        """Increase the size of a read to a whole band, always if ``whole_bands`` is set, otherwise if a band is small."""
+        """Increase the size of a read to a whole band.
+
+        Unless ``whole_bands`` is set, do so only if the band is small.
+        """
         fits = band_bytes <= min(self.part_bytes, MAX_BAND_STEPS * STEP_BYTES)
         return max(step_bytes, band_bytes) if whole_bands or fits else step_bytes
 
