@@ -1,4 +1,4 @@
-"""Connect to the server process that makes range requests, which is started when it is first needed."""
+"""Connect to the server process that makes range requests. The process is started when it is first needed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Client:
         threading.Thread(target=self._receive, name="h5chunk-remote", daemon=True).start()
 
     def send(self, message: dict[str, Any], then: Then | None) -> int:
-        """Send a message, and return its id; ``then`` is called with the reply, in another thread."""
+        """Send a message, and return its id. ``then`` is called with the reply, in another thread."""
         with self._lock:
             number = next(self._numbers)
             if not self._is_over:
@@ -66,7 +66,6 @@ class Client:
         return reply
 
     def close(self) -> None:
-        """Close the connection."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -105,13 +104,13 @@ class Client:
 
 ENDED = "the process that reads from object stores has ended: open the file again"
 _current: list[Client] = []  # the connection of this process, if it has one
-_paths: list[str] = []  # of sockets to try, which this process, a parent or another process opened
+_paths: list[str] = []  # sockets to try, opened by this process, a parent or another process
 _servers: list[subprocess.Popen[bytes]] = []
 _lock = threading.Lock()
 
 
 def client() -> Client:
-    """Return this process's connection to the server process, which is started if it does not run."""
+    """Return this process's connection to the server process, which is started if it is not running."""
     with _lock:
         if _current and _current[0].has_ended:
             _current.clear()
@@ -142,7 +141,10 @@ def _connect() -> Client:
 
 
 def use(path: str) -> None:
-    """Use the server at this socket for the next connection, if it still runs; another process has started it."""
+    """Connect to the server process that another process has started, if it is still running.
+
+    ``path`` is its socket.
+    """
     if not _current and path not in _paths:
         _paths.append(path)
 
@@ -155,8 +157,8 @@ def _after_fork() -> None:
 
 
 @atexit.register
-def _end() -> None:
-    """Close the connection, so that the server process exits, too, unless other processes use it."""
+def _close_at_exit() -> None:
+    """Close the connection. The server process then exits, unless other processes use it."""
     for connection in _current:
         connection.close()
     for server in _servers:

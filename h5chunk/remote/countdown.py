@@ -10,7 +10,7 @@ Error = TypeVar("Error")
 
 
 class Countdown(Generic[Error]):
-    """Call ``then`` once all parts have ended, with the first nonempty error, or else the value of the last part.
+    """Call ``then`` once all parts of a task have ended, with the first error, or with an empty one.
 
     ``end`` must be called once for each ``add``, and once more after the last ``add``.
     """
@@ -26,7 +26,6 @@ class Countdown(Generic[Error]):
         return self.end
 
     def end(self, error: Error) -> None:
-        """Mark a part as ended."""
         with self._lock:
             if error:
                 self._errors.append(error)

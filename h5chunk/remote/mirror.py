@@ -27,7 +27,7 @@ AHEAD_BYTES, MAX_AHEAD_BYTES = 256 << 10, 8 << 20  # minimum fetch for HDF5, dou
 
 @dataclass(frozen=True)
 class RemoteOptions:
-    """Options for reading objects: see `h5chunk.ChunkDataset`."""
+    """Options for reading objects, which `h5chunk.ChunkDataset` describes."""
 
     cache_dir: str | None = None
     cache_bytes: int | None = None
@@ -58,17 +58,17 @@ def remote_options(
     return RemoteOptions(folder, cache_bytes, dict(storage_options or {}))
 
 
-_listed: dict[str, list[str]] = {}  # URLs of the objects that a URL names
+_listed: dict[str, list[str]] = {}  # URLs of the opened objects, by the URL or pattern that the caller gave
 
 
 class Descriptor(int):
-    """The file descriptor of a sparse copy, whose pages must be held (see `Hold`) while they are read."""
+    """The file descriptor of a sparse copy. Pages must be held by a `Hold` while they are read."""
 
     mirror: Mirror
 
 
 class Hold:
-    """Protect pages of a sparse copy from being freed until `close`."""
+    """A lock that protects pages of a sparse copy from being freed until `close`."""
 
     def __init__(self, mirror: Mirror, runs: Runs) -> None:
         self._mirror, self._runs = mirror, runs
@@ -79,7 +79,7 @@ class Hold:
         self.cancel: Callable[[], object] | None = None  # cancels the fetch
 
     def close(self) -> None:
-        """Allow the pages to be freed once they are fetched; without a cache, free them then."""
+        """Release the pages. They may be freed once they are fetched, and without a cache they are freed then."""
         with self._lock:
             self._uses -= 1
             is_over = not self._uses
@@ -91,7 +91,7 @@ class Hold:
                 self._mirror.pages.free(self._runs)
 
     def drop(self) -> None:
-        """Allow the pages to be freed, although absent pages were not fetched."""
+        """Release the pages even if absent pages were not fetched."""
         self._uses = 1
         self.close()
 
@@ -114,20 +114,21 @@ class Mirror:
 
     @property
     def storage_options(self) -> Mapping[str, Any]:
-        """Options of the store, as for obstore."""
+        """Options of the store, which are passed to obstore."""
         return self._options.storage_options
 
     @property
     def pages(self) -> Pages:
-        """The copy, opened in this process."""
+        """The copy, which each process opens for itself."""
         if self._opened is None or self._opened[0] != os.getpid():
             self._opened = os.getpid(), Pages(Path(self._folder))
         return self._opened[1]
 
     def hold(self, offsets: Any, sizes: Any, then: Callable[[FileError | None], None]) -> Hold:
-        """Hold byte ranges, (n,) each, and fetch absent pages.
+        """Hold the pages of byte ranges, and fetch absent pages.
 
-        ``then`` is called with None when all pages are present, or with an error.
+        ``offsets`` and ``sizes``, in bytes, are integers or (n,) arrays. ``then`` is called with None once all pages
+        are present, or with an error.
         """
         hold = Hold(self, page_runs(np.atleast_1d(offsets), np.atleast_1d(sizes)))
         if not hold.absent:
@@ -150,7 +151,7 @@ class Mirror:
         return hold
 
     def held(self, offsets: Any, sizes: Any) -> Hold:
-        """Hold byte ranges like `hold`, but wait until all are present. Raises FileError if a request fails."""
+        """Hold the pages of byte ranges, and wait until all are present. Raises FileError if a request fails."""
         future = Future[FileError | None]()
         hold = self.hold(offsets, sizes, future.set_result)
         if (error := future.result()) is not None:
@@ -167,7 +168,7 @@ class Mirror:
         return connection
 
     def read(self, offset: int, buffer: memoryview) -> int:
-        """Read bytes for HDF5, and return their number; if bytes are absent, fetch more than requested."""
+        """Read bytes for HDF5, and return their number. If bytes are absent, fetch more than requested."""
         stop = min(offset + len(buffer), self.pages.num_bytes)
         if stop <= offset:
             return 0
@@ -176,7 +177,7 @@ class Mirror:
             self._ahead = min(2 * self._ahead, MAX_AHEAD_BYTES) if offset <= self._next <= stop else AHEAD_BYTES
             end = self._next = min(max(stop, offset + self._ahead), self.pages.num_bytes)
         hold = self.held(offset, end - offset)
-        self.pages.keep(hold.absent)  # HDF5 reads the same metadata again
+        self.pages.keep(hold.absent)  # HDF5 reads the same metadata repeatedly
         try:
             return os.preadv(self.pages.descriptor, [buffer[: stop - offset]], offset)
         finally:
@@ -184,13 +185,13 @@ class Mirror:
 
     @property
     def descriptor(self) -> Descriptor:
-        """The descriptor of the copy in this process, which stays open."""
+        """The descriptor of the copy in this process. It stays open."""
         descriptor = Descriptor(self.pages.descriptor)
         descriptor.mirror = self
         return descriptor
 
     def open_descriptor(self) -> Descriptor:
-        """Return a new descriptor of the copy, with a reference to this mirror."""
+        """Open and return a new descriptor of the copy."""
         descriptor = Descriptor(os.open(self.path, os.O_RDONLY | os.O_CLOEXEC))
         descriptor.mirror = self
         return descriptor
@@ -227,12 +228,12 @@ class MirrorFile:
     def tell(self) -> int:
         return self._at
 
-    def __repr__(self) -> str:  # h5py takes it as the name of the file
+    def __repr__(self) -> str:  # h5py uses this as the name of the file
         return str(self._mirror.path)
 
 
 def page_runs(offsets: np.ndarray, sizes: np.ndarray) -> Runs:
-    """Return the pages of byte ranges, as separate runs.
+    """Return the pages of byte ranges as disjoint runs.
 
     >>> page_runs(np.array([0, 40_000, 1_000_000]), np.array([20_000, 10, 1]))
     [(0, 3), (61, 62)]
@@ -259,7 +260,10 @@ def open_url(url: str, options: RemoteOptions) -> Mirror:
 
 
 def open_urls(name: str, urls: Sequence[str], options: RemoteOptions) -> list[Path]:
-    """Open the objects that a URL names, several at a time, and return the paths of their local copies."""
+    """Open objects, several at a time, and return the paths of their local copies.
+
+    ``name`` is the URL or pattern that the caller gave for them.
+    """
     with ThreadPoolExecutor(min(16, len(urls))) as pool:
         mirrors = list(pool.map(open_url, urls, repeat(options)))
     if len(urls) > 1 or urls[0] != name:
@@ -269,12 +273,15 @@ def open_urls(name: str, urls: Sequence[str], options: RemoteOptions) -> list[Pa
 
 
 def urls_of(name: str) -> list[str]:
-    """Return the URLs that `open_urls` opened for a URL."""
+    """Return the URLs of the objects that `open_urls` opened under this name."""
     return _listed.get(name, [])
 
 
 def exists(url: str) -> bool:
-    """Return whether a URL is an object, or a folder with objects. Raises FileError if the request fails."""
+    """Return whether the URL is that of an object, or of a folder with objects.
+
+    Raises FileError if the request fails.
+    """
     found: bool = client.client().call({"op": "exists", "url": url, "options": {}})["found"]
     return found
 
@@ -285,7 +292,7 @@ def put(file: Path, url: str) -> None:
 
 
 def download(url: str, file: Path, start: int = 0, stop: int | None = None) -> None:
-    """Write an object, or its bytes from ``start`` to ``stop``, to a new file. Raises FileError."""
+    """Write an object, or its bytes ``start`` to ``stop`` (excluded), to a new file. Raises FileError if that fails."""
     message = {"op": "download", "url": url, "file": str(file), "start": start, "stop": stop}
     client.client().call({**message, "options": {}})
 
@@ -305,8 +312,8 @@ def measure(
     """Measure the speed of requests for byte ranges, with ``num_requests`` requests at a time.
 
     The ranges, (URL, start, stop), are requested repeatedly for about ``seconds``, or until ``most`` requests were
-    made; the received bytes are dropped. Returns the number of received bytes, ``num_bytes``, the elapsed ``seconds``,
-    and the ``times`` of the first requests, in seconds. Raises FileError if a request fails.
+    made. The received bytes are dropped. Returns the number of received bytes as ``num_bytes``, the elapsed
+    ``seconds``, and the ``times`` of the first requests in seconds. Raises FileError if a request fails.
     """
     message = {"op": "measure", "url": ranges[0][0], "options": dict(storage_options), "ranges": ranges, "most": most}
     return client.client().call({**message, "requests": num_requests, "seconds": seconds})

@@ -13,19 +13,19 @@ from typing import Any
 from h5chunk.urls import parse, without_query
 
 HEAD_BYTES = 64 << 10  # size of the first read, when an object is opened
-NUM_REQUESTS, MAX_REQUESTS = 64, 1024  # range requests at a time: the default, and the limit
+NUM_REQUESTS, MAX_REQUESTS = 64, 1024  # default and maximum number of simultaneous range requests
 DEADLINE_S = 60.0  # seconds for which a failing request is retried
 MISSING = "no such object"
-FIRST_DELAY_S, MAX_DELAY_S = 0.1, 5.0  # seconds before the first retry, and before any retry at most
+FIRST_DELAY_S, MAX_DELAY_S = 0.1, 5.0  # seconds before the first retry, and maximum seconds before a retry
 FINAL = ("PermissionDeniedError", "UnauthenticatedError", "UnknownConfigurationKeyError")
 
 
 class RemoteError(Exception):
-    """An object cannot be read or written, for the reason in the message."""
+    """Raised if an object cannot be read or written."""
 
 
 class Store:
-    """A folder of a store; `h5chunk.ChunkDataset` describes the ``options``."""
+    """A folder of an object store. `h5chunk.ChunkDataset` describes its ``options``."""
 
     def __init__(self, url: str, options: dict[str, Any]) -> None:
         from obstore.store import from_url
@@ -54,12 +54,12 @@ class Store:
         """
         import obstore
 
-        key, asked = parse(url)[1], {"range": (start, stop)}
+        key, options = parse(url)[1], {"range": (start, stop)}
         if pin is not None and pin["etag"] and not pin["etag"].startswith("W/"):
-            asked["if_match"] = pin["etag"]
+            options["if_match"] = pin["etag"]
 
         def attempt() -> tuple[dict[str, Any], Any]:
-            result = obstore.get(self.store, key, options=asked)  # type: ignore[arg-type]
+            result = obstore.get(self.store, key, options=options)  # type: ignore[arg-type]
             about = version_of(result.meta)
             if pin is not None and any(about[name] != pin[name] for name in about):
                 raise RemoteError(changed(url))
@@ -78,7 +78,7 @@ class Store:
         return [each["path"].rpartition("/")[2] for each in found["objects"]]
 
     def exists(self, url: str) -> bool:
-        """Return whether a URL is an object, or a folder with objects."""
+        """Return whether the URL is that of an object, or of a folder with objects."""
         import obstore
 
         name = parse(url)[1]
@@ -101,13 +101,12 @@ class Store:
             raise RemoteError(f"{without_query(url)}: cannot be written: {first_line(error)}") from None
 
     def remove(self, url: str) -> None:
-        """Remove an object."""
         import obstore
 
         self.retried(url, lambda: obstore.delete(self.store, parse(url)[1]))
 
     def retried(self, url: str, attempt: Any) -> Any:
-        """Return the result of ``attempt()``, which is retried after temporary errors until the deadline."""
+        """Return the result of ``attempt()``. After temporary errors the call is repeated until the deadline."""
         url = without_query(url)
         end, delay_s = time.monotonic() + self.deadline_s, FIRST_DELAY_S
         while True:
@@ -143,10 +142,10 @@ def version_of(meta: Any) -> dict[str, Any]:
 
 
 def changed(url: str) -> str:
-    return f"{without_query(url)}: replaced or changed since it was first opened: open it again"
+    return f"{without_query(url)}: the object was replaced or changed since it was first opened: open it again"
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, without queries of URLs; if it is empty, the error's type."""
+    """Return the first line of an error's message without URL queries, or the error's type if there is no message."""
     lines = re.sub(r"\?\S+=\S*", "", str(error)).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__

@@ -5,8 +5,8 @@ process that is killed at any moment leaves a valid table. File locks, which the
 protect pages that are being fetched (exclusive locks) and pages in use (shared locks) from being freed.
 
 After a power failure, the table may mark pages as present that never reached the disk. Therefore each page has a
-checksum, and pages that were written before the machine last booted are doubted: they count as absent until `verify`
-has compared their checksums.
+checksum. Pages that were written before the machine last booted are doubted, which means that they count as absent
+until `verify` has compared their checksums.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PAGE = 16 << 10  # bytes of a page
 OBJECT, TABLE, ABOUT, SUMS, BOOT = "object.h5", "pages", "about.json", "sums", "boot"  # the files of a copy
 SUM = np.dtype("<u4")  # dtype of a page's checksum
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # differs after each boot
-TO_DOUBT = bytes([0, 3, 3, 3]) + bytes(range(4, 256))  # translation table that doubts all pages but absent ones
+TO_DOUBT = bytes([0, 3, 3, 3]) + bytes(range(4, 256))  # translation table that marks present pages as doubted
 FETCHED, IN_USE = 0, 1 << 40  # offsets of the two ranges of locks in the table
 PUNCH_HOLE, KEEP_SIZE = 2, 1  # flags of fallocate
 ABSENT, FREEABLE, DOUBTED = re.compile(b"[\0\3]+"), re.compile(b"[\1\3]+"), re.compile(b"\3+")
@@ -41,20 +41,20 @@ Runs = list[tuple[int, int]]  # first page, and the page after the last one
 
 
 class Locks:
-    """Locks on runs of pages, which are all released by `close`, or at the latest when the process exits."""
+    """Locks on runs of pages. All are released by `close`, or when the process exits."""
 
     def __init__(self, folder: Path) -> None:
         self._descriptor = os.open(folder / TABLE, os.O_RDWR | os.O_CLOEXEC)
 
     def lock(self, start: int, runs: Iterable[tuple[int, int]], *, shared: bool) -> None:
-        """Lock runs of pages, and wait until this is possible."""
+        """Lock runs of pages in the range that begins at ``start``, and wait until this is possible."""
         kind = fcntl.F_RDLCK if shared else fcntl.F_WRLCK
         for first, stop in runs:
             flock = FLOCK.pack(kind, os.SEEK_SET, start + first, stop - first, 0)
             fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLKW, flock)
 
     def try_lock(self, first: int, stop: int) -> bool:
-        """Lock a run of pages exclusively in both ranges; return False if another holder has locked any of it."""
+        """Lock a run of pages exclusively in both ranges, or return False if a part of it is locked."""
         try:
             for start in (IN_USE, FETCHED):
                 flock = FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start + first, stop - first, 0)
@@ -70,7 +70,7 @@ class Locks:
 
 
 class Pages:
-    """The open local copy of a remote object, in which pages that are not yet fetched are holes."""
+    """An open local copy of a remote object. Pages that were not fetched are holes in the file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -87,10 +87,9 @@ class Pages:
         self._table_file = os.open(folder / TABLE, os.O_RDWR | os.O_CLOEXEC)
         self._sums_file = os.open(folder / SUMS, os.O_RDWR | os.O_CLOEXEC)
         self._table = mmap.mmap(self._table_file, count, prot=mmap.PROT_READ)
-        self._doubt()
+        self._doubt_after_boot()
 
-    def _doubt(self) -> None:
-        """Mark all pages as doubted if the machine was booted since they were written."""
+    def _doubt_after_boot(self) -> None:
         boot, now = self.folder / BOOT, _boot_id()
         if not boot.exists() or boot.read_bytes() != now:
             write_at(self._table_file, self._table[:].translate(TO_DOUBT), 0)
@@ -102,12 +101,12 @@ class Pages:
         """Mark the doubted pages of a run as present, or as absent if their checksums do not match."""
         for match in DOUBTED.finditer(self._table[first:stop]):
             for page in range(first + match.start(), first + match.end()):
-                found = zlib.crc32(os.pread(self.descriptor, PAGE, page * PAGE)).to_bytes(SUM.itemsize, "little")
-                is_right = found == os.pread(self._sums_file, SUM.itemsize, page * SUM.itemsize)
+                checksum = zlib.crc32(os.pread(self.descriptor, PAGE, page * PAGE)).to_bytes(SUM.itemsize, "little")
+                is_right = checksum == os.pread(self._sums_file, SUM.itemsize, page * SUM.itemsize)
                 self._mark(page, page + 1, b"\1" if is_right else b"\0")
 
     def absent(self, runs: Iterable[tuple[int, int]]) -> Runs:
-        """Return the absent parts of runs."""
+        """Return the parts of runs that are absent or doubted."""
         found: Runs = []
         for first, stop in runs:
             if self._table.find(b"\0", first, stop) >= 0 or self._table.find(b"\3", first, stop) >= 0:
@@ -123,11 +122,11 @@ class Pages:
         self._mark(first, stop, b"\1")
 
     def _mark(self, first: int, stop: int, state: bytes) -> None:
-        """Write to the table; not through the mmap, because that would kill the process on a full disk."""
+        """Set the state of a run of pages. The mmap is not used, because it would kill the process on a full disk."""
         write_at(self._table_file, state * (stop - first), first)
 
     def keep(self, runs: Iterable[tuple[int, int]]) -> None:
-        """Mark pages, which must be present and in use, so that `free` never frees them."""
+        """Mark pages so that `free` never frees them. They must be present and in use."""
         for first, stop in runs:
             self._mark(first, stop, b"\2")
 
@@ -152,7 +151,7 @@ class Pages:
             self._free(middle, stop)
 
     def present(self) -> bytes:
-        """Return the table, a byte per page: 0 for absent, 1 for present, 2 for present and kept, 3 for doubted."""
+        """Return the state of each page as one byte: 0 is absent, 1 present, 2 present and kept, 3 doubted."""
         return self._table[:]
 
     @property
@@ -175,7 +174,7 @@ def write_at(descriptor: int, data: Any, at: int) -> None:
 
 
 def _boot_id() -> bytes:
-    """Return an identifier of the machine's current boot; if there is none, random bytes."""
+    """Return an identifier of the machine's current boot, or random bytes if there is none."""
     try:
         return BOOT_ID.read_bytes()
     except OSError:
@@ -183,7 +182,7 @@ def _boot_id() -> bytes:
 
 
 def pages_of(num_bytes: int) -> int:
-    """Return the number of pages for this many bytes."""
+    """Return the number of pages that ``num_bytes`` bytes need."""
     return -(-num_bytes // PAGE)
 
 
@@ -205,7 +204,7 @@ def create(folder: Path, about: dict[str, Any]) -> None:
         for name, num_bytes in ((OBJECT, about["num_bytes"]), (TABLE, count), (SUMS, count * SUM.itemsize)):
             with (part / name).open("wb") as file:
                 file.truncate(num_bytes)
-                punch(file.fileno(), 0, PAGE)  # to test whether the file system supports holes
+                punch(file.fileno(), 0, PAGE)  # fails if the file system does not support holes
         with (part / ABOUT).open("w") as file:
             file.write(json.dumps(about))
             file.flush()

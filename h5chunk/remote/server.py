@@ -33,7 +33,7 @@ from h5chunk.remote.pages import ABOUT, FETCHED, PAGE, Locks, Pages, Runs, creat
 from h5chunk.urls import is_signed, parse, without_query
 
 GAP_PAGES = 4  # runs with at most this many pages between them share a request
-REQUEST_PAGES = (4 << 20) // PAGE  # pages of the largest request
+REQUEST_PAGES = (4 << 20) // PAGE  # maximum number of pages per request
 
 Reply = Callable[[dict[str, Any]], None]
 
@@ -138,7 +138,6 @@ class Copy:
 
 
 def _without(runs: Runs, request: Request) -> Runs:
-    """Return the runs without the pages of a request."""
     parts = [
         part for first, stop in runs for part in ((first, min(stop, request.first)), (max(first, request.stop), stop))
     ]
@@ -166,7 +165,7 @@ def _joined(runs: Runs) -> Runs:
 
 
 class Server:
-    """Answer the requests of all connections."""
+    """The server, which answers the requests of all connections."""
 
     def __init__(self) -> None:
         self._calls = ThreadPoolExecutor(32)
@@ -271,7 +270,6 @@ class Server:
         return {}
 
     def _download(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Write an object, or some of its bytes, to a new file."""
         store, url, start, stop = self._store(message), message["url"], message["start"], message["stop"]
         pin = None
         if stop is None:
@@ -310,7 +308,7 @@ class Server:
         return {"num_bytes": sum(sizes), "seconds": time.perf_counter() - started, "times": times[:100]}
 
     def _open(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Open an object: create a sparse copy, unless this version has one, and write the first bytes to it."""
+        """Create a sparse copy of an object, unless this version has one, and write the object's first bytes to it."""
         url, store, folder, data = message["url"], self._store(message), message.get("folder"), None
         if folder is None:
             about, data = store.get(url, 0, HEAD_BYTES)

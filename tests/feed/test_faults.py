@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threade
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 
 N, SHAPE = 600, (3, 40, 50)  # 3.6 MB: what is read ahead is a part of it
-CHANGED = r"a\.h5: (replaced or changed|no such file: it was removed|cannot be opened: No such file|field .*cut short)"
+CHANGED = r"a\.h5: (the file was (replaced or changed|removed)|cannot be opened: No such file|field .*cut short)"
 
 
 @pytest.fixture

@@ -98,7 +98,7 @@ def test_an_object_that_changes_in_the_middle_is_an_error(photos):
         changed = bytearray(server.objects["/photos.h5"])
         changed[100] ^= 1
         server.objects["/photos.h5"] = bytes(changed)
-        with pytest.raises(FileError, match=r"http.*photos.h5: replaced or changed since it was first opened"):
+        with pytest.raises(FileError, match=r"http.*photos.h5: the object was replaced or changed since it was"):
             list(loader)
 
 

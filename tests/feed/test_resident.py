@@ -266,7 +266,7 @@ def test_a_file_that_changes_while_it_is_read(path, monkeypatch):
 
     fail_at(monkeypatch, 1, change)
     loader = load_whole(path)
-    with pytest.raises(FileError, match=r"a\.h5: replaced or changed"):
+    with pytest.raises(FileError, match=r"a\.h5: the file was replaced or changed"):
         next(iter(loader))
     assert not reading_threads() and not [found for found in descriptors() if "a.h5" in found]
 

@@ -485,7 +485,7 @@ def test_a_file_that_changes(tmp_path: Path, reader: str, change: Callable[[Path
     if when == "meanwhile":
         next(batches)
     change(paths[1])
-    reasons = "replaced or changed|not a regular file|.*cut short|no such file|cannot be opened"
+    reasons = "the file was (replaced or changed|removed)|not a regular file|.*cut short|no such file|cannot be opened"
     with pytest.raises(FileError, match=rf"s1.h5: ({reasons})"):
         for _ in batches:
             pass

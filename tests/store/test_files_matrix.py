@@ -197,9 +197,9 @@ def test_a_file_that_is_replaced_or_damaged(tmp_path: Path) -> None:
     with ChunkLoader(paths, 16) as loader:
         write(tmp_path / "new.h5", WHOLE[:103])
         os.replace(tmp_path / "new.h5", paths[1])
-        with pytest.raises(FileError, match=r"m1.h5: replaced or changed"):
+        with pytest.raises(FileError, match=r"m1.h5: the file was replaced or changed"):
             list(loader)
-    with pytest.raises(FileError, match=r"m1.h5: replaced or changed"):
+    with pytest.raises(FileError, match=r"m1.h5: the file was replaced or changed"):
         dataset[[1, 150]]
     with h5py.File(paths[1], "r+") as file:
         file["X/indptr"][5] = 1 << 40

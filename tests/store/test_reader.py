@@ -270,7 +270,7 @@ def test_a_file_that_changed_is_an_error(tmp_path, change):
             file["more"] = np.arange(1000)
     else:
         os.utime(path, ns=(1, 1))
-    with pytest.raises(FileError, match=r"a\.h5: replaced or changed since it was first opened: open it again"):
+    with pytest.raises(FileError, match=r"a\.h5: the file was replaced or changed since it was first opened: open"):
         reader.read("images", np.array([0]), np.empty((1, 50), "u1"))
 
 

@@ -277,9 +277,11 @@ class H5Reader:
         """Raise FileError if the file at the path, or the open file, was changed since this reader was made."""
         stamp = stamp_of(self.path if descriptor is None else descriptor)
         if not stamp:
-            raise FileError(f"{printable(self.path)}: no such file: it was removed since it was first opened")
+            raise FileError(f"{printable(self.path)}: the file was removed since it was first opened: put it back")
         if stamp != self.stamp:
-            raise FileError(f"{printable(self.path)}: replaced or changed since it was first opened: open it again")
+            raise FileError(
+                f"{printable(self.path)}: the file was replaced or changed since it was first opened: open it again"
+            )
 
     def check_metadata(self) -> None:
         """Read all metadata that is needed to read samples, but no samples. Raises FileError if it is damaged."""
