@@ -96,6 +96,71 @@ def test_training_resumes_and_ranks_share_the_samples(tmp_path: Path) -> None:
     assert sorted(torch.cat(seen).tolist()) == list(range(COUNT))
 
 
+VLEN: dict[str, Mapping[str, Any]] = {
+    "contiguous": {},
+    "chunked": {"chunks": (16,)},
+    "compressed": {"chunks": (16,), "compression": "gzip", "maxshape": (None,)},
+}
+
+
+def _make_vlen(path: Path, storage: str = "contiguous", block: int = 0) -> Path:
+    """Write arrays of variable length, one of them larger than the block in which heaps are read."""
+    with h5py.File(path, "w", userblock_size=block) as file:
+        dataset = file.create_dataset("values", (COUNT,), h5py.vlen_dtype(np.float32), **VLEN[storage])
+        for number in range(COUNT):
+            dataset[number] = _vlen_sample(number)
+        file["label"] = np.arange(COUNT)
+    return path
+
+
+def _vlen_sample(number: int) -> np.ndarray:
+    return np.full(40_000 if number == 11 else LENGTHS[number], number, np.float32)
+
+
+@pytest.mark.parametrize("block", [0, 512])
+@pytest.mark.parametrize("storage", VLEN)
+def test_arrays_of_variable_length_are_read_without_hdf5(tmp_path: Path, storage: str, block: int) -> None:
+    dataset = h5chunk.ChunkDataset(_make_vlen(tmp_path / "a.h5", storage, block), fields=["values", "label"])
+    for options in ({"reader": "direct", "resident": False}, {"reader": "h5py"}):
+        seen = list[int]()
+        for padded, lengths, labels in h5chunk.ChunkLoader(dataset, 8, **options):
+            for row, length, label in zip(padded, lengths.tolist(), labels.tolist(), strict=True):
+                np.testing.assert_array_equal(row[:length], _vlen_sample(label))
+            seen += labels.tolist()
+        assert sorted(seen) == list(range(COUNT))
+    loader = DataLoader(dataset, batch_sampler=h5chunk.ChunkSampler(dataset, 8), num_workers=1)
+    assert sum(int(lengths.sum()) for _, lengths, _ in loader) == LENGTHS.sum() - LENGTHS[11] + 40_000
+
+
+@pytest.mark.parametrize("base", [">f4", h5py.string_dtype(), np.dtype([("a", "i4")])])
+def test_arrays_of_other_types_are_refused(tmp_path: Path, base: Any) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("values", (3,), h5py.vlen_dtype(base))
+    with pytest.raises(h5chunk.FieldError, match="is not read: write its values one after the other"):
+        h5chunk.ChunkDataset(tmp_path / "a.h5", fields=["values"])
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (b"GCOL", b"GCOX", "heap is damaged"),
+        (b"GCOL\x01\0\0\0\0\x10", b"GCOL\x01\0\0\0\xff\xff", "heap is damaged|overlap|beyond the end"),
+        (b"", b"\xff\xff\xff\x7f", "claims .* bytes"),
+        (b"", b"\x01\0\0\0" + b"\xee" * 8, "heap is damaged|beyond the end"),
+        (b"", b"\x40\0\0\0", "not in the heap"),
+    ],
+)
+def test_damaged_heaps_are_errors(tmp_path: Path, place: bytes, value: bytes, message: str) -> None:
+    path = _make_vlen(tmp_path / "a.h5")
+    data = bytearray(path.read_bytes())
+    with h5py.File(path) as file:
+        at = data.index(place) if place else file["values"].id.get_offset()
+    data[at : at + len(value)] = value
+    path.write_bytes(bytes(data))
+    with pytest.raises(h5chunk.FileError, match=message):
+        list(h5chunk.ChunkLoader(h5chunk.ChunkDataset(path, fields=["values"]), 8))
+
+
 def _break(path: Path, how: str) -> None:
     with h5py.File(path, "a") as file:
         starts, lengths = file["starts"][()].astype(np.int64), file["lengths"][()]

@@ -9,7 +9,8 @@
 | chunks that overlap, are outside of the file, or have a wrong length | refused (`list_chunks`, `ChunkDecoder`) |
 | filters whose parameters do not match the chunks, so that HDF5 crashes | refused (`check_filters`) |
 | strings of variable length that describe a matrix | read without HDF5, which may hang on them |
-| values of variable length, references | refused as fields and in /h5chunk, like large attributes of /h5chunk |
+| strings of variable length, references | refused as fields and in /h5chunk, like large attributes of /h5chunk |
+| heaps of numbers of variable length, which are fields | read without HDF5, with all addresses and sizes checked |
 | links and datasets in the group /h5chunk | only hard links, to datasets of fixed-size types and valid shapes |
 
 HDF5 itself detects other damaged metadata. Its errors become FileErrors, and so do its crashes and endless loops,

@@ -23,7 +23,9 @@ from h5chunk.store.hdf5.open import address_of
 from h5chunk.store.hdf5.ranges import held, open_descriptor
 
 MAX_STRING_BYTES = 256
-MAX_HEAP_BYTES = 64 << 20
+MAX_HEAP_BYTES = 64 << 20  # of a collection of strings
+BLOCK_BYTES = 64 << 10  # of a collection that is read to walk it; larger objects are skipped
+STRINGS_BYTES = 64 << 10  # of the file that are read at a time for short strings
 MAX_HEADER_BYTES = 1 << 20
 MAX_HEADER_BLOCKS = 64
 HEAP_HEADER = struct.Struct("<4sB3xQ")
@@ -87,44 +89,62 @@ def read_strings(file: FileBytes, pointers: np.ndarray) -> np.ndarray:
         position = int(lengths.argmax())
         raise file.error(f"string {position} has {lengths[position]} bytes, but the limit is {MAX_STRING_BYTES}")
     strings = np.zeros(len(pointers), f"S{max(1, int(lengths.max(initial=0)))}")
-    filled = np.flatnonzero(lengths)
-    order = filled[np.argsort(pointers["address"][filled], kind="stable")]
-    addresses, starts = np.unique(pointers["address"][order], return_index=True)
-    stops = np.append(starts, len(order))[1:]
-    end = 0
-    for address, start, stop in zip(addresses.tolist(), starts, stops, strict=True):
-        if address < end:
-            raise file.error("the collections of its string heap overlap: the file is damaged")
-        magic, version, size = HEAP_HEADER.unpack(file.read(address, HEAP_HEADER.size))
-        if magic != b"GCOL" or version != 1 or not HEAP_HEADER.size <= size <= MAX_HEAP_BYTES:
-            raise file.error("its string heap is damaged")
-        data = file.read(address, size)
-        end = address + size
-        objects = _objects(file, data)
-        group = order[start:stop]
-        indices, sizes = pointers["index"][group].tolist(), lengths[group].tolist()
-        for position, index, length in zip(group.tolist(), indices, sizes, strict=True):
-            begin, room = objects.get(index, (0, -1))
-            if room < length:
-                raise file.error(f"string {position} is not in the heap: the file is damaged")
-            strings[position] = data[begin : begin + length]
+    places = find_in_heap(file, pointers, lengths, MAX_HEAP_BYTES)
+    block, first = b"", 0  # of the file, with the strings that follow
+    for position in np.flatnonzero(lengths)[np.argsort(places[lengths > 0], kind="stable")].tolist():
+        start, length = int(places[position]) - file.base, int(lengths[position])
+        if not block or start < first or start + length > first + len(block):
+            first = start
+            block = file.read(first, min(STRINGS_BYTES, file.num_bytes - file.base - first))
+        strings[position] = block[start - first : start - first + length]
     return strings
 
 
-def _objects(file: FileBytes, data: bytes) -> dict[int, tuple[int, int]]:
-    """Return the start and size of each object in a collection of the heap, by its index."""
-    objects = {}
-    at = HEAP_HEADER.size
-    while at + HEAP_OBJECT.size <= len(data):
-        index, _, size = HEAP_OBJECT.unpack_from(data, at)
+def find_in_heap(file: FileBytes, pointers: np.ndarray, sizes: np.ndarray, max_bytes: int = 1 << 62) -> np.ndarray:
+    """Return the offset in the file of the object, of ``sizes`` bytes, of each pointer: (n,) int64, 0 if it is empty.
+
+    Raises ``file.error`` if the heap is damaged, or one of its collections is larger than ``max_bytes``.
+    """
+    filled = np.flatnonzero(sizes)
+    order = filled[np.argsort(pointers["address"][filled], kind="stable")]
+    addresses, starts = np.unique(pointers["address"][order], return_index=True)
+    stops = np.append(starts, len(order))[1:]
+    places, end = np.zeros(len(pointers), np.int64), 0
+    for address, start, stop in zip(addresses.tolist(), starts, stops, strict=True):
+        if address < end:
+            raise file.error("the collections of its heap overlap: the file is damaged")
+        objects, end = _objects(file, address, max_bytes)
+        group = order[start:stop]
+        indices, lengths = pointers["index"][group].tolist(), sizes[group].tolist()
+        for position, index, length in zip(group.tolist(), indices, lengths, strict=True):
+            begin, room = objects.get(index, (0, -1))
+            if room < length:
+                raise file.error(f"element {position} is not in the heap: the file is damaged")
+            places[position] = begin + file.base
+    return places
+
+
+def _objects(file: FileBytes, address: int, max_bytes: int) -> tuple[dict[int, tuple[int, int]], int]:
+    """Return the address and size of each object in a collection of the heap, by its index, and its end."""
+    magic, version, size = HEAP_HEADER.unpack(file.read(address, HEAP_HEADER.size))
+    max_bytes = min(max_bytes, file.num_bytes - file.base - address)
+    if magic != b"GCOL" or version != 1 or not HEAP_HEADER.size <= size <= max_bytes:
+        raise file.error("its heap is damaged")
+    data = file.read(address, min(size, BLOCK_BYTES))
+    objects, at = {}, HEAP_HEADER.size
+    while at + HEAP_OBJECT.size <= size:
+        if at + HEAP_OBJECT.size <= len(data):
+            index, _, length = HEAP_OBJECT.unpack_from(data, at)
+        else:
+            index, _, length = HEAP_OBJECT.unpack(file.read(address + at, HEAP_OBJECT.size))
         if index == 0:  # free space after the last object
             break
         at += HEAP_OBJECT.size
-        if size > len(data) - at:
-            raise file.error("its string heap is damaged: an object is larger than its collection")
-        objects[index] = at, size
-        at += (size + 7) // 8 * 8
-    return objects
+        if length > size - at:
+            raise file.error("its heap is damaged: an object is larger than its collection")
+        objects[index] = address + at, length
+        at += (length + 7) // 8 * 8
+    return objects, address + size
 
 
 def _attribute_bytes(file: FileBytes, address: int, name: str, num_bytes: int) -> bytes:

@@ -7,6 +7,7 @@ in the file are read with one call, to their positions in a shuffled window. The
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,13 +17,16 @@ from pathlib import Path
 import h5py
 import numpy as np
 
+from h5chunk.errors import FileError, H5ChunkError, printable
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.store.hdf5.chunk_table import NotDirect, check_bytes, list_chunks
 from h5chunk.store.hdf5.open import descriptor_of, same_file
-from h5chunk.store.hdf5.ranges import ReadTask
+from h5chunk.store.hdf5.ranges import ReadTask, vector_tasks
+from h5chunk.store.hdf5.strings import FileBytes, find_in_heap
 from h5chunk.store.read.checksums import NO_SUMS, ChunkChecks, Sums
 from h5chunk.store.read.direct import ByteReader, ChunkedField, ChunkRows, PlainField
 from h5chunk.store.read.ragged import RaggedField, SeriesField
+from h5chunk.store.read.vlen import VlenField, read_pointers
 
 GAP_BYTES = 48 << 10  # gap between two rows that takes as long to read as one more call (scripts/sweep_reads.py)
 
@@ -137,6 +141,56 @@ class CsrHandle:
             for dataset, target in zip(self._parts, (out.indices, out.values), strict=False):
                 if target is not None:
                     target.reshape(-1, *dataset.shape[1:])[targets] = dataset[low:high][positions]
+
+
+class VlenBytes(ByteReader):
+    """Read the arrays of a `VlenField` by their byte ranges."""
+
+    is_plain = True
+
+    def __init__(self, path: Path, file: h5py.File, field: VlenField, indptr: np.ndarray) -> None:
+        self.name, self._indptr, self._item_bytes = field.name, indptr, field.entry_bytes
+        self._where = f"{printable(path)}: {field.dataset!r}"
+        self.num_bytes = field.num_entries * self._item_bytes
+
+        def error(problem: str) -> H5ChunkError:
+            return FileError(f"{self._where}: {problem}")
+
+        descriptor = descriptor_of(file)
+        heap = FileBytes(descriptor, os.fstat(descriptor).st_size, error, file.userblock_size)
+        pointers = read_pointers(file[field.dataset], path)
+        self._places = find_in_heap(heap, pointers, np.diff(indptr) * self._item_bytes)
+        self.forget()
+
+    def tasks(self, rows: np.ndarray, destinations: np.ndarray, out: CsrBuffers) -> Iterator[ReadTask]:
+        """See `ByteReader.tasks`; rows may be in any order."""
+        sizes = (self._indptr[rows + 1] - self._indptr[rows]) * self._item_bytes
+        filled = sizes > 0
+        if filled.any():
+            firsts = out.starts[destinations[filled]] * self._item_bytes
+            memory = out.indices.view(np.uint8)
+            yield from vector_tasks(self._places[rows[filled]], sizes[filled], firsts, memory, lambda _: self._where)
+
+    def chunk_rows(self, _number: int = 0) -> Iterator[ChunkRows]:
+        sizes = np.diff(self._indptr) * self._item_bytes
+        rows = np.flatnonzero(sizes)
+        yield ChunkRows(self._places[rows], sizes[rows], rows, rows + 1)
+
+    def bytes_read(self, rows: np.ndarray) -> int:
+        return int((self._indptr[rows + 1] - self._indptr[rows]).sum()) * self._item_bytes
+
+
+class VlenHandle:
+    """An open dataset of arrays of variable length."""
+
+    def __init__(self, path: Path, file: h5py.File, field: VlenField, indptr: np.ndarray) -> None:
+        self._file, self.id, self.lock = file, file[field.dataset].id, threading.Lock()
+        self._bytes = VlenBytes(path, file, field, indptr)
+
+    def read(self, rows: np.ndarray, out: CsrBuffers) -> None:
+        """Read rows, in any order; the caller must have set ``out.starts``."""
+        for task in self._bytes.tasks(rows, np.arange(len(rows)), out) if len(rows) else ():
+            task(descriptor_of(self._file))
 
 
 def open_dataset(file: h5py.File, name: str, cache: CacheSettings | None) -> h5py.h5d.DatasetID:

@@ -25,6 +25,7 @@ from h5chunk.store.hdf5.guard import Guard, small_attribute
 from h5chunk.store.hdf5.open import errors_as
 from h5chunk.store.hdf5.strings import read_words
 from h5chunk.store.read.ragged import FlatSamples, RaggedField, describe_images, describe_series
+from h5chunk.store.read.vlen import describe_vlen, is_vlen
 
 MATRIX_PARTS = ("indptr", "indices", "data")
 TENX_PARTS = (b"barcodes", b"indptr", b"indices", b"data", b"shape")
@@ -169,6 +170,8 @@ def describe_field(
     if not isinstance(item, h5py.Dataset):
         raise FieldError(f"{where} is a {type(item).__name__.lower()}: name a dataset in it")
     guard.check_field(item, dataset)
+    if is_vlen(item):
+        return describe_vlen(item, path, name)
     if not item.shape:
         raise FieldError(f"{where} is a single value: a field must have one row per sample")
     if item.dtype.kind not in "biufS":

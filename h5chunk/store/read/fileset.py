@@ -28,6 +28,7 @@ from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.ragged import ImagesField, ImageSizes, RaggedField, SeriesField
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.tables import COLUMN_IDS, check_same
+from h5chunk.store.read.vlen import VlenField
 
 RESERVED_DESCRIPTORS = 32  # descriptors that a process needs for other purposes, such as sockets and libraries
 
@@ -36,6 +37,7 @@ KINDS = {
     MatrixField: "a sparse matrix",
     ImagesField: "images of any size",
     SeriesField: "samples of several lengths",
+    VlenField: "arrays of variable length",
 }
 REMEDY = "choose fields that are equal in all files with fields=..., or read these files separately"
 MATRIX_REMEDY = (

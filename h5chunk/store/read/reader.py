@@ -32,9 +32,10 @@ from h5chunk.store.hdf5.chunk_table import is_listed_wrongly, leaves_memory, lis
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import descriptor_of, open_file, opened, translate_errors
 from h5chunk.store.read.checksums import OFF, ChunkChecks, Sums, read_sums
-from h5chunk.store.read.csr import CsrBuffers, CsrHandle, cache_of, open_dataset
+from h5chunk.store.read.csr import CsrBuffers, CsrHandle, VlenHandle, cache_of, open_dataset
 from h5chunk.store.read.fields import Field, MatrixField, Stored, default_fields, describe_field
 from h5chunk.store.read.ragged import FlatSamples, ImagesField, ImageSizes, RaggedField, read_image_sizes, read_indptr
+from h5chunk.store.read.vlen import VlenField, read_vlen_indptr
 from h5chunk.urls import local_copy_of
 
 LABELS = "labels"
@@ -107,7 +108,7 @@ class H5Reader:
             raise FieldError(f"{printable(self.path)}: fields differ in length: {listed}: name fields of one length")
         self.num_samples = next(iter(lengths.values()))
         self._caches: dict[str, CacheSettings] = {}
-        self._opened: tuple[int, dict[str, _Handle | CsrHandle]] | None = None
+        self._opened: tuple[int, dict[str, _Handle | CsrHandle | VlenHandle]] | None = None
         self.starts = np.array([0, self.num_samples])
         self.main: Field | RaggedField = self.ragged or max(
             self.fields.values(), key=lambda field: field.grid.sample_bytes
@@ -171,6 +172,8 @@ class H5Reader:
         assert self.ragged is not None
         with opened(self.path) as file:
             self.check_unchanged()
+            if isinstance(self.ragged, VlenField):
+                return read_vlen_indptr(file[self.ragged.dataset], self.path, self.ragged.entry_bytes)
             self._check_table(file, self.ragged, self.ragged.pointers)
             return read_indptr(file, self.path, self.ragged)
 
@@ -255,17 +258,19 @@ class H5Reader:
             raise FileError(f"{printable(self.path)}: field {name!r} cannot be read: {error}{remedy}") from error
         self.check_unchanged()  # HDF5 returns zeros for the missing part of a truncated file
 
-    def _handles(self) -> dict[str, _Handle | CsrHandle]:
+    def _handles(self) -> dict[str, _Handle | CsrHandle | VlenHandle]:
         """Return the datasets that this process has open, by field; those of a forked parent are never used."""
         if self._opened is not None and self._opened[0] == os.getpid():
             return self._opened[1]
-        handles: dict[str, _Handle | CsrHandle] = {}
+        handles: dict[str, _Handle | CsrHandle | VlenHandle] = {}
         self._opened = None
         with translate_errors(self.path):
             file = open_file(self.path)
             self.check_unchanged()
             for name, field in self.fields.items():
-                if isinstance(field, RaggedField):
+                if isinstance(field, VlenField):
+                    handles[name] = VlenHandle(self.path, file, field, self.indptr)
+                elif isinstance(field, RaggedField):
                     handles[name] = CsrHandle(file, field, self.indptr, self._caches.get(name), self.sums)
                 else:
                     band_samples = field.grid.band_samples or self.chunk_samples

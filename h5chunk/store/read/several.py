@@ -21,7 +21,7 @@ from h5chunk.remote.mirror import Descriptor, Hold, Mirror
 from h5chunk.store.hdf5.chunk_table import NotDirect
 from h5chunk.store.hdf5.open import opened
 from h5chunk.store.hdf5.ranges import PART_BYTES, Ranges, ReadTask, open_descriptor, row_tasks
-from h5chunk.store.read.csr import CsrField
+from h5chunk.store.read.csr import CsrField, VlenBytes
 from h5chunk.store.read.direct import ByteReader, ChunkRows, PlainField, direct_field
 from h5chunk.store.read.episodes import EpisodeFile
 from h5chunk.store.read.fields import Field
@@ -29,6 +29,7 @@ from h5chunk.store.read.fileset import with_remedy
 from h5chunk.store.read.keyed import KeyedBytes, KeyedReader
 from h5chunk.store.read.ragged import RaggedField
 from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.vlen import VlenField
 from h5chunk.store.read.volumes import PatchReader
 from h5chunk.store.read.windows import WindowReader
 
@@ -323,6 +324,8 @@ def _of_dataset(single: H5Reader, file: h5py.File, name: str) -> ByteReader | No
     field = single.fields[name]
     if not single.num_samples:
         return None
+    if isinstance(field, VlenField):
+        return VlenBytes(single.path, file, field, single.indptr)
     if isinstance(field, RaggedField):
         return CsrField(single.path, file, field, single.indptr, single.sums)
     return direct_field(single.path, file, field, single.sums)

@@ -32,10 +32,11 @@ from h5chunk.store.read.ragged import (
     read_image_sizes,
     read_indptr,
 )
+from h5chunk.store.read.vlen import is_vlen
 from h5chunk.tools.info.layouts import recognise
 from h5chunk.tools.info.patches import advise
 from h5chunk.tools.info.report import DatasetInfo, FileInfo, FolderInfo, ImagesInfo, MachineInfo, MatrixInfo
-from h5chunk.tools.info.summary import BATCH, default_fields, training_code, training_fields
+from h5chunk.tools.info.summary import BATCH, VLEN, default_fields, training_code, training_fields
 from h5chunk.tools.info.windows import advise_windows
 from h5chunk.tools.measure.machine import available_bytes, cuda_device, default_cache, library_versions
 from h5chunk.tools.progress import Progress
@@ -245,6 +246,8 @@ def _verdict(dataset: h5py.Dataset, grid: ChunkGrid, reads: int, groups: Mapping
         return part
     if not grid.shape:
         return "a single value: no samples along a first axis"
+    if is_vlen(dataset):
+        return VLEN
     if dataset.dtype.kind not in "biufS":
         return f"of type {dataset.dtype}: cannot be a field for training (numbers and fixed-length strings can)"
     if 0 in grid.shape:

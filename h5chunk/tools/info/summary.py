@@ -19,6 +19,7 @@ MAX_LINES = 12  # maximum lines for datasets that suit training; half as many fo
 MAX_FIELDS = 8  # fields in a line of Python
 NO_TENSORS = ("|S", "float128", "longdouble", ">f16")  # types that torch does not have
 BATCH = 256
+VLEN = "arrays of variable length, a field that must be named: ChunkDataset(path, fields=[...])"
 RESIZING = "from h5chunk.transforms import RandomResizedCrop"
 
 
@@ -88,7 +89,8 @@ def summarise(datasets: Sequence[DatasetInfo]) -> list[str]:
         if not dataset.can_train:
             others.setdefault(dataset.verdict, []).append(dataset.name)
     for why, names in list(others.items())[: MAX_LINES // 2]:
-        lines.append(f"not for training, {why}: {list_some(names) if len(names) > 1 else names[0]}")
+        listed = list_some(names) if len(names) > 1 else names[0]
+        lines.append(f"{why}: {listed}" if why == VLEN else f"not for training, {why}: {listed}")
     hidden += sum(map(len, list(others.values())[MAX_LINES // 2 :]))
     return [*lines, f"{count_text(hidden, 'more dataset')} (--all)"] if hidden else lines
 

@@ -28,6 +28,7 @@ from h5chunk.store.hdf5.open import open_file
 from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.ragged import ImagesField, RaggedField
 from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.vlen import VlenField
 from h5chunk.tools.measure.checks import CROP
 
 SETTLE_S, SETTLE_STEP_S = 0.5, 0.005  # timeout of waiting for idle threads, and how often they are checked
@@ -163,7 +164,7 @@ def plain_rate(reader: H5Reader, num_samples: int, batch_size: int, seconds: flo
 
 
 def _row_reader(file: h5py.File, field: RaggedField | None) -> Callable[[int], Any]:
-    """Return a function that reads a dense row of a matrix, or an image, as a plain training loop would."""
+    """Return a function that reads a dense row of a matrix, an array or an image, as a plain training loop would."""
     if field is None:
         return lambda row: None
     group = file[field.dataset]
@@ -177,6 +178,8 @@ def _row_reader(file: h5py.File, field: RaggedField | None) -> Callable[[int], A
 
         return read_row
 
+    if isinstance(field, VlenField):
+        return lambda row: group[row]
     assert isinstance(field, ImagesField)
     options = ImageOptions(color="rgb" if field.channels == 3 else "gray")
 

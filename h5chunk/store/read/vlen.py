@@ -1,0 +1,85 @@
+"""Read datasets whose elements are arrays of variable length, without HDF5, which trusts the lengths in the file.
+
+Each element is a pointer into the heap of the file, which is walked once to find where every array is stored. Source:
+HDF5 File Format Specification, III.E (global heap) and VIII.B (disk format of variable-length data).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from h5chunk.errors import FileError, UnsupportedError, printable
+from h5chunk.plan.layout import plan_layout
+from h5chunk.store.hdf5.chunk_table import NotDirect, list_chunks
+from h5chunk.store.hdf5.open import descriptor_of
+from h5chunk.store.hdf5.raw_chunks import RawChunks
+from h5chunk.store.hdf5.strings import POINTER
+from h5chunk.store.read.ragged import SeriesField
+
+REMEDY = "write its values one after the other, with their offsets: ChunkDataset(path, offsets=...)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class VlenField(SeriesField):
+    """A dataset whose elements are arrays of variable length."""
+
+    table_datasets = ()
+
+
+def is_vlen(dataset: h5py.Dataset) -> bool:
+    """Return whether the elements of a dataset are arrays of variable length; strings are not."""
+    return isinstance(dataset.id.get_type(), h5py.h5t.TypeVlenID)
+
+
+def describe_vlen(dataset: h5py.Dataset, path: Path, name: str) -> VlenField:
+    """Describe a dataset of arrays of variable length. Raises UnsupportedError unless they can be read directly."""
+    where = f"{printable(path)}: {dataset.name!r}"
+    base = dataset.id.get_type().get_super()
+    is_number = isinstance(base, (h5py.h5t.TypeIntegerID, h5py.h5t.TypeFloatID))
+    dtype = base.dtype if is_number else None
+    if dtype is None or not dtype.isnative or not base.equal(h5py.h5t.py_create(dtype)):
+        raise UnsupportedError(f"{where} has arrays of {dtype or 'no numbers'} in a format that is not read: {REMEDY}")
+    if dataset.ndim != 1 or dataset.file.id.get_create_plist().get_sizes()[0] != 8:
+        raise UnsupportedError(f"{where} has arrays along {dataset.ndim} axes, or short addresses: {REMEDY}")
+    num_rows, total = len(dataset), int(np.diff(read_vlen_indptr(dataset, path, dtype.itemsize)).sum())
+    chunk_samples = plan_layout(max(1, num_rows), max(1, total * dtype.itemsize // max(1, num_rows))).chunk_samples
+    chunk_samples = max(1, min(chunk_samples, num_rows))
+    return VlenField(name, dataset.name, num_rows, total, chunk_samples, False, step_shape=(), value_dtype=dtype)
+
+
+def read_pointers(dataset: h5py.Dataset, path: Path) -> np.ndarray:
+    """Read the pointers of all elements: (n,) `POINTER`; elements that were never written are empty."""
+    where = f"{printable(path)}: {dataset.name!r}"
+    properties = dataset.id.get_create_plist()
+    try:
+        if properties.get_layout() not in (h5py.h5d.CHUNKED, h5py.h5d.CONTIGUOUS) or (
+            properties.get_layout() == h5py.h5d.CONTIGUOUS and properties.get_external_count()
+        ):
+            raise NotDirect("it is stored compactly, or in other files")
+        table = list_chunks(dataset)
+        raw = RawChunks(dataset, descriptor_of(dataset.file), where, table)
+        if raw.needs_hdf5:
+            raise NotDirect(raw.left_to_hdf5)
+    except NotDirect as error:
+        raise UnsupportedError(f"{where} has arrays of variable length, but {error}: {REMEDY}") from None
+    size = table.chunk_shape[0]
+    pointers = np.zeros(len(table) * size, POINTER)
+    for chunk in np.flatnonzero(table.offsets >= 0).tolist():
+        raw.decode(chunk, pointers[chunk * size : (chunk + 1) * size].view(np.uint8))
+    return pointers[: len(dataset)]
+
+
+def read_vlen_indptr(dataset: h5py.Dataset, path: Path, item_bytes: int) -> np.ndarray:
+    """Read the index of the first entry of each element, and finally the number of entries: (n + 1,) int64."""
+    indptr = np.concatenate([[0], np.cumsum(read_pointers(dataset, path)["length"], dtype=np.int64)])
+    file_bytes = dataset.file.id.get_filesize()
+    if indptr[-1] * item_bytes > file_bytes:
+        raise FileError(
+            f"{printable(path)}: {dataset.name!r} claims {indptr[-1] * item_bytes} bytes, but the file has "
+            f"{file_bytes}: it is damaged"
+        )
+    return indptr
