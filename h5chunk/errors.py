@@ -100,12 +100,16 @@ def check_whole(name: str, value: Any, minimum: int, maximum: int | None = None)
     raise OptionError(f"{name} is {value!r}: give a whole number{limits}")
 
 
-shown_as: dict[str, str] = {}  # the name to display, such as a URL, by path of a local copy
+shown_as: dict[str, str] = {}  # the name to display, such as a URL, by path of a local copy; folders end with a slash
 
 
 def shown(path: str | os.PathLike[str]) -> str:
     """Return a path as text; for the local copy of a remote object, return the object's URL."""
-    return shown_as.get(os.fspath(path), os.fspath(path))
+    text = os.fspath(path)
+    for local, url in shown_as.items():
+        if text == local or (local.endswith("/") and text.startswith(local)):
+            return url + text[len(local) :]
+    return text
 
 
 def as_text(name: str | bytes | os.PathLike[str]) -> str:

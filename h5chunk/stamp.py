@@ -7,11 +7,14 @@ import os
 _kept: dict[tuple[int, int], tuple[int, ...]] = {}  # by device and inode
 
 
-def keep_stamp(path: str | os.PathLike[str]) -> None:
-    """Leave the modification time out of the stamp of a local copy, which is still being written while it is read."""
+downloaded: set[str] = set()  # folders of downloaded files, whose modification times stand for URL and version
+
+
+def keep_stamp(path: str | os.PathLike[str], version: int) -> None:
+    """Use a version, not the modification time, in the stamp of a local copy, which is written while it is read."""
     status = os.stat(path)
     file = status.st_dev, status.st_ino
-    _kept[file] = (*file, status.st_size, 0)
+    _kept[file] = (*file, status.st_size, version)
 
 
 def stamp_of(file: str | os.PathLike[str] | int | os.stat_result, *, with_ctime: bool = False) -> tuple[int, ...]:
@@ -29,3 +32,15 @@ def stamp_of(file: str | os.PathLike[str] | int | os.stat_result, *, with_ctime:
         return kept
     stamp = file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns
     return (*stamp, file.st_ctime_ns) if with_ctime else stamp
+
+
+def source_stamp(path: str | bytes | os.PathLike[str]) -> tuple[int, ...]:
+    """Return a stamp that identifies the content of a file; downloading the same object again gives the same stamp.
+
+    Its last items are the size, the modification time and, for files that were not downloaded, the time of the last
+    change of the inode. Raises OSError if the file does not exist.
+    """
+    status = os.stat(path)
+    if downloaded and any(os.fsdecode(path).startswith(folder) for folder in downloaded):
+        return status.st_size, status.st_mtime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -12,6 +12,8 @@ SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "http", "ht
 URL = re.compile(rf"({'|'.join(SCHEMES)})://[^/]+/.*|({'|'.join(SCHEMES)})://[^/]+", re.DOTALL)
 CUT = re.compile(rf"({'|'.join(SCHEMES)}):/[^/]")
 
+PATTERN = r"[*?\[]"  # in the name of a file: it names several
+
 SIGNATURE = re.compile(  # parameters of presigned URLs of S3, Google, Azure and CloudFront
     r"(?i)x-(amz|goog)-.+|response-.+|AWSAccessKeyId|GoogleAccessId|Signature|Expires|Policy|Key-Pair-Id"
     r"|s[vretp]|sig|spr|sip|sdd|ske|sks|skt|skv|skoid|sktid"
@@ -65,6 +67,11 @@ def is_signed(url: str) -> bool:
     """
     names = {name for name, _ in parse_qsl(url[len(without_query(url)) :].lstrip("?"))}
     return bool(names) and all(SIGNATURE.fullmatch(name) for name in names)
+
+
+def stable(url: str) -> str:
+    """Remove the query from a URL if it consists of a signature, so that equal objects have equal URLs."""
+    return without_query(url) if is_signed(url) else url
 
 
 def url_of(path: Path) -> str:

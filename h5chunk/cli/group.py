@@ -16,6 +16,7 @@ from h5chunk.errors import H5ChunkError, printable
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 STAGES = {  # label and unit of the progress bar of each stage
+    "fetch": ("downloading", "B"),
     "list": ("listing", " images"),
     "convert": ("converting", " images"),
     "read": ("reading", "B"),

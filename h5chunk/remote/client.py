@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -20,9 +20,11 @@ from typing import Any
 
 from h5chunk.errors import FileError, OptionError
 
+NOTE_S = 0.1  # seconds between notes
 START = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from h5chunk.remote.server import main; main()"
 
 Then = Callable[[dict[str, Any]], None]
+Note = Callable[[int, int], None]
 
 
 class Client:
@@ -37,6 +39,7 @@ class Client:
             self._socket.close()
             raise
         self._waiting: dict[int, Then] = {}
+        self._parts: dict[int, tuple[int, int]] = {}  # done and total bytes of calls
         self._numbers, self._lock, self._is_over = count(), threading.Lock(), False
         self.num_parts = 0  # number of answered range requests and messages
         self.opened: set[str] = set()  # folders of the copies that the server has opened
@@ -56,11 +59,23 @@ class Client:
             then({"error": ENDED})
         return number
 
-    def call(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Send a message and wait for the reply. Raises FileError if the reply contains an error."""
+    def call(self, message: dict[str, Any], note: Note | None = None) -> dict[str, Any]:
+        """Send a message and wait for the reply. Raises FileError if the reply contains an error.
+
+        ``note`` is called now and then with the numbers of bytes that are done, and in total.
+        """
         future = Future[dict[str, Any]]()
-        self.send(message, future.set_result)
-        reply = future.result()
+        number = self.send(message, future.set_result)
+        try:
+            while note is not None and not wait([future], NOTE_S).done:
+                if number in self._parts:
+                    note(*self._parts[number])
+            reply = future.result()
+        except BaseException:  # such as Ctrl-C
+            self.send({"op": "cancel", "fetch": number}, None)
+            raise
+        finally:
+            self._parts.pop(number, None)
         if reply["error"]:
             raise FileError(reply["error"])
         return reply
@@ -86,6 +101,8 @@ class Client:
                     reply = json.loads(line)
                     self.num_parts += 1
                     if "part" in reply:
+                        if "total" in reply:
+                            self._parts[reply["id"]] = reply["part"], reply["total"]
                         continue
                     self._waiting.pop(reply["id"])(reply)
         finally:  # also after an error in a function that was called with a reply

@@ -110,7 +110,7 @@ class Mirror:
     def _register(self) -> None:
         local_copies[str(self.path)] = self
         errors.shown_as[str(self.path)] = without_query(self.url)
-        keep_stamp(self.path)
+        keep_stamp(self.path, int(self._folder[-15:], 16))  # a digest of the URL and version
 
     @property
     def storage_options(self) -> Mapping[str, Any]:
@@ -295,6 +295,16 @@ def download(url: str, file: Path, start: int = 0, stop: int | None = None) -> N
     """Write an object, or its bytes ``start`` to ``stop`` (excluded), to a new file. Raises FileError if that fails."""
     message = {"op": "download", "url": url, "file": str(file), "start": start, "stop": stop}
     client.client().call({**message, "options": {}})
+
+
+def save(url: str, folder: Path, note: Callable[[int, int], None]) -> Path:
+    """Download an object, a folder, or the objects that match a pattern, into a local folder; return the local path.
+
+    A download that was stopped is continued. ``note`` is called with the numbers of bytes that are done, and in total.
+    Raises FileError.
+    """
+    message = {"op": "save", "url": url, "folder": str(folder), "options": {}}
+    return Path(client.client().call(message, note)["path"])
 
 
 def remove(url: str) -> None:

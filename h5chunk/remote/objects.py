@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from h5chunk.urls import parse, without_query
+from h5chunk.urls import without_query
 
 HEAD_BYTES = 64 << 10  # size of the first read, when an object is opened
 NUM_REQUESTS, MAX_REQUESTS = 64, 1024  # default and maximum number of simultaneous range requests
@@ -30,6 +30,7 @@ class Store:
     def __init__(self, url: str, options: dict[str, Any]) -> None:
         from obstore.store import from_url
 
+        self._folder = without_query(url)
         options = dict(options)
         num_requests = options.pop("requests", NUM_REQUESTS)
         if not isinstance(num_requests, int) or not 1 <= num_requests <= MAX_REQUESTS:
@@ -54,7 +55,7 @@ class Store:
         """
         import obstore
 
-        key, options = parse(url)[1], {"range": (start, stop)}
+        key, options = self._key(url), {"range": (start, stop)}
         if pin is not None and pin["etag"] and not pin["etag"].startswith("W/"):
             options["if_match"] = pin["etag"]
 
@@ -70,6 +71,30 @@ class Store:
 
         return self.retried(url, attempt)
 
+    def open(self, url: str) -> tuple[dict[str, Any], Any]:
+        """Return the metadata of an object, and its first bytes. Raises RemoteError if changes would go unnoticed."""
+        about, data = self.get(url, 0, HEAD_BYTES)
+        if not about["etag"] and about.get("modified", "").startswith("1970-01-01"):
+            raise RemoteError(
+                f"{without_query(url)}: its server sends neither ETag nor Last-Modified, so changes would go "
+                "unnoticed: copy the object to a disk first"
+            )
+        return about, data
+
+    def list_all(self, url: str) -> list[tuple[str, int, dict[str, Any]]]:
+        """Return the path, size and version of each object in this folder and its subfolders."""
+        import obstore
+
+        def attempt() -> list[tuple[str, int, dict[str, Any]]]:
+            found = (each for some in obstore.list(self.store, chunk_size=1000) for each in some)
+            return [(each["path"], each["size"], version_of(each)) for each in found]
+
+        return self.retried(url, attempt)
+
+    def _key(self, url: str) -> str:
+        """Return the name of an object, relative to this folder."""
+        return without_query(url).removeprefix(self._folder)
+
     def list(self, url: str) -> list[str]:
         """Return the names of the objects in this folder, without its subfolders."""
         import obstore
@@ -81,7 +106,7 @@ class Store:
         """Return whether the URL is that of an object, or of a folder with objects."""
         import obstore
 
-        name = parse(url)[1]
+        name = self._key(url)
         try:
             return bool(self.retried(url, lambda: obstore.head(self.store, name)))
         except RemoteError as error:
@@ -96,14 +121,14 @@ class Store:
         import obstore
 
         try:
-            obstore.put(self.store, parse(url)[1], Path(file))
+            obstore.put(self.store, self._key(url), Path(file))
         except Exception as error:
             raise RemoteError(f"{without_query(url)}: cannot be written: {first_line(error)}") from None
 
     def remove(self, url: str) -> None:
         import obstore
 
-        self.retried(url, lambda: obstore.delete(self.store, parse(url)[1]))
+        self.retried(url, lambda: obstore.delete(self.store, self._key(url)))
 
     def retried(self, url: str, attempt: Any) -> Any:
         """Return the result of ``attempt()``. After temporary errors the call is repeated until the deadline."""

@@ -28,9 +28,10 @@ from typing import Any
 
 from h5chunk.errors import FileError
 from h5chunk.remote.countdown import Countdown
+from h5chunk.remote.download import Download
 from h5chunk.remote.objects import HEAD_BYTES, RemoteError, Store, first_line
 from h5chunk.remote.pages import ABOUT, FETCHED, PAGE, Locks, Pages, Runs, create, pages_of, write_at
-from h5chunk.urls import is_signed, parse, without_query
+from h5chunk.urls import parse, stable, without_query
 
 GAP_PAGES = 4  # runs with at most this many pages between them share a request
 REQUEST_PAGES = (4 << 20) // PAGE  # maximum number of pages per request
@@ -226,7 +227,7 @@ class Server:
             note = partial(reply, {"id": number, "part": 1})
             self._copies[message["folder"]].fetch(message["runs"], ends[number], note, then)
             return
-        call = {
+        calls: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "open": self._open,
             "list": self._list,
             "exists": self._exists,
@@ -234,11 +235,12 @@ class Server:
             "download": self._download,
             "remove": self._remove,
             "measure": self._measure,
-        }[message["op"]]
+            "save": partial(self._save, ends, reply),
+        }
 
         def run() -> None:
             try:
-                reply({"id": number, "error": "", **call(message)})
+                reply({"id": number, "error": "", **calls[message["op"]](message)})
             except (RemoteError, FileError) as error:
                 reply({"id": number, "error": str(error)})
             except OSError as error:
@@ -287,6 +289,22 @@ class Server:
             raise FileError(f"{message['file']}: cannot be written: {error.strerror}") from None
         return {}
 
+    def _save(self, ends: dict[int, threading.Event], reply: Reply, message: dict[str, Any]) -> dict[str, Any]:
+        """Download what a URL names into a folder."""
+        number, end = message["id"], threading.Event()
+
+        def note(done: int, total: int) -> None:
+            reply({"id": number, "part": done, "total": total})
+
+        ends[number] = end
+        try:
+            run = Download(lambda url: self._store({**message, "url": url}), Path(message["folder"]), end, note)
+            return {"path": str(run.run(message["url"]))}
+        except OSError as error:
+            raise FileError(f"{message['folder']}: cannot be written: {error.strerror}") from None
+        finally:
+            del ends[number]
+
     def _remove(self, message: dict[str, Any]) -> dict[str, Any]:
         self._store(message).remove(message["url"])
         return {}
@@ -311,13 +329,8 @@ class Server:
         """Create a sparse copy of an object, unless this version has one, and write the object's first bytes to it."""
         url, store, folder, data = message["url"], self._store(message), message.get("folder"), None
         if folder is None:
-            about, data = store.get(url, 0, HEAD_BYTES)
-            about = {"url": without_query(url) if is_signed(url) else url, **about}
-            if not about["etag"] and about.get("modified", "").startswith("1970-01-01"):
-                raise RemoteError(
-                    f"{without_query(url)}: its server sends neither ETag nor Last-Modified, so changes would go "
-                    "unnoticed: copy the object to a disk first"
-                )
+            about, data = store.open(url)
+            about = {"url": stable(url), **about}
             key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
             name = re.sub(r"[^A-Za-z0-9._-]+", "_", parse(url)[1])[:60]
             folder = str(Path(message["root"]) / f"{name}-{key}")

@@ -29,7 +29,7 @@ from h5chunk.sources.kinds import ColumnOptions
 from h5chunk.sources.numpy_files import open_npz, read_header
 from h5chunk.sources.recognise import NPY_MAGIC, is_path, zip_members
 from h5chunk.sources.samples import DATA, Samples, field_dtype, largest_first
-from h5chunk.stamp import stamp_of
+from h5chunk.stamp import source_stamp
 
 MAX_COLUMN_BYTES = 64 << 20
 
@@ -121,7 +121,7 @@ class ArraySource(Samples):
     def identity(self) -> tuple[dict[str, Any], tuple[bytes, ...]] | None:
         if self._path is None:
             return None
-        return {"kind": self.kind, "stamp": stamp_of(self._path, with_ctime=True)}, ()
+        return {"kind": self.kind, "stamp": source_stamp(self._path)}, ()
 
     def read_into(self, index: int, out: Mapping[str, np.ndarray]) -> tuple[str, ...]:
         for name, target in out.items():  # arrays need no decoding, so `values` is not called

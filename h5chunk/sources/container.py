@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from h5chunk.errors import SampleError, SourceError, printable
-from h5chunk.stamp import stamp_of
+from h5chunk.stamp import source_stamp, stamp_of
 
 MAX_FILE_BYTES = 1 << 30  # per encoded image
 MAX_DIRECTORY_BYTES = 1 << 30  # zip directory: about 15 million members, which need ten times as much memory
@@ -56,11 +56,6 @@ _TAR_KINDS = {
 ZIP_LOCAL_HEADER = struct.Struct("<26x2H")  # unpacks the lengths of the name and extra field, which follow the header
 
 
-def _content_stamp(status: os.stat_result) -> tuple[int, ...]:
-    """Return the size, modification time and inode change time of a file. Programs cannot forge the change time."""
-    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
-
-
 class Folder:
     """Image files in a folder and its subfolders."""
 
@@ -72,7 +67,7 @@ class Folder:
 
     def stamp(self, index: int, name: bytes) -> tuple[int, ...]:
         try:
-            return _content_stamp(os.stat(os.path.join(self._root, name)))
+            return source_stamp(os.path.join(self._root, name))[-3:]
         except OSError as error:
             return -1, error.errno or 0, 0
 
@@ -119,7 +114,7 @@ class StoredFile:
         self._path = path
         self._opened: tuple[int, int] | None = None  # (process, descriptor)
         status = os.stat(path)
-        self._stamp, self.whole_stamp = stamp_of(status), _content_stamp(status)
+        self._stamp, self.whole_stamp = stamp_of(status), source_stamp(path)[-3:]
         self._num_bytes = status.st_size
 
     def __getstate__(self) -> dict[str, object]:

@@ -23,7 +23,7 @@ from h5chunk.sources.container import StoredFile
 from h5chunk.sources.kinds import KeyedOptions
 from h5chunk.sources.recognise import HDF5_MAGIC, has_suffix
 from h5chunk.sources.samples import Samples, field_dtype, largest_first
-from h5chunk.stamp import stamp_of
+from h5chunk.stamp import source_stamp
 from h5chunk.store.hdf5.child import in_child
 from h5chunk.store.hdf5.chunk_table import is_variable
 from h5chunk.store.hdf5.guard import Guard, check_attributes
@@ -95,7 +95,7 @@ class KeyedSource(Samples):
         return self._place(next(iter(self._patterns.values())), index)
 
     def identity(self) -> tuple[dict[str, Any], tuple[bytes, ...]] | None:
-        return {"kind": self.kind, "stamp": stamp_of(self._path, with_ctime=True), **self.options}, ()
+        return {"kind": self.kind, "stamp": source_stamp(self._path), **self.options}, ()
 
     @contextmanager
     def session(self) -> Iterator[None]:

@@ -43,7 +43,7 @@ from h5chunk.sources.recognise import has_suffix, is_path, read_head
 from h5chunk.sources.samples import Samples, field_dtype
 from h5chunk.sources.table_columns import MAX_CATEGORIES, TEXTS, Images, Values, storage_class
 from h5chunk.sources.text_table import SUFFIXES, is_table, may_be_entries, read_text_table
-from h5chunk.stamp import stamp_of
+from h5chunk.stamp import source_stamp
 
 MAGIC = b"PAR1"
 SUFFIX = ".parquet"
@@ -306,7 +306,7 @@ class TableSource(Samples):
         return f"{printable(self._paths[number].name)}, row {index - self._first_rows[number]}"
 
     def identity(self) -> tuple[dict[str, Any], tuple[bytes, ...]]:
-        stamps = [stamp_of(path, with_ctime=True) for path in self._paths]
+        stamps = [source_stamp(path) for path in self._paths]
         return {"kind": self.kind, "decoder": PIL.__version__, "options": vars(self.decoding), "stamps": stamps}, ()
 
     def values(self, index: int) -> dict[str, Any]:

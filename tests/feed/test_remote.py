@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from support.full_disk import largest_file
-from support.object_server import object_server
+from support.object_server import bucket_server, disconnect, object_server
 from torch.utils.data import DataLoader
 
 import h5chunk
@@ -376,24 +376,10 @@ def test_outputs_are_uploaded(photos, tmp_path):
     assert not list((tmp_path / "cache" / "h5chunk" / "uploads").iterdir())
 
 
-def disconnect():
-    """Forget the process that makes requests, so that another one is started."""
-    for connection in client._current.copy():
-        connection.close()
-    client._current.clear()
-    client._paths.clear()
-
-
 @pytest.fixture
 def bucket(monkeypatch):
-    """A server of objects that speaks as much of the protocol of S3 as is needed."""
-    with object_server() as server:
-        for name, value in {"ENDPOINT_URL": server.url, "ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret"}.items():
-            monkeypatch.setenv(f"AWS_{name}", value)
-        monkeypatch.setenv("AWS_REGION", "us-east-1")
-        disconnect()  # so that another process sees the environment
+    with bucket_server(monkeypatch) as server:
         yield server
-    disconnect()
 
 
 def test_shards_are_uploaded_when_they_are_finished(bucket):

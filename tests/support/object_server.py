@@ -10,7 +10,9 @@ import time
 from contextlib import contextmanager
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, unquote
+
+from h5chunk.remote import client
 
 KINDS = ("503", "short", "slow")
 
@@ -29,6 +31,7 @@ class ObjectServer(ThreadingHTTPServer):
         self.objects = dict(objects)
         self.latency_s, self.faults, self.has_etags = latency_s, faults, has_etags
         self.kinds, self.requests, self.num_faults, self._random = kinds, [], 0, random.Random(seed)
+        self.listed_bytes = None  # the size of each object in lists; None: the right one
         self.query = ""  # of URLs, such as a signature
         self.refuses_uploads = self.refuses_parts = False
         self.refused = "nothing"  # part of the paths of uploads that are refused
@@ -107,7 +110,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _get(self):
         path, _, query = self.path.partition("?")
-        server, data = self.server, self.server.objects.get(path)
+        server, data = self.server, self.server.objects.get(unquote(path))
         if server.query and query != server.query:
             return self._answer(403)
         server.requests.append((self.path, self.headers.get("Range")))
@@ -117,7 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._list()
         if data is None:
             return self._answer(404)
-        etag = f'"{hashlib.md5(data[:4096]).hexdigest()}-{len(data)}"' if server.has_etags else None
+        etag = etag_of(data) if server.has_etags else None
         if self.headers.get("If-Match", etag) != etag:
             return self._answer(412)
         fault = server.fault()
@@ -138,7 +141,8 @@ class _Handler(BaseHTTPRequestHandler):
         prefix = f"{bucket}/{dict(parse_qsl(query)).get('prefix', '')}"
         entries = "".join(
             f"<Contents><Key>{path.removeprefix(bucket + '/')}</Key><LastModified>2026-01-01T00:00:00.000Z"
-            f'</LastModified><ETag>"1"</ETag><Size>{len(data)}</Size></Contents>'
+            f"</LastModified><ETag>{etag_of(data)}</ETag>"
+            f"<Size>{self.server.listed_bytes or len(data)}</Size></Contents>"
             for path, data in sorted(self.server.objects.items())
             if path.startswith(prefix)
         )
@@ -165,6 +169,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
+def etag_of(data):
+    return f'"{hashlib.md5(data[:4096]).hexdigest()}-{len(data)}"'
+
+
 @contextmanager
 def object_server(objects=(), **options):
     """Run a server in a thread."""
@@ -177,3 +185,23 @@ def object_server(objects=(), **options):
         server.shutdown()
         server.server_close()
         server.server_close()
+
+
+@contextmanager
+def bucket_server(monkeypatch):
+    """Run a server that speaks as much of the protocol of S3 as is needed, for URLs such as ``s3://bucket/a.h5``."""
+    with object_server() as server:
+        for name, value in {"ENDPOINT_URL": server.url, "ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret"}.items():
+            monkeypatch.setenv(f"AWS_{name}", value)
+        monkeypatch.setenv("AWS_REGION", "us-east-1")
+        disconnect()  # so that another process sees the environment
+        yield server
+    disconnect()
+
+
+def disconnect():
+    """Forget the process that makes requests, so that another one is started."""
+    for connection in client._current.copy():
+        connection.close()
+    client._current.clear()
+    client._paths.clear()

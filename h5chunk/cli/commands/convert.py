@@ -36,7 +36,8 @@ def convert(source: str, output: str, **options: Any) -> None:
     SOURCE is a folder of images with one folder per class, a flat folder of images, folders images/ and masks/ with
     files of the same names, or any of these in a .zip or .tar; arrays in .npy or .npz; tables in .parquet or delimited
     text; or a sparse matrix: ratings.csv and other (row, column[, value]) lines, .npz of scipy, .mtx, libsvm, .h5ad,
-    10x .h5 or folder, or a folder or quoted pattern of .h5ad files.
+    10x .h5 or folder, or a folder or quoted pattern of .h5ad files. If SOURCE is a URL (s3://, gs://, az://, https://),
+    it is downloaded to a hidden folder beside OUTPUT first.
 
     If a conversion is stopped by Ctrl-C, a full disk, a bad sample or a signal, the same command continues it. If
     OUTPUT is already complete, the command reports this and does nothing.

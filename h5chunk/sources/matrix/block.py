@@ -22,7 +22,7 @@ from h5chunk.errors import SourceError, human_bytes, printable
 from h5chunk.source import OpenContext
 from h5chunk.sources.kinds import MatrixSourceOptions
 from h5chunk.sources.options import Options
-from h5chunk.stamp import stamp_of
+from h5chunk.stamp import source_stamp, stamp_of
 
 MIN_PART_BYTES = 4 << 20  # of a source that is divided
 
@@ -86,7 +86,7 @@ class SparseSource:
 
     def identity(self) -> dict[str, Any] | None:
         """Return a fingerprint that JSON can store: equal ones mean equal entries. None if there is no fingerprint."""
-        return {"kind": self.kind, "stamps": [stamp_of(path, with_ctime=True) for path in self.files()]}
+        return {"kind": self.kind, "stamps": [source_stamp(path) for path in self.files()]}
 
     def split(self, num_parts: int) -> Sequence[SparseSource]:
         """Return sources whose entries, one source after the other, are those of this one; they can be read apart."""

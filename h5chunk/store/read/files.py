@@ -21,13 +21,12 @@ from h5chunk.store.read.checksums import FIRST, OFF
 from h5chunk.store.read.fields import Stored
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.reader import H5Reader
-from h5chunk.urls import is_cut_url, is_url, local_copy_of, parse
+from h5chunk.urls import PATTERN, is_cut_url, is_url, local_copy_of, parse
 
 OnePath = str | os.PathLike[str]
 Paths = OnePath | Sequence[OnePath]
 
 SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5", ".h5ad")  # of the files to read in a folder
-PATTERN = r"[*?\[]"
 NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.h5")
 
 

@@ -129,9 +129,15 @@ def check_output(path: Path, overwrite: bool) -> None:
         raise OutputError(f"{label}: is a folder: give the name of a file, such as {printable(path / 'data.h5')}")
     if os.path.exists(path) and not path.is_file():  # a device, such as /dev/null, would be replaced
         raise OutputError(f"{label}: is not a regular file, so it is not replaced: give another name")
-    if os.path.exists(path) and not overwrite:
-        raise OutputError(f"{label}: exists: use --overwrite (overwrite=True) to replace it")
+    if not overwrite:
+        check_missing(path)
     check_parent(path)
+
+
+def check_missing(path: Path) -> None:
+    """Raise OutputError if a file or folder exists."""
+    if os.path.exists(path):
+        raise OutputError(f"{printable(path)}: exists: use --overwrite (overwrite=True) to replace it")
 
 
 def check_parent(path: Path) -> None:

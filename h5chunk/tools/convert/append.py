@@ -27,11 +27,13 @@ from h5chunk.tools.convert.report import ConvertReport
 from h5chunk.tools.convert.run import Notify, SampleRun
 from h5chunk.tools.convert.samples import is_complete, open_context, prepare
 from h5chunk.tools.progress import Progress
+from h5chunk.tools.sources import downloads
 from h5chunk.tools.verify.tables import find_table_problems
 
 AGAIN = "the last command already appended these samples: nothing was appended (to append them again, use another seed)"
 
 
+@downloads
 def append(
     path: str | os.PathLike[str],
     source: Any,

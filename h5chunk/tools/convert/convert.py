@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from h5chunk.errors import OptionError, SourceError, printable
+from h5chunk.errors import OptionError
 from h5chunk.source import OpenContext
 from h5chunk.sources.matrix.block import SparseSource
 from h5chunk.sources.open import choose_options, find_kind, open_kind
@@ -23,11 +23,12 @@ from h5chunk.tools.convert.run import Notify, SampleRun
 from h5chunk.tools.convert.samples import open_context, prepare, split_job
 from h5chunk.tools.progress import Progress
 from h5chunk.tools.repack.options import TUNED, read_tuned
+from h5chunk.tools.sources import downloads
 from h5chunk.tools.upload import uploads
-from h5chunk.urls import is_cut_url, is_url
 
 
 @uploads
+@downloads
 def convert(
     source: Any,
     output: str | os.PathLike[str],
@@ -57,7 +58,9 @@ def convert(
         libsvm, .h5ad, 10x .h5, or a 10x folder (its cells become the samples). Several matrices as one: a folder of
         .h5ad files, a glob pattern, or a list of paths. Arrays: .npy, .npz, an array, or a dict of arrays. A table:
         .parquet, or delimited text with one sample per line, such as iris.csv; or a folder of such files. A data set in
-        Python: any object with ``len()`` and indexing, such as those of torchvision and Hugging Face.
+        Python: any object with ``len()`` and indexing, such as those of torchvision and Hugging Face. Or a URL of a
+        file, of a folder in an object store, or of a pattern in one, or a list of them: these are downloaded to a
+        hidden folder beside the output, which is kept until the conversion succeeds.
     output : path
         The file to create, or the folder if ``shards``, ``shard_bytes`` or ``split_files`` is set. Or a URL in an
         object store (``s3://``, ``gs://``, ``az://``): files are written to ``~/.cache/h5chunk``, and each is uploaded
@@ -106,10 +109,6 @@ def convert(
         unused = [name for name in TUNED if name != "chunk_samples" and getattr(settings, name) is not None]
         if unused and notify is not None:
             notify(f"{os.fspath(tuned)}: convert does not use {', '.join(unused)}; only repack does")
-    if is_url(source) or is_cut_url(source):
-        raise SourceError(
-            f"{printable(source)}: sources cannot be read from URLs: copy the source to a disk, or mount the store"
-        )
     if client is not None:  # workers may run in other folders
         source = _absolute(source)
     opened, path, write_options, source_options = _open(source, output, format, overwrite, options, progress)

@@ -1,0 +1,201 @@
+"""Download objects to local files; a download that was stopped is continued.
+
+A file gets its name once it is complete. Its modification time is a digest of the object's URL and version, so that a
+file of another version is never taken for it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import re
+import shutil
+import struct
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from h5chunk.errors import human_bytes, printable
+from h5chunk.remote.objects import MISSING, RemoteError, Store, changed
+from h5chunk.remote.pages import write_at
+from h5chunk.urls import PATTERN, parse, stable, without_query
+
+PIECE_BYTES = 4 << 20  # size of each request
+RECORD = struct.Struct("<QI")  # start of a piece that was written, and its CRC-32
+LATEST_S = 1 << 30  # modification times are before 2004, because some file systems cannot store late ones
+FILES = 64  # files that are written at a time
+BATCH = 1024
+
+Note = Callable[[int, int], None]  # called with the numbers of bytes that are written, and in total
+
+
+class Listed(NamedTuple):
+    """An object to download."""
+
+    url: str
+    path: str  # of the file, relative to the folder
+    num_bytes: int
+    about: dict[str, Any]  # its version: see `h5chunk.remote.objects.version_of`
+
+
+class Download:
+    """The download of an object, or of all objects in a folder, into a local folder."""
+
+    def __init__(self, find_store: Callable[[str], Store], folder: Path, end: threading.Event, note: Note) -> None:
+        self._find_store, self._folder, self._end, self._note = find_store, folder, end, note
+        self._done, self._total, self._lock = 0, 0, threading.Lock()
+        self._failure: Exception | None = None  # the first one, after which all else stops
+
+    def run(self, url: str) -> Path:
+        """Download what a URL names, an object, a folder, or the objects that match a pattern; return the local path.
+
+        Raises RemoteError, or OSError if a file cannot be written.
+        """
+        try:
+            return self._run(url)
+        except Exception as error:
+            raise self._failure or error from None
+
+    def _run(self, url: str) -> Path:
+        folder, name = parse(url)
+        own = self._folder / hashlib.sha256(stable(url).encode()).hexdigest()[:12]
+        if name and (url.startswith("http") or not re.search(PATTERN, name)):
+            self._store = self._find_store(folder)
+            try:
+                about, _ = self._store.open(url)
+            except RemoteError as error:
+                if url.startswith("http") or not str(error).endswith(MISSING):
+                    raise
+                folder, name = f"{url}/", ""  # it is a folder
+            else:
+                self._write_all([Listed(url, name, about["num_bytes"], about)], own)
+                return own / name
+        if folder.startswith("http"):
+            raise RemoteError(f"{without_query(folder)}: web servers do not list folders: give the URLs of files")
+        self._store, own = self._find_store(folder), own / PurePosixPath(folder).name
+        self._write_all(list(self._listed(folder, name)), own)
+        return own / name
+
+    def _listed(self, folder: str, pattern: str) -> Iterator[Listed]:
+        """List the objects of a folder, and of its subfolders unless a pattern is given."""
+        found = self._store.list_all(folder)
+        folders = {"", *(str(parent) for path, *_ in found for parent in PurePosixPath(path).parents)}
+        found = [each for each in found if each[1] or each[0] not in folders]  # empty objects stand for folders
+        if pattern:
+            found = [each for each in found if "/" not in each[0] and fnmatchcase(each[0], pattern)]
+        if not found:
+            raise RemoteError(f"{folder}{pattern}: {'no object matches this pattern' if pattern else MISSING}")
+        for path, num_bytes, about in found:
+            if path in folders or not {"", ".", ".."}.isdisjoint(path.split("/")) or "\0" in path:
+                raise RemoteError(f"{folder}{path}: its name cannot be that of a file: rename it")
+            yield Listed(folder + path, path, num_bytes, about)
+
+    def _write_all(self, objects: list[Listed], folder: Path) -> None:
+        self._total = sum(each.num_bytes for each in objects)
+        folder.mkdir(parents=True, exist_ok=True)
+        taken = sum(file.stat().st_blocks * 512 for file in self._folder.rglob("*") if file.is_file())
+        free = shutil.disk_usage(folder).free
+        if self._total > taken + free:
+            raise RemoteError(
+                f"{printable(str(self._folder))}: downloading needs {human_bytes(self._total - taken)}, but only "
+                f"{human_bytes(free)} are free: free space, or write the output to another disk"
+            )
+        with ThreadPoolExecutor(min(FILES, len(objects))) as pool:
+            rest = iter(objects)
+            while some := list(itertools.islice(rest, BATCH)):
+                list(pool.map(lambda each: self._write(each, folder / each.path), some))
+
+    def _write(self, each: Listed, file: Path) -> None:
+        """Write an object to a file, unless it exists in this version."""
+        time_ns = version_time(each)
+        if is_complete(file, each.num_bytes, time_ns):
+            self._add(each.num_bytes)
+            return
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_name(f".{time_ns:x}.part")
+        with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b", buffering=0) as opened:
+            fcntl.flock(opened, fcntl.LOCK_EX)
+            if is_complete(file, each.num_bytes, time_ns):  # another process has written it meanwhile
+                part.unlink(missing_ok=True)
+                self._add(each.num_bytes)
+                return
+            self._fill(opened.fileno(), each, part.with_suffix(".done"))
+            os.utime(opened.fileno(), ns=(time_ns, time_ns))
+            part.replace(file)
+            part.with_suffix(".done").unlink(missing_ok=True)
+
+    def _fill(self, descriptor: int, each: Listed, record: Path) -> None:
+        """Write the pieces of an object that the record does not list as written."""
+        starts = range(0, each.num_bytes, PIECE_BYTES)
+        if len(starts) < 2:
+            for start in starts:
+                write_at(descriptor, self._piece(each, start), 0)
+            os.ftruncate(descriptor, each.num_bytes)
+            return
+        with record.open("a+b", buffering=0) as log:
+            written = set(self._written(descriptor, log, each.num_bytes))
+
+            def write(start: int) -> None:
+                data = self._piece(each, start)
+                write_at(descriptor, data, start)
+                log.write(RECORD.pack(start, zlib.crc32(data)))
+
+            list(self._store.pool.map(write, [start for start in starts if start not in written]))
+        os.fsync(descriptor)
+
+    def _written(self, descriptor: int, log: Any, num_bytes: int) -> Iterator[int]:
+        """Yield the starts of the pieces that are written, after comparing their checksums."""
+        log.seek(0)
+        data = log.read()
+        for start, crc in RECORD.iter_unpack(data[: len(data) // RECORD.size * RECORD.size]):
+            size = min(PIECE_BYTES, num_bytes - start)
+            if start % PIECE_BYTES == 0 and size > 0 and zlib.crc32(os.pread(descriptor, size, start)) == crc:
+                self._add(size)
+                yield start
+
+    def _piece(self, each: Listed, start: int) -> Any:
+        if self._end.is_set():
+            raise RemoteError(f"{without_query(each.url)}: the download was stopped")
+        try:
+            about, data = self._store.get(each.url, start, min(start + PIECE_BYTES, each.num_bytes))
+            if any(tag(about.get(name, value)) != tag(value) for name, value in each.about.items()):
+                raise RemoteError(changed(each.url))
+        except Exception as error:
+            self._failure = self._failure or error
+            self._end.set()
+            raise
+        self._add(len(data))
+        return data
+
+    def _add(self, num_bytes: int) -> None:
+        with self._lock:
+            self._done += num_bytes
+        self._note(self._done, self._total)
+
+
+def tag(value: Any) -> Any:
+    """Return an ETag without quotes, which some stores leave out in lists; other values unchanged."""
+    return value.strip('"') if isinstance(value, str) else value
+
+
+def version_time(each: Listed) -> int:
+    """Return the modification time, in nanoseconds, that stands for this version of an object."""
+    about = {name: tag(value) for name, value in each.about.items()}
+    digest = hashlib.sha256(json.dumps([stable(each.url), about], sort_keys=True).encode()).digest()
+    return int.from_bytes(digest[:8], "little") % (LATEST_S * 10**9)
+
+
+def is_complete(file: Path, num_bytes: int, time_ns: int) -> bool:
+    """Return whether a file is that of a version of an object."""
+    try:
+        status = file.stat()
+    except OSError:
+        return False
+    return (status.st_size, status.st_mtime_ns) == (num_bytes, time_ns)
