@@ -7,7 +7,9 @@ it says or by a loop that never had the fault. A loop is a loader and a function
 from __future__ import annotations
 
 import os
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -259,6 +261,25 @@ def optimizing_on_cpu(fix: Any) -> Loop:
     return DataLoader(Made(tiny), 64, num_workers=2, pin_memory=True), step
 
 
+def holding_the_lock(fix: Any) -> Loop:
+    loader = DataLoader(Made(tiny), 32, num_workers=1)
+    if fix is None:
+        threading.Thread(target=spin, args=(weakref.ref(loader),), name="log", daemon=True).start()
+    return loader, trainer(network(), work=WORK)
+
+
+def spin(loader: Callable[[], Any]) -> None:
+    while loader() is not None:
+        sum(i * i for i in range(2_000))
+
+
+def chunk_loader(fix: Any) -> Loop:
+    path = stored("packed", (16, 32, 32, 3), count=8_192, compression="gzip")
+    options = {"resident": False, **(fix.apply["chunk_loader"] if fix else {})}
+    dataset = h5chunk.ChunkDataset(path, fields=["images"])
+    return h5chunk.ChunkLoader(dataset, 2_048, **options), trainer(network(), work=WORK)
+
+
 NONE = ("none", "other processes")
 TRANSFORM, STEP = ("transform", "reading"), "fewer kernel"
 FAULTS = [
@@ -277,6 +298,8 @@ FAULTS = [
     Fault("slow collate", collating, ("collate",), "without slow_collate"),
     Fault("lock in a transform", other(locked, unlocked, num_workers=2), ("lock",), "no lock"),
     Fault("unbalanced workers", simple(uneven, num_workers=2), ("unbalanced",), "in_order"),
+    Fault("a thread that holds the GIL", holding_the_lock, ("gil",), "without thread"),
+    Fault("ChunkLoader decodes", chunk_loader, ("decoding",), "resident"),
     Fault("validation in between", validating, ("validation",)),
     Fault("small batches", small_batches, ("small batches",), "" if CUDA else "larger batches"),
     Fault("Python in the step", with_python, ("python",) if CUDA else NONE, "less Python" if CUDA else ""),

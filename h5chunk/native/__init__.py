@@ -185,7 +185,7 @@ class NativePool:
 
     @property
     def progress(self) -> int:
-        """A counter that increases whenever a job, or a part of a long job, ends."""
+        """Nanoseconds that all threads together have run jobs; they increase whenever a part of a job ends."""
         return self._ask("progress")
 
     @property

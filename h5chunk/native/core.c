@@ -472,6 +472,12 @@ static void ask_ahead(Pool *pool) {
     }
 }
 
+static int64_t nanoseconds(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
+}
+
 /* Run a part of the first waiting ticket; the caller holds the lock. */
 static void run_part(Pool *pool, uint8_t *scratch) {
     Ticket *ticket = pool->waiting.first;
@@ -484,9 +490,12 @@ static void run_part(Pool *pool, uint8_t *scratch) {
     if (pool->waiting.first) pthread_cond_signal(&pool->work); /* each thread wakes the next: see h5chunk_submit */
     pthread_mutex_unlock(&pool->lock);
     Result result = {0};
+    int64_t started = nanoseconds();
     for (int64_t i = 0; i < count && !result.status; i++)
         if (do_job(job + i, scratch, &result)) result.job = job + i - ticket->jobs;
+    int64_t worked = nanoseconds() - started;
     pthread_mutex_lock(&pool->lock);
+    pool->progress += worked;
     if (result.status && ticket->result.status == DONE) {
         result.ticket = ticket->result.ticket;
         ticket->result = result;
@@ -598,7 +607,8 @@ EXPORT int h5chunk_wait(Pool *pool, double timeout_s, int gathers, Result *resul
 }
 
 /* Return the number of running threads, which is less than requested if the system refused more; the number of tickets
- * that were submitted and not returned; or a counter that increases whenever a part of a job ends. */
+ * that were submitted and not returned; or the nanoseconds that threads have run jobs, which increase whenever a part of
+ * a job ends. */
 #define COUNT(type, name)                    \
     EXPORT type h5chunk_##name(Pool *pool) { \
         pthread_mutex_lock(&pool->lock);     \

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -169,6 +170,8 @@ def test_the_verdict_blames_decoding_and_more_workers_gain_until_the_step_is_the
         ({"waits": [0.0001] * 40, "memory_stall": 0.3}, "memory"),
         ({"waits": [0.0001] * 40, "ranks": [(0.01, 0.006), (0.01, 0.001)]}, "straggler"),
         ({"waits": [0.0001] * 40, "threads": 64, "step_cpu": 0.02}, "oversubscription"),
+        ({"waits": [0.0001] * 40, "held": 0.4, "holder": "log (train.py:9)"}, "gil"),
+        ({"waits": [0.008] * 40, "fetches": [0.001] * 40, "held": 0.4, "holder": "log (train.py:9)"}, "gil"),
     ],
 )
 def test_data_is_not_blamed_if_it_is_not_the_cause(changes, cause):
@@ -267,14 +270,47 @@ def test_a_step_that_is_given_is_timed_and_leaves_the_random_numbers_alone():
     assert report.seen.cached_step[1] > 0 and report.diagnosis.ladder[0].name == "the step on one cached batch"
 
 
-def test_epochs_of_a_chunk_loader_are_watched(tmp_path):
-    path = make_file(tmp_path / "a.h5", images=(np.zeros((40, 3, 5, 6), "u1"), {"chunks": (4, 3, 5, 6)}))
-    loader = h5chunk.ChunkLoader(h5chunk.ChunkDataset(path), 4)
+@pytest.mark.parametrize("resident", [False, True])
+def test_stages_of_a_chunk_loader_are_measured(tmp_path, resident):
+    images = np.zeros((800, 3, 32, 32), "u1"), {"chunks": (8, 3, 32, 32), "compression": "gzip"}
+    path = make_file(tmp_path / "a.h5", images=images)
+    loader = h5chunk.ChunkLoader(h5chunk.ChunkDataset(path), 16, resident=resident)
     with h5chunk.doctor(loader) as report:
-        for _ in range(8):
+        for _ in range(3):
             for _ in loader:
                 torch.randn(200, 200) @ torch.randn(200, 200)
-    assert report.seen.loader["kind"] == "ChunkLoader"
+    assert report.seen.loader["kind"] == "ChunkLoader" and report.seen.loader["compressed"]
+    stages = report.seen.stages
+    assert (stages["reading"] > 0, stages["decoding"] > 0) == (not resident, not resident) and stages["gathering"] > 0
+    assert "threads read and decode" in str(report)
+
+
+def test_threads_of_a_chunk_loader_that_decode_too_slowly_are_the_limit_until_data_is_used_more_often():
+    stages = {"reading": 0.002, "decoding": 0.018, "gathering": 0.0005, "copying": 0.0, "waiting": 0.0075}
+    facts = {"num_threads": 2, "resident": False, "fits": True, "form": "", "compressed": True, "echo": 1.0}
+    found = diagnose(seen(stages=stages, fetches=[], lines=[], loader={"kind": "ChunkLoader", "made_at": "", **facts}))
+    assert found.cause == "decoding" and "90% of the work of the loader's threads (2)" in found.verdict
+    gains = {fix.name: fix.gain.value for fix in found.fixes}
+    expected = {"resident=True": 4.0, "no compression": 4.0, "num_threads=16": 4.0, "echo=4": 4.0}
+    assert gains == pytest.approx(expected, rel=0.01)
+    assert found.fixes[0].apply["chunk_loader"] and found.ladder[-1].alone == pytest.approx(32 * 2 / 0.02)
+
+
+def test_the_thread_that_holds_the_lock_is_named():
+    stop = threading.Event()
+
+    def spin():
+        while not stop.is_set():
+            sum(range(2_000))
+
+    threading.Thread(target=spin, name="my log").start()
+    loader = DataLoader(Quick(), 10)
+    with h5chunk.doctor(loader) as report:
+        for _ in loader:
+            for _ in range(4):
+                torch.randn(100, 100) @ torch.randn(100, 100)
+    stop.set()
+    assert report.seen.held > 0 and report.seen.holder.startswith("my log (test_doctor.py:")
 
 
 def test_a_frame_without_a_line_counts_as_its_function():

@@ -6,7 +6,7 @@ import json
 import linecache
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -123,6 +123,9 @@ def _seen(
     fetches = sorted(Fetch(*row) for process in makers for row in process.rows["fetch"])
     fetches = [row for row in fetches if start <= row.started and row.ended <= stop and (workers or row.worker < 0)]
     stages, lines = _lines(makers, main, fetches)
+    made = [step.stages for step in kept if step.stages]
+    if made:
+        stages = {name: _mean([row[name] for row in made]) for name in made[0]}
     takes = sorted(step.take for step in kept if step.take)
     names = ("samples", "copy", "copy_bytes", "pageable_bytes", "optimizer")
     means: dict[str, Any] = {name: _mean([getattr(step, name) for step in kept]) for name in names}
@@ -142,6 +145,7 @@ def _seen(
         h5_reads=_mean([row.h5_reads for row in fetches if row.h5_reads]),
         warm=_warm(fetches),
         in_torch=_mean([row[3] for row in main.rows["line"] if row[0] == "step"]),
+        **_holder(main),
         gpu=_gpu(main, kept),
         gpu_name=str(machine.get("gpu", "")),
         elsewhere=_elsewhere(steps, own),
@@ -202,6 +206,16 @@ def _warm(fetches: list[Fetch]) -> float:
     """Return the time of collating samples a second time, relative to the first."""
     ratios = [row.again / row.collate for row in fetches if row.again and row.collate]
     return min(1.0, statistics.median(ratios)) if ratios else 1.0
+
+
+def _holder(main: Process) -> dict[str, Any]:
+    """Return the share of samples in which another thread held Python's lock, and the thread that did so most often."""
+    found: Any = Counter()
+    for name, place, idle in main.rows["held"]:
+        found[f"{name} ({place.rpartition('/')[2] or 'a library'})"] += idle
+    if not found:
+        return {}
+    return {"held": found.total() / len(main.rows["line"]), "holder": found.most_common(1)[0][0]}
 
 
 def _by_worker(fetches: list[Fetch]) -> list[float]:

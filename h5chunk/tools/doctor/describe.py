@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import SequentialSampler
 
 from h5chunk.machine import available_cores
 
@@ -15,8 +15,6 @@ SETTINGS = "num_workers", "prefetch_factor", "pin_memory", "persistent_workers",
 
 def describe(loader: Any) -> dict[str, Any]:
     """Describe a DataLoader by its settings and the line that created it."""
-    if not isinstance(loader, DataLoader):
-        return CHUNK_LOADER
     collate = loader.collate_fn
     return {
         "kind": "DataLoader",

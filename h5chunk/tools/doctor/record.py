@@ -23,6 +23,7 @@ FLUSH_S = 0.5  # seconds between writes
 SWITCH_S = 1e-3  # Python's switch interval: with the default of 5 ms, lines that follow slow ones would be seen
 SAMPLE_S, LATER_S = 0.01, 0.1  # seconds between samples of the line that runs, at first and later
 FIRST = 200  # samples at first
+PROBE_S, HELD_S = 2e-4, 8e-4  # a sleep without Python's lock, and the delay after it from which a thread held it
 READING, DECODING, TRANSFORM, COLLATE, LOCK = "reading", "decoding", "transform", "collate", "lock"
 LIBRARIES = {
     **dict.fromkeys(("h5py", "zarr", "tables", "pyarrow", "fsspec", "lmdb", "netCDF4", "xarray"), READING),
@@ -99,6 +100,7 @@ class Step(NamedTuple):
     optimizer_steps: int = 0
     backward: float = 0.0
     gpu: int | None = None  # number of its events; -1: under the profiler
+    stages: dict[str, float] | None = None  # of `ChunkLoader`, in all of its threads
 
 
 class Fetch(NamedTuple):
@@ -125,11 +127,16 @@ class Use(NamedTuple):
     memory: float  # seconds in which some process waited for memory
 
 
+def core_wait(thread: int) -> float:
+    """Return the seconds that a thread has waited for a core. Raises OSError if the system does not count them."""
+    return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1]) / 1e9
+
+
 def use() -> Use:
     """Return the resources that this process has used so far; values that the system does not report are 0."""
     delay, read, disk, everyone, memory = 0.0, 0, 0, 0.0, 0.0
     with suppress(OSError, ValueError, IndexError, KeyError):
-        delay = int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+        delay = core_wait(threading.get_native_id())
         fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
         read, disk = int(fields["rchar"]), int(fields["read_bytes"])
         ticks = [int(number) for number in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
@@ -170,6 +177,7 @@ class Sampler:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._target = recorder, threading.get_ident()
+        self._target_id = threading.get_native_id()
         self._clock = time.pthread_getcpuclockid(self._target) if hasattr(time, "pthread_getcpuclockid") else None
         self.stage = ""  # "step", "fetch", "collate", "reading"; empty: no samples
         self._stop = threading.Event()
@@ -201,8 +209,30 @@ class Sampler:
                 stage = stage_of(frame) if stage == "fetch" else stage
                 busy, library = min(1.0, (cpu - used) / max(1e-9, now - last)), is_library(frame.f_code.co_filename)
                 self._recorder.keep("line", stage, caller(frame), busy, library)
+                self._find_holder(busy)
             del frame
             last, used = now, cpu
+
+    def _core_waits(self) -> float:
+        return core_wait(threading.get_native_id()) + core_wait(self._target_id)
+
+    def _find_holder(self, busy: float) -> None:
+        """Record which thread holds Python's lock (the GIL) while the target, which uses no core, and this one wait."""
+        clocks = {thread: time.pthread_getcpuclockid(thread) for thread in sys._current_frames()}
+        if len(clocks) < 3 or self._clock is None:
+            return
+        with suppress(OSError):  # a thread has ended, or the system does not count what is needed
+            before = {thread: time.clock_gettime(clock) for thread, clock in clocks.items()}
+            started = time.perf_counter() - self._core_waits()
+            time.sleep(PROBE_S)
+            waited = time.perf_counter() - self._core_waits() - started - PROBE_S
+            used = {thread: time.clock_gettime(clock) - before[thread] for thread, clock in clocks.items()}
+            holder = max(used, key=used.__getitem__)
+            if waited > HELD_S and used[self._target] < waited / 2 < used[holder]:
+                names = {thread.ident: thread.name for thread in threading.enumerate()}
+                place = caller(sys._current_frames().get(holder))
+                self._recorder.keep("held", names.get(holder, "?"), place, 1 - busy)
+                sys.setswitchinterval(self._interval)  # which decides how long each wait is
 
     def _used(self) -> float:
         return 0.0 if self._clock is None else time.clock_gettime(self._clock)

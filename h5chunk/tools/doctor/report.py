@@ -103,10 +103,13 @@ class DoctorReport(Report):
         if seen.gpu is not None:
             text += f"; GPU: {_ms(seen.gpu.busy)} busy, {_ms(seen.gpu.idle)} idle between steps"
         yield text
+        least = 0.01 * (seen.fetch or seen.iteration)
+        parts = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in seen.stages.items() if seconds > least)
         if seen.fetches:
             who = f"a worker (of {seen.workers})" if seen.workers else "the training process"
-            parts = [f"{name} {_ms(seconds)}" for name, seconds in seen.stages.items() if seconds > 0.01 * seen.fetch]
-            yield f"a batch takes {who} {_ms(seen.fetch)}: {', '.join(parts)}"
+            yield f"a batch takes {who} {_ms(seen.fetch)}: {parts}"
+        elif seen.loader_threads:
+            yield f"a batch takes ChunkLoader, whose {seen.loader_threads} threads read and decode: {parts}"
         if seen.other_cores > 0.1 * seen.cores:
             yield f"  other processes kept {seen.other_cores:.1f} of {seen.cores} cores busy; predictions count on it"
         for file in seen.files[:3]:

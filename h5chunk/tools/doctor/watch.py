@@ -29,6 +29,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from h5chunk.tools.doctor.describe import CHUNK_LOADER, batch_samples, describe, describe_batch, machine
 from h5chunk.tools.doctor.gpu import GpuClock
+from h5chunk.tools.doctor.loader_stages import Stages
 from h5chunk.tools.doctor.record import Fetch, Recorder, Sampler, Step, caller
 
 FILES_AFTER = 3  # fetches after which open files are listed
@@ -58,6 +59,7 @@ class Watch:
         self.spent: Any = Counter()  # in this iteration, by field of `Step`
         self.take, self.h5 = 0.0, (0, 0.0)  # seconds; calls and seconds
         self.collate, self.again, self.fetches = 0.0, 0.0, 0
+        self.stages = Stages()
 
     def asks(self, number: int) -> None:
         """End an iteration, because the loop asks for another batch."""
@@ -65,7 +67,8 @@ class Watch:
         self.sampler.stage = ""
         if self._open is not None:
             gpu = self.gpu.end_step() if self.gpu is not None else None
-            self.recorder.add("step", *self._open._replace(ended=now, gpu=gpu, **self.spent))
+            stages = self.stages.take() if self.stages.loader() is not None else {}
+            self.recorder.add("step", *self._open._replace(ended=now, gpu=gpu, stages=stages, **self.spent))
             self._open = None
             self.spent.clear()
             self._first = self._first or now
@@ -92,9 +95,13 @@ class Watch:
         """Count an epoch as begun; stop measuring after the requested number of epochs."""
         self.asks(number)
         if number not in self.settings:
-            self.settings[number] = describe(loader)
+            with suppress(Exception):  # of a loader that was changed
+                self.settings[number] = (
+                    describe(loader) if isinstance(loader, DataLoader) else self.stages.describe(loader)
+                )
         self.epochs[number] += 1
-        self.epoch_started[number] = started
+        if isinstance(loader, DataLoader) or self.epochs[number] == 1:  # ChunkLoader reads ahead into the next epoch
+            self.epoch_started[number] = started
         if self.epochs[number] > self.options.get("epochs", math.inf):
             self._end()
 
@@ -183,7 +190,9 @@ def watch_chunk_loader(module: Any) -> None:
     """Measure the batches of `ChunkLoader`, whose module has been imported."""
     if _watch is not None:
         _replace(module._OneThread, "__next__", _next)
+        _replace(module.ChunkLoader, "__init__", _init)
         _replace(module.ChunkLoader, "__iter__", _iter)
+        _watch.stages.install(_replace)
 
 
 def remove() -> None:
@@ -223,7 +232,8 @@ def _next(original: Any) -> Any:
 
 def _init(original: Any) -> Any:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        if _watch is not None and (fix := _watch.options.get("fix", {}).get("loader")):
+        kind = "loader" if isinstance(self, DataLoader) else "chunk_loader"
+        if _watch is not None and (fix := _watch.options.get("fix", {}).get(kind)):
             bound = inspect.signature(original).bind(self, *args, **kwargs)
             bound.arguments.update(fix)
             args, kwargs = bound.args[1:], bound.kwargs

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from h5chunk.tools.model.pipeline import Loop, Range, gain_range
+from h5chunk.tools.model.pipeline import Loop, Range, gain_range, seconds_per_batch
 from h5chunk.tools.model.seen import READING, Line, Seen
 
 LEAST_SHARE = 0.05  # smallest share of all time that is reported
@@ -51,6 +51,17 @@ class Cost:
 def gain_of(seen: Seen, *changed: Loop) -> Range:
     """Predict the overall gain of a changed loop; further loops widen its interval, as in `gain_range`."""
     return gain_range(seen.loop(), *changed).with_rest(seen.other_share)
+
+
+def late_share(seen: Seen) -> float:
+    """Return the share of time for which workers' batches are late although the workers could make them in time."""
+    share, least = seen.waiting()
+    if least < LEAST_SHARE or not (seen.workers and seen.fetches):
+        return 0.0
+    loop = replace(seen.loop(), cores=seen.cores)
+    ready = replace(loop, exclusive=0.0).shorter(0.999, 0.999)
+    expected = 1 - seconds_per_batch(ready) / max(1e-9, seconds_per_batch(loop))
+    return share if expected < share / 2 else 0.0
 
 
 def where(seen: Seen) -> str:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from h5chunk.errors import human_bytes
 from h5chunk.plan.cache import ChunkGrid, mean_hits
-from h5chunk.tools.model.cost import LEAST_SHARE, Cost, Fix, chunked_file, gain_of, slowest_line, where
+from h5chunk.tools.model.cost import LEAST_SHARE, Cost, Fix, chunked_file, gain_of, late_share, slowest_line, where
 from h5chunk.tools.model.pipeline import Loop, Range, seconds_per_batch
-from h5chunk.tools.model.seen import COLLATE, DECODING, LOCK, READING, TRANSFORM, Seen
+from h5chunk.tools.model.seen import COLLATE, COPYING, DECODING, GATHERING, LOCK, READING, TRANSFORM, WAITING, Seen
 
 ENOUGH = 1.03  # prefer fewer workers if their time is within this factor of the best time
 MAX_WORKERS = 32
@@ -18,6 +19,7 @@ UNBALANCED = 1.4  # ratio of the slowest worker's time to the mean from which wo
 MORE = 8  # factor by which batches are enlarged
 BAD_READS = 2.0  # ratio of bytes read to bytes used from which reading is reported
 MAX_CACHE = 2 << 30  # largest chunk cache to propose, in bytes
+MAX_ECHO = 4.0
 CALL_S = 5e-6  # time of a read with h5py from a cached chunk
 
 
@@ -35,11 +37,10 @@ def data_costs(seen: Seen) -> Iterator[Cost]:
             "small batches", False, max(share, min(seen.idle, seen.handover / seen.iteration)), text, list(_batch(seen))
         )
     elif least >= LEAST_SHARE:
-        expected = _simulated_wait(seen) if seen.workers and seen.fetches else share
-        if expected < share / 2:
-            yield _late(seen, share)
-        else:
+        if not late_share(seen):
             yield _waiting(seen, share)
+        elif seen.held < LEAST_SHARE:
+            yield _late(seen, share)
 
 
 def start_costs(seen: Seen) -> Iterator[Cost]:
@@ -55,13 +56,6 @@ def start_costs(seen: Seen) -> Iterator[Cost]:
     yield Cost("epoch start", True, share, text, fixes)
 
 
-def _simulated_wait(seen: Seen) -> float:
-    """Return the share of time that the loop would wait for its workers if no other process used the cores."""
-    loop = replace(seen.loop(), cores=seen.cores)
-    ready = replace(loop, exclusive=0.0).shorter(0.999, 0.999)
-    return 1 - seconds_per_batch(ready) / max(1e-9, seconds_per_batch(loop))
-
-
 def _late(seen: Seen, share: float) -> Cost:
     """Return the cost of batches that are late although the workers could make them in time."""
     late = f"batches come {share:.0%} of the time late, although the workers could make them in time"
@@ -73,6 +67,8 @@ def _late(seen: Seen, share: float) -> Cost:
 
 def _waiting(seen: Seen, share: float) -> Cost:
     waits = f"Your data: training waits {share:.0%} of its time for batches"
+    if seen.loader_threads:
+        return _chunk_loader(seen, share, waits)
     if not seen.fetches:
         return Cost("loader", True, share, f"{waits}.")
     stage, seconds = max(seen.stages.items(), key=lambda item: item[1])
@@ -90,6 +86,50 @@ def _waiting(seen: Seen, share: float) -> Cost:
         stage = "unbalanced"
     fixes = [fix for rule in RULES for fix in rule(seen)] if seen.is_torch else []
     return Cost(stage, True, share * (1 - seen.other_share), f"{text}.", fixes)
+
+
+def _chunk_loader(seen: Seen, share: float, waits: str) -> Cost:
+    """Return the cost of waiting for a ChunkLoader: its threads are the limit, or making batches of what they read."""
+    stages, threads = seen.stages, seen.loader_threads
+    work = max(1e-9, stages[READING] + stages[DECODING])
+    if stages[WAITING] < seen.wait / 2:
+        stage = max((GATHERING, COPYING), key=stages.__getitem__)
+        text = f"{waits}; {stage} takes {min(1.0, stages[stage] / seen.wait):.0%} of that, in the training thread"
+        return Cost(stage, True, share * (1 - seen.other_share), f"{text}.")
+    stage = max((READING, DECODING), key=stages.__getitem__)
+    text = f"{waits}; {stage} takes {stages[stage] / work:.0%} of the work of the loader's threads ({threads})"
+    return Cost(
+        stage, True, share * (1 - seen.other_share), f"{text}.", list(_loader_fixes(seen, stages[READING] / work))
+    )
+
+
+def _loader_fixes(seen: Seen, reading: float) -> Iterator[Fix]:
+    """Yield changes to a ChunkLoader, given the share of reading in the work of its threads."""
+    known, call = seen.loader, f"{where(seen)}ChunkLoader(..., "
+    busy = seen.iteration - seen.stages[WAITING]  # of the training thread
+
+    def fix(name: str, left: float, code: str, is_bound: bool = False, **options: Any) -> Fix:
+        gain = seen.iteration / max(busy, left * seen.iteration)
+        bounds = Range(gain, 1 + (gain - 1) / 2, 1.1 * gain).with_rest(seen.other_share)
+        return Fix(name, bounds, code, {"chunk_loader": options} if options else {}, is_bound)
+
+    if known["fits"] and not known["resident"]:
+        yield fix("resident=True", 0.0, f"{call}resident=True), which keeps all data on the device", resident=True)
+    if seen.loader_threads < seen.cores:
+        left = seen.loader_threads / seen.cores
+        yield fix(f"num_threads={seen.cores}", left, f"{call}num_threads={seen.cores})", num_threads=seen.cores)
+    if known["form"] == "encoded":
+        code = "h5chunk convert IMAGES new.h5 --size H W, which stores raw pixels: about ten times the bytes"
+        yield fix("raw images", reading, code, True)
+    elif known["form"] == "raw":
+        code = "h5chunk convert IMAGES new.h5 --keep-encoded: about a tenth of the bytes, which threads then decode"
+        yield fix("encoded images", 0.1 * reading + 1 - reading, code, True)
+    elif known["compressed"]:
+        yield fix("no compression", reading, "h5chunk repack old.h5 new.h5 --compression none", True)
+    if known["echo"] == 1:
+        echo = min(MAX_ECHO, math.ceil(10 * seen.iteration / busy) / 10)
+        code = f"{call}echo={echo:g}), which trains with each sample {echo:g} times: compare what the model learns"
+        yield fix(f"echo={echo:g}", 1 / echo, code, echo=echo)
 
 
 def _workers(seen: Seen) -> Iterator[Fix]:

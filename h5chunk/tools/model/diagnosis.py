@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from h5chunk.tools.model.cost import LEAST_SHARE, Cost, Fix, slowest_line
 from h5chunk.tools.model.data_costs import data_costs, start_costs
 from h5chunk.tools.model.pipeline import seconds_per_batch
-from h5chunk.tools.model.seen import COLLATE, DECODING, LOCK, READING, TRANSFORM, Seen
+from h5chunk.tools.model.seen import COLLATE, COPYING, DECODING, GATHERING, LOCK, READING, TRANSFORM, Seen
 from h5chunk.tools.model.step_costs import machine_costs, step_costs
 
 RULES = (machine_costs, data_costs, start_costs, step_costs)
@@ -76,6 +76,12 @@ def ladder(seen: Seen) -> list[Rung]:
     rungs = [Rung("the step on one cached batch", samples / max(step - seen.copy, gpu_busy - gpu_copy, 1e-9), None)]
     if moved := max(seen.copy, gpu_copy):
         rungs.append(Rung("+ copying to the device", samples / max(step, gpu_busy), samples / moved))
+    if seen.loader_threads:
+        work = seen.stages[READING] + seen.stages[DECODING]
+        alone = samples * seen.loader_threads / work if work else None
+        made = samples / (seen.step + seen.stages[GATHERING] + seen.stages[COPYING])
+        rungs.append(Rung("+ gathering and copying batches", min(rungs[-1].rate, made), None))
+        return [*rungs, Rung("+ reading and decoding", samples / seen.iteration, alone)]
     if not seen.fetches:
         return [*rungs, Rung("+ the loader", samples / seen.iteration, None)]
     taken = 0.0

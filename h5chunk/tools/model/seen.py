@@ -11,6 +11,7 @@ from typing import Any
 from h5chunk.tools.model.pipeline import Loop
 
 READING, DECODING, TRANSFORM, COLLATE, LOCK = "reading", "decoding", "transform", "collate", "lock"
+GATHERING, COPYING, WAITING = "gathering", "copying", "waiting"  # stages of `ChunkLoader`, beside the first two
 FETCH_STAGES = (READING, DECODING, TRANSFORM, LOCK, COLLATE)
 MAX_DELAY = 0.5  # largest fraction of a time that is attributed to waiting for a core
 OUTLIER = 3.0  # multiple of the median above which steps are ignored, such as warm-up and saving
@@ -62,7 +63,7 @@ class Seen:
     waits: Sequence[float]  # until each batch was received
     steps: Sequence[float]  # from receiving a batch to asking for the next
     fetches: Sequence[float]  # of making batches, where that can be seen
-    stages: dict[str, float]  # parts of a fetch
+    stages: dict[str, float]  # parts of a fetch, or of the work of a `ChunkLoader` for a batch
     lines: Sequence[Line]
     loader: dict[str, Any]
     batch: dict[str, Any]
@@ -87,6 +88,8 @@ class Seen:
     disk_bytes: float = 0.0  # of them, from disks
     cold_s: float | None = None  # reading the bytes of a batch from the disk
     memory_stall: float = 0.0  # share of all time in which a process waited for memory
+    held: float = 0.0  # share of a step in which another thread held Python's lock
+    holder: str = ""  # that thread, and its line
     ranks: Sequence[tuple[float, float]] = ()  # of each process of DDP: an iteration, and waiting for gradients in it
     in_torch: float = 0.0  # share of a step in which Python runs torch's code, not the user's
     gpu: Gpu | None = None
@@ -108,6 +111,11 @@ class Seen:
     @property
     def iteration(self) -> float:
         return self.wait + self.step
+
+    @property
+    def loader_threads(self) -> int:
+        """Number of reader threads of a `ChunkLoader` whose stages were measured; else 0."""
+        return int(self.loader.get("num_threads") or 0) if WAITING in self.stages else 0
 
     @property
     def fetch(self) -> float:

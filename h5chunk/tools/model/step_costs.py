@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from h5chunk.tools.model.cost import Cost, Fix, slowest_line, where
+from h5chunk.tools.model.cost import LEAST_SHARE, Cost, Fix, late_share, slowest_line, where
 from h5chunk.tools.model.pipeline import Range
 from h5chunk.tools.model.seen import Seen
 
@@ -27,6 +27,8 @@ def step_costs(seen: Seen) -> Iterator[Cost]:
         return
     if gpu.blocked > 0.1 * seen.iteration:
         yield _synchronised(seen)
+    if seen.held > LEAST_SHARE:  # which makes launches and Python slow
+        return
     host = seen.step - gpu.blocked
     if seen.optimizer > host / 3:
         yield _optimizer(seen)
@@ -117,6 +119,8 @@ def machine_costs(seen: Seen) -> Iterator[Cost]:
         yield Cost("validation", False, seen.elsewhere, text)
     if seen.threads > seen.cores and (delay > 0.1 or seen.step_cpu > 2 * seen.step):
         yield Cost("oversubscription", False, rest * max(delay, 1 - seen.cores / seen.threads), *_threads(seen, delay))
+    if seen.held > LEAST_SHARE:
+        yield _held(seen)
     if seen.memory_stall > 0.05:
         text = (
             f"Not your data: memory is short: processes wait {seen.memory_stall:.0%} of the time for pages that were "
@@ -129,6 +133,18 @@ def machine_costs(seen: Seen) -> Iterator[Cost]:
         yield Cost("clocks", False, rest * (1 - seen.gpu.clock) * (1 - seen.idle), text)
     if len(seen.ranks) > 1:
         yield _straggler(seen)
+
+
+def _held(seen: Seen) -> Cost:
+    """Say which thread holds Python's lock; a loop that takes batches from workers waits for it there, too."""
+    share = min(0.99, seen.held * (seen.step / seen.iteration if seen.workers else 1.0) + late_share(seen))
+    gain, thread = 1 / (1 - share), seen.holder
+    text = (
+        f"Not your data: thread {thread} holds Python's lock (GIL), and training waits {share:.0%} of its time for it."
+    )
+    bounds = Range(gain, 1 + (gain - 1) / 2, 1.2 * gain).with_rest(seen.other_share)
+    code = "run it in a process (multiprocessing), or by a library that releases the lock"
+    return Cost("gil", False, share * (1 - seen.other_share), text, [Fix(f"without thread {thread}", bounds, code)])
 
 
 def _threads(seen: Seen, delay: float) -> tuple[str, list[Fix]]:

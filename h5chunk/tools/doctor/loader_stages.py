@@ -1,0 +1,105 @@
+"""Measure the stages of `ChunkLoader`: its threads read and decode windows, and the training thread makes batches."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from h5chunk.tools.doctor.describe import CHUNK_LOADER
+from h5chunk.tools.measure.machine import available_bytes
+from h5chunk.tools.model.seen import COPYING, DECODING, GATHERING, READING, WAITING
+
+TASKS = "tasks"  # of Python threads, which read and decode
+HOOKS = (
+    ("feed.read_pool", "WindowRead", "run", TASKS),
+    ("store.hdf5.raw_chunks", "RawChunks", "decode_stored", DECODING),
+    ("feed.batches", "FieldPipeline", "batches", GATHERING),
+    ("feed.batches", "BatchMaker", "finish", COPYING),
+    ("feed.cuda_slots", "CudaSlot", "receive", COPYING),
+    ("feed.stream", "WindowStream", "_wait_for", WAITING),
+    ("feed.stream", "", "with_images", WAITING),
+)
+clock = time.perf_counter
+
+
+class Stages:
+    """The time that all threads together spend in each stage of a loader."""
+
+    def __init__(self) -> None:
+        self._spent: Any = Counter()
+        self._lock = threading.Lock()
+        self._native_s = 0.0  # that the threads in C have worked
+        self.loader: Callable[[], Any] = lambda: None  # a weak reference
+
+    def install(self, replace: Callable[[Any, str, Callable[[Any], Any]], None]) -> None:
+        """Put the hooks in, with a function that replaces an attribute; the loader's module has been imported."""
+        for module, owner, name, stage in HOOKS:
+            found = sys.modules[f"h5chunk.{module}"]
+            replace(getattr(found, owner) if owner else found, name, partial(self._timed, stage))
+        replace(sys.modules["h5chunk.feed.resident"].Resident, "_gathered", self._gathered)
+        replace(sys.modules["h5chunk.transforms.any_size"].AnySizeConverter, "_in_threads", self._in_threads)
+
+    def _timed(self, stage: str, original: Any) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = clock()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                with self._lock:
+                    self._spent[stage] += clock() - started
+
+        return timed
+
+    def _in_threads(self, original: Any) -> Any:
+        def in_threads(converter: Any, job: Any, work: Any, finish: Any) -> Any:
+            return original(converter, job, self._timed("images", work), finish)
+
+        return in_threads
+
+    def _gathered(self, original: Any) -> Any:
+        def gathered(*args: Any) -> Iterator[Any]:
+            items, timed = original(*args), self._timed(GATHERING, next)
+            last = [timed(items, None)]
+            while last[0] is not None:  # suspended, this keeps no reference to what it yielded
+                yield last.pop()
+                last.append(timed(items, None))
+
+        return gathered
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds of each stage since the last call."""
+        pool = getattr(getattr(self.loader(), "_feed", None), "_pool", None)
+        native_s = getattr(getattr(pool, "_native", None), "progress", 0) / 1e9
+        with self._lock:
+            spent, self._spent = self._spent, Counter()
+        read_s, self._native_s = max(0.0, native_s - self._native_s), native_s
+        return {
+            READING: read_s + max(0.0, spent[TASKS] - spent[DECODING]),
+            DECODING: spent[DECODING] + spent["images"],
+            **{stage: spent[stage] for stage in (GATHERING, COPYING, WAITING)},
+        }
+
+    def describe(self, loader: Any) -> dict[str, Any]:
+        """Describe a loader by what its fixes depend on."""
+        self.loader = weakref.ref(loader)
+        source = loader._source
+        on_gpu = source.device.type == "cuda"
+        free = torch.cuda.mem_get_info(source.device)[0] if on_gpu else available_bytes()
+        return {
+            **CHUNK_LOADER,
+            "made_at": loader.__dict__.get("_made_at", ""),
+            "num_threads": source.num_threads,
+            "resident": loader.is_resident,
+            "echo": loader._echo,
+            "fits": 4 * loader._budget._resident_bytes < free,
+            "form": getattr(source.reader.ragged, "form", ""),
+            "compressed": source.reader.main.grid.filtered,
+        }
