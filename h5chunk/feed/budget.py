@@ -14,7 +14,7 @@ import torch
 from h5chunk.errors import OptionError, check_whole, count_text, human_bytes, printable
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.frames import FrameLayout
-from h5chunk.feed.layout import FieldLayout, Layouts, layout_of, slot_bytes, torch_dtype
+from h5chunk.feed.layout import FieldLayout, Layouts, layout_of, layout_of_numbers, slot_bytes
 from h5chunk.feed.slots import KEPT
 from h5chunk.machine import available_cores
 from h5chunk.native import available
@@ -24,8 +24,7 @@ from h5chunk.plan.selection import WeightedSelection
 from h5chunk.plan.slots import TOGETHER_BYTES, SlotPlan, largest_window, plan_slots, with_windows_together
 from h5chunk.store.read.checksums import OFF, PIECE_BYTES
 from h5chunk.store.read.direct import ByteReader, is_small_field
-from h5chunk.store.read.fields import Field
-from h5chunk.store.read.ragged import ImagesField, RaggedField
+from h5chunk.store.read.ragged import ImagesField
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.several import NOTABLE, direct_fields, read_amplification
 from h5chunk.store.read.windows import WindowReader
@@ -101,7 +100,7 @@ def make_source(
     if isinstance(h5reader.ragged, ImagesField):
         device = torch.device("cpu")  # images are decoded from windows on the host
     layouts = {
-        name: _layout_of_numbered(dataset.field(name)) if name in numbered else _layout(h5reader, name, counts, lanes)
+        name: layout_of_numbers(dataset.field(name)) if name in numbered else _layout(h5reader, name, counts, lanes)
         for name in dataset.fields
     }
     direct, why = _direct_fields(h5reader, reader)
@@ -121,12 +120,6 @@ def _layout(reader: H5Reader, name: str, counts: np.ndarray | None, lanes: int) 
     used = np.arange(reader.num_samples) if counts is None else np.flatnonzero(counts)
     once = counts is None or int(counts.max(initial=0)) <= 1
     return FrameLayout(reader, name, layout.dtype, reader.frames_of_chunks(name, used, lanes, once=once))
-
-
-def _layout_of_numbered(field: Field | RaggedField) -> FieldLayout:
-    dtype = torch_dtype(field.dtype, field.name)
-    assert dtype is not None
-    return FieldLayout(field.sample_shape, dtype)
 
 
 def _counts(dataset: ChunkDataset, num_samples: int, order: Order) -> np.ndarray | None:

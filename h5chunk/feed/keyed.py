@@ -17,6 +17,7 @@ from h5chunk.feed.layout import torch_dtype
 from h5chunk.feed.sample_reader import SampleTransforms
 from h5chunk.feed.stored_tables import decoded
 from h5chunk.plan.cache import ChunkGrid
+from h5chunk.store.hdf5.attributes import join_columns
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.files import Paths, list_files
 from h5chunk.store.read.fileset import FileSet
@@ -36,11 +37,11 @@ class Keyed(ChunkDataset):
         for data, magnitude in h5chunk.ChunkLoader(dataset, 256):
             ...
 
-    An index of where each sample is stored is made once, by one process per core, and kept beside the file, or in
-    ``~/.cache/h5chunk`` if that is impossible. Making it continues after a kill, and it is made again when the file
-    changes. Samples are then read by their byte ranges, without HDF5, whether they are contiguous, chunked, compressed
-    or compact. ``h5chunk convert FILE OUTPUT --samples 'traces/*/data'`` packs them into one dataset instead, which is
-    faster still, above all on disks.
+    An index of where each sample is stored is made once, by one process per core, and kept beside the file
+    (``NAME.h5chunk-index-*``, which you may delete at any time), or in ``~/.cache/h5chunk`` if that is impossible.
+    Making it continues after a kill, and it is made again when the file changes. Samples are then read by their byte
+    ranges, without HDF5, whether they are contiguous, chunked, compressed or compact. ``h5chunk convert FILE OUTPUT
+    --samples 'traces/*/data'`` packs them into one dataset instead, which is faster still, above all on disks.
 
     If samples differ in length (only along their first axis), a batch has two tensors for the field: see
     `h5chunk.transforms.Pad` (the default) and `h5chunk.transforms.Pack`.
@@ -95,7 +96,7 @@ class Keyed(ChunkDataset):
         more = f" and {len(files) - 1} more" if len(files) > 1 else ""
         self._reader = readers[0] if len(readers) == 1 else FileSet(readers, Path(f"{shown(files[0])}{more}"))
         indexes = [reader.index for reader in readers]
-        self._columns = {name: _column(name, [index.columns[name] for index in indexes]) for name in attributes}
+        self._columns = {name: join_columns(name, [index.columns[name] for index in indexes]) for name in attributes}
         self._names, self._numbered = (*patterns, *attributes), list(attributes)
         for name in self._names:
             torch_dtype(self.field(name).dtype, name)
@@ -131,12 +132,6 @@ class Keyed(ChunkDataset):
             return np.array([index.name(number) for index in indexes for number in range(len(index))])
 
         return self._once("source_names", read)[self.samples]
-
-
-def _column(name: str, columns: Sequence[np.ndarray]) -> np.ndarray:
-    if len({column.dtype.kind == "S" for column in columns}) > 1:
-        raise FieldError(f"attribute {name!r} is a number in some files, and a string in others: leave it out")
-    return np.concatenate(columns)
 
 
 class _Line:

@@ -17,7 +17,7 @@ import torch
 from h5chunk.errors import FieldError, printable
 from h5chunk.plan.csr import entries_of_chunks, entries_of_rows, fullest_chunks
 from h5chunk.store.format.header import CSR
-from h5chunk.store.read.fields import MatrixField
+from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.ragged import RaggedField, SeriesField
 from h5chunk.store.read.reader import H5Reader
 
@@ -97,13 +97,18 @@ def layout_of(reader: H5Reader, name: str, counts: np.ndarray | None, lanes: int
     stored = reader.fields[name]
     if isinstance(stored, RaggedField):
         return ragged_layout(reader, stored, counts, lanes)
-    dtype = torch_dtype(stored.dtype, name)
+    return layout_of_numbers(stored)
+
+
+def layout_of_numbers(field: Field | RaggedField) -> FieldLayout:
+    """Make the layout of a field of numbers. Raise `FieldError` as `layout_of` does."""
+    dtype = torch_dtype(field.dtype, field.name)
     if dtype is None:
         raise FieldError(
-            f"field {name!r} has strings, which cannot be on a device: name the other fields, as in "
-            "ChunkLoader(ChunkDataset(path, fields=[...]), ...), or use ChunkDataset with a DataLoader"
+            f"field {field.name!r} has strings, which cannot be on a device: leave it out, as in "
+            "ChunkLoader(ChunkDataset(path, fields=[...]), ...), or use the data set with a DataLoader"
         )
-    return FieldLayout(stored.sample_shape, dtype)
+    return FieldLayout(field.sample_shape, dtype)
 
 
 def ragged_layout(

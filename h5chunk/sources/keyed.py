@@ -17,18 +17,18 @@ from typing import Any
 import h5py
 import numpy as np
 
-from h5chunk.errors import FileError, H5ChunkError, OptionError, SampleError, SourceError, printable
+from h5chunk.errors import FieldError, FileError, OptionError, SampleError, SourceError, printable
 from h5chunk.source import Names, OpenContext, SampleField, shape_text
 from h5chunk.sources.container import StoredFile
 from h5chunk.sources.kinds import KeyedOptions
 from h5chunk.sources.recognise import HDF5_MAGIC, has_suffix
 from h5chunk.sources.samples import Samples, field_dtype, largest_first
 from h5chunk.stamp import source_stamp
+from h5chunk.store.hdf5.attributes import join_columns, read_attribute
 from h5chunk.store.hdf5.child import in_child
 from h5chunk.store.hdf5.chunk_table import is_variable
-from h5chunk.store.hdf5.guard import Guard, check_attributes
+from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import opened
-from h5chunk.store.hdf5.strings import read_words
 
 SUFFIXES = (".h5", ".hdf5", ".hdf")
 REPORTED = 1000  # samples between progress reports
@@ -197,7 +197,8 @@ def _add(index: _Index, guard: Guard, group: h5py.Group, key: str | bytes, after
         index.offsets[name].append(_offset(dataset))
         owners.append(dataset)
     for name, values in index.columns.items():
-        values.append(_attribute(next((each for each in owners if name in each.attrs), item), name, where))
+        owner: Any = next((each for each in owners if name in each.attrs), item)
+        values.append(read_attribute(owner.id, name, where, SourceError))
     index.names.append(key.encode("utf-8", "surrogateescape"))
 
 
@@ -209,30 +210,9 @@ def _offset(dataset: h5py.Dataset) -> int:
     return THROUGH_HDF5 if offset is None or dataset.file.userblock_size else int(offset)
 
 
-def _attribute(item: h5py.HLObject, name: str, where: str) -> Any:
-    """Read an attribute with one number or one string."""
-
-    def error(problem: str) -> H5ChunkError:
-        return SourceError(f"{where}: {problem}")
-
-    if name not in item.attrs:
-        names = ", ".join(list(item.attrs)[:10]) or "none"
-        raise error(f"has no attribute {name!r} (its attributes: {names}): all samples must have it")
-    if words := read_words(item, name, error):
-        value: Any = words[0].encode()
-    else:
-        check_attributes(item, where, [name])
-        value = np.asarray(item.attrs[name])
-    if len(words) > 1 or (not words and (value.size != 1 or value.dtype.kind not in "biuf")):
-        raise error(f"attribute {name!r} must be one number, or one string")
-    return value if words else value.reshape(()).item()
-
-
 def _column(path: str, name: str, values: Sequence[Any]) -> np.ndarray:
-    if len({isinstance(value, bytes) for value in values}) > 1:
-        raise SourceError(
-            f"{printable(path)}: attribute {name!r} is a number in some samples, and a string in others: use one type, "
-            "or leave it out of --attributes"
-        )
-    column = np.array(values)
+    try:
+        column = join_columns(name, [np.array([value]) for value in values])
+    except FieldError as error:
+        raise SourceError(f"{printable(path)}: {error}") from None
     return column.astype(field_dtype(name, column.dtype))

@@ -14,6 +14,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from support import odd_files
 from torch.utils.data import DataLoader
 
 import h5chunk
@@ -27,6 +28,8 @@ STORAGE: dict[str, Mapping[str, Any]] = {
     "compressed": {"chunks": (4, 2), "compression": "gzip", "shuffle": True, "fletcher32": True},
     "whole": {"chunks": (7, 3), "compression": "gzip"},
     "unwritten": {},
+    "unwritten chunks": {},
+    "plain edges": {},
     "big-endian": {"dtype": ">f4"},
 }
 
@@ -42,8 +45,14 @@ def _write(group: h5py.Group, name: str, values: np.ndarray, storage: str) -> No
         space = h5py.h5s.create_simple(values.shape)
         dataset = h5py.h5d.create(group.id, name.encode(), h5py.h5t.NATIVE_FLOAT, space, properties)
         dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, values)
-    elif storage == "unwritten":
-        group.create_dataset(name, values.shape, np.float32, fillvalue=2.5)
+    elif storage.startswith("unwritten"):
+        group.create_dataset(
+            name, values.shape, np.float32, fillvalue=2.5, chunks=(4, 2) if "chunks" in storage else None
+        )
+    elif storage == "plain edges":
+        gzip, kind = [odd_files.GZIP], h5py.h5t.NATIVE_FLOAT
+        path, options = f"{group.name}/{name}", {"shape": values.shape, "chunks": (4, 2), "kind": kind}
+        odd_files.create(group.file, name=path, filters=gzip, partial_plain=True, **options)[...] = values
     else:
         group.create_dataset(name, data=values, **STORAGE[storage])
 
@@ -53,7 +62,7 @@ def _make(path: Path, storage: str = "contiguous", *, count: int = COUNT, **opti
     with h5py.File(path, "w", **options) as file:
         for number in range(count):
             group = file.create_group(f"traces/{number:04}")
-            kinds = ["contiguous", "chunked", "compressed", "whole", "unwritten", "compact"]
+            kinds = [*(kind for kind in STORAGE if kind != "big-endian"), "compact"]
             _write(group, "data", _values(number), kinds[number % len(kinds)] if storage == "all" else storage)
             group["pick"] = np.int64(number * 10)
             group.attrs["magnitude"], group.attrs["station"] = number / 4, np.bytes_(f"st{number % 3}")
@@ -134,6 +143,79 @@ def test_an_index_is_made_once_and_again_if_the_file_changes(tmp_path: Path) -> 
     assert told and len(dataset) == COUNT + 1 and dataset[4][1] == 35 and dataset[3][0][0, 0] == 7
 
 
+def test_another_file_of_the_same_size_and_time_is_indexed_again(tmp_path: Path) -> None:
+    path, other = _make(tmp_path / "traces.h5"), tmp_path / "other.h5"
+    _open(path)
+    with h5py.File(other, "w") as file:
+        for number in reversed(range(COUNT)):
+            group = file.create_group(f"traces/{number:04}")
+            group["data"], group["pick"] = _values(number + 1), np.int64(number * 10)
+            group.attrs["magnitude"], group.attrs["station"] = number / 4, np.bytes_(f"st{number % 3}")
+    before = path.stat()
+    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert other.stat().st_size == before.st_size
+    os.replace(other, path)
+    with pytest.warns(UserWarning, match="has changed since it was indexed"):
+        np.testing.assert_array_equal(_open(path)[list(range(COUNT))][0], _expected(path))
+
+
+def test_indexes_of_earlier_versions_of_the_file_are_removed(tmp_path: Path) -> None:
+    path = _make(tmp_path / "traces.h5")
+    h5chunk.Keyed(path, "traces/*/pick")
+    (tmp_path / "traces.h5.h5chunk-index-notes").write_text("{}")
+    with h5py.File(path, "a") as file:
+        file["traces/0003/data"][0] = 7
+    for pattern in ("traces/*/data", "traces/*/pick"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # that an index is stale: it was removed
+            h5chunk.Keyed(path, pattern)
+    assert len([*tmp_path.iterdir()]) == 4
+
+
+@pytest.mark.parametrize("obstacle", ["pipe", "folder", "long name"])
+def test_what_prevents_an_index_does_not_prevent_reading(
+    tmp_path: Path, obstacle: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = _make(tmp_path / ("a" * 250 if obstacle == "long name" else "traces.h5"))
+    if obstacle == "long name":
+        (tmp_path / "cache").write_text("not a folder")
+    else:
+        index = _index_of(Path(_open(path).path))
+        index.unlink()
+        os.mkfifo(index) if obstacle == "pipe" else index.mkdir()
+    with pytest.warns(UserWarning, match="made again|is made each time"):
+        np.testing.assert_array_equal(_open(path)[list(range(COUNT))][0], _expected(path))
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        ([np.uint64(2**63 + 1), 5], "uint64"),
+        ([-1, 2.5], "float64"),
+        ([np.uint64(2**63 + 1), -1], None),
+        ([2**53 + 1, 2.5], None),
+    ],
+)
+@pytest.mark.parametrize("part", [1, 5])
+def test_attributes_are_exact_or_an_error(
+    tmp_path: Path, values: list[Any], dtype: str | None, part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keyed_list, "PART_SAMPLES", part)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for number, value in enumerate(values):
+            file[f"{number}/data"] = [number]
+            file[f"{number}"].attrs["id"] = value
+    if dtype is None:
+        with pytest.raises(h5chunk.FieldError, match="no type holds both exactly"):
+            h5chunk.Keyed(tmp_path / "a.h5", "*/data", attributes=["id"])
+        with pytest.raises(h5chunk.SourceError, match="no type holds both exactly"):
+            h5chunk.convert(tmp_path / "a.h5", tmp_path / "b.h5", samples=["*/data"], attributes=["id"])
+        return
+    found = h5chunk.Keyed(tmp_path / "a.h5", "*/data", attributes=["id"]).values("id")
+    assert found.dtype == dtype and found.tolist() == values
+
+
 def test_an_index_goes_to_the_cache_folder_if_the_file_is_in_a_folder_that_is_read_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,12 +259,13 @@ def _rewrite(index: Path, change: Any) -> None:
     index.write_bytes(json.dumps(header).encode() + b"\n" + changed)
 
 
-def _set(array: str, value: int) -> Any:
+def _set(array: str, value: int, *, everywhere: bool = False) -> Any:
     def change(header: dict[str, Any], body: bytearray) -> bytearray:
         start = 0
         for name, kind, length in header["arrays"]:
             if name == array:
-                body[start : start + np.dtype(kind).itemsize] = np.array(value, kind).tobytes()
+                count = length if everywhere else 1
+                body[start : start + count * np.dtype(kind).itemsize] = np.full(count, value, kind).tobytes()
             start += np.dtype(kind).itemsize * length
         return body
 
@@ -198,6 +281,13 @@ def _set(array: str, value: int) -> Any:
         _set("lengths/data", 1 << 60),
         _set("lengths/data", -1),
         _set("ends", 1 << 50),
+        _set("lengths/data", 60, everywhere=True),  # more than fits into a batch of the shape
+        lambda header, _: header["fields"]["data"].__setitem__(0, [5, 3]),
+        lambda header, _: header["fields"]["data"].__setitem__(0, []),
+        lambda header, _: header["fields"]["data"].__setitem__(0, [7, 1 << 32, 1 << 32]),
+        lambda header, _: header["fields"]["data"].__setitem__(1, ">f4"),
+        lambda header, _: header["fields"].__setitem__("other", header["fields"].pop("pick")),
+        lambda header, _: header["arrays"][2].__setitem__(0, "column/other"),
         lambda header, _: header["arrays"][0].__setitem__(2, 1 << 60),
         lambda header, _: header["fields"]["data"].__setitem__(1, "|O8"),
         lambda header, _: header["fields"]["data"].__setitem__(0, [-1, 3]),
@@ -246,6 +336,11 @@ def _break(path: Path, how: str) -> None:
             del group.attrs["magnitude"]
         elif how == "two numbers":
             group.attrs["magnitude"] = [1.0, 2.0]
+        elif how == "no attribute value":
+            group.attrs["magnitude"] = h5py.Empty("f4")
+        elif how == "named type":
+            del file["traces/0011"]
+            file["traces/0011"] = np.dtype("f4")
         else:
             del group["data"]
             if how == "link":
@@ -268,6 +363,8 @@ def _break(path: Path, how: str) -> None:
         ("type", "'data' is float64"),
         ("shape", r"\[7, 4\], but float32 \[7, 3\]"),
         ("strings", "variable length"),
+        ("no attribute value", "is empty: it must be one number"),
+        ("named type", "has no dataset 'data'"),
     ],
 )
 def test_samples_that_differ_are_errors_that_name_them(tmp_path: Path, how: str, message: str) -> None:
@@ -367,6 +464,17 @@ def test_transforms_that_do_not_fit_several_lengths(tmp_path: Path, transforms: 
     dataset = _ragged(_make_ragged(tmp_path / "traces.h5"))
     with pytest.raises(h5chunk.OptionError, match=message):
         h5chunk.ChunkLoader(dataset, 4, transforms=transforms)
+
+
+def test_fields_of_strings_or_without_values_are_errors(tmp_path: Path) -> None:
+    path = _make(tmp_path / "traces.h5")
+    with pytest.raises(h5chunk.FieldError, match="'station' has strings"):
+        h5chunk.ChunkLoader(h5chunk.Keyed(path, "traces/*/data", attributes=["station"]), 4)
+    with h5py.File(tmp_path / "empty.h5", "w") as file:
+        for number in range(3):
+            file[f"{number}/data"] = np.empty((number, 0))
+    with pytest.raises(h5chunk.FieldError, match="has no values in any sample"):
+        h5chunk.Keyed(tmp_path / "empty.h5", "*/data")
 
 
 def test_only_one_field_may_differ_in_length(tmp_path: Path) -> None:

@@ -59,12 +59,12 @@ class KeyedReader(H5Reader):
         self._opened, self._lock = None, threading.Lock()
 
     def _describe(self, name: str, field: FieldIndex) -> Field | SeriesField:
+        if not math.prod(field.shape[field.is_ragged :]):
+            raise FieldError(f"{printable(self.path)}: {name!r} has no values in any sample: leave it out")
         if field.is_ragged:
             total = int(field.lengths.sum()) * field.step_items
             where = name, self.patterns[name], len(self.index), total, self.chunk_samples, False
             return SeriesField(*where, step_shape=field.shape[1:], value_dtype=field.dtype)
-        if not math.prod(field.shape):
-            raise FieldError(f"{printable(self.path)}: {name!r} has no values in any sample: leave it out")
         shape = len(self.index), *field.shape
         return Field(name, self.patterns[name], ChunkGrid(shape, None, field.dtype.itemsize, False), field.dtype)
 

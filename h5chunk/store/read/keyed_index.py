@@ -1,19 +1,24 @@
 """Store an index of an HDF5 file whose samples are datasets, in ``NAME.h5chunk-index-KEY`` next to the file.
 
-The first line is a JSON object with these keys. ``version``: 1. ``stamp``: the size and modification time of the file,
-which must match for the index to be used. ``made_for``: the patterns, attributes and range of samples. ``fields``: the
-shape, dtype and kinds of storage of each field. ``arrays``: the name, dtype and length of each array that follows.
-``checksum``: the CRC-32 of these arrays.
+The first line is a JSON object with these keys. ``version``: 2. ``stamp``: the size and modification time of the file,
+and the CRC-32 of some of its bytes (see `stamp_with_bytes`), which must match for the index to be used. ``made_for``:
+the patterns, attributes and range of samples. ``fields``: the shape, dtype and kinds of storage of each field.
+``arrays``: the name, dtype and length of each array that follows. ``checksum``: the CRC-32 of these arrays.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
+import math
 import os
+import secrets
+import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +27,13 @@ import numpy as np
 
 from h5chunk.errors import FileError, OptionError, printable
 from h5chunk.remote.mirror import NO_OPTIONS
+from h5chunk.stamp import stamp_of
+from h5chunk.store.hdf5.attributes import join_columns
 
-VERSION = 1
+VERSION = 2
+LOOKED_AT, LOOK_BYTES = 16, 4 << 10  # number and size of the pieces of a file that its stamp covers
 MAX_HEADER = 64 << 20
+MAX_BYTES = 1 << 62  # of all samples of a field
 THROUGH_HDF5, CONTIGUOUS = -1, 0  # kinds of storage; chunked kinds follow
 ARRAYS = {"lengths": "<i8", "places": "<i8", "kinds": "<i4", "offsets": "<i8", "sizes": "<i8", "masks": "<u4"}
 
@@ -64,15 +73,19 @@ class FieldIndex:
 
     def check(self, num_samples: int, file_bytes: int) -> None:
         """Raise ValueError if a number is impossible."""
-        if self.dtype.kind not in "biuf" or len(self.shape) > 32 or any(axis < 0 for axis in self.shape):
-            raise ValueError("impossible shape or type")
+        if self.dtype.kind not in "biuf" or not self.dtype.isnative:
+            raise ValueError("impossible type")
+        step_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        if len(self.shape) > 32 or any(axis < 0 for axis in self.shape) or step_bytes >= MAX_BYTES:
+            raise ValueError("impossible shape")
         if not len(self.lengths) == len(self.places) == len(self.kinds) == num_samples:
             raise ValueError("arrays differ in length")
         if not len(self.offsets) == len(self.sizes) == len(self.masks):
             raise ValueError("chunks differ in length")
-        limit = max(1, (1 << 62) // max(1, self.step_items * self.dtype.itemsize))
-        if self.step_items < 0 or (self.lengths < 0).any() or (self.lengths > limit).any():
+        if (self.lengths < 0).any() or self.lengths.sum(dtype=np.float64) * step_bytes >= MAX_BYTES:
             raise ValueError("impossible lengths")
+        if self.lengths[0] != (self.shape or (1,))[0] or not (self.shape or (self.lengths == 1).all()):
+            raise ValueError("lengths that differ from the shape")
         plain = self.kinds == CONTIGUOUS
         if (self.places[plain] < 0).any() or (self.places[plain] > file_bytes - self.sample_bytes()[plain]).any():
             raise ValueError("samples beyond the end of the file")
@@ -82,11 +95,11 @@ class FieldIndex:
             raise ValueError("unknown kinds of storage")
         for number, (chunk, _) in enumerate(self.chunked, 1):
             own = self.kinds == number
-            if len(chunk) != len(self.shape) or any(not 0 < int(side) < 1 << 40 for side in chunk):
+            if len(chunk) != len(self.shape) or any(type(side) is not int or not 0 < side < 1 << 40 for side in chunk):
                 raise ValueError("impossible chunks")
-            across = int(np.prod([-(-side // step) for side, step in zip(self.shape[1:], chunk[1:], strict=True)]))
-            ends = self.places[own] + -(-self.lengths[own] // int(chunk[0])) * across
-            if (self.places[own] < 0).any() or (ends > len(self.offsets)).any():
+            across = math.prod(-(-side // step) for side, step in zip(self.shape[1:], chunk[1:], strict=True))
+            left = len(self.offsets) - -(-self.lengths[own] // chunk[0]) * across
+            if (self.places[own] < 0).any() or (self.places[own] > left).any():
                 raise ValueError("chunks that are not listed")
 
 
@@ -107,8 +120,10 @@ class KeyedIndex:
         start = int(self.ends[number - 1]) if number else 0
         return self.names[start : int(self.ends[number])].tobytes().decode("utf-8", "surrogateescape")
 
-    def check(self, file_bytes: int) -> None:
-        """Raise ValueError if a number is impossible."""
+    def check(self, file_bytes: int, fields: Sequence[str], attributes: Sequence[str]) -> None:
+        """Raise ValueError if a number is impossible, or if the fields or attributes are others."""
+        if not len(self) or sorted(self.fields) != sorted(fields) or sorted(self.columns) != sorted(attributes):
+            raise ValueError("other fields")
         if (np.diff(self.ends, prepend=0) < 1).any() or int(self.ends[-1:].sum()) != len(self.names):
             raise ValueError("impossible names")
         if any(len(column) != len(self) for column in self.columns.values()):
@@ -141,8 +156,25 @@ def joined(parts: Sequence[KeyedIndex], differ: Callable[[str, int, FieldIndex, 
         fields[name] = FieldIndex(model.shape, model.dtype, chunked, **whole)
     before = np.cumsum([0, *(len(part.names) for part in parts)])
     ends = np.concatenate([part.ends + start for part, start in zip(parts, before, strict=False)])
-    columns = {name: np.concatenate([part.columns[name] for part in parts]) for name in first.columns}
+    columns = {name: join_columns(name, [part.columns[name] for part in parts]) for name in first.columns}
     return KeyedIndex(np.concatenate([part.names for part in parts]), ends, fields, columns)
+
+
+def stamp_with_bytes(path: Path) -> tuple[int, ...]:
+    """Return the stamp of a file without its device and inode, and a checksum of pieces of it; empty if it is missing.
+
+    The checksum tells files apart that programs have given the same modification time.
+    """
+    stamp, checksum = stamp_of(path)[2:], 0
+    if not stamp or not path.is_file():
+        return stamp
+    try:
+        with path.open("rb", buffering=0) as file:
+            for offset in np.linspace(0, max(0, stamp[0] - LOOK_BYTES), LOOKED_AT).astype(np.int64).tolist():
+                checksum = zlib.crc32(os.pread(file.fileno(), LOOK_BYTES, offset), checksum)
+    except OSError as error:
+        raise FileError(f"{printable(path)}: cannot be read: {error.strerror}") from None
+    return *stamp, checksum
 
 
 def index_paths(path: Path, made_for: Any) -> list[Path]:
@@ -153,8 +185,65 @@ def index_paths(path: Path, made_for: Any) -> list[Path]:
     return [path.with_name(path.name + name), NO_OPTIONS.root / "indexes" / (place + name)]
 
 
-def save_index(target: Path, path: Path, stamp: tuple[int, ...], made_for: Any, index: KeyedIndex) -> None:
-    """Store an index atomically; ``stamp`` is the stamp of the file before it was listed."""
+@contextmanager
+def locked_folder(targets: Sequence[Path]) -> Iterator[tuple[Path, Path] | None]:
+    """Context manager that locks a folder for the parts of an index, so that no other process makes the same index.
+
+    It has the first path of ``targets`` that can be written, and the folder beside it; None if none can be.
+    """
+    problems: list[str] = []
+    for target in targets:
+        folder = target.with_name(f"{target.name}.parts")
+        try:
+            descriptor = _lock(folder)
+        except OSError as error:
+            problems.append(f"{printable(target)}: {error.strerror}")
+            continue
+        try:
+            yield target, folder
+        finally:
+            with suppress(OSError):  # it has parts to continue from
+                folder.rmdir()
+            os.close(descriptor)
+        return
+    warnings.warn(f"the index cannot be stored, and is made each time: {'; '.join(problems)}", stacklevel=4)
+    yield None
+
+
+def _lock(folder: Path) -> int:
+    """Make a folder and lock it; return its descriptor."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder.parent, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    while True:
+        folder.mkdir(exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            with suppress(FileNotFoundError):  # the process that had the lock has removed the folder
+                if os.path.samestat(folder.stat(), os.fstat(descriptor)):
+                    return descriptor
+        except OSError:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def remove_stale(path: Path, stamp: tuple[int, ...]) -> None:
+    """Remove the indexes beside a file that were made for an earlier version of it, with any patterns."""
+    with suppress(OSError):
+        for other in path.parent.iterdir():
+            if other.name.startswith(f"{path.name}.h5chunk-index-") and other.is_file():
+                with suppress(ValueError, KeyError, TypeError, RecursionError), other.open("rb") as file:
+                    header = json.loads(file.readline(MAX_HEADER))
+                    if header["made_for"] and header["stamp"] != list(stamp):
+                        other.unlink()
+
+
+def save_index(
+    target: Path, folder: Path, path: Path, stamp: tuple[int, ...], made_for: Any, index: KeyedIndex
+) -> None:
+    """Store an index atomically, by way of ``folder``; ``stamp`` is the file's stamp before it was listed."""
     arrays: dict[str, np.ndarray] = {"names": index.names, "ends": index.ends}
     arrays |= {f"column/{name}": column for name, column in index.columns.items()}
     for name, field in index.fields.items():
@@ -162,13 +251,13 @@ def save_index(target: Path, path: Path, stamp: tuple[int, ...], made_for: Any, 
     body = [np.ascontiguousarray(array).view(np.uint8) for array in arrays.values() if array.size]
     header = {
         "version": VERSION,
-        "stamp": stamp[2:],
+        "stamp": stamp,
         "made_for": made_for,
         "fields": {name: [field.shape, field.dtype.str, field.chunked] for name, field in index.fields.items()},
         "arrays": [[name, array.dtype.str, len(array)] for name, array in arrays.items()],
         "checksum": _checksum(body),
     }
-    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    temporary = folder / f"{secrets.token_hex(8)}.tmp"  # another host may write to the same folder
     try:
         with temporary.open("wb") as file:
             file.write(json.dumps(header).encode() + b"\n")
@@ -176,7 +265,9 @@ def save_index(target: Path, path: Path, stamp: tuple[int, ...], made_for: Any, 
                 file.write(array.data)
         os.replace(temporary, target)
     except OSError as error:
-        raise FileError(f"{printable(target)}: the index of {printable(path)} cannot be written: {error}") from None
+        raise FileError(
+            f"{printable(target)}: the index of {printable(path)} cannot be written: {error.strerror}"
+        ) from None
     finally:
         with suppress(OSError):
             temporary.unlink()
@@ -185,23 +276,23 @@ def save_index(target: Path, path: Path, stamp: tuple[int, ...], made_for: Any, 
 def load_index(target: Path, stamp: tuple[int, ...], made_for: Any) -> KeyedIndex | str:
     """Load an index, or return the reason why it must be rebuilt, which is empty if there is no index."""
     try:
+        if target.exists() and not target.is_file():
+            return "not a regular file"
         with target.open("rb") as file:
             line = file.readline(MAX_HEADER)
             header = json.loads(line)
             if header["version"] != VERSION or header["made_for"] != made_for:
                 return "made for something else"
-            if header["stamp"] != list(stamp[2:]):
+            if header["stamp"] != list(stamp):
                 return "the file has changed since it was indexed"
             arrays = _read_arrays(file, header["arrays"], os.fstat(file.fileno()).st_size - len(line))
         body = [array.view(np.uint8) for array in arrays.values() if array.size]
         if _checksum(body) != header["checksum"]:
             return "damaged: wrong checksum"
         found = _index_of(header["fields"], arrays)
-        found.check(stamp[2])
-    except FileNotFoundError:
-        return ""
+        found.check(stamp[0], [name for name, _ in made_for[0]], made_for[1])
     except OSError as error:
-        return f"cannot be read: {error.strerror}"
+        return "" if error.errno in (errno.ENOENT, errno.ENAMETOOLONG) else f"cannot be read: {error.strerror}"
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OverflowError) as error:
         return f"damaged: {error}"
     return found

@@ -8,14 +8,13 @@ Source: https://github.com/h5py/h5py/issues/2425 and 2174, which report such fil
 
 from __future__ import annotations
 
-import fcntl
 import math
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,12 @@ from typing import Any
 import h5py
 import numpy as np
 
-from h5chunk.errors import FieldError, FileError, H5ChunkError, printable
+from h5chunk.errors import FieldError, FileError, printable
 from h5chunk.machine import available_cores
-from h5chunk.stamp import stamp_of
+from h5chunk.store.hdf5.attributes import join_columns, read_attribute
 from h5chunk.store.hdf5.child import in_child, limited_memory
 from h5chunk.store.hdf5.chunk_table import (
+    ALL_FILTERS,
     FILTER_BYTES,
     is_listed_wrongly,
     is_stored_as,
@@ -36,9 +36,8 @@ from h5chunk.store.hdf5.chunk_table import (
     list_chunks,
     partial_chunks_are_plain,
 )
-from h5chunk.store.hdf5.guard import Guard, check_attributes
+from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import follow, opened
-from h5chunk.store.hdf5.strings import read_words
 from h5chunk.store.read.keyed_index import (
     CONTIGUOUS,
     THROUGH_HDF5,
@@ -47,7 +46,10 @@ from h5chunk.store.read.keyed_index import (
     index_paths,
     joined,
     load_index,
+    locked_folder,
+    remove_stale,
     save_index,
+    stamp_with_bytes,
 )
 
 PART_SAMPLES = 5_000  # samples that a child process lists, which takes about a second
@@ -65,7 +67,7 @@ def open_index(
     Raises FieldError if a sample lacks a dataset or attribute, or differs in more than its length from the first.
     """
     made_for = [[list(each) for each in patterns.items()], list(attributes), trusted]
-    stamp = stamp_of(path)
+    stamp = stamp_with_bytes(path)
     if not stamp:
         raise FileError(f"{printable(path)}: no such file")
     places = index_paths(path, made_for)
@@ -75,46 +77,23 @@ def open_index(
             return found
         if found:
             warnings.warn(f"{printable(place)}: {found}: it is made again", stacklevel=3)
-    target = next((place for place in places if _can_write(place)), places[0])
-    with _locked_folder(target) as folder:
-        found = load_index(target, stamp, made_for)  # another process may have built it
-        if isinstance(found, str):
-            found = _make(path, stamp, made_for, (patterns, attributes, trusted), folder, report)
-            save_index(target, path, stamp, made_for, found)
-        shutil.rmtree(folder, ignore_errors=True)
-    return found
+    with locked_folder(places) as store:
+        if store and isinstance(found := load_index(store[0], stamp, made_for), KeyedIndex):
+            return found  # another process has made it
+        made = _make(path, stamp, made_for, (patterns, attributes, trusted), store and store[1], report)
+        if store:
+            try:
+                save_index(*store, path, stamp, made_for, made)
+            except FileError as error:
+                warnings.warn(f"{error}: it is made again each time", stacklevel=3)
+            shutil.rmtree(store[1], ignore_errors=True)
+            remove_stale(path, stamp)
+    return made
 
 
-def _can_write(place: Path) -> bool:
-    with suppress(OSError):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        return os.access(place.parent, os.W_OK)
-    return False
-
-
-@contextmanager
-def _locked_folder(target: Path) -> Iterator[Path]:
-    """Context manager that locks the folder of an index while it is built, so that no other process uses it."""
-    folder = target.with_name(f"{target.name}.parts")
-    try:
-        while True:
-            folder.mkdir(exist_ok=True)
-            descriptor = os.open(folder, os.O_RDONLY)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if folder.exists() and folder.stat().st_ino == os.fstat(descriptor).st_ino:
-                break
-            os.close(descriptor)  # the process that had the lock has removed the folder
-    except OSError as error:
-        raise FileError(f"{printable(target)}: the index cannot be written: {error.strerror}") from None
-    try:
-        yield folder
-    finally:
-        with suppress(OSError):  # it has parts to continue from
-            folder.rmdir()
-        os.close(descriptor)
-
-
-def _make(path: Path, stamp: Any, made_for: Any, what: tuple[Any, ...], folder: Path, report: Report) -> KeyedIndex:
+def _make(
+    path: Path, stamp: Any, made_for: Any, what: tuple[Any, ...], folder: Path | None, report: Report
+) -> KeyedIndex:
     patterns, attributes, trusted = what
     before = next(iter(patterns.values())).partition("*")[0].strip("/")
     names, all_hard = in_child(lambda _: _list_names(path, before, trusted), lambda: printable(path))
@@ -124,8 +103,8 @@ def _make(path: Path, stamp: Any, made_for: Any, what: tuple[Any, ...], folder: 
     done = dict.fromkeys(borders[:-1], 0)
 
     def list_part(start: int, stop: int) -> KeyedIndex:
-        target, key = folder / f"{start}-{stop}", [made_for, start, stop]
-        found = load_index(target, stamp, key)
+        key = [*made_for, start, stop]
+        found = load_index(folder / f"{start}-{stop}", stamp, key) if folder else ""
         if isinstance(found, KeyedIndex) and len(found) == stop - start:
             say(start, stop - start)
             return found
@@ -137,7 +116,9 @@ def _make(path: Path, stamp: Any, made_for: Any, what: tuple[Any, ...], folder: 
                 )
 
         found = in_child(work, lambda: printable(path), lambda count: say(start, count))
-        save_index(target, path, stamp, key, found)
+        if folder:
+            with suppress(FileError):  # the part is only needed after a kill
+                save_index(folder / f"{start}-{stop}", folder, path, stamp, key, found)
         return found
 
     def say(start: int, count: int) -> None:
@@ -155,7 +136,7 @@ def _make(path: Path, stamp: Any, made_for: Any, what: tuple[Any, ...], folder: 
         finally:
             for future in futures:
                 future.cancel()
-    if stamp_of(path) != stamp:
+    if stamp_with_bytes(path) != stamp:
         raise FileError(f"{printable(path)}: changed while it was indexed: try again")
     return joined(parts, differ)
 
@@ -231,23 +212,21 @@ class _Lister:
             owners.append(dataset)
         for name, values in self._columns.items():
             owner = next((each for each in owners if h5py.h5a.exists(each, name.encode())), item)
-            values.append(_attribute(owner, name, where))
+            values.append(read_attribute(owner, name, where, FieldError))
 
     def _find(self, start: Any, path: str) -> Any:
         found = follow(start.id if isinstance(start, h5py.Group) else start, path)
-        if found is None and not isinstance(start, h5py.h5d.DatasetID):  # a link, or nothing
+        if found is None and isinstance(start, (h5py.Group, h5py.h5g.GroupID)):  # a link, or nothing
             group = start if isinstance(start, h5py.Group) else h5py.Group(start)
             other = self._guard.find(group, path)
             found = None if other is None else other.id
         return found
 
     def _column(self, name: str, values: Sequence[Any]) -> np.ndarray:
-        if len({isinstance(value, bytes) for value in values}) > 1:
-            raise FieldError(
-                f"{printable(self._path)}: attribute {name!r} is a number in some samples, and a string in others: "
-                "use one type, or leave it out"
-            )
-        column = np.array(values)
+        try:
+            column = join_columns(name, [np.array([value]) for value in values])
+        except FieldError as error:
+            raise FieldError(f"{printable(self._path)}: {error}") from None
         return column.astype("S1") if column.dtype.itemsize == 0 else column
 
 
@@ -329,63 +308,46 @@ class _FieldLister:
 
     def _chunked(self, dataset: Any, shape: tuple[int, ...], properties: Any, where: str) -> tuple[int, int]:
         kind = next((number for number, (known, _) in enumerate(self._kinds, 1) if properties.equal(known)), None)
-        if kind is None or is_listed_wrongly(h5py.Dataset(dataset)):
-            self._check(dataset, where)
-            if is_listed_wrongly(h5py.Dataset(dataset)):
-                return 0, THROUGH_HDF5
-            list_chunks(h5py.Dataset(dataset))  # compares a chunk with the bytes at its offset
-            filters = [[*properties.get_filter(number)[:1], list(properties.get_filter(number)[2])]
-                       for number in range(properties.get_nfilters())]  # fmt: skip
-            partial = partial_chunks_are_plain(properties)
-            self._kinds.append((properties, [list(properties.get_chunk()), [partial, filters]]))
-            kind = len(self._kinds)
-        chunk, (_, filters) = self._kinds[kind - 1][1]
-        chunk_bytes = math.prod(chunk) * self._first[2].itemsize if self._first else 0
-        found: dict[tuple[int, ...], tuple[Any, int, int]] = {}
+        is_wrong = is_listed_wrongly(h5py.Dataset(dataset))
+        chunk = tuple(self._kinds[kind - 1][1][0]) if kind else properties.get_chunk()
+        found: dict[tuple[int, ...], tuple[int, int, int]] = {}
 
         def note(stored: Any) -> None:
             found[stored.chunk_offset] = stored.byte_offset, stored.size, stored.filter_mask
 
-        dataset.chunk_iter(note)
-        starts = product(*(range(0, side, step) for side, step in zip(shape, chunk, strict=True)))
-        chunks = [found.get(start, (None, 0, 0)) for start in starts]
-        if any(offset is None for offset, _, _ in chunks):
-            return 0, THROUGH_HDF5  # never written
+        if not is_wrong:
+            dataset.chunk_iter(note)
+        num_chunks = math.prod(-(-side // step) for side, step in zip(shape, chunk, strict=True))
+        if kind is None or len(found) != num_chunks:
+            self._check(dataset, where)
+        if len(found) != num_chunks:
+            return 0, THROUGH_HDF5  # never written, or listed wrongly
+        starts = [*product(*(range(0, side, step) for side, step in zip(shape, chunk, strict=True)))]
+        if any(start not in found for start in starts):
+            return 0, THROUGH_HDF5
+        kind = kind or self._add_kind(h5py.Dataset(dataset), properties)
+        if self._kinds[kind - 1][1][1][0]:  # filter masks do not show that partial chunks have no filters
+            for start in starts:
+                if any(at + step > side for at, step, side in zip(start, chunk, shape, strict=True)):
+                    found[start] = *found[start][:2], ALL_FILTERS
+        chunks = [found[start] for start in starts]
+        self._check_chunks(chunks, self._kinds[kind - 1][1], where)
+        self._chunks += chunks
+        return len(self._chunks) - len(chunks), kind
+
+    def _add_kind(self, dataset: h5py.Dataset, properties: Any) -> int:
+        list_chunks(dataset)  # compares a chunk with the bytes at its offset
+        filters = [[*properties.get_filter(number)[:1], list(properties.get_filter(number)[2])]
+                   for number in range(properties.get_nfilters())]  # fmt: skip
+        partial = partial_chunks_are_plain(properties)
+        self._kinds.append((properties, [list(properties.get_chunk()), [partial, filters]]))
+        return len(self._kinds)
+
+    def _check_chunks(self, chunks: Sequence[tuple[int, int, int]], kind: list[Any], where: str) -> None:
+        """Raise FileError if a chunk of a sample has an impossible size, or extends beyond the end of the file."""
+        chunk, (_, filters) = kind
+        chunk_bytes = math.prod(chunk) * self._first[2].itemsize if self._first else 0
         for offset, size, _ in chunks:
             is_wrong = size != chunk_bytes if not filters else not 0 < size <= 2 * chunk_bytes + FILTER_BYTES
             if is_wrong or offset + size > self._file_bytes:
                 raise FileError(f"{where}: {self._name!r} has a chunk of {size} bytes at {offset}: it is damaged")
-        self._chunks += chunks
-        return len(self._chunks) - len(chunks), kind
-
-
-def _attribute(item: Any, name: str, where: str) -> Any:
-    """Read an attribute that is one number or one string."""
-
-    def error(problem: str) -> H5ChunkError:
-        return FieldError(f"{where}: {problem}")
-
-    if not h5py.h5a.exists(item, name.encode()):
-        names = [
-            h5py.h5a.open(item, index=number).name.decode() for number in range(min(10, h5py.h5a.get_num_attrs(item)))
-        ]
-        names_text = ", ".join(names) or "none"
-        raise error(f"has no attribute {name!r} (its attributes: {names_text}): all samples must have it")
-    attribute = h5py.h5a.open(item, name.encode())
-    if isinstance(attribute.get_type(), (h5py.h5t.TypeIntegerID, h5py.h5t.TypeFloatID)) and attribute.shape in (
-        (),
-        (1,),
-    ):
-        value = np.empty(attribute.shape, attribute.dtype)
-        attribute.read(value)
-        return value.reshape(()).item()
-    owner = h5py.Group(item) if isinstance(item, h5py.h5g.GroupID) else h5py.Dataset(item)
-    if words := read_words(owner, name, error):
-        if len(words) > 1:
-            raise error(f"attribute {name!r} must be one number, or one string")
-        return words[0].encode()
-    check_attributes(owner, where, [name])
-    value = np.asarray(owner.attrs[name])
-    if value.size != 1 or value.dtype.kind not in "biuf":
-        raise error(f"attribute {name!r} must be one number, or one string")
-    return value.reshape(()).item()
