@@ -16,14 +16,14 @@ import shutil
 import struct
 import threading
 import zlib
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from h5chunk.errors import human_bytes, printable
-from h5chunk.remote.objects import MISSING, RemoteError, Store, changed
+from h5chunk.remote.objects import MISSING, RemoteError, Store
 from h5chunk.remote.pages import write_at
 from h5chunk.urls import PATTERN, parse, stable, without_query
 
@@ -110,7 +110,22 @@ class Download:
         with ThreadPoolExecutor(min(FILES, len(objects))) as pool:
             rest = iter(objects)
             while some := list(itertools.islice(rest, BATCH)):
-                list(pool.map(lambda each: self._write(each, folder / each.path), some))
+                run_all(pool, self._unless_failed(lambda each: self._write(each, folder / each.path)), some)
+
+    def _unless_failed(self, call: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Return a function that calls ``call``, unless the download was stopped or another call has failed."""
+
+        def run(item: Any) -> None:
+            if self._end.is_set():
+                raise RemoteError("the download was stopped")
+            try:
+                call(item)
+            except Exception as error:
+                self._failure = self._failure or error
+                self._end.set()
+                raise
+
+        return run
 
     def _write(self, each: Listed, file: Path) -> None:
         """Write an object to a file, unless it exists in this version."""
@@ -127,6 +142,7 @@ class Download:
                 self._add(each.num_bytes)
                 return
             self._fill(opened.fileno(), each, part.with_suffix(".done"))
+            os.ftruncate(opened.fileno(), each.num_bytes)
             os.utime(opened.fileno(), ns=(time_ns, time_ns))
             part.replace(file)
             part.with_suffix(".done").unlink(missing_ok=True)
@@ -137,7 +153,6 @@ class Download:
         if len(starts) < 2:
             for start in starts:
                 write_at(descriptor, self._piece(each, start), 0)
-            os.ftruncate(descriptor, each.num_bytes)
             return
         with record.open("a+b", buffering=0) as log:
             written = set(self._written(descriptor, log, each.num_bytes))
@@ -147,13 +162,14 @@ class Download:
                 write_at(descriptor, data, start)
                 log.write(RECORD.pack(start, zlib.crc32(data)))
 
-            list(self._store.pool.map(write, [start for start in starts if start not in written]))
+            run_all(self._store.pool, self._unless_failed(write), [start for start in starts if start not in written])
         os.fsync(descriptor)
 
     def _written(self, descriptor: int, log: Any, num_bytes: int) -> Iterator[int]:
         """Yield the starts of the pieces that are written, after comparing their checksums."""
         log.seek(0)
         data = log.read()
+        log.truncate(len(data) // RECORD.size * RECORD.size)  # a killed process may have written a part of a record
         for start, crc in RECORD.iter_unpack(data[: len(data) // RECORD.size * RECORD.size]):
             size = min(PIECE_BYTES, num_bytes - start)
             if start % PIECE_BYTES == 0 and size > 0 and zlib.crc32(os.pread(descriptor, size, start)) == crc:
@@ -161,16 +177,9 @@ class Download:
                 yield start
 
     def _piece(self, each: Listed, start: int) -> Any:
-        if self._end.is_set():
-            raise RemoteError(f"{without_query(each.url)}: the download was stopped")
-        try:
-            about, data = self._store.get(each.url, start, min(start + PIECE_BYTES, each.num_bytes))
-            if any(tag(about.get(name, value)) != tag(value) for name, value in each.about.items()):
-                raise RemoteError(changed(each.url))
-        except Exception as error:
-            self._failure = self._failure or error
-            self._end.set()
-            raise
+        about, data = self._store.get(each.url, start, min(start + PIECE_BYTES, each.num_bytes))
+        if any(tag(about.get(name, value)) != tag(value) for name, value in each.about.items()):
+            raise RemoteError(f"{without_query(each.url)}: changed while it was downloaded: repeat the command")
         self._add(len(data))
         return data
 
@@ -178,6 +187,14 @@ class Download:
         with self._lock:
             self._done += num_bytes
         self._note(self._done, self._total)
+
+
+def run_all(pool: ThreadPoolExecutor, call: Callable[[Any], None], items: Iterable[Any]) -> None:
+    """Call a function with each item, in threads. After all calls have ended, raise the error of the first item."""
+    calls = [pool.submit(call, item) for item in items]
+    wait(calls)
+    for each in calls:
+        each.result()
 
 
 def tag(value: Any) -> Any:

@@ -28,7 +28,7 @@ from typing import Any
 
 from h5chunk.errors import FileError
 from h5chunk.remote.countdown import Countdown
-from h5chunk.remote.download import Download
+from h5chunk.remote.download import Download, run_all
 from h5chunk.remote.objects import HEAD_BYTES, RemoteError, Store, first_line
 from h5chunk.remote.pages import ABOUT, FETCHED, PAGE, Locks, Pages, Runs, create, pages_of, write_at
 from h5chunk.urls import parse, stable, without_query
@@ -284,7 +284,7 @@ class Server:
                     data = store.get(url, first, min(first + REQUEST_PAGES * PAGE, stop), pin)[1]
                     write_at(file.fileno(), data, first - start)
 
-                list(store.pool.map(copy, range(start, stop, REQUEST_PAGES * PAGE)))
+                run_all(store.pool, copy, range(start, stop, REQUEST_PAGES * PAGE))
         except OSError as error:
             raise FileError(f"{message['file']}: cannot be written: {error.strerror}") from None
         return {}
