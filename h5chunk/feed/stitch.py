@@ -10,6 +10,7 @@ import numpy as np
 from h5chunk.errors import OptionError
 from h5chunk.feed.patches import Patches
 from h5chunk.plan.patches import Tiles
+from h5chunk.store.hdf5.attributes import EXACT
 
 BLENDS: dict[str, Callable[[int], np.ndarray]] = {
     "uniform": lambda size: np.ones(size),
@@ -83,7 +84,8 @@ class Stitcher:
         Raises
         ------
         OptionError
-            These are not the next tiles, or their shape or type is another than before.
+            These are not the next tiles, their shape or type is another than before, or they have whole numbers beyond
+            2**53.
         """
         values, positions = _as_array(values), _as_array(positions)
         rows = np.arange(self._next, self._next + len(positions))
@@ -95,6 +97,12 @@ class Stitcher:
             raise OptionError(
                 "these are not the next tiles: give them in order, from ChunkLoader(tiles, ..., shuffle=False)"
             )
+        if values.dtype.kind not in "biufc":
+            raise OptionError(f"tiles are of type {values.dtype}: give numbers")
+        if values.dtype.itemsize == 8 and values.dtype.kind in "iu":
+            least, most = int(values.min(initial=0)), int(values.max(initial=0))
+            if not -EXACT <= least <= most <= EXACT:
+                raise OptionError(f"tiles go from {least} to {most}: means of whole numbers beyond 2**53 are not exact")
         for value, (volume, *start) in zip(values, positions.tolist(), strict=True):
             if volume == len(self._results):
                 self._begin(volume, value)
@@ -117,7 +125,7 @@ class Stitcher:
     def _in_space_first(self, value: np.ndarray) -> np.ndarray:
         """Return a tile without its halo, with the axes of space first."""
         axes = len(self._size)
-        if self._first:
+        if self._first and value.ndim > axes:
             value = np.moveaxis(value, range(value.ndim - axes, value.ndim), range(axes))
         halos = [(length - size) / 2 for length, size in zip(value.shape, self._size, strict=False)]
         if value.ndim < axes or any(halo < 0 or halo % 1 for halo in halos):
@@ -129,7 +137,7 @@ class Stitcher:
         name, shape = self._tiles.volumes[volume]
         others = self._in_space_first(value).shape[len(shape) :]
         self._results.append(self._make(name, (*others, *shape) if self._first else (*shape, *others), value.dtype))
-        exact = value.dtype if value.dtype.kind == "f" and value.dtype.itemsize >= 4 else np.dtype(np.float64)
+        exact = value.dtype if value.dtype.kind in "fc" and value.dtype.itemsize >= 4 else np.dtype(np.float64)
         planes = (min(self._size[0], shape[0]), *shape[1:])
         self._low, self._shape, self._dtype = 0, np.array(shape), value.dtype
         self._mean, self._weight = np.zeros((*planes, *others), exact), np.zeros(planes)
@@ -147,8 +155,7 @@ class Stitcher:
         self._weight[where] += window
         share = (window / self._weight[where]).astype(self._mean.dtype)
         share = share.reshape(share.shape + (1,) * (value.ndim - share.ndim))
-        mean = self._mean[where]
-        mean += (value[inside] - mean) * share  # equal values have a difference of 0, and stay exactly
+        self._mean[where] = _mean(self._mean[where], value[inside], share)
 
     def _flush(self, low: int | None) -> None:
         """Write the planes below ``low``, None for all, which no later tile reaches."""
@@ -170,6 +177,21 @@ class Stitcher:
         self._low = end
 
 
+def _mean(mean: np.ndarray, value: np.ndarray, share: np.ndarray) -> np.ndarray:
+    """Return the mean after a value was added whose weight is this share of all weights. Equal values stay exactly."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        found: np.ndarray = mean + (value - mean) * share
+        if not np.isfinite(found).all():  # the difference may be infinite, or of two infinities
+            other = np.where(value == mean, value, mean * (1 - share) + value * share)
+            found = np.where(np.isfinite(found), found, other)
+    return found
+
+
 def _as_array(values: Any) -> np.ndarray:
-    """Return a tensor of any device as an array."""
-    return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
+    """Return a tensor of any device as an array; of a type that NumPy does not have, such as bfloat16, as float32."""
+    if not hasattr(values, "detach"):
+        return np.asarray(values)
+    try:
+        return values.detach().cpu().numpy()
+    except TypeError:
+        return values.detach().cpu().float().numpy()

@@ -332,6 +332,43 @@ def test_blending_is_a_weighted_mean(tmp_path):
     assert np.allclose(stitcher.result()[0][0], [0, 0, 0, 0, 1 / 3, 2 / 3, 1, 1, 1, 1])
 
 
+def _stitched(path, tile_of, overlap=(0, 2)):
+    """Stitch the tiles that a function returns, given their number, and return the only volume."""
+    with h5py.File(path, "w") as file:
+        file["raw"] = np.zeros((4, 10), np.float32)
+    tiles = h5chunk.Patches(path, {"raw": "raw"}, (4, 6)).tiles(overlap)
+    stitcher = h5chunk.Stitcher(tiles, blend="linear")
+    for number, position in enumerate(tiles.positions()):
+        stitcher.add(tile_of(number), position[None])
+    return stitcher.result()[0]
+
+
+def test_stitching_infinities_complex_numbers_and_tensors_that_numpy_lacks(tmp_path):
+    path, inf = tmp_path / "v.h5", np.inf
+    equal = _stitched(path, lambda _: np.full((1, 4, 6), -inf, np.float32))
+    assert (equal == -inf).all()
+    mixed = _stitched(path, lambda number: np.full((1, 4, 6), [1.0, inf][number]))
+    assert mixed[0].tolist() == [1, 1, 1, 1, inf, inf, inf, inf, inf, inf]
+    large = _stitched(path, lambda number: np.full((1, 4, 6), [3e38, -3e38][number], np.float32))
+    assert np.isfinite(large).all() and np.allclose(large[0, 4:6], [1e38, -1e38])
+    assert np.array_equal(_stitched(path, lambda _: np.full((1, 4, 6), 1 + 2j)), np.full((4, 10), 1 + 2j))
+    halves = _stitched(path, lambda number: torch.full((1, 4, 6), number, dtype=torch.bfloat16))
+    assert halves.dtype == np.float32 and np.allclose(halves[0], [0, 0, 0, 0, 1 / 3, 2 / 3, 1, 1, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("tile", "message"),
+    [
+        (np.full((1, 4, 6), 2**53 + 1), "beyond 2"),
+        (np.full((1, 4, 6), "a"), "give numbers"),
+        (np.zeros((1, 6)), "in space it must have"),
+    ],
+)
+def test_tiles_that_cannot_be_stitched(tmp_path, tile, message):
+    with pytest.raises(h5chunk.OptionError, match=message):
+        _stitched(tmp_path / "v.h5", lambda _: tile)
+
+
 def test_tiles_cover_all_and_errors_of_stitching(plain):
     patches = h5chunk.Patches(plain, FIELDS, SIZE)
     tiles = patches.tiles(2)
