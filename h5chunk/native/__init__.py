@@ -143,6 +143,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         ("crc32", ctypes.c_uint32, (address, number, ctypes.c_uint32)),
         ("dense", ctypes.c_int, (ctypes.POINTER(_Matrix), address, number, address)),
         ("augment", ctypes.c_int, (ctypes.POINTER(ImageRule), address, number, address, number, number, address)),
+        ("copy_boxes", None, (address, address, number, number, address, number, address, address)),
         ("draw", number, (address, number, address, number, address, address, number, address, number, address)),
         ("find_jpeg", ctypes.c_int, (address,)),
         ("decode", number, (*[address] * 4, number)),
@@ -286,6 +287,17 @@ def crc32(data: np.ndarray, start: int = 0) -> int:
     '0xcbf43926'
     """
     return int(_library().h5chunk_crc32(data.ctypes.data, data.nbytes, start))
+
+
+def copy_boxes(values: np.ndarray, table: np.ndarray, out: np.ndarray) -> None:
+    """Copy boxes of an array to elements of ``out``, (n, *shape); all are C-contiguous, and of the same dtype.
+
+    A row of ``table``, (n, 1 + 3 * values.ndim) int64, has the index in ``out``, and along each axis the first index in
+    ``values``, the first index in the element, and the length.
+    """
+    arrays = values, np.array(values.shape), table, out, np.array(out.shape[1:])
+    source, own, boxes, target, others = map(address_of, arrays)
+    _library().h5chunk_copy_boxes(source, own, values.ndim, values.itemsize, boxes, len(table), target, others)
 
 
 class SparseRows:

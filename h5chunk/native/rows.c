@@ -132,3 +132,51 @@ EXPORT void h5chunk_entries(const Matrix *matrix, const int64_t *rows, int64_t c
         num_copied += end - first;
     }
 }
+
+/* ---- Boxes of arrays ---- */
+
+enum { MAX_AXES = 32, AHEAD_RUNS = 8, AHEAD_OF_RUN = 512 };
+
+/* Copy `lengths[0]` times ... `lengths[axes - 1]` runs; the arrays' steps are in bytes. */
+static void copy_runs(const uint8_t *from, const int64_t *from_steps, uint8_t *to, const int64_t *to_steps,
+                      const int64_t *lengths, int64_t axes, size_t run) {
+    if (!axes) {
+        memcpy(to, from, run);
+        return;
+    }
+    for (int64_t i = 0; i < *lengths; i++, from += *from_steps, to += *to_steps) {
+        if (axes > 1) {
+            copy_runs(from, from_steps + 1, to, to_steps + 1, lengths + 1, axes - 1, run);
+            continue;
+        }
+        for (size_t byte = 0; i + AHEAD_RUNS < *lengths && byte < run && byte < AHEAD_OF_RUN; byte += 64)
+            __builtin_prefetch(to + AHEAD_RUNS * *to_steps + byte, 1);
+        memcpy(to, from, run);
+    }
+}
+
+/* Copy boxes of an array to elements of another one, which has one more axis, the first. A row of `boxes` has the index
+ * along that axis, and along each other axis the first index in `from`, the first index in `to`, and the length. */
+EXPORT void h5chunk_copy_boxes(const uint8_t *from, const int64_t *from_shape, int64_t axes, int64_t item_bytes,
+                               const int64_t *boxes, int64_t count, uint8_t *to, const int64_t *to_shape) {
+    int64_t from_steps[MAX_AXES], to_steps[MAX_AXES], from_step = item_bytes, to_step = item_bytes;
+    for (int64_t axis = axes; axis--;) {
+        from_steps[axis] = from_step;
+        to_steps[axis] = to_step;
+        from_step *= from_shape[axis];
+        to_step *= to_shape[axis];
+    }
+    for (; count--; boxes += 1 + 3 * axes) {
+        const int64_t *first = boxes + 1, *place = first + axes, *lengths = place + axes;
+        const uint8_t *source = from;
+        uint8_t *target = to + *boxes * to_step;
+        for (int64_t axis = 0; axis < axes; axis++) {
+            source += first[axis] * from_steps[axis];
+            target += place[axis] * to_steps[axis];
+        }
+        int64_t outer = axes;
+        int64_t run = item_bytes;
+        while (outer && run == from_steps[outer - 1] && run == to_steps[outer - 1]) run *= lengths[--outer];
+        copy_runs(source, from_steps, target, to_steps, lengths, outer, (size_t)run);
+    }
+}

@@ -101,6 +101,24 @@ def test_values_are_those_of_slicing_however_they_are_read(path):
     assert _same(batches, _epochs(DataLoader(patches, batch_sampler=sampler, num_workers=2), 2))
 
 
+@pytest.mark.parametrize("shape", [(30, 200, 210), (2, 1100, 1000), (2, 2, 90, 1600, 2)], ids=str)
+def test_contiguous_volumes_are_read_in_blocks(tmp_path, shape):
+    values = np.random.default_rng(0).random(shape, np.float32)
+    with h5py.File(tmp_path / "v.h5", "w") as file:
+        file["raw"] = values
+    size, before = ((2, 40, 30), ()) if len(shape) == 3 else ((50, 70, 2), (slice(None),) * 2)
+    channels = "first" if before else None
+    patches = h5chunk.Patches(tmp_path / "v.h5", {"raw": "raw"}, size, channels=channels, positions=True, per_volume=60)
+    starts = set()
+    with h5chunk.ChunkLoader(patches, 16) as loader:
+        for raw, positions in loader:
+            for patch, (_, *start) in zip(raw.numpy(), positions.tolist(), strict=True):
+                starts.add(tuple(start))
+                box = tuple(slice(first, first + length) for first, length in zip(start, size, strict=True))
+                assert np.array_equal(patch, values[(*before, *box)])
+    assert len(starts) == 60
+
+
 def test_each_epoch_has_other_patches_as_many_of_each_volume(plain):
     patches = h5chunk.Patches(plain, FIELDS, SIZE, per_volume=20, positions=True)
     with h5chunk.ChunkLoader(patches, 8) as loader:

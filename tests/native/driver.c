@@ -278,9 +278,30 @@ static void run_rows(int column_bytes, int value_bytes, int index_bytes, int has
     for (int i = 0; i < 7; i++) free(memory[i]);
 }
 
+/* Copy boxes of a 3-D array to two others, of which the second is complete along the last axis. */
+static void run_boxes(void) {
+    enum { DEPTH = 3, HEIGHT = 20, WIDTH = 7 };
+    uint16_t *from = malloc(DEPTH * HEIGHT * WIDTH * sizeof *from), *to = calloc(2 * 2 * 13 * WIDTH, sizeof *to);
+    int64_t from_shape[] = {DEPTH, HEIGHT, WIDTH}, to_shape[] = {2, 13, WIDTH};
+    int64_t boxes[] = {1, 1, 8, 2, 0, 1, 3, 2, 12, 4, /* */ 0, 0, 7, 0, 0, 0, 0, 2, 13, WIDTH};
+    for (int i = 0; i < DEPTH * HEIGHT * WIDTH; i++) from[i] = (uint16_t)(i + 1);
+    h5chunk_copy_boxes((uint8_t *)from, from_shape, 3, sizeof *from, boxes, 2, (uint8_t *)to, to_shape);
+    for (int z = 0; z < 2; z++)
+        for (int y = 0; y < 13; y++)
+            for (int x = 0; x < WIDTH; x++) {
+                EXPECT(to[(z * 13 + y) * WIDTH + x] == from[(z * HEIGHT + y + 7) * WIDTH + x]);
+                int inside = y >= 1 && x >= 3;
+                uint16_t expected = inside ? from[((z + 1) * HEIGHT + y + 7) * WIDTH + x - 1] : 0;
+                EXPECT(to[((2 + z) * 13 + y) * WIDTH + x] == expected);
+            }
+    free(from);
+    free(to);
+}
+
 int main(void) {
     for (int i = 0; i < 4 * 4 * 2 * 3; i++)
         run_rows(1 << i % 4, 1 << i / 4 % 4, i / 16 % 2 ? 8 : 4, i / 32 != 2, i / 32 != 1);
+    run_boxes();
     char path[] = "/tmp/h5chunk-driver-XXXXXX";
     int descriptor = mkstemp(path);
     for (size_t i = 0; i < sizeof data; i++) data[i] = (uint8_t)(i * i >> 7);

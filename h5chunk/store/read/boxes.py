@@ -5,26 +5,46 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from itertools import pairwise
+from operator import add
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
 
+from h5chunk.native import available, copy_boxes
 from h5chunk.store.hdf5.chunk_table import NotDirect, check_bytes, list_chunks
-from h5chunk.store.hdf5.ranges import MAX_VECTORS, PART_BYTES, ReadTask, VectorTask, read_jobs
+from h5chunk.store.hdf5.codecs import scratch
+from h5chunk.store.hdf5.ranges import MAX_VECTORS, PART_BYTES, ReadTask, VectorTask, read_jobs, vector_tasks
 from h5chunk.store.read.checksums import NO_SUMS
 from h5chunk.store.read.direct import KEPT_BYTES, ByteReader, DecodedChunks
 
 GAP_BYTES = 4 << 10  # largest gap between two rows that is read: skipping it would need another system call
 
-# a part of a patch in a chunk: number of the volume, chunk, patch, and its slices of the chunk and of the patch
-Part = tuple[int, int, int, tuple[slice, ...], tuple[slice, ...]]
+SLAB_BYTES = 8 << 20  # most bytes of a chunk without filters that are read at once for several patches
+BLOCK_BYTES = 4 << 20  # of a contiguous dataset, which is read in blocks as if these were its chunks
+
+
+class Parts(NamedTuple):
+    """Parts of patches, sorted by chunk.
+
+    A row of ``table``, (n, 1 + 3 * axes) int64, has the patch, and along each axis the first index in the chunk, the
+    first index in the patch, and the length.
+    """
+
+    chunks: np.ndarray
+    table: np.ndarray
+
+    def by_chunk(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield each chunk with its rows of the table."""
+        firsts = np.flatnonzero(np.diff(self.chunks, prepend=-1))
+        for first, end in pairwise([*firsts.tolist(), len(self.chunks)]):
+            yield int(self.chunks[first]), self.table[first:end]
 
 
 class VolumeBytes:
-    """The chunks of one dataset of a volume; a contiguous dataset is one chunk."""
+    """The chunks of one dataset of a volume, or the blocks of a contiguous one."""
 
     def __init__(self, path: Path, name: str, file: int, dataset: h5py.Dataset, field: Any) -> None:
         check_bytes(dataset, field.dtype)
@@ -39,13 +59,26 @@ class VolumeBytes:
                 raise NotDirect("parts of it were never written")
             if (table.sizes != math.prod(table.chunk_shape) * self.dtype.itemsize).any():
                 raise NotDirect("the size of its chunks does not follow from their type and shape")
-        self.table, self.chunk = table, np.array(table.chunk_shape)
+        self.chunk, self._offsets = np.array(table.chunk_shape), table.offsets
+        if dataset.chunks is None:
+            self._divide(int(table.offsets[0]))
         self.grid = -(-np.array(self.shape) // self.chunk)
         self.chunk_bytes = int(self.chunk.prod()) * self.dtype.itemsize
         self.where: Callable[[int], str] = lambda offset: f"{path}: field {name!r}, chunk {table.chunk_at(offset)}"
 
-    def parts(self, number: int, patches: np.ndarray, low: np.ndarray, high: np.ndarray) -> Iterator[Part]:
-        """Yield the parts of boxes, from ``low`` to ``high``, (n, axes), in each chunk, chunk by chunk."""
+    def _divide(self, offset: int) -> None:
+        """Divide a contiguous dataset at ``offset`` into blocks that are contiguous, too."""
+        steps = self.dtype.itemsize * np.cumprod([1, *self.shape[:0:-1]])[::-1]
+        for axis in range(len(self.shape) - 1):
+            self.chunk[axis] = np.clip(BLOCK_BYTES // steps[axis], 1, self.shape[axis])
+            if self.chunk[axis] > 1:
+                break
+        grid = -(-np.array(self.shape) // self.chunk)
+        firsts = np.stack(np.unravel_index(np.arange(grid.prod()), tuple(grid)), axis=1) * self.chunk
+        self._offsets = offset + firsts @ steps
+
+    def parts(self, patches: np.ndarray, low: np.ndarray, high: np.ndarray) -> Parts:
+        """Return the parts of boxes, from ``low`` to ``high``, (n, axes), in each chunk."""
         begin, end = np.maximum(low, 0), np.minimum(high, self.shape)
         first = begin // self.chunk
         counts = (end - 1) // self.chunk - first + 1
@@ -57,42 +90,81 @@ class VolumeBytes:
         chunks += first[box]
         numbers = np.ravel_multi_index(tuple(chunks.T), tuple(self.grid))
         start, stop = np.maximum(begin[box], chunks * self.chunk), np.minimum(end[box], (chunks + 1) * self.chunk)
-        columns = [start - chunks * self.chunk, stop - chunks * self.chunk, start - low[box], stop - low[box]]
+        table = np.hstack([patches[box, None], start - chunks * self.chunk, start - low[box], stop - start])
         order = np.argsort(numbers, kind="stable")
-        rows = (column[order].tolist() for column in (numbers, patches[box], *columns))
-        for chunk, patch, *bounds in zip(*rows, strict=True):
-            yield number, chunk, patch, tuple(map(slice, *bounds[:2])), tuple(map(slice, *bounds[2:]))
+        return Parts(numbers[order], np.ascontiguousarray(table[order]))
 
-    def vectors(self, part: Part, out: np.ndarray) -> VectorTask:
+    def sizes(self, table: np.ndarray) -> np.ndarray:
+        """Return the bytes of each part."""
+        sizes: np.ndarray = table[:, 1 + 2 * len(self.shape) :].prod(axis=1) * self.dtype.itemsize
+        return sizes
+
+    def read_parts(self, descriptor: int, chunk: int, table: np.ndarray, out: np.ndarray, local: Any) -> None:
+        """Read parts of a chunk without filters: all in one slab of the chunk, if that is less work than one by one."""
+        first, length = table[:, 1 : 1 + len(self.shape)], table[:, 1 + 2 * len(self.shape) :]
+        low, shape = first.min(axis=0), (first + length).max(axis=0)
+        low[-1], shape[-1] = 0, self.chunk[-1]
+        shape -= low
+        num_bytes, item = int(shape.prod()) * self.dtype.itemsize, self.dtype.itemsize
+        runs = np.minimum(length[:, -1] * item + GAP_BYTES, shape[-1] * item)
+        if num_bytes > SLAB_BYTES or num_bytes + self.sizes(table).sum() > (length[:, :-1].prod(axis=1) * runs).sum():
+            for row in table.tolist():
+                self._vectors(chunk, row, out[row[0]])(descriptor)
+            return
+        slab = scratch(local, "slab", num_bytes)
+        axis, steps = len(shape) - 1, item * np.cumprod([1, *self.chunk[:0:-1]])[::-1]
+        while axis > 0 and shape[axis] == self.chunk[axis]:
+            axis -= 1
+        run = int(shape[axis:].prod()) * item
+        offsets = np.array(self._offsets[chunk] + low @ steps)
+        for step, count in zip(steps[:axis], shape[:axis], strict=True):
+            offsets = np.add.outer(offsets, np.arange(count) * step)
+        offsets = offsets.reshape(-1)
+        starts = np.arange(len(offsets)) * run
+        for task in vector_tasks(offsets, np.full(len(offsets), run), starts, slab, self.where):
+            task(descriptor)
+        moved = table.copy()
+        moved[:, 1 : 1 + len(low)] -= low
+        copy_parts(slab.view(self.dtype).reshape(shape), moved, out)
+
+    def _vectors(self, chunk: int, row: list[int], out: np.ndarray) -> VectorTask:
         """Return the task that reads a part of a patch from a chunk without filters to ``out``, the patch."""
-        _, chunk, _, inside, place = part
-        axes, run = len(inside), self.dtype.itemsize
-        while axes > 1 and _length(inside[axes - 1]) == self.chunk[axes - 1] == out.shape[axes - 1]:
+        axes, run = len(self.shape), self.dtype.itemsize
+        first, place, length = row[1 : 1 + axes], row[1 + axes : 1 + 2 * axes], row[1 + 2 * axes :]
+        while axes > 1 and length[axes - 1] == self.chunk[axes - 1] == out.shape[axes - 1]:
             axes -= 1
             run *= out.shape[axes]
-        steps, offset = [run], run * inside[axes - 1].start  # in the chunk
-        strides, address = [run], out.ctypes.data + run * place[axes - 1].start
+        steps, offset = [run], run * first[axes - 1]  # in the chunk
+        strides, address = [run], out.ctypes.data + run * place[axes - 1]
         for axis in reversed(range(axes - 1)):
             steps.insert(0, steps[0] * int(self.chunk[axis + 1]))
             strides.insert(0, strides[0] * out.shape[axis + 1])
-            offset, address = offset + steps[0] * inside[axis].start, address + strides[0] * place[axis].start
-        offsets = _sums(offset + int(self.table.offsets[chunk]), steps[:-1], inside[: axes - 1])
-        addresses = _sums(address, strides[:-1], inside[: axes - 1])
-        run *= _length(inside[axes - 1])
-        together = _length(inside[axes - 2]) if axes > 1 and 0 <= steps[axes - 2] - run <= GAP_BYTES else 1
+            offset, address = offset + steps[0] * first[axis], address + strides[0] * place[axis]
+        offsets = _sums(offset + int(self._offsets[chunk]), steps[:-1], length[: axes - 1])
+        addresses = _sums(address, strides[:-1], length[: axes - 1])
+        run *= length[axes - 1]
+        together = length[axes - 2] if axes > 1 and 0 <= steps[axes - 2] - run <= GAP_BYTES else 1
         gap = steps[axes - 2] - run if together > 1 else 0
         return _rows_task(offsets, addresses, run, gap, min(together, MAX_VECTORS // 2), out, self.where)
 
 
-def _length(part: slice) -> int:
-    return int(part.stop - part.start)
+def copy_parts(values: np.ndarray, table: np.ndarray, out: np.ndarray) -> None:
+    """Copy parts of an array, as described by `Parts`, to patches, (n, *shape) of the same dtype."""
+    if available():
+        copy_boxes(values, table, out)
+        return
+    axes = values.ndim
+    for patch, *row in table.tolist():
+        first, place, length = row[:axes], row[axes : 2 * axes], row[2 * axes :]
+        inside, where = (tuple(map(slice, begin, map(add, begin, length))) for begin in (first, place))
+        out[patch][where] = values[inside]
 
 
-def _sums(start: int, steps: Sequence[int], parts: Sequence[slice]) -> np.ndarray:
+def _sums(start: int, steps: Sequence[int], counts: Sequence[int]) -> np.ndarray:
     total = np.array(start)
-    for step, part in zip(steps, parts, strict=True):
-        total = np.add.outer(total, np.arange(_length(part)) * step)
-    return total.reshape(-1, _length(parts[-1]) if parts else 1)
+    for step, count in zip(steps, counts, strict=True):
+        total = np.add.outer(total, np.arange(count) * step)
+    return total.reshape(-1, counts[-1] if counts else 1)
 
 
 def _rows_task(
@@ -133,6 +205,7 @@ class PatchBytes(ByteReader):
 
     def forget(self) -> None:
         """See `ByteReader.forget`; all volumes share the memory for kept chunks."""
+        self._local = threading.local()
         for chunks in self.chunks:
             chunks.forget()
             chunks.share_kept(self.chunks[0])
@@ -140,7 +213,8 @@ class PatchBytes(ByteReader):
 
     def scratch_bytes(self, num_threads: int) -> int:
         """See `ByteReader.scratch_bytes`."""
-        return 3 * num_threads * max((chunks.chunk_bytes for chunks in self.chunks), default=0)
+        slab = SLAB_BYTES if len(self.chunks) < len(self._volumes) else 0
+        return num_threads * max(slab, 3 * max((chunks.chunk_bytes for chunks in self.chunks), default=0))
 
     def tasks(self, rows: np.ndarray, destinations: np.ndarray, out: np.ndarray) -> Iterator[ReadTask]:
         """See `ByteReader.tasks`; rows may be in any order. Requests smaller than a cell use cached chunks."""
@@ -152,16 +226,17 @@ class PatchBytes(ByteReader):
         tasks = []
         for number in np.unique(volumes).tolist():
             own, volume = volumes == number, self._volumes[number]
-            parts, num_bytes = [], 0
-            for _, group in groupby(volume.parts(number, destinations[own], low[own], high[own]), lambda part: part[1]):
-                parts += (some := list(group))
-                num_bytes += (
-                    volume.chunk_bytes if volume.decoded else len(some) * min(self.row_bytes, volume.chunk_bytes)
-                )
-                if num_bytes >= PART_BYTES:
-                    tasks.append(BoxTask(volume, parts, target, padding, keeps))
-                    parts, num_bytes = [], 0
-            tasks += [BoxTask(volume, parts, target, padding, keeps)] if parts else []
+            parts = volume.parts(destinations[own], low[own], high[own])
+            sizes = volume.sizes(parts.table)
+            if volume.decoded:
+                sizes = np.where(np.diff(parts.chunks, prepend=-1) > 0, volume.chunk_bytes, 0)
+            numbers = np.cumsum(sizes) // PART_BYTES
+            begins_chunk = np.diff(parts.chunks, prepend=-1) > 0
+            firsts = np.flatnonzero(begins_chunk)
+            firsts = firsts[np.diff(numbers[firsts], prepend=-1) > 0]
+            for first, end in pairwise([*firsts.tolist(), len(parts.chunks)]):
+                some = Parts(*(each[first:end] for each in parts))
+                tasks.append(BoxTask(volume, some, target, padding, keeps, self._local))
         padding.num_left = len(tasks)
         yield from tasks
 
@@ -172,11 +247,11 @@ class PatchBytes(ByteReader):
         total = 0
         for number in np.unique(volumes).tolist():
             own, volume = volumes == number, self._volumes[number]
-            parts = volume.parts(number, rows[own], low[own], high[own])
+            parts = volume.parts(rows[own], low[own], high[own])
             if volume.decoded:
-                total += len({part[1] for part in parts}) * volume.chunk_bytes
+                total += len(np.unique(parts.chunks)) * volume.chunk_bytes
             else:
-                total += sum(math.prod(map(_length, part[3])) for part in parts) * volume.dtype.itemsize
+                total += int(volume.sizes(parts.table).sum())
         return total
 
 
@@ -184,23 +259,21 @@ class BoxTask:
     """A task that reads parts of patches in the chunks of one volume."""
 
     def __init__(
-        self, volume: VolumeBytes, parts: list[Part], target: np.ndarray, padding: _Padding, keeps: bool
+        self, volume: VolumeBytes, parts: Parts, target: np.ndarray, padding: _Padding, keeps: bool, local: Any
     ) -> None:
-        self._volume, self._parts, self._target, self._padding, self._keeps = volume, parts, target, padding, keeps
+        self._volume, self._parts, self._target, self._padding = volume, parts, target, padding
+        self._keeps, self._local = keeps, local
 
     def __call__(self, opened: Any) -> None:
         volume, target = self._volume, self._target
         several = hasattr(opened, "descriptor_of")
         descriptor = opened.descriptor_of(volume.file) if several else opened
-        for chunk, parts in groupby(self._parts, lambda part: part[1]):
+        for chunk, table in self._parts.by_chunk():
             if volume.decoded is None:
-                for part in parts:
-                    volume.vectors(part, target[part[2]])(descriptor)
+                volume.read_parts(descriptor, chunk, table, target, self._local)
                 continue
             values = volume.decoded.read(descriptor, chunk, is_whole=not self._keeps)
-            values = values.view(volume.dtype).reshape(volume.chunk)
-            for _, _, patch, inside, place in parts:
-                target[patch][place] = values[inside]
+            copy_parts(values.view(volume.dtype).reshape(volume.chunk), table, target)
         if several:
             opened.check(volume.file)
         self._padding.end_task()
