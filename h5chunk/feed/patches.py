@@ -112,7 +112,7 @@ class Patches(ChunkDataset):
             raise OptionError(f"fields is {fields!r}: give a mapping of names to datasets")
         if POSITION in fields and positions:
             raise OptionError(f"fields has {POSITION!r}, which is the name of the field of positions: rename it")
-        if isinstance(size, str) or not 1 <= len(tuple(size)) <= 4:
+        if isinstance(size, str) or not hasattr(size, "__len__") or not 1 <= len(size) <= 4:
             raise OptionError(f"size is {size!r}: give 1 to 4 numbers, such as (64, 64, 64)")
         size = tuple(check_whole("size", length, 1, 1 << 30) for length in size)
         halos = {name: _halo(halo, name, len(size)) for name in fields}
@@ -237,6 +237,8 @@ class Patches(ChunkDataset):
         reader: Any = self.new_reader()
         if self._padding == "none" and any(any(each.halo) for each in reader.volume_fields.values()):
             raise OptionError("tiles with a halo reach beyond the volume: give Patches a padding")
+        if POSITION in reader.fields:
+            raise OptionError(f"fields has {POSITION!r}, which is the name of the field of positions: rename it")
         if self._samples is not None:
             raise OptionError("this is a subset: make tiles of the whole data set, and select among them")
         reader.set_plan(Tiles(self._shapes, self._size, self._starts, both))
@@ -315,7 +317,7 @@ def _leading(name: str, channels: str | Mapping[str, str] | None, axes: int, fou
 
 
 def _with_halo(each: VolumeField, halo: tuple[int, ...], padding: Any) -> VolumeField:
-    if _is_number(padding) and np.array(padding).astype(each.dtype) != padding:
+    if _is_number(padding) and each.dtype.kind in "biu" and np.array(padding).astype(each.dtype) != padding:
         raise OptionError(f"padding is {padding!r}, which a field of type {each.dtype} cannot hold")
     return VolumeField(each.name, each.datasets, each.grids, each.dtype, each.leading, halo, padding, each.size)
 
@@ -356,9 +358,11 @@ def _read_weights(
         )
     values = reader.read_box(file, dataset, box)
     weights = np.asarray(function(values), np.float64)
-    if weights.shape != values.shape or not np.isfinite(weights).all() or (weights < 0).any():
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = weights.sum()
+    if weights.shape != values.shape or not np.isfinite(total) or (weights < 0).any():
         raise OptionError(
-            f"weights of {printable(dataset)!r} must be finite, 0 or more, and one for each voxel: a block of shape "
-            f"{values.shape} gave {weights.shape}, from {weights.min(initial=0)} to {weights.max(initial=0)}"
+            f"weights of {printable(dataset)!r} must be 0 or more, one for each voxel, and with a finite sum: a block "
+            f"of shape {values.shape} gave {weights.shape}, from {weights.min(initial=0)} to {weights.max(initial=0)}"
         )
     return weights

@@ -147,8 +147,9 @@ class RandomPatches:
     ) -> None:
         self.size, self.shapes, self.starts, self._counts, self._seed = np.array(size), shapes, starts, counts, seed
         self.num_samples, self.cell_bytes = int(counts.sum()), cell[1]
-        self._candidates = np.zeros((0, CANDIDATES, len(size)), np.int32)
+        candidates = [np.zeros((0, CANDIDATES, len(size)), np.int32)]
         self.unweighted: list[int] = []  # volumes all of whose weights are 0
+        num_cells = 0
         tables: list[tuple[np.ndarray, ...]] = []
         for number, (first, count) in enumerate(zip(*starts, strict=True)):
             low = _grid([np.arange(0, length, step) for length, step in zip(count.tolist(), cell[0], strict=True)])
@@ -156,19 +157,25 @@ class RandomPatches:
             uniform = extent.prod(axis=1, dtype=np.float64)
             mass = np.stack([uniform / uniform.sum(), np.zeros(len(low))], axis=1)
             if weigh is not None:
-                weights = self._weigh(weigh, number, low, extent, sum(len(table[0]) for table in tables))
+                weights, kept = self._weigh(weigh, number, low, extent, num_cells)
+                candidates.append(kept)
+                num_cells += len(low)
                 if not weights.any():
                     self.unweighted.append(number)
                 else:
+                    weights /= weights.max()
                     mass = np.stack([mass[:, 0] * (1 - share), weights / weights.sum() * share], axis=1)
             before, own = int(counts[:number].sum()), int(counts[number])
             end = np.minimum(before + np.cumsum(mass) * own, before + own)
             end[np.flatnonzero(mass)[-1] :] = before + own
             tables.append((low + first, extent, np.full(len(low), number), end))
         self._low, self._extent, self._volume, self._ends = map(np.concatenate, zip(*tables, strict=True))
+        self._candidates = np.concatenate(candidates)
         self.chunk_starts = starts_of_runs(self._entries(np.arange(self.num_samples) + 0.5) // 2)
 
-    def _weigh(self, weigh: Weigh, number: int, low: Indices, extent: Indices, before: int) -> np.ndarray:
+    def _weigh(
+        self, weigh: Weigh, number: int, low: Indices, extent: Indices, before: int
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return the sum of the weights in each cell, and draw candidates for starts of patches by weight."""
         first, count, shape = (each[number] for each in (*self.starts, self.shapes))
         half = self.size // 2
@@ -188,8 +195,7 @@ class RandomPatches:
             )
             centres = np.stack(np.unravel_index(voxels, weights.shape), axis=1) + begin[cell]
             kept[cell] = np.clip(centres - half, first, first + count - 1)
-        self._candidates = np.concatenate([self._candidates, kept.astype(np.int32)])
-        return sums
+        return sums, kept.astype(np.int32)
 
     def _entries(self, targets: np.ndarray) -> Indices:
         return np.minimum(np.searchsorted(self._ends, targets, "right"), len(self._ends) - 1)

@@ -270,6 +270,7 @@ def _is_inside(patches: h5chunk.Patches, number: int) -> bool:
         ({"fields": {}}, "give a mapping"),
         ({"size": (6, 11, 80)}, "padding='reflect'"),
         ({"size": (6, 0, 8)}, "size"),
+        ({"size": 6}, "give 1 to 4 numbers"),
         ({"size": (6, 11, 8, 2)}, "has 3 axes, but size has 4"),
         ({"size": (6, 8)}, "channels='first'"),
         ({"per_volume": 0}, "per_volume"),
@@ -277,6 +278,7 @@ def _is_inside(patches: h5chunk.Patches, number: int) -> bool:
         ({"padding": -1}, "cannot hold"),
         ({"halo": (1, 2)}, "halo"),
         ({"weights": {"label": 3}}, "function"),
+        ({"weights": {"label": lambda label: np.full(label.shape, 1e308)}}, "finite sum"),
         ({"share": 2}, "share"),
     ],
 )
@@ -284,6 +286,17 @@ def test_errors(plain, changes: Mapping[str, Any], message):
     arguments = {"fields": FIELDS, "size": SIZE, **changes}
     with pytest.raises(h5chunk.H5ChunkError, match=message):
         h5chunk.Patches(plain, **arguments)
+
+
+def test_padding_with_nan_and_a_field_that_is_named_position(tmp_path):
+    with h5py.File(tmp_path / "v.h5", "w") as file:
+        file["raw"] = np.ones((4, 10), np.float32)
+    for padding in (np.nan, 0.1):
+        patch = h5chunk.Patches(tmp_path / "v.h5", {"raw": "raw"}, (4, 10), halo=1, padding=padding)[0][0].numpy()
+        assert patch[1:-1, 1:-1].sum() == 40
+        assert np.array_equal(patch[0], np.full(12, padding, np.float32), equal_nan=True)
+    with pytest.raises(h5chunk.OptionError, match="rename it"):
+        h5chunk.Patches(tmp_path / "v.h5", {"position": "raw"}, (4, 6)).tiles()
 
 
 def test_fields_of_a_volume_must_have_the_same_voxels(plain):
