@@ -33,7 +33,10 @@ STAGES = {  # label and unit of the progress bar of each stage
 
 
 class Command(click.Command):
-    """A command whose help groups the options under headings and ends with examples: {purpose: command line}."""
+    """A command whose help groups the options under headings and ends with examples.
+
+    ``examples`` maps a purpose to the command line that serves it.
+    """
 
     def __init__(self, *args: Any, examples: Mapping[str, str] | None = None, **attributes: Any) -> None:
         super().__init__(*args, **attributes)
@@ -86,7 +89,10 @@ def main() -> None:
 
 
 def run(call: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
-    """Call a function with the options from the command line, and print its report; --quiet silences all but JSON."""
+    """Call a function with the options from the command line, and print its report.
+
+    ``--json`` prints the report as JSON; ``--quiet`` prints no other report.
+    """
     options = {**more, **_given_options()}
     quiet, as_json = options.pop("quiet", False), options.pop("as_json", False)
     with progress_bar(quiet) as progress:
@@ -114,7 +120,10 @@ def note(line: str) -> None:
 
 @contextmanager
 def progress_bar(quiet: bool) -> Iterator[Callable[[str, int, int | None], None] | None]:
-    """Yield a progress callback that draws a bar per stage; None if quiet, or if standard error is not a terminal."""
+    """Yield a function that draws a progress bar for each stage.
+
+    Yields None if ``quiet`` is true or standard error is not a terminal.
+    """
     if quiet or not sys.stderr.isatty():
         yield None
         return

@@ -43,8 +43,8 @@ def option(*names: str, heading: str, **attributes: Any) -> Decorator:
 class Parsed(click.ParamType):
     """An option type with a parser, which raises ValueError for invalid text.
 
-    ``name`` is the placeholder of the value in help. The error message ends with ``problem``, or is that of the
-    ValueError.
+    ``name`` is the placeholder for the value in help texts. Error messages consist of the value and ``problem``, or,
+    without ``problem``, of the message of the ValueError.
     """
 
     def __init__(self, name: str, parse: Callable[[Any], Any], problem: str = "") -> None:
@@ -86,15 +86,16 @@ client = option(
     "client",
     metavar="ADDRESS",
     heading=RUNNING,
-    help="Run on a Dask cluster: tcp://HOST:PORT of its scheduler, a scheduler file, or local:N for N local processes. "
-    "All workers must see the same files, but an output at a URL is uploaded by each.",
+    help="Run on a Dask cluster. ADDRESS is tcp://HOST:PORT of its scheduler, the path of a scheduler file, or local:N "
+    "for N processes on this machine. All workers must see the same files under the same paths.",
 )
 tuned = option(
     "--tuned",
     type=click.Path(),
     metavar="FOUND.json",
     heading=LAYOUT,
-    help="Use the settings in this output of h5chunk tune --json. Options on the command line take precedence.",
+    help="Use the settings in this file, which h5chunk tune --json printed. Options on the command line take "
+    "precedence.",
 )
 batch_size = option("--batch-size", type=int, default=256, heading=FIELDS, help="Number of samples per batch.")
 device = option(
@@ -121,25 +122,22 @@ trusted = option(
 source_format = option(
     "--format",
     type=click.Choice(sorted({*KIND_OPTIONS} - {"mapping"})),  # a mapping is not a path
-    heading="Source",
+    heading=SOURCE,
     show_default="detected from its name and first bytes",
     help="Kind of SOURCE.",
 )
 
 
 def memory_bytes(default: str, help: str) -> Decorator:
-    """Return a decorator that adds the option --memory-bytes."""
     return option("--memory-bytes", type=BYTES, default=default, heading=RUNNING, help=help)
 
 
 def budget(default: str) -> Decorator:
-    """Return a decorator that adds the option --budget."""
     help = "Upper limit on the time for measuring, such as 10s or 2m."
     return option("--budget", "budget_s", type=SECONDS, default=default, heading=RUNNING, help=help)
 
 
 def loader_workers(default: str) -> Decorator:
-    """Return a decorator that adds the option --workers."""
     help = "Number of DataLoader workers to measure with (repeatable)."
     return option("--workers", type=int, multiple=True, show_default=default, heading=RUNNING, help=help)
 
@@ -150,10 +148,11 @@ def loader_workers(default: str) -> Decorator:
 def options_of(
     groups: Sequence[Any], *, excluded: Collection[str] = (), defaults: Mapping[str, str] | None = None
 ) -> Decorator:
-    """Return a decorator that adds an option for each field of some subclasses of `h5chunk.sources.options.Options`.
+    """Return a decorator that adds an option for each field of the classes in ``groups``.
 
-    Fields in ``excluded`` get no option. If several classes have the same field, its help combines their descriptions.
-    ``defaults`` maps fields to the text that describes their defaults in help.
+    The classes are subclasses of `h5chunk.sources.options.Options`. Fields in ``excluded`` get no option. If several
+    classes have the same field, its help combines their descriptions. ``defaults`` maps names of fields to the text
+    that help shows as the default.
     """
     made: dict[str, tuple[str, dict[str, Any]]] = {}
     for group in groups:
@@ -176,7 +175,7 @@ def options_of(
 def _describe(
     field: dataclasses.Field[Any], hint: Any, heading: str, defaults: Mapping[str, str]
 ) -> tuple[str, dict[str, Any]]:
-    """Return the flag for a field, such as --seed, and the keyword arguments for `option`."""
+    """Return the flag of a field, such as --seed, and the keyword arguments for `option`."""
     metadata, name = field.metadata, field.name.replace("_", "-")
     default = defaults.get(field.name)
     shown_default = default or metadata["shown_default"] or field.default is not None
@@ -189,7 +188,7 @@ def _describe(
 
 
 def _type(metadata: Any, hint: Any) -> dict[str, Any]:
-    """Return the keyword arguments for `option` that depend on the type of a field."""
+    """Return the keyword arguments for `option` that depend on the field's type."""
     if metadata["choices"]:
         return {"type": click.Choice(metadata["choices"])}
     if metadata["is_path"] or metadata["repeatable"]:

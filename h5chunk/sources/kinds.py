@@ -33,31 +33,33 @@ class ImageOptions(Options):
     )
     fit: str = option(
         "error",
-        "How to resize an image to --size: error refuses images of another size, stretch scales both sides, crop "
-        "scales and cuts out the centre, pad scales and fills the rest with black.",
+        "How to treat an image whose size is not that of the stored images: error refuses it, stretch scales both "
+        "sides, crop scales it and cuts out the centre, pad scales it and fills the rest with black.",
         choices=("error", "stretch", "crop", "pad"),
     )
     color: str = option(
         "rgb",
-        "Channels of the stored images; keep leaves those of the source, including alpha.",
+        "Channels of the stored images. keep: the channels of the source, including alpha.",
         choices=("rgb", "gray", "keep"),
     )
     layout: str = option("nchw", "Order of the axes of the stored images.", choices=("nchw", "nhwc"))
     animated: str = option(
-        "error", "Reject images with several frames, or use their first frame.", choices=("error", "first")
+        "error",
+        "How to treat an image with several frames: error refuses it, first stores its first frame.",
+        choices=("error", "first"),
     )
     max_pixels: int = option(MAX_PIXELS, "Maximum number of pixels per image; larger images are refused.", minimum=1)
     mask_column: tuple[str, ...] | None = option(
         None,
-        "Columns, or folders beside the folder of images, that contain masks. Masks keep their exact values, and are "
-        "resized with their images, by nearest neighbour.",
+        "Columns with the paths of masks, or folders of masks beside the folder of images. Masks are resized like "
+        "their images, but by nearest neighbour, so that they keep their exact values.",
         metavar="NAME[,NAME]",
-        shown_default="those called mask or masks",
+        shown_default="columns and folders called mask or masks",
     )
     keep_encoded: bool = option(
-        False, "Store the image files unchanged, in any size. Loaders decode an image each time that they read it."
+        False, "Store the image files unchanged, whatever their sizes. Loaders decode an image each time they read it."
     )
-    keep_size: bool = option(False, "Store the pixels of each image, (H, W, C), in its original size.")
+    keep_size: bool = option(False, "Store the pixels of each image, (H, W, C), at its original size.")
     max_side: int | None = option(
         None,
         "With --keep-encoded or --keep-size: shrink images so that their longer side has at most N pixels.",
@@ -160,7 +162,8 @@ class KeyedOptions(Options):
     )
     attributes: tuple[str, ...] | None = option(
         None,
-        "With --samples: attributes of each sample to store as fields. Each must be one number or one string.",
+        "Attributes of each sample, found with --samples, to store as fields. An attribute must be a number or a "
+        "string.",
         metavar="A[,B]",
     )
 
@@ -182,7 +185,8 @@ class ImageSourceOptions(ImageOptions, ColumnOptions):
     )
     split_folders: str = option(
         "auto",
-        "Whether the top folders are splits (train, val, ...) rather than classes; splits become a field.",
+        "Whether the top folders of SOURCE are splits (train, val, ...) rather than classes. The split of each "
+        "image is stored in a field.",
         choices=("auto", "yes", "no"),
     )
 
@@ -203,13 +207,13 @@ class TextOptions(Options):
 
     separator: str | None = option(
         None,
-        "Separator between cells, such as ';' or '::', or the word tab, or space for any run of blanks.",
+        "Characters between two cells, such as ';' or '::'. tab: a tab character. space: one or more blanks.",
         metavar="SEP",
         shown_default="detected",
     )
     header: str = option(
         "auto",
-        "Whether the first line names the columns. skip ignores a first line that is neither names nor data.",
+        "Whether the first line contains the names of the columns. skip: ignore the first line, whatever it contains.",
         choices=("auto", "yes", "no", "skip"),
     )
     quotes: bool = option(True, "Treat double quotes as ordinary characters.")
@@ -240,15 +244,15 @@ class TableOptions(TextOptions, ImageOptions, ColumnOptions):
     heading: ClassVar[str] = ColumnOptions.heading
 
     vector: str | None = option(
-        None, "Combine all numeric columns into one field, NAME, with a vector per sample.", metavar="NAME"
+        None, "Combine all numeric columns into the field NAME, which has a vector per sample.", metavar="NAME"
     )
     vector_except: tuple[str, ...] | None = option(
-        None, "With --vector: numeric columns, such as labels, that remain separate fields.", metavar="A[,B]"
+        None, "Numeric columns, such as labels, that --vector leaves as separate fields.", metavar="A[,B]"
     )
     missing: str = option(
         "error",
-        "Missing values in integer columns: error rejects them, nan converts such columns to float64 with NaN. In "
-        "floating-point columns they always become NaN.",
+        "How to treat missing values in columns of integers: error refuses them, nan converts the column to float64 "
+        "and stores NaN. In columns of floats, missing values are always stored as NaN.",
         choices=("error", "nan"),
     )
 
@@ -273,7 +277,7 @@ class LibsvmOptions(MatrixSourceOptions):
 
     first_index: str = option(
         "auto",
-        "Index of the first column in libsvm and svmlight files; auto: 0 if the file contains an index 0, else 1.",
+        "Index of the first column in libsvm and svmlight files. auto: 0 if the file contains an index 0, otherwise 1.",
         choices=("auto", "0", "1"),
     )
 
@@ -296,8 +300,8 @@ class JoinOptions(LayerOptions):
 
     join: str | None = option(
         None,
-        "With several files, keep the columns that all files have (inner), or that any file has (outer); columns that "
-        "a file lacks are zero.",
+        "How to combine files with different columns: inner keeps the columns that all files have, outer keeps all "
+        "columns and stores zeros where a file lacks one.",
         choices=("inner", "outer"),
         shown_default="all files must have the same columns",
     )
@@ -309,7 +313,8 @@ class EntryOptions(MatrixSourceOptions):
 
     columns: tuple[str, ...] | None = option(
         None,
-        "For ratings and other sparse matrices: the columns with row, column, value and time (names, or 0, 1, ...).",
+        "For ratings and other sparse matrices: the names or numbers (0, 1, ...) of the columns that contain the "
+        "row, the column and, if there are any, the value and the time.",
         metavar="A,B[,C[,D]]",
     )
 

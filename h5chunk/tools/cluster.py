@@ -64,7 +64,7 @@ class Cluster:
         ended: Queue[Any] = Queue()
 
         def submit(number: int, failed: str = "") -> None:
-            """Submit a task, not to the worker at which it has failed if there are others."""
+            """Submit a task; avoid the worker ``failed``, on which it has failed, if there are others."""
             found = self._client.scheduler_info(n_workers=-1)["workers"] if failed else ()
             others = [address for address in found if address != failed]
             key = f"h5chunk-{function.__name__}-{number}-{uuid.uuid4().hex[:8]}"
@@ -127,8 +127,6 @@ class _ProgressRelay:
 
 
 class _Failures:
-    """Count the failures of each task."""
-
     def __init__(self) -> None:
         self._lost, self._failed = dict[int, int](), dict[int, int]()
 

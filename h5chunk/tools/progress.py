@@ -12,7 +12,7 @@ MIN_SLICE_S, MAX_SLICE_S = 0.02, 0.5  # limits on `TimeBudget.slice_s`
 
 
 def count_up(stage: str, total: int, progress: Progress | None) -> Callable[[int], None]:
-    """Return a function to call with the size of each finished part; it reports the sum, at most the total."""
+    """Return a function that adds the size of a finished part, and reports the sum, which it limits to ``total``."""
     done = 0
 
     def add(count: int) -> None:
@@ -25,18 +25,18 @@ def count_up(stage: str, total: int, progress: Progress | None) -> Callable[[int
 
 
 def count_tasks(stage: str, total: int, progress: Progress | None) -> Callable[[int, int], None]:
-    """Return a function to call with the number of a task and how much of it is done; it reports the sum."""
-    add, told = count_up(stage, total, progress), dict[int, int]()
+    """Return a function that records how much of a task is done, by its number, and reports the sum over all tasks."""
+    add, last = count_up(stage, total, progress), dict[int, int]()
 
     def say(number: int, done: int) -> None:
-        add(done - told.get(number, 0))
-        told[number] = done
+        add(done - last.get(number, 0))
+        last[number] = done
 
     return say
 
 
 class TimeBudget:
-    """Time limit of a measurement, in seconds; ``progress`` is called with the percentage used."""
+    """Limit the time of a measurement to a number of seconds; report the percentage that has passed to ``progress``."""
 
     def __init__(
         self,
@@ -56,17 +56,17 @@ class TimeBudget:
 
     @property
     def slice_s(self) -> float:
-        """Seconds that one of many measurements may take."""
+        """Maximum duration of a single measurement, in seconds, if there are many."""
         return min(MAX_SLICE_S, max(MIN_SLICE_S, self.seconds / 200))
 
     def report(self) -> None:
-        """Call ``progress`` with the percentage of the time that is used, if it has increased."""
+        """Call ``progress`` with the percentage of the time that has passed, if it has increased."""
         done = min(100, int(100 * self.taken_s / self.seconds))
         if self._progress is not None and done > self._reported:
             self._progress(self._stage, done, 100)
         self._reported = max(self._reported, done)
 
     def has(self, share: float) -> bool:
-        """Return whether less than this fraction of the time has been used."""
+        """Return whether less than the fraction ``share`` of the time has passed."""
         self.report()
         return self.taken_s < share * self.seconds

@@ -26,12 +26,11 @@ def list_some(names: Sequence[str]) -> str:
 
 
 def rows(label: str, values: str | Iterable[object], limit: int | None = None) -> list[str]:
-    """Return an indented line for each value; after ``limit`` values, one line that counts the rest.
+    """Return an indented line for each value, starting with ``label``. One more line counts the values beyond
+    ``limit``.
 
-    A string is one value; an empty string gives no line.
+    ``values`` may also be one string; an empty string gives no line.
 
-    >>> rows("note:", ["a", "b", "c"], 1)
-    ['  note: a', '  note: 2 more (--json lists all)']
     """
     values = list(filter(None, [values])) if isinstance(values, str) else list(values)
     more = [f"{len(values) - limit:,} more (--json lists all)"] if limit is not None and len(values) > limit else []

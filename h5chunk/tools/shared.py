@@ -1,4 +1,6 @@
-"""A folder that the tasks of a command share: on a file system that all workers see, or in an object store."""
+"""A folder of files that the tasks of a command share, either on a file system that all workers see or in an object
+store.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,18 @@ class SharedFolder:
 
     @classmethod
     def in_store(cls, output: str, part: Path, path: Path) -> SharedFolder:
-        """Return a folder in the store of the URL ``output``; ``part`` is the unfinished local output."""
+        """Return a folder in the store of the URL ``output``, with a name that depends on ``part``, the path of the
+        unfinished output.
+        """
         key = hashlib.sha256(f"{socket.gethostname()}:{part}".encode()).hexdigest()[:12]
         folder, name = parse(output)
         return cls(path, f"{folder}.{name}.h5chunk-{key}", output)
 
     @contextmanager
     def in_worker(self) -> Iterator[SharedFolder]:
-        """Yield the folder for one task; if it is in a store, with a temporary local folder for copies."""
+        """Yield the folder for use by one task. Copies of files in a store are kept in a temporary folder until the
+        task ends.
+        """
         if not self.url:
             if not self.path.is_dir():
                 raise FileError(
@@ -58,7 +64,7 @@ class SharedFolder:
 
     @contextmanager
     def part(self, name: str, start: int, num_bytes: int) -> Iterator[tuple[Path, int]]:
-        """Yield the path of a local file that contains a range of bytes of a file, and their offset in it."""
+        """Yield a local file that contains a range of bytes of the file ``name``, and the offset of the range in it."""
         if not self.url or (self.path / name).exists():
             yield self.path / name, start
             return
@@ -76,7 +82,7 @@ class SharedFolder:
         """Upload a complete file of the output. Raises OutputError if the command with this job has ended."""
         if self.url:
             if not exists(f"{self.url}/{job}"):
-                raise OutputError(f"{printable(self.output)}: not written, because the command has ended")
+                raise OutputError(f"{printable(self.output)}: was not written, because the command has ended")
             _put(self.path / name, f"{self.output}/{final}")
 
     def has(self, name: str) -> bool:
@@ -128,7 +134,9 @@ def _put(file: Path, url: str) -> None:
 
 @contextmanager
 def _scratch() -> Iterator[Path]:
-    """Create a temporary folder; in a Dask worker, inside the worker's folder, which Dask removes if it is killed."""
+    """Create a temporary folder. A Dask worker creates it in its own folder, which Dask removes if the worker is
+    killed.
+    """
     parent = None
     if "distributed" in sys.modules:
         from distributed import get_worker
@@ -141,7 +149,7 @@ def _scratch() -> Iterator[Path]:
 
 @contextmanager
 def at_hand(source: Any) -> Iterator[Path]:
-    """Yield the local path of a file or URL; an object is downloaded to a temporary folder first."""
+    """Yield the local path of a file or URL. An object is first downloaded to a temporary folder."""
     if not is_url(source):
         yield Path(source)
         return

@@ -1,4 +1,6 @@
-"""Write the output of a command to an object store: write files to a local disk, and upload each complete file."""
+"""Write the output of a command to an object store: files are written to a local disk, and uploaded once they are
+complete.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ class Uploads:
         self._files[file.name] = self._pool.submit(put, link, f"{self.url}/{file.name}")
 
     def begin(self) -> None:
-        """Remove the first of the shards to replace, so that readers do not mix old and new shards."""
+        """Remove the first of the old shards that the upload replaces, so that readers do not mix old and new
+        shards.
+        """
         if self._overwrite and not self.url.startswith("http"):  # web servers cannot list files
             self._old = [name for name in list_url(f"{self.url}/", NO_OPTIONS) if NUMBERED.fullmatch(name)]
             for name in filter(FIRST_SHARD.search, self._old):
@@ -82,7 +86,7 @@ class Uploads:
         self._overwrite = False
 
     def finish(self, path: Path) -> None:
-        """Upload the remaining files of a complete folder, and remove files that it replaces. May raise FileError."""
+        """Upload the remaining files of a complete folder, and remove old shards. May raise FileError."""
         self.begin()
         files = sorted(path.iterdir(), reverse=True)
         for file in files:
@@ -104,7 +108,7 @@ _current: ContextVar[Uploads | None] = ContextVar("uploads", default=None)
 
 
 def upload_early(file: Path) -> None:
-    """If the output is a URL, start uploading a complete file of an unfinished folder. May raise OutputError."""
+    """Start uploading a complete file of an unfinished folder, if the output is a URL. May raise OutputError."""
     if (uploads := _current.get()) is not None:
         try:
             uploads.add(file)
@@ -118,13 +122,13 @@ def in_store() -> bool:
 
 
 def shared_folder(part: Path, path: Path) -> SharedFolder:
-    """Return a folder for the tasks of a cluster: ``path``, or one in the store if the output is a URL."""
+    """Return a folder for the tasks of a cluster: ``path``, or a folder in the store if the output is a URL."""
     uploads = _current.get()
     return SharedFolder(path) if uploads is None else SharedFolder.in_store(uploads.url, part, path)
 
 
 def upload_last(names: Sequence[str], folder: SharedFolder) -> set[int]:
-    """Prepare for workers to upload files of these names; return the indices of files to upload after all others."""
+    """Prepare for uploads by workers; return the indices of the names whose files must be uploaded last."""
     if (uploads := _current.get()) is None or not folder.url:
         return set()
     uploads.begin()
@@ -132,7 +136,7 @@ def upload_last(names: Sequence[str], folder: SharedFolder) -> set[int]:
 
 
 def take(folder: SharedFolder, attempt: str, final: Path, num_bytes: int) -> None:
-    """Move the file of a finished task into the unfinished output, unless the worker has uploaded it."""
+    """Move the file of a finished task into the unfinished output, unless a worker has uploaded it."""
     if (uploads := _current.get()) is not None and folder.url:
         uploads.sizes[final.name] = num_bytes
         return
@@ -147,7 +151,7 @@ def take(folder: SharedFolder, attempt: str, final: Path, num_bytes: int) -> Non
 
 
 def is_uploaded(name: str, num_bytes: int) -> bool:
-    """Return whether the store still has a file that a worker has uploaded earlier."""
+    """Return whether a file that a worker has uploaded is still in the store."""
     uploads = _current.get()
     if uploads is None or not exists(f"{uploads.url}/{name}"):
         return False
@@ -156,7 +160,7 @@ def is_uploaded(name: str, num_bytes: int) -> bool:
 
 
 def files_in(path: Path) -> list[Path]:
-    """Return the files of an output folder, or the local copies of those that workers have uploaded."""
+    """Return the files of an output folder. For files that workers have uploaded, return local copies."""
     uploads = _current.get()
     if uploads is None or not uploads.sizes:
         return sorted(path.iterdir())
@@ -164,7 +168,7 @@ def files_in(path: Path) -> list[Path]:
 
 
 def size_of(file: Path) -> int:
-    """Return the size in bytes of a file of the output, which a worker may have uploaded."""
+    """Return the size in bytes of an output file, even if a worker has uploaded it."""
     uploads = _current.get()
     return uploads.sizes[file.name] if uploads and file.name in uploads.sizes else file.stat().st_size
 
@@ -194,20 +198,20 @@ def _upload(url: str, make: Callable[[Path], Any], options: dict[str, Any], over
                 put(path, url)
         except FileError as error:
             raise OutputError(
-                f"{error}; the files are complete in {printable(folder)}: repeat the call to upload the rest"
+                f"{error}. All files are complete in {printable(folder)}; repeat the call to upload the rest"
             ) from None
     shutil.rmtree(folder)
     return report
 
 
 def _at(url: str, report: Any) -> Any:
-    """Return a report with the URLs of the output."""
+    """Replace the local paths in a report by the URLs of the output."""
     files = [replace(file, path=f"{url}/{Path(file.path).name}") for file in getattr(report, "files", ())]
     return replace(report, path=url, **({"files": tuple(files)} if files else {}))
 
 
 def _exists(url: str) -> bool:
-    """Return whether the URL is that of an object or of a complete folder of files."""
+    """Return whether an object, or a complete folder of files, exists at the URL."""
     if not exists(url):
         return False
     names = [] if url.startswith("http") else list_url(f"{url}/", NO_OPTIONS)

@@ -204,12 +204,12 @@ def verdict_of(
 
 
 def test_verdicts() -> None:
-    assert "reading the page cache, ChunkLoader reaches 0.90 of it" in verdict_of(90.0)
-    assert "ChunkLoader itself, 50 samples/s, 0.50 of page-cache read" in verdict_of(50.0)
-    assert "decompressing" in verdict_of(50.0, compressed=True)
-    assert "HDF5, in one thread" in verdict_of(50.0, not_direct="why")
-    assert "the disk, 10 samples/s" in verdict_of(90.0, disk=10.0, fits=False)
-    assert "first epoch comes from the disk, at 10" in verdict_of(90.0, disk=10.0)
+    assert "reading the page cache. ChunkLoader reaches 0.90 times its rate" in verdict_of(90.0)
+    assert "ChunkLoader itself (50 samples/s, 0.50 times the rate of page-cache read)" in verdict_of(50.0)
+    assert "decompression" in verdict_of(50.0, compressed=True)
+    assert "which reads in one thread" in verdict_of(50.0, not_direct="why")
+    assert "the disk (10 samples/s)" in verdict_of(90.0, disk=10.0, fits=False)
+    assert "first epoch reads the disk, which limits it to 10" in verdict_of(90.0, disk=10.0)
     assert "unknown" in verdict([], not_direct="", compressed=False, fits=True)
 
 

@@ -70,10 +70,10 @@ def test_many_alike_share_a_line(tmp_path: Path) -> None:
         file.create_dataset("names", data=["a"], dtype=h5py.string_dtype())
     text = run("info", path).stdout
     assert len(text.splitlines()) < 24 and len(run("info", path, "--all").stdout.splitlines()) > 700
-    assert "data/demo_0/obs/pos to data/demo_99/obs/pos (119 alike)  float64, 50 to 56 samples each of 3," in text
+    assert "data/demo_0/obs/pos to data/demo_99/obs/pos (119 datasets)  float64, 50 to 56 samples each of 3," in text
     assert "data/demo_60/obs/pos  float64, 54 samples of 4," in text
-    assert "not for training, a single value: no samples along a first axis: 120: meta/0, " in text
-    assert "not for training, of type object: cannot be a field for training" in text
+    assert "not for training (a single value, which has no axis of samples): 120: meta/0, " in text
+    assert "not for training (type object is neither a number nor a string of fixed length)" in text
     assert "data/demo_60/obs/pos" in str(h5chunk.info(path, show_all=True)).partition("classes")[0]
     assert 'fields=["data/demo_60/obs/pos", "data/demo_60/actions"]' in text and samples_of(path) == 54
 
@@ -87,7 +87,7 @@ def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
 def test_nothing_to_train_on(tmp_path: Path) -> None:
     path = write_fields(tmp_path / "a.h5", one=1.0, none=np.zeros((0, 3)))
     text = run("info", path).stdout
-    assert "import h5chunk" not in text and text.count("not for training, ") == 2
+    assert "import h5chunk" not in text and text.count("not for training (") == 2
 
 
 def test_a_type_that_numpy_does_not_have(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from h5chunk.cli.options import RUNNING, option
     "--cold/--no-cold",
     default=True,
     heading=RUNNING,
-    help="Whether to measure the disk as well, which drops parts of FILE from the page cache.",
+    help="Whether to measure the disk too, by dropping parts of FILE from the page cache and reading them again.",
 )
 @shared.quiet
 @shared.as_json

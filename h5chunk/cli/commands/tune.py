@@ -15,7 +15,7 @@ from h5chunk.cli.options import FIELDS, OUTPUT, option
 @main.command(
     examples={
         "Find the best settings for a file, and store them for its readers": "h5chunk tune photos.h5 --apply",
-        "Save the settings, for --tuned of repack and convert": "h5chunk tune old.h5 --json > found.json",
+        "Save the settings, which repack and convert accept as --tuned": "h5chunk tune old.h5 --json > found.json",
         "Measure for longer, and plot the results": "h5chunk tune old.h5 --budget 5m --plot rates.png",
     }
 )
@@ -27,7 +27,7 @@ from h5chunk.cli.options import FIELDS, OUTPUT, option
     metavar="DATASET",
     show_default="labels, if FILE has them",
     heading=FIELDS,
-    help="Dataset whose equal values mark similar samples, such as labels; used to measure shuffle quality.",
+    help="Dataset, such as labels, in which similar samples have equal values. It is used to measure shuffle quality.",
 )
 @shared.batch_size
 @option(
@@ -56,7 +56,13 @@ from h5chunk.cli.options import FIELDS, OUTPUT, option
     help="Plot the measured samples/s of all settings (needs matplotlib).",
 )
 @shared.quiet
-@option("--json", "as_json", is_flag=True, heading=OUTPUT, help="Print JSON, for --tuned of convert and repack.")
+@option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    heading=OUTPUT,
+    help="Print the report as JSON, which convert and repack accept as --tuned.",
+)
 def tune(file: str, **options: Any) -> None:
     """Find the settings that load batches from FILE fastest on this machine and still shuffle well.
 

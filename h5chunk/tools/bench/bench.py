@@ -154,14 +154,14 @@ def bench(
 
 @contextmanager
 def _named_errors(path: str) -> Iterator[None]:
-    """Translate errors of HDF5 and of workers into errors that name the file or a remedy."""
+    """Turn errors of HDF5 and of workers into errors that name the file or a remedy."""
     try:
         yield
     except H5ChunkError:
         raise
     except OSError as error:
         message = str(error).strip().splitlines() or [type(error).__name__]
-        raise FileError(f"{printable(path)}: cannot be read: {message[-1]}") from error
+        raise FileError(f"{printable(path)}: cannot be read ({message[-1]})") from error
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
@@ -204,7 +204,7 @@ class BenchReport(Report):
     versions: dict[str, str]
 
     def figure(self, group: str, name: str) -> Figure:
-        """Return a figure by its group and name."""
+        """Return the figure with this group and name."""
         return next(figure for figure in self.figures if (figure.group, figure.name) == (group, name))
 
     def lines(self) -> list[str]:
@@ -235,7 +235,7 @@ def _line(figure: Figure) -> str:
 
 
 def verdict(figures: list[Figure], *, not_direct: str, compressed: bool, fits: bool) -> str:
-    """Return a sentence that names the slowest stage and how to speed it up.
+    """Return one or two sentences that name the slowest stage and how to speed it up.
 
     ``not_direct`` is the reason why the file cannot be read by byte ranges, or empty; ``compressed`` is true if the
     file is compressed, and ``fits`` if it fits in memory.
@@ -252,40 +252,43 @@ def verdict(figures: list[Figure], *, not_direct: str, compressed: bool, fits: b
     disk = rates.get((LIMITS, DISK))
     if disk and disk < rate and not fits:
         return (
-            f"Slowest stage: the disk, {disk:,.0f} samples/s, because the file does not fit in memory: more "
-            f"memory or a faster disk gives up to {rate / disk:.1f} times as much; ChunkLoader's echo= reuses "
-            "samples"
+            f"Slowest stage: the disk ({disk:,.0f} samples/s), because the file does not fit in memory. More memory "
+            f"or a faster disk gives up to {rate / disk:.1f} times this rate; ChunkLoader(echo=N) uses each sample N "
+            "times"
         )
     first = ""
     if disk and disk < rate:
-        first = f" (the first epoch comes from the disk, at {disk:,.0f} samples/s at most)"
+        first = f". The first epoch reads the disk, which limits it to {disk:,.0f} samples/s"
     return _slowest(best, rate, rates, not_direct, compressed) + first
 
 
 def _slowest(
     best: Figure, rate: float, rates: Mapping[tuple[str, str], float], not_direct: str, compressed: bool
 ) -> str:
-    """Return a sentence about the slowest stage, apart from the disk."""
-    share = f"{rate:,.0f} samples/s, {best.ratio or 0:.2f} of {best.limit or 'the limit'}"
+    """Return sentences about the slowest stage other than the disk."""
+    share = f"{rate:,.0f} samples/s, {best.ratio or 0:.2f} times the rate of {best.limit or 'its limit'}"
     workers = max((value for (group, _), value in rates.items() if group == DATALOADER), default=0.0)
     resident = rates.get((LOADER, RESIDENT), 0.0)
     if not_direct and (best.ratio or 0) < AT_LIMIT:
-        remedy = "store it in uncompressed chunks of complete samples, as h5chunk convert does"
+        remedy = "Store it in uncompressed chunks of complete samples, as h5chunk convert does"
         if best.group == LOADER and workers > 1.2 * rate:
             remedy += f", or use ChunkDataset in a DataLoader ({workers:,.0f} samples/s)"
-        return f"Slowest stage: HDF5, in one thread, {share}, because {not_direct}: {remedy}"
+        return f"Slowest stage: HDF5 ({share}), which reads in one thread, because {not_direct}. {remedy}"
     if compressed and (best.ratio or 0) < AT_LIMIT:
-        remedy = "store it uncompressed if the disk has room, or use more cores"
-        return f"Slowest stage: decompressing, {share}: {remedy}"
-    stay = f"resident=True keeps the data on the device: {resident:,.0f} samples/s" if resident > 1.2 * rate else ""
+        remedy = "Store the file uncompressed if the disk has space, or use more cores"
+        return f"Slowest stage: decompression ({share}). {remedy}"
+    stay = f"ChunkLoader(resident=True) keeps the data on the device and gives {resident:,.0f} samples/s"
+    stay = stay if resident > 1.2 * rate else ""
     if best.limit == DECODING and (best.ratio or 0) >= AT_LIMIT:
-        remedy = "more cores, smaller images (convert --max-side), or pixels, if they fit in memory (--keep-size)"
-        return f"Slowest stage: decoding images, {share}: {remedy}"
+        remedy = (
+            "Use more cores, smaller images (convert --max-side), or raw pixels if they fit in memory (--keep-size)"
+        )
+        return f"Slowest stage: decoding images ({share}). {remedy}"
     if (best.ratio or 0) < AT_LIMIT:
         name = "ChunkLoader" if best.group == LOADER else "the DataLoader"
-        remedy = stay or "try larger batches, another num_threads and an idle machine"
-        return f"Slowest stage: {name} itself, {share}: {remedy}"
+        remedy = stay or "Try larger batches, another num_threads and an idle machine"
+        return f"Slowest stage: {name} itself ({share}). {remedy}"
     bottleneck = {TO_DEVICE: "the bus to the GPU", CACHED: "reading the page cache"}.get(best.limit or "", "memory")
-    remedy = stay or "only smaller samples or a faster machine give more"
-    share = f"{best.ratio or 0:.2f} of it ({rate:,.0f} samples/s)"
-    return f"Slowest stage: {bottleneck}, {best.group} reaches {share}: {remedy}"
+    remedy = stay or "Only smaller samples or a faster machine can increase the rate"
+    share = f"{best.ratio or 0:.2f} times its rate ({rate:,.0f} samples/s)"
+    return f"Slowest stage: {bottleneck}. {best.group} reaches {share}. {remedy}"

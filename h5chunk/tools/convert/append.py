@@ -1,4 +1,4 @@
-"""Append samples to a converted file, by writing a longer file that replaces it in one step."""
+"""Append samples to a converted file: a longer file is written, and then replaces it in one step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from h5chunk.tools.progress import Progress
 from h5chunk.tools.sources import downloads
 from h5chunk.tools.verify.tables import find_table_problems
 
-AGAIN = "the last command already appended these samples: nothing was appended (to append them again, use another seed)"
+AGAIN = "nothing was appended, because the last append added the same samples; to add them again, use another seed"
 
 
 @downloads
@@ -60,12 +60,12 @@ def append(
     path : path
         A file that `h5chunk.convert` wrote.
     source : path or object
-        As for `h5chunk.convert`, with the same fields as the file; or a `h5chunk.source.SampleSource`.
+        A source that `h5chunk.convert` accepts, or a `h5chunk.source.SampleSource`. It must have the file's fields.
     format, dry_run, progress, notify
         As for `h5chunk.convert`.
     **options
-        The fields of `h5chunk.tools.convert.options.AppendOptions`, and options for reading the source as for
-        `h5chunk.convert`. Images are decoded and resized with the options that the file records; only ``fit`` and
+        The fields of `h5chunk.tools.convert.options.AppendOptions`, and the options of `h5chunk.convert` for reading the
+        source. Images are decoded and resized with the options that the file records; only ``fit`` and
         ``split_folders`` may differ.
 
     Raises
@@ -113,7 +113,7 @@ def _planned(
 
 @contextmanager
 def _open_checked(path: Path, *sources: Any) -> Iterator[OldFile]:
-    """Open the file to append to; a context manager. Raises FileError if its tables are inconsistent."""
+    """Open the file to append to. Raises FileError if its tables are inconsistent."""
     if not path.exists():
         raise FileError(f"{printable(path)}: no such file: create it with h5chunk convert")
     if path.is_dir():
@@ -126,14 +126,14 @@ def _open_checked(path: Path, *sources: Any) -> Iterator[OldFile]:
         with translate_errors(old.label):
             problem = next(find_table_problems(old.file, old.header, list(old.datasets)), None)
         if problem is not None:
-            raise FileError(f"{old.label}: {problem}; nothing was appended: run h5chunk verify to list all problems")
+            raise FileError(f"{old.label}: {problem}. Nothing was appended; run h5chunk verify to list all problems")
         yield old
 
 
 def _open_source(
     old: OldFile, source: Any, format: str | None, progress: Progress | None, requested: Mapping[str, Any]
 ) -> tuple[SampleSource, AppendOptions]:
-    """Open a path or object as a source whose images are decoded with the options of the file."""
+    """Open a path or object as a source that decodes images with the options recorded in the file."""
     kind = find_kind(source, format)
     if issubclass(kind, SparseSource):
         raise OptionError(
@@ -154,7 +154,7 @@ def _open_source(
 
 
 def _duplicate_names(job: SampleJob) -> list[str]:
-    """Return a warning if new samples have the same names as samples in the file."""
+    """Return a warning, in a list, if new samples have the same names as samples in the file."""
     old, source = job.old, job.source
     if source.names is None:
         return []
@@ -169,7 +169,7 @@ def _duplicate_names(job: SampleJob) -> list[str]:
 
 
 def _small_chunks(layout: Layout) -> list[str]:
-    """Return a note if the chunks are much smaller than those that convert would choose for the longer file."""
+    """Return a note, in a list, if `plan_layout` would choose much larger chunks for the longer file."""
     size, better = layout.chunk_samples, plan_layout(layout.num_samples, layout.sample_bytes).chunk_samples
     if better < 4 * size:
         return []

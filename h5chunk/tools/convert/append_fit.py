@@ -24,7 +24,7 @@ CATEGORIES = f"{GROUP}/categories/"
 
 
 def recorded_options(old: OldFile, kind: Any) -> dict[str, Any]:
-    """Return the options for decoding images that the file records; empty for sources that decode no images.
+    """Return the options for decoding images that the file records, or nothing if the source decodes no images.
 
     Raises FileError if the source is a folder or archive of images, and the file records no such options.
     """
@@ -47,7 +47,7 @@ def recorded_options(old: OldFile, kind: Any) -> dict[str, Any]:
 def plan_addition(old: OldFile, job: SampleJob, *, new_classes: bool, source: str) -> tuple[SampleJob, list[str]]:
     """Return the job that writes the longer file, and the names of the new classes.
 
-    ``job`` is the job of the new samples; ``source`` is the name of their source in messages. Raises FileError if the
+    ``job`` is the job for the new samples alone, and ``source`` names their source in messages. Raises FileError if the
     file is damaged or was not written by convert, and SourceError if the source does not match the file.
     """
     _check_file(old)
@@ -114,7 +114,7 @@ def _check_file(old: OldFile) -> None:
 
 
 def _check_fields(old: OldFile, source: SampleSource, columns: Collection[str], label: str) -> None:
-    """Raise SourceError unless the fields and columns of the source are the fields of the file."""
+    """Raise SourceError unless the source has the same fields as the file."""
     names = [*source.fields, *columns]
     more = next((name for name in names if name not in old.fields), None)
     lacking = next((name for name in old.fields if name not in names), None)
@@ -148,7 +148,9 @@ def _check_fields(old: OldFile, source: SampleSource, columns: Collection[str], 
 
 
 def _check_images(old: OldFile, name: str, form: str, label: str) -> None:
-    """Raise SourceError unless the images of any size have the same form, encoded or raw, in source and file."""
+    """Raise SourceError unless the images of source and file are stored in the same form: encoded, raw, or of one
+    size.
+    """
     was = describe_images(old.file[name], old.path, name, 1).form if name == old.image_group else "of one size"
     if form != was:
         raise SourceError(
@@ -170,7 +172,9 @@ def _old_categories(old: OldFile) -> dict[str, list[str]]:
 
 
 def _new_names(old: Sequence[str], new: Sequence[str], *, new_classes: bool, label: str, source: str) -> list[str]:
-    """Return the class names of the source that the file lacks. Raises SourceError if new classes are not allowed."""
+    """Return the class names of the source that the file lacks. Raises SourceError unless ``new_classes`` allows
+    them.
+    """
     twice = next((name for name in old if old.count(name) > 1), None) if len({*old}) < len(old) else None
     if twice is not None:
         raise SourceError(f"{label}: two of its classes have the name {twice!r}, which is ambiguous: rename one")
@@ -185,7 +189,7 @@ def _new_names(old: Sequence[str], new: Sequence[str], *, new_classes: bool, lab
 
 
 def _old_samples(old: OldFile, source: SampleSource) -> OldSamples:
-    """Read the columns and tables of the old file, whose samples come first in the longer file."""
+    """Read the columns and tables of the old file."""
     index, ends, names = (old.table(name) for name in ("source_index", "source_name_ends", "source_names"))
     assert index is not None
     return OldSamples(
@@ -204,9 +208,9 @@ def _old_samples(old: OldFile, source: SampleSource) -> OldSamples:
 
 
 def _fit(name: str, values: np.ndarray, dtype: np.dtype, label: str, source: str) -> np.ndarray:
-    """Convert a column of the source to the dtype that it has in the file.
+    """Convert a column of the source to its dtype in the file.
 
-    Sources choose the smallest dtype that fits the values, so it may be smaller than in the file. Raises SourceError if
+    Sources choose the smallest dtype that fits the values, which may be smaller than in the file. Raises SourceError if
     the dtype in the file cannot store the values exactly.
     """
     if values.dtype == dtype:

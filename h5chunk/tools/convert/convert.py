@@ -62,9 +62,9 @@ def convert(
         file, of a folder in an object store, or of a pattern in one, or a list of them: these are downloaded to a
         hidden folder beside the output, which is kept until the conversion succeeds.
     output : path
-        The file to create, or the folder if ``shards``, ``shard_bytes`` or ``split_files`` is set. Or a URL in an
-        object store (``s3://``, ``gs://``, ``az://``): files are written to ``~/.cache/h5chunk``, and each is uploaded
-        as soon as it is complete, the first shard last.
+        The file to create, or the folder if ``shards``, ``shard_bytes`` or ``split_files`` is set. It may be a URL in an
+        object store (``s3://``, ``gs://``, ``az://``). Files are then written to ``~/.cache/h5chunk``, and uploaded as
+        soon as they are complete, the first shard last.
     format : str, optional
         Kind of the source, if its name and first bytes do not identify it: see `h5chunk.sources.kinds.KINDS`.
     tuned : path, optional
@@ -78,9 +78,9 @@ def convert(
     notify : callable, optional
         Called with each message for the user, for example that an unfinished conversion is continued.
     client : optional
-        Write the shards on a Dask cluster: a ``distributed.Client``, the address of a scheduler, the path of a
-        scheduler file, or ``local:N`` for N processes. All workers must see the source, and the output unless it is a
-        URL: each worker then uploads its shards, and temporary files lie beside the output until the end. Several
+        Dask cluster on which the shards are written: a ``distributed.Client``, the address of a scheduler, the path of a
+        scheduler file, or ``local:N`` for N processes. All workers must see the source and the output. If the output is
+        a URL, each worker uploads its shards, and temporary files are stored beside the output until the end. Several
         workers read a matrix together if it is .h5ad, 10x .h5, .npy, .parquet, uncompressed text with ids, or several
         files; one worker reads .npz, .mtx, libsvm and compressed text, and the others only sort and write.
     **options
@@ -108,7 +108,7 @@ def convert(
         options = {"chunk_samples": settings.chunk_samples, **options}
         unused = [name for name in TUNED if name != "chunk_samples" and getattr(settings, name) is not None]
         if unused and notify is not None:
-            notify(f"{os.fspath(tuned)}: convert does not use {', '.join(unused)}; only repack does")
+            notify(f"{os.fspath(tuned)}: convert does not use {', '.join(unused)}, which only repack uses")
     if client is not None:  # workers may run in other folders
         source = _absolute(source)
     opened, path, write_options, source_options = _open(source, output, format, overwrite, options, progress)
@@ -133,7 +133,6 @@ def convert(
 
 
 def _absolute(source: Any) -> Any:
-    """Make a path, or a list of paths, absolute; return other sources unchanged."""
     if isinstance(source, (list, tuple)) and all(map(is_path, source)):
         return [os.path.abspath(path) for path in source]
     return os.path.abspath(source) if is_path(source) else source
@@ -149,7 +148,7 @@ def _open(
 ) -> tuple[Any, Path, SampleOptions | MatrixOptions, dict[str, Any]]:
     """Validate the options and the output path, and open the source.
 
-    Returns the open source, the output path, the options for writing, and the options for reading that are not the
+    Returns the source, the output path, the options for writing, and those options for reading that are not the
     defaults.
     """
     kind = find_kind(source, format)

@@ -1,7 +1,7 @@
-"""Write the shards of a conversion on a Dask cluster: each task writes one shard.
+"""Write the shards of a conversion on a Dask cluster, one per task.
 
-Each attempt at a task writes a uniquely named file to a folder beside the output. This process moves one such file per
-shard into the unfinished output, and records it in the journal as if it had written the file itself. Therefore, an
+Every attempt at a task writes a file with a unique name to a folder beside the output. This process moves one such file
+per shard into the unfinished output, and records it in the journal as if it had written the file itself. Therefore, an
 interrupted conversion can be continued with or without a cluster. If the output is in an object store, attempts upload
 their files.
 """
@@ -35,7 +35,7 @@ from h5chunk.tools.upload import shared_folder, take, upload_last
 
 @dataclass(frozen=True)
 class ShardTask:
-    """A shard to write; everything that all shards share is in the file ``job``."""
+    """A shard to write. The file ``job`` contains everything that all shards share."""
 
     folder: SharedFolder  # folder in which attempts write their files
     job: str  # name of the file with the job
@@ -85,7 +85,7 @@ def write_shards(
 
 @contextmanager
 def _attempts(part: Path) -> Iterator[SharedFolder]:
-    """Create the folder for attempts, and remove it at the end. Also removes folders of killed conversions."""
+    """Create the folder for attempts, and remove it at the end. Also removes the folders of killed conversions."""
     for old in part.parent.glob(f"{glob.escape(part.name)}-attempts-*"):
         shutil.rmtree(old, ignore_errors=True)
     folder = shared_folder(part, part.with_name(f"{part.name}-attempts-{uuid.uuid4().hex[:8]}"))
@@ -127,7 +127,7 @@ def write_shard(task: ShardTask, say: Say) -> WrittenShard:
 
 
 def _adopt(folder: SharedFolder, path: Path, part: Path) -> bool:
-    """Use an earlier file of the shard, finished or not, as the part file of an attempt; return whether one exists."""
+    """Use an earlier file of the shard, finished or not, as the part file of an attempt. Return whether one exists."""
     if folder.url:
         with suppress(FileError):
             download(f"{folder.output}/{path.name}", part)

@@ -1,4 +1,4 @@
-"""Compare the size and the loading speed of images of any size that are stored encoded or as raw pixels."""
+"""Compare two ways to store images of any size, encoded or as raw pixels, by their size and loading speed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ class FormCost:
 
 
 def compare_forms(job: SampleJob, free_bytes: int) -> list[FormCost]:
-    """Measure both forms with a few images; omit a form that the source does not support or that cannot be written."""
+    """Measure both forms with a few images. A form that the source does not support, or that cannot be written, is left
+    out.
+    """
     costs = []
     memory = available_bytes()
     for form, option in FORMS.items():
@@ -84,18 +86,18 @@ def _measure(job: SampleJob, form: str) -> tuple[float, float]:
 
 
 def recommend(costs: Sequence[FormCost]) -> str:
-    """Return a sentence that recommends one of the two forms, or an empty string if only one was measured."""
+    """Return a sentence that recommends one of the two forms; empty if only one was measured."""
     if len(costs) < len(FORMS):
         return ""
     encoded, raw = costs
     times = raw.images_per_s / encoded.images_per_s
     gpu = f"the {GPU_RATE:,} images/s at which an H200 trains ResNet-50"
     if encoded.images_per_s >= GPU_RATE:
-        return f"keep them encoded: this machine decodes more than {gpu}"
+        return f"keep them encoded, because this machine decodes them faster than {gpu}"
     if times < FASTER:
-        return f"keep them encoded: raw pixels would not load much faster, and both are slower than {gpu}"
+        return f"keep them encoded, because raw pixels would not load much faster; both are slower than {gpu}"
     short = f"decoding is slower than {gpu}"
     if raw.fits_disk and raw.fits_memory:
-        return f"store raw pixels ({raw.option}), which load {times:.1f} times as fast: {short}"
+        return f"store raw pixels ({raw.option}), which load {times:.1f} times as fast, because {short}"
     where = "on this disk" if not raw.fits_disk else "in memory"
-    return f"keep them encoded: raw pixels do not fit {where}; {short}, but --max-side or more cores make it faster"
+    return f"keep them encoded, because raw pixels do not fit {where}; {short}, but --max-side or more cores speed it up"

@@ -1,9 +1,10 @@
-"""Convert a sparse matrix into one HDF5 file: read, sort by row, choose how values are stored, write.
+"""Convert a sparse matrix into one HDF5 file: read its entries, sort them by row, choose how to store values, and
+write.
 
 Entries are read and sorted within ``memory_bytes``. Data that does not fit is kept on disk beside the output, in
 unnamed files that the system removes when the process ends. The memory limit does not change the bytes of the output.
 
-An interrupted conversion into a single file starts over; a conversion into shards is continued (`matrix_shards`).
+An interrupted conversion into a single file starts over; a conversion into shards is continued (see `matrix_shards`).
 """
 
 from __future__ import annotations
@@ -126,8 +127,6 @@ def _write(
     command_id: str | None,
     progress: Progress | None,
 ) -> dict[str, Any]:
-    """Write the file; return the values for the report that cannot be read from the file."""
-
     def report_read(done: int) -> None:
         if progress:
             progress("read", done, source.num_bytes)
@@ -152,7 +151,6 @@ def _write(
 
 
 def _facts_of(path: Path) -> dict[str, Any]:
-    """Read the values for the report from the headers of a complete file or folder."""
     files = files_in(path) if path.is_dir() else [path]
     facts = [_facts_of_file(file) for file in files]
     sums = {name: sum(each[name] for each in facts) for name in ("num_rows", "num_bytes")}
@@ -174,7 +172,7 @@ def _facts_of_file(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def explain_memory_error(memory_bytes: int) -> Iterator[None]:
-    """Turn a MemoryError within the context into an OptionError that names the limit and the remedy."""
+    """Turn a MemoryError inside the context into an OptionError that names the limit and the remedy."""
     try:
         yield
     except MemoryError:
@@ -199,9 +197,8 @@ class _Estimate(NamedTuple):
 
 
 def _read_start(source: SparseSource, options: MatrixOptions, coding: Coding | FloatCoding) -> _Estimate:
-    """Estimate a matrix's size and storage by reading for `PROBE_S` seconds.
-
-    Raises UnfitError if ``coding`` cannot store a value.
+    """Read a matrix for `PROBE_S` seconds, and estimate its size and storage. Raises UnfitError if ``coding`` cannot
+    store a value.
     """
     tally, started = coding.tally(), time.perf_counter()
     num_entries, done, whole, largest = 0, 0, True, 0
@@ -235,7 +232,7 @@ def _units_of(source: SparseSource, block: Block, coding: Coding | FloatCoding) 
 
 
 def _predict(source: SparseSource, path: Path, options: MatrixOptions) -> dict[str, Any]:
-    """Predict the values for the report from the start of the source. Raises SourceError if that part is invalid."""
+    """Predict the values for the report from the start of the source. Raises SourceError if the start is invalid."""
     memory_bytes = options.memory_bytes
     check_shape(source, options, source.shape[0] or 0, source.shape[1] or 0)
     start = first_that_fits(options, lambda coding: _read_start(source, options, coding))

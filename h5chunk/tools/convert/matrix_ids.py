@@ -14,7 +14,7 @@ from h5chunk.store.read.files import open_reader
 from h5chunk.store.read.tables import COLUMN_IDS, ROW_IDS, read_table
 
 TABLE_START = 1 << 16
-NUMBERS_BYTES, ID_COPIES = 24, 4  # memory per id: bytes of its index in several orders, and copies of the id
+NUMBERS_BYTES, ID_COPIES = 24, 4  # memory per id: bytes for its index in several orders, and number of its copies
 
 
 class OldIds(NamedTuple):
@@ -36,8 +36,8 @@ class OldIds(NamedTuple):
 def read_old_ids(path: str | os.PathLike[str] | None, source: SparseSource, *, keep_rows: bool) -> OldIds:
     """Read the ids of the converted file or folder ``path``, whose indices the new file reuses.
 
-    Without ``keep_rows``, only column ids are returned; if ``path`` is None, no ids. Raises OptionError if ``source``
-    has no ids.
+    Row ids are returned only with ``keep_rows``. If ``path`` is None, no ids are returned. Raises OptionError if
+    ``source`` has no ids.
     """
     if path is None:
         return OldIds()
@@ -57,7 +57,7 @@ def read_old_ids(path: str | os.PathLike[str] | None, source: SparseSource, *, k
 
 
 class Ids:
-    """Assign indices to ids in the order in which they appear, after the ``old`` ids.
+    """Assign indices to ids in the order in which they appear, starting with the ``old`` ids.
 
     Integers below ``table_ids`` are looked up in a table, which is many times faster than Arrow's hash table.
     """

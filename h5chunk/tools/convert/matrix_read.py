@@ -20,7 +20,7 @@ from h5chunk.tools.convert.options import MatrixOptions
 
 T = TypeVar("T")
 
-# Divisors of the memory limit: for example, reading gets one eighth. The shares do not peak at the same time.
+# Reading, spooling, sorting and tables of ids use up to 1/8, 1/4, 1/2 and 1/16 of the memory limit, at different times.
 READ_SHARE, SPOOL_SHARE, SORT_SHARE, TABLE_SHARE = 8, 4, 2, 16
 TABLE_BYTES = 4  # bytes per entry of a table of ids
 # Bytes of memory per row, and per column whose entries are counted. 49 and 25 were measured with tracemalloc.
@@ -35,7 +35,7 @@ def check_shape(
     id_bytes: int = 0,
     part_read: float = 1.0,
 ) -> None:
-    """Raise SourceError if the rows and columns of a matrix exceed the memory limit, even without entries.
+    """Raise SourceError if the rows and columns of a matrix alone, without its entries, exceed the memory limit.
 
     ``id_bytes`` is the memory for ids; ``part_read`` is the fraction of the source read so far, from 0 to 1.
     """
@@ -52,13 +52,13 @@ class UnfitError(SourceError):
 
 
 def unfit_error(source: SparseSource, coding: Coding | FloatCoding, position: str, value: float) -> UnfitError:
-    """Return an error for a value that the coding cannot store, with its row and column as ``position``."""
+    """Return an error for a value at ``position`` that the coding cannot store."""
     reason, remedy = coding.explain_unfit(value)
     return UnfitError(f"{printable(source.path)}: {position}: value {value} {reason}: {remedy}")
 
 
 def no_scale_error(source: SparseSource) -> UnfitError:
-    """Return an error for values that have no common scale with which they can be stored as codes."""
+    """Return the error for values of which some are not whole numbers at any scale."""
     return UnfitError(
         f"{printable(source.path)}: no scale makes all values whole numbers up to {MAX_CODE}: use --values auto, "
         "--scale S with --clip, or --binarize MIN"
@@ -66,7 +66,9 @@ def no_scale_error(source: SparseSource) -> UnfitError:
 
 
 def first_that_fits(options: MatrixOptions, attempt: Callable[[Coding | FloatCoding], T]) -> T:
-    """Call ``attempt`` with the requested coding; if it raises UnfitError, call it with the fallback coding, if any."""
+    """Call ``attempt`` with the requested coding. If that raises UnfitError, call it with the fallback coding, if
+    any.
+    """
     coding = options.coding()
     try:
         return attempt(coding)
@@ -83,7 +85,7 @@ def uses_times(source: SparseSource, options: MatrixOptions) -> bool:
 
 
 def units_of(source: SparseSource, coding: Coding | FloatCoding, block: Block) -> np.ndarray:
-    """Return the values of a block in units, including zeros, because a zero may be the last of several duplicates."""
+    """Return the values of a block in units. Zeros are kept, because a zero may be the last of several duplicates."""
     values = np.ones(len(block.rows), np.uint8) if block.values is None else block.values
     units, unfit = coding.units(values)
     if unfit is not None:
@@ -108,14 +110,15 @@ def order_of_rows(
 
 
 def numbering(options: MatrixOptions, old: np.ndarray | None) -> Ids:
-    """Return the map from the ids of an axis to indices, which contains the ``old`` ids."""
+    """Return an object that assigns indices to the ids of an axis, starting with the ``old`` ids."""
     return Ids(min(max(1024, options.memory_bytes // TABLE_SHARE // TABLE_BYTES), 1 << 31), old)
 
 
 def whole_shape(source: SparseSource, num_rows: int, num_columns: int) -> tuple[int, int]:
-    """Return the shape of a source without ids, after its entries have been read; they span the given numbers.
+    """Return the shape of a source without ids, after all of its entries have been read.
 
-    Raises SourceError if an entry is outside of the shape that the source declares.
+    ``num_rows`` and ``num_columns`` are the largest indices of entries plus one. Raises SourceError if they exceed the
+    shape that the source declares.
     """
     rows, columns = source.shape  # some sources know their shape only after they are read
     if num_rows > (rows or num_rows) or num_columns > (columns or num_columns):
@@ -127,7 +130,10 @@ def whole_shape(source: SparseSource, num_rows: int, num_columns: int) -> tuple[
 
 
 class Records:
-    """Read entries as records of row, column, time (if used) and value in units; ids get indices as they appear."""
+    """Read the entries of a source as records of row, column, time (if used) and value in units.
+
+    Ids get indices in the order in which they appear.
+    """
 
     def __init__(self, source: SparseSource, options: MatrixOptions, coding: Coding | FloatCoding, old: OldIds) -> None:
         self._source, self._options, self._coding, self._old = source, options, coding, old
@@ -136,7 +142,7 @@ class Records:
         self.dtype = np.dtype([("row", number), ("column", number), *times, ("value", coding.dtype)])
         self.ids = (numbering(options, old.rows), numbering(options, old.columns)) if source.has_ids else None
         self.num_read = 0  # entries read so far
-        self.extent = (0, 0)  # numbers of rows and columns read so far
+        self.extent = (0, 0)  # number of rows and of columns that the entries read so far need
 
     def read(self, report_read: Callable[[int], None]) -> Iterator[np.ndarray]:
         """Yield all entries. Raises SourceError if rows, columns and ids do not fit in memory."""
@@ -179,7 +185,7 @@ class SortedMatrix:
     """The entries of a source, sorted by the rows of the output file, before any rows or columns are left out.
 
     Temporary files are made in ``folder``; closing ``stack`` removes them. Raises UnfitError for a value that
-    ``coding`` cannot store, and SourceError for an invalid source, or for more rows and columns than fit in memory.
+    ``coding`` cannot store, and SourceError for an invalid source or one whose rows and columns do not fit in memory.
     """
 
     entries: Entries
@@ -222,7 +228,7 @@ class SortedMatrix:
         self.entries.finish()
 
     def _read_unnumbered(self, report_read: Callable[[int], None]) -> None:
-        """Read a source whose shape or ids are not known in advance; spool its entries until they are known."""
+        """Read a source whose shape or ids are not known in advance. Entries are spooled until all have been read."""
         column_ranks = None
         records = Records(self.source, self.options, self.coding, self.old)
         with Spool(self._folder, records.dtype, self.options.memory_bytes // SPOOL_SHARE) as spool:
@@ -241,7 +247,7 @@ class SortedMatrix:
                 self.entries.append(destination[part["row"]], numbers, part["value"], entry_times)
 
     def _open_entries(self, num_rows: int, num_columns: int) -> np.ndarray:
-        """Choose the row order, and open the sorter; return (num_rows,) int64, the new index of each source row."""
+        """Choose the row order, and open the sorter. Return the new index of each source row: (num_rows,) int64."""
         self.order = order_of_rows(self.source, self.options, num_rows, num_columns, self.old.num_rows)
         self.num_rows, self.num_columns = num_rows, num_columns
         self._open_sorter(num_rows)
@@ -269,15 +275,15 @@ class SortedMatrix:
         )
 
     def position(self, row: int, column: int) -> str:
-        """Describe row ``row`` of the file and a column by their ids in the source, for messages."""
+        """Describe row ``row`` of the file and a column by their ids in the source, for error messages."""
         return position_text(*self.ids_of(int(self.order[row]), column))
 
     def unfit_error(self, position: str, value: float) -> UnfitError:
-        """Return an error for a value that cannot be stored, with its row and column as ``position``."""
+        """Return an error for a value at ``position`` that cannot be stored."""
         return unfit_error(self.source, self.coding, position, value)
 
 
 def position_text(row: object, column: object) -> str:
-    """Describe a row and a column, given as indices or ids, for messages."""
+    """Describe a row and a column by their indices or ids, for error messages."""
     row, column = (repr(as_text(name)) if isinstance(name, bytes) else name for name in (row, column))
     return f"row {row}, column {column}"

@@ -16,7 +16,7 @@ from h5chunk.tools.convert.matrix_sort import Positions
 from h5chunk.tools.convert.options import MatrixOptions
 
 Entries = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Entries in the order of the file, as (n,) arrays: rows, int64; columns, integers; values, in units or as stored."""
+"""Rows (int64), columns (integers) and values (in units or as stored) of entries in the order of the file: (n,) each."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,10 @@ def storage_of(values: CodeTally | FloatTally, source: SparseSource) -> Storage:
 def columns_with_enough(
     column_entries: np.ndarray | None, options: MatrixOptions, num_old: int, source: SparseSource
 ) -> np.ndarray | None:
-    """Return a mask of the columns to write, (columns,) bool, with all old columns; None if all are written."""
+    """Return a mask, (columns,) bool, of the columns to write; None if all are written.
+
+    Old columns are always written. Raises SourceError if no column has enough entries.
+    """
     if column_entries is None:
         return None
     has_enough = column_entries >= options.min_counts(source.has_ids)[1]
@@ -105,10 +108,10 @@ def _nothing_left(source: SparseSource, axis: str) -> SourceError:
 
 
 def select(matrix: SortedMatrix) -> Selection:
-    """Choose the storage, then leave out columns with too few entries, then rows with too few entries.
+    """Choose how values are stored, and leave out columns, then rows, with too few entries.
 
-    The storage is chosen before any columns or rows are left out. Raises UnfitError if a value cannot be stored, and
-    SourceError if no rows or columns remain.
+    The storage is chosen for all entries, including those that are left out. Raises UnfitError if a value cannot be
+    stored, and SourceError if no rows or columns remain.
     """
     found, source = survey(matrix), matrix.source
     storage = storage_of(found.values, source)
@@ -117,7 +120,7 @@ def select(matrix: SortedMatrix) -> Selection:
 
 
 def select_rows(matrix: SortedMatrix, found: Survey, storage: Storage, columns_kept: np.ndarray | None) -> Selection:
-    """Leave out rows with too few entries in the columns that are kept. Raises SourceError if no rows remain."""
+    """Leave out rows with too few entries in the kept columns. Raises SourceError if no rows remain."""
     options, source, tally = matrix.options, matrix.source, found.tally
     row_entries, num_entries = found.row_entries, int(found.row_entries.sum())
     if columns_kept is not None:
@@ -148,7 +151,7 @@ def select_rows(matrix: SortedMatrix, found: Survey, storage: Storage, columns_k
 
 
 def _count_rows(rows: np.ndarray, row_entries: np.ndarray) -> None:
-    """Add the number of entries of each row to ``row_entries``; ``rows``, the rows of all entries, is ascending."""
+    """Add the number of entries of each row to ``row_entries``. ``rows`` contains the row of each entry, ascending."""
     if len(rows):
         starts = np.flatnonzero(np.concatenate([[True], rows[1:] != rows[:-1]]))
         row_entries[rows[starts]] += np.diff(starts, append=len(rows))
@@ -157,7 +160,10 @@ def _count_rows(rows: np.ndarray, row_entries: np.ndarray) -> None:
 def _final_entries(
     matrix: SortedMatrix, columns_kept: np.ndarray | None, tally: Counter[str] | None = None
 ) -> Iterator[Entries]:
-    """Combine duplicates; yield the nonzero entries in kept columns, with values in units; count them in ``tally``."""
+    """Combine duplicates, and yield the nonzero entries in kept columns, with values in units.
+
+    ``tally``, if given, counts positions, zeros, duplicates, and clipped and rounded values.
+    """
     coding = matrix.coding
     for positions in matrix.entries.sorted():
         rows, columns, values = positions.rows, positions.columns, _combined(matrix, positions)
@@ -181,7 +187,9 @@ def _final_entries(
 
 
 def _combined(matrix: SortedMatrix, positions: Positions) -> np.ndarray:
-    """Return the value at each position, in units. Raises SourceError if there are duplicates but none are allowed."""
+    """Return the value at each position, in units. Raises SourceError if there are duplicates and the rule is
+    ``error``.
+    """
     values, counts = positions.values, positions.counts
     if counts is None:
         return values
@@ -201,9 +209,9 @@ def _combined(matrix: SortedMatrix, positions: Positions) -> np.ndarray:
 
 
 def _duplicate_error(matrix: SortedMatrix) -> SourceError:
-    """Return an error that names the first position, by source row and column, with more than one entry.
+    """Return an error that names the first position with more than one entry, by source row and column.
 
-    The source is read again, because only it has the line numbers and original values.
+    The source is read again, because only the source has the line numbers and original values.
     """
     num_positions, repeated = 0, []
     for rows, columns, _, counts in matrix.entries.sorted():
@@ -222,7 +230,7 @@ def _duplicate_error(matrix: SortedMatrix) -> SourceError:
 
 
 def _entries_of(matrix: SortedMatrix, row: object, column: object) -> list[str]:
-    """Describe the first two entries at a position by their values, and by their lines or ranks in the source."""
+    """Describe the first two entries at a position by their values, and by their line or number in the source."""
     entries: list[str] = []
     num_before = 0
     for block, _ in matrix.source.blocks(matrix.options.memory_bytes // READ_SHARE):

@@ -73,7 +73,9 @@ class ShardedMatrix:
     client: Any
 
     def write(self) -> dict[str, Any]:
-        """Write the folder, continuing earlier work if any; return the report values that the files do not contain."""
+        """Write the folder, and continue earlier work if there is any. Return report values that the files do not
+        contain.
+        """
         with ExitStack() as stack:
             output = stack.enter_context(NewFolder(self.path, self.overwrite))
             output.open_journal(self.command_id)
@@ -134,7 +136,7 @@ class ShardedMatrix:
 
 
 class _Rounds:
-    """Run rounds of tasks, in this process or on a cluster, except tasks whose results are in the journal."""
+    """Run rounds of tasks, in this process or on a cluster. Tasks whose results are in the journal are skipped."""
 
     def __init__(self, journal: Journal, cluster: Cluster | None, progress: Progress | None, notify: Notify) -> None:
         self._journal, self._cluster, self._progress, self._notify = journal, cluster, progress, notify
@@ -164,7 +166,8 @@ class _Rounds:
         """Run the tasks that the journal does not record as finished, and return the results of all tasks.
 
         ``finish(number, result)`` is called after each task. ``is_there(number, result)`` returns whether the output of
-        a recorded task still exists; the default checks for its file. The tasks in ``last`` run after all others.
+        a recorded task still exists; by default, this checks for the task's file. The tasks in ``last`` run after all
+        others.
         """
         say = count_tasks(stage, total, self._progress)
         done: dict[int, Result] = {}
@@ -191,7 +194,7 @@ class _Rounds:
         say: Callable[[int, int], None],
         last: Collection[int],
     ) -> Iterator[tuple[int, Result]]:
-        """Run tasks; yield the number and the result of each as it finishes."""
+        """Run tasks, and yield the number and the result of each task as it finishes."""
         if self._cluster is None:
             yield from ((number, function(job, number, partial(say, number))) for number in numbers)
         elif numbers:
@@ -210,7 +213,6 @@ class RoundTask(NamedTuple):
 
 
 def run_task(task: RoundTask, say: Callable[[int], None]) -> Result:
-    """Run a task in a worker."""
     with task.folder.in_worker() as folder:
         job = replace(folder.load_job(task.job), folder=folder)
         result = task.function(job, task.number, say)
@@ -251,7 +253,8 @@ def _extent(job: MatrixJob) -> tuple[int, int]:
 def _merge_ids(job: MatrixJob) -> tuple[tuple[int, int], dict[tuple[str, int], np.ndarray]]:
     """Map the ids of all parts to common indices, and save the ids.
 
-    Returns the numbers of row and column ids, and for each axis and part the map from its indices to common indices.
+    Returns the number of row ids and of column ids. Also returns, for each axis and part, the array that maps the
+    part's indices to common indices.
     """
     all_ids, maps = [], dict[tuple[str, int], np.ndarray]()
     for axis, old in ((ROWS, job.old.rows), (COLUMNS, job.old.columns)):
@@ -275,7 +278,7 @@ def _chunk_samples(job: MatrixJob, num_rows: int, num_columns: int) -> int:
 
 
 def _merge(job: MatrixJob, surveys: list[Result]) -> MatrixJob:
-    """Choose the storage and the columns of all shards from the surveys of each."""
+    """Choose the storage and the columns of all shards from the surveys of the shards."""
     values, columns = job.coding.tally(), None
     for result in surveys:
         with np.load(job.folder.file(result["file"])) as found:

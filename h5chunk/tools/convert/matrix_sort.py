@@ -1,8 +1,8 @@
 """Sort the entries of a matrix by row and column in bounded memory, and combine duplicates.
 
-Entries may be appended in any order. If they fit in memory, they are sorted there. Otherwise, runs that fit in memory
-are sorted and written to disk, and every n-th key of each run is kept in memory. From these keys, the range of all keys
-is cut so that the entries between two cuts fit in memory, and the position of each cut in each run is estimated.
+Entries may be appended in any order. If they fit in memory, they are sorted there. Otherwise, runs of entries that fit
+in memory are sorted and written to disk, and every n-th key of each run stays in memory. These keys show where to cut
+the range of all keys so that the entries between two cuts fit in memory, and roughly where each cut is in each run.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class _Run(NamedTuple):
 
     first: int  # index of its first record in the spool
     size: int  # number of records
-    keys: np.ndarray  # keys at regular steps
+    keys: np.ndarray  # the key of every n-th record
 
 
 class Positions(NamedTuple):
-    """Distinct (row, column) positions, sorted, as (n,) arrays: int64 rows, int64 columns, and combined values.
+    """Distinct (row, column) positions, sorted: int64 rows, int64 columns, and the combined value at each, (n,) arrays.
 
     ``counts`` has the number of entries at each position; it is None if every position has one entry.
     """
@@ -49,12 +49,12 @@ class Positions(NamedTuple):
 
 
 class Entries:
-    """Sort (row, column, value) entries within ``memory_bytes`` and combine duplicates; a context manager.
+    """Sort (row, column, value) entries within ``memory_bytes``, and combine duplicates.
 
-    Values of at most ``num_bits`` bits are packed into the sort key if row, column and value fit in 64 bits. `combine`
-    combines duplicates in the order of their times, or without times in the order in which they were appended. With
+    Values of at most ``num_bits`` bits are packed into the sort key if row, column and value fit in 64 bits. Duplicates
+    are combined in the order of their times, or without times in the order in which they were appended. With
     ``time_order``, the positions of a row are sorted by the time of their last entry, then by column. Raises
-    OptionError if row and column indices need more than 64 bits.
+    OptionError if row and column indices need more than 64 bits. Use it as a context manager.
     """
 
     def __init__(
@@ -164,11 +164,10 @@ class Entries:
         return records[np.argsort(records["key"], kind="stable")]
 
     def _keys(self, records: Any) -> Any:
-        """Return the keys of an array of records, or the key of a single record."""
         return records >> np.uint64(self._bits) if self._bits else records["key"]
 
     def _groups(self, records: Any) -> Any:
-        """Return the part of the keys that identifies a position, or with time_order a row."""
+        """Return the part of the keys that identifies a position, or with ``time_order`` a row."""
         return self._keys(records) >> np.uint64(self._group_bits)
 
     def _spill(self) -> None:
@@ -178,7 +177,7 @@ class Entries:
             self._spool.append(records)
 
     def sorted(self) -> Iterator[Positions]:
-        """Yield all positions, sorted by row, then by column or time. Can be called several times."""
+        """Yield all positions, sorted by row, then by column or time. May be called several times."""
         if self._sorted is not None:
             yield from self._combined(self._sorted)
             return
@@ -186,7 +185,8 @@ class Entries:
             yield from self._combined(self._sort(self._range(low, high)))
 
     def _range(self, low: int, high: int | None) -> np.ndarray:
-        """Return the records with ``low`` <= key < ``high``, one run after the other; None is no upper limit.
+        """Return the records with ``low`` <= key < ``high``, one run after the other. If ``high`` is None, there is no
+        upper limit.
 
         Raises OptionError if the position with key ``low`` has more entries than fit in memory, because a cut cannot
         divide a position.
@@ -245,7 +245,7 @@ def _first_at(keys: np.ndarray, key: int) -> int:
 
 
 def combine(rule: str, values: np.ndarray[Any, Any], starts: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Combine each group of duplicates into one value; the rules ``error`` and ``mean`` return sums.
+    """Combine each group of duplicates into one value. The rules ``error`` and ``mean`` give the sum.
 
     Groups are consecutive values, (n,); ``starts`` has the index of the first value of each group.
 

@@ -41,7 +41,7 @@ Say = Callable[[int], None]
 
 @dataclass(frozen=True)
 class MatrixJob:
-    """Input that all tasks share; the fields with defaults are set between the rounds of tasks."""
+    """Input that all tasks share. The fields with defaults are set between the rounds of tasks."""
 
     folder: SharedFolder  # folder of temporary files
     name: str  # name of the shards, without their numbers
@@ -69,20 +69,19 @@ class MatrixJob:
         return len(self.starts) - 1
 
     def load(self, name: str) -> np.ndarray:
-        """Map an array in the folder into memory."""
+        """Load an array in the folder as a memory map."""
         values: np.ndarray = np.load(self.folder.file(name), mmap_mode="r")
         return values
 
     def shard_name(self, number: int) -> str:
-        """Return the file name of a shard."""
         return shard_name(self.name, number, self.num_shards)
 
     def ids(self, axis: str) -> np.ndarray | None:
-        """Return all ids of the rows or columns of the source; None if it has none."""
+        """Return the ids of all rows or columns of the source; None if the source has no ids."""
         return self.load(f"{axis}.npy") if self.source.has_ids else None
 
     def of_part(self, number: int, axis: str) -> str:
-        """Return the file name of the array that maps the indices of a part to final indices."""
+        """Return the name of the file with the array that maps the indices of a part to final indices."""
         return f"{axis}-{number}.npy"
 
     def entries(self, shard: int) -> Iterator[np.ndarray]:
@@ -97,7 +96,7 @@ class MatrixJob:
 
 @contextmanager
 def new_file(folder: SharedFolder, name: str) -> Iterator[tuple[IO[bytes], str]]:
-    """Create a uniquely named file; yield it and its name. All tasks see it after the context ends."""
+    """Create a file with a unique name, and yield it and its name. All tasks see it after the context ends."""
     name = f"{name}-{uuid.uuid4().hex[:8]}"
     with writing(folder.path / name), (folder.path / name).open("xb", buffering=0) as file:
         yield file, name
@@ -106,7 +105,7 @@ def new_file(folder: SharedFolder, name: str) -> Iterator[tuple[IO[bytes], str]]
 
 
 def save(folder: SharedFolder, name: str, values: np.ndarray | Mapping[str, np.ndarray]) -> None:
-    """Save one or several arrays to a file that all tasks see afterwards."""
+    """Save one array or several named arrays to a file, which all tasks then see."""
     with writing(folder.path / name), (folder.path / name).open("wb") as file:
         if isinstance(values, np.ndarray):
             np.save(file, values.view(values.dtype.str))  # without metadata of HDF5's types
@@ -118,7 +117,6 @@ def save(folder: SharedFolder, name: str, values: np.ndarray | Mapping[str, np.n
 
 
 def read_records(folder: SharedFolder, name: str, record: np.dtype, start: int, count: int) -> np.ndarray:
-    """Read entries of a temporary file."""
     with folder.part(name, start * record.itemsize, count * record.itemsize) as (path, offset):
         try:
             records = np.fromfile(path, record, count, offset=offset)
@@ -201,7 +199,6 @@ def survey_shard(job: MatrixJob, number: int, say: Say) -> Result:
 
 
 def write_shard(job: MatrixJob, number: int, say: Say) -> Result:
-    """Write a shard to a uniquely named file."""
     attempt, done = job.folder.path / f"shard-{number}-{uuid.uuid4().hex[:8]}.h5", 0
     assert job.storage is not None
 

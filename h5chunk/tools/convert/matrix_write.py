@@ -1,4 +1,4 @@
-"""Write the selected rows and columns of a matrix, its fields and its names, to a new file."""
+"""Write the selected rows and columns of a matrix, with its fields and names, to a new file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ Arrays = Mapping[str, np.ndarray]
 
 
 def write_matrix(new: NewFile, selection: Selection, report_written: Callable[[int], None]) -> dict[str, str]:
-    """Write the file; return the dtypes of its fields. ``report_written`` is called with numbers of entries."""
+    """Write the file, and return the dtypes of its fields. ``report_written`` is called with the number of entries
+    written.
+    """
     fields, tables = fields_of(selection), tables_of(selection)
     write = _write_dense if selection.matrix.options.dense else _write_csr
     chunk_samples = write(new, selection, fields, tables, report_written)
@@ -36,7 +38,7 @@ def write_matrix(new: NewFile, selection: Selection, report_written: Callable[[i
 
 
 def fields_of(selection: Selection) -> dict[str, np.ndarray]:
-    """Return the row fields of the source by their names in the file, with one value per row of the file."""
+    """Return the row fields of the source by their names in the file, with one value per written row."""
     fields: dict[str, np.ndarray] = {}
     matrix, source, order = selection.matrix, selection.matrix.source, selection.matrix.order
     for name, values in source.row_fields.items():
@@ -152,7 +154,7 @@ def _write_dense(
 
 
 def _dense_chunks(layout: Layout, selection: Selection, report_written: Callable[[int], None]) -> Iterator[np.ndarray]:
-    """Yield the chunks, (chunk_samples, columns), in one reused buffer; the last chunk is padded with zeros."""
+    """Yield the chunks, (chunk_samples, columns), in one reused buffer. The last chunk is padded with zeros."""
     size, number = layout.chunk_samples, 0
     chunk = np.zeros((size, selection.num_columns), selection.storage.dtype)
     for rows, columns, values in selection.entries(index_dtype(selection.num_columns)):

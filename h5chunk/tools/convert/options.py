@@ -71,11 +71,15 @@ class ReadOptions(Options):
     noun: ClassVar[str] = "images and other samples"
 
     workers: int | None = option(
-        None, "Number of processes that read samples; 0: read in this process.", minimum=0, shown_default="one per core"
+        None,
+        "Number of processes that read samples. 0: read in the main process.",
+        minimum=0,
+        shown_default="one per core",
     )
     on_error: str = option(
         "fail",
-        "Stop at the first unusable sample, or skip such samples and list them in a .skipped.csv beside the output.",
+        "How to treat an unusable sample. fail: stop. skip: leave it out, and list it in a .skipped.csv file beside "
+        "the output.",
         choices=("fail", "skip"),
     )
 
@@ -88,7 +92,7 @@ class SampleOptions(ReadOptions, NewOptions):
         None, "Make OUTPUT a folder of files of at most this size, such as 1GiB.", minimum=1, unit="bytes"
     )
     split_files: bool = option(
-        False, "Make OUTPUT a folder with one file per split (train.h5, val.h5, ...); all files have the same classes."
+        False, "Make OUTPUT a folder with one file per split (train.h5, val.h5, ...). All files have the same classes."
     )
 
     def __post_init__(self) -> None:
@@ -112,7 +116,7 @@ class SampleOptions(ReadOptions, NewOptions):
 class AppendOptions(ReadOptions, OrderOptions):
     """Options of `append`, except those for reading the source."""
 
-    new_classes: bool = option(False, "Add new classes after those of FILE; old labels do not change.")
+    new_classes: bool = option(False, "Add new classes after those of FILE. Old labels do not change.")
 
 
 @dataclass(frozen=True)
@@ -129,9 +133,14 @@ class MatrixOptions(NewOptions):
         choices=(AUTO, "uint8", *FLOATS),
     )
     scale: float | None = option(
-        None, "Store each value times S, as uint8.", metavar="S", shown_default="the smallest S that is exact"
+        None,
+        "Multiply values by S, and store them as uint8.",
+        metavar="S",
+        shown_default="the smallest S that is exact",
     )
-    clip: bool = option(False, "Clip values to the range 0 to 255 (255 / S with --scale).")
+    clip: bool = option(
+        False, "Clip values to the range that uint8 can store: 0 to 255, or 0 to 255 / S with --scale S."
+    )
     binarize: float | None = option(None, "Store values of at least MIN as 1, and drop all others.", metavar="MIN")
     min_row_count: int | None = option(
         None, "Leave out rows with fewer than N entries.", minimum=0, shown_default="1 if rows have ids, else 0"
@@ -144,20 +153,23 @@ class MatrixOptions(NewOptions):
     )
     duplicates: str = option(
         AUTO,
-        "How to combine several entries for the same row and column. last and first: by time, or in the order "
-        "of SOURCE if it has no times. auto: error for ratings and libsvm, sum for other sources.",
+        "How to combine several entries for the same row and column. last and first go by time, or by the order of "
+        "SOURCE if it has no times. auto: error for ratings and libsvm, sum for other sources.",
         choices=(AUTO, *DUPLICATES),
     )
     time_order: bool = option(
-        False, "Sort the entries of each row by their times, for HoldOut(last=N) and sequence models."
+        False, "Sort the entries of each row by time, as sequence models and h5chunk.HoldOut(last=N) require."
     )
     ids_from: str | os.PathLike[str] | None = option(
         None,
-        "Give columns the indices that their ids have in this converted file; columns with new ids follow.",
+        "Give columns the same indices as in OLD.h5, an earlier output of convert, by their ids. Columns with new ids "
+        "follow.",
         metavar="OLD.h5",
         is_path=True,
     )
-    keep_rows: bool = option(False, "With --ids-from: also give rows their old indices; rows with new ids follow.")
+    keep_rows: bool = option(
+        False, "Give rows, too, the same indices as in the file that --ids-from names. Rows with new ids follow."
+    )
     transpose: bool = option(False, "Make the columns of SOURCE the samples.")
     dense: bool = option(False, "Store dense rows, with their zeros, instead of compressed sparse rows.")
     compression: str | None = option(
@@ -165,7 +177,7 @@ class MatrixOptions(NewOptions):
     )
     memory_bytes: int = option(
         DEFAULT_MEMORY_BYTES,
-        "Upper limit on host memory, such as 512M; data that exceeds it is written to temporary files beside OUTPUT.",
+        "Upper limit on host memory, such as 512M. Data that does not fit is written to temporary files beside OUTPUT.",
         minimum=MIN_MEMORY_BYTES,
         unit="bytes",
         shown_default="1GiB",
@@ -199,18 +211,18 @@ class MatrixOptions(NewOptions):
         return rows, columns
 
     def coding(self) -> Coding | FloatCoding:
-        """Return the coding of the values to try first; its method ``fallback`` returns the next one."""
+        """Return the coding to try first; its method ``fallback`` returns the next one, if any."""
         from h5chunk.plan.codes import Coding, FloatCoding
 
         codes = Coding(self.scale, self.clip, self.binarize, strict=self.values != AUTO)
         if self.values not in FLOATS:
             return codes
         if self.scale is not None or self.binarize is not None:
-            raise OptionError(f"values is {self.values!r}: leave out scale and binarize, which store uint8")
+            raise OptionError(f"values is {self.values!r}, but scale and binarize store uint8: leave them out")
         return FloatCoding(self.values, self.clip)
 
     def for_kind(self, kind: str) -> MatrixOptions:
-        """Replace the value ``auto`` of ``duplicates`` with the default for a kind of source."""
+        """Return options in which the default for a kind of source replaces ``auto`` as the value of ``duplicates``."""
         return self if self.duplicates != AUTO else replace(self, duplicates="error" if kind in UNIQUE else "sum")
 
     def duplicates_text(self, time_name: str | None) -> str:
@@ -229,13 +241,11 @@ class MatrixOptions(NewOptions):
 
 
 def convert_options() -> list[type[Options]]:
-    """Return the option classes of `convert`, those for matrices last."""
     groups = [*KIND_OPTIONS.values(), SampleOptions, MatrixOptions]
     return sorted(groups, key=lambda group: group.heading == MATRICES)
 
 
 def append_options() -> list[type[Options]]:
-    """Return the option classes of `append`."""
     return [*(group for group in KIND_OPTIONS.values() if not issubclass(group, MatrixSourceOptions)), AppendOptions]
 
 

@@ -19,7 +19,7 @@ MODES |= {f"{mode} mask": f"{name} mask" for mode, name in MODES.items()}
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertReport(Report):
-    """Report on converted or appended samples; the report of a dry run predicts the outcome."""
+    """Report on converted or appended samples. For a dry run, it predicts the outcome."""
 
     path: str
     source_kind: str
@@ -100,14 +100,14 @@ class ConvertReport(Report):
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixReport(Report):
-    """Report on a converted sparse matrix; the report of a dry run is an estimate from the start of the source."""
+    """Report on a converted sparse matrix. For a dry run, it is an estimate from the start of the source."""
 
     path: str
     source_kind: str
     dry_run: bool
     kind: str  # csr or dense
     num_rows: int | None  # None if a dry run would have to read the entire source to count them
-    num_columns: int | None  # None in the same case
+    num_columns: int | None  # None if a dry run would have to read the entire source to count them
     num_entries: int | None  # None for dense rows that were already complete
     is_exact: bool = True  # whether num_entries was counted rather than estimated
     num_bytes: int  # size of the file, or of all shards

@@ -1,8 +1,8 @@
 """Write the samples of a source into a file or a folder of files, or predict the result, and report on it.
 
-A journal beside the unfinished output records the tasks, or runs of chunks, that are written. When a conversion is
-continued, the checksums of these chunks are verified, and the stamps of their samples are compared with the source.
-Only damaged chunks, and those whose samples have changed, are written again.
+A journal beside the unfinished output records which chunks are written. If a conversion is continued, the checksums of
+these chunks are verified, and the stamps of their samples are compared with the source. Only damaged chunks, and chunks
+whose samples have changed, are written again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ Notify = Callable[[str], None]
 
 @dataclass
 class SampleRun:
-    """Convert or append samples: write a job into one file or into several, unless it is complete, and report on it."""
+    """Convert or append samples: write them into one or several files, unless that is already done, and report on
+    it.
+    """
 
     job: SampleJob
     shards: list[SampleJob]  # jobs of the files of an output folder; empty for a single file
@@ -58,7 +60,7 @@ class SampleRun:
     client: Any = None  # the Dask cluster that writes the shards: see `h5chunk.tools.cluster.connected`
 
     def report(self, notes: Sequence[str], new_classes: Sequence[str] = ()) -> ConvertReport:
-        """Write the output unless it is complete or this is a dry run, and return the report."""
+        """Write the output, unless it is complete or this is a dry run, and return the report."""
         files, filled = self._result()
         job, dry_run = self.job, self.dry_run and not self.complete
         skipped = [(job.name(failure.row), failure.reason) for failure in filled.failures]
@@ -101,7 +103,9 @@ class SampleRun:
         )
 
     def _result(self) -> tuple[list[SampleJob], Filled]:
-        """Write, predict or read back the output; return its files, without skipped samples, and the outcome."""
+        """Write, predict or read back the output. Returns the jobs of its files, without skipped samples, and the
+        outcome.
+        """
         files = self.shards or [self.job]
         try:
             if not self.complete:
@@ -118,7 +122,7 @@ class SampleRun:
         return files, Filled()
 
     def _write(self, files: list[SampleJob]) -> tuple[list[SampleJob], Filled]:
-        """Write the files, continuing earlier work if any, and move the complete output to its path."""
+        """Write the files, and move the complete output to its path. Earlier work is continued."""
         job, old, all_filled, kept = self.job, self.old, Filled(), []
         output = (NewFolder if self.shards else NewFile)(job.path, self.overwrite)
         with self._explain_interruption(output), output:
@@ -148,7 +152,7 @@ class SampleRun:
         return kept, all_filled
 
     def _read_back(self, files: list[SampleJob]) -> tuple[list[SampleJob], Filled]:
-        """Return the files and skipped samples of a complete output, without counts of notes."""
+        """Return the jobs of the files of a complete output, and its skipped samples. Counts of notes are unknown."""
         job, old = self.job, self.job.old
         if old.num_samples:
             last = old.options["appended"][-1]
@@ -167,7 +171,7 @@ class SampleRun:
 
     @contextmanager
     def _explain_interruption(self, output: NewFile | NewFolder) -> Iterator[None]:
-        """If the context ends with an error, notify the user whether the finished work is kept."""
+        """If the context ends with an error, tell the user whether the finished work is kept."""
         try:
             yield
         except BaseException:
@@ -184,7 +188,7 @@ class SampleRun:
 
 @contextmanager
 def _file_of(output: NewFile | NewFolder, name: str) -> Iterator[NewFile]:
-    """Open the output file, or the file ``name`` of an output folder, for writing; a context manager."""
+    """Open the output file, or the file ``name`` of an output folder, for writing."""
     if isinstance(output, NewFile):
         yield output
         return
@@ -195,7 +199,7 @@ def _file_of(output: NewFile | NewFolder, name: str) -> Iterator[NewFile]:
 
 
 class _TaskLog:
-    """Keep track of the tasks of each file that the journal records as written, and report progress."""
+    """Track the tasks that the journal records as written, for each file, and report progress."""
 
     def __init__(self, journal: Journal, jobs: Sequence[SampleJob], progress: Progress | None, notify: Notify) -> None:
         self._journal, self._jobs, self._notify = journal, jobs, notify
@@ -204,7 +208,7 @@ class _TaskLog:
         self._written(0)
         self._claims: list[dict[int, TaskResult]] = [
             {} for _ in jobs
-        ]  # recorded tasks of each file, by their first chunks
+        ]  # recorded tasks of each file, by the index of their first chunk
         self._num_rewritten = 0  # samples
         for record in journal.records:
             if isinstance(record, list) and record and record[0] in range(len(jobs)):
@@ -227,7 +231,7 @@ class _TaskLog:
     ) -> Iterator[tuple[int, SampleJob, Filled]]:
         """Write all files, except chunks that the journal records and that are unchanged.
 
-        Yields (number, job, outcome) for each file; the yielded job excludes skipped samples.
+        Yields (number, job, outcome) for each file. Skipped samples are removed from the yielded job.
         """
         for number, job in enumerate(self._jobs):
             options: dict[str, Any] = {"claims": self._claims[number], "written": self._written, "copied": copied}
@@ -238,7 +242,7 @@ class _TaskLog:
             yield number, *written
 
     def write_on(self, client: Any, part: Path) -> Iterator[tuple[int, SampleJob, Filled]]:
-        """Like `write_here`, but write files on a Dask cluster, and yield them in the order in which they finish."""
+        """Write the files on a Dask cluster, and yield (number, job, outcome) for each file as it finishes."""
         told = [0] * len(self._jobs)
 
         def say(number: int, done: int) -> None:
@@ -258,7 +262,7 @@ class _TaskLog:
         self._journal.add([number, *done.record()])
 
     def finish(self) -> None:
-        """Notify the user how many samples were written again, if any."""
+        """Tell the user how many samples were written again, if any."""
         if self._num_rewritten:
             self._notify(f"{count_text(self._num_rewritten, 'sample')} had changed and were written again")
 
@@ -267,14 +271,14 @@ class _TaskLog:
 
 
 def skipped_path(output: Path) -> Path:
-    """Return the path of the list of skipped samples of an output."""
+    """Return the path of the list of samples that were skipped when ``output`` was written."""
     return output.with_name(output.name + ".skipped.csv")
 
 
 def save_skipped(output: Path, skipped: Sequence[tuple[str, str]], *, append: bool = False) -> str | None:
     """Write the names and reasons of skipped samples to a .csv beside the output; return its path, or None.
 
-    With ``append``, add them to an earlier list, unless it already ends with them.
+    With ``append``, the rows are added to an earlier list, unless the list already ends with them.
     """
     target, rows = skipped_path(output), [list(row) for row in skipped]
     if not rows:
@@ -289,7 +293,7 @@ def save_skipped(output: Path, skipped: Sequence[tuple[str, str]], *, append: bo
                 csv.writer(file).writerows(rows if before else [["path", "reason"], *rows])
     except OSError as error:
         raise OutputError(
-            f"{printable(target)}: the list of {len(rows)} skipped samples cannot be written: {error.strerror}; "
-            f"{printable(output)} itself is complete"
+            f"{printable(target)}: the list of {len(rows)} skipped samples cannot be written ({error.strerror}), but "
+            f"{printable(output)} is complete"
         ) from None
     return str(target)

@@ -52,7 +52,9 @@ def open_context(options: ReadOptions, progress: Progress | None) -> OpenContext
 
 
 def prepare(source: SampleSource, path: Path, options: SampleOptions) -> SampleJob:
-    """Choose the layout and the order of a new file. Raises SourceError if a file cannot hold the source's fields."""
+    """Choose the layout and the order of a new file. Raises SourceError if a file cannot contain the source's
+    fields.
+    """
     check_fields(source)
     if options.split_files:
         source.read_columns()
@@ -73,7 +75,7 @@ def prepare(source: SampleSource, path: Path, options: SampleOptions) -> SampleJ
 
 
 def check_fields(source: SampleSource) -> None:
-    """Raise SourceError unless a file can hold the fields and columns of the source."""
+    """Raise SourceError unless a file can contain the fields and columns of the source."""
     if not len(source) or not source.fields:
         raise SourceError(
             f"the source has {len(source)} samples and {len(source.fields)} fields: use a source with at least one of "
@@ -97,7 +99,7 @@ def check_fields(source: SampleSource) -> None:
 
 
 def estimate_s(job: SampleJob) -> float:
-    """Estimate the time to write the file, in seconds, by reading a few samples spread over the source."""
+    """Estimate the time to write the file, in seconds, by reading a few samples."""
     source, out = job.source, job.sample_buffers()
     probes = np.unique(np.linspace(0, len(source) - 1, PROBES).astype(np.int64))
     started = time.perf_counter()
@@ -161,7 +163,7 @@ def shard_starts(num_samples: int, chunk_samples: int, shards: int) -> list[int]
 
 
 def _files_of_splits(job: SampleJob) -> list[SampleJob]:
-    """Divide a job into one job per value of the field ``split``, which becomes the file name."""
+    """Divide a job into one job per value of the field ``split``. The values become the file names."""
     splits = job.columns.get(SPLIT)
     if splits is None:
         raise OptionError(
@@ -193,7 +195,7 @@ def folder_layout(jobs: list[SampleJob]) -> Layout:
 
 
 def _num_shards(job: SampleJob, layout: Layout, shard_bytes: int) -> int:
-    """Return the smallest number of shards of which none exceeds ``shard_bytes``."""
+    """Return the smallest number of shards so that no shard exceeds ``shard_bytes``."""
     sample_bytes = (job.spec().num_bytes - HEADER_BYTES) / layout.num_samples  # includes all fields and tables
     chunk_bytes = int(sample_bytes * layout.chunk_samples) + 1
     per_shard = (shard_bytes - HEADER_BYTES) // chunk_bytes
@@ -216,7 +218,7 @@ def _num_shards(job: SampleJob, layout: Layout, shard_bytes: int) -> int:
 
 
 def job_key(job: SampleJob, num_files: int, old: OldFile | None = None) -> str | None:
-    """Return a journal key: a hash of everything that determines the bytes of new chunks, except the samples.
+    """Return a hash of everything that determines the bytes of new chunks, except the samples.
 
     Returns None if the source has no identity, so that earlier work cannot be reused.
     """
@@ -235,7 +237,7 @@ def job_key(job: SampleJob, num_files: int, old: OldFile | None = None) -> str |
 
 
 def command_id(job: SampleJob, num_files: int, stamp: int) -> str | None:
-    """Return a hash that is equal for commands that make equal files, or None if the source has no identity.
+    """Return a hash that is equal for commands that write the same file; None if the source has no identity.
 
     ``stamp`` is the combined stamp of all samples: see `h5chunk.store.write.fill.stamp_of_samples`.
     """
@@ -250,7 +252,7 @@ def command_id(job: SampleJob, num_files: int, stamp: int) -> str | None:
 
 
 def is_complete(job: SampleJob, num_files: int) -> bool:
-    """Return whether the output exists and this command made it from the samples in their present state."""
+    """Return whether the output exists and this command wrote it from the samples in their present state."""
     if not has_command_id(job.path):
         return False
     command = command_id(job, num_files, stamp_of_samples(job.source, job.order))
@@ -258,7 +260,7 @@ def is_complete(job: SampleJob, num_files: int) -> bool:
 
 
 def find_skipped(job: SampleJob, numbers: np.ndarray) -> list[Failure]:
-    """Read the samples of the job that are not in ``numbers`` again, and return the reasons why they were skipped."""
+    """Read the samples of the job that are not in ``numbers`` again, and return why they were skipped."""
     failures = []
     out = job.sample_buffers()
     with job.source.session():

@@ -62,15 +62,15 @@ def info(
     window: int | None = None,
     progress: Progress | None = None,
 ) -> FileInfo | FolderInfo | MachineInfo:
-    """Describe all datasets of a file, without reading their data; or describe the machine.
+    """Describe all datasets of a file without reading their data, or describe the machine.
 
     Row lengths and values are read only for the sparse matrix of an h5chunk file.
 
     Parameters
     ----------
     path : path or sequence of paths, optional
-        A file; or several files, specified as for `ChunkDataset`; the report then also says whether they form one data
-        set. Default: describe the resources of the machine that this process may use.
+        A file, or several files, specified as for `ChunkDataset`. For several files, the report also says whether they
+        form one data set. Default: describe the resources of the machine that this process may use.
     trusted : bool
         Whether to follow links and virtual datasets to other files in the file's folder.
     show_all : bool
@@ -80,16 +80,17 @@ def info(
         Whether to read the fields to train on, compute mean and standard deviation of each of their channels, and store
         them beside the file, where `ChunkDataset.statistics` finds them.
     patch : sequence of int
-        Also report the bytes that readers decode for random patches of this spatial shape, and better chunks.
+        Also report the bytes that readers decode for random patches of this spatial shape, and better chunks if there
+        are any.
     window : int, optional
-        Also report the bytes that readers decode for random windows of this many time steps, from the first to the
-        last, and better chunks if there are any.
+        Also report the bytes that readers decode for random windows of this number of time steps, and better chunks if
+        there are any.
     progress : function, optional
         Called with (stage, done, total) while statistics are computed.
 
     Returns
     -------
-    FileInfo, FolderInfo of a folder, a pattern or a list, or MachineInfo
+    FileInfo, FolderInfo (for a folder, a pattern or a list) or MachineInfo
 
     Raises
     ------
@@ -108,7 +109,7 @@ def info(
             found = replace(found, windows=advise_windows(found.path, found.datasets, num_steps))
         return _with_statistics(found, trusted, stats, progress)
     if patch or window is not None:
-        raise OptionError(f"{'patch' if patch else 'window'} is given: name a single file")
+        raise OptionError(f"{'patch' if patch else 'window'} applies to a single file: name one file")
     files, broken = [], {}
     num_bytes = 0
     for file in list_files(path):
@@ -121,9 +122,9 @@ def info(
     return FolderInfo(path=name, num_bytes=num_bytes, files=tuple(files), broken=broken, **_describe_set(path, trusted))
 
 
-def _with_statistics(file: FileInfo, trusted: bool, wanted: bool, progress: Progress | None) -> FileInfo:
-    """If ``wanted``, compute the statistics of the fields to train on, and store them beside the file."""
-    if not wanted:
+def _with_statistics(file: FileInfo, trusted: bool, stats: bool, progress: Progress | None) -> FileInfo:
+    """If ``stats``, compute the statistics of the fields to train on, and store them beside the file."""
+    if not stats:
         return file
     from h5chunk.tools.measure.statistics import has_statistics, store_statistics  # imports torch
 
@@ -138,7 +139,7 @@ def _with_statistics(file: FileInfo, trusted: bool, wanted: bool, progress: Prog
 
 
 def _describe_set(path: Paths, trusted: bool) -> dict[str, Any]:
-    """Return the attributes of `FolderInfo` that describe the files as one data set, or its ``mismatch``."""
+    """Return the attributes of `FolderInfo` that describe the files as one data set, or only ``mismatch``."""
     try:
         reader = open_reader(path, trusted=trusted)
     except H5ChunkError as error:
@@ -195,7 +196,10 @@ def _describe_file(path: Path, trusted: bool) -> FileInfo:
 
 
 def _list_datasets(file: h5py.File, guard: Guard, *, by_h5chunk: bool) -> tuple[list[h5py.Dataset], list[FileError]]:
-    """Return the datasets, sorted by name and without those of /h5chunk, and the errors of refused datasets."""
+    """Return the datasets, sorted by name, and the errors of datasets that were refused.
+
+    The group /h5chunk is left out.
+    """
     datasets, refused = [], []
     for name, item in sorted(guard.walk(file), key=lambda pair: pair[0]):
         if by_h5chunk and name.startswith(f"{GROUP}/"):
@@ -245,20 +249,20 @@ def _verdict(dataset: h5py.Dataset, grid: ChunkGrid, reads: int, groups: Mapping
     if part := groups.get(dataset.name.lstrip("/").rpartition("/")[0]):
         return part
     if not grid.shape:
-        return "a single value: no samples along a first axis"
+        return "a single value, which has no axis of samples"
     if is_vlen(dataset):
         return VLEN
     if dataset.dtype.kind not in "biufS":
-        return f"of type {dataset.dtype}: cannot be a field for training (numbers and fixed-length strings can)"
+        return f"type {dataset.dtype} is neither a number nor a string of fixed length"
     if 0 in grid.shape:
         return "empty"
     if dataset.is_virtual:
-        return "a view of other files: run info on those"
+        return "a view of other files; run info on those files"
     if grid.chunks is None:
-        return "good: each sample is one run of bytes"
+        return "good: each sample is stored in consecutive bytes"
     if grid.chunks_per_sample > 1:
-        return f"bad: each sample touches {grid.chunks_per_sample:,} chunks in {reads:,} reads"
-    return "good: whole samples in each chunk"
+        return f"bad: each sample is cut into {grid.chunks_per_sample:,} chunks, which take {reads:,} reads"
+    return "good: each chunk contains complete samples"
 
 
 def _describe_images(file: h5py.File, path: Path, name: str, header: Header) -> ImagesInfo:
@@ -278,7 +282,7 @@ def _describe_images(file: h5py.File, path: Path, name: str, header: Header) -> 
 def _find_matrices(file: h5py.File, path: Path, names: Iterable[str]) -> list[MatrixInfo]:
     """Describe the sparse matrices of a file that h5chunk did not write.
 
-    Only the datasets in ``names``, which the caller has checked, are opened.
+    The caller has checked the datasets in ``names``; no others are opened.
     """
     groups = [name for name in find_matrix_groups(names) if isinstance(file[name], h5py.Group)]
     return [_describe_group(file[name], path, name, _convert_command(file, path, name)) for name in groups]
@@ -334,7 +338,7 @@ def _describe_matrix(file: h5py.File) -> MatrixInfo | None:
         return info
     sizes = np.diff(item["indptr"][()])
     if (sizes < 0).any():
-        raise FileError(f"{printable(file.filename)}: damaged: the row starts in {MATRIX}/indptr decrease")
+        raise FileError(f"{printable(file.filename)}: is damaged (the row starts in {MATRIX}/indptr decrease)")
     data, value_range = item["data"], None
     if data.size and data.nbytes <= LOOK_BYTES:
         parts = (data[start : start + PART_VALUES] for start in range(0, len(data), PART_VALUES))

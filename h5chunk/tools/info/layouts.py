@@ -1,4 +1,4 @@
-"""Recognise published layouts of episodes and series, and write the line of Python that opens one as windows."""
+"""Recognise published layouts of episodes and series, and write the Python code that opens them as windows."""
 
 from __future__ import annotations
 
@@ -13,20 +13,24 @@ if TYPE_CHECKING:
 
 MAX_FIELDS = 8  # fields in the line of Python
 BATCH = 64
-PARTS = ("action", "observations/")  # of the names in an episode's file
-Lengths = Mapping[str, tuple[int, ...]]  # the shapes of datasets that suit training, by name
-Found = tuple[dict[str, str], str]  # datasets by field, and the other arguments of `h5chunk.Windows`
+PARTS = ("action", "observations/")  # beginnings of the names of fields in the file of an episode
+Shapes = Mapping[str, tuple[int, ...]]  # shapes of the datasets that suit training, by name
+Found = tuple[dict[str, str], str]  # dataset of each field, and the other arguments of `h5chunk.Windows`
 
 
 class Layout(NamedTuple):
-    """A published layout: its name, and a function that returns what opens a file as windows, None if it differs."""
+    """A published layout.
+
+    ``find`` returns the datasets by field and the other arguments of `h5chunk.Windows`, or None if a file has another
+    layout.
+    """
 
     name: str
-    find: Callable[[Lengths], Found | None]
+    find: Callable[[Shapes], Found | None]
 
 
-def _groups(shapes: Lengths) -> Found | None:
-    """Find a group for each episode, as robomimic has them: ``data/demo_0/actions``, ``data/demo_0/obs/NAME``."""
+def _groups(shapes: Shapes) -> Found | None:
+    """Recognise robomimic: a group per episode, with ``data/demo_0/actions`` and ``data/demo_0/obs/NAME``."""
     episodes: dict[str, set[str]] = {}
     for name in shapes:
         if match := re.fullmatch(r"data/([^/]+)/(actions|obs/[^/]+)", name):
@@ -45,13 +49,13 @@ def _groups(shapes: Lengths) -> Found | None:
     return {name.rpartition("/")[2]: f"data/*/{name}" for name in named}, "length=10"
 
 
-def _ordered(shapes: Lengths) -> list[str]:
-    """Return the names of fields, images first, and no more than a line can have."""
+def _ordered(shapes: Shapes) -> list[str]:
+    """Return at most MAX_FIELDS names of fields: those with most axes, such as images, first, then actions."""
     return sorted(shapes, key=lambda name: (-len(shapes[name]), not name.startswith("action"), name))[:MAX_FIELDS]
 
 
-def _one_file_each(shapes: Lengths) -> Found | None:
-    """Find the parts of an episode that is a file, as ALOHA and ACT have them: ``action``, ``observations/...``."""
+def _one_file_each(shapes: Shapes) -> Found | None:
+    """Recognise ALOHA and ACT: a file per episode, with ``action`` and ``observations/NAME``."""
     if "action" not in shapes or not any(name.startswith("observations/") for name in shapes):
         return None
     rows = shapes["action"][0]
@@ -61,8 +65,8 @@ def _one_file_each(shapes: Lengths) -> Found | None:
     return fields, f'length=1, stride={{{strides}}}, padding="edge"'
 
 
-def _flat(shapes: Lengths) -> Found | None:
-    """Find fields of all episodes, one after another, beside a list of lengths, as stable-worldmodel has them."""
+def _flat(shapes: Shapes) -> Found | None:
+    """Recognise stable-worldmodel: the steps of all episodes in one dataset per field, and a list of their lengths."""
     lengths = next((name for name in ("ep_len", "episode_lengths", "ep_lens") if name in shapes), None)
     if lengths is None:
         return None
@@ -72,21 +76,21 @@ def _flat(shapes: Lengths) -> Found | None:
     return {name: name for name in names}, f"length=4, episode_lengths={python_text(lengths)}"
 
 
-def _series(shapes: Lengths) -> Found | None:
-    """Find one long series of channels on a grid, as makani has it: ``fields``, (time, channel, lat, lon)."""
+def _series(shapes: Shapes) -> Found | None:
+    """Recognise makani: one long series ``fields``, (time, channel, lat, lon)."""
     return ({"fields": "fields"}, "length=1, history=1") if len(shapes.get("fields", ())) == 4 else None
 
 
 LAYOUTS = (
-    Layout("robomimic: a group for each episode", _groups),
-    Layout("ALOHA and ACT: a file for each episode", _one_file_each),
-    Layout("stable-worldmodel: all episodes, one after another", _flat),
-    Layout("makani: a series of channels on a grid", _series),
+    Layout("layout of robomimic, with a group per episode", _groups),
+    Layout("layout of ALOHA and ACT, with a file per episode", _one_file_each),
+    Layout("layout of stable-worldmodel, with all episodes one after another", _flat),
+    Layout("layout of makani, with a series of channels on a grid", _series),
 )
 
 
 def recognise(datasets: Sequence[DatasetInfo], path: str) -> tuple[str, list[str]]:
-    """Return the name of a file's layout, and lines of Python that make a loader of its windows; empty if unknown."""
+    """Return the name of a file's layout, and lines of Python that create a loader of its windows; empty if unknown."""
     shapes = {item.name.strip("/"): item.shape for item in datasets if item.can_train}
     for layout in LAYOUTS:
         if (found := layout.find(shapes)) is not None and found[0]:

@@ -13,38 +13,41 @@ from h5chunk.source import shape_text
 from h5chunk.tools.info.report import DatasetInfo
 from h5chunk.tools.report import Report, shell_command
 
-WORTH = 1.3  # the bytes that better chunks must save to be recommended
+WORTH = 1.3  # factor by which better chunks must reduce the decoded bytes to be recommended
 
 
 @dataclass(frozen=True)
 class PatchAdvice(Report):
-    """Bytes decoded per byte of patches, for the largest dataset of those with the same chunks, dtype and axes."""
+    """The bytes that readers decode per byte of random patches of a dataset, with its chunks and with better chunks."""
 
     path: str
-    dataset: str
+    dataset: str  # the largest dataset with these chunks, dtype and number of axes
     chunks: tuple[int, ...] | None
-    alone: float  # a patch at a time
-    together: float  # as `h5chunk.Patches` reads them
-    options: tuple[str, ...]  # of repack
-    best: tuple[int, ...]
+    alone: float  # decoded bytes per byte, if patches are read one at a time
+    together: float  # decoded bytes per byte with `h5chunk.Patches`
+    options: tuple[str, ...]  # further options of the repack command
+    best: tuple[int, ...]  # shape of better chunks
     best_alone: float
     best_together: float
 
     def lines(self) -> list[str]:
         chunks = f"chunks of {shape_text(self.chunks)}" if self.chunks else "contiguous data"
         lines = [
-            f"{self.dataset}  patches decode {self.alone:.2f} x their bytes one at a time, {self.together:.2f} x with "
-            f"h5chunk.Patches: {chunks}"
+            f"{self.dataset}  with {chunks}, readers decode {self.alone:.2f} x the bytes of a random patch, or "
+            f"{self.together:.2f} x with h5chunk.Patches"
         ]
         if self.chunks and self.alone * self.together > WORTH * self.best_alone * self.best_together:
             chunks = ",".join(map(str, self.best))
             command = shell_command(["h5chunk", "repack", self.path, "NEW.h5", "--chunks", chunks, *self.options])
-            lines.append(f"    {self.best_alone:.2f} x and {self.best_together:.2f} x after {command}")
+            lines.append(f"    {command} reduces this to {self.best_alone:.2f} x and {self.best_together:.2f} x")
         return lines
 
 
 def advise(path: str, datasets: Sequence[DatasetInfo], size: tuple[int, ...]) -> list[PatchAdvice]:
-    """Advise on each kind of volume in a file; axes beyond those of ``size`` come first, and are read whole."""
+    """Return advice for each kind of volume in a file.
+
+    Volumes may have more axes than ``size``. The additional axes come first, and patches contain them completely.
+    """
     largest: dict[object, DatasetInfo] = {}
     for each in datasets:
         if len(each.shape) >= len(size) and all(each.shape) and np.dtype(each.dtype).kind in "biuf":

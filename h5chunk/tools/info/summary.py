@@ -1,4 +1,6 @@
-"""Summarise the datasets of a file on one screen, with fields for training first and similar datasets grouped."""
+"""Summarise the datasets of a file on one screen: those that suit training come first, and similar datasets share a
+line.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from h5chunk.tools.report import list_some, python_text
 if TYPE_CHECKING:
     from h5chunk.tools.info.report import DatasetInfo, ImagesInfo, MatrixInfo
 
-MIN_SIMILAR = 3  # minimum number of datasets whose names differ only in numbers that share a line
+MIN_SIMILAR = 3  # similar datasets, whose names differ only in numbers, share a line if there are at least 3
 MAX_LINES = 12  # maximum lines for datasets that suit training; half as many for other datasets
 MAX_FIELDS = 8  # fields in a line of Python
 NO_TENSORS = ("|S", "float128", "longdouble", ">f16")  # types that torch does not have
@@ -31,8 +33,9 @@ def training_fields(
 ) -> list[str]:
     """Return the names of fields to train on; empty if no dataset suits training.
 
-    The first is the main field that the header names, ``images``, ``X``, or the largest dataset. Further fields of the
-    same length are those that the header names, ``labels``, or datasets in the same group or a parent group.
+    The first name is that of the main field: the one that the header names, ``images``, ``X``, or the largest dataset.
+    Other fields must have the same length. They are those that the header names, ``labels``, or datasets in the same
+    group or a parent group.
     """
     numeric = {item.name: item for item in datasets if item.can_train and not item.dtype.startswith(NO_TENSORS)}
     rows = {item.name: item.num_rows for item in matrices if item.num_rows}
@@ -60,7 +63,9 @@ def _folder(name: str) -> str:
 def training_code(
     path: str, fields: Sequence[str], usual: Sequence[str], images: Sequence[ImagesInfo] = ()
 ) -> list[str]:
-    """Return lines of Python that create a loader of ``fields``, which are named only if they differ from ``usual``."""
+    """Return lines of Python that create a loader of ``fields``. The fields are named only if they differ from
+    ``usual``.
+    """
     argument, transforms, imports = python_text(path), "", ["import h5chunk"]
     if any(item.name == fields[0] for item in images):
         transforms, imports = ", transforms=[RandomResizedCrop(224)]", [*imports, RESIZING]
@@ -72,7 +77,7 @@ def training_code(
 
 
 def default_fields(names: Iterable[str], header: Header | None) -> list[str]:
-    """Return the fields that readers select by default from these members; empty if the user must name fields."""
+    """Return the members that readers select as fields by default; empty if the user must name fields."""
     members = set(names)
     recorded = [name for name in (header.fields if header else ()) if name in members]
     main = next((name for name in ("images", "X") if name in members), None)
@@ -90,7 +95,7 @@ def summarise(datasets: Sequence[DatasetInfo]) -> list[str]:
             others.setdefault(dataset.verdict, []).append(dataset.name)
     for why, names in list(others.items())[: MAX_LINES // 2]:
         listed = list_some(names) if len(names) > 1 else names[0]
-        lines.append(f"{why}: {listed}" if why == VLEN else f"not for training, {why}: {listed}")
+        lines.append(f"{why}: {listed}" if why == VLEN else f"not for training ({why}): {listed}")
     hidden += sum(map(len, list(others.values())[MAX_LINES // 2 :]))
     return [*lines, f"{count_text(hidden, 'more dataset')} (--all)"] if hidden else lines
 
@@ -108,13 +113,13 @@ def _grouped(datasets: Sequence[DatasetInfo]) -> list[list[DatasetInfo]]:
 
 
 def _group_line(group: Sequence[DatasetInfo]) -> str:
-    """Describe a dataset, or several similar ones, in one line."""
+    """Describe a dataset or several similar ones in one line."""
     first, counts = group[0], sorted(dataset.shape[0] for dataset in group)
     samples = count_text(counts[0], "sample") if counts[0] == counts[-1] else f"{counts[0]:,} to {counts[-1]:,} samples"
     shape = f" of {shape_text(first.shape[1:])}" if first.shape[1:] else ""
     name = first.name
     if len(group) > 1:
-        name = f"{first.name} to {group[-1].name} ({len(group):,} alike)"
+        name = f"{first.name} to {group[-1].name} ({len(group):,} datasets)"
         samples = f"{samples} each"
     size = human_bytes(sum(dataset.stored_bytes for dataset in group))
     filters = f", {'+'.join(first.filters)}" if first.filters else ""

@@ -14,38 +14,42 @@ from h5chunk.plan.patches import best_chunks, chunk_cost
 from h5chunk.tools.info.report import DatasetInfo
 from h5chunk.tools.report import Report, shell_command
 
-WORTH = 1.3  # the bytes that better chunks must save to be recommended
-SMALL_BYTES = 1 << 20  # rows of less are not worth a remark
+WORTH = 1.3  # factor by which better chunks must reduce the decoded bytes to be recommended
+SMALL_BYTES = 1 << 20  # smaller datasets are not reported
 
 
 @dataclass(frozen=True)
 class WindowAdvice(Report):
-    """The bytes that are decoded for each byte of a window of one dataset, and with better chunks."""
+    """The bytes that readers decode per byte of a random window of a dataset, with its chunks and with better
+    chunks.
+    """
 
     path: str
-    dataset: str  # the largest of those that are alike
-    rows: int  # time steps of a chunk
+    dataset: str  # the longest of the datasets that differ only in the numbers in their names
+    rows: int  # time steps per chunk
     chunk_bytes: int
-    cost: float  # bytes that are decoded for each byte of a random window
-    options: tuple[str, ...]  # of repack
+    cost: float  # decoded bytes per byte of a random window
+    options: tuple[str, ...]  # further options of the repack command
     best: tuple[int, ...]  # shape of better chunks
     best_cost: float
 
     def lines(self) -> list[str]:
-        chunks = f"chunks of {self.rows} time steps, {human_bytes(self.chunk_bytes)}"
+        chunks = f"chunks of {self.rows} time steps ({human_bytes(self.chunk_bytes)})"
         lines = [
-            f"{self.dataset}  a random window decodes {self.cost:.1f} x its bytes: {chunks}; ChunkLoader decodes each "
-            "chunk once for all windows that are shuffled together"
+            f"{self.dataset}  with {chunks}, readers decode {self.cost:.1f} x the bytes of a random window; "
+            "ChunkLoader decodes each chunk once for all windows that are shuffled together"
         ]
         if self.cost > WORTH * self.best_cost:
             shape = ",".join(map(str, self.best))
             command = shell_command(["h5chunk", "repack", self.path, "NEW.h5", "--chunks", shape, *self.options])
-            lines.append(f"    {self.best_cost:.1f} x after {command}")
+            lines.append(f"    {command} reduces this to {self.best_cost:.1f} x")
         return lines
 
 
 def advise_windows(path: str, datasets: Sequence[DatasetInfo], num_steps: int) -> list[WindowAdvice]:
-    """Advise on each kind of compressed dataset with one row per time step, for windows of this many of them."""
+    """Return advice for each kind of compressed dataset with a row per time step, for windows of ``num_steps``
+    steps.
+    """
     largest: dict[object, DatasetInfo] = {}
     for each in datasets:
         if each.can_train and each.chunks and each.filters and each.stored_bytes and each.shape[0] >= num_steps:

@@ -35,11 +35,11 @@ SETTLE_S, SETTLE_STEP_S = 0.5, 0.005  # timeout of waiting for idle threads, and
 
 
 class BatchRate:
-    """Measure the rate of a loader's batches, epoch after epoch.
+    """Measure the rate of a loader's batches over many epochs.
 
-    Each iteration over ``epochs`` must yield at least one batch, a tuple of fields. The clock is read after all work on
-    ``device`` has finished. The loader prefetches up to ``read_ahead`` samples, also between measurements. ``close`` is
-    called by `close`, and if the first batch fails.
+    ``epochs`` is a loader: each iteration over it yields at least one batch, which is a tuple of fields. The clock is
+    read after all work on ``device`` has finished. The loader prefetches up to ``read_ahead`` samples, also between
+    measurements. ``close`` is called by the method `close`, and if the first batch fails.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class BatchRate:
             raise
 
     def warm_up(self, seconds: float) -> None:
-        """Consume batches until all prefetch buffers have been used, for at most about ``seconds``."""
+        """Consume batches until all prefetch buffers have been used, but stop after about ``seconds``."""
         self._take(seconds, 2 * self._read_ahead)
 
     def rate(self, seconds: float, lead_s: float, max_s: float = 0.0) -> float:
-        """Measure samples/s over about ``seconds``, and at least one batch.
+        """Measure samples/s for about ``seconds``, with at least one batch.
 
-        Prefetched samples are consumed first, for at most ``lead_s`` seconds. Because all batches of a window become
-        ready at once, complete rounds of windows are measured, unless that takes more than ``max_s`` seconds.
+        Prefetched samples are first consumed for up to ``lead_s`` seconds. All batches of a window become ready at
+        once, so complete rounds of windows are measured, unless that takes more than ``max_s`` seconds.
         """
         self._take(lead_s, self._read_ahead)
         self._synchronize()
@@ -104,7 +104,7 @@ def wait_for_readers() -> None:
 
 
 def open_loader(dataset: ChunkDataset, order: Order, *, device: str, **options: Any) -> BatchRate:
-    """Open a `ChunkLoader` with this order, and read its first batch."""
+    """Open a `ChunkLoader` that yields batches in ``order``, and read its first batch."""
     with warnings.catch_warnings():  # the report explains why the file is read through HDF5
         warnings.simplefilter("ignore")
         sampler = ChunkSampler.of_order(dataset, order)
@@ -113,7 +113,7 @@ def open_loader(dataset: ChunkDataset, order: Order, *, device: str, **options: 
 
 
 def open_dataset(dataset: ChunkDataset, order: Order, *, num_workers: int) -> BatchRate:
-    """Open a DataLoader of `ChunkDataset` and `ChunkSampler` with this order, and read its first batch."""
+    """Open a DataLoader that reads a `ChunkDataset` in ``order``, and read its first batch."""
     sampler = ChunkSampler.of_order(dataset, order)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -140,7 +140,7 @@ def first_samples(dataset: ChunkDataset, batch_size: int, num_samples: int) -> O
 def plain_rate(reader: H5Reader, num_samples: int, batch_size: int, seconds: float) -> float:
     """Measure samples/s of ``h5py.File(path)[name][i]``, stacked into batches, as in a training loop without h5chunk.
 
-    Reads random samples among the first ``num_samples``, at least one, after a warm-up of the same duration.
+    Reads random samples among the first ``num_samples``. A warm-up of the same duration precedes the measurement.
     """
     rng, done, warm = np.random.default_rng(0), 0, False
     with open_file(reader.path) as file:
@@ -164,7 +164,7 @@ def plain_rate(reader: H5Reader, num_samples: int, batch_size: int, seconds: flo
 
 
 def _row_reader(file: h5py.File, field: RaggedField | None) -> Callable[[int], Any]:
-    """Return a function that reads a dense row of a matrix, an array or an image, as a plain training loop would."""
+    """Return a function that reads a matrix row as a dense array, an array or an image, as a plain training loop would."""
     if field is None:
         return lambda row: None
     group = file[field.dataset]

@@ -14,7 +14,7 @@ CROP = 224  # height and width to which images of any size are cropped
 
 
 def check_budget(budget_s: float) -> None:
-    """Raise OptionError unless the budget is a positive number of seconds."""
+    """Raise OptionError unless ``budget_s`` is positive and finite."""
     if not 0 < budget_s < float("inf"):
         raise OptionError(f"budget_s is {budget_s!r}: use a number of seconds above 0")
 
@@ -25,28 +25,29 @@ def worker_counts(workers: Sequence[int] | None, default: Sequence[int]) -> tupl
 
 
 def check_samples(reader: H5Reader, done: str) -> int:
-    """Return the stored bytes of a sample, all fields together. Raise FieldError if there are no samples or no bytes.
+    """Return the bytes of a sample in memory, all fields together. Raise FieldError if there are no samples or no
+    bytes.
 
-    ``done`` is "measured" or "tuned", for the message.
+    ``done`` is "measured" or "tuned", for the error message.
     """
     sample_bytes = sum(field.grid.sample_bytes for field in reader.fields.values())
     if not reader.num_samples:
-        raise FieldError(f"{printable(reader.path)}: has no samples: nothing can be {done}")
+        raise FieldError(f"{printable(reader.path)}: has no samples, so nothing can be {done}")
     if not sample_bytes:
-        raise FieldError(f"{printable(reader.path)}: its samples have no bytes: nothing can be {done}")
+        raise FieldError(f"{printable(reader.path)}: its samples have no bytes, so nothing can be {done}")
     return sample_bytes
 
 
 def batch_bytes(reader: H5Reader, sample_bytes: int) -> int:
-    """Return the number of bytes of a sample in a batch, which contains crops of images of any size."""
+    """Return the bytes of a sample in a batch. Images of any size are cropped to CROP x CROP pixels."""
     field = reader.ragged
     return max(sample_bytes, field.channels * CROP * CROP) if isinstance(field, ImagesField) else sample_bytes
 
 
 def why_not_direct(reader: H5Reader) -> str:
-    """Return which dense numeric field cannot be read by byte ranges, and why; empty if all fields can."""
+    """Return the reason why a dense numeric field cannot be read by byte ranges; empty if all such fields can."""
     for name, why in direct_fields(reader)[1].items():
         field = reader.fields[name]
         if isinstance(field, Field) and field.dtype.kind != "S":
-            return f"field {name!r} cannot be read by byte ranges: {why}"
+            return f"field {name!r} cannot be read by byte ranges ({why})"
     return ""

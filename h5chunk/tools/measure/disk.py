@@ -35,12 +35,12 @@ _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 class ByteRange(NamedTuple):
-    """Consecutive bytes of a file, such as a chunk, and the first sample in them."""
+    """Consecutive bytes of a file, such as a chunk."""
 
     file: int  # index of the file in the reader
     offset: int
     size: int
-    first_sample: int = 0
+    first_sample: int = 0  # index of the first sample that has data in these bytes
 
 
 Ranges = Sequence[ByteRange]
@@ -69,14 +69,15 @@ def cut(ranges: Ranges) -> Ranges:
 
 
 def large(ranges: Ranges) -> Ranges:
-    """Return the ranges of at least a page; all ranges if none is that large."""
+    """Return the ranges of at least one page, or all ranges if none is that large."""
     return [range_ for range_ in ranges if range_.size >= mmap.PAGESIZE] or ranges
 
 
 def locate(reader: H5Reader) -> list[ByteRange]:
-    """List the chunks of all fields, in the order of their samples; contiguous fields are cut into similar pieces.
+    """List the chunks of all fields in the order of their samples. Contiguous fields are cut into pieces of similar
+    size.
 
-    Raise NotMeasured if the data is outside of the reader's files, or was never written.
+    Raises NotMeasured if the data is outside of the reader's files, or was never written.
     """
     found: list[ByteRange] = []
     first = 0
@@ -99,7 +100,7 @@ def locate(reader: H5Reader) -> list[ByteRange]:
 
 
 def _locate_ragged(file: h5py.File, field: RaggedField, indptr: np.ndarray) -> list[Columns]:
-    """Return offsets, sizes and first samples of the chunks of each list of entries."""
+    """Return the offsets, sizes and first samples of the chunks of each dataset with entries."""
     found = []
     for part in field.entry_datasets if field.num_entries else ():
         offsets, sizes, entries = _locate_field(file, field.name, file[field.path_of(part)], READ_BYTES)
@@ -108,7 +109,9 @@ def _locate_ragged(file: h5py.File, field: RaggedField, indptr: np.ndarray) -> l
 
 
 def _locate_field(file: h5py.File, name: str, dataset: h5py.Dataset, rows: int) -> Columns:
-    """Return offsets, sizes and first rows of a dataset's chunks; if it is contiguous, of pieces of ``rows`` rows."""
+    """Return the offsets, sizes and first rows of a dataset's chunks, or of pieces of ``rows`` rows if it is
+    contiguous.
+    """
     properties = dataset.id.get_create_plist()
     elsewhere = not same_file(dataset, file)
     plain = properties.get_layout() in (h5py.h5d.CHUNKED, h5py.h5d.CONTIGUOUS)
@@ -117,7 +120,7 @@ def _locate_field(file: h5py.File, name: str, dataset: h5py.Dataset, rows: int) 
     try:
         table = list_chunks(dataset)
     except NotDirect as error:
-        raise NotMeasured(f"field {name!r}: {error}") from None
+        raise NotMeasured(f"field {name!r} cannot be located ({error})") from None
     if dataset.chunks is None:
         firsts = np.arange(0, len(dataset), rows)
         row_bytes = dataset.nbytes // len(dataset)
@@ -131,14 +134,16 @@ def _locate_field(file: h5py.File, name: str, dataset: h5py.Dataset, rows: int) 
 
 
 def _join(offsets: np.ndarray, sizes: np.ndarray, firsts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Join chunks of the same samples that follow each other in the file."""
+    """Join chunks that belong to the same samples and follow each other in the file."""
     apart = (firsts[1:] != firsts[:-1]) | (offsets[1:] != offsets[:-1] + sizes[:-1])
     starts = np.append(0, np.flatnonzero(apart) + 1)[: len(offsets)]
     return offsets[starts], np.add.reduceat(sizes, starts) if len(starts) else sizes, firsts[starts]
 
 
 class FileReads:
-    """Read the chunks of a reader's files in threads, into reused memory. Raise NotMeasured as `locate` does."""
+    """Read the chunks of a reader's files in threads, into reused memory. Raises NotMeasured in the same cases as
+    `locate`.
+    """
 
     def __init__(self, reader: H5Reader) -> None:
         self._paths = [single.path for single in reader.readers]
@@ -155,7 +160,7 @@ class FileReads:
         self.num_read = 0  # number of ranges that the last call of `rate` read
 
     def rate(self, ranges: Ranges, num_threads: int, seconds: float, *, again: bool) -> float:
-        """Measure bytes/s of reading ranges in order; with ``again``, start over after the last range."""
+        """Measure bytes/s of reading ranges in order. With ``again``, start over after the last range."""
         while len(self._buffers) < num_threads:
             self._buffers.append(np.zeros(READ_BYTES, np.uint8))
         numbers = itertools.count()
@@ -179,8 +184,8 @@ class FileReads:
     def fill_page_cache(self, num_threads: int, seconds: float, memory_bytes: int) -> tuple[int, bool]:
         """Read as many of the first chunks into the page cache as memory and time allow.
 
-        Return the number of samples in the page cache, at least one, and whether there was time to read all chunks that
-        fit in memory.
+        Returns the number of samples in the page cache, at least one, and whether all chunks that fit in memory were
+        read in time.
         """
         fitting = bisect.bisect_right(list(itertools.accumulate(range_.size for range_ in self.stored)), memory_bytes)
         done = 0
@@ -198,7 +203,9 @@ class FileReads:
             read_bytes(self._descriptors[piece.file], piece.offset, memory, lambda _: printable(path))
 
     def drop(self, ranges: Ranges) -> None:
-        """Drop ranges, or if necessary entire files, from the page cache. Raise NotMeasured if they remain cached."""
+        """Drop ranges from the page cache, or entire files if that fails. Raise NotMeasured if the ranges remain
+        cached.
+        """
         if not hasattr(os, "posix_fadvise"):
             raise NotMeasured("this system cannot drop a file from the page cache")
         page = mmap.PAGESIZE
@@ -211,8 +218,8 @@ class FileReads:
                 os.posix_fadvise(descriptor, 0, 0, _DONTNEED)
             if (share := self.cached_share(ranges)) > STILL_CACHED:
                 raise NotMeasured(
-                    f"{share:.0%} of the data stays in the page cache: the file system is in memory (tmpfs), or the "
-                    "file was written just now (run sync first), or it is open in another process"
+                    f"{share:.0%} of the data stays in the page cache, because the file system is in memory (tmpfs), "
+                    "the file was written just now (run sync first), or another process has it open"
                 )
 
     @property
@@ -237,9 +244,9 @@ class FileReads:
 
 
 def disk_rates(reads: FileReads, seconds: float) -> Iterator[float]:
-    """Yield bytes/s of reading chunks from the disk in shuffled order, each time over about ``seconds``.
+    """Yield bytes/s of reading chunks from the disk in shuffled order, measured for about ``seconds`` each time.
 
-    Chunks are dropped from the page cache before they are read. Raise NotMeasured if they remain cached.
+    Chunks are dropped from the page cache before they are read. Raises NotMeasured if they remain cached.
     """
     chunks = large(reads.stored)
     shuffled = itertools.cycle([chunks[index] for index in np.random.default_rng(0).permutation(len(chunks))])

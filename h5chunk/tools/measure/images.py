@@ -22,14 +22,14 @@ PROBES = 64  # number of images that are decoded repeatedly
 
 
 def open_data(path: Paths, fields: Mapping[str, str] | Sequence[str] | None, trusted: bool) -> ChunkDataset:
-    """Open a data set to measure; images of any size are cropped to CROP x CROP pixels."""
+    """Open a data set to measure. Images of any size get a transform that crops them to CROP x CROP pixels."""
     dataset = ChunkDataset(path, fields=fields, trusted=trusted)
     ragged = [name for name in dataset.fields if isinstance(dataset.field(name), ImagesField)]
     return dataset.with_transform({name: [RandomResizedCrop(CROP)] for name in ragged}) if ragged else dataset
 
 
 def read_images(reader: H5Reader, rows: np.ndarray) -> list[np.ndarray]:
-    """Read the stored bytes of images of any size: a (num_bytes,) uint8 array for each."""
+    """Read the stored bytes of images of any size: one (num_bytes,) uint8 array per image."""
     assert reader.ragged is not None
     starts = np.concatenate(([0], np.cumsum(reader.indptr[rows + 1] - reader.indptr[rows])))
     data = np.empty(int(starts[-1]), np.uint8)
@@ -40,8 +40,8 @@ def read_images(reader: H5Reader, rows: np.ndarray) -> list[np.ndarray]:
 def decoding(reader: H5Reader, num_samples: int) -> tuple[float, Callable[[int, float], float]]:
     """Return the mean size of a decoded image in bytes, and a function that measures the decoding rate in bytes/s.
 
-    The function is called with a number of threads and a duration in seconds. It decodes some of the first
-    ``num_samples`` images.
+    The function's arguments are a number of threads and a duration in seconds. It decodes some of the first
+    ``num_samples`` images repeatedly.
     """
     field = reader.ragged
     assert isinstance(field, ImagesField)

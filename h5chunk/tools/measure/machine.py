@@ -21,7 +21,7 @@ DEVICE_COPY_BYTES = 256 << 20
 
 
 class NotMeasured(Exception):
-    """Raised if something cannot be measured; the message is the reason for the report."""
+    """Raised if something cannot be measured; the message is the reason, which the report shows."""
 
 
 def thread_counts(num_cores: int) -> list[int]:
@@ -52,10 +52,10 @@ def threads_rate(work: Callable[[int], int], num_threads: int, seconds: float) -
 
 
 def memory_copy(piece_bytes: int, num_threads: int, memory_bytes: int) -> Callable[[int, float], float]:
-    """Return a function of (number of threads, seconds) that measures the rate of copying memory, in bytes/s.
+    """Return a function of (number of threads, seconds) that measures bytes/s of copying memory.
 
-    Threads copy pieces of ``piece_bytes`` within reused memory. Pieces are smaller, but at least 1 MiB, if
-    ``memory_bytes`` is not enough for all threads.
+    Threads copy pieces of ``piece_bytes`` within reused memory. If ``memory_bytes`` is not enough for all threads,
+    pieces are smaller, but at least 1 MiB.
     """
     region = max(MIN_PIECE_BYTES * num_threads, min(REGION_BYTES, memory_bytes // 2))
     piece = max(MIN_PIECE_BYTES, min(piece_bytes, region // num_threads))
@@ -72,7 +72,7 @@ def memory_copy(piece_bytes: int, num_threads: int, memory_bytes: int) -> Callab
 
 @contextmanager
 def device_copy(device: str) -> Iterator[Callable[[float], float]]:
-    """Yield a function of seconds that measures bytes/s of copying pinned memory to a GPU."""
+    """Yield a function of (seconds) that measures bytes/s of copying pinned memory to a GPU."""
     import torch
 
     from h5chunk.feed.memory import PinnedMemory

@@ -49,7 +49,10 @@ class Figure:
 
 @dataclass
 class Stage:
-    """A stage to measure: ``rate(seconds)`` returns bytes/s; it is None if the stage cannot be measured."""
+    """A stage to measure.
+
+    ``rate(seconds)`` measures bytes/s for this time; it is None if the stage cannot be measured.
+    """
 
     group: str
     name: str
@@ -66,7 +69,10 @@ class Stage:
         return statistics.median(self.rates[1:] or self.rates)
 
     def figure(self, limits: Mapping[str, float]) -> Figure:
-        """Return the stage's rate, and its ratio to the lowest limit, or to copying memory if no limit was measured."""
+        """Return the stage's rate, and its ratio to the lowest of its limits.
+
+        ``limits`` maps measured limits to samples/s. If it has none of the stage's limits, the limit is copying memory.
+        """
         if not self.rates:
             return Figure(self.group, self.name, note=self.note)
         own = (MEMORY,) if self.limits and limits.keys().isdisjoint(self.limits) else self.limits
@@ -79,7 +85,7 @@ class Stage:
 
 @dataclass
 class Subject:
-    """The data to measure, the time budget, and the exit stack that closes the files and loaders of the stages."""
+    """The data to measure, the time budget, and an exit stack that closes the files and loaders of all stages."""
 
     path: Paths
     fields: Mapping[str, str] | Sequence[str] | None
@@ -104,7 +110,9 @@ class Subject:
 
     @property
     def limits(self) -> tuple[str, ...]:
-        """Names of the limits on batches on the CPU: reading and, if data is compressed, writing decoded chunks."""
+        """Names of the limits on batches on the CPU: reading and, where they apply, decoding and copying decoded
+        chunks.
+        """
         more = [DECODING] * self.is_encoded + [MEMORY] * self.is_compressed
         return (CACHED, *more)
 
@@ -116,7 +124,9 @@ class Subject:
 def measure_stages(
     subject: Subject, workers: Sequence[int], cold: bool, not_direct: str
 ) -> tuple[list[Figure], list[str], int | None]:
-    """Measure all stages; return figures, notes, and the stored bytes (None if raw reads cannot be measured)."""
+    """Measure all stages; return figures, notes, and the stored bytes, which are None if raw reads cannot be
+    measured.
+    """
     notes, stored_bytes = [], None
     try:
         reads = FileReads(subject.reader)
@@ -152,7 +162,7 @@ def measure_stages(
 
 
 def _decoding_stage(subject: Subject) -> Stage:
-    """Return the stage of decoding images of any size, without reading or cropping them."""
+    """Return the stage that decodes images of any size without reading or cropping them."""
     from h5chunk.tools.measure.images import decoding
 
     image_bytes, rate = decoding(subject.reader, subject.num_samples)
@@ -160,7 +170,7 @@ def _decoding_stage(subject: Subject) -> Stage:
 
 
 def _disk_stage(subject: Subject, stage: Stage, reads: FileReads) -> Stage:
-    """Measure reads from the disk, and return their stage with its rates."""
+    """Measure reads from the disk; return the stage with its rates."""
     stage = replace(stage, note=f"{DISK_THREADS} threads, the file's chunks in shuffled order")
     turns = disk_rates(reads, COLD_SHARE * subject.budget.seconds / ROUNDS)
     try:
@@ -186,7 +196,7 @@ def _fill_page_cache(subject: Subject, reads: FileReads) -> list[str]:
     part = human_bytes(reads.num_bytes / reads.num_samples * subject.num_samples)
     total = human_bytes(reads.num_bytes)
     first = f"the first {subject.num_samples:,} samples ({part} of {total})"
-    return [f"all figures except the disk's are for {first}: no more {why}"]
+    return [f"all figures except the disk's are for {first}, because no more {why}"]
 
 
 def _with_best_threads(subject: Subject, stage: Stage, rate: Callable[[int, float], float]) -> Stage:
@@ -200,7 +210,7 @@ def _with_best_threads(subject: Subject, stage: Stage, rate: Callable[[int, floa
 
 
 def _batch_stages(subject: Subject, workers: Sequence[int], not_direct: str, copy_rate: float) -> list[Stage]:
-    """Open all loaders, DataLoaders first so that workers fork before threads start, and return their stages."""
+    """Open all loaders, and return their stages. DataLoaders come first, so that workers fork before threads start."""
     cached, loader = subject.limits, partial(_open, subject)
     loaders = [loader(DATALOADER, count_text(n, "worker"), cached, num_workers=n) for n in workers]
     text = next((name for name, field_ in subject.reader.fields.items() if field_.dtype.kind == "S"), None)
@@ -210,9 +220,9 @@ def _batch_stages(subject: Subject, workers: Sequence[int], not_direct: str, cop
     h5py = loader(READERS, "h5py", cached, why, device="cpu", reader="h5py", reuse=True)
     plain = loader(LOADER, "reuse=False", bound, why)
     if subject.on_gpu:
-        reuse = Stage(LOADER, "reuse=True", 1, note="the same on a GPU")
+        reuse = Stage(LOADER, "reuse=True", 1, note="same as reuse=False on a GPU")
     elif direct.rate is not None:
-        reuse = replace(direct, group=LOADER, name="reuse=True", rate=None, note="the direct reader above")
+        reuse = replace(direct, group=LOADER, name="reuse=True", rate=None, note="same as the direct reader above")
     else:
         reuse = loader(LOADER, "reuse=True", bound, why, reuse=True)
     not_resident = why or _why_not_resident(subject, copy_rate)
@@ -221,7 +231,9 @@ def _batch_stages(subject: Subject, workers: Sequence[int], not_direct: str, cop
 
 
 def _open(subject: Subject, group: str, name: str, limits: tuple[str, ...], reason: str = "", **options: Any) -> Stage:
-    """Open a loader, and return its stage; with a ``reason`` for not measuring it, return a stage without a rate."""
+    """Open a loader and return its stage; if a ``reason`` for not measuring it is given, return a stage without a
+    rate.
+    """
     from h5chunk.tools.measure.batches import first_samples, open_dataset, open_loader, wait_for_readers
     from h5chunk.tools.measure.images import open_data
 
@@ -247,7 +259,7 @@ def _open(subject: Subject, group: str, name: str, limits: tuple[str, ...], reas
 
 
 def _why_not_resident(subject: Subject, copy_rate: float) -> str:
-    """Return why ``resident=True`` is not measured; empty if it is."""
+    """Return the reason why ``resident=True`` is not measured; empty if it is measured."""
     import torch
 
     from h5chunk.feed.budget import RESIDENT_SHARE, free_bytes
@@ -263,12 +275,12 @@ def _why_not_resident(subject: Subject, copy_rate: float) -> str:
     seconds = data_bytes / max(1.0, copy_rate) / LOADING_SHARE
     if subject.num_samples < subject.reader.num_samples or seconds > subject.budget.seconds:
         needed = max(seconds, 2 * subject.budget.seconds)
-        return f"loading {human_bytes(data_bytes)} takes too long: use a budget of {needed:.0f} s"
+        return f"loading {human_bytes(data_bytes)} needs a budget of {needed:.0f} s"
     return ""
 
 
 def _measure_in_turns(stages: Sequence[Stage], budget: TimeBudget) -> None:
-    """Measure stages in rounds; the first round is short, and counts only if there is no time for another."""
+    """Measure stages in rounds. The first round is short, and counts only if there is no time for another one."""
     left_s = max(MIN_TURNS_SHARE * budget.seconds, budget.seconds - budget.taken_s)
     until = budget.taken_s + left_s
     slice_s = left_s / max(1, len(stages)) / (ROUNDS + 0.5) / (1 + LEAD_SHARE)

@@ -23,7 +23,7 @@ MAX_MERGED = 64  # number of batch statistics that are merged at a time
 def store_statistics(
     path: Path, fields: Sequence[str], *, trusted: bool, progress: Progress | None = None
 ) -> dict[str, FieldStatistics]:
-    """Compute the statistics of these fields of a file, store them beside it, and return them by field."""
+    """Compute the statistics of these fields of a file, store them beside it, and return them."""
     datasets = {name: ChunkDataset(path, fields={name: name}, trusted=trusted) for name in fields}
     add = count_up("statistics", sum(map(len, datasets.values())), progress)
     found = {name: _statistics(dataset, name, add) for name, dataset in datasets.items()}
@@ -32,7 +32,7 @@ def store_statistics(
 
 
 def has_statistics(dtype: str, sample_shape: tuple[int, ...]) -> bool:
-    """Return whether a field has statistics: floats and arrays have, strings and single integers do not."""
+    """Return whether statistics exist for a field: not for strings and single integers, but for floats and arrays."""
     return not dtype.startswith("|S") and (bool(sample_shape) or "float" in dtype)
 
 

@@ -27,9 +27,9 @@ MOST_RANGES = 4096  # maximum number of ranges in a message to the process that 
 
 
 class StoreRequests:
-    """Range requests for the chunks of a reader's remote objects; the received bytes are discarded.
+    """Make range requests for the chunks of a reader's remote objects, and discard the received bytes.
 
-    Raises NotMeasured as `locate` does.
+    Raises NotMeasured in the same cases as `locate`.
     """
 
     def __init__(self, reader: H5Reader) -> None:
@@ -50,20 +50,22 @@ class StoreRequests:
             self._ranges += [(url, start, stop) for start, stop in pairwise(cuts)]
 
     def latency_s(self) -> float:
-        """Return the median time of small requests that are made one after another."""
+        """Return the median time of small requests, made one after another."""
         url = self._ranges[0][0]
         times = measure([(url, 0, 1)], 1, 60.0, self._options, LATENCY_REQUESTS)["times"]
         return statistics.median(times[1:])
 
     def rate(self, requests: int, seconds: float, request_bytes: int | None = None) -> float:
-        """Return bytes/s of concurrent ``requests`` for chunks in random order, or for ranges of ``request_bytes``."""
+        """Return the bytes/s of ``requests`` concurrent requests, each for a random chunk or a range of
+        ``request_bytes``.
+        """
         ranges = self._ranges if request_bytes is None else self._cut(request_bytes)
         order = self._random.permutation(len(ranges))[:MOST_RANGES]
         found = measure([ranges[number] for number in order.tolist()], requests, seconds, self._options)
         return float(found["num_bytes"] / found["seconds"])
 
     def _cut(self, request_bytes: int) -> list[tuple[str, int, int]]:
-        """Divide the objects into ranges of this size; an object that is smaller is one range."""
+        """Divide the objects into ranges of this size. A smaller object is a single range."""
         ranges = []
         for mirror in self._mirrors.values():
             num_bytes = mirror.pages.num_bytes
@@ -75,9 +77,10 @@ class StoreRequests:
 def loader_rate(
     path: Any, fields: Mapping[str, str] | Sequence[str] | None, batch_size: int, seconds: float, **options: Any
 ) -> tuple[float, float]:
-    """Return the seconds from opening a data set to its first batch, and the samples/s of a `ChunkLoader` from then on.
+    """Return the seconds from opening a data set to its first batch, and the samples/s after that.
 
-    ``options`` are options of `ChunkDataset`, ``device``, and ``num_workers``, which measures a DataLoader instead.
+    ``options`` are options of `ChunkDataset`, the ``device`` of a `ChunkLoader`, and ``num_workers``, which measures a
+    DataLoader instead of a `ChunkLoader`.
     """
     from h5chunk.feed.dataset import ChunkDataset
     from h5chunk.feed.sampler import ChunkSampler
@@ -98,7 +101,7 @@ def loader_rate(
 
 
 def measure_store(subject: Subject, workers: Sequence[int]) -> tuple[list[Figure], list[str], int | None]:
-    """Measure requests for the chunks of remote objects, and loaders; return figures, notes, and the stored bytes."""
+    """Measure requests for the chunks of remote objects, and loaders. Returns figures, notes and the stored bytes."""
     try:
         requests = StoreRequests(subject.reader)
     except NotMeasured as reason:
@@ -124,10 +127,10 @@ def measure_store(subject: Subject, workers: Sequence[int]) -> tuple[list[Figure
     measure_requests()
     loaders += [figure(DATALOADER, count_text(number, "worker"), num_workers=number) for number in workers]
     mean = statistics.mean(rates)
-    note = f"{requests.num_requests} requests at a time for the chunks; one request takes {1000 * latency_s:.0f} ms"
+    note = f"{requests.num_requests} concurrent requests for chunks; one small request takes {1000 * latency_s:.0f} ms"
     samples_per_s = mean / requests.bytes_per_sample
     store = Figure(LIMITS, STORE, samples_per_s, mean, rates=tuple(rates), note=note)
-    notes = ["nothing was cached: with cache_dir=, later epochs read from a local disk"]
+    notes = ["no cache was used; with ChunkDataset(cache_dir=...), later epochs read from a local disk"]
     return [store, *loaders], notes, requests.num_bytes
 
 
@@ -136,8 +139,10 @@ def remote_verdict(figures: Sequence[Figure]) -> str:
     loader = next((each for each in figures if each.group == LOADER), None)
     if loader is None or loader.ratio is None:
         return "Slowest stage: unknown, because nothing could be measured"
-    share = f"{loader.samples_per_s or 0:,.0f} samples/s, {loader.ratio:.2f} of the rate of its requests"
+    share = f"{loader.samples_per_s or 0:,.0f} samples/s, {loader.ratio:.2f} times the rate of requests alone"
     if loader.ratio >= ENOUGH:
-        remedy = "cache_dir= makes later epochs as fast as local files; h5chunk tune finds better requests and chunks"
-        return f"Slowest stage: the store, ChunkLoader delivers {share}: {remedy}"
-    return f"Slowest stage: ChunkLoader, {share}: try more memory (memory_bytes=), so that more is read ahead"
+        remedy = (
+            "cache_dir= makes later epochs as fast as local files, and h5chunk tune finds better requests and chunks"
+        )
+        return f"Slowest stage: the store. ChunkLoader delivers {share}; {remedy}"
+    return f"Slowest stage: ChunkLoader ({share}). Raise its memory_bytes=, so that it reads further ahead"

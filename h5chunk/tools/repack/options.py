@@ -22,7 +22,8 @@ class RepackOptions(WriteOptions):
 
     fields: tuple[str, ...] = option(
         (),
-        "Dataset whose length is the number of samples (repeatable). Without shuffle, lengths may differ.",
+        "Dataset to repack, whose first axis indexes the samples (repeatable). With --shuffle, all lengths must be "
+        "equal.",
         metavar="DATASET",
         shown_default="images, AnnData's X, or the largest",
         heading="Fields",
@@ -30,20 +31,20 @@ class RepackOptions(WriteOptions):
     )
     keep: tuple[str, ...] = option(
         (),
-        "Copy this dataset unchanged, even if its length is the number of samples (repeatable).",
+        "Dataset to copy unchanged, although its length is the number of samples (repeatable).",
         metavar="DATASET",
         heading="Fields",
         repeatable=True,
     )
     chunks: tuple[int, ...] = option(
         (),
-        "Shape of the chunks of all fields with as many axes, instead of whole samples, as for patches of volumes.",
+        "Shape of the chunks of each field that has this number of axes, for reading patches of volumes.",
         metavar="N,N[,N...]",
-        shown_default="whole samples",
+        shown_default="complete samples",
     )
-    shuffle: bool = option(False, "Permute the samples, in the same way in all fields.")
-    window_chunks: int | None = option(None, "Recommended shuffle window to store, in chunks.", minimum=1)
-    cache: Any = option(None, "Recommended chunk cache to store: (nslots, nbytes, w0).")
+    shuffle: bool = option(False, "Shuffle the samples, in the same order in all fields.")
+    window_chunks: int | None = option(None, "Shuffle window, in chunks, to recommend to readers.", minimum=1)
+    cache: Any = option(None, "Chunk cache to recommend to readers: (nslots, nbytes, w0).")
     compression: str | None = option(
         None,
         "Compression of the fields: gzip, lzf, zstd, lz4, blosc or none.",
@@ -70,7 +71,7 @@ class RepackOptions(WriteOptions):
                 raise OptionError(f"cache is {self.cache}: use numbers of at most {MAX_NUMBER}")
         object.__setattr__(self, "chunks", tuple(check_whole("chunks", each, 1, 1 << 30) for each in self.chunks))
         if self.chunks and (self.shuffle or self.chunk_samples or self.window_chunks or self.cache):
-            raise OptionError("chunks cut samples: leave out shuffle, chunk_samples, window_chunks and cache")
+            raise OptionError("chunks divides samples: leave out shuffle, chunk_samples, window_chunks and cache")
         memory_for_copying(self.memory_bytes, 0)
         parse_compression(self.compression)
 
@@ -81,9 +82,9 @@ class RepackOptions(WriteOptions):
 
 
 def read_tuned(path: str | os.PathLike[str]) -> tuple[RepackOptions, int | None]:
-    """Read the options that a tuner recommends from a JSON file, such as ``{"chunk_samples": 8, "shuffle": true}``.
+    """Read the recommended options from JSON that tune or another tuner wrote, such as ``{"chunk_samples": 8}``.
 
-    Return the options, and the number of samples of the tuned file, or None if it is not recorded. All options have
+    Returns the options, and the number of samples of the tuned file, or None if it is not recorded. All options have
     their defaults if the tuner recommends keeping a file with chunks of one sample. Every key may be missing or null,
     and unknown keys are ignored.
     """
@@ -91,9 +92,9 @@ def read_tuned(path: str | os.PathLike[str]) -> tuple[RepackOptions, int | None]
     try:
         recorded = json.loads(Path(path).read_bytes())
     except OSError as error:
-        raise OptionError(f"{label}: cannot be read: {error.strerror}") from None
+        raise OptionError(f"{label}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
-        raise OptionError(f"{label}: not a JSON file: {error}") from None
+        raise OptionError(f"{label}: is not a JSON file ({error})") from None
     if not isinstance(recorded, dict):
         held = json.dumps(recorded)[:60]
         raise OptionError(f'{label}: contains {held}, not a JSON object such as {{"chunk_samples": 8}}')
