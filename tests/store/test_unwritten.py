@@ -62,7 +62,7 @@ def test_verify_and_info(tmp_path: Path, name: str) -> None:
     (dataset,) = h5chunk.info(path).datasets
     assert (dataset.num_unwritten, dataset.reads_as) == (unwritten, value)
     for text in (str(h5chunk.verify(path)), str(h5chunk.info(path, show_all=True))):
-        assert (f"never written: reads as {value}" in text) == bool(unwritten)
+        assert (f"never written (reads as {value})" in text) == bool(unwritten)
         assert bool(re.search(rf" {unwritten} chunks (were )?never", text)) == bool(stored and unwritten)
     assert ("not fully written" in str(h5chunk.verify(path))) == bool(unwritten)
     with h5py.File(path) as file:
@@ -139,7 +139,7 @@ def test_more_chunks_than_a_table_is_made_of(tmp_path: Path, monkeypatch: pytest
     path = make(tmp_path / "a.h5", (100,), dtype="u1", chunks=(1,), rows=2)
     found = report(path)
     assert [(each["num_checked"], each["num_unwritten"]) for each in found["fields"]] == [(0, 98)]
-    assert any("is not checked: 98 of its chunks were never written" in note for note in found["notes"])
+    assert any("is not checked (98 of its chunks were never written" in note for note in found["notes"])
 
 
 def test_a_chunk_with_a_checksum_must_be_there(class_folder, tmp_path: Path) -> None:

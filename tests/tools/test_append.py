@@ -100,7 +100,7 @@ def test_old_and_new_samples_are_all_there(tmp_path: Path, count: int, more: int
     assert (report.num_added, report.num_samples, report.num_bytes) == (more, count + more, path.stat().st_size)
     assert report.counts == {"RGB": more} and not report.skipped
     assert h5chunk.verify(path).ok
-    assert "appended to, parts not mixed" in str(h5chunk.info(path))
+    assert "with appended samples that are not shuffled among the others" in str(h5chunk.info(path))
 
 
 def test_new_samples_are_permuted_among_themselves(tmp_path: Path) -> None:
@@ -154,10 +154,10 @@ def test_killed_when_it_was_through(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         watch(patch, "sync folder", failure(KeyboardInterrupt))
         append(path, source, **options)
     data, number = path.read_bytes(), path.stat().st_ino
-    assert append(path, source, **options, dry_run=True).notes[0].startswith("the last command already appended")
+    assert append(path, source, **options, dry_run=True).notes[0].startswith("nothing was appended, because")
     for _ in range(2):
         report = append(path, source, **options)
-        assert report.already_complete and report.notes[0].startswith("the last command already appended")
+        assert report.already_complete and report.notes[0].startswith("nothing was appended, because")
         assert "already complete" in str(report) and report.counts == {}
         for name in ("num_added", "num_samples", "num_bytes", "class_names", "skipped"):
             assert getattr(report, name) == getattr(whole, name), name
@@ -445,7 +445,7 @@ def test_damage_is_not_carried_along(tmp_path: Path) -> None:
         what = (
             "sample .* has the label" if name == "labels" else f"chunk {chunk} of '{name}' does not match its checksum"
         )
-        with pytest.raises(FileError, match=f"{what}.*[:;] nothing was appended"):
+        with pytest.raises(FileError, match=f"{what}.*[:.] [nN]othing was appended"):
             append(path, source, workers=0)
         check_left(path, damaged)
         path.write_bytes(kept)
@@ -467,7 +467,7 @@ def test_damage_of_a_field_is_not_carried_along(tmp_path: Path) -> None:
     [
         ("h5chunk/source_name_ends", 5, 0, "source_name_ends does not divide the names"),
         ("h5chunk/source_index", 5, -3, "has the negative number -3"),
-        ("labels", 5, 9, "sample 5 has the label 9 but there are 3 classes"),
+        ("labels", 5, 9, "sample 5 has the label 9, but there are 3 classes"),
     ],
 )
 def test_tables_that_disagree(tmp_path: Path, name: str, row: int, value: int, message: str) -> None:
@@ -476,7 +476,7 @@ def test_tables_that_disagree(tmp_path: Path, name: str, row: int, value: int, m
         file[name][row] = value
     old = path.read_bytes()
     for run in (append, partial(append, dry_run=True)):
-        with pytest.raises(FileError, match=f"{message}.*[:;] nothing was appended"):
+        with pytest.raises(FileError, match=f"{message}.*[:.] [nN]othing was appended"):
             run(path, source)
     check_left(path, old)
 

@@ -222,9 +222,9 @@ def test_a_dry_run_says_what_images_cost(photos, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("encoded", "raw", "fits", "said"),
     [
-        (9000, 20000, True, "keep them encoded: this machine decodes more than the 6,900"),
+        (9000, 20000, True, "keep them encoded, because this machine decodes them faster than the 6,900"),
         (1000, 5000, True, r"store raw pixels \(--keep-size\), which load 5.0 times as fast"),
-        (1000, 5000, False, "keep them encoded: raw pixels do not fit in memory"),
+        (1000, 5000, False, "keep them encoded, because raw pixels do not fit in memory"),
         (1000, 1100, True, "would not load much faster"),
     ],
 )

@@ -37,8 +37,8 @@ def test_info_of_a_folder(tmp_path: Path) -> None:
     assert (found.broken, found.mismatch, found.is_shuffled) == ({}, "", False)
     text = str(found)
     assert text.startswith(f"{tmp_path / 'set'}: 4 files, ")
-    assert "read as one: 149 samples of images (uint8 3 x 5 x 6), labels (int64); not shuffled as one" in text
-    assert "samples that are read together: 8 in 4 files" in text and f"{paths[3]}: 37 samples, " in text
+    assert "one data set: 149 samples of images (uint8 3 x 5 x 6), labels (int64); not shuffled together" in text
+    assert "samples per chunk: 8 in 4 files" in text and f"{paths[3]}: 37 samples, " in text
     assert json.loads(found.to_json())["total_samples"] == 149
     same = [h5chunk.info(path) for path in (str(tmp_path / "set" / "*.h5"), paths)]
     assert [each.num_samples for each in same] == [found.num_samples] * 2
@@ -66,7 +66,7 @@ def test_info_of_files_that_do_not_agree(tmp_path: Path) -> None:
 
 def test_info_of_matrices_and_many(tmp_path: Path) -> None:
     make_matrices(tmp_path / "set")
-    assert "read as one: 203 samples of X (sparse row of 300)" in str(h5chunk.info(tmp_path / "set"))
+    assert "one data set: 203 samples of X (sparse row of 300)" in str(h5chunk.info(tmp_path / "set"))
     make_set(tmp_path / "many", [(2, 1)] * (SHOWN + 3))
     assert "3 more (--json lists all)" in str(h5chunk.info(tmp_path / "many"))
 

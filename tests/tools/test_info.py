@@ -96,4 +96,4 @@ def test_a_type_that_numpy_does_not_have(tmp_path: Path) -> None:
         h5py.h5d.create(file.id, b"time", h5py.h5t.UNIX_D32LE.copy(), h5py.h5s.create_simple((4,)))
     report = h5chunk.info(tmp_path / "a.h5")
     assert [each.name for each in report.datasets] == ["images"]
-    assert "not looked at: 'time' has a type that NumPy does not have" in str(report)
+    assert "not read: 'time' has a type that NumPy does not have" in str(report)

@@ -292,8 +292,8 @@ def test_as_many_groups_as_samples_take_no_table():
     ("groups", "message"),
     [
         (np.zeros((2, 5), int), r"groups has shape \(2, 5\): give one number or string per sample"),
-        (np.zeros(0, int), "at least one"),
-        (np.zeros(10), "groups is of type float64: give integers or fixed-length strings"),
+        (np.zeros(0, int), "one number or string per sample"),
+        (np.zeros(10), "groups has type float64: give integers or fixed-length strings"),
     ],
 )
 def test_groups_that_cannot_be(groups, message):
@@ -306,7 +306,7 @@ def test_other_things_that_cannot_be():
     clustering = find_clustering(groups, 2)
     with pytest.raises(OptionError, match="piece_samples is 0"):
         find_clustering(groups, 0)
-    with pytest.raises(OptionError, match="shuffle is False"):
+    with pytest.raises(OptionError, match="the order has shuffle=False"):
         design_effect(clustering, Order(10, 2, 2, 1, shuffle=False))
     with pytest.raises(OptionError, match="10 samples are less than a batch of 11"):
         design_effect(clustering, Order(10, 2, 11, 1, drop_last=True))

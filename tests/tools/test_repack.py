@@ -109,10 +109,10 @@ def test_everything_is_kept(everything: Path, tmp_path: Path, compression: str, 
         objects = {f"train/{name}" for name in ("names", "ragged", "mixed", "refs")}
         assert check_checksums(out) == {each.name for each in report.fields} - {"train/unwritten"} - objects
         assert {each.name for each in report.fields if each.shuffled} == {each.name for each in report.fields}
-    lost = [] if compression == "none" else ["compressed without their former byte shuffle filter: images"]
+    lost = [] if compression == "none" else ["the byte shuffle filter is not kept in images"]
     if not shuffle:
-        lost.append("without their former Fletcher32 checksums: images; --window-chunks adds checksums")
-    assert report.notes == ["can no longer be resized, because chunks are stored one after the other: images", *lost]
+        lost.append("Fletcher32 checksums are not kept in images; --window-chunks adds other checksums")
+    assert report.notes == ["images can no longer be resized, because chunks are stored one after the other", *lost]
 
 
 def test_values_of_variable_length_are_permuted_in_parts(
@@ -129,7 +129,7 @@ def test_checksums_of_hdf5_are_replaced_or_said_to_be_lost(tmp_path: Path, windo
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("x", data=np.arange(600).reshape(100, 6), chunks=(10, 6), fletcher32=True)
     report = repack(tmp_path / "a.h5", tmp_path / "b.h5", window_chunks=window_chunks)
-    lost = ["without their former Fletcher32 checksums: x; --window-chunks adds checksums"]
+    lost = ["Fletcher32 checksums are not kept in x; --window-chunks adds other checksums"]
     assert report.notes == ([] if window_chunks else lost)
     if window_chunks:
         assert check_checksums(tmp_path / "b.h5") == {"x"}
@@ -337,7 +337,7 @@ def test_a_sample_that_does_not_fit_in_memory(tmp_path: Path) -> None:
     report = repack(tmp_path / "a.h5", tmp_path / "b.h5", memory_bytes=8 << 20)
     check_same(tmp_path / "a.h5", tmp_path / "b.h5")
     assert report.main == "labels"
-    assert report.notes == ["copied unchanged, because its rows do not fit in memory: images"]
+    assert report.notes == ["images is copied unchanged, because its rows do not fit in memory"]
 
 
 def test_compression_without_hdf5plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -541,7 +541,7 @@ def test_datasets_that_are_named_say_how_many_samples_there_are(tmp_path: Path) 
         "train/x": (30, 60), "train/y": (30,), "test/x": (20, 60), "test/y": (20,)
     }  # fmt: skip
     check_same(tmp_path / "a.h5", tmp_path / "c.h5")
-    with pytest.raises(OptionError, match=r"shuffle was given, but the fields differ in length \(20, 50\)"):
+    with pytest.raises(OptionError, match=r"shuffle is set, but the fields differ in length \(20, 50\)"):
         repack(tmp_path / "a.h5", tmp_path / "d.h5", fields=["test/x", "train/x"], shuffle=True)
 
 
@@ -551,7 +551,7 @@ def test_what_is_to_be_kept_is_no_field(tmp_path: Path) -> None:
         file.attrs["weights"] = np.arange(12)
     report = repack(tmp_path / "a.h5", tmp_path / "b.h5", shuffle=True, keep=["mean"])
     check_same(tmp_path / "a.h5", tmp_path / "b.h5", permutation(12, 0), {"/images"})
-    assert report.notes == ["attribute 'weights' of 'the file' has 12 values, one per sample: their order is unchanged"]
+    assert report.notes == ["attribute 'weights' of 'the file' has 12 values, one per sample, whose order is unchanged"]
 
 
 def test_a_file_without_samples_is_copied(tmp_path: Path) -> None:
@@ -561,7 +561,7 @@ def test_a_file_without_samples_is_copied(tmp_path: Path) -> None:
     report = repack(tmp_path / "a.h5", tmp_path / "b.h5")
     check_same(tmp_path / "a.h5", tmp_path / "b.h5")
     assert (report.num_samples, report.fields, report.num_copied) == (0, [], 3) and "no samples" in str(report)
-    with pytest.raises(OptionError, match="shuffle was given, but no dataset has samples"):
+    with pytest.raises(OptionError, match="shuffle is set, but no dataset has samples"):
         repack(tmp_path / "a.h5", tmp_path / "c.h5", shuffle=True)
 
 

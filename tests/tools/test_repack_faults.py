@@ -80,12 +80,12 @@ def refuse_group_of_our_name(file: h5py.File) -> str:
 
 def refuse_regions(file: h5py.File) -> str:
     file.attrs["region"] = file["images"].regionref[3:5]
-    return "attribute 'region' of 'the file' refers to regions of datasets, which a shuffle would move"
+    return "attribute 'region' of 'the file' refers to regions of datasets, whose samples a shuffle would move"
 
 
 def refuse_region_dataset(file: h5py.File) -> str:
     file["regions"] = np.array([file["images"].regionref[3:5]], h5py.regionref_dtype)
-    return "'regions' refers to regions of datasets, which a shuffle would move"
+    return "'regions' refers to regions of datasets, whose samples a shuffle would move"
 
 
 def refuse_columns(file: h5py.File) -> str:
@@ -95,17 +95,17 @@ def refuse_columns(file: h5py.File) -> str:
 
 def refuse_falling_pointers(file: h5py.File) -> str:
     make_sparse(file, "csr_matrix", np.array([*[0, 5, 3], *[7] * 88]))
-    return "'m/indptr' is damaged: its values must begin with 0 and never decrease: wrong at row 1"
+    return "'m/indptr' is damaged, because its values do not begin with 0 or decrease (at row 1)"
 
 
 def refuse_pointers_elsewhere(file: h5py.File) -> str:
     make_sparse(file, "csr_matrix", np.array([*range(7), *[6] * 84]))
-    return "'m/indptr' is damaged: its last value is 6, but there are 7 elements"
+    return "'m/indptr' is damaged: its last value is 6, but it must be 7"
 
 
 def refuse_short_pointers(file: h5py.File) -> str:
     make_sparse(file, "csr_matrix", np.arange(5))
-    return "'m' is damaged: 7 values, 7 indices and 5 pointers"
+    return "'m' is damaged (7 values, 7 indices and 5 pointers"
 
 
 def make_sparse(file: h5py.File, kind: str, indptr: np.ndarray) -> None:
@@ -306,7 +306,7 @@ def test_a_source_that_changes_meanwhile(tmp_path: Path) -> None:
     def told(stage: str, done: int, total: int | None) -> None:
         os.utime(source, (1, 1))
 
-    check_refused(source, FileError, "changed while it was read: run repack again", progress=told)
+    check_refused(source, FileError, "changed while it was read. Run repack again", progress=told)
 
 
 def test_a_crash_of_hdf5_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,7 +422,7 @@ def test_convert_takes_the_chunk_size_that_a_tuner_found(class_folder: Callable[
     (tmp_path / "tuned.json").write_text('{"chunk_samples": 7, "window_chunks": 3}')
     folder = class_folder(20)
     result = run("convert", folder, tmp_path / "a.h5", "--tuned", tmp_path / "tuned.json", "--workers", 0)
-    assert result.stderr == f"note: {tmp_path}/tuned.json: convert does not use window_chunks; only repack does\n"
+    assert result.stderr == f"note: {tmp_path}/tuned.json: convert does not use window_chunks, which only repack uses\n"
     given = ("--chunk-samples", 4, "--workers", 0)
     assert run("convert", folder, tmp_path / "b.h5", "--tuned", tmp_path / "tuned.json", *given).exit_code == 0
     with h5py.File(tmp_path / "a.h5") as a, h5py.File(tmp_path / "b.h5") as b:

@@ -75,7 +75,7 @@ def test_on_a_cluster(shards, tmp_path):
     repack(shards, tmp_path / "here", chunk_samples=3)
     with distributed.LocalCluster(**about) as local, distributed.Client(local) as client:
         repack(shards, tmp_path / "new", chunk_samples=3, client=client)
-        with pytest.raises(OptionError, match="workers repack one file each"):
+        with pytest.raises(OptionError, match="each worker repacks one file"):
             repack(sorted(shards.iterdir())[0], tmp_path / "one.h5", client=client)
     assert equal_folders(tmp_path / "here", tmp_path / "new")
     assert names_in(tmp_path) == {"new"}

@@ -267,7 +267,7 @@ def test_all_fields_are_read_by_default(path: Path, tmp_path: Path) -> None:
 def test_codes_outside_of_the_categories_are_found(tmp_path: Path) -> None:
     source = MemorySource(4, columns={"kind": np.array([0, -1, 2, 1])}, categories={"kind": ["odd", "even"]})
     write(source, tmp_path / "x.h5", shuffle=False)
-    assert "kind: sample 2 has the label 2 but there are 2 categories" in str(h5chunk.verify(tmp_path / "x.h5"))
+    assert "kind: sample 2 has the label 2, but there are 2 categories" in str(h5chunk.verify(tmp_path / "x.h5"))
 
 
 @pytest.mark.parametrize("reader", ["direct", "h5py"])

@@ -257,7 +257,7 @@ def test_a_large_sorted_file_is_shuffled_on_disk(tmp_path):
     found = h5chunk.tune(path, memory_bytes=200_000, **QUICK)
     assert found.setting.shuffle and found.setting.repack and "--shuffle" in found.commands[0]
     assert found.row(found.chosen).effective_batch == 32
-    assert "Rewrite it shuffled: it needs " in str(found) and " of memory, not " in str(found)
+    assert "Rewrite the file shuffled: it needs " in str(found) and " of memory, not " in str(found)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -493,7 +493,7 @@ def test_what_has_to_be_converted_first(class_folder, ratings, tmp_path, monkeyp
     (tmp_path / "shards").mkdir()
     monkeypatch.chdir(tmp_path / "shards")
     for source in (class_folder(count=COUNT), ratings):
-        with pytest.raises(FileError, match="not an HDF5 file: convert it first") as raised:
+        with pytest.raises(FileError, match="is not an HDF5 file: convert it first") as raised:
             h5chunk.tune(source, **QUICK)
         command = str(raised.value).partition("first (")[2].removesuffix("), and tune the result")
         assert run(*shlex.split(command)[1:]).exit_code == 0
@@ -599,7 +599,7 @@ def test_a_full_temporary_disk(tmp_path):
         "assert not any(each.rate for each in found.candidates if each.setting.repack)\nprint(found)\n"
     )
     result = limited(20_000, code)
-    assert "note: a new file is not measured" in result.stdout, result.stdout
+    assert "note: no new file was measured" in result.stdout, result.stdout
     shown = " ".join(result.stdout.split())
     assert "File too large" in shown and "set TMPDIR" in shown and not result.returncode, result.stderr
 

@@ -224,13 +224,13 @@ def replace(name: str, value: np.ndarray):
     [
         (drop("h5chunk/checksums/images"), "'images' has no checksums"),
         (drop("labels"), "checksums of 'labels', but no such dataset"),
-        (replace("h5chunk/checksums/images", np.zeros(3, "u4")), "has 7 chunks but 3 checksums"),
+        (replace("h5chunk/checksums/images", np.zeros(3, "u4")), "has 7 chunks, but 3 checksums"),
         (replace("h5chunk/checksums/images", np.zeros(7, "f4")), "float32 (7,), not a list of uint32"),
         (put("h5chunk/source_index", 3, -1), "source_index has the negative number -1"),
         (lambda f: f["h5chunk/source_index"].__setitem__(3, f["h5chunk/source_index"][4]), "of the source twice"),
         (replace("h5chunk/source_index", np.arange(3)), "source_index has the shape (3,) for 20 samples"),
         (put("h5chunk/source_name_ends", 19, 5), "source_name_ends does not divide the names"),
-        (put("labels", 4, 3), "sample 4 has the label 3 but there are 3 classes"),
+        (put("labels", 4, 3), "sample 4 has the label 3, but there are 3 classes"),
         (lambda f: f["h5chunk"].attrs.modify("chunk_samples", np.int64(5)), "samples in chunks of 5"),
         (
             put("h5chunk/checksums/images", 2, 1),
@@ -286,7 +286,7 @@ def test_quick_says_what_it_read(images: Path, monkeypatch) -> None:
     small(monkeypatch, quick_chunks=4)
     report = h5chunk.verify(images, quick=True)
     assert report.ok and {each.num_checked for each in report.fields} == {4}
-    assert "'images': of 7 chunks, 4 were read: 0, 2, 4, ..., 6" in report.notes
+    assert "4 of the 7 chunks of 'images' were read (0, 2, 4, ..., 6)" in report.notes
     flip(images, places(images)[6][2])
     assert named(images, quick=True) == {("images", 6)}
     flip(images, places(images)[6][2])
@@ -362,7 +362,7 @@ def test_fields_of_a_manifest(class_folder, tmp_path: Path) -> None:
     for offset in at:
         flip(tmp_path / "a.h5", offset)
     report = h5chunk.verify(tmp_path / "a.h5", repair=folder)
-    assert [each.field for each in report.repaired] == ["images"] and "give the manifest" in report.bad[0].problem
+    assert [each.field for each in report.repaired] == ["images"] and "add --manifest" in report.bad[0].problem
     assert h5chunk.verify(tmp_path / "a.h5", repair=folder, manifest=manifest).ok
     assert (tmp_path / "a.h5").read_bytes() == whole
 
@@ -375,7 +375,7 @@ def test_what_cannot_be_repaired(tmp_path: Path, source: Path) -> None:
         h5chunk.verify(path, repair=source)
     other = make_images(tmp_path / "o.h5", 40, 4, fletcher32=True)
     flip(other, places(other)[0][2])
-    with pytest.raises(FileError, match="not written by h5chunk"):
+    with pytest.raises(FileError, match="was not written by h5chunk"):
         h5chunk.verify(other, repair=source)
     assert path.read_bytes() == damaged
 

@@ -64,8 +64,8 @@ def append(
     format, dry_run, progress, notify
         As for `h5chunk.convert`.
     **options
-        The fields of `h5chunk.tools.convert.options.AppendOptions`, and the options of `h5chunk.convert` for reading the
-        source. Images are decoded and resized with the options that the file records; only ``fit`` and
+        The fields of `h5chunk.tools.convert.options.AppendOptions`, and the options of `h5chunk.convert` for reading
+        the source. Images are decoded and resized with the options that the file records; only ``fit`` and
         ``split_folders`` may differ.
 
     Raises

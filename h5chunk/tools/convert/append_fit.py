@@ -148,9 +148,7 @@ def _check_fields(old: OldFile, source: SampleSource, columns: Collection[str], 
 
 
 def _check_images(old: OldFile, name: str, form: str, label: str) -> None:
-    """Raise SourceError unless the images of source and file are stored in the same form: encoded, raw, or of one
-    size.
-    """
+    """Raise SourceError unless source and file store images in the same form: encoded, raw, or of one size."""
     was = describe_images(old.file[name], old.path, name, 1).form if name == old.image_group else "of one size"
     if form != was:
         raise SourceError(
@@ -172,9 +170,7 @@ def _old_categories(old: OldFile) -> dict[str, list[str]]:
 
 
 def _new_names(old: Sequence[str], new: Sequence[str], *, new_classes: bool, label: str, source: str) -> list[str]:
-    """Return the class names of the source that the file lacks. Raises SourceError unless ``new_classes`` allows
-    them.
-    """
+    """Return the class names that the file lacks. Raises SourceError unless ``new_classes`` allows them."""
     twice = next((name for name in old if old.count(name) > 1), None) if len({*old}) < len(old) else None
     if twice is not None:
         raise SourceError(f"{label}: two of its classes have the name {twice!r}, which is ambiguous: rename one")

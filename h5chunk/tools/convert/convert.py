@@ -62,9 +62,9 @@ def convert(
         file, of a folder in an object store, or of a pattern in one, or a list of them: these are downloaded to a
         hidden folder beside the output, which is kept until the conversion succeeds.
     output : path
-        The file to create, or the folder if ``shards``, ``shard_bytes`` or ``split_files`` is set. It may be a URL in an
-        object store (``s3://``, ``gs://``, ``az://``). Files are then written to ``~/.cache/h5chunk``, and uploaded as
-        soon as they are complete, the first shard last.
+        The file to create, or the folder if ``shards``, ``shard_bytes`` or ``split_files`` is set. It may be a URL in
+        an object store (``s3://``, ``gs://``, ``az://``): files are first written to ``~/.cache/h5chunk``, and uploaded
+        as soon as they are complete, the first shard last.
     format : str, optional
         Kind of the source, if its name and first bytes do not identify it: see `h5chunk.sources.kinds.KINDS`.
     tuned : path, optional
@@ -78,7 +78,7 @@ def convert(
     notify : callable, optional
         Called with each message for the user, for example that an unfinished conversion is continued.
     client : optional
-        Dask cluster on which the shards are written: a ``distributed.Client``, the address of a scheduler, the path of a
+        Dask cluster that writes the shards: a ``distributed.Client``, the address of a scheduler, the path of a
         scheduler file, or ``local:N`` for N processes. All workers must see the source and the output. If the output is
         a URL, each worker uploads its shards, and temporary files are stored beside the output until the end. Several
         workers read a matrix together if it is .h5ad, 10x .h5, .npy, .parquet, uncompressed text with ids, or several

@@ -45,9 +45,7 @@ class FormCost:
 
 
 def compare_forms(job: SampleJob, free_bytes: int) -> list[FormCost]:
-    """Measure both forms with a few images. A form that the source does not support, or that cannot be written, is left
-    out.
-    """
+    """Measure both forms with a few images. A form that cannot be written, or is unsupported, is left out."""
     costs = []
     memory = available_bytes()
     for form, option in FORMS.items():
@@ -100,4 +98,6 @@ def recommend(costs: Sequence[FormCost]) -> str:
     if raw.fits_disk and raw.fits_memory:
         return f"store raw pixels ({raw.option}), which load {times:.1f} times as fast, because {short}"
     where = "on this disk" if not raw.fits_disk else "in memory"
-    return f"keep them encoded, because raw pixels do not fit {where}; {short}, but --max-side or more cores speed it up"
+    return (
+        f"keep them encoded, because raw pixels do not fit {where}; {short}, but --max-side or more cores speed it up"
+    )

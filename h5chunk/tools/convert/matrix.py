@@ -197,8 +197,9 @@ class _Estimate(NamedTuple):
 
 
 def _read_start(source: SparseSource, options: MatrixOptions, coding: Coding | FloatCoding) -> _Estimate:
-    """Read a matrix for `PROBE_S` seconds, and estimate its size and storage. Raises UnfitError if ``coding`` cannot
-    store a value.
+    """Read a matrix for `PROBE_S` seconds, and estimate its size and storage.
+
+    Raises UnfitError if ``coding`` cannot store a value.
     """
     tally, started = coding.tally(), time.perf_counter()
     num_entries, done, whole, largest = 0, 0, True, 0

@@ -66,9 +66,7 @@ def no_scale_error(source: SparseSource) -> UnfitError:
 
 
 def first_that_fits(options: MatrixOptions, attempt: Callable[[Coding | FloatCoding], T]) -> T:
-    """Call ``attempt`` with the requested coding. If that raises UnfitError, call it with the fallback coding, if
-    any.
-    """
+    """Call ``attempt`` with the requested coding or, if that raises UnfitError, with its fallback, if any."""
     coding = options.coding()
     try:
         return attempt(coding)

@@ -16,7 +16,7 @@ from h5chunk.tools.convert.matrix_sort import Positions
 from h5chunk.tools.convert.options import MatrixOptions
 
 Entries = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Rows (int64), columns (integers) and values (in units or as stored) of entries in the order of the file: (n,) each."""
+"""Rows, columns and values of entries in the order of the file, (n,) each; values are in units or as stored."""
 
 
 @dataclass(frozen=True)
@@ -187,9 +187,7 @@ def _final_entries(
 
 
 def _combined(matrix: SortedMatrix, positions: Positions) -> np.ndarray:
-    """Return the value at each position, in units. Raises SourceError if there are duplicates and the rule is
-    ``error``.
-    """
+    """Return the value at each position, in units. Raises SourceError for duplicates if the rule is ``error``."""
     values, counts = positions.values, positions.counts
     if counts is None:
         return values

@@ -22,8 +22,9 @@ Arrays = Mapping[str, np.ndarray]
 
 
 def write_matrix(new: NewFile, selection: Selection, report_written: Callable[[int], None]) -> dict[str, str]:
-    """Write the file, and return the dtypes of its fields. ``report_written`` is called with the number of entries
-    written.
+    """Write the file, and return the dtypes of its fields.
+
+    ``report_written`` is called with the number of entries that were just written.
     """
     fields, tables = fields_of(selection), tables_of(selection)
     write = _write_dense if selection.matrix.options.dense else _write_csr

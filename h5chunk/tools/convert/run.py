@@ -44,9 +44,7 @@ Notify = Callable[[str], None]
 
 @dataclass
 class SampleRun:
-    """Convert or append samples: write them into one or several files, unless that is already done, and report on
-    it.
-    """
+    """Convert or append samples: write them into one or several files, unless that is done, and report on it."""
 
     job: SampleJob
     shards: list[SampleJob]  # jobs of the files of an output folder; empty for a single file
@@ -103,9 +101,7 @@ class SampleRun:
         )
 
     def _result(self) -> tuple[list[SampleJob], Filled]:
-        """Write, predict or read back the output. Returns the jobs of its files, without skipped samples, and the
-        outcome.
-        """
+        """Write, predict or read back the output. Returns its files, without skipped samples, and the outcome."""
         files = self.shards or [self.job]
         try:
             if not self.complete:

@@ -52,9 +52,7 @@ def open_context(options: ReadOptions, progress: Progress | None) -> OpenContext
 
 
 def prepare(source: SampleSource, path: Path, options: SampleOptions) -> SampleJob:
-    """Choose the layout and the order of a new file. Raises SourceError if a file cannot contain the source's
-    fields.
-    """
+    """Choose the layout and order of a new file. Raises SourceError if a file cannot contain the source's fields."""
     check_fields(source)
     if options.split_files:
         source.read_columns()
@@ -147,7 +145,7 @@ def split_job(job: SampleJob, write_options: SampleOptions) -> list[SampleJob]:
 
 
 def shard_starts(num_samples: int, chunk_samples: int, shards: int) -> list[int]:
-    """Return the index of the first sample of each shard, and the number of samples; shards get whole chunks, evenly.
+    """Return the index of the first sample of each shard, and the number of samples. Shards get complete chunks.
 
     >>> shard_starts(99, 4, 3)
     [0, 36, 68, 99]

@@ -43,7 +43,7 @@ from h5chunk.tools.progress import Progress
 from h5chunk.tools.report import python_text, shell_command
 
 PART_VALUES = 1 << 20  # values of a matrix that are read at a time
-LOOK_BYTES = 256 << 20  # the range of a matrix's values is computed only up to this size of the values
+LOOK_BYTES = 256 << 20  # the range of values is computed only for matrices with at most this size of values
 LAYOUTS = {
     h5py.h5d.COMPACT: "compact",
     h5py.h5d.CONTIGUOUS: "contiguous",
@@ -266,7 +266,6 @@ def _verdict(dataset: h5py.Dataset, grid: ChunkGrid, reads: int, groups: Mapping
 
 
 def _describe_images(file: h5py.File, path: Path, name: str, header: Header) -> ImagesInfo:
-    """Describe images of any size. Raises FileError if they are damaged."""
     field = describe_images(file[name], path, name, header.chunk_samples)
     sizes = read_image_sizes(file[name], path, field, read_indptr(file, path, field))
     heights, widths = (
@@ -306,7 +305,7 @@ def _describe_group(group: h5py.Group, path: Path, name: str, command: str) -> M
         field = describe_matrix(group, path, name, None)
     except FileError as error:
         reason = str(error).removeprefix(f"{printable(path)}: {name!r} ").partition(": ")[0]
-        return replace(matrix, verdict=f"{reason}: {command} converts it" if command else reason)
+        return replace(matrix, verdict=f"{reason}; {command} converts it" if command else reason)
     source = python_text(str(path))
     source = source if name == MATRIX else f"h5chunk.ChunkDataset({source}, fields=[{python_text(name)}])"
     verdict = f"its rows can be read as samples: h5chunk.ChunkLoader({source}, {BATCH})"
@@ -318,7 +317,10 @@ def _describe_group(group: h5py.Group, path: Path, name: str, command: str) -> M
 
 
 def _describe_matrix(file: h5py.File) -> MatrixInfo | None:
-    """Describe the matrix of an h5chunk file; None if it has no matrix. Raise FileError if the matrix is damaged."""
+    """Describe the matrix of an h5chunk file; return None if it has no matrix.
+
+    Raises FileError if the matrix is damaged.
+    """
     matrix = read_matrix(file)
     if matrix is None:
         return None

@@ -20,7 +20,7 @@ NOTABLE = 2.0  # read amplification above which the report mentions it
 
 @dataclass(frozen=True)
 class DatasetInfo(Report):
-    """The report on one dataset."""
+    """The report on a dataset."""
 
     name: str
     shape: tuple[int, ...]
@@ -32,12 +32,12 @@ class DatasetInfo(Report):
     stored_bytes: int
     num_chunks: int  # 0 for a contiguous dataset
     chunk_bytes: int  # decoded bytes
-    sample_bytes: int  # bytes of one index of the first axis
+    sample_bytes: int  # bytes of a sample, which is an index of the first axis
     chunks_per_sample: int  # number of chunks that contain parts of a sample
     reads_per_sample: int  # byte ranges read for one random sample, with the default cache of this HDF5 library
-    amplification: float  # bytes read for one random sample, with the same cache, divided by its size
+    amplification: float  # bytes read for one random sample, with this default cache, divided by the sample's size
     verdict: str
-    num_unwritten: int = 0  # chunks that were never written, which is legal; a contiguous dataset counts as one chunk
+    num_unwritten: int = 0  # number of chunks that were never written, which is legal; 1 for a contiguous dataset
     reads_as: str = ""  # the value that unwritten chunks read as
 
     @property
@@ -61,7 +61,7 @@ class DatasetInfo(Report):
         lines = [f"{self.name}  {self.dtype} {shape}  {layout}{filters}", f"    {self.verdict}"]
         if self.num_unwritten:
             part = f"{count_text(self.num_unwritten, 'chunk')} " if self.num_unwritten < self.num_chunks else ""
-            lines.append(f"    {part}never written: reads as {self.reads_as}")
+            lines.append(f"    {part}never written (reads as {self.reads_as})")
         return lines
 
 
@@ -77,7 +77,7 @@ class MatrixInfo(Report):
     dtype: str
     stored_bytes: int  # bytes of rows, columns and values
     verdict: str = ""  # how to train on the matrix; empty for an h5chunk file
-    density: float | None = None  # like the next two values, only for sparse rows in an h5chunk file
+    density: float | None = None  # known, like the next two values, only for sparse rows in an h5chunk file
     median_row_entries: float | None = None
     max_row_entries: int | None = None
     scale: float = 1.0  # a value is the stored number divided by this
@@ -101,7 +101,7 @@ class MatrixInfo(Report):
             values = f"from {self.value_range[0]:g} to {self.value_range[1]:g}, {values}"
         return [
             f"matrix {shape}{self.num_entries:,} entries (density {self.density:.3g}; "
-            f"a row {self.median_row_entries:g} in the median, {self.max_row_entries:,} at most), "
+            f"per row {self.median_row_entries:g} in the median and at most {self.max_row_entries:,}), "
             f"values {values}, {size}"
         ]
 
@@ -130,7 +130,7 @@ class ImagesInfo(Report):
 
 @dataclass(frozen=True)
 class FileInfo(Report):
-    """The report on the contents of a file."""
+    """The report on a file."""
 
     path: str
     num_bytes: int
@@ -141,11 +141,11 @@ class FileInfo(Report):
     matrices: list[MatrixInfo] = field(default_factory=list)  # sparse matrices; in an h5chunk file also dense rows
     images: list[ImagesInfo] = field(default_factory=list)  # groups of images of any size
     fields: list[str] = field(default_factory=list)  # names of the datasets to train on
-    statistics: dict[str, FieldStatistics] = field(default_factory=dict)  # statistics of fields, if they were computed
-    code: list[str] = field(default_factory=list)  # lines of Python that create a loader; empty without a field
-    layout: str = ""  # name of a published layout of episodes or series; empty if it has none of those
-    windows: list[Any] = field(default_factory=list)  # `h5chunk.tools.info.windows.WindowAdvice`, if it was asked for
-    patches: list[Any] = field(default_factory=list)  # `h5chunk.tools.info.patches.PatchAdvice`, if it was asked for
+    statistics: dict[str, FieldStatistics] = field(default_factory=dict)  # statistics of fields, if requested
+    code: list[str] = field(default_factory=list)  # lines of Python that create a loader; empty without fields
+    layout: str = ""  # the published layout of episodes or series that the file has; empty if it has none
+    windows: list[Any] = field(default_factory=list)  # `h5chunk.tools.info.windows.WindowAdvice`, if requested
+    patches: list[Any] = field(default_factory=list)  # `h5chunk.tools.info.patches.PatchAdvice`, if requested
     show_all: bool = False  # whether to list every dataset, instead of a summary
 
     def lines(self) -> list[str]:
@@ -154,7 +154,7 @@ class FileInfo(Report):
         else:
             order = f"shuffled with seed {self.header.seed}" if self.header.shuffled else "in the order of the source"
             if not self.header.shuffled and "appended" in self.header.options:
-                order = "appended to, parts not mixed"
+                order = "with appended samples that are not shuffled among the others"
             samples = count_text(self.header.num_samples, "sample")
             origin = f"h5chunk format {self.header.format_version}, {samples}, {order}"
         lines = [f"{self.path}: {human_bytes(self.num_bytes)}, {origin}"]
@@ -172,9 +172,9 @@ class FileInfo(Report):
         )
         lines += [f"  {line}" for line in listed]
         refused = self.refused if self.show_all else self.refused[:SHOWN_REFUSED]
-        lines += [f"  not looked at: {reason}" for reason in refused]
+        lines += [f"  not read: {reason}" for reason in refused]
         if len(refused) < len(self.refused):
-            lines.append(f"  {len(self.refused) - len(refused):,} more not looked at (--all)")
+            lines.append(f"  not read: {len(self.refused) - len(refused):,} more (--all)")
         lines += [f"  {line}" for name, found in self.statistics.items() for line in _statistics_lines(name, found)]
         lines += [f"  {line}" for advice in [*self.patches, *self.windows] for line in advice.lines()]
         lines += [f"  {line}" for line in ([] if self.patches or self.windows else self._advice())]
@@ -183,25 +183,24 @@ class FileInfo(Report):
         return lines
 
     def _advice(self) -> list[str]:
-        """Return advice on badly chunked datasets."""
+        """Return advice if plain reads of a dataset are slow, or samples are cut into several chunks."""
         lines = []
         fields = [dataset for dataset in self.datasets if dataset.can_train]
         worst = max(fields, key=lambda dataset: dataset.amplification, default=None)
         if self.header is None and worst is not None and worst.amplification > NOTABLE:
             lines.append(
-                f"plain h5py reads up to {worst.amplification:,.0f} x the bytes of a random sample of {worst.name}; "
-                "h5chunk's loaders read each chunk once"
+                f"plain h5py reads up to {worst.amplification:,.0f} x the bytes of a random sample of {worst.name}, "
+                "but h5chunk's loaders read each chunk once"
             )
         cut = [dataset for dataset in fields if dataset.is_cut]
         if cut and not self.refused:
             largest = max(cut, key=lambda dataset: dataset.stored_bytes)
             command = shell_command(["h5chunk", "repack", self.path, "NEW.h5", "--fields", largest.name])
-            lines.append(f"{command} gives it, and all fields of its length, chunks of whole samples")
+            lines.append(f"{command} stores complete samples in each chunk of it and of all fields of this length")
         return lines
 
 
 def _statistics_lines(name: str, found: FieldStatistics) -> list[str]:
-    """Return the statistics of a field as a transform, and the range of its values."""
     mean, std = (", ".join(f"{value:.6g}" for value in column[:SHOWN]) for column in (found.mean, found.std))
     more = f", ... ({len(found.mean):,} channels)" if len(found.mean) > SHOWN else ""
     missing = f"; {count_text(found.num_missing, 'value')} NaN or infinite" if found.num_missing else ""
@@ -213,11 +212,11 @@ def _statistics_lines(name: str, found: FieldStatistics) -> list[str]:
 
 @dataclass(frozen=True)
 class FolderInfo(Report):
-    """The report on the files of a folder, pattern or list."""
+    """The report on a folder, pattern or list of files."""
 
     path: str
     num_bytes: int
-    files: tuple[FileInfo, ...]  # sorted by name, with numbers in numeric order; without broken files
+    files: tuple[FileInfo, ...]  # reports of all files that can be opened, sorted by name (numbers by value)
     broken: dict[str, str]  # files that cannot be opened, with the reasons
     num_samples: tuple[int, ...] = ()  # samples of each file; empty if the files do not form one data set
     fields: tuple[str, ...] = ()  # names of the fields
@@ -236,20 +235,20 @@ class FolderInfo(Report):
         if self.mismatch:
             lines.append(f"  not one data set: {self.mismatch}")
         else:
-            order = "shuffled as one" if self.is_shuffled else "not shuffled as one: use large window_chunks"
+            order = "shuffled together" if self.is_shuffled else "not shuffled together, so use large window_chunks"
             sizes = Counter(self.chunk_samples).most_common()
             chunks = ", ".join(f"{size} in {count_text(count, 'file')}" for size, count in sizes)
             samples = count_text(sum(self.num_samples), "sample")
-            lines.append(f"  read as one: {samples} of {', '.join(self.fields)}; {order}")
+            lines.append(f"  one data set: {samples} of {', '.join(self.fields)}; {order}")
             lines += [f"  classes {list_some(self.class_names)}"] if self.class_names else []
-            lines.append(f"  samples that are read together: {chunks}")
+            lines.append(f"  samples per chunk: {chunks}")
             for name in self.files[0].statistics if self.files else ():
                 found = merged([file.statistics[name] for file in self.files])
                 lines += [f"  {line}" for line in _statistics_lines(name, found)]
-        lines += [f"  cannot be opened: {path}: {why}" for path, why in list(self.broken.items())[:SHOWN]]
+        lines += [f"  cannot be opened: {path} ({why})" for path, why in list(self.broken.items())[:SHOWN]]
         for number, file in enumerate(self.files[:SHOWN]):
             samples = f"{count_text(self.num_samples[number], 'sample')}, " if self.num_samples else ""
-            refused = f"; {len(file.refused)} not looked at" if file.refused else ""
+            refused = f"; {count_text(len(file.refused), 'dataset')} not read" if file.refused else ""
             lines.append(f"  {file.path}: {samples}{human_bytes(file.num_bytes)}{refused}")
         left = max(0, len(self.files) - SHOWN) + max(0, len(self.broken) - SHOWN)
         return [*lines, *([f"  {left} more (--json lists all)"] if left else [])]
@@ -257,11 +256,11 @@ class FolderInfo(Report):
 
 @dataclass(frozen=True)
 class MachineInfo(Report):
-    """The resources of the machine that this process may use."""
+    """The resources of the machine that are available to this process."""
 
     num_cores: int
     available_bytes: int  # bytes of memory, including reclaimable page cache
-    native_threads: bool  # whether the native reading threads were built, and are switched on
+    native_threads: bool  # whether the native reading threads are built and enabled
     device: str | None  # the CUDA device that torch uses by default
     versions: dict[str, str]
 
@@ -270,7 +269,8 @@ class MachineInfo(Report):
         return [
             f"cores      {self.num_cores}",
             f"memory     {human_bytes(self.available_bytes)} available",
-            f"threads    {'native' if self.native_threads else 'Python; the native ones were not built, or are off'}",
+            "threads    "
+            f"{'native' if self.native_threads else 'Python, because native threads are not built or disabled'}",
             f"device     {self.device or 'no CUDA device'}",
             f"versions   {versions}",
         ]

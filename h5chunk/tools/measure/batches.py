@@ -164,7 +164,7 @@ def plain_rate(reader: H5Reader, num_samples: int, batch_size: int, seconds: flo
 
 
 def _row_reader(file: h5py.File, field: RaggedField | None) -> Callable[[int], Any]:
-    """Return a function that reads a matrix row as a dense array, an array or an image, as a plain training loop would."""
+    """Return a function that reads a matrix row, an array or an image, as a plain training loop would."""
     if field is None:
         return lambda row: None
     group = file[field.dataset]

@@ -1,11 +1,11 @@
 """Measure how often neighbouring samples of a file share a class, patient, video or other group.
 
-The measure compares two probabilities: that two samples of one piece of the file, such as a chunk, share a group, and
-that any two samples do. Both are counted over pairs of samples. This needs no table of pieces and groups, weights the
-short last piece correctly, and is 0 on average in a shuffled file, for any number of groups and pieces. The number of
-pairs also yields the probability that a shuffled file is as clustered.
+The measure compares the probability that two samples of one piece of the file, such as a chunk, share a group, with the
+probability that any two samples share a group. Both are counted over pairs of samples. The result is 0 on average in a
+shuffled file, whatever the sizes of groups and pieces, including a short last piece. The number of pairs also gives the
+probability that a shuffled file is as clustered by chance.
 
-Six samples in pieces of three: 4 of the 6 pairs within a piece share a group, and 4 of all 15 pairs.
+For example, with six samples in pieces of three, 4 of the 6 pairs within a piece share a group, and 4 of all 15 pairs:
 
 >>> find_clustering(np.array([7, 7, 7, 8, 9, 9]), 3).correlation == (4 / 6 - 4 / 15) / (1 - 4 / 15)
 True
@@ -36,17 +36,17 @@ Groups = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Clustering:
-    """Similarity of the samples within a piece (such as a chunk) of the file."""
+    """Similarity of the samples within a piece of the file, such as a chunk."""
 
     num_samples: int
     piece_samples: int
     same_group: float  # fraction of all pairs of samples that share a group
     correlation: float  # 0 on average in a shuffled file, 1 if all samples of a piece share a group
-    chance: float  # upper bound of the probability that a shuffled file is as clustered as this one
+    chance: float  # upper bound on the probability that a shuffled file is as clustered as this one
 
     @property
     def h_y(self) -> float:
-        """Design effect of the pieces: 1 in a shuffled file, ``piece_samples`` if every piece has only one group."""
+        """Design effect of the pieces: 1 in a shuffled file, ``piece_samples`` if each piece has a single group."""
         return 1 + (self.piece_samples - 1) * self.correlation
 
 
@@ -66,10 +66,10 @@ def find_clustering(groups: Groups, piece_samples: int) -> Clustering:
     3.0
     """
     if groups.ndim != 1 or not len(groups):
-        raise OptionError(f"groups has shape {groups.shape}: give one number or string per sample, at least one")
+        raise OptionError(f"groups has shape {groups.shape}: give one number or string per sample")
     if groups.dtype.kind not in "biuSU":
         raise OptionError(
-            f"groups is of type {groups.dtype}: give integers or fixed-length strings; for others, "
+            f"groups has type {groups.dtype}: give integers or fixed-length strings, or convert it with "
             "numpy.unique(groups, return_inverse=True)[1]"
         )
     if piece_samples < 1:
@@ -84,7 +84,7 @@ def find_clustering(groups: Groups, piece_samples: int) -> Clustering:
 
 
 def integer_groups(groups: Groups) -> Groups:
-    """Return groups as integers: strings are replaced by their number in the sorted list of all strings."""
+    """Return groups as integers. A string becomes its index in the sorted list of all strings."""
     return groups if groups.dtype.kind in "iu" else np.unique(groups, return_inverse=True)[1]
 
 
@@ -100,7 +100,6 @@ def _same_group_pairs(groups: Groups, piece: int) -> int:
 
 
 def _equal_pairs_in_rows(rows: Groups) -> int:
-    """Count the pairs of equal numbers in the rows of an (n, m) array."""
     if not rows.size:
         return 0
     rows = np.sort(rows, axis=1)
@@ -111,7 +110,7 @@ def _equal_pairs_in_rows(rows: Groups) -> int:
 
 
 def _group_sizes(groups: Groups) -> list[tuple[int, int]]:
-    """Return the histogram of group sizes, as (samples of a group, number of such groups)."""
+    """Return the histogram of group sizes as a list of (number of samples, number of groups of this size)."""
     low, high = int(groups.min()), int(groups.max())
     if high - low < MAX_TABLE:
         counts = np.zeros(high - low + 1, np.int64)
@@ -130,10 +129,11 @@ def _blocks(groups: Groups, size: int) -> Iterator[Groups]:
 
 
 def _chance(sizes: list[tuple[int, int]], size: int, piece: int, num_pairs: int) -> float:
-    """Bound the probability that a random order has ``num_pairs`` or more pairs that share a piece and a group.
+    """Return an upper bound on the probability that a random order has at least ``num_pairs`` pairs.
 
-    The mean and variance of the number of pairs over all permutations are exact (Mantel); the bound is Chernoff's for
-    the gamma distribution with this mean and variance, shifted to the least number of pairs.
+    A pair is two samples that share a piece and a group. The mean and variance of their number over all permutations
+    are exact (Mantel). The bound is Chernoff's for the gamma distribution with this mean and variance, shifted to the
+    smallest possible number of pairs.
     """
     if size < 4:
         return 1.0
@@ -159,7 +159,7 @@ def _chance(sizes: list[tuple[int, int]], size: int, piece: int, num_pairs: int)
 def _pairs_and_forks(sizes: list[tuple[int, int]]) -> tuple[int, int]:
     """Count the pairs, and the ordered triples, of different members of the same set.
 
-    ``sizes`` is a histogram of set sizes, as (number of members, number of sets).
+    ``sizes`` is a histogram of set sizes: a list of (number of members, number of sets).
     """
     pairs = sum(count * math.comb(members, 2) for members, count in sizes)
     return pairs, sum(count * math.perm(members, 3) for members, count in sizes)

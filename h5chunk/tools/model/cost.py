@@ -11,18 +11,18 @@ from h5chunk.tools.model.seen import READING, Line, Seen
 LEAST_SHARE = 0.05  # smallest share of all time that is reported
 LEAST_GAIN = 1.05
 LEAST_BOUND = 1.1  # the smallest gain that is reported if it is an upper limit
-UNKNOWN = 2.0  # ratio of the ends of an interval above which the gain counts as uncertain
+UNKNOWN = 2.0  # a gain is uncertain if the upper end of its interval is this many times the lower end
 
 
 @dataclass(frozen=True)
 class Fix:
-    """A change and its predicted gain: the factor by which training becomes faster."""
+    """A change to training and its predicted gain, which is the factor by which training becomes faster."""
 
     name: str
     gain: Range
     code: str
-    apply: dict[str, Any] = field(default_factory=dict)  # how it can be tried without changing the script
-    is_bound: bool = False  # the gain is an upper limit, as if the cost were gone
+    apply: dict[str, Any] = field(default_factory=dict)  # settings that try the change without editing the script
+    is_bound: bool = False  # whether the gain is an upper limit, for a change that removes the cost completely
 
     @property
     def is_worth_it(self) -> bool:
@@ -43,13 +43,13 @@ class Cost:
 
     cause: str
     is_data: bool
-    share: float  # of all time
+    share: float  # fraction of the training time that is lost
     sentence: str
     fixes: list[Fix] = field(default_factory=list)
 
 
 def gain_of(seen: Seen, *changed: Loop) -> Range:
-    """Predict the overall gain of a changed loop; further loops widen its interval, as in `gain_range`."""
+    """Predict the gain over all time of changing the loop. If there are several loops, see `gain_range`."""
     return gain_range(seen.loop(), *changed).with_rest(seen.other_share)
 
 
@@ -65,19 +65,25 @@ def late_share(seen: Seen) -> float:
 
 
 def where(seen: Seen) -> str:
-    """Return the file and line that created the loader, as a prefix of a line of code."""
+    """Return the file and line of the code that created the loader, as a prefix; empty if they are unknown."""
     place = str(seen.loader.get("made_at") or "").rpartition("/")[2]
     return f"{place}: " if place else ""
 
 
 def slowest_line(seen: Seen, *stages: str) -> Line | None:
-    """Return the line of the user's code with most of the time of these stages; None if it has less than a tenth."""
+    """Return the line of the user's code that takes most of the time of these stages.
+
+    Returns None if no line takes more than a tenth of the time of a fetch or a step.
+    """
     lines = [line for line in seen.lines if line.stage in stages and line.place and line.share > 0.1]
     return max(lines, key=lambda line: line.share, default=None)
 
 
 def chunked_file(seen: Seen) -> dict[str, Any] | None:
-    """Return the largest open HDF5 file with chunked data; None if there is none, or if reading takes little time."""
+    """Return the largest open HDF5 file with chunked data.
+
+    Returns None if there is no such file, or if reading takes less than a tenth of a fetch.
+    """
     if seen.stages.get(READING, 0.0) < 0.1 * seen.fetch:
         return None
     return max((file for file in seen.files if file.get("chunks")), key=lambda file: file["bytes"], default=None)

@@ -1,4 +1,4 @@
-"""Find how much time training loses by waiting for batches, and which changes to the DataLoader reduce it."""
+"""Find how much time training loses by waiting for batches, and which changes to the DataLoader reduce this time."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from h5chunk.tools.model.seen import COLLATE, COPYING, DECODING, GATHERING, LOCK
 
 ENOUGH = 1.03  # prefer fewer workers if their time is within this factor of the best time
 MAX_WORKERS = 32
-UNBALANCED = 1.4  # ratio of the slowest worker's time to the mean from which workers are unbalanced
+UNBALANCED = 1.4  # workers are unbalanced if the slowest takes this many times the mean time
 MORE = 8  # factor by which batches are enlarged
-BAD_READS = 2.0  # ratio of bytes read to bytes used from which reading is reported
+BAD_READS = 2.0  # reading is reported if it reads this many times the bytes that are used
 MAX_CACHE = 2 << 30  # largest chunk cache to propose, in bytes
 MAX_ECHO = 4.0
 CALL_S = 5e-6  # time of a read with h5py from a cached chunk
 
 
 def data_costs(seen: Seen) -> Iterator[Cost]:
-    """Yield the cost of waiting for batches, and of passing them from workers."""
+    """Yield the cost of waiting for batches, and the cost of passing them from workers to the main process."""
     share, least = seen.waiting()
     passing = seen.handover + seen.fetch_gap
     limit = max(seen.fetch, 0.25 * seen.iteration)
     if seen.workers and (seen.handover > limit or (least >= LEAST_SHARE and passing > limit)):
         text = (
-            f"Not your data: passing {seen.samples:.0f} samples from a worker costs {1e6 * seen.handover:.0f} µs where "
-            f"they are taken, and {1e6 * seen.fetch_gap:.0f} µs in the worker: batches are too small."
+            f"Not your data: passing a batch of {seen.samples:.0f} samples takes {1e6 * seen.handover:.0f} µs in the "
+            f"main process and {1e6 * seen.fetch_gap:.0f} µs in the worker, so the batches are too small."
         )
         yield Cost(
             "small batches", False, max(share, min(seen.idle, seen.handover / seen.iteration)), text, list(_batch(seen))
@@ -46,7 +46,7 @@ def data_costs(seen: Seen) -> Iterator[Cost]:
 def start_costs(seen: Seen) -> Iterator[Cost]:
     """Yield the cost of starting epochs."""
     share = seen.starting * (1 - seen.elsewhere)
-    text = f"Starting epochs takes {seen.starting:.0%} of the training time, {seen.epoch_start:.2g} s each."
+    text = f"Starting epochs takes {seen.starting:.0%} of the training time ({seen.epoch_start:.2g} s per epoch)."
     fixes = []
     if seen.workers and not seen.loader.get("persistent_workers"):
         gain = 1 / max(1e-9, 1 - share)
@@ -57,12 +57,13 @@ def start_costs(seen: Seen) -> Iterator[Cost]:
 
 
 def _late(seen: Seen, share: float) -> Cost:
-    """Return the cost of batches that are late although the workers could make them in time."""
-    late = f"batches come {share:.0%} of the time late, although the workers could make them in time"
+    """Return the cost of batches that are late although the workers could produce them in time."""
+    late = f"training waits {share:.0%} of the time for batches, although the workers could produce them in time"
     if seen.other_cores > 0.15 * seen.cores:
-        text = f"Nothing to fix in this loop: {late}: other processes use {seen.other_cores:.1f} of {seen.cores} cores."
+        text = f"Nothing to fix in this loop: {late}. Other processes use {seen.other_cores:.1f} of {seen.cores} cores."
         return Cost("other processes", False, share, text)
-    return Cost("unknown", False, share, f"Not certain: {late}; the cause was not seen.", list(_prefetch(seen)))
+    text = f"Not certain: {late}. The cause could not be determined."
+    return Cost("unknown", False, share, text, list(_prefetch(seen)))
 
 
 def _waiting(seen: Seen, share: float) -> Cost:
@@ -77,12 +78,13 @@ def _waiting(seen: Seen, share: float) -> Cost:
     line = slowest_line(seen, stage)
     place = "" if line is None else f" ({line})"
     names = {TRANSFORM: "the code of __getitem__", LOCK: "waiting for a lock", COLLATE: "collating"}
-    text = f"{waits}; {names.get(stage, stage)} takes {seconds / max(1e-9, seen.fetch):.0%} of making one{place}"
+    share_of_fetch = seconds / max(1e-9, seen.fetch)
+    text = f"{waits}; {names.get(stage, stage)} takes {share_of_fetch:.0%} of the time to produce one{place}"
     if stage == READING:
         text += _bad_chunks(seen)
     if _is_unbalanced(seen):
         slowest = max(seen.worker_fetches) / max(1e-9, min(seen.worker_fetches))
-        text += f"; one worker is {slowest:.1f} times slower than another, and all wait for it"
+        text += f"; the slowest worker takes {slowest:.1f} times as long as the fastest, and training waits for it"
         stage = "unbalanced"
     fixes = [fix for rule in RULES for fix in rule(seen)] if seen.is_torch else []
     return Cost(stage, True, share * (1 - seen.other_share), f"{text}.", fixes)
@@ -165,7 +167,10 @@ def _balance(seen: Seen) -> Iterator[Fix]:
 
 
 def _reading(seen: Seen) -> tuple[dict[str, Any], ChunkGrid, float] | None:
-    """Return the chunked HDF5 dataset that training reads, its grid, and bytes decoded per byte used; None if none."""
+    """Return the chunked HDF5 dataset that training reads, its grid, and the bytes decoded per byte used.
+
+    Returns None if training reads no such dataset.
+    """
     file = chunked_file(seen)
     if file is None:
         return None
@@ -200,7 +205,7 @@ def _reads(seen: Seen) -> Iterator[Fix]:
     yield Fix(f"repack {file['path'].rpartition('/')[2]}", gain, code)
     size = (grid.num_chunks + 1) * grid.chunk_bytes
     if size < MAX_CACHE:
-        code = f"h5py.File(..., rdcc_nbytes={size:_}, rdcc_nslots={grid.num_slots}): in each worker"
+        code = f"h5py.File(..., rdcc_nbytes={size:_}, rdcc_nslots={grid.num_slots}) in each worker"
         yield Fix(f"chunk cache of {human_bytes(size)}", gain, code, {"cache": [grid.num_slots, size]})
 
 
@@ -209,7 +214,7 @@ def _lock(seen: Seen) -> Iterator[Fix]:
     if line is not None and loop.exclusive:
         share = seen.stages[LOCK] / seen.fetch
         changed = (replace(loop.shorter(x, 0.0), exclusive=0.0) for x in _about(share, line.error))
-        code = f"{line}: let the workers not wait for each other"
+        code = f"{line}: avoid the lock, so that workers do not wait for each other"
         yield Fix(f"no lock at {line}", gain_of(seen, *changed), code, is_bound=True)
 
 
@@ -218,18 +223,18 @@ def _collate(seen: Seen) -> Iterator[Fix]:
     share = min(0.999, seen.stages.get(COLLATE, 0.0) / max(1e-9, seen.fetch))
     if share > least:
         name = seen.loader.get("collate") or "default_collate"
-        code = f"{name}: make one array per field in `__getitems__`, without a tensor per sample"
+        code = f"{name}: return one array per field from `__getitems__`, without a tensor per sample"
         yield Fix(f"without {name}", gain_of(seen, seen.loop().shorter(share, share)), code, is_bound=True)
 
 
 def _line(seen: Seen) -> Iterator[Fix]:
-    """Yield the gain without the slowest line of a fetch; convert can run decoding and transforms once in advance."""
+    """Yield the gain of removing the slowest line of a fetch, because convert can decode and transform in advance."""
     line = slowest_line(seen, READING, DECODING, TRANSFORM)
     if line is not None and not seen.loop().exclusive:
         used = sum(other.share * other.on_cpu for other in seen.lines if other.stage != "step")
         weight = line.on_cpu / used if used else 1.0  # of the line's share, in CPU time
         changed = (_without(seen, x, min(0.999, x * weight)) for x in _about(line.share, line.error))
-        code = f"{line}: do it once for all epochs (h5chunk convert), or faster"
+        code = f"{line}: run it once in advance (h5chunk convert), or make it faster"
         yield Fix(f"without {line.place.rpartition('/')[2]}", gain_of(seen, *changed), code, is_bound=True)
 
 
@@ -240,12 +245,14 @@ def _without(seen: Seen, share: float, cpu_share: float) -> Loop:
 
 
 def _about(share: float, error: float) -> Iterator[float]:
-    """Yield a share, and the ends of its interval."""
+    """Yield a fraction, and the ends of its confidence interval."""
     yield from (min(0.999, max(0.0, x)) for x in (share, share - error, share + error))
 
 
 def _batch(seen: Seen) -> Iterator[Fix]:
-    """Yield the gain of larger batches, if a step and passing a batch take no longer for more samples."""
+    """Yield the gain of larger batches, assuming that a step and passing a batch take the same time for more
+    samples.
+    """
     loop = seen.loop()
     collate = seen.stages.get(COLLATE, 0.0)
     fetches = [MORE * (seconds - seen.fetch_gap - collate) + seen.fetch_gap + collate for seconds in loop.fetches]

@@ -1,4 +1,4 @@
-"""Diagnose a training loop from its measurements: name what it waits for, and rank the changes that help."""
+"""Diagnose a training loop from its measurements: name what it waits for, and rank changes by their gain."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Rung:
 
     name: str
     rate: float  # samples/s
-    alone: float | None  # samples/s of this stage alone; None if it was not measured
+    alone: float | None  # samples/s of this stage alone; None if that was not measured
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The verdict, its costs, the ladder, and the changes that gain most."""
+    """The verdict, all costs, the ladder of rates, and the changes with the highest gains."""
 
     verdict: str
     cause: str
@@ -44,7 +44,7 @@ class Diagnosis:
 
 
 def diagnose(seen: Seen) -> Diagnosis:
-    """Find the largest cost of a loop, and rank the changes that lower it."""
+    """Find the largest cost of a loop, and rank the changes that reduce costs."""
     found = (cost for rule in RULES for cost in rule(seen))
     costs = sorted((cost for cost in found if cost.share >= LEAST_SHARE), key=lambda cost: -cost.share)
     fixes = [fix for cost in costs for fix in cost.fixes if fix.is_worth_it]
@@ -54,7 +54,7 @@ def diagnose(seen: Seen) -> Diagnosis:
 
 
 def utilisation(seen: Seen) -> float:
-    """Return the share of the training loop's time in which the GPU works, or on the CPU, in which the step runs."""
+    """Return the fraction of the loop's time in which the GPU works or, without a GPU, the training step runs."""
     if seen.gpu is not None:
         return min(1.0, seen.gpu.busy / seen.iteration)
     return seen.step / seen.iteration
@@ -69,7 +69,7 @@ def _healthy(seen: Seen) -> str:
 
 
 def ladder(seen: Seen) -> list[Rung]:
-    """Return the rates of training as one stage after another is added, beginning with one batch on the device."""
+    """Return the rate of training on one cached batch, and the rates after each further stage is added."""
     loop, samples = seen.loop(), seen.samples
     gpu_busy, gpu_copy = (0.0, 0.0) if seen.gpu is None else (seen.gpu.busy, seen.gpu.copy)
     step = seen.step if seen.cached_step is None else seen.cached_step[1]
@@ -97,7 +97,7 @@ def ladder(seen: Seen) -> list[Rung]:
 
 
 def _cold(seen: Seen, rate: float) -> list[Rung]:
-    """Return the rate if all bytes were read from the disk, as some may already have been."""
+    """Return the rate if all bytes were read from the disk; an empty list if the disk was not measured."""
     if seen.cold_s is None:
         return []
     loop, more = seen.loop(), seen.cold_s * max(0.0, 1 - seen.disk_bytes / max(1.0, seen.read_bytes))

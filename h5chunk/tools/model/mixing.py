@@ -39,10 +39,9 @@ Integers = npt.NDArray[np.int64]
 
 
 def effective_batch(clustering: Clustering, order: Order) -> float:
-    """Return the size of a fully shuffled batch whose group shares have the same variance; at most the batch size.
+    """Return the size of a fully shuffled batch whose group shares have the same variance, at most the batch size.
 
-    Clustering that a shuffled file might show by chance, for example if it has few chunks, is ignored: shuffling the
-    file would change nothing.
+    Clustering that a shuffled file might show by chance, for example because it has few chunks, is ignored.
     """
     batch = float(min(order.batch_size, order.num_samples))
     if clustering.chance >= MIN_CHANCE:
@@ -55,15 +54,15 @@ def design_effect(clustering: Clustering, order: Order) -> float:
     """Return the variance of group shares in batches, relative to a full shuffle, averaged over an epoch.
 
     For M samples in batches of B from windows of W, with whole chunks of b samples, it is
-    ``1 + (B - 1) (b - 1) / (W - 1) (M - W) / (M - b) M / (M - B) correlation``. Raise OptionError if ``clustering`` is
-    of other chunks than ``order``, or if ``order`` does not shuffle or has no batch.
+    ``1 + (B - 1) (b - 1) / (W - 1) (M - W) / (M - b) M / (M - B) correlation``. Raises OptionError if ``clustering``
+    was measured for other chunks than those of ``order``, or if ``order`` does not shuffle or has no batches.
     """
     size, batch = order.num_samples, order.batch_size
     measured, expected = (clustering.num_samples, clustering.piece_samples), (size, min(size, order.chunk_samples))
     if measured != expected:
         raise OptionError(
-            f"clustering is of {measured[0]} samples in pieces of {measured[1]}, but the order has {expected[0]} "
-            f"samples in chunks of {expected[1]}: measure it for these"
+            f"clustering was measured for {measured[0]} samples in pieces of {measured[1]}, but the order has "
+            f"{expected[0]} samples in chunks of {expected[1]}: measure it for these chunks"
         )
     start, stop = _windows(order)
     if batch >= size:
@@ -81,8 +80,8 @@ def design_effect(clustering: Clustering, order: Order) -> float:
 def window_for(clustering: Clustering, order: Order, min_share: float) -> int | None:
     """Find the smallest window, in chunks, whose effective batch is at least ``min_share`` of the batch size.
 
-    Return None if only a window of all chunks suffices. The result is within a few percent of the optimum for an order
-    from `h5chunk.plan.order.with_full_windows`; the order's own ``window_chunks`` is ignored.
+    Returns None if only a window of all chunks suffices. The result is within a few percent of the optimum for an order
+    from `h5chunk.plan.order.with_full_windows`. The ``window_chunks`` of ``order`` is ignored.
     """
     if not 0 < min_share < 1:
         raise OptionError(f"min_share is {min_share}: give a fraction of the batch above 0 and below 1, such as 0.95")
@@ -103,7 +102,7 @@ def window_for(clustering: Clustering, order: Order, min_share: float) -> int | 
 def _windows(order: Order) -> tuple[Integers, Integers]:
     """Return the start and end of each window in the shuffled sequence of samples, as two (num_windows,) arrays."""
     if not order.shuffle:
-        raise OptionError("shuffle is False, so the order is that of the file: give an order with shuffle=True")
+        raise OptionError("the order has shuffle=False: give an order with shuffle=True")
     if not order.num_batches:
         raise OptionError(
             f"{order.num_samples} samples are less than a batch of {order.batch_size}: give a smaller batch_size"
@@ -115,7 +114,7 @@ def _windows(order: Order) -> tuple[Integers, Integers]:
 
 
 def _pairs_in(start: Integers, stop: Integers, piece: int) -> Integers | npt.NDArray[np.float64]:
-    """Count the ordered pairs of samples from ``start`` to ``stop`` that share a piece, if pieces follow each other."""
+    """Count the ordered pairs of samples from ``start`` to ``stop`` that share a piece of ``piece`` samples."""
     first, last = -(-start // piece) * piece, stop // piece * piece
     head, tail = first - start, stop - last
     cut = head * (head - 1) + (last - first) * (piece - 1) + tail * (tail - 1)

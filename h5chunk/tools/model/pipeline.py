@@ -20,43 +20,43 @@ MODEL_ERROR = 0.05  # relative error of predicted times of simple loops
 
 @dataclass(frozen=True)
 class Loop:
-    """Times of a loop, in seconds per batch."""
+    """Times of a training loop, in seconds per batch."""
 
-    fetches: Sequence[float]  # time in which a worker makes a batch, without waiting for a core or for other workers
-    steps: Sequence[float]  # time between receiving a batch and asking for the next one
+    fetches: Sequence[float]  # time that a worker takes per batch, without waiting for a core or for other workers
+    steps: Sequence[float]  # time between receiving a batch and requesting the next one
     workers: int  # 0: the main process makes the batches
     cores: float  # cores that this training may use
-    fetch_cpu: float  # CPU time of making a batch
+    fetch_cpu: float  # CPU time of a fetch
     step_cpu: float  # CPU time of a step
     prefetch: int = 2  # batches that each worker may have ready
-    handover: float = 0.0  # time in which the main process takes a batch that is ready
-    least: float = 0.0  # time that the GPU works on a step, while Python continues
-    exclusive: float = 0.0  # time in which only one worker at a time can work
+    handover: float = 0.0  # time that the main process takes to receive a batch that is ready
+    least: float = 0.0  # time that the GPU works per step, in parallel with Python: a lower limit
+    exclusive: float = 0.0  # time per batch in which only one worker can work, because of a lock
     in_order: bool = True  # whether batches are delivered in the order of the sampler
     slowdown: Sequence[float] = ()  # time of each worker relative to the mean
 
     def shorter(self, share: float, cpu_share: float) -> Loop:
-        """Return a loop whose fetches lack a share of their time, and a share of their CPU time."""
+        """Return a loop whose fetches take ``share`` less time and ``cpu_share`` less CPU time, as fractions."""
         fetches = [seconds * (1 - share) for seconds in self.fetches]
         return replace(self, fetches=fetches, fetch_cpu=self.fetch_cpu * (1 - cpu_share))
 
 
 @dataclass(frozen=True)
 class Range:
-    """A predicted ratio and the interval that it is expected in."""
+    """A predicted ratio, with its confidence interval."""
 
     value: float
     low: float
     high: float
 
     def with_rest(self, rest: float) -> Range:
-        """Return the gain on all time if this one is only for the time without a share ``rest``."""
+        """Return the gain on all time, if this gain applies to all but the fraction ``rest`` of the time."""
         low, value, high = (1 / ((1 - rest) / max(1e-9, x) + rest) for x in (self.low, self.value, self.high))
         return Range(value, low, high)
 
 
 def seconds_per_batch(loop: Loop) -> float:
-    """Return the mean time of an iteration, without the first batches."""
+    """Return the mean time of an iteration, without the first iterations."""
     if loop.workers == 0:
         return max(loop.least, float(np.mean(loop.fetches) + np.mean(loop.steps)))
     simulated = _in_order(loop) if loop.in_order else _any_order(loop)
@@ -76,7 +76,7 @@ def _any_order(loop: Loop) -> float:
 
 
 def _ends(loop: Loop) -> Iterator[float]:
-    """Yield when each step ends: the index of a batch is sent to a worker when an earlier batch is received."""
+    """Yield the end of each step. A worker starts a batch when the main process has received an earlier one."""
     workers = loop.workers
     free, received, now = [0.0] * workers, [0.0] * (workers * loop.prefetch), 0.0
     for number in range(max(len(loop.fetches), 8 * len(received))):
@@ -89,9 +89,10 @@ def _ends(loop: Loop) -> Iterator[float]:
 
 
 def gain_range(today: Loop, *changed: Loop) -> Range:
-    """Predict how many times faster a changed loop is, with an interval from resampled batches (block bootstrap).
+    """Predict how many times faster a changed loop is, with a confidence interval from resampled batches.
 
-    Loops after the first have changes at the ends of the interval of the change; they widen the interval of the gain.
+    The first of the ``changed`` loops gives the predicted value. Further loops, which have the change at the ends of
+    its own interval, widen the interval. Batches are resampled in blocks (block bootstrap).
     """
     generator = np.random.default_rng(0)
     before = seconds_per_batch(today)

@@ -1,4 +1,4 @@
-"""Compare two rates that were measured in turns, so that other work on the machine slows down both.
+"""Compare two rates that were measured in turns, so that other work on the machine slows both down equally.
 
 >>> print(Ratio.of([110.0, 66.0, 121.0, 108.0], [100.0, 60.0, 100.0, 99.0]))
 1.1 times (0.91 to 1.4)
@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 STUDENT = (12.7, 4.3, 3.2, 2.8, 2.6, 2.5, 2.4, 2.3, 2.3)  # 95 % of Student's t, with 1 to 9 degrees of freedom
-UNKNOWN = 100.0  # ratio of the ends of an interval from which it carries no information
+UNKNOWN = 100.0  # a ratio is uncertain if the upper end of its interval is this many times the lower end
 MIN_SPREAD = 0.03  # typical difference of two runs of the same loop
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """The ratio of the rates of two settings: the median of all turns, and the interval that contains 95 % of them.
+    """The ratio of the rates of two settings, with the interval that contains the ratios of 95 % of the turns.
 
     With two turns the interval is very wide, and with one turn it is unbounded.
     """
@@ -29,7 +29,7 @@ class Ratio:
 
     @classmethod
     def of(cls, rates: Sequence[float], reference_rates: Sequence[float], busy: float = 1.0) -> Ratio:
-        """Compare the rates of two settings turn by turn, for at least one turn.
+        """Compare the rates of two settings turn by turn. There must be at least one turn.
 
         ``busy`` is the load per core by other programs. They slow down loops of one and of several threads differently
         from minute to minute, so the interval is widened by its square root on both sides.
@@ -47,7 +47,7 @@ class Ratio:
         return self.text("")
 
     def text(self, reference: str) -> str:
-        """Return the ratio and its interval in words; ``reference``, such as " today's rate", follows "times"."""
+        """Return the ratio and its interval in words. ``reference``, such as " today's rate", follows "times"."""
         if self.high > UNKNOWN * self.low:
             return f"{_times(self.times)} times{reference} (not certain)"
         return f"{_times(self.times)} times{reference} ({_times(self.low)} to {_times(self.high)})"

@@ -15,9 +15,9 @@ GATHERING, COPYING, WAITING = "gathering", "copying", "waiting"  # stages of `Ch
 FETCH_STAGES = (READING, DECODING, TRANSFORM, LOCK, COLLATE)
 MAX_DELAY = 0.5  # largest fraction of a time that is attributed to waiting for a core
 OUTLIER = 3.0  # multiple of the median above which steps are ignored, such as warm-up and saving
-TAKE_S, MAX_TAKE_S = 1.5e-4, 4e-4  # time to unpack a tensor from a worker: if not measured, and at most
+TAKE_S, MAX_TAKE_S = 1.5e-4, 4e-4  # default and maximum time to unpack a tensor from a worker
 KERNEL_GAP_S = 2e-6  # time between two kernels on a GPU
-BLOCKS = 8  # parts of a measurement that are compared with each other
+BLOCKS = 8  # parts of a measurement, whose differences give confidence limits
 
 
 @dataclass(frozen=True)
@@ -38,20 +38,20 @@ class Line:
 
 @dataclass(frozen=True)
 class Gpu:
-    """Seconds per step on the GPU."""
+    """Times per step on the GPU, in seconds."""
 
-    busy: float  # kernels and copies ran
-    idle: float  # nothing was queued between two steps
-    copy: float  # copies from the host
-    kernels: float  # number per step
-    blocked: float  # Python waited for the GPU
-    is_profiled: bool  # busy, copy, kernels and blocked are known
-    slow_clocks: str = ""  # why clocks are lowered most of the time
-    clock: float = 1.0  # clock over the highest one
+    busy: float  # time in which kernels or copies run
+    idle: float  # time between two steps in which nothing is queued
+    copy: float  # time of copies from the host
+    kernels: float  # number of kernels per step
+    blocked: float  # time in which Python waits for the GPU
+    is_profiled: bool  # whether busy, copy, kernels and blocked were measured
+    slow_clocks: str = ""  # reason why the clock is reduced most of the time; empty if it is not
+    clock: float = 1.0  # clock rate as a fraction of the maximum
 
     @property
     def least(self) -> float:
-        """Time that a step takes at least."""
+        """Minimum time of a step on the GPU."""
         return self.busy + self.kernels * KERNEL_GAP_S if self.is_profiled else 0.0
 
 
@@ -59,45 +59,45 @@ class Gpu:
 class Seen:
     """Means per iteration of the training loop, in seconds unless stated otherwise."""
 
-    samples: float  # of a batch
-    waits: Sequence[float]  # until each batch was received
-    steps: Sequence[float]  # from receiving a batch to asking for the next
-    fetches: Sequence[float]  # of making batches, where that can be seen
-    stages: dict[str, float]  # parts of a fetch, or of the work of a `ChunkLoader` for a batch
+    samples: float  # samples per batch
+    waits: Sequence[float]  # time of waiting for each batch
+    steps: Sequence[float]  # time between receiving each batch and requesting the next one
+    fetches: Sequence[float]  # time to produce each batch; empty if it was not measured
+    stages: dict[str, float]  # time of each stage of a fetch, or of a `ChunkLoader`'s work for a batch
     lines: Sequence[Line]
     loader: dict[str, Any]
     batch: dict[str, Any]
     cores: int
     threads: int
-    fetched_by: Sequence[int] = ()  # the worker of each fetch
+    fetched_by: Sequence[int] = ()  # index of the worker of each fetch
     fetch_gap: float = 0.0
     fetch_cpu: float = 0.0
-    fetch_delay: float = 0.0  # a worker waited for a core
+    fetch_delay: float = 0.0  # time that a worker waits for a core
     step_cpu: float = 0.0
-    step_delay: float = 0.0  # the main thread waited for a core
-    other_cores: float = 0.0  # that other processes of this machine kept busy
-    take: float | None = None  # the main process unpacked a batch of a worker
-    cached_step: tuple[float, float] | None = None  # of one batch again and again: of Python, and in all
-    copy: float = 0.0  # Python copied to the device, or waited for that
+    step_delay: float = 0.0  # time that the main thread waits for a core
+    other_cores: float = 0.0  # number of cores that other processes keep busy
+    take: float | None = None  # time that the main process takes to unpack a batch from a worker
+    cached_step: tuple[float, float] | None = None  # Python's time and the total time of a step on one cached batch
+    copy: float = 0.0  # time in which Python copies to the device or waits for copies
     copy_bytes: float = 0.0
     pageable_bytes: float = 0.0
     optimizer: float = 0.0
     warm: float = 1.0  # time of code whose data and memory are in the core's caches, relative to that of a fetch
-    h5_reads: float = 0.0  # calls of h5py that read, of a fetch
-    read_bytes: float = 0.0  # bytes that a fetch read from files
-    disk_bytes: float = 0.0  # of them, from disks
-    cold_s: float | None = None  # reading the bytes of a batch from the disk
-    memory_stall: float = 0.0  # share of all time in which a process waited for memory
-    held: float = 0.0  # share of a step in which another thread held Python's lock
-    holder: str = ""  # that thread, and its line
-    ranks: Sequence[tuple[float, float]] = ()  # of each process of DDP: an iteration, and waiting for gradients in it
-    in_torch: float = 0.0  # share of a step in which Python runs torch's code, not the user's
+    h5_reads: float = 0.0  # number of reads with h5py per fetch
+    read_bytes: float = 0.0  # bytes that a fetch reads from files
+    disk_bytes: float = 0.0  # bytes that a fetch reads from disks rather than from the page cache
+    cold_s: float | None = None  # time to read the bytes of a batch from the disk
+    memory_stall: float = 0.0  # fraction of all time in which a process waits for memory
+    held: float = 0.0  # fraction of a step in which another thread holds the GIL
+    holder: str = ""  # the thread that holds the GIL most, and its line of code
+    ranks: Sequence[tuple[float, float]] = ()  # for each rank: time of an iteration, and its wait for gradients
+    in_torch: float = 0.0  # fraction of a step in which Python runs torch's code rather than the user's
     gpu: Gpu | None = None
     gpu_name: str = ""
-    elsewhere: float = 0.0  # share of all time in other loaders, such as validation
-    epoch_start: float = 0.0  # from starting an epoch to its first batch
-    epoch_batches: float = 0.0  # batches per epoch; 0: no epoch ended
-    worker_fetches: Sequence[float] = ()  # mean of each worker
+    elsewhere: float = 0.0  # fraction of all time spent in other loaders, such as validation
+    epoch_start: float = 0.0  # time from starting an epoch to its first batch
+    epoch_batches: float = 0.0  # number of batches per epoch; 0 if no epoch ended
+    worker_fetches: Sequence[float] = ()  # mean time of a fetch of each worker
     files: Sequence[dict[str, Any]] = field(default=())
 
     @property
@@ -127,17 +127,17 @@ class Seen:
 
     @property
     def is_torch(self) -> bool:
-        """Whether a DataLoader feeds the loop, and its fetches were seen."""
+        """Whether a DataLoader feeds the loop, and its fetches were measured."""
         return self.loader.get("kind") == "DataLoader" and bool(self.fetches)
 
     @property
     def rate(self) -> float:
-        """Samples/s over all time, with validation and the starts of epochs."""
+        """Samples/s over all time, including validation and the starts of epochs."""
         return self.samples / self.iteration * (1 - self.other_share)
 
     @property
     def idle(self) -> float:
-        """Share of the time in which the GPU does not work; 1 without a GPU."""
+        """Fraction of the time in which the GPU does not work; 1 without a GPU."""
         if self.gpu is None:
             return 1.0
         idle = self.iteration - self.gpu.least if self.gpu.is_profiled else self.gpu.idle
@@ -145,13 +145,13 @@ class Seen:
 
     @property
     def handover(self) -> float:
-        """Time of taking a batch that is ready."""
+        """Time to receive a batch that is ready."""
         tensors = max(1, int(self.batch.get("tensors") or 1))
         return TAKE_S * tensors if self.take is None else min(self.take, MAX_TAKE_S * tensors)  # more is a busy worker
 
     @property
     def starting(self) -> float:
-        """Share of the training loop's time in which it starts epochs."""
+        """Fraction of the training time that starting epochs takes."""
         if not self.epoch_batches:
             return 0.0
         start = max(0.0, self.epoch_start - self.wait)
@@ -159,11 +159,11 @@ class Seen:
 
     @property
     def other_share(self) -> float:
-        """Share of all time outside of the iterations of training."""
+        """Fraction of all time outside of training iterations."""
         return 1 - (1 - self.elsewhere) * (1 - self.starting)
 
     def waiting(self) -> tuple[float, float]:
-        """Return the share of time in which training waits for batches, and its lower 95 % confidence limit."""
+        """Return the fraction of time in which training waits for batches, and its lower 95 % confidence limit."""
         taken = self.handover if self.workers else 0.0
         block = max(1, len(self.waits) // BLOCKS)
         shares = []
@@ -175,7 +175,7 @@ class Seen:
         return share, share - error
 
     def loop(self) -> Loop:
-        """Return the loop in the form that the simulation of workers uses."""
+        """Return the loop as the simulation of workers describes it."""
         waited = min(MAX_DELAY, self.step_delay / max(1e-9, self.step if self.workers else self.iteration))
         delay = min(MAX_DELAY, self.fetch_delay / max(1e-9, self.fetch)) if self.workers else waited
         mean = max(1e-9, self.fetch)
@@ -201,7 +201,7 @@ class Seen:
         )
 
     def _hot_steps(self, on_core: float) -> list[float]:
-        """Return the steps without outliers and without waiting for a core; of the length that a cached batch has."""
+        """Return the times of the steps, scaled to a cached batch, without outliers and without waiting for a core."""
         most = OUTLIER * statistics.median(self.steps)
         steps = [min(seconds, most) for seconds in self.steps]
         if self.cached_step is not None:

@@ -43,9 +43,9 @@ class DataFacts:
     window_chunks: int  # window that readers choose by default
     shuffled: bool = False  # whether the header says that the file was shuffled
     direct: bool = True  # whether it can be read by byte ranges
-    converted_bytes: int = 0  # bytes of a converted sample, such as a sparse row made dense; 0: not converted
+    converted_bytes: int = 0  # bytes of a sample in a batch if it is converted, such as a sparse row made dense; else 0
     has_fixed_chunks: bool = False  # whether the chunks cannot be changed
-    loader_reads_all: bool = True  # whether `ChunkLoader` supports all fields, of which none has strings
+    loader_reads_all: bool = True  # whether `ChunkLoader` supports all fields, because none contains strings
 
     @property
     def num_samples(self) -> int:
@@ -58,7 +58,7 @@ class DataFacts:
 
     @property
     def is_good(self) -> bool:
-        """True if chunks hold whole samples and have no filter."""
+        """True if chunks contain complete samples and are not compressed."""
         return not self.grid.filtered and self.grid.chunks_per_sample == 1
 
 
@@ -98,7 +98,7 @@ def _band_bytes(grid: ChunkGrid, chunk_samples: int) -> int:
 
 
 def order_of(setting: Setting, facts: DataFacts) -> Order:
-    """Return the order that readers choose if the file recommends the window of this setting."""
+    """Return the order in which a setting reads samples."""
     band_bytes = _band_bytes(grid_of(setting, facts), setting.chunk_samples)
     order = Order(
         num_samples=facts.num_samples,
@@ -111,13 +111,13 @@ def order_of(setting: Setting, facts: DataFacts) -> Order:
 
 
 def window_samples(setting: Setting, facts: DataFacts) -> int:
-    """Return the number of samples in a full window, or of all samples if there are fewer."""
+    """Return the number of samples in a full window, but at most the number of all samples."""
     order = order_of(setting, facts)
     return order.window_batches * order.batch_size
 
 
 def cut_order(order: Order, num_samples: int) -> Order:
-    """Return an order of fewer samples, with fewer windows of the same size, for measuring."""
+    """Return an order of fewer samples for measuring, with fewer windows of the same size."""
     if num_samples >= order.num_samples:
         return order
     batches = max((round_.window_batches for round_ in order.rounds()), default=1)
@@ -126,14 +126,17 @@ def cut_order(order: Order, num_samples: int) -> Order:
 
 
 def cache_of(setting: Setting, facts: DataFacts, num_workers: int | None = None) -> CacheSettings:
-    """Return the chunk cache of each process that reads through HDF5, of which there is one per worker by default."""
+    """Return the settings of the chunk cache of a process that reads through HDF5.
+
+    ``num_workers`` is the number of such processes; by default, that of the setting.
+    """
     order = order_of(setting, facts)
     workers = max(1, setting.num_workers if num_workers is None else num_workers)
     return grid_of(setting, facts).cache_for(order.open_chunks_of(workers), order.cache_w0)
 
 
 def memory_of(setting: Setting, facts: DataFacts) -> int:
-    """Return the bytes of memory that a setting needs for windows, batches and chunk caches, without interpreters."""
+    """Return the bytes of memory that a setting needs for windows, batches and chunk caches."""
     order = order_of(setting, facts)
     batch = facts.batch_samples * (facts.converted_bytes or facts.sample_bytes)
     if setting.reader == DATASET:
@@ -146,7 +149,10 @@ def memory_of(setting: Setting, facts: DataFacts) -> int:
 
 
 def enumerate_settings(facts: DataFacts, *, workers: Sequence[int], windows: Iterable[int] = ()) -> list[Setting]:
-    """Return the settings to consider, the current one first; ``windows`` are further windows of the unchanged file."""
+    """Return the settings to consider, the current one first.
+
+    ``windows`` are additional window sizes, in chunks, for the unchanged file.
+    """
     found: dict[Setting, None] = {}
     for chunk_samples, repack in ((facts.chunk_samples, False), *((size, True) for size in _other_chunks(facts))):
         grid = grid_of(Setting(LOADER, chunk_samples, 1, repack=repack), facts)
@@ -161,9 +167,10 @@ def enumerate_settings(facts: DataFacts, *, workers: Sequence[int], windows: Ite
 
 
 def _other_chunks(facts: DataFacts) -> list[int]:
-    """Return the numbers of samples per chunk that a repacked file may have.
+    """Return the numbers of samples per chunk to consider for a repacked file.
 
-    No chunk is between 2 MiB and HDF5's default cache size: plain h5py would read a whole chunk for each sample.
+    Chunks between 2 MiB and the size of HDF5's default cache are left out, because plain h5py would read a whole chunk
+    for each sample.
     """
     if facts.has_fixed_chunks:
         return []
@@ -179,7 +186,10 @@ def _other_chunks(facts: DataFacts) -> list[int]:
 
 
 def _window_sizes(facts: DataFacts, chunk_samples: int, requested: Iterable[int]) -> list[int]:
-    """Return window sizes in chunks: ``requested``, the default, a quarter and four times of it, and four batches."""
+    """Return the window sizes to consider, in chunks.
+
+    They are those ``requested``, the default, a quarter of it, four times the default, and four batches.
+    """
     num_chunks = math.ceil(facts.num_samples / chunk_samples)
     default = choose_window_chunks(_band_bytes(facts.grid, chunk_samples), num_chunks)
     sizes = [*requested, default, max(1, default // 4), default * 4, math.ceil(4 * facts.batch_size / chunk_samples)]
@@ -202,10 +212,10 @@ class Trial:
 
 
 def choose(trials: Iterable[Trial]) -> Trial | None:
-    """Choose the best of the allowed and measured settings; None if there are none.
+    """Choose the best of the settings that are allowed and were measured; return None if there are none.
 
-    Among the settings within 3 % of the fastest rate, choose the one that changes least: one for the unchanged file,
-    then `ChunkLoader`, then fewer workers, then smaller chunks (cheaper for reading single samples), then less memory.
+    Among the settings within 3 % of the fastest rate, prefer those that change least: first settings for the unchanged
+    file, then `ChunkLoader`, then fewer workers, smaller chunks (cheaper for reading single samples) and less memory.
 
     >>> small, large = (Trial(Setting(LOADER, n, 9, repack=True), 1 << 20, 250.0, True, 98.0 + n) for n in (1, 2))
     >>> choose([small, large, replace(large, allowed=False, rate=200.0)]).setting.chunk_samples

@@ -1,4 +1,4 @@
-"""Find costs of training steps and of the machine; apart from copying, the data does not cause them."""
+"""Find the costs of training steps and of the machine. Apart from copying, they do not depend on the data."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ PINNED_BYTES_S = 4e10  # rate of a copy from pinned memory to the GPU
 PINNING_BYTES_S = 6e9  # rate at which a thread copies to pinned memory
 FUSED = 0.1  # time of a fused optimizer relative to one with several kernels per parameter
 FEW_SAMPLES = 8
-LEAST_IDLE = 0.1  # of the GPU: less has no cause in the step
+LEAST_IDLE = 0.1  # if the GPU is idle for a smaller fraction of the time, the step is not the cause
 
 
 def step_costs(seen: Seen) -> Iterator[Cost]:
-    """Yield the costs of steps, for which the GPU waits while training does not wait for a batch."""
+    """Yield the costs of steps that let the GPU wait while training does not wait for a batch."""
     gpu = seen.gpu
     if gpu is None:
         return
@@ -39,9 +39,9 @@ def step_costs(seen: Seen) -> Iterator[Cost]:
 
 
 def _step_cost(seen: Seen, cause: str, sentence: str, fix: str, code: str, seconds: float, exact: bool) -> Cost:
-    """Return a cost without which Python would take some seconds for an iteration; the GPU may then be the limit.
+    """Return a cost in the training step; without it, Python takes ``seconds`` per iteration.
 
-    Waiting for the GPU is a cost of its own, so that the others are counted in a loop without it.
+    The GPU then limits the gain. Waiting for the GPU is a separate cost, so it is not counted in other costs.
     """
     assert seen.gpu is not None
     before = seen.iteration - (0.0 if cause in ("copy", "synchronisation") else seen.gpu.blocked)
@@ -86,7 +86,7 @@ def _synchronised(seen: Seen) -> Cost:
 def _optimizer(seen: Seen) -> Cost:
     assert seen.gpu is not None
     share = seen.optimizer / seen.iteration
-    code = "torch.optim.Adam(..., fused=True), with parameters on the GPU, or the same of your optimizer"
+    code = "torch.optim.Adam(..., fused=True), with parameters on the GPU, or the fused form of your optimizer"
     text = f"the optimizer's step takes Python {share:.0%} of the time"
     after = seen.iteration - seen.gpu.blocked - (1 - FUSED) * seen.optimizer
     return _step_cost(seen, "optimizer", text, "fused optimizer", code, after, True)
@@ -105,14 +105,14 @@ def _python(seen: Seen) -> Cost:
     assert seen.gpu is not None
     line = slowest_line(seen, "step")
     place, share = ("", 1.0) if line is None else (f"; its slowest line is {line}", line.share)
-    code = f"{line or 'the step'}: do less of it, or not in each step"
+    code = f"{line or 'the step'}: do less work in it, or not in each step"
     text = f"Python keeps the GPU waiting within the step{place}"
     after = seen.iteration - seen.gpu.blocked - share * (seen.step - seen.gpu.blocked)
     return _step_cost(seen, "python", text, "less Python in the step", code, after, False)
 
 
 def machine_costs(seen: Seen) -> Iterator[Cost]:
-    """Yield the costs of threads, memory, clocks, other ranks and other loaders."""
+    """Yield the costs of threads, memory, clocks, slow ranks, and other loaders such as validation."""
     rest, delay = 1 - seen.elsewhere, seen.step_delay / seen.iteration
     if seen.elsewhere:
         text = f"Not training: other loaders, such as validation, take {seen.elsewhere:.0%} of the time."
@@ -123,13 +123,13 @@ def machine_costs(seen: Seen) -> Iterator[Cost]:
         yield _held(seen)
     if seen.memory_stall > 0.05:
         text = (
-            f"Not your data: memory is short: processes wait {seen.memory_stall:.0%} of the time for pages that were "
-            "evicted before. Use fewer workers, smaller caches or copies, or more memory."
+            f"Not your data: processes wait {seen.memory_stall:.0%} of the time for memory pages that were evicted, "
+            "because memory is short. Use fewer workers, smaller caches or copies, or more memory."
         )
         share, waits = seen.memory_stall, rest * seen.waiting()[0]  # stalls of the system make several processes wait
         yield Cost("memory", False, max(share, waits if share > waits / 5 else 0.0), text)
     if seen.gpu is not None and seen.gpu.slow_clocks:
-        text = f"Not your data: the GPU's clock is at {seen.gpu.clock:.0%} of its highest: {seen.gpu.slow_clocks}."
+        text = f"Not your data: the GPU's clock is at {seen.gpu.clock:.0%} of its maximum ({seen.gpu.slow_clocks})."
         yield Cost("clocks", False, rest * (1 - seen.gpu.clock) * (1 - seen.idle), text)
     if len(seen.ranks) > 1:
         yield _straggler(seen)
@@ -160,14 +160,14 @@ def _threads(seen: Seen, delay: float) -> tuple[str, list[Fix]]:
 
 
 def _straggler(seen: Seen) -> Cost:
-    """Say which process of DDP the others wait for: it is the one that waits least for gradients."""
+    """Return the cost of a slow DDP rank, which the others wait for. It is the one that waits least for gradients."""
     waits = [wait for _, wait in seen.ranks]
     slowest, iteration = waits.index(min(waits)), statistics.fmean(seconds for seconds, _ in seen.ranks)
     lost = statistics.median(wait for rank, wait in enumerate(waits) if rank != slowest) - waits[slowest]
     gain = iteration / max(1e-9, iteration - lost)
     text = (
-        f"Rank {slowest} holds up the others: these wait {lost / iteration:.0%} of their time for its gradients. "
-        "The report is of this rank."
+        f"Rank {slowest} delays the others, which wait {lost / iteration:.0%} of their time for its gradients. "
+        f"This report describes rank {slowest}."
     )
     fix = Fix(
         f"rank {slowest} as fast as the others", Range(gain, 0.9 * gain, 1.1 * gain), "see the report of the rank"

@@ -1,8 +1,9 @@
 """Find the datasets of a file that contain samples, and plan their chunks.
 
-A field is a dataset whose first axis indexes samples: it has the length of the named dataset, or else of ``images``,
-``X`` of AnnData, or the largest dataset. A sparse matrix is a group of ``data``, ``indices`` and ``indptr``. Images of
-any size, which only h5chunk files have, are a group of ``data``, ``offsets`` and tables of their sizes.
+A field is a dataset whose first axis indexes samples. Its length is that of the dataset that the user names, or else of
+``images``, ``X`` of AnnData, or the largest dataset. A sparse matrix is a group of ``data``, ``indices`` and
+``indptr``. Images of any size, which only h5chunk files have, are a group of ``data``, ``offsets`` and tables of their
+sizes.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ IMAGES = b"images"
 class RaggedGroup:
     """A group of samples that differ in length: a sparse matrix, or images of any size.
 
-    ``lists`` are the datasets with the concatenated entries of all samples: the column indices and values of a matrix,
-    or the bytes of images.
+    ``lists`` are the datasets in which the entries of all samples follow each other: the column indices and the values
+    of a matrix, or the bytes of images.
     """
 
     path: bytes
@@ -50,7 +51,7 @@ class RaggedGroup:
 
     @property
     def has_samples(self) -> bool:
-        """True if each sample is a run of consecutive entries."""
+        """True if the entries of each sample are stored one after another."""
         return self.kind in ("csr", "images")
 
     @property
@@ -59,7 +60,7 @@ class RaggedGroup:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all stored entries; the values of a pattern are not stored."""
+        """Bytes of all stored entries. A matrix whose values are all 1 stores no values."""
         first, *others = self.lists
         return self.num_entries * (first.item_bytes + sum(facts.item_bytes for facts in others if facts.stored_bytes))
 
@@ -71,11 +72,11 @@ class RaggedGroup:
 
 @dataclass(frozen=True)
 class Samples:
-    """The fields and matrices of the file to repack."""
+    """The fields, matrices and images of the file to repack."""
 
     num_samples: int  # length of the main field; 0 if no dataset has samples
     main: str  # name of the main field
-    layouts: dict[int, Layout | CsrLayout]  # layouts by number of samples, usually one
+    layouts: dict[int, Layout | CsrLayout]  # the layout for each number of samples; usually there is only one
     fields: list[DatasetFacts] = field(default_factory=list)  # all datasets of these lengths with fixed-size types
     other_datasets: list[DatasetFacts] = field(default_factory=list)  # datasets of these lengths with other types
     ragged: list[RaggedGroup] = field(default_factory=list)
@@ -105,7 +106,7 @@ def find_samples(
     anndata = is_anndata(file)
     candidates = [facts for facts in datasets.values() if facts.num_rows and facts.path not in parts | excluded]
     large = [facts for facts in candidates if facts.grid.sample_bytes > min(part_bytes, MAX_CHUNK_BYTES)]
-    if not options.shuffle and not options.fields:  # otherwise they are an error later
+    if not options.shuffle and not options.fields:  # otherwise they raise an error later
         candidates = [facts for facts in candidates if facts not in large]
     mains = _main_fields(candidates, datasets, ragged, header, options, anndata, label)
     if options.chunks and not options.fields:
@@ -130,7 +131,7 @@ def _main_fields(
     anndata: bool,
     label: str,
 ) -> list[tuple[int, str]]:
-    """Return the (length, name) of the main fields; all datasets of these lengths are fields."""
+    """Return the (length, name) of the main fields. All datasets of the same lengths become fields."""
     if options.fields:
         named = [_named(datasets, name, label) for name in options.fields]
         for facts in named:
@@ -148,7 +149,7 @@ def _main_fields(
         first = datasets.get(IMAGES) or datasets.get(b"X")
         first = first or max(whole, key=lambda facts: facts.num_bytes, default=None)
         if first is None or first.num_rows != header.num_samples:
-            raise FileError(f"{label}: damaged: no field has the {header.num_samples} samples of /{GROUP}")
+            raise FileError(f"{label}: is damaged, because no field has the {header.num_samples} samples of /{GROUP}")
         return [(header.num_samples, first.name)]
     usable = {facts.path: facts for facts in candidates if facts.is_fixed_size and facts.kind in NUMBERS_AND_TEXT}
     images = [usable[IMAGES]] if IMAGES in usable else []
@@ -175,7 +176,7 @@ def _named(datasets: dict[bytes, DatasetFacts], name: str, label: str) -> Datase
 def _plan(
     num_rows: int, fields: list[DatasetFacts], ragged: list[RaggedGroup], chunk_samples: int | None
 ) -> Layout | CsrLayout:
-    """Plan the chunks of all fields of one length; the largest field determines the number of samples per chunk."""
+    """Plan the chunks of all fields of one length. The largest of them determines the number of samples per chunk."""
     largest = max((facts.num_bytes for facts in fields if facts.num_rows == num_rows), default=0)
     rows = [group for group in ragged if group.has_samples and group.shape[0] == num_rows and group.shape[1]]
     for group in sorted(rows, key=lambda group: group.num_entries)[-1:]:
@@ -191,7 +192,7 @@ def _plan(
 
 
 def is_anndata(file: h5py.File) -> bool:
-    """Return whether a file has the layout of AnnData."""
+    """Return whether AnnData wrote the file, or its members are those of such a file."""
     return _word(file, "encoding-type") == "anndata" or all(name in file for name in ("X", "obs", "var"))
 
 
@@ -215,26 +216,26 @@ def _sparse_groups(
             continue
         shape = np.asarray(group.attrs.get("shape", group.attrs.get("h5sparse_shape", ())))
         if shape.shape != (2,) or shape.dtype.kind not in "iu" or int(shape.min()) < 0:
-            raise FileError(f"{where}: its attribute 'shape' must be the numbers of rows and columns")
+            raise FileError(f"{where} has an attribute 'shape' that does not contain the numbers of rows and columns")
         major = int(shape[1 if kind == "csc" else 0])
         lengths = [part_facts.shape[0] if part_facts.shape else 0 for part_facts in facts]
         if lengths[2] != major + 1 or lengths[0] != lengths[1] or facts[2].kind not in "iu":
             raise FileError(
-                f"{where} is damaged: {lengths[1]} values, {lengths[0]} indices and {lengths[2]} pointers of "
-                f"{facts[2].dtype} in {shape[0]} x {shape[1]}"
+                f"{where} is damaged ({lengths[1]} values, {lengths[0]} indices and {lengths[2]} pointers of "
+                f"{facts[2].dtype} in {shape[0]} x {shape[1]})"
             )
         yield RaggedGroup(node.path, kind, (int(shape[0]), int(shape[1])), (facts[0], facts[1]), facts[2])
 
 
 def _image_groups(file: h5py.File, datasets: dict[bytes, DatasetFacts], header: Header | None) -> Iterator[RaggedGroup]:
-    """Yield the images of any size of an h5chunk file. Raises FileError if they are damaged."""
+    """Yield the images of any size in an h5chunk file. Raises FileError if they are damaged."""
     names = find_image_groups(path.decode("utf-8", "replace") for path in datasets) if header is not None else []
     for name in names:
         assert header is not None
         field = describe_images(file[name], Path(file.filename), name, header.chunk_samples)
         if field.num_rows != header.num_samples:
             raise FileError(
-                f"{printable(file.filename)}: {name!r} is damaged: it has {field.num_rows} images for "
+                f"{printable(file.filename)}: {name!r} is damaged, because it has {field.num_rows} images for "
                 f"{header.num_samples} samples"
             )
         pointers, *tables = (datasets[f"{name}/{table}".encode()] for table in IMAGE_TABLES)

@@ -1,7 +1,7 @@
 """Repack the files of a folder, such as shards, into another folder, in this process or on a Dask cluster.
 
-Each task writes one file under a unique name, and this process moves it into the unfinished folder. What a finished
-file was made from is stored with it, so that a repack that continues does not write it again.
+Each task writes one file under a unique name, and this process moves the file into the unfinished folder. Each finished
+file records its source and options, so that an interrupted repack does not write it again.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class FileTask(NamedTuple):
 
     repack_file: RepackFile
     source: str | Path  # a path or a URL
-    final: Path  # in the unfinished folder, where an earlier run may have written it
-    job: str  # name of an empty file, which is there while the command runs
-    work: SharedFolder  # folder to write it to, under a unique name
+    final: Path  # path in the unfinished folder; an earlier run may have written this file
+    job: str  # name of a file that exists while the command runs
+    work: SharedFolder  # folder in which the file is written, under a unique name
     options: RepackOptions
 
 
@@ -57,7 +57,7 @@ def repack_folder(
     progress: Progress | None = None,
     client: Any = None,
 ) -> RepackFolderReport:
-    """Repack all files of a folder, pattern or list; the new files have the same names. See `repack`."""
+    """Repack all files of a folder, pattern or list. The new files have the same names. See `repack`."""
     started, output = time.perf_counter(), parse_output(path, folder=True)
     check_shards(source)
     files = [Path(file).absolute() for file in list_files(source)]
@@ -83,7 +83,7 @@ def repack_folder(
 
 
 def _check(files: list[Path], output: Path, options: RepackOptions) -> None:
-    """Raise an error for files that cannot be repacked together, and for options that do not apply to several."""
+    """Raise an error if files cannot be repacked together, or an option applies only to single files."""
     names = Counter(map(name_of, files))
     if (name := names.most_common(1)[0][0]) and names[name] > 1:
         raise OptionError(f"two files are called {printable(name)}: repack their folders one after the other")
@@ -93,13 +93,13 @@ def _check(files: list[Path], output: Path, options: RepackOptions) -> None:
         check_not_source(output, file.parent)
     if options.shuffle:
         raise OptionError(
-            "shuffle is given for several files, but samples are shuffled only within a file: convert the source "
+            "shuffle applies to a single file, because samples are shuffled only within a file: convert the source "
             "again with another seed, or leave out shuffle"
         )
 
 
 def _planned(file: Path, output: Path, options: RepackOptions, repack_file: RepackFile) -> RepackReport:
-    """Return the plan for repacking a file into an output folder that does not exist yet."""
+    """Return the plan for repacking a file, as if the output were beside the output folder, which may not exist yet."""
     beside = output.with_name(f".{output.name}-{name_of(file)}")
     return repack_file(file, beside, options, dry_run=True)
 
@@ -113,7 +113,7 @@ def _write(
     progress: Progress | None,
     client: Any,
 ) -> list[RepackReport]:
-    """Write the folder, continuing earlier work if any; return the reports of the files."""
+    """Write the folder, continuing earlier work, and return the reports of the files."""
     sizes = [file.stat().st_size for file in files]
     say = count_tasks("repack", sum(sizes), progress)
     reports: dict[int, RepackReport] = {}
@@ -144,7 +144,7 @@ def _write(
 def _ended(
     tasks: dict[int, FileTask], client: Any, say: Callable[[int, int], None], last: Collection[int]
 ) -> Iterator[tuple[int, RepackReport]]:
-    """Run the tasks in this process or on a cluster; yield the number and report of each as it finishes."""
+    """Run the tasks, in this process or on a cluster; yield the number and the report of each task as it finishes."""
     with nullcontext() if client is None else connected(client) as cluster:
         if cluster is None:
             yield from ((number, run_task(task, partial(say, number))) for number, task in tasks.items())
@@ -153,7 +153,7 @@ def _ended(
 
 
 def run_task(task: FileTask, say: Callable[[int], None]) -> RepackReport:
-    """Repack one file, unless an earlier run has already done so."""
+    """Repack one file, unless an earlier run has done so."""
     with task.work.in_worker() as work, at_hand(task.source) as source:
         size = source.stat().st_size
 

@@ -1,4 +1,4 @@
-"""Plan the new layout of each dataset; raise errors for files that cannot be repacked before anything is written."""
+"""Plan the new layout of each dataset. Files that cannot be repacked raise errors before anything is written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from h5chunk.tools.repack.options import RepackOptions
 MIN_FILTERED_BYTES = 4 << 10  # compressing smaller chunks would save less space than their index needs
 COMPRESSIONS = ("none", "gzip", "lzf", "zstd", "lz4", "blosc")
 _LEVELS = {"gzip": (0, 9, 4), "zstd": (1, 22, 3)}  # minimum, maximum, default
-_REGIONS = "refers to regions of datasets, which a shuffle would move: repack the file without shuffle"
+_REGIONS = "refers to regions of datasets, whose samples a shuffle would move: repack the file without shuffle"
 SOURCE_INDEX = f"{GROUP}/source_index"
 TABLES = (
     ("source_index", "rows"),
@@ -39,36 +39,35 @@ TABLES = (
 class Move:
     """A dataset that gets a new layout.
 
-    Its ``kind`` is "copy" if the order stays the same, "rows" if rows are permuted, "runs" if runs of rows of different
-    lengths are permuted, or "pointers" if the values are the starts or ends of such runs, and are recomputed.
+    The ``kind`` is "copy" if the order of the rows stays the same, "rows" if rows are permuted, and "runs" if the rows
+    of each sample are moved together. It is "pointers" if the values are the starts or ends of these runs, which are
+    recomputed.
     """
 
     facts: DatasetFacts
     layout: NewLayout
     kind: str = "copy"
-    pointers: bytes = b""  # path of the pointers, if the kind is "runs"
+    pointers: bytes = b""  # path of the dataset with the starts or ends of runs, if the kind is "runs"
     checked: bool = False  # whether checksums are stored for the dataset
     row_elements: float = 1.0  # rows per sample, if a row of the dataset is an entry of a matrix
 
     @property
-    def unit_rows(self) -> int:
-        """Rows per chunk."""
+    def chunk_rows(self) -> int:
         return self.layout.chunks[0] if self.layout.chunks else self.facts.num_rows
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of a chunk, or of the entire dataset if it is contiguous."""
-        return self.unit_rows * self.facts.grid.sample_bytes
+        """Bytes of a chunk, or of the whole dataset if it is contiguous."""
+        return self.chunk_rows * self.facts.grid.sample_bytes
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks."""
         across = zip(self.facts.grid.shape[1:], self.layout.chunks[1:] if self.layout.chunks else (), strict=False)
-        return -(-self.facts.num_rows // self.unit_rows) * math.prod(-(-size // chunk) for size, chunk in across)
+        return -(-self.facts.num_rows // self.chunk_rows) * math.prod(-(-size // chunk) for size, chunk in across)
 
     @property
     def cuts_rows(self) -> bool:
-        """Whether chunks hold pieces of rows."""
+        """True if chunks contain parts of rows."""
         return self.layout.chunks is not None and self.layout.chunks[1:] != tuple(self.facts.grid.shape[1:])
 
     @property
@@ -79,8 +78,6 @@ class Move:
 
 @dataclass
 class RepackPlan:
-    """The plan of a repack."""
-
     options: RepackOptions
     survey: Survey
     samples: Samples
@@ -91,7 +88,7 @@ class RepackPlan:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The values of the plan, by name, that every report contains."""
+        """The values that every report contains, by name."""
         layout = self.samples.layout
         return {
             "num_samples": self.samples.num_samples,
@@ -112,7 +109,7 @@ class RepackPlan:
         """Approximate bytes on disk of the new file and of temporary files."""
         plain = [move for move in self.moves if move.layout.written and not move.layout.filters]
         waiting = [move.facts.num_bytes for move in self.moves if move.layout.filters and move.kind != "copy"]
-        moved = sum(-(-move.facts.num_rows // move.unit_rows) * move.chunk_bytes for move in plain) + max(
+        moved = sum(-(-move.facts.num_rows // move.chunk_rows) * move.chunk_bytes for move in plain) + max(
             waiting, default=0
         )
         return HEADER_BYTES + self.copied_bytes + moved + 16 * self.samples.num_samples
@@ -127,14 +124,17 @@ def plan_moves(
     num_threads: int,
     notes: list[str],
 ) -> RepackPlan:
-    """Plan a repack; add the tables of its checksums to ``header``, and warnings to ``notes``."""
+    """Plan a repack.
+
+    This adds the tables of checksums to ``header``, and warnings to ``notes``.
+    """
     label = printable(file.filename)
     moves = [*_field_moves(samples, header, options), *_ragged_moves(samples, header, options)]
     if options.shuffle:
         moves += _table_moves(survey, samples)
     moved = {move.facts.name for move in moves}
     notes += [
-        f"copied unchanged, because its rows do not fit in memory: {name}"
+        f"{name} is copied unchanged, because its rows do not fit in memory"
         for name in samples.too_large
         if name not in moved
     ]
@@ -142,14 +142,14 @@ def plan_moves(
     if fixed:
         more = f" and {len(fixed) - 4} more" if len(fixed) > 4 else ""
         notes.append(
-            f"can no longer be resized, because chunks are stored one after the other: {', '.join(fixed[:4])}{more}"
+            f"{', '.join(fixed[:4])}{more} can no longer be resized, because chunks are stored one after the other"
         )
     lost = [move.facts.name for move in moves if move.layout.filters and SHUFFLE in move.facts.filters]
     if lost:
-        notes.append(f"compressed without their former byte shuffle filter: {', '.join(lost)}")
+        notes.append(f"the byte shuffle filter is not kept in {', '.join(lost)}")
     lost = [move.facts.name for move in moves if header is None and FLETCHER32 in move.facts.filters]
     if lost:
-        notes.append(f"without their former Fletcher32 checksums: {', '.join(lost)}; --window-chunks adds checksums")
+        notes.append(f"Fletcher32 checksums are not kept in {', '.join(lost)}; --window-chunks adds other checksums")
     for move in moves:
         if move.layout.written:  # refuse what h5chunk cannot read: unknown filters, implausible sizes
             dataset = h5py.Dataset(h5d.open(file.id, move.facts.path))
@@ -219,21 +219,21 @@ def _ragged_moves(samples: Samples, header: FileSpec | None, options: RepackOpti
 
 
 def _table_moves(survey: Survey, samples: Samples) -> Iterator[Move]:
-    """Yield the moves of the tables in ``/h5chunk`` that have values for each sample."""
+    """Yield the moves of the tables in ``/h5chunk`` that contain values for each sample."""
     for name, kind in TABLES:
         facts = survey.datasets.get(f"{GROUP}/{name}".encode())
         if facts is None:
             continue
         if not facts.is_fixed_size or (kind != "runs" and facts.num_rows != samples.num_samples):
             raise FileError(
-                f"{facts.name!r} is damaged: it has {facts.num_rows} rows of {facts.dtype}, not one per sample"
+                f"{facts.name!r} is damaged, because it has {facts.num_rows} rows of {facts.dtype}, not one per sample"
             )
         if facts.num_rows:
             yield Move(facts, NewLayout(None), kind, f"{GROUP}/source_name_ends".encode())
 
 
 def check_shuffle(file: h5py.File, survey: Survey, samples: Samples) -> Iterator[str]:
-    """Raise OptionError if the file cannot be shuffled; yield notes about data whose order will not change."""
+    """Raise OptionError if the file cannot be shuffled. Yield notes about data whose order will not change."""
     label = printable(file.filename)
     if samples.anndata:
         raise OptionError(
@@ -262,7 +262,7 @@ def check_shuffle(file: h5py.File, survey: Survey, samples: Samples) -> Iterator
             if refers_to_regions(attribute.get_type()):
                 raise OptionError(f"{label}: {where} {_REGIONS}")
             if samples.num_samples > 1 and (attribute.shape or ())[:1] == (samples.num_samples,):
-                yield f"{where} has {samples.num_samples} values, one per sample: their order is unchanged"
+                yield f"{where} has {samples.num_samples} values, one per sample, whose order is unchanged"
 
 
 def plan_header(
@@ -271,7 +271,7 @@ def plan_header(
     """Plan the group ``/h5chunk`` of the new file; return None if it does not need this group.
 
     An h5chunk file keeps its group. Another HDF5 file gets the group if it is shuffled, or if a window or cache is
-    recommended. Its fields may then be in groups; ``checksums`` lists them by their paths.
+    recommended to readers. The fields of such a file may be in groups, and ``checksums`` lists them by their paths.
     """
     needs_header = options.shuffle or options.window_chunks is not None or options.cache is not None
     if header is None and not needs_header:
@@ -284,11 +284,11 @@ def plan_header(
         )
     layout = samples.layout
     if layout is None:
-        raise OptionError(f"{label}: {option} was given, but no dataset has samples along its first axis: leave it out")
+        raise OptionError(f"{label}: {option} is set, but no dataset has samples along its first axis: leave it out")
     if len(samples.layouts) > 1:
         lengths = ", ".join(map(str, sorted(samples.layouts)))
         raise OptionError(
-            f"{label}: {option} was given, but the fields differ in length ({lengths}): name only fields of one length"
+            f"{label}: {option} is set, but the fields differ in length ({lengths}): name only fields of one length"
         )
     if header is None and any(node.path == GROUP.encode() for node in survey.nodes):
         raise FileError(f"{label}: has a group /{GROUP} that h5chunk did not write: rename that group")
@@ -311,7 +311,7 @@ def plan_header(
 
 
 def parse_compression(text: str | None) -> tuple[Filter, ...]:
-    """Return the filters of a compression, such as ``gzip`` or ``gzip:9``; none for ``none`` or None."""
+    """Return the filters for a compression such as ``gzip`` or ``gzip:9``; none for ``none`` or None."""
     name, _, level = (text or "none").partition(":")
     if name not in COMPRESSIONS or (level and name not in _LEVELS):
         raise OptionError(

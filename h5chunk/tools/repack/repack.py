@@ -1,6 +1,6 @@
-"""Rewrite any HDF5 file so that its layout suits training; everything else is kept.
+"""Rewrite any HDF5 file so that its layout suits training, and keep everything else unchanged.
 
-New checksums would hide damage, so data is first compared with its old checksums.
+Data is first compared with its old checksums, because new checksums would hide damage.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ def repack(
     Parameters
     ----------
     source, path : path
-        The file to read, and the file to write, which appears under its name when it is complete and on disk; or URLs
-        in a store (objects are first copied to a temporary folder). If the source is a folder, a pattern or a list, the
-        output is a folder, whose files have the same names; if this is stopped, the same call continues it.
+        The file to read, and the file to write, which appears under its name when it is complete and on disk. Both may
+        be URLs in a store; objects are first copied to a temporary folder. If the source is a folder, a pattern or a
+        list, the output is a folder, whose files have the same names. If it is interrupted, the same call continues it.
     tuned : path, optional
-        JSON file of tuned options: ``chunk_samples``, ``window_chunks``, ``cache``, ``compression``, ``shuffle``;
-        explicit arguments take precedence. For AnnData files, only ``chunk_samples`` and ``compression`` are used.
+        JSON file of tuned options: ``chunk_samples``, ``window_chunks``, ``cache``, ``compression``, ``shuffle``.
+        Explicit arguments take precedence. For AnnData files, only ``chunk_samples`` and ``compression`` are used.
     overwrite : bool
         Whether to replace a file at ``path``, or a folder of shards.
     dry_run : bool
@@ -107,7 +107,9 @@ def repack(
     run: dict[str, Any] = {"overwrite": overwrite, "dry_run": dry_run, "progress": progress}
     if single_file(source) is not None:
         if client is not None:
-            raise OptionError("client (--dask) is given, but workers repack one file each: give a folder of files")
+            raise OptionError(
+                "client (--dask) applies to a folder of files, because each worker repacks one file: leave it out"
+            )
         with at_hand(source) as file:
             return repack_file(file, path, parsed, found=found, **run)
     return repack_folder(
@@ -125,7 +127,10 @@ def repack_file(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> RepackReport:
-    """Repack one file, as `repack` does; ``found`` has tuned options and the number of samples of the tuned file."""
+    """Repack one file, as `repack` does.
+
+    ``found`` contains tuned options and the number of samples of the tuned file.
+    """
     started = time.perf_counter()
     output, file = parse_output(path), Source(Path(source))
     check_not_source(output, source)
@@ -191,7 +196,7 @@ def _plan(
             notes += ["only chunks and compression of the tuned options are used: AnnData's files support no others"]
             best = replace(best, window_chunks=None, cache=None, shuffle=False)
         if tuned is not None and best == RepackOptions():
-            notes += ["the tuned options keep the file as it is: chunks are chosen as without them"]
+            notes += ["the tuned options keep the file as it is, so they were not used"]
         missing = {name: getattr(best, name) for name in TUNED if getattr(options, name) is None}
         options = replace(options, shuffle=options.shuffle or best.shuffle, **missing)
         survey = survey_file(source.file)
@@ -209,7 +214,7 @@ def _plan(
 
 
 class Source:
-    """A context manager that opens the source as an HDF5 file and for raw reads; it can be pickled while closed."""
+    """The source, opened as an HDF5 file and for raw reads inside a context. It can be pickled while closed."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.label = path, printable(path)
@@ -233,13 +238,13 @@ class Source:
         return h5py.Dataset(h5d.open(self.file.id, path))
 
     def check_unchanged(self) -> None:
-        """Raise FileError if the file was modified since it was opened."""
+        """Raise FileError if the file was modified after it was first opened."""
         if stamp_of(self.descriptor, with_ctime=True) != self.stamp:
-            raise FileError(f"{self.label}: changed while it was read: run repack again")
+            raise FileError(f"{self.label}: changed while it was read. Run repack again")
 
 
 class Run:
-    """Writer of the new file from an open source."""
+    """Write the new file from an open source."""
 
     def __init__(self, source: Source, plan: RepackPlan, new: NewFile, progress: Progress) -> None:
         self._source, self._plan, self._new = source, plan, new
@@ -251,7 +256,7 @@ class Run:
         self._add_done(0)
 
     def _moves_with_checksums(self) -> Iterator[Move]:
-        """Yield the moves of datasets with checksums in the source."""
+        """Yield the moves of datasets that have checksums in the source."""
         for move in self._plan.moves:
             table = self._plan.survey.datasets.get(f"{CHECKSUMS}/".encode() + move.facts.path)
             if move.checked and move.facts.num_bytes and table is not None and len(table.shape or ()) == 1:
@@ -266,7 +271,7 @@ class Run:
             checked = CheckedDataset(self._source.path, self._source.open(move.facts.path), expected)
             if checked.num_chunks != len(expected):
                 chunks = count_text(checked.num_chunks, "chunk")
-                wrong = f"{name!r} has {chunks} but {len(expected)} checksums: it is damaged"
+                wrong = f"{name!r} is damaged, because it has {chunks} but {len(expected)} checksums"
                 raise FileError(f"{label}: {wrong}: run h5chunk verify to list all problems")
             checked.require_undamaged(
                 np.arange(checked.num_chunks),
@@ -279,7 +284,7 @@ class Run:
             )
 
     def create(self) -> list[str]:
-        """Write everything except the data that is moved; return notes about content that could not be kept."""
+        """Write everything except the data of moved datasets. Return notes about content that could not be kept."""
         plan, lost = self._plan, list[str]()
         others = plan.samples.other_datasets if self._order is not None else []
         changes = Changes(
@@ -321,7 +326,6 @@ class Run:
         return PlainTarget(self._new, name, **sizes, checked=checked)
 
     def _move(self, move: Move, target: Target) -> None:
-        """Write the data of one dataset."""
         facts, shares, order = move.facts, self._plan.shares, self._order
         dataset = self._source.open(facts.path)
         if move.kind == "pointers" and order is not None:
@@ -332,9 +336,9 @@ class Run:
             return
         with closing(self._open_rows(dataset)) as rows:
             if move.kind == "copy" or order is None:
-                copy_rows(rows, target, shares, unit_rows=move.unit_rows, moved=self._add_done)
+                copy_rows(rows, target, shares, unit_rows=move.chunk_rows, moved=self._add_done)
                 return
-            permuted = Rows(rows, move.unit_rows)
+            permuted = Rows(rows, move.chunk_rows)
             if move.kind == "runs":
                 starts = self._starts(move.pointers, facts.num_rows)
                 where = f"{self._source.label}: {facts.name!r}"
@@ -342,14 +346,14 @@ class Run:
             shuffle_rows(permuted, order, target, shares, folder=self._new.part.parent, moved=self._add_done)
 
     def _starts(self, path: bytes, num_elements: int | None) -> np.ndarray:
-        """Return where rows of different lengths start, and the end of the last row: (num_samples + 1,) int64.
+        """Return the start of each sample's run of rows, and the end of the last run: (num_samples + 1,) int64.
 
-        They are not read through HDF5, which would trust damaged chunk lengths.
+        The values are not read through HDF5, which would trust damaged chunk lengths.
         """
         name, dataset = f"{self._source.label}: {printable(path)!r}", self._source.open(path)
         if not is_stored_as(dataset, dataset.dtype):
             raise FileError(
-                f"{name} has numbers of unusual precision or bit offset, so that rows cannot be shuffled: leave "
+                f"{name} has numbers of unusual precision or bit offset, so its rows cannot be shuffled: leave "
                 "--shuffle out"
             )
         stored = np.empty(dataset.shape, dataset.dtype)
@@ -361,9 +365,9 @@ class Run:
         falls = np.flatnonzero(np.diff(values) < 0)
         if values[0] != 0 or len(falls):
             row = int(falls[0]) if len(falls) else 0
-            raise FileError(f"{name} is damaged: its values must begin with 0 and never decrease: wrong at row {row}")
+            raise FileError(f"{name} is damaged, because its values do not begin with 0 or decrease (at row {row})")
         if num_elements is not None and values[-1] != num_elements:
-            raise FileError(f"{name} is damaged: its last value is {values[-1]}, but there are {num_elements} elements")
+            raise FileError(f"{name} is damaged: its last value is {values[-1]}, but it must be {num_elements}")
         return values
 
     def _open_rows(self, dataset: h5py.Dataset) -> RawRows:

@@ -21,14 +21,14 @@ from h5chunk.tools.report import MAX_LISTED, Report, rows
 class DatasetLayout:
     """The layout of a dataset in a file."""
 
-    chunks: tuple[int, ...] | None  # None: contiguous, or compact
+    chunks: tuple[int, ...] | None  # None for a contiguous or compact dataset
     filters: tuple[str, ...]
     stored_bytes: int | None  # None for a layout that is only planned
-    chunks_per_sample: float  # number of chunks with parts of one sample (for a matrix, the mean); 1 if contiguous
+    chunks_per_sample: float  # number of chunks with parts of a sample; the mean for a matrix; 1 if contiguous
 
     @classmethod
     def of(cls, facts: DatasetFacts, row_elements: float) -> DatasetLayout:
-        """Describe the layout of a dataset; a sample consists of ``row_elements`` of its rows."""
+        """Describe the layout of a dataset. A sample consists of ``row_elements`` of its rows."""
         touched: float = facts.grid.chunks_per_sample
         if facts.chunks and row_elements > 1:
             touched = round(1 + (row_elements - 1) / facts.chunks[0], 3)
@@ -43,7 +43,7 @@ class DatasetLayout:
 
 @dataclass(frozen=True)
 class FieldReport(Report):
-    """The old and the new layout of one dataset."""
+    """The old and new layout of a dataset."""
 
     name: str
     dtype: str
@@ -64,7 +64,7 @@ class FieldReport(Report):
 
 @dataclass(frozen=True)
 class RepackReport(Report):
-    """The result of a repack, or the plan if it was a dry run."""
+    """The result of a repack, or the plan of a dry run."""
 
     path: str
     dry_run: bool
@@ -105,7 +105,7 @@ class RepackReport(Report):
 
 @dataclass(frozen=True)
 class RepackFolderReport(Report):
-    """The result of repacking several files, or the plan if it was a dry run."""
+    """The result of repacking several files, or the plan of a dry run."""
 
     path: str
     dry_run: bool
@@ -129,7 +129,6 @@ class RepackFolderReport(Report):
 
 
 def planned_fields(plan: RepackPlan) -> list[FieldReport]:
-    """Report the planned change of each field."""
     reports = []
     for facts, row_elements, moved, planned in _fields_of(plan):
         before, after = (
@@ -151,7 +150,7 @@ def describe_fields(plan: RepackPlan, path: Path, label: str) -> list[FieldRepor
 
 
 def _fields_of(plan: RepackPlan) -> Iterator[tuple[DatasetFacts, float, bool, DatasetFacts]]:
-    """Yield the facts of each field, its elements per sample, whether it is shuffled, and its facts when repacked."""
+    """Yield for each field its facts, its rows per sample, whether it is shuffled, and its planned facts."""
     for move in plan.moves:
         if move.is_field:
             names = tuple(KNOWN_FILTERS.get(filter_.code, f"filter {filter_.code}") for filter_ in move.layout.filters)

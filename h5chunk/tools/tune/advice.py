@@ -24,7 +24,7 @@ PIECES = (2, 16, 64)  # lengths of pieces in which labels are compared, besides 
 
 @dataclass(frozen=True)
 class Advice:
-    """A problem, with its figures and its remedy: a command, or settings for h5py.File.
+    """A problem of the data, with its figures and its remedy, which is a command or settings for h5py.File.
 
     ``code`` is ``labels_clustered``, ``sample_spans_chunks``, ``giant_chunk``, ``cache_below_chunk``, ``slow_filter``,
     ``slow_decoding`` or ``exceeds_memory``.
@@ -39,8 +39,8 @@ class Advice:
 def find_advice(study: Study, effective_batch: float | None, is_slow: bool, repack: str, shuffle: str) -> list[Advice]:
     """Detect all problems of the data.
 
-    ``effective_batch`` is the effective batch of the current setting. ``is_slow`` is true if a new file is recommended.
-    ``repack`` and ``shuffle`` are the commands that rewrite the file in other chunks, or shuffle it.
+    ``effective_batch`` is that of today's setting. ``is_slow`` is true if a new file is recommended. ``repack`` and
+    ``shuffle`` are the commands that rewrite the file in other chunks, or shuffle it.
     """
     found = _advise_labels(study, effective_batch, shuffle)
     if not study.is_ragged:
@@ -50,7 +50,7 @@ def find_advice(study: Study, effective_batch: float | None, is_slow: bool, repa
 
 
 def advise_layout(grid: ChunkGrid, cache: CacheSettings, repack: str) -> list[Advice]:
-    """Detect problems of a field's chunks, and of the cache of plain reads; ``repack`` is the command to suggest.
+    """Detect problems of a field's chunks and of plain h5py's cache. ``repack`` is the command to suggest.
 
     >>> grid = ChunkGrid((50_000, 32, 32, 3), (6250, 4, 4, 1), 1)
     >>> [each.code for each in advise_layout(grid, CacheSettings(8191, 8 << 20), "repack")]
@@ -64,12 +64,12 @@ def advise_layout(grid: ChunkGrid, cache: CacheSettings, repack: str) -> list[Ad
         spread = grid.amplification(cached=grid.chunk_bytes <= cache.nbytes)
         figures = {"chunks_per_sample": grid.chunks_per_sample, "amplification": spread}
         count = f"{grid.chunks_per_sample:,} chunks"
-        message = f"each sample is cut into {count}; reading one at random reads {spread:,.0f} times its bytes"
+        message = f"each sample is cut into {count}, so reading a random sample reads {spread:,.0f} times its bytes"
         found.append(Advice("sample_spans_chunks", message, repack, figures))
     few = grid.num_bands < FEW_CHUNKS <= grid.shape[0]
     if grid.band_samples not in (None, 1) and grid.chunk_bytes > (MIN_GIANT_BYTES if few else GIANT_BYTES):
         share = min(1.0, (grid.band_samples or 1) / max(1, grid.shape[0]))
-        message = f"a chunk has {size}, {share:.0%} of the samples, and shuffling needs several chunks in memory"
+        message = f"a chunk has {size} ({share:.0%} of the samples), and shuffling needs several chunks in memory"
         found.append(Advice("giant_chunk", message, repack, {"chunk_bytes": grid.chunk_bytes, "share": share}))
     if grid.chunk_bytes > cache.nbytes and (grid.filtered or (cache.nbytes and grid.reads_per_sample(False) > 1)):
         cache_bytes = grid.band_bytes * 2
@@ -95,26 +95,26 @@ def _advise_labels(study: Study, effective_batch: float | None, shuffle: str) ->
         return []
     worst = max(clear, key=lambda clustering: clustering.correlation)
     effective = effective_batch or float(batch_size)
-    worth = f"a batch of {batch_size} is worth {effective:.0f} shuffled samples"
+    worth = f"a batch of {batch_size} is as diverse as {effective:.0f} shuffled samples"
     if effective >= ENOUGH * batch_size:
         worth += ", but only because windows contain most of the file"
     message = (
         f"samples are sorted or in groups: the correlation among {worst.piece_samples} neighbours is "
-        f"{worst.correlation:.0%} (0%: shuffled, 100%: all equal); {worth}"
+        f"{worst.correlation:.0%} (0% if shuffled, 100% if all are equal); {worth}"
     )
     figures = {"h_y": worst.h_y, "correlation": worst.correlation, "effective_batch": effective}
     return [Advice("labels_clustered", message, shuffle, figures)]
 
 
 def _advise_filter(study: Study, repack: str) -> Advice:
-    """Recommend storing the file uncompressed, and state how much more space that needs."""
+    """Recommend to store the file uncompressed, and say how much more space that needs."""
     times = 1 / max(1e-9, study.stored_share)
-    message = f"decompressing chunks takes most of the time; uncompressed chunks need {times:,.1f} times the space"
+    message = f"decompression takes most of the time; uncompressed chunks need {times:,.1f} times the space"
     return Advice("slow_filter", message, repack, {"times_the_space": times})
 
 
 def advise_images(study: Study, rate: float) -> list[Advice]:
-    """Recommend the other form for images of any size if it is better; ``rate`` is the best, in samples/s."""
+    """Recommend the other form for images of any size if it is better. ``rate`` is the best rate, in samples/s."""
     field, memory = study.reader.ragged, available_bytes()
     if not isinstance(field, ImagesField):
         return []

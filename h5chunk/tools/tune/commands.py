@@ -19,9 +19,9 @@ def tuned_path(study: Study) -> Path:
 
 
 def rewrite_command(study: Study, setting: Setting | None = None, *, shuffle: bool = False) -> str:
-    """Return the command that rewrites the file, with the chunks of a setting or default chunks.
+    """Return the command that rewrites the file, with the chunks of ``setting`` or default chunks.
 
-    AnnData files that need shuffling are converted instead, because repack cannot shuffle them.
+    Repack cannot shuffle AnnData files, so they are converted if they need shuffling.
     """
     source, target = str(study.reader.path), str(tuned_path(study))
     if study.anndata and shuffle:

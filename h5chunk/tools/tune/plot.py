@@ -1,4 +1,4 @@
-"""Draw the measured rates, one line per setting with its description."""
+"""Plot the measured rates, with a line per setting."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ COLORS = {TODAY: "tab:blue", PLAIN: "tab:gray"}
 
 
 def check_plot(path: str | os.PathLike[str]) -> None:
-    """Raise OptionError or OutputError if a picture cannot be written to this path, before anything is measured."""
+    """Raise OptionError or OutputError if a picture cannot be written to this path."""
     try:
         import matplotlib  # noqa: F401
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
-        raise OptionError('plot needs matplotlib, which is missing: pip install "h5chunk[plot]"') from None
+        raise OptionError('plot needs matplotlib, which is not installed: pip install "h5chunk[plot]"') from None
     path, kinds = Path(path), FigureCanvasBase.get_supported_filetypes()
     if path.suffix and path.suffix[1:].lower() not in kinds:
-        raise OptionError(f"{printable(path)}: cannot be drawn: its suffix must be one of {', '.join(sorted(kinds))}")
+        raise OptionError(f"{printable(path)}: is not a picture: use one of the suffixes {', '.join(sorted(kinds))}")
     if not path.parent.is_dir():
         raise OutputError(f"{printable(path)}: its folder {printable(path.parent)} does not exist: create it first")
 
 
 def plot(report: Recommendation, path: str | os.PathLike[str]) -> None:
-    """Draw the rates of the measured settings to a file in the format of its suffix. Call `check_plot` first."""
+    """Plot the rates of the measured settings to a file in the format of its suffix. Call `check_plot` first."""
     from matplotlib.figure import Figure
 
     others = _others(report)
@@ -44,20 +44,20 @@ def plot(report: Recommendation, path: str | os.PathLike[str]) -> None:
     try:
         figure.savefig(path, dpi=150)
     except ValueError as error:
-        raise OptionError(f"{printable(path)}: cannot be drawn: {error}") from None
+        raise OptionError(f"{printable(path)}: cannot be drawn ({error})") from None
     except OSError as error:
-        raise OutputError(f"{printable(path)}: cannot be written: {error.strerror}") from None
+        raise OutputError(f"{printable(path)}: cannot be written ({error.strerror})") from None
 
 
 def _others(report: Recommendation) -> list[Trial]:
-    """Return the fastest of the settings that were measured but are not in the report's table."""
+    """Return the fastest of the measured settings that are not in the report's table."""
     in_rows = {row.setting for row in report.rows}
     others = [trial for trial in report.candidates if trial.rate is not None and trial.setting not in in_rows]
     return sorted(others, key=lambda trial: trial.rate or 0.0, reverse=True)[:MAX_OTHERS]
 
 
 def _draw(axes: Any, report: Recommendation, others: list[Trial]) -> None:
-    """Draw a line for each row of the report, then one for each other setting."""
+    """Draw a line for each row of the report, then a line for each other setting."""
     labels, today = list[str](), report.row(TODAY).rate
     for height, row in enumerate(report.rows):
         color = "tab:red" if row.name == report.chosen != TODAY else COLORS.get(row.name, "tab:green")
@@ -77,7 +77,7 @@ def _draw(axes: Any, report: Recommendation, others: list[Trial]) -> None:
 
 
 def _about(setting: str, effective: float | None, batch_size: int) -> list[str]:
-    """Return the lines of a label: the setting, and its effective batch if that is smaller than the batch."""
+    """Return the lines of a label: the setting, and its effective batch if this is smaller than the batch."""
     mixes = effective is None or effective >= batch_size
-    worth = "" if mixes else f"; a batch of {batch_size} mixes like {effective:.0f} shuffled samples"
+    worth = "" if mixes else f"; a batch of {batch_size} is as diverse as {effective:.0f} shuffled samples"
     return textwrap.wrap(f"{setting}{worth}", 64)

@@ -1,4 +1,4 @@
-"""Tune the reading of remote objects: measure the store's latency and rate; choose requests, chunks and window."""
+"""Tune the reading of remote objects: measure the store's latency and rate, and choose requests, chunks and window."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class StoreRecommendation(Report):
     latency_s : float
         Time of a request for one byte.
     requests, today_requests : int
-        Number of concurrent requests: recommended, and used by default.
+        Recommended and default number of concurrent requests.
     chunk_bytes, today_chunk_bytes : int
-        Chunk size in bytes: recommended, and in the file. Several requests fetch a chunk of more than 4 MiB.
+        Recommended chunk size, and that of the file, in bytes. Several requests fetch a chunk of more than 4 MiB.
     chunk_samples, window_chunks : int
-        Number of samples in a chunk of the recommended size, and of chunks that are shuffled together.
+        Number of samples in a chunk of the recommended size, and number of chunks that are shuffled together.
     today_rate, rate : float
-        Measured samples/s of a `ChunkLoader` by default, and with the recommended number of requests.
+        Measured samples/s of a `ChunkLoader` with the default and with the recommended number of requests.
     best_bytes_per_s : float
         The highest measured rate of requests.
     """
@@ -125,7 +125,7 @@ def tune_store(
     budget: TimeBudget,
     trusted: bool,
 ) -> StoreRecommendation:
-    """Measure requests and loaders for the objects of a URL. Raises FileError and FieldError."""
+    """Measure requests and loaders for the objects at a URL. May raise FileError and FieldError."""
     from h5chunk.store.read.fields import field_mapping
 
     reader = open_reader(path, field_mapping(fields), trusted=trusted)
@@ -133,7 +133,7 @@ def tune_store(
     try:
         store = StoreRequests(reader)
     except NotMeasured as reason:
-        raise FieldError(f"{printable(path)}: cannot be tuned: {reason}") from None
+        raise FieldError(f"{printable(path)}: cannot be tuned ({reason})") from None
     latency_s = store.latency_s()
     trials = _trials(store, budget)
     chosen = choose(trials, store.chunk_bytes, store.num_requests)
@@ -189,7 +189,7 @@ def _trials(store: StoreRequests, budget: TimeBudget) -> list[Trial]:
 
 
 def choose(trials: Sequence[Trial], chunk_bytes: int, requests: int) -> Trial:
-    """Choose a trial that is nearly the fastest and changes least: chunks need a new file, requests only an option.
+    """Choose a trial that is nearly the fastest, preferring today's chunks, and then today's number of requests.
 
     >>> trials = [Trial(64, 256, 10.0), Trial(64, 512, 95.0), Trial(256, 256, 94.0), Trial(256, 512, 100.0)]
     >>> choose(trials, 256, 64), choose(trials, 512, 64)
@@ -211,7 +211,7 @@ def choose(trials: Sequence[Trial], chunk_bytes: int, requests: int) -> Trial:
 def _commands(
     path: str, chosen: Trial, store: StoreRequests, chunk_samples: int, window_chunks: int, *, is_fixed: bool
 ) -> list[str]:
-    """Return the command that rewrites a local copy of the objects in other chunks, if they are recommended."""
+    """Return the command that rewrites a local copy of the objects in other chunks, if that is recommended."""
     if chosen.request_bytes == store.chunk_bytes or is_fixed:
         return []
     sizes = ["--chunk-samples", str(chunk_samples), "--window-chunks", str(window_chunks)]

@@ -41,26 +41,26 @@ class TuneRow:
 
 @dataclass(frozen=True)
 class Recommendation(Report):
-    """The recommended setting, with its measured rate, memory and shuffle quality.
+    """The recommended setting, with its rate, memory and shuffle quality.
 
     Its JSON is the input of ``--tuned`` of `h5chunk convert` and `h5chunk repack`.
 
     Attributes
     ----------
     setting : Setting
-        The recommended setting; if ``setting.repack``, it is for the file that `h5chunk repack` writes.
+        The recommended setting. If ``setting.repack``, it is for the file that `h5chunk repack` writes.
     cache : (nslots, nbytes, w0)
-        Chunk cache of one process that reads all windows through HDF5.
+        Recommended chunk cache for a process that reads all windows through HDF5.
     window_in_place, cache_in_place : int, (nslots, nbytes, w0)
         The best window and cache for the unchanged file, which ``--apply`` stores.
     num_samples, num_measured : int
-        Number of samples, and of those that were read to measure rates.
+        Number of all samples, and number of the samples that were read to measure rates.
     chosen : str
         The name of the recommended row.
     commands, code : list of str
         The commands to run, and lines of Python that create the loader.
     no_gain_reason : str
-        Why no setting can make a difference for this data; empty if one may.
+        Reason why no setting can make a difference for this data; empty if a setting may.
     min_effective_batch : float
         Minimum shuffle quality, as an effective batch in samples.
     memory_bytes : int
@@ -125,7 +125,7 @@ class Recommendation(Report):
         measurement = (
             f"{self.num_turns} turns on {self.num_measured:,} samples in the page cache, {self.seconds:.0f} s in all"
         )
-        return [*lines, f"measured in {measurement}; the brackets contain 95 % of turns"]
+        return [*lines, f"measured in {measurement}; 95 % of turns are in the brackets"]
 
     def headline(self) -> str:
         """Return the recommendation and its gain, in a sentence."""
@@ -138,22 +138,22 @@ class Recommendation(Report):
         why = ""
         if today.effective_batch is not None and today.effective_batch < self.min_effective_batch:
             now, then = f"{today.effective_batch:.0f}", f"{row.effective_batch:.0f}"
-            why = f"a batch of {self.batch_size} mixes like {now} shuffled samples today, and like {then} then; "
+            why = f"a batch of {self.batch_size} is then as diverse as {then} shuffled samples instead of {now}; "
         elif today.memory_bytes > self.memory_bytes:
             why = f"it needs {human_bytes(row.memory_bytes)} of memory, not {human_bytes(today.memory_bytes)}; "
         shuffled = " shuffled" if self.setting.shuffle else ""
-        action = f"Rewrite it{shuffled}" if self.chosen == NEW else "Keep the file, and read it like this"
+        action = f"Rewrite the file{shuffled}" if self.chosen == NEW else "Keep the file, and read it as below"
         return f"{action}: {why}{rate}."
 
     def _not_worth(self) -> str:
-        """Return a sentence about a new file that was faster but is not recommended; empty if none was faster."""
+        """Return a sentence about a new file that was faster but is not recommended; empty if it was not faster."""
         times = next((row.times for row in self.rows if row.name == NEW), None)
         if times is None or times.times < 1.1:
             return ""
         if times.high > UNSURE * times.low:
             return " Whether a new file is faster could not be measured: raise the budget, or use an idle machine."
         gave = times.text(" today's rate")
-        return f" A new file gave {gave}, which is not certainly more than {WORTH_FILE:g} times."
+        return f" A new file reached {gave}, but a gain of {WORTH_FILE:g} times is not certain."
 
     def _stored(self) -> list[str]:
         if self.applied is None:
@@ -162,7 +162,7 @@ class Recommendation(Report):
         cache = f"a chunk cache of {human_bytes(num_bytes)} in {slots:,} slots" if num_bytes else "no chunk cache"
         windows = f"windows of {count_text(self.window_in_place, 'chunk')}"
         text = (
-            f"stored in {self.applied}: {windows}, and {cache}. h5chunk's readers use both until you delete that file; "
+            f"stored in {self.applied}: {windows}, and {cache}. h5chunk's readers use both until you delete this file; "
             "nothing else was changed"
         )
         return _wrapped(text, "")

@@ -1,4 +1,4 @@
-"""Measure settings to find the fastest, then measure the finalists again, alternating with today's setting."""
+"""Measure settings to find the fastest, then measure the best ones again, in turns with today's setting."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TODAY, IN_PLACE, NEW, PLAIN = "as today", "best without a new file", "rewritten"
 
 
 def open_batches(study: Study, setting: Setting, device: str) -> BatchRate:
-    """Open the loader of a setting, on the samples to measure."""
+    """Open the loader of a setting for the samples to measure."""
     from h5chunk.tools.measure.batches import open_dataset, open_loader
     from h5chunk.tools.measure.images import open_data
 
@@ -57,7 +57,7 @@ def open_batches(study: Study, setting: Setting, device: str) -> BatchRate:
 
 
 def other_load(own: int = 0) -> float:
-    """Return the mean load per core in the last minute, without ``own`` threads; at least 1."""
+    """Return the mean load per core in the last minute, at least 1. The load of ``own`` threads is not counted."""
     try:
         return max(1.0, (os.getloadavg()[0] - own) / (os.cpu_count() or 1))
     except OSError:
@@ -66,14 +66,14 @@ def other_load(own: int = 0) -> float:
 
 @dataclass
 class Search:
-    """Measure the settings in ``trials`` within a time budget; the first is today's setting."""
+    """Measure the settings in ``trials``, of which the first is today's, within a time budget."""
 
     study: Study
     device: str
     budget: TimeBudget
     trials: dict[Setting, Trial]
     memory_bytes: int
-    finalists: dict[str, Setting] = field(default_factory=dict)  # by the name of the row in the report
+    finalists: dict[str, Setting] = field(default_factory=dict)  # by the name of their row in the report
     turns: dict[str, list[float]] = field(default_factory=dict)  # samples/s in each turn, by the name of the row
     busy: float = 1.0  # load per core by other programs
     _tried: set[Setting] = field(default_factory=set)
@@ -84,7 +84,7 @@ class Search:
         return next(iter(self.trials))
 
     def run(self, *, only_today: bool) -> None:
-        """Search for the fastest settings unless ``only_today``, and measure the finalists in turns."""
+        """Search for the fastest settings, unless ``only_today``, and measure the finalists in turns."""
         in_place: list[Setting] = []
         rewritten: list[Setting] = []
         self.busy = other_load()
@@ -108,13 +108,13 @@ class Search:
             self.trials[setting] = replace(self.trials[setting], rate=statistics.median(self.turns[name]))
 
     def ratio(self, name: str, other: str = TODAY) -> Ratio:
-        """Return the ratio of the rates of two finalists in the same turns."""
+        """Return the ratio of the rates of two finalists, measured in the same turns."""
         return Ratio.of(self.turns[name], self.turns[other], self.busy)
 
     def decide(self) -> tuple[str, str]:
-        """Return the names of the recommended finalist, and of the best finalist without a new file.
+        """Return the name of the recommended finalist, and that of the best finalist for the unchanged file.
 
-        The gain of any change must be certain, and that of a new file must be at least WORTH_FILE.
+        A change is recommended only if its gain is certain. The gain of a new file must be at least WORTH_FILE.
         """
         name = TODAY
         today_fails = not self.trials[self.today].allowed
@@ -126,7 +126,9 @@ class Search:
         return (NEW if rewritten else name), name
 
     def _search(self, settings: Sequence[Setting], share: float) -> list[Setting]:
-        """Measure settings that differ in one respect from the fastest so far; return the fastest settings."""
+        """Repeatedly measure a setting that differs in one respect from the fastest so far; return the fastest
+        settings.
+        """
         allowed = [candidate for candidate in settings if self.trials[candidate].allowed]
         while allowed and (not self._tried.intersection(allowed) or self.budget.has(share)):
             best = choose(self.trials[candidate] for candidate in allowed)
@@ -139,9 +141,9 @@ class Search:
         return sorted(known, key=lambda candidate: self.trials[candidate].rate or 0.0, reverse=True)[:FINALISTS]
 
     def _is_near(self, setting: Setting, other: Setting) -> bool:
-        """Return whether two settings differ only in window, reader or layout.
+        """Return whether two settings differ only in their window, reader or layout.
 
-        A setting of another layout is near only with its default window.
+        If the layouts differ, the first setting must have the default window of its layout.
         """
         same_reader = (setting.reader, setting.num_workers) == (other.reader, other.num_workers)
         if setting.layout == other.layout:
@@ -150,7 +152,7 @@ class Search:
         return same_reader and setting.window_chunks == default.window_chunks
 
     def _try(self, setting: Setting) -> None:
-        """Measure a setting once, unless its first window would take too long, or its file cannot be written."""
+        """Measure a setting once, unless its first window takes too long or its file cannot be written."""
         self._tried.add(setting)
         known = [tried for tried in self._tried if tried.layout == setting.layout and self.trials[tried].rate]
         fastest = max((self.trials[tried].rate or 0.0 for tried in known), default=0.0)
@@ -160,12 +162,12 @@ class Search:
         try:
             self.study.path_of(setting)
         except OutputError as error:  # settings without a new file can still be measured
-            self.study.note(f"a new file is not measured: {error}")
+            self.study.note(f"no new file was measured ({error})")
             return
         self.trials[setting] = replace(self.trials[setting], rate=self._rate(setting))
 
     def _best_shuffled(self) -> list[Setting]:
-        """If no setting is allowed, return the one with the best shuffle that fits in memory, otherwise none."""
+        """Return the setting with the best shuffle that fits in memory, if no setting is allowed."""
         if any(trial.allowed for trial in self.trials.values()):
             return []
         fitting = [trial for trial in self.trials.values() if trial.memory_bytes <= self.memory_bytes]
@@ -174,7 +176,7 @@ class Search:
     def _choose_finalists(
         self, runners: Mapping[Setting, Callable[[], float]], in_place: Sequence[Setting], rewritten: Sequence[Setting]
     ) -> None:
-        """Choose finalists by a few turns, because the fastest of many settings measured once may be so by chance."""
+        """Choose finalists by a few turns, because the fastest of many settings may be the fastest by chance."""
         heats = self._measure_in_turns(runners, 1, HEATS if len(runners) > 1 else 0, HEATS_SHARE)
         for setting, rates in heats.items():
             self.trials[setting] = replace(self.trials[setting], rate=statistics.median(rates or [0.0]))
@@ -188,9 +190,9 @@ class Search:
     def _measure_in_turns(
         self, runners: Mapping[Any, Callable[[], float]], min_turns: int, max_turns: int, share: float
     ) -> dict[Any, list[float]]:
-        """Measure all runners in turns, forwards and backwards, as often as fits into a share of the budget.
+        """Measure all runners in turns, in alternating order, as often as a share of the budget allows.
 
-        They are measured at most ``max_turns`` times, and ``min_turns`` times unless that exceeds the budget by far.
+        There are at most ``max_turns`` turns, and at least ``min_turns`` unless these exceed the budget by far.
         """
         turns: dict[Any, list[float]] = {name: [] for name in runners}
         longest = 0.0
@@ -207,7 +209,7 @@ class Search:
 
     @contextmanager
     def _opened(self, settings: Iterable[Setting]) -> Iterator[dict[Setting, Callable[[], float]]]:
-        """Yield a function for each setting that measures its rate; all loaders are warmed up, and stay open."""
+        """Yield a function for each setting that measures its rate. All loaders stay open, and are warmed up."""
         from h5chunk.tools.measure.batches import wait_for_readers
 
         def rate(batches: BatchRate) -> float:

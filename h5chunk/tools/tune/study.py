@@ -50,7 +50,7 @@ CODES = "codes"
 
 @dataclass
 class Study:
-    """The data to tune, and facts about it."""
+    """The data to tune, with facts about it and copies of samples in other chunks."""
 
     reader: H5Reader
     facts: DataFacts
@@ -58,7 +58,7 @@ class Study:
     num_measured: int  # number of leading samples that are measured
     requested_fields: Mapping[str, str] | None = None  # the fields that the user named
     anndata: bool = False  # whether AnnData wrote the file, so that repack can neither shuffle it nor add a header
-    stored_share: float = 1.0  # stored bytes of the largest field over its decoded bytes
+    stored_share: float = 1.0  # stored bytes of the largest field, divided by its decoded bytes
     groups: np.ndarray | None = None  # (num_samples,): equal values mark similar samples, such as labels
     notes: list[str] = field(default_factory=list)
     reading_s: float = math.inf  # time limit for reading the samples to copy
@@ -110,7 +110,7 @@ class Study:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Yield a temporary folder for copies of samples. Raise OutputError if no folder can be made."""
+    """Yield a temporary folder for copies of samples. Raise OutputError if it cannot be created."""
     try:
         made = tempfile.TemporaryDirectory(prefix="h5chunk-tune-", ignore_cleanup_errors=True)
     except OSError as error:
@@ -122,12 +122,12 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def samples_to_measure(batch_size: int, sample_bytes: int) -> int:
-    """Return the number of samples to measure: SAMPLE_BYTES of them, or a batch (up to BATCH_BYTES) if it is larger."""
+    """Return the number of samples to measure: those in SAMPLE_BYTES, or a larger batch of up to BATCH_BYTES."""
     return max(1, SAMPLE_BYTES // sample_bytes, min(batch_size, BATCH_BYTES // sample_bytes))
 
 
 def check_converted(path: str | os.PathLike[str]) -> None:
-    """Raise FileError, with the command to run, if the path is a source of convert, such as a folder of images."""
+    """Raise FileError, with the command to run, if the path is one that must be converted first, such as images."""
     path = Path(path)
     if not os.path.exists(path) or path.suffix.lower() in SUFFIXES or (path.is_file() and h5py.is_hdf5(path)):
         return  # the reader raises the error if it cannot be read
@@ -137,7 +137,7 @@ def check_converted(path: str | os.PathLike[str]) -> None:
             "whose settings also suit similar files"
         )
     command = shell_command(["h5chunk", "convert", str(path), f"{path.stem or 'data'}.h5"])
-    raise FileError(f"{printable(path)}: not an HDF5 file: convert it first ({command}), and tune the result")
+    raise FileError(f"{printable(path)}: is not an HDF5 file: convert it first ({command}), and tune the result")
 
 
 def study_file(
@@ -149,7 +149,7 @@ def study_file(
     folder: Path,
     trusted: bool = False,
 ) -> Study:
-    """Read the facts about a file that are needed before measuring. Raise the same errors as `h5chunk.tune`."""
+    """Read the facts about a file that are needed before measuring. Raises the same errors as `h5chunk.tune`."""
     from h5chunk.feed.dataset import ChunkDataset
 
     with limited_memory(Path(path)):
@@ -188,7 +188,7 @@ def _converted_bytes(reader: H5Reader, sample_bytes: int) -> int:
 
 
 def no_gain_reason(study: Study, device: str) -> str:
-    """Return why no setting can make training faster; empty if a setting may.
+    """Return the reason why no setting can make training faster; empty if a setting may.
 
     If the reason is that the loader keeps the file in memory, all samples are measured, unless the file is very large.
     """
@@ -213,13 +213,13 @@ def no_gain_reason(study: Study, device: str) -> str:
 
 
 def fill_page_cache(study: Study, seconds: float) -> None:
-    """Read the samples to measure into the page cache; if that takes too long, reduce their number."""
+    """Read the samples to measure into the page cache. Reduce their number if that takes too long."""
     if study.reader.matrix is not None:
         return
     try:
         reads = FileReads(study.reader)
     except NotMeasured as reason:
-        study.note(f"the file was not read into the page cache before measuring: {reason}")
+        study.note(f"the file was not read into the page cache before measuring ({reason})")
         return
     with closing(reads):
         cached, _ = reads.fill_page_cache(available_cores(), seconds, available_bytes() // 2)
@@ -227,23 +227,23 @@ def fill_page_cache(study: Study, seconds: float) -> None:
 
 
 def _read_groups(study: Study, file: h5py.File, group_by: str | None) -> np.ndarray | None:
-    """Read the dataset whose equal values mark similar samples.
+    """Read the dataset in which similar samples have equal values.
 
-    If there is none, add a note; raise OptionError if the user named it.
+    If there is no such dataset, add a note, or raise OptionError if the user named it.
     """
     name = "labels" if group_by is None else group_by
     found = _find_groups(study, file, study.fields.get(name, name))
     if isinstance(found, h5py.Dataset):
         return integer_groups(found[:])
     if group_by is not None:
-        raise OptionError(f"group_by is {group_by!r}: {found}: name a dataset with one number or string per sample")
-    reason = "the file has no labels" if found == NO_DATASET else f"{name!r}: {found}"
-    study.note(f"shuffle quality is unknown, because {reason}: name a dataset that groups similar samples (--group-by)")
+        raise OptionError(f"group_by is {group_by!r} ({found}): name a dataset with one number or string per sample")
+    reason = "the file has no labels" if found == NO_DATASET else f"{name!r} cannot be used ({found})"
+    study.note(f"shuffle quality is unknown, because {reason}; --group-by names a dataset that groups similar samples")
     return None
 
 
 def _find_groups(study: Study, file: h5py.File, name: str) -> h5py.Dataset | str:
-    """Return the dataset of this name, or the reason why it cannot mark groups of samples."""
+    """Return the dataset of this name, or the reason why it cannot be used to group samples."""
     guard, num_samples = Guard(study.reader.path, study.reader.trusted), study.reader.num_samples
     try:
         item = guard.find(file, name)
@@ -263,7 +263,7 @@ def _find_groups(study: Study, file: h5py.File, name: str) -> h5py.Dataset | str
 
 
 def read_rows(study: Study) -> dict[str, np.ndarray]:
-    """Read the first samples of each field, as many as memory and time allow: {name: (n, *sample_shape)}."""
+    """Read the first samples of each field, as many as memory and time allow, as arrays (n, *sample_shape)."""
     found: dict[str, np.ndarray] = {}
     num_samples = min(study.num_measured, max(1, SAMPLE_BYTES // study.facts.sample_bytes))
     until = time.perf_counter() + study.reading_s
@@ -281,9 +281,10 @@ def read_rows(study: Study) -> dict[str, np.ndarray]:
 
 
 def write_rows(path: Path, rows: Mapping[str, np.ndarray], num_samples: int, chunk_samples: int) -> None:
-    """Write an h5chunk file of ``num_samples`` that repeats the samples ``rows``. Raise OutputError if that fails.
+    """Write an h5chunk file of ``num_samples`` that repeats the samples in ``rows``. Raise OutputError if that fails.
 
-    Repeated samples suffice for measuring, because reading uncompressed samples takes the same time for any values.
+    Repeated samples suffice for measuring, because the time to read uncompressed samples does not depend on their
+    values.
     """
     chunk_samples = min(chunk_samples, num_samples)
     fields = {f"f{number}": values for number, values in enumerate(rows.values())}
@@ -305,5 +306,6 @@ def write_rows(path: Path, rows: Mapping[str, np.ndarray], num_samples: int, chu
         if isinstance(error, H5ChunkError):
             raise
         raise OutputError(
-            f"{printable(path.parent)}: samples cannot be copied here ({reason_of(error)}): free space, or set TMPDIR"
+            f"{printable(path.parent)}: samples cannot be copied to this folder ({reason_of(error)}): free space, or "
+            "set TMPDIR"
         ) from None

@@ -69,13 +69,13 @@ def tune(
     Parameters
     ----------
     path : path
-        An h5chunk file, or any other HDF5 file. For URLs, `tune` measures the store's latency and its rate for several
-        sizes and numbers of concurrent requests, and recommends a size and a number; ``workers``, ``group_by``,
+        An h5chunk file, or any other HDF5 file. For a URL, tune measures the store's latency, and its rate for several
+        sizes and numbers of concurrent requests, and recommends a size and a number. ``workers``, ``group_by``,
         ``plot`` and ``apply`` apply only to local files.
     batch_size : int
         Number of samples per batch.
     memory_bytes : int
-        Upper limit on the memory for windows, batches and chunk caches; the memory of processes is not counted.
+        Upper limit on the memory for windows, batches and chunk caches. The memory of processes is not counted.
     workers : sequence of int, optional
         DataLoader worker counts to try. Default: 0, 1, 2 and 4, up to the number of cores.
     device : str
@@ -83,7 +83,7 @@ def tune(
     fields : sequence or mapping of str, optional
         As for `ChunkDataset`.
     group_by : str, optional
-        Dataset whose equal values mark similar samples; default: ``labels``, if it exists.
+        Dataset in which similar samples have equal values. Default: ``labels``, if it exists.
     min_effective_batch : float
         Minimum shuffle quality, as a fraction of a full shuffle: above 0, below 1.
     budget_s : float
@@ -91,7 +91,7 @@ def tune(
     plot : path, optional
         Path of a picture of the measured rates, with the recommended setting marked. Needs matplotlib.
     apply : bool
-        Whether to store the best window and cache for the unchanged file in ``NAME.h5chunk.json``, where readers find
+        Whether to store the best window and cache for the unchanged file in ``FILE.h5chunk.json``, where readers find
         them.
     trusted : bool
         As for `ChunkDataset`.
@@ -101,7 +101,7 @@ def tune(
     Raises
     ------
     FileError, FieldError
-        The file cannot be used; sources of `h5chunk.convert` must be converted first.
+        The file cannot be used. A source of `h5chunk.convert`, such as a folder of images, must be converted first.
     OptionError
         An argument is invalid.
     """
@@ -166,7 +166,6 @@ def _trial(study: Study, setting: Setting, min_batch: float, memory_bytes: int) 
 
 
 def _check_memory(trials: Iterable[Trial], memory_bytes: int) -> None:
-    """Raise OptionError if no setting fits in memory."""
     min_bytes = min(trial.memory_bytes for trial in trials)
     if min_bytes > memory_bytes:
         limit, needed = human_bytes(memory_bytes), human_bytes(min_bytes)
@@ -225,7 +224,7 @@ def _row(search: Search, name: str) -> TuneRow:
 
 
 def _plain_row(search: Search) -> TuneRow:
-    """Return the row for plain h5py: a loop that reads single random samples through the default chunk cache."""
+    """Return the row for plain h5py, which reads single random samples through the default chunk cache."""
     study, facts, cache = search.study, search.study.facts, default_cache()
     description = f"h5py.File(...)[name][i] in random order, with a chunk cache of {human_bytes(cache.nbytes)}"
     if not study.is_ragged and facts.grid.chunks:
@@ -238,7 +237,7 @@ def _plain_row(search: Search) -> TuneRow:
 
 
 def _store(study: Study, report: Recommendation) -> str:
-    """Store the best window and cache beside the file, where readers find them; return the path."""
+    """Store the best window and cache beside the file, where readers find them, and return the path."""
     reader, cache = study.reader, CacheSettings.of(report.cache_in_place)
     path = write_recommendation(
         reader.path,

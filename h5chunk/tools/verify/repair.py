@@ -1,9 +1,9 @@
-"""Rewrite bad chunks of an image file from the images that it was converted from.
+"""Rewrite damaged chunks of an image file from the images that it was converted from.
 
-A chunk is rebuilt from its recorded samples, with the options that the file records, separately for appended samples.
-It is written only if its checksum equals that in the file, so a repaired file equals the original byte for byte. If the
-process is killed while it writes a chunk, verify still reports this chunk, and another repair rewrites it. Undamaged
-chunks are never written to.
+A chunk is rebuilt from its recorded samples, with the options that the file records for the converted and for the
+appended samples. It is written only if its checksum equals that in the file, so a repaired file equals the original
+byte for byte. If the process is killed while it writes a chunk, verify still reports this chunk, and another repair
+rewrites it. Undamaged chunks are never written to.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ IMAGES = "images"
 def repair_chunks(
     path: Path, bad: list[Damage], source: str | os.PathLike[str], manifest: str | os.PathLike[str] | None
 ) -> tuple[list[Damage], list[Damage]]:
-    """Rewrite bad chunks; return the repaired chunks, and the chunks that could not be repaired, with the reasons."""
+    """Rewrite damaged chunks. Returns the repaired chunks, and those that could not be repaired, with the reasons."""
     repaired, left = [], []
     with open_file(path) as file, writing(path):
         maker = _ChunkMaker(file, path, source, manifest)
@@ -59,7 +59,7 @@ class _ChunkMaker:
     ) -> None:
         label, header = printable(path), read_header(file)
         if header is None:
-            raise FileError(f"{label}: not written by h5chunk, so the source of its chunks is unknown")
+            raise FileError(f"{label}: was not written by h5chunk, so the source of its chunks is unknown")
         if header.kind:
             raise FileError(f"{label}: contains a matrix, whose chunks cannot be rebuilt one by one: convert it again")
         try:
@@ -89,21 +89,21 @@ class _ChunkMaker:
             self._ends = np.concatenate(([0], file[f"{GROUP}/source_name_ends"][()]))
             self._names = file[f"{GROUP}/source_names"]
         except (KeyError, TypeError, OSError) as error:
-            raise FileError(f"{label}: does not record the sources of its samples: {error}") from None
+            raise FileError(f"{label}: does not record the sources of its samples ({error})") from None
         self._by_name: dict[bytes, int] | None = None
 
     def make(self, damage: Damage) -> bytes:
-        """Return the bytes of a chunk. Raise SampleError, with the reason, if they cannot be reproduced exactly."""
+        """Return the bytes of a chunk. Raise SampleError if they cannot be reproduced exactly."""
         dataset = self._file[damage.field]
         if damage.expected is None:
             raise SampleError("the file has no checksum of this chunk")
         if dataset.id.get_create_plist().get_nfilters():
-            raise SampleError("the chunk is compressed: make the file again")
+            raise SampleError("the chunk is compressed: convert the source again")
         if dataset.chunks is None or dataset.chunks[1:] != dataset.shape[1:]:
-            raise SampleError("the chunk holds parts of samples: convert the source again")
+            raise SampleError("the chunk contains parts of samples: convert the source again")
         is_image = damage.field == IMAGES or damage.field in self._listing.others
         if not is_image and damage.field not in self._listing.columns:
-            raise SampleError("the source does not have this field: give the manifest of the conversion")
+            raise SampleError("the source lacks this field: add --manifest, with the manifest of the conversion")
         values = np.zeros(dataset.chunks, dataset.dtype)
         for position, row in enumerate(range(damage.first_sample, damage.last_sample + 1)):
             name = bytes(self._names[int(self._ends[row]) : int(self._ends[row + 1])])
@@ -121,28 +121,31 @@ class _ChunkMaker:
         actual = zlib.crc32(data)
         if actual != damage.expected:
             raise SampleError(
-                f"the source gives the checksum {actual:08x}, not {damage.expected:08x}: it has changed, or the stored "
-                "checksum is damaged"
+                f"the source gives the checksum {actual:08x}, not {damage.expected:08x}, so it has changed, or the "
+                "stored checksum is damaged"
             )
         return data
 
     def _find(self, index: int, name: bytes) -> int:
-        """Return the index of a sample in the source: its old index if it still has this name, or else by name."""
+        """Return the index of a sample in the source.
+
+        This is ``index`` if the sample there has this name; otherwise, the sample is found by its name.
+        """
         names = self._listing.names
         if index < len(names) and names[index] == name:
             return index
         if self._by_name is None:
             self._by_name = {known: number for number, known in enumerate(names)}
         if name not in self._by_name:
-            raise SampleError(f"{printable(name)}: is no longer in the source")
+            raise SampleError(f"{printable(name)} is no longer in the source")
         return self._by_name[name]
 
     def _value(self, field: str, index: int) -> Any:
-        """Return the value of a sample in a column of the source; labels are translated to the codes of the file."""
+        """Return the value of a sample in a column of the source. A label becomes the code of its class in the file."""
         value, class_names = self._listing.columns[field][index], self._listing.class_names
         if field != "labels" or not class_names:
             return value
         name = class_names[int(value)]
         if name not in self._class_names:
-            raise SampleError(f"is of class {name!r}, which the file does not have")
+            raise SampleError(f"its class {name!r} is not in the file")
         return self._class_names.index(name)

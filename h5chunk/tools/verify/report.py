@@ -14,13 +14,13 @@ SHOWN = 20  # maximum number of bad chunks, intact files and missing files in th
 
 @dataclass(frozen=True)
 class Checked:
-    """The number of chunks of one dataset that were checked, and the kind of check."""
+    """The number of chunks of a dataset that were checked, and how they were checked."""
 
     field: str
     num_chunks: int  # stored chunks
     num_checked: int  # chunks that were read
     method: str  # "checksum", "decoding" (finds errors that filters notice) or "reading" (finds disk errors)
-    num_unwritten: int = 0  # chunks that were never written, which is legal; a contiguous dataset is one chunk
+    num_unwritten: int = 0  # number of chunks that were never written, which is legal; 1 for a contiguous dataset
     reads_as: str = ""  # the value that unwritten chunks read as; empty if there are none
 
     def __str__(self) -> str:
@@ -30,7 +30,7 @@ class Checked:
             unwritten = (
                 f"{count_text(self.num_unwritten, 'chunk')} never written" if self.num_chunks else "never written"
             )
-            parts.append(f"{unwritten}: reads as {self.reads_as}")
+            parts.append(f"{unwritten} (reads as {self.reads_as})")
         return printable(f"{self.field}: {'; '.join(parts) or 'no chunks'}")
 
 
@@ -38,8 +38,8 @@ class Checked:
 class VerifyReport(Report):
     """The damage in a file.
 
-    ``bad`` are the damaged chunks, in the order of the file, except ``repaired`` chunks. ``problems`` are other errors,
-    and ``notes`` list parts that were not checked, and why. Only files ``by_h5chunk`` have checksums.
+    ``bad`` contains the damaged chunks in the order of the file, except ``repaired`` chunks. ``problems`` are other
+    errors, and ``notes`` say which parts were not checked, and why. Only files ``by_h5chunk`` have checksums.
     """
 
     path: str
@@ -90,8 +90,8 @@ class VerifyReport(Report):
 class FolderReport(Report):
     """The damage in the files of a folder.
 
-    ``files`` are the reports on the files, sorted by name; if a file cannot be opened, the error is its only problem.
-    ``missing`` are the names of missing shards, and ``problems`` are errors of the files as a set.
+    ``files`` contains a report for each file, sorted by name. If a file cannot be opened, the error is the only problem
+    in its report. ``missing`` are the names of missing shards, and ``problems`` are errors that concern several files.
     """
 
     path: str

@@ -38,7 +38,7 @@ def find_table_problems(file: h5py.File, header: Header, names: list[str]) -> It
     if "source_name_ends" in tables and "source_names" in tables:
         ends = tables["source_name_ends"][()]
         if (np.diff(ends, prepend=0) < 0).any() or ends[-1] != len(tables["source_names"]):
-            yield f"/{GROUP}/source_name_ends does not divide the names: the sources of samples are unknown"
+            yield f"/{GROUP}/source_name_ends does not divide the names, so the sources of samples are unknown"
     if header.class_names and "labels" in names:
         yield from _check_codes(file["labels"], len(header.class_names), lowest=0)
     for name in names:
@@ -50,12 +50,12 @@ def find_table_problems(file: h5py.File, header: Header, names: list[str]) -> It
         dataset = file[name]
         axes = small_attribute(dataset, "axes", b"")
         if {layout.encode(), axes} == {b"NCHW", b"NHWC"}:
-            yield f"{name} says axes={axes.decode()} but was written with layout={layout.lower()}"
+            yield f"{name} has the attribute axes={axes.decode()}, but was written with layout={layout.lower()}"
         is_field = "/" not in name and f"{GROUP}/checksums/{name}" in names and "repack" not in header.options
         chunks = dataset.chunks or ()
         if is_field and (dataset.shape[:1] != (num_samples,) or chunks[:1] != (header.chunk_samples,)):
             yield (
-                f"{name} has the shape {dataset.shape} in chunks of {chunks} but the header says {num_samples} "
+                f"{name} has the shape {dataset.shape} in chunks of {chunks}, but the header records {num_samples} "
                 f"samples in chunks of {header.chunk_samples}"
             )
 
@@ -69,15 +69,15 @@ def _check_codes(field: h5py.Dataset, num_categories: int, lowest: int) -> Itera
         if wrong.any():
             index = int(wrong.argmax())
             name, noun = field.name.lstrip("/"), "classes" if lowest == 0 else "categories"
-            yield f"{name}: sample {first + index} has the label {values[index]} but there are {num_categories} {noun}"
+            yield f"{name}: sample {first + index} has the label {values[index]}, but there are {num_categories} {noun}"
             return
 
 
 class MatrixCheck:
-    """Check the entries of a sparse matrix chunk by chunk, in any order and from any thread.
+    """Check the entries of a sparse matrix, chunk by chunk, in any order and from any thread.
 
-    If h5chunk wrote the matrix (``by_h5chunk``), columns must ascend within each row unless entries are sorted by time,
-    and no value may be zero, infinite or NaN.
+    If h5chunk wrote the matrix (``by_h5chunk``), columns must ascend within each row, unless entries are sorted by
+    time, and no value may be zero, infinite or NaN.
     """
 
     def __init__(self, file: h5py.File, path: Path, prefix: str, by_h5chunk: bool) -> None:
@@ -88,8 +88,8 @@ class MatrixCheck:
         self.notes: list[str] = []
         self.indptr: np.ndarray | None = None  # (num_rows + 1,) int64; None if too damaged, or not a matrix
         self._num_columns = 0
-        self._ends: list[tuple[int, int, int, int]] = []  # start and stop of a run, its first and its last column
-        # the first entry with each kind of error in each run
+        self._ends: list[tuple[int, int, int, int]] = []  # start, stop, first and last column of each checked run
+        # for each kind of error, the first such entry of each run
         self._faults: dict[str, list[int]] = {"outside": [], "twice": [], "falls": [], "zero": [], "infinite": []}
         try:
             if by_h5chunk:
@@ -133,7 +133,7 @@ class MatrixCheck:
             self._faults[kind].append(first + int(wrong.argmax()))
 
     def finish(self, is_complete: bool) -> None:
-        """Turn the errors of all runs into ``problems``; ``is_complete`` is true if all chunks were read."""
+        """Add the errors of all runs to ``problems``. ``is_complete`` is true if all chunks were read."""
         if self.indptr is None:
             return
         if is_complete:  # compare the last column of each run with the first of the next, if both are in one row
@@ -160,7 +160,7 @@ class MatrixCheck:
             self.problems.append(f"{name}: the value of entry {firsts['infinite']} is not finite")
 
     def rows(self, part: str, first: int, stop: int) -> tuple[int, int] | None:
-        """Return the first and last row of elements ``first`` to ``stop`` of a part; None if they are unknown."""
+        """Return the first and last row of elements ``first`` to ``stop`` of a dataset; None if they are unknown."""
         if self.indptr is None:
             return None
         if part == "indptr":
@@ -169,7 +169,7 @@ class MatrixCheck:
 
 
 class ImagesCheck:
-    """Check the tables of images of any size; their bytes have checksums."""
+    """Check the tables of images of any size. The bytes of images have checksums."""
 
     notes: tuple[str, ...] = ()
 
@@ -185,7 +185,7 @@ class ImagesCheck:
                 self.problems.append(f"{prefix} has {field.num_rows} images for {header.num_samples} samples")
             color = header.options.get("color")
             if field.channels != (1 if color == "gray" else 3):  # which decides how bytes of other colours are read
-                self.problems.append(f"{prefix} says channels={field.channels} but was written with color={color!r}")
+                self.problems.append(f"{prefix} has channels={field.channels}, but was written with color={color!r}")
         except FileError as error:
             self.problems.append(without_path(error, path))
 
@@ -193,7 +193,7 @@ class ImagesCheck:
         """Do nothing, because everything was checked when the file was opened."""
 
     def rows(self, part: str, first: int, stop: int) -> tuple[int, int] | None:
-        """Return the images of bytes ``first`` to ``stop``; None if they are unknown."""
+        """Return the indices of the first and last image in bytes ``first`` to ``stop``; None if they are unknown."""
         if self.indptr is None or part != "data":
             return None
         return row_of(self.indptr, first), row_of(self.indptr, stop - 1)
@@ -209,7 +209,10 @@ def row_of(indptr: np.ndarray, entry: int) -> int:
 
 
 def find_repeated_column(indices: h5py.Dataset, indptr: np.ndarray) -> int | None:
-    """Return the first row that repeats a column, or None; columns may be in any order, and are read through HDF5."""
+    """Return the first row in which a column occurs twice; None if there is no such row.
+
+    Columns may be in any order. They are read through HDF5.
+    """
     first, num_rows = 0, len(indptr) - 1
     while first < num_rows:
         last = int(np.searchsorted(indptr, indptr[first] + PART_VALUES, "right")) - 1

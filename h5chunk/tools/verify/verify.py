@@ -1,7 +1,7 @@
 """Check the structure of a file, every chunk against its checksum, and its tables for contradictions.
 
-Other HDF5 files have no checksums. Their compressed chunks are decoded, which detects errors that the filters notice;
-uncompressed chunks are only read, so a flipped bit in them is not detected.
+Other HDF5 files than h5chunk's have no checksums. Their compressed chunks are decoded, which detects errors that the
+filters notice. Uncompressed chunks are only read, so a flipped bit in them is not detected.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def verify(
     Parameters
     ----------
     path : path or sequence of paths
-        A file; or a folder, a pattern or a list, to check all its files. Shards ``NAME-00000-of-00012.h5`` must also be
+        A file; or a folder, a pattern or a list of files to check. Shards ``NAME-00000-of-00012.h5`` must also be
         complete, and form one data set.
     quick : bool
         Check only 32 chunks of each dataset, evenly spaced from the first to the last.
@@ -91,10 +91,10 @@ def verify(
         The source that the file was converted from. Bad chunks of images and labels are rebuilt from it, and written if
         they match their checksums.
     manifest : path, optional
-        The manifest that the file was converted with; needed to repair the fields that came from it.
+        The manifest that the file was converted with, which is needed to repair the fields that it contains.
     trusted : bool
-        Whether to follow links: see `h5chunk.store.hdf5.guard`. Data of virtual datasets and in external storage is not
-        checked: verify the files that contain it.
+        Whether to follow links: see `h5chunk.store.hdf5.guard`. Data in virtual datasets and external storage is not
+        checked; verify the files that contain it.
     progress : callable, optional
         Called as ``progress("verify", done_bytes, total_bytes)``.
     client : optional
@@ -120,8 +120,6 @@ def verify(
 
 
 class _VerifyOptions(NamedTuple):
-    """The options of `verify`."""
-
     quick: bool
     trusted: bool
     repair: str | os.PathLike[str] | None
@@ -129,7 +127,7 @@ class _VerifyOptions(NamedTuple):
 
 
 def _check_file(file: Path, options: _VerifyOptions, progress: Progress | None) -> VerifyReport:
-    """Check a file, and repair it on request."""
+    """Check a file, and repair it if requested."""
     report = _verify_file(file, options.quick, options.trusted, progress)
     if options.repair is None or not report.bad:
         return report
@@ -183,7 +181,7 @@ def _verify_folder(path: Paths, options: _VerifyOptions, progress: Progress | No
 
 
 def _check_task(task: tuple[str | Path, _VerifyOptions], say: Callable[[int], None]) -> VerifyReport:
-    """Check a file of a folder; if it cannot be opened, the error becomes its only problem."""
+    """Check a file of a folder. If it cannot be opened, the error becomes the only problem of its report."""
     found, options = task
     file = list_files(found)[0] if isinstance(found, str) else found
     try:
@@ -195,7 +193,7 @@ def _check_task(task: tuple[str | Path, _VerifyOptions], say: Callable[[int], No
 
 
 def _renamed(files: list[Path]) -> Iterator[str]:
-    """Yield a message for each shard whose header contradicts the number or count in its file name."""
+    """Yield a message for each shard whose header contradicts the numbers in its file name."""
     for file in files:
         match = NUMBERED.fullmatch(name_of(file))
         if match is None:
@@ -208,7 +206,7 @@ def _renamed(files: list[Path]) -> Iterator[str]:
         except (H5ChunkError, ValueError, KeyError, TypeError):
             continue
         if (number, count) != (int(match[2]), int(match[3])):
-            yield f"{printable(name_of(file))} was written as shard {number} of {count}: it was renamed"
+            yield f"{printable(name_of(file))} was written as shard {number} of {count}, so it was renamed"
 
 
 def _disagreements(files: list[Path]) -> Iterator[str]:
@@ -225,7 +223,7 @@ def _disagreements(files: list[Path]) -> Iterator[str]:
 
 
 class _FileCheck:
-    """Check one file: first `survey` its structure, then `run` the checks of its data."""
+    """Check one file. First call `survey` to check its structure, then `run` to check its data."""
 
     def __init__(self, path: Path, quick: bool, header: Header | None) -> None:
         self._started = time.perf_counter()
@@ -239,7 +237,7 @@ class _FileCheck:
         """Check the structure of the file, and list the datasets to read."""
         header, guard = self._header, Guard(self._path, trusted)
         datasets: dict[str, h5py.Dataset] = {}
-        sparse: dict[str, h5py.Dataset] = {}  # mostly unwritten datasets, whose written chunks are checked
+        sparse: dict[str, h5py.Dataset] = {}  # mostly unwritten datasets, of which the written chunks are checked
         for name, item in guard.walk(file):
             if isinstance(item, FieldError):
                 self._refuse(item)
@@ -248,7 +246,7 @@ class _FileCheck:
                 if not (header and name == f"{MATRIX}/data" and not item.id.get_storage_size()):  # ones of a pattern
                     guard.check_field(item, name)
                 if not same_file(item, file):
-                    self._notes.append(f"{name!r} is in another file: check that file")
+                    self._notes.append(f"{name!r} is in another file; check that file too")
                     continue
                 datasets[name] = item
             except FileError as error:
@@ -259,9 +257,9 @@ class _FileCheck:
         if header is not None:
             try:
                 for problem in find_table_problems(file, header, names):
-                    self._problems.append(problem)  # one by one, to keep those in front of an error
+                    self._problems.append(problem)  # one by one, to keep them if an error follows
             except DAMAGES as error:
-                self._problems.append(f"the group /{GROUP} cannot be read: {error}")
+                self._problems.append(f"the group /{GROUP} cannot be read ({error})")
         data = [name for name in names if header is None or not name.startswith(f"{GROUP}/")]
         is_csr = header is not None and header.kind == CSR
         for prefix in find_matrix_groups(data):
@@ -281,10 +279,10 @@ class _FileCheck:
         (self._notes if unread else self._problems).append(without_path(error, self._path))
 
     def _add(self, datasets: dict[str, h5py.Dataset], name: str) -> None:
-        """Add a dataset, with its checksums, to the datasets to read, or add a note why it is not read."""
+        """Add a dataset to the datasets to read, with its checksums, or add a note about why it is not read."""
         dataset = datasets[name]
         if dataset.is_virtual or (dataset.chunks is None and dataset.external):
-            self._notes.append(f"{name!r} has its values in other files: check those files")
+            self._notes.append(f"{name!r} has its values in other files; check those files too")
             return
         try:
             on_values = self._value_check(dataset, name)
@@ -292,12 +290,12 @@ class _FileCheck:
             checked = CheckedDataset(self._path, dataset, expected, on_values)
             if checked.unlisted:
                 messages = self._notes if expected is None else self._problems
-                messages.append(f"{name!r} is not checked: {checked.unlisted}")
+                messages.append(f"{name!r} is not checked ({checked.unlisted})")
                 if not checked.num_unwritten:
                     return
             if expected is not None and len(expected) != checked.num_chunks:
                 counted = count_text(checked.num_chunks, "chunk")
-                self._problems.append(f"{name!r} has {counted} but {len(expected)} checksums")
+                self._problems.append(f"{name!r} has {counted}, but {len(expected)} checksums")
                 checked = CheckedDataset(self._path, dataset, None, on_values)
         except DAMAGES as error:
             self._problems.append(without_path(error, self._path))
@@ -306,11 +304,11 @@ class _FileCheck:
         if self._quick and len(chunks) > QUICK_CHUNKS:
             chunks = chunks[np.unique(np.linspace(0, len(chunks) - 1, QUICK_CHUNKS).astype(np.int64))]
             listed = f"{', '.join(map(str, chunks[:3]))}, ..., {chunks[-1]}"
-            self._notes.append(f"{name!r}: of {checked.num_chunks:,} chunks, {len(chunks)} were read: {listed}")
+            self._notes.append(f"{len(chunks)} of the {checked.num_chunks:,} chunks of {name!r} were read ({listed})")
         self._datasets.append((checked, chunks))
 
     def _value_check(self, dataset: h5py.Dataset, name: str) -> OnValues | None:
-        """Return the function that checks the values of a part of a matrix; None for other datasets."""
+        """Return the function that checks the values of a dataset in a matrix; None for other datasets."""
         prefix, _, part = name.rpartition("/")
         matrix = self._matrices.get(prefix)
         if matrix is None or matrix.indptr is None or not is_stored_as(dataset, dataset.dtype):
@@ -377,7 +375,7 @@ class _FileCheck:
         )
 
     def _with_rows(self, damage: Damage) -> Damage:
-        """If the dataset is part of a matrix, replace the elements of the damage with the rows that contain them."""
+        """If the dataset is part of a matrix, replace the damaged elements by the rows that contain them."""
         prefix, _, part = damage.field.rpartition("/")
         matrix, entries = self._matrices.get(prefix), (damage.first_sample, damage.last_sample + 1)
         rows = matrix.rows(part, *entries) if matrix is not None and part in MATRIX_PARTS else None
