@@ -283,7 +283,7 @@ ATTACKS: dict[str, Attack] = {
         "filter scaleoffset for chunks of 67108864 elements, but its chunks have 200",
         "crashes, or takes 64 MB a chunk",
     ),
-    "endless heap": Attack(endless_heap, "string 0 is not in the heap: the file is damaged", "goes round for ever"),
+    "endless heap": Attack(endless_heap, "element 0 is not in the heap: the file is damaged", "goes round for ever"),
     "values of variable length": Attack(
         instead(lambda f, _: f.update(images=["a"] * N)), "has the type object", "may hang where the file is damaged"
     ),
