@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count
+from itertools import accumulate, count
 from typing import Any
 
 import torch
@@ -137,6 +137,8 @@ class BatchMaker:
         ]
         self._finishes = any(self._others)
         self.changes_nothing = all(pipeline.changes_nothing for pipeline in pipelines)
+        first = pipelines[0].converter
+        self._packs = isinstance(first, RaggedConverter) and first.packs
         holds_out = any(pipeline.converter.num_outputs > 1 for pipeline in pipelines)
         self._joined: Callable[[Iterable[Part]], Tensors] = _flat if holds_out else tuple
 
@@ -145,8 +147,14 @@ class BatchMaker:
         fields = zip(self._pipelines, window, strict=True)
         return self._joined(own.batches(part, draws, batch_size, keep=self._keep)[0] for own, part in fields)
 
-    def open(self, window: Fields, draws: Draws, batch_size: int) -> Iterator[Tensors]:
+    def num_samples(self, batch: Tensors) -> int:
+        """Return the number of samples in a batch."""
+        return batch[1].shape[0] - 1 if self._packs else batch[0].shape[0]
+
+    def open(self, window: Fields, draws: Draws, batch_size: int | Sequence[int]) -> Iterator[Tensors]:
         """Yield the batches of a window, then empty batches, for steps in which only other ranks have samples.
+
+        ``batch_size`` may be the size of each batch.
 
         This generator keeps no reference to a yielded batch, not even in a ``zip``, so that its memory can be reused.
         """
@@ -155,7 +163,14 @@ class BatchMaker:
         while True:
             yield self._joined(map(next, batches))
 
-    def _split(self, pipeline: FieldPipeline, samples: Any, draws: Draws, batch_size: int) -> Iterator[Part]:
+    def _split(
+        self, pipeline: FieldPipeline, samples: Any, draws: Draws, batch_size: int | Sequence[int]
+    ) -> Iterator[Part]:
+        if not isinstance(batch_size, int):
+            for first, size in zip(accumulate(batch_size, initial=0), batch_size, strict=False):
+                some, drawn = samples[first : first + size], draws.part(first, first + size)
+                yield pipeline.batches(some, drawn, max(1, size), keep=self._keep)[0]
+            return
         on_cpu = isinstance(samples, Frames) and samples.values.device.type == "cpu"  # then memory is the limit
         step = batch_size * (1 if on_cpu else pipeline.num_together(batch_size, keep=self._keep))
         for first in count(0, step):

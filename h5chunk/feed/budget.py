@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset
 
 from h5chunk.errors import OptionError, check_whole, count_text, human_bytes, printable
 from h5chunk.feed.dataset import ChunkDataset
@@ -24,11 +25,12 @@ from h5chunk.plan.selection import WeightedSelection
 from h5chunk.plan.slots import TOGETHER_BYTES, SlotPlan, largest_window, plan_slots, with_windows_together
 from h5chunk.store.read.checksums import OFF, PIECE_BYTES
 from h5chunk.store.read.direct import ByteReader, is_small_field
+from h5chunk.store.read.files import Paths
 from h5chunk.store.read.ragged import ImagesField
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.several import NOTABLE, direct_fields, read_amplification
 from h5chunk.store.read.windows import WindowReader
-from h5chunk.transforms import Converter
+from h5chunk.transforms import BATCH_TRANSFORMS, Converter, Transforms
 from h5chunk.transforms.any_size import AnySizeConverter
 
 LOADING_BYTES = 8 << 20  # size of each piece of resident data that is read at once
@@ -148,6 +150,47 @@ def _direct_fields(reader: H5Reader, reader_kind: str) -> tuple[dict[str, ByteRe
         slower = [name for name, field in direct.items() if field.is_slower_than_hdf5 and not is_small_field(field)]
         why |= dict.fromkeys(slower, "its chunks are tiny")
     return {name: field for name, field in direct.items() if name not in why}, why
+
+
+def find_data(data: Paths | ChunkDataset, transforms: Transforms | None) -> tuple[ChunkDataset, Transforms | None]:
+    """Return the data set and the transforms of its batches. Raise OptionError if a loader would ignore any of them."""
+    if not isinstance(data, ChunkDataset):
+        if isinstance(data, Dataset):
+            raise OptionError(
+                f"data is a {type(data).__name__}: give a ChunkDataset, whose subset() and split() select samples"
+            )
+        return _without_strings(data, ChunkDataset(data)), transforms
+    changed = [name for name in ("__getitem__", "__getitems__") if _differs(type(data), name)]
+    if changed:
+        raise OptionError(
+            f"{type(data).__name__} overrides {changed[0]}, which a ChunkLoader does not call: use transforms="
+        )
+    own_transforms: Transforms = [data.transform] if callable(data.transform) else data.transform or ()
+    if not own_transforms:
+        return data, transforms
+    lists = own_transforms.values() if isinstance(own_transforms, Mapping) else [own_transforms]
+    if transforms is not None or not all(isinstance(item, BATCH_TRANSFORMS) for part in lists for item in part):
+        raise OptionError(
+            "the data set has a transform, which is for single samples in a DataLoader: give it to the loader as "
+            "transforms=, and remove it from the data set (dataset.with_transform(None))"
+        )
+    return data, own_transforms
+
+
+def _without_strings(path: Paths, dataset: ChunkDataset) -> ChunkDataset:
+    """Drop the default fields with strings, which no device supports, with a warning, and return the data set."""
+    numbers = [name for name in dataset.fields if dataset.field(name).dtype.kind != "S"]
+    if not numbers or len(numbers) == len(dataset.fields):
+        return dataset
+    strings = ", ".join(repr(name) for name in dataset.fields if name not in numbers)
+    warnings.warn(
+        f"{printable(dataset.path)}: batches leave out {strings}, because tensors cannot hold strings", stacklevel=4
+    )
+    return ChunkDataset(path, fields=numbers)
+
+
+def _differs(kind: type[ChunkDataset], name: str) -> bool:
+    return getattr(kind, name) is not getattr(ChunkDataset, name)
 
 
 class MemoryBudget:

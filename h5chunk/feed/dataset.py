@@ -36,7 +36,7 @@ from h5chunk.remote.mirror import remote_options
 from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.fields import Field, Fields, MatrixField, parse_fields
 from h5chunk.store.read.files import Paths, open_reader, reopen_with_fields
-from h5chunk.store.read.ragged import RaggedField, SeriesField
+from h5chunk.store.read.ragged import RaggedField
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.several import NOTABLE, read_amplification
 from h5chunk.transforms import Transforms
@@ -202,10 +202,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
     @property
     def sample_lengths(self) -> np.ndarray:
         """The length of each sample, (n,) int64, along its first axis, for a field whose samples differ in length."""
-        field = self._reader.ragged
-        if not isinstance(field, SeriesField):
-            raise FieldError(f"{printable(self.path)}: no field has samples that differ in length (offsets, lengths)")
-        return np.diff(self._reader.indptr)[self.samples] // field.step_items
+        return self._reader.sample_lengths[self.samples]
 
     @property
     def samples(self) -> np.ndarray:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 import weakref
 from collections.abc import Generator, Iterator, Mapping
 from copy import copy
@@ -14,22 +13,24 @@ from inspect import GEN_RUNNING, getgeneratorstate
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import get_worker_info
 
 from h5chunk.errors import H5ChunkError, OptionError, printable
 from h5chunk.feed.batches import BatchMaker, FieldPipeline
-from h5chunk.feed.budget import MemoryBudget, check_arguments, find_device, make_source
+from h5chunk.feed.budget import MemoryBudget, check_arguments, find_data, find_device, make_source
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.read_pool import TIMEOUT_S
 from h5chunk.feed.resident import Resident
 from h5chunk.feed.sampler import ChunkSampler, Resumable, State
 from h5chunk.feed.stored_tables import name_of_sample
 from h5chunk.feed.stream import EpochReport, WindowStream
+from h5chunk.plan.lengths import LengthOrder
 from h5chunk.plan.order import Order
 from h5chunk.plan.slots import check_echo, num_echoed
 from h5chunk.store.read.files import Paths
-from h5chunk.transforms import BATCH_TRANSFORMS, Transforms, transforms_by_field
+from h5chunk.transforms import Transforms, transforms_by_field
 from h5chunk.transforms.any_size import AnySizeConverter
+from h5chunk.transforms.ragged import packs
 
 CLOSED = "this loader was closed while it was iterated: end the iteration first"
 TWO_THREADS = "another thread is waiting for a batch of this loader: create a separate loader for each thread"
@@ -84,7 +85,10 @@ class ChunkLoader(Resumable):
         One or several files, as for `ChunkDataset`; or a data set, which chooses fields and a subset. Its transform is
         used if it consists of objects of `h5chunk.transforms`; any other transform raises OptionError.
     batch_size : int, optional
-        Required unless ``sampler`` is given.
+        Required unless ``batch_elements`` or ``sampler`` is given.
+    batch_elements : int, optional
+        For samples that differ in length: the maximum number of elements in a batch, as for `ChunkSampler`; with
+        `h5chunk.transforms.Pack`, elements are not padded.
     sampler : ChunkSampler, optional
         The order of the samples of ``data``, with settings that the next three arguments do not cover: window size,
         ranks, weights, padding. The loader starts at the position of the sampler: at its epoch and, if a state was
@@ -150,6 +154,7 @@ class ChunkLoader(Resumable):
         data: Paths | ChunkDataset,
         batch_size: int | None = None,
         *,
+        batch_elements: int | None = None,
         sampler: ChunkSampler | None = None,
         shuffle: bool = True,
         seed: int = 0,
@@ -167,19 +172,24 @@ class ChunkLoader(Resumable):
         check_arguments(reader, resident, num_threads, memory_bytes, timeout)
         check_echo(echo)
         target = find_device(device)
-        dataset, transforms = _dataset(data, transforms)
+        dataset, transforms = find_data(data, transforms)
         if dataset.epoch_samples and resident is True:
             raise OptionError("resident is True, but each epoch has different samples: leave resident out")
         resident, reuse = not dataset.epoch_samples and resident, reuse and target.type == "cpu"
         if sampler is None:
-            if batch_size is None:
-                raise OptionError("batch_size is missing: give it, or a sampler")
+            if batch_size is None and batch_elements is None:
+                raise OptionError("batch_size is missing: give it, batch_elements, or a sampler")
             own = copy(dataset)  # so that the cache settings of the user's data set do not change
-            sampler = ChunkSampler(own, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
+            padded = batch_elements is None or not packs(transforms)
+            order_options: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "padded": padded}
+            sampler = ChunkSampler(own, batch_size, batch_elements=batch_elements, **order_options)
         else:
-            _check_sampler(sampler, dataset, batch_size, shuffle, seed, drop_last)
+            given = {"batch_size": batch_size, "batch_elements": batch_elements, "shuffle": not shuffle or None}
+            _check_sampler(sampler, dataset, {**given, "seed": seed or None, "drop_last": drop_last or None})
         self.batch_sampler, self._position, self._given_rank = sampler, sampler._position, sampler._given_rank
         order, min_chunks = _order_in_file(sampler, dataset, echo)
+        if echo != 1 and isinstance(order, LengthOrder):
+            raise OptionError(f"echo is {echo}, but batches by length are not repeated: leave echo out")
         self._source = make_source(
             dataset, order, reader=reader, device=target, num_threads=num_threads, timeout_s=timeout or None
         )
@@ -209,7 +219,7 @@ class ChunkLoader(Resumable):
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
-        fresh = self._template.num_batches
+        fresh = self._num_batches
         return fresh + num_echoed(self._echo, fresh)
 
     @property
@@ -327,60 +337,16 @@ class ChunkLoader(Resumable):
         converters = (pipeline.converter for pipeline in self._pipelines)
         decoders = "".join(f"; {item.decoder}" for item in converters if isinstance(item, AnySizeConverter))
         return printable(
-            f"ChunkLoader({str(source.reader.path)!r} to {self._device}: {len(self)} batches of {order.batch_size}; "
+            f"ChunkLoader({str(source.reader.path)!r} to {self._device}: {len(self)} batches of {order.batch_text}; "
             f"{self._budget.describe(order, self._plan)}{echo}; {source.describe(order)}{decoders})"
         )
 
 
-def _dataset(data: Paths | ChunkDataset, transforms: Transforms | None) -> tuple[ChunkDataset, Transforms | None]:
-    """Return the data set and the transforms of its batches. Raise OptionError if a loader would ignore any of them."""
-    if not isinstance(data, ChunkDataset):
-        if isinstance(data, Dataset):
-            raise OptionError(
-                f"data is a {type(data).__name__}: give a ChunkDataset, whose subset() and split() select samples"
-            )
-        return _without_strings(data, ChunkDataset(data)), transforms
-    changed = [name for name in ("__getitem__", "__getitems__") if _differs(type(data), name)]
-    if changed:
-        raise OptionError(
-            f"{type(data).__name__} overrides {changed[0]}, which a ChunkLoader does not call: use transforms="
-        )
-    own_transforms: Transforms = [data.transform] if callable(data.transform) else data.transform or ()
-    if not own_transforms:
-        return data, transforms
-    lists = own_transforms.values() if isinstance(own_transforms, Mapping) else [own_transforms]
-    if transforms is not None or not all(isinstance(item, BATCH_TRANSFORMS) for part in lists for item in part):
-        raise OptionError(
-            "the data set has a transform, which is for single samples in a DataLoader: give it to the loader as "
-            "transforms=, and remove it from the data set (dataset.with_transform(None))"
-        )
-    return data, own_transforms
-
-
-def _without_strings(path: Paths, dataset: ChunkDataset) -> ChunkDataset:
-    """Drop the default fields with strings, which no device supports, with a warning, and return the data set."""
-    numbers = [name for name in dataset.fields if dataset.field(name).dtype.kind != "S"]
-    if not numbers or len(numbers) == len(dataset.fields):
-        return dataset
-    strings = ", ".join(repr(name) for name in dataset.fields if name not in numbers)
-    warnings.warn(
-        f"{printable(dataset.path)}: batches leave out {strings}, because tensors cannot hold strings", stacklevel=4
-    )
-    return ChunkDataset(path, fields=numbers)
-
-
-def _differs(kind: type[ChunkDataset], name: str) -> bool:
-    return getattr(kind, name) is not getattr(ChunkDataset, name)
-
-
-def _check_sampler(
-    sampler: ChunkSampler, dataset: ChunkDataset, batch_size: int | None, shuffle: bool, seed: int, drop_last: bool
-) -> None:
-    """Raise OptionError unless the sampler is valid, is for the same data, and is not combined with other options."""
+def _check_sampler(sampler: ChunkSampler, dataset: ChunkDataset, others: Mapping[str, Any]) -> None:
+    """Raise OptionError unless the sampler is valid, is for the same data, and all ``others``, options, are None."""
     if not isinstance(sampler, ChunkSampler):
         raise OptionError(f"sampler is a {type(sampler).__name__}: give a ChunkSampler")
-    is_set = {"batch_size": batch_size is not None, "shuffle": not shuffle, "seed": seed != 0, "drop_last": drop_last}
-    for name in (name for name, is_given in is_set.items() if is_given):
+    for name in (name for name, value in others.items() if value is not None):
         raise OptionError(f"{name} is given together with a sampler: pass {name} to the ChunkSampler instead")
     sampler.check_data(dataset)
 

@@ -27,6 +27,7 @@ from h5chunk.feed.slots import KEPT, BatchMemory, Fields, gather, to_device
 from h5chunk.feed.stream import EpochReport, WindowStream
 from h5chunk.native import DONE, GATHER, JOB, NativePool, available
 from h5chunk.plan.draws import Draws
+from h5chunk.plan.lengths import LengthOrder
 from h5chunk.plan.order import Order
 from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed
 from h5chunk.transforms.csr import CsrRows, SampleNumbers
@@ -86,13 +87,26 @@ class Resident:
 
     def batches(self, order: Order, maker: BatchMaker, report: EpochReport, start: int = 0) -> Iterator[Any]:
         """Yield the batches of an epoch, starting at batch ``start``, while the next epoch's order is computed."""
+        if isinstance(order, LengthOrder):
+            yield from self._by_length(order, maker, report, start)
+            return
         keys = self._plan(order).result()[start * order.batch_size :]
         report.waited_s += time.perf_counter() - report.started
         self._plan(replace(order, epoch=order.epoch + 1))
         fresh = order.num_batches - start
         for number, batch in enumerate(self._batches(keys, order, maker, fresh)):
-            report.add(len(batch[0]), fresh=number < fresh)
+            report.add(maker.num_samples(batch), fresh=number < fresh)
             yield maker.finish(batch)
+
+    def _by_length(self, order: Order, maker: BatchMaker, report: EpochReport, start: int) -> Iterator[Any]:
+        """Yield the batches of an epoch that differ in size."""
+        for keys in order.keys(start):
+            samples = order.numbers_of(keys)
+            numbers = SampleNumbers(samples, to_device(samples, self._device))
+            fields, draws = gather(self._all(maker), numbers, self._memory), Draws(order.seed, order.epoch, keys)
+            for batch in maker.make(fields, draws, max(1, len(keys))):
+                report.add(len(keys), fresh=True)
+                yield maker.finish(batch)
 
     def _batches(self, keys: np.ndarray, order: Order, maker: BatchMaker, fresh: int) -> Iterator[Tensors]:
         """Yield the fresh batches, then the echoed batches; small batches are gathered several at a time."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -13,10 +12,12 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from h5chunk.errors import OptionError, StateError
+from h5chunk.errors import OptionError
 from h5chunk.feed.collate import TaggedBatch, check_numbering
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.nodes import find_nodes
+from h5chunk.feed.state import State, load_state, save_state
+from h5chunk.plan.lengths import LengthOrder, LengthReport, describe, usual_batch
 from h5chunk.plan.order import INTERLEAVE, Order, choose_interleave, with_full_windows
 from h5chunk.plan.selection import (
     FixedSelection,
@@ -27,9 +28,6 @@ from h5chunk.plan.selection import (
     starts_of_runs,
 )
 from h5chunk.store.read.reader import H5Reader
-
-VERSION = 1
-State = dict[str, int]
 
 
 @dataclass
@@ -77,6 +75,11 @@ class Resumable:
     def order(self) -> Order:
         """The order of the next epoch."""
         return replace(self._template, epoch=self._position.epoch)
+
+    @property
+    def _num_batches(self) -> int:
+        """Number of batches of the epoch that is running, or else of the next."""
+        return replace(self._template, epoch=self._position.reached[0]).num_batches
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration, from 0, which resumes at the batch of a loaded state of this epoch."""
@@ -144,9 +147,22 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
     dataset : ChunkDataset
         The data set, or subset, that the DataLoader reads. Reading a batch from any other subset raises OptionError.
     batch_size : int
+        With ``batch_elements``: the maximum number of samples in a batch. Default: no maximum.
     shuffle : bool
         False: keep the order of the file.
     seed : int
+    batch_elements : int, optional
+        For samples that differ in length: as many samples are in a batch as have at most so many elements together. An
+        element is a step along the first axis, and a batch has those that it has after padding to its longest sample;
+        with ``padded=False``, as for `h5chunk.transforms.Pack`, those of its samples. All ranks have the same number of
+        batches, which differs a little between epochs: some ranks cut their largest batches in two. With ``drop_last``,
+        the last batch of an epoch is left out. A window has at least 8 batches of average size.
+    padded : bool
+        See ``batch_elements``.
+    bucket_batches : int
+        For samples that differ in length: the number of average batches whose samples are sorted by length before they
+        are cut into batches, whose order is then shuffled. This saves padding, but batches then have samples of similar
+        lengths, which are therefore shuffled less well: see `length_report`. A window has at least one bucket.
     window_chunks : int, optional
         Chunks to shuffle together; default: the file's recommendation. A window is never smaller than a batch.
     drop_last : bool
@@ -172,7 +188,8 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
     interleave : int, optional
         Number of windows whose batches alternate, so that every worker of a DataLoader has separate windows. Default:
         24, or a divisor of 24 if chunks are so large that the windows would need more than 1 GiB, or if an epoch has
-        fewer windows of the chosen size. If 24 is not a multiple of your number of workers, pass one that is.
+        fewer windows of the chosen size. If 24 is not a multiple of your number of workers, pass one that is. With
+        ``batch_elements`` or ``bucket_batches`` it is 1.
 
     Raises
     ------
@@ -183,8 +200,11 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
     def __init__(
         self,
         dataset: ChunkDataset,
-        batch_size: int,
+        batch_size: int | None = None,
         *,
+        batch_elements: int | None = None,
+        padded: bool = True,
+        bucket_batches: int = 1,
         shuffle: bool = True,
         seed: int = 0,
         window_chunks: int | None = None,
@@ -207,12 +227,19 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
             num_samples = len(selection)
             chunk_samples = max(1, round(num_samples / max(1, selection.num_chunks)))
         ranks = dict(zip(("lanes", "rank", "world_size"), find_ranks(lanes, rank, world_size), strict=True))
-        order = Order(
+        kind: type[Order] = Order
+        options: dict[str, Any] = {"batch_size": batch_size}
+        if batch_elements is not None or bucket_batches != 1:
+            limits: dict[str, Any] = {"max_elements": batch_elements, "max_samples": batch_size, "padded": padded}
+            kind, options = LengthOrder, {**limits, "bucket_batches": bucket_batches, "subset": dataset.subset_samples}
+            options |= {"lengths": reader.sample_lengths, "batch_size": usual_batch(dataset.sample_lengths, **limits)}
+        elif batch_size is None:
+            raise OptionError("batch_size is missing: give it, or batch_elements")
+        order = kind(
             num_samples,
             chunk_samples,
-            batch_size,
             window_chunks=reader.recommended_window if window_chunks is None else window_chunks,
-            interleave=INTERLEAVE if interleave is None else interleave,
+            interleave=(1 if kind is LengthOrder else INTERLEAVE) if interleave is None else interleave,
             seed=seed,
             shuffle=shuffle,
             drop_last=drop_last,
@@ -220,8 +247,9 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
             selection=selection,
             nodes=1 if locality is None else find_nodes(locality, ranks["world_size"]),
             **ranks,
+            **options,
         )
-        if interleave is None:  # each worker gets its own windows
+        if kind is not LengthOrder and interleave is None:  # each worker gets its own windows
             order = replace(order, interleave=choose_interleave(order.window_chunks * reader.chunk_bytes))
             if window_chunks is not None or reader.header is None or not reader.header.shuffled:
                 order = with_full_windows(order)  # even if only a few windows of that size fit in an epoch
@@ -249,6 +277,8 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
     @cached_property
     def _identity(self) -> int:  # cached: it takes a pass over all weights, and loops may save a state for each batch
         found, weights = self._dataset.fingerprint, self._weights
+        if isinstance(self._template, LengthOrder):
+            found = zlib.crc32(self._template.lengths.tobytes(), found)
         if weights is None:
             return found
         encoded = weights.encode() if isinstance(weights, str) else np.asarray(weights, float).tobytes()
@@ -278,7 +308,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         raise AttributeError("batch_size")
 
     def __len__(self) -> int:
-        return self._template.num_batches
+        return self._num_batches
 
     def __iter__(self) -> Iterator[list[int]]:
         self._position.running = None  # the rest of the last epoch is dropped
@@ -313,12 +343,33 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         position = self._position
         if batches is None:
             return self._state(*position.reached)
+        epoch = position.running[0] if position.running else position.epoch
+        most = replace(self._template, epoch=epoch).num_batches
         is_whole = isinstance(batches, (int, np.integer)) and not isinstance(batches, bool)
-        if not is_whole or not 0 <= batches <= len(self):
+        if not is_whole or not 0 <= batches <= most:
             raise OptionError(
-                f"batches is {batches!r}: give a number from 0 to {len(self)}, counted from the start of this epoch"
+                f"batches is {batches!r}: give a number from 0 to {most}, counted from the start of this epoch"
             )
-        return self._state(position.running[0] if position.running else position.epoch, batches)
+        return self._state(epoch, batches)
+
+    def length_report(self, groups: Any = None) -> LengthReport:
+        """Measure the padding of the next epoch, and what buckets cost in shuffle quality, without reading samples.
+
+        Parameters
+        ----------
+        groups : str or array, optional
+            The group of each sample, (n,), such as its class, or a field of groups. Default: tenths of the samples,
+            sorted by length.
+
+        Raises
+        ------
+        OptionError
+            The sampler has neither ``batch_elements`` nor ``bucket_batches``.
+        """
+        order = self.order
+        if not isinstance(order, LengthOrder):
+            raise OptionError("length_report describes batches by length: give batch_elements, or bucket_batches > 1")
+        return describe(order, self._dataset.values(groups) if isinstance(groups, str) else groups)
 
     def __repr__(self) -> str:
         return f"ChunkSampler({self.order})"
@@ -338,63 +389,3 @@ def _selection(reader: H5Reader, dataset: ChunkDataset, weights: Any) -> Selecti
     by_class = isinstance(weights, str)
     array = balanced_weights(dataset.values(weights)) if by_class else check_weights(weights, len(rows))
     return WeightedSelection.of(array, chunks, len(rows))
-
-
-def save_state(order: Order, batch: int, file: int) -> State:
-    """Return the state after ``batch`` batches of the order's epoch; ``file`` is the checksum of data and weights.
-
-    The state does not contain the number of ranks or workers, which may change.
-    """
-    return {"version": VERSION, "epoch": order.epoch, "batch": int(batch), **_identity(order, file)}
-
-
-def load_state(state: Mapping[str, Any], order: Order, file: int) -> tuple[int, int]:
-    """Return the epoch and batch at which to resume. Raise StateError if the state is invalid, or for other data."""
-    try:
-        numbers = {name: operator.index(value) for name, value in state.items()}
-        version, epoch, batch = numbers["version"], numbers["epoch"], numbers["batch"]
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise StateError(f"state is {state!r:.200}: give the result of state_dict()") from None
-    if version != VERSION:
-        raise StateError(
-            f"state has version {version}, but this h5chunk reads {VERSION}: use the h5chunk that saved it"
-        )
-    for name, value in _identity(order, file).items():
-        if name not in numbers:
-            raise StateError(f"state has no {name}: give the result of state_dict()")
-        if numbers[name] != value:
-            raise StateError(_difference(name, numbers[name], value))
-    if epoch < 0 or not 0 <= batch <= order.num_batches:
-        raise StateError(
-            f"state is at batch {batch} of epoch {epoch}, but an epoch has {order.num_batches} batches: give the "
-            "result of state_dict()"
-        )
-    return epoch, batch
-
-
-def _identity(order: Order, file: int) -> State:
-    """Return the numbers that determine the order, except the epoch and the division among ranks."""
-    return {
-        "file": file,
-        "num_samples": order.num_samples,
-        "chunk_samples": order.chunk_samples,
-        "seed": order.seed,
-        "global_batch_size": order.batch_size * order.world_size,
-        "lanes": order.lanes,
-        "locality": order.nodes,
-        "window_chunks": order.window_chunks,
-        "interleave": order.interleave,
-        "shuffle": int(order.shuffle),
-        "drop_last": int(order.drop_last),
-        "pad": int(order.pad),
-    }
-
-
-def _difference(name: str, saved: int, expected: int) -> str:
-    if name == "file":
-        return "state belongs to another file, or to other samples or weights: use the same files, subset and weights"
-    if name == "global_batch_size":
-        return f"state has batches of {saved} samples over all ranks, not {expected}: keep batch_size x world_size"
-    if name in ("window_chunks", "interleave"):
-        return f"state has {name}={saved}, not {expected}: give the same window_chunks, memory_bytes and interleave"
-    return f"state has {name}={saved}, not {expected}: give the same {name}"

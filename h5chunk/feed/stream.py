@@ -321,11 +321,11 @@ class WindowStream:
                     self._next = order.epoch + 1, 0  # before the last batch: a consumer that counts batches stops there
                 if not stays and last:
                     self._release(read)
-                report.add(batch[0].shape[0], fresh=True)
+                report.add(maker.num_samples(batch), fresh=True)
                 yield maker.finish(batch)
                 if stays and last:
                     for batch in islice(self._echoes(read, order, maker), self._num_due(read, number)):
-                        report.add(batch[0].shape[0], fresh=False)
+                        report.add(maker.num_samples(batch), fresh=False)
                         yield maker.finish(batch)
                     self._release(read)
         finally:
@@ -351,8 +351,8 @@ class WindowStream:
             draws = Draws(order.seed, order.epoch, read.window.keys, kept={}, whole=read.window.keys)
             if len(read.window.batches) == 1 and not maker.ahead:
                 self._fill()
-                return read, maker.whole(read.slot.window, draws, order.batch_size)
-            windows[read] = maker.open(read.slot.window, draws, order.batch_size)
+                return read, maker.whole(read.slot.window, draws, max(1, len(read.window.samples)))
+            windows[read] = maker.open(read.slot.window, draws, read.window.sizes or order.batch_size)
             self._fill()
         batch = next(windows[read])
         if number == read.window.batches[-1]:

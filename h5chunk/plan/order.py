@@ -68,6 +68,7 @@ class Window(NamedTuple):
     destinations: Indices
     batches: Sequence[int]  # indices of the batches in the epoch, ascending
     keys: Indices  # the keys of ``samples``, for `h5chunk.plan.draws`
+    sizes: Sequence[int] | None = None  # samples of each batch, if they differ
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,11 @@ class Order:
     def lane_batch(self) -> int:
         """Number of samples of one lane in a full batch."""
         return self.batch_size * self.world_size // self.lanes
+
+    @property
+    def batch_text(self) -> str:
+        """The size of a batch, for messages."""
+        return str(self.batch_size)
 
     @property
     def num_batches(self) -> int:

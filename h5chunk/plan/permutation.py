@@ -26,7 +26,7 @@ Words = npt.NDArray[np.uint64]
 Stream = tuple[int, int, int]
 
 CHUNKS, WINDOW, FILL, ONCE, SHORT, ECHO = range(6)  # streams of random numbers; ECHO + k is for pass k of echoes
-WEIGHTS, SPLIT, NODES = 1 << 40, (1 << 40) + 1, (1 << 40) + 2
+WEIGHTS, SPLIT, NODES, BUCKETS = 1 << 40, (1 << 40) + 1, (1 << 40) + 2, (1 << 40) + 3
 MAX_LISTED = 1 << 22  # larger permutations are evaluated on demand: an array would need more than 32 MiB
 MAX_SEED = (1 << 64) - 1
 NUM_ROUNDS = 8  # rounds of the network; 4 already pass the statistical tests (tests/plan/test_permutation.py)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,12 @@ class Pack(_Lengths):
 
 
 LENGTH_TRANSFORMS = (Pad, Pack)
+
+
+def packs(transforms: Any) -> bool:
+    """Return whether transforms, a list or lists by field, pack samples instead of padding them."""
+    lists = transforms.values() if isinstance(transforms, Mapping) else [transforms or ()]
+    return any(isinstance(each, Pack) for part in lists for each in part)
 
 
 class RaggedConverter:

@@ -30,7 +30,8 @@ def test_a_data_set_owns_the_data():
 
 def test_a_sampler_owns_the_order():
     assert arguments(h5chunk.ChunkSampler) == {
-        "dataset": MISSING, "batch_size": MISSING, "*shuffle": True, "*seed": 0, "*window_chunks": None,
+        "dataset": MISSING, "batch_size": None, "*batch_elements": None, "*padded": True,
+        "*bucket_batches": 1, "*shuffle": True, "*seed": 0, "*window_chunks": None,
         "*drop_last": False, "*pad": False, "*lanes": None, "*rank": None, "*world_size": None, "*weights": None,
         "*locality": None, "*interleave": None,
     }  # fmt: skip
@@ -38,7 +39,8 @@ def test_a_sampler_owns_the_order():
 
 def test_a_loader_owns_where_and_how():
     assert arguments(h5chunk.ChunkLoader) == {
-        "data": MISSING, "batch_size": None, "*sampler": None, "*shuffle": True, "*seed": 0, "*drop_last": False,
+        "data": MISSING, "batch_size": None, "*batch_elements": None, "*sampler": None,
+        "*shuffle": True, "*seed": 0, "*drop_last": False,
         "*transforms": None, "*device": "cpu", "*memory_bytes": None, "*num_threads": None, "*resident": "auto",
         "*reader": "auto", "*reuse": False, "*echo": 1, "*timeout": 120.0,
     }  # fmt: skip

@@ -166,6 +166,11 @@ def is_variable(kind: h5py.h5t.TypeID) -> bool:
     return bool(kind.detect_class(h5py.h5t.VLEN) or kind.detect_class(h5py.h5t.REFERENCE))
 
 
+def is_vlen(dataset: h5py.Dataset) -> bool:
+    """Return whether the elements of a dataset are arrays of variable length; strings are not."""
+    return isinstance(dataset.id.get_type(), h5py.h5t.TypeVlenID)
+
+
 def partial_chunks_are_plain(properties: h5py.h5p.PropDCID) -> bool | None:
     """Return whether partial chunks at the edges of a dataset are stored without its filters; None if unknown.
 

@@ -21,11 +21,12 @@ from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.csr import plan_csr
 from h5chunk.store.format.header import CSR, DENSE, Header, check_values
 from h5chunk.store.format.spec import GROUP, IMAGE_TABLES
+from h5chunk.store.hdf5.chunk_table import is_vlen
 from h5chunk.store.hdf5.guard import Guard, small_attribute
 from h5chunk.store.hdf5.open import errors_as
 from h5chunk.store.hdf5.strings import read_words
 from h5chunk.store.read.ragged import FlatSamples, RaggedField, describe_images, describe_series
-from h5chunk.store.read.vlen import describe_vlen, is_vlen
+from h5chunk.store.read.vlen import describe_vlen
 
 MATRIX_PARTS = ("indptr", "indices", "data")
 TENX_PARTS = (b"barcodes", b"indptr", b"indices", b"data", b"shape")

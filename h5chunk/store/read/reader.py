@@ -34,7 +34,15 @@ from h5chunk.store.hdf5.open import descriptor_of, open_file, opened, translate_
 from h5chunk.store.read.checksums import OFF, ChunkChecks, Sums, read_sums
 from h5chunk.store.read.csr import CsrBuffers, CsrHandle, VlenHandle, cache_of, open_dataset
 from h5chunk.store.read.fields import Field, MatrixField, Stored, default_fields, describe_field
-from h5chunk.store.read.ragged import FlatSamples, ImagesField, ImageSizes, RaggedField, read_image_sizes, read_indptr
+from h5chunk.store.read.ragged import (
+    FlatSamples,
+    ImagesField,
+    ImageSizes,
+    RaggedField,
+    SeriesField,
+    read_image_sizes,
+    read_indptr,
+)
 from h5chunk.store.read.vlen import VlenField, read_vlen_indptr
 from h5chunk.urls import local_copy_of
 
@@ -176,6 +184,13 @@ class H5Reader:
                 return read_vlen_indptr(file[self.ragged.dataset], self.path, self.ragged.entry_bytes)
             self._check_table(file, self.ragged, self.ragged.pointers)
             return read_indptr(file, self.path, self.ragged)
+
+    @property
+    def sample_lengths(self) -> np.ndarray:
+        """The length of each sample along its first axis: (n,) int64. Raises FieldError if no field has lengths."""
+        if not isinstance(self.ragged, SeriesField):
+            raise FieldError(f"{printable(self.path)}: no field has samples that differ in length (offsets, lengths)")
+        return np.diff(self.indptr) // self.ragged.step_items
 
     @cached_property
     def image_sizes(self) -> ImageSizes:

@@ -30,11 +30,6 @@ class VlenField(SeriesField):
     table_datasets = ()
 
 
-def is_vlen(dataset: h5py.Dataset) -> bool:
-    """Return whether the elements of a dataset are arrays of variable length; strings are not."""
-    return isinstance(dataset.id.get_type(), h5py.h5t.TypeVlenID)
-
-
 def describe_vlen(dataset: h5py.Dataset, path: Path, name: str) -> VlenField:
     """Describe a dataset of arrays of variable length. Raises UnsupportedError unless they can be read directly."""
     where = f"{printable(path)}: {dataset.name!r}"

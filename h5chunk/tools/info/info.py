@@ -19,7 +19,7 @@ from h5chunk.source import shape_text
 from h5chunk.store.format.header import CSR, MATRIX, Header, read_header, read_matrix
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.child import in_child, limited_memory
-from h5chunk.store.hdf5.chunk_table import count_unwritten, partial_chunks_are_plain, unwritten_value
+from h5chunk.store.hdf5.chunk_table import count_unwritten, is_vlen, partial_chunks_are_plain, unwritten_value
 from h5chunk.store.hdf5.codecs import KNOWN_FILTERS
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import errors_as, opened
@@ -32,7 +32,6 @@ from h5chunk.store.read.ragged import (
     read_image_sizes,
     read_indptr,
 )
-from h5chunk.store.read.vlen import is_vlen
 from h5chunk.tools.info.layouts import recognise
 from h5chunk.tools.info.patches import advise
 from h5chunk.tools.info.report import DatasetInfo, FileInfo, FolderInfo, ImagesInfo, MachineInfo, MatrixInfo

@@ -1,0 +1,270 @@
+"""Compute batches of samples that differ in length: cut by a budget of elements, or from samples of similar length.
+
+The samples are shuffled within windows, as in `h5chunk.plan.order`. Each window is then cut into batches, so that the
+number of batches differs between windows and epochs, but never between ranks: ranks whose samples need fewer batches
+cut their largest ones in two. All of it is a pure function of the seed, the epoch and the lengths.
+
+In buckets, the samples of several batches are sorted by length before they are cut, ascending and descending in turn,
+and the batches of a window are shuffled.
+
+>>> lengths = np.array([1, 9, 2, 8, 3, 7])
+>>> order = LengthOrder(6, 6, 2, 1, interleave=1, lengths=lengths, max_elements=16)
+>>> [lengths[batch].tolist() for batch in order.batches()]
+[[1], [9], [7, 8], [2, 3]]
+>>> [lengths[batch].tolist() for batch in replace(order, bucket_batches=3).batches()]
+[[7, 8], [9], [1, 2, 3]]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from h5chunk.errors import OptionError, check_whole
+from h5chunk.plan.order import Order, Round, Window
+from h5chunk.plan.permutation import BUCKETS, Indices, random_bits, sorted_order
+
+MIN_BATCHES = 8  # batches of a window, whose last one is not full
+KEPT_EPOCHS = 4  # whose numbers of batches are remembered
+CLASSES = 10  # of length, each with the same number of samples
+
+
+@dataclass(frozen=True)
+class LengthOrder(Order):
+    """An order whose batches depend on the lengths of samples.
+
+    ``batch_size`` is the size of an average batch, which determines the windows; ``max_samples`` is the limit. There is
+    one lane per rank.
+    """
+
+    lengths: Indices = field(default_factory=lambda: np.empty(0, np.int64), repr=False, compare=False)  # in the file
+    subset: Indices | None = field(default=None, repr=False, compare=False)  # the samples in the file, of a subset
+    max_elements: int | None = None  # limit on the elements of a batch
+    max_samples: int | None = None
+    padded: bool = True  # whether the elements of a batch are those after padding to its longest sample
+    bucket_batches: int = 1  # batches whose samples are sorted by length together
+    _sizes: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # batches of windows
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole("bucket_batches", self.bucket_batches, 1)
+        if self.lanes != self.world_size:
+            raise OptionError(f"lanes is {self.lanes}: batches by length need one lane per rank: leave lanes out")
+        if self.interleave != 1:
+            raise OptionError(f"interleave is {self.interleave}: batches by length do not alternate: leave it out")
+        if self.pad:
+            raise OptionError("pad fills up the last batch, but batches by length differ in size: leave pad out")
+
+    @property
+    def window_batches(self) -> int:
+        """Number of average batches in a full window."""
+        count = max(MIN_BATCHES, self.bucket_batches, self.window_chunks * self.chunk_samples // self.batch_size)
+        return count // self._chunk_batches * self._chunk_batches or count  # whole chunks, if possible
+
+    @property
+    def batch_text(self) -> str:
+        if self.max_elements is None:
+            return str(self.max_samples)
+        return f"up to {self.max_elements:,} {'padded ' if self.padded else ''}elements"
+
+    @property
+    def num_batches(self) -> int:
+        return sum(self._batches_of_windows)
+
+    @property
+    def _batches_of_windows(self) -> list[int]:
+        """The number of batches of each window, on every rank."""
+        key = self.epoch, self.window_chunks, self.bucket_batches
+        if key not in self._sizes:
+            ranks = [self._counts(rank) for rank in range(self.world_size)]
+            found = np.max([counts for counts, _ in ranks], axis=0).tolist()
+            if self.drop_last and found:
+                found[-1] = min(full for _, full in ranks)
+            while len(self._sizes) >= KEPT_EPOCHS:
+                self._sizes.pop(next(iter(self._sizes)))
+            self._sizes[key] = found
+        return list(self._sizes[key])
+
+    def _counts(self, rank: int) -> tuple[list[int], int]:
+        """Return the number of batches of each window of a rank, and how many of the last window are full."""
+        counts, full = [], 0
+        for keys in self._windows_of(rank).keys():  # noqa: SIM118
+            sizes = self._cut(self._lengths_of(keys)[self._sorted(keys)])
+            counts.append(len(sizes))
+            is_last_full = bool(sizes) and sizes[-1] == self.max_samples
+            full = max(0, len(sizes) - 1) + is_last_full
+        return counts, full
+
+    def _windows_of(self, rank: int) -> Order:
+        """Return an order whose batches are the shuffled windows of a rank."""
+        return Order(
+            self.num_samples,
+            self.chunk_samples,
+            self.window_batches * self.batch_size,
+            window_chunks=1,
+            interleave=1,
+            seed=self.seed,
+            epoch=self.epoch,
+            shuffle=self.shuffle,
+            lanes=self.lanes,
+            rank=rank,
+            world_size=self.world_size,
+            nodes=self.nodes,
+            selection=self.selection,
+        )
+
+    def rounds(self) -> Iterator[Round]:
+        """See `Order.rounds`; here, batches are average ones, and windows do not alternate."""
+        together = self.window_batches * self.batch_size * self.world_size
+        for number in range(-(-self.num_samples // together)):
+            yield Round(number * self.window_batches, 1, self.window_batches)
+
+    def keys(self, start: int = 0) -> Iterator[Indices]:
+        """See `Order.keys`."""
+        for window in self.windows(start):
+            assert window.sizes is not None
+            yield from np.split(window.keys, np.cumsum(window.sizes)[:-1])
+
+    def windows(self, start: int = 0, together: int = 1) -> Iterator[Window]:
+        """See `Order.windows`; windows are never joined."""
+        first = 0
+        pairs = zip(self._windows_of(self.rank).windows(), self._batches_of_windows, strict=True)
+        for number, (window, num_batches) in enumerate(pairs):
+            if first + num_batches > max(start, first):
+                yield self._window_of(window, number, first, num_batches, max(0, start - first))
+            first += num_batches
+
+    def _window_of(self, window: Window, number: int, first: int, num_batches: int, done: int) -> Window:
+        """Cut a shuffled window into batches, and leave out the first ``done`` of them."""
+        order = self._sorted(window.keys)
+        sizes = self._cut(self._lengths_of(window.keys)[order])
+        while len(sizes) < num_batches:
+            largest = max(range(len(sizes)), key=sizes.__getitem__, default=0)
+            whole = sizes[largest] if sizes else 0
+            sizes[largest : largest + 1] = [whole - whole // 2, whole // 2]
+        parts = np.split(order, np.cumsum(sizes))[:num_batches]
+        if self.bucket_batches > 1 and self.shuffle:
+            turns = sorted_order(random_bits(len(parts), self.seed, (BUCKETS, self.epoch, number), self.rank))
+            parts = [parts[turn] for turn in turns.tolist()]
+        chosen = np.concatenate(parts[done:])  # positions in the window, batch after batch
+        places = np.full(len(window.keys), -1)
+        places[chosen] = np.arange(len(chosen))
+        destinations = places[window.destinations]
+        is_left = destinations >= 0
+        keys = window.keys[chosen]
+        rows, batches = window.rows[is_left], range(first + done, first + num_batches)
+        sizes = [len(part) for part in parts[done:]]
+        return Window(self.numbers_of(keys), rows, destinations[is_left], batches, keys, sizes)
+
+    def _lengths_of(self, keys: Indices) -> Indices:
+        numbers = self.numbers_of(keys)
+        if self.subset is not None and (self.selection is None or self.selection.samples is None):
+            numbers = self.subset[numbers]
+        return self.lengths[numbers]
+
+    def _sorted(self, keys: Indices) -> Indices:
+        """Return the order of the samples of a window from which batches are cut."""
+        size, order = self.bucket_batches * self.batch_size, np.arange(len(keys))
+        if self.bucket_batches == 1:
+            return order
+        lengths = self._lengths_of(keys)
+        blocks = order // size
+        return np.lexsort((np.where(blocks % 2, -lengths, lengths), blocks))
+
+    def _cut(self, lengths: Indices) -> list[int]:
+        """Return the sizes of the batches that samples of these lengths are cut into."""
+        limit = self.max_samples or len(lengths)
+        if self.max_elements is None:
+            return [min(limit, len(lengths) - first) for first in range(0, len(lengths), limit)]
+        lengths, sizes, first = np.maximum(lengths, 1), list[int](), 0
+        while first < len(lengths):
+            some = lengths[first : first + min(limit, self.max_elements // int(lengths[first]))]
+            counts = np.arange(1, len(some) + 1)
+            elements = np.maximum.accumulate(some) * counts if self.padded else np.cumsum(some)
+            sizes.append(max(1, int(np.searchsorted(elements, self.max_elements, "right"))))
+            first += sizes[-1]
+        return sizes
+
+
+def usual_batch(lengths: Indices, max_elements: int | None, max_samples: int | None, padded: bool) -> int:
+    """Return the size of an average batch. Raises OptionError if a sample has more elements than a batch may have."""
+    if not isinstance(padded, bool):
+        raise OptionError(f"padded is {padded!r}: give True or False")
+    if max_elements is None:
+        if not padded:
+            raise OptionError("padded says what batch_elements counts: give batch_elements, or leave padded out")
+        return check_whole("batch_size", max_samples, 1)
+    most = int(lengths.max(initial=1))
+    if check_whole("batch_elements", max_elements, 1) < most:
+        raise OptionError(
+            f"batch_elements is {max_elements}, but sample {int(lengths.argmax())} has {most}: give at least that, or "
+            f"leave out long samples: dataset.subset(dataset.sample_lengths <= {max_elements})"
+        )
+    usual = np.quantile(lengths, 0.9 if padded else 0.5) if len(lengths) else 1
+    size = max(1, max_elements // max(1, round(usual)))
+    return size if max_samples is None else min(size, check_whole("batch_size", max_samples, 1))
+
+
+@dataclass(frozen=True)
+class LengthReport:
+    """The padding of the batches of an epoch, and how well they are shuffled.
+
+    Attributes
+    ----------
+    batches : int
+    samples : float
+        Samples per batch, on average.
+    padding : float
+        The fraction of all elements of padded batches that is padding.
+    padding_unsorted : float
+        The same without buckets.
+    effective_batch : float
+        The size of fully shuffled batches in which the shares of the groups vary as much; at most ``samples``. By
+        default a group is a tenth of the samples, sorted by length: 1 if all samples of a batch are of one length.
+    """
+
+    batches: int
+    samples: float
+    padding: float
+    padding_unsorted: float
+    effective_batch: float
+
+
+def describe(order: LengthOrder, groups: Indices | None = None) -> LengthReport:
+    """Measure an epoch on one rank; ``groups``, (n,), has the group of each sample of the data set."""
+    batches = [batch for batch in order.batches() if len(batch)]
+    if not batches:
+        return LengthReport(0, 0.0, 0.0, 0.0, 0.0)
+    unsorted = replace(order, bucket_batches=1)
+    if groups is None:
+        lengths = order._lengths_of(np.concatenate(batches))
+        borders = np.quantile(lengths, np.arange(1, CLASSES) / CLASSES)
+        shares = [np.searchsorted(borders, order._lengths_of(batch), "right") for batch in batches]
+    else:
+        names = np.unique(groups, return_inverse=True)[1]
+        shares = [names[batch] for batch in batches]
+    mean = float(np.mean([len(batch) for batch in batches]))
+    return LengthReport(
+        order.num_batches, mean, _padding(order, batches), _padding(unsorted, unsorted.batches()), _worth(shares, mean)
+    )
+
+
+def _padding(order: LengthOrder, batches: Any) -> float:
+    lengths = [order._lengths_of(batch) for batch in batches]
+    padded = sum(len(own) * int(own.max(initial=0)) for own in lengths)
+    return 1 - sum(int(own.sum()) for own in lengths) / padded if padded else 0.0
+
+
+def _worth(groups: list[Indices], mean: float) -> float:
+    """Return the effective batch: see `LengthReport`."""
+    count = max(int(own.max()) for own in groups) + 1
+    tables = np.array([np.bincount(own, minlength=count) for own in groups])
+    sizes, shares = tables.sum(axis=1), tables.sum(axis=0) / tables.sum()
+    spread = 1 - float((shares**2).sum())
+    if spread <= 0:
+        return mean
+    effect = float((sizes * ((tables / sizes[:, None] - shares) ** 2).sum(axis=1)).mean()) / spread
+    return min(mean, mean / effect) if effect else mean
