@@ -43,13 +43,6 @@ class Process:
             return Use(*[0] * 7)
         return Use(*(b - a for a, b in zip(inside[0], inside[-1], strict=True)))
 
-    def used_in_fetches(self, start: float, stop: float) -> list[float]:
-        """Return the growth of each counter while a worker made batches between two times."""
-        times = [time for row in self.rows["fetch"] for time in row[1:3] if start <= time <= stop]
-        growth = self.use_between(start, stop)
-        span = max(times, default=0.0) - min(times, default=0.0)
-        return [value * span / max(1e-9, growth.time) for value in growth]
-
 
 def read_processes(folder: Path) -> list[Process]:
     """Read the measurements that processes wrote to a folder; the last line of a process may be cut off."""
@@ -152,39 +145,31 @@ def _seen(
         worker_fetches=_by_worker(fetches) if workers else (),
         files=_files(makers),
         **means,
-        **_usage(main, workers, kept, fetches, lines),
+        **_usage(main, workers, kept, fetches),
         **_epochs(own),
         **known,
     )
     return replace(seen, cold_s=_cold(seen))
 
 
-def _usage(
-    main: Process, workers: list[Process], kept: list[Step], fetches: list[Fetch], lines: list[Line]
-) -> dict[str, Any]:
+def _usage(main: Process, workers: list[Process], kept: list[Step], fetches: list[Fetch]) -> dict[str, Any]:
     """Return the use of cores, files and memory by steps and fetches, per iteration."""
-    start, stop, count = kept[0].asked, kept[-1].ended, len(kept)
-    used = main.use_between(start, stop)
-    elapsed, per_batch = max(1e-9, used.time), (stop - start) / count / max(1e-9, used.time)
-    if workers:
-        growth = [process.used_in_fetches(start, stop) for process in workers]
-        fetch = Use(*(sum(values) / count for values in zip(*growth, strict=True)))
-        own_cpu, step_cpu = used.cpu * per_batch + fetch.cpu, used.cpu * per_batch
-    else:
-        on_core = sum(line.share * line.on_cpu for line in lines if line.stage != "step")
-        own_cpu = used.cpu * per_batch
-        fetch_cpu = min(own_cpu, on_core * _mean([row.ended - row.started for row in fetches]))
-        fetch = Use(0, fetch_cpu, 0, round(used.read * per_batch), round(used.disk * per_batch), 0, 0)
-        step_cpu = own_cpu - fetch_cpu
+    start, stop = kept[0].asked, kept[-1].ended
+    per_batch = (stop - start) / len(kept)
+    growth = [process.use_between(start, stop) for process in (main, *workers)]
+    used, *others = (Use(*(value * per_batch / max(1e-9, use.time) for value in use)) for use in growth)
+    fetch = Use(*map(sum, zip(*others, strict=True))) if workers else used._replace(delay=0.0)
+    fetch_cpu = _mean([row.cpu for row in fetches])
+    step_cpu = used.cpu if workers else max(0.0, used.cpu - fetch_cpu)
     return {
-        "fetch_cpu": fetch.cpu,
+        "fetch_cpu": fetch_cpu,
         "fetch_delay": fetch.delay,
         "step_cpu": step_cpu,
-        "step_delay": used.delay * per_batch,
-        "other_cores": max(0.0, used.everyone / elapsed - own_cpu * count / (stop - start)),
+        "step_delay": used.delay,
+        "other_cores": max(0.0, (used.everyone - step_cpu - fetch_cpu) / per_batch),
         "read_bytes": fetch.read,
         "disk_bytes": fetch.disk,
-        "memory_stall": used.memory / elapsed,
+        "memory_stall": used.memory / per_batch,
     }
 
 

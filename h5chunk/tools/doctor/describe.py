@@ -1,7 +1,10 @@
-"""Describe loaders, batches and the machine, as facts for a diagnosis."""
+"""Describe loaders, batches and the machine, and time a step that has its batch at once, as facts for a diagnosis."""
 
 from __future__ import annotations
 
+import statistics
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +14,9 @@ from h5chunk.machine import available_cores
 
 CHUNK_LOADER = {"kind": "ChunkLoader", "num_workers": 0, "made_at": ""}
 SETTINGS = "num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "batch_size"
+HOST_STEPS = 10  # with a cached batch, in which Python is measured alone
+CACHED_STEPS, CACHED_S = 100, 0.5  # with a cached batch, and the longest time of them
+clock = time.perf_counter
 
 
 def describe(loader: Any) -> dict[str, Any]:
@@ -51,3 +57,23 @@ def machine() -> dict[str, Any]:
     """Describe cores, threads and the GPU."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_initialized() else ""
     return {"cores": available_cores(), "threads": torch.get_num_threads(), "gpu": gpu}
+
+
+def time_step(step: Callable[[Any], object], batch: Any) -> tuple[float, float]:
+    """Return the seconds that Python takes for a step, and those of a complete step; all steps use one batch."""
+    wait = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    times = []
+    with torch.random.fork_rng(devices):
+        for _ in range(HOST_STEPS):
+            wait()  # so that nothing queued before holds up Python
+            started = clock()
+            step(batch)
+            times.append(clock() - started)
+        wait()
+        started, done = clock(), 0
+        while done < CACHED_STEPS and clock() < started + CACHED_S:
+            step(batch)
+            done += 1
+        wait()
+    return statistics.median(times), (clock() - started) / done

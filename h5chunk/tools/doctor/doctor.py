@@ -146,7 +146,7 @@ class WatchedLoop(DoctorReport):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         from h5chunk.tools.doctor import watch
-        from h5chunk.tools.doctor.cached_step import time_step
+        from h5chunk.tools.doctor.describe import time_step
 
         watch.remove()  # without the last iteration, in which workers may have been stopped
         try:

@@ -1,14 +1,12 @@
 """Run a training script with the hooks of `h5chunk.tools.doctor.watch`, without changing it.
 
 A ``sitecustomize.py`` in a temporary folder on PYTHONPATH calls `start` in each Python process of the command. `start`
-installs the hooks once torch's DataLoader, or ChunkLoader, is imported.
+installs the hooks once torch, and those of ChunkLoader once its module, has been imported.
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.abc
-import importlib.machinery
 import importlib.util
 import json
 import os
@@ -69,54 +67,31 @@ def check_command(command: Sequence[str]) -> None:
 
 
 def start() -> None:
-    """Install the hooks in this process once torch's DataLoader, or ChunkLoader, is imported."""
+    """Install the hooks in this process once torch has been imported."""
     if VARIABLE in os.environ:
         sys.meta_path.insert(0, _AfterImport(json.loads(os.environ[VARIABLE])))
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Call a function after a module was imported for the first time."""
+    """Install hooks after a module was imported for the first time."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        self.options, self._busy = options, False
+        self._options, self._awaited = options, {"torch", "h5chunk.feed.loader"}
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> Any:
-        if name not in WATCHED or self._busy:
+        if name not in self._awaited:
             return None
-        self._busy = True
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self._busy = False
+        self._awaited.discard(name)
+        spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
-            execute, then = spec.loader.exec_module, WATCHED[name]
-            spec.loader.exec_module = lambda module: (execute(module), then(module, self.options))  # type: ignore
+            execute = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (execute(module), self._install(module))  # type: ignore
         return spec
 
+    def _install(self, module: ModuleType) -> None:
+        from h5chunk.tools.doctor import watch
 
-def _watch_torch(module: ModuleType, options: dict[str, Any]) -> None:
-    """Install the hooks when the first DataLoader is made: torch is not yet imported in full here."""
-    original = module.DataLoader.__init__
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        module.DataLoader.__init__ = original
-        _install(options)
-        module.DataLoader.__init__(self, *args, **kwargs)
-
-    module.DataLoader.__init__ = __init__
-
-
-def _watch_chunk_loader(module: ModuleType, options: dict[str, Any]) -> None:
-    _install(options)
-
-
-def _install(options: dict[str, Any]) -> None:
-    from h5chunk.tools.doctor import watch
-
-    if watch.is_installed():
-        watch.watch_chunk_loader(sys.modules["h5chunk.feed.loader"])
-        return
-    watch.install(**options)
-
-
-WATCHED = {"torch.utils.data.dataloader": _watch_torch, "h5chunk.feed.loader": _watch_chunk_loader}
+        if module.__name__ == "torch":
+            watch.install(**self._options)
+        else:
+            watch.watch_chunk_loader(module)

@@ -39,40 +39,31 @@ class Stages:
         self._native_s = 0.0  # that the threads in C have worked
         self.loader: Callable[[], Any] = lambda: None  # a weak reference
 
-    def install(self, replace: Callable[[Any, str, Callable[[Any], Any]], None]) -> None:
-        """Put the hooks in, with a function that replaces an attribute; the loader's module has been imported."""
+    def install(self, replace: Callable[[Any, str, Callable[..., Any]], None]) -> None:
+        """Put the hooks in, with a function that does so; the loader's module has been imported."""
         for module, owner, name, stage in HOOKS:
             found = sys.modules[f"h5chunk.{module}"]
             replace(getattr(found, owner) if owner else found, name, partial(self._timed, stage))
         replace(sys.modules["h5chunk.feed.resident"].Resident, "_gathered", self._gathered)
         replace(sys.modules["h5chunk.transforms.any_size"].AnySizeConverter, "_in_threads", self._in_threads)
 
-    def _timed(self, stage: str, original: Any) -> Any:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            started = clock()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                with self._lock:
-                    self._spent[stage] += clock() - started
+    def _timed(self, stage: str, original: Any, *args: Any, **kwargs: Any) -> Any:
+        started = clock()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            with self._lock:
+                self._spent[stage] += clock() - started
 
-        return timed
+    def _in_threads(self, original: Any, converter: Any, job: Any, work: Any, finish: Any) -> Any:
+        return original(converter, job, partial(self._timed, "images", work), finish)
 
-    def _in_threads(self, original: Any) -> Any:
-        def in_threads(converter: Any, job: Any, work: Any, finish: Any) -> Any:
-            return original(converter, job, self._timed("images", work), finish)
-
-        return in_threads
-
-    def _gathered(self, original: Any) -> Any:
-        def gathered(*args: Any) -> Iterator[Any]:
-            items, timed = original(*args), self._timed(GATHERING, next)
-            last = [timed(items, None)]
-            while last[0] is not None:  # suspended, this keeps no reference to what it yielded
-                yield last.pop()
-                last.append(timed(items, None))
-
-        return gathered
+    def _gathered(self, original: Any, *args: Any) -> Iterator[Any]:
+        following = partial(self._timed, GATHERING, next, original(*args), None)
+        last = [following()]
+        while last[0] is not None:  # suspended, this keeps no reference to what it yielded
+            yield last.pop()
+            last.append(following())
 
     def take(self) -> dict[str, float]:
         """Return the seconds of each stage since the last call."""

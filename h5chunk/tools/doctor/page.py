@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
@@ -10,29 +9,24 @@ from h5chunk.errors import OutputError, printable
 from h5chunk.tools.doctor.report import DoctorReport
 from h5chunk.tools.model.seen import Seen
 
-WIDTH, BAR, GAP = 720, 22, 8  # pixels
+WIDTH, BAR, GAP, LEFT = 720, 22, 8, 240  # pixels
 SHOWN = 60  # iterations in the timeline
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222 }
 h1 { font-size: 1.3em } h2 { font-size: 1.05em; margin-top: 2em } code { background: #f3f3f3; padding: 0 .2em }
-svg text { font: 12px system-ui, sans-serif } li { margin: .5em 0 } .key { font-size: 13px; color: #555 }
-pre { white-space: pre-wrap }
+svg text { font: 12px system-ui, sans-serif } li { margin: .5em 0 } pre { white-space: pre-wrap }
 """
 STEP, WAIT = "#4878a8", "#d9822b"
 
 
 def write_page(report: DoctorReport, path: Path) -> None:
     """Write the page. Raise OutputError if the file cannot be written."""
+    head = f"<!doctype html><html lang='en'><meta charset='utf-8'><title>h5chunk doctor</title><style>{STYLE}</style>"
+    text = f"{head}\n{figures(report)}\n<h2>All figures</h2><pre>{escape(str(report))}</pre></html>\n"
     try:
-        path.write_text(page(report), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise OutputError(f"{printable(path)}: cannot be written: {error.strerror}") from None
-
-
-def page(report: DoctorReport) -> str:
-    """Return the page as text."""
-    head = f"<!doctype html><html lang='en'><meta charset='utf-8'><title>h5chunk doctor</title><style>{STYLE}</style>"
-    return f"{head}\n{figures(report)}\n<h2>All figures</h2><pre>{escape(str(report))}</pre></html>\n"
 
 
 def figures(report: DoctorReport) -> str:
@@ -43,50 +37,41 @@ def figures(report: DoctorReport) -> str:
         for fix in report.diagnosis.fixes
     )
     key = f"<span style='color:{STEP}'>■</span> the step <span style='color:{WAIT}'>■</span> waiting for a batch"
-    parts = [
-        f"<h1>{escape(report.verdict)}</h1>",
-        "<h2>Training, in samples/s, as one stage after another is added</h2>",
-        _ladder(report),
-        f"<h2>The last {min(SHOWN, len(report.seen.steps))} iterations</h2>",
-        _timeline(report.seen),
-        f"<p class='key'>{key}</p>",
-        f"<h2>Fixes, by predicted gain</h2><ol>{fixes}</ol>" if fixes else "<h2>There is nothing to fix</h2>",
-        f"<p>Checked: {escape(str(report.check))}.</p>" if report.check is not None else "",
-    ]
-    return "\n".join(parts)
+    return f"""<h1>{escape(report.verdict)}</h1>
+<h2>Training, in samples/s, as one stage after another is added</h2>
+{_ladder(report)}
+<h2>The last {min(SHOWN, len(report.seen.steps))} iterations: {key}</h2>
+{_timeline(report.seen)}
+<h2>{"Fixes, by predicted gain" if fixes else "There is nothing to fix"}</h2><ol>{fixes}</ol>
+{f"<p>Checked: {escape(str(report.check))}.</p>" if report.check is not None else ""}"""
 
 
 def _ladder(report: DoctorReport) -> str:
-    assert report.diagnosis is not None and report.seen is not None
-    rungs = [(rung.name, rung.rate) for rung in report.diagnosis.ladder]
-    rungs.append(("as measured", report.seen.samples / report.seen.iteration))
-    top = max(rate for _, rate in rungs)
-    left = 240
-    rows = []
-    for number, (name, rate) in enumerate(rungs):
-        y, width = number * (BAR + GAP), max(2.0, (WIDTH - left - 110) * rate / top)
-        color = "#888" if number == len(rungs) - 1 else STEP
-        rows.append(f"<text x='{left - 8}' y='{y + 16}' text-anchor='end'>{escape(name)}</text>")
-        rows.append(f"<rect x='{left}' y='{y}' width='{width:.0f}' height='{BAR}' fill='{color}'/>")
-        rows.append(f"<text x='{left + width + 6:.0f}' y='{y + 16}'>{rate:,.0f}</text>")
+    rungs = report.rates()
+    top, rows = max(rate for _, rate, _ in rungs), []
+    for number, (name, rate, _) in enumerate(rungs):
+        y, width = number * (BAR + GAP), max(2.0, (WIDTH - LEFT - 110) * rate / top)
+        rows.append(f"<text x='{LEFT - 8}' y='{y + 16}' text-anchor='end'>{escape(name)}</text>")
+        rows.append(_bar(LEFT, y, width, STEP if number < len(rungs) - 1 else "#888"))
+        rows.append(f"<text x='{LEFT + width + 6:.0f}' y='{y + 16}'>{rate:,.0f}</text>")
     return _svg(rows, len(rungs) * (BAR + GAP))
 
 
 def _timeline(seen: Seen) -> str:
     """Draw when training waited and worked in the last iterations, on one axis of time."""
     pairs = list(zip(seen.waits, seen.steps, strict=True))[-SHOWN:]
-    total = sum(wait + step for wait, step in pairs)
-    rows = [*_spans(pairs, WIDTH / max(1e-9, total)), f"<text x='0' y='{BAR + 20}'>0 s</text>"]
-    rows.append(f"<text x='{WIDTH}' y='{BAR + 20}' text-anchor='end'>{total:.3g} s</text>")
-    return _svg(rows, BAR + 26)
+    total, x, rows = sum(map(sum, pairs)), 0.0, []
+    for seconds, color in (
+        (seconds, color) for pair in pairs for seconds, color in zip(pair, (WAIT, STEP), strict=True)
+    ):
+        width = WIDTH * seconds / max(1e-9, total)
+        rows.append(_bar(x, 0, width, color))
+        x += width
+    return _svg([*rows, f"<text x='{WIDTH}' y='{BAR + 20}' text-anchor='end'>{total:.3g} s</text>"], BAR + 26)
 
 
-def _spans(pairs: list[tuple[float, float]], scale: float) -> Iterator[str]:
-    x = 0.0
-    for pair in pairs:
-        for seconds, color in zip(pair, (WAIT, STEP), strict=True):
-            yield f"<rect x='{x:.2f}' y='0' width='{seconds * scale:.2f}' height='{BAR}' fill='{color}'/>"
-            x += seconds * scale
+def _bar(x: float, y: float, width: float, color: str) -> str:
+    return f"<rect x='{x:.2f}' y='{y}' width='{width:.2f}' height='{BAR}' fill='{color}'/>"
 
 
 def _svg(rows: list[str], height: int) -> str:

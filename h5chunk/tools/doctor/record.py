@@ -109,6 +109,7 @@ class Fetch(NamedTuple):
     worker: int
     started: float
     ended: float
+    cpu: float  # of all threads
     collate: float
     h5_reads: int
     h5_seconds: float
@@ -121,8 +122,8 @@ class Use(NamedTuple):
     time: float
     cpu: float
     delay: float  # this thread waited for a core
-    read: int
-    disk: int
+    read: float  # bytes
+    disk: float
     everyone: float  # CPU seconds
     memory: float  # seconds in which some process waited for memory
 
@@ -228,7 +229,7 @@ class Sampler:
             waited = time.perf_counter() - self._core_waits() - started - PROBE_S
             used = {thread: time.clock_gettime(clock) - before[thread] for thread, clock in clocks.items()}
             holder = max(used, key=used.__getitem__)
-            if waited > HELD_S and used[self._target] < waited / 2 < used[holder]:
+            if waited > HELD_S and used[holder] > max(waited / 5, 2 * used[self._target]):
                 names = {thread.ident: thread.name for thread in threading.enumerate()}
                 place = caller(sys._current_frames().get(holder))
                 self._recorder.keep("held", names.get(holder, "?"), place, 1 - busy)

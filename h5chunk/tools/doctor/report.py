@@ -85,16 +85,19 @@ class DoctorReport(Report):
         yield from (f"note: {note}" for note in self.notes)
 
     def _ladder(self) -> Iterator[str]:
-        assert self.diagnosis is not None and self.seen is not None
-        measured = self.seen.samples / self.seen.iteration
-        rungs = [(rung.name, rung.rate, rung.alone) for rung in self.diagnosis.ladder]
+        rungs = self.rates()
         top = max(rate for _, rate, _ in rungs)
         width = max(len(name) for name, *_ in rungs)
         yield "training, in samples/s, as one stage after another is added:"
         for name, rate, alone in rungs:
             bar = "█" * max(1, round(BAR * rate / top))
             yield f"  {name:{width}}  {rate:>12,.0f}  {bar:{BAR}}" + (f"  alone {alone:,.0f}" if alone else "")
-        yield f"  {'as measured':{width}}  {measured:>12,.0f}  {'█' * max(1, round(BAR * measured / top))}"
+
+    def rates(self) -> list[tuple[str, float, float | None]]:
+        """List the rungs of the ladder, and training as measured: name, samples/s, samples/s of the stage alone."""
+        assert self.diagnosis is not None and self.seen is not None
+        rungs = [(rung.name, rung.rate, rung.alone) for rung in self.diagnosis.ladder]
+        return [*rungs, ("as measured", self.seen.samples / self.seen.iteration, None)]
 
     def _times(self) -> Iterator[str]:
         seen = self.seen

@@ -94,6 +94,7 @@ class Watch:
     def begins_epoch(self, number: int, started: float, loader: Any) -> None:
         """Count an epoch as begun; stop measuring after the requested number of epochs."""
         self.asks(number)
+        self.sampler.start()
         if number not in self.settings:
             with suppress(Exception):  # of a loader that was changed
                 self.settings[number] = (
@@ -167,7 +168,6 @@ def install(folder: str, role: str = "main", **options: Any) -> Watch:
     _apply(options.get("fix", {}))
     if "h5chunk.feed.loader" in sys.modules:
         watch_chunk_loader(sys.modules["h5chunk.feed.loader"])
-    watch.sampler.start()
     atexit.register(watch.close)
     return watch
 
@@ -179,11 +179,6 @@ def _apply(fix: dict[str, Any]) -> None:
         import h5py
 
         _replace(h5py.File, "__init__", partial(_with_cache, *fix["cache"]))
-
-
-def is_installed() -> bool:
-    """Return whether the hooks are in."""
-    return _watch is not None
 
 
 def watch_chunk_loader(module: Any) -> None:
@@ -206,77 +201,67 @@ def remove() -> None:
     _watch = None
 
 
-def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+def _replace(owner: Any, name: str, hook: Callable[..., Any]) -> None:
+    """Call a hook instead of a function, with that function as its first argument."""
     original, own = getattr(owner, name), name in vars(owner)
-    setattr(owner, name, wraps(original)(make(original)))
+
+    @wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return hook(original, *args, **kwargs)
+
+    setattr(owner, name, replaced)
     _undo.append(lambda: setattr(owner, name, original) if own else delattr(owner, name))
 
 
 # ---- the hooks
 
 
-def _next(original: Any) -> Any:
-    def __next__(self: Any) -> Any:
-        watch = _watch
-        if watch is None or get_worker_info() is not None:
-            return original(self)
-        number = int(getattr(self, "__dict__", {}).get("_doctor_number", id(self)))
-        watch.asks(number)
-        asked = clock()
-        batch = original(self)
-        watch.receives(number, asked, batch)
-        return batch
-
-    return __next__
+def _next(original: Any, self: Any) -> Any:
+    watch = _watch
+    if watch is None or get_worker_info() is not None:
+        return original(self)
+    number = int(getattr(self, "__dict__", {}).get("_doctor_number", id(self)))
+    watch.asks(number)
+    asked = clock()
+    batch = original(self)
+    watch.receives(number, asked, batch)
+    return batch
 
 
-def _init(original: Any) -> Any:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        kind = "loader" if isinstance(self, DataLoader) else "chunk_loader"
-        if _watch is not None and (fix := _watch.options.get("fix", {}).get(kind)):
-            bound = inspect.signature(original).bind(self, *args, **kwargs)
-            bound.arguments.update(fix)
-            args, kwargs = bound.args[1:], bound.kwargs
-        original(self, *args, **kwargs)
-        self.__dict__["_made_at"] = caller(sys._getframe(1))
-
-    return __init__
+def _init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    kind = "loader" if isinstance(self, DataLoader) else "chunk_loader"
+    if _watch is not None and (fix := _watch.options.get("fix", {}).get(kind)):
+        bound = inspect.signature(original).bind(self, *args, **kwargs)
+        bound.arguments.update(fix)
+        args, kwargs = bound.args[1:], bound.kwargs
+    original(self, *args, **kwargs)
+    self.__dict__["_made_at"] = caller(sys._getframe(1))
 
 
-def _with_cache(num_slots: int, num_bytes: int, original: Any) -> Any:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **{**kwargs, "rdcc_nslots": num_slots, "rdcc_nbytes": num_bytes})
-
-    return __init__
+def _with_cache(num_slots: int, num_bytes: int, original: Any, *args: Any, **kwargs: Any) -> None:
+    original(*args, **{**kwargs, "rdcc_nslots": num_slots, "rdcc_nbytes": num_bytes})
 
 
-def _iter(original: Any) -> Any:
-    def __iter__(self: Any) -> Any:
-        watch, started = _watch, clock()
-        iterator = original(self)
-        if watch is not None and get_worker_info() is None:
-            number = self.__dict__.setdefault("_doctor_number", watch.number_of(self, id(iterator)))
-            iterator.__dict__["_doctor_number"] = number
-            watch.begins_epoch(number, started, self)
-        return iterator
-
-    return __iter__
+def _iter(original: Any, self: Any) -> Any:
+    watch, started = _watch, clock()
+    iterator = original(self)
+    if watch is not None and get_worker_info() is None:
+        number = self.__dict__.setdefault("_doctor_number", watch.number_of(self, id(iterator)))
+        iterator.__dict__["_doctor_number"] = number
+        watch.begins_epoch(number, started, self)
+    return iterator
 
 
-def _get_iterator(original: Any) -> Any:
-    def _get_iterator(self: Any) -> Any:
-        if _watch is None or not self.num_workers:
-            return original(self)
-        given = self.worker_init_fn
-        self.worker_init_fn = StartWorker(_watch.folder, given)
-        _watch.sampler.stop()
-        try:
-            return original(self)
-        finally:
-            self.worker_init_fn = given
-            _watch.sampler.start()
-
-    return _get_iterator
+def _get_iterator(original: Any, self: Any) -> Any:
+    if _watch is None or not self.num_workers:
+        return original(self)
+    given = self.worker_init_fn
+    self.worker_init_fn = StartWorker(_watch.folder, given)
+    _watch.sampler.stop()  # the epoch's begin starts it again
+    try:
+        return original(self)
+    finally:
+        self.worker_init_fn = given
 
 
 class StartWorker:
@@ -291,41 +276,32 @@ class StartWorker:
             install(self.folder, f"worker{worker}")
         else:  # the hooks were inherited
             _watch = Watch(self.folder, f"worker{worker}", {})
-            _watch.sampler.start()
         assert _watch is not None
+        _watch.sampler.start()
         util.Finalize(None, _watch.recorder.flush, exitpriority=100)  # workers do not run what atexit registered
         if self.given is not None:
             self.given(worker)
 
 
-def _fetch(original: Any) -> Any:
-    def fetch(self: Any, indices: Any) -> Any:
-        watch = _watch
-        if watch is None:
-            return original(self, indices)
-        if not isinstance(self.collate_fn, TimedCollate):
-            self.collate_fn = TimedCollate(self.collate_fn)
-        before, started = watch.sampler.stage, clock()
-        watch.collate, watch.again, watch.h5, watch.sampler.stage = 0.0, 0.0, (0, 0.0), "fetch"
-        try:
-            return original(self, indices)
-        finally:
-            watch.sampler.stage = before
-            worker = get_worker_info()
-            row = Fetch(
-                -1 if worker is None else worker.id,
-                started,
-                clock() - watch.again,
-                watch.collate,
-                *watch.h5,
-                watch.again,
-            )
-            watch.recorder.add("fetch", *row)
-            watch.fetches += 1
-            if watch.fetches == FILES_AFTER:
-                _watch_files(watch)
-
-    return fetch
+def _fetch(original: Any, self: Any, indices: Any) -> Any:
+    watch = _watch
+    if watch is None:
+        return original(self, indices)
+    if not isinstance(self.collate_fn, TimedCollate):
+        self.collate_fn = TimedCollate(self.collate_fn)
+    before, started, used = watch.sampler.stage, clock(), time.process_time()
+    watch.collate, watch.again, watch.h5, watch.sampler.stage = 0.0, 0.0, (0, 0.0), "fetch"
+    try:
+        return original(self, indices)
+    finally:
+        watch.sampler.stage = before
+        worker, again = get_worker_info(), watch.again
+        times = started, clock() - again, time.process_time() - used - again
+        row = Fetch(-1 if worker is None else worker.id, *times, watch.collate, *watch.h5, again)
+        watch.recorder.add("fetch", *row)
+        watch.fetches += 1
+        if watch.fetches == FILES_AFTER:
+            _watch_files(watch)
 
 
 def _watch_files(watch: Watch) -> None:
@@ -338,23 +314,20 @@ def _watch_files(watch: Watch) -> None:
         _replace(sys.modules["h5py"].Dataset, "__getitem__", _read)
 
 
-def _read(original: Any) -> Any:
-    def __getitem__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        watch = _watch
-        if watch is None or watch.fetches % TIMED or watch.sampler.stage != "fetch":
-            return original(self, *args, **kwargs)
-        watch.sampler.stage, started = "reading", clock()
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            watch.h5 = watch.h5[0] + 1, watch.h5[1] + clock() - started
-            watch.sampler.stage = "fetch"
-
-    return __getitem__
+def _read(original: Any, *args: Any, **kwargs: Any) -> Any:
+    watch = _watch
+    if watch is None or watch.fetches % TIMED or watch.sampler.stage != "fetch":
+        return original(*args, **kwargs)
+    watch.sampler.stage, started = "reading", clock()
+    try:
+        return original(*args, **kwargs)
+    finally:
+        watch.h5 = watch.h5[0] + 1, watch.h5[1] + clock() - started
+        watch.sampler.stage = "fetch"
 
 
 class TimedCollate:
-    """Call a ``collate_fn`` and keep its time."""
+    """Call a ``collate_fn`` and keep its time; call torch's a second time for a few batches."""
 
     def __init__(self, given: Any) -> None:
         self.given = given
@@ -373,38 +346,29 @@ class TimedCollate:
                 watch.again = clock() - started - watch.collate
 
 
-def _loads(original: Any) -> Any:
-    def loads(*args: Any, **kwargs: Any) -> Any:
-        watch, started = _watch, clock()
-        result = original(*args, **kwargs)
-        if watch is not None and threading.get_ident() == watch.thread:
-            watch.take += clock() - started
-        return result
-
-    return loads
+def _loads(original: Any, *args: Any, **kwargs: Any) -> Any:
+    watch, started = _watch, clock()
+    result = original(*args, **kwargs)
+    if watch is not None and threading.get_ident() == watch.thread:
+        watch.take += clock() - started
+    return result
 
 
-def _copy(original: Any) -> Any:
-    def copy(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _watch is None or type(self) not in (torch.Tensor, torch.nn.Parameter) or self.is_cuda:
-            return original(self, *args, **kwargs)
-        started = clock()
-        result = original(self, *args, **kwargs)
-        if result.is_cuda and _watch is not None:
-            spent = _watch.spent
-            spent["copy"] += clock() - started
-            spent["copy_bytes"] += self.nbytes
-            spent["pageable_bytes"] += 0 if self.is_pinned() else self.nbytes
-        return result
-
-    return copy
+def _copy(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    if _watch is None or type(self) not in (torch.Tensor, torch.nn.Parameter) or self.is_cuda:
+        return original(self, *args, **kwargs)
+    started = clock()
+    result = original(self, *args, **kwargs)
+    if result.is_cuda and _watch is not None:
+        spent = _watch.spent
+        spent["copy"] += clock() - started
+        spent["copy_bytes"] += self.nbytes
+        spent["pageable_bytes"] += 0 if self.is_pinned() else self.nbytes
+    return result
 
 
-def _backward(original: Any) -> Any:
-    def backward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        started = clock()
-        original(self, *args, **kwargs)
-        if _watch is not None:
-            _watch.spent["backward"] += clock() - started
-
-    return backward
+def _backward(original: Any, *args: Any, **kwargs: Any) -> None:
+    started = clock()
+    original(*args, **kwargs)
+    if _watch is not None:
+        _watch.spent["backward"] += clock() - started

@@ -50,9 +50,7 @@ def start_costs(seen: Seen) -> Iterator[Cost]:
     fixes = []
     if seen.workers and not seen.loader.get("persistent_workers"):
         gain = 1 / max(1e-9, 1 - share)
-        code = f"{where(seen)}DataLoader(..., persistent_workers=True)"
-        bounds = Range(gain, 1 + (gain - 1) / 2, gain * 1.1)
-        fixes = [Fix("persistent_workers=True", bounds, code, {"loader": {"persistent_workers": True}})]
+        fixes = [_option(seen, Range(gain, 1 + (gain - 1) / 2, gain * 1.1), persistent_workers=True)]
     yield Cost("epoch start", True, share, text, fixes)
 
 
@@ -134,6 +132,12 @@ def _loader_fixes(seen: Seen, reading: float) -> Iterator[Fix]:
         yield fix(f"echo={echo:g}", 1 / echo, code, echo=echo)
 
 
+def _option(seen: Seen, gain: Range, note: str = "", **option: Any) -> Fix:
+    """Return a fix that changes an argument of the DataLoader."""
+    name = ", ".join(f"{key}={value}" for key, value in option.items())
+    return Fix(name, gain, f"{where(seen)}DataLoader(..., {name}){note}", {"loader": option})
+
+
 def _workers(seen: Seen) -> Iterator[Fix]:
     loop = seen.loop()
     counts = sorted({2**n for n in range(6)} | {seen.cores})
@@ -141,17 +145,13 @@ def _workers(seen: Seen) -> Iterator[Fix]:
     times = {count: seconds_per_batch(replace(loop, workers=count)) for count in counts}
     best = next((count for count in counts if times[count] <= ENOUGH * min(times.values())), None)
     if best is not None:
-        gain = gain_of(seen, replace(loop, workers=best, slowdown=()))
-        text = f"{where(seen)}DataLoader(..., num_workers={best})"
-        yield Fix(f"num_workers={best}", gain, text, {"loader": {"num_workers": best}})
+        yield _option(seen, gain_of(seen, replace(loop, workers=best, slowdown=())), num_workers=best)
 
 
 def _prefetch(seen: Seen) -> Iterator[Fix]:
     loop = seen.loop()
     if loop.workers > 0 and loop.prefetch < 8 and not _is_unbalanced(seen):
-        code = f"{where(seen)}DataLoader(..., prefetch_factor=8)"
-        gain = gain_of(seen, replace(loop, prefetch=8))
-        yield Fix("prefetch_factor=8", gain, code, {"loader": {"prefetch_factor": 8}})
+        yield _option(seen, gain_of(seen, replace(loop, prefetch=8)), prefetch_factor=8)
 
 
 def _is_unbalanced(seen: Seen) -> bool:
@@ -161,9 +161,8 @@ def _is_unbalanced(seen: Seen) -> bool:
 
 def _balance(seen: Seen) -> Iterator[Fix]:
     if _is_unbalanced(seen) and seen.loader.get("in_order", True):
-        code = f"{where(seen)}DataLoader(..., in_order=False), which changes the order of the batches"
         gain = gain_of(seen, replace(seen.loop(), in_order=False))
-        yield Fix("in_order=False", gain, code, {"loader": {"in_order": False}})
+        yield _option(seen, gain, ", which changes the order of the batches", in_order=False)
 
 
 def _reading(seen: Seen) -> tuple[dict[str, Any], ChunkGrid, float] | None:
