@@ -274,10 +274,10 @@ def spin(loader: Callable[[], Any]) -> None:
 
 
 def chunk_loader(fix: Any) -> Loop:
-    path = stored("packed", (16, 32, 32, 3), count=8_192, compression="gzip")
+    path = stored("packed", (8, 128, 128, 3), side=128, compression="gzip")
     options = {"resident": False, **(fix.apply["chunk_loader"] if fix else {})}
     dataset = h5chunk.ChunkDataset(path, fields=["images"])
-    return h5chunk.ChunkLoader(dataset, 2_048, **options), trainer(network(), work=WORK)
+    return h5chunk.ChunkLoader(dataset, 64, **options), trainer(network(), work=2)
 
 
 NONE = ("none", "other processes")

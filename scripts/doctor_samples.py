@@ -57,10 +57,10 @@ class Stored(Dataset):
         return torch.from_numpy(self.images[i % self.length]), i % 10
 
 
-def stored(name: str, chunks: tuple[int, ...], count: int = 2_000, **filters: Any) -> Path:
+def stored(name: str, chunks: tuple[int, ...], side: int = 32, **filters: Any) -> Path:
     path = FOLDER / f"{name}.h5"
     if not path.exists():
-        images = np.random.default_rng(0).integers(0, 40, (count, 32, 32, 3)).astype(np.uint8)
+        images = np.random.default_rng(0).integers(0, 40, (2_048_000 // side**2, side, side, 3)).astype(np.uint8)
         with h5py.File(path, "w") as file:
             file.create_dataset("images", data=images, chunks=chunks, **filters)
     return path

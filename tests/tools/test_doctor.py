@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -301,14 +302,16 @@ def test_the_thread_that_holds_the_lock_is_named():
 
     def spin():
         while not stop.is_set():
-            sum(range(2_000))
+            sum(range(500_000))  # some milliseconds in C, without releasing the lock
 
     threading.Thread(target=spin, name="my log").start()
-    loader = DataLoader(Quick(), 10)
+    loader = DataLoader(Quick(), 20)
     with h5chunk.doctor(loader) as report:
-        for _ in loader:
-            for _ in range(4):
+        for _ in range(50):  # epochs; on busy cores, few samples show which thread it is
+            for _ in loader:
                 torch.randn(100, 100) @ torch.randn(100, 100)
+            if any('"held"' in path.read_text() for path in Path(report._folder.name).iterdir()):
+                break
     stop.set()
     assert report.seen.held > 0 and report.seen.holder.startswith("my log (test_doctor.py:")
 

@@ -229,7 +229,7 @@ class Sampler:
             waited = time.perf_counter() - self._core_waits() - started - PROBE_S
             used = {thread: time.clock_gettime(clock) - before[thread] for thread, clock in clocks.items()}
             holder = max(used, key=used.__getitem__)
-            if waited > HELD_S and used[holder] > max(waited / 5, 2 * used[self._target]):
+            if waited > HELD_S and used[holder] > max(waited / 10, 2 * used[self._target]):
                 names = {thread.ident: thread.name for thread in threading.enumerate()}
                 place = caller(sys._current_frames().get(holder))
                 self._recorder.keep("held", names.get(holder, "?"), place, 1 - busy)

@@ -106,10 +106,13 @@ def _chunk_loader(seen: Seen, share: float, waits: str) -> Cost:
 def _loader_fixes(seen: Seen, reading: float) -> Iterator[Fix]:
     """Yield changes to a ChunkLoader, given the share of reading in the work of its threads."""
     known, call = seen.loader, f"{where(seen)}ChunkLoader(..., "
-    busy = seen.iteration - seen.stages[WAITING]  # of the training thread
+    step = seen.step - seen.step_delay if seen.cached_step is None else min(seen.step, seen.cached_step[1])
+    busy = step + seen.stages[GATHERING] + seen.stages[COPYING]  # of the training thread
+    work = seen.stages[READING] + seen.stages[DECODING]
 
     def fix(name: str, left: float, code: str, is_bound: bool = False, **options: Any) -> Fix:
-        gain = seen.iteration / max(busy, left * seen.iteration)
+        on_cores = (seen.step_cpu - (1 - left) * work) / max(1.0, seen.cores - seen.other_cores)
+        gain = seen.iteration / min(seen.iteration, max(busy, left * seen.iteration, on_cores))
         bounds = Range(gain, 1 + (gain - 1) / 2, 1.1 * gain).with_rest(seen.other_share)
         return Fix(name, bounds, code, {"chunk_loader": options} if options else {}, is_bound)
 
