@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from h5chunk.errors import OptionError, check_whole, count_text, printable
+from h5chunk.errors import FieldError, OptionError, check_whole, count_text, printable
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.sample_reader import SampleTransforms
 from h5chunk.plan.cache import ChunkGrid
@@ -99,6 +99,11 @@ class Windows(ChunkDataset):
             raise OptionError(f"episode_{min(given)} is given, but groups that match * are the episodes: give one")
         steps = _steps(fields, length, history, stride)
         frames = open_frames(path, {**fields, **{name: fields[of] for name, of in goals.items()}}, trusted, checksums)
+        for name, field in frames.fields.items():
+            if not isinstance(field, Field):
+                raise FieldError(
+                    f"{printable(frames.path)}: rows of {name!r} are not of one shape, which windows need: leave it out"
+                )
         borders = borders_of(frames)
         for kind, dataset in given.items():
             borders = find_borders(frames, kind, dataset, trusted)

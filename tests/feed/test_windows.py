@@ -261,6 +261,18 @@ def test_episodes_that_no_window_can_be_taken_from_are_errors_that_name_them(tmp
         h5chunk.Windows(path, ROBOT, 2)
 
 
+def test_episodes_of_other_types_and_rows_of_variable_length_are_errors(tmp_path: Path) -> None:
+    path = _robomimic(tmp_path / "robot.h5")
+    with h5py.File(path, "a") as file:
+        del file["data/demo_10/actions"]
+        file["data/demo_10/actions"] = np.zeros((5, 7))
+        file.create_dataset("vlen", shape=(9,), dtype=h5py.vlen_dtype("f4"))[:] = [np.zeros(3, np.float32)] * 9
+    with pytest.raises(h5chunk.FieldError, match=r"'data/demo_10/actions'.* float64, but in .*'data/demo_2/actions'"):
+        h5chunk.Windows(path, ROBOT, 2)
+    with pytest.raises(h5chunk.FieldError, match="'x' are not of one shape"):
+        h5chunk.Windows(path, {"x": "vlen"}, 2)
+
+
 def test_episodes_that_are_stored_differently_are_one_data_set(tmp_path: Path) -> None:
     """Empty, compressed and chunked ones among contiguous ones, and the links of a file that is not trusted."""
     path = _robomimic(tmp_path / "robot.h5")
@@ -285,6 +297,17 @@ def test_episodes_that_are_stored_differently_are_one_data_set(tmp_path: Path) -
         file["data/demo_5/actions"] = h5py.SoftLink("/data/demo_2/actions")
     with pytest.raises(h5chunk.TrustError, match=r"demo_5/actions.* is a soft link"):
         h5chunk.Windows(path, ROBOT, 3)
+
+
+def test_a_damaged_chunk_is_an_error_that_names_the_episode(tmp_path: Path) -> None:
+    path = _robomimic(tmp_path / "robot.h5", compression="gzip")
+    with h5py.File(path) as file:
+        chunk = file["data/demo_10/obs/image"].id.get_chunk_info(1)
+    with path.open("r+b") as raw:
+        raw.seek(chunk.byte_offset)
+        raw.write(bytes(chunk.size))
+    with pytest.raises(h5chunk.FileError, match=r"'image' \(data/demo_10/obs/image\), chunk 1: gzip"):
+        list(h5chunk.ChunkLoader(h5chunk.Windows(path, ROBOT, 2), 4))
 
 
 def test_an_episode_that_is_damaged_is_an_error_that_names_the_file(tmp_path: Path) -> None:

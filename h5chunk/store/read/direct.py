@@ -71,7 +71,8 @@ class DecodedChunks:
             raise NotDirect(f"its chunks have {size}, but threads decode chunks of at most {limit}")
         if (table.offsets < 0).any():
             raise NotDirect("parts of it were never written")
-        self._raw = RawChunks(dataset, -1, f"{printable(path)}: field {name!r}", table)
+        other = "" if dataset.name.strip("/") == name else f" ({printable(dataset.name.strip('/'))})"
+        self._raw = RawChunks(dataset, -1, f"{printable(path)}: field {name!r}{other}", table)
         if self._raw.left_to_hdf5:
             raise NotDirect(self._raw.left_to_hdf5)
         self._checks = ChunkChecks(path, name, table, sums[name], indptr) if name in sums else None

@@ -216,7 +216,7 @@ def _combine_field(readers: Sequence[H5Reader], name: str) -> Field | RaggedFiel
     ragged = [field for field in fields if isinstance(field, RaggedField)]
     others = [number for number, field in enumerate(fields) if type(field) is not type(fields[0])]
     if others:
-        path, first_path = (printable(readers[number].path) for number in (others[0], 0))
+        path, first_path = _places(readers[others[0]], readers[0], name)
         kind, first_kind = (KINDS[type(fields[number])] for number in (others[0], 0))
         raise FieldError(f"{path}: field {name!r} is {kind}, but in {first_path} it is {first_kind}: {REMEDY}")
     if ragged:
@@ -239,6 +239,13 @@ def _combine_field(readers: Sequence[H5Reader], name: str) -> Field | RaggedFiel
     return replace(dense[0], grid=grid)
 
 
+def _places(reader: H5Reader, first: H5Reader, name: str) -> list[str]:
+    """Return the files of two readers or, for episodes in groups of one file, the datasets of a field."""
+    both = reader, first
+    datasets = [f": {each.fields[name].dataset!r}" if reader.path == first.path else "" for each in both]
+    return [f"{printable(each.path)}{dataset}" for each, dataset in zip(both, datasets, strict=True)]
+
+
 def _check_equal(readers: Sequence[H5Reader], name: str, traits: Sequence[str], remedy: str) -> None:
     """Raise FieldError if one of these attributes of a field differs between files."""
     first = readers[0].fields[name]
@@ -246,9 +253,10 @@ def _check_equal(readers: Sequence[H5Reader], name: str, traits: Sequence[str], 
         for trait in traits:
             value, expected = getattr(reader.fields[name], trait), getattr(first, trait)
             if (value is None) != (expected is None) or value != expected:  # NumPy treats None as float64
+                path, first_path = _places(reader, readers[0], name)
                 raise FieldError(
-                    f"{printable(reader.path)}: field {name!r} has the {trait.replace('_', ' ')} "
-                    f"{_text(trait, value)}, but in {printable(readers[0].path)} it is {_text(trait, expected)}: "
+                    f"{path}: field {name!r} has the {trait.replace('_', ' ')} "
+                    f"{_text(trait, value)}, but in {first_path} it is {_text(trait, expected)}: "
                     f"{remedy}"
                 )
 
