@@ -15,15 +15,22 @@ import re
 import shutil
 import struct
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path, PurePosixPath
+from ssl import SSLError
 from typing import Any, NamedTuple
+from urllib.error import URLError
+from urllib.parse import quote
+from urllib.request import Request, urlopen
 
 from h5chunk.errors import human_bytes, printable
-from h5chunk.remote.objects import MISSING, RemoteError, Store
+from h5chunk.remote.objects import COMPRESSES, DEADLINE_S, MISSING, NoRangesError, RemoteError, Store, first_line
 from h5chunk.remote.pages import write_at
 from h5chunk.urls import PATTERN, parse, stable, without_query
 
@@ -32,6 +39,10 @@ RECORD = struct.Struct("<QI")  # start of a piece that was written, and its CRC-
 LATEST_S = 1 << 30  # modification times are before 2004, because some file systems cannot store late ones
 FILES = 64  # files that are written at a time
 BATCH = 1024
+TIMEOUT_S = 30  # for each read of a whole file
+KEPT = "%/:?#[]@!$&'()*+,;="  # characters of URLs that are not quoted
+SLOWEST = 10_000  # bytes/s of a whole file
+STOPPED, TOO_SLOW = "the download was stopped", f"its server sends less than {SLOWEST} bytes/s: try again later"
 
 Note = Callable[[int, int], None]  # called with the numbers of bytes that are written, and in total
 
@@ -70,6 +81,9 @@ class Download:
             self._store = self._find_store(folder)
             try:
                 about, _ = self._store.open(url)
+            except NoRangesError:
+                self._write_stream(url, own / name)
+                return own / name
             except RemoteError as error:
                 if url.startswith("http") or not str(error).endswith(MISSING):
                     raise
@@ -82,6 +96,30 @@ class Download:
         self._store, own = self._find_store(folder), own / PurePosixPath(folder).name
         self._write_all(list(self._listed(folder, name)), own)
         return own / name
+
+    def _write_stream(self, url: str, file: Path) -> None:
+        """Write a file of a web server that sends only whole files, in one request."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_name(f".{os.getpid()}-{threading.get_ident()}.part")
+        try:
+            with opened_url(url) as answer, part.open("wb") as opened:
+                total = int(answer.headers.get("Content-Length") or 0)
+                due_s = time.monotonic() + DEADLINE_S
+                while data := answer.read1(PIECE_BYTES):
+                    if self._end.is_set() or time.monotonic() > due_s:
+                        raise RemoteError(STOPPED if self._end.is_set() else f"{without_query(url)}: {TOO_SLOW}")
+                    opened.write(data)
+                    self._done += len(data)
+                    self._note(self._done, total or self._done)
+                    due_s += len(data) / SLOWEST
+                if total and self._done != total:
+                    raise RemoteError(f"{without_query(url)}: its server sent {self._done} of {total} bytes")
+            version = answer.headers["ETag"] or answer.headers["Last-Modified"] or os.urandom(8).hex()
+            time_ns = version_time(Listed(url, "", self._done, {"num_bytes": self._done, "version": version}))
+            os.utime(part, ns=(time_ns, time_ns))
+            part.replace(file)
+        finally:
+            part.unlink(missing_ok=True)
 
     def _listed(self, folder: str, pattern: str) -> Iterator[Listed]:
         """List the objects of a folder, and of its subfolders unless a pattern is given."""
@@ -117,7 +155,7 @@ class Download:
 
         def run(item: Any) -> None:
             if self._end.is_set():
-                raise RemoteError("the download was stopped")
+                raise RemoteError(STOPPED)
             try:
                 call(item)
             except Exception as error:
@@ -187,6 +225,23 @@ class Download:
         with self._lock:
             self._done += num_bytes
         self._note(self._done, self._total)
+
+
+@contextmanager
+def opened_url(url: str) -> Iterator[HTTPResponse]:
+    """Request a whole file. Raises RemoteError if that fails, or if the end of the answer could not be recognised."""
+    try:
+        request = Request(quote(url, safe=KEPT), headers={"User-Agent": "h5chunk"})
+        with urlopen(request, timeout=TIMEOUT_S) as answer:
+            if answer.headers.get("Content-Encoding", "identity") != "identity":
+                raise RemoteError(f"{without_query(url)}: {COMPRESSES}: decompress a copy on a disk")
+            if answer.headers.get("Content-Length") is None and not answer.chunked:
+                raise RemoteError(
+                    f"{without_query(url)}: its server does not send its size: copy the file to a disk first"
+                )
+            yield answer
+    except (URLError, ConnectionError, TimeoutError, SSLError, HTTPException, ValueError) as error:
+        raise RemoteError(f"{without_query(url)}: cannot be read: {first_line(error)}") from None
 
 
 def run_all(pool: ThreadPoolExecutor, call: Callable[[Any], None], items: Iterable[Any]) -> None:

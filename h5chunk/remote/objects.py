@@ -9,19 +9,31 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from h5chunk.urls import without_query
 
 HEAD_BYTES = 64 << 10  # size of the first read, when an object is opened
 NUM_REQUESTS, MAX_REQUESTS = 64, 1024  # default and maximum number of simultaneous range requests
 DEADLINE_S = 60.0  # seconds for which a failing request is retried
-MISSING = "no such object"
+MISSING, WHOLE = "no such object", "its server sends only whole files: copy the file to a disk first"
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 5.0  # seconds before the first retry, and maximum seconds before a retry
 FINAL = ("PermissionDeniedError", "UnauthenticatedError", "UnknownConfigurationKeyError")
 
 
+COMPRESSES = "its server compresses what it sends"
+WRONG = re.compile(  # in the messages of errors that repeating a request cannot mend
+    r"Failed to parse|following redirect|non-ASCII|Requested .*, got|status code: (3\d\d|4(?!00|08|25|29)\d\d)"
+)
+NO_RANGES = re.compile(r"Range request not supported|Content-Length Header missing")
+
+
 class RemoteError(Exception):
     """Raised if an object cannot be read or written."""
+
+
+class NoRangesError(RemoteError):
+    """A web server sends only whole files, or parts of which it is unknown whether they belong together."""
 
 
 class Store:
@@ -66,6 +78,8 @@ class Store:
                 raise RemoteError(changed(url))
             data = memoryview(result.bytes())
             if len(data) != min(stop, about["num_bytes"]) - start:
+                if encoding := result.attributes.get("Content-Encoding"):
+                    raise RemoteError(f"{without_query(url)}: {COMPRESSES}, as {encoding}: decompress a copy on a disk")
                 raise EOFError(f"the store sent {len(data)} bytes instead of {stop - start}")
             return about, data
 
@@ -75,7 +89,7 @@ class Store:
         """Return the metadata of an object, and its first bytes. Raises RemoteError if changes would go unnoticed."""
         about, data = self.get(url, 0, HEAD_BYTES)
         if not about["etag"] and about.get("modified", "").startswith("1970-01-01"):
-            raise RemoteError(
+            raise NoRangesError(
                 f"{without_query(url)}: its server sends neither ETag nor Last-Modified, so changes would go "
                 "unnoticed: copy the object to a disk first"
             )
@@ -93,7 +107,8 @@ class Store:
 
     def _key(self, url: str) -> str:
         """Return the name of an object, relative to this folder."""
-        return without_query(url).removeprefix(self._folder)
+        name = without_query(url).removeprefix(self._folder)
+        return unquote(name) if url.startswith("http") else name  # obstore quotes it
 
     def list(self, url: str) -> list[str]:
         """Return the names of the objects in this folder, without its subfolders."""
@@ -145,7 +160,12 @@ class Store:
                     raise RemoteError(changed(url)) from None
                 if kind == "NotFoundError" or isinstance(error, FileNotFoundError):
                     raise RemoteError(f"{url}: {MISSING}") from None
-                if kind in FINAL or isinstance(error, (PermissionError, NotImplementedError)):
+                if NO_RANGES.search(str(error)):
+                    raise NoRangesError(f"{url}: {WHOLE}") from None
+                if "416 Range Not Satisfiable" in str(error):
+                    raise RemoteError(f"{url}: is empty, or was cut short") from None
+                is_final = kind in FINAL or isinstance(error, (PermissionError, NotImplementedError))
+                if is_final or WRONG.search(str(error)):
                     raise RemoteError(f"{url}: cannot be read: {first_line(error)}") from None
                 pause_s = delay_s * random.uniform(0.5, 1.5)
                 if time.monotonic() + pause_s > end:

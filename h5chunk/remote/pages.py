@@ -159,6 +159,14 @@ class Pages:
         """Disk space of the copy in bytes."""
         return os.fstat(self.descriptor).st_blocks * 512
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the files of the copy are still in its folder."""
+        try:
+            return os.path.samestat(os.fstat(self._table_file), (self.folder / TABLE).stat())
+        except FileNotFoundError:
+            return False
+
     def close(self) -> None:
         self._table.close()
         os.close(self._table_file)
@@ -205,6 +213,7 @@ def create(folder: Path, about: dict[str, Any]) -> None:
             with (part / name).open("wb") as file:
                 file.truncate(num_bytes)
                 punch(file.fileno(), 0, PAGE)  # fails if the file system does not support holes
+        (part / BOOT).write_bytes(_boot_id())
         with (part / ABOUT).open("w") as file:
             file.write(json.dumps(about))
             file.flush()

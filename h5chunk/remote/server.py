@@ -52,7 +52,7 @@ class Copy:
     """A sparse copy that is being filled."""
 
     def __init__(self, pages: Pages, store: Store, url: str) -> None:
-        self._pages, self._store, self._url = pages, store, url
+        self.pages, self._store, self._url = pages, store, url
         self._pin = {name: value for name, value in pages.about.items() if name in ("num_bytes", "etag", "modified")}
         self._lock, self._running = threading.Lock(), list[Request]()
 
@@ -73,7 +73,7 @@ class Copy:
         """
         count = Countdown(then)
         with self._lock:
-            absent = self._pages.absent(runs)
+            absent = self.pages.absent(runs)
             for request in self._running:
                 if any(first < request.stop and stop > request.first for first, stop in absent):
                     request.then.append(count.add())
@@ -103,37 +103,37 @@ class Copy:
     def _fetched(self, request: Request) -> str:
         """Fetch the pages of a request, and return the error, or an empty string."""
         try:
-            locks = Locks(self._pages.folder)
+            locks = Locks(self.pages.folder)
             try:  # another process may already have fetched the pages
                 locks.lock(FETCHED, [(request.first, request.stop)], shared=False)
-                self._pages.verify(request.first, request.stop)
-                if absent := self._pages.absent([(request.first, request.stop)]):
+                self.pages.verify(request.first, request.stop)
+                if absent := self.pages.absent([(request.first, request.stop)]):
                     self._get(absent[0][0], absent[-1][1])
             finally:
                 locks.close()
         except RemoteError as failure:
             return str(failure)
         except OSError as failure:
-            copy = f"{self._pages.folder}: the local copy of {without_query(self._url)}"
+            copy = f"{self.pages.folder}: the local copy of {without_query(self._url)}"
             return f"{copy} cannot be written: {failure.strerror}"
         except BaseException as failure:
             return f"{without_query(self._url)}: cannot be read: {first_line(failure)}"
         return ""
 
     def _get(self, first: int, stop: int) -> None:
-        end = min(stop * PAGE, self._pages.num_bytes)
+        end = min(stop * PAGE, self.pages.num_bytes)
         _, data = self._store.get(self._url, first * PAGE, end, self._pin)
-        self._pages.put(first, stop, data)
+        self.pages.put(first, stop, data)
 
     def put_head(self, data: Any) -> None:
         """Write the first bytes, which were received when the object was opened."""
         stop = pages_of(len(data))
-        locks = Locks(self._pages.folder)
+        locks = Locks(self.pages.folder)
         try:
             locks.lock(FETCHED, [(0, stop)], shared=False)
-            if self._pages.absent([(0, stop)]):
-                self._pages.put(0, stop, data)
-                self._pages.keep([(0, stop)])
+            if self.pages.absent([(0, stop)]):
+                self.pages.put(0, stop, data)
+                self.pages.keep([(0, stop)])
         finally:
             locks.close()
 
@@ -337,7 +337,7 @@ class Server:
             if not (Path(folder) / ABOUT).exists():
                 create(Path(folder), about)
         with self._lock:
-            if folder not in self._copies:
+            if folder not in self._copies or not self._copies[folder].pages.is_there:
                 self._copies[folder] = Copy(Pages(Path(folder)), store, url)
             self._copies[folder].renew(store, url)
         if data is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
+import shutil
 import signal
 import time
 
@@ -58,6 +59,12 @@ def test_batches_are_those_of_the_local_file(photos, native, monkeypatch):
     monkeypatch.setenv("H5CHUNK_NATIVE", native)
     with served(photos) as server:
         assert_equal(batches(f"{server.url}/photos.h5"), batches(photos))
+
+
+def test_urls_with_quoted_names(photos):
+    with object_server({"/my photos é/a b+c.h5": photos.read_bytes()}) as server:
+        for url in (f"{server.url}/my%20photos%20%C3%A9/a%20b+c.h5", f"{server.url}/my photos é/a b+c.h5"):
+            assert len(h5chunk.ChunkDataset(url)) == 600
 
 
 def test_opening_takes_two_requests_then_one(photos):
@@ -118,6 +125,55 @@ def test_requests_that_always_fail_are_an_error(photos):
             dataset[np.arange(200, 300)]
         server.faults = 0.0
         assert torch.equal(dataset[200][0], h5chunk.ChunkDataset(photos)[200][0])
+
+
+def with_headers(**new):
+    names = {name.replace("_", "-"): value for name, value in new.items()}
+    return lambda status, headers, body: (status, headers | names, body)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (with_headers(Content_Range="bytes 8-65543/2885632"), "Requested 0..65536, got 8..65544"),
+        (with_headers(Content_Range="bytes 0-65535/*"), "Failed to parse"),
+        (with_headers(Content_Encoding="gzip", Content_Length="90"), "compresses what it sends, as gzip"),
+        (with_headers(ETag="caf\xe9"), "non-ASCII"),
+        (with_headers(Content_Range=f"bytes 0-65535/{1 << 62}"), "File too large"),
+        (lambda status, headers, body: (200, headers, body), "its server sends only whole files: copy the file"),
+        (lambda status, headers, body: (302, {"Location": "file:///etc/passwd"}, b""), "302 Found"),
+        (lambda status, headers, body: (302, {"Location": "/photos.h5"}, b""), "error following redirect"),
+        (lambda status, headers, body: (410, {}, b""), "410 Gone"),
+        (lambda status, headers, body: (416, {}, b""), "is empty, or was cut short"),
+    ],
+)
+def test_an_invalid_answer_is_an_error_at_once(photos, spoil, message):
+    with served(photos) as server:
+        server.spoil = spoil
+        with pytest.raises(FileError, match=message):
+            h5chunk.ChunkDataset(f"{server.url}/photos.h5")
+        assert len(server.requests) < 12  # redirects are followed ten times
+
+
+def test_an_object_whose_size_changes_is_an_error(photos):
+    with served(photos) as server:
+        dataset = h5chunk.ChunkDataset(f"{server.url}/photos.h5")
+
+        def larger(status, headers, body):
+            span, _, size = headers["Content-Range"].partition("/")
+            return status, headers | {"Content-Range": f"{span}/{int(size) + 1}"}, body
+
+        server.spoil = larger
+        with pytest.raises(FileError, match="replaced or changed"):
+            dataset[np.arange(300, 400)]
+
+
+def test_a_deleted_cache_is_made_again(photos, tmp_path):
+    with served(photos) as server:
+        for _ in range(2):
+            dataset = h5chunk.ChunkDataset(f"{server.url}/photos.h5", cache_dir=tmp_path / "cached")
+            assert torch.equal(dataset[500][0], h5chunk.ChunkDataset(photos)[500][0])
+            shutil.rmtree(tmp_path / "cached")
 
 
 def test_what_is_missing_or_not_hdf5_is_an_error():

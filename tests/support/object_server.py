@@ -31,6 +31,7 @@ class ObjectServer(ThreadingHTTPServer):
         self.objects = dict(objects)
         self.latency_s, self.faults, self.has_etags = latency_s, faults, has_etags
         self.kinds, self.requests, self.num_faults, self._random = kinds, [], 0, random.Random(seed)
+        self.spoil = lambda *answer: answer  # changes the status, headers and body of answers with objects
         self.listed_bytes = None  # the size of each object in lists; None: the right one
         self.query = ""  # of URLs, such as a signature
         self.refuses_uploads = self.refuses_parts = False
@@ -85,14 +86,14 @@ class _Handler(BaseHTTPRequestHandler):
             for key in keys:
                 self.server.objects.pop(f"{path}/{key}", None)
             deleted = "".join(f"<Deleted><Key>{key}</Key></Deleted>" for key in keys)
-            return self._answer(200, f"<DeleteResult>{deleted}</DeleteResult>".encode())
+            return self._answer(200, body=f"<DeleteResult>{deleted}</DeleteResult>".encode())
         if query.startswith("uploads"):
             self.server.parts[path] = {}
             result = "InitiateMultipartUploadResult"
-            return self._answer(200, f"<{result}><UploadId>7</UploadId></{result}>".encode())
+            return self._answer(200, body=f"<{result}><UploadId>7</UploadId></{result}>".encode())
         parts = self.server.parts.pop(path)
         self.server.objects[path] = b"".join(parts[number] for number in sorted(parts))
-        return self._answer(200, b"<CompleteMultipartUploadResult><ETag>1</ETag></CompleteMultipartUploadResult>")
+        return self._answer(200, body=b"<CompleteMultipartUploadResult><ETag>1</ETag></CompleteMultipartUploadResult>")
 
     def do_DELETE(self):
         """Remove an object, or the parts of an upload."""
@@ -129,10 +130,10 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"Last-Modified": formatdate(1_700_000_000, usegmt=True), **({"ETag": etag} if etag else {})}
         match = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if not match:
-            return self._answer(200, memoryview(data), headers)
+            return self._answer(*server.spoil(200, headers, memoryview(data)))
         start, stop = int(match[1]), min(int(match[2]) + 1, len(data))
         headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
-        return self._answer(206, memoryview(data)[start:stop], headers, fault)
+        return self._answer(*server.spoil(206, headers, memoryview(data)[start:stop]), fault)
 
     def _list(self):
         """List objects as S3 does."""
@@ -147,13 +148,12 @@ class _Handler(BaseHTTPRequestHandler):
             if path.startswith(prefix)
         )
         result = "ListBucketResult"
-        return self._answer(200, f"<{result}><IsTruncated>false</IsTruncated>{entries}</{result}>".encode())
+        return self._answer(200, body=f"<{result}><IsTruncated>false</IsTruncated>{entries}</{result}>".encode())
 
-    def _answer(self, status, body=b"", headers=(), fault=""):
+    def _answer(self, status, headers=(), body=b"", fault=""):
         self.send_response(status)
-        for name, value in dict(headers).items():
+        for name, value in {"Content-Length": str(len(body)), **dict(headers)}.items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command == "HEAD":
             return

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import itertools
+import shutil
 from pathlib import Path
+from urllib.parse import quote
 
 import h5py
 import numpy as np
@@ -155,3 +157,20 @@ def test_messages_name_the_url(bucket, files, tmp_path):
     bucket.objects["/bucket/a.csv"] = b"1,2,x\n1,y,3\n"
     with pytest.raises(SourceError, match=r"^s3://bucket/a.csv, line 1: "):
         h5chunk.convert("s3://bucket/a.csv", tmp_path / "new.h5", format="csv")
+
+
+@pytest.mark.parametrize("name", ["my photos é.zip", "a.csv"])
+def test_servers_that_send_only_whole_files(bucket, files, tmp_path, name):
+    shutil.make_archive(tmp_path / "my photos é", "zip", tmp_path / "my photos é")
+    bucket.objects = {"/my photos é.zip": (tmp_path / "my photos é.zip").read_bytes(), "/a.csv": LINES}
+    bucket.spoil = lambda status, headers, body: (200, {"Content-Length": str(len(bucket.objects[f"/{name}"]))}, body)
+    h5chunk.convert(f"{bucket.url}/{quote(name)}", tmp_path / "new.h5")
+    h5chunk.convert(tmp_path / name, tmp_path / "local.h5")
+    assert (tmp_path / "new.h5").read_bytes() == (tmp_path / "local.h5").read_bytes()
+    bucket.spoil = lambda status, headers, body: (
+        200,
+        {"Content-Length": str(len(body)), "Connection": "close"},
+        body[9:],
+    )
+    with pytest.raises(SourceError, match=r"its server sent \d+ of \d+ bytes"):
+        h5chunk.convert(f"{bucket.url}/{quote(name)}", tmp_path / "other.h5")
