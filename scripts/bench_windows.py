@@ -135,7 +135,7 @@ def robomimic_reader(path: Path) -> Any:
 
 def stable_reader(path: Path) -> Any:
     """Return stable-worldmodel's reader of HDF5."""
-    from stable_worldmodel.data import HDF5Dataset
+    from stable_worldmodel.data.formats.hdf5 import HDF5Dataset
 
     return HDF5Dataset(path=path, frameskip=SKIP, num_steps=STEPS, keys_to_load=["pixels", "action"])
 

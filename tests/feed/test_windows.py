@@ -141,7 +141,7 @@ def test_episodes_by_their_first_rows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "name"),
-    [("robomimic", "a group for each episode"), ("flat", "one after another"), ("aloha", "a file for")],
+    [("robomimic", "a group per episode"), ("flat", "one after another"), ("aloha", "a file per")],
 )
 @pytest.mark.filterwarnings("ignore:.*shorter than")
 def test_info_recognises_the_layout_and_prints_the_line_that_opens_it(layout: str, name: str, tmp_path: Path) -> None:
@@ -153,6 +153,23 @@ def test_info_recognises_the_layout_and_prints_the_line_that_opens_it(layout: st
     exec("\n".join(info.code), space)
     images, actions, *_ = next(iter(space["loader"]))
     assert images.shape[2:] == (6, 5, 3) and actions.shape[2:] == (7,) and len(actions) == len(images)
+
+
+def test_info_recognises_trajectories_of_fields(tmp_path: Path) -> None:
+    random, path = np.random.default_rng(0), tmp_path / "well.hdf5"
+    density, velocity = random.random((3, 9, 4, 6), np.float32), random.random((3, 9, 4, 6, 2), np.float32)
+    with h5py.File(path, "w") as file:
+        file["t0_fields/density"], file["t1_fields/velocity"] = density, velocity
+        file["t0_fields/constant"], file["dimensions/time"] = density[:, 0], np.arange(9)
+    space: dict[str, Any] = {}
+    exec("\n".join(h5chunk.info(path).code), space)
+    seen = []
+    for speeds, densities, positions in space["loader"]:
+        for speed, own, (_, number, start) in zip(speeds, densities, positions.tolist(), strict=True):
+            seen.append((number, start))
+            assert np.array_equal(speed[0], velocity[number, start : start + 5])
+            assert np.array_equal(own[0], density[number, start : start + 5])
+    assert sorted(seen) == [(number, start) for number in range(3) for start in range(5)]
 
 
 def test_info_says_what_chunks_cost_windows_and_repack_makes_better_ones(tmp_path: Path) -> None:

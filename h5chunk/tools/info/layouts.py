@@ -15,18 +15,20 @@ MAX_FIELDS = 8  # fields in the line of Python
 BATCH = 64
 PARTS = ("action", "observations/")  # beginnings of the names of fields in the file of an episode
 Shapes = Mapping[str, tuple[int, ...]]  # shapes of the datasets that suit training, by name
-Found = tuple[dict[str, str], str]  # dataset of each field, and the other arguments of `h5chunk.Windows`
+Found = tuple[dict[str, str], str]  # dataset of each field, and the other arguments of the reader
 
 
 class Layout(NamedTuple):
     """A published layout.
 
-    ``find`` returns the datasets by field and the other arguments of `h5chunk.Windows`, or None if a file has another
-    layout.
+    ``find`` returns the datasets by field and the other arguments of ``reader``, a class of `h5chunk`; None if a file
+    has another layout. ``method`` is a call on the object that ``reader`` returns.
     """
 
     name: str
     find: Callable[[Shapes], Found | None]
+    reader: str = "Windows"
+    method: str = ""
 
 
 def _groups(shapes: Shapes) -> Found | None:
@@ -81,11 +83,20 @@ def _series(shapes: Shapes) -> Found | None:
     return ({"fields": "fields"}, "length=1, history=1") if len(shapes.get("fields", ())) == 4 else None
 
 
+def _trajectories(shapes: Shapes) -> Found | None:
+    """Recognise The Well: fields ``t0_fields/NAME`` to ``t2_fields/NAME``, (trajectory, time, coordinates...)."""
+    named = _ordered({name: shape for name, shape in shapes.items() if re.fullmatch(r"t[012]_fields/[^/]+", name)})
+    steps = [shapes[name][:2] for name in named if len(shapes[name]) > 2 and shapes[name][1] >= 5]
+    alike = [name for name in named if shapes[name][:2] == steps[0]] if steps else []
+    return ({name.partition("/")[2]: name for name in alike}, '(1, 5), channels="last"') if alike else None
+
+
 LAYOUTS = (
     Layout("layout of robomimic, with a group per episode", _groups),
     Layout("layout of ALOHA and ACT, with a file per episode", _one_file_each),
     Layout("layout of stable-worldmodel, with all episodes one after another", _flat),
     Layout("layout of makani, with a series of channels on a grid", _series),
+    Layout("layout of The Well, with trajectories of fields", _trajectories, "Patches", ".tiles(overlap=(0, 4))"),
 )
 
 
@@ -95,6 +106,6 @@ def recognise(datasets: Sequence[DatasetInfo], path: str) -> tuple[str, list[str
     for layout in LAYOUTS:
         if (found := layout.find(shapes)) is not None and found[0]:
             fields = ", ".join(f"{python_text(name)}: {python_text(of)}" for name, of in found[0].items())
-            data = f"data = h5chunk.Windows({python_text(path)}, {{{fields}}}, {found[1]})"
+            data = f"data = h5chunk.{layout.reader}({python_text(path)}, {{{fields}}}, {found[1]}){layout.method}"
             return layout.name, ["import h5chunk", data, f"loader = h5chunk.ChunkLoader(data, {BATCH})"]
     return "", []
