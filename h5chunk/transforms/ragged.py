@@ -85,29 +85,27 @@ class RaggedConverter:
         counts = rows.host_counts
         lengths = torch.from_numpy(counts // self._step_items)
         if self.packs:
-            values = self._packed(rows, counts, keep)
             offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
             torch.cumsum(lengths, 0, out=offsets[1:])
-            return values.view(-1, *self._step), offsets.to(rows.starts.device)
+            return self._packed(rows, counts, keep).view(-1, *self._step), offsets.to(rows.starts.device)
         longest = int(lengths.max()) if len(lengths) else 0
-        padded = self._padded(rows, counts, longest * self._step_items)
+        if rows.starts.device.type != "cpu":
+            padded = self._padded_on_gpu(rows, lengths, longest)
+        else:
+            padded = self._padded(rows, counts, longest * self._step_items)
         return padded.view(len(lengths), longest, *self._step), lengths.to(rows.starts.device)
 
     def _packed(self, rows: CsrRows, counts: np.ndarray, keep: bool) -> torch.Tensor:
+        on_gpu, total = rows.starts.device.type != "cpu", int(counts.sum())
         if rows.numbers is None:
             start = int(rows.host_starts[rows.first])
-            values = rows.indices[start : start + int(counts.sum())]
-            if keep or values.device.type != "cpu":
+            values = rows.indices[start : start + total]
+            if keep or on_gpu:
                 return values if keep else values.clone()
-            return self._allocate((len(values),), self.dtype).copy_(values)
-        if rows.starts.device.type != "cpu":
-            starts = torch.from_numpy(np.cumsum(counts) - counts).to(rows.starts.device)
-            on_device = torch.from_numpy(counts).to(rows.starts.device)
-            firsts = rows.starts[rows.numbers.on_device]
-            total = int(counts.sum())
-            positions = torch.repeat_interleave(firsts - starts, on_device, output_size=total)
-            return self._take(rows, positions + torch.arange(total, device=positions.device))
-        values = self._allocate((int(counts.sum()),), self.dtype)
+            return self._allocate((total,), self.dtype).copy_(values)
+        if on_gpu:
+            return self._packed_on_gpu(rows, torch.from_numpy(counts // self._step_items))
+        values = self._allocate((total,), self.dtype)
         out, source, done = values.numpy(), rows.indices.numpy(), 0
         firsts = rows.host_starts[rows.host_numbers]
         for first, count in zip(firsts.tolist(), counts.tolist(), strict=True):
@@ -115,17 +113,14 @@ class RaggedConverter:
             done += count
         return values
 
+    def _packed_on_gpu(self, rows: CsrRows, lengths: torch.Tensor) -> torch.Tensor:
+        firsts, steps = self._on_gpu(rows)
+        counts, total = lengths.to(firsts.device), int(lengths.sum())
+        shifts = firsts - (torch.cumsum(counts, 0) - counts)
+        positions = torch.repeat_interleave(shifts, counts, output_size=total)
+        return steps[positions + torch.arange(total, device=positions.device)].view(self.dtype)
+
     def _padded(self, rows: CsrRows, counts: np.ndarray, longest: int) -> torch.Tensor:
-        if rows.starts.device.type != "cpu":
-            firsts = torch.from_numpy(rows.host_starts[rows.host_numbers]).to(rows.starts.device)
-            steps = torch.arange(longest, device=firsts.device)
-            inside = steps < torch.from_numpy(counts).to(firsts.device)[:, None]
-            same = _SAME_SIZE[self.dtype.itemsize]
-            padding = self._padding.to(firsts.device).view(same)
-            if not len(rows.indices):
-                return padding.expand(len(counts), longest).clone().view(self.dtype)
-            positions = (firsts[:, None] + steps).clamp_(max=len(rows.indices) - 1)
-            return torch.where(inside, self._take(rows, positions).view(same), padding).view(self.dtype)
         padded = self._allocate((len(counts), longest), self.dtype)
         out, source = padded.numpy(), rows.indices.numpy()
         firsts = rows.host_starts[rows.host_numbers]
@@ -134,9 +129,21 @@ class RaggedConverter:
             row[count:] = self._padding
         return padded
 
-    def _take(self, rows: CsrRows, positions: torch.Tensor) -> torch.Tensor:
-        """Index the values; torch does not index unsigned integers larger than a byte."""
-        return rows.indices.view(_SAME_SIZE[self.dtype.itemsize])[positions].view(self.dtype)
+    def _padded_on_gpu(self, rows: CsrRows, lengths: torch.Tensor, longest: int) -> torch.Tensor:
+        firsts, steps = self._on_gpu(rows)
+        padding = self._padding.to(firsts.device).view(steps.dtype)
+        if not len(steps):
+            return padding.expand(len(lengths), longest, self._step_items).clone().view(self.dtype)
+        numbers = torch.arange(longest, device=firsts.device)
+        positions = (firsts[:, None] + numbers).clamp_(max=len(steps) - 1)
+        inside = numbers < lengths.to(firsts.device)[:, None]
+        return torch.where(inside[:, :, None], steps[positions], padding).view(self.dtype)
+
+    def _on_gpu(self, rows: CsrRows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the first step of each selected row, and all steps as integers, as torch does not index uint16."""
+        firsts = torch.from_numpy(rows.host_starts[rows.host_numbers] // self._step_items)
+        steps = rows.indices.view(_SAME_SIZE[self.dtype.itemsize]).view(-1, self._step_items)
+        return firsts.to(rows.starts.device), steps
 
 
 def _padding(form: Pad, field: SeriesField, dtype: torch.dtype) -> torch.Tensor:

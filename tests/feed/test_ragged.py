@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import h5chunk
-from h5chunk.transforms import Pack
+from h5chunk.transforms import Pack, Pad
 
 COUNT = 60
 LENGTHS = np.random.default_rng(5).integers(0, 20, COUNT)
@@ -235,3 +235,40 @@ def test_links_and_damaged_chunks_are_errors(tmp_path: Path) -> None:
     dataset = _open(path)
     with pytest.raises(h5chunk.FileError, match=r"values.*chunk 3"):
         list(h5chunk.ChunkLoader(dataset, 8))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "u1", "u2", "i4", "i8", "?"])
+@pytest.mark.parametrize("step", [(), (3, 2)])
+@pytest.mark.parametrize("resident", [False, True])
+def test_batches_on_a_gpu_are_those_on_the_cpu(
+    tmp_path: Path, dtype: str, step: tuple[int, ...], resident: bool
+) -> None:
+    values = np.random.default_rng(0).integers(0, 200, (STARTS[-1], *step)).astype(dtype)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["values"], file["starts"], file["label"] = values, STARTS, np.arange(COUNT)
+    dataset = _open(tmp_path / "a.h5")
+    for transforms in ([Pad(1)], [Pack()]):
+        for order in ({"batch_size": 8}, {"batch_elements": 60}, {"batch_size": 8, "bucket_batches": 3}):
+            samplers = [h5chunk.ChunkSampler(dataset, **order) for _ in range(2)]
+            options = {"transforms": transforms, "resident": resident}
+            expected = list(h5chunk.ChunkLoader(dataset, sampler=samplers[0], **options))
+            with h5chunk.ChunkLoader(dataset, sampler=samplers[1], device="cuda", **options) as loader:
+                for _ in range(2):
+                    batches = [tuple(part.cpu() for part in batch) for batch in loader]
+                    if loader.batch_sampler.order.epoch == 1:
+                        pairs = zip(batches, expected, strict=True)
+                        assert all(all(map(torch.equal, own, other)) for own, other in pairs)
+                    assert sorted(torch.cat([batch[2] for batch in batches]).tolist()) == list(range(COUNT))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_windows_without_any_step_on_a_gpu(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["values"], file["lengths"] = np.zeros((1, 2), "f4"), np.array([*[0] * 20, 1])
+    dataset = h5chunk.ChunkDataset(tmp_path / "a.h5", lengths={"values": "lengths"})
+    for transforms, shape in (([Pad()], (4, 0, 2)), ([Pack()], (0, 2))):
+        loader = h5chunk.ChunkLoader(dataset, 4, transforms=transforms, shuffle=False, device="cuda", resident=False)
+        assert [tuple(values.shape) for values, _ in loader][:5] == [shape] * 5
