@@ -452,8 +452,12 @@ def test_repack_makes_chunks_of_any_shape(tmp_path):
             assert np.array_equal(file["a/raw"][()], values) and file["names"].chunks is None
             assert np.array_equal(file["a/label"][()], values > 50000)
         h5chunk.Patches(tmp_path / "new.h5", FIELDS, (8, 8, 8))[3]
-    with pytest.raises(h5chunk.OptionError, match="cut samples"):
+    with pytest.raises(h5chunk.OptionError, match="divides samples"):
         h5chunk.repack(tmp_path / "v.h5", tmp_path / "other.h5", chunks=(8, 8, 8), shuffle=True)
+    with pytest.raises(h5chunk.OptionError, match="no field has 2 axes"):
+        h5chunk.repack(tmp_path / "v.h5", tmp_path / "other.h5", chunks=(8, 8))
+    with pytest.raises(h5chunk.OptionError, match="give the shape of a patch"):
+        h5chunk.info(tmp_path / "v.h5", patch=8)
 
 
 def test_the_model_of_bytes_is_what_is_read(tmp_path):

@@ -97,3 +97,13 @@ def test_a_file_without_dense_fields_has_no_statistics(tmp_path: Path) -> None:
     path = make_file(tmp_path / "a.h5", labels=(np.arange(20), {}))
     with pytest.raises(h5chunk.FieldError, match="no dense field"):
         h5chunk.info(path, stats=True)
+
+
+def test_a_report_recommends_no_normalisation_that_is_an_error(tmp_path: Path) -> None:
+    fields = {"a": np.full((9, 2), np.nan), "b": np.full((9, 2), 7.0), "c": np.arange(18.0).reshape(9, 2)}
+    report = str(
+        h5chunk.info(make_file(tmp_path / "a.h5", **{name: (own, {}) for name, own in fields.items()}), stats=True)
+    )
+    assert "a  all values are NaN or infinite" in report
+    assert "b  mean=(7, 7), std=(0, 0): Normalize needs each std to be positive" in report
+    assert "c  Normalize(mean=(8, 9)" in report

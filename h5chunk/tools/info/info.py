@@ -101,6 +101,8 @@ def info(
     if (only := single_file(path)) is not None:
         found = replace(_info_file(only, trusted), show_all=show_all)
         if patch:
+            if not hasattr(patch, "__len__"):
+                raise OptionError(f"patch is {patch!r}: give the shape of a patch, such as (64, 64, 64)")
             size = tuple(check_whole("patch", length, 1, 1 << 30) for length in patch)
             found = replace(found, patches=advise(found.path, found.datasets, size))
         if window is not None:

@@ -204,8 +204,12 @@ def _statistics_lines(name: str, found: FieldStatistics) -> list[str]:
     mean, std = (", ".join(f"{value:.6g}" for value in column[:SHOWN]) for column in (found.mean, found.std))
     more = f", ... ({len(found.mean):,} channels)" if len(found.mean) > SHOWN else ""
     missing = f"; {count_text(found.num_missing, 'value')} NaN or infinite" if found.num_missing else ""
+    if not any(found.count):
+        return [f"{name}  all values are NaN or infinite"]
+    values = f"mean=({mean}{more}), std=({std}{more})"
+    is_usable = all(value > 0 for value in found.std)
     return [
-        f"{name}  Normalize(mean=({mean}{more}), std=({std}{more}))",
+        f"{name}  Normalize({values})" if is_usable else f"{name}  {values}: Normalize needs each std to be positive",
         f"    values from {min(found.minimum):.6g} to {max(found.maximum):.6g}{missing}",
     ]
 

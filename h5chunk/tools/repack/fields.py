@@ -16,7 +16,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from h5chunk.errors import FieldError, FileError, as_text, printable
+from h5chunk.errors import FieldError, FileError, OptionError, as_text, printable
 from h5chunk.plan.csr import INDEX_CHUNK_BYTES, CsrLayout, plan_csr
 from h5chunk.plan.layout import MAX_CHUNK_BYTES, Layout, plan_layout
 from h5chunk.store.format.header import Header
@@ -114,6 +114,8 @@ def find_samples(
     lengths = dict(mains)
     if options.chunks:
         candidates = [facts for facts in candidates if len(facts.grid.shape) == len(options.chunks)]
+        if not candidates:
+            raise OptionError(f"{label}: chunks is {options.chunks}, but no field has {len(options.chunks)} axes")
     members = [facts for facts in candidates if facts.num_rows in lengths]
     fields = [facts for facts in members if facts.is_fixed_size]
     layouts = {rows: _plan(rows, fields, ragged, options.chunk_samples) for rows in lengths}
