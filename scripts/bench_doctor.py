@@ -34,7 +34,7 @@ import h5chunk
 from h5chunk.tools.doctor import watch
 
 SECONDS = 2.5  # of each loop
-WARM_UP = 3  # batches of a block that are not timed
+WARM_UP = 6  # batches of a block that are not timed; open files are listed once, after the third
 THREADS = torch.get_num_threads() if CUDA else 1  # one thread: less noise from other programs
 RANKS = """
     import sys, time, torch
@@ -158,7 +158,7 @@ def is_unchanged() -> bool:
     return all(torch.equal(*pair) for pair in zip(*weights, strict=True))
 
 
-def overhead(pairs: int = 130, steps: int = 20) -> Iterator[str]:
+def overhead(pairs: int = 115, steps: int = 20) -> Iterator[str]:
     """Yield how much slower iterations are while they are watched, in short blocks that alternate in this process."""
     work = 2 if CUDA else 8
     cases = {
@@ -168,6 +168,7 @@ def overhead(pairs: int = 130, steps: int = 20) -> Iterator[str]:
     torch.set_num_threads(THREADS)
     for name, make in cases.items():
         with tempfile.TemporaryDirectory() as folder:
+            step = make(None)[1]
             loops = {is_watched: started(make, folder, is_watched) for is_watched in (True, False)}
             ratios = []
             for turn in range(pairs):
@@ -175,7 +176,7 @@ def overhead(pairs: int = 130, steps: int = 20) -> Iterator[str]:
                 for is_watched in (turn % 2 == 0, turn % 2 == 1):
                     if is_watched:
                         watch.install(folder)
-                    found[is_watched] = block(*loops[is_watched], steps)
+                    found[is_watched] = block(loops[is_watched], step, steps)
                     watch.remove()
                 ratios.append(np.divide(found[True], found[False]) - 1)
         for what, values in zip(("the time", "the processor time"), np.transpose(ratios), strict=True):
@@ -183,15 +184,14 @@ def overhead(pairs: int = 130, steps: int = 20) -> Iterator[str]:
             yield f"{name}: {np.median(values):+.2%} ({low:+.2%} to {high:+.2%}) of {what} of an iteration"
 
 
-def started(make: Make, folder: str, is_watched: bool) -> tuple[Iterator[Any], Step]:
-    """Start the iteration of a loop, and the hooks in its workers if it is watched."""
+def started(make: Make, folder: str, is_watched: bool) -> Iterator[Any]:
+    """Start the iteration of a loader, and the hooks in its workers if it is watched."""
     if is_watched:
         watch.install(folder)
-    batches, step = make(None)
-    iterator = iter(batches)
+    iterator = iter(make(None)[0])
     next(iterator)
     watch.remove()
-    return iterator, step
+    return iterator
 
 
 def block(batches: Iterator[Any], step: Step, steps: int) -> tuple[float, float]:

@@ -140,7 +140,6 @@ def _seen(
         in_torch=_mean([row[3] for row in main.rows["line"] if row[0] == "step"]),
         **_holder(main),
         gpu=_gpu(main, kept),
-        gpu_name=str(machine.get("gpu", "")),
         elsewhere=_elsewhere(steps, own),
         worker_fetches=_by_worker(fetches) if workers else (),
         files=_files(makers),

@@ -54,9 +54,8 @@ def describe_batch(batch: Any) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Describe cores, threads and the GPU."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_initialized() else ""
-    return {"cores": available_cores(), "threads": torch.get_num_threads(), "gpu": gpu}
+    """Describe cores and threads."""
+    return {"cores": available_cores(), "threads": torch.get_num_threads()}
 
 
 def time_step(step: Callable[[Any], object], batch: Any) -> tuple[float, float]:

@@ -14,7 +14,8 @@ SHOWN = 60  # iterations in the timeline
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222 }
 h1 { font-size: 1.3em } h2 { font-size: 1.05em; margin-top: 2em } code { background: #f3f3f3; padding: 0 .2em }
-svg text { font: 12px system-ui, sans-serif } li { margin: .5em 0 } pre { white-space: pre-wrap }
+svg text { font: 12px system-ui, sans-serif } li { margin: .5em 0 } .key { font-size: 13px; color: #555 }
+pre { white-space: pre-wrap }
 """
 STEP, WAIT = "#4878a8", "#d9822b"
 
@@ -40,8 +41,9 @@ def figures(report: DoctorReport) -> str:
     return f"""<h1>{escape(report.verdict)}</h1>
 <h2>Training, in samples/s, as one stage after another is added</h2>
 {_ladder(report)}
-<h2>The last {min(SHOWN, len(report.seen.steps))} iterations: {key}</h2>
+<h2>The last {min(SHOWN, len(report.seen.steps))} iterations</h2>
 {_timeline(report.seen)}
+<p class='key'>{key}</p>
 <h2>{"Fixes, by predicted gain" if fixes else "There is nothing to fix"}</h2><ol>{fixes}</ol>
 {f"<p>Checked: {escape(str(report.check))}.</p>" if report.check is not None else ""}"""
 
@@ -60,7 +62,7 @@ def _ladder(report: DoctorReport) -> str:
 def _timeline(seen: Seen) -> str:
     """Draw when training waited and worked in the last iterations, on one axis of time."""
     pairs = list(zip(seen.waits, seen.steps, strict=True))[-SHOWN:]
-    total, x, rows = sum(map(sum, pairs)), 0.0, []
+    total, x, rows = sum(map(sum, pairs)), 0.0, [f"<text x='0' y='{BAR + 20}'>0 s</text>"]
     for seconds, color in (
         (seconds, color) for pair in pairs for seconds, color in zip(pair, (WAIT, STEP), strict=True)
     ):

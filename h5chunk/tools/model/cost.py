@@ -53,6 +53,11 @@ def gain_of(seen: Seen, *changed: Loop) -> Range:
     return gain_range(seen.loop(), *changed).with_rest(seen.other_share)
 
 
+def about(seen: Seen, gain: float, low: float = 2, high: float = 1.1) -> Range:
+    """Return a gain on training with an interval: ``low`` divides what it is above 1, and ``high`` multiplies it."""
+    return Range(gain, 1 + (gain - 1) / low, high * gain).with_rest(seen.other_share)
+
+
 def late_share(seen: Seen) -> float:
     """Return the share of time for which workers' batches are late although the workers could make them in time."""
     share, least = seen.waiting()

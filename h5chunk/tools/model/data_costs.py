@@ -9,7 +9,17 @@ from typing import Any
 
 from h5chunk.errors import human_bytes
 from h5chunk.plan.cache import ChunkGrid, mean_hits
-from h5chunk.tools.model.cost import LEAST_SHARE, Cost, Fix, chunked_file, gain_of, late_share, slowest_line, where
+from h5chunk.tools.model.cost import (
+    LEAST_SHARE,
+    Cost,
+    Fix,
+    about,
+    chunked_file,
+    gain_of,
+    late_share,
+    slowest_line,
+    where,
+)
 from h5chunk.tools.model.pipeline import Loop, Range, seconds_per_batch
 from h5chunk.tools.model.seen import COLLATE, COPYING, DECODING, GATHERING, LOCK, READING, TRANSFORM, WAITING, Seen
 
@@ -113,8 +123,7 @@ def _loader_fixes(seen: Seen, reading: float) -> Iterator[Fix]:
     def fix(name: str, left: float, code: str, is_bound: bool = False, **options: Any) -> Fix:
         on_cores = (seen.step_cpu - (1 - left) * work) / max(1.0, seen.cores - seen.other_cores)
         gain = seen.iteration / min(seen.iteration, max(busy, left * seen.iteration, on_cores))
-        bounds = Range(gain, 1 + (gain - 1) / 2, 1.1 * gain).with_rest(seen.other_share)
-        return Fix(name, bounds, code, {"chunk_loader": options} if options else {}, is_bound)
+        return Fix(name, about(seen, gain), code, {"chunk_loader": options} if options else {}, is_bound)
 
     if known["fits"] and not known["resident"]:
         yield fix("resident=True", 0.0, f"{call}resident=True), which keeps all data on the device", resident=True)

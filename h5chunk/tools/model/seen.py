@@ -93,7 +93,6 @@ class Seen:
     ranks: Sequence[tuple[float, float]] = ()  # for each rank: time of an iteration, and its wait for gradients
     in_torch: float = 0.0  # fraction of a step in which Python runs torch's code rather than the user's
     gpu: Gpu | None = None
-    gpu_name: str = ""
     elsewhere: float = 0.0  # fraction of all time spent in other loaders, such as validation
     epoch_start: float = 0.0  # time from starting an epoch to its first batch
     epoch_batches: float = 0.0  # number of batches per epoch; 0 if no epoch ended

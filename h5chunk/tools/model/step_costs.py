@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from h5chunk.tools.model.cost import LEAST_SHARE, Cost, Fix, late_share, slowest_line, where
+from h5chunk.tools.model.cost import LEAST_SHARE, Cost, Fix, about, late_share, slowest_line, where
 from h5chunk.tools.model.pipeline import Range
-from h5chunk.tools.model.seen import Seen
+from h5chunk.tools.model.seen import Gpu, Seen
 
 PINNED_BYTES_S = 4e10  # rate of a copy from pinned memory to the GPU
 PINNING_BYTES_S = 6e9  # rate at which a thread copies to pinned memory
@@ -22,93 +22,86 @@ def step_costs(seen: Seen) -> Iterator[Cost]:
     if gpu is None:
         return
     if seen.pageable_bytes > 0.5 * seen.copy_bytes:
-        yield _pageable(seen)
+        yield _pageable(seen, gpu)
     if not gpu.is_profiled or seen.idle < LEAST_IDLE:
         return
     if gpu.blocked > 0.1 * seen.iteration:
-        yield _synchronised(seen)
+        yield _synchronised(seen, gpu)
     if seen.held > LEAST_SHARE:  # which makes launches and Python slow
         return
     host = seen.step - gpu.blocked
     if seen.optimizer > host / 3:
-        yield _optimizer(seen)
+        yield _optimizer(seen, gpu)
     elif gpu.kernels > 20 and seen.in_torch > 0.5:
-        yield _launches(seen)
+        yield _launches(seen, gpu)
     else:
-        yield _python(seen)
+        yield _python(seen, gpu)
 
 
-def _step_cost(seen: Seen, cause: str, sentence: str, fix: str, code: str, seconds: float, exact: bool) -> Cost:
+def _step_cost(
+    seen: Seen, gpu: Gpu, cause: str, sentence: str, fix: str, code: str, seconds: float, exact: bool
+) -> Cost:
     """Return a cost in the training step; without it, Python takes ``seconds`` per iteration.
 
     The GPU then limits the gain. Waiting for the GPU is a separate cost, so it is not counted in other costs.
     """
-    assert seen.gpu is not None
-    before = seen.iteration - (0.0 if cause in ("copy", "synchronisation") else seen.gpu.blocked)
-    gain = seen.iteration / max(1e-9, seen.iteration - max(0.0, before - max(seconds, seen.gpu.least)))
+    before = seen.iteration - (0.0 if cause in ("copy", "synchronisation") else gpu.blocked)
+    gain = seen.iteration / max(1e-9, seen.iteration - max(0.0, before - max(seconds, gpu.least)))
     rest = seen.other_share
-    bounds = Range(gain, 1 + (gain - 1) / (1.2 if exact else 2), 1.1 * gain).with_rest(rest)
     is_data = cause == "copy"
-    busy = f"the GPU works {seen.gpu.busy / seen.iteration:.0%} of the time"
+    busy = f"the GPU works {gpu.busy / seen.iteration:.0%} of the time"
     text = f"{'' if is_data else 'Not your data: '}{sentence}; {busy}."
-    return Cost(cause, is_data, (1 - 1 / gain) * (1 - rest), text, [Fix(fix, bounds, code, is_bound=not exact)])
+    fixes = [Fix(fix, about(seen, gain, 1.2 if exact else 2), code, is_bound=not exact)]
+    return Cost(cause, is_data, (1 - 1 / gain) * (1 - rest), text, fixes)
 
 
-def _pageable(seen: Seen) -> Cost:
-    assert seen.gpu is not None
+def _pageable(seen: Seen, gpu: Gpu) -> Cost:
     pinned = seen.copy_bytes / PINNED_BYTES_S
-    busy = seen.gpu.least - seen.gpu.copy + pinned if seen.gpu.is_profiled else 0.0
+    busy = gpu.least - gpu.copy + pinned if gpu.is_profiled else 0.0
     seconds = max(seen.wait + seen.step - seen.copy, busy, seen.copy_bytes / PINNING_BYTES_S)
     gain = max(1.0, seen.iteration / max(1e-9, seconds))
     text = f"Copying to the GPU from pageable memory takes {seen.copy / seen.iteration:.0%} of the time."
     code = f"{where(seen)}DataLoader(..., pin_memory=True), and tensor.to(device, non_blocking=True)"
     apply = {"loader": {"pin_memory": True}} if seen.is_torch else {}
-    bounds = Range(gain, 1 + (gain - 1) / 2, 1.2 * gain).with_rest(seen.other_share)
-    fix = Fix("pin_memory=True, non_blocking=True", bounds, code, apply)
+    fix = Fix("pin_memory=True, non_blocking=True", about(seen, gain, high=1.2), code, apply)
     return Cost("copy", True, (1 - 1 / gain) * (1 - seen.other_share), text, [fix])
 
 
-def _synchronised(seen: Seen) -> Cost:
-    gpu = seen.gpu
-    assert gpu is not None
+def _synchronised(seen: Seen, gpu: Gpu) -> Cost:
     line = slowest_line(seen, "step")
     after = seen.iteration - gpu.blocked
     if seen.copy > 0.5 * gpu.blocked and seen.pageable_bytes < 0.5 * seen.copy_bytes:
         code = "tensor.to(device, non_blocking=True): the batch is pinned, so that nothing needs to wait"
         text = "Python waits in each step until its batch is copied, and for all work that was queued before"
-        return _step_cost(seen, "copy", text, "non_blocking=True", code, after, True)
+        return _step_cost(seen, gpu, "copy", text, "non_blocking=True", code, after, True)
     code = "log losses every 100 steps: .item(), .cpu() and print of a GPU tensor wait for the GPU"
     place = "" if line is None else f" (its slowest line is {line})"
     text = f"Python waits for the GPU in each step, and the GPU for Python{place}"
-    return _step_cost(seen, "synchronisation", text, "no synchronisation in each step", code, after, True)
+    return _step_cost(seen, gpu, "synchronisation", text, "no synchronisation in each step", code, after, True)
 
 
-def _optimizer(seen: Seen) -> Cost:
-    assert seen.gpu is not None
+def _optimizer(seen: Seen, gpu: Gpu) -> Cost:
     share = seen.optimizer / seen.iteration
     code = "torch.optim.Adam(..., fused=True), with parameters on the GPU, or the fused form of your optimizer"
     text = f"the optimizer's step takes Python {share:.0%} of the time"
-    after = seen.iteration - seen.gpu.blocked - (1 - FUSED) * seen.optimizer
-    return _step_cost(seen, "optimizer", text, "fused optimizer", code, after, True)
+    after = seen.iteration - gpu.blocked - (1 - FUSED) * seen.optimizer
+    return _step_cost(seen, gpu, "optimizer", text, "fused optimizer", code, after, True)
 
 
-def _launches(seen: Seen) -> Cost:
-    gpu = seen.gpu
-    assert gpu is not None
+def _launches(seen: Seen, gpu: Gpu) -> Cost:
     text = f"launching {gpu.kernels:.0f} kernels per step takes longer than they run"
     code = "a CUDA graph of the whole step, torch.compile(..., mode='reduce-overhead'), or a larger batch"
     cause = "small batches" if seen.samples <= FEW_SAMPLES else "launches"
-    return _step_cost(seen, cause, text, "fewer kernel launches", code, seen.wait + seen.copy, False)
+    return _step_cost(seen, gpu, cause, text, "fewer kernel launches", code, seen.wait + seen.copy, False)
 
 
-def _python(seen: Seen) -> Cost:
-    assert seen.gpu is not None
+def _python(seen: Seen, gpu: Gpu) -> Cost:
     line = slowest_line(seen, "step")
     place, share = ("", 1.0) if line is None else (f"; its slowest line is {line}", line.share)
     code = f"{line or 'the step'}: do less work in it, or not in each step"
     text = f"Python keeps the GPU waiting within the step{place}"
-    after = seen.iteration - seen.gpu.blocked - share * (seen.step - seen.gpu.blocked)
-    return _step_cost(seen, "python", text, "less Python in the step", code, after, False)
+    after = seen.iteration - gpu.blocked - share * (seen.step - gpu.blocked)
+    return _step_cost(seen, gpu, "python", text, "less Python in the step", code, after, False)
 
 
 def machine_costs(seen: Seen) -> Iterator[Cost]:
@@ -142,9 +135,14 @@ def _held(seen: Seen) -> Cost:
     text = (
         f"Not your data: thread {thread} holds Python's lock (GIL), and training waits {share:.0%} of its time for it."
     )
-    bounds = Range(gain, 1 + (gain - 1) / 2, 1.2 * gain).with_rest(seen.other_share)
     code = "run it in a process (multiprocessing), or by a library that releases the lock"
-    return Cost("gil", False, share * (1 - seen.other_share), text, [Fix(f"without thread {thread}", bounds, code)])
+    return Cost(
+        "gil",
+        False,
+        share * (1 - seen.other_share),
+        text,
+        [Fix(f"without thread {thread}", about(seen, gain, high=1.2), code)],
+    )
 
 
 def _threads(seen: Seen, delay: float) -> tuple[str, list[Fix]]:
