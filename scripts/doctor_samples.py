@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import lzma
 import mmap
 import multiprocessing
@@ -24,6 +25,9 @@ atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 PIXELS = np.random.default_rng(0).integers(0, 4, 48_000).astype(np.uint8).tobytes()
 PACKED = lzma.compress(PIXELS)
 LOCK = multiprocessing.get_context("fork").Lock()
+PAGES = 4096  # of a file on a throttled disk
+CGROUP = Path("/sys/fs/cgroup/blkio/h5chunk-bench")  # whose processes read from a throttled disk
+atexit.register(lambda: CGROUP.rmdir() if CGROUP.exists() else None)
 PAGE_OUT = 21  # MADV_PAGEOUT: evict pages as the kernel does when memory is short
 
 
@@ -92,8 +96,10 @@ def slept(seconds: float) -> Callable[[int], Any]:
 
 
 def throttled(i: int) -> Any:
-    with ThrottledFile() as file:
-        file.read(4096)
+    file = throttled_file()
+    os.posix_fadvise(file.fileno(), 4096 * (i % PAGES), 4096, os.POSIX_FADV_DONTNEED)
+    file.seek(4096 * (i % PAGES))
+    file.read(4096)
     return tiny(i)
 
 
@@ -101,13 +107,34 @@ def not_throttled(i: int) -> Any:
     return tiny(i)
 
 
-class ThrottledFile:
+@functools.cache
+def throttled_file() -> Any:
+    """Open a file on a disk from which this process may read 500 times per second, or one whose reads sleep."""
+    path = FOLDER / "pages"
+    path.write_bytes(os.urandom(4096 * PAGES))
+    file = path.open("rb", buffering=0)
+    try:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
+        device = os.stat(path).st_dev
+        CGROUP.mkdir(exist_ok=True)
+        limit = CGROUP / "blkio.throttle.read_iops_device"
+        limit.write_text(f"{os.major(device)}:{os.minor(device)} 500")
+        (CGROUP / "cgroup.procs").write_text(str(os.getpid()))
+    except OSError as error:  # not root, no such disk, or version 2 of cgroups
+        print(f"the throttled disk is simulated: {error}", flush=True)
+        return SleepingFile()
+    return file
+
+
+class SleepingFile:
     """A file on a disk where each read takes 0.6 ms."""
 
-    def __enter__(self) -> ThrottledFile:
-        return self
+    def fileno(self) -> int:
+        return 0
 
-    def __exit__(self, *_: object) -> None: ...
+    def seek(self, offset: int) -> None: ...
 
     def read(self, size: int) -> bytes:
         time.sleep(0.0006)

@@ -21,7 +21,7 @@ from h5chunk.tools.model.seen import COLLATE, FETCH_STAGES, READING, TRANSFORM, 
 MIN_STEPS = 8
 MAX_STEPS = 2_000  # iterations that a diagnosis uses, the last ones
 MAX_LINES = 8
-MAX_GAP_S = 2e-3  # between two batches of a worker that is never idle
+MAX_GAP_S = 2e-3  # between two batches of a worker; one that always takes longer has nothing to do
 MAX_READ = 1 << 20  # bytes of a read whose time without the page cache is measured
 TOO_HOT = 0x8 | 0x20 | 0x40 | 0x80  # NVML's reasons of a low clock: slowdown by hardware, and by heat
 
@@ -183,7 +183,8 @@ def _gap(fetches: list[Fetch]) -> float:
         if row.worker in last:
             gaps.append(row.started - last[row.worker])
         last[row.worker] = row.ended
-    return min(sorted(gaps)[len(gaps) // 20], MAX_GAP_S) if gaps else 0.0
+    gap = sorted(gaps)[len(gaps) // 20] if gaps else 0.0
+    return gap if gap < MAX_GAP_S else 0.0
 
 
 def _warm(fetches: list[Fetch]) -> float:

@@ -157,7 +157,8 @@ def _workers(seen: Seen) -> Iterator[Fix]:
     times = {count: seconds_per_batch(replace(loop, workers=count)) for count in counts}
     best = next((count for count in counts if times[count] <= ENOUGH * min(times.values())), None)
     if best is not None:
-        yield _option(seen, gain_of(seen, replace(loop, workers=best, slowdown=())), num_workers=best)
+        fix = _option(seen, gain_of(seen, replace(loop, workers=best, slowdown=())), num_workers=best)
+        yield replace(fix, is_bound=seen.disk_bytes > seen.read_bytes / 2)  # all workers share the disk
 
 
 def _prefetch(seen: Seen) -> Iterator[Fix]:
