@@ -528,11 +528,13 @@ def test_workers_of_a_cluster_upload(bucket, tmp_path, monkeypatch, kind):
         bucket.refused = "new-00000-of-00004.h5"
         with pytest.raises(OutputError, match="cannot be written"):
             command(source, "s3://bucket/new", client=client, **options)
-        bucket.refused, notes = "nothing", []
+        bucket.refused, notes, num_puts = "nothing", [], len(bucket.puts)
         more = {} if kind == "repack" else {"notify": notes.append}
         command(source, "s3://bucket/new", client=client, **more, **options)
     assert objects_in(bucket, "new") == expected
     assert kind == "repack" or "continuing" in notes[0]
+    again = [path for path in bucket.puts[num_puts:] if "-of-00004" in path]
+    assert kind == "samples" or again == ["/bucket/new/new-00000-of-00004.h5"]
     assert not list((tmp_path / "cache" / "h5chunk" / "uploads").iterdir())
 
 

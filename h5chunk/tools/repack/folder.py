@@ -28,7 +28,7 @@ from h5chunk.tools.progress import Progress, count_tasks
 from h5chunk.tools.repack.options import RepackOptions
 from h5chunk.tools.repack.report import RepackFolderReport, RepackReport
 from h5chunk.tools.shared import SharedFolder, at_hand
-from h5chunk.tools.upload import shared_folder, take, upload_early, upload_last
+from h5chunk.tools.upload import is_uploaded, shared_folder, take, upload_early, upload_last
 from h5chunk.urls import name_of, url_of
 
 RepackFile = Callable[..., RepackReport]
@@ -127,12 +127,18 @@ def _write(
             for number, file in enumerate(files)
         }
         last = upload_last([name_of(file) for file in files], work)
+        for number, num_bytes in output.journal.records if work.url else ():
+            if is_uploaded(name_of(files[number]), num_bytes):
+                del tasks[number]
+                plan = _planned(files[number], folder.path, options, repack_file)
+                reports[number] = replace(plan, dry_run=False, num_bytes=num_bytes)
+                say(number, sizes[number])
         for number, report in _ended(tasks, client, say, last):
             if report.path == str(tasks[number].final):
                 upload_early(tasks[number].final)
             else:
                 take(work, Path(report.path).name, tasks[number].final, report.num_bytes)
-            output.journal.add(number)
+            output.journal.add([number, report.num_bytes])
             reports[number] = report
             say(number, sizes[number])
         work.clear()
