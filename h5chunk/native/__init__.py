@@ -1,7 +1,7 @@
 """Call the C library, which reads byte ranges, gathers rows, makes rows dense and augments images without the GIL.
 
-`pip install` builds the library if there is a C compiler. Otherwise, and with ``H5CHUNK_NATIVE=0``, `available` is
-False, and callers use Python threads and NumPy.
+`pip install` builds the library if there is a C compiler. If it is missing, or with ``H5CHUNK_NATIVE=0``, `available`
+is False, and callers use Python threads and NumPy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 VERSION = 13  # version of the functions and structures in C
-FEW_SAMPLES = 1 << 10  # below this, drawing geometry is so fast that releasing the GIL does not pay
+FEW_SAMPLES = 1 << 10  # for fewer samples, drawing geometry is faster without releasing the GIL
 PART_BYTES = 2 << 20  # approximate bytes of the jobs that a thread takes at a time
 JOB = np.dtype(
     [
@@ -45,7 +45,7 @@ STEP = np.dtype(  # draws.c describes the fields
 )
 BOX, CROP, RESIZE, FLIP, CUTOUT, ERASE = range(6)  # kinds of steps
 READ, VERIFY, GATHER, ROWS = range(4)  # kinds of jobs; core.c describes their fields
-# statuses of a ticket, the number under which jobs were submitted
+# statuses of a ticket; a ticket is the id under which jobs were submitted
 DONE, SYSTEM, CUT_SHORT, CHECKSUM, CANCELLED, CHANGED, NOT_SENT = range(7)
 _abandoned: list[Any] = []  # jobs and memory that hanging threads may still use
 
@@ -68,10 +68,10 @@ class Result(ctypes.Structure):
 
 
 class Ending(ctypes.Structure):
-    """Work that the native thread of a ticket's last job does afterwards, if all jobs have succeeded.
+    """Work that is done after all jobs of a ticket have succeeded, by the native thread that ran the last job.
 
-    If ``path`` is given, the thread compares the stamp of that file; if it differs, the status is CHANGED. If ``send``
-    is given, the thread then calls it with ``argument``; unless it returns 0, the status is NOT_SENT.
+    If ``path`` is given, the thread compares the stamp of that file. If the stamp differs, the status is CHANGED. If
+    ``send`` is given, the thread then calls it with ``argument``. Unless it returns 0, the status is NOT_SENT.
     """
 
     _fields_ = (
@@ -95,7 +95,7 @@ class _Matrix(ctypes.Structure):
 
 
 class ImageRule(ctypes.Structure):
-    """Parameters that apply to all images of a call of `augment`; ``augment.h`` describes them."""
+    """Parameters that apply to all images of a call of `augment`. ``augment.h`` describes them."""
 
     kept: tuple[Any, ...] = ()  # the arrays that the pointers refer to
     _fields_ = (
@@ -106,13 +106,13 @@ class ImageRule(ctypes.Structure):
 
 
 def available() -> bool:
-    """Return whether the C library was built for this version, and is not disabled."""
+    """Return whether the C library was built for this version and is not disabled."""
     return os.environ.get("H5CHUNK_NATIVE", "1") != "0" and _library() is not None
 
 
 @functools.cache
 def _library() -> Any:
-    """Load the library next to this module; return None if it is missing or of another version."""
+    """Load the library next to this module. Returns None if it is missing or of another version."""
     for path in sorted(Path(__file__).parent.glob("_core*.so")):
         with suppress(OSError, AttributeError):  # a library for another machine, or another file
             library = ctypes.CDLL(str(path))
@@ -123,7 +123,7 @@ def _library() -> Any:
 
 @functools.cache
 def _quick() -> Any:
-    """Load the library for calls of a few microseconds, which keep the GIL, because reacquiring it takes longer."""
+    """Load the library for calls of a few microseconds. They keep the GIL, because reacquiring it takes longer."""
     return _declare(ctypes.PyDLL(_library()._name))
 
 
@@ -160,12 +160,15 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 class NativePool:
-    """A pool of C threads that run jobs. Raises OSError if no thread can be started. Must not be used after a fork."""
+    """A pool of C threads that run jobs, which must not be used after a fork.
+
+    Raises OSError if no thread can be started.
+    """
 
     def __init__(self, num_threads: int) -> None:
         self._library = _library()
         self._kept: dict[int, tuple[np.ndarray, Ending | None]] = {}  # by ticket
-        self._lock = threading.Lock()  # so that no function is called after the pool was freed
+        self._lock = threading.Lock()  # ensures that no function is called after the pool was freed
         self._num_inside = 0  # number of threads that are inside the library
         opened: list[Any] = []  # contains the pool even if a signal interrupts the next statement
         try:
@@ -181,12 +184,15 @@ class NativePool:
 
     @property
     def num_threads(self) -> int:
-        """Number of running threads: fewer than requested if the system refused more, 0 once they have exited."""
+        """Number of running threads.
+
+        It is lower than requested if the system refused more, and 0 once they have exited.
+        """
         return self._ask("num_threads")
 
     @property
     def progress(self) -> int:
-        """Nanoseconds that all threads together have run jobs; they increase whenever a part of a job ends."""
+        """Nanoseconds for which all threads together have run jobs. They increase whenever a part of a job ends."""
         return self._ask("progress")
 
     @property
@@ -199,10 +205,10 @@ class NativePool:
             return int(getattr(_quick(), f"h5chunk_{name}")(self._pool)) if self._pool else 0
 
     def submit(self, ticket: int, jobs: np.ndarray, ending: Ending | None = None) -> None:
-        """Queue jobs, (n,) JOB, C-contiguous; `wait` returns their result, with ``ticket``, when all have ended.
+        """Queue jobs, (n,) JOB, C-contiguous. When all have ended, `wait` returns their result, with ``ticket``.
 
-        The memory that jobs and ending refer to must live until then. An ending requires at least one job. Raises
-        OSError if the pool is closed, or memory is short.
+        The memory that the jobs and the ending refer to must live until then. An ending requires at least one job.
+        Raises OSError if the pool is closed or memory is short.
         """
         with self._lock:
             self._kept[ticket] = jobs, ending
@@ -211,10 +217,10 @@ class NativePool:
                 raise OSError("the pool of reader threads is closed")
 
     def wait(self, timeout_s: float, *, gathers: bool = False) -> Result | None:
-        """Return the result of the next ticket that ends; None if none ends within ``timeout_s``.
+        """Return the result of the next ticket that ends, or None if none ends within ``timeout_s``.
 
         With ``gathers``, the calling thread runs waiting jobs meanwhile, which must be of the kind GATHER. Raises
-        EOFError if the pool is closed, and all tickets were returned.
+        EOFError if the pool is closed and the results of all tickets were returned.
         """
         result = Result()
         with self._inside() as pool:
@@ -236,13 +242,16 @@ class NativePool:
         return result
 
     def cancel(self) -> None:
-        """Drop the jobs that no thread has started: their tickets end with the status CANCELLED."""
+        """Drop the jobs that no thread has started. Their tickets end with the status CANCELLED."""
         with self._lock:
             if self._pool:
                 _quick().h5chunk_cancel(self._pool)
 
     def close(self, timeout_s: float) -> bool:
-        """Drop the waiting jobs, and wait for the threads; return whether all have exited. May be called repeatedly."""
+        """Drop the waiting jobs, and wait for the threads.
+
+        Returns whether all have exited. May be called repeatedly.
+        """
         with self._inside() as pool:
             return not pool or bool(self._library.h5chunk_close(pool, timeout_s))
 
@@ -259,7 +268,7 @@ class NativePool:
                 self._num_inside -= 1
 
     def free(self) -> None:
-        """Free the closed pool, unless another thread is inside the library; hanging threads keep their memory."""
+        """Free the closed pool, unless another thread is inside the library. Threads that hang keep their memory."""
         if self.num_threads:
             _abandoned.append(self._kept)
         with self._lock:
@@ -269,7 +278,7 @@ class NativePool:
 
 
 def address_of(array: np.ndarray) -> int:
-    """Return the address of an array, faster than ``array.ctypes``, which creates a Python object."""
+    """Return the address of an array. This is faster than ``array.ctypes``, which creates a Python object."""
     return int(array.__array_interface__["data"][0])
 
 
@@ -281,7 +290,7 @@ def run(jobs: np.ndarray) -> Result:
 
 
 def crc32(data: np.ndarray, start: int = 0) -> int:
-    """Return the CRC-32 of (n,) uint8, C-contiguous, as zlib computes it.
+    """Return the CRC-32 of (n,) uint8, C-contiguous. ``start`` is the CRC-32 of preceding bytes, if there are any.
 
     >>> hex(crc32(np.frombuffer(b"123456789", np.uint8))) if available() else '0xcbf43926'
     '0xcbf43926'
@@ -290,7 +299,7 @@ def crc32(data: np.ndarray, start: int = 0) -> int:
 
 
 def copy_boxes(values: np.ndarray, table: np.ndarray, out: np.ndarray) -> None:
-    """Copy boxes of an array to elements of ``out``, (n, *shape); all are C-contiguous, and of the same dtype.
+    """Copy boxes of an array to elements of ``out``, (n, *shape). All arrays are C-contiguous, and both have one dtype.
 
     A row of ``table``, (n, 1 + 3 * values.ndim) int64, has the index in ``out``, and along each axis the first index in
     ``values``, the first index in the element, and the length.
@@ -301,10 +310,10 @@ def copy_boxes(values: np.ndarray, table: np.ndarray, out: np.ndarray) -> None:
 
 
 class SparseRows:
-    """The rows of a sparse matrix: entries ``starts[i]`` to ``starts[i + 1]`` belong to row i.
+    """The rows of a sparse matrix. Row i has the entries ``starts[i]`` to ``starts[i + 1]`` (excluded).
 
     The value of an entry is ``table[code]``, where ``code`` is its uint8 code. If there is no table, codes are the
-    values; if there are no codes, all values are ``table[0]``.
+    values. If there are no codes, all values are ``table[0]``.
     """
 
     def __init__(
@@ -333,7 +342,7 @@ class SparseRows:
         """Concatenate the entries of rows, (n,) int64, C-contiguous, in the arrays at three addresses.
 
         The entries of row i begin at index ``starts[i]`` of ``columns`` and ``values``. There are n + 1 starts. Starts
-        and columns are integers of ``index_bytes`` bytes, 4 or 8.
+        and columns are integers of ``index_bytes`` bytes, which is 4 or 8.
         """
         matrix, numbers = self._matrix, rows.ctypes.data
         _library().h5chunk_entries(matrix, numbers, len(rows), index_bytes, starts, columns, values)
@@ -369,16 +378,16 @@ def draw(
     longest: int,
     table: np.ndarray,
 ) -> bool:
-    """Draw the geometry of images; return False if a step cannot be applied to an image.
+    """Draw the geometry of images. Returns False if a step cannot be applied to an image.
 
     Parameters
     ----------
     steps : (k,) STEP
     samples : (n,) int64
     sizes : two of (n,) or (1,) int64
-        Heights and widths, of each image or of all.
+        Heights and widths of each image, or of all images.
     sides : (2,) int64
-        Height and width of results.
+        Height and width of the results.
     longest : int
         Maximum height or width to which an image may be resized.
     table : (n, columns) int64, C-contiguous

@@ -34,7 +34,7 @@ typedef struct {
 
 /* ---- Positions and weights ---- */
 
-/* Map `count` results, starting at `first`, to pixels along a side of `length`; -1 means outside, to be filled. */
+/* Map `count` results, starting at `first`, to pixels along a side of `length`. -1 marks results to fill. */
 static void map_positions(int32_t *positions, int64_t count, int64_t first, int64_t length, int mode, int flip) {
     for (int64_t i = 0; i < count; i++) {
         int64_t position = first + (flip ? count - 1 - i : i);
@@ -184,7 +184,7 @@ CLONES_WITHOUT_FMA static void to_bfloat16(uint16_t *to, const uint8_t *from, co
                 results[i + c] = values[(channel + c) * 256 + from[i + c]];                 \
     } while (0)
 
-/* Convert `count` bytes of one channel, or of all channels in turn if `step` is their number. */
+/* Convert `count` bytes of one channel, or of interleaved channels if `step` is their number. */
 static void convert(const Rule *rule, void *to, const uint8_t *from, int64_t count, int64_t channel, int64_t step) {
     const float *scale = rule->scale + channel * rule->width, *shift = rule->shift + channel * rule->width;
     if (rule->conversion == SAME) memcpy(to, from, (size_t)count);
@@ -372,7 +372,7 @@ EXPORT int h5chunk_augment(const Rule *rule, const uint8_t *source, int64_t num_
     return state;
 }
 
-/* Augment one image like `h5chunk_augment`, with buffers of the caller. */
+/* Augment one image as `h5chunk_augment` does, with the caller's buffers. */
 int augment_image(const Rule *rule, const uint8_t *source, int64_t num_bytes, const int64_t *image, uint8_t *out,
                   Room *rooms) {
     return is_inside(rule, image, num_bytes) ? augment(rule, source, image, out, rooms) : -2;

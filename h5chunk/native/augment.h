@@ -11,7 +11,7 @@ typedef struct {
     int32_t channels, height, width, interpolation, mode, interleaved, out_interleaved, item_bytes, conversion, boxes;
     const uint8_t *fill;
     const void *values, *erased;
-    const float *scale, *shift; /* for a row of results: `width` times each channel, or all channels `width` times */
+    const float *scale, *shift; /* for one row of results */
 } Rule;
 
 /* A buffer that grows. */

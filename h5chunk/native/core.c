@@ -21,7 +21,7 @@
 #define VERSION 13
 
 enum { READ = 0, VERIFY = 1, GATHER = 2, ROWS = 3 }; /* kinds of jobs */
-enum { DONE = 0, SYSTEM = 1, CUT_SHORT = 2, CHECKSUM = 3, CANCELLED = 4, CHANGED = 5, NOT_SENT = 6 }; /* of a ticket */
+enum { DONE = 0, SYSTEM = 1, CUT_SHORT = 2, CHECKSUM = 3, CANCELLED = 4, CHANGED = 5, NOT_SENT = 6 }; /* of tickets */
 
 enum { MAX_VECTORS = 1024 };        /* IOV_MAX of Linux and macOS */
 enum { PIECE_BYTES = 128 << 10 };   /* bytes that are read and then checksummed while they are in the cache */
@@ -204,7 +204,7 @@ static int read_rest(int descriptor, uint8_t *out, int64_t num_bytes, int64_t of
     return 0;
 }
 
-/* Fill vectors of `num_bytes` in total; usually one call suffices, but it may read less than requested. */
+/* Fill vectors of `num_bytes` in total. Usually one call suffices, but a call may read less than requested. */
 static int read_vectors(int descriptor, const struct iovec *vectors, int count, int64_t num_bytes, int64_t offset,
                         Result *result) {
     int64_t got = preadv(descriptor, vectors, count, offset);
@@ -256,7 +256,7 @@ static int is_on_disk(int descriptor, int64_t offset) {
 
 /* Prefetch bytes from disk, without waiting for them. */
 static void ask(int descriptor, int64_t offset, int64_t num_bytes) {
-    if (num_bytes > 0) posix_fadvise(descriptor, offset, num_bytes, POSIX_FADV_WILLNEED); /* 0 would mean the whole file */
+    if (num_bytes > 0) posix_fadvise(descriptor, offset, num_bytes, POSIX_FADV_WILLNEED); /* 0 would mean all bytes up to the end */
 }
 #else
 static int is_on_disk(int descriptor, int64_t offset) { return (void)descriptor, (void)offset, 0; }
@@ -284,7 +284,7 @@ static void ask_for(const Job *job) {
     ask(job->descriptor, start, end - start);
 }
 
-/* Read rows; rows that are adjacent in the file share a system call, and adjacent destinations share a vector. */
+/* Read rows. Rows that are adjacent in the file share a system call, and adjacent destinations share a vector. */
 static int do_rows(const Job *job, struct iovec *vectors, Result *result) {
     const Rows *table = job->source;
     int64_t block_rows = table->block_rows, first_row = 0, start = 0, end = 0, base = 0;
@@ -377,7 +377,7 @@ static Ticket *pop(Queue *queue) {
     return ticket;
 }
 
-/* Count jobs of a ticket as done; the caller holds the lock. */
+/* Count jobs of a ticket as done. The caller holds the lock. */
 static void finish(Pool *pool, Ticket *ticket, int64_t num_jobs) {
     pool->progress++;
     ticket->num_left -= num_jobs;
@@ -404,7 +404,7 @@ static void end(const Ending *ending, Result *result) {
     else if (ending->send && (result->error = ending->send(ending->argument))) result->status = NOT_SENT;
 }
 
-/* Cancel those jobs of the first waiting ticket that no thread has taken; the caller holds the lock. */
+/* Cancel those jobs of the first waiting ticket that no thread has taken. The caller holds the lock. */
 static void skip_first(Pool *pool, int status) {
     Ticket *ticket = pop(&pool->waiting);
     int64_t num_left = ticket->num_jobs - ticket->num_taken;
@@ -413,7 +413,7 @@ static void skip_first(Pool *pool, int status) {
     finish(pool, ticket, num_left);
 }
 
-/* Take jobs of about `part_bytes` from the first waiting ticket; the caller holds the lock. */
+/* Take jobs of about `part_bytes` from the first waiting ticket. The caller holds the lock. */
 static int64_t take(Pool *pool, Ticket *ticket) {
     int64_t first = ticket->num_taken, num_bytes = 0;
     while (ticket->num_taken < ticket->num_jobs && num_bytes < pool->part_bytes)
@@ -445,7 +445,7 @@ static void leave(Pool *pool, Ticket *ticket, int64_t num_jobs) {
     finish(pool, ticket, num_jobs);
 }
 
-/* Return the first waiting ticket with a job whose data should be prefetched now; the caller holds the lock. */
+/* Return the first waiting ticket with a job whose data should be prefetched now. The caller holds the lock. */
 static Ticket *next_to_ask(const Pool *pool) {
     int64_t num_bytes = 0;
     Ticket *ticket = pool->waiting.first;
@@ -459,7 +459,7 @@ static Ticket *next_to_ask(const Pool *pool) {
     return NULL;
 }
 
-/* Prefetch data that will be read soon, so that few threads keep the disk busy; the caller holds the lock. */
+/* Prefetch data that will be read soon, so that few threads keep the disk busy. The caller holds the lock. */
 static void ask_ahead(Pool *pool) {
     for (Ticket *ticket; (ticket = next_to_ask(pool));) {
         const Job *job = ticket->jobs + ticket->num_asked++;
@@ -478,7 +478,7 @@ static int64_t nanoseconds(void) {
     return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
 }
 
-/* Run a part of the first waiting ticket; the caller holds the lock. */
+/* Run a part of the first waiting ticket. The caller holds the lock. */
 static void run_part(Pool *pool, uint8_t *scratch) {
     Ticket *ticket = pool->waiting.first;
     if (ticket->result.status != DONE) {
@@ -487,7 +487,7 @@ static void run_part(Pool *pool, uint8_t *scratch) {
     }
     const Job *job = ticket->jobs + ticket->num_taken;
     int64_t count = take(pool, ticket);
-    if (pool->waiting.first) pthread_cond_signal(&pool->work); /* each thread wakes the next: see h5chunk_submit */
+    if (pool->waiting.first) pthread_cond_signal(&pool->work); /* each thread wakes the next one */
     pthread_mutex_unlock(&pool->lock);
     Result result = {0};
     int64_t started = nanoseconds();
@@ -621,7 +621,7 @@ COUNT(int, num_threads)
 COUNT(int64_t, num_open)
 COUNT(int64_t, progress)
 
-/* Drop jobs that no thread has taken; their tickets end once the jobs that threads have taken are done. */
+/* Drop jobs that no thread has taken. Their tickets end once the jobs that threads have taken are done. */
 EXPORT void h5chunk_cancel(Pool *pool) {
     pthread_mutex_lock(&pool->lock);
     while (pool->waiting.first) skip_first(pool, CANCELLED);

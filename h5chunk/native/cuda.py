@@ -12,7 +12,7 @@ import numpy as np
 
 from h5chunk import native
 
-NUM_ARGUMENTS = 16  # of a launch; kernels may have fewer parameters
+NUM_ARGUMENTS = 16  # maximum number of arguments of a launch
 
 
 class Sending(ctypes.Structure):
@@ -24,18 +24,18 @@ class Sending(ctypes.Structure):
     )
 
     def set_copies(self, copies: np.ndarray) -> None:
-        """Set the copies: (n, 3) int64, each with the device address, the host address and the number of bytes."""
+        """Set the copies, (n, 3) int64. Each row has the device address, the host address and the number of bytes."""
         self._kept = copies
         self.copies, self.num_copies = native.address_of(copies), len(copies)
 
     @property
     def address(self) -> int:
-        """The argument for the function that `sender` returns."""
+        """The address to pass to the C function that `sender` returns."""
         return ctypes.addressof(self)
 
 
 class Launch(ctypes.Structure):
-    """A kernel and its first arguments, of 4 or 8 bytes each; the other arguments are zero."""
+    """A kernel and its first arguments, of 4 or 8 bytes each. The other arguments are zero."""
 
     kept: object = None  # the kernel and the arrays that the arguments refer to
     _fields_ = (
@@ -48,24 +48,27 @@ class Launch(ctypes.Structure):
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters of the kernel; -1 if it is unknown, or if a parameter has neither 4 nor 8 bytes."""
+        """Number of parameters of the kernel, or -1 if it is unknown or a parameter has neither 4 nor 8 bytes."""
         return int(native._library().h5chunk_cuda_parameters(ctypes.addressof(self)))
 
     def __call__(self, stream: int, num_blocks: int, arguments: Sequence[int]) -> bool:
-        """Launch the kernel on a stream; return whether that succeeded."""
+        """Launch the kernel on a stream. Returns whether that succeeded."""
         own = Launch.from_buffer_copy(self)  # other threads may launch it at the same time
         own.arguments[: len(arguments)] = arguments
         return not native._library().h5chunk_cuda_launch(ctypes.addressof(own), stream, num_blocks)
 
 
 def context() -> int | None:
-    """Return the CUDA context of the calling thread; None if there is none, or if the C library was not built."""
+    """Return the CUDA context of the calling thread, or None if there is none or the C library was not built."""
     found: int | None = native._library().h5chunk_cuda_context() if native.available() else None
     return found
 
 
 def order(context: int, stream: int, *, wait: int | None = None, record: int | None = None) -> bool:
-    """Make a stream wait for the event ``wait``, and then ``record`` another; return whether that succeeded."""
+    """Make a stream wait for the event ``wait``, and then record the event ``record``.
+
+    Returns whether that succeeded.
+    """
     return not native._library().h5chunk_cuda_order(context, stream, wait, record)
 
 

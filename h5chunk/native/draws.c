@@ -29,7 +29,7 @@ typedef struct {
     double scale[2], ratio[2], log_ratio[2], p; /* the logarithms have base 2 */
 } Step;
 
-/* The geometry of one image: see Geometry in h5chunk/plan/draws.py. */
+/* The geometry of one image, as in the class Geometry of h5chunk/plan/draws.py. */
 typedef struct {
     int64_t height, width, top, left, box_height, box_width, full_height, full_width, down, right, flip;
 } Geometry;
@@ -46,7 +46,7 @@ static double uniform(uint64_t own, uint64_t index) {
     return (double)(mixed(own + (index + 1) * GOLDEN, 0) >> 11) * 0x1p-53;
 }
 
-/* Round to the nearest integer, halves to even; |x| must be below 2**51. */
+/* Round to the nearest integer, halves to even. |x| must be below 2**51. */
 static double rounded(double x) {
     double sum = x + 0x1.8p52;
     return sum - 0x1.8p52;
@@ -63,7 +63,7 @@ static int64_t place(double number, int64_t room) {
     return found < room ? found : room;
 }
 
-/* Draw the size of a box that fits into an image; return whether one was found. */
+/* Draw the size of a box that fits into an image. Returns whether one was found. */
 static int draw_box(const Step *step, uint64_t own, int64_t height, int64_t width, int64_t *tall, int64_t *wide) {
     for (uint64_t i = 0; i < ATTEMPTS; i++) {
         double share = step->scale[0] + uniform(own, 2 * i) * (step->scale[1] - step->scale[0]);

@@ -12,7 +12,7 @@ enum { GRAY = 1, RGB = 2, YCBCR = 3 };                                          
 enum { DONE = 0, LEFT_OVER = 1, FAILED = 2 };                                             /* results of `make` */
 enum { ALL_DONE = -1, NO_MEMORY = -2 };                                                   /* of `h5chunk_decode` */
 enum { ROWS = 16, SPARE = 96 };                                                           /* bytes around pixels */
-enum { EIGHTHS = 8, MOST_EIGHTHS = 4 }; /* scale at most to one half: larger scales are as slow as full decoding */
+enum { EIGHTHS = 8, MOST_EIGHTHS = 4 }; /* scale at most to one half, because larger scales are slow */
 enum { GAP = 2 };                       /* scale only if a box stays at least this many times as large as its result */
 enum { MOST_PIXELS = 89478485 }; /* Pillow's limit */
 enum { INFO_BYTES = 1024 };
@@ -69,7 +69,7 @@ typedef struct {
     int64_t channels;
 } Images;
 
-/* State of a thread that it reuses for all images. */
+/* The state of a thread, which reuses it for all images. */
 typedef struct {
     Info info; /* must be first, because libjpeg passes its address to `stop` */
     Errors errors;
@@ -80,7 +80,7 @@ typedef struct {
 
 static void stop(void *reader) { longjmp(((Reader *)reader)->out, 1); }
 
-/* Stop at warnings, too: the caller decodes questionable images in another way. */
+/* Stop at warnings, too, because the caller decodes questionable images in another way. */
 static void stop_at_warning(void *reader, int level) {
     if (level < 0) stop(reader);
 }
@@ -134,7 +134,7 @@ static void rescale(int64_t *image, int side, int first, int length, int64_t now
     image[first] = start, image[length] = end - start, image[side] = now;
 }
 
-/* Begin to decode an image; store its decoded size and geometry in `reader->image`. */
+/* Begin to decode an image, and store its decoded size and geometry in `reader->image`. */
 static void begin(const Jpeg *jpeg, Reader *reader, const Images *images, int64_t number) {
     Info *info = &reader->info;
     int64_t *image = reader->image, start = images->starts[number];
@@ -176,7 +176,7 @@ static int decode(const Jpeg *jpeg, Reader *reader, const Images *images, int64_
     return DONE;
 }
 
-/* Shift a buffer off multiples of 32 bytes, where libjpeg-turbo uses stores that bypass the caches. */
+/* Shift a buffer off multiples of 32 bytes, at which libjpeg-turbo would use stores that bypass the caches. */
 static uint8_t *keep_cached(uint8_t *buffer) { return buffer + (48 - (uintptr_t)buffer % 32) % 32; }
 
 /* Process one image: without a rule, write its pixels to `out`, otherwise its augmented result. */

@@ -27,7 +27,7 @@ class Decoder(ctypes.Structure):
 
 
 class Images(ctypes.Structure):
-    """The images of a batch; each thread takes the image ``next`` and increases the counter."""
+    """The images of a batch. Each thread processes the image with the index ``next``, and increments the index."""
 
     next: int
     _fields_ = (
@@ -51,27 +51,31 @@ class Images(ctypes.Structure):
 
 @functools.cache
 def load(path: str) -> Decoder | None:
-    """Return the libjpeg-turbo that a library is linked with; None if it has none, or the C library was not built."""
+    """Return the functions of the libjpeg-turbo with which the library at a path is linked.
+
+    Returns None if there is no libjpeg-turbo, or if the C library was not built.
+    """
     if not available():
         return None
     try:
         library = ctypes.CDLL(path)
-        found = Decoder(*(ctypes.cast(getattr(library, f"jpeg_{name}"), ctypes.c_void_p).value for name in FUNCTIONS))
+        decoder = Decoder(*(ctypes.cast(getattr(library, f"jpeg_{name}"), ctypes.c_void_p).value for name in FUNCTIONS))
     except (OSError, AttributeError):
         return None
-    return found if native._library().h5chunk_find_jpeg(ctypes.byref(found)) == 0 else None
+    return decoder if native._library().h5chunk_find_jpeg(ctypes.byref(decoder)) == 0 else None
 
 
 def decode(library: Decoder | None, images: Images, rule: ImageRule | None, out: int, result_bytes: int) -> int | None:
     """Decode images that no other thread has taken, until all are done.
 
-    Returns None at the end, or the index of an image that is not a valid JPEG with EXIF orientation 1: decode it in
-    another way, and call this function again. For scaled images, the size in ``table`` is updated.
+    Returns None at the end, or the index of an image that is not a valid JPEG with EXIF orientation 1. The caller must
+    decode this image in another way, and call this function again. For scaled images, the size in ``table`` is updated.
 
     Parameters
     ----------
     library : Decoder or None
         None if images are stored as pixels, (H, W, C).
+    images : Images
     rule : ImageRule or None
         How to augment each image. With None, images are only decoded, as (H, W, C), to their offsets in ``out``.
     out : int

@@ -46,7 +46,7 @@ INLINE void prefetch_row(const Matrix *matrix, int64_t row) {
     if (matrix->codes) prefetch((const uint8_t *)matrix->codes + first * code_bytes, count * code_bytes);
 }
 
-/* All callers pass constant sizes, so that the compiler generates a separate loop for each size. */
+/* All callers pass constant sizes, so the compiler generates a separate loop for each size. */
 INLINE int fill(const Matrix *matrix, const int64_t *rows, int64_t count, uint8_t *out, int column_bytes,
                 int value_bytes) {
     size_t row_bytes = (size_t)matrix->num_columns * (size_t)value_bytes;
@@ -137,7 +137,7 @@ EXPORT void h5chunk_entries(const Matrix *matrix, const int64_t *rows, int64_t c
 
 enum { MAX_AXES = 32, AHEAD_RUNS = 8, AHEAD_OF_RUN = 512 };
 
-/* Copy `lengths[0]` times ... `lengths[axes - 1]` runs; the arrays' steps are in bytes. */
+/* Copy `lengths[0]` * ... * `lengths[axes - 1]` runs. The steps of both arrays are in bytes. */
 static void copy_runs(const uint8_t *from, const int64_t *from_steps, uint8_t *to, const int64_t *to_steps,
                       const int64_t *lengths, int64_t axes, size_t run) {
     if (!axes) {

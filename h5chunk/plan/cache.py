@@ -42,7 +42,7 @@ class CacheSettings:
     nslots : int
         Length of the hash table, at least 1.
     nbytes : int
-        Maximum bytes of decoded chunks that are cached per dataset and process; 0 disables the cache.
+        Maximum bytes of decoded chunks that are cached per dataset and process. 0 disables the cache.
     w0 : float
         Preemption policy, 0 <= w0 < 1: how strongly chunks that were read completely are evicted first.
     """

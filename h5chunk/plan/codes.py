@@ -47,10 +47,10 @@ Values = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Coding:
-    """Convert values to codes. Raises OptionError if an option is invalid or excludes another one.
+    """A conversion of values to codes. Raises OptionError if an option is invalid or excludes another one.
 
-    With ``clip``, values below 0 become 0, and values above the maximum of 255 / scale become this maximum. A scale
-    that is chosen counts as 1.
+    With ``clip``, values below 0 become 0, and values above the maximum become the maximum. The maximum is 255 / scale,
+    or 255 if no scale is given.
     """
 
     scale: float | None = None  # value = code / scale; None: choose one of `SCALES`
@@ -89,8 +89,8 @@ class Coding:
     def units(self, values: Values) -> tuple[Values, int | None]:
         """Convert (n,) entries of any real type to units, (n,) of `dtype`.
 
-        The second result is None, or the index of the first entry that is not a whole number of units; the units are
-        then undefined.
+        The second result is None, or the index of the first entry that is not a whole number of units. In this case the
+        units are undefined.
         """
         with np.errstate(over="ignore", invalid="ignore"):  # values that overflow have no units
             return self._units(values.astype(np.uint8) if values.dtype.kind == "b" else values)
@@ -155,7 +155,7 @@ class Coding:
         return None if is_strict else FloatCoding(None, self.clip)
 
     def explain_unfit(self, value: float) -> tuple[str, str]:
-        """Return why a value has no code, and a remedy, as two parts of an error message."""
+        """Return the reason why a value has no code, and a remedy."""
         scale = self.scale
         if not math.isfinite(value):
             return NOT_FINITE
@@ -195,7 +195,7 @@ class Storage:
 
 
 class CodeTally:
-    """Collect the units that occur in a matrix, and choose how to store them."""
+    """A record of the units that occur in a matrix, which chooses how to store them."""
 
     def __init__(self, coding: Coding) -> None:
         self._coding, self._seen = coding, np.zeros(coding.max_unit + 1, bool)
@@ -204,7 +204,7 @@ class CodeTally:
         self._seen[units] = True
 
     def examples(self) -> npt.NDArray[np.int64]:
-        """Return each number of units that occurs, so that another process can add it to its own tally."""
+        """Return the units that occur, so that another process can add them to its own tally."""
         return np.flatnonzero(self._seen)
 
     def storage(self) -> Storage | None:
@@ -220,7 +220,7 @@ class CodeTally:
 
 @dataclass(frozen=True)
 class FloatCoding:
-    """Keep values as floats, with the interface of `Coding`. The units are the values in float64.
+    """A conversion that keeps values as floats, with the interface of `Coding`. The units are the values in float64.
 
     With ``dtype_name``, float16 or float32, values are rounded to this dtype, and cannot be stored if they are beyond
     its range. Without it, values can only be stored if float32 represents them exactly.
@@ -234,7 +234,10 @@ class FloatCoding:
     dtype: ClassVar[np.dtype[Any]] = np.dtype(np.float64)
 
     def units(self, values: Values) -> tuple[Values, int | None]:
-        """Convert (n,) entries to float64; see `Coding.units`."""
+        """Convert (n,) entries to float64.
+
+        The second result is None, or the index of the first entry that cannot be converted.
+        """
         real = values.astype(np.float64)
         unfit = ~np.isfinite(real)
         if values.dtype.kind in "iu" and values.dtype.itemsize == 8 and self.dtype_name is None:
@@ -258,7 +261,7 @@ class FloatCoding:
         """Return None, because the conversion must fail if a value cannot be stored."""
 
     def explain_unfit(self, value: float) -> tuple[str, str]:
-        """Return why a value cannot be stored, and a remedy, as two parts of an error message."""
+        """Return the reason why a value cannot be stored, and a remedy."""
         if not math.isfinite(value):
             return NOT_FINITE
         if self.dtype_name is None and abs(value) <= MAX_FLOAT32:
@@ -269,7 +272,7 @@ class FloatCoding:
 
 
 class FloatTally:
-    """Determine whether float16 represents all values of a matrix exactly."""
+    """A test whether float16 represents all values of a matrix exactly."""
 
     def __init__(self, dtype_name: str | None) -> None:
         self._dtype_name, self._unfit = dtype_name, np.empty(0, np.float64)

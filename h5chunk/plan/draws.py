@@ -82,9 +82,9 @@ class Draws(NamedTuple):
 
 
 def epoch_rows(epoch: int, num_samples: int) -> int:
-    """Return what an epoch adds to sample indices if each epoch has different samples, as patches do.
+    """Return the offset of an epoch's sample indices, for data sets like patches, whose samples differ between epochs.
 
-    The results repeat once an index would reach REPEAT.
+    The offsets repeat before an index would reach REPEAT.
     """
     return epoch % (REPEAT // num_samples) * num_samples
 

@@ -31,7 +31,7 @@ class EpochUses:
 
 
 class NextUses:
-    """Compute when each chunk is used next by any of ``ranks``, in the current epoch or in the following one.
+    """The next use of each chunk by any of ``ranks``, in the current epoch or in the following one.
 
     By default, all ranks count.
     """

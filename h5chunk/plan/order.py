@@ -68,7 +68,7 @@ class Window(NamedTuple):
     destinations: Indices
     batches: Sequence[int]  # indices of the batches in the epoch, ascending
     keys: Indices  # the keys of ``samples``, for `h5chunk.plan.draws`
-    sizes: Sequence[int] | None = None  # samples of each batch, if they differ
+    sizes: Sequence[int] | None = None  # number of samples in each batch, if batches differ in size
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class Order:
             yield waiting.pop(batch)
 
     def windows(self, start: int = 0, together: int = 1) -> Iterator[Window]:
-        """Yield the windows that contain batch ``start`` or later ones, in the order of first use.
+        """Yield the windows that contain batch ``start`` or later batches, in the order of first use.
 
         Earlier batches are left out of the windows. Consecutive windows are joined in groups of ``together``, or of
         fewer near the end of an epoch.

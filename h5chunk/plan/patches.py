@@ -50,7 +50,10 @@ class Starts(NamedTuple):
 
     @classmethod
     def of(cls, shapes: Indices, size: Indices, margin: Indices) -> Starts:
-        """Return the starts at which patches keep ``margin`` from the borders. If a volume is too small, it has one."""
+        """Return the starts of patches that keep ``margin`` from the borders.
+
+        A volume that is too small has one start.
+        """
         room = shapes - size - 2 * margin
         return cls(np.where(room < 0, -((-room + 1) // 2), 0) + margin, np.maximum(room, 0) + 1)
 
@@ -64,7 +67,7 @@ class ChunkCost(NamedTuple):
 
 
 def chunk_cost(shape: Shape, size: Shape, chunks: Shape, itemsize: int) -> ChunkCost:
-    """Return the cost of reading patches at random starts that have as many voxels in total as the volume.
+    """Return the cost of reading randomly placed patches, which have as many voxels in total as the volume.
 
     >>> chunk_cost((512, 512, 512), (64, 64, 64), (1, 512, 512), 1)
     ChunkCost(chunks=(1, 512, 512), alone=64.0, together=1.24609375)

@@ -1,6 +1,6 @@
 """Select the samples of an epoch: subsets, weights and splits.
 
-Selected samples are visited chunk by chunk; chunks without selected samples are not read.
+Selected samples are visited chunk by chunk. Chunks without selected samples are not read.
 """
 
 from __future__ import annotations

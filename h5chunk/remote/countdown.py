@@ -10,7 +10,7 @@ Error = TypeVar("Error")
 
 
 class Countdown(Generic[Error]):
-    """Call ``then`` once all parts of a task have ended, with the first error, or with an empty one.
+    """A countdown that calls ``then`` once all parts of a task have ended, with the first error, or with an empty one.
 
     ``end`` must be called once for each ``add``, and once more after the last ``add``.
     """

@@ -346,7 +346,7 @@ class Server:
 
 
 def main() -> None:
-    """Run the server; the command-line arguments are the descriptor and the path of its socket."""
+    """Run the server. The command-line arguments are the descriptor and the path of its socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for the connected processes
     descriptor, path = sys.argv[1:3]
     try:

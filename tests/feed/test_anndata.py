@@ -101,11 +101,11 @@ def test_a_damaged_shape_of_10x(tmp_path: Path, value: Any) -> None:
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "genes": (
         {"genes": ["geneA", *GENES[1:]]},
-        r"b.h5: its columns differ from those of .*a.h5: 1 only in .*b.h5, such as 'geneA'; 1 only in .*a.h5, such as "
-        r"'gene0': .* --join inner",
+        r"b.h5: its columns differ from those of .*a.h5 .1 only in .*b.h5, such as 'geneA'; 1 only in .*a.h5, such as "
+        r"'gene0'.*: .* --join inner",
     ),
-    "fewer genes": ({"genes": GENES[:7]}, r"its columns differ .*: 5 only in .*a.h5, such as 'gene10', 'gene11'"),
-    "order of genes": ({"genes": [*GENES[:10], "gene11", "gene10"]}, "they differ from position 10 on: "),
+    "fewer genes": ({"genes": GENES[:7]}, r"its columns differ .*.5 only in .*a.h5, such as 'gene10', 'gene11'"),
+    "order of genes": ({"genes": [*GENES[:10], "gene11", "gene10"]}, "they differ from position 10 on"),
     "types": (
         {"types": ["B", "NK", "M"]},
         r"its categories of '.*type' differ .*such as 'M'.*convert their sources together",
@@ -144,7 +144,7 @@ def test_columns_with_missing_values(tmp_path: Path) -> None:
     frame["type"] = pd.Categorical.from_codes(np.where(CODES, CODES, -1), TYPES)
     path = write_h5ad(tmp_path / "a.h5ad", COUNTS, obs=frame.set_index(frame.index.astype(str)))
     assert ChunkDataset(path, fields=["X", "obs/age"]).values("obs/age").tolist() == [*range(60)]
-    with pytest.raises(FieldError, match="'obs/dose' lacks values in 30 rows"):
+    with pytest.raises(FieldError, match="'obs/dose' has no value in 30 rows"):
         ChunkDataset(path, fields=["X", "obs/dose"])
     report = convert(path, tmp_path / "x.h5")
     assert [*report.fields] == ["age", "type"] and "ignored dose: has missing values" in str(report)

@@ -303,7 +303,7 @@ def test_fields_of_a_volume_must_have_the_same_voxels(plain):
     with h5py.File(plain, "a") as file:
         del file["a/label"]
         file["a/label"] = np.zeros((30, 22, 40), np.uint8)
-    with pytest.raises(h5chunk.FieldError, match="must be the same"):
+    with pytest.raises(h5chunk.FieldError, match="both must be equal"):
         h5chunk.Patches(plain, FIELDS, SIZE)
 
 

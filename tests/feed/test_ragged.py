@@ -191,8 +191,8 @@ def _break(path: Path, how: str) -> None:
         ("none", "must be integers in one dimension"),
         ("strings", "numbers with one row per step"),
         ("decreasing", "decreases after row 30"),
-        ("too short", "differ in length: 'values' has 59, 'label' has 60"),
-        ("too far", "runs from 0 to .* instead of .*: give the first row"),
+        ("too short", "differ in length .'values' has 59, 'label' has 60"),
+        ("too far", "runs from 0 to .* instead of .* Give the first row"),
         ("negative", "length -1 for sample 0"),
         ("huge", "length .* for sample 0"),
         ("sum", "add up to"),
@@ -209,7 +209,7 @@ def test_tables_that_cannot_be_right_are_errors(tmp_path: Path, how: str, messag
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"offsets": {"other": "starts"}}, "name the field there too"),
+        ({"offsets": {"other": "starts"}}, "name the field in fields, too"),
         ({"offsets": {"values": "starts"}, "lengths": {"values": "lengths"}}, "as offsets or as lengths"),
         ({"offsets": "starts"}, "give a mapping"),
         ({"offsets": {"values": 3}}, "give one dataset"),

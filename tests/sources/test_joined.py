@@ -65,7 +65,7 @@ def test_columns_are_joined_by_name(tmp_path: Path, join: str, genes: list[str],
 def test_columns_that_differ_are_named(tmp_path: Path) -> None:
     paths = [cells(tmp_path, name) for name in "abc"]
     with pytest.raises(
-        OptionError, match=r"b.h5ad: its columns differ from those of .*a.h5ad: 1 only in .*b.h5ad, such"
+        OptionError, match=r"b.h5ad: its columns differ from those of .*a.h5ad.{1,2} ?1 only in .*b.h5ad, such"
     ):
         convert(paths, tmp_path / "x.h5")
     assert convert(paths[::2], tmp_path / "x.h5").num_columns == 6, "the same columns need no join"
@@ -86,7 +86,7 @@ def test_columns_that_differ_are_named(tmp_path: Path) -> None:
 def test_an_output_that_is_one_of_the_sources_stays(tmp_path: Path) -> None:
     paths = [cells(tmp_path, name) for name in "ac"]
     before = paths[1].read_bytes()
-    with pytest.raises(OutputError, match=r"c\.h5ad: is also the source"):
+    with pytest.raises(OutputError, match=r"c\.h5ad is also the source"):
         convert(paths, paths[1], overwrite=True)
     assert paths[1].read_bytes() == before
 

@@ -108,7 +108,7 @@ WRONG = {
     longer: "event005: 'data' is float32 3 x 51, but float32 3 x 50 in earlier",
     linked: "external link",
     of_variable_length: "variable length",
-    without_magnitude: "event005: has no attribute 'magnitude'",
+    without_magnitude: "event005 has no attribute 'magnitude'",
     mixed: "number in some samples",
     several: "must be one number",
 }

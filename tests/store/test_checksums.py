@@ -341,7 +341,7 @@ def test_tables_that_cannot_be(images: Path, tmp_path: Path) -> None:
     with h5py.File(path, "r+") as file:
         del file["h5chunk/checksums/images"]
         file["h5chunk/checksums/images"] = np.zeros(3, np.uint32)
-    with pytest.raises(FileError, match=r"checksums of 'images' are damaged: uint32 .3,. for 7 chunks"):
+    with pytest.raises(FileError, match=r"checksums of 'images' are damaged .uint32 .3,. for 7 chunks"):
         ChunkDataset(path, checksums="first")
     ChunkDataset(path)
 

@@ -307,9 +307,9 @@ def test_damaged_chunks(tmp_path, name, rows):
     damage(path, 2)
     field = direct_field(path)
     for _ in range(2):  # what is kept is no damaged chunk
-        with pytest.raises(FileError, match=r"a\.h5: field 'x', chunk 2: .*it is damaged"):
+        with pytest.raises(FileError, match=r"a\.h5: field 'x', chunk 2 is damaged ."):
             check_direct(path, data, list(rows), field)
-    with path.open("rb") as file, pytest.raises(FileError, match=r"a\.h5: field 'x', chunk 2: "):
+    with path.open("rb") as file, pytest.raises(FileError, match=r"a\.h5: field 'x', chunk 2 is damaged"):
         field.read_all(file.fileno())
     check_direct(path, data, [3, 2, 14, 36], field)
 
@@ -331,7 +331,9 @@ def test_a_stored_chunk_of_more_than_it_can_be(tmp_path):
     encoded(tmp_path / "a.h5", (N, 300), **FILTERS["gzip"])
     with h5py.File(tmp_path / "a.h5", "a") as file:
         file["x"].id.write_direct_chunk((8, 0), bytes(1 << 20))
-    with pytest.raises(FileError, match=r"a\.h5: '/x': its chunk 2 has 1048576 stored bytes, impossible for 1200"):
+    with pytest.raises(
+        FileError, match=r"a\.h5: '/x' is damaged: its chunk 2 has 1048576 stored bytes, which is impossible"
+    ):
         direct_field(tmp_path / "a.h5")
 
 

@@ -121,7 +121,7 @@ def test_newer_format_is_refused(tmp_path: Path) -> None:
     with (
         open_file(tmp_path / "x.h5") as file,
         pytest.raises(
-            FileError, match=r"x\.h5: format version 3, but this h5chunk reads up to 2: install a newer h5chunk"
+            FileError, match=r"x\.h5: the file has format version 3, but this h5chunk reads only versions up to 2"
         ),
     ):
         read_header(file)
@@ -175,7 +175,7 @@ def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(data)
     os.mkfifo(tmp_path / "pipe.h5")
     for name, reason in (
-        ("cut.h5", r"cut short \(the file is smaller than its header claims\)"),
+        ("cut.h5", r"the file is cut short \(its header claims a larger size\)"),
         ("text.h5", "not an HDF5 file"),
         ("empty.h5", "not an HDF5 file"),
         ("none.h5", "no such file"),

@@ -95,7 +95,7 @@ def test_a_full_disk_ends_it_and_nothing_else(tmp_path: Path) -> None:
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "victim").write_bytes(b"precious")
     (tmp_path / "j").symlink_to("victim")
-    with pytest.raises(OutputError, match="j: is a symbolic link"):
+    with pytest.raises(OutputError, match="j is a symbolic link"):
         read(tmp_path / "j")
     assert (tmp_path / "victim").read_bytes() == b"precious"
 
@@ -110,8 +110,8 @@ def test_keys_differ_with_all_that_they_are_made_of() -> None:
     ("make", "message"),
     [
         (lambda path: path.mkdir(), "cannot be written: Is a directory"),
-        (lambda path: path.symlink_to("precious"), "j: is a symbolic link, which is not followed: remove it"),
-        (os.mkfifo, "j: is not a regular file: remove it"),
+        (lambda path: path.symlink_to("precious"), "j is a symbolic link, which is not followed: remove it"),
+        (os.mkfifo, "j is not a regular file: remove it"),
     ],
 )
 def test_what_is_no_file_is_neither_written_nor_waited_for(

@@ -109,16 +109,16 @@ def test_what_is_missing_or_of_another_type_is_noticed(tmp_path: Path) -> None:
     with NewFile(tmp_path / "x.h5") as new:
         new.allocate(csr_spec(layout, scale=1.0, attributes=ATTRIBUTES, fields={}, tables={}))
         writer = CsrWriter(new, layout)
-        with pytest.raises(TypeError, match="indices are uint8"):
+        with pytest.raises(TypeError, match="indices have the dtype uint8"):
             writer.append(np.zeros(1, np.uint8), np.ones(1, np.uint8))
         with pytest.raises(TypeError):
             writer.append(np.zeros(1, np.uint16), None)
         with pytest.raises(TypeError, match="2 values"):
             writer.append(np.zeros(1, np.uint16), np.ones(2, np.uint8))
         writer.append(np.zeros(1, np.uint16), np.ones(1, np.uint8))
-        with pytest.raises(ValueError, match="3 entries in the rows, 1 written, 4 in the matrix"):
+        with pytest.raises(ValueError, match="rows have 3 entries, but 1 of 4 were written"):
             writer.finish(np.array([1, 2]))
-        with pytest.raises(ValueError, match="4 entries in the rows, 1 written"):
+        with pytest.raises(ValueError, match="rows have 4 entries, but 1 of 4 were written"):
             writer.finish(np.array([2, 2]))
     assert not (tmp_path / "x.h5").exists()
 

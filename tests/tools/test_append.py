@@ -445,7 +445,7 @@ def test_damage_is_not_carried_along(tmp_path: Path) -> None:
         what = (
             "sample .* has the label" if name == "labels" else f"chunk {chunk} of '{name}' does not match its checksum"
         )
-        with pytest.raises(FileError, match=f"{what}.*[:.] [nN]othing was appended"):
+        with pytest.raises(FileError, match=f"{what}.*[:.,] (so )?[nN]othing was appended"):
             append(path, source, workers=0)
         check_left(path, damaged)
         path.write_bytes(kept)
@@ -458,7 +458,7 @@ def test_damage_of_a_field_is_not_carried_along(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.h5") as file:
         offset = file["n"].id.get_chunk_info(1).byte_offset
     flip(tmp_path / "x.h5", offset)
-    with pytest.raises(FileError, match=r"chunk 1 of 'n' does not match its checksum: nothing was appended"):
+    with pytest.raises(FileError, match=r"chunk 1 of 'n' does not match its checksum, so nothing was appended"):
         append(tmp_path / "x.h5", source, manifest=tmp_path / "list.csv", workers=0)
 
 
@@ -476,7 +476,7 @@ def test_tables_that_disagree(tmp_path: Path, name: str, row: int, value: int, m
         file[name][row] = value
     old = path.read_bytes()
     for run in (append, partial(append, dry_run=True)):
-        with pytest.raises(FileError, match=f"{message}.*[:.] [nN]othing was appended"):
+        with pytest.raises(FileError, match=f"{message}.*[:.,] (so )?[nN]othing was appended"):
             run(path, source)
     check_left(path, old)
 
@@ -489,7 +489,7 @@ def test_a_file_that_changes_meanwhile(tmp_path: Path) -> None:
             os.utime(path, (1, 1))
 
     old = path.read_bytes()
-    with pytest.raises(FileError, match="changed while it was read: nothing was appended"):
+    with pytest.raises(FileError, match="changed while it was read, so nothing was appended"):
         append(path, source, workers=0, progress=change)
     check_left(path, old, kept=True)
     append(path, source, workers=0)
@@ -599,7 +599,7 @@ def test_another_appended_while_the_source_was_listed(tmp_path: Path) -> None:
         if stage == "list" and path.read_bytes() == old:
             append(path, other, workers=0)
 
-    with pytest.raises(FileError, match="changed while it was read: nothing was appended: run it again"):
+    with pytest.raises(FileError, match="changed while it was read, so nothing was appended: run the command again"):
         append(path, source, workers=0, progress=interfere)
     samples, labels = expected(range(35))
     names = {name for i, name in enumerate(samples) if not 22 <= i < 30}

@@ -325,7 +325,8 @@ def test_all_broken_is_an_error(
     fields = {"images": SampleField((3, 10, 12), np.dtype(np.uint8), "NCHW")}
     monkeypatch.setattr(ImageSource, "find_fields", lambda self, skip_bad: setattr(self, "fields", fields))
     with pytest.raises(
-        SourceError, match=r"none of the 10 samples can be used, such as class\d/\d+\.png: is not an image"
+        SourceError,
+        match=r"none of the 10 samples can be used; the error of the first is: class\d/\d+\.png: is not",
     ):
         convert(root, out[0], workers=workers, on_error="skip", overwrite=True)
     check_untouched(*out)
@@ -357,12 +358,12 @@ def test_output_that_is_the_source(class_folder: Make, tmp_path: Path) -> None:
     class_folder(3)
     archive = Path(shutil.make_archive(str(tmp_path / "x"), "zip", tmp_path, "photos"))
     before = archive.read_bytes()
-    with pytest.raises(OutputError, match=r"x\.zip: is also the source"):
+    with pytest.raises(OutputError, match=r"x\.zip is also the source"):
         convert(archive, tmp_path / "photos" / ".." / "x.zip", overwrite=True)
     assert archive.read_bytes() == before
     manifest = tmp_path / "list.csv"
     manifest.write_text("path\n1.png\n")
-    with pytest.raises(OutputError, match=r"list\.csv: is also the source"):
+    with pytest.raises(OutputError, match=r"list\.csv is also the source"):
         convert(tmp_path / "photos", manifest, manifest=manifest, overwrite=True)
     assert manifest.read_text() == "path\n1.png\n"
 

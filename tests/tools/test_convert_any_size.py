@@ -462,7 +462,7 @@ def test_damaged_images_are_not_repacked(photos, tmp_path):
     h5chunk.convert(photos, tmp_path / "p.h5", keep_encoded=True)
     with h5py.File(tmp_path / "p.h5", "r+") as file:
         file["images/data"][100] ^= 1
-    with pytest.raises(FileError, match="'images/data' does not match its checksum: nothing was repacked"):
+    with pytest.raises(FileError, match="'images/data' does not match its checksum, so nothing was repacked"):
         h5chunk.repack(tmp_path / "p.h5", tmp_path / "q.h5", shuffle=True)
     h5chunk.convert(photos, tmp_path / "p.h5", keep_encoded=True, overwrite=True)
     with h5py.File(tmp_path / "p.h5", "r+") as file:

@@ -567,7 +567,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     watch(monkeypatch, "store.write.spool.write_at", failing(errno.ENOSPC))
     source, _ = make(900, 150, 50_000)
     with pytest.raises(
-        OutputError, match=r"the disk is full after .* bytes of a temporary file: free some space, raise"
+        OutputError, match=r"the disk is full after .* bytes of a temporary file: free some space, incr"
     ):
         run(source, tmp_path / "x.h5", memory_bytes=1 << 20)
     assert list(tmp_path.iterdir()) == []

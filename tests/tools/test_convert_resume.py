@@ -364,7 +364,7 @@ def test_an_output_of_anything_else_exists(
     options |= changed.get(change, {})
     data = contents(path)
     for run in (convert, partial(convert, dry_run=True)):
-        with pytest.raises(OutputError, match=r"x\.h5: exists: use --overwrite"):
+        with pytest.raises(OutputError, match=r"x\.h5 exists: use --overwrite"):
             run(output=path, **options)
     assert contents(path) == data and beside(path) == []
     assert not convert(output=path, overwrite=True, **options, workers=0).already_complete
@@ -388,7 +388,7 @@ def test_a_matrix_that_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     os.utime(source)
     for changed in ({}, {"seed": 1}, {"min_row_count": 1}):
         for run in (convert, partial(convert, dry_run=True)):
-            with pytest.raises(OutputError, match=r"x\.h5: exists: use --overwrite"):
+            with pytest.raises(OutputError, match=r"x\.h5 exists: use --overwrite"):
                 run(output=path, **{**options, **changed})
     assert path.read_bytes() == data and beside(path) == []
 
@@ -419,7 +419,7 @@ def test_complete_on_the_command_line(class_folder: Make, tmp_path: Path) -> Non
     plan = runner.invoke(main, [*arguments, "--dry-run"])
     assert plan.exit_code == 0 and plan.stdout == result.stdout
     other = runner.invoke(main, [*arguments, "--seed", "1"])
-    assert other.exit_code == 1 and "x.h5: exists: use --overwrite" in other.stderr
+    assert other.exit_code == 1 and "x.h5 exists: use --overwrite" in other.stderr
 
 
 # ---- two at the same time

@@ -38,7 +38,7 @@ _ATTRIBUTES = ("format_version", "h5chunk_version", "kind", *_NUMBERS, *_CACHE, 
 
 @dataclass(frozen=True)
 class Header:
-    """The header of an h5chunk file: see `h5chunk.store.format.spec`."""
+    """The header of an h5chunk file, which `h5chunk.store.format.spec` describes."""
 
     format_version: int
     num_samples: int
@@ -47,13 +47,13 @@ class Header:
     cache: CacheSettings  # recommended cache of one process that reads all batches
     shuffled: bool
     seed: int
-    options: dict[str, Any]  # options of the command that wrote the file; empty if the file does not record them
+    options: dict[str, Any]  # options of the command that wrote the file, if they are recorded
     class_names: tuple[str, ...]
     kind: str  # csr or dense for a matrix, else empty
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The recorded names of the fields to read by default; empty if the file records none."""
+        """The names of the fields to read by default, or an empty tuple if the file does not record them."""
         names = self.options.get("fields")
         names = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
         return tuple(name for name in names if name and name.isprintable() and "/" not in name)
@@ -65,7 +65,7 @@ def header_attributes(
     """Return the attributes of ``/h5chunk``, by name, with the types of the specification.
 
     ``options`` must be serialisable as JSON. ``numbers`` are ``num_samples``, ``chunk_samples``, ``window_chunks``,
-    ``seed`` and ``shuffled``; leave out those that are not known.
+    ``seed`` and ``shuffled``. Those that are not known may be left out.
     """
     attributes: dict[str, Any] = {"format_version": np.int64(FORMAT_VERSION), "h5chunk_version": h5chunk.__version__}
     if kind:
@@ -76,7 +76,7 @@ def header_attributes(
 
 
 def read_header(file: h5py.File) -> Header | None:
-    """Read the header of a file; None if h5chunk did not write the file.
+    """Read the header of a file. Returns None if h5chunk did not write the file.
 
     Raises FileError if the header is damaged, or the format is newer than this version of h5chunk.
     """
@@ -90,8 +90,8 @@ def read_header(file: h5py.File) -> Header | None:
         version = int(attrs["format_version"])
         if version > FORMAT_VERSION:
             raise FileError(
-                f"{label}: format version {version}, but this h5chunk reads up to {FORMAT_VERSION}: install a "
-                "newer h5chunk"
+                f"{label}: the file has format version {version}, but this h5chunk reads only versions up to "
+                f"{FORMAT_VERSION}: install a newer h5chunk"
             )
         num_samples, chunk_samples, window_chunks, seed, shuffled = (int(attrs[name]) for name in _NUMBERS)
         if num_samples < 1 or chunk_samples < 1 or window_chunks < 1:
@@ -117,7 +117,10 @@ def read_header(file: h5py.File) -> Header | None:
 
 
 def checksums_of(file: h5py.File, start: int = 0) -> int:
-    """Return a CRC-32 of all checksums of an h5chunk file and their names, continued from the CRC-32 ``start``."""
+    """Return a CRC-32 of the names and values of all checksums in an h5chunk file.
+
+    ``start`` is the CRC-32 of preceding bytes, if there are any.
+    """
     total = start
 
     def add(name: str, item: h5py.Dataset | h5py.Group) -> None:
@@ -145,16 +148,16 @@ class Matrix:
 
 
 def check_values(dtype: np.dtype, scale: float, pattern: bool) -> None:
-    """Raise ValueError unless the specification allows these values of a matrix."""
+    """Raise ValueError unless the specification allows matrix values of this dtype, scale and pattern."""
     if dtype not in VALUE_DTYPES or (dtype != np.uint8 and (scale != 1 or pattern)):
         kind = f"{dtype} with scale {scale:g}{' in a pattern' if pattern else ''}"
         raise ValueError(f"its values are {kind}, which the format does not allow")
 
 
 def read_matrix(file: h5py.File) -> Matrix | None:
-    """Read the description of the matrix of an h5chunk file; None if it has no matrix.
+    """Read the description of the matrix in an h5chunk file. Returns None if the file has no matrix.
 
-    Raises FileError if a shape, a type, or the first or last value of ``indptr`` is wrong; entries are not checked.
+    Raises FileError if a shape, a type, or the first or last value of ``indptr`` is wrong. Entries are not checked.
     """
     group = file.get(GROUP)
     if not isinstance(group, h5py.Group) or "kind" not in group.attrs:

@@ -69,8 +69,8 @@ AnnData writes a CSR matrix (`anndata.io.sparse_dataset`, `anndata.io.read_elem`
     int64, (N + 1,), contiguous: the entries of row i run from ``indptr[i]`` to ``indptr[i + 1]``, excluded.
 ``/X/indices``
     (num_entries,): the column index of each entry. No column occurs twice in a row, and the columns of a row are
-    ascending unless ``time_order`` is 1. The type is the narrowest of uint8, uint16, uint32 and uint64 for the number
-    columns - 1.
+    ascending unless ``time_order`` is 1. The type is the narrowest of uint8, uint16, uint32 and uint64 that can store
+    all column indices.
 ``/X/data``
     (num_entries,), uint8: the code of each entry, 1 to 255; or, since version 2, float16 or float32: the value of each
     entry, finite and not zero; ``scale`` is then 1. In a pattern, which is uint8, no chunk was ever written and the
@@ -179,10 +179,10 @@ GZIP_LEVEL = 1  # for dense rows, mostly zeros, higher levels take three times a
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """A dataset to write, contiguous unless it has ``chunks``.
+    """A dataset to write, which is contiguous unless it has ``chunks``.
 
-    With a ``fill`` value, nothing is written: all elements read as this value, and need no space. With ``gzip``, chunks
-    are compressed (`h5chunk.store.write.targets.CompressedTarget`).
+    If there is a ``fill`` value, no elements are written, and all read as this value. With ``gzip``, chunks are
+    compressed (`h5chunk.store.write.targets.CompressedTarget`).
     """
 
     shape: tuple[int, ...]
@@ -193,7 +193,7 @@ class ArraySpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the dataset in the file; 0 for compressed data, whose size is not yet known."""
+        """Bytes of the dataset in the file, or 0 for compressed data, whose size is not yet known."""
         if self.fill is not None or self.gzip:
             return 0
         shape = self.shape
@@ -205,7 +205,7 @@ class ArraySpec:
 def field_spec(
     num_samples: int, chunk_samples: int, sample_shape: tuple[int, ...], dtype: np.dtype, *, gzip: bool = False
 ) -> ArraySpec:
-    """Return the specification of a field's dataset, whose chunks hold whole samples."""
+    """Return the specification of a field's dataset. Its chunks contain whole samples."""
     return ArraySpec((num_samples, *sample_shape), dtype, (chunk_samples, *sample_shape), gzip=gzip)
 
 
@@ -213,7 +213,7 @@ def field_spec(
 class FileSpec:
     """All datasets and attributes of a file to write, by path, without the data.
 
-    Data is stored in the order of ``datasets``; the field with the largest samples should come first.
+    Data is stored in the order of ``datasets``, so the field with the largest samples should come first.
     """
 
     datasets: dict[str, ArraySpec]
@@ -227,7 +227,7 @@ class FileSpec:
 
 @dataclass(frozen=True)
 class Region:
-    """The byte range of a dataset in the file: ``num_bytes``, starting at ``offset``."""
+    """The byte range of a dataset in the file."""
 
     offset: int
     num_bytes: int
@@ -236,7 +236,7 @@ class Region:
 def new_file(
     path: str | os.PathLike[str], creation: h5py.h5p.PropFCID, libver: tuple[str, str], alignment: int
 ) -> h5py.h5f.FileID:
-    """Create an empty file, with time stamps off: h5py before 3.16 would write one into the root group."""
+    """Create an empty file without time stamps. h5py before 3.16 would write one into the root group."""
     creation.set_obj_track_times(False)
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     versions = {"v110": h5py.h5f.LIBVER_V110, "latest": h5py.h5f.LIBVER_LATEST}
@@ -248,7 +248,7 @@ def new_file(
 
 
 def make_group(parent: h5py.Group, path: str) -> h5py.Group:
-    """Return the group at a path; create missing groups, with time stamps off."""
+    """Return the group at a path. Missing groups are created, without time stamps."""
     creation = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
     creation.set_obj_track_times(False)
     for name in path.split("/"):
@@ -259,7 +259,7 @@ def make_group(parent: h5py.Group, path: str) -> h5py.Group:
 
 
 def create_file(path: str | os.PathLike[str], spec: FileSpec) -> dict[str, Region]:
-    """Create a file with all its metadata, and return the byte range for the data of each dataset, by its path.
+    """Create a file with all its metadata, and return the byte range for the data of each dataset, by path.
 
     Datasets that need no space, such as empty ones, have no byte range.
     """
@@ -270,7 +270,7 @@ def create_file(path: str | os.PathLike[str], spec: FileSpec) -> dict[str, Regio
 
 
 def create_objects(file: h5py.File, spec: FileSpec) -> dict[str, h5py.Dataset]:
-    """Create the objects of a specification in a file, and return the datasets by path."""
+    """Create the objects of a specification in a file, and return its datasets by path."""
     datasets = {path: _create_dataset(file, path, array) for path, array in spec.datasets.items()}
     make_group(file, f"{GROUP}/checksums")
     for path, attributes in spec.attributes.items():
@@ -280,7 +280,7 @@ def create_objects(file: h5py.File, spec: FileSpec) -> dict[str, h5py.Dataset]:
 
 
 def _create_dataset(file: h5py.File, path: str, array: ArraySpec) -> h5py.Dataset:
-    """Create a dataset and allocate its space without writing to it; with a fill value or gzip, allocate nothing."""
+    """Create a dataset without writing to it. Its space is allocated, unless it has a fill value or gzip."""
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_obj_track_times(False)
     properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
@@ -307,7 +307,7 @@ def _create_dataset(file: h5py.File, path: str, array: ArraySpec) -> h5py.Datase
 
 
 def region_of(dataset: h5py.Dataset) -> Region:
-    """Return the byte range of a dataset without a filter."""
+    """Return the byte range of a dataset that has no filter."""
     table = list_chunks(dataset)
     if not table.is_one_run:
         raise RuntimeError(f"the chunks of {dataset.name} are not one run of bytes in this version of HDF5")

@@ -1,4 +1,4 @@
-"""Statistics of a file's fields, which `h5chunk info --stats` stores next to it: ``NAME.h5chunk-stats.json``.
+"""Statistics of a file's fields, which `h5chunk info --stats` stores next to the file in ``NAME.h5chunk-stats.json``.
 
 The JSON object has the keys ``version`` (1), ``stamp`` (size and modification time of the file, which must match for
 the statistics to be used) and ``fields`` (the attributes of `FieldStatistics` by the path of the dataset in the file).
@@ -24,10 +24,10 @@ MAX_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class FieldStatistics:
-    """Statistics of each channel of a field; uint8 is scaled to 0..1, as by `h5chunk.transforms.Normalize`.
+    """Statistics of each channel of a field. Values of uint8 are scaled to 0..1, as by `h5chunk.transforms.Normalize`.
 
-    If samples have one axis, each of its elements is a channel. If they have three or more axes, channels are along the
-    first axis; along the last one for images (H, W, C). Otherwise the field is one channel.
+    If samples have one axis, each of its elements is a channel. If samples have three or more axes, the channels are
+    along the first axis, or along the last one for images (H, W, C). Otherwise the field is one channel.
 
     Attributes
     ----------
@@ -48,7 +48,7 @@ class FieldStatistics:
 
 
 def merged(parts: Sequence[FieldStatistics]) -> FieldStatistics:
-    """Return the statistics of all samples from those of parts with the same channels.
+    """Combine the statistics of parts of a field.
 
     >>> merged([FieldStatistics((1,), (value,), (0.0,), (value,), (value,)) for value in (1.0, 3.0)])
     FieldStatistics(count=(2,), mean=(2.0,), std=(1.0,), minimum=(1.0,), maximum=(3.0,), num_missing=0)
@@ -77,34 +77,34 @@ def statistics_path(path: str | os.PathLike[str]) -> Path:
 
 
 def statistics_text(path: str | os.PathLike[str], fields: Mapping[str, FieldStatistics]) -> str:
-    """Return the JSON text to store next to a file; ``fields`` has the statistics by path of the dataset."""
+    """Return the JSON text to store next to a file. ``fields`` has the statistics by path of the dataset."""
     content = {name: asdict(statistics) for name, statistics in fields.items()}
     return json.dumps({"version": VERSION, "stamp": stamp_of(path)[2:], "fields": content}) + "\n"
 
 
 def read_statistics(path: str | os.PathLike[str], dataset: str) -> FieldStatistics:
-    """Read the statistics of a dataset of a file.
+    """Read the stored statistics of a dataset.
 
-    Raises FieldError if there are none, or they belong to an earlier version of the file; FileError if they are
-    damaged.
+    Raises FieldError if there are none, or if they belong to an earlier version of the file. Raises FileError if they
+    are damaged.
     """
     stored, command = statistics_path(path), f"h5chunk info --stats {printable(path)}"
     try:
         with stored.open("rb") as file:
             text = file.read(MAX_BYTES)
     except OSError:
-        raise FieldError(f"{printable(path)}: has no stored statistics: run {command}") from None
+        raise FieldError(f"{printable(path)} has no stored statistics: run {command}") from None
     try:
-        found = json.loads(text)
-        fields = {name: _parsed(values) for name, values in found["fields"].items()}
-        is_current = found["version"] == VERSION and tuple(found["stamp"]) == stamp_of(path)[2:]
+        content = json.loads(text)
+        fields = {name: _parsed(values) for name, values in content["fields"].items()}
+        is_current = content["version"] == VERSION and tuple(content["stamp"]) == stamp_of(path)[2:]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise FileError(f"{printable(stored)}: damaged ({error}): run {command} for a new one") from None
+        raise FileError(f"{printable(stored)} is damaged ({error}): run {command} to replace it") from None
     if not is_current:
-        raise FieldError(f"{printable(stored)}: belongs to an earlier version of the file: run {command} for a new one")
+        raise FieldError(f"{printable(stored)} belongs to an earlier version of the file: run {command} to replace it")
     if dataset not in fields:
         names = ", ".join(map(repr, fields))
-        raise FieldError(f"{printable(stored)}: has statistics of {names}, but not of {dataset!r}: run {command}")
+        raise FieldError(f"{printable(stored)} has statistics of {names}, but not of {dataset!r}: run {command}")
     return fields[dataset]
 
 

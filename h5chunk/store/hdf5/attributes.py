@@ -12,11 +12,11 @@ from h5chunk.errors import FieldError, H5ChunkError
 from h5chunk.store.hdf5.guard import check_attributes
 from h5chunk.store.hdf5.strings import read_words
 
-EXACT = 1 << 53  # float64 holds all whole numbers up to this one
+EXACT = 1 << 53  # float64 represents all integers up to this exactly
 
 
 def read_attribute(item: Any, name: str, where: str, kind: type[H5ChunkError]) -> Any:
-    """Read an attribute that is one number or one string; raise an error of this kind for any other."""
+    """Read an attribute that is one number or one string. Raises an error of this ``kind`` if it is not."""
 
     def error(problem: str) -> H5ChunkError:
         return kind(f"{where}: {problem}")
@@ -26,10 +26,10 @@ def read_attribute(item: Any, name: str, where: str, kind: type[H5ChunkError]) -
             h5py.h5a.open(item, index=number).name.decode() for number in range(min(10, h5py.h5a.get_num_attrs(item)))
         ]
         names_text = ", ".join(names) or "none"
-        raise error(f"has no attribute {name!r} (its attributes: {names_text}): all samples must have it")
+        raise kind(f"{where} has no attribute {name!r} (it has {names_text}): all samples must have it")
     attribute = h5py.h5a.open(item, name.encode())
     if attribute.shape is None or 0 in attribute.shape:
-        raise error(f"attribute {name!r} is empty: it must be one number, or one string")
+        raise error(f"attribute {name!r} is empty, but must be one number, or one string")
     if isinstance(attribute.get_type(), (h5py.h5t.TypeIntegerID, h5py.h5t.TypeFloatID)) and attribute.shape in (
         (),
         (1,),
@@ -50,7 +50,7 @@ def read_attribute(item: Any, name: str, where: str, kind: type[H5ChunkError]) -
 
 
 def join_columns(name: str, columns: Sequence[np.ndarray]) -> np.ndarray:
-    """Join the values of an attribute. Raise FieldError if no type holds all of them exactly."""
+    """Join the values of an attribute. Raises FieldError if no dtype represents all of them exactly."""
     if len({column.dtype.kind == "S" for column in columns}) > 1:
         raise FieldError(
             f"attribute {name!r} is a number in some samples, and a string in others: use one type, or leave it out"
@@ -65,7 +65,7 @@ def join_columns(name: str, columns: Sequence[np.ndarray]) -> np.ndarray:
     if not -EXACT <= least <= most <= EXACT:
         value = least if least < -EXACT else most
         raise FieldError(
-            f"attribute {name!r} is {value} in a sample, and negative or not a whole number in others, and no type "
-            "holds both exactly: use one type, or leave it out"
+            f"attribute {name!r} is {value} in a sample, and negative or not an integer in others, so no type "
+            "represents all values exactly: use one type, or leave it out"
         )
     return joined

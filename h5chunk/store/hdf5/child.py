@@ -1,7 +1,7 @@
 """Run work on an HDF5 file in a child process, so that a file that crashes or hangs HDF5 only causes an error.
 
-Forking is safe despite other threads and an initialised GPU: no other thread is inside HDF5, because its lock is held;
-the child does not collect garbage of the parent; and it exits without any cleanup. A child that nevertheless waits for
+Forking is safe despite other threads and an initialised GPU. No other thread is inside HDF5, because its lock is held.
+The child does not collect garbage of the parent, and it exits without any cleanup. A child that nevertheless waits for
 a lock forever is killed.
 
 This works only on Linux. Elsewhere, and if the system cannot fork, the work is done in the calling process.
@@ -46,7 +46,7 @@ _tried: set[Hashable] = set()  # versions of files that a child has opened witho
 
 
 class Stuck(WorkerError):
-    """A child process made no progress for a long time, which need not mean that its file is damaged."""
+    """Raised if a child process makes no progress for a long time. The file need not be damaged."""
 
 
 def try_files(paths: Sequence[Path], probe: Callable[[Path], None], purpose: Hashable) -> None:
@@ -63,27 +63,27 @@ def try_files(paths: Sequence[Path], probe: Callable[[Path], None], purpose: Has
         return
     reached = [due[0]]
 
-    def look_at_all(say: Say) -> None:
+    def probe_all(say: Say) -> None:
         for path in due:
             say(path)
             with limited_memory(path):
                 probe(path)
 
     try:
-        in_child(look_at_all, lambda: printable(reached[-1]), reached.append)
+        in_child(probe_all, lambda: printable(reached[-1]), reached.append)
     except Stuck as error:
-        warnings.warn(f"{error}: the file is now opened without this test", RuntimeWarning, stacklevel=4)
+        warnings.warn(f"{error}. The file is now opened without this test", RuntimeWarning, stacklevel=4)
     except WorkerError:
-        return  # not an error of h5chunk: the caller's own attempt will raise it
+        return  # this is not an error of h5chunk, and the caller will get it when it reads the file
     _tried.update(keys[path] for path in due)
 
 
 def in_child(work: Callable[[Say], T], file_name: Callable[[], str], on_message: Say = lambda _: None) -> T:
-    """Run ``work(say)`` in a child process, and return its result or raise its error; both must be picklable.
+    """Run ``work(say)`` in a child process, and return its result or raise its error. Both must be picklable.
 
     ``on_message`` is called in this process with every object that ``work`` passes to ``say``. ``file_name`` returns
-    the name of the file for messages. Raises FileError if the child crashes or loops; WorkerError if it sleeps for too
-    long, or if its error is not an error of h5chunk.
+    the name of the file for messages. Raises FileError if the child crashes or loops. Raises WorkerError if the child
+    sleeps for too long, or if its error is not an error of h5chunk.
     """
     if sys.platform != "linux" or _is_child:
         return work(on_message)
@@ -121,7 +121,7 @@ def in_child(work: Callable[[Say], T], file_name: Callable[[], str], on_message:
 
 @contextlib.contextmanager
 def limited_memory(path: Path) -> Iterator[None]:
-    """Limit the memory of a child process in a context, because damaged metadata may make HDF5 exhaust it."""
+    """Limit the memory of a child process, because damaged metadata may make HDF5 use all memory."""
     if sys.platform != "linux" or not _is_child:
         yield
         return
@@ -137,7 +137,7 @@ def limited_memory(path: Path) -> Iterator[None]:
 
 
 def _listen(pipe: Connection, child: int, on_message: Say, file_name: Callable[[], str]) -> list[Any]:
-    """Receive the messages of a child; return a list with its result, or an empty list if it dies without one."""
+    """Receive the messages of a child. Returns a list with its result, or an empty list if it dies without one."""
     watch = _Watch(child)
     while True:
         try:
@@ -158,7 +158,7 @@ def _listen(pipe: Connection, child: int, on_message: Say, file_name: Callable[[
 
 
 class _Watch:
-    """Watch whether a child process makes progress: whether it reads, writes, or sends messages."""
+    """Detects whether a child process makes progress: whether it reads, writes, computes or sends messages."""
 
     def __init__(self, child: int) -> None:
         self._folder = Path(f"/proc/{child}")
@@ -167,7 +167,10 @@ class _Watch:
         self._since = 0.0
 
     def check(self, file_name: Callable[[], str]) -> None:
-        """Raise FileError if the child computes too long without a read or write, Stuck if it sleeps for too long."""
+        """Raise FileError if the child computes for too long without a read or write.
+
+        Raises Stuck if all of its threads sleep for too long.
+        """
         moved, threads = None, self._threads()
         with contextlib.suppress(OSError):
             moved = (self._folder / "io").read_bytes()
@@ -184,18 +187,17 @@ class _Watch:
             raise Stuck(f"{file_name()}: the child process that reads it made no progress for {IDLE_S:.0f} s")
 
     def is_dead(self) -> bool:
-        """Return whether the child has ended."""
         return {state for state, _ in self._threads().values()} <= {"Z", "X"}
 
     def _threads(self) -> dict[str, tuple[str, int]]:
-        """Return the state (as ps shows it) and the CPU time in ticks of every thread, by thread id."""
-        found = {}
+        """Return the state, as ps shows it, and the CPU time in ticks of every thread, by thread id."""
+        states = {}
         with contextlib.suppress(OSError):
             for thread in (self._folder / "task").iterdir():
                 with contextlib.suppress(OSError, ValueError, IndexError):
                     fields = (thread / "stat").read_text().rpartition(")")[2].split()
-                    found[thread.name] = fields[0], int(fields[11])
-        return found
+                    states[thread.name] = fields[0], int(fields[11])
+        return states
 
 
 def _run(work: Callable[[Say], Any], pipe: Connection, parent: int) -> NoReturn:
@@ -205,13 +207,13 @@ def _run(work: Callable[[Say], Any], pipe: Connection, parent: int) -> NoReturn:
     code = 1
     try:
         gc.freeze()  # garbage of the parent may own GPU memory
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the main process, which ends this one
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the main process, which ends this one
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == parent:
             try:
                 pipe.send((DONE, work(lambda value: pipe.send((SAID, value)))))
             except H5ChunkError as error:
-                error.__context__ = error.__cause__ = None  # dask pickles them, too, and some errors cannot be pickled
+                error.__context__ = error.__cause__ = None  # dask would pickle these errors, and some cannot be pickled
                 pipe.send((FAILED, error.with_traceback(None)))
             except BaseException:
                 pipe.send((FAILED, WorkerError(traceback.format_exc())))

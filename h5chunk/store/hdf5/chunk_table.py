@@ -1,8 +1,8 @@
 """List and validate the offsets of a dataset's chunks in the file, and find chunks that were never written.
 
-H5Dchunk_iter (h5py: ``DatasetID.chunk_iter``) lists all chunks in one pass, while queries of single chunks search the
-index each time. HDF5 1.14.2 lists offsets from the end of the user block. This module therefore tests the running
-library with a file in memory, and compares one chunk of each dataset with the bytes at its offset.
+H5Dchunk_iter (``DatasetID.chunk_iter`` in h5py) lists all chunks in one pass, while queries of single chunks search the
+index each time. HDF5 1.14.2 counts the offsets from the end of the user block. This module therefore tests the library
+with a file in memory, and compares one chunk of each dataset with the bytes at its offset.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from h5py._objects import phil
 from h5chunk.errors import FileError, as_text, printable
 from h5chunk.stamp import stamp_of
 
-NUMBERS_AT_A_TIME = 1 << 17  # maximum number of Python integers that describe listed chunks at a time
-FILTER_BYTES = 64 << 10  # by which a stored chunk may exceed twice its decoded size, for headers and tables of filters
+NUMBERS_AT_A_TIME = 1 << 17  # number of Python integers after which listed chunks are stored in the table
+FILTER_BYTES = 64 << 10  # bytes by which a stored chunk may exceed twice its decoded size, for headers and tables
 CHECKSUM_BYTES = 4  # bytes that Fletcher-32 appends to a chunk
-COMPARED_BYTES = 1 << 20  # largest chunk that is read completely to compare it
-COMPARED_ELEMENTS = 64  # elements to compare of a larger chunk, or of contiguous data
+COMPARED_BYTES = 1 << 20  # larger chunks are not compared completely
+COMPARED_ELEMENTS = 64  # number of elements to compare in a larger chunk, or in contiguous data
 PROBE = bytes(range(1, 33))  # content of the file in memory
 PROBE_BLOCK = 512  # size of its user block
 SEC2 = h5py.h5fd.SEC2
@@ -40,12 +40,12 @@ _kept: dict[tuple[object, ...], ChunkTable] = {}  # the cached tables, by versio
 
 
 class NotDirect(Exception):
-    """A dataset cannot be read by byte ranges, for the reason in the message."""
+    """Raised if a dataset cannot be read by byte ranges."""
 
 
 @dataclass(frozen=True)
 class ChunkTable:
-    """The chunks of one dataset, in row-major order; a contiguous dataset is one chunk.
+    """The chunks of one dataset, in row-major order. A contiguous dataset is one chunk.
 
     Chunks at the edges are stored in full.
     """
@@ -58,7 +58,6 @@ class ChunkTable:
 
     @classmethod
     def unwritten(cls, shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> ChunkTable:
-        """Return a table of chunks that were never written."""
         count = math.prod(_grid(shape, chunk_shape))
         return cls(np.full(count, -1), np.zeros(count, np.int64), np.zeros(count, np.uint32), chunk_shape, shape)
 
@@ -101,9 +100,9 @@ def _grid(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> tuple[int, ..
 def list_chunks(dataset: h5py.Dataset) -> ChunkTable:
     """List the chunks of a dataset in one pass. Raises NotDirect if HDF5 lists them at wrong offsets.
 
-    Raises FileError if the index of the chunks is invalid, a chunk extends beyond the file, overlaps another or has an
-    impossible size, or if HDF5 reads bytes that differ from those at the offset of a chunk. Long tables are cached,
-    because a data set, its loader and forked processes list the same chunks.
+    Raises FileError if the index of the chunks is invalid, or a chunk extends beyond the file, overlaps another chunk
+    or has an impossible size. Raises FileError, too, if HDF5 reads bytes that differ from those at the offset of a
+    chunk. Long tables are cached, because a data set, its loader and forked processes list the same chunks.
     """
     file = dataset.file.id
     if file.get_intent() != h5py.h5f.ACC_RDONLY or file.get_access_plist().get_driver() != SEC2:
@@ -141,14 +140,14 @@ def _list_chunks(dataset: h5py.Dataset) -> ChunkTable:
     over = table.offsets[order[:-1]] + table.sizes[order[:-1]] > table.offsets[order[1:]]
     if over.any():
         first = int(over.argmax())
-        raise FileError(f"{name}: its chunks {order[first]} and {order[first + 1]} overlap in the file: it is damaged")
+        raise FileError(f"{name} is damaged: its chunks {order[first]} and {order[first + 1]} overlap in the file")
     _check_sizes(dataset, table, name)
     _check_bytes(dataset, table, name)
     return table
 
 
 def is_listed_wrongly(dataset: h5py.Dataset) -> bool:
-    """Return whether HDF5 lists the chunks at wrong offsets: if one axis is unlimited, and it is not the first.
+    """Return whether HDF5 lists wrong offsets, which happens if the only unlimited axis is not the first one.
 
     An extensible array indexes such chunks with the unlimited axis first, but HDF5 lists them in the order of the axes.
     Source: H5Dearray.c, H5D__earray_idx_iterate_cb, as compared to H5D__earray_idx_get_addr.
@@ -167,12 +166,12 @@ def is_variable(kind: h5py.h5t.TypeID) -> bool:
 
 
 def is_vlen(dataset: h5py.Dataset) -> bool:
-    """Return whether the elements of a dataset are arrays of variable length; strings are not."""
+    """Return whether the elements of a dataset are arrays of variable length. Strings do not count."""
     return isinstance(dataset.id.get_type(), h5py.h5t.TypeVlenID)
 
 
 def partial_chunks_are_plain(properties: h5py.h5p.PropDCID) -> bool | None:
-    """Return whether partial chunks at the edges of a dataset are stored without its filters; None if unknown.
+    """Return whether partial chunks at the edges of a dataset are stored without its filters, or None if unknown.
 
     Filter masks do not show this. Source: H5Pset_chunk_opts, HDF5 File Format Specification, IV.A.2.i, version 4.
     """
@@ -183,7 +182,7 @@ def partial_chunks_are_plain(properties: h5py.h5p.PropDCID) -> bool | None:
 def is_stored_as(dataset: h5py.Dataset, dtype: np.dtype) -> bool:
     """Return whether a dataset's values are stored in the file exactly as NumPy stores this dtype in memory.
 
-    The dtype that h5py reports can hold the values, but precision, bit offset or float format may differ.
+    The dtype that h5py reports may differ from the stored type in precision, bit offset or float format.
     """
     stored = dataset.id.get_type()
     if isinstance(stored, h5py.h5t.TypeEnumID) and dtype.kind != "b":
@@ -193,7 +192,7 @@ def is_stored_as(dataset: h5py.Dataset, dtype: np.dtype) -> bool:
 
 
 def check_bytes(dataset: h5py.Dataset, dtype: np.dtype) -> None:
-    """Raise NotDirect unless the dataset's values are stored in its own file and in this machine's format."""
+    """Raise NotDirect unless the dataset's values are stored in the same file and in this machine's format."""
     properties = dataset.id.get_create_plist()
     if properties.get_layout() not in (h5py.h5d.CHUNKED, h5py.h5d.CONTIGUOUS):
         raise NotDirect("it is stored compactly or is a view of other files")
@@ -206,7 +205,10 @@ def check_bytes(dataset: h5py.Dataset, dtype: np.dtype) -> None:
 
 
 def stored_item_bytes(dataset: h5py.Dataset) -> int:
-    """Return the number of bytes of one element in the file; for a variable-length type, of its pointer."""
+    """Return the number of bytes of one element in the file.
+
+    For a variable-length type, this is the size of its pointer.
+    """
     kind = dataset.id.get_type()
     if isinstance(kind, h5py.h5t.TypeVlenID) or (isinstance(kind, h5py.h5t.TypeStringID) and kind.is_variable_str()):
         return 8 + int(dataset.file.id.get_create_plist().get_sizes()[0])
@@ -214,7 +216,7 @@ def stored_item_bytes(dataset: h5py.Dataset) -> int:
 
 
 def _check_sizes(dataset: h5py.Dataset, table: ChunkTable, name: str) -> None:
-    """Raise FileError if a chunk has an impossible stored size, with which HDF5 would read beyond its buffer."""
+    """Raise FileError if a chunk has an impossible stored size, which would make HDF5 read beyond its buffer."""
     if dataset.chunks is None:
         return
     chunk_bytes = math.prod(table.chunk_shape) * dataset.id.get_type().get_size()
@@ -233,15 +235,15 @@ def _check_sizes(dataset: h5py.Dataset, table: ChunkTable, name: str) -> None:
     if wrong.any():
         first = int(wrong.argmax())
         raise FileError(
-            f"{name}: its chunk {first} has {sizes[first]} stored bytes, impossible for {chunk_bytes} of data: "
-            "it is damaged"
+            f"{name} is damaged: its chunk {first} has {sizes[first]} stored bytes, which is impossible for "
+            f"{chunk_bytes} bytes of data"
         )
 
 
 def _check_bytes(dataset: h5py.Dataset, table: ChunkTable, name: str) -> None:
     """Raise FileError if HDF5 reads bytes for the smallest chunk that differ from those at its offset in the file.
 
-    Chunks that are compressed and larger than 1 MiB, and files that are open for writing, are not checked.
+    Compressed chunks larger than 1 MiB and files that are open for writing are not checked.
     """
     file, stored = dataset.file.id, np.flatnonzero(table.sizes)
     if not len(stored) or file.get_intent() != h5py.h5f.ACC_RDONLY or file.get_access_plist().get_driver() != SEC2:
@@ -250,17 +252,17 @@ def _check_bytes(dataset: h5py.Dataset, table: ChunkTable, name: str) -> None:
     try:
         expected = _read_start(dataset, table.start(chunk), int(table.sizes[chunk]))
     except (OSError, RuntimeError, ValueError) as error:
-        raise FileError(f"{name}: its chunk {chunk} cannot be read: {error}") from None
+        raise FileError(f"{name}: its chunk {chunk} cannot be read ({error})") from None
     if os.pread(file.get_vfd_handle(), len(expected), int(table.offsets[chunk])) != expected:
         raise FileError(
             f"{name}: HDF5 reads other bytes for its chunk {chunk} than the file has at {table.offsets[chunk]}, "
-            "the offset that HDF5 lists: the file is being written or damaged, or HDF5 lists wrong offsets (try "
-            "another version of h5py)"
+            "the offset that HDF5 lists. Either the file is being written or damaged, or HDF5 lists wrong offsets: "
+            "wait for the writer, restore the file, or try another version of h5py"
         )
 
 
 def _read_start(dataset: h5py.Dataset, start: tuple[int, ...], size: int) -> bytes:
-    """Read the first stored bytes of a chunk through HDF5; return empty bytes if that would be slow."""
+    """Read the first stored bytes of a chunk through HDF5, or return no bytes if that would be slow."""
     chunks, kind = dataset.chunks or dataset.shape, dataset.id.get_type()
     if dataset.chunks and size <= COMPARED_BYTES:
         memory = bytearray(size)
@@ -299,7 +301,7 @@ def _list_index(dataset: h5py.Dataset, name: str) -> ChunkTable:
     strides = np.array([math.prod(grid[axis + 1 :]) for axis in range(len(grid))], np.int64)
     block = dataset.file.userblock_size
     missing = block if block and leaves_out_user_block() else 0
-    numbers: list[int] = []  # of many chunks: storing them in batches is faster than one by one, and saves memory
+    numbers: list[int] = []  # describe many chunks, because storing them together is faster than one by one
 
     def add(chunk: h5py.h5d.StoreInfo) -> None:
         position, mask, offset, size = chunk
@@ -323,7 +325,7 @@ def _list_index(dataset: h5py.Dataset, name: str) -> ChunkTable:
     except (IndexError, OverflowError) as error:
         raise FileError(f"{name} lists an invalid chunk ({error}): it is damaged") from None
     except (OSError, RuntimeError) as error:
-        raise FileError(f"{name}: its chunks cannot be listed: {error}") from None
+        raise FileError(f"{name}: its chunks cannot be listed ({error})") from None
     if partial_chunks_are_plain(dataset.id.get_create_plist()):
         masks = table.filter_masks.reshape(grid)
         for axis, (length, chunk) in enumerate(zip(dataset.shape, chunks, strict=True)):
@@ -333,7 +335,7 @@ def _list_index(dataset: h5py.Dataset, name: str) -> ChunkTable:
 
 
 def count_unwritten(dataset: h5py.Dataset) -> int:
-    """Count the chunks that were never written, which HDF5 allows; a contiguous dataset is one chunk."""
+    """Count the chunks that were never written, which HDF5 allows. A contiguous dataset is one chunk."""
     properties = dataset.id.get_create_plist()
     layout = properties.get_layout()
     if layout == h5py.h5d.CHUNKED:
@@ -343,7 +345,7 @@ def count_unwritten(dataset: h5py.Dataset) -> int:
 
 
 def unwritten_value(dataset: h5py.Dataset) -> str:
-    """Return, as text for messages, the value that HDF5 returns for unwritten elements: usually the fill value."""
+    """Return the value that HDF5 returns for unwritten elements, usually the fill value, as text for messages."""
     if not _has_fill_value(dataset):
         never = dataset.id.get_create_plist().get_fill_time() == h5py.h5d.FILL_TIME_NEVER
         result = "0" if never or dataset.id.get_storage_size() else "an error"

@@ -1,10 +1,10 @@
 """Decode the stored bytes of one chunk outside HDF5, in any number of threads, and check every length.
 
 HDF5 decodes under its global lock and does not check the length of a decoded chunk. Here every filter must produce
-exactly the expected number of bytes, and no stored bytes can make it write beyond the chunk or allocate too much
+exactly the expected number of bytes. No stored bytes can make a filter write beyond the chunk or allocate too much
 memory.
 
-imagecodecs decodes gzip, shuffle, Fletcher-32, LZF, LZ4, Zstandard, Blosc and Bitshuffle; without it, HDF5 decodes
+imagecodecs decodes gzip, shuffle, Fletcher-32, LZF, LZ4, Zstandard, Blosc and Bitshuffle. Without it, HDF5 decodes
 compressed chunks. Filters make few calls into C, because each call releases the GIL and may then have to wait for it.
 
 Source: HDF5 File Format Specification, IV.A.2.l (filter pipeline); H5Zdeflate.c, H5Zshuffle.c, H5Zfletcher32.c and
@@ -52,18 +52,18 @@ ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 class NoDecoder(Exception):
-    """Only HDF5 can decode the chunks of a dataset; the message gives the reason."""
+    """Raised if only HDF5 can decode the chunks of a dataset."""
 
 
 class DecodeError(Exception):
-    """The stored bytes of a chunk are damaged; the message does not name the chunk."""
+    """Raised if the stored bytes of a chunk are damaged. The message does not name the chunk."""
 
 
 class ChunkDecoder:
-    """Decode the chunks of one dataset; picklable, and safe to use from any number of threads.
+    """A decoder for the chunks of one dataset, which can be pickled and used from any number of threads.
 
-    No reference to ``properties``, the dataset's creation properties, is kept. ``max_stored_bytes`` is a limit on the
-    stored bytes of a chunk. Raises NoDecoder if a filter is not supported here, or imagecodecs is missing.
+    ``properties`` are the dataset's creation properties, to which no reference is kept. ``max_stored_bytes`` is a limit
+    on the stored bytes of a chunk. Raises NoDecoder if a filter is not supported here, or imagecodecs is missing.
     """
 
     def __init__(self, properties: h5py.h5p.PropDCID, chunk_bytes: int, item_bytes: int) -> None:
@@ -85,7 +85,9 @@ class ChunkDecoder:
         return " + ".join(KNOWN_FILTERS[code] for _, code, _ in self._filters) or "no filter"
 
     def decode(self, stored: memoryview | np.ndarray, filter_mask: int, out: np.ndarray) -> None:
-        """Decode a chunk from its stored bytes into ``out``, (chunk_bytes,) uint8, or raise DecodeError.
+        """Decode the stored bytes of a chunk into ``out``, (chunk_bytes,) uint8.
+
+        Raises DecodeError if they are damaged.
 
         Bit i of ``filter_mask`` is set if filter i was skipped for this chunk. After an error ``out`` is undefined.
         """
@@ -139,7 +141,7 @@ def _check_filter(code: int, values: tuple[int, ...], name: bytes) -> None:
 
 @functools.cache
 def _library(function: str) -> Callable[..., Any] | None:
-    """Return a function of imagecodecs; None if it is not installed, or was built without this function."""
+    """Return a function of imagecodecs. Returns None if imagecodecs is not installed or lacks the function."""
     try:
         import imagecodecs
     except ImportError:
@@ -149,9 +151,9 @@ def _library(function: str) -> Callable[..., Any] | None:
 
 
 def crc32(data: np.ndarray, start: int = 0) -> int:
-    """Return the CRC-32 of (n,) uint8, C-contiguous, as zlib computes it, without holding the GIL.
+    """Return the CRC-32 of (n,) uint8, C-contiguous, without holding the GIL.
 
-    ``start`` is the CRC-32 of the bytes before these.
+    ``start`` is the CRC-32 of preceding bytes, if there are any.
 
     >>> hex(crc32(np.frombuffer(b"123456789", np.uint8)))
     '0xcbf43926'
@@ -161,12 +163,12 @@ def crc32(data: np.ndarray, start: int = 0) -> int:
 
 @functools.cache
 def _fastest_crc32() -> Callable[..., Any]:
-    """Return the fastest CRC-32 function: of libdeflate (imagecodecs), else of the native core, else of zlib."""
+    """Return the CRC-32 function of libdeflate (in imagecodecs), of the native core or of zlib, in this order."""
     return _library("deflate_crc32") or (native.crc32 if native.available() else zlib.crc32)
 
 
 def _function(name: str) -> Callable[..., Any]:
-    """Return a function of imagecodecs. Raises DecodeError if it is missing, such as after unpickling elsewhere."""
+    """Return a function of imagecodecs. Raises DecodeError if it is missing, for example after unpickling elsewhere."""
     call = _library(name)
     if call is None:
         raise DecodeError(f"needs imagecodecs with {name}: {INSTALL}")
@@ -179,14 +181,14 @@ def _call(function: str, data: np.ndarray | memoryview | bytes, out: np.ndarray,
     try:
         return out[: len(call(data, out=out, **options))]
     except (RuntimeError, ValueError) as error:
-        raise DecodeError(f"does not decode into {len(out)} bytes: {error}") from None
+        raise DecodeError(f"does not decode into {len(out)} bytes, {error}") from None
 
 
 _local = threading.local()
 
 
 def scratch(local: threading.local, name: str, num_bytes: int) -> np.ndarray:
-    """Return a buffer of this thread, (num_bytes,) uint8, which the thread's next call with the same name reuses."""
+    """Return a buffer of this thread, (num_bytes,) uint8. The thread's next call with the same name reuses it."""
     memory: np.ndarray | None = getattr(local, name, None)
     if memory is None or len(memory) < num_bytes:
         memory = np.empty(num_bytes, np.uint8)
@@ -232,7 +234,7 @@ def _unshuffle(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np
 
 
 def _check_fletcher32(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
-    """Check and remove the checksum. HDF5 up to 1.6.2 stored it with the bytes of both halves swapped."""
+    """Check and remove the checksum. HDF5 up to 1.6.2 swapped the bytes of both halves of the checksum."""
     if len(data) < 4:
         raise DecodeError(f"{len(data)} bytes are too few for a checksum")
     found, body = int.from_bytes(data[-4:], "little"), data[:-4]
@@ -249,7 +251,7 @@ def _unzstd(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.nd
 
 
 def _unblosc(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
-    """Decode Blosc data after checking the lengths in its header, which c-blosc does not check."""
+    """Decode Blosc data. The lengths in its header are checked first, because c-blosc does not check them."""
     if len(data) < 16:
         raise DecodeError(f"{len(data)} bytes are too few for its header of 16")
     version, _, _, item, length, block, stored = struct.unpack_from("<4B3I", data.data)
@@ -281,7 +283,7 @@ def _read_header(data: np.ndarray, out: np.ndarray) -> tuple[int, int]:
 
 
 def _find_blocks(data: np.ndarray, length: int, block: int) -> tuple[list[slice], int]:
-    """Return the slices of the compressed blocks that hold ``length`` decoded bytes, and the end of the last block."""
+    """Return the slices of the compressed blocks with ``length`` decoded bytes, and the end of the last block."""
     blocks: list[slice] = []
     end = 12
     for _ in range(0, length, block):
@@ -294,12 +296,15 @@ def _find_blocks(data: np.ndarray, length: int, block: int) -> tuple[list[slice]
 
 
 def _compressor(values: tuple[int, ...]) -> int:
-    """Return Bitshuffle's id of the compressor of the bit planes; 0 if they are not compressed."""
+    """Return Bitshuffle's id of the compressor of the bit planes, or 0 if they are not compressed."""
     return values[4] if len(values) > 4 else 0
 
 
 def _unbitshuffle(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
-    """Decode Bitshuffle: blocks of the bit planes of groups of eight elements; remaining elements are not shuffled."""
+    """Decode Bitshuffle data, which consists of blocks of bit planes.
+
+    Each block has the bit planes of groups of eight elements. The remaining elements are not shuffled.
+    """
     item, block = values[2], values[3] * values[2] if len(values) > 3 else 0
     length = len(data)
     if _compressor(values):
@@ -312,7 +317,7 @@ def _unbitshuffle(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) ->
 
 
 def _unpack_planes(data: np.ndarray, length: int, block: int, values: tuple[int, ...]) -> np.ndarray:
-    """Decompress the blocks of bit planes: (length,) uint8, in a buffer that this thread reuses."""
+    """Decompress the blocks of bit planes into (length,) uint8, a buffer that this thread reuses."""
     rest = length % (8 * values[2])
     packed, planes = length - rest, scratch(_local, "planes", length)
     blocks, end = _find_blocks(data, packed, block)

@@ -3,21 +3,21 @@
 | threat | defence |
 | --- | --- |
 | soft and external links | each name on a path must be a hard link, which is checked before anything is opened |
-| external storage, virtual datasets | refused, before their shape is queried |
-| unknown filters | refused before a chunk is read, so that no plugin is loaded; each filter only once |
+| external storage, virtual datasets | refused before their shape is queried |
+| unknown filters, repeated filters | refused before a chunk is read, so that no plugin is loaded |
 | shapes larger than the stored bytes | refused beyond 64 MiB plus 1032 times the stored bytes (`check_stored_size`) |
 | chunks that overlap, are outside of the file, or have a wrong length | refused (`list_chunks`, `ChunkDecoder`) |
 | filters whose parameters do not match the chunks, so that HDF5 crashes | refused (`check_filters`) |
 | strings of variable length that describe a matrix | read without HDF5, which may hang on them |
 | strings of variable length, references | refused as fields and in /h5chunk, like large attributes of /h5chunk |
 | heaps of numbers of variable length, which are fields | read without HDF5, with all addresses and sizes checked |
-| links and datasets in the group /h5chunk | only hard links, to datasets of fixed-size types and valid shapes |
+| links and datasets in the group /h5chunk | refused, except for hard links to datasets of valid types and shapes |
 
 HDF5 itself detects other damaged metadata. Its errors become FileErrors, and so do its crashes and endless loops,
 because files are first opened in a child process (`h5chunk.store.hdf5.child`).
 
-With ``trusted``, any filter is allowed, and so are links, views (virtual datasets) and external storage that refer to
-files in the folder of the file or below it. `scripts/PROMISES.md` describes the evidence.
+With ``trusted``, any filter is allowed. Links, views (virtual datasets) and external storage are then allowed, too, if
+they refer to files in the folder of the file or below it. `scripts/PROMISES.md` describes the evidence.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from h5chunk.store.hdf5.codecs import BITSHUFFLE, KNOWN_FILTERS
 from h5chunk.store.hdf5.open import DAMAGES, address_of, errors_as
 
 MAX_RATIO = 1032  # gzip's highest compression ratio
-SLACK_BYTES = 64 << 20  # bytes that a shape may claim although nothing was written: they read as the fill value
-SLACK_CHUNKS = 1 << 20  # chunks that a shape may claim although they were never written; each needs memory for a table
+SLACK_BYTES = 64 << 20  # bytes that a shape may claim although nothing was written, because they read as the fill value
+SLACK_CHUNKS = 1 << 20  # chunks that a shape may claim although they were never written; each needs memory in a table
 MAX_INFLATED_BYTES = 256 << 20  # larger chunks must have enough stored bytes for MAX_RATIO
 MAX_ATTRIBUTE_BYTES = 1 << 20
 MAX_DEPTH = 32  # maximum length of a chain of links
@@ -57,10 +57,10 @@ PREFIXES = {"an external link": "HDF5_EXT_PREFIX", "a view": "HDF5_VDS_PREFIX", 
 
 
 class Trust:
-    """Check that links of a trusted file refer only to files in its folder, or below it.
+    """The rule that links of a trusted file may refer only to files in its folder, or below it.
 
-    HDF5 looks for the file of a link in several folders, and opens the first one that it can. This class tries the
-    same paths in the same order: the first existing file must be in the folder, after symbolic links are resolved.
+    HDF5 looks for the file of a link in several folders, and opens the first one that it can. This class tries the same
+    paths in the same order. The first existing file must be in the folder after symbolic links are resolved.
     """
 
     def __init__(self, path: Path) -> None:
@@ -79,16 +79,18 @@ class Trust:
 
     @contextmanager
     def opened(self, base: str, target: str, where: str, kind: str) -> Iterator[h5py.File | None]:
-        """Open the file ``target`` of a link or view in the file ``base`` in a context; ``kind`` is a key of PREFIXES.
+        """Open, in a context, the file that a link or view refers to.
 
-        The context's value is None if HDF5 would not find the file, or if a view names many files by a number pattern.
-        Raises TrustError if the file is outside the trusted folder, FieldError if it cannot be opened.
+        ``base`` is the file that contains the link, ``target`` the file name in the link, and ``kind`` a key of
+        `PREFIXES`. The context's value is None if HDF5 would not find the file, or if a view names many files by a
+        number pattern. Raises TrustError if the file is outside the trusted folder, and FieldError if it cannot be
+        opened.
         """
         if kind == "a view" and target == ".":
             with h5py.File(base, "r") as file:
                 yield file
             return
-        if kind == "a view" and "%" in target:  # a pattern of numbered files, which must be in one folder
+        if kind == "a view" and "%" in target:  # the pattern of numbered files, which must be in one folder
             folder, _, last = target.rpartition("/")
             candidate = _candidate_paths(base, f"{folder}/" if folder else ".", "a view")[0]
             if "%" in folder or not candidate.resolve().is_relative_to(self.folder):
@@ -106,7 +108,7 @@ class Trust:
         try:
             file = h5py.File(existing, "r")
         except OSError as error:
-            raise FieldError(f"{where} leads to {target!r}, which cannot be opened: {error}") from None
+            raise FieldError(f"{where} leads to {target!r}, which cannot be opened ({error})") from None
         with file:
             yield file
 
@@ -125,7 +127,7 @@ def _candidate_paths(base: str, target: str, kind: str) -> list[Path]:
 
 
 class Guard:
-    """Find objects in a file, and refuse those that must not be read: see the description of this module.
+    """Finds objects in a file, and refuses those that the description of this module calls unsafe.
 
     Errors about objects that could be read with ``trusted`` end with ``remedy``.
     """
@@ -137,13 +139,16 @@ class Guard:
         self._trust = Trust(self.path) if trusted else None
 
     def find(self, file: h5py.File, name: str) -> h5py.Dataset | h5py.Group | None:
-        """Open the object at a path in the file; None if it does not exist. Raises TrustError at an untrusted link."""
+        """Open the object at a path in the file. Returns None if it does not exist.
+
+        Raises TrustError if an untrusted link is on the path.
+        """
         where = self._where(name)
         with errors_as(FieldError, f"{where} cannot be opened"):
             return file[name] if self._exists(file, name, where, 0) else None
 
     def _exists(self, start: h5py.Group, name: str, where: str, depth: int) -> bool:
-        """Return whether a path exists. Raises TrustError if a name in it is neither a hard link nor a trusted link."""
+        """Return whether a path exists. Raises TrustError if a name on it is neither a hard link nor a trusted link."""
         if depth > MAX_DEPTH:
             raise FieldError(f"{where} leads through more than {MAX_DEPTH} links: they may form a cycle")
         group: Any = start.file["/"] if name.startswith("/") else start
@@ -177,7 +182,8 @@ class Guard:
     def check_field(self, dataset: h5py.Dataset, name: str) -> None:
         """Check a dataset before its shape is used.
 
-        Raises FieldError if its shape does not fit the stored bytes, and TrustError if it needs other files or plugins.
+        Raises FieldError if its shape does not match the stored bytes, and TrustError if it needs other files or
+        plugins.
         """
         where = self._where(name)
         with errors_as(FieldError, f"{where} is damaged"):
@@ -217,20 +223,20 @@ class Guard:
                 f"{where} is a view of other files{first}, which are not opened: read those directly; {self._remedy}"
             )
         if depth > MAX_DEPTH:
-            raise FieldError(f"{where} is a view of views, more than {MAX_DEPTH} deep")
+            raise FieldError(f"{where} is a view of views that is more than {MAX_DEPTH} levels deep")
         for filename, name in dict.fromkeys(sources):  # each source once
             with self._trust.opened(view.file.filename, filename, where, "a view") as other:
                 if other is not None and "%" not in name and self._exists(other, name, where, depth + 1):
                     self._check_field(other[name], where, depth + 1)
 
     def check_matrix(self, file: h5py.File, name: str) -> None:
-        """Check the datasets of a sparse matrix in a group, like `check_field`."""
+        """Check the datasets of the sparse matrix in a group as `check_field` does."""
         group = file[name]
         parts = ["indptr", "indices"] + ([] if small_attribute(group, "pattern", False) else ["data"])
         self.check_parts(file, name, parts)
 
     def check_parts(self, file: h5py.File, name: str, parts: Collection[str]) -> None:
-        """Check those datasets ``parts`` of a group that exist, like `check_field`."""
+        """Check the datasets of a group that are named in ``parts`` and exist, as `check_field` does."""
         for part in (part for part in list(file[name]) if part in parts):  # ``part in group`` would follow links
             where = f"{name.rstrip('/')}/{part}"
             item = self.find(file, where)
@@ -247,7 +253,7 @@ class Guard:
                 parts = list(inside)
             except DAMAGES as error:
                 name = prefix.rstrip("/") or "/"
-                yield name, FieldError(f"{self._where(name)} is damaged: HDF5 cannot list its members: {error}")
+                yield name, FieldError(f"{self._where(name)} is damaged: HDF5 cannot list its members ({error})")
                 continue
             for part in parts:
                 name = f"{prefix}{as_text(part)}"
@@ -258,7 +264,7 @@ class Guard:
                     yield name, error
                     continue
                 except DAMAGES as error:
-                    yield name, FieldError(f"{self._where(name)} is damaged: HDF5 cannot open it: {error}")
+                    yield name, FieldError(f"{self._where(name)} is damaged: HDF5 cannot open it ({error})")
                     continue
                 if address in seen:
                     continue
@@ -301,7 +307,7 @@ def check_header_group(file: h5py.File, name: str, attributes: Sequence[str]) ->
 
 
 def check_filters(properties: h5py.h5p.PropDCID, where: str, *, trusted: bool, remedy: str = "") -> None:
-    """Raise TrustError for unknown filters, FieldError for filters that are repeated or have invalid parameters."""
+    """Raise TrustError for unknown filters, and FieldError for filters that are repeated or have invalid parameters."""
     codes = []
     for number in range(properties.get_nfilters()):
         code, _, values, name = properties.get_filter(number)
@@ -317,8 +323,8 @@ def check_filters(properties: h5py.h5p.PropDCID, where: str, *, trusted: bool, r
         if code not in KNOWN_FILTERS and not trusted:
             label = ascii(name.decode(errors="replace")[:40])
             raise TrustError(
-                f"{where} is compressed with filter {code} ({label}), which would load a plugin: write it with another "
-                f"filter (h5repack -f GZIP=4){remedy and '; '}{remedy}"
+                f"{where} is compressed with filter {code} ({label}), which would load a plugin: rewrite it with "
+                f"another filter (h5repack -f GZIP=4){remedy and '; '}{remedy}"
             )
         codes.append(code)
     twice = next((code for code in codes if codes.count(code) > 1), None)
@@ -340,7 +346,7 @@ def check_stored_size(dataset: h5py.Dataset, properties: h5py.h5p.PropDCID, wher
     if layout == h5py.h5d.CHUNKED:
         _check_chunk_sizes(dataset, properties, where, claimed, stored)
     elif stored and stored < claimed:
-        raise FieldError(f"{where} has a shape of {claimed} bytes, but {stored} are stored: it is damaged")
+        raise FieldError(f"{where} has a shape of {claimed} bytes, but {stored} bytes are stored: it is damaged")
     elif not stored and claimed > SLACK_BYTES:
         raise UnsupportedError(f"{where} claims {human_bytes(claimed)}, but nothing was ever written: write it first")
     elif layout == h5py.h5d.CONTIGUOUS and stored and (dataset.id.get_offset() or 0) + claimed > file_bytes:
@@ -378,16 +384,16 @@ def _check_chunk_sizes(
 def check_attributes(item: h5py.HLObject, where: str, names: Iterable[str] | None = None) -> None:
     """Raise FileError if an attribute of an object is large or has a variable-length type.
 
-    For untrusted objects, check only attributes with known ``names``: HDF5 trusts the number of attributes in the file,
-    and may crash when it lists them.
+    For untrusted objects, only attributes with known ``names`` are checked. HDF5 trusts the number of attributes in the
+    file, and may crash when it lists them.
     """
     for name in item.attrs if names is None else [name for name in names if name in item.attrs]:
         attribute = item.attrs.get_id(name)
         if is_variable(attribute.get_type()):
-            raise FileError(f"{where}: attribute {name!r} has variable length: damaged, or not written by h5chunk")
+            raise FileError(f"{where}: attribute {name!r} has variable length, so h5chunk did not write it")
         if attribute.get_storage_size() > MAX_ATTRIBUTE_BYTES:
             size, limit = human_bytes(attribute.get_storage_size()), human_bytes(MAX_ATTRIBUTE_BYTES)
-            raise FileError(f"{where}: attribute {name!r} has {size}, but the limit is {limit}: it is damaged")
+            raise FileError(f"{where}: attribute {name!r} has {size}, but the limit is {limit}")
 
 
 def small_attribute(item: h5py.HLObject, name: str, default: Any = None) -> Any:

@@ -21,10 +21,10 @@ from h5chunk.urls import is_cut_url, local_copy_of
 DAMAGES = (OSError, RuntimeError, ValueError, TypeError, KeyError, OverflowError, RecursionError, MemoryError)
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 REASONS = (
-    ("truncated", "cut short (the file is smaller than its header claims): copy or convert it again"),
+    ("truncated", "the file is cut short (its header claims a larger size): copy or convert it again"),
     ("signature not found", "not an HDF5 file"),
     ("Permission denied", "no permission to read it"),
-    ("unable to lock file", "is locked by another process that is writing to it: wait for that process"),
+    ("unable to lock file", "the file is locked by another process that is writing to it: wait for that process"),
 )  # a part of HDF5's message for a file that cannot be opened, and the reason in h5chunk's message
 
 
@@ -38,8 +38,8 @@ def translate_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     except DAMAGES as error:
         reason = str(error) or type(error).__name__
         if any(os.strerror(number) in reason for number in FULL_DISK):
-            raise OutputError(f"{printable(path)}: its copy cannot be written: {reason}") from None
-        raise FileError(f"{printable(path)}: damaged, or of an unknown kind (HDF5: {reason})") from error
+            raise OutputError(f"{printable(path)}: a copy of this file cannot be written: {reason}") from None
+        raise FileError(f"{printable(path)} is damaged, or of an unknown kind (HDF5: {reason})") from error
 
 
 @contextmanager
@@ -56,19 +56,19 @@ def errors_as(kind: type[FileError], message: str, *others: type[Exception]) -> 
 
 @contextmanager
 def opened(path: str | os.PathLike[str], **options: Any) -> Iterator[h5py.File]:
-    """Open a file in a context, in which errors of h5py become FileErrors: see `open_file`."""
+    """Open a file for reading, like `open_file`, in a context that turns errors of h5py into FileErrors."""
     with translate_errors(path), open_file(path, **options) as file:
         yield file
 
 
 def open_file(path: str | os.PathLike[str], **options: Any) -> h5py.File:
-    """Open a file for reading, with further arguments of `h5py.File`.
+    """Open a file for reading. ``options`` are further arguments of `h5py.File`.
 
     Raises FileError if the file is missing, not HDF5, truncated, or open for writing.
     """
     label = printable(path)
     if is_cut_url(Path(path)):
-        raise FileError(f"{label}: this needs a local file: copy the object to a disk first")
+        raise FileError(f"{label}: this operation needs a local file: copy the object to a disk first")
     if not os.path.exists(path):  # also False for names that are too long
         raise FileError(f"{label}: no such file")
     if not Path(path).is_file():
@@ -86,7 +86,7 @@ def open_file(path: str | os.PathLike[str], **options: Any) -> h5py.File:
         raise FileError(f"{label}: {reason}") from None
     if file.id.get_intent() != h5py.h5f.ACC_RDONLY:  # HDF5 shares files that this process already has open
         file.close()
-        raise FileError(f"{label}: is open for writing (or for SWMR) in this process: close it first")
+        raise FileError(f"{label} is open for writing (or for SWMR) in this process: close it first")
     if mirror is not None:
         _through_python.add(file)
     return file
@@ -97,7 +97,7 @@ _through_python: weakref.WeakSet[h5py.File] = weakref.WeakSet()  # files that HD
 
 @atexit.register
 def _close_files() -> None:
-    """Close these files before Python exits, because HDF5 would call Python after that."""
+    """Close files before Python exits if HDF5 reads them by calling Python, because it would call Python afterwards."""
     for file in list(_through_python):
         file.close()
 
@@ -109,7 +109,7 @@ def descriptor_of(file: h5py.File) -> int:
 
 
 def address_of(item: h5py.HLObject) -> tuple[int, ...]:
-    """Return the number of an object's file and its address in it, which identify the object whatever its name.
+    """Return the file number and the address of an object, which identify it under any of its names.
 
     ``h5o.get_info`` returns them too, but it also reads the chunk index, and crashes if that is damaged.
     """
@@ -118,9 +118,9 @@ def address_of(item: h5py.HLObject) -> tuple[int, ...]:
 
 
 def follow(start: Any, path: str) -> Any:
-    """Open an object below a group if all names on its path are hard links; None if it is not there.
+    """Open the object at a path below a group. Returns None unless all names on the path exist and are hard links.
 
-    This uses h5py's low-level objects, such as `h5py.h5g.GroupID`, which take a third of the time of others.
+    The objects are low-level objects of h5py, such as `h5py.h5g.GroupID`, which are three times as fast as others.
     """
     item = start
     for part in path.strip("/").encode().split(b"/"):

@@ -1,6 +1,7 @@
 """Read byte ranges of a file into many buffers, with one system call per range.
 
-``os.preadv`` needs a Python object per buffer. Here NumPy builds tables of addresses and lengths for libc's ``preadv``.
+``os.preadv`` needs a Python object per buffer. This module instead builds tables of addresses and lengths with NumPy,
+and passes them to the ``preadv`` of libc.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ from h5chunk.native import (
 from h5chunk.remote.mirror import Descriptor
 from h5chunk.urls import local_copy_of
 
-RUN_BYTES = 2 << 20  # approximate bytes per system call: longer ranges are cut, so that threads can share them
+RUN_BYTES = 2 << 20  # approximate bytes per system call; longer ranges are cut, so that threads can share them
 MAX_VECTORS = 1024  # IOV_MAX of Linux and macOS: maximum number of buffers per call
-CUT = "the file ends in the middle of its data: it was cut short"
-PART_BYTES = 8 << 20  # bytes per task of a thread: smaller tasks would compete for the GIL (scripts/LOG.md)
+CUT = "the file ends in the middle of its data, so it was cut short"
+PART_BYTES = 8 << 20  # bytes per task of a Python thread; smaller tasks would compete for the GIL (scripts/LOG.md)
 
 ReadTask = Callable[[int], None]  # a task: called with the descriptor of the file
 Ranges = tuple[np.ndarray, np.ndarray]  # offsets and numbers of bytes: (n,) int64 each
@@ -62,7 +63,7 @@ def open_descriptor(path: Path) -> int:
 
 
 def held(descriptor: int, offsets: np.ndarray, sizes: np.ndarray) -> AbstractContextManager[object]:
-    """Return a context in which byte ranges of a file can be read; ranges of a remote object are fetched first."""
+    """Return a context in which byte ranges of a file can be read. Ranges of a remote object are fetched first."""
     if isinstance(descriptor, Descriptor) and len(offsets):
         return closing(descriptor.mirror.held(offsets, sizes))
     return nullcontext()
@@ -87,9 +88,9 @@ class _Rows(ctypes.Structure):
 class VectorTask:
     """A task that reads runs of bytes of a file, and scatters each run to several buffers.
 
-    ``jobs``, (n,) `h5chunk.native.JOB`, describes the runs; their file descriptor is set later. Without native threads
-    there is one job for each run, and ``vectors``, (n, 2) uintp, has the address and length of each buffer. ``out``
-    owns the buffers; the task keeps it and ``vectors`` alive.
+    ``jobs``, (n,) `h5chunk.native.JOB`, describes the runs. Their file descriptor is set when the task runs. Without
+    native threads there is one job for each run, and ``vectors``, (n, 2) uintp, has the address and length of each
+    buffer. ``out`` owns the buffers. The task keeps ``out`` and ``vectors`` alive.
     """
 
     def __init__(self, jobs: np.ndarray, vectors: Any, out: object, where: Where) -> None:
@@ -121,15 +122,14 @@ class VectorTask:
                 self._read_rest(descriptor, self._buffers(source, count), offset, max(0, got))
 
     def jobs(self, descriptor: int) -> np.ndarray:
-        """Return the jobs for a `h5chunk.native.NativePool`: (n,) JOB."""
+        """Return the jobs of the task for a `h5chunk.native.NativePool`: (n,) JOB."""
         self._jobs["descriptor"] = descriptor
         return self._jobs
 
     def end(self) -> None:
-        """Finish the task after all of its jobs have succeeded; this task needs nothing more."""
+        """Do nothing, because no work remains after the jobs have succeeded."""
 
     def error_of(self, result: Result) -> FileError:
-        """Return the error for the result of a failed job of this task."""
         return read_error(self._where(result.offset), result)
 
     def _runs(self) -> Iterator[tuple[int, int, int, int]]:
@@ -141,7 +141,10 @@ class VectorTask:
         return buffers
 
     def _read_rest(self, descriptor: int, buffers: list[list[int]], offset: int, got: int) -> None:
-        """Read the bytes after the first ``got``: preadv may read less than requested, such as after a signal."""
+        """Read the bytes after the first ``got`` bytes.
+
+        For example after a signal, preadv reads less than requested.
+        """
         for address, length in buffers:
             if got < length:
                 buffer = (ctypes.c_char * length).from_address(address)
@@ -151,7 +154,7 @@ class VectorTask:
 
 
 class RowGather:
-    """A task, with the interface of `VectorTask`, that copies rows of a field in memory."""
+    """A task that copies rows of a field in memory. It has the interface of `VectorTask`."""
 
     def __init__(self, values: np.ndarray, samples: np.ndarray, out: np.ndarray) -> None:
         self._values, self._samples, self._out = values, np.ascontiguousarray(samples), out
@@ -161,10 +164,10 @@ class RowGather:
         np.take(self._values, self._samples, axis=0, out=target, mode="clip")  # in other modes NumPy copies twice
 
     def end(self) -> None:
-        """See `VectorTask.end`."""
+        """Do nothing, because no work remains after the job has succeeded."""
 
     def jobs(self, _descriptor: int) -> np.ndarray:
-        """See `VectorTask.jobs`: (1,) JOB."""
+        """Return the job of the task: (1,) JOB."""
         job = np.zeros(1, JOB)
         job["kind"], job["count"], job["num_bytes"] = GATHER, len(self._samples), self._out.nbytes
         job["source"], job["indices"] = self._values.ctypes.data, self._samples.ctypes.data
@@ -173,9 +176,9 @@ class RowGather:
 
 
 class NativeTasks:
-    """Tasks that native threads run together as one ticket; ``ending`` is the work that follows them, if any.
+    """Tasks that native threads run together as one ticket. If ``ending`` is set, they run it after the tasks.
 
-    ``tasks`` lists each task, the file descriptor for it, and a function to call at the end, or None.
+    ``tasks`` has tuples of a task, the file descriptor for it, and a function to call at the end, or None.
     """
 
     ending: Ending | None = None
@@ -188,7 +191,7 @@ class NativeTasks:
         self._indices, self._gathers = self.jobs["indices"], np.flatnonzero(self.jobs["kind"] == GATHER).tolist()
 
     def aim(self, rows: np.ndarray, destinations: np.ndarray, samples: np.ndarray) -> bool:
-        """Make the tasks read other samples into the same memory; return whether that is possible.
+        """Make the tasks read other samples into the same memory. Returns whether that is possible.
 
         It is possible for tasks of `row_tasks` and `RowGather`, with as many samples as before. The arrays, (n,) int64
         and C-contiguous, must live until the ticket ends.
@@ -204,7 +207,7 @@ class NativeTasks:
         return True
 
     def end(self, result: Result) -> None:
-        """Finish the tasks after all jobs have ended without being cancelled; raises the error of a failed job."""
+        """Finish the tasks after all jobs have ended without being cancelled. Raises the error of a failed job."""
         if result.status not in (DONE, CHANGED, NOT_SENT):
             raise self._tasks[bisect_right(self._ends, result.job)][0].error_of(result)
         for task, _, check in self._tasks:
@@ -214,9 +217,10 @@ class NativeTasks:
 
 
 def native_tasks(tasks: Sequence[Any], opened: Any) -> tuple[NativeTasks | None, list[ReadTask]]:
-    """Divide tasks into those for native threads (None if there are none) and those for Python threads.
+    """Divide tasks into those for native threads and those for Python threads.
 
-    ``opened`` is the descriptor of the file; for several files, an `OpenFiles` whose `FileTasks` are split by file.
+    ``opened`` is the descriptor of the file. For several files, it is an `OpenFiles` whose `FileTasks` are split by
+    file. The first result is None if there are no tasks for native threads.
     """
     native: list[Any] = []
     others: list[ReadTask] = []
@@ -241,8 +245,8 @@ def lasting_tasks(
 ) -> NativeTasks | None:
     """Return tasks that fill an array per field and can be reused for other samples (`NativeTasks.aim`).
 
-    ``direct`` has the fields that are read by byte ranges, and ``whole`` those in memory; for the other arguments see
-    `row_tasks`. Returns None if a field does not allow reuse.
+    ``direct`` has the fields that are read by byte ranges, and ``whole`` those in memory. `row_tasks` describes the
+    other arguments. Returns None if a field does not allow reuse.
     """
     if not all(name in whole or (name in direct and direct[name].reads_rows) for name in fields):
         return None
@@ -256,7 +260,7 @@ def lasting_tasks(
 
 
 def read_error(where: str, result: Result) -> FileError:
-    """Return the error for the result of a job that failed to read data; ``where`` names the data."""
+    """Return the error for the result of a job that failed to read the data that ``where`` names."""
     if result.status == SYSTEM:
         return FileError(f"{where}: cannot be read: {os.strerror(result.error)}")
     if result.status == CUT_SHORT:
@@ -265,7 +269,7 @@ def read_error(where: str, result: Result) -> FileError:
 
 
 def vectors_of(sizes: np.ndarray, destinations: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Return the vectors of a `VectorTask`: ``sizes[i]`` bytes at byte ``destinations[i]`` of ``out``; (n, 2) uintp."""
+    """Return the vectors of a `VectorTask`, (n, 2) uintp: ``sizes[i]`` bytes at byte ``destinations[i]`` of ``out``."""
     vectors = np.empty((len(sizes), 2), np.uintp)
     vectors[:, 0], vectors[:, 1] = out.ctypes.data + destinations, sizes
     return vectors
@@ -287,7 +291,8 @@ def row_jobs(
     blocks : (num_blocks,) int64
         Offset in the file of each block of ``block_rows`` rows of ``row_bytes`` bytes.
     rows, counts, destinations : (n,) int64
-        Row ``rows[i]`` of the file, or ``counts[i]`` rows from it on, are read to row ``destinations[i]`` of ``out``.
+        Row ``rows[i]`` of the file is read to row ``destinations[i]`` of ``out``. With ``counts``, it is the first of
+        ``counts[i]`` rows to read.
     out : array
         C-contiguous.
 
@@ -321,7 +326,6 @@ def _equal_jobs(num_rows: int, row_bytes: int, most_bytes: int) -> np.ndarray:
 
 
 def _jobs_of(cuts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return a job for the entries between each two cuts; ``ends`` has the bytes up to the end of each entry."""
     jobs = np.zeros(len(cuts) - 1, JOB)
     jobs["kind"], jobs["offset"], jobs["count"] = ROWS, cuts[:-1], np.diff(cuts)
     jobs["num_bytes"] = np.diff(ends[cuts[1:] - 1], prepend=0)
@@ -333,8 +337,8 @@ def vector_tasks(
 ) -> Iterator[VectorTask]:
     """Yield tasks that read ``sizes[i]`` bytes at ``offsets[i]`` of the file to byte ``destinations[i]`` of ``out``.
 
-    The arrays are (n,) int64, with n > 0. Ranges that are adjacent in the file share a system call. Native threads
-    share a single task; for Python threads there are several tasks.
+    The arrays are (n,) int64, with n > 0. Ranges that are adjacent in the file share a system call. There is a single
+    task for native threads, and there are several tasks for Python threads.
     """
     if available():
         yield VectorTask(*row_jobs(offsets, 1, 1, np.arange(len(offsets)), sizes, destinations, out), out, where)
@@ -359,10 +363,11 @@ def row_tasks(
     out: np.ndarray,
     where: Where,
 ) -> Iterator[VectorTask]:
-    """Yield tasks that read row ``rows[i]``, or ``counts[i]`` rows from it, to row ``destinations[i]`` of ``out``.
+    """Yield tasks that read row ``rows[i]`` of a file to row ``destinations[i]`` of ``out``.
 
-    ``blocks`` describes the file: the offsets of blocks with equally many rows, the number of rows per block, and the
-    bytes per row. The other arrays are (n,) int64, with n > 0.
+    With ``counts``, ``rows[i]`` is the first of ``counts[i]`` rows to read. ``blocks`` describes the file: the offsets
+    of blocks with equally many rows, the number of rows per block, and the bytes per row. The other arrays are (n,)
+    int64, with n > 0.
     """
     if available():
         yield VectorTask(*row_jobs(*blocks, rows, counts, destinations, out), out, where)
@@ -384,7 +389,7 @@ def read_jobs(
 
 
 def read_bytes(descriptor: int, offset: int, buffer: memoryview, where: Where) -> None:
-    """Fill a buffer with the bytes at an offset. Raises FileError if the file ends too early, or cannot be read."""
+    """Fill a buffer with the bytes at an offset. Raises FileError if the file ends too early or cannot be read."""
     if isinstance(descriptor, Descriptor):
         with held(descriptor, np.array([offset]), np.array([len(buffer)])):
             read_bytes(int(descriptor), offset, buffer, where)

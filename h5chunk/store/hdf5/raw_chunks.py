@@ -15,12 +15,12 @@ from h5chunk.store.hdf5.ranges import read_bytes
 
 
 class RawChunks:
-    """Read the chunks of a dataset of fixed-size elements, by index in row-major order, from any number of threads.
+    """The chunks of a dataset of fixed-size elements, which any number of threads can read.
 
-    ``where`` names the dataset in messages. ``table`` lists the chunks; if it is None, HDF5 reads them. The dataset
-    must stay open if HDF5 reads chunks, or some were never written. If ``decodes`` is True, chunks can only be read
-    completely, because they have filters or HDF5 reads them. ``left_to_hdf5`` is the reason why HDF5 must decode the
-    chunks, or empty.
+    A chunk is identified by its index in row-major order. ``where`` names the dataset in messages. ``table`` lists the
+    chunks. If it is None, HDF5 reads them. The dataset must stay open if HDF5 reads chunks, or if some chunks were
+    never written. If ``decodes`` is True, chunks can only be read completely, because they have filters or HDF5 reads
+    them. ``left_to_hdf5`` is the reason why HDF5 must decode the chunks, or an empty string.
     """
 
     def __init__(self, dataset: h5py.Dataset, descriptor: int, where: str, table: ChunkTable | None) -> None:
@@ -47,7 +47,10 @@ class RawChunks:
         return self.decodes and bool(self.left_to_hdf5)
 
     def run_ends(self, first: int, last: int) -> list[int]:
-        """Group chunks ``first`` to ``last`` (excluded) into runs that are contiguous in the file; return the ends."""
+        """Return the ends of the runs that chunks ``first`` to ``last`` (excluded) form in the file.
+
+        A run is contiguous, or consists of chunks that were never written.
+        """
         offsets = self._table.offsets[first:last]
         unwritten = offsets < 0
         behind = (offsets[1:] == offsets[:-1] + self.chunk_bytes) & ~unwritten[:-1]
@@ -55,7 +58,10 @@ class RawChunks:
         return [*ends.tolist(), last]
 
     def read_part(self, number: int, start: int, out: np.ndarray) -> None:
-        """Fill ``out`` with an unfiltered chunk from byte ``start`` on, and the chunks that follow it in the file."""
+        """Fill ``out`` with bytes of unfiltered chunks, from byte ``start`` of chunk ``number`` on.
+
+        The chunks that follow chunk ``number`` in ``out`` must also follow it in the file.
+        """
         offset = int(self._table.offsets[number])
         if offset < 0:
             self._put_fill(number, out)
@@ -86,7 +92,7 @@ class RawChunks:
         try:
             self._decoder.decode(stored, int(self._table.filter_masks[number]), out)
         except DecodeError as error:
-            raise FileError(f"{self.where}, chunk {number}: {error}: it is damaged") from None
+            raise FileError(f"{self.where}, chunk {number} is damaged ({error})") from None
 
     def _put_fill(self, number: int, out: np.ndarray) -> None:
         """Fill ``out`` with the value that HDF5 reads for elements of a chunk that was never written."""
@@ -102,11 +108,11 @@ class RawChunks:
         try:
             values = self._read_by_hdf5(start, count)
         except (OSError, RuntimeError) as error:
-            raise FileError(f"{self.where}, chunk {number}: HDF5 cannot decode it: {error}") from None
+            raise FileError(f"{self.where}, chunk {number}: HDF5 cannot decode it ({error})") from None
         out.view(f"V{self._item_bytes}").reshape(chunks)[tuple(map(slice, count))] = values
 
     def _read_by_hdf5(self, start: tuple[int, ...], count: tuple[int, ...]) -> np.ndarray:
-        """Read ``count`` elements per axis, starting at ``start``, through HDF5, without conversion."""
+        """Read ``count`` elements along each axis, from ``start`` on, through HDF5 and without conversion."""
         assert self._dataset is not None
         values = np.zeros(count, f"V{self._item_bytes}")  # HDF5 leaves memory unchanged if there is no fill value
         dataset = self._dataset.id

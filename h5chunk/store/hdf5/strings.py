@@ -1,8 +1,9 @@
-"""Read strings of variable length, and attributes that hold them, from an HDF5 file without the HDF5 library.
+"""Read strings of variable length, and attributes that contain them, from an HDF5 file without the HDF5 library.
 
-HDF5 trusts the lengths in the file: one damaged byte makes it allocate gigabytes. Here all lengths and addresses are
-checked against the file first. Addresses in the file must have 8 bytes. Source: HDF5 File Format Specification, III.E
-(global heap), IV.A.1 (object headers), IV.A.2.m (attribute message), VIII.B (disk format of variable-length data).
+HDF5 trusts the lengths in the file, so that one damaged byte makes it allocate gigabytes. This module first checks all
+lengths and addresses against the file. Addresses in the file must have 8 bytes. Source: HDF5 File Format Specification,
+III.E (global heap), IV.A.1 (object headers), IV.A.2.m (attribute message), VIII.B (disk format of variable-length
+data).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ MAX_HEADER_BYTES = 1 << 20
 MAX_HEADER_BLOCKS = 64
 HEAP_HEADER = struct.Struct("<4sB3xQ")
 HEAP_OBJECT = struct.Struct("<HH4xQ")
-POINTER = np.dtype([("length", "<u4"), ("address", "<u8"), ("index", "<u4")])  # of a variable-length string
+POINTER = np.dtype([("length", "<u4"), ("address", "<u8"), ("index", "<u4")])  # to a variable-length string
 ATTRIBUTE, CONTINUATION = 0x0C, 0x10
 
 
@@ -45,7 +46,7 @@ class FileBytes:
 
     def read(self, address: int, num_bytes: int) -> bytes:
         if address + num_bytes > self.num_bytes - self.base:
-            raise self.error("its strings are beyond the end of the file: it is cut short or damaged")
+            raise self.error("its strings are beyond the end of the file, which is cut short or damaged")
         with held(self.descriptor, np.array([address + self.base]), np.array([num_bytes])):
             data = os.pread(self.descriptor, num_bytes, address + self.base)
         if len(data) != num_bytes:
@@ -80,9 +81,10 @@ def read_words(item: h5py.HLObject, name: str, error: Callable[[str], H5ChunkErr
 
 
 def read_strings(file: FileBytes, pointers: np.ndarray) -> np.ndarray:
-    """Read the strings that pointers, (n,) `POINTER`, refer to: (n,) bytes, padded to the longest string.
+    """Read the strings that ``pointers``, (n,) of dtype `POINTER`, refer to.
 
-    Raises ``file.error`` if a string is longer than `MAX_STRING_BYTES`, or the heap of strings is damaged.
+    Returns (n,) bytes, padded to the longest string. Raises ``file.error`` if a string is longer than
+    `MAX_STRING_BYTES`, or the heap of strings is damaged.
     """
     lengths = pointers["length"].astype(np.int64)
     if len(lengths) and int(lengths.max()) > MAX_STRING_BYTES:
@@ -90,7 +92,7 @@ def read_strings(file: FileBytes, pointers: np.ndarray) -> np.ndarray:
         raise file.error(f"string {position} has {lengths[position]} bytes, but the limit is {MAX_STRING_BYTES}")
     strings = np.zeros(len(pointers), f"S{max(1, int(lengths.max(initial=0)))}")
     places = find_in_heap(file, pointers, lengths, MAX_HEAP_BYTES)
-    block, first = b"", 0  # of the file, with the strings that follow
+    block, first = b"", 0  # bytes of the file from offset ``first`` on, which contain the next strings
     for position in np.flatnonzero(lengths)[np.argsort(places[lengths > 0], kind="stable")].tolist():
         start, length = int(places[position]) - file.base, int(lengths[position])
         if not block or start < first or start + length > first + len(block):
@@ -101,9 +103,10 @@ def read_strings(file: FileBytes, pointers: np.ndarray) -> np.ndarray:
 
 
 def find_in_heap(file: FileBytes, pointers: np.ndarray, sizes: np.ndarray, max_bytes: int = 1 << 62) -> np.ndarray:
-    """Return the offset in the file of the object, of ``sizes`` bytes, of each pointer: (n,) int64, 0 if it is empty.
+    """Return the offset in the file of the object that each pointer refers to, or 0 if it is empty: (n,) int64.
 
-    Raises ``file.error`` if the heap is damaged, or one of its collections is larger than ``max_bytes``.
+    The objects have ``sizes`` bytes. Raises ``file.error`` if the heap is damaged, or one of its collections is larger
+    than ``max_bytes``.
     """
     filled = np.flatnonzero(sizes)
     order = filled[np.argsort(pointers["address"][filled], kind="stable")]
@@ -112,20 +115,20 @@ def find_in_heap(file: FileBytes, pointers: np.ndarray, sizes: np.ndarray, max_b
     places, end = np.zeros(len(pointers), np.int64), 0
     for address, start, stop in zip(addresses.tolist(), starts, stops, strict=True):
         if address < end:
-            raise file.error("the collections of its heap overlap: the file is damaged")
+            raise file.error("its heap is damaged (collections overlap)")
         objects, end = _objects(file, address, max_bytes)
         group = order[start:stop]
         indices, lengths = pointers["index"][group].tolist(), sizes[group].tolist()
         for position, index, length in zip(group.tolist(), indices, lengths, strict=True):
             begin, room = objects.get(index, (0, -1))
             if room < length:
-                raise file.error(f"element {position} is not in the heap: the file is damaged")
+                raise file.error(f"its heap is damaged (element {position} is not in the heap)")
             places[position] = begin + file.base
     return places
 
 
 def _objects(file: FileBytes, address: int, max_bytes: int) -> tuple[dict[int, tuple[int, int]], int]:
-    """Return the address and size of each object in a collection of the heap, by its index, and its end."""
+    """Return the address and size of each object in a collection of the heap, by the object's index, and the end."""
     magic, version, size = HEAP_HEADER.unpack(file.read(address, HEAP_HEADER.size))
     max_bytes = min(max_bytes, file.num_bytes - file.base - address)
     if magic != b"GCOL" or version != 1 or not HEAP_HEADER.size <= size <= max_bytes:
@@ -141,7 +144,7 @@ def _objects(file: FileBytes, address: int, max_bytes: int) -> tuple[dict[int, t
             break
         at += HEAP_OBJECT.size
         if length > size - at:
-            raise file.error("its heap is damaged: an object is larger than its collection")
+            raise file.error("its heap is damaged (an object is larger than its collection)")
         objects[index] = address + at, length
         at += (length + 7) // 8 * 8
     return objects, address + size
@@ -180,7 +183,7 @@ def _messages(file: FileBytes, address: int) -> Iterator[tuple[int, bytes]]:
         head = struct.Struct("<HHB3x")
     for number, (block_address, size) in enumerate(blocks):  # grows with each continuation
         if size > MAX_HEADER_BYTES or number >= MAX_HEADER_BLOCKS:
-            raise file.error("an object header is damaged: it has no end")
+            raise file.error("an object header is damaged (it has no end)")
         data = file.read(block_address, size)
         at = 0
         while at + head.size <= len(data):

@@ -1,4 +1,4 @@
-"""Read boxes of volumes by byte ranges: each chunk is read and decoded once for all patches that are read together."""
+"""Read boxes of volumes by byte ranges. Each chunk is read and decoded once for all patches that are read together."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from h5chunk.store.hdf5.ranges import MAX_VECTORS, PART_BYTES, ReadTask, VectorT
 from h5chunk.store.read.checksums import NO_SUMS
 from h5chunk.store.read.direct import KEPT_BYTES, ByteReader, DecodedChunks
 
-GAP_BYTES = 4 << 10  # largest gap between two rows that is read: skipping it would need another system call
+GAP_BYTES = 4 << 10  # smaller gaps between two rows are read, because skipping them would need another system call
 
-SLAB_BYTES = 8 << 20  # most bytes of a chunk without filters that are read at once for several patches
-BLOCK_BYTES = 4 << 20  # of a contiguous dataset, which is read in blocks as if these were its chunks
+SLAB_BYTES = 8 << 20  # limit on the bytes of a chunk without filters that are read at once for several patches
+BLOCK_BYTES = 4 << 20  # bytes of the blocks in which a contiguous dataset is read, as if they were its chunks
 
 
 class Parts(NamedTuple):
     """Parts of patches, sorted by chunk.
 
-    A row of ``table``, (n, 1 + 3 * axes) int64, has the patch, and along each axis the first index in the chunk, the
-    first index in the patch, and the length.
+    A row of ``table``, (n, 1 + 3 * axes) int64, has the index of the patch, and along each axis the first index in the
+    chunk, the first index in the patch, and the length.
     """
 
     chunks: np.ndarray
     table: np.ndarray
 
     def by_chunk(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield each chunk with its rows of the table."""
+        """Yield each chunk that has parts, and its rows of the table."""
         firsts = np.flatnonzero(np.diff(self.chunks, prepend=-1))
         for first, end in pairwise([*firsts.tolist(), len(self.chunks)]):
             yield int(self.chunks[first]), self.table[first:end]
 
 
 class VolumeBytes:
-    """The chunks of one dataset of a volume, or the blocks of a contiguous one."""
+    """The chunks of one dataset of a volume. A contiguous dataset is divided into blocks instead."""
 
     def __init__(self, path: Path, name: str, file: int, dataset: h5py.Dataset, field: Any) -> None:
         check_bytes(dataset, field.dtype)
@@ -67,7 +67,7 @@ class VolumeBytes:
         self.where: Callable[[int], str] = lambda offset: f"{path}: field {name!r}, chunk {table.chunk_at(offset)}"
 
     def _divide(self, offset: int) -> None:
-        """Divide a contiguous dataset at ``offset`` into blocks that are contiguous, too."""
+        """Divide a contiguous dataset at ``offset`` into blocks, each of which is contiguous, too."""
         steps = self.dtype.itemsize * np.cumprod([1, *self.shape[:0:-1]])[::-1]
         for axis in range(len(self.shape) - 1):
             self.chunk[axis] = np.clip(BLOCK_BYTES // steps[axis], 1, self.shape[axis])
@@ -78,7 +78,7 @@ class VolumeBytes:
         self._offsets = offset + firsts @ steps
 
     def parts(self, patches: np.ndarray, low: np.ndarray, high: np.ndarray) -> Parts:
-        """Return the parts of boxes, from ``low`` to ``high``, (n, axes), in each chunk."""
+        """Return the parts of boxes in each chunk. Boxes extend from ``low`` to ``high``, (n, axes) each."""
         begin, end = np.maximum(low, 0), np.minimum(high, self.shape)
         first = begin // self.chunk
         counts = (end - 1) // self.chunk - first + 1
@@ -95,12 +95,14 @@ class VolumeBytes:
         return Parts(numbers[order], np.ascontiguousarray(table[order]))
 
     def sizes(self, table: np.ndarray) -> np.ndarray:
-        """Return the bytes of each part."""
         sizes: np.ndarray = table[:, 1 + 2 * len(self.shape) :].prod(axis=1) * self.dtype.itemsize
         return sizes
 
     def read_parts(self, descriptor: int, chunk: int, table: np.ndarray, out: np.ndarray, local: Any) -> None:
-        """Read parts of a chunk without filters: all in one slab of the chunk, if that is less work than one by one."""
+        """Read parts of a chunk without filters.
+
+        All parts are read in one slab of the chunk if that is less work than reading them one by one.
+        """
         first, length = table[:, 1 : 1 + len(self.shape)], table[:, 1 + 2 * len(self.shape) :]
         low, shape = first.min(axis=0), (first + length).max(axis=0)
         low[-1], shape[-1] = 0, self.chunk[-1]
@@ -128,7 +130,7 @@ class VolumeBytes:
         copy_parts(slab.view(self.dtype).reshape(shape), moved, out)
 
     def _vectors(self, chunk: int, row: list[int], out: np.ndarray) -> VectorTask:
-        """Return the task that reads a part of a patch from a chunk without filters to ``out``, the patch."""
+        """Return the task that reads one part from a chunk without filters to ``out``, the memory of the patch."""
         axes, run = len(self.shape), self.dtype.itemsize
         first, place, length = row[1 : 1 + axes], row[1 + axes : 1 + 2 * axes], row[1 + 2 * axes :]
         while axes > 1 and length[axes - 1] == self.chunk[axes - 1] == out.shape[axes - 1]:
@@ -176,7 +178,7 @@ def _rows_task(
     out: np.ndarray,
     where: Callable[[int], str],
 ) -> VectorTask:
-    """Return a task that reads runs of bytes, ``together`` of them and the gaps between them with one system call."""
+    """Return a task that reads runs of bytes. One system call reads ``together`` runs and the gaps between them."""
     unused = np.empty(max(1, gap), np.uint8)
     vectors = np.empty((*offsets.shape, 2, 2), np.uintp)
     vectors[..., 0, 0], vectors[..., 0, 1] = addresses, run
@@ -191,9 +193,9 @@ def _rows_task(
 
 
 class PatchBytes(ByteReader):
-    """Read the patches of one field of a `h5chunk.store.read.volumes.PatchReader`."""
+    """A byte-range reader of the patches of one field of a `h5chunk.store.read.volumes.PatchReader`."""
 
-    is_plain = True  # in a DataLoader too, because HDF5's cache would not help
+    is_plain = True  # although volumes may be compressed, because HDF5's cache would not help
     num_bytes = 1 << 62  # never kept in memory, because each epoch has different patches
 
     def __init__(self, reader: Any, name: str, volumes: Sequence[VolumeBytes]) -> None:
@@ -204,7 +206,7 @@ class PatchBytes(ByteReader):
         self.forget()
 
     def forget(self) -> None:
-        """See `ByteReader.forget`; all volumes share the memory for kept chunks."""
+        """Free the memory for kept chunks, which all volumes share."""
         self._local = threading.local()
         for chunks in self.chunks:
             chunks.forget()
@@ -212,12 +214,14 @@ class PatchBytes(ByteReader):
             chunks.local = self.chunks[0].local
 
     def scratch_bytes(self, num_threads: int) -> int:
-        """See `ByteReader.scratch_bytes`."""
         slab = SLAB_BYTES if len(self.chunks) < len(self._volumes) else 0
         return num_threads * max(slab, 3 * max((chunks.chunk_bytes for chunks in self.chunks), default=0))
 
     def tasks(self, rows: np.ndarray, destinations: np.ndarray, out: np.ndarray) -> Iterator[ReadTask]:
-        """See `ByteReader.tasks`; rows may be in any order. Requests smaller than a cell use cached chunks."""
+        """Yield tasks as `ByteReader.tasks` does. Rows may be in any order.
+
+        Decoded chunks are cached if fewer rows are requested than a cell has.
+        """
         target = out.view(self._field.dtype).reshape(len(out), *self._shape)
         volumes, starts = self._reader.plan.boxes(rows)
         low, high = self._field.boxes(starts)
@@ -241,7 +245,7 @@ class PatchBytes(ByteReader):
         yield from tasks
 
     def bytes_read(self, rows: np.ndarray) -> int:
-        """See `ByteReader.bytes_read`; complete chunks count, each once."""
+        """Return the number of bytes that are read, or decoded, for these rows. A decoded chunk counts once."""
         volumes, starts = self._reader.plan.boxes(rows)
         low, high = self._field.boxes(starts)
         total = 0
@@ -256,7 +260,7 @@ class PatchBytes(ByteReader):
 
 
 class BoxTask:
-    """A task that reads parts of patches in the chunks of one volume."""
+    """A task that reads the parts of patches in some chunks of one volume."""
 
     def __init__(
         self, volume: VolumeBytes, parts: Parts, target: np.ndarray, padding: _Padding, keeps: bool, local: Any
@@ -280,7 +284,7 @@ class BoxTask:
 
 
 class _Padding:
-    """Fill the parts of patches that are outside of volumes, when the last task ends."""
+    """Padding for the parts of patches that are outside of volumes. It is filled in when the last task ends."""
 
     def __init__(
         self,
@@ -297,7 +301,7 @@ class _Padding:
         self._patches = [(int(destinations[each]), low[each], shapes[each]) for each in where]
 
     def end_task(self) -> None:
-        """Count a task as done; after the last one, fill all patches."""
+        """Count a task as done. After the last task, fill the padding of all patches."""
         with self._lock:
             self.num_left -= 1
             if self.num_left:
@@ -307,7 +311,10 @@ class _Padding:
 
 
 def pad(patch: np.ndarray, low: np.ndarray, shape: np.ndarray, padding: Any) -> None:
-    """Fill the part of a patch, which begins at ``low``, that is outside of a volume of this shape."""
+    """Fill the part of a patch that is outside of its volume. ``shape`` is the shape of the volume.
+
+    ``low`` has the first index of the patch along each axis. ``padding`` is edge, reflect, or a number.
+    """
     for axis, (first, size) in enumerate(zip(low.tolist(), shape.tolist(), strict=True)):
         index = np.arange(first, first + patch.shape[axis])
         outside = np.flatnonzero((index < 0) | (index >= size))

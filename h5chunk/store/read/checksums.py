@@ -2,8 +2,8 @@
 
 A checksum covers all stored bytes of a chunk, including padding (`h5chunk.store.format.spec`), so the complete chunk is
 needed even if few of its rows are requested. Chunks that threads decode are checked in memory, and so are uncompressed
-chunks whose rows are all read by native threads. Other chunks are read from the file a second time, usually from the
-page cache; this detects errors of the disk and the page cache, but not of later copies.
+chunks whose rows are all read by native threads. Other chunks are read a second time, usually from the page cache. This
+second read detects errors of the disk and of the page cache, but not errors of the first read.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ class Checksums:
     """The checksums of the chunks of a dataset, and which chunks have already been verified."""
 
     expected: np.ndarray  # (num_chunks,) uint32
-    verified: np.ndarray  # (num_chunks,) bool: whether this process has verified the chunk; stays False if ``always``
-    always: bool  # verify chunks at every read
+    verified: np.ndarray  # (num_chunks,) bool: whether this process has verified the chunk; all False if ``always``
+    always: bool  # whether to verify chunks at every read
 
 
-Sums = Mapping[str, Checksums]  # by field; for a matrix or images of any size by ``field/indptr``, ``field/data`` ...
+Sums = Mapping[str, Checksums]  # by field, or by ``field/indptr``, ``field/data`` ... if samples differ in length
 NO_SUMS: Sums = MappingProxyType({})
 
 
 class ChunkChecks:
-    """Verify the checksums of one dataset's chunks, from any number of threads.
+    """The checksums of one dataset's chunks, which any number of threads can verify.
 
-    With the ``indptr`` of a matrix, messages name rows instead of entries.
+    If the ``indptr`` of a matrix is given, messages name rows instead of entries.
     """
 
     def __init__(
@@ -61,12 +61,15 @@ class ChunkChecks:
 
     @property
     def are_done(self) -> bool:
-        """Whether all chunks have been verified."""
+        """True if all chunks have been verified."""
         self._are_done = self._are_done or bool(self.sums.verified.all())
         return self._are_done
 
     def of_rows(self, rows: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
-        """Return the chunks, (n,) int64, that contain ``rows``, or ``counts[i]`` rows starting at ``rows[i]``."""
+        """Return the indices of the chunks that contain ``rows``: (n,) int64.
+
+        With ``counts``, each ``rows[i]`` is the first of ``counts[i]`` consecutive rows.
+        """
         bands = rows // self._chunk_rows
         if counts is None:
             bands = np.unique(bands[np.append(True, bands[1:] != bands[:-1])])  # drops repeats before the slow sort
@@ -78,14 +81,14 @@ class ChunkChecks:
         return (bands[:, None] * self._across + np.arange(self._across)).reshape(-1)
 
     def tasks(self, chunks: np.ndarray) -> Iterator[CheckTask]:
-        """Yield tasks that verify these chunks, except for those that are already verified."""
+        """Yield tasks that verify ``chunks``, except for those that are already verified."""
         for part in self._divided(chunks[~self.sums.verified[chunks]]):
             yield CheckTask(self, part)
 
     def are_read_whole(self, rows: np.ndarray) -> np.ndarray:
         """Return which rows belong to unverified chunks whose rows are all requested: (n,) bool.
 
-        The ``rows`` of a chunk must be adjacent and ascending.
+        The rows of a chunk must be adjacent and ascending in ``rows``.
         """
         chunks = rows // self._chunk_rows
         firsts = np.append(0, np.flatnonzero(chunks[1:] != chunks[:-1]) + 1)
@@ -98,7 +101,7 @@ class ChunkChecks:
     def whole_tasks(self, rows: np.ndarray, vectors: np.ndarray, out: object) -> Iterator[WholeChunks]:
         """Yield tasks that read and verify complete chunks, whose rows are ``rows``.
 
-        ``vectors``, (n, 2) uintp, are the buffers for the rows, as for `VectorTask`.
+        ``vectors``, (n, 2) uintp, has the buffer of each row, as for `VectorTask`.
         """
         count = self._chunk_rows
         chunks = rows[::count] // count
@@ -113,16 +116,19 @@ class ChunkChecks:
         return (chunks[first : first + per_part] for first in range(0, len(chunks), per_part))
 
     def check(self, descriptor: int, chunks: np.ndarray) -> None:
-        """Read and verify those chunks that are not yet verified. Raises FileError if a checksum does not match."""
+        """Read and verify ``chunks``, except for those that are already verified.
+
+        Raises FileError if a checksum does not match.
+        """
         for chunk in chunks[~self.sums.verified[chunks]].tolist():
-            offset, size, found = int(self.table.offsets[chunk]), int(self.table.sizes[chunk]), 0
+            offset, size, actual = int(self.table.offsets[chunk]), int(self.table.sizes[chunk]), 0
             if offset < 0:
                 raise self._error(chunk, "was never written, although it has a checksum")
             for start in range(0, size, PIECE_BYTES):
                 piece = scratch(_local, "piece", PIECE_BYTES)[: size - start]
                 read_bytes(descriptor, offset + start, piece.data, self._where_at)
-                found = crc32(piece, found)
-            self.compare(chunk, found)
+                actual = crc32(piece, actual)
+            self.compare(chunk, actual)
 
     def check_stored(self, chunk: int, stored: np.ndarray) -> None:
         """Verify a chunk from its stored bytes in memory, unless it is already verified."""
@@ -130,30 +136,30 @@ class ChunkChecks:
             self.compare(chunk, crc32(stored))
 
     def compare(self, chunk: int, actual: int) -> None:
-        """Raise FileError if a computed checksum is not as expected; otherwise mark the chunk as verified."""
+        """Mark a chunk as verified if its checksum is ``actual``. Otherwise raise FileError."""
         if actual != self.sums.expected[chunk]:
             raise self.mismatch(chunk, actual)
         self.mark_verified(chunk)
 
     def mark_verified(self, chunks: int | np.ndarray) -> None:
-        """Mark chunks as verified, so that they are not checked again, unless every read must be verified."""
+        """Mark chunks as verified, so that they are not verified again. Do nothing if every read must be verified."""
         if not self.sums.always:
             self.sums.verified[chunks] = True
 
     def mismatch(self, chunk: int, actual: int) -> FileError:
-        """Return the error for a chunk that does not have the expected checksum."""
+        """Return the error for a chunk whose checksum is ``actual``."""
         problem = f"does not match its checksum ({actual:08x}, not {self.sums.expected[chunk]:08x})"
-        return self._error(chunk, f"{problem}: its bytes have changed since they were written")
+        return self._error(chunk, f"{problem}, because its bytes have changed since they were written")
 
     def _error(self, chunk: int, problem: str) -> FileError:
-        remedy = f"h5chunk verify {printable(self._path)} lists all such chunks, and --repair SRC rewrites them"
-        return FileError(f"{self.where(chunk)} {problem}: {remedy}")
+        remedy = "to list all such chunks, and with --repair SOURCE to repair images"
+        return FileError(f"{self.where(chunk)} {problem}: run h5chunk verify {printable(self._path)} {remedy}")
 
     def _where_at(self, offset: int) -> str:
         return self.where(self.table.chunk_at(offset))
 
     def where(self, chunk: int) -> str:
-        """Return the text that names a chunk, with its first and last samples, for messages."""
+        """Return a text that names a chunk and its first and last samples, for messages."""
         first, last = self.table.rows(chunk)
         if self._indptr is not None:
             first, last = (np.searchsorted(self._indptr, (first, last), "right") - 1).tolist()
@@ -161,7 +167,7 @@ class ChunkChecks:
 
 
 class CheckTask:
-    """A task, with the interface of `VectorTask`, that only verifies chunks."""
+    """A task that only verifies chunks. It has the interface of `VectorTask`."""
 
     def __init__(self, checks: ChunkChecks, chunks: np.ndarray) -> None:
         self._checks, self._chunks = checks, chunks
@@ -192,7 +198,7 @@ class CheckTask:
 
 
 class WholeChunks(CheckTask):
-    """Run the task ``read``, whose runs are complete chunks, and verify each chunk while it is in the CPU's cache."""
+    """A task that reads complete chunks with the task ``read``, and verifies them while they are in the CPU's cache."""
 
     def __init__(self, checks: ChunkChecks, chunks: np.ndarray, read: VectorTask) -> None:
         super().__init__(checks, chunks)
@@ -218,7 +224,7 @@ class WholeChunks(CheckTask):
 def read_sums(
     file: h5py.File, path: Path, fields: Mapping[str, Field | RaggedField], header: Header | None, checksums: str
 ) -> dict[str, Checksums]:
-    """Read the checksums of fields; the result is empty if ``checksums`` is "off".
+    """Read the checksums of fields. The result is empty if ``checksums`` is "off".
 
     Raises OptionError if the file has no checksums, and FileError if they are invalid.
     """
@@ -258,8 +264,8 @@ def _expected(file: h5py.File, path: Path, name: str, header: Header | None, che
         raise FileError(f"{printable(path)}: HDF5 lists wrong offsets for the chunks of {name!r}: leave checksums out")
     if table.dtype != np.uint32 or table.shape != (count,):
         raise FileError(
-            f"{printable(path)}: the checksums of {name!r} are damaged: {table.dtype} {table.shape} for {count} "
-            "chunks: run h5chunk verify"
+            f"{printable(path)}: the checksums of {name!r} are damaged ({table.dtype} {table.shape} for {count} "
+            "chunks): run h5chunk verify"
         )
     values: np.ndarray = table[()]
     return values

@@ -1,8 +1,8 @@
 """Read rows of a CSR matrix, and images of any size, by their byte ranges in the file or through HDF5.
 
-A row is one range of ``indices`` and the same range of ``data``; an image is one range of bytes. Rows that are adjacent
-in the file are read with one call, to their positions in a shuffled window. The datasets ``indptr``, ``indices`` and
-``data`` may be in any group, as in files of h5chunk and AnnData.
+A row is one range of ``indices`` and the same range of ``data``. An image is one range of bytes. Rows that are adjacent
+in the file are read with one call, directly to their positions in a shuffled window. The datasets ``indptr``,
+``indices`` and ``data`` may be in any group, as in files of h5chunk and AnnData.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from h5chunk.store.read.direct import ByteReader, ChunkedField, ChunkRows, Plain
 from h5chunk.store.read.ragged import RaggedField, SeriesField
 from h5chunk.store.read.vlen import VlenField, read_pointers
 
-GAP_BYTES = 48 << 10  # gap between two rows that takes as long to read as one more call (scripts/sweep_reads.py)
+GAP_BYTES = 48 << 10  # size of a gap that takes as long to read as one more call (scripts/sweep_reads.py)
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class CsrBuffers:
 
     Row i begins at index ``starts[i]`` of ``indices`` and ``values``, which have the dtypes of the file. ``starts`` is
     (num_rows + 1,) int64. ``values`` is None for a pattern (a matrix without stored values). For images, ``indices``
-    has their bytes.
+    contains the bytes of the images, and ``values`` is None.
     """
 
     starts: np.ndarray
@@ -46,7 +46,7 @@ class CsrBuffers:
 
 
 class CsrField(ByteReader):
-    """Reader of sparse rows or images by byte ranges. Raises NotDirect if a layout, type or filter needs HDF5.
+    """A reader of sparse rows or images by byte ranges. Raises NotDirect if a layout, type or filter needs HDF5.
 
     The field is plain if its entries are uncompressed and contiguous.
     """
@@ -75,7 +75,10 @@ class CsrField(ByteReader):
         self.forget()
 
     def tasks(self, rows: np.ndarray, destinations: np.ndarray, out: CsrBuffers) -> Iterator[ReadTask]:
-        """See `ByteReader.tasks`. ``out.starts`` must be set; rows that are adjacent in the file are so in ``rows``."""
+        """Yield tasks as `ByteReader.tasks` does.
+
+        ``out.starts`` must be set, and rows that are adjacent in the file must be adjacent in ``rows``.
+        """
         firsts = self._indptr[rows]
         counts = self._indptr[rows + 1] - firsts
         nonempty = counts > 0
@@ -100,7 +103,7 @@ class CsrField(ByteReader):
 
 
 class CsrHandle:
-    """The open datasets of a matrix, each with its own chunk cache."""
+    """The open datasets of a matrix. Each has its own chunk cache."""
 
     def __init__(
         self, file: h5py.File, field: RaggedField, indptr: np.ndarray, cache: CacheSettings | None, sums: Sums
@@ -117,7 +120,7 @@ class CsrHandle:
                 self._checks.append(ChunkChecks(path, name, list_chunks(dataset), sums[name], self._indptr))
 
     def read(self, rows: np.ndarray, out: CsrBuffers) -> None:
-        """Read rows, in any order; the caller must have set ``out.starts``.
+        """Read rows, in any order. The caller must have set ``out.starts``.
 
         Rows that are close to each other are read with one call, including the rows between them.
         """
@@ -144,7 +147,7 @@ class CsrHandle:
 
 
 class VlenBytes(ByteReader):
-    """Read the arrays of a `VlenField` by their byte ranges."""
+    """A byte-range reader of the arrays of a `VlenField`."""
 
     is_plain = True
 
@@ -163,7 +166,7 @@ class VlenBytes(ByteReader):
         self.forget()
 
     def tasks(self, rows: np.ndarray, destinations: np.ndarray, out: CsrBuffers) -> Iterator[ReadTask]:
-        """See `ByteReader.tasks`; rows may be in any order."""
+        """Yield tasks as `ByteReader.tasks` does. Rows may be in any order."""
         sizes = (self._indptr[rows + 1] - self._indptr[rows]) * self._item_bytes
         filled = sizes > 0
         if filled.any():
@@ -188,7 +191,7 @@ class VlenHandle:
         self._bytes = VlenBytes(path, file, field, indptr)
 
     def read(self, rows: np.ndarray, out: CsrBuffers) -> None:
-        """Read rows, in any order; the caller must have set ``out.starts``."""
+        """Read rows, in any order. The caller must have set ``out.starts``."""
         for task in self._bytes.tasks(rows, np.arange(len(rows)), out) if len(rows) else ():
             task(descriptor_of(self._file))
 
@@ -202,6 +205,6 @@ def open_dataset(file: h5py.File, name: str, cache: CacheSettings | None) -> h5p
 
 
 def cache_of(dataset: h5py.h5d.DatasetID) -> CacheSettings:
-    """Return the chunk cache that HDF5 uses."""
+    """Return the settings of the chunk cache that HDF5 uses."""
     nslots, nbytes, w0 = dataset.get_access_plist().get_chunk_cache()
     return CacheSettings(max(1, nslots), nbytes, w0)  # HDF5 reports 0 slots if there is no cache

@@ -1,6 +1,6 @@
 """Read rows of a dataset by their byte ranges in the file, outside HDF5's lock, in several threads.
 
-HDF5 lists the chunks once; after that the file is read only with ``preadv``. Uncompressed rows are read directly to
+HDF5 lists the chunks once. After that the file is read only with ``preadv``. Uncompressed rows are read directly to
 their positions in a shuffled batch. Compressed chunks are read and decoded, and then their rows are copied to the
 batch.
 """
@@ -29,18 +29,18 @@ from h5chunk.store.hdf5.raw_chunks import RawChunks
 from h5chunk.store.read.checksums import NO_SUMS, ChunkChecks, Sums
 from h5chunk.store.read.fields import Field
 
-WHOLE_ROW_BYTES = 1 << 10  # fields with rows up to this size are kept in memory: a preadv vector costs as much
+WHOLE_ROW_BYTES = 1 << 10  # fields with rows of at most this size are kept in memory
 WHOLE_BYTES = 64 << 20  # unless the field is larger than this
-MAX_DECODED_BYTES = 256 << 20  # limit on a decoded chunk: each thread holds one, and its stored bytes
+MAX_DECODED_BYTES = 256 << 20  # limit on a decoded chunk, because each thread holds one and its stored bytes
 KEPT_CHUNKS, KEPT_BYTES = 8, 256 << 20  # decoded chunks to keep, and the limit on their bytes
-TINY_BYTES, MANY_CHUNKS = 8 << 10, 4096  # HDF5 is faster for more chunks than this that are smaller: scripts/LOG.md
-KEPT_BANDS = 2  # bands to keep if samples are cut: a window uses a part of a band, and the next window the rest
+TINY_BYTES, MANY_CHUNKS = 8 << 10, 4096  # HDF5 is faster if this many chunks are smaller than this (scripts/LOG.md)
+KEPT_BANDS = 2  # bands to keep if samples are cut, because two windows may share a band
 
-_Copy = tuple[int, int, "slice | np.ndarray", np.ndarray]  # band, chunk in it, rows of the band, destinations
+_Copy = tuple[int, int, "slice | np.ndarray", np.ndarray]  # band, chunk in the band, rows of the band, destinations
 
 
 class ChunkRows(NamedTuple):
-    """The offset and stored bytes of each chunk, and its rows from ``starts`` to ``stops`` (excluded): (n,) int64."""
+    """The offset and stored bytes of each chunk, and its rows ``starts`` to ``stops`` (excluded): (n,) int64 each."""
 
     offsets: np.ndarray
     sizes: np.ndarray
@@ -49,10 +49,10 @@ class ChunkRows(NamedTuple):
 
 
 class DecodedChunks:
-    """Read and decode the chunks of a dataset, from any number of threads; cache chunks that are only partly used.
+    """The decoded chunks of a dataset, for any number of threads. Chunks that are only partly used are cached.
 
-    No reference to the dataset object is kept. Raises NotDirect if only HDF5 can decode the chunks. With the ``indptr``
-    of a matrix, messages name rows instead of entries.
+    No reference to the dataset object is kept. Raises NotDirect if only HDF5 can decode the chunks. If the ``indptr``
+    of a matrix is given, messages name rows instead of entries.
     """
 
     def __init__(
@@ -87,14 +87,14 @@ class DecodedChunks:
         self._kept_lock = threading.Lock()
 
     def share_kept(self, other: DecodedChunks) -> None:
-        """Keep chunks in the memory of another dataset, which then has the chunks that either used last."""
+        """Share the cache of another dataset. It then has the chunks that were used last in either dataset."""
         self._kept, self._kept_lock = other._kept, other._kept_lock
 
     def read(self, descriptor: int, chunk: int, *, is_whole: bool) -> np.ndarray:
         """Read and decode a chunk: (chunk_bytes,) uint8, valid until this thread's next call.
 
-        If ``is_whole``, all rows of the chunk are used now; otherwise the decoded chunk is cached for the next window.
-        Raises FileError if the chunk is damaged or unreadable.
+        ``is_whole`` means that all rows of the chunk are used now. Otherwise the decoded chunk is cached for the next
+        window. Raises FileError if the chunk is damaged or unreadable.
         """
         if is_whole:
             values = scratch(self.local, "decoded", self.chunk_bytes)
@@ -126,13 +126,13 @@ class _KeptChunk:
 
 
 class ByteReader:
-    """Base class of readers of one field by byte ranges; the caller opens the file and passes the descriptor.
+    """Base class of readers of one field by byte ranges. The caller opens the file and passes the descriptor.
 
     A field is plain if its rows are neither compressed nor cut into pieces. Otherwise ``chunks`` decodes its chunks.
     """
 
     name: str
-    row_bytes: int = 1 << 62  # above any limit for a matrix, whose rows differ in length
+    row_bytes: int = 1 << 62  # bytes of a row; exceeds any limit for a matrix, whose rows differ in length
     num_bytes: int
     is_plain = False
     reads_rows = False  # whether `row_tasks` makes all tasks
@@ -141,55 +141,58 @@ class ByteReader:
     def tasks(self, rows: np.ndarray, destinations: np.ndarray, out: Any) -> Iterator[ReadTask]:
         """Yield tasks for several threads that read row ``rows[i]`` to ``out[destinations[i]]``.
 
-        There must be at least one row, the rows of a chunk must be adjacent and ascending, and no two destinations may
+        There must be at least one row. The rows of a chunk must be adjacent and ascending, and no two destinations may
         be equal. ``out`` is (m, row_bytes) uint8, or the `CsrBuffers` of a matrix, and must live until the last task is
         done.
         """
         raise NotImplementedError
 
     def read_all(self, descriptor: Any) -> np.ndarray:
-        """Read all rows of a field; not for a matrix: (num_rows, *sample_shape)."""
+        """Read all rows of a field that is not a matrix: (num_rows, *sample_shape)."""
         raise NotImplementedError
 
     def rows_of(self, samples: np.ndarray) -> np.ndarray:
-        """Return the rows, as `read_all` returns them, that these samples consist of: (n, ...) int64."""
+        """Return the rows, as numbered by `read_all`, that samples consist of: (n, ...) int64."""
         return samples
 
     def bytes_read(self, rows: np.ndarray) -> int:
-        """Return the number of bytes that are read, or decoded, for these rows, in any order."""
+        """Return the number of bytes that are read or decoded for these rows, which may be in any order."""
         raise NotImplementedError
 
     def chunk_rows(self, _number: int = 0) -> Iterator[ChunkRows]:
-        """Yield the byte ranges of the field and their rows, for file ``_number`` of a set, with rows from 0."""
+        """Yield the byte ranges of the field's chunks, and their rows.
+
+        ``_number`` is the index of the file in a set of files.
+        """
         raise NotImplementedError
 
     @property
     def is_slower_than_hdf5(self) -> bool:
-        """True if HDF5 in one thread reads the field faster than threads here, because it has many tiny chunks."""
+        """True if HDF5 in one thread is faster than several threads here, because the field has many tiny chunks."""
         return any(chunks.are_tiny for chunks in self.chunks)
 
     def scratch_bytes(self, num_threads: int) -> int:
-        """Return the bytes of memory that this many threads need for chunks, in addition to the rows themselves."""
+        """Return the bytes of memory that threads need for chunks, in addition to the rows themselves."""
         if not self.chunks:
             return 0
         kept = sum(chunks.num_kept * chunks.chunk_bytes for chunks in self.chunks)
         return 3 * num_threads * max(chunks.chunk_bytes for chunks in self.chunks) + kept
 
     def forget(self) -> None:
-        """Free the memory that is kept between tasks; each thread then shares its buffers among all ``chunks``."""
+        """Free the memory that is kept between tasks. Each thread then shares its buffers among all ``chunks``."""
         for chunks in self.chunks:
             chunks.forget()
             chunks.local = self.chunks[0].local
 
 
 def direct_field(path: Path, file: h5py.File, field: Field, sums: Sums = NO_SUMS) -> PlainField | ChunkedField:
-    """Return the byte reader of a field, which verifies the checksums in ``sums``; it does not keep the file object.
+    """Return the byte reader of a field, which verifies the checksums in ``sums`` and does not keep the file object.
 
     Raises NotDirect if only HDF5 can read the field.
     """
     dataset = file[field.dataset]
     if not same_file(dataset, file):
-        raise NotDirect("a link leads to it in another file")
+        raise NotDirect("it is in another file, to which a link refers")
     check_bytes(dataset, field.dtype)
     has_parts = dataset.chunks is not None and dataset.chunks[1:] != dataset.shape[1:]
     filtered = dataset.id.get_create_plist().get_nfilters() > 0
@@ -197,7 +200,7 @@ def direct_field(path: Path, file: h5py.File, field: Field, sums: Sums = NO_SUMS
 
 
 class PlainField(ByteReader):
-    """Read rows that are stored uncompressed, each in one run of bytes."""
+    """A reader of rows that are stored uncompressed, each in one run of bytes."""
 
     is_plain = True
 
@@ -223,7 +226,10 @@ class PlainField(ByteReader):
     def tasks(
         self, rows: np.ndarray, destinations: np.ndarray, out: np.ndarray, counts: np.ndarray | None = None
     ) -> Iterator[ReadTask]:
-        """See `ByteReader.tasks`; with ``counts``, read ``counts[i]`` rows, starting at ``rows[i]``, in one run."""
+        """Yield tasks as `ByteReader.tasks` does.
+
+        With ``counts``, each ``rows[i]`` is the first of ``counts[i]`` rows to read.
+        """
         blocks = self._table.offsets, self._chunk_rows, self.row_bytes
         if self.reads_rows:
             return row_tasks(blocks, rows, counts, destinations, out, self._where)
@@ -267,14 +273,15 @@ class PlainField(ByteReader):
         return (len(rows) if counts is None else int(counts.sum())) * self.row_bytes
 
     def _where(self, offset: int) -> str:
-        """Return the text that names the chunk at an offset of the file, for messages."""
+        """Return a text that names the chunk at an offset of the file, for messages."""
         return f"{printable(self._path)}: field {self.name!r}, chunk {self._table.chunk_at(offset)}"
 
 
 class ChunkedField(ByteReader):
-    """Read rows of chunks that are compressed, or contain only pieces of samples; each chunk is read once.
+    """A reader of rows in chunks that are compressed, or that contain only pieces of samples. Each chunk is read once.
 
-    A band consists of all chunks that contain pieces of the same samples: a single chunk, if chunks have whole samples.
+    A band consists of all chunks that contain pieces of the same samples. If chunks contain whole samples, it is one
+    chunk.
     """
 
     def __init__(
@@ -292,7 +299,7 @@ class ChunkedField(ByteReader):
     def tasks(
         self, rows: np.ndarray, destinations: np.ndarray, out: np.ndarray, counts: np.ndarray | None = None
     ) -> Iterator[ReadTask]:
-        """See `PlainField.tasks`."""
+        """Yield tasks as `PlainField.tasks` does."""
         target = out if self._holds_samples else out.view(self._dtype).reshape(len(out), *self._shape[1:])
         copies = (
             self._copies(rows, destinations) if counts is None else self._copies_of_runs(rows, destinations, counts)
@@ -325,12 +332,11 @@ class ChunkedField(ByteReader):
                     yield chunk, piece, slice(low - begin, high - begin), targets[low - first : high - first]
 
     def ranges(self, copies: list[_Copy]) -> Ranges:
-        """Return the byte ranges of chunks."""
         chunks = np.array([band * len(self._pieces) + piece for band, piece, _, _ in copies])
         return self._decoded.table.offsets[chunks], self._decoded.table.sizes[chunks]
 
     def copy(self, copies: list[_Copy], target: np.ndarray, descriptor: int) -> None:
-        """Decode chunks, and copy the requested rows of each to their destinations in ``target``."""
+        """Decode chunks, and copy the requested rows of each chunk to their destinations in ``target``."""
         for band, piece, rows, destinations in copies:
             is_whole = len(destinations) >= min(self._chunk[0], self._shape[0] - band * self._chunk[0])
             values = self._decoded.read(descriptor, band * len(self._pieces) + piece, is_whole=is_whole)
@@ -377,14 +383,14 @@ class ChunkTask:
 
 
 def is_small_field(field: ByteReader) -> bool:
-    """Return whether a field is so small that it is read once and kept in memory."""
+    """Return whether a field is small enough to be read once and kept in memory."""
     return field.row_bytes <= WHOLE_ROW_BYTES and field.num_bytes <= WHOLE_BYTES
 
 
 def read_small_fields(
     direct: Mapping[str, ByteReader], descriptor: Any, check: Callable[[], None], max_bytes: float = math.inf
 ) -> dict[str, np.ndarray]:
-    """Read the small fields that are kept in memory, of at most ``max_bytes`` each; return them by name.
+    """Read the small fields that are kept in memory, and return them by name. Each has at most ``max_bytes``.
 
     If reading fails, ``check`` is called first, which raises an error if the file was changed. If reading succeeds, the
     caller must call ``check``.

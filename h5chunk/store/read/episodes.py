@@ -1,4 +1,4 @@
-"""Read the episodes of one file, groups with one dataset per field, as the rows of one reader."""
+"""Read the episodes of one file as the rows of one reader. An episode is a group with one dataset per field."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from h5chunk.store.read.reader import H5Reader
 
 
 class EpisodeFile(H5Reader):
-    """Read the concatenated episodes of one file like the rows of a file.
+    """The concatenated episodes of one file, which are read like the rows of a file.
 
-    ``starts_of`` has, by field, the offset in the file at which each episode begins, -1 if unknown. ``offsets`` has, by
-    uncompressed field, the offset of each row. Both are int64.
+    ``starts_of`` has, for each field, the offset in the file at which each episode begins, or -1 if it is unknown.
+    ``offsets`` has, for each uncompressed field, the offset of each row. All are int64.
     """
 
     def __init__(self, episodes: FileSet) -> None:
@@ -45,7 +45,7 @@ class EpisodeFile(H5Reader):
 
     @cached_property
     def fingerprint(self) -> int:
-        """See `H5Reader.fingerprint`; it covers the first episode, and the lengths of all episodes."""
+        """A CRC-32 of the fingerprint of the first episode, and of the lengths of all episodes."""
         return zlib.crc32(self.episodes.starts.tobytes(), self.episodes.readers[0].fingerprint)
 
     @property
@@ -54,23 +54,18 @@ class EpisodeFile(H5Reader):
         return
 
     def set_caches(self, main: CacheSettings) -> None:
-        """See `H5Reader.set_caches`."""
         self.episodes.set_caches(main)
 
     def cache_bytes(self, main: CacheSettings) -> int:
-        """See `H5Reader.cache_bytes`."""
         return self.episodes.cache_bytes(main)
 
     def actual_caches(self) -> dict[str, CacheSettings]:
-        """See `H5Reader.actual_caches`."""
         return self.episodes.actual_caches()
 
     def read(self, name: str, rows: np.ndarray, out: np.ndarray | CsrBuffers) -> None:
-        """See `H5Reader.read`."""
         self.episodes.read(name, rows, out)
 
     def close(self) -> None:
-        """See `H5Reader.close`."""
         self.episodes.close()
 
     def __getstate__(self) -> dict[str, object]:
@@ -78,7 +73,7 @@ class EpisodeFile(H5Reader):
 
 
 def open_episodes(file: Path, parent: str, suffixes: Mapping[str, str], trusted: bool, checksums: str) -> EpisodeFile:
-    """Open the members of the group ``parent`` of a file as episodes; ``suffixes`` has the dataset of each field.
+    """Open the members of the group ``parent`` of a file as episodes. ``suffixes`` has the dataset of each field.
 
     Raises FieldError if there is no episode, or an episode lacks a field or has fields that differ in length.
     """
@@ -96,23 +91,24 @@ def open_episodes(file: Path, parent: str, suffixes: Mapping[str, str], trusted:
         types: dict[str, Any] = {}
         for name in names:
             fields = {field: f"{parent}{name}{suffix}" for field, suffix in suffixes.items()}
-            alike = _as_first(readers[0], types, handle, fields) if readers else None
+            alike = _open_like_first(readers[0], types, handle, fields) if readers else None
             if alike is None:
                 alike = H5Reader(file, fields, trusted=trusted, checksums=checksums, file=handle), {}
                 types = types or {name: handle[field.dataset].id.get_type() for name, field in alike[0].fields.items()}
             readers.append(alike[0])
             starts.append(alike[1])
-    found = EpisodeFile(FileSet(readers, file))
-    found.starts_of = {field: np.array([each.get(field, -1) for each in starts]) for field in suffixes}
-    return found
+    episodes = EpisodeFile(FileSet(readers, file))
+    episodes.starts_of = {field: np.array([each.get(field, -1) for each in starts]) for field in suffixes}
+    return episodes
 
 
-def _as_first(
+def _open_like_first(
     first: H5Reader, types: Mapping[str, Any], file: h5py.File, datasets: Mapping[str, str]
 ) -> tuple[H5Reader, dict[str, int]] | None:
-    """Return a reader of another episode, and the offsets of its fields, if it differs from the first only in length.
+    """Return a reader of an episode that differs from the first one only in length, and the offsets of its fields.
 
-    This needs a tenth of the time of all checks. Returns None if the fields are not contiguous, or differ otherwise.
+    This takes a tenth of the time of a complete check. Returns None if the fields are not contiguous, or differ
+    otherwise.
     """
     fields: dict[str, Field | RaggedField] = {}
     places: dict[str, int] = {}

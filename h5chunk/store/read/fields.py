@@ -1,4 +1,4 @@
-"""Describe datasets, and groups that hold a sparse matrix, as fields of samples.
+"""Describe datasets, and groups that contain a sparse matrix, as fields of samples.
 
 `h5chunk.store.format.spec` specifies the matrix of an h5chunk file. A matrix of AnnData may have other types and
 filters: https://anndata.readthedocs.io/en/latest/fileformat-prose.html, "Sparse arrays".
@@ -33,14 +33,14 @@ TENX_PARTS = (b"barcodes", b"indptr", b"indices", b"data", b"shape")
 KIND_ATTRIBUTES = ("encoding-type", "h5sparse_format")
 
 Fields = Mapping[str, str] | Sequence[str]
-Stored = Mapping[str, str | FlatSamples]  # where each field is in a file, by field name
+Stored = Mapping[str, str | FlatSamples]  # the datasets of each field, by field name
 
 
 @dataclass(frozen=True)
 class Field:
-    """A field that is a dataset: ``name`` is the name of the field, and ``dataset`` the path in the file.
+    """A field that is a dataset. ``name`` is the name of the field, and ``dataset`` its path in the file.
 
-    ``dtype`` has native byte order. ``axes``, such as NCHW, is empty if the file does not state it. For the dense rows
+    ``dtype`` has native byte order. ``axes``, such as NCHW, is empty if the file does not record it. For the dense rows
     of a matrix, value = stored value / ``scale``.
     """
 
@@ -50,7 +50,7 @@ class Field:
     dtype: np.dtype
     axes: str = ""
     scale: float | None = None
-    categories: str = ""  # name of the table of its categories, see `h5chunk.store.read.tables`; empty if it has none
+    categories: str = ""  # name of the table of its categories (`h5chunk.store.read.tables`), or empty
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
@@ -60,7 +60,7 @@ class Field:
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixField(RaggedField):
-    """A CSR matrix of a file; a sample is a row.
+    """A CSR matrix of a file. A sample is a row.
 
     The dtypes are those in the file, and value = stored value / ``scale``. For a pattern, whose values are all 1 and
     are not read, ``value_dtype`` is None.
@@ -83,7 +83,7 @@ class MatrixField(RaggedField):
 
     @property
     def entry_datasets(self) -> tuple[str, ...]:
-        """The datasets of the group that must be read for entries; the values of a pattern are not read."""
+        """The datasets of the group that must be read for entries. The values of a pattern are not read."""
         return ("indices",) if self.value_dtype is None else ("indices", "data")
 
     @property
@@ -92,7 +92,7 @@ class MatrixField(RaggedField):
 
 
 def default_fields(file: h5py.File, path: Path, header: Header | None) -> dict[str, str]:
-    """Return the fields to read by default: paths of datasets, by field name. Raises FieldError if there are none."""
+    """Return the fields to read by default, as paths of datasets by field name. Raises FieldError if there are none."""
     recorded = header.fields if header is not None else ()
     recorded = tuple(name for name in recorded if file.id.links.exists(name.encode()))
     if recorded:
@@ -103,7 +103,7 @@ def default_fields(file: h5py.File, path: Path, header: Header | None) -> dict[s
     if main is None and (groups := _tenx_groups(file, path)):
         if len(groups) > 1:
             raise FieldError(
-                f"{printable(path)}: has a matrix for each of {', '.join(groups)}: choose one, such as "
+                f"{printable(path)} has a matrix for each of {', '.join(groups)}: choose one, such as "
                 f"fields={{'X': {groups[0]!r}}}"
             )
         return {"X": groups[0]}
@@ -113,7 +113,7 @@ def default_fields(file: h5py.File, path: Path, header: Header | None) -> dict[s
 
 
 def _tenx_groups(file: h5py.File, path: Path) -> list[str]:
-    """Return the groups of the matrices in a file of 10x Genomics: one, or in version 2 one per genome."""
+    """Return the groups of the matrices in a file of 10x Genomics. In version 2 there is one per genome."""
     guard, groups = Guard(path), []
     for name in file:
         if isinstance(file.get(name, getlink=True), h5py.HardLink):
@@ -133,8 +133,8 @@ def _missing(file: h5py.File, path: Path, missing: str) -> FieldError:
     last = missing.rsplit("/", 1)[-1]
     datasets.sort(key=lambda name: (last not in name.split("/"), name))  # datasets with this name come first
     listed = ", ".join(datasets[:8]) + (", ..." if len(datasets) > 8 else "") if datasets else "no datasets at all"
-    remedy = "name the fields to read: ChunkDataset(path, fields=[...]) (--fields)"
-    return FieldError(f"{printable(path)}: has no dataset {missing!r}; it has {listed}: {remedy}")
+    remedy = "name the fields to read with fields=[...] (--fields)"
+    return FieldError(f"{printable(path)} has no dataset {missing!r}; it has {listed}: {remedy}")
 
 
 def describe_field(
@@ -159,7 +159,7 @@ def describe_field(
     where = f"{printable(path)}: {dataset!r}"
     if isinstance(item, h5py.Group) and item.id.links.exists(b"values") and item.id.links.exists(b"mask"):
         if num_missing := _count_masked(file, guard, f"{dataset}/mask"):  # a nullable column of AnnData
-            raise FieldError(f"{where} lacks values in {count_text(num_missing, 'row')}: add them in the source")
+            raise FieldError(f"{where} has no value in {count_text(num_missing, 'row')}: fill them in the source")
         dataset = f"{dataset}/values"
         item = guard.find(file, dataset)
     if isinstance(item, h5py.Group) and item.id.links.exists(b"indptr"):
@@ -189,22 +189,22 @@ def describe_field(
 
 
 def parse_fields(fields: Fields | None, **tables: Mapping[str, str] | None) -> dict[str, str | FlatSamples] | None:
-    """Validate the argument ``fields``, and return where each field is stored, or None for the default fields.
+    """Validate the argument ``fields``, and return the datasets of each field, or None for the default fields.
 
     ``tables`` are the arguments ``offsets`` and ``lengths``, which map fields to datasets.
     """
     given = [(kind, name, path) for kind, mapping in tables.items() for name, path in _pairs(kind, mapping)]
     if fields is None and given:
         fields = list(dict.fromkeys(name for _, name, _ in given))
-    found: dict[str, Any] | None = field_mapping(fields)
+    parsed: dict[str, Any] | None = field_mapping(fields)
     for kind, name, table in given:
-        if found is None or name not in found:
-            raise OptionError(f"{kind} has the field {name!r}, but fields is {fields!r}: name the field there too")
-        values = found[name]
+        if parsed is None or name not in parsed:
+            raise OptionError(f"{kind} has the field {name!r}, but fields is {fields!r}: name the field in fields, too")
+        values = parsed[name]
         if not isinstance(values, str) or not isinstance(table, str):
             raise OptionError(f"{kind} has {table!r} for {name!r}: give one dataset, as offsets or as lengths")
-        found[name] = FlatSamples(values, table, kind == "lengths")
-    return found
+        parsed[name] = FlatSamples(values, table, kind == "lengths")
+    return parsed
 
 
 def _pairs(kind: str, mapping: Mapping[str, str] | None) -> Iterable[tuple[str, str]]:
@@ -237,7 +237,7 @@ def _count_masked(file: h5py.File, guard: Guard, dataset: str) -> int:
 
 
 def _find_categories(file: h5py.File, guard: Guard, dataset: str, has_header: bool) -> str:
-    """Return the name of the table of a dataset's categories, stored by h5chunk or AnnData; empty if there is none."""
+    """Return the name of the table of a dataset's categories, stored by h5chunk or AnnData, or an empty string."""
     if has_header and guard.find(file, f"{GROUP}/categories/{dataset}") is not None:
         return f"categories/{dataset}"
     parent, _, name = dataset.rpartition("/")
@@ -246,7 +246,7 @@ def _find_categories(file: h5py.File, guard: Guard, dataset: str, has_header: bo
 
 
 def find_matrix_groups(names: Iterable[str]) -> list[str]:
-    """Find the groups that contain the parts of a CSR or CSC matrix, from the paths of all datasets.
+    """Find the groups that contain the parts of a CSR or CSC matrix. ``names`` are the paths of all datasets.
 
     >>> find_matrix_groups(["X/data", "X/indices", "X/indptr", "indptr", "obs/indptr"])
     ['X']
@@ -259,7 +259,7 @@ def find_matrix_groups(names: Iterable[str]) -> list[str]:
 def describe_matrix(group: h5py.Group, path: Path, name: str, chunk_samples: int | None) -> MatrixField:
     """Describe the CSR matrix in a group as the field ``name``.
 
-    ``chunk_samples`` is None unless h5chunk wrote the file; values are codes only then. Raises FieldError if the group
+    ``chunk_samples`` is given only for files of h5chunk, in which values may be codes. Raises FieldError if the group
     is not a CSR matrix, and FileError if the matrix is damaged.
     """
     where = f"{printable(path)}: {name!r}"
@@ -289,7 +289,7 @@ def describe_matrix(group: h5py.Group, path: Path, name: str, chunk_samples: int
     filtered = any(group[part].id.get_create_plist().get_nfilters() > 0 for part in ("indices", "data"))
     indices = group["indices"]
     index_dtype = indices.dtype.newbyteorder("=")
-    if chunk_samples is None:  # as in h5chunk files, but at least the rows of a compressed chunk
+    if chunk_samples is None:  # choose as for h5chunk files, but at least the rows of a compressed chunk
         chosen = plan_csr(max(1, num_rows), num_columns, num_entries, value_dtype=values).chunk_samples
         if num_entries and indices.chunks and indices.id.get_create_plist().get_nfilters():
             chosen = max(chosen, math.ceil(indices.chunks[0] * num_rows / num_entries))
@@ -339,8 +339,8 @@ def _tenx_shape(group: h5py.Group, path: Path, where: str) -> tuple[int, int]:
 
 
 def _shape(group: h5py.Group, path: Path, where: str) -> tuple[int, int]:
-    """Return the numbers of rows and columns. Raises FieldError unless attributes or datasets mark the group as CSR."""
-    with errors_as(FileError, f"{where} is damaged: its attributes cannot be read"):
+    """Return the numbers of rows and columns of a matrix. Raises FieldError unless it is marked as CSR."""
+    with errors_as(FileError, f"{where} has unreadable attributes"):
         words = [read_words(group, name, lambda problem: FileError(f"{where}: {problem}")) for name in KIND_ATTRIBUTES]
     kind = next((strings[0] for strings in words if len(strings) == 1), "")
     if not kind and all(group.id.links.exists(part) for part in TENX_PARTS):

@@ -1,6 +1,6 @@
-"""List the files that a path names, and open a file, or several files as one data set, such as shards.
+"""List the files that a path names, and open one file, or several files such as shards as one data set.
 
-Shards are called ``NAME-00003-of-00012.h5``: their names describe the set.
+A shard is called ``NAME-00003-of-00012.h5``, so that its name tells how many shards the set has.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from h5chunk.urls import PATTERN, is_cut_url, is_url, local_copy_of, parse
 OnePath = str | os.PathLike[str]
 Paths = OnePath | Sequence[OnePath]
 
-SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5", ".h5ad")  # of the files to read in a folder
+SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5", ".h5ad")  # suffixes of the files to read in a folder
 NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.h5")
 
 
@@ -40,11 +40,12 @@ def open_reader(
 ) -> H5Reader:
     """Open one file, or several files as one data set.
 
-    ``path`` is a file, a folder, a pattern such as ``shards/*.h5``, a URL of these, or a list. The files of a folder or
-    pattern are sorted by name, with ``a2`` before ``a10``. A folder of shards must have all shards of the set; to read
-    only some of them, use a pattern or a list. Raises FileError if there is no file, a file cannot be opened, or a
-    shard is missing; FieldError if fields differ between files; OptionError if a file is repeated, or if ``checksums``
-    is given but a file has none.
+    ``path`` is a file, a folder, a pattern such as ``shards/*.h5``, a URL of one of these, or a list of them. The files
+    of a folder or pattern are sorted by name, with ``a2`` before ``a10``. A folder of shards must have all shards of
+    the set. To read only some of them, use a pattern or a list.
+
+    Raises FileError if there is no file, a file cannot be opened, or a shard is missing. Raises FieldError if fields
+    differ between files. Raises OptionError if a file is repeated, or if ``checksums`` is given but a file has none.
     """
     files = list_files(path, remote)
     check_shards(path)
@@ -59,7 +60,7 @@ def reopen_with_fields(reader: H5Reader, fields: Stored) -> H5Reader:
 
 
 def _open(files: list[Path], fields: Stored | None, name: Path, trusted: bool, checksums: str) -> H5Reader:
-    """Open files; untrusted files are first opened in a child process, because they may crash HDF5."""
+    """Open files. Untrusted files are first opened in a child process, because they may crash HDF5."""
     if checksums == OFF and any(mirror.keeps for mirror in map(local_copy_of, files) if mirror is not None):
         with suppress(OptionError):  # a file has no checksums
             return _open(files, fields, name, trusted, FIRST)
@@ -73,7 +74,10 @@ def _open(files: list[Path], fields: Stored | None, name: Path, trusted: bool, c
 
 
 def list_files(path: Paths, remote: RemoteOptions = NO_OPTIONS) -> list[Path]:
-    """List the files that a path, pattern or list names: see `open_reader`; for objects, their local copies."""
+    """List the files that a path, pattern or list names, as `open_reader` describes.
+
+    For objects, list their local copies.
+    """
     if not isinstance(path, (str, os.PathLike)):
         if isinstance(path, bytes) or not isinstance(path, Iterable):
             raise OptionError(f"path is {path!r}: give a path, a pattern, or a list of them")
@@ -96,7 +100,10 @@ def list_files(path: Paths, remote: RemoteOptions = NO_OPTIONS) -> list[Path]:
 
 
 def single_file(path: Paths) -> Path | None:
-    """Return the file that a path names, or the local copy of the object; None if the path may name several."""
+    """Return the file that a path names, or the local copy of the object.
+
+    Returns None if there may be several files.
+    """
     if not isinstance(path, (str, os.PathLike)):
         return None
     if is_url(path):
@@ -117,7 +124,7 @@ def check_shards(path: Paths) -> None:
         names = [file.name for file in list_files(path)]
     else:
         return
-    remedy = "restore what is missing, or name the files to read with a pattern or a list"
+    remedy = "restore all shards, or name the files to read with a pattern or a list"
     missing = list(missing_shards(names))
     if missing:
         more = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"
@@ -145,7 +152,7 @@ def _list_files(path: Path) -> list[Path]:
 
 
 def _urls(url: str, remote: RemoteOptions) -> list[str]:
-    """List the objects that a URL names: one, those of a folder, or those whose names match a pattern."""
+    """List the objects that a URL names: one object, those in a folder, or those whose names match a pattern."""
     folder, name = parse(url)
     is_pattern = not url.startswith("http") and re.search(PATTERN, name) is not None
     if not is_pattern and name.lower().endswith(SUFFIXES):
@@ -167,7 +174,7 @@ def _urls(url: str, remote: RemoteOptions) -> list[str]:
 
 
 def natural(path: Path) -> list[tuple[int, str] | str]:
-    """Return the key for sorting paths with embedded numbers by value, and otherwise equal ones by the exact path."""
+    """Return a key that sorts paths by the values of the numbers in them, and then by their exact text."""
     parts = re.split(r"(\d+)", str(path))
     key: list[tuple[int, str] | str] = [
         (int(part), "") if number % 2 else (-1, part) for number, part in enumerate(parts)
@@ -185,7 +192,7 @@ def shard_name(name: str, number: int, count: int) -> str:
 
 
 def missing_shards(names: Iterable[str]) -> Iterator[str]:
-    """Yield the names of the shards that are missing from sets of shards, given the names of all files.
+    """Yield the names of missing shards. ``names`` are the names of all files.
 
     >>> list(missing_shards(["a-00001-of-00002.h5", "other.h5"]))
     ['a-00000-of-00002.h5']

@@ -1,7 +1,7 @@
 """Read several files as one data set, which concatenates their samples.
 
-A set has one reader per file, which opens the file when its first sample is needed. All files must have equal fields
-and the same classes, but their chunks may differ in size.
+Each file has its own reader, which opens the file when its first sample is needed. All files must have equal fields and
+the same classes, but their chunks may differ in size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.tables import COLUMN_IDS, check_same
 from h5chunk.store.read.vlen import VlenField
 
-RESERVED_DESCRIPTORS = 32  # descriptors that a process needs for other purposes, such as sockets and libraries
+RESERVED_DESCRIPTORS = 32  # number of descriptors for other purposes, such as sockets and libraries
 
 KINDS = {
     Field: "dense rows",
@@ -40,19 +40,16 @@ KINDS = {
     VlenField: "arrays of variable length",
 }
 REMEDY = "choose fields that are equal in all files with fields=..., or read these files separately"
-MATRIX_REMEDY = (
-    "convert their sources together, or all with the same --scale, --values or --binarize, so that values are stored "
-    "alike"
-)
+MATRIX_REMEDY = "convert their sources together, or with the same --scale, --values or --binarize"
 COLUMNS_REMEDY = "convert their sources together, with --join inner or outer"
 CATEGORIES_REMEDY = "convert their sources together, or read these files separately"
 
 
 class FileSet(H5Reader):
-    """Read rows of several readers, of a file each or of parts of files, as if they were one: see `H5Reader`.
+    """Several readers that are read as one. Each of them reads a file or a part of a file.
 
-    If chunks differ in size, ``chunk_samples`` is the average. ``header`` combines the headers of all files; it is None
-    if a file has none. Raises FieldError if fields or classes differ between files.
+    If chunks differ in size, ``chunk_samples`` is the average. ``header`` combines the headers of all files, and is
+    None if a file has none. Raises FieldError if fields or classes differ between files.
     """
 
     is_set = True
@@ -63,8 +60,8 @@ class FileSet(H5Reader):
         max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if max_files != resource.RLIM_INFINITY and num_files + RESERVED_DESCRIPTORS > max_files:
             raise FileError(
-                f"{printable(name)}: {num_files} files, but this process may open only {max_files}: raise the limit "
-                f"with ulimit -n {2 * num_files + 1024}, or pack them into fewer files"
+                f"{printable(name)} has {num_files} files, but this process may open only {max_files}: raise the "
+                f"limit with ulimit -n {2 * num_files + 1024}, or combine the files into fewer ones"
             )
         self.is_remote = any(reader.is_remote for reader in self.readers)
         _check_names(self.readers)
@@ -75,7 +72,7 @@ class FileSet(H5Reader):
         self.num_samples = int(self.starts[-1])
         main = self.fields[self.readers[0].main.name]
         chunk_samples = [reader.chunk_samples for reader in self.readers]
-        if not any(reader.main.grid.chunks for reader in self.readers):  # contiguous data: any size, as in one file
+        if not any(reader.main.grid.chunks for reader in self.readers):  # contiguous data has no chunks
             plan = plan_layout(max(1, self.num_samples), max(1, self.readers[0].main.grid.sample_bytes))
             chunk_samples = [plan.chunk_samples] * len(lengths)
         files = zip(self.starts[:-1].tolist(), self.starts[1:].tolist(), chunk_samples, strict=True)
@@ -100,13 +97,13 @@ class FileSet(H5Reader):
 
     @cached_property
     def indptr(self) -> np.ndarray:
-        """See `H5Reader.indptr`, as if the matrices of all files were concatenated."""
+        """The first entry of each sample, as if the matrices of all files were concatenated: (n + 1,) int64."""
         lengths = [np.diff(reader.indptr) for reader in self.readers]
         return np.concatenate(([0], np.cumsum(np.concatenate(lengths))))
 
     @cached_property
     def image_sizes(self) -> ImageSizes:
-        """See `H5Reader.image_sizes`; this concatenates those of all files."""
+        """The sizes of the images of all files."""
         return ImageSizes(*map(np.concatenate, zip(*(reader.image_sizes for reader in self.readers), strict=True)))
 
     def set_caches(self, main: CacheSettings) -> None:
@@ -126,11 +123,10 @@ class FileSet(H5Reader):
         return CacheSettings(min(main.nslots, grid.num_slots), min(main.nbytes, bands * grid.band_bytes), main.w0)
 
     def cache_bytes(self, main: CacheSettings) -> int:
-        """See `H5Reader.cache_bytes`."""
         return sum(self._share(reader, main).nbytes for reader in self.readers)
 
     def actual_caches(self) -> dict[str, CacheSettings]:
-        """See `H5Reader.actual_caches`; the caches of all files are added up."""
+        """Return, for each field, the sum of the caches of all files."""
         caches = [reader.actual_caches() for reader in self.readers]
         return {
             name: CacheSettings(
@@ -142,7 +138,6 @@ class FileSet(H5Reader):
         }
 
     def read(self, name: str, rows: np.ndarray, out: np.ndarray | CsrBuffers) -> None:
-        """Read rows of a field, like `H5Reader.read`."""
         for number, positions in self.by_file(rows):
             target, is_whole = out, len(positions) == len(rows)
             if not is_whole and isinstance(out, np.ndarray):
@@ -158,13 +153,16 @@ class FileSet(H5Reader):
                 out[positions] = target
 
     def check_unchanged(self, descriptor: object = None) -> None:
-        """Raise FileError if a file was changed. Does nothing with a descriptor: reading checks the open files."""
+        """Raise FileError if a file was changed.
+
+        Do nothing if there is a descriptor, because reading checks the open files.
+        """
         if descriptor is None:
             for reader in self.readers:
                 reader.check_unchanged()
 
     def close(self) -> None:
-        """Close the files in this process; the next read opens them again."""
+        """Close the files in this process. The next read opens them again."""
         for reader in self.readers:
             reader.close()
 
@@ -173,10 +171,10 @@ class FileSet(H5Reader):
 
 
 def with_remedy(error: FileError, num_files: int) -> FileError:
-    """Return the error, with a remedy added if it is caused by too many open files."""
+    """Return the error. If too many files are open, add a remedy to it."""
     if os.strerror(errno.EMFILE) not in str(error):
         return error
-    return FileError(f"{error} (of {num_files}): raise the limit with ulimit -n, or combine them into fewer files")
+    return FileError(f"{error}. Raise the limit with ulimit -n, or combine the {num_files} files into fewer ones")
 
 
 def _check_names(readers: Sequence[H5Reader]) -> None:
@@ -188,14 +186,14 @@ def _check_names(readers: Sequence[H5Reader]) -> None:
         other = seen.setdefault((*reader.stamp[:2], *datasets), reader.path)
         if other is not reader.path:
             raise OptionError(
-                f"{printable(reader.path)}: the same file as {printable(other)}: name it "
-                "once, and use weights to repeat samples"
+                f"{printable(reader.path)} is the same file as {printable(other)}: name it once, and use weights to "
+                "repeat samples"
             )
     for reader in readers[1:]:
         if list(reader.fields) != list(first.fields):
             fields, expected = (", ".join(map(repr, named.fields)) for named in (reader, first))
             raise FieldError(
-                f"{printable(reader.path)}: has {fields}, but {printable(first.path)} has {expected}: {REMEDY}"
+                f"{printable(reader.path)} has {fields}, but {printable(first.path)} has {expected}: {REMEDY}"
             )
 
 
@@ -247,7 +245,6 @@ def _places(reader: H5Reader, first: H5Reader, name: str) -> list[str]:
 
 
 def _check_equal(readers: Sequence[H5Reader], name: str, traits: Sequence[str], remedy: str) -> None:
-    """Raise FieldError if one of these attributes of a field differs between files."""
     first = readers[0].fields[name]
     for reader in readers[1:]:
         for trait in traits:
@@ -270,9 +267,9 @@ def _text(trait: str, value: object) -> str:
 
 
 def _combine_headers(files: FileSet) -> Header | None:
-    """Combine the headers of all files; None if a file has none.
+    """Combine the headers of all files, or return None if a file has no header.
 
-    The set is shuffled if its files are shards of one conversion, which shuffled all samples together.
+    The set counts as shuffled if its files are shards of one conversion, which shuffled all samples together.
     """
     class_names = _class_names(files.readers)
     headers = [reader.header for reader in files.readers if reader.header is not None]
@@ -281,11 +278,11 @@ def _combine_headers(files: FileSet) -> Header | None:
     window_chunks = max(header.window_chunks for header in headers)
     if all(header.window_chunks * header.chunk_samples >= header.num_samples for header in headers):
         num_chunks = -(-files.num_samples // files.chunk_samples)
-        window_chunks = choose_window_chunks(files.chunk_bytes, num_chunks)  # without each file's limit
+        window_chunks = choose_window_chunks(files.chunk_bytes, num_chunks)  # may exceed a file
     shards = {repr(header.options.get("shard")) for header in headers}
     others = [{**header.options, "shard": None} for header in headers]
     are_shards = all("shard" in header.options for header in headers) and len(shards) == len(headers)
-    are_shards &= all(options == others[0] for options in others)  # of one conversion, although some may be missing
+    are_shards &= all(options == others[0] for options in others)  # some shards of the conversion may be missing
     return replace(
         headers[0],
         num_samples=files.num_samples,
@@ -298,7 +295,7 @@ def _combine_headers(files: FileSet) -> Header | None:
 
 
 def _class_names(readers: Sequence[H5Reader]) -> tuple[str, ...]:
-    """Return the longest list of class names. Raises FieldError unless it starts with the list of every other file."""
+    """Return the longest list of class names. Raises FieldError unless it begins with the lists of all other files."""
     named = [(reader.path, reader.header.class_names) for reader in readers if reader.header is not None]
     longest, longest_names = max(named, key=lambda item: len(item[1]), default=(Path(), ()))
     for path, names in named:

@@ -1,4 +1,4 @@
-"""Open the frames of all episodes as one reader; an episode is a group, a file, or a part of flat fields."""
+"""Open the frames of all episodes as one reader. An episode is a group, a file, or a part of flat fields."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def open_frames(path: Paths, fields: Mapping[str, str], trusted: bool, checksums
     if all("*" not in dataset for dataset in fields.values()):
         return open_reader(path, fields, trusted=trusted, checksums=checksums)
     if len(stars) > 1 or any(dataset.count("*") != 1 for dataset in fields.values()):
-        raise OptionError(f"fields is {fields!r}: each path needs exactly one *, after the same group: data/*/NAME")
+        raise OptionError(f"fields is {fields!r}: each path needs exactly one *, in the same place, as in data/*/NAME")
     check_shards(path)
     parent = stars.pop()
     suffixes = {name: dataset.split("*")[1] for name, dataset in fields.items()}
@@ -39,13 +39,13 @@ def open_frames(path: Paths, fields: Mapping[str, str], trusted: bool, checksums
     reached = [files[0]]
 
     def open_all(say: Callable[[Path], None]) -> list[EpisodeFile]:
-        found = []
+        episodes = []
         for file in files:
             say(file)
             with limited_memory(file):
-                found.append(open_episodes(file, parent, suffixes, trusted, checksums))
-                find_offsets(found[-1])
-        return found
+                episodes.append(open_episodes(file, parent, suffixes, trusted, checksums))
+                find_offsets(episodes[-1])
+        return episodes
 
     readers = (
         open_all(reached.append) if trusted else in_child(open_all, lambda: printable(reached[-1]), reached.append)
@@ -62,9 +62,9 @@ def borders_of(frames: H5Reader) -> np.ndarray:
 
 
 def find_borders(frames: H5Reader, kind: str, dataset: str, trusted: bool) -> np.ndarray:
-    """Compute the borders of episodes, like `borders_of`, from a dataset in each file.
+    """Compute the borders of episodes, as `borders_of` does, from a dataset in each file.
 
-    If ``kind`` is "lengths", the dataset has the lengths of episodes; if it is "offsets", their first rows.
+    The dataset has the lengths of episodes if ``kind`` is "lengths", and their first rows if it is "offsets".
     """
     found = [np.zeros(1, np.int64)]
     for number, reader in enumerate(frames.readers):
@@ -78,9 +78,9 @@ def _ends_of_episodes(reader: H5Reader, num_rows: int, kind: str, dataset: str, 
     table, where = open_reader(reader.path, {kind: dataset}, trusted=trusted), printable(reader.path)
     field = table.fields[kind]
     if field.dtype.kind not in "iu" or field.sample_shape or table.num_samples > num_rows:
-        each = "length" if kind == "lengths" else "first row"
+        content = "length" if kind == "lengths" else "first row"
         raise FieldError(
-            f"{where}: {dataset!r} must have the {each} of each episode: at most {num_rows} integers in one dimension"
+            f"{where}: {dataset!r} must have the {content} of each episode, as at most {num_rows} integers in one axis"
         )
     numbers = np.empty(table.num_samples, field.dtype)
     table.read(kind, np.arange(len(numbers)), numbers)

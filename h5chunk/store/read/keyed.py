@@ -1,4 +1,4 @@
-"""Read samples that are datasets of one file, with an index of their byte ranges (see `keyed_index`)."""
+"""Read samples that are datasets of one file, with the index of their byte ranges from `keyed_index`."""
 
 from __future__ import annotations
 
@@ -33,9 +33,11 @@ from h5chunk.store.read.keyed_list import Report, open_index
 from h5chunk.store.read.ragged import SeriesField
 from h5chunk.store.read.reader import H5Reader
 
+OUTDATED = "does not match the index of the file: delete the index, NAME.h5chunk-index-*"
+
 
 class KeyedReader(H5Reader):
-    """Present the datasets that match patterns as the samples of a reader, in the order of their names."""
+    """A reader whose samples are the datasets that match patterns, in the order of their names."""
 
     def __init__(
         self, path: Path, patterns: Mapping[str, str], attributes: Sequence[str], trusted: bool, report: Report
@@ -47,15 +49,15 @@ class KeyedReader(H5Reader):
         ragged = [name for name, field in index.fields.items() if field.is_ragged]
         if len(ragged) > 1:
             raise FieldError(
-                f"{printable(path)}: {', '.join(map(repr, ragged))} differ in length between samples: name one of them"
+                f"{printable(path)}: {', '.join(map(repr, ragged))} differ in length between samples: choose one field"
             )
         total = sum(int(field.sample_bytes().sum()) for field in index.fields.values())
         self.chunk_samples = plan_layout(len(index), max(1, total // len(index))).chunk_samples
         self.fields = {name: self._describe(name, field) for name, field in index.fields.items()}
-        found = [field for field in self.fields.values() if isinstance(field, SeriesField)]
-        self.ragged = found[0] if found else None
+        series = [field for field in self.fields.values() if isinstance(field, SeriesField)]
+        self.ragged = series[0] if series else None
         self.main = self.ragged or max(self.fields.values(), key=lambda field: field.grid.sample_bytes)
-        self._file: tuple[int, Any] = (0, None)  # of this process
+        self._file: tuple[int, Any] = (0, None)  # the process that has opened the file, and the file
         self._opened, self._lock = None, threading.Lock()
 
     def _describe(self, name: str, field: FieldIndex) -> Field | SeriesField:
@@ -70,30 +72,28 @@ class KeyedReader(H5Reader):
 
     @cached_property
     def indptr(self) -> np.ndarray:
-        """See `H5Reader.indptr`."""
         assert self.ragged is not None
         field = self.index.fields[self.ragged.name]
         return np.concatenate([[0], np.cumsum(field.lengths)]) * field.step_items
 
     @cached_property
     def fingerprint(self) -> int:
-        """See `H5Reader.fingerprint`; it also covers the names and attributes of all samples."""
+        """A CRC-32 of the names, shapes and dtypes of the fields, and of the names and attributes of all samples."""
         facts = [(name, self.patterns[name], field.shape, field.dtype.str) for name, field in self.index.fields.items()]
-        found = zlib.crc32(repr(facts).encode())
+        fingerprint = zlib.crc32(repr(facts).encode())
         for array in (self.index.names, self.index.ends, *self.index.columns.values()):
-            found = zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data, found)
-        return found
+            fingerprint = zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data, fingerprint)
+        return fingerprint
 
     @property
     def recommendation(self) -> None:
-        """Always None: `h5chunk tune` stores recommendations for chunks, which samples do not share."""
+        """Always None, because `h5chunk tune` stores recommendations for chunks, and samples share no chunks."""
         return
 
     def set_caches(self, main: CacheSettings) -> None:
         """Do nothing, because samples share no chunks."""
 
     def actual_caches(self) -> dict[str, CacheSettings]:
-        """See `H5Reader.actual_caches`."""
         return dict.fromkeys(self.fields, CacheSettings(1, 0, 0.75))
 
     def dataset_of(self, name: str, number: int) -> str:
@@ -101,7 +101,7 @@ class KeyedReader(H5Reader):
         return self.patterns[name].replace("*", self.index.name(number))
 
     def read(self, name: str, rows: np.ndarray, out: np.ndarray | CsrBuffers) -> None:
-        """Read a field of samples through HDF5: see `H5Reader.read`."""
+        """Read samples of a field through HDF5."""
         field = self.index.fields[name]
         with self._lock, translate_errors(self.path):
             if self._file[0] != os.getpid():
@@ -109,11 +109,11 @@ class KeyedReader(H5Reader):
             file = self._file[1]
             for position, row in enumerate(rows.tolist()):
                 path = self.dataset_of(name, row)
-                found = Guard(self.path, self.trusted).find(file, path)
+                dataset = Guard(self.path, self.trusted).find(file, path)
                 shape = (int(field.lengths[row]), *field.shape[1:]) if field.shape else ()
-                if not isinstance(found, h5py.Dataset) or found.shape != shape:
-                    raise FileError(f"{printable(self.path)}: {path!r} is not as indexed: delete the index beside it")
-                values = found[()]
+                if not isinstance(dataset, h5py.Dataset) or dataset.shape != shape:
+                    raise FileError(f"{printable(self.path)}: {path!r} {OUTDATED}")
+                values = dataset[()]
                 if isinstance(out, CsrBuffers):
                     start = int(out.starts[position])
                     out.indices[start : start + values.size] = values.reshape(-1)
@@ -122,11 +122,9 @@ class KeyedReader(H5Reader):
         self.check_unchanged()
 
     def close(self) -> None:
-        """See `H5Reader.close`."""
         self._file = 0, None
 
     def check_metadata(self) -> None:
-        """See `H5Reader.check_metadata`; the index was already validated."""
         self.check_unchanged()
 
     def __getstate__(self) -> dict[str, object]:
@@ -137,7 +135,7 @@ class KeyedReader(H5Reader):
 
 
 class KeyedBytes(ByteReader):
-    """Read one field of samples that are datasets by byte ranges; HDF5 reads the few samples that need it."""
+    """A byte-range reader of one field of samples that are datasets. HDF5 reads the few samples that need it."""
 
     is_plain = True  # a cache would not help, because samples share no chunks
 
@@ -156,14 +154,14 @@ class KeyedBytes(ByteReader):
 
     def _find_decoders(self) -> list[tuple[ChunkDecoder, tuple[int, ...]]]:
         """Return the decoder and the chunk shape for each kind of chunked sample, from a dataset of that kind."""
-        found = []
+        decoders = []
         if self._field.chunked:
             with opened(self._reader.path) as file:
                 for number, (chunk, _) in enumerate(self._field.chunked, 1):
                     path = self._reader.dataset_of(self.name, int((self._field.kinds == number).argmax()))
                     dataset = Guard(self._reader.path, self._reader.trusted).find(file, path)
                     if not isinstance(dataset, h5py.Dataset) or dataset.chunks != tuple(chunk):
-                        raise FileError(f"{printable(self._reader.path)}: {path!r} is not as indexed: delete the index")
+                        raise FileError(f"{printable(self._reader.path)}: {path!r} {OUTDATED}")
                     if not is_stored_as(dataset, self._field.dtype):
                         raise NotDirect(f"its type {dataset.dtype} is not stored in this machine's format")
                     item_bytes = self._field.dtype.itemsize
@@ -172,8 +170,8 @@ class KeyedBytes(ByteReader):
                         decoder = ChunkDecoder(properties, math.prod(chunk) * item_bytes, item_bytes)
                     except NoDecoder as error:
                         raise NotDirect(str(error)) from None
-                    found.append((decoder, tuple(chunk)))
-        return found
+                    decoders.append((decoder, tuple(chunk)))
+        return decoders
 
     def forget(self) -> None:
         self._local = threading.local()
@@ -182,7 +180,7 @@ class KeyedBytes(ByteReader):
         return 3 * num_threads * max((decoder.chunk_bytes for decoder, _ in self._decoders), default=0)
 
     def tasks(self, rows: np.ndarray, destinations: np.ndarray, out: Any) -> Iterator[ReadTask]:
-        """See `ByteReader.tasks`; rows may be in any order."""
+        """Yield tasks as `ByteReader.tasks` does. Rows may be in any order."""
         if self.reads_rows:
             yield from row_tasks((self._field.places, 1, self.row_bytes), rows, None, destinations, out, self._where)
             return
@@ -199,7 +197,7 @@ class KeyedBytes(ByteReader):
             yield SampleTask(self, rows[part].tolist(), firsts[part].tolist(), flat)
 
     def read_sample(self, descriptor: int, row: int, out: np.ndarray) -> None:
-        """Read a sample that is not contiguous; ``out`` is flat, of its dtype."""
+        """Read a sample that is not contiguous into ``out``, a one-dimensional array of the sample's dtype."""
         field, kind = self._field, int(self._field.kinds[row])
         if kind == THROUGH_HDF5:
             self._reader.read(self.name, np.array([row]), CsrBuffers(np.array([0, len(out)]), out, None))
@@ -215,7 +213,7 @@ class KeyedBytes(ByteReader):
             try:
                 decoder.decode(stored, int(field.masks[number]), values)
             except DecodeError as error:
-                raise FileError(f"{self._path_of(row)}: {error}: it is damaged") from None
+                raise FileError(f"{self._path_of(row)} is damaged ({error})") from None
             if not whole:
                 stops = [min(at + step, side) for at, step, side in zip(start, chunk, shape, strict=True)]
                 inside = tuple(slice(0, stop - at) for at, stop in zip(start, stops, strict=True))
@@ -223,7 +221,7 @@ class KeyedBytes(ByteReader):
                 out.reshape(shape)[target] = values.view(field.dtype).reshape(chunk)[inside]
 
     def task_values(self, flat: np.ndarray, row: int, first: int) -> np.ndarray:
-        """Return the memory of a sample: flat, of its dtype."""
+        """Return the memory of a sample, a one-dimensional array of the sample's dtype."""
         return flat[first : first + int(self._sizes[row])].view(self._field.dtype)
 
     def read_all(self, descriptor: Any) -> np.ndarray:

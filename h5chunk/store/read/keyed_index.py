@@ -1,9 +1,14 @@
 """Store an index of an HDF5 file whose samples are datasets, in ``NAME.h5chunk-index-KEY`` next to the file.
 
-The first line is a JSON object with these keys. ``version``: 2. ``stamp``: the size and modification time of the file,
-and the CRC-32 of some of its bytes (see `stamp_with_bytes`), which must match for the index to be used. ``made_for``:
-the patterns, attributes and range of samples. ``fields``: the shape, dtype and kinds of storage of each field.
-``arrays``: the name, dtype and length of each array that follows. ``checksum``: the CRC-32 of these arrays.
+The first line is a JSON object with these keys:
+
+- ``version``: 2.
+- ``stamp``: the size and modification time of the file, and the CRC-32 of some of its bytes (see `stamp_with_bytes`),
+  which must match for the index to be used.
+- ``made_for``: the patterns, attributes and range of samples.
+- ``fields``: the shape, dtype and kinds of storage of each field.
+- ``arrays``: the name, dtype and length of each array that follows the first line.
+- ``checksum``: the CRC-32 of these arrays.
 """
 
 from __future__ import annotations
@@ -31,9 +36,9 @@ from h5chunk.stamp import stamp_of
 from h5chunk.store.hdf5.attributes import join_columns
 
 VERSION = 2
-LOOKED_AT, LOOK_BYTES = 16, 4 << 10  # number and size of the pieces of a file that its stamp covers
+LOOKED_AT, LOOK_BYTES = 16, 4 << 10  # number and size of the pieces of a file that are in its stamp
 MAX_HEADER = 64 << 20
-MAX_BYTES = 1 << 62  # of all samples of a field
+MAX_BYTES = 1 << 62  # limit on the bytes of all samples of a field
 THROUGH_HDF5, CONTIGUOUS = -1, 0  # kinds of storage; chunked kinds follow
 ARRAYS = {"lengths": "<i8", "places": "<i8", "kinds": "<i4", "offsets": "<i8", "sizes": "<i8", "masks": "<u4"}
 
@@ -42,9 +47,10 @@ ARRAYS = {"lengths": "<i8", "places": "<i8", "kinds": "<i4", "offsets": "<i8", "
 class FieldIndex:
     """The byte ranges of the samples of one field.
 
-    ``shape`` is the shape of the first sample, and ``lengths``, (n,), the length of the first axis of each. ``kinds``,
-    (n,), is `THROUGH_HDF5`, `CONTIGUOUS`, or 1 + the index of a description in ``chunked``. ``places``, (n,), is the
-    offset of a contiguous sample, or the index of a chunked sample's first chunk in ``offsets``, ``sizes``, ``masks``.
+    ``shape`` is the shape of the first sample, and ``lengths``, (n,), is the length of each sample along the first
+    axis. ``kinds``, (n,), is `THROUGH_HDF5`, `CONTIGUOUS`, or 1 + the index of a description in ``chunked``.
+    ``places``, (n,), is the offset of a contiguous sample. For a chunked sample, it is the index of the first chunk in
+    ``offsets``, ``sizes`` and ``masks``.
     """
 
     shape: tuple[int, ...]
@@ -59,12 +65,12 @@ class FieldIndex:
 
     @property
     def is_ragged(self) -> bool:
-        """Whether samples differ in length."""
+        """True if samples differ in length."""
         return bool(len(self.lengths) and (self.lengths != self.lengths[0]).any())
 
     @property
     def step_items(self) -> int:
-        """Number of elements per step of the first axis."""
+        """Number of elements in one step along the first axis."""
         return int(np.prod(self.shape[1:], dtype=np.int64))
 
     def sample_bytes(self) -> np.ndarray:
@@ -72,7 +78,7 @@ class FieldIndex:
         return self.lengths * self.step_items * self.dtype.itemsize
 
     def check(self, num_samples: int, file_bytes: int) -> None:
-        """Raise ValueError if a number is impossible."""
+        """Raise ValueError if a value is impossible for a file of this size."""
         if self.dtype.kind not in "biuf" or not self.dtype.isnative:
             raise ValueError("impossible type")
         step_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
@@ -105,7 +111,11 @@ class FieldIndex:
 
 @dataclass
 class KeyedIndex:
-    """The samples of a file: ``names`` concatenated, and the end of each; fields; and attributes, (n,) each."""
+    """The samples of a file.
+
+    ``names``, uint8, has the concatenated names of all samples, and ``ends``, (n,), the end of each name. ``columns``
+    has the values of each attribute, (n,).
+    """
 
     names: np.ndarray
     ends: np.ndarray
@@ -121,7 +131,7 @@ class KeyedIndex:
         return self.names[start : int(self.ends[number])].tobytes().decode("utf-8", "surrogateescape")
 
     def check(self, file_bytes: int, fields: Sequence[str], attributes: Sequence[str]) -> None:
-        """Raise ValueError if a number is impossible, or if the fields or attributes are others."""
+        """Raise ValueError if a value is impossible, or if the index is for other fields or attributes."""
         if not len(self) or sorted(self.fields) != sorted(fields) or sorted(self.columns) != sorted(attributes):
             raise ValueError("other fields")
         if (np.diff(self.ends, prepend=0) < 1).any() or int(self.ends[-1:].sum()) != len(self.names):
@@ -133,7 +143,7 @@ class KeyedIndex:
 
 
 def joined(parts: Sequence[KeyedIndex], differ: Callable[[str, int, FieldIndex, FieldIndex], Exception]) -> KeyedIndex:
-    """Join the indexes of ranges of samples; ``differ`` creates the error for parts that differ in shape or dtype."""
+    """Join the indexes of ranges of samples. ``differ`` creates the error for parts that differ in shape or dtype."""
     first, starts = parts[0], np.cumsum([0, *(len(part) for part in parts)])
     fields = {}
     for name, model in first.fields.items():
@@ -161,9 +171,10 @@ def joined(parts: Sequence[KeyedIndex], differ: Callable[[str, int, FieldIndex, 
 
 
 def stamp_with_bytes(path: Path) -> tuple[int, ...]:
-    """Return the stamp of a file without its device and inode, and a checksum of pieces of it; empty if it is missing.
+    """Return the stamp of a file without its device and inode, and a checksum of pieces of the file.
 
-    The checksum tells files apart that programs have given the same modification time.
+    The checksum distinguishes files to which programs have given the same modification time. The result is empty if the
+    file is missing.
     """
     stamp, checksum = stamp_of(path)[2:], 0
     if not stamp or not path.is_file():
@@ -178,7 +189,7 @@ def stamp_with_bytes(path: Path) -> tuple[int, ...]:
 
 
 def index_paths(path: Path, made_for: Any) -> list[Path]:
-    """Return the possible paths of the index of a file: next to the file, and in the user's cache folder."""
+    """Return the possible paths of the index of a file, which are next to the file and in the user's cache folder."""
     key = hashlib.sha256(json.dumps(made_for).encode()).hexdigest()[:12]
     place = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
     name = f".h5chunk-index-{key}"
@@ -187,9 +198,10 @@ def index_paths(path: Path, made_for: Any) -> list[Path]:
 
 @contextmanager
 def locked_folder(targets: Sequence[Path]) -> Iterator[tuple[Path, Path] | None]:
-    """Context manager that locks a folder for the parts of an index, so that no other process makes the same index.
+    """Lock a folder for the parts of an index in a context, so that no other process builds the same index.
 
-    It has the first path of ``targets`` that can be written, and the folder beside it; None if none can be.
+    The context's value is the first path of ``targets`` that can be written, and the folder beside it, or None if no
+    path can be written.
     """
     problems: list[str] = []
     for target in targets:
@@ -197,21 +209,21 @@ def locked_folder(targets: Sequence[Path]) -> Iterator[tuple[Path, Path] | None]
         try:
             descriptor = _lock(folder)
         except OSError as error:
-            problems.append(f"{printable(target)}: {error.strerror}")
+            problems.append(f"{printable(target)} ({error.strerror})")
             continue
         try:
             yield target, folder
         finally:
-            with suppress(OSError):  # it has parts to continue from
+            with suppress(OSError):  # the folder has parts for the next run
                 folder.rmdir()
             os.close(descriptor)
         return
-    warnings.warn(f"the index cannot be stored, and is made each time: {'; '.join(problems)}", stacklevel=4)
+    warnings.warn(f"the index cannot be stored, and is rebuilt each time: {'; '.join(problems)}", stacklevel=4)
     yield None
 
 
 def _lock(folder: Path) -> int:
-    """Make a folder and lock it; return its descriptor."""
+    """Create a folder, lock it, and return its descriptor."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     if not os.access(folder.parent, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -230,7 +242,7 @@ def _lock(folder: Path) -> int:
 
 
 def remove_stale(path: Path, stamp: tuple[int, ...]) -> None:
-    """Remove the indexes beside a file that were made for an earlier version of it, with any patterns."""
+    """Remove the indexes next to a file that were built for an earlier version of it, with any patterns."""
     with suppress(OSError):
         for other in path.parent.iterdir():
             if other.name.startswith(f"{path.name}.h5chunk-index-") and other.is_file():
@@ -243,7 +255,10 @@ def remove_stale(path: Path, stamp: tuple[int, ...]) -> None:
 def save_index(
     target: Path, folder: Path, path: Path, stamp: tuple[int, ...], made_for: Any, index: KeyedIndex
 ) -> None:
-    """Store an index atomically, by way of ``folder``; ``stamp`` is the file's stamp before it was listed."""
+    """Store an index atomically, with a temporary file in ``folder``.
+
+    ``stamp`` is the stamp that the file had before its samples were listed.
+    """
     arrays: dict[str, np.ndarray] = {"names": index.names, "ends": index.ends}
     arrays |= {f"column/{name}": column for name, column in index.columns.items()}
     for name, field in index.fields.items():
@@ -266,7 +281,7 @@ def save_index(
         os.replace(temporary, target)
     except OSError as error:
         raise FileError(
-            f"{printable(target)}: the index of {printable(path)} cannot be written: {error.strerror}"
+            f"{printable(target)}: the index of {printable(path)} cannot be written ({error.strerror})"
         ) from None
     finally:
         with suppress(OSError):
@@ -274,28 +289,28 @@ def save_index(
 
 
 def load_index(target: Path, stamp: tuple[int, ...], made_for: Any) -> KeyedIndex | str:
-    """Load an index, or return the reason why it must be rebuilt, which is empty if there is no index."""
+    """Load an index. If that is impossible, return the reason, which is empty if there is no index."""
     try:
         if target.exists() and not target.is_file():
-            return "not a regular file"
+            return "it is not a regular file"
         with target.open("rb") as file:
             line = file.readline(MAX_HEADER)
             header = json.loads(line)
             if header["version"] != VERSION or header["made_for"] != made_for:
-                return "made for something else"
+                return "it was made for other samples"
             if header["stamp"] != list(stamp):
                 return "the file has changed since it was indexed"
             arrays = _read_arrays(file, header["arrays"], os.fstat(file.fileno()).st_size - len(line))
         body = [array.view(np.uint8) for array in arrays.values() if array.size]
         if _checksum(body) != header["checksum"]:
-            return "damaged: wrong checksum"
-        found = _index_of(header["fields"], arrays)
-        found.check(stamp[0], [name for name, _ in made_for[0]], made_for[1])
+            return "it is damaged (wrong checksum)"
+        index = _index_of(header["fields"], arrays)
+        index.check(stamp[0], [name for name, _ in made_for[0]], made_for[1])
     except OSError as error:
-        return "" if error.errno in (errno.ENOENT, errno.ENAMETOOLONG) else f"cannot be read: {error.strerror}"
+        return "" if error.errno in (errno.ENOENT, errno.ENAMETOOLONG) else f"it cannot be read ({error.strerror})"
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OverflowError) as error:
-        return f"damaged: {error}"
-    return found
+        return f"it is damaged ({error})"
+    return index
 
 
 def _checksum(arrays: Sequence[np.ndarray]) -> int:
@@ -306,7 +321,7 @@ def _checksum(arrays: Sequence[np.ndarray]) -> int:
 
 
 def _read_arrays(file: Any, listed: Any, num_bytes: int) -> dict[str, np.ndarray]:
-    """Read arrays of these names, types and lengths, which must fill the rest of the file."""
+    """Read arrays with these names, dtypes and lengths, which must fill the rest of the file."""
     kinds = [(str(name), np.dtype(str(kind)), int(length)) for name, kind, length in listed]
     if any(kind.kind not in "biufS" or length < 0 for _, kind, length in kinds):
         raise ValueError("impossible arrays")
@@ -329,7 +344,11 @@ def _index_of(fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Ke
 
 
 def parse_patterns(patterns: str | Sequence[str] | Mapping[str, str]) -> dict[str, str]:
-    """Return the pattern of each field; its name is the path after ``*`` with ``_`` for ``/``, or else the group."""
+    """Return the pattern of each field, by field name.
+
+    If ``patterns`` has no names, a field is named after the path that follows ``*``, with ``_`` instead of ``/``.
+    Without such a path it is named after the group.
+    """
     listed = [patterns] if isinstance(patterns, str) else patterns
     named = listed if isinstance(listed, Mapping) else dict.fromkeys(range(len(listed)))
     found: dict[str, str] = {}
@@ -337,7 +356,9 @@ def parse_patterns(patterns: str | Sequence[str] | Mapping[str, str]) -> dict[st
         pattern = str(pattern).strip("/")
         before, star, after = pattern.partition("*")
         if not star or "*" in after or (before and not before.endswith("/")) or (after and not after.startswith("/")):
-            raise OptionError(f"samples has {pattern!r}: give a path with one *, in place of a name: 'traces/*/data'")
+            raise OptionError(
+                f"samples has {pattern!r}: give a path with one * in place of a name, as in 'traces/*/data'"
+            )
         name = after.strip("/").replace("/", "_") or before.strip("/").rpartition("/")[2] or "data"
         name = given if isinstance(given, str) else name
         if name in found or before != next(iter(found.values()), pattern).partition("*")[0]:

@@ -1,7 +1,7 @@
 """List the samples of an HDF5 file in which each sample is a dataset, or a group of datasets.
 
 Child processes, one per core, list ranges of samples. Each range is stored once it is listed, so that after a killed
-run only the other ranges are listed. A dataset that is stored like the first one needs few checks.
+run only the other ranges are listed. A dataset that is stored like the first one needs only a few checks.
 
 Source: https://github.com/h5py/h5py/issues/2425 and 2174, which report such files, and the rates of opening by name.
 """
@@ -52,11 +52,11 @@ from h5chunk.store.read.keyed_index import (
     stamp_with_bytes,
 )
 
-PART_SAMPLES = 5_000  # samples that a child process lists, which takes about a second
-REPORTED = 1000  # samples between two reports of progress
-HEADER_BYTES = 4 << 10  # where to look for the values of a compact dataset, after the start of its object header
+PART_SAMPLES = 5_000  # samples per range; a child process lists a range in about a second
+REPORTED = 1000  # number of samples between two reports of progress
+HEADER_BYTES = 4 << 10  # bytes in which the values of a compact dataset are searched, from its object header on
 
-Report = Callable[[int, "int | None"], None]  # called with the number of samples that are listed, and of all
+Report = Callable[[int, "int | None"], None]  # called with the number of listed samples, and of all samples
 
 
 def open_index(
@@ -64,7 +64,8 @@ def open_index(
 ) -> KeyedIndex:
     """Load the index of a file, or build it and store it next to the file or, if that is impossible, in a cache folder.
 
-    Raises FieldError if a sample lacks a dataset or attribute, or differs in more than its length from the first.
+    Raises FieldError if a sample lacks a dataset or attribute, or differs from the first sample in more than its
+    length.
     """
     made_for = [[list(each) for each in patterns.items()], list(attributes), trusted]
     stamp = stamp_with_bytes(path)
@@ -72,42 +73,42 @@ def open_index(
         raise FileError(f"{printable(path)}: no such file")
     places = index_paths(path, made_for)
     for place in places:
-        found = load_index(place, stamp, made_for)
-        if isinstance(found, KeyedIndex):
-            return found
-        if found:
-            warnings.warn(f"{printable(place)}: {found}: it is made again", stacklevel=3)
+        index = load_index(place, stamp, made_for)
+        if isinstance(index, KeyedIndex):
+            return index
+        if index:
+            warnings.warn(f"{printable(place)}: the index is rebuilt, because {index}", stacklevel=3)
     with locked_folder(places) as store:
-        if store and isinstance(found := load_index(store[0], stamp, made_for), KeyedIndex):
-            return found  # another process has made it
-        made = _make(path, stamp, made_for, (patterns, attributes, trusted), store and store[1], report)
+        if store and isinstance(index := load_index(store[0], stamp, made_for), KeyedIndex):
+            return index  # another process has built it
+        built = _build(path, stamp, made_for, (patterns, attributes, trusted), store and store[1], report)
         if store:
             try:
-                save_index(*store, path, stamp, made_for, made)
+                save_index(*store, path, stamp, made_for, built)
             except FileError as error:
-                warnings.warn(f"{error}: it is made again each time", stacklevel=3)
+                warnings.warn(f"{error}. It is rebuilt each time", stacklevel=3)
             shutil.rmtree(store[1], ignore_errors=True)
             remove_stale(path, stamp)
-    return made
+    return built
 
 
-def _make(
-    path: Path, stamp: Any, made_for: Any, what: tuple[Any, ...], folder: Path | None, report: Report
+def _build(
+    path: Path, stamp: Any, made_for: Any, wanted: tuple[Any, ...], folder: Path | None, report: Report
 ) -> KeyedIndex:
-    patterns, attributes, trusted = what
+    patterns, attributes, trusted = wanted
     before = next(iter(patterns.values())).partition("*")[0].strip("/")
     names, all_hard = in_child(lambda _: _list_names(path, before, trusted), lambda: printable(path))
     if not names:
-        raise FieldError(f"{printable(path)}: group {before or '/'!r} is empty: no sample matches the pattern")
+        raise FieldError(f"{printable(path)}: no sample matches, because the group {before or '/'!r} is empty")
     borders = [*range(0, len(names), PART_SAMPLES), len(names)]
     done = dict.fromkeys(borders[:-1], 0)
 
     def list_part(start: int, stop: int) -> KeyedIndex:
         key = [*made_for, start, stop]
-        found = load_index(folder / f"{start}-{stop}", stamp, key) if folder else ""
-        if isinstance(found, KeyedIndex) and len(found) == stop - start:
+        part = load_index(folder / f"{start}-{stop}", stamp, key) if folder else ""
+        if isinstance(part, KeyedIndex) and len(part) == stop - start:
             say(start, stop - start)
-            return found
+            return part
 
         def work(say_in_child: Callable[[Any], None]) -> KeyedIndex:
             with limited_memory(path):
@@ -115,18 +116,18 @@ def _make(
                     names[start:stop], say_in_child
                 )
 
-        found = in_child(work, lambda: printable(path), lambda count: say(start, count))
+        part = in_child(work, lambda: printable(path), lambda count: say(start, count))
         if folder:
             with suppress(FileError):  # the part is only needed after a kill
-                save_index(folder / f"{start}-{stop}", folder, path, stamp, key, found)
-        return found
+                save_index(folder / f"{start}-{stop}", folder, path, stamp, key, part)
+        return part
 
     def say(start: int, count: int) -> None:
         done[start] = count
         report(sum(done.values()), len(names))
 
     def differ(name: str, number: int, field: FieldIndex, model: FieldIndex) -> Exception:
-        where = f"{printable(path)}: {printable(names[number].decode())}"
+        where = f"{printable(path)}: sample {printable(names[number].decode())}"
         return _differs(where, name, (field.shape, field.dtype), (model.shape, model.dtype))
 
     with ThreadPoolExecutor(available_cores()) as pool:
@@ -137,7 +138,7 @@ def _make(
             for future in futures:
                 future.cancel()
     if stamp_with_bytes(path) != stamp:
-        raise FileError(f"{printable(path)}: changed while it was indexed: try again")
+        raise FileError(f"{printable(path)} changed while it was indexed: try again")
     return joined(parts, differ)
 
 
@@ -147,33 +148,31 @@ def _list_names(path: Path, before: str, trusted: bool) -> tuple[list[bytes], bo
     with limited_memory(path), opened(path) as file:
         group = guard.find(file, before) if before else file["/"]
         if not isinstance(group, h5py.Group):
-            raise FieldError(f"{printable(path)}: has no group {before!r}: h5chunk info lists what it has")
-        found: list[bytes] = []
+            raise FieldError(f"{printable(path)} has no group {before!r}: run h5chunk info to list its datasets")
+        names: list[bytes] = []
         kinds: set[int] = set()
 
         def note(name: bytes, link: Any) -> None:
-            found.append(name)
+            names.append(name)
             kinds.add(link.type)
 
         group.id.links.iterate(note, info=True)
-    for name in found:
+    for name in names:
         try:
             name.decode()
         except UnicodeDecodeError:
-            raise FieldError(f"{printable(path)}: a name in {before!r} is not UTF-8: {name!r}: rename it") from None
-    return found, kinds == {h5py.h5l.TYPE_HARD}
+            raise FieldError(f"{printable(path)}: the name {name!r} in {before!r} is not UTF-8: rename it") from None
+    return names, kinds == {h5py.h5l.TYPE_HARD}
 
 
 def _differs(where: str, name: str, found: tuple[Any, Any], first: tuple[Any, Any]) -> FieldError:
     return FieldError(
-        f"{where}: {name!r} is {found[1]} {list(found[0])}, but {first[1]} {list(first[0])} in the first "
-        "sample: samples may differ only in length, their first axis"
+        f"{where} has {found[1]} {list(found[0])} as {name!r}, but the first sample has {first[1]} {list(first[0])}: "
+        "samples may differ only in the length of the first axis"
     )
 
 
 class _Lister:
-    """List a range of the samples of a file in a child process."""
-
     def __init__(
         self,
         path: Path,
@@ -201,9 +200,9 @@ class _Lister:
         return KeyedIndex(blob, ends, {name: field.index() for name, field in fields.items()}, columns)
 
     def _add(self, key: str, fields: Mapping[str, _FieldLister]) -> None:
-        where = f"{printable(self._path)}: {printable(f'{self._before}/{key}'.lstrip('/'))}"
+        where = f"{printable(self._path)}: sample {printable(f'{self._before}/{key}'.lstrip('/'))}"
         item = h5py.h5o.open(self._group.id, key.encode()) if self._all_hard else self._find(self._group, key)
-        owners = [item]  # of attributes
+        owners = [item]  # the objects that may have the attributes
         for name, inner in self._inner.items():
             dataset = self._find(item, inner) if inner else item
             if not isinstance(dataset, h5py.h5d.DatasetID):
@@ -215,12 +214,12 @@ class _Lister:
             values.append(read_attribute(owner, name, where, FieldError))
 
     def _find(self, start: Any, path: str) -> Any:
-        found = follow(start.id if isinstance(start, h5py.Group) else start, path)
-        if found is None and isinstance(start, (h5py.Group, h5py.h5g.GroupID)):  # a link, or nothing
+        item = follow(start.id if isinstance(start, h5py.Group) else start, path)
+        if item is None and isinstance(start, (h5py.Group, h5py.h5g.GroupID)):  # the path may contain a link
             group = start if isinstance(start, h5py.Group) else h5py.Group(start)
-            other = self._guard.find(group, path)
-            found = None if other is None else other.id
-        return found
+            target = self._guard.find(group, path)
+            item = None if target is None else target.id
+        return item
 
     def _column(self, name: str, values: Sequence[Any]) -> np.ndarray:
         try:
@@ -231,8 +230,6 @@ class _Lister:
 
 
 class _FieldLister:
-    """List one field of samples."""
-
     def __init__(self, file: h5py.File, guard: Guard, name: str) -> None:
         self._file, self._guard, self._name = file, guard, name
         self._file_bytes = file.id.get_filesize()
@@ -253,7 +250,9 @@ class _FieldLister:
             self._first = dataset.get_type(), shape, number.dtype.newbyteorder("=")
             self._stored_here = number.dtype.kind in "biuf" and is_stored_as(number, self._first[2])
             if self._first[2].kind not in "biuf":
-                raise FieldError(f"{where}: {self._name!r} is of type {number.dtype}, not of numbers: leave it out")
+                raise FieldError(
+                    f"{where} has values {self._name!r} of type {number.dtype}, not numbers: leave the field out"
+                )
         kind, first, dtype = self._first
         if dataset.get_type() != kind or len(shape) != len(first) or shape[1:] != first[1:]:
             self._check(dataset, where)
@@ -273,8 +272,8 @@ class _FieldLister:
 
     def _check(self, dataset: Any, where: str) -> None:
         if dataset.shape is None or is_variable(dataset.get_type()):
-            raise FieldError(f"{where}: {self._name!r} is empty, or has values of variable length: leave it out")
-        self._guard.check_field(h5py.Dataset(dataset), where.partition(": ")[2])
+            raise FieldError(f"{where} has no {self._name!r}, or values of variable length: leave the field out")
+        self._guard.check_field(h5py.Dataset(dataset), where.partition(": sample ")[2])
 
     def _place(self, dataset: Any, shape: tuple[int, ...], where: str) -> tuple[int, int]:
         """Return the place and kind of a sample. Raises FileError if it extends beyond the end of the file."""
@@ -287,7 +286,7 @@ class _FieldLister:
         offset = dataset.get_offset() if not self._has_block or dataset.get_storage_size() else None
         if offset is not None:
             if not 0 <= offset <= self._file_bytes - num_bytes:
-                raise FileError(f"{where}: {self._name!r} extends beyond the end of the file: it is damaged")
+                raise FileError(f"{where} is damaged: {self._name!r} extends beyond the end of the file")
             return offset, CONTIGUOUS
         properties = dataset.get_create_plist()
         layout = properties.get_layout()
@@ -299,7 +298,7 @@ class _FieldLister:
         return 0, THROUGH_HDF5
 
     def _compact(self, dataset: Any) -> tuple[int, int]:
-        """Find the values of a dataset in its object header; any place with equal bytes will do."""
+        """Find the values of a dataset in its object header. Any place with equal bytes is suitable."""
         values = np.empty(dataset.shape, self._first[2]) if self._first else np.empty(0)
         dataset.read(h5py.h5s.ALL, h5py.h5s.ALL, values)
         start = int(h5py.h5g.get_objinfo(dataset).objno[0])
@@ -321,7 +320,7 @@ class _FieldLister:
         if kind is None or len(found) != num_chunks:
             self._check(dataset, where)
         if len(found) != num_chunks:
-            return 0, THROUGH_HDF5  # never written, or listed wrongly
+            return 0, THROUGH_HDF5  # chunks were never written, or are listed wrongly
         starts = [*product(*(range(0, side, step) for side, step in zip(shape, chunk, strict=True)))]
         if any(start not in found for start in starts):
             return 0, THROUGH_HDF5
@@ -350,4 +349,4 @@ class _FieldLister:
         for offset, size, _ in chunks:
             is_wrong = size != chunk_bytes if not filters else not 0 < size <= 2 * chunk_bytes + FILTER_BYTES
             if is_wrong or offset + size > self._file_bytes:
-                raise FileError(f"{where}: {self._name!r} has a chunk of {size} bytes at {offset}: it is damaged")
+                raise FileError(f"{where} is damaged: {self._name!r} has a chunk of {size} bytes at {offset}")

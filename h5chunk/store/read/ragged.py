@@ -1,7 +1,7 @@
-"""Describe fields whose samples differ in length: rows of a sparse matrix, images of any size, and arrays.
+"""Describe fields whose samples differ in length: rows of a sparse matrix, images of any size, and other arrays.
 
-`h5chunk.store.format.spec` specifies the layout of the first two: arrays of entries, and the index at which each sample
-starts. The arrays are the runs of one dataset, with their offsets or lengths in another.
+`h5chunk.store.format.spec` specifies how rows and images are stored: as arrays of entries, with the index at which each
+sample starts. Other arrays are runs of one dataset, and a second dataset has their offsets or lengths.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ SLACK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class RaggedField:
-    """A field whose samples are runs of entries of different lengths; ``dataset`` is the path of its group.
+    """A field whose samples are runs of entries of different lengths. ``dataset`` is the path of its group.
 
-    ``chunk_samples`` is the number of samples in a nominal chunk; ``filtered`` is whether entries are compressed.
+    ``chunk_samples`` is the number of samples in a nominal chunk. ``filtered`` is True if entries are compressed.
     """
 
     name: str
@@ -82,7 +82,7 @@ class RaggedField:
 
 @dataclass(frozen=True, kw_only=True)
 class ImagesField(RaggedField):
-    """Images of any size; ``form`` is encoded or raw (pixels), and an entry is a byte."""
+    """Images of any size. ``form`` is encoded, or raw for pixels. An entry is a byte."""
 
     form: str
     channels: int
@@ -134,7 +134,7 @@ class SeriesField(RaggedField):
 
 @dataclass(frozen=True)
 class FlatSamples:
-    """Where the samples of a `SeriesField` are: the datasets with their steps, and with their offsets or lengths."""
+    """The datasets of a `SeriesField`: one with the steps of all samples, and one with their offsets or lengths."""
 
     values: str
     table: str
@@ -142,12 +142,12 @@ class FlatSamples:
 
 
 def describe_series(file: h5py.File, path: Path, name: str, samples: FlatSamples, guard: Guard) -> SeriesField:
-    """Describe samples that are stored one after the other. Raises FieldError if the datasets cannot hold them."""
+    """Describe samples that are stored one after the other. Raises FieldError if the datasets are not suitable."""
     found = []
     for dataset in (samples.values, samples.table):
         item = guard.find(file, dataset)
         if not isinstance(item, h5py.Dataset):
-            raise FieldError(f"{printable(path)}: has no dataset {dataset!r}: h5chunk info lists what it has")
+            raise FieldError(f"{printable(path)} has no dataset {dataset!r}: run h5chunk info to list its datasets")
         guard.check_field(item, dataset)
         found.append(item)
     values, table = found
@@ -159,7 +159,7 @@ def describe_series(file: h5py.File, path: Path, name: str, samples: FlatSamples
         text = f"{samples.table!r} is {table.dtype} {table.shape}"
         raise FieldError(f"{printable(path)}: {text}: {kind} must be integers in one dimension")
     chunk_samples = plan_layout(max(1, num_rows), max(1, values.nbytes // max(1, num_rows))).chunk_samples
-    if filtered := values.id.get_create_plist().get_nfilters() > 0:  # at least the samples of a compressed chunk
+    if filtered := values.id.get_create_plist().get_nfilters() > 0:  # use at least the samples of a compressed chunk
         chunk_samples = max(chunk_samples, math.ceil(values.chunks[0] * num_rows / max(1, len(values))))
     chunk_samples = max(1, min(chunk_samples, num_rows))
     return SeriesField(
@@ -177,7 +177,7 @@ def describe_series(file: h5py.File, path: Path, name: str, samples: FlatSamples
 
 
 def find_image_groups(names: Iterable[str]) -> list[str]:
-    """Find the groups of images of any size among the names of datasets of an h5chunk file.
+    """Find the groups of images of any size in an h5chunk file. ``names`` are the paths of all datasets.
 
     >>> find_image_groups(["images/data", "images/offsets", "images/heights", "labels"])
     ['images']
@@ -198,7 +198,7 @@ def describe_images(group: h5py.Group, path: Path, name: str, chunk_samples: int
     num_rows, num_bytes = len(parts["heights"]), len(parts["data"])
     for part, length in {"offsets": num_rows + 1, "widths": num_rows, "orientations": num_rows}.items():
         if len(parts[part]) != length:
-            raise FileError(f"{where}: {num_rows} heights, but {len(parts[part])} {part}")
+            raise FileError(f"{where}: it has {num_rows} heights, but {len(parts[part])} {part}")
     form, channels = small_attribute(group, "form", b""), small_attribute(group, "channels", 0)
     if form not in (b"encoded", b"raw") or channels not in (1, 3):
         raise FileError(f"{where}: its form is {form!r} with {channels!r} channels")
@@ -209,7 +209,7 @@ def describe_images(group: h5py.Group, path: Path, name: str, chunk_samples: int
 
 
 class ImageSizes(NamedTuple):
-    """Heights and widths after EXIF rotation, and the EXIF orientations, of all images of a field: (num_rows,) each."""
+    """Heights and widths after EXIF rotation, and EXIF orientations, of all images of a field: (num_rows,) each."""
 
     heights: np.ndarray
     widths: np.ndarray
@@ -253,13 +253,13 @@ def read_indptr(file: h5py.File, path: Path, field: RaggedField) -> np.ndarray:
     try:
         indptr: np.ndarray = dataset[:].astype(np.int64)
     except OSError as error:
-        raise FileError(f"{where}: {pointers} cannot be read: {error}") from error
+        raise FileError(f"{where}: {pointers} cannot be read ({error})") from error
     if isinstance(field, SeriesField) and field.has_lengths:
-        return _ends(indptr, num_entries, f"{where}: {pointers}") * entry_items
+        return _ends(indptr, num_entries, f"{printable(path)}: {pointers}") * entry_items
     if indptr[0] != 0 or indptr[-1] != num_entries:
         remedy = ""
         if isinstance(field, SeriesField):
-            remedy = ": give the first row of each sample, and finally the number of rows"
+            remedy = ". Give the first row of each sample, and finally the number of rows"
         raise FileError(
             f"{where} is damaged: {pointers} runs from {indptr[0]} to {indptr[-1]} instead of from 0 to "
             f"{num_entries}{remedy}"
@@ -275,8 +275,8 @@ def _ends(lengths: np.ndarray, num_entries: int, where: str) -> np.ndarray:
     wrong = (lengths < 0) | (lengths > num_entries)
     if wrong.any():
         row = int(wrong.argmax())
-        raise FileError(f"{where} has the length {lengths[row]} for sample {row}: all values are {num_entries} steps")
+        raise FileError(f"{where} has the length {lengths[row]} for sample {row}, but all values have {num_entries}")
     ends = np.concatenate([[0], np.cumsum(lengths)])
     if ends[-1] != num_entries or (ends[1:] < ends[:-1]).any():
-        raise FileError(f"{where} has lengths that add up to {ends[-1]}, but the values are {num_entries} steps")
+        raise FileError(f"{where} has lengths that add up to {ends[-1]}, but the values have {num_entries} steps")
     return ends

@@ -1,6 +1,6 @@
 """Read rows of any HDF5 file whose samples are along the first axis, through HDF5's chunk cache.
 
-A reader can be sent between processes, and opens the file in each process at the first read. The rows of a request are
+A reader can be sent to other processes, and each process opens the file at its first read. The rows of a request are
 sorted and read chunk by chunk, so that a request reads no chunk twice.
 """
 
@@ -51,20 +51,20 @@ SMALL_FIELD_BYTES = 8 << 20  # fields of at most this size, except the main fiel
 
 
 class H5Reader:
-    """Read fields of one file; `h5chunk.store.read.fileset.FileSet` reads several files as one.
+    """A reader of fields of one file. `h5chunk.store.read.fileset.FileSet` reads several files as one.
 
-    ``fields`` maps field names to the paths of datasets, of groups with a CSR matrix, or of `FlatSamples`; by default
-    these are the fields that the file records, or ``images``, or the matrix ``X``, and ``labels``. ``checksums`` is
+    ``fields`` maps field names to the paths of datasets, of groups with a CSR matrix, or to `FlatSamples`. By default
+    these are the fields that the file records, or else ``images`` or the matrix ``X``, and ``labels``. ``checksums`` is
     when chunks of an h5chunk file are compared with their checksums: "off", "first" (at this process's first read) or
     "always". ``file`` is the open file, if it is open already.
 
-    ``ragged`` is the field that is a matrix or images of any size, if there is one. The ``main`` field is ``ragged`` or
-    else the field with the largest samples; its chunks have ``chunk_samples`` samples. ``starts``, (num_files + 1,)
+    ``ragged`` is the field that is a matrix or images of any size, if there is one. The ``main`` field is ``ragged``,
+    or else the field with the largest samples. Its chunks have ``chunk_samples`` samples. ``starts``, (num_files + 1,)
     int64, is the first sample of each file, and finally the number of samples.
     """
 
-    chunk_starts: np.ndarray | None = None  # first sample of each chunk; None if all but the last have chunk_samples
-    mirror: Mirror | None = None  # of a remote object, whose local copy is at ``path``
+    chunk_starts: np.ndarray | None = None  # first sample of each chunk; None if all have ``chunk_samples`` samples
+    mirror: Mirror | None = None  # the mirror of a remote object, whose local copy is at ``path``
     is_set = False  # whether there are several files
     is_remote = False  # whether at least one file is a remote object
     why_no_labels: str = ""  # the reason why labels are not read by default, or empty
@@ -82,7 +82,7 @@ class H5Reader:
         self.path, self.mirror = Path(path), local_copy_of(path)
         self.trusted, self.checksums = trusted, checksums
         self.is_remote = self.mirror is not None
-        self.stamp = stamp_of(self.path)  # compared after opening, to notice a replacement
+        self.stamp = stamp_of(self.path)  # compared after opening, to detect a replaced file
         with opened(self.path) if file is None else nullcontext(file) as file:
             self.header: Header | None = read_header(file)
             is_default = fields is None
@@ -108,12 +108,12 @@ class H5Reader:
         if len(ragged) > 1:
             all_matrices = all(isinstance(field, MatrixField) for field in ragged)
             which = "sparse matrices" if all_matrices else "fields whose samples differ in length"
-            raise FieldError(f"{printable(self.path)}: fields has {len(ragged)} {which}: choose one of them")
+            raise FieldError(f"{printable(self.path)}: fields has {len(ragged)} {which}: choose one")
         self.ragged: RaggedField | None = ragged[0] if ragged else None
         lengths = {name: field.grid.shape[0] for name, field in self.fields.items()}
         if len(set(lengths.values())) > 1:
             listed = ", ".join(f"{self.fields[name].dataset!r} has {length}" for name, length in lengths.items())
-            raise FieldError(f"{printable(self.path)}: fields differ in length: {listed}: name fields of one length")
+            raise FieldError(f"{printable(self.path)}: fields differ in length ({listed}): name fields of one length")
         self.num_samples = next(iter(lengths.values()))
         self._caches: dict[str, CacheSettings] = {}
         self._opened: tuple[int, dict[str, _Handle | CsrHandle | VlenHandle]] | None = None
@@ -131,11 +131,11 @@ class H5Reader:
 
     @property
     def readers(self) -> tuple[H5Reader, ...]:
-        """The readers of all files; for a single file, this reader."""
+        """The readers of all files. For a single file, this is the reader itself."""
         return self._readers or (self,)
 
     def by_file(self, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """Group rows by file: yield the index of a file, and the positions of its rows in ``rows``, ascending."""
+        """Group rows by file. Yields the index of a file and the positions of its rows in ``rows``, ascending."""
         if not len(rows):
             return
         if len(self.readers) == 1:
@@ -148,7 +148,10 @@ class H5Reader:
             yield int(files[positions[0]]), positions
 
     def cache_bytes(self, main: CacheSettings) -> int:
-        """Return the maximum total size in bytes of the main field's caches in one process, over all files."""
+        """Return the maximum total bytes of the main field's caches in one process.
+
+        ``main`` is the cache of this field.
+        """
         return main.nbytes
 
     @property
@@ -161,7 +164,7 @@ class H5Reader:
     def fingerprint(self) -> int:
         """A CRC-32 of the names, shapes and dtypes of the fields and of all checksums, which is equal for copies.
 
-        Only h5chunk files have checksums: other HDF5 files that differ only in their values have equal fingerprints.
+        Only h5chunk files have checksums. Other HDF5 files that differ only in their values have equal fingerprints.
         """
         facts = [
             (name, field.dataset, tuple(map(int, field.grid.shape)), field.dtype.str)
@@ -189,7 +192,9 @@ class H5Reader:
     def sample_lengths(self) -> np.ndarray:
         """The length of each sample along its first axis: (n,) int64. Raises FieldError if no field has lengths."""
         if not isinstance(self.ragged, SeriesField):
-            raise FieldError(f"{printable(self.path)}: no field has samples that differ in length (offsets, lengths)")
+            raise FieldError(
+                f"{printable(self.path)}: no field has samples that differ in length: name one with offsets or lengths"
+            )
         return np.diff(self.indptr) // self.ragged.step_items
 
     @cached_property
@@ -212,7 +217,7 @@ class H5Reader:
 
     @property
     def recommendation(self) -> Recommended | None:
-        """The window in chunks, and the cache of one process, as stored by `h5chunk tune` or else in the header."""
+        """The window in chunks, and the cache of one process, stored by `h5chunk tune` or else in the header."""
         facts = {"num_samples": self.num_samples, "chunk_samples": self.chunk_samples}
         stored = read_recommendation(self.path, dataset=self.main.dataset, **facts)
         if stored is not None or self.header is None:
@@ -223,7 +228,7 @@ class H5Reader:
     def recommended_window(self) -> int:
         """Number of chunks to shuffle together: the recommendation, or else as many as fit in the default memory.
 
-        It is smaller if some chunks of a matrix have far more entries than others, because the bytes of a window are
+        It is reduced if some chunks of a matrix have far more entries than others, because the bytes of a window are
         limited.
         """
         if recommended := self.recommendation:
@@ -235,7 +240,7 @@ class H5Reader:
         return bounded_window(window_chunks, fullest_chunks(self.indptr, self.chunk_samples))
 
     def set_caches(self, main: CacheSettings) -> None:
-        """Set the cache of the main field, and caches of the other fields for as many samples, before the next read."""
+        """Set the cache of the main field. The caches of other fields are chosen for as many samples."""
         room_samples = main.nbytes // max(1, self.main.grid.band_bytes) * self.chunk_samples
         caches = {}
         for field in self.fields.values():
@@ -256,7 +261,8 @@ class H5Reader:
     def read(self, name: str, rows: np.ndarray, out: np.ndarray | CsrBuffers) -> None:
         """Read rows of a field, (n,) int64, in any order and possibly repeated, into ``out``.
 
-        ``out`` is C-contiguous, (n, *sample_shape) of the field's dtype; for a matrix, CsrBuffers with ``starts`` set.
+        ``out`` is a C-contiguous array, (n, *sample_shape) of the field's dtype. For a matrix it is a `CsrBuffers` with
+        ``starts`` set.
         """
         handle = self._handles()[name]
         try:
@@ -269,12 +275,12 @@ class H5Reader:
             self.check_unchanged()
             remedy = ""
             if "plugin" in str(error) or "filter" in str(error):
-                remedy = ': if a filter is missing, pip install "h5chunk[codecs]"'
+                remedy = '. If a filter is missing, run pip install "h5chunk[codecs]"'
             raise FileError(f"{printable(self.path)}: field {name!r} cannot be read: {error}{remedy}") from error
         self.check_unchanged()  # HDF5 returns zeros for the missing part of a truncated file
 
     def _handles(self) -> dict[str, _Handle | CsrHandle | VlenHandle]:
-        """Return the datasets that this process has open, by field; those of a forked parent are never used."""
+        """Return the datasets that this process has open, by field. Those of a forked parent are never used."""
         if self._opened is not None and self._opened[0] == os.getpid():
             return self._opened[1]
         handles: dict[str, _Handle | CsrHandle | VlenHandle] = {}
@@ -310,7 +316,7 @@ class H5Reader:
         self.close()
 
     def close(self) -> None:
-        """Close the file in this process; the next read opens it again."""
+        """Close the file in this process. The next read opens it again."""
         self._opened = None
 
     def __getstate__(self) -> dict[str, object]:
@@ -331,12 +337,12 @@ class _Handle:
         dataset = h5py.Dataset(self.id)
         self._checks: ChunkChecks | None = None
         if dataset.chunks and dataset.size and not is_listed_wrongly(dataset):
-            list_chunks(dataset)  # lists and checks the chunks; byte ranges were checked when they were listed
+            list_chunks(dataset)  # raises an error if the chunks are damaged
         if field.name in sums and dataset.size:
             self._checks = ChunkChecks(Path(file.filename), field.name, list_chunks(dataset), sums[field.name])
         self._clears = leaves_memory(dataset)
         self._space = self.id.get_space()
-        # dtype.str drops the names of an enum's values: HDF5 would change values that have no name
+        # dtype.str drops the names of an enum's values, because HDF5 would change values that have no name
         dtype = field.dtype if field.dtype.kind == "S" else np.dtype(field.dtype.str)
         self._kind = h5py.h5t.py_create(dtype, logical=True)
         self._row = h5py.h5s.create_simple((1, *field.sample_shape))
@@ -348,7 +354,10 @@ class _Handle:
         self._scratch = np.empty((0, *self._shape), field.dtype)
 
     def read(self, rows: np.ndarray, out: np.ndarray) -> None:
-        """Read rows chunk by chunk: with one call per chunk if it reads few unused rows, otherwise row by row."""
+        """Read rows chunk by chunk.
+
+        A chunk is read with one call if that reads few unused rows, otherwise row by row.
+        """
         if not len(rows):
             return
         if self._checks is not None:

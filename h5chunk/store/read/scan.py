@@ -1,6 +1,6 @@
-"""Read the stored chunks of a dataset, and find damaged chunks by verifying checksums, or by decoding.
+"""Read the stored chunks of a dataset, and find damaged chunks by verifying checksums or by decoding.
 
-Threads read the chunks by byte ranges, outside HDF5's lock; HDF5 reads only chunks with unsupported filters.
+Threads read the chunks by byte ranges, outside HDF5's lock. HDF5 reads only chunks with unsupported filters.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Damage:
     field: str  # path of the dataset in the file
     chunk: int  # index of the chunk, in row-major order
     first_sample: int
-    last_sample: int  # included
+    last_sample: int  # of the chunk, included
     offset: int  # position of the chunk in the file
     num_bytes: int
     problem: str
@@ -58,20 +58,22 @@ class Damage:
     def __str__(self) -> str:
         sums = ""
         if self.expected is not None and self.actual is not None and self.expected != self.actual:
-            sums = f": expected {self.expected:08x}, found {self.actual:08x}"
+            sums = f" (expected {self.expected:08x}, found {self.actual:08x})"
         samples = f"samples {self.first_sample} to {self.last_sample}"
         return printable(f"{self.field}, chunk {self.chunk}, {samples}: {self.problem}{sums}")
 
 
 class CheckedDataset:
-    """Check the chunks of one dataset, which is not virtual, has no external storage, and must stay open.
+    """The chunks of one dataset, which are checked for damage. The dataset must stay open.
 
-    ``expected``, (num_chunks,) uint32, are the recorded checksums; ``on_values`` is called with undamaged values.
-    Raises FileError if the index of the chunks is inconsistent.
+    The dataset must not be virtual or have external storage. ``expected``, (num_chunks,) uint32, are the recorded
+    checksums. ``on_values`` is called with undamaged values. Raises FileError if the index of the chunks is
+    inconsistent.
 
     ``method`` is how chunks are checked: `CHECKSUM`, `DECODING`, or `READING`, which only finds errors of the disk.
-    ``table`` has no chunks if the data is stored in the dataset's header, or if chunks cannot be listed; ``unlisted``
-    is then the reason. ``num_unwritten`` chunks were never written; their elements read as ``reads_as``.
+    ``table`` has no chunks if the data is stored in the dataset's header, or if chunks cannot be listed. In the latter
+    case ``unlisted`` is the reason. ``num_unwritten`` chunks were never written, and their elements read as
+    ``reads_as``.
     """
 
     def __init__(
@@ -124,7 +126,7 @@ class CheckedDataset:
         memory_bytes: int = MEMORY_BYTES,
         on_checked: Callable[[np.ndarray], None] = lambda chunks: None,
     ) -> Generator[tuple[int, list[Damage]]]:
-        """Check chunks, (n,) int64 ascending, in threads; yield the bytes read and the damage of each part.
+        """Check chunks, (n,) int64 ascending, in threads. Yields the bytes read and the damage of each part.
 
         The threads call ``on_checked`` with the chunks of each undamaged part.
         """
@@ -146,16 +148,16 @@ class CheckedDataset:
         remedy: str = "",
         **options: Any,
     ) -> None:
-        """Raise FileError if a chunk is damaged; the message includes ``consequence`` and ``remedy``.
+        """Raise FileError if a chunk is damaged. The message contains ``consequence`` and ``remedy``.
 
-        ``on_read`` is called with the bytes read since the last call; ``options`` are other arguments of `check`.
+        ``on_read`` is called with the bytes read since the last call. ``options`` are other arguments of `check`.
         """
         with closing(self.check(chunks, descriptor, **options)) as parts:  # stop all threads after an error
             for num_bytes, damages in parts:
                 for damage in damages:
                     raise FileError(
-                        f"{self._label}: chunk {damage.chunk} of {self.name!r} {damage.problem}: {consequence}: "
-                        f"h5chunk verify lists all damage, and repairs it with --repair{remedy}"
+                        f"{self._label}: chunk {damage.chunk} of {self.name!r} {damage.problem}, so {consequence}. Run "
+                        f"h5chunk verify to list all damage, and with --repair SOURCE to repair images{remedy}"
                     )
                 on_read(num_bytes)
 
@@ -185,17 +187,17 @@ class CheckedDataset:
         room = size
         if not self.filtered:  # the chunk is read in pieces of whole elements
             room = min(size, PART_BYTES // self._item_bytes * self._item_bytes or self._item_bytes)
-        memory, found = scratch(self._local, "stored", room), 0
+        memory, actual = scratch(self._local, "stored", room), 0
         first = chunk * (self.chunk_bytes // self._item_bytes)
         for start in range(0, size, room):
             piece = memory[: size - start]
             read_bytes(descriptor, offset + start, piece.data, lambda _: f"{self._where}, chunk {chunk}")
-            found = crc32(piece, found)
+            actual = crc32(piece, actual)
             if room < size and self._on_values is not None:
                 self._on_values(first + start // self._item_bytes, piece)
         expected = None if self._expected is None else int(self._expected[chunk])
-        if expected not in (None, found):
-            return self._damage(chunk, "does not match its checksum", expected, found)
+        if expected not in (None, actual):
+            return self._damage(chunk, "does not match its checksum", expected, actual)
         values = memory
         if self._raw is not None:
             values = scratch(self._local, "decoded", self.chunk_bytes)
@@ -205,7 +207,7 @@ class CheckedDataset:
                 else:
                     self._raw.decode_stored(chunk, memory, values)
             except FileError as error:
-                return self._damage(chunk, f"cannot be decoded: {self._reason(chunk, error)}", expected, found)
+                return self._damage(chunk, f"cannot be decoded ({self._reason(chunk, error)})", expected, actual)
         if self._on_values is not None and room == size and (self._raw is not None or not self.filtered):
             self._on_values(first, values)
         return None
@@ -214,5 +216,7 @@ class CheckedDataset:
         return Damage(self.name, chunk, *self.table.rows(chunk), *self.location(chunk), problem, expected, actual)
 
     def _reason(self, chunk: int, error: FileError) -> str:
-        text = str(error).removeprefix(f"{self._where}, chunk {chunk}: ")
-        return text.removeprefix("cannot be read: ").removesuffix(": it is damaged")
+        text = str(error).removeprefix(f"{self._where}, chunk {chunk}")
+        if text.startswith(damaged := " is damaged ("):
+            return text[len(damaged) : -1]
+        return text.removeprefix(": ").removeprefix("cannot be read: ")

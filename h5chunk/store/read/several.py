@@ -33,11 +33,11 @@ from h5chunk.store.read.vlen import VlenField
 from h5chunk.store.read.volumes import PatchReader
 from h5chunk.store.read.windows import WindowReader
 
-NOTABLE = 1.01  # higher read amplification is reported
+NOTABLE = 1.01  # read amplification above this is reported
 
 
 class OpenFiles:
-    """The file descriptors of a set of files, which are opened on first use; safe for any number of threads."""
+    """The file descriptors of a set of files, which are opened on first use. Any number of threads may use them."""
 
     def __init__(self, reader: H5Reader) -> None:
         self._readers = reader.readers
@@ -46,7 +46,7 @@ class OpenFiles:
         self._lock = threading.Lock()
 
     def descriptor_of(self, number: int) -> int:
-        """Return the descriptor of a file. Raises FileError if it cannot be opened, or has changed."""
+        """Return the descriptor of a file. Raises FileError if it cannot be opened or has changed."""
         number = self._first[number]
         descriptor = self._open[number]
         if descriptor is None:
@@ -61,7 +61,7 @@ class OpenFiles:
         self._readers[number].check_unchanged()
 
     def close(self) -> None:
-        """Close the files; no task may be running."""
+        """Close the files. No task may be running."""
         for descriptor in self._open:
             if descriptor is not None:
                 os.close(descriptor)
@@ -69,7 +69,7 @@ class OpenFiles:
 
 
 def _first_of_file(readers: Sequence[H5Reader]) -> list[int]:
-    """Return, for each reader, the index of the first reader of the same file, whose descriptor they share."""
+    """Return, for each reader, the index of the first reader of the same file. They share a descriptor."""
     first: dict[Path, int] = {}
     return [first.setdefault(reader.path, number) for number, reader in enumerate(readers)]
 
@@ -88,12 +88,12 @@ def _open_checked(reader: H5Reader, num_files: int) -> int:
 
 
 def open_descriptors(reader: H5Reader) -> int | OpenFiles:
-    """Open the files of a reader; return the descriptor of a single file, or `OpenFiles` for several files."""
+    """Open the files of a reader. Returns the descriptor of a single file, or `OpenFiles` for several files."""
     return OpenFiles(reader) if len(reader.readers) > 1 else _open_checked(reader, 1)
 
 
 def close_descriptors(opened: int | OpenFiles) -> None:
-    """Close what `open_descriptors` returned."""
+    """Close the descriptors that `open_descriptors` returned."""
     if isinstance(opened, OpenFiles):
         opened.close()
     else:
@@ -114,7 +114,7 @@ def remote_ranges(tasks: Iterable[Any], descriptor: Any) -> dict[Mirror, Ranges]
 
 
 def hold_ranges(ranges: Mapping[Mirror, Ranges], then: Callable[[FileError | None], None]) -> list[Hold]:
-    """Hold byte ranges of remote objects; ``then`` is called once they are local, or with the error if this failed."""
+    """Hold byte ranges of remote objects. ``then`` is called with None once they are local, or with an error."""
     joint = Countdown[FileError | None](then)
     holds = [mirror.hold(offsets, sizes, joint.add()) for mirror, (offsets, sizes) in ranges.items()]
     joint.end(None)
@@ -123,7 +123,7 @@ def hold_ranges(ranges: Mapping[Mirror, Ranges], then: Callable[[FileError | Non
 
 @contextmanager
 def held_ranges(ranges: Mapping[Mirror, Ranges]) -> Iterator[None]:
-    """Context manager that fetches byte ranges of remote objects and holds them. Raises FileError if fetching fails."""
+    """Fetch byte ranges of remote objects, and hold them within a context. Raises FileError if fetching fails."""
     future = Future[FileError | None]()
     holds = hold_ranges(ranges, future.set_result)
     try:
@@ -136,10 +136,10 @@ def held_ranges(ranges: Mapping[Mirror, Ranges]) -> Iterator[None]:
 
 
 class FilesField(ByteReader):
-    """Read a field of several files, with tasks that are called with `OpenFiles` instead of a descriptor.
+    """A byte-range reader of one field of several files. Its tasks are called with `OpenFiles` instead of a descriptor.
 
-    ``fields`` has the byte reader of each file, None for a file without samples. All files share the memory for cached
-    chunks that a single file would use.
+    ``fields`` has the byte reader of each file, or None for a file without samples. All files together may use as much
+    memory for cached chunks as a single file.
     """
 
     def __init__(self, reader: H5Reader, name: str, fields: Sequence[ByteReader | None]) -> None:
@@ -163,7 +163,7 @@ class FilesField(ByteReader):
             chunks.share_kept(self.chunks[0])
 
     def tasks(self, rows: np.ndarray, destinations: np.ndarray, out: Any) -> Iterator[ReadTask]:
-        """See `ByteReader.tasks`; small tasks of several files are joined."""
+        """Yield tasks as `ByteReader.tasks` does. Small tasks of several files are joined."""
         joined: list[tuple[ReadTask, int]] = []
         total = 0
         for number, positions in self._reader.by_file(rows):
@@ -198,7 +198,7 @@ class FilesField(ByteReader):
 
 
 class EpisodesField(FilesField):
-    """Read a field of the episodes of one file, with tasks that take its descriptor."""
+    """A byte-range reader of one field of the episodes of one file. Its tasks are called with the file's descriptor."""
 
     def tasks(self, rows: np.ndarray, destinations: np.ndarray, out: Any) -> Iterator[ReadTask]:
         for number, positions in self._reader.by_file(rows):
@@ -210,7 +210,7 @@ class EpisodesField(FilesField):
 
 
 class RowsAt(ByteReader):
-    """Read the uncompressed rows of a field of all episodes of a file by the offset of each row."""
+    """A byte-range reader of an uncompressed field of all episodes of a file, with the offset of each row."""
 
     is_plain = reads_rows = True
 
@@ -239,7 +239,7 @@ class RowsAt(ByteReader):
 
 
 class FileTasks:
-    """Several tasks, with the indices of their files, that one thread runs one after another."""
+    """Several tasks and the indices of their files. One thread runs them one after another."""
 
     def __init__(self, parts: list[tuple[ReadTask, int]]) -> None:
         self._parts = parts
@@ -263,7 +263,7 @@ class FileTasks:
 def direct_fields(reader: H5Reader) -> tuple[dict[str, ByteReader], dict[str, str]]:
     """Return the byte readers of the fields that can be read by byte ranges, and for the other fields the reason.
 
-    Raises FileError if a file is damaged, or was changed.
+    Raises FileError if a file is damaged or was changed.
     """
     if not reader.num_samples:
         return {}, dict.fromkeys(reader.fields, "it is empty")
@@ -275,8 +275,8 @@ def direct_fields(reader: H5Reader) -> tuple[dict[str, ByteReader], dict[str, st
     by_file: dict[str, list[Any]] = {name: [] for name in reader.fields}
     why: dict[str, str] = {}
     for single in reader.readers:
-        found, reasons = _of_file(single)
-        for name, own in found.items():
+        readers, reasons = _byte_readers_of_file(single)
+        for name, own in readers.items():
             by_file[name].append(own)
         for name, reason in reasons.items():
             why.setdefault(name, f"{printable(single.path)}: {reason}" if len(reader.readers) > 1 else reason)
@@ -287,10 +287,13 @@ def direct_fields(reader: H5Reader) -> tuple[dict[str, ByteReader], dict[str, st
     }, why
 
 
-def _of_file(single: H5Reader) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the byte readers of the fields of one file, None if it is empty, and the reasons why there is none."""
+def _byte_readers_of_file(single: H5Reader) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the byte readers of the fields of one file, and the reasons why other fields have none.
+
+    A reader is None if the file is empty.
+    """
     if isinstance(single, KeyedReader):
-        return _of_samples(single)
+        return _byte_readers_of_samples(single)
     joined = single if isinstance(single, EpisodeFile) else None
     found: dict[str, Any] = {}
     if joined is not None:
@@ -302,25 +305,25 @@ def _of_file(single: H5Reader) -> tuple[dict[str, Any], dict[str, str]]:
         single.check_unchanged()
         for name in left:
             try:
-                parts = [_of_dataset(each, file, name) for each in (joined.episodes.readers if joined else [single])]
+                readers = joined.episodes.readers if joined else [single]
+                parts = [_byte_reader(reader, file, name) for reader in readers]
                 found[name] = parts[0] if joined is None else EpisodesField(joined.episodes, name, parts)
             except NotDirect as error:
                 why[name] = str(error)
     return found, why
 
 
-def _of_samples(reader: KeyedReader) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the byte readers of samples that are datasets, like `_of_file`."""
-    found, why = {}, {}
+def _byte_readers_of_samples(reader: KeyedReader) -> tuple[dict[str, Any], dict[str, str]]:
+    readers, why = {}, {}
     for name in reader.fields:
         try:
-            found[name] = KeyedBytes(reader, name)
+            readers[name] = KeyedBytes(reader, name)
         except NotDirect as error:
             why[name] = str(error)
-    return found, why
+    return readers, why
 
 
-def _of_dataset(single: H5Reader, file: h5py.File, name: str) -> ByteReader | None:
+def _byte_reader(single: H5Reader, file: h5py.File, name: str) -> ByteReader | None:
     field = single.fields[name]
     if not single.num_samples:
         return None
@@ -335,18 +338,19 @@ def find_offsets(joined: EpisodeFile) -> None:
     """Set the offsets of the rows of uncompressed fields, so that the file need not be listed again."""
     with opened(joined.path) as file:
         for name, starts in joined.starts_of.items():
-            found = [_offsets(*each, file, name) for each in zip(joined.episodes.readers, starts.tolist(), strict=True)]
-            known = [each for each in found if each is not None]
-            if len(known) == len(found):
+            episodes = zip(joined.episodes.readers, starts.tolist(), strict=True)
+            offsets = [_offsets(reader, start, file, name) for reader, start in episodes]
+            known = [rows for rows in offsets if rows is not None]
+            if len(known) == len(offsets):
                 joined.offsets[name] = np.concatenate(known)
 
 
 def _offsets(episode: H5Reader, start: int, file: h5py.File, name: str) -> np.ndarray | None:
-    """Return the offset of each row of an episode; None if rows are not stored as they are."""
+    """Return the offset of each row of an episode, or None if a row is compressed or cut into pieces."""
     if start >= 0:
         return start + np.arange(episode.num_samples) * episode.fields[name].grid.sample_bytes
     try:
-        part = _of_dataset(episode, file, name)
+        part = _byte_reader(episode, file, name)
     except NotDirect:
         return None
     if part is None:
@@ -357,10 +361,10 @@ def _offsets(episode: H5Reader, start: int, file: h5py.File, name: str) -> np.nd
 def read_amplification(
     reader: H5Reader, rows: np.ndarray | None, direct: Mapping[str, ByteReader], in_memory: Collection[str] = ()
 ) -> float:
-    """Return the ratio of bytes read to bytes used for these samples; 1.0 for no samples, or all (``rows`` is None).
+    """Return the ratio of bytes read to bytes used for these samples, or 1.0 if ``rows`` is empty or None.
 
     Bytes are counted after decoding, and each chunk counts once, as if a cache held all open chunks. Fields in
-    ``direct`` are read by byte ranges, the others through HDF5. Fields in ``in_memory`` do not count.
+    ``direct`` are read by byte ranges, and other fields through HDF5. Fields in ``in_memory`` do not count.
     """
     names = [name for name in reader.fields if name not in in_memory]
     used = 0 if rows is None else sum(_bytes_of(reader, name, rows) for name in names)
@@ -377,7 +381,7 @@ def read_amplification(
 
 
 def _bytes_of(reader: H5Reader, name: str, rows: np.ndarray) -> int:
-    """Return the number of bytes of these samples of a field; repeated samples count each time."""
+    """Return the number of bytes of these samples of a field. Repeated samples are counted repeatedly."""
     field = reader.fields[name]
     if isinstance(field, RaggedField):
         return int((reader.indptr[rows + 1] - reader.indptr[rows]).sum()) * field.entry_bytes
@@ -385,7 +389,10 @@ def _bytes_of(reader: H5Reader, name: str, rows: np.ndarray) -> int:
 
 
 def _bytes_by_hdf5(reader: H5Reader, name: str, rows: np.ndarray) -> int:
-    """Estimate the bytes read through HDF5's chunk cache: whole chunks, except of large uncompressed samples."""
+    """Estimate the bytes that are read through HDF5's chunk cache.
+
+    Chunks are read completely, except for large uncompressed samples.
+    """
     field, grid = reader.fields[name], reader.fields[name].grid
     if isinstance(field, Field):
         if not grid.needs_cache or not grid.band_samples:

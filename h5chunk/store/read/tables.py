@@ -21,20 +21,20 @@ ROW_IDS, COLUMN_IDS, SYMBOLS = "row_ids", "column_ids", "column_symbols"
 def read_table(reader: H5Reader, name: str) -> np.ndarray:
     """Read a table of one file by its name in the group ``/h5chunk``: (n,) numbers, or bytes in UTF-8.
 
-    Raises FieldError if the file does not have the table, or reading it requires ``trusted``; FileError if it is
-    damaged.
+    Raises FieldError if the file does not have the table, or if reading it requires ``trusted``. Raises FileError if
+    the table is damaged.
     """
     values = find_table(reader, name)
     if values is None:
         reason = "its source had none (ratings, AnnData and 10x files have them)"
         if reader.header is None:
             reason = "only files that h5chunk converted, AnnData files and 10x files have names and ids"
-        raise FieldError(f"{printable(reader.path)}: has no {name}: {reason}")
+        raise FieldError(f"{printable(reader.path)} has no {name}: {reason}")
     return values
 
 
 def find_table(reader: H5Reader, name: str) -> np.ndarray | None:
-    """Read a table like `read_table`, but return None if the file does not have it."""
+    """Read a table as `read_table` does, but return None if the file does not have it."""
     if reader.header is None:
         return _read_foreign_table(reader, name)
     try:
@@ -84,7 +84,7 @@ def _table_paths(file: h5py.File, guard: Guard, name: str, matrix: str) -> Itera
 
 
 def _values(item: h5py.Dataset, where: str) -> np.ndarray:
-    """Read a one-dimensional dataset of numbers or strings; strings are returned as bytes."""
+    """Read a one-dimensional dataset of numbers or strings. Strings are returned as bytes."""
     if item.ndim != 1 or item.dtype.kind not in "biufSO":
         raise FieldError(f"{where} is {item.dtype} {item.shape}: names must be strings or numbers in one dimension")
     with errors_as(FileError, f"{where} is damaged"):
@@ -99,11 +99,14 @@ def _values(item: h5py.Dataset, where: str) -> np.ndarray:
 
 
 def check_same(tables: Sequence[tuple[H5Reader, str]], noun: str, remedy: str) -> None:
-    """Raise FieldError if the tables of several files differ; the message shows how."""
-    found = [(reader.path, find_table(reader, name)) for reader, name in tables]
-    named = [(printable(path), names) for path, names in found if names is not None]
+    """Raise FieldError if the tables of several files differ.
+
+    ``noun`` names the contents of the tables in the message.
+    """
+    contents = [(reader.path, find_table(reader, name)) for reader, name in tables]
+    named = [(printable(path), names) for path, names in contents if names is not None]
     for path, names in named[1:]:
         first_path, first = named[0]
         if not np.array_equal(names, first):
             difference = difference_text(names.tolist(), first.tolist(), path, first_path)
-            raise FieldError(f"{path}: its {noun} differ from those of {first_path}: {difference}: {remedy}")
+            raise FieldError(f"{path}: its {noun} differ from those of {first_path} ({difference}): {remedy}")

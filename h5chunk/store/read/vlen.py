@@ -1,6 +1,6 @@
 """Read datasets whose elements are arrays of variable length, without HDF5, which trusts the lengths in the file.
 
-Each element is a pointer into the heap of the file, which is walked once to find where every array is stored. Source:
+Each element is a pointer into the heap of the file. The heap is read once to find where every array is stored. Source:
 HDF5 File Format Specification, III.E (global heap) and VIII.B (disk format of variable-length data).
 """
 
@@ -20,7 +20,7 @@ from h5chunk.store.hdf5.raw_chunks import RawChunks
 from h5chunk.store.hdf5.strings import POINTER
 from h5chunk.store.read.ragged import SeriesField
 
-REMEDY = "write its values one after the other, with their offsets: ChunkDataset(path, offsets=...)"
+REMEDY = "write its values one after the other, and their offsets to another dataset (offsets=...)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,15 +31,15 @@ class VlenField(SeriesField):
 
 
 def describe_vlen(dataset: h5py.Dataset, path: Path, name: str) -> VlenField:
-    """Describe a dataset of arrays of variable length. Raises UnsupportedError unless they can be read directly."""
+    """Describe a dataset of arrays of variable length. Raises UnsupportedError unless they can be read without HDF5."""
     where = f"{printable(path)}: {dataset.name!r}"
     base = dataset.id.get_type().get_super()
     is_number = isinstance(base, (h5py.h5t.TypeIntegerID, h5py.h5t.TypeFloatID))
     dtype = base.dtype if is_number else None
     if dtype is None or not dtype.isnative or not base.equal(h5py.h5t.py_create(dtype)):
-        raise UnsupportedError(f"{where} has arrays of {dtype or 'no numbers'} in a format that is not read: {REMEDY}")
+        raise UnsupportedError(f"{where} has arrays of an unsupported type ({dtype or 'no numbers'}): {REMEDY}")
     if dataset.ndim != 1 or dataset.file.id.get_create_plist().get_sizes()[0] != 8:
-        raise UnsupportedError(f"{where} has arrays along {dataset.ndim} axes, or short addresses: {REMEDY}")
+        raise UnsupportedError(f"{where} has {dataset.ndim} axes, or addresses of less than 8 bytes: {REMEDY}")
     num_rows, total = len(dataset), int(np.diff(read_vlen_indptr(dataset, path, dtype.itemsize)).sum())
     chunk_samples = plan_layout(max(1, num_rows), max(1, total * dtype.itemsize // max(1, num_rows))).chunk_samples
     chunk_samples = max(1, min(chunk_samples, num_rows))
@@ -47,7 +47,7 @@ def describe_vlen(dataset: h5py.Dataset, path: Path, name: str) -> VlenField:
 
 
 def read_pointers(dataset: h5py.Dataset, path: Path) -> np.ndarray:
-    """Read the pointers of all elements: (n,) `POINTER`; elements that were never written are empty."""
+    """Read the pointers of all elements: (n,) `POINTER`. Elements that were never written are empty."""
     where = f"{printable(path)}: {dataset.name!r}"
     properties = dataset.id.get_create_plist()
     try:

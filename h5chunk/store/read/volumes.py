@@ -1,4 +1,4 @@
-"""Open the volumes of HDF5 files, one dataset each, and read patches of them as the samples of a reader."""
+"""Open the volumes of HDF5 files, and read patches of them as the samples of a reader. A volume is one dataset."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from h5chunk.store.read.fields import Field, describe_field
 from h5chunk.store.read.files import natural
 from h5chunk.store.read.reader import H5Reader
 
-WINDOW_BYTES = 512 << 20  # decoded bytes of the chunks for the cells that are shuffled together
-HELD_BYTES = 256 << 20  # bytes of the patches of these cells
+WINDOW_BYTES = 512 << 20  # limit on the decoded bytes of the chunks for cells that are shuffled together
+HELD_BYTES = 256 << 20  # limit on the bytes of the patches of cells that are shuffled together
 
 
 @dataclass(frozen=True)
 class VolumeField:
-    """A field of patches: one dataset per volume, with ``leading`` axes before the spatial axes, and others after them.
+    """A field of patches. Each volume has one dataset, with ``leading`` axes before its spatial axes.
 
-    ``halo`` is the width of the border around a patch along each spatial axis, and ``padding`` is how patches are
-    filled outside of the volume: edge, reflect, or a number.
+    ``halo`` is the width of the border around a patch along each spatial axis. ``padding`` is how patches are filled
+    outside of the volume: edge, reflect, or a number.
     """
 
     name: str
@@ -60,7 +60,7 @@ class VolumeField:
         return self.grids[volume].shape[self.leading : self.leading + len(self.size)]
 
     def boxes(self, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the first index of patches along each axis, possibly negative, and the end: (n, axes) each."""
+        """Return the start and end of patches along each axis, (n, axes) int64 each. A start may be negative."""
         shape = np.array(self.box_shape())
         low = np.zeros((len(starts), len(shape)), np.int64)
         low[:, self.leading : self.leading + len(self.size)] = starts - np.array(self.halo)
@@ -68,7 +68,7 @@ class VolumeField:
 
 
 class PatchReader(H5Reader):
-    """Present patches of volumes as the samples of a reader; ``plan`` has their positions."""
+    """A reader whose samples are patches of volumes. ``plan`` has their positions."""
 
     def __init__(self, files: Sequence[Path], fields: Mapping[str, VolumeField], plan: Any, trusted: bool) -> None:
         readers = [H5Reader(file, _some_field(fields, number), trusted=trusted) for number, file in enumerate(files)]
@@ -83,7 +83,6 @@ class PatchReader(H5Reader):
         self.set_plan(plan)
 
     def set_plan(self, plan: RandomPatches | Tiles) -> None:
-        """Set the positions of patches."""
         self.__dict__.pop("fingerprint", None)
         self.plan, self.num_samples, self.chunk_starts = plan, plan.num_samples, plan.chunk_starts
         self.starts = np.array([0, self.num_samples])
@@ -98,7 +97,7 @@ class PatchReader(H5Reader):
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of the patches of a cell, or of the decoded chunks that it needs, whichever is more."""
+        """The decoded bytes of the chunks of a cell, or the bytes of its patches if they are more."""
         return max(self.plan.cell_bytes, self.chunk_samples * self.main.grid.sample_bytes)
 
     @property
@@ -108,42 +107,38 @@ class PatchReader(H5Reader):
 
     @property
     def recommended_window(self) -> int:
-        """See `H5Reader.recommended_window`."""
         patches = self.chunk_samples * self.main.grid.sample_bytes
         return max(1, min(WINDOW_BYTES // max(1, self.chunk_bytes), HELD_BYTES // max(1, patches)))
 
     @cached_property
     def fingerprint(self) -> int:
-        """See `H5Reader.fingerprint`; it covers all files, the shapes of all volumes, and the positions of patches."""
-        found = zlib.crc32(repr([(each.datasets, each.box_shape(), each.padding, str(each.dtype),
-                                  [grid.shape for grid in each.grids]) for each in self.volume_fields.values()]
-                                ).encode())  # fmt: skip
-        return zlib.crc32(repr((self._facts, self.plan.identity)).encode(), found)
+        """A CRC-32 of the fingerprints of all files, the shapes of all volumes, and the positions of patches."""
+        fields = zlib.crc32(repr([(each.datasets, each.box_shape(), each.padding, str(each.dtype),
+                                   [grid.shape for grid in each.grids]) for each in self.volume_fields.values()]
+                                 ).encode())  # fmt: skip
+        return zlib.crc32(repr((self._facts, self.plan.identity)).encode(), fields)
 
     def set_caches(self, main: CacheSettings) -> None:
         """Do nothing, because volumes are read through HDF5 only if byte ranges are not possible."""
 
     def actual_caches(self) -> dict[str, CacheSettings]:
-        """Return no caches: see `set_caches`."""
+        """Return no caches, because `set_caches` sets none."""
         return {}
 
     def cache_bytes(self, main: CacheSettings) -> int:
-        """See `H5Reader.cache_bytes`."""
         return 0
 
     def check_unchanged(self, descriptor: int | None = None) -> None:
-        """See `H5Reader.check_unchanged`."""
         if not self._readers:
             super().check_unchanged(descriptor)
         for reader in self._readers:
             reader.check_unchanged()
 
     def check_metadata(self) -> None:
-        """See `H5Reader.check_metadata`."""
         self.direct_fields()
 
     def direct_fields(self) -> tuple[dict[str, ByteReader], dict[str, str]]:
-        """See `h5chunk.store.read.several.direct_fields`."""
+        """Return the byte readers of fields, and for the other fields the reason why they have none."""
         volumes: dict[str, list[VolumeBytes]] = {name: [] for name in self.fields}
         why: dict[str, str] = {}
         for number, reader in enumerate(self.readers):
@@ -158,7 +153,6 @@ class PatchReader(H5Reader):
         return {name: PatchBytes(self, name, own) for name, own in volumes.items() if name not in why}, why
 
     def read(self, name: str, rows: np.ndarray, out: np.ndarray | CsrBuffers) -> None:
-        """See `H5Reader.read`."""
         assert isinstance(out, np.ndarray)
         each = self.volume_fields[name]
         volumes, starts = self.plan.boxes(rows)
@@ -177,7 +171,7 @@ class PatchReader(H5Reader):
         self.check_unchanged()
 
     def read_box(self, number: int, dataset: str, box: Sequence[slice]) -> np.ndarray:
-        """Read a box of a dataset of file ``number`` through HDF5."""
+        """Read a box of a dataset through HDF5. ``number`` is the index of the file."""
         if self._opened is None or self._opened[0] != os.getpid():
             self._opened = os.getpid(), {}
         files: Any = self._opened[1]
@@ -196,7 +190,7 @@ def _some_field(fields: Mapping[str, VolumeField], number: int) -> dict[str, str
 
 
 def probe_volumes(*opened_as: Any) -> None:
-    """Open volumes, and list their chunks: see `open_volumes`."""
+    """Open volumes, and list their chunks. The arguments are those of `open_volumes`."""
     fields, _ = open_volumes(*opened_as)
     with opened(opened_as[0][0]) as file:
         for each in fields.values():
@@ -212,10 +206,11 @@ def open_volumes(
     leading: Mapping[str, Callable[[int], int]],
     trusted: bool,
 ) -> tuple[dict[str, VolumeField], list[str]]:
-    """Open the datasets of all volumes, and return the fields, without halo, and the volumes' names.
+    """Open the datasets of all volumes. Returns the fields, which have no halo yet, and the names of the volumes.
 
-    A field with a ``*`` in its path has several datasets. Datasets of different fields in which the ``*`` matches the
-    same text belong to the same volume. ``leading`` returns the number of axes before the spatial axes.
+    A field with a ``*`` in its path has several datasets. Datasets of different fields belong to the same volume if the
+    ``*`` matches the same text. ``leading`` has, for each field, a function that converts the number of axes of a
+    dataset to the number of axes before its spatial axes.
     """
     found: dict[str, VolumeField] = {}
     names: list[str] = []
@@ -227,11 +222,11 @@ def open_volumes(
             for name, own in listed.items():
                 if own.keys() != {*texts}:
                     odd = printable(min(own.keys() ^ {*texts}))
-                    raise FieldError(f"{printable(path)}: fields differ in their volumes: only some have {odd!r}")
+                    raise FieldError(f"{printable(path)}: only some of the fields have the volume {odd!r}")
                 for text in texts:
                     described = describe_field(file, path, name, own[text], None, guard)
                     if not isinstance(described, Field) or described.dtype.kind == "S":
-                        raise FieldError(f"{printable(path)}: {own[text]!r} does not hold numbers")
+                        raise FieldError(f"{printable(path)}: {own[text]!r} does not contain numbers")
                     grid, dtype = described.grid, described.dtype
                     if len(grid.shape) < len(size):
                         raise FieldError(
@@ -246,7 +241,7 @@ def open_volumes(
                     if first.dtype != dtype or _other_axes(first, -1) != _other_axes(first, 0):
                         raise FieldError(
                             f"{printable(path)}: {own[text]!r} has the type {dtype} and the shape {grid.shape}, but "
-                            f"another volume {first.dtype} and {first.grids[0].shape}: only sizes in space may differ"
+                            f"another volume has {first.dtype} and {first.grids[0].shape}: only spatial axes may differ"
                         )
         names += [f"{shown(path)}: {text}" if text else shown(path) for text in texts]
     _check_same_space(found, names)
@@ -264,15 +259,15 @@ def _check_same_space(fields: Mapping[str, VolumeField], names: Sequence[str]) -
         for each in fields.values():
             if each.space(number) != main.space(number):
                 raise FieldError(
-                    f"{printable(name)}: {each.name!r} has the shape {each.space(number)} in space, but {main.name!r} "
-                    f"{main.space(number)}: their voxels must be the same"
+                    f"{printable(name)}: {each.name!r} has the spatial shape {each.space(number)}, but {main.name!r} "
+                    f"has {main.space(number)}: both must be equal"
                 )
         if not all(main.space(number)):
-            raise FieldError(f"{printable(name)}: {main.name!r} is empty: its shape is {main.space(number)}")
+            raise FieldError(f"{printable(name)}: {main.name!r} is empty, with the shape {main.space(number)}")
 
 
 def _list_datasets(file: h5py.File, path: Path, guard: Guard, pattern: str) -> dict[str, str]:
-    """Return the datasets that a path with at most one ``*`` matches, by the text that the ``*`` matches."""
+    """Return the datasets that a path matches, by the text that its ``*`` matches. It may have at most one ``*``."""
     parts = pattern.strip("/").split("/")
     stars = [number for number, part in enumerate(parts) if "*" in part]
     if not stars:
@@ -289,7 +284,7 @@ def _list_datasets(file: h5py.File, path: Path, guard: Guard, pattern: str) -> d
     )
     paths = {name: "/".join([*before, name, *after]) for name in matching}
     start, end = part.split("*")
-    found = {name[len(start) : len(name) - len(end)]: each for name, each in paths.items() if guard.find(file, each)}
-    if not found:
+    datasets = {name[len(start) : len(name) - len(end)]: each for name, each in paths.items() if guard.find(file, each)}
+    if not datasets:
         raise FieldError(f"{printable(path)}: no dataset matches {pattern!r}")
-    return found
+    return datasets

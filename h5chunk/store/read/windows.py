@@ -1,7 +1,7 @@
-"""Read windows of frames as samples: a sample consists of several rows of each field of a reader of frames.
+"""Read windows of frames as samples. A sample consists of several rows of each field of a reader of frames.
 
-The reader of the frames lists chunks, verifies checksums and decodes. `WindowReader.rows_of` converts samples to rows,
-and `WindowBytes` passes these rows on in ascending order, so that a chunk is decoded once for all windows that are read
+The reader of the frames lists chunks, verifies checksums and decodes. `WindowReader.rows_of` converts samples to rows.
+`WindowBytes` passes these rows on in ascending order, so that a chunk is decoded once for all windows that are read
 together. To support another kind of sample that consists of rows, replace ``rows_of``.
 """
 
@@ -24,15 +24,15 @@ from h5chunk.store.read.direct import ByteReader
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.reader import H5Reader
 
-SHARED = 4  # a chunk of windows has at least so many times the time steps of a window
+SHARED = 4  # minimum length of a chunk of windows, as a multiple of a window's length
 
 
 class WindowReader(H5Reader):
-    """Present windows of the rows of ``frames`` as the samples of a reader.
+    """A reader whose samples are windows of the rows of ``frames``.
 
     ``anchors``, (n,) int64 and ascending, is the row of each window's step 0. ``borders``, (num_episodes + 1,) int64,
     is the first row of each episode, and finally the number of rows. ``steps`` maps each field to the offsets of its
-    frames from the anchor; offsets beyond an episode repeat its first or last frame.
+    frames from the anchor. Offsets beyond an episode repeat its first or last frame.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class WindowReader(H5Reader):
         self.chunk_samples = max(1, round(self.num_samples / max(1, len(self.chunk_starts) - 1)))
 
     def _chunks_together(self) -> int:
-        """Return how many chunks of frames to take as one, so that most windows of a chunk share their frames."""
+        """Return how many chunks of frames to join to one chunk, so that most windows of the chunk share frames."""
         frames = self.frames
         wanted = plan_layout(max(1, frames.num_samples), max(1, frames.main.grid.sample_bytes)).chunk_samples
         dense = [self.steps[name] for name in self.steps if not self._is_sparse(name)]
@@ -71,20 +71,20 @@ class WindowReader(H5Reader):
         return Field(name, field.dataset, ChunkGrid(shape, None, field.dtype.itemsize, False), field.dtype)
 
     def rows_of(self, name: str, samples: np.ndarray) -> np.ndarray:
-        """Return the rows of the frames of a field in these samples: (n, num_frames) int64."""
+        """Return the rows of the frames in these samples of a field: (n, num_frames) int64."""
         rows = self.anchors[samples, None] + self.steps[name]
         return np.clip(rows, self._first[samples, None], self._last[samples, None])
 
     def distinct_rows(self, name: str, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows of all frames of these samples, ascending, and the position in them of each frame.
+        """Return the distinct rows of all frames of these samples, and the position of each frame among them.
 
-        The rows are (m,) int64 and distinct; if most frames between the first and last of a window belong to it, all of
-        these are among them. The positions are (n, num_frames) int64.
+        The rows, (m,) int64, are ascending. If a window uses most frames between its first and last one, they include
+        all of these frames. The positions are (n, num_frames) int64.
         """
         rows = self.rows_of(name, samples)
         if self._is_sparse(name) or not len(rows):
-            found, positions = np.unique(rows, return_inverse=True)
-            return found, positions.reshape(rows.shape)
+            distinct, positions = np.unique(rows, return_inverse=True)
+            return distinct, positions.reshape(rows.shape)
         order = np.argsort(rows[:, 0], kind="stable")
         lows, highs = rows[order, 0], np.maximum.accumulate(rows[order, -1])
         apart = np.append(True, lows[1:] > highs[:-1] + 1)  # runs of rows that overlapping windows share
@@ -106,10 +106,10 @@ class WindowReader(H5Reader):
         return np.clip(anchors + steps[0], *limits), np.clip(anchors + steps[-1], *limits)
 
     def frames_of_chunks(self, name: str, samples: np.ndarray, lanes: int, *, once: bool) -> Callable[[int], int]:
-        """Return a function that bounds the frames of a load of n windows from above.
+        """Return a function that computes the maximum number of frames in a load of n windows.
 
-        ``samples``, (m,) int64 and ascending, are those that an order uses, each ``once`` in an epoch or more often.
-        They come chunk by chunk, like rows of a matrix: see `h5chunk.plan.csr.entries_of_chunks`.
+        ``samples``, (m,) int64 and ascending, are the samples that an order uses. If ``once``, an epoch uses each of
+        them only once. They are used chunk by chunk, like the rows of a matrix in `h5chunk.plan.csr.entries_of_chunks`.
         """
         assert self.chunk_starts is not None
         starts = starts_of_runs(np.searchsorted(self.chunk_starts, samples, "right"))
@@ -131,7 +131,7 @@ class WindowReader(H5Reader):
         return max_frames
 
     def frames_of_pieces(self, name: str) -> Callable[[int], int]:
-        """Return a function that bounds the frames of loads of n consecutive windows from above."""
+        """Return a function that computes the maximum number of frames in a load of n consecutive windows."""
         lows, highs = self._ends_of(name, np.arange(self.num_samples))
 
         def max_frames(num_samples: int) -> int:
@@ -145,20 +145,20 @@ class WindowReader(H5Reader):
         return self.rows_of(name, samples) != self.anchors[samples, None] + self.steps[name]
 
     def byte_reader(self, name: str, frames: ByteReader) -> ByteReader:
-        """Return the reader of a field's windows, given the reader of its frames."""
+        """Return the byte reader of a field's windows. ``frames`` is the byte reader of its frames."""
         return WindowBytes(self, name, frames)
 
     @cached_property
     def fingerprint(self) -> int:
-        """See `H5Reader.fingerprint`; it covers the frames, and the rows of all windows."""
-        found = zlib.crc32(repr({name: steps.tolist() for name, steps in self.steps.items()}).encode())
+        """A CRC-32 of the fingerprint of the frames, and of the rows of all windows."""
+        fingerprint = zlib.crc32(repr({name: steps.tolist() for name, steps in self.steps.items()}).encode())
         for table in (self.anchors, self._first, self._last):
-            found = zlib.crc32(table.tobytes(), found)
-        return zlib.crc32(str(self.frames.fingerprint).encode(), found)
+            fingerprint = zlib.crc32(table.tobytes(), fingerprint)
+        return zlib.crc32(str(self.frames.fingerprint).encode(), fingerprint)
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of the frames of a chunk, which are held once."""
+        """Bytes of the distinct frames of a chunk."""
         return self.frames.chunk_bytes * self._joined
 
     @property
@@ -167,17 +167,16 @@ class WindowReader(H5Reader):
         return
 
     def set_caches(self, main: CacheSettings) -> None:
-        """See `H5Reader.set_caches`; the cache of the frames holds as many chunks as ``main`` holds of windows."""
+        """Set the caches of the frames. They hold as many chunks of frames as ``main`` holds chunks of windows."""
         grid = self.frames.main.grid
         bands = min(grid.num_bands, 2 + main.nbytes // max(1, self.frames.chunk_bytes)) if grid.chunks else 0
         self.frames.set_caches(grid.cache_for(bands))
 
     def actual_caches(self) -> dict[str, CacheSettings]:
-        """See `H5Reader.actual_caches`."""
         return self.frames.actual_caches()
 
     def read(self, name: str, rows: np.ndarray, out: np.ndarray | CsrBuffers) -> None:
-        """Read a field of samples through HDF5, and each frame only once: see `H5Reader.read`."""
+        """Read samples of a field through HDF5, with each frame read only once."""
         assert isinstance(out, np.ndarray)
         frames, where = np.unique(self.rows_of(name, rows), return_inverse=True)
         values = np.empty((len(frames), *out.shape[2:]), out.dtype)
@@ -185,15 +184,12 @@ class WindowReader(H5Reader):
         out[...] = values[where.reshape(out.shape[:2])]
 
     def check_unchanged(self, descriptor: Any = None) -> None:
-        """See `H5Reader.check_unchanged`."""
         self.frames.check_unchanged(descriptor)
 
     def check_metadata(self) -> None:
-        """See `H5Reader.check_metadata`."""
         self.frames.check_metadata()
 
     def close(self) -> None:
-        """See `H5Reader.close`."""
         self.frames.close()
 
     def __getstate__(self) -> dict[str, object]:
@@ -201,7 +197,10 @@ class WindowReader(H5Reader):
 
 
 class WindowBytes(ByteReader):
-    """Read the windows of one field by byte ranges; memory for the whole field holds ``frames``."""
+    """A byte-range reader of the windows of one field.
+
+    If the field is kept in memory, its frames are, not its windows.
+    """
 
     def __init__(self, reader: WindowReader, name: str, frames: ByteReader) -> None:
         self.name, self._reader, self.frames = name, reader, frames
@@ -209,7 +208,7 @@ class WindowBytes(ByteReader):
         self.is_plain, self.chunks = frames.is_plain, frames.chunks
 
     def tasks(self, rows: np.ndarray, destinations: np.ndarray, out: np.ndarray) -> Iterator[ReadTask]:
-        """See `ByteReader.tasks`; rows are sorted, because windows overlap."""
+        """Yield tasks as `ByteReader.tasks` does. Rows are sorted, because windows overlap."""
         frames = self._reader.rows_of(self.name, rows)
         places = destinations[:, None] * frames.shape[1] + np.arange(frames.shape[1])
         order = np.argsort(frames, axis=None, kind="stable")

@@ -1,7 +1,7 @@
 """Read rows of any dataset of fixed-size elements as bytes, whatever its type and chunks, to rewrite a file.
 
 No value is converted. If `h5chunk.store.hdf5.codecs` can decode the chunks, threads read and decode them in parallel,
-outside HDF5's lock; otherwise HDF5 decodes them one after another. Chunks that were never written read as the fill
+outside HDF5's lock. Otherwise HDF5 decodes them one after another. Chunks that were never written read as the fill
 value, or as zeros if there is none.
 """
 
@@ -23,12 +23,12 @@ from h5chunk.store.write.spool import TemporaryBytes
 
 TABLE_BYTES = 40  # memory per chunk while a chunk table is listed
 SPILLED_PARTS = 3  # maximum size of a chunk, as a multiple of part_bytes, if a single thread reads
-ANY_THREADS = 1 << 10  # no limit on the number of threads that read chunks without decoding them
-BLOCK_BYTES = 1 << 20  # samples that are assembled at a time, so that they fit in the CPU's cache
+ANY_THREADS = 1 << 10  # effectively no limit on the threads that read chunks without decoding them
+BLOCK_BYTES = 1 << 20  # bytes of samples that are assembled at a time, which fit in the CPU's cache
 
 
 class SpilledChunks:
-    """Hold one decoded band (the chunks of the same rows) in a temporary file, because it does not fit in memory."""
+    """A temporary file for one decoded band (the chunks of the same rows), which does not fit in memory."""
 
     def __init__(self, chunks: RawChunks, per_band: int, folder: Path) -> None:
         self._chunks, self._per_band, self._folder = chunks, per_band, folder
@@ -50,17 +50,17 @@ class SpilledChunks:
         self._file.read(within * size + start, out)
 
     def close(self) -> None:
-        """Close and remove the file."""
+        """Close the file, which removes it."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 class RawRows:
-    """Read rows of a dataset of fixed-size elements, which must stay open.
+    """A reader of the rows of a dataset of fixed-size elements, which must stay open.
 
     At most ``num_threads`` threads may read at the same time. The ``band_rows`` rows of a band share their chunks and
-    are best read together; if ``whole_bands``, reading a part of a band takes as long as reading all of it. Decoded
+    are best read together. If ``whole_bands``, reading a part of a band takes as long as reading all of it. Decoded
     chunks that do not fit in memory are held in a temporary file in ``folder``.
     """
 
@@ -74,7 +74,9 @@ class RawRows:
             count = math.prod(-(-size // chunk) for size, chunk in zip(shape, chunk_shape, strict=True))
             if count * TABLE_BYTES > shares.part_bytes * 4:
                 need = human_bytes(count * TABLE_BYTES)
-                raise OptionError(f"{where} has {count} chunks, whose table needs {need}: allow more memory")
+                raise OptionError(
+                    f"{where} has {count} chunks, whose table needs {need}: use more memory (--memory-bytes)"
+                )
         table = None if is_compact or is_listed_wrongly(dataset) else list_chunks(dataset)
         self._chunks = chunks = RawChunks(dataset, descriptor, where, table)
         self._shape, self._chunk_shape = shape[1:], chunk_shape[1:]
@@ -93,7 +95,7 @@ class RawRows:
         if chunks.decodes and not is_compact and self._per_band * chunks.chunk_bytes > shares.part_bytes:
             if chunks.chunk_bytes > SPILLED_PARTS * shares.part_bytes:
                 need = human_bytes(chunks.chunk_bytes)
-                raise OptionError(f"{where} has compressed chunks of {need}, above the memory limit: allow more memory")
+                raise OptionError(f"{where} has compressed chunks of {need}: use more memory (--memory-bytes)")
             self._spilled = SpilledChunks(chunks, self._per_band, folder)
             self.num_threads, self.whole_bands = 1, False
 

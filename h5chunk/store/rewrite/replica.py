@@ -1,8 +1,8 @@
 """Copy a file with its objects, links and attributes, but without the values of some datasets.
 
-Datasets with a new layout are only allocated; other modules write their values later. HDF5 copies all other objects
+Datasets with a new layout are only allocated, and other modules write their values later. HDF5 copies all other objects
 (``h5o.copy``), with chunks as they are stored. References are replaced by references to the new objects. Values with
-references or variable-length parts are copied as Python objects, chunk by chunk; if their order changes, the old values
+references or variable-length parts are copied as Python objects, chunk by chunk. If their order changes, the old values
 are read once for each part of the new values that fits in memory.
 """
 
@@ -44,7 +44,7 @@ class NewLayout:
 
     chunks: tuple[int, ...] | None  # None: contiguous
     filters: tuple[Filter, ...] = ()
-    written: bool = True  # False: nothing is written, so that all elements are the fill value and need no space
+    written: bool = True  # False: no values are written, so that all elements read as the fill value
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,12 @@ def create_replica(
 
 
 def region_key(path: bytes) -> str:
-    """Return the key of a dataset in the regions of `create_replica`: its path as text, even if it is not UTF-8."""
+    """Return the path of a dataset as text, even if it is not UTF-8. `create_replica` uses it as a key."""
     return path.decode("utf-8", "surrogateescape")
 
 
 class _Copier:
-    """Copy attributes and values from an open file to another one that has the same objects.
+    """Copies attributes and values from an open file to another one that has the same objects.
 
     References contain addresses, which differ between the files, so they are replaced by references to the same paths.
     ``lost`` collects messages about content that could not be preserved.
@@ -111,7 +111,7 @@ class _Copier:
         self.lost: list[str] = []
 
     def type_of(self, kind: h5t.TypeID) -> h5t.TypeID:
-        """Return a type for the target file: the named type at the same path, or a copy of an unnamed type."""
+        """Return a type for the target file. It is the named type at the same path, or a copy of an unnamed type."""
         if kind.committed():
             path = self._paths.get(h5o.get_info(kind).addr)
             if path is not None and h5o.exists_by_name(self._target, path):
@@ -119,7 +119,7 @@ class _Copier:
         return kind.copy()
 
     def attributes(self, old: Any, new: Any, where: str, skip: Collection[bytes] = ()) -> None:
-        """Copy the attributes of a low-level object, except for ``skip``; ``where`` names the object in messages."""
+        """Copy the attributes of a low-level object, except for ``skip``. Messages call the object ``where``."""
         for name in attribute_names(old):
             if name not in skip:
                 attribute = h5a.open(old, name)
@@ -176,7 +176,7 @@ class _Copier:
 
 
 class _Maker:
-    """Create the objects of the new file: first all objects and links, then attributes, then values."""
+    """Creates the objects of the new file: first all objects and links, then attributes, then values."""
 
     def __init__(
         self, source: h5py.File, target: h5py.File, survey: Survey, changes: Changes, copied: Callable[[int], None]
@@ -194,10 +194,10 @@ class _Maker:
         objects = [facts.path for facts in datasets if facts.has_references or facts.has_named_type]
         copied_here = [path for path in objects if path not in changes.layouts]
         self._by_value = dict.fromkeys([*copied_here, *changes.permuted])  # datasets that this class copies
-        self._bare: set[bytes] = set()  # paths of objects that HDF5 copied without their attributes
+        self._bare: set[bytes] = set()  # paths of objects that HDF5 copies without their attributes
 
     def make_nodes(self) -> None:
-        """Create all objects and links; attributes only where HDF5 copies an object with them."""
+        """Create all objects and links. Only objects that HDF5 copies may already have attributes."""
         parent: bytes | None = None
         for node in self._nodes:
             if node.parent != parent:
@@ -221,11 +221,11 @@ class _Maker:
                 self._copy(old, new, node, links)
 
     def _is_made(self, path: bytes) -> bool:
-        """Return whether this class creates the dataset, rather than letting HDF5 copy it."""
+        """Return whether this class creates the dataset. Otherwise HDF5 copies it."""
         return path in self._changes.layouts or path in self._by_value
 
     def _copy(self, old: h5g.GroupID, new: h5g.GroupID, node: Node, links: h5p.PropLCID | None) -> None:
-        """Let HDF5 copy an object; without its attributes if HDF5 would crash on them or copy them incompletely."""
+        """Let HDF5 copy an object. Attributes that would crash HDF5, or would be copied incompletely, are left out."""
         options = h5p.create(h5p.OBJECT_COPY)
         item = h5o.open(old, node.name)
         kinds = [h5a.open(item, name).get_type() for name in attribute_names(item)]
@@ -279,7 +279,7 @@ def _copy_orders(old: Any, new: Any) -> None:
 
 
 def _properties(old: h5p.PropDCID, layout: NewLayout) -> h5p.PropDCID:
-    """Return the creation properties of a dataset with a new layout; other properties are preserved."""
+    """Return the creation properties of a dataset with a new layout. Other properties are preserved."""
     new = old.copy()
     for code in [old.get_filter(number)[0] for number in range(old.get_nfilters())]:
         new.remove_filter(code)
@@ -291,13 +291,13 @@ def _properties(old: h5p.PropDCID, layout: NewLayout) -> h5p.PropDCID:
         new.set_filter(filter_.code, h5z.FLAG_OPTIONAL, filter_.values)
     plain = layout.written and not layout.filters
     new.set_alloc_time(h5d.ALLOC_TIME_EARLY if plain else h5d.ALLOC_TIME_INCR)
-    if layout.written:  # otherwise values stay unwritten: the fill value, or nothing
+    if layout.written:  # otherwise values read as the fill value, if there is one
         new.set_fill_time(h5d.FILL_TIME_NEVER if plain else h5d.FILL_TIME_IFSET)
     return new
 
 
 def _permute_values(old: h5py.Dataset, new: h5py.Dataset, copier: _Copier, order: NewOrder, memory_bytes: int) -> None:
-    """Copy all values in the new order, in parts that fit in memory; references refer to objects of the new file."""
+    """Copy all values in the new order, in parts that fit in memory. References refer to objects of the new file."""
     num_rows = old.shape[0]
     total = sum(_size(_read(old, rows)) for rows in _bands(old))
     part = max(1, num_rows // math.ceil(total / memory_bytes))
@@ -317,7 +317,10 @@ def _bands(dataset: h5py.Dataset) -> Iterator[range]:
 
 
 def _spaces(dataset: h5py.Dataset, rows: range | None) -> tuple[tuple[int, ...], h5s.SpaceID, h5s.SpaceID]:
-    """Return the shape of a range of rows, or of the single value, and their selections in memory and in the file."""
+    """Return the shape of a range of rows, and its selections in memory and in the file.
+
+    If ``rows`` is None, select the single value of the dataset.
+    """
     space = dataset.id.get_space()
     if rows is None:
         return (), h5s.create(h5s.SCALAR), space
@@ -342,7 +345,6 @@ def _write(dataset: h5py.Dataset, rows: range | None, values: np.ndarray) -> Non
 
 
 def _size(values: np.ndarray) -> int:
-    """Return the approximate bytes of memory that values need."""
     if values.dtype.names:
         return sum(_size(values[name]) for name in values.dtype.names) + values.nbytes
     if values.dtype.kind != "O":

@@ -1,8 +1,8 @@
 """Copy the rows of a dataset into a new file, in the same order or shuffled, within a memory limit.
 
-A shuffle that exceeds the memory needs two passes, which `h5chunk.plan.repack` plans: the first writes each row to the
-bucket of its new position, the second sorts the rows of each bucket. Between the passes the buckets are stored in the
-new file itself, or for a compressed dataset in a temporary file.
+A shuffle that exceeds the memory needs two passes, which `h5chunk.plan.repack` plans. The first pass writes each row to
+the bucket of its new position, and the second pass sorts the rows of each bucket. Between the passes the buckets are
+stored in the new file itself, or for a compressed dataset in a temporary file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from h5chunk.store.write.spool import TemporaryBytes
 from h5chunk.store.write.targets import PlainTarget, Target, Waiting
 
 ROW_BYTES = 48  # memory per row, in addition to its values, while rows are regrouped
-MIN_VECTOR_BYTES = 512  # rows of at least this size are read directly to their destinations, others are sorted
+MIN_VECTOR_BYTES = 512  # larger rows are read directly to their destinations, and others are sorted in memory
 INDEX_BYTES = 24  # memory per element, in addition to its value, if rows differ in length
 
 Moved = Callable[[int], None]  # called with the number of bytes moved since the last call
@@ -36,7 +36,7 @@ R = TypeVar("R")
 
 
 class NewOrder:
-    """A permutation of rows: row i of the new file is row ``order[i]`` of the old file; ``inverse`` maps back."""
+    """A permutation of rows. Row i of the new file is row ``order[i]`` of the old file, and ``inverse`` maps back."""
 
     def __init__(self, order: np.ndarray) -> None:
         self.order = order
@@ -45,7 +45,7 @@ class NewOrder:
 
 
 class Rows:
-    """Rows of equal length to be shuffled: their byte offsets, their division into buckets, and their regrouping.
+    """Rows of equal length that are shuffled: their byte offsets, their buckets, and how they are regrouped.
 
     If possible, buckets consist of complete chunks of ``unit_rows`` rows.
     """
@@ -69,7 +69,10 @@ class Rows:
         return plan_steps(source.num_rows, row_bytes=cost, band_rows=source.band_rows, step_bytes=step_bytes)
 
     def borders(self, part_bytes: int) -> np.ndarray:
-        """Divide the new order into buckets of at most ``part_bytes``; return the borders, (num_buckets + 1,) int64."""
+        """Divide the new order into buckets of at most ``part_bytes``.
+
+        Returns the borders, (num_buckets + 1,) int64.
+        """
         return plan_buckets(self.source.num_rows, self._width + ROW_BYTES, part_bytes, self._unit_rows)
 
     def old_offset(self, row: int) -> int:
@@ -81,7 +84,7 @@ class Rows:
         return int(self._new_starts[row]) * self._width
 
     def read(self, rows: range, out: np.ndarray) -> None:
-        """Read a range of rows of the old order into ``out``, (n,) uint8, which has the same size."""
+        """Read a range of rows of the old order into ``out``, (n,) uint8, which has the size of the rows."""
         first, last = int(self._starts[rows.start]), int(self._starts[rows.stop])
         if last > first:
             self.source.read(first, last, out.reshape(last - first, self._width))
@@ -91,9 +94,9 @@ class Rows:
         return np.full(len(rows), self._width, np.int64)
 
     def gather(self, data: np.ndarray, held: np.ndarray | None, picks: np.ndarray, out: np.ndarray) -> None:
-        """Copy rows from ``data`` to ``out``: row i of ``out`` becomes row ``picks[i]`` of ``data``.
+        """Copy rows from ``data`` to ``out``. Row i of ``out`` becomes row ``picks[i]`` of ``data``.
 
-        ``held`` has the old indices of the rows in ``data``; None means that ``data`` has all rows.
+        ``held`` has the old indices of the rows in ``data``. If it is None, ``data`` has all rows.
         """
         wide = f"V{self._width}" if self._width in (1, 2, 4, 8, 16, 32) else np.uint8
         table, target = (array.reshape(-1, self._width).view(wide) for array in (data, out))
@@ -101,9 +104,9 @@ class Rows:
 
 
 class UnevenRows(Rows):
-    """Rows of different lengths to be shuffled: rows of a sparse matrix, or concatenated names or images.
+    """Rows of different lengths that are shuffled: rows of a sparse matrix, or concatenated names or images.
 
-    Row i has the elements from ``starts[i]`` to ``starts[i + 1]`` (excluded) of ``source``; ``starts``, (num_rows + 1,)
+    Row i has the elements ``starts[i]`` to ``starts[i + 1]`` (excluded) of ``source``. ``starts``, (num_rows + 1,)
     int64, must ascend. Raises OptionError if a row needs more than ``part_bytes`` of memory.
     """
 
@@ -118,7 +121,7 @@ class UnevenRows(Rows):
             row = int(self._counts.argmax())
             raise OptionError(
                 f"{where}: row {row} needs {human_bytes(longest)} of memory, but the memory limit allows "
-                f"{human_bytes(part_bytes)} per row: allow more memory (--memory-bytes)"
+                f"{human_bytes(part_bytes)} per row: use more memory (--memory-bytes)"
             )
 
     def spans(self, shares: MemoryShares, step_bytes: int) -> Iterator[range]:
@@ -149,7 +152,7 @@ class UnevenRows(Rows):
 
 
 def copy_rows(source: RawRows, target: Target, shares: MemoryShares, *, unit_rows: int, moved: Moved) -> None:
-    """Copy all rows in their old order; ``unit_rows`` is the number of rows that are best written together."""
+    """Copy all rows in their old order. ``unit_rows`` is the number of rows that are best written together."""
     width = source.row_bytes
     step_bytes = shares.with_whole_band(shares.step_bytes, source.band_rows * width, source.whole_bands)
 
@@ -175,7 +178,7 @@ def copy_rows(source: RawRows, target: Target, shares: MemoryShares, *, unit_row
 def shuffle_rows(
     rows: Rows, new: NewOrder, target: Target, shares: MemoryShares, *, folder: Path, moved: Moved
 ) -> None:
-    """Write all rows in their new order; a temporary file, if needed, is in ``folder``."""
+    """Write all rows in their new order. If a temporary file is needed, it is in ``folder``."""
     borders = rows.borders(shares.bucket_bytes(rows.num_bytes))
     if len(borders) == 2:  # all rows fit in memory
         whole, data = np.empty((2, rows.num_bytes), np.uint8)
@@ -194,15 +197,15 @@ def shuffle_rows(
 def _scatter(
     rows: Rows, new: NewOrder, waiting: Waiting, shares: MemoryShares, borders: np.ndarray, moved: Moved
 ) -> None:
-    """Run the first pass: write every row to the bucket of its new position, in the old order within a bucket."""
+    """Run the first pass, which writes every row to the bucket of its new position, in the old order."""
     local = threading.local()
     ends = [rows.new_offset(int(border)) for border in borders]  # offset for the next row of each bucket
 
     def plan(span: range) -> tuple[range, np.ndarray, list[tuple[int, int, int]]]:
         """Group the rows of a span by bucket.
 
-        Returns the span, the order of its rows by bucket, and for each bucket the offset to write to, and the start and
-        end of its bytes among the grouped bytes.
+        Returns the span, the order of its rows by bucket, and for each bucket the offset in the file, and the start and
+        stop of the bucket's bytes among the grouped bytes.
         """
         buckets = np.searchsorted(borders, new.inverse[span.start : span.stop], "right") - 1
         picks = np.argsort(buckets, kind="stable")
@@ -236,7 +239,7 @@ def _scatter(
 def _sort_buckets(
     rows: Rows, new: NewOrder, waiting: Waiting, target: Target, shares: MemoryShares, borders: np.ndarray, moved: Moved
 ) -> None:
-    """Run the second pass: put the rows of every bucket in their new order."""
+    """Run the second pass, which puts the rows of every bucket in their new order."""
     local = threading.local()
 
     def sort_bucket(bucket: int, buffer: np.ndarray) -> np.ndarray:
@@ -271,7 +274,7 @@ def _sort_buckets(
 def _in_order(
     tasks: Iterable[T], work: Callable[[T, np.ndarray], R], buffer_bytes: int, num_threads: int
 ) -> Iterator[tuple[T, R]]:
-    """Run ``work(task, buffer)`` in threads, with reused buffers; yield the tasks with their results, in order."""
+    """Run ``work(task, buffer)`` in threads, with reused buffers. Yields the tasks with their results, in order."""
     buffers = [np.empty(buffer_bytes, np.uint8) for _ in range(num_threads + 1)]
 
     def run(task: T, buffer: np.ndarray) -> tuple[T, R]:

@@ -31,7 +31,7 @@ class DatasetFacts:
     maxshape: tuple[int | None, ...]
     chunks: tuple[int, ...] | None
     dtype: str  # as text, for messages
-    kind: str  # kind of the NumPy dtype; V if NumPy has no such type
+    kind: str  # kind of the NumPy dtype, or V if NumPy has no such type
     item_bytes: int
     filters: tuple[int, ...]  # registered ids of filters
     filter_names: tuple[str, ...]
@@ -53,7 +53,7 @@ class DatasetFacts:
 
     @property
     def num_rows(self) -> int:
-        """Length of the first axis; 0 for a dataset without axes or elements."""
+        """Length of the first axis, or 0 for a dataset without axes or elements."""
         return self.shape[0] if self.shape and self.num_bytes else 0
 
     @property
@@ -68,7 +68,7 @@ class Node:
 
     parent: bytes  # path of the group
     name: bytes
-    kind: str  # group, dataset, type, soft (a soft link), or again (another hard link to a listed object)
+    kind: str  # "group", "dataset", "type", "soft" (a soft link), or "again" (another hard link to a listed object)
     leads_to: bytes = b""  # target of a soft link; for another hard link, the first path of its object
 
     @property
@@ -80,9 +80,9 @@ class Node:
 class Survey:
     """All objects and links of a file."""
 
-    nodes: list[Node] = field(default_factory=list)  # groups come before their members
+    nodes: list[Node] = field(default_factory=list)  # groups are listed before their members
     datasets: dict[bytes, DatasetFacts] = field(default_factory=dict)  # by path
-    paths: dict[int, bytes] = field(default_factory=dict)  # first path of an object, by its address; empty for the root
+    paths: dict[int, bytes] = field(default_factory=dict)  # first path of each object, by address; empty for the root
 
 
 def survey_file(file: h5py.File) -> Survey:
@@ -107,10 +107,10 @@ def survey_file(file: h5py.File) -> Survey:
 
 
 def _describe_link(group: h5g.GroupID, parent: bytes, name: bytes, paths: dict[int, bytes], label: str) -> Node:
-    """Describe a link; if its object is new, add the path to ``paths``."""
+    """Describe a link. If its object is new, add the path to ``paths``."""
     where = f"{label}: {printable(parent + b'/' + name if parent else name)!r}"
     if name in (b"", b".") or b"/" in name:
-        raise FileError(f"{where} has an invalid name: it is damaged")
+        raise FileError(f"{where} is damaged: it has an invalid name")
     kind = group.links.get_info(name).type
     if kind == h5l.TYPE_SOFT:
         return Node(parent, name, "soft", group.links.get_val(name))
@@ -132,12 +132,12 @@ def _describe_link(group: h5g.GroupID, parent: bytes, name: bytes, paths: dict[i
 
 
 def describe_dataset(dataset: h5d.DatasetID, path: bytes, label: str) -> DatasetFacts:
-    """Return the metadata of a dataset. Raises FileError or TrustError if the dataset cannot be preserved."""
+    """Return the metadata of a dataset. Raises FileError or TrustError if it cannot be preserved."""
     where = f"{label}: {printable(path)!r}"
     properties, kind, space = dataset.get_create_plist(), dataset.get_type(), dataset.get_space()
     layout = properties.get_layout()
     if layout == h5d.CONTIGUOUS and properties.get_external_count():
-        raise TrustError(f"{where}: its values are in other files, which are not opened: copy the values (h5repack)")
+        raise TrustError(f"{where} has values in other files, which are not opened: copy the values (h5repack)")
     if layout not in (h5d.CONTIGUOUS, h5d.CHUNKED, h5d.COMPACT):
         raise TrustError(f"{where} is a virtual dataset, which may read other files: copy the values (h5repack)")
     references = references_of(kind)

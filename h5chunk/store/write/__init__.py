@@ -1,1 +1,1 @@
-"""Write files in parallel and crash-safe; a file gets its name once it is complete."""
+"""Write files in parallel and crash-safe. A file gets its name once it is complete."""

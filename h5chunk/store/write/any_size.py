@@ -1,8 +1,8 @@
 """Write images of any size one after another, in the order of their rows.
 
-The length of an image is known only after it was read, and possibly shrunk. Therefore workers return the bytes of their
-tasks, the main process writes them in order, and the header of the file is written last. `h5chunk.store.format.spec`
-specifies the layout.
+The length of an image is known only after it was read, and possibly reduced. Therefore workers return the bytes of
+their tasks, the main process writes them in order, and the header of the file is written last.
+`h5chunk.store.format.spec` specifies the layout.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from h5chunk.store.write.new_file import NewFile, checksum_specs
 from h5chunk.store.write.old_file import OldImages
 
 CHUNK_BYTES = 8 << 20
-TASK_BYTES = 4 << 20  # average bytes of the images of a task
+TASK_BYTES = 4 << 20  # average bytes of the images in a task
 PIECE_BYTES = 1 << 20
 FACTS = 4  # integers per sample: bytes, height, width and EXIF orientation
 
 
 def any_size_specs(name: str, num_samples: int, num_bytes: int) -> dict[str, ArraySpec]:
-    """Return the datasets of images of any size, with their checksums; the bytes of the images come first."""
+    """Return the datasets of images of any size, and of their checksums. The bytes of the images come first."""
     chunk = min(CHUNK_BYTES, num_bytes)
     specs = {f"{name}/data": ArraySpec((num_bytes,), np.dtype(np.uint8), (chunk,))}
     for table, kind in IMAGE_TABLES.items():
@@ -48,7 +48,7 @@ def any_size_specs(name: str, num_samples: int, num_bytes: int) -> dict[str, Arr
 
 @dataclass
 class AnySizeJob(FillJob):
-    """The job of writing images; ``mean_bytes`` is their average size, and ``columns`` collects the other fields."""
+    """The job of writing images. ``mean_bytes`` is their average size, and ``columns`` collects the other fields."""
 
     mean_bytes: int = 1
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -63,10 +63,10 @@ class AnySizeJob(FillJob):
 
 
 class _ImageReader(TaskRunner):
-    """Read the images of tasks.
+    """A runner of tasks that read images.
 
-    The ``checksums`` of a result are, for each chunk, the CRC-32 of its images, followed by `FACTS` integers per
-    sample; the number of bytes of an unreadable sample is -1.
+    The ``checksums`` of a result have, for each chunk, the CRC-32 of its images, followed by `FACTS` integers per
+    sample. The number of bytes of an unreadable sample is -1.
     """
 
     def run(self, chunks: range, claim: TaskResult | None = None) -> TaskResult:
@@ -104,7 +104,7 @@ class _ImageReader(TaskRunner):
 
 
 class BytesWriter:
-    """Write a dataset of bytes from its start, and compute the checksums of its chunks."""
+    """A writer that appends bytes to a dataset, and computes the checksums of its chunks."""
 
     def __init__(self, new: NewFile, name: str) -> None:
         self._new, self._name = new, name
@@ -112,30 +112,29 @@ class BytesWriter:
         self._sums: list[int] = []
 
     def copy_old(self, old: OldImages, copied: Callable[[int], None]) -> None:
-        """Verify the images of an old file, and write them first."""
+        """Verify the images of an old file, and write them before all others."""
         num_chunks = old.num_bytes // CHUNK_BYTES if old.data.dataset.chunks == (CHUNK_BYTES,) else 0
         old.data.copy_chunks(num_chunks, self._new.part, self._new.offset(self._name), copied)
         self.num_bytes, self._sums = num_chunks * CHUNK_BYTES, old.data.checksums[:num_chunks].tolist()
         self.put(old.data.values(num_chunks).tobytes())
 
     def put(self, data: bytes) -> None:
-        """Write the next bytes."""
         self._new.write_bytes(self._name, self.num_bytes, data)
         self._count(np.frombuffer(data, np.uint8))
 
     def keep(self, facts: list[list[int]]) -> bool:
-        """Skip the next bytes if they match the checksums in ``facts``, from an earlier run; return whether they do."""
+        """Skip the next bytes if they match ``facts``, the checksums of an earlier run. Returns whether they match."""
         before = self.num_bytes, self._sum, len(self._sums)
         for crc, *numbers in facts:
-            left, found = _num_bytes(numbers), 0
+            left, actual = _num_bytes(numbers), 0
             while left:
                 piece = np.frombuffer(self._new.read(self._name, self.num_bytes, min(left, PIECE_BYTES)), np.uint8)
                 if not len(piece):
                     break
-                found = crc32(piece, found)
+                actual = crc32(piece, actual)
                 self._count(piece)
                 left -= len(piece)
-            if left or found != crc:
+            if left or actual != crc:
                 self.num_bytes, self._sum = before[:2]
                 del self._sums[before[2] :]
                 return False
@@ -152,7 +151,7 @@ class BytesWriter:
                 self._sum = 0
 
     def finish(self) -> np.ndarray:
-        """Return the checksum of each chunk; the last chunk is padded with zeros, unless it is the only one."""
+        """Return the checksum of each chunk. The last chunk is padded with zeros, unless it is the only one."""
         rest = self.num_bytes % CHUNK_BYTES
         if rest and self._sums:
             self._sum = crc32(np.zeros(CHUNK_BYTES - rest, np.uint8), self._sum)
@@ -161,7 +160,7 @@ class BytesWriter:
 
 @dataclass
 class AnySizeFilled(Filled):
-    """Result of `fill_any_size`: ``facts`` is (num_rows, FACTS) int64."""
+    """The result of `fill_any_size`. ``facts``, (num_rows, FACTS) int64, has the integers of each sample."""
 
     facts: np.ndarray = field(default_factory=lambda: np.empty((0, FACTS), np.int64))
 
@@ -175,7 +174,7 @@ def fill_any_size(
     claims: Mapping[int, TaskResult],
     finished: Callable[[TaskResult], None],
 ) -> AnySizeFilled:
-    """Write all images of the job; see `fill`.
+    """Write all images of the job. `fill` describes the other arguments.
 
     Claims are used up to the first outdated one, because a new length moves the bytes of all later images.
     """
@@ -224,7 +223,7 @@ def _num_bytes(numbers: list[int]) -> int:
 def write_image_tables(new: NewFile, name: str, facts: np.ndarray, checksums: np.ndarray) -> None:
     """Write the offsets and sizes of all images, after the file's header is complete.
 
-    ``checksums`` are the checksums of the chunks of ``data``.
+    ``checksums`` are those of the chunks of ``data``.
     """
     offsets = np.concatenate(([0], np.cumsum(facts[:, 0])))
     columns = dict(zip(IMAGE_TABLES, (offsets, *facts.T[1:]), strict=True))

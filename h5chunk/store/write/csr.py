@@ -1,4 +1,4 @@
-"""Write a matrix as a CSR group or as dense rows: see `h5chunk.store.format.spec`."""
+"""Write a matrix as a CSR group or as dense rows, as `h5chunk.store.format.spec` specifies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from h5chunk.store.write.targets import PlainTarget
 def csr_spec(layout: CsrLayout, *, scale: float, time_order: bool = False, **parts: Any) -> FileSpec:
     """Return the specification of a file with a CSR matrix, where value = stored value / ``scale``.
 
-    ``time_order`` is whether the entries of each row are sorted by their times. See `_spec` for ``parts``.
+    ``time_order`` is True if the entries of each row are sorted by their times. ``parts`` are other arguments of
+    `_spec`.
     """
     entries, chunks = (layout.num_entries,), (layout.chunk_entries,)
     arrays = {
@@ -35,7 +36,10 @@ def csr_spec(layout: CsrLayout, *, scale: float, time_order: bool = False, **par
 
 
 def dense_spec(layout: Layout, dtype: np.dtype, *, gzip: bool, **parts: Any) -> FileSpec:
-    """Return the specification of a file with dense rows, compressed if ``gzip``: see `_spec` for ``parts``."""
+    """Return the specification of a file with dense rows, compressed if ``gzip``.
+
+    ``parts`` are arguments of `_spec`.
+    """
     num_columns = layout.sample_bytes // dtype.itemsize
     rows = field_spec(layout.num_samples, layout.chunk_samples, (num_columns,), dtype, gzip=gzip)
     return _spec(layout, DENSE, {MATRIX: rows}, {}, **parts)
@@ -56,7 +60,7 @@ def _spec(
     """Return the specification of a file with a matrix.
 
     ``arrays`` and ``facts`` are the datasets and the additional attributes of the matrix. ``fields`` and ``tables`` are
-    the other datasets, by path below the root and below ``/h5chunk``; only their dtypes and shapes are used.
+    the other datasets, by path below the root and below ``/h5chunk``. Only their dtypes and shapes are used.
     ``attributes`` are the header's ``seed``, ``shuffled`` and ``options``.
     """
     datasets = {**arrays, **column_specs(fields, layout.num_samples, layout.chunk_samples)}
@@ -77,7 +81,7 @@ def _spec(
 
 
 class CsrWriter:
-    """Write the entries of a matrix in row order, any number at a time."""
+    """A writer of the entries of a matrix. Entries are passed in row order, any number at a time."""
 
     def __init__(self, new: NewFile, layout: CsrLayout) -> None:
         self._new, self._layout, self._num_done = new, layout, 0
@@ -88,10 +92,10 @@ class CsrWriter:
                 self._targets[name] = PlainTarget(new, f"{MATRIX}/{name}", *sizes, checked=True)
 
     def append(self, indices: np.ndarray, values: np.ndarray | None) -> None:
-        """Write the next entries; ``values`` is None for a pattern."""
+        """Write the next entries. For a pattern, ``values`` is None."""
         dtype = None if values is None else values.dtype
         if indices.dtype != self._layout.index_dtype or dtype != self._layout.value_dtype:
-            raise TypeError(f"indices are {indices.dtype}, values {dtype}")
+            raise TypeError(f"indices have the dtype {indices.dtype}, and values {dtype}")
         if values is not None and len(values) != len(indices):
             raise TypeError(f"{len(values)} values for {len(indices)} indices")
         for target, part in zip(self._targets.values(), (indices, values), strict=False):
@@ -100,12 +104,12 @@ class CsrWriter:
         self._num_done += len(indices)
 
     def finish(self, row_entries: np.ndarray) -> None:
-        """Write ``indptr`` and all checksums; ``row_entries`` is the number of entries of each row."""
+        """Write ``indptr`` and all checksums. ``row_entries`` has the number of entries of each row."""
         indptr = np.zeros(self._layout.num_rows + 1, np.int64)
         np.cumsum(row_entries, out=indptr[1:])
         if not indptr[-1] == self._num_done == self._layout.num_entries:
             raise ValueError(
-                f"{indptr[-1]} entries in the rows, {self._num_done} written, {self._layout.num_entries} in the matrix"
+                f"rows have {indptr[-1]} entries, but {self._num_done} of {self._layout.num_entries} were written"
             )
         self._new.write(f"{MATRIX}/indptr", indptr)
         checksums = {"indptr": np.array([zlib.crc32(indptr.tobytes())], np.uint32)}

@@ -1,12 +1,12 @@
 """Fill the chunks of a new file from a source, in worker processes.
 
-A task is a run of chunks: a worker reads their samples and writes each chunk with one ``pwrite``, so that no samples
-are sent between processes. Its result has the checksums of the chunks. A claim is the result of a task of an earlier
-run, from a journal: a worker verifies it, and writes the chunks again if the verification fails.
+A task is a run of chunks. A worker reads their samples and writes each chunk with one ``pwrite``, so that no samples
+are sent between processes. The result of a task has the checksums of the chunks. A claim is the result of a task of an
+earlier run, from a journal. A worker verifies the claim, and writes the chunks again if the verification fails.
 
-On Linux workers are forked, which is fast and needs no ``__main__`` guard in the caller's script: they run Pillow,
-NumPy and zlib in one thread, and acquire no lock that a thread of the parent may hold. Elsewhere fork is not safe, and
-the script needs the same ``__main__`` guard as for torch's DataLoader.
+On Linux workers are forked, which is fast and needs no ``__main__`` guard in the caller's script. This is safe because
+workers run Pillow, NumPy and zlib in one thread, and acquire no lock that a thread of the parent may hold. Elsewhere
+fork is not safe, and the script needs the same ``__main__`` guard as for torch's DataLoader.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from h5chunk.store.hdf5.codecs import crc32
 from h5chunk.store.write.part_file import write_at, writing
 
 START_METHOD = "fork" if sys.platform == "linux" else "spawn"
-TASK_SAMPLES = 64  # samples per task; a task costs the main process about 0.3 ms
+TASK_SAMPLES = 64  # samples per task; the main process needs about 0.3 ms for a task
 TASKS_AHEAD = 3  # tasks that are submitted per worker
 GO_ON, STOP, EXIT = 0, 1, 2  # commands to workers: continue, stop reading samples, exit immediately
-EXIT_S = 1.0  # seconds that workers have to stop before they must exit immediately
+EXIT_S = 1.0  # seconds in which workers can stop before they must exit immediately
 POLL_S = 0.5  # seconds between a worker's checks of the command
 
 
@@ -56,7 +56,10 @@ class FillField(NamedTuple):
 
 @dataclass
 class FillJob:
-    """The part file, the fields to fill, the source and the order of its samples; sent to each worker once."""
+    """The part file, the fields to fill, the source, and the order of its samples.
+
+    Each worker receives the job once.
+    """
 
     part: Path
     fields: tuple[FillField, ...]  # the fields that the source reads
@@ -96,16 +99,16 @@ class Failure(NamedTuple):
 class TaskResult(NamedTuple):
     """The result of a task.
 
-    ``checksums`` has, for each chunk, a list of the CRC-32 of each field; it is shorter if the task was stopped.
+    ``checksums`` has, for each chunk, a list of the CRC-32 of each field. It is shorter if the task was stopped.
     """
 
     chunks: range
     checksums: list[list[int]]
     notes: Counter[str]  # number of samples for each note of the source
     failures: list[Failure]
-    stamp: int  # stamp of the samples, see `stamp_of_samples`
+    stamp: int  # the stamp of the samples, from `stamp_of_samples`
     is_new: bool = True  # False for a claim, whose chunks an earlier run wrote
-    values: tuple[tuple[int, Mapping[str, Any]], ...] = ()  # of columns, by sample: see `AnyImage`
+    values: tuple[tuple[int, Mapping[str, Any]], ...] = ()  # index of each sample, and its values of columns
     data: bytes = b""  # concatenated images of any size, which the main process writes
 
     def record(self) -> list[Any]:
@@ -114,7 +117,7 @@ class TaskResult(NamedTuple):
 
 
 def parse_record(record: Any) -> TaskResult | None:
-    """Convert a journal's record to a claim; return None if the record is not the result of a task."""
+    """Convert a journal's record to a claim. Returns None if the record is not the result of a task."""
     try:
         first, checksums, notes, failures, stamp = record
         chunks = range(first, first + len(checksums))
@@ -131,11 +134,10 @@ class Filled:
 
     checksums: dict[str, np.ndarray] = field(default_factory=dict)  # by field: (num_chunks,) uint32
     notes: Counter[str] = field(default_factory=Counter)  # number of samples for each note of the source
-    failures: list[Failure] = field(default_factory=list)  # in row order; these rows are filled with zeros
+    failures: list[Failure] = field(default_factory=list)  # in row order; rows of failures are filled with zeros
     stamp: int = 0  # stamp of all samples at the time of reading
 
     def add(self, done: TaskResult) -> None:
-        """Add the result of a task."""
         self.notes.update(done.notes)
         self.failures.extend(done.failures)
         self.stamp ^= done.stamp
@@ -149,10 +151,11 @@ def fill(
     claims: Mapping[int, TaskResult] | None = None,
     finished: Callable[[TaskResult], None] = lambda done: None,
 ) -> Filled:
-    """Write all chunks of the job, in ``num_workers`` processes, or in this process if that is 0.
+    """Write all chunks of the job, in ``num_workers`` processes, or in this process if the number is 0.
 
-    ``claims`` maps first chunks to claims. ``finished`` is called with each new result, except for one with a failed
-    sample if ``stop_at_failure``; ``written`` is called with the number of samples written since the last call.
+    ``claims`` maps first chunks to claims. ``finished`` is called with each new result, except for a result with a
+    failed sample if ``stop_at_failure`` is set. ``written`` is called with the number of samples written since the last
+    call.
     """
     filled = Filled()
     checksums = np.zeros((len(job.fields), job.num_chunks), np.uint32)
@@ -182,7 +185,7 @@ Task = tuple[range, "TaskResult | None"]
 
 
 def run_tasks(job: FillJob, tasks: list[Task], num_workers: int) -> Generator[TaskResult]:
-    """Run tasks, which may have claims, in ``num_workers`` processes, or in this process if that is 0."""
+    """Run tasks, which may have claims, in ``num_workers`` processes, or in this process if the number is 0."""
     if num_workers:
         yield from _in_workers(job, tasks, num_workers)
         return
@@ -221,8 +224,8 @@ def _in_workers(job: FillJob, tasks: list[Task], num_workers: int) -> Generator[
                 yield future.result()
     except BrokenProcessPool:
         raise WorkerError(
-            "a worker process died (it was killed, perhaps for lack of memory), and the output is unchanged: run the "
-            "command again, with fewer workers if memory is short"
+            "a worker process died, perhaps because it was killed for lack of memory, and the output is unchanged: run "
+            "the command again, with fewer workers if memory is short"
         ) from None
     finally:
         command.value = STOP  # after an error or Ctrl-C, do not finish tasks that have started
@@ -237,14 +240,14 @@ _runner: TaskRunner
 
 def _start_worker(job: FillJob, command: Any) -> None:
     global _runner
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the main process, which stops this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the main process, which stops this one
     threading.Thread(target=_exit_on_command, args=(command,), daemon=True).start()
     _runner = job.runner(lambda: command.value != GO_ON)
     _runner.__enter__()  # until this process exits
 
 
 def _exit_on_command(command: Any) -> None:
-    """Exit when the parent exits, or on command: the parent does not kill workers, which may hold a lock."""
+    """Exit when the parent exits, or on command. The parent does not kill workers, because they may hold a lock."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         while command.value != EXIT and not multiprocessing.connection.wait([parent.sentinel], POLL_S):
@@ -257,7 +260,7 @@ def _run_task(chunks: range, claim: TaskResult | None) -> TaskResult:
 
 
 class TaskRunner:
-    """Context manager that runs tasks one after another.
+    """A context manager that runs tasks one after another.
 
     The buffers for one chunk of each field are reused, because allocating new memory would take longer than writing.
     """
@@ -279,7 +282,7 @@ class TaskRunner:
         os.close(self._descriptor)
 
     def run(self, chunks: range, claim: TaskResult | None = None) -> TaskResult:
-        """Write these chunks of all fields; if they match a claim, return the claim instead."""
+        """Write these chunks of all fields. If the chunks match a claim, return the claim instead."""
         if claim is not None and self.is_unchanged(chunks, claim) and self._are_written(claim):
             return claim
         done = TaskResult(chunks, [], Counter(), [], 0)
@@ -294,7 +297,7 @@ class TaskRunner:
         return done
 
     def _read_chunk(self, chunk: int, done: TaskResult) -> int | None:
-        """Read the samples of a chunk into the buffers; return their stamp, or None if the task was stopped."""
+        """Read the samples of a chunk into the buffers. Returns their stamp, or None if the task was stopped."""
         rows = self._job.rows(range(chunk, chunk + 1))
         checksums, indices = [0] * len(self._bytes), self._job.order[rows.start : rows.stop]
         stamp = stamp_of_samples(self._job.source, indices)
@@ -315,7 +318,7 @@ class TaskRunner:
         return stamp
 
     def _read_sample(self, index: int, position: int, notes: Counter[str]) -> SampleError | None:
-        """Read a sample into row ``position`` of the buffers; if that fails, write zeros and return the error."""
+        """Read a sample into row ``position`` of the buffers. If that fails, write zeros and return the error."""
         out = {name: samples[position, ...] for name, samples in self._samples.items()}
         try:
             notes.update(self._job.source.read_into(index, out))
@@ -335,7 +338,7 @@ class TaskRunner:
         return now == claim.stamp and self._still_fail(claim.failures)
 
     def _still_fail(self, failures: list[Failure]) -> bool:
-        """Return whether all failed samples fail again: the cause may have been removed without changing the files."""
+        """Return whether all failed samples fail again. The cause may have been removed without changing the files."""
         for failure in failures:
             if not 0 <= failure.row < len(self._job.order):
                 return False
@@ -361,7 +364,7 @@ class TaskRunner:
 
 
 def stamp_of_samples(source: SampleReader, indices: np.ndarray) -> int:
-    """Return a 64-bit fingerprint of samples from their stamps, in any order; 0 if the source has no stamps."""
+    """Return a 64-bit fingerprint of samples in any order from their stamps, or 0 if the source has no stamps."""
     combined = 0
     for index in indices.tolist():
         if stamp := source.stamp(index):

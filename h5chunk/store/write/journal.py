@@ -1,12 +1,12 @@
 """Keep a journal of finished work, an append-only list of records, so that an interrupted writer can be resumed.
 
-Each line is a record: the CRC-32 of its JSON, and the JSON. The first record is a key, a digest of everything that
+Each line has a record: the CRC-32 of its JSON, and the JSON. The first record is a key, a digest of everything that
 determines the meaning of the other records. Lines after an incomplete or damaged line are ignored. A resumed writer
 must verify the data that a record describes.
 
-A command can recognise its own finished output: a digest of the command and of the output's size and modification time
-is stored in an extended attribute of the output, if the file system supports this. The digest is not stored inside the
-file, because equal sources must result in equal bytes.
+A command can recognise an output that it has finished. A digest of the command and of the output's size and
+modification time is stored in an extended attribute of the output, if the file system supports this. The digest is not
+stored inside the file, because equal sources must result in equal bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Journal:
         self._file: IO[bytes] | None = None
 
     def open(self, key: str | None) -> None:
-        """Read the existing records if the journal has this key; otherwise clear the journal.
+        """Read the existing records if the journal has this key, otherwise clear the journal.
 
         If ``key`` is None, records are neither read nor written.
         """
@@ -58,7 +58,7 @@ class Journal:
         self._write(key)
 
     def add(self, record: Any) -> None:
-        """Add a record, a JSON value. If the disk is full, records are dropped, and a later run repeats more work."""
+        """Add a record, a JSON value. If the disk is full, the record is dropped, and a later run repeats more work."""
         self.holds_work |= self._write(record)
 
     def _write(self, record: Any) -> bool:
@@ -70,7 +70,7 @@ class Journal:
         return False
 
     def close(self) -> None:
-        """Close the journal; nothing can be added afterwards."""
+        """Close the journal. No record can be added afterwards."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -129,11 +129,11 @@ def has_command_id(output: Path) -> bool:
 
 
 def is_made_by(output: Path, command_id: str) -> bool:
-    """Return whether this command wrote an output, which has not been changed since."""
+    """Return whether this command wrote an output that has not been changed since."""
     kept = _command_of(output)
     try:
         return kept is not None and kept == _bound_to(output, command_id)
-    except OSError:  # another process is removing it
+    except OSError:  # another process is removing the output
         return False
 
 

@@ -1,4 +1,4 @@
-"""Write a file that gets its final name once it is complete and on disk: see `h5chunk.store.write.output`."""
+"""Write a file that gets its final name once it is complete and on disk, as `h5chunk.store.write.output` describes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FLUSH_INTERVAL_S = 0.5
 
 
 class NewFile(Output):
-    """Context manager that writes one new file: allocate its space, write the datasets, then `commit`."""
+    """A context manager that writes one new file. Allocate its space, write the datasets, then call `commit`."""
 
     def __init__(self, path: str | os.PathLike[str], overwrite: bool = False, journal: Journal | None = None) -> None:
         super().__init__(path, overwrite, journal)
@@ -43,7 +43,7 @@ class NewFile(Output):
 
     def __enter__(self) -> NewFile:
         super().__enter__()
-        self._header.unlink(missing_ok=True)  # left by a killed writer
+        self._header.unlink(missing_ok=True)  # a killed writer may have left it
         return self
 
     def _check(self) -> None:
@@ -72,8 +72,8 @@ class NewFile(Output):
     def make(self, num_bytes: int, create: Callable[[Path], Mapping[str, Region]]) -> Mapping[str, Region]:
         """Create the file by calling ``create`` with the path of the part file, then allocate its space.
 
-        ``create`` returns the byte ranges of all datasets, by path, and so does this method. Raises OutputError if
-        ``num_bytes``, the approximate size of the file, are not free.
+        ``create`` returns the byte ranges of all datasets, by path, and so does this method. Raises OutputError if the
+        disk has fewer than ``num_bytes`` free, which is the approximate size of the file.
         """
         os.ftruncate(self.descriptor, 0)
         check_free_space(self.path, num_bytes)  # before HDF5 writes, because it crashes on a full disk
@@ -85,8 +85,8 @@ class NewFile(Output):
     def reallocate(self, spec: FileSpec, preserved: Iterable[str]) -> Mapping[str, Region]:
         """Change an existing part file to this specification, and return the byte ranges of all datasets.
 
-        The data of the ``preserved`` fields is kept, up to their new length; other data is undefined. The new metadata
-        is written to a separate file, and copied over the old metadata.
+        The data of the ``preserved`` fields is kept, up to their new length. Other data is undefined. The new metadata
+        is written to a separate file, and then copied over the old metadata.
         """
         check_free_space(self.path, spec.num_bytes - os.fstat(self.descriptor).st_blocks * 512)
         with writing(self.path):
@@ -100,7 +100,10 @@ class NewFile(Output):
         return self._regions
 
     def begin(self, spec: FileSpec, name: str) -> None:
-        """Prepare to write a dataset of unknown length before the header; its length in ``spec`` is not used."""
+        """Prepare to write a dataset of unknown length before the header.
+
+        The length of the dataset in ``spec`` is not used.
+        """
         with writing(self.path):
             try:
                 start = create_file(self._header, spec)[name].offset
@@ -113,7 +116,7 @@ class NewFile(Output):
         self._regions = {name: Region(self.offset(name), num_bytes)}
         os.ftruncate(self.descriptor, self.offset(name) + num_bytes)  # an earlier run may have written more
         self.reallocate(spec, [name])
-        self.write_bytes(name, num_bytes, bytes(self._regions[name].num_bytes - num_bytes))  # if the data moved
+        self.write_bytes(name, num_bytes, bytes(self._regions[name].num_bytes - num_bytes))  # the data may have moved
 
     def _allocate(self) -> None:
         num_bytes = os.fstat(self.descriptor).st_size
@@ -127,7 +130,7 @@ class NewFile(Output):
                 raise
 
     def _copy_header(self, preserved: Iterable[str]) -> None:
-        """Copy the file with the new metadata over the part file, except the data of the fields ``preserved``."""
+        """Copy the file with the new metadata over the part file, except for the data of ``preserved`` fields."""
         with self._header.open("rb") as file:
             for region in sorted((self._regions[name] for name in preserved), key=lambda region: region.offset):
                 start = file.tell()
@@ -183,7 +186,7 @@ class NewFile(Output):
 
 
 def _move_data(descriptor: int, moves: list[tuple[Region, Region]]) -> None:
-    """Move the data of (old, new) pairs of regions in a file; no new region may be longer than the old one.
+    """Move the data of (old, new) pairs of regions in a file. No new region may be longer than the old one.
 
     Large fields keep their order and move to lower offsets, one after another. Small fields are not aligned and may
     move anywhere, so they are held in memory while the large fields are moved.
@@ -206,12 +209,15 @@ def _move_data(descriptor: int, moves: list[tuple[Region, Region]]) -> None:
 
 
 def column_specs(columns: Mapping[str, np.ndarray], num_samples: int, chunk_samples: int) -> dict[str, ArraySpec]:
-    """Return the datasets for columns, fields of one value per sample; only the dtypes of the arrays are used."""
+    """Return the datasets for columns, which are fields with one value per sample.
+
+    Only the dtypes of the arrays are used.
+    """
     return {name: field_spec(num_samples, chunk_samples, (), values.dtype) for name, values in columns.items()}
 
 
 def table_specs(tables: Mapping[str, np.ndarray]) -> dict[str, ArraySpec]:
-    """Return the datasets for tables in the group ``/h5chunk``; only the shapes and dtypes of the arrays are used."""
+    """Return the datasets for tables in the group ``/h5chunk``. Only the shapes and dtypes of the arrays are used."""
     return {f"{GROUP}/{name}": ArraySpec(values.shape, values.dtype) for name, values in tables.items()}
 
 
@@ -235,7 +241,7 @@ def write_recommendation(
 ) -> Path:
     """Write the recommendation of `h5chunk tune` for a file, and return the path of the recommendation.
 
-    ``made_for`` describes the data, as in `h5chunk.store.format.recommendation.read_recommendation`.
+    ``made_for`` describes the data, as for `h5chunk.store.format.recommendation.read_recommendation`.
     """
     content = {"version": VERSION, "window_chunks": window_chunks, "cache": [cache.nslots, cache.nbytes, cache.w0]}
     write_text(sidecar_of(path), json.dumps(content | made_for) + "\n")

@@ -1,4 +1,4 @@
-"""Read the h5chunk file that is appended to, and verify it while it is copied into a longer file."""
+"""Read the h5chunk file to which samples are appended, and verify it while it is copied into a longer file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NO_KERNEL_COPY = (errno.ENOSYS, errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL, err
 
 
 class OldFile:
-    """An open h5chunk file to copy into a longer one; its header and all its datasets are validated."""
+    """An open h5chunk file that is copied into a longer one. Its header and all its datasets are validated."""
 
     def __init__(self, path: Path, file: h5py.File, descriptor: int) -> None:
         self.path, self.file, self.descriptor = path, file, descriptor
@@ -42,12 +42,12 @@ class OldFile:
             header = read_header(file)
             if header is None:
                 raise FileError(
-                    f"{self.label}: was not written by h5chunk, so its options are unknown: convert its source "
+                    f"{self.label} was not written by h5chunk, so its options are unknown: convert its source "
                     "together with the new samples (h5chunk convert)"
                 )
             if header.kind:
                 raise FileError(
-                    f"{self.label}: has a sparse matrix, to which append cannot add rows: convert all sources "
+                    f"{self.label} has a sparse matrix, to which append cannot add rows: convert all sources "
                     "together, or the new rows to another file (files with the same columns can be read as one)"
                 )
             self.header, self.options = header, header.options
@@ -62,7 +62,7 @@ class OldFile:
     def check_unchanged(self) -> None:
         """Raise FileError if the file was changed or replaced since it was opened."""
         if stamp_of(self.path) != self._stamp:
-            raise FileError(f"{self.label}: changed while it was read: nothing was appended: run it again")
+            raise FileError(f"{self.label} changed while it was read, so nothing was appended: run the command again")
 
     def attributes(self, name: str) -> dict[str, Any]:
         """Return the attributes of an object. Raises FileError if one is large or has a variable-length type."""
@@ -71,13 +71,13 @@ class OldFile:
         return dict(item.attrs)
 
     def table(self, name: str) -> np.ndarray | None:
-        """Return the values of a dataset of the group ``/h5chunk``; None if it does not exist."""
+        """Return the values of a dataset of the group ``/h5chunk``, or None if it does not exist."""
         dataset = self.datasets.get(f"{GROUP}/{name}")
         return None if dataset is None else dataset[()]
 
     @property
     def image_group(self) -> str:
-        """The name of the group of images of any size; empty if there is none."""
+        """The name of the group of images of any size, or an empty string if there is none."""
         return next(iter(find_image_groups(self.datasets)), "")
 
     @property
@@ -89,7 +89,7 @@ class OldFile:
 
 @contextmanager
 def open_old(path: str | os.PathLike[str]) -> Iterator[OldFile]:
-    """Context manager that opens an h5chunk file, to copy it into the longer file that `append` writes."""
+    """Open an h5chunk file in a context, to copy it into the longer file that `append` writes."""
     path = Path(path)
     with open_file(path) as file:
         descriptor = open_descriptor(path)
@@ -130,7 +130,7 @@ class OldDataset:
             return
         table, size = self._checked.table, int(self._checked.table.sizes[0])
 
-        def copy(chunks: np.ndarray) -> None:  # in runs that are contiguous in the old file
+        def copy(chunks: np.ndarray) -> None:  # copies runs that are contiguous in the old file
             apart = np.flatnonzero(np.diff(table.offsets[chunks]) != size) + 1
             for first, stop in pairwise([0, *apart.tolist(), len(chunks)]):
                 chunk, num_bytes = int(chunks[first]), (stop - first) * size
@@ -143,7 +143,7 @@ class OldDataset:
         except FileError:
             raise
         except OSError as error:
-            raise OutputError(f"{self._old.label}: its copy cannot be written: {error.strerror}") from None
+            raise OutputError(f"{self._old.label}: a copy of this file cannot be written: {error.strerror}") from None
         finally:
             os.close(target)
 
@@ -162,7 +162,7 @@ class OldDataset:
 class OldImages:
     """The images of any size of the old file.
 
-    ``data`` has their bytes, and ``facts``, (num_images, 4) int64, the number of bytes, the height, the width and the
+    ``data`` has their bytes. ``facts``, (num_images, 4) int64, has the number of bytes, the height, the width and the
     EXIF orientation of each image.
     """
 
@@ -179,15 +179,16 @@ class OldImages:
 
 
 def copy_range(source: int, target: int, offsets: tuple[int, int], num_bytes: int, label: str = "a file") -> None:
-    """Copy bytes between two descriptors, starting at the two offsets, with reflinks if the system supports them.
+    """Copy bytes from one descriptor to another, with reflinks if the system supports them.
 
-    Raises FileError if the source, which messages call ``label``, cannot be read.
+    ``offsets`` has the offset in the source and the offset in the target. Raises FileError if the source cannot be
+    read. Messages call the source ``label``.
     """
     done, moved = 0, 1
     while moved and done < num_bytes and hasattr(os, "copy_file_range"):
         try:
             positions = offsets[0] + done, offsets[1] + done
-            moved = os.copy_file_range(source, target, num_bytes - done, *positions)  # 0 at the end: see read_bytes
+            moved = os.copy_file_range(source, target, num_bytes - done, *positions)  # 0 if the source ends
         except OSError as error:
             if error.errno not in NO_KERNEL_COPY:
                 raise

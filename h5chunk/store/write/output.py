@@ -2,8 +2,8 @@
 
 Until then it is the part file (or part folder) ``.NAME.h5chunk-part`` in the same folder. The part is locked, so that a
 second writer of the same output gets an error. An existing output is unchanged until the new one replaces it
-atomically. A killed writer leaves its part, and the next writer continues it if there is a journal of finished work,
-``.NAME.h5chunk-journal`` (`h5chunk.store.write.journal`); otherwise it starts over.
+atomically. A killed writer leaves its part. The next writer continues the part if there is a journal of finished work,
+``.NAME.h5chunk-journal`` (`h5chunk.store.write.journal`), and otherwise starts over.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from h5chunk.store.write.part_file import check_name, check_parent, is_open, jou
 
 EXCHANGE = 2  # RENAME_EXCHANGE of Linux's renameat2, and RENAME_SWAP of macOS' renamex_np
 AT_FDCWD = -100
-SPLIT_FILE = re.compile(rf"({'|'.join(SPLIT_NAMES)})\.h5", re.IGNORECASE)  # files of convert --split-files
+SPLIT_FILE = re.compile(rf"({'|'.join(SPLIT_NAMES)})\.h5", re.IGNORECASE)  # names that convert --split-files gives
 OPENINGS = 1000  # attempts to lock a part, in case other writers keep finishing it first
 _Output = TypeVar("_Output", bound="Output")
 
 
 class Output(ABC):
-    """Context manager that writes an output, whose path is ``part`` until `commit` renames it.
+    """A context manager that writes an output. The path of the output is ``part`` until `commit` renames it.
 
     For a file in a folder of shards, pass the ``journal`` of the folder, which is then not removed.
     """
@@ -53,14 +53,13 @@ class Output(ABC):
 
     @abstractmethod
     def _open_part(self) -> int | None:
-        """Open or create the part, and return its descriptor; None if another writer has just renamed it."""
+        """Open or create the part, and return its descriptor, or None if another writer has just renamed the part."""
 
     @abstractmethod
     def _replace_output(self) -> None:
         """Give the part the name of the output."""
 
     def open_journal(self, key: str | None) -> None:
-        """Open the journal: see `Journal.open`."""
         self.journal.open(key)
 
     def __enter__(self: _Output) -> _Output:
@@ -69,7 +68,7 @@ class Output(ABC):
         try:
             self._check()  # the previous holder of the lock may have written the output
         except OutputError:
-            with suppress(OSError):  # raised for a folder with files of a killed writer
+            with suppress(OSError):  # raised if the folder has files of a killed writer
                 if self.part.is_dir():
                     self.part.rmdir()
                 elif not os.fstat(self.descriptor).st_size:
@@ -94,7 +93,7 @@ class Output(ABC):
         try:
             self._check()
         except OutputError:
-            self._remove()  # repeating the command could not continue the part
+            self._remove()  # a repeated command could not continue the part
             raise
         try:
             os.fsync(self.descriptor)
@@ -110,7 +109,7 @@ class Output(ABC):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if is_open(self.descriptor, self.part):
-                # after a SampleError, which is a SourceError, the same command may succeed later
+                # SampleError is a SourceError, but the same command may succeed later
                 is_final = isinstance(error, (SourceError, OptionError)) and not isinstance(error, SampleError)
                 self.kept = error is not None and self.journal.holds_work and not is_final
                 if not self.kept:
@@ -131,9 +130,9 @@ class Output(ABC):
 
 
 class NewFolder(Output):
-    """Context manager that writes a folder of shards: write files to the folder ``part``, then `commit`.
+    """A context manager that writes a folder of shards. Write files to the folder ``part``, then call `commit`.
 
-    An existing folder is replaced atomically, or in two steps if the file system cannot exchange folders; between the
+    An existing folder is replaced atomically, or in two steps if the file system cannot exchange folders. Between the
     steps the old folder is ``.NAME.h5chunk-old``. Only folders of shards are replaced, because other folders may
     contain a user's work.
     """
@@ -168,7 +167,7 @@ class NewFolder(Output):
             raise OutputError(f"{label}: cannot be written: {error.strerror}") from None
 
     def open_journal(self, key: str | None) -> None:
-        """Open the journal; unless it has records with this key, remove the files that a killed writer left."""
+        """Open the journal. If it has no records with this key, remove the files that a killed writer left."""
         super().open_journal(key)
         if not self.journal.records:
             shutil.rmtree(self.work, ignore_errors=True)
@@ -176,7 +175,7 @@ class NewFolder(Output):
                 _remove_files(self.part)
             except OSError as error:
                 raise OutputError(
-                    f"{printable(self.part)}: cannot be cleared ({error.strerror}): remove the folder"
+                    f"{printable(self.part)} cannot be cleared ({error.strerror}): remove the folder"
                 ) from None
 
     def reopen(self, name: str) -> None:
@@ -186,7 +185,10 @@ class NewFolder(Output):
             file.replace(part_path(file))
 
     def _replace_output(self) -> None:
-        """Exchange names with the old folder, lock it because it now has the name of the part, and remove it."""
+        """Exchange names with the old folder, and remove it.
+
+        It is locked first, because it then has the name of the part.
+        """
         shutil.rmtree(self.work, ignore_errors=True)
         if not self.path.exists() or not any(self.path.iterdir()):
             self.part.rename(self.path)
@@ -194,7 +196,7 @@ class NewFolder(Output):
         old, descriptor = self.part, os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not _exchange(self.part, self.path):  # not supported: replace the folder in two steps
+            if not _exchange(self.part, self.path):  # the file system does not support this
                 old = self.part.with_name(f".{self.path.name}.h5chunk-old")
                 self.path.rename(old)
                 self.part.rename(self.path)
@@ -205,19 +207,19 @@ class NewFolder(Output):
 
 
 def check_folder(path: Path, overwrite: bool) -> None:
-    """Raise OutputError unless a folder of shards can be created at ``path``, or replaced if ``overwrite``."""
+    """Raise OutputError unless a folder of shards can be created at ``path``, or replaced if ``overwrite`` is set."""
     label = printable(path)
     check_name(path)
     if os.path.lexists(path) and not path.is_dir():
-        raise OutputError(f"{label}: is a file, but shards need a folder: give another name, or remove the file")
+        raise OutputError(f"{label} is a file, but shards need a folder: give another name, or remove the file")
     existing = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
     others = [name for name in existing if not NUMBERED.fullmatch(name) and not SPLIT_FILE.fullmatch(name)]
     if others:
         raise OutputError(
-            f"{label}: is a folder with files that are not shards, such as {printable(others[0])}: give another name"
+            f"{label} is a folder with files that are not shards, such as {printable(others[0])}: give another name"
         )
     if existing and not overwrite:
-        raise OutputError(f"{label}: exists: use --overwrite (overwrite=True) to replace it")
+        raise OutputError(f"{label} exists: use --overwrite (overwrite=True) to replace it")
     check_parent(path)
 
 
@@ -227,7 +229,7 @@ def _remove_files(folder: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Exchange the names of two folders atomically; return False if the system does not support this."""
+    """Exchange the names of two folders atomically. Returns False if the system does not support this."""
     libc = ctypes.CDLL(None, use_errno=True)
     names = os.fsencode(first), os.fsencode(second)
     if hasattr(libc, "renameat2"):

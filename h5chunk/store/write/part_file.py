@@ -15,8 +15,8 @@ from pathlib import Path
 
 from h5chunk.errors import H5ChunkError, OutputError, human_bytes, printable
 
-ROOM_BYTES = 16 << 20  # bytes written between checks of the free space, if the size of the output is unknown
-LOCK_WAIT_S = 0.5  # workers of a killed writer hold its lock until they notice that it has exited
+ROOM_BYTES = 16 << 20  # bytes that are written between checks of the free space, if the size of the output is unknown
+LOCK_WAIT_S = 0.5  # time to wait for a lock, because workers of a killed writer hold it until they notice
 
 
 def part_path(path: Path) -> Path:
@@ -38,16 +38,16 @@ def open_side_file(path: Path, label: str) -> int:
         raise
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise OutputError(f"{printable(path)}: is a symbolic link, which is not followed: remove it") from None
+            raise OutputError(f"{printable(path)} is a symbolic link, which is not followed: remove it") from None
         raise OutputError(f"{label}: cannot be written: {error.strerror}") from None
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
     os.close(descriptor)
-    raise OutputError(f"{printable(path)}: is not a regular file: remove it")
+    raise OutputError(f"{printable(path)} is not a regular file: remove it")
 
 
 def lock(descriptor: int, label: str) -> None:
-    """Lock an open file; if it cannot be locked, close it and raise OutputError."""
+    """Lock an open file. If that fails, close the file and raise OutputError."""
     end = time.monotonic() + LOCK_WAIT_S
     while True:
         try:
@@ -56,11 +56,13 @@ def lock(descriptor: int, label: str) -> None:
         except BlockingIOError:
             if time.monotonic() > end:
                 os.close(descriptor)
-                raise OutputError(f"{label}: another process is writing it: wait for it, or stop it") from None
+                raise OutputError(
+                    f"{label}: another process is writing it: wait for that process, or stop it"
+                ) from None
             time.sleep(LOCK_WAIT_S / 10)
         except OSError as error:
             os.close(descriptor)
-            raise OutputError(f"{label}: cannot be locked ({error.strerror}): write to a local disk") from None
+            raise OutputError(f"{label} cannot be locked ({error.strerror}): write to a local disk") from None
 
 
 def is_open(descriptor: int, path: Path) -> bool:
@@ -95,7 +97,7 @@ def parse_output(path: str | os.PathLike[str], *, folder: bool = False) -> Path:
     if name in ("", ".", "..") or "\0" in text:
         noun, example = ("folder", "shards") if folder else ("file", "data.h5")
         raise OutputError(
-            f"{printable(text) or 'an empty name'}: is not the name of a {noun} to write: give one, such as "
+            f"{printable(text)!r} is not the name of a {noun} to write: give one, such as "
             f"{printable(os.path.join(text.replace(chr(0), ''), example))}"
         )
     return Path(path)
@@ -110,7 +112,7 @@ def check_name(path: Path) -> None:
         except OSError as error:
             if error.errno in (errno.ENAMETOOLONG, errno.EACCES, errno.ELOOP):
                 raise OutputError(
-                    f"{printable(path)}: cannot be written ({error.strerror}): give another name"
+                    f"{printable(path)} cannot be written ({error.strerror}): give another name"
                 ) from None
 
 
@@ -118,17 +120,17 @@ def check_not_source(path: Path, *sources: str | os.PathLike[str] | None) -> Non
     """Raise OutputError if an output is also one of the sources."""
     for source in sources:
         if source is not None and os.path.exists(path) and os.path.exists(source) and os.path.samefile(path, source):
-            raise OutputError(f"{printable(path)}: is also the source: write to another file")
+            raise OutputError(f"{printable(path)} is also the source: write to another file")
 
 
 def check_output(path: Path, overwrite: bool) -> None:
-    """Raise OutputError unless a file can be created at ``path``, or replaced if ``overwrite``."""
+    """Raise OutputError unless a file can be created at ``path``, or replaced if ``overwrite`` is set."""
     label = printable(path)
     check_name(path)
     if path.is_dir():
-        raise OutputError(f"{label}: is a folder: give the name of a file, such as {printable(path / 'data.h5')}")
+        raise OutputError(f"{label} is a folder: give the name of a file, such as {printable(path / 'data.h5')}")
     if os.path.exists(path) and not path.is_file():  # a device, such as /dev/null, would be replaced
-        raise OutputError(f"{label}: is not a regular file, so it is not replaced: give another name")
+        raise OutputError(f"{label} is not a regular file, so it is not replaced: give another name")
     if not overwrite:
         check_missing(path)
     check_parent(path)
@@ -137,7 +139,7 @@ def check_output(path: Path, overwrite: bool) -> None:
 def check_missing(path: Path) -> None:
     """Raise OutputError if a file or folder exists."""
     if os.path.exists(path):
-        raise OutputError(f"{printable(path)}: exists: use --overwrite (overwrite=True) to replace it")
+        raise OutputError(f"{printable(path)} exists: use --overwrite (overwrite=True) to replace it")
 
 
 def check_parent(path: Path) -> None:
@@ -158,8 +160,8 @@ def check_free_space(path: Path, num_bytes: int) -> None:
 
 
 def no_space_message(path: Path, num_bytes: int, reason: str | None) -> str:
-    """Return the message of the error that the disk of ``path`` lacks space for ``num_bytes``, with a ``reason``."""
-    return f"{printable(path)}: needs {human_bytes(num_bytes)} of disk, but {reason}: free space, or write elsewhere"
+    """Return an error message for an output of ``num_bytes`` that does not fit on the disk. ``reason`` explains why."""
+    return f"{printable(path)} needs {human_bytes(num_bytes)} of disk, but {reason}: free space, or write elsewhere"
 
 
 @contextmanager
@@ -174,7 +176,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def reason_of(error: OSError | RuntimeError) -> str | None:
-    """Return the system's description of an error, also of one that HDF5 raised; None if there is no error number."""
+    """Return the system's description of an error, even if HDF5 raised it, or None if it has no error number."""
     if isinstance(error, OSError):
         return os.strerror(error.errno) if error.errno else str(error)
     found = re.search(r"errno = (\d+)", str(error))

@@ -1,6 +1,6 @@
-"""Write the samples of a source into a new file; when appending, after the samples of an old file.
+"""Write the samples of a source into a new file, which may begin with the samples of an old file.
 
-`h5chunk convert` and `append` both write samples with this module; `convert` has no old samples.
+`h5chunk convert` and `append` both use this module. Only `append` has old samples.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from h5chunk.store.write.fill import Failure, Filled, FillField, FillJob, TaskRe
 from h5chunk.store.write.new_file import NewFile, checksum_specs, column_specs, table_specs, write_columns
 from h5chunk.store.write.old_file import OldDataset, OldImages
 
-LARGE_BYTES = 1 << 20  # any size at which HDF5 aligns a dataset
+LARGE_BYTES = 1 << 20  # a placeholder, large enough for HDF5 to align the dataset
 
 
 @dataclass(frozen=True)
 class OldSamples:
-    """The samples of an old file, which are first in the new file; by default there are none.
+    """The samples of an old file, which are the first samples of the new file. By default there are none.
 
     `h5chunk.store.format.spec` describes the tables.
     """
@@ -54,7 +54,7 @@ class OldSamples:
         return int(self.source_index.max()) + 1 if self.num_samples else 0
 
     def tail(self, chunk_samples: int) -> dict[str, np.ndarray]:
-        """Return the samples after the last full chunk, by field; empty if there are none."""
+        """Return the samples after the last full chunk, by field. The dict is empty if there are none."""
         chunk, rest = divmod(self.num_samples, chunk_samples)
         if not rest:
             return {}
@@ -63,7 +63,7 @@ class OldSamples:
 
 @dataclass(frozen=True)
 class SampleJob:
-    """The plan of a file of samples: all decisions that are made before the first sample is written."""
+    """The plan of a file of samples, with all decisions that are made before the first sample is written."""
 
     path: Path  # the output
     source: SampleSource
@@ -84,12 +84,12 @@ class SampleJob:
 
     @property
     def any_size(self) -> str:
-        """The name of the field of images of any size; empty if there is none."""
+        """The name of the field of images of any size, or an empty string."""
         return next((name for name, field_ in self.source.fields.items() if field_.form), "")
 
     @property
     def field_names(self) -> list[str]:
-        """The names of all fields; those that are in batches by default come first, in their order."""
+        """The names of all fields. Those that are in batches by default are first, in their order."""
         names = [*self.source.fields, *self.source.columns]
         return list(dict.fromkeys([*self.options.get("fields", names), *names]))
 
@@ -207,9 +207,9 @@ def write_samples(
 ) -> tuple[SampleJob, Filled]:
     """Allocate and write a complete file, without committing it.
 
-    ``claims`` and ``finished`` are as for `h5chunk.store.write.fill.fill`; ``written`` and ``copied`` are called with
-    the number of samples written, and of old bytes copied, since the last call. Returns the job without skipped
-    samples, and the results of all tasks; in failures, row 0 is the first new sample.
+    ``claims`` and ``finished`` are arguments of `h5chunk.store.write.fill.fill`. ``written`` is called with the number
+    of samples written since the last call, and ``copied`` with the number of old bytes copied since the last call.
+    Returns the job without skipped samples, and the results of all tasks. In failures, row 0 is the first new sample.
     """
     if job.any_size:
         return _write_any_size(new, job, claims or {}, finished, written, copied)
@@ -272,7 +272,10 @@ def _fill_job(new: NewFile, job: SampleJob, regions: Mapping[str, Region], tail:
 
 @dataclass
 class _TailedReader:
-    """Read new samples, and with indices -1, -2, ... the old samples in the old file's last, partly filled chunk."""
+    """A reader of new samples that also reads the old samples in the old file's last, partly filled chunk.
+
+    The old samples have the indices -1, -2, ...
+    """
 
     source: SampleReader
     tail: Mapping[str, np.ndarray]
@@ -295,7 +298,7 @@ class _TailedReader:
 
 
 def check_failures(job: SampleJob, failures: Sequence[Failure]) -> None:
-    """Raise the error of failed samples, unless ``job.skip`` and at least one sample succeeded."""
+    """Raise the error of failed samples, unless ``job.skip`` is set and at least one sample succeeded."""
     odd = next((failure for failure in failures if failure.kind == ShapeError.__name__), None)
     if odd is not None:
         if job.old.num_samples:
@@ -308,11 +311,11 @@ def check_failures(job: SampleJob, failures: Sequence[Failure]) -> None:
     if not job.skip:
         raise SampleError(f"{reason} (to leave such samples out, use --on-error skip or on_error='skip')")
     if len(failures) == len(job.order):
-        raise SourceError(f"none of the {len(failures)} samples can be used, such as {reason}")
+        raise SourceError(f"none of the {len(failures)} samples can be used; the error of the first is: {reason}")
 
 
 def _close_gaps(new: NewFile, job: SampleJob, filled: Filled) -> SampleJob:
-    """Remove failed samples: move the last good samples into the gaps, and shorten the file."""
+    """Remove failed samples. The last good samples are moved into the gaps, and the file is shortened."""
     failed = [failure.row for failure in filled.failures]
     num_kept, failed_rows = len(job.order) - len(failed), set(failed)
     gaps = [row for row in failed if row < num_kept]

@@ -39,8 +39,8 @@ class TemporaryBytes:
             where = printable(self._folder)
             if error.errno in FULL_DISK:
                 raise OutputError(
-                    f"{where}: the disk is full after {offset} bytes of a temporary file: "
-                    "free some space, raise the memory limit (--memory-bytes), or write elsewhere"
+                    f"{where}: the disk is full after {offset} bytes of a temporary file: free some space, "
+                    "increase the memory limit (--memory-bytes), or write elsewhere"
                 ) from None
             raise OutputError(f"{where}: a temporary file cannot be written: {error.strerror}") from None
 
@@ -52,7 +52,7 @@ class TemporaryBytes:
 
 
 class Spool:
-    """Context manager that concatenates arrays in memory, or beyond ``memory_bytes`` in a temporary file."""
+    """A context manager that concatenates arrays in memory, or beyond ``memory_bytes`` in a temporary file."""
 
     def __init__(self, folder: Path, dtype: np.dtype, memory_bytes: int) -> None:
         self._folder = folder
@@ -96,7 +96,7 @@ class Spool:
         return values
 
     def take(self, num_elements: int) -> Iterator[np.ndarray]:
-        """Yield all data once, in arrays of about ``num_elements``; the spool releases each array that it yields."""
+        """Yield all data once, in arrays of about ``num_elements``. The spool releases each array that it yields."""
         if self._file is None:
             self._parts.reverse()
             while self._parts:

@@ -21,7 +21,7 @@ from h5chunk.store.write.spool import TemporaryBytes
 
 
 class PlainTarget:
-    """Context manager that writes a dataset without filters, whose chunks are one run of bytes in the file.
+    """A context manager that writes a dataset without filters, whose chunks are one run of bytes in the file.
 
     Bytes may be written in any order and from several threads. Checksums are computed if ``checked``.
     """
@@ -41,7 +41,7 @@ class PlainTarget:
     def __exit__(self, *_: object) -> None: ...
 
     def put(self, offset: int, data: np.ndarray) -> None:
-        """Write final bytes of the dataset, (n,) uint8, starting at its byte ``offset``."""
+        """Write bytes that will not be overwritten, (n,) uint8, from byte ``offset`` of the dataset on."""
         self.write(offset, data)
         if not len(self._sums):
             return
@@ -58,7 +58,7 @@ class PlainTarget:
         self._sums[chunk], self._known[chunk] = checksum, True
 
     def finish(self) -> np.ndarray:
-        """Return the CRC-32 of each stored chunk: (num_chunks,) uint32; empty unless ``checked``."""
+        """Return the CRC-32 of each stored chunk, (num_chunks,) uint32, or an empty array unless ``checked``."""
         for chunk in np.flatnonzero(~self._known).tolist():  # chunks that were written in parts
             start = chunk * self._chunk_bytes
             data = np.empty(min(self._chunk_bytes, self._num_bytes - start), np.uint8)
@@ -67,7 +67,7 @@ class PlainTarget:
         return self._sums
 
     def write(self, offset: int, data: np.ndarray) -> None:
-        """Write bytes, (n,) uint8, that `put` will overwrite, so that they need no checksum."""
+        """Write bytes, (n,) uint8, that `put` will overwrite. They therefore need no checksum."""
         self._new.write_bytes(self._name, offset, data.data)
 
     def read(self, offset: int, out: np.ndarray) -> None:
@@ -76,7 +76,7 @@ class PlainTarget:
 
 
 class CompressedTarget:
-    """Context manager that writes a dataset of chunks that are compressed, or contain only pieces of rows.
+    """A context manager that writes a dataset of chunks that are compressed, or that contain only pieces of rows.
 
     gzip is applied in threads, and other filters by HDF5. Bytes must be written in order, and nothing else may write to
     the file until the target is finished. All chunks of the same rows, a band, are held in memory.
@@ -92,7 +92,7 @@ class CompressedTarget:
 
     def __enter__(self) -> CompressedTarget:
         access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
-        access.set_chunk_cache(1, 0, 0.0)  # so that HDF5 compresses and writes a chunk at once
+        access.set_chunk_cache(1, 0, 0.0)  # without a cache, HDF5 compresses and writes each chunk immediately
         with writing(self._new.path):
             self._file = h5py.File(self._new.part, "r+", libver=LIBVER, locking=False)
             self._dataset = h5py.h5d.open(self._file.id, self._path, access)
@@ -153,7 +153,7 @@ class CompressedTarget:
         return zlib.compress(np.ascontiguousarray(piece).view(np.uint8).data, self._level)
 
     def _store(self, chunk: bytes | np.ndarray) -> None:
-        """Store the next chunk: compressed bytes, or elements that HDF5 compresses."""
+        """Store the next chunk, as compressed bytes, or as elements that HDF5 compresses."""
         num_bytes = len(chunk) if isinstance(chunk, bytes) else 2 * chunk.nbytes
         self._room_bytes -= num_bytes
         if self._room_bytes < 0:  # before HDF5 writes, because it crashes on a full disk
@@ -174,7 +174,7 @@ class CompressedTarget:
             self._checksums.append(crc32(np.frombuffer(chunk, np.uint8)))
 
     def finish(self) -> np.ndarray:
-        """Store the last chunk, and return the checksums, like `PlainTarget.finish`."""
+        """Store the last chunk, and return the checksums as `PlainTarget.finish` does."""
         if self._filled:  # the rest of the chunk is zero
             self._compress()
         while self._waiting:
