@@ -238,7 +238,7 @@ def _combine_field(readers: Sequence[H5Reader], name: str) -> Field | RaggedFiel
 
 
 def _places(reader: H5Reader, first: H5Reader, name: str) -> list[str]:
-    """Return the files of two readers or, for episodes in groups of one file, the datasets of a field."""
+    """Return the files of two readers. For episodes in groups of one file, add the datasets of the field."""
     both = reader, first
     datasets = [f": {each.fields[name].dataset!r}" if reader.path == first.path else "" for each in both]
     return [f"{printable(each.path)}{dataset}" for each, dataset in zip(both, datasets, strict=True)]
