@@ -1,22 +1,22 @@
 """Measure what each known trick for feeding a GPU adds, by turning them on one after another.
 
-    python scripts/ablation.py --model resnet18 --num-workers 16 --json h200.json     # with a GPU: some ten minutes
-    python scripts/ablation.py --quick                                                # on two cores: a minute
-    python scripts/ablation.py --plot-json h200.json                                  # only the picture, later
+    python scripts/ablation.py --model resnet18 --num-workers 16 --json h200.json     # with a GPU: about ten minutes
+    python scripts/ablation.py --quick                                                # on two cores: one minute
+    python scripts/ablation.py --plot-json h200.json                                  # only plot earlier results
 
-The first row is a folder of JPEGs with a plain DataLoader (decoding in the main process, float32 on the CPU), the last
+The first row is a folder of JPEGs with a plain DataLoader (decoding in the main process, float32 on the CPU). The last
 row is ChunkLoader with all tricks. The script creates the folder (scripts/make_images.py) and the packed file if they
-are missing; both must contain the same number of images. Each row keeps the switches of the rows above it, unless its
-name says otherwise. The augmented rows crop and flip at random: torchvision sample by sample in workers, FFCV (both are
-skipped if they are not installed), and ChunkLoader; all other rows use the images unchanged.
+are missing; both must contain the same number of images. Each row keeps the settings of the rows above it, unless its
+name says otherwise. The augmented rows crop and flip images at random: torchvision sample by sample in workers, FFCV,
+and ChunkLoader. Torchvision and FFCV are skipped if they are not installed. All other rows use the images unchanged.
 
-A row is a training run: one warm-up epoch, then ``--epochs`` complete epochs, whose medians are printed. With
-``--steps``, an epoch has only that many steps, the duration of a complete epoch is computed from the rate, and the
-table says so. On a CPU, the network gets half of the cores and the loaders get the other half.
+A row is a training run of one warm-up epoch and ``--epochs`` measured epochs, whose medians are printed. With
+``--steps``, an epoch has only this number of steps, and the table marks epoch times that were computed from the rate.
+On a CPU, the network gets half of the cores and the loaders get the other half.
 
-Columns: seconds per epoch; images/s trained (with echo, repetitions count); the ratio of this rate to that of the first
-row; the fraction of time that the loop waited for the loader; peak GPU memory; images/s on one cached batch with the
-same model settings, measured before and after each epoch; utilisation, which is the ratio of the last two rates.
+Columns: seconds per epoch; images/s trained (echoes count); the ratio of this rate to that of the first row; the
+fraction of time that the loop waited for the loader; peak GPU memory; images/s on one cached batch with the same model
+settings, measured before and after each epoch; utilisation, which is the ratio of the two rates in images/s.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class Row:
     changes: dict[str, Any]
     gpu_only: bool = False
     convolutions_only: bool = False
-    passing: bool = False  # whether this row alone has these settings
-    needs: str = ""  # a package without which the row is left out
+    passing: bool = False  # whether the settings apply only to this row
+    needs: str = ""  # package that the row requires
 
 
 def all_rows(folder: Path, packed: Path, image_size: tuple[int, int], num_workers: int) -> list[Row]:
-    """Return all tricks in the order in which they are turned on."""
+    """Return all rows in the order of the table."""
     of_folder = {"data": folder, "loader": "folder", "image_size": image_size, "transport": "float32"}
     of_packed = {"data": packed, "loader": "dataset", "image_size": None}
     by_itself = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "non_blocking")
@@ -134,7 +134,7 @@ def prepare_data(folder: Path, packed: Path, count: int, size: tuple[int, int], 
     dataset = h5chunk.ChunkDataset(packed)
     num_files = len(FolderImages(folder, None, None))
     if num_files != len(dataset):
-        raise SettingsError(f"{folder} holds {num_files} images, {packed} {len(dataset)}: remove one, or name others")
+        raise SettingsError(f"{folder} has {num_files} images, but {packed} has {len(dataset)}: remove one of them")
     return tuple(dataset[0][0].shape[1:])
 
 
@@ -143,7 +143,7 @@ def prepare_data(folder: Path, packed: Path, count: int, size: tuple[int, int], 
 
 @dataclass(frozen=True)
 class Run:
-    """The epochs of a training run: their figures, rates of fresh images, and rates on a cached batch beside them."""
+    """The epochs of a training run, with the rates of fresh images and the rates on a cached batch."""
 
     settings: Settings
     num_samples: int
@@ -154,7 +154,10 @@ class Run:
 
 
 def train(settings: Settings, utilisation_s: float | None = None) -> Run:
-    """Train with a loader; with ``utilisation_s``, measure that long on a cached batch before and after each epoch."""
+    """Train with a loader.
+
+    With ``utilisation_s``, train for this time on a cached batch before and after each epoch.
+    """
     check(settings)
     dataset = open_dataset(settings)
     image_size, num_classes = inspect(settings, dataset)
@@ -177,7 +180,7 @@ def train(settings: Settings, utilisation_s: float | None = None) -> Run:
 
 
 def free_memory(settings: Settings) -> None:
-    """Free what a finished run has left in this process, before the next run."""
+    """Free the memory that a finished run still uses in this process."""
     gc.collect()
     if settings.compile:
         torch.compiler.reset()
@@ -186,7 +189,7 @@ def free_memory(settings: Settings) -> None:
 
 
 def measure(name: str, settings: Settings, utilisation_s: float) -> dict[str, Any]:
-    """Measure one row of the table: the medians of all epochs but the first."""
+    """Measure one row of the table: the medians of all epochs but the first one."""
     run = train(settings, utilisation_s)
     epochs, cached, median = run.epochs[1:], run.cached_images_per_s[1:], statistics.median
     return {
@@ -202,7 +205,7 @@ def measure(name: str, settings: Settings, utilisation_s: float) -> dict[str, An
 
 
 def epoch_seconds(run: Run) -> float:
-    """Return the measured seconds of an epoch, or with --steps those computed from the rate of fresh images."""
+    """Return the seconds of an epoch: measured, or with --steps computed from the rate of fresh images."""
     if run.settings.steps is None:
         return statistics.median(epoch.seconds for epoch in run.epochs[1:])
     return run.num_samples / statistics.median(run.fresh_images_per_s[1:])
@@ -222,7 +225,7 @@ def ablation(
 
 def header(steps: int | None) -> str:
     seconds = "s/epoch" if steps is None else "s/epoch*"
-    note = "" if steps is None else f"\n* worked out from the rate of {steps} steps"
+    note = "" if steps is None else f"\n* computed from the rate of {steps} steps"
     return (
         f"{'':40s} {seconds:>8s} {'images/s':>9s} {'times':>6s} {'waiting':>7s} {'GPU memory':>10s} "
         f"{'cached':>8s} {'utilisation':>11s}{note}"
@@ -242,7 +245,7 @@ def line(row: dict[str, Any], first_rate: float) -> str:
 
 
 def plot(json_path: Path, png_path: Path) -> None:
-    """Draw the results of a run. Raises ImportError without matplotlib."""
+    """Plot the results of a run. Raises ImportError without matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -274,7 +277,7 @@ def plot(json_path: Path, png_path: Path) -> None:
 
 
 def try_plot(json_path: Path, png_path: Path) -> str:
-    """Draw the picture and print its path, or print what is missing."""
+    """Plot the results and return the path of the picture, or what is missing."""
     try:
         plot(json_path, png_path)
     except ImportError:
@@ -290,7 +293,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--folder", type=Path, help="folder of JPEGs, one folder per class; default: bench-data/COUNTxHxW")
     add("--packed", type=Path, help="the same images, converted; default: the folder's name with .h5")
-    add("--count", type=int, help=f"images to make if the folder is missing ({DEFAULTS['count']})")
+    add("--count", type=int, help=f"number of images to make if the folder is missing ({DEFAULTS['count']})")
     add("--size", type=int, nargs=2, metavar=("H", "W"), help="size of the images (224 224)")
     add("--model", choices=MODELS, help=f"network ({DEFAULTS['model']})")
     add("--batch-size", type=int, help=f"images per batch ({DEFAULTS['batch_size']})")
@@ -303,7 +306,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="small data and a small network: one minute on two cores")
     add("--json", type=Path, default=Path("bench-data/ablation.json"), help="written after each row (%(default)s)")
     add("--png", type=Path, help="path of the picture; default: beside the JSON file")
-    add("--plot-json", type=Path, metavar="FILE", help="only draw the picture of an earlier run")
+    add("--plot-json", type=Path, metavar="FILE", help="only plot the results of an earlier run")
     return parser
 
 
@@ -325,7 +328,7 @@ def run_all(args: argparse.Namespace, say: Say) -> None:
     cpu_threads = max(1, available_cores() // 2) if torch.device(args.device).type == "cpu" else None
     base = Settings(
         data=args.packed,
-        cpu_threads=cpu_threads,  # the others load
+        cpu_threads=cpu_threads,  # the other cores are for loading
         model=args.model,
         device=args.device,
         batch_size=args.batch_size,
@@ -346,7 +349,7 @@ def run_all(args: argparse.Namespace, say: Say) -> None:
 
     rows = rows_for(base, all_rows(args.folder, args.packed, image_size, args.num_workers))
     for _, settings in rows:
-        check(settings)  # all of them, before the first takes its time
+        check(settings)  # all of them, before the first one runs
     say(f"{args.model}, batches of {args.batch_size}, {args.device}: {about['machine']}, torch {torch.__version__}")
     ablation(rows, args.utilisation_s, say, save)
     say(f"{time.perf_counter() - started:.0f} s; figures: {args.json}")

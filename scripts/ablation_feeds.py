@@ -1,4 +1,6 @@
-"""The loaders that ablation.py compares: torch's DataLoader of a folder or of a converted file, and ChunkLoader."""
+"""The loaders that ablation.py compares: torch's DataLoader of a folder or of a converted file, FFCV, and
+ChunkLoader.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,17 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 import h5chunk
 from h5chunk.plan.order import INTERLEAVE
 
-WARM_UP_STEPS, BLOCK_STEPS = 5, 5  # on the cached batch: untimed steps, and steps per reading of the clock
+WARM_UP_STEPS, BLOCK_STEPS = 5, 5  # untimed steps on the cached batch, and steps between two readings of the clock
 
 
 @dataclass(frozen=True)
 class Settings(ablation_train.Settings):
-    """Settings of a training run by one of these loaders.
+    """Settings of a training run.
 
-    Loaders: ``chunk`` is ChunkLoader, which reads, pins, copies and normalises by itself; ``dataset`` is ChunkDataset
-    with ChunkSampler in torch's DataLoader; ``folder`` decodes a folder of images, one folder per class, in torch's
-    DataLoader; ``ffcv`` is FFCV's Loader of the same pixels. Images of all but the first are normalised after the copy
-    to the device (transport ``uint8``) or before (``float32``).
+    ``loader`` is "chunk" for ChunkLoader, which reads, pins, copies and normalises by itself; "dataset" for
+    ChunkDataset with ChunkSampler in torch's DataLoader; "folder" for a DataLoader that decodes images, one folder per
+    class; or "ffcv" for FFCV's Loader of the same pixels. All loaders except ChunkLoader normalise images after the
+    copy to the device (``transport`` "uint8") or before it ("float32").
     """
 
     loader: str = "chunk"
@@ -47,10 +49,11 @@ class Settings(ablation_train.Settings):
 
 
 def check(settings: Settings) -> None:
-    """Raise SettingsError unless the settings are valid."""
     ablation_train.check(settings)
     if settings.prefetch_factor and settings.num_workers < 1:
-        raise SettingsError(f"--num-workers is {settings.num_workers}: give at least 1, as --prefetch-factor is theirs")
+        raise SettingsError(
+            f"--num-workers is {settings.num_workers}, but --prefetch-factor needs workers: use at least 1"
+        )
     if settings.steps is not None and settings.steps < 1:
         raise SettingsError(f"--steps is {settings.steps}: give at least 1")
 
@@ -62,7 +65,7 @@ def to_floats(image: torch.Tensor) -> torch.Tensor:
 
 
 class FolderImages(Dataset[Any]):
-    """Images of one folder per class, decoded on access: (uint8 (3, H, W), label)."""
+    """Images of one folder per class, decoded on access, with their labels: (uint8 (3, H, W), int)."""
 
     def __init__(
         self, root: Path, transform: Callable[[torch.Tensor], torch.Tensor] | None, size: tuple[int, int] | None
@@ -85,7 +88,7 @@ class FolderImages(Dataset[Any]):
 
 
 def open_dataset(settings: Settings) -> Any:
-    """Open a Dataset of (image, label); images are uint8, or normalised float32 with --transport float32."""
+    """Open a Dataset of (image, label). Images are uint8, or normalised float32 with --transport float32."""
     transform = to_floats if settings.transport == "float32" else None
     if settings.augment is not None and settings.loader == "dataset":
         from torchvision.transforms import v2
@@ -97,7 +100,6 @@ def open_dataset(settings: Settings) -> Any:
 
 
 def make_loader(settings: Settings, dataset: Any) -> Any:
-    """Make a loader of shuffled batches."""
     s = settings
     if s.loader == "chunk":
         return ablation_train.make_loader(s, dataset)
@@ -119,7 +121,7 @@ def make_loader(settings: Settings, dataset: Any) -> Any:
 
 
 def ffcv_loader(settings: Settings, dataset: h5chunk.ChunkDataset) -> Any:
-    """Make FFCV's loader of augmented batches; its file is written beside ours, if it is missing."""
+    """Make FFCV's loader of augmented batches. Its file is written beside the packed file if it is missing."""
     from ffcv.fields import IntField, RGBImageField
     from ffcv.fields.basics import IntDecoder
     from ffcv.fields.rgb_image import RandomResizedCropRGBImageDecoder
@@ -139,7 +141,7 @@ def ffcv_loader(settings: Settings, dataset: h5chunk.ChunkDataset) -> Any:
 
 
 class Place:
-    """Moves a batch of torch's DataLoader to the device, and converts it there for the network."""
+    """Move a batch of torch's DataLoader to the device, and convert it there for the network."""
 
     def __init__(self, settings: Settings) -> None:
         self.device, self.non_blocking = torch.device(settings.device), settings.non_blocking
@@ -151,7 +153,7 @@ class Place:
     def __call__(self, images: torch.Tensor, labels: torch.Tensor) -> Batch:
         images = images.to(self.device, non_blocking=self.non_blocking)
         labels = labels.to(self.device, non_blocking=self.non_blocking)
-        if images.dtype == torch.uint8:  # normalised after the copy: uint8 has a quarter of float32's bytes
+        if images.dtype == torch.uint8:  # normalised after the copy, because float32 has four times the bytes of uint8
             images = (images - self.mean) / self.std
         return images.to(self.dtype, memory_format=self.format), labels
 
@@ -160,7 +162,7 @@ class Place:
 
 
 class PrefetchStream:
-    """Copies the next batch and normalises it on a stream of its own, while the GPU trains on this one."""
+    """Copy and normalise the next batch on a separate stream, while the GPU trains on the current one."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -168,7 +170,7 @@ class PrefetchStream:
         self.stream.wait_stream(torch.cuda.current_stream(place.device))  # wait until mean and std are on the device
 
     def send(self, batches: Iterator[Batch]) -> Batch | None:
-        """Start copying the next batch; return None at the end."""
+        """Start copying the next batch. Return None if there is none."""
         batch = next(batches, None)
         if batch is None:
             return None
@@ -182,20 +184,22 @@ class PrefetchStream:
             training = torch.cuda.current_stream(self.place.device)
             training.wait_stream(self.stream)  # the step's kernels wait for the batch
             for tensor in ahead:
-                tensor.record_stream(training)  # and its memory is not reused before they end
+                tensor.record_stream(training)  # its memory is not reused before these kernels end
             batch, ahead = ahead, self.send(source)
             yield batch
 
 
 class Feed:
-    """The training batches of a run, on the device, an epoch at a time."""
+    """The training batches of a run on the device, epoch by epoch."""
 
     def __init__(self, settings: Settings, dataset: Any) -> None:
         self.settings, self.waiting = settings, Waiting()
         self.loader, self.place = make_loader(settings, dataset), Place(settings)
         self.mover = PrefetchStream(self.place) if settings.prefetch_stream else self.place
         rows = range(0, len(dataset), len(dataset) // settings.batch_size)[: settings.batch_size]
-        self.real_batch = self.place(*default_collate([tuple(dataset[row]) for row in rows]))  # from all over the data
+        self.real_batch = self.place(
+            *default_collate([tuple(dataset[row]) for row in rows])
+        )  # from all parts of the data
 
     def on_device(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         batches = self.waiting.over(batches)
@@ -206,19 +210,19 @@ class Feed:
             yield from self.loader
 
     def epochs(self) -> Iterator[Iterable[Batch]]:
-        """Yield passes over the data; with --steps that many batches each, continuing where the last epoch stopped."""
+        """Yield the epochs. With --steps, each has this number of batches and continues where the last one stopped."""
         endless = self.on_device(self.passes())
         for _ in range(self.settings.epochs):
             yield self.on_device(self.loader) if self.settings.steps is None else islice(endless, self.settings.steps)
 
     def fresh_share(self) -> float:
-        """Fraction of this pass's images that are not echoes."""
+        """Return the fraction of an epoch's images that are not echoes."""
         if self.settings.echo == 1:
             return 1.0
         return self.loader.report.fresh_samples / self.loader.report.samples
 
     def close(self) -> None:
-        """End the loader's threads; a DataLoader's worker processes end when nothing refers to it."""
+        """Stop the loader's threads. The worker processes of a DataLoader end when it is deleted."""
         if isinstance(self.loader, h5chunk.ChunkLoader):
             self.loader.close()
         del self.loader
@@ -226,7 +230,7 @@ class Feed:
 
 @contextmanager
 def undone(trainer: Trainer) -> Iterator[None]:
-    """Return a context at whose end network, optimizer and scaler are as they were at its beginning."""
+    """Restore the state of network, optimizer and scaler at the end of the context."""
     parts = (trainer.network, trainer.optimizer, trainer.scaler)
     states = [copy.deepcopy(part.state_dict()) for part in parts]
     with torch.random.fork_rng([trainer.device] if trainer.settings.on_gpu else []):
@@ -237,7 +241,7 @@ def undone(trainer: Trainer) -> Iterator[None]:
 
 
 def cached_rate(trainer: Trainer, batch: Batch, seconds: float) -> float:
-    """Return images/s on a batch on the device: the rate with an infinitely fast loader."""
+    """Return images/s on a batch that is on the device, which is the rate with an infinitely fast loader."""
     synchronize = torch.cuda.synchronize if trainer.settings.on_gpu else lambda _: None
     num_steps = 0
     with undone(trainer):

@@ -1,4 +1,4 @@
-"""The training that ablation.py measures: the network, a step, an epoch with its statistics, and their settings."""
+"""The training that ablation.py measures: network, step, epoch and their settings."""
 
 from __future__ import annotations
 
@@ -25,13 +25,11 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class SettingsError(ValueError):
-    """Settings that are invalid, or do not fit the data."""
+    """Raised for settings that are invalid or do not fit the data."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that a training run depends on."""
-
     data: Path
     model: str = "cnn"
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
@@ -86,7 +84,7 @@ def inspect(settings: Settings, dataset: Any) -> tuple[tuple[int, int], int]:
         raise SettingsError(f"--batch-size is {settings.batch_size}, but there are {len(dataset)} images")
     shape = tuple(dataset[0][0].shape)
     if len(shape) != 3 or shape[0] != 3:
-        raise SettingsError(f"images are {shape}, but the networks take (3, height, width): use --color rgb")
+        raise SettingsError(f"images are {shape}, but the networks need (3, height, width): use --color rgb")
     return shape[1:], len(dataset.classes) or int(dataset.values("labels").max()) + 1
 
 
@@ -100,7 +98,7 @@ def make_loader(settings: Settings, dataset: h5chunk.ChunkDataset) -> h5chunk.Ch
 
 
 class Waiting:
-    """Wraps an iterable, and adds up the time spent in its ``iter`` and ``next``."""
+    """Wrap an iterable, and measure the time spent in its ``iter`` and ``next``."""
 
     seconds = 0.0
 
@@ -131,7 +129,7 @@ class Trainer:
         self.totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # sums of loss and correct answers
 
     def autocast(self) -> torch.autocast:
-        """Return a context for products and convolutions in 16 bits, if --amp asks for it."""
+        """Return a context for 16-bit matrix products and convolutions if --amp is set."""
         dtype = AMP[self.settings.amp]
         return torch.autocast(self.device.type, dtype if dtype != torch.float32 else None, dtype != torch.float32)
 
@@ -146,11 +144,11 @@ class Trainer:
         self.count(loss.detach(), logits.detach(), labels)
 
     def count(self, loss: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """Add to the totals, on the device: an ``item()`` here would make the host wait for each step."""
+        """Add to the totals on the device. Calling ``item()`` here would make the host wait in each step."""
         self.totals += torch.stack((loss * len(labels), (logits.argmax(1) == labels).sum()))
 
     def take_totals(self) -> tuple[float, float]:
-        """Return the sums of loss and correct answers since the last call; waits for the device."""
+        """Return the sums of loss and correct answers since the last call. Waits for the device."""
         loss, right = self.totals.tolist()
         self.totals.zero_()
         return loss, right
@@ -158,7 +156,7 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Epoch:
-    """The figures of an epoch. ``waiting`` is a share of the time; echoes count in ``num_images``."""
+    """The results of an epoch. ``waiting`` is a fraction of the time; ``num_images`` includes echoes."""
 
     loss: float
     accuracy: float
@@ -170,7 +168,7 @@ class Epoch:
 
 
 def run_epoch(trainer: Trainer, batches: Iterable[Batch], waiting: Waiting) -> Epoch:
-    """Train on the batches of an epoch, which pass through ``waiting``, and return its figures."""
+    """Train on the batches of an epoch, which pass through ``waiting``, and return its results."""
     on_gpu, device = trainer.settings.on_gpu, trainer.device
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)

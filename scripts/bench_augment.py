@@ -3,18 +3,19 @@
     python scripts/bench_augment.py [--images 3000] [--side 256] [--size 224] [--rounds 3] [--threads 2]
         [--only ours ffcv] [--json FILE]
 
-The data is random pixels, generated once in ``bench-data/`` and packed once for each contender. All contenders draw
+The data is random pixels, generated once in ``bench-data/`` and packed once for each loader. All loaders draw
 random parameters for each sample, and deliver batches of 256:
 
-- ``ours``: ChunkLoader with ``[RandomResizedCrop(size), RandomHorizontalFlip()]``, as uint8; ``ours, float`` also
+- ``ours`` is ChunkLoader with ``[RandomResizedCrop(size), RandomHorizontalFlip()]``, as uint8; ``ours, float`` also
   normalises to float32.
-- ``ffcv``: ``RandomResizedCropRGBImageDecoder`` and ``RandomHorizontalFlip`` from raw images, random order, as uint8.
-- ``torchvision``: a DataLoader with ``--threads`` workers over our data set, whose transform is torchvision's ``v2``.
-- ``kornia``: its augmentations of whole batches, which draw for each sample, on our batches as float32.
+- ``ffcv`` uses ``RandomResizedCropRGBImageDecoder`` and ``RandomHorizontalFlip`` on raw images in random order, as
+  uint8.
+- ``torchvision`` is a DataLoader with ``--threads`` workers over ChunkDataset, with transforms of torchvision's ``v2``.
+- ``kornia`` augments whole batches of ChunkLoader as float32, with random parameters for each sample.
 
-They take turns, in reverse order every other round; a turn is a warm-up epoch and a timed epoch. The table shows
+Loaders take turns, in reverse order every other round. A turn is a warm-up epoch and a timed epoch. The table shows
 images/s (median and range), images per second of processor time of the process and its children, and the median ratio
-to the rate of FFCV in the same round. A contender that cannot be imported is skipped.
+to the rate of FFCV in the same round. Packages that cannot be imported are skipped.
 """
 
 from __future__ import annotations
@@ -37,7 +38,6 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def pixels(args: argparse.Namespace) -> np.ndarray:
-    """Return the images: (n, side, side, 3) uint8."""
     path = Path("bench-data") / f"augment-{args.images}-{args.side}.npy"
     if not path.exists():
         path.parent.mkdir(exist_ok=True)

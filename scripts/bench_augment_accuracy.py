@@ -33,11 +33,11 @@ from h5chunk import transforms as ours
 SIDE, CLASSES, BATCH = 32, 10, 100
 MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14)  # for 2 seeds and more
-Loader = Callable[[str, int], Iterable[Any]]  # of a recipe and a seed
+Loader = Callable[[str, int], Iterable[Any]]  # called with a recipe and a seed
 
 
 def make_shapes(count: int, rng: np.random.Generator, *, moved: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return images of random shapes, (count, 3, SIDE, SIDE) uint8, and the class labels of the shapes, (count,)."""
+    """Return images of random shapes, (count, 3, SIDE, SIDE) uint8, and their class labels, (count,)."""
     labels, reach = np.arange(count) % CLASSES, 5.0 if moved else 0.5
     y, x = np.mgrid[:SIDE, :SIDE] - (SIDE - 1) / 2
     down, right = rng.uniform(-reach, reach, (2, count, 1, 1))
@@ -110,7 +110,7 @@ def accuracy(loader: Iterable[Any], test: tuple[torch.Tensor, torch.Tensor], see
 
 
 def compare(recipe: str, makers: dict[str, Loader], plain: float, test: Any, args: argparse.Namespace) -> bool:
-    """Train with both loaders, print what they reach, and return whether it is as it should be."""
+    """Train with both loaders, print their accuracies, and return whether these differ by at most the margin."""
     found = {}
     for name, make in makers.items():
         own = found[name] = [accuracy(make(recipe, seed), test, seed, args) for seed in range(args.seeds)]
@@ -118,7 +118,7 @@ def compare(recipe: str, makers: dict[str, Loader], plain: float, test: Any, arg
     differences = [one - other for one, other in zip(*found.values(), strict=True)]
     mean, gain = statistics.mean(differences), statistics.mean(found["h5chunk"]) - plain
     half = T_95[args.seeds - 2] * statistics.stdev(differences) / math.sqrt(args.seeds)
-    print(f"{recipe}, difference: {mean:+.2f} +- {half:.2f} points; augmenting gains {gain:.2f}", flush=True)
+    print(f"{recipe}, difference: {mean:+.2f} +- {half:.2f} points; augmentation gains {gain:.2f}", flush=True)
     return abs(mean) - half <= args.margin < gain
 
 
@@ -142,9 +142,7 @@ def main() -> None:
         print(f"no augmentation: {statistics.mean(plain):.2f} % (sd {statistics.stdev(plain):.2f})", flush=True)
         held = [compare(recipe, makers, statistics.mean(plain), test, args) for recipe in ("crop", "resize")]
     if not all(held):
-        raise SystemExit(
-            f"a difference is farther than {args.margin} points from 0, or augmenting gains less than that"
-        )
+        raise SystemExit(f"a difference exceeds {args.margin} points, or augmentation gains less than this")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,20 @@
-"""Compare augmenting on a GPU with normalising alone, and with Kornia and torchvision.
+"""Compare augmentation on a GPU with normalisation alone, and with Kornia and torchvision.
 
     python scripts/make_packed.py data.h5 --count 40000 --size 256 256    # 8 GB
     python scripts/bench_augment_gpu.py data.h5 [--size 224] [--rounds 3] [--json FILE]
 
-All outputs are bfloat16. ``resize`` is RandomResizedCrop, antialiased, and a flip; ``crop`` is RandomCrop and a flip.
+All outputs are bfloat16. ``resize`` is an antialiased RandomResizedCrop and a flip; ``crop`` is RandomCrop and a flip.
 
-- Kernels: images/s of the kernels alone, from events around a full queue, on batches of 1,024 that are too many for the
-  GPU's cache. What was drawn is on the GPU already. The ratio is to the kernel that normalises whole images.
-- Loaders: whole epochs of ChunkLoader, the second of each, with batches of 256; resident and streamed, contiguous and
-  channels_last. All take turns. Printed are medians, and the median ratio to normalising alone in the same round.
-- Others, which resize and flip, and do not normalise. On batches that are on the GPU: Kornia's augmentations, which
-  draw for each sample, and torchvision's v2 on one image after the other. From the file: v2 in a DataLoader with a
-  worker per core. The ratio is that of the resident loader's ``resize`` to them.
+- Kernels: images/s of the kernels alone, timed by events while a full queue runs, on batches of 1,024 images, which do
+  not fit in the GPU's cache. Random parameters are on the GPU beforehand. The ratio is to the kernel that normalises
+  whole images.
+- Loaders: images/s of ChunkLoader in its second epoch with batches of 256, resident and streamed, contiguous and
+  channels_last. All loaders take turns. Prints medians, and the median ratio to normalisation in the same round.
+- Peers: resizing and flipping without normalisation. On batches on the GPU, Kornia draws random parameters for each
+  sample, and torchvision's v2 processes one image after the other. From the file, v2 runs in a DataLoader with a
+  worker per core. The ratio is that of the resident loader's ``resize`` to the peer.
 
-Kornia and torchvision are left out where they are not installed.
+Kornia and torchvision are skipped if they are not installed.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ from h5chunk.transforms.images import ImageConverter, fresh
 
 NORMALIZE = Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 BATCH, LARGE_BATCH, BUFFERS = 256, 1024, 3
-SLEEP_CYCLES = 20_000_000  # the GPU waits, so that all launches are queued before the first runs
+SLEEP_CYCLES = 20_000_000  # the GPU waits for these cycles, so that all launches are queued before the first one runs
 KORNIA_BATCHES = (64, 256, 1024)
-PEER_S = 1.5  # to measure another contender
+PEER_S = 1.5  # time to measure a peer
 Epoch = Callable[[], Iterable[Any]]
 
 
@@ -54,7 +55,6 @@ def lists(size: int, channels_last: bool) -> dict[str, list[Any]]:
 
 
 def kernel_rates(shape: tuple[int, ...], size: int) -> dict[str, float]:
-    """Return images/s of the kernels alone."""
     images = [torch.randint(0, 256, (LARGE_BATCH, *shape), dtype=torch.uint8, device="cuda") for _ in range(BUFFERS)]
     draws = Draws(0, 0, np.arange(LARGE_BATCH), kept={}, whole=np.arange(LARGE_BATCH))
     rates = {}
@@ -71,7 +71,7 @@ def kernel_rates(shape: tuple[int, ...], size: int) -> dict[str, float]:
 
 
 def gpu_seconds(work: Callable[[int], Any], count: int = 12) -> float:
-    """Return the seconds of the GPU for one call."""
+    """Return the time on the GPU of one call, in seconds."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for number in range(BUFFERS):
         work(number)
@@ -86,7 +86,7 @@ def gpu_seconds(work: Callable[[int], Any], count: int = 12) -> float:
 
 
 def epoch_rate(loader: Iterable[Any]) -> float:
-    """Return images/s of the second of two epochs."""
+    """Return images/s of the loader's second epoch."""
     for _ in loader:
         pass
     torch.cuda.synchronize()
@@ -98,7 +98,7 @@ def epoch_rate(loader: Iterable[Any]) -> float:
 
 
 def loader_rates(path: Path, size: int, rounds: int) -> dict[str, list[float]]:
-    """Return images/s of ChunkLoader, for each round."""
+    """Return images/s of each ChunkLoader in each round."""
     rates: dict[str, list[float]] = {}
     for _ in range(rounds):
         for resident in (True, False):
@@ -112,7 +112,7 @@ def loader_rates(path: Path, size: int, rounds: int) -> dict[str, list[float]]:
 
 
 def work_rate(work: Callable[[], int]) -> float:
-    """Return images/s of repeated calls, each of which returns its number of images."""
+    """Return images/s of repeated calls. A call returns the number of images that it processed."""
     work()
     torch.cuda.synchronize()
     started, count = time.perf_counter(), 0
@@ -169,7 +169,7 @@ def main() -> None:
     torch.backends.cudnn.benchmark = True
     with open_file(args.path) as file:
         shape = file["images"].shape[1:]
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; {args.size} px out of {shape}")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; {args.size} px from {shape}")
     kernels = kernel_rates(shape, args.size)
     for name, rate in kernels.items():
         layout = name.split(", ")[1]
@@ -185,10 +185,10 @@ def main() -> None:
         try:
             others |= measure()
         except ImportError as error:
-            print(f"left out: {error}")
+            print(f"skipped: {error}")
     ours = statistics.median(loaders["resident, contiguous, resize"])
     for name, rate in others.items():
-        print(f"{name:42} {rate:12,.0f} images/s, ours {ours / rate:.1f} times", flush=True)
+        print(f"{name:42} {rate:12,.0f} images/s, ChunkLoader is {ours / rate:.1f} times as fast", flush=True)
     if args.json:
         args.json.write_text(json.dumps({"kernels": kernels, "loaders": loaders, "others": others}, indent=1))
 

@@ -4,16 +4,16 @@
 
 Makes ``create_dataset("images", (N, 224, 224, 3), "u1", chunks=True)`` and measures samples/s with a warm page cache:
 
-plain             the loop that most people write: a Dataset of ``file["images"][i]`` in a ``DataLoader(shuffle=True)``
+plain             the usual loop: a Dataset of ``file["images"][i]`` in a ``DataLoader(shuffle=True)``
 plain, repacked   the same loop, unchanged, on the output of ``h5chunk repack --tuned`` after ``tune --json``
 loader            ChunkLoader on the original file, with the window that tune recommends without a new file
-HDF5's best       HDF5 reading that file band by band, each chunk once: the limit of every reader that uses HDF5
-bytes             one thread reading the file's bytes in order: the limit of every reader of the original file
+HDF5's best       HDF5 reads the original file band by band, and each chunk once: the limit of readers that use HDF5
+bytes             one thread reads the file's bytes in order: the limit of all readers of the original file
 loader, repacked  ChunkLoader on the new file
 
-Prints each rate and its ratio to that of ``plain``; for the plain loops, also the rate per processor time, which other
-processes disturb less; the recommendation and advice of tune; and the duration of tune and repack. The files are
-removed afterwards unless ``--keep`` is set; ``--json FILE`` writes all results.
+Prints each rate and its ratio to that of ``plain``. For the plain loops, prints also the rate per processor time, which
+other processes disturb less. Then prints the recommendation and advice of tune, and the duration of tune and repack.
+The files are removed afterwards unless ``--keep`` is set. ``--json FILE`` writes all results.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import h5chunk
 
 
 class Plain(Dataset):
-    """A Dataset over h5py as most people write it, which reads one sample at a time."""
+    """The usual Dataset over h5py, which reads one sample at a time."""
 
     def __init__(self, path: Path) -> None:
         self.file = h5py.File(path, "r")
@@ -71,7 +71,7 @@ def rate(epochs: Callable[[], Iterable], seconds: float) -> float:
 
 
 def plain_rate(path: Path, batch_size: int, seconds: float, used: list[float]) -> float:
-    """Return samples/s of wall time; ``used`` receives the samples per second of this process's processor time."""
+    """Return samples/s of wall time. The samples per second of this process's CPU time are appended to ``used``."""
     data, cpu, started = Plain(path), time.process_time(), time.perf_counter()
     found = rate(lambda: DataLoader(data, batch_size=batch_size, shuffle=True), seconds)
     taken = time.perf_counter() - started
@@ -89,7 +89,7 @@ def loader_rate(path: Path, batch_size: int, seconds: float, window: int | None)
 
 
 def bytes_rate(path: Path, count: int) -> float:
-    """Return the images/s of reading the whole file, which has ``count`` images, into a reused buffer."""
+    """Return the images/s of reading a whole file of ``count`` images into a reused buffer."""
     buffer = memoryview(bytearray(8 << 20))
     started = time.perf_counter()
     with path.open("rb", buffering=0) as file:
@@ -99,7 +99,7 @@ def bytes_rate(path: Path, count: int) -> float:
 
 
 def hdf5_rate(path: Path) -> float:
-    """Return the rate of reading band by band, so that every chunk is read once."""
+    """Return the images/s of reading band by band, so that every chunk is read once."""
     with h5py.File(path, "r", rdcc_nbytes=1 << 30, rdcc_nslots=1 << 20, rdcc_w0=0.0) as file:
         images = file["images"]
         band = images.chunks[0]
@@ -136,7 +136,7 @@ def main() -> None:
     batch, seconds = args.batch_size, args.seconds
     turns: dict[str, list[float]] = {}
     used: dict[str, list[float]] = {"plain": [], "plain, repacked": []}
-    torch.set_num_threads(1)  # so that all processor time is the loop's
+    torch.set_num_threads(1)  # so that all processor time belongs to the loop
     for _ in range(args.rounds):
         for name, measured in (
             ("plain", lambda: plain_rate(path, batch, seconds, used["plain"])),

@@ -1,10 +1,10 @@
-"""Measure what verifying checksums while reading costs ChunkLoader.
+"""Measure how much ChunkLoader slows down when it verifies checksums while reading.
 
     python scripts/bench_checksums.py FILE.h5 [--batch-size 256] [--rounds 5] [--epochs 3] [--cold] [--device cpu]
 
-FILE.h5 must be a file that h5chunk wrote, because only those have checksums. In each round, ``off``, ``first`` and
+FILE.h5 must be an h5chunk file, because only these have checksums. In each round, the modes ``off``, ``first`` and
 ``always`` take turns, in reverse order every other round. A turn is a new loader and ``--epochs`` epochs with a warm
-page cache; ``--cold`` drops the file from the page cache before each turn, if the system allows it. The first round is
+page cache. ``--cold`` drops the file from the page cache before each turn, if the system allows it. The first round is
 a warm-up.
 
 Prints samples/s of each epoch (median of the rounds) and its ratio to ``off`` in the same round (median and range).
@@ -38,7 +38,7 @@ def drop(path: Path) -> None:
 
 
 def turn(mode: str, args: argparse.Namespace) -> list[float]:
-    """Return samples/s of each epoch; the time of the first includes making the loader."""
+    """Return samples/s of each epoch. The first epoch includes the construction of the loader."""
     if args.cold:
         drop(args.path)
     rates, started = [], time.perf_counter()

@@ -2,10 +2,10 @@
 
     python scripts/bench_cold.py FILE.h5 [--batch-size 256] [--rounds 5] [--threads 8]
 
-The contenders take turns, in reverse order every other round: reads of all pieces of the file, each piece once; a
-ChunkLoader with its default number of threads; and a ChunkLoader with as many threads as the reads. The file is dropped
-from the page cache before each turn. Prints bytes/s of the file, processor time per GB, and the median ratio to the
-rate of the reads. The file should be so large that reading it takes at least a second.
+Three readers take turns, in reverse order every other round: threads that read each piece of the file once; a
+ChunkLoader with its default number of threads; and a ChunkLoader with the same number of threads as the first reader.
+The file is dropped from the page cache before each turn. Prints bytes/s of the file, processor time per GB, and the
+median ratio to the rate of the first reader. Reading the file should take at least a second.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def drop(path: Path) -> None:
 
 
 def read_all(path: Path, num_threads: int) -> None:
-    """Read all of a file in pieces, in random order."""
+    """Read each piece of a file once, in random order."""
     descriptor = os.open(path, os.O_RDONLY)
     offsets = list(range(0, path.stat().st_size, READ_BYTES))
     random.shuffle(offsets)

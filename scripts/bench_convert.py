@@ -1,14 +1,14 @@
-"""Measure conversion against the rate of decoding alone.
+"""Compare the speed of conversion with the speed of decoding alone.
 
     python scripts/bench_convert.py                # makes 12,000 JPEGs of 224 x 224 in bench-data/ once
     python scripts/bench_convert.py --folder DIR   # any folder of images of one size
-    python scripts/bench_convert.py --out /dev/shm # writes to memory, which leaves out the disk
+    python scripts/bench_convert.py --out /dev/shm # writes to memory instead of the disk
 
 Decode limit: the same decoder (Pillow) decodes the same files in the same order, in the same number of processes, to
-uint8 arrays (C, H, W) that are discarded. Disk limit: the same number of bytes is written to the same folder and
-synced. Convert: all of `h5chunk.convert`, from listing the folder until the file is on the disk. The three take turns,
-``--rounds`` times. Prints the median of each in images/s, the median ratio to each limit, and the peak memory of all
-processes of a conversion. ``loader`` is torchvision's loader, ``Image.open(path).convert("RGB")``, for comparison.
+uint8 arrays (C, H, W), which are discarded. Disk limit: the same number of bytes is written to the same folder and
+synced. Convert: `h5chunk.convert`, from listing the folder until the file is on the disk. All three take turns,
+``--rounds`` times. ``loader`` is torchvision's loader, ``Image.open(path).convert("RGB")``, for comparison. Prints
+the median rates in images/s, the median ratio to each limit, and the peak memory of all processes of a conversion.
 ``--json FILE`` writes all results.
 """
 
@@ -57,7 +57,7 @@ def load_all(paths: list[str]) -> int:
 
 
 def rate(work: Callable[[list[str]], int], paths: list[str], workers: int) -> float:
-    """Return images/s of calling ``work`` on all images."""
+    """Return images/s of calling ``work`` for all images."""
     tasks = [paths[i : i + TASK] for i in range(0, len(paths), TASK)]
     started = time.perf_counter()
     with multiprocessing.get_context("fork").Pool(workers) as pool:
@@ -66,7 +66,7 @@ def rate(work: Callable[[list[str]], int], paths: list[str], workers: int) -> fl
 
 
 class PeakMemory(threading.Thread):
-    """Track the peak memory of this process and its children: the sum of their proportional set sizes."""
+    """Track the peak memory of this process and its children, as the sum of their proportional set sizes."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -164,7 +164,7 @@ def main() -> None:
 
 
 def ratio(rates: list[float], limits: list[float]) -> float:
-    """Return the median over the rounds of the rate over the limit."""
+    """Return the median of the ratios of rates to limits over the rounds."""
     return statistics.median(rate / limit for rate, limit in zip(rates, limits, strict=True))
 
 

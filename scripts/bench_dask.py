@@ -2,10 +2,10 @@
 
     python scripts/bench_dask.py                    # makes 6,000 JPEGs of 224 x 224 in bench-data/ once
     python scripts/bench_dask.py --folder DIR --shards 32
-    python scripts/bench_dask.py --entries 5000000  # a matrix, in text, against this process alone
+    python scripts/bench_dask.py --entries 5000000  # a matrix in a text file; compares with one process
 
-Both write the same shards, in turns. The cluster is started once, and both convert once as a warm-up. Prints the median
-rates of all rounds in samples/s, and the median ratio.
+Both conversions write the same shards, in turns. The cluster is started once, and both convert once as a warm-up.
+Prints the median rates of all rounds in samples/s, and the median ratio.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ HERE = Path(__file__).parent
 
 
 def make_images(count: int) -> Path:
-    """Make JPEGs once, and return their folder."""
     folder = Path("bench-data") / f"jpegs-{count}-224"
     command = [sys.executable, str(HERE / "make_images.py"), str(folder), "--count", str(count), "--size", "224", "224"]
     subprocess.run(command, check=True)
@@ -51,7 +50,7 @@ def make_ratings(path: Path, num_entries: int) -> Path:
 
 
 def rate(source: Path, output: Path, **options: Any) -> float:
-    """Return the samples/s of a conversion; for a matrix, entries/s."""
+    """Return the samples/s of a conversion, or the entries/s for a matrix."""
     os.sync()
     started = time.perf_counter()
     report = h5chunk.convert(source, output, overwrite=True, **options)
@@ -63,7 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--count", type=int, default=6000)
-    parser.add_argument("--entries", type=int, help="convert a matrix with so many entries")
+    parser.add_argument("--entries", type=int, help="convert a matrix with this number of entries")
     parser.add_argument("--shards", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, help="folder for the output")

@@ -1,20 +1,20 @@
 """Compare ChunkDataset and ChunkSampler in torch's DataLoader with the usual ways to read HDF5.
 
     python scripts/bench_dataset.py                              # 12,000 images of 224 x 224, made once (6 GB)
-    python scripts/bench_dataset.py --count 50000 --size 32      # as large as CIFAR: read through the chunk cache
+    python scripts/bench_dataset.py --count 50000 --size 32      # the size of CIFAR, read through the chunk cache
 
-All read the same images in ``bench-data/`` in batches of 256, page cache warm, with 0 and 2 persistent workers, after a
-warm-up epoch:
+All readers read the same images in ``bench-data/`` in batches of 256, with a warm page cache, with 0 and 2 persistent
+workers, after a warm-up epoch:
 
 ours        ChunkDataset and ChunkSampler on the converted file
-loader      ChunkLoader on the same file: no DataLoader, two reading threads
+loader      ChunkLoader on the same file, with two reading threads instead of a DataLoader
 plain       ``h5py.File(...)["images"][i]`` with ``shuffle=True`` on a contiguous file
-blog        the same on chunks of 100 images with a 1 GiB chunk cache and w0 = 1, as blogs recommend; the file is opened
-anew for each round, because with w0 = 1 the cache has no limit and would hold the whole file afterwards
+blog        the same code on chunks of 100 images with a 1 GiB chunk cache and w0 = 1, as blogs recommend; the file is
+            opened anew for each round, because with w0 = 1 the cache has no limit and would grow to the whole file
 ready       a Dataset that copies one ready batch into fresh memory for the DataLoader: the limit of torch's transport
-ready-held  a Dataset that returns the same tensor again: only a file descriptor moves
+ready-held  a Dataset that returns the same tensor repeatedly, so that only a file descriptor is passed
 
-Prints for each: images/s (median of the interleaved rounds); the ratio of bytes read by the processes (rchar of
+Prints for each reader: images/s (median of the interleaved rounds); the ratio of bytes read by the processes (rchar of
 /proc/PID/io) to bytes used; with a chunk cache, the fraction of samples that needed no chunk read, computed from the
 same bytes; and the growth of the private memory of a reading process. ``--json FILE`` writes all results.
 """
@@ -46,7 +46,7 @@ NAMES = ("ours", "loader", "plain", "blog", "ready", "ready-held")
 
 
 class PlainDataset(Dataset):
-    """A Dataset as most people write it: opened lazily, indexed row by row."""
+    """The usual Dataset, which opens the file on first access and reads one row at a time."""
 
     def __init__(self, path: Path, length: int, **options: object) -> None:
         self.path, self.length, self.options = path, length, options
@@ -63,7 +63,7 @@ class PlainDataset(Dataset):
 
 
 class ReadyDataset(Dataset):
-    """Return one batch that is in memory already, either itself or, with ``copy``, copied into fresh memory."""
+    """Return the same batch each time, either itself or, with ``copy``, copied into fresh memory."""
 
     def __init__(self, length: int, batch_size: int, size: int, copy: bool) -> None:
         self.length, self.copy = length // batch_size, copy
@@ -83,7 +83,7 @@ class ReadyDataset(Dataset):
 
 
 def make_files(folder: Path, count: int, size: int) -> dict[str, Path]:
-    """Make the converted file, and the same images in a contiguous file and in a file with chunks of 100."""
+    """Make the converted file, and two files with the same images: a contiguous one and one with chunks of 100."""
     paths = {name: folder / f"{name}-{count}-{size}.h5" for name in ("ours", "plain", "blog")}
     if not paths["ours"].exists():
         jpegs = folder / f"jpegs-{count}-{size}"
@@ -103,7 +103,6 @@ def make_files(folder: Path, count: int, size: int) -> dict[str, Path]:
 
 
 def loader(name: str, paths: dict[str, Path], args: argparse.Namespace, workers: int) -> DataLoader:
-    """Return a DataLoader over one of the contenders."""
     count, batch_size = args.count, args.batch_size
     options = {"num_workers": workers, "persistent_workers": workers > 0}
     if name == "loader":
@@ -130,13 +129,13 @@ def read_bytes(pids: list[int]) -> int:
 
 
 def private_bytes(pid: int) -> int:
-    """Return the process's private memory: its cache and buffers, without batches in shared memory."""
+    """Return a process's private memory, which includes its chunk cache but not batches in shared memory."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     return sum(int(text.split(f"{key}:")[1].split()[0]) * 1024 for key in ("Private_Clean", "Private_Dirty"))
 
 
 def epoch(data: DataLoader) -> dict[str, float]:
-    """Run an epoch; return images/s, bytes read per image, and the memory of the first reading process at its end."""
+    """Run an epoch; return images/s, bytes read per image, and the final memory of the first reading process."""
     old = getattr(data, "_iterator", None)
     running = processes(old) if old else []  # because persistent workers start reading at iter()
     before = read_bytes(running)
@@ -180,7 +179,7 @@ def main() -> None:
 
 
 def measure(paths: dict[str, Path], args: argparse.Namespace, workers: int) -> Iterator[tuple[str, dict]]:
-    """Return the figures of each contender with this number of workers."""
+    """Return the results of all readers with this number of workers."""
     names = [name for name in NAMES if name != "loader" or workers == 0]
     loaders, rounds, grown = {}, {name: [] for name in names}, {}
     for name in names:

@@ -1,10 +1,11 @@
-"""Compare dense float32 rows of a sparse matrix with SciPy's ``matrix[rows].toarray()``, also in the first epoch.
+"""Compare dense float32 rows of a sparse matrix with SciPy's ``matrix[rows].toarray()``.
 
     python scripts/bench_dense.py FOLDER [--rows 50000] [--columns 9000] [--density 0.02] [--rounds 7]
 
-Measured in turns, with batches of 500 rows: SciPy's loop over a matrix in memory; the first epoch of a new ChunkLoader,
-including its construction; and later epochs; the loaders also with ``reuse=True``. ``num_threads`` is 1, but several
-threads make rows dense. Prints microseconds per batch, of wall time and of processor time, and the speedup over SciPy.
+Measures in turns, with batches of 500 rows: SciPy's loop over a matrix in memory; the first epoch of a new ChunkLoader,
+including its construction; and later epochs. Both epochs are also measured with ``reuse=True``. ``num_threads`` is 1,
+but several threads make rows dense. Prints microseconds per batch, of wall time and of processor time, and the speedup
+over SciPy.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def first_epoch(path: Path, reuse: bool) -> None:
 
 
 def timed(epoch: Callable[[], None]) -> tuple[float, float]:
-    """Return seconds, and seconds of processor time."""
+    """Return the wall time and the processor time of an epoch, in seconds."""
     started, before = time.perf_counter(), time.process_time()
     epoch()
     return time.perf_counter() - started, time.process_time() - before

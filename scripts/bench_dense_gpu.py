@@ -4,22 +4,22 @@
     python scripts/bench_dense_gpu.py --device cpu --rows 3000 --columns 500 --entries-per-row 20   # without a GPU
 
 Batches of 500 x 20,000 float32 are computed from CSR rows on the device: int64 starts, uint16 columns, uint8 values,
-150 entries per row, columns drawn from a power law. The limit is the time to write the bytes of a batch at the highest
-rate at which torch fills or clears a large buffer. All methods take turns, and medians are printed. A turn writes
-batches into alternating buffers, so that they are not cached. It is timed twice: on the GPU, by events around a full
-queue, which excludes launches; and from Python, which includes them.
+and 150 entries per row, with columns from a power law. The limit is the time to write the bytes of a batch at the
+highest rate at which torch fills or clears a large buffer. All methods take turns, and medians are printed. A turn
+writes batches into alternating buffers, so that they are not cached. It is timed twice: on the GPU, by events while a
+full queue runs, which excludes launches; and from Python, which includes them.
 
-ours               the loader's kernel on contiguous rows, or on shuffled rows by number, as for resident data
+ours               the loader's kernel on contiguous rows, or on shuffled rows by index, as for resident data
 ours, 6 together   several batches with one launch, as in the loader
-bf16, pattern, l2  writes bfloat16; stores no values; scales rows to length 1
+bf16, pattern, l2  the kernel writes bfloat16; stores no values; scales rows to length 1
 torch, indexing    zero_, then values are put at positions that are computed, or were computed before
 torch, to_dense()  to_dense() of a ready sparse_csr tensor of int32 and float32
 host               SciPy's toarray() and the copy to the GPU
 
-Prints for each: microseconds per batch, GB/s written, and the limit over its time on the GPU. Then prints rows/s of
-whole epochs through ChunkLoader, streaming and resident, float32 and bfloat16 (medians of ``--rounds``), and the ratio
-to the limit. The data takes 0.2 GB in FOLDER (default: a temporary folder). ``--json FILE`` writes all figures with
-versions, machine and seed.
+Prints for each method: microseconds per batch, GB/s written, and the limit divided by its time on the GPU. Then prints
+rows/s of whole epochs through ChunkLoader, streaming and resident, float32 and bfloat16 (medians of ``--rounds``), and
+the ratio to the limit. The data takes 0.2 GB in FOLDER (default: a temporary folder). ``--json FILE`` writes all
+results with versions, machine and seed.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from h5chunk.transforms import Dense
 
 SLEEP_CYCLES = 10_000_000  # the GPU waits for this many cycles, about 5 ms, while launches queue up
 BUFFERS_BYTES, BANDWIDTH_BYTES = 1 << 30, 4 << 30
-BY_HOST = 2  # batches of a turn where the host works
+BY_HOST = 2  # batches per turn of methods on the host
 SEED = 0
 
 
 def bandwidth(device: torch.device, num_bytes: int, repeats: int) -> float:
-    """Return the best bytes/s of filling or clearing a large buffer."""
+    """Return the highest bytes/s of filling or clearing a large buffer."""
     buffer = torch.empty(num_bytes // 4, device=device)
     ways: tuple[Make, ...] = (lambda number: buffer.fill_(number), lambda number: buffer.zero_())
     best = min(gpu_seconds(way, 2, device) for _ in range(repeats) for way in ways)
@@ -58,7 +58,7 @@ def bandwidth(device: torch.device, num_bytes: int, repeats: int) -> float:
 
 
 def gpu_seconds(make: Make, count: int, device: torch.device) -> float:
-    """Return the seconds per call on the GPU, without launches, which are queued before."""
+    """Return the seconds per call on the GPU, without launches, which are queued beforehand."""
     if device.type != "cuda":
         return wall_seconds(make, count, device)
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -138,7 +138,6 @@ def epochs(path: Path, case: Case, args: argparse.Namespace, bytes_per_s: float)
 
 
 def epoch(loader: h5chunk.ChunkLoader, device: torch.device) -> float:
-    """Return rows/s of one epoch."""
     synchronize(device)
     started, rows = time.perf_counter(), 0
     for (batch,) in loader:
@@ -176,7 +175,7 @@ def main(words: list[str] | None = None) -> None:
         if not path.exists():
             write(source, path)
         bytes_per_s = bandwidth(device, args.bandwidth_bytes, 10)
-        print(f"the memory takes {bytes_per_s / 1e9:,.0f} GB/s", flush=True)
+        print(f"memory bandwidth: {bytes_per_s / 1e9:,.0f} GB/s", flush=True)
         case = Case(source, device, args.batch_size, args.buffers_bytes)
         result = {"bytes_per_s": bytes_per_s, "batches": kernels(case, args, bytes_per_s)}
         result["epochs"] = epochs(path, case, args, bytes_per_s)

@@ -1,11 +1,11 @@
-"""Plant faults in training loops, and check whether `h5chunk.doctor` names them and predicts the gains of fixes.
+"""Plant faults in training loops, and check whether `h5chunk.doctor` finds them and predicts the gains of fixes.
 
     python scripts/bench_doctor.py                 # all faults that this machine can have; --only NAME for some
-    python scripts/bench_doctor.py --overhead      # what watching costs, and whether training stays the same
+    python scripts/bench_doctor.py --overhead      # the overhead of watching, and whether training stays the same
 
 Each training loop runs with and without its fault, in turns. A verdict is correct if it names an expected cause; a
-prediction is correct if it is within 20 % of the measured gain. Healthy loops follow, in which doctor must find
-nothing. The tests run two of the faults.
+prediction is correct if it is within 20 % of the measured gain. Then doctor must find nothing in healthy loops. The
+tests run two of the faults.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from torch.utils.data import DataLoader
 import h5chunk
 from h5chunk.tools.doctor import watch
 
-SECONDS = 2.5  # of each loop
-WARM_UP = 6  # batches of a block that are not timed; open files are listed once, after the third
-THREADS = torch.get_num_threads() if CUDA else 1  # one thread: less noise from other programs
+SECONDS = 2.5  # duration of each loop
+WARM_UP = 6  # untimed batches at the beginning of a block; open files are listed once, after the third batch
+THREADS = torch.get_num_threads() if CUDA else 1  # one thread, so that other programs disturb less
 RANKS = """
     import sys, time, torch
     from torch.utils.data import DataLoader, Dataset
@@ -66,7 +66,7 @@ RANKS = """
 
 @dataclass
 class Result:
-    """What the doctor said about one fault."""
+    """The doctor's verdict on a fault, with its predicted and measured gain."""
 
     name: str
     verdict: str
@@ -86,7 +86,7 @@ class Result:
 
 
 def watched(make: Make, fix: Any, seconds: float) -> Any:
-    """Train for some seconds under the doctor, and return its report."""
+    """Train for ``seconds`` under the doctor, and return its report."""
     torch.set_num_threads(THREADS)
     batches, step = make(fix)
     with h5chunk.doctor(batches, step) as report:
@@ -95,7 +95,7 @@ def watched(make: Make, fix: Any, seconds: float) -> Any:
 
 
 def train(batches: Any, step: Step, seconds: float) -> tuple[float, float]:
-    """Train for some seconds; return the median time of an iteration, and the mean processor time after 40."""
+    """Train for ``seconds``; return the median time of an iteration and, after 40 of them, the mean processor time."""
     times, used = [time.perf_counter()], 0.0
     while True:
         for batch in batches:
@@ -108,7 +108,7 @@ def train(batches: Any, step: Step, seconds: float) -> tuple[float, float]:
 
 
 def run_fault(fault: Fault, seconds: float = SECONDS) -> Result:
-    """Diagnose a loop with its fault; train it without the fault, too, and compare."""
+    """Diagnose a loop with its fault, train it without the fault, and compare."""
     report = watched(fault.make, None, seconds)
     found = report.diagnosis
     result = Result(fault.name, found.verdict, found.cause in fault.causes)
@@ -122,7 +122,7 @@ def run_fault(fault: Fault, seconds: float = SECONDS) -> Result:
 
 
 def run_ranks(_: float = 0.0) -> Result:
-    """Diagnose two processes of DDP, of which one sleeps in each step."""
+    """Diagnose two DDP processes, one of which sleeps in each step."""
     script, rates = FOLDER / "ranks.py", []
     script.write_text(textwrap.dedent(RANKS))
     for slept in ("0.02", "0.0"):
@@ -146,7 +146,7 @@ def run_ranks(_: float = 0.0) -> Result:
 
 
 def is_unchanged() -> bool:
-    """Train twice from the same seed, once watched, and compare all weights bit for bit."""
+    """Train twice with the same seed, once under the doctor, and return whether all weights are equal."""
     weights = []
     for is_watched in (False, True):
         model = network()
@@ -159,7 +159,7 @@ def is_unchanged() -> bool:
 
 
 def overhead(pairs: int = 115, steps: int = 20) -> Iterator[str]:
-    """Yield how much slower iterations are while they are watched, in short blocks that alternate in this process."""
+    """Yield by how much watching slows down iterations, measured in short alternating blocks in this process."""
     work = 2 if CUDA else 8
     cases = {
         "batches made by the training process": simple(tiny, work=work),
@@ -185,7 +185,7 @@ def overhead(pairs: int = 115, steps: int = 20) -> Iterator[str]:
 
 
 def started(make: Make, folder: str, is_watched: bool) -> Iterator[Any]:
-    """Start the iteration of a loader, and the hooks in its workers if it is watched."""
+    """Start iterating a loader. If it is watched, start the hooks in its workers."""
     if is_watched:
         watch.install(folder)
     iterator = iter(make(None)[0])
@@ -195,7 +195,7 @@ def started(make: Make, folder: str, is_watched: bool) -> Iterator[Any]:
 
 
 def block(batches: Iterator[Any], step: Step, steps: int) -> tuple[float, float]:
-    """Train with some batches; return the time and the processor time, without those of the first batches."""
+    """Train with some batches; return the time and the processor time, both without the first batches."""
     for number, batch in enumerate(islice(batches, steps + WARM_UP)):
         if number == WARM_UP:
             wait()
@@ -211,7 +211,7 @@ def wait() -> None:
 
 
 def interval(values: Any) -> tuple[float, float]:
-    """Return the interval that contains the median with 95 %, by bootstrap."""
+    """Return the 95 % confidence interval of the median, by bootstrap."""
     draws = np.random.default_rng(0).choice(values, (4_000, len(values)))
     low, high = np.quantile(np.median(draws, axis=1), (0.025, 0.975))
     return float(low), float(high)

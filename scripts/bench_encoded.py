@@ -1,30 +1,30 @@
-"""Compare loaders of JPEG images: ChunkLoader from a converted file, decoding alone, and FFCV.
+"""Compare loaders of JPEG images: ChunkLoader on a converted file, decoding alone, DALI and FFCV.
 
     python scripts/bench_encoded.py [--images 2000] [--side 224] [--size 224] [--rounds 3] [--threads 2]
         [--device cuda] [--decoder gpu] [--only ours decode ffcv] [--json FILE]
     python scripts/bench_encoded.py --images 16384 --side 256 --device cuda --train resnet50
 
-The data is JPEG images of quality 90, as noisy as photos, of ``make_images.py`` in ``bench-data/``. Batches have 256
-images:
+The data is JPEG images of quality 90, as noisy as photographs, made by ``make_images.py`` in ``bench-data/``. Batches
+have 256 images:
 
-- ``ours``: ChunkLoader of a file of ``convert --keep-encoded``, with ``[CenterCrop(size)]``, as (C, H, W); ``ours,
-  interleaved`` in the memory format that all others write, ``channels_last``; ``ours, cropped`` with
-  ``[RandomResizedCrop(size), RandomHorizontalFlip()]``; ``ours, float`` normalises these to float32. The uint8 images
-  of ``--device cuda`` are on the GPU.
-- ``decode``: the same bytes in memory, in random order, decoded by threads with simplejpeg into two batches in turn,
-  and nothing else; with ``--device cuda`` ``decode, gpu``, batches by nvJPEG.
-- ``dali``: DALI on the CPU, from the folder: ``fn.readers.file``, which shuffles, ``fn.decoders.image`` and a crop in
-  the middle; or, for ``dali, cropped``, ``fn.decoders.image_random_crop``, then resized and flipped.
-- ``ffcv``: images in JPEG mode, in random order, decoded by ``CenterCropRGBImageDecoder`` with ratio 1, or, for ``ffcv,
-  cropped``, by ``RandomResizedCropRGBImageDecoder`` and then flipped.
+- ``ours``: ChunkLoader on a file of ``convert --keep-encoded``, with ``[CenterCrop(size)]``, as (C, H, W). ``ours,
+  interleaved`` writes the memory format of all other loaders, ``channels_last``. ``ours, cropped`` uses
+  ``[RandomResizedCrop(size), RandomHorizontalFlip()]``, and ``ours, float`` also normalises to float32. With
+  ``--device cuda``, uint8 images are delivered on the GPU.
+- ``decode``: threads with simplejpeg decode the same bytes from memory, in random order, into two alternating batches.
+  With ``--device cuda``, ``decode, gpu`` decodes batches with nvJPEG.
+- ``dali``: DALI on the CPU, from the folder: ``fn.readers.file``, which shuffles, ``fn.decoders.image`` and a central
+  crop; or, for ``dali, cropped``, ``fn.decoders.image_random_crop``, a resize and a flip.
+- ``ffcv``: images in JPEG mode, in random order, decoded by ``CenterCropRGBImageDecoder`` with ratio 1; or, for ``ffcv,
+  cropped``, by ``RandomResizedCropRGBImageDecoder``, and flipped.
 
-They take turns, in the opposite order every other round; a turn is an epoch that is timed after one that is not. The
-table has images/s (median and range), and images per second of processor time (median). A contender that cannot be
-imported is left out.
+Loaders take turns, in reverse order every other round. A turn is a warm-up epoch and a timed epoch. The table shows
+images/s (median and range), and images per second of processor time (median). Packages that cannot be imported are
+skipped.
 
-With ``--train``, a network is trained on the crops instead, in bf16 and compiled. Printed are images/s of the loader
-alone, which is how fast this machine decodes; of whole epochs of training; and of training on one cached batch, before
-and after each epoch. ``--decoder`` decodes on the GPU, or in threads, whatever the loader would choose.
+With ``--train``, a network is trained on the crops instead, in bf16 and compiled. Prints images/s of the loader alone,
+which is the decoding rate of this machine; of whole training epochs; and of training on one cached batch, before and
+after each epoch. ``--decoder`` decodes on the GPU or in threads, instead of what the loader would choose.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def photos(args: argparse.Namespace) -> Path:
-    """Return the folder of the images, which is made if it is missing."""
+    """Make the folder of images if it is missing, and return it."""
     folder = Path("bench-data") / f"jpegs-{args.images}-{args.side}"
     if not folder.exists():
         options = ("--count", args.images, "--size", args.side, args.side, "--quality", 90)
@@ -209,7 +209,7 @@ CONTENDERS = {
 
 
 def train(args: argparse.Namespace) -> None:
-    """Print the rates of the loader alone, of training from it, and of training on one cached batch."""
+    """Print the rates of the loader alone, of training with it, and of training on one cached batch."""
     size = args.size, args.size
     gpu = {"amp": "bf16", "compile": True} if args.device == "cuda" else {}
     how = {"augment": size, "resident": "no", "set_to_none": True, "channels_last": True, **gpu}

@@ -5,19 +5,19 @@
     python scripts/bench_gpu.py data.h5 [--models resnet50 resnet18 vit_b_16] [--compile] [--json FILE]
     python scripts/bench_gpu.py small.h5 --batch-size 512 --models resnet9 --compile
 
-Limits, measured in turn in the same run: reading the file from the page cache into pinned memory (preadv of 8 MB with
-the best number of threads); copying pinned memory to the GPU; and both at once by a bare loop, in which threads in C
-read windows of one, four or eight batches into three, four or six pinned buffers (whichever is fastest), with the rows
-of a batch in shuffled order, and each buffer is copied to the GPU once it is full. The tables of all windows are made
-before the clock starts, and nothing is normalised. `gpu_limits` has these loops.
-Delivery: whole epochs of normalised batches on the GPU, the second of each loader; nothing is resident.
+Limits, measured in turns: reading the file from the page cache into pinned memory (preadv of 8 MB with the best number
+of threads); copying pinned memory to the GPU; and both at once by a bare loop. In the bare loop, threads in C read
+windows of one, four or eight batches into three, four or six pinned buffers (whichever is fastest), with the rows of a
+batch in shuffled order. Each buffer is copied to the GPU once it is full. The tables of all windows are made before the
+clock starts, and nothing is normalised. See `gpu_limits`.
+Delivery: each loader's second epoch of normalised batches on the GPU, without resident data.
 First batch: the time from construction, on this file and on a sparse file of 100 GB, and after a break between epochs.
-Utilisation: images/s of whole training epochs with the loader over as many steps on one cached real batch. Epochs of
-both take turns. Prints the median ratio of neighbouring epochs, a 95 % bootstrap interval, and processor time. The
-model ``python`` is a loop that computes in Python for 10 ms per step and uses no GPU.
-``--gpus 2``: the rates of a bare loop and of a loader on one GPU, and of two, each on its own GPU, at the same time: in
-one process, and in one each. If two bare loops are slower than one, the host's memory is the limit, not the loader.
-Steps: the slowest step of whole epochs over the median step, from GPU events, including an epoch's first and last step.
+Utilisation: images/s of training epochs with the loader, divided by images/s of the same number of steps on one cached
+batch. Epochs of both take turns. Prints the median ratio of neighbouring epochs, a 95 % bootstrap interval, and
+processor time. The model ``python`` is a loop that computes in Python for 10 ms per step and uses no GPU.
+``--gpus 2``: the rates of a bare loop and of a loader on one GPU, and on two GPUs at the same time, in one process and
+in two processes. If two bare loops are slower than one, the host's memory is the limit rather than the loader.
+Steps: the slowest step of whole epochs, divided by the median step, from GPU events. The first and last step count.
 All models except resnet9 need torchvision.
 """
 
@@ -52,15 +52,15 @@ from h5chunk.transforms import Normalize, ToDtype
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SPARSE_BYTES = 100 << 30
-BARE_SLOTS = 3, 4, 6  # pinned windows of the bare loop: fewer stay in the cache
-BARE_BYTES = 64 << 20  # of a window of the bare loop, unless a batch has more
+BARE_SLOTS = 3, 4, 6  # numbers of pinned windows of the bare loop; a few windows fit in the cache
+BARE_BYTES = 64 << 20  # size of a window of the bare loop, unless a batch is larger
 PYTHON_S = 0.01
 BARRIER_S = 60.0
 WARM_STEPS = 30
 
 
 def run_beside(number: int, path: Path, args: argparse.Namespace, name: str, ready: Any, rates: Any) -> None:
-    """Measure images/s of an epoch on one GPU, of a bare loop or a loader, beside others that begin together."""
+    """Measure images/s of an epoch of a bare loop or a loader on one GPU, beside others that start together."""
     with torch.cuda.device(number):
         if name == "bare loop":
             loop = bare_loops(path, args)[-1]
@@ -73,7 +73,7 @@ def run_beside(number: int, path: Path, args: argparse.Namespace, name: str, rea
 
 
 def side_by_side(path: Path, args: argparse.Namespace) -> dict[str, float]:
-    """Measure images/s of a bare loop and of a loader, alone and beside others, in threads and in processes."""
+    """Measure images/s of bare loops and of loaders, alone and beside others, in threads and in processes."""
     spawn = multiprocessing.get_context("spawn")
     kinds: dict[str, tuple[Any, Any, Any, int]] = {
         "alone": (threading.Thread, threading.Barrier, queue.SimpleQueue, 1),
@@ -121,13 +121,13 @@ def make_loader(
 
 
 def bare_loops(path: Path, args: argparse.Namespace) -> list[BareLoop]:
-    """Return bare loops whose windows are of one batch and, if batches are small, of four and eight."""
+    """Return bare loops with windows of one batch and, if batches are small, of four and eight batches."""
     loops = [BareLoop(path, args.batch_size * batches, slots) for batches in (1, 4, 8) for slots in BARE_SLOTS]
     return [loop for loop in loops if loop.window_bytes <= max(loops[0].window_bytes, BARE_BYTES)]
 
 
 def delivery(path: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure the limits and the loader's delivery, round by round."""
+    """Measure the limits and the delivery of loaders, in rounds."""
     with open_file(path) as file:
         num_bytes, image_bytes = file["images"].nbytes, file["images"].nbytes // len(file["images"])
     bare_bytes = args.batch_size * image_bytes
@@ -163,7 +163,6 @@ def delivery(path: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def epoch(loader: h5chunk.ChunkLoader) -> float:
-    """Return images/s of one epoch."""
     started, images = time.perf_counter(), 0
     for batch, _labels in loader:
         images += len(batch)
@@ -172,7 +171,7 @@ def epoch(loader: h5chunk.ChunkLoader) -> float:
 
 
 def sparse_file(path: Path) -> Path:
-    """Make a sparse file of 100 GB of images, which takes no disk space, in the chunks of `h5chunk convert`."""
+    """Make a sparse file of 100 GB of images, with the chunks of `h5chunk convert`; it takes no disk space."""
     shape = (SPARSE_BYTES // (3 * 224 * 224), 3, 224, 224)
     with h5py.File(path, "w", libver=("v110", "v110")) as file:
         properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
@@ -209,7 +208,7 @@ def first_batches(path: Path, args: argparse.Namespace) -> dict[str, float]:
 
 
 class Training:
-    """A network, its optimizer and a loader that never ends."""
+    """A network, its optimizer and an endless loader."""
 
     def __init__(self, path: Path, name: str, args: argparse.Namespace) -> None:
         torch.manual_seed(0)
@@ -254,10 +253,10 @@ class PythonLoop:
 
 
 def utilisation(training: Training | PythonLoop, args: argparse.Namespace) -> dict[str, float]:
-    """Measure the rate with the loader over the rate on a cached batch, by whole epochs."""
+    """Measure whole epochs: the rate with the loader, divided by the rate on a cached batch."""
 
     def timed(batches: Iterator[Any] | h5chunk.ChunkLoader) -> tuple[float, float]:
-        """Return images/s, and processor time over wall time."""
+        """Return images/s, and processor time divided by wall time."""
         torch.cuda.synchronize()
         started, cpu_started, images = time.perf_counter(), time.process_time(), 0
         for batch in batches:
@@ -293,7 +292,7 @@ def utilisation(training: Training | PythonLoop, args: argparse.Namespace) -> di
 
 
 def steps(training: Training, num_epochs: int) -> dict[str, float]:
-    """Measure the slowest step of whole epochs, boundaries between epochs included, over the median step."""
+    """Measure the slowest step of whole epochs, including the steps between epochs, divided by the median step."""
     events = []
     for _ in range(num_epochs):
         for batch in training.loader:

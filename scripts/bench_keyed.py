@@ -1,9 +1,9 @@
-"""Samples that are datasets of their own: `h5chunk.Keyed` beside h5py by name, and how long indexing takes.
+"""Compare `h5chunk.Keyed` with reading samples by name through h5py, and measure how long indexing takes.
 
     python scripts/bench_keyed.py --samples 20000 --rounds 3
 
-It makes a file of groups with one trace of 1 KiB and one attribute each, in a temporary folder. "listing" is h5py's
-``visititems``, which opens each object and does nothing with it.
+The script makes a file of groups in a temporary folder, each with one trace of 1 KiB and one attribute. "listing" is
+h5py's ``visititems``, which opens each object and does nothing with it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ PATTERN, BATCH = "traces/*/data", 256
 
 
 def make(path: Path, count: int) -> None:
-    """Write the file."""
     traces = np.random.default_rng(0).normal(size=(64, 256)).astype(np.float32)
     with h5py.File(path, "w") as file:
         for number in range(count):
@@ -35,7 +34,7 @@ def make(path: Path, count: int) -> None:
 
 
 def by_name(path: Path, names: np.ndarray) -> None:
-    """Read all samples through h5py by name, shuffled, with their attribute."""
+    """Read all samples and their attributes by name through h5py, in shuffled order."""
     with h5py.File(path) as file:
         traces = file["traces"]
         for start in range(0, len(names), BATCH):
@@ -51,18 +50,17 @@ def list_all(path: Path) -> None:
 
 
 def open_keyed(path: Path) -> h5chunk.Keyed:
-    """Open the samples, and make the index if there is none."""
+    """Open the samples. This makes the index if it is missing."""
     return h5chunk.Keyed(path, PATTERN, attributes=["magnitude"])
 
 
 def read_all(loader: h5chunk.ChunkLoader) -> None:
-    """Take all batches of an epoch."""
+    """Read all batches of an epoch."""
     for _ in loader:
         pass
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Return the seconds that some work takes."""
     started = time.perf_counter()
     work()
     return time.perf_counter() - started

@@ -60,7 +60,7 @@ VERSIONS = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]), m
 
 
 def make_source(folder: Path, shape: tuple[int, ...]) -> tuple[Source, Path]:
-    """Make a contiguous HDF5 file of the images, and a file with their CRC-32s beside it."""
+    """Make a contiguous HDF5 file of the images, and beside it a file with their CRC-32s."""
     path = folder / f"source-{shape[0]}-{shape[-1]}.h5"
     crcs = path.with_suffix(".npy")
     if not (path.exists() and crcs.exists()):
@@ -103,7 +103,7 @@ class Contender:
         )
 
     def ask(self, command: str) -> dict[str, Any]:
-        """Send a command and return the answer. An error is stored and ends the contender."""
+        """Send a command and return the answer. If the answer is an error, store it and end the process."""
         if self.trouble:
             return {}
         assert self.process.stdin and self.process.stdout
@@ -163,7 +163,7 @@ def paged_in_bytes() -> int:
 
 
 def ratio(one: Contender, other: Contender) -> float:
-    """Return the median over the rounds of one contender's rate over the other's."""
+    """Return the median ratio of the rates of two contenders over the rounds."""
     return statistics.median(a / b for a, b in zip(one.rates, other.rates, strict=True))
 
 
@@ -340,7 +340,7 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", choices=[name for name in CONTENDERS if not name.startswith("ours")])
     parser.add_argument("--python", type=interpreter, action="append", default=[], metavar="NAME=PATH")
     parser.add_argument("--tune", nargs="+", choices=CONTENDERS, help="time all listed settings of these peers")
-    parser.add_argument("--ways", action="store_true", help="time only ChunkLoader, in all its ways")
+    parser.add_argument("--ways", action="store_true", help="time only ChunkLoader, in all ways of using it")
     parser.add_argument("--no-limits", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -3,21 +3,20 @@
     python scripts/bench_patches.py [--volumes 4] [--side 320] [--size 64] [--batch 4] [--rounds 3] [--workers 2]
         [--layouts contiguous gzip lz4 guessed] [--only ...] [--json FILE]
 
-The volumes are made once in ``bench-data/``: smooth noise as float32 ``raw``, and a uint8 ``label``, contiguous or in
-chunks of ``--size``: gzip, lz4 (needs hdf5plugin), or ``guessed``, gzip in the chunks that h5py guesses. An epoch has
-as many patches as have the volumes' voxels, of both datasets:
+The volumes are made once in ``bench-data/``: smooth noise as float32 ``raw``, and a uint8 ``label``. They are
+contiguous, or in chunks of ``--size`` with gzip or lz4 (which needs hdf5plugin), or ``guessed``: with gzip in the
+chunks that h5py guesses. The patches of an epoch have as many voxels as the volumes, in both datasets:
 
-- ``ours``: ChunkLoader with ``--workers`` threads; ``ours, DataLoader``: with a ChunkSampler and workers.
-- ``ours, grid``: ChunkLoader over the tiles of the volumes, shuffled.
-- ``h5py``: a DataLoader with workers over a data set that keeps the file open and slices at random starts.
-- ``h5py, 1 process``: the same without workers.
-- ``3dunet``: pytorch-3dunet's LazyHDF5Dataset (patches of a grid, shuffled) in a DataLoader with workers, if it is
-  installed.
+- ``ours`` is ChunkLoader with ``--workers`` threads; ``ours, DataLoader`` has a ChunkSampler and workers.
+- ``ours, grid`` is ChunkLoader over the tiles of the volumes, shuffled.
+- ``h5py`` is a DataLoader with workers over a data set that keeps the file open and slices at random starts.
+- ``h5py, 1 process`` is the same without workers.
+- ``3dunet`` is pytorch-3dunet's LazyHDF5Dataset (patches of a grid, shuffled) in a DataLoader with workers.
 
-They take turns, in the opposite order every other round; a turn is an epoch that is timed after one that is not. The
-table has patches/s (median and range), and the median ratio to ``h5py`` in the same round. Before that,
-values of ours are compared with slices. Bytes decoded over bytes used, and how much patches of a batch share volumes,
-are printed for windows of 1, 4, 8 and all cells.
+They take turns, in reverse order every other round. A turn is a warm-up epoch and a timed epoch. The table shows
+patches/s (median and range), and the median ratio to ``h5py`` in the same round. Before that, the values of ``ours``
+are compared with slices. For windows of 1, 4, 8 and all cells, the script also prints the bytes decoded per byte used,
+and how often the patches of a batch share a volume. Packages that cannot be imported are skipped.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ FIELDS = {"raw": "*/raw", "label": "*/label"}
 
 
 def made(args: argparse.Namespace) -> Path:
-    """Return the file with volumes in one layout."""
+    """Make the file with volumes in one layout, and return its path."""
     path = Path("bench-data") / f"patches-{args.volumes}-{args.side}-{args.size}-{args.layout}.h5"
     if path.exists():
         return path
@@ -93,7 +92,7 @@ def ours_in_data_loader(args: argparse.Namespace) -> Epoch:
 
 
 class Slices(Dataset[Any]):
-    """Random patches as most code reads them: the file stays open, and each patch is a slice."""
+    """The usual Dataset of random patches: the file stays open, and each patch is a slice."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._path, self._size, self._side = made(args), args.size, args.side
@@ -148,7 +147,7 @@ CONTENDERS = {
 
 
 def compare_values(args: argparse.Namespace) -> None:
-    """Compare an epoch of ours with slices."""
+    """Compare the patches of an epoch with slices of the file."""
     patches = patches_of(args, positions=True)
     with h5py.File(made(args)) as file, h5chunk.ChunkLoader(patches, args.batch) as loader:
         for raw, label, positions in loader:
@@ -159,9 +158,9 @@ def compare_values(args: argparse.Namespace) -> None:
 
 
 def windows(args: argparse.Namespace) -> None:
-    """Print what larger windows read less, and how much more patches of a batch have in common."""
+    """Print how many bytes windows of several sizes decode, and how often patches of a batch share a volume."""
     patches = patches_of(args)
-    print(f"{len(patches)} patches, cells of about {patches.chunk_samples}; {patches.coverage()}")
+    print(f"{len(patches)} patches, about {patches.chunk_samples} per cell; {patches.coverage()}")
     for number in (1, 4, 8, len(patches)):
         order = h5chunk.ChunkSampler(patches, args.batch, window_chunks=number)
         volumes = patches.positions()[:, 0]

@@ -52,7 +52,7 @@ def range_server(folder: Path, latency_s: float, bandwidth: float) -> Iterator[s
 
 
 def bare_client(url: str, ranges: list[tuple[int, int]], count: int) -> float:
-    """Request the byte ranges in parallel, discard the bytes, and return the images/s for ``count`` images."""
+    """Request the byte ranges concurrently and discard the bytes; return images/s for ``count`` images."""
     import obstore
     from obstore.store import from_url
 
@@ -65,7 +65,7 @@ def bare_client(url: str, ranges: list[tuple[int, int]], count: int) -> float:
 
 
 def chunk_ranges(path: Path) -> list[tuple[int, int]]:
-    """Return the byte ranges of the chunks, cut as h5chunk cuts requests, in random order."""
+    """Return the byte ranges of the chunks in random order, divided as in h5chunk's requests."""
     import h5py
 
     from h5chunk.store.hdf5.chunk_table import list_chunks
@@ -81,7 +81,7 @@ def chunk_ranges(path: Path) -> list[tuple[int, int]]:
 
 
 def epochs(data: object, num_epochs: int) -> tuple[float, list[float]]:
-    """Return the seconds to the first batch, and the images/s of each epoch."""
+    """Return the seconds until the first batch, and the images/s of each epoch."""
     started, first, rates = time.perf_counter(), 0.0, []
     with h5chunk.ChunkLoader(data, BATCH, resident=False, reuse=True) as loader:  # type: ignore[arg-type]
         for _ in range(num_epochs):
@@ -94,7 +94,7 @@ def epochs(data: object, num_epochs: int) -> tuple[float, list[float]]:
 
 
 def measure_peer(kind: str, python: str, path: Path, folder: Path, latency_s: float, bandwidth: float) -> None:
-    """Print the first and later epochs of a package for all its settings; each reads into an empty cache."""
+    """Print the rates of the first and later epochs of a package for all settings, each with an empty cache."""
     script = str(SCRIPTS / "remote_peers.py")
     found = []
     with range_server(folder, latency_s, bandwidth) as url:
@@ -127,9 +127,9 @@ def measure_peer(kind: str, python: str, path: Path, folder: Path, latency_s: fl
 
 
 def hit_rate(accesses: Sequence[Sequence[int]], capacity: int, policy: str) -> float:
-    """Return the hit rate of a cache of ``capacity`` chunks for accesses given as epochs of chunk numbers.
+    """Return the hit rate of a cache of ``capacity`` chunks for accesses, a list of chunk numbers per epoch.
 
-    ``policy`` is "lru", or "belady": free the chunk whose next use is the latest, maybe the new one, which is optimal.
+    ``policy`` is "lru", or "belady", which is optimal: it evicts the chunk whose next use is latest, maybe the new one.
 
     >>> epochs = [[0, 1, 2, 3], [0, 1, 2, 3]]
     >>> hit_rate(epochs, 3, "lru"), hit_rate(epochs, 3, "belady")
@@ -150,13 +150,13 @@ def hit_rate(accesses: Sequence[Sequence[int]], capacity: int, policy: str) -> f
 
 
 def print_hits(num_chunks: int = 400, num_epochs: int = 6) -> None:
-    """Print the hits in epochs of a shuffled order for several sizes of the cache."""
+    """Print the hit rates in epochs of a shuffled order for several cache sizes."""
     order = Order(num_chunks * 8, 8, 64, window_chunks=8, interleave=1)
     accesses = []
     for epoch in range(num_epochs):
         windows = replace(order, epoch=epoch).windows()
         accesses.append([chunk for window in windows for chunk in dict.fromkeys((window.rows // 8).tolist())])
-    print("part of the data in the cache: hits of LRU, hits of the order's next uses (the most possible)")
+    print("fraction of the data in the cache: hit rates of LRU and of the optimal policy")
     for part in (0.1, 0.25, 0.5, 0.75, 0.9):
         capacity = round(part * num_chunks)
         print(f"{part:.2f}: {hit_rate(accesses, capacity, 'lru'):.3f} {hit_rate(accesses, capacity, 'belady'):.3f}")
@@ -183,7 +183,7 @@ def main() -> None:
 
 
 def compare_cache(path: Path, data: h5chunk.ChunkDataset, num_pairs: int, num_epochs: int = 4) -> None:
-    """Print the rates of later epochs from a file and from a full cache, one loader at a time, in turns."""
+    """Print the rates of later epochs from a local file and from a full cache, measured in turns."""
     epochs(data, 1)
     pairs = []
     for turn in range(num_pairs):
@@ -193,7 +193,7 @@ def compare_cache(path: Path, data: h5chunk.ChunkDataset, num_pairs: int, num_ep
     local, cached, ratio = map(statistics.median, zip(*pairs, strict=True))
     ratios = sorted(pair[2] for pair in pairs)
     print(f"local file: {local:,.0f} images/s, full cache: {cached:,.0f} images/s (medians of {num_pairs} turns)")
-    print(f"cache / local: median {ratio:.3f}, of turns {ratios[0]:.2f} to {ratios[-1]:.2f}")
+    print(f"cache / local: median {ratio:.3f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
 
 
 def measure(args: argparse.Namespace, folder: Path) -> None:

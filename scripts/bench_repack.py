@@ -1,12 +1,12 @@
 """Compare the speed of repacking a file with the speed of copying it.
 
     python scripts/bench_repack.py                         # files of 1 GiB in the temporary folder, 5 rounds
-    python scripts/bench_repack.py --gib 2 --folder DIR    # larger ones, elsewhere: about four times as much disk
-    python scripts/bench_repack.py --only guessed          # one of guessed, one, contiguous
+    python scripts/bench_repack.py --gib 2 --folder DIR    # other sizes and folders; needs four times the space
+    python scripts/bench_repack.py --only guessed          # one layout: guessed, one or contiguous
 
 Makes files of random 32 x 32 images in three layouts: h5py's guessed chunks of (6250, 4, 4, 1), one image per chunk,
 and contiguous. Each is repacked in order, shuffled, and shuffled with memory for a quarter of the file. A copy reads
-and writes the same bytes 8 MiB at a time, and syncs them. One copy runs right before and one right after every repack.
+and writes the same bytes 8 MiB at a time, and syncs them. A copy runs right before and right after every repack.
 Prints GB/s of the images, and the median ratio over the rounds to the mean rate of both copies. ``cpu`` is the ratio of
 the processor times of a repack and a copy. The files are removed afterwards. ``--json FILE`` writes all results.
 """

@@ -95,16 +95,16 @@ class Contender(bench_loader.Contender):
 
     @property
     def per_cpu(self) -> float:
-        """Return rows per second of processor time, the median of the rounds."""
+        """Return rows per second of processor time (median of the rounds)."""
         return statistics.median(each["rows"] / max(each["cpu_seconds"], 1e-9) for each in self.rounds)
 
     @property
     def note(self) -> str:
-        """Return how many rows the contender's epochs lack or repeat, in words; empty if none."""
+        """Return how many rows are missing or repeated in the contender's epochs; empty if none are."""
         return ", ".join(f"{name} {self.first[name]} rows" for name in ("dropped", "repeated") if self.first.get(name))
 
     def check(self, number: int) -> None:
-        """Run another compared epoch, and add its missing and repeated rows to those of the first."""
+        """Run another compared epoch, and add its missing and repeated rows to those found before."""
         for name, count in self.ask(f"check {number}").items():
             self.first[name] = self.first.get(name, 0) + count if isinstance(count, int) else count
 
@@ -123,7 +123,7 @@ def run_rounds(contenders: list[Contender], rounds: int) -> None:
 
 
 def limits_of(contenders: list[Contender], form: str) -> dict[bool, Contender]:
-    """Return the fastest limit with reused and with fresh memory; for CSR batches both are the same."""
+    """Return the fastest limits with reused and with fresh memory, which are the same for CSR batches."""
     found: dict[bool, Contender] = {}
     for each in contenders:
         if each.is_limit and each.median and each.settings["kind"] not in NO_LIMIT:
@@ -190,7 +190,7 @@ def chosen(args: argparse.Namespace, form: str) -> dict[str, Row]:
 
 
 def run_form(form: str, source: Source, args: argparse.Namespace) -> dict[str, Any]:
-    """Run and print one table, and return its figures."""
+    """Run and print one table, and return its results."""
     pythons = {row.module: args.python.get(row.module, sys.executable) for row in chosen(args, form).values()}
     contenders = [
         Contender(name, row, pythons[row.module], source, args.batch_size) for name, row in chosen(args, form).items()
@@ -221,14 +221,14 @@ def tried(python: str, entry: Entry) -> list[dict]:
 
 
 def versions(python: str, names: list[str]) -> dict[str, str]:
-    """Return the versions of Python and of the installed ones of these distributions."""
+    """Return the versions of Python and of those distributions that are installed."""
     found = "{each.name: each.version for each in m.distributions()}"
     there = ask(python, f"import importlib.metadata as m, json; print(json.dumps({found}))")
     return {name: there[name] for name in names if name in there} | {"python": bench_loader.python_version(python)}
 
 
 def interpreter(text: str) -> tuple[str, str]:
-    """Parse MODULE=PATH: a module of `peers/sparse` and the interpreter that runs it."""
+    """Parse MODULE=PATH, a module of `peers/sparse` and the interpreter that runs it."""
     module, _, path = text.partition("=")
     known = {entry.module for entry in CONTENDERS.values()}
     if module not in known or not Path(path).exists():

@@ -16,12 +16,12 @@ badly      images in the chunks that h5py guesses
 tiny       images of 64 x 64 in chunks of 1 x 8 x 8 x 3
 sparse     a sparse matrix, as convert writes it
 
-For each file, `h5chunk.tune` runs ``--runs`` times (5) with ``--budget`` seconds (60). After each run, the settings
-that it compares are used as it says: files are repacked, and the lines of Python and a plain loop over h5py are
-measured in ``--rounds`` turns (15), in whole epochs after one that does not count, for at least ``--seconds``. A
-claim fails if the middle of these turns lies outside of its interval. With ``--load N``, N processes meanwhile keep
-cores busy every other second. Prints each claim beside what was measured, and the number of claims that failed;
-exits with 1 if any failed. ``--json FILE`` writes it all.
+For each file, `h5chunk.tune` runs ``--runs`` times (5) with ``--budget`` seconds (60). After each run, its claims about
+settings are checked: files are repacked, and the lines of Python and a plain loop over h5py are
+measured in ``--rounds`` turns (15), in whole epochs after a warm-up epoch, for at least ``--seconds``. A
+claim fails if the median of these turns is outside of its interval. With ``--load N``, N processes meanwhile keep
+cores busy every other second. Prints each claim with the measured value, and the number of claims that failed.
+Exits with 1 if any claim failed. ``--json FILE`` writes all results.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def sparse(path: Path, num_rows: int) -> None:
     raw.unlink()
 
 
-MAKERS: dict[str, Callable[[Path, int], None]] = {  # with a divisor of the size
+MAKERS: dict[str, Callable[[Path, int], None]] = {  # called with the path and a divisor of the size
     "small": lambda path, part: images(path, (600, 3, 32, 32), chunks=(64, 3, 32, 32)),
     "kept": lambda path, part: images(path, (20_000, 3, 32, 32), chunks=(64, 3, 32, 32)),
     "converted": lambda path, part: packed(path, 6000 // part, 224),
@@ -102,7 +102,7 @@ MAKERS: dict[str, Callable[[Path, int], None]] = {  # with a divisor of the size
 
 
 class Epochs:
-    """Measures samples/s of a loader over whole epochs, for at least some seconds; the first epoch does not count."""
+    """Measure samples/s of a loader in whole epochs after the first one, for at least ``seconds``."""
 
     def __init__(self, code: list[str]) -> None:
         scope: dict[str, Any] = {}
@@ -122,7 +122,7 @@ class Epochs:
 
 
 class PlainLoop:
-    """Measures samples/s of a loop that reads single random samples with h5py."""
+    """Measure samples/s of a loop that reads single random samples with h5py."""
 
     def __init__(self, path: Path, fields: dict[str, str]) -> None:
         self._file, self._rng = h5py.File(path), np.random.default_rng(1)
@@ -155,7 +155,7 @@ def busy() -> None:
 
 
 def lines_of(path: Path, setting: Setting) -> list[str]:
-    """Return Python code, as lines, that makes the loader of a setting, without the code that tune prints."""
+    """Return lines of Python that create the loader of a setting, written independently of tune's lines."""
     data, workers = f"data = h5chunk.ChunkDataset({str(path)!r})", setting.num_workers
     sampler = f"sampler = h5chunk.ChunkSampler(data, {BATCH}, window_chunks={setting.window_chunks})"
     loader = "h5chunk.ChunkLoader(data, sampler=sampler)"
@@ -189,7 +189,7 @@ def contenders(path: Path, found: h5chunk.Recommendation) -> dict[str, Any]:
 
 
 def check(path: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run tune once, and compare its claims with independent turns."""
+    """Run tune once, and compare its claims with independent measurements."""
     found = h5chunk.tune(path, batch_size=BATCH, budget_s=args.budget)
     measured = contenders(path, found)
     turns: dict[str, list[float]] = {name: [] for name in measured}
@@ -257,9 +257,7 @@ def main() -> None:
         process.terminate()
     failed = sum(not each["holds"] for each in claims)
     worthless = sum(each["worthless"] for each in claims)
-    print(
-        f"{len(claims)} claims, {failed} failed; {worthless} new files were recommended that gain less than 1.3 times"
-    )
+    print(f"{len(claims)} claims, {failed} failed; {worthless} recommended new files gain less than 1.3 times")
     if not args.keep and not any(args.folder.iterdir()):
         shutil.rmtree(args.folder)
     sys.exit(bool(failed))

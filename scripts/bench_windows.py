@@ -10,9 +10,10 @@ with all 20 actions). ``world-100.h5`` has the same frames in compressed chunks 
 JPEG. Peers run in a DataLoader with 0 and 2 workers, in separate processes; they need ``pip install robomimic``, and
 ``pip install stable-worldmodel`` with lancedb. Peers that cannot be imported are listed as "not installed".
 
-In each round all contenders take turns. A turn makes the reader, times its first batch, and then ``--windows`` windows
-in random order, after as many that are not timed. Before the first turn each contender reads the first 256 windows in
-order, whose sums must be those of all other readers of the file; of Lance's JPEG, which is not exact, only the actions.
+In each round all contenders take turns. A turn makes the reader, and times its first batch and ``--windows`` windows
+in random order, after a warm-up of as many windows. Before the first turn each contender reads the first 256 windows in
+order, and the sums of their values must be the same for all readers of the file. For Lance, whose JPEG images are not
+exact, only the sums of the actions are compared.
 
 Prints for each file the time to the first batch, windows/s (median and range of the rounds), and the ratio to the
 fastest peer.
@@ -44,7 +45,7 @@ PEERS = {
     "world.h5": ("h5py:0", "h5py:2", "stable:0", "stable:2", "lance:0", "lance:2"),
     "world-100.h5": ("h5py:0", "h5py:2", "stable:0", "stable:2"),
 }
-CACHE_BYTES = 256 << 20  # of h5py, as stable-worldmodel has it
+CACHE_BYTES = 256 << 20  # size of h5py's chunk cache in stable-worldmodel
 
 
 def pictures(count: int, size: int, seed: int) -> np.ndarray:
@@ -57,7 +58,6 @@ def pictures(count: int, size: int, seed: int) -> np.ndarray:
 
 
 def make_files(folder: Path) -> None:
-    """Write the files that are missing."""
     random = np.random.default_rng(0)
     if not (folder / "robot.hdf5").exists():
         with h5py.File(folder / "robot.hdf5", "w") as file:
@@ -86,7 +86,7 @@ def make_files(folder: Path) -> None:
 
 
 class NaiveReader:
-    """What people write: open the file once in each process, and read the steps of a window by slices."""
+    """The usual reader: open the file once in each process, and read the steps of a window by slices."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._file, self.windows = path, None, []
@@ -113,11 +113,11 @@ class NaiveReader:
         stop = start + STEPS * SKIP
         return self._file["pixels"][start:stop][::SKIP], self._file["action"][
             start:stop
-        ]  # h5py's strides take 10 times
+        ]  # strides in h5py would take 10 times as long
 
 
 def robomimic_reader(path: Path) -> Any:
-    """Return robomimic's reader, with everything but images in memory."""
+    """Return robomimic's reader, which keeps everything except images in memory."""
     import robomimic.utils.obs_utils as utils
     from robomimic.utils.dataset import SequenceDataset
 
@@ -134,14 +134,14 @@ def robomimic_reader(path: Path) -> Any:
 
 
 def stable_reader(path: Path) -> Any:
-    """Return stable-worldmodel's reader of HDF5."""
+    """Return stable-worldmodel's reader of HDF5 files."""
     from stable_worldmodel.data.formats.hdf5 import HDF5Dataset
 
     return HDF5Dataset(path=path, frameskip=SKIP, num_steps=STEPS, keys_to_load=["pixels", "action"])
 
 
 def lance_reader(path: Path) -> Any:
-    """Return stable-worldmodel's reader of Lance, whose table is made from the HDF5 file if it is missing."""
+    """Return stable-worldmodel's reader of Lance. The table is made from the HDF5 file if it is missing."""
     from stable_worldmodel.data.formats.lance import LanceDataset, LanceWriter
 
     table = path.with_suffix(".lance")
@@ -170,7 +170,7 @@ def parts_of(batch: Any) -> tuple[Any, Any]:
 
 
 def peer_batches(name: str, path: Path, *, shuffle: bool) -> Iterator[Any]:
-    """Iterate a peer, given as NAME:WORKERS."""
+    """Yield the batches of a peer, which is specified as NAME:WORKERS."""
     from torch.utils.data import DataLoader
 
     kind, _, workers = name.partition(":")
@@ -179,7 +179,7 @@ def peer_batches(name: str, path: Path, *, shuffle: bool) -> Iterator[Any]:
 
 
 def own_batches(name: str, path: Path, *, shuffle: bool) -> Iterator[Any]:
-    """Iterate h5chunk's windows."""
+    """Yield batches of h5chunk's windows."""
     import h5chunk
 
     if path.name == "robot.hdf5":
@@ -200,7 +200,7 @@ DEVICE = "cpu"
 
 
 def run_turn(name: str, path: Path, count: int, device: str) -> dict[str, Any]:
-    """Run one contender in this process: return seconds to its first batch, and windows/s, or sums without a count."""
+    """Run one contender here; return seconds to its first batch, and windows/s, or sums without ``count``."""
     import torch
 
     global DEVICE
@@ -230,7 +230,7 @@ def run_turn(name: str, path: Path, count: int, device: str) -> dict[str, Any]:
 
 
 def ask(name: str, path: Path, count: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Run a turn in a process of its own; ``trouble`` says why it failed."""
+    """Run a turn in a separate process. If it fails, ``trouble`` is the reason."""
     pythons = dict(each.split("=", 1) for each in options.python)
     kind = {"lance": "stable"}.get(name.split(":")[0], name.split(":")[0])
     own = [sys.argv[0], str(path), "--turn", name, "--windows", str(count), "--device", options.device]
@@ -244,7 +244,7 @@ def ask(name: str, path: Path, count: int, options: argparse.Namespace) -> dict[
 
 
 def compare(path: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Run all contenders on one file, print a table, and return their rounds."""
+    """Run all contenders on one file, print a table, and return the results of all rounds."""
     names = ["h5chunk:new", *(["h5chunk:reuse"] if options.device == "cpu" else []), *PEERS[path.name]]
     checked = {name: ask(name, path, 0, options) for name in names}
     expected = checked["h5py:0"]["sums"]

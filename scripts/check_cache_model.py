@@ -37,8 +37,8 @@ from h5chunk.plan.cache import CacheSettings, ChunkGrid
 W0 = (0.0, 0.3, 0.75, 0.99)
 TIMED = 1_000_000
 
-Reads = list[tuple[int, int, int]]  # the chunk reads of one range: chunk, bytes, number of reads
-Range = tuple[int, int]  # a range of samples: the first, and the one after the last
+Reads = list[tuple[int, int, int]]  # (chunk, bytes, number of reads) for the chunks read for one range
+Range = tuple[int, int]  # start and stop of a range of samples
 
 
 @dataclass
@@ -53,19 +53,19 @@ class Case:
 
 @dataclass
 class Comparison:
-    """The result: accesses by outcome (hit, miss, bypass), and the mismatches."""
+    """The counts of accesses by outcome (hit, miss, bypass), and the mismatches."""
 
     outcomes: np.ndarray = field(default_factory=lambda: np.zeros(3, np.int64))
     mismatches: list[str] = field(default_factory=list)
 
 
 def make_file(case: Case) -> bytes:
-    """Return the bytes of the file, in which every chunk is written."""
+    """Return the bytes of a file in which every chunk is written."""
     grid, content = case.grid, io.BytesIO()
     data = np.random.default_rng(0).integers(0, 9, grid.shape, f"u{grid.itemsize}")
     options = {"compression": "gzip", "compression_opts": 1} if grid.filtered else {}
     if any(chunk > size for size, chunk in zip(grid.shape, grid.chunks, strict=True)):
-        options["maxshape"] = (None,) * len(grid.shape)  # else HDF5 refuses such chunks
+        options["maxshape"] = (None,) * len(grid.shape)  # without it, HDF5 refuses chunks larger than the dataset
     with h5py.File(content, "w", libver=case.libver) as file:
         file.create_dataset("data", data=data, chunks=grid.chunks, **options)
     return content.getvalue()
@@ -78,7 +78,7 @@ def open_dataset(file: h5py.File, settings: CacheSettings) -> h5py.Dataset:
 
 
 def real_reads(case: Case) -> tuple[list[Reads], np.ndarray]:
-    """Return HDF5's reads for each range, in its order, and the stored bytes of each chunk."""
+    """Return HDF5's reads for each range, in order, and the stored bytes of each chunk."""
     counting, found = CountingFile(io.BytesIO(make_file(case))), []
     with h5py.File(counting, "r") as file:
         dataset = open_dataset(file, case.settings)
@@ -101,7 +101,7 @@ def real_reads(case: Case) -> tuple[list[Reads], np.ndarray]:
 
 
 def _by_chunk(reads: list[tuple[int, int]], offsets: np.ndarray, sizes: np.ndarray, numbers: np.ndarray) -> Reads:
-    """Merge consecutive reads of one chunk. Reads outside of all chunks belong to the index and are left out."""
+    """Merge consecutive reads of one chunk. Reads outside of all chunks are reads of the index, and are ignored."""
     together: Reads = []
     for offset, size in reads:
         at = int(np.searchsorted(offsets, offset, "right")) - 1
@@ -115,7 +115,10 @@ def _by_chunk(reads: list[tuple[int, int]], offsets: np.ndarray, sizes: np.ndarr
 
 
 def modelled_reads(case: Case, stored: np.ndarray) -> tuple[list[Reads], np.ndarray]:
-    """Return the reads that the model predicts, and its accesses by outcome. The trace is passed in two parts."""
+    """Return the reads that the model predicts, and its accesses by outcome.
+
+    The accesses are passed to the model in two parts.
+    """
     cache, half = ChunkCache(case.grid, case.settings), len(case.ranges) // 2
     found: list[Reads] = []
     outcomes = np.zeros(3, np.int64)
@@ -148,7 +151,7 @@ def compare(case: Case) -> Comparison:
 def random_case(rng: np.random.Generator, num_accesses: int) -> Case:
     """Draw a configuration, and ranges of samples with about ``num_accesses`` accesses."""
     grid, settings = random_default_cache(rng) if rng.random() < 0.04 else random_cache(rng)
-    libver = ("earliest", "v110")[int(rng.integers(2))]  # another index of the chunks
+    libver = ("earliest", "v110")[int(rng.integers(2))]  # these have different chunk indices
     case, found = Case(grid, settings, [], libver), 0
     for start, stop in random_ranges(rng, grid.shape[0]):
         case.ranges.append((start, stop))
@@ -180,7 +183,7 @@ def random_cache(rng: np.random.Generator) -> tuple[ChunkGrid, CacheSettings]:
 
 
 def random_ranges(rng: np.random.Generator, num_samples: int) -> Iterator[Range]:
-    """Draw ranges without end; some are repeated, some lie beside the previous one."""
+    """Yield ranges endlessly; some are repeated, and some are adjacent to the previous range."""
     singly, near = rng.random() < 0.5, 0
     while True:
         near = int(rng.integers(num_samples)) if rng.random() < 0.2 else (near + 1) % num_samples
@@ -188,7 +191,7 @@ def random_ranges(rng: np.random.Generator, num_samples: int) -> Iterator[Range]
 
 
 def modelled_per_second() -> float:
-    """Return the slower rate of two epochs of single samples in random order, in a cache for a third of the chunks."""
+    """Return the lower rate of two epochs of random single samples, with a cache for a third of the chunks."""
     grid = ChunkGrid((TIMED, 3072), (256, 3072), 1)
     rows = np.random.default_rng(0).permutation(TIMED)
     cache = ChunkCache(grid, CacheSettings(grid.num_slots, grid.num_chunks // 3 * grid.chunk_bytes, 0.75))

@@ -39,7 +39,7 @@ WINDOWS = (8, 32, 128)
 BATCHES = (32, 256)
 INTERLEAVES = (1, 24)
 ALLOWED = 0.05
-ENOUGH = 0.95  # of a batch
+ENOUGH = 0.95  # effective batch of well-shuffled data, as a fraction of the batch
 
 
 def make_groups(kind: str, num_samples: int) -> np.ndarray:
@@ -62,10 +62,7 @@ def make_groups(kind: str, num_samples: int) -> np.ndarray:
 
 
 def simulate(groups: np.ndarray, order: Order, num_batches: int) -> tuple[float, float]:
-    """Return the effective batch over some epochs, and its relative standard error.
-
-    The error is that of a mean over independent epochs.
-    """
+    """Return the effective batch over some epochs, and its relative standard error over independent epochs."""
     shares = np.bincount(groups) / len(groups)
     epochs = []
     for epoch in range(max(8, -(-num_batches // order.num_batches))):

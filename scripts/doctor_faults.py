@@ -1,7 +1,7 @@
 """Training loops with planted faults, and healthy ones, for `bench_doctor.py`.
 
-``fault.make(None)`` makes a loop with its fault, and ``fault.make(fix)`` one with that fix applied, either as
-it says or by a loop that never had the fault. A loop is a loader and a function that trains with one batch.
+``fault.make(None)`` makes a loop with the fault, and ``fault.make(fix)`` one with this fix applied, or a loop that
+never had the fault. A loop is a loader and a function that trains with one batch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ import h5chunk
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-WORK = 3.0 if CUDA else 5.0  # milliseconds of a step, in most loops
+WORK = 3.0 if CUDA else 5.0  # duration of a step in most loops, in milliseconds
 CORES = len(os.sched_getaffinity(0))
 Step = Callable[[Any], None]
 Loop = tuple[Any, Step]
@@ -47,12 +47,12 @@ Make = Callable[[Any], Loop]
 
 @dataclass
 class Fault:
-    """A loop with a fault."""
+    """A training loop with a fault."""
 
     name: str
     make: Make
-    causes: tuple[str, ...]  # that are right; "none": not the data, and nothing else
-    fix: str = ""  # beginning of the name of the fix that is measured; empty: none
+    causes: tuple[str, ...]  # correct verdicts; "none" if neither the data nor anything else is the cause
+    fix: str = ""  # beginning of the name of the fix to measure; empty for none
     gpu: bool = False
 
 
@@ -68,7 +68,7 @@ def network(width: int = 256, depth: int = 2, inputs: int = 256, device: str = D
 
 
 class Work:
-    """Matrix products that take about this many milliseconds, in few calls."""
+    """A few matrix products that take about this time, in milliseconds."""
 
     def __init__(self, milliseconds: float) -> None:
         size = 4096 if CUDA else 384
@@ -95,7 +95,11 @@ def trainer(
     after: Callable[[Any], None] | None = None,
     **adam: Any,
 ) -> Step:
-    """Return a step; ``work`` is milliseconds of matrix products after the model, or -1 for about those of Python."""
+    """Return a training step.
+
+    ``work`` is the time of the matrix products after the model, in milliseconds; -1 means about as long as the Python
+    code.
+    """
     optimizer = torch.optim.Adam(model.parameters(), **adam)
     device, more = next(model.parameters()).device, Work(work) if work > 0 else None
 
@@ -131,7 +135,7 @@ def applied(fix: Any) -> dict[str, Any]:
 
 
 def simple(make: Callable[[int], Any], batch: int = 32, *, work: float = WORK, **options: Any) -> Make:
-    """A loop whose loader takes the arguments of a fix."""
+    """Return a function that makes a loop, whose loader accepts the arguments of a fix."""
 
     def loop(fix: Any) -> Loop:
         loader = DataLoader(Made(make), batch, **{**options, **applied(fix)})
@@ -141,7 +145,7 @@ def simple(make: Callable[[int], Any], batch: int = 32, *, work: float = WORK, *
 
 
 def other(fault: Any, cured: Any, **options: Any) -> Make:
-    """A loop whose samples are made without the fault if it is fixed."""
+    """Return a function that makes a loop with the fault or, if it is to be fixed, with samples without the fault."""
     return lambda fix: (DataLoader(Made(cured if fix else fault), 32, **options), trainer(network(), work=WORK))
 
 

@@ -1,4 +1,4 @@
-"""Data sets, samples and how they are made, well and badly, for `doctor_faults.py`."""
+"""Data sets and samples for `doctor_faults.py`, made efficiently and inefficiently."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PAGE_OUT = 21  # MADV_PAGEOUT: evict pages as the kernel does when memory is sho
 
 
 class Made(Dataset):
-    """Samples that a function of their number makes."""
+    """Samples computed by a function of their index."""
 
     def __init__(self, make: Callable[[int], Any], length: int = 100_000) -> None:
         self.make, self.length = make, length
@@ -45,7 +45,7 @@ class Made(Dataset):
 
 
 class Stored(Dataset):
-    """Samples of an HDF5 file, opened in each worker."""
+    """Samples of an HDF5 file, which each worker opens."""
 
     def __init__(self, path: Path, **cache: Any) -> None:
         self.path, self.cache, self.images = path, cache, None
@@ -89,7 +89,7 @@ def not_decoded(i: int) -> Any:
 
 def slept(seconds: float) -> Callable[[int], Any]:
     def make(i: int) -> Any:
-        time.sleep(seconds)  # waits as for a server
+        time.sleep(seconds)  # as if it waited for a server
         return tiny(i)
 
     return make
@@ -161,7 +161,7 @@ def uneven(i: int) -> Any:
 
 
 class Mapped(Dataset):
-    """Samples in a mapped file, whose pages are evicted now and then, or never."""
+    """Samples in a memory-mapped file, whose pages are or are not evicted from time to time."""
 
     def __init__(self, evicts: bool) -> None:
         self.evicts, self.memory = evicts, None
@@ -190,7 +190,7 @@ def slow_collate(samples: list[Any]) -> Any:
 
 
 class Large(Dataset):
-    """Batches of 38 MB in shared memory, which a worker has at once."""
+    """Batches of 38 MB in shared memory, which a worker returns without delay."""
 
     def __init__(self) -> None:
         self.images = torch.zeros(128, 3, 160, 160).share_memory_()

@@ -1,15 +1,15 @@
-"""Count the samples that are missed or repeated when training is cut and resumed, in thousands of ways.
+"""Count the samples that are missed or repeated when training is interrupted and resumed, in thousands of cases.
 
     python scripts/exactly_once.py [--json FILE]        # two to four minutes on 2 cores
     python scripts/exactly_once.py --pure               # the order alone
 
-A case is an epoch that is cut after some batches and resumed from the state that was saved there: (number of processes
-before and after, workers before and after, cut), for several sizes of data, chunks, windows and batches, and for each
-way to treat the last batch. The samples that all processes got before and after the cut are counted against an
-uninterrupted epoch of one process. That epoch itself must have each sample once: with drop_last all but an incomplete
-batch, with pad a few samples twice.
+A case is an epoch that is interrupted after some batches and resumed from the saved state. Cases differ in the number
+of processes and of workers before and after the interruption, in the sizes of data, chunks, windows and batches, and in
+how the last batch is treated. The samples that all processes received before and after are compared with those of an
+uninterrupted epoch of one process. That epoch must contain each sample once: with drop_last except for an incomplete
+batch, with pad with a few samples twice.
 
-Prints a line for each way to get batches: the order alone; ChunkLoaders; a DataLoader with workers; torchdata's
+Prints a line for each source of batches: the order alone; ChunkLoaders; a DataLoader with workers; torchdata's
 StatefulDataLoader, if it is installed; ChunkLoaders and DataLoaders in processes of torch.distributed (gloo). Each line
 counts cases, missed samples, repeated samples, and steps whose samples, over all processes, differ from those of the
 uninterrupted epoch. Exits with 1 unless the last three are 0.
@@ -61,7 +61,7 @@ Steps = list[np.ndarray]  # the samples of each step over all processes, sorted
 
 @dataclass
 class Count:
-    """The counts of all cases of one kind."""
+    """The counts over all cases of one kind."""
 
     cases: int = 0
     samples: int = 0
@@ -71,7 +71,7 @@ class Count:
     seconds: float = 0.0
 
     def add(self, expected: Steps, found: Steps) -> None:
-        """Compare the steps of a case with the expected ones."""
+        """Compare the steps of a case with the expected steps."""
         size = 1 + max((int(step.max()) for step in (*expected, *found) if len(step)), default=0)
         wanted, got = (
             np.bincount(np.concatenate([*steps, []]).astype(int), minlength=size) for steps in (expected, found)
@@ -96,7 +96,7 @@ class Count:
 
 
 def steps_of(ranks: Iterable[Batches]) -> Steps:
-    """Return the samples of each step over all processes. Raises ValueError if their batches differ in number."""
+    """Return the samples of each step over all processes. Raises ValueError if the numbers of batches differ."""
     return [np.sort(np.concatenate(step)) for step in zip(*ranks, strict=True)]
 
 
@@ -111,7 +111,7 @@ def check_whole(steps: Steps, num_samples: int, step: int, tail: str) -> None:
 
 
 def cuts_of(num_steps: int) -> list[int]:
-    """Return the steps at which an epoch is cut: the beginning, the end, and some between."""
+    """Return the steps at which an epoch is interrupted: the first, the last, and some between."""
     return sorted({0, 1, num_steps // 3, num_steps // 2 + 1, num_steps - 1, num_steps} & set(range(num_steps + 1)))
 
 
@@ -135,7 +135,7 @@ def ranks_of(order: Order, world_size: int) -> list[Order]:
 
 
 def pure_cases(order: Order, tail: str, count: Count) -> None:
-    """Run all numbers of processes and workers, before and after, at some cuts of one epoch."""
+    """Run all combinations of processes and workers, before and after, at some steps of one epoch."""
     whole = steps_of([list(order.batches())])
     check_whole(whole, order.num_samples, order.batch_size, tail)
     cuts = cuts_of(order.num_batches)
@@ -215,12 +215,12 @@ def chunk_batches(path: Path, batch_size: int, how: str, **options: Any) -> h5ch
 
 
 def labels_of(batches: Iterable[Any]) -> Batches:
-    """Return the sample numbers, which are the labels."""
+    """Return the labels, which are the indices of the samples."""
     return [labels.numpy().copy() for _, labels in batches]
 
 
 def part_of(feed: Any, state: Any, cut: int | None) -> tuple[Batches, Any]:
-    """Return at most ``cut`` batches of a feed from a state on, and the state after them."""
+    """Return at most ``cut`` batches of a feed, starting from a state, and the state after them."""
     if state is not None:
         feed.load_state_dict(state)
     batches = iter(feed)
@@ -233,7 +233,7 @@ def part_of(feed: Any, state: Any, cut: int | None) -> tuple[Batches, Any]:
 
 
 def part_of_all(make: Make, way: Any, world: int, state: Any, cut: int | None, options: Any) -> tuple[Steps, Any]:
-    """Do the same as `part_of` for all ranks, one after the other in this process."""
+    """Like `part_of`, for all ranks, one after the other in this process."""
     parts = [
         part_of(make(STEP // world, way, rank=rank, world_size=world, **options), state, cut) for rank in range(world)
     ]
@@ -241,7 +241,7 @@ def part_of_all(make: Make, way: Any, world: int, state: Any, cut: int | None, o
 
 
 def real(make: Make, ways: tuple[Any, ...], worlds: tuple[int, ...], cuts: tuple[int, ...]) -> Count:
-    """Cut and resume epochs for all pairs of ways (such as numbers of workers) and of numbers of processes."""
+    """Interrupt and resume epochs for all pairs of ``ways``, such as numbers of workers, and of ``worlds``."""
     count, started = Count(), time.perf_counter()
     for tail, options in TAILS.items():
         options = {**options, "seed": SEED, "window_chunks": 4, "lanes": LANES}
@@ -265,7 +265,7 @@ GROUPS, GROUP_CUTS = (1, 2, 3), (0, 5, 16, 17)
 
 
 def group_feed(path: Path, kind: str) -> Any:
-    """Make a feed that takes rank and world size from torch.distributed."""
+    """Make a feed that gets its rank and world size from torch.distributed."""
     batch_size = STEP // distributed.get_world_size()
     options = {"seed": SEED, "window_chunks": 4, "lanes": LANES}
     return (
@@ -276,7 +276,7 @@ def group_feed(path: Path, kind: str) -> Any:
 
 
 def run_rank(rank: int, world: int, path: Path, folder: Path, kind: str, states: list[Any]) -> None:
-    """Return all parts of this rank: from each state on, or up to each cut if there is no state yet."""
+    """Return the batches of this rank: after each state, or up to each cut if there are no states yet."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # of workers, as it is where nothing was spawned
@@ -293,7 +293,7 @@ def run_rank(rank: int, world: int, path: Path, folder: Path, kind: str, states:
 
 
 def run_group(world: int, path: Path, kind: str, states: list[Any]) -> list[tuple[Steps, Any]]:
-    """Return the parts of all ranks of a group."""
+    """Return the batches of all ranks of a group."""
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
         args = (world, path, Path(folder), kind, states)
@@ -331,7 +331,7 @@ def groups(path: Path) -> Count:
 
 
 def make_data(path: Path) -> None:
-    """Make a file of images whose label is their number."""
+    """Make a file of images whose labels are their indices."""
     images = np.random.default_rng(0).integers(0, 256, (NUM_SAMPLES, 3, 8, 8), np.uint8)
     with h5py.File(path, "w") as file:
         file.create_dataset("images", data=images, chunks=(5, 3, 8, 8))

@@ -66,7 +66,7 @@ def copy_rate() -> float:
 class BareLoop:
     """Read shuffled windows into pinned buffers with threads in C, and copy each window to the GPU in one call.
 
-    Every sample is read once. A window consists of random chunks of the file with ``window_samples`` in all.
+    Every sample is read once. A window consists of random chunks of the file, with ``window_samples`` samples in total.
     """
 
     def __init__(self, path: Path, window_samples: int, num_slots: int) -> None:
@@ -95,7 +95,7 @@ class BareLoop:
         return jobs, vectors
 
     def rate(self, num_threads: int, wait: Callable[[], object] = lambda: None) -> float:
-        """Return bytes/s of an epoch on the current GPU; ``wait`` is called just before the clock starts."""
+        """Return bytes/s of an epoch on the current GPU. ``wait`` is called just before the clock starts."""
         num_slots, size = min(self.num_slots, len(self._windows)), self.window_bytes
         descriptor, pinned = os.open(self._path, os.O_RDONLY), PinnedMemory(num_slots * size)
         hosts = pinned.bytes[: num_slots * size].reshape(num_slots, size)

@@ -61,10 +61,10 @@ _NOTHING = -1
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Accesses:
-    """Chunks in the order in which HDF5 visits them, over consecutive reads, as (n,) int64 arrays.
+    """Chunks in the order in which HDF5 accesses them in consecutive reads, as (n,) int64 arrays.
 
-    ``runs`` is the number of contiguous pieces that hold the wanted bytes, both in the chunk and in the result: HDF5
-    makes as many reads of a chunk that has no filter and does not fit the cache.
+    ``runs`` is the number of contiguous pieces of the requested bytes, both in the chunk and in the result. HDF5 reads
+    a chunk in this number of pieces if it has no filter and does not fit in the cache.
     """
 
     chunks: Integers
@@ -83,13 +83,13 @@ def chunk_counts(grid: ChunkGrid) -> tuple[int, ...]:
 
 
 def sample_accesses(grid: ChunkGrid, samples: npt.ArrayLike) -> Accesses:
-    """List the accesses that HDF5 makes to read single samples, ``dataset[sample]``, in this order."""
+    """List the accesses that HDF5 makes for ``dataset[sample]``, for each of the samples in order."""
     starts = np.asarray(samples, np.int64)
     return range_accesses(grid, starts, starts + 1)
 
 
 def range_accesses(grid: ChunkGrid, starts: npt.ArrayLike, stops: npt.ArrayLike) -> Accesses:
-    """List the accesses that HDF5 makes to read ranges of samples, ``dataset[start:stop]``, in this order.
+    """List the accesses that HDF5 makes for ``dataset[start:stop]``, for each of the ranges in order.
 
     Parameters
     ----------
@@ -122,7 +122,7 @@ def range_accesses(grid: ChunkGrid, starts: npt.ArrayLike, stops: npt.ArrayLike)
 
 
 def _pieces_of_sample(grid: ChunkGrid) -> tuple[Integers, Integers, npt.NDArray[np.bool_]]:
-    """Return per chunk of one sample: elements, contiguous pieces, whether the next sample extends the last piece."""
+    """Return per chunk of a sample: elements, contiguous pieces, and whether the next sample extends the last."""
     elements, runs, joined = np.ones(1, np.int64), np.ones(1, np.int64), np.ones(1, bool)
     assert grid.chunks is not None
     for length, chunk in zip(reversed(grid.shape[1:]), reversed(grid.chunks[1:]), strict=True):
@@ -137,7 +137,7 @@ def _pieces_of_sample(grid: ChunkGrid) -> tuple[Integers, Integers, npt.NDArray[
 class CacheReplay:
     """The outcome of accesses to a chunk cache.
 
-    Stored bytes read, for filtered chunks: ``stored[accesses.chunks[replay.outcomes != HIT]].sum()``.
+    The stored bytes that were read of filtered chunks are ``stored[accesses.chunks[replay.outcomes != HIT]].sum()``.
     """
 
     hits: int
@@ -149,10 +149,10 @@ class CacheReplay:
 
 
 class ChunkCache:
-    """The chunk cache of one open dataset; its content is kept between calls of `access`.
+    """The chunk cache of one open dataset. Its content is kept between calls of `access`.
 
-    As in HDF5, its memory grows with the slots: about 50 bytes per slot, for at most as many slots as chunks can use.
-    Raise OptionError if the dataset has no chunks, or settings are out of range.
+    As in HDF5, its memory grows with the number of slots: about 50 bytes per slot. Raises OptionError if the dataset
+    has no chunks, or settings are out of range.
     """
 
     def __init__(self, grid: ChunkGrid, settings: CacheSettings | Sequence[float] = HDF5_2) -> None:
@@ -198,7 +198,7 @@ class ChunkCache:
         )
 
     def _visit(self, chunks: Integers, bytes_each: Integers) -> list[int]:
-        """Return the numbers of the accesses that miss."""
+        """Return the indices of the accesses that miss."""
         resident, entries, room = self._resident, self._entries, self._room
         promote, take_off = entries.promote, entries.take_off if entries.depth else None
         missed = []
@@ -222,10 +222,10 @@ class ChunkCache:
 
 
 class _EntryList:
-    """The cache's list of entries, foremost first, each identified by its slot.
+    """The cache's list of entries, each identified by its slot.
 
     It is a circular list in the arrays ``after`` and ``before``, closed by the index after the last slot. Every step
-    takes O(1) time; a victim is searched for as in HDF5, among the foremost entry and ``depth`` entries behind it.
+    takes O(1) time. As in HDF5, a victim is searched for among the first ``depth + 1`` entries.
     """
 
     def __init__(self, num_slots: int, chunk_bytes: int, depth: int) -> None:
@@ -247,7 +247,6 @@ class _EntryList:
         self.size += 1
 
     def remove(self, slot: int) -> None:
-        """Remove an entry."""
         if not self._left[slot]:
             self._num_finished -= 1
         self._left[slot] = self._chunk_bytes
@@ -256,7 +255,6 @@ class _EntryList:
         self.size -= 1
 
     def promote(self, slot: int) -> None:
-        """Move an entry one step towards the end."""
         before, after = self._before, self._after
         follower = after[slot]
         if follower == self._end:
@@ -267,7 +265,7 @@ class _EntryList:
         after[slot], before[beyond] = beyond, slot
 
     def take_off(self, slot: int, wanted: int) -> None:
-        """Subtract bytes that were read from an entry."""
+        """Subtract the bytes that were read from what remains to be read of an entry."""
         left = self._left[slot]
         if left:
             self._left[slot] = max(0, left - wanted)

@@ -4,7 +4,7 @@
 
 Each image is a grating whose direction and spacing depend on its class, over grainy coloured noise with the spectrum of
 photographs. As JPEGs the images take about as long to decode as photographs. Prints the folder, the number of images
-and their mean size in bytes. Equal arguments give equal images; images that exist are kept.
+and their mean size in bytes. Equal arguments give equal images. Existing images are kept.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-BANK = 24  # noise fields that all images are cut from: making one for each would take longer than the JPEG
+BANK = 24  # number of noise fields from which all images are cut, because making them is slower than encoding
 
 
 def noise_bank(height: int, width: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -51,7 +51,7 @@ def make_image(number: int, label: int, args: argparse.Namespace, bank: tuple[np
 
 
 def make_share(args: argparse.Namespace, share: int, shares: int) -> int:
-    """Make every ``shares``-th image, and return their total bytes."""
+    """Make every ``shares``-th image, starting with ``share``; return the total bytes."""
     bank = noise_bank(*args.size, args.seed)
     total = 0
     for number in range(share, args.count, shares):

@@ -25,11 +25,11 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-LEAST = 20  # ratings of a user, as in ML-20M
+LEAST = 20  # minimum number of ratings per user, as in ML-20M
 GENRES = 32
 FEW = 0.03  # Dirichlet parameter: one or two genres of a user or column have most of the weight
-LEAST_SHARE = 1e-6  # smaller values have denormal products, which processors are slow with
-OTHERWISE = 0.15  # weight of an even taste: ratings that depend on popularity alone
+LEAST_SHARE = 1e-6  # smaller values have denormal products, which are slow to compute
+OTHERWISE = 0.15  # weight of ratings that depend only on popularity
 BLOCK_ENTRIES = 12 << 20  # users x columns that are drawn together
 LIKED = 4.0  # the lowest rating that the summary counts as liked
 FIRST_S, LAST_S = 1_000_000_000, 1_425_000_000  # range of the timestamps: ten digits
@@ -38,7 +38,7 @@ HEADER = b"userId,movieId,rating,timestamp\n"
 
 
 class RatingsError(ValueError):
-    """A ratings matrix of this size is impossible."""
+    """Raised if a ratings matrix of this size is impossible."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def check(num_rows: int, num_columns: int, num_ratings: int) -> None:
 
 
 def draw_counts(rng: np.random.Generator, num_rows: int, num_columns: int, num_ratings: int) -> np.ndarray:
-    """Draw each user's number of ratings, lognormal, ``num_ratings`` in all; (rows,) int64."""
+    """Draw the number of ratings of each user, (rows,) int64, lognormal, with the sum ``num_ratings``."""
     weights = rng.lognormal(0, 1.37, num_rows)  # ML-20M: mean 144, median 68, maximum 9254
 
     def counts(factor: float) -> np.ndarray:
@@ -106,7 +106,6 @@ def draw_counts(rng: np.random.Generator, num_rows: int, num_columns: int, num_r
 
 
 def plant(num_rows: int, num_columns: int, num_ratings: int, seed: int) -> Planted:
-    """Draw the planted factors. Raises RatingsError."""
     check(num_rows, num_columns, num_ratings)
     rng = np.random.default_rng([seed, 0])
     counts = draw_counts(rng, num_rows, num_columns, num_ratings)
@@ -124,7 +123,7 @@ def plant(num_rows: int, num_columns: int, num_ratings: int, seed: int) -> Plant
 
 
 def draw_blocks(planted: Planted, seed: int) -> Iterator[Block]:
-    """Draw the ratings, some users at a time; columns ascend within a user, without duplicates."""
+    """Draw the ratings in blocks of users. Columns ascend within a user, without duplicates."""
     num_rows, num_columns = len(planted.counts), len(planted.popularity)
     size = max(1, BLOCK_ENTRIES // num_columns)
     quality = np.random.default_rng([seed, 1]).normal(0, 0.4, num_columns).astype(np.float32)
@@ -170,7 +169,7 @@ def texts(values: np.ndarray, after: str = ",") -> np.ndarray:
 
 
 class CsvWriter:
-    """Writes blocks as lines of MovieLens' ratings.csv, users in the order of their ids."""
+    """Write blocks as lines of MovieLens' ratings.csv, with users in the order of their ids."""
 
     def __init__(self, path: Path, planted: Planted, seed: int) -> None:
         self._rng = np.random.default_rng([seed, 3])
@@ -183,7 +182,7 @@ class CsvWriter:
         self._file.write(HEADER)
 
     def write(self, block: Block) -> None:
-        """Write lines of equal length, after removing the padding."""
+        """Remove the padding, and write one line per rating."""
         rows = np.repeat(np.arange(len(block.counts)), block.counts)
         starts = self._rng.integers(FIRST_S, LAST_S, len(block.counts))
         times = starts[rows] + self._rng.integers(0, USER_S, len(rows))
@@ -207,7 +206,7 @@ class CsvWriter:
 
 
 class NpzWriter:
-    """Keeps the blocks and writes them as `scipy.sparse.save_npz` does."""
+    """Collect blocks, and write them as `scipy.sparse.save_npz` does."""
 
     def __init__(self, path: Path, planted: Planted, seed: int) -> None:
         del seed
@@ -235,7 +234,7 @@ WRITERS = {".csv": CsvWriter, ".npz": NpzWriter}
 
 
 def make_ratings(path: Path, num_rows: int, num_columns: int, num_ratings: int, seed: int) -> str:
-    """Make the file, and give it its name once it is complete. Return its description. Raises RatingsError."""
+    """Make the file, which gets its name once it is complete, and return its description. Raises RatingsError."""
     if path.suffix not in WRITERS:
         raise RatingsError(f"{path} ends in {path.suffix or 'nothing'}: name it {' or '.join(WRITERS)}")
     if not path.resolve().parent.is_dir():

@@ -1,6 +1,6 @@
 """Networks for the examples: two in plain torch, and torchvision's if it is installed.
 
-cnn       four convolutions: for trying things out on a CPU
+cnn       four convolutions, for trials on a CPU
 resnet9   the usual small residual network for 32 x 32 images
 resnet18, resnet50, vit_b_16   torchvision's, without pretrained weights
 """
@@ -17,7 +17,7 @@ VIT_PATCH = 16
 
 
 class ModelError(ValueError):
-    """A network is not available, or does not take images of this size."""
+    """Raised if a network is not available, or does not support images of this size."""
 
 
 def make_model(name: str, num_classes: int, image_size: tuple[int, int]) -> nn.Module:
@@ -28,8 +28,8 @@ def make_model(name: str, num_classes: int, image_size: tuple[int, int]) -> nn.M
         return resnet9(num_classes)
     try:
         import torchvision
-    except (ImportError, RuntimeError) as error:  # the latter if it was built for another torch
-        remedy = f"pip install torchvision, or take {' or '.join(PLAIN)}"
+    except (ImportError, RuntimeError) as error:  # RuntimeError if it was built for another version of torch
+        remedy = f"pip install torchvision, or use {' or '.join(PLAIN)}"
         raise ModelError(f"{name} is torchvision's, which cannot be imported ({error}): {remedy}") from None
     options = {"image_size": _vit_image_size(image_size)} if name == "vit_b_16" else {}
     return getattr(torchvision.models, name)(num_classes=num_classes, **options)
@@ -39,7 +39,7 @@ def _vit_image_size(image_size: tuple[int, int]) -> int:
     height, width = image_size
     if height != width or height % VIT_PATCH:
         raise ModelError(
-            f"vit_b_16 takes squares whose side is a multiple of {VIT_PATCH}, these images are {height} x {width}: "
+            f"vit_b_16 needs squares whose side is a multiple of {VIT_PATCH}, but the images are {height} x {width}: "
             "convert with --size 224 224 --fit crop"
         )
     return height

@@ -1,4 +1,4 @@
-"""Print the oldest versions that setup.cfg allows, as constraints for pip: the tests run with them a second time.
+"""Print the oldest versions that setup.cfg allows, as constraints for pip, so that the tests can be run with them.
 
     python scripts/oldest.py > oldest.txt
     pip install -c oldest.txt -e ".[test]"

@@ -1,10 +1,10 @@
-"""A web server of files with range requests, which waits before each answer, for measurements of remote reading.
+"""A web server of files with range requests, which waits before each response, for measurements of remote reading.
 
     python scripts/range_server.py FOLDER --port 8123 --latency 0.03 --bandwidth 100 --faults 0.05
 
-Each response is delayed by the latency, and all responses share the bandwidth, in MB/s. The fraction ``--faults`` of
-requests gets a 503, a truncated body or a late body. Prints the URL. Files are copied with sendfile, so the server uses
-little processor time.
+Each response is delayed by the latency, and all responses share the bandwidth, in MB/s. A fraction ``--faults`` of the
+requests gets status 503, a truncated body or a late body. Prints the URL. Files are sent with sendfile, so the server
+needs little processor time.
 """
 
 from __future__ import annotations

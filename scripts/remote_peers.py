@@ -3,8 +3,8 @@
     PYTHON remote_peers.py streaming write images.h5 FOLDER --part-mib 16
     PYTHON remote_peers.py streaming read http://127.0.0.1:8123 FOLDER CACHE --workers 4
 
-PYTHON belongs to an environment in which the package is installed. ``read`` prints a line of JSON: seconds to the first
-batch, and images/s of each epoch. Both read through the S3 protocol; the server in `range_server.py` implements the
+PYTHON is the interpreter of an environment with the package. ``read`` prints a line of JSON: seconds to the first
+batch, and images/s of each epoch. Both packages read through the S3 protocol; `range_server.py` implements the
 parts that they need.
 """
 
@@ -53,12 +53,12 @@ def streaming_loader(url: str, folder: str, cache: str, workers: int) -> Any:
     from torch.utils.data import DataLoader
 
     streaming = import_streaming()
-    streaming.base.util.clean_stale_shared_memory()  # of a run that was killed
+    streaming.base.util.clean_stale_shared_memory()  # left by a run that was killed
     os.environ["S3_ENDPOINT_URL"] = url
     data = streaming.StreamingDataset(
         remote=f"s3://{folder}", local=cache, shuffle=True, batch_size=BATCH, num_canonical_nodes=1, predownload=8192
     )
-    for stream in data.streams:  # else forked workers share a connection, and get each other's bytes
+    for stream in data.streams:  # otherwise forked workers share a connection, and receive each other's bytes
         stream._downloader.clean_up()
     return DataLoader(data, BATCH, num_workers=workers, persistent_workers=True, prefetch_factor=4)
 

@@ -1,9 +1,9 @@
-"""Simulate the order of an epoch on many nodes, without data: what a rank needs, and what locality costs.
+"""Simulate the order of an epoch on many nodes, without data: the cost of planning it, and the effect of locality.
 
     python scripts/simulate_nodes.py [--samples 10000000000] [--ranks 1024] [--sample-bytes 100000] [--json FILE]
 
-Scale: some ranks plan their first windows of two epochs, with ``--ranks-a-node`` ranks on a node and chunks as `h5chunk
-convert` chooses them. Printed are the seconds until the first window is planned, the memory of the plan and of the
+Scale: some ranks plan their first windows of two epochs, with ``--ranks-a-node`` ranks per node and chunks as `h5chunk
+convert` chooses them. Prints the seconds until the first window is planned, the memory of the plan and of the
 windows, the chunks read per window, and, at ``--rate`` samples/s on each rank, requests/s and bytes/s of all ranks. Two
 ranks must not read the same chunk, and a chunk must be on the same node in both epochs; otherwise the script fails.
 
@@ -28,7 +28,7 @@ from check_shuffle_model import make_groups
 from h5chunk.plan.layout import plan_layout
 from h5chunk.plan.order import Order, choose_interleave
 
-WINDOWS = 24  # planned by a rank in each epoch
+WINDOWS = 24  # number of windows that a rank plans in each epoch
 MIXED = Order(65_536, 64, 256, 4, lanes=8)
 
 
@@ -48,7 +48,7 @@ def make_order(args: argparse.Namespace) -> Order:
 
 
 def peak_bytes() -> int:
-    """Return the largest memory that this process has had so far."""
+    """Return the peak memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -90,7 +90,7 @@ def scale(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def effective_batch(groups: np.ndarray, order: Order, epochs: int) -> float:
-    """Return the size of a fully shuffled batch whose shares of groups vary as much as those of all ranks together."""
+    """Return the size of a fully shuffled batch whose group shares vary as much as those of all ranks together."""
     shares, found = np.bincount(groups) / len(groups), []
     for epoch in range(epochs):
         for batch in replace(order, epoch=epoch).batches():

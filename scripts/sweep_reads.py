@@ -1,11 +1,11 @@
-"""Measure when to read single rows, when to read whole runs of a chunk, and when HDF5's chunk cache helps.
+"""Measure when to read single rows, when to read runs of rows of a chunk, and when HDF5's chunk cache helps.
 
     python scripts/sweep_reads.py [--json FILE]
 
-Reads one epoch of shuffled batches of 128 into reused memory, page cache warm, for samples from 784 bytes to 600 KB in
-the chunks of `convert`, with and without gzip. Each file is read in four ways: with a cache for all open windows or
-without a cache, and by single rows or by whole runs. Prints samples/s of each way (median of the rounds) and the one
-that the reader chooses. The constants CALL_BYTES and DIRECT_BYTES of plan/cache.py are set by its results.
+Reads one epoch of shuffled batches of 128 into reused memory, with a warm page cache, for samples from 784 bytes to 600
+KB in the chunks of `convert`, with and without gzip. Each file is read in four ways: with a cache for all open windows
+or without a cache, and by single rows or by runs. Prints samples/s of each way (median of the rounds) and the way that
+the reader chooses. The constants CALL_BYTES and DIRECT_BYTES of plan/cache.py follow from these results.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ def make(path: Path, sample_bytes: int, compression: str | None) -> None:
 
 
 def rate(path: Path, cached: bool, call_bytes: int) -> float:
-    """Return samples/s of one epoch."""
     reader_module.CALL_BYTES = call_bytes
     reader = reader_module.H5Reader(path)
     window = plan_layout(reader.num_samples, reader.main.grid.sample_bytes, reader.chunk_samples).window_chunks
@@ -79,7 +78,7 @@ def main() -> None:
                 for _ in range(args.rounds):
                     for way, (cached, force) in WAYS.items():
                         if compression and not cached and force == 0:
-                            continue  # decodes a chunk anew for every row
+                            continue  # this would decode a chunk for every row
                         rates[way].append(rate(path, cached, force))
                 medians = {way: statistics.median(each) if each else None for way, each in rates.items()}
                 shown = " ".join(f"{m:>15,.0f}" if m else f"{'-':>15s}" for m in medians.values())

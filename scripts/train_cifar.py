@@ -1,11 +1,12 @@
-"""Train a ResNet-9 on CIFAR-10 within seconds on a GPU: small images that stay on the device, augmented there.
+"""Train a ResNet-9 on CIFAR-10 within seconds on a GPU: small images stay on the device and are augmented there.
 
     python scripts/train_cifar.py                                        # CIFAR-10, as torchvision stores it in data/
-    python scripts/train_cifar.py --made 2000 --model cnn --epochs 3     # made data and a smaller network, for a CPU
+    python scripts/train_cifar.py --made 2000 --model cnn --epochs 3     # synthetic data and a small network, for a CPU
 
-The images are converted once, into cifar10-train.h5 and cifar10-test.h5 beside them. ChunkLoader keeps all of them in
-the memory of the device, and makes augmented batches there: each image is flipped every other epoch, shifted by up to 4
-pixels, and partly covered. The script downloads nothing; use ``torchvision.datasets.CIFAR10("data", download=True)``.
+The images are converted once, into cifar10-train.h5 and cifar10-test.h5 beside them. ChunkLoader keeps all images in
+the memory of the device, and computes augmented batches there: each image is flipped every other epoch, shifted by up
+to 4 pixels, and partly covered. The script downloads nothing: run ``torchvision.datasets.CIFAR10("data",
+download=True)`` first.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class MadeImages:
 
 
 def open_source(args: argparse.Namespace, *, train: bool) -> Any:
-    """Open CIFAR-10, or make data like it."""
+    """Open CIFAR-10, or make similar data."""
     if args.made:
         return MadeImages(args.made, seed=int(train))
     from torchvision.datasets import CIFAR10
@@ -106,7 +107,7 @@ def train(args: argparse.Namespace) -> float:
 
 @torch.no_grad()
 def evaluate(args: argparse.Namespace, network: nn.Module, batches: h5chunk.ChunkLoader) -> float:
-    """Return the accuracy; the answers for an image and for its mirror image are added."""
+    """Return the accuracy, with the logits of each image and its mirror image added."""
     right = torch.zeros((), device=args.device)
     num_images = 0
     network.eval()
@@ -122,7 +123,12 @@ def evaluate(args: argparse.Namespace, network: nn.Module, batches: h5chunk.Chun
 def main(argv: list[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--root", type=Path, default=Path("data"), help="torchvision's folder, and that of the files (%(default)s)")
+    add(
+        "--root",
+        type=Path,
+        default=Path("data"),
+        help="folder of torchvision's data and of the converted files (%(default)s)",
+    )
     add("--made", type=int, default=0, metavar="N", help="train on N made images")
     add("--model", choices=PLAIN, default="resnet9")
     add("--epochs", type=int, default=16)

@@ -6,13 +6,13 @@
     python scripts/train_ddp.py small.h5 --gpus 1 2 --model cnn --batch-size 32 --block 5       # a trial on a CPU
 
 Starts torchrun for each number of GPUs (NCCL; gloo without GPUs). Each process reads its part of the file with a
-ChunkLoader, nothing resident, and trains in bf16 autocast and channels_last. Blocks of steps on real data and on one
-cached real batch take turns, and so does which of the two comes first; all processes begin a block together.
+ChunkLoader, without resident data, and trains in bf16 autocast and channels_last. Blocks of steps on real data and one
+cached real batch take turns, in alternating order. All processes begin a block together.
 
 Prints for each number of GPUs: images/s of a GPU on real data and on the cached batch (medians over blocks, means over
-GPUs); real over cached for each GPU (medians over pairs of blocks); and both rates over those of one GPU, which trains
-without DDP. ``--alone`` leaves DDP out everywhere, so that any remaining loss is due to the data. Pixels are random,
-since only rates matter here. NVLink multicast is off. The models need torchvision.
+GPUs); the ratio of real to cached for each GPU (medians over pairs of blocks); and the ratio of both rates to those of
+one GPU, which trains without DDP. ``--alone`` never uses DDP, so that any remaining loss is due to the data. Pixels
+are random, because only rates matter. NVLink multicast is off. The models need torchvision.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Worker:
 
 
 def work(args: argparse.Namespace) -> None:
-    """Run one process of torchrun. Rank 0 writes the rates of all."""
+    """Run one process of torchrun. Rank 0 writes the rates of all processes."""
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
@@ -188,7 +188,9 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path)
-    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2], help="numbers of GPUs to compare, 1 first")
+    parser.add_argument(
+        "--gpus", type=int, nargs="+", default=[1, 2], help="numbers of GPUs to compare, starting with 1"
+    )
     parser.add_argument("--model", choices=MODELS, default="resnet50")
     parser.add_argument("--classes", type=int, default=1000)
     parser.add_argument("--batch-size", type=int, default=256, help="images per batch of each GPU")

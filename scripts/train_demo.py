@@ -6,9 +6,9 @@ folder   one file per image, decoded in ``__getitem__``, as torchvision's ImageF
 h5py     ``h5py.File(...)["images"][i]``, which reads a whole chunk per image
 h5chunk  ChunkDataset
 
-Each trains the same network from the same initial weights for ``--epochs`` epochs with torch's own DataLoader, on the
-same batches in ChunkSampler's order. So losses and accuracies must be equal to the last digit, and the script says
-whether they are. The times differ, and so does the share of time spent waiting for the next batch. Uses a GPU if there
+Each trains the same network from the same initial weights for ``--epochs`` epochs with torch's DataLoader, on the same
+batches in ChunkSampler's order. Losses and accuracies must therefore be equal to the last digit, and the script
+checks this. The times differ, and so does the fraction of time spent waiting for the next batch. Uses a GPU if there
 is one.
 """
 
@@ -30,7 +30,7 @@ import h5chunk
 
 
 class FolderDataset(Dataset):
-    """Images and labels as torchvision's ImageFolder gives them, numbered as in the converted file."""
+    """Images and labels in the format of torchvision's ImageFolder, with the indices of the converted file."""
 
     def __init__(self, root: Path, converted: h5chunk.ChunkDataset) -> None:
         names = converted.source_names.tolist()
@@ -86,7 +86,7 @@ def prepare(images: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class Waiting:
-    """Iterates over batches, and adds up the time spent waiting for them."""
+    """Iterate over batches, and measure the time spent waiting for them."""
 
     def __init__(self, loader: Iterable) -> None:
         self.loader, self.seconds = loader, 0.0

@@ -5,9 +5,9 @@
     torchrun --nproc-per-node 8 scripts/train_images.py train.h5 --val val.h5               # 8 GPUs
     python scripts/train_images.py train.h5 --val val.h5 --model cnn --size 64 --epochs 3   # one GPU, or the CPU
 
-Files of encoded images, of pixels of any size (--keep-size) and of images of one size (--size 256 256) are read alike.
+The script also reads files of pixels of any size (--keep-size) and of images of one size (--size 256 256).
 With ``--checkpoint FILE``, the training is saved after each epoch and every ``--save-steps`` steps, and the same
-command continues exactly there: with the same batches and the same random crops.
+command continues from there, with the same batches and the same random crops.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ import h5chunk
 from h5chunk.transforms import CenterCrop, Normalize, RandomHorizontalFlip, RandomResizedCrop, Resize, ToDtype
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
-RESIZED = 256 / 224  # of validation images, which are resized to this many times --size and cut
+RESIZED = 256 / 224  # validation images are resized to RESIZED * --size, and cropped
 
 
 def start_processes() -> torch.device:
-    """Join the other processes of torchrun, if any; return the device of this process."""
+    """Join the other processes of torchrun, if there are any; return the device of this process."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -52,9 +52,9 @@ def is_first() -> bool:
 
 
 def make_loaders(args: argparse.Namespace, device: torch.device) -> tuple[h5chunk.ChunkLoader, Any]:
-    """Return loaders of random crops of the training images, and of the centres of the validation images, if any.
+    """Return loaders of random crops of the training images and, if given, of central crops of the validation images.
 
-    Each process gets its own part of an epoch. Cropping, flipping and normalising are computed in one kernel.
+    Each process gets a different part of an epoch. Crops, flips and normalisation are computed in one kernel.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     normalize = [Normalize(MEAN, STD), ToDtype(dtype, channels_last=True)]
@@ -89,7 +89,7 @@ class Trainer:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.lr_factor)
 
     def lr_factor(self, step: int) -> float:
-        """Return the factor of the learning rate: it rises during warm-up, and then falls like a cosine."""
+        """Return the factor of the learning rate, which rises during warm-up, and then follows a cosine."""
         if step < self.warm_steps:
             return (step + 1) / (self.warm_steps + 1)
         done = (step - self.warm_steps) / max(1, self.num_steps - self.warm_steps)
@@ -123,7 +123,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Return the accuracy on the validation images, of which each process takes its part."""
+        """Return the accuracy on the validation images, which are divided among the processes."""
         right = torch.zeros(2, dtype=torch.float64, device=self.device)  # correct answers, and images
         self.network.eval()
         for images, labels in self.val:
@@ -136,7 +136,7 @@ class Trainer:
         return float(right[0] / right[1])
 
     def save(self) -> None:
-        """Save all that the next steps depend on; an interrupted save leaves the earlier file."""
+        """Save everything that the next steps depend on. If saving is interrupted, the earlier file remains."""
         path = self.args.checkpoint
         if path is None or not is_first():
             return
@@ -184,7 +184,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--seed", type=int, default=0)
     add("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
     add("--checkpoint", type=Path, help="file to save to and to continue from")
-    add("--save-steps", type=int, default=0, help="save also every so many steps")
+    add("--save-steps", type=int, default=0, help="also save after each N steps")
     args = parser.parse_args(argv)
     try:
         Trainer(args, start_processes()).run()

@@ -1,11 +1,11 @@
-"""Train Mult-VAE on a matrix of ratings, and compare the ways to feed it.
+"""Train Mult-VAE on a matrix of ratings, and compare ways to feed it.
 
     python scripts/make_ratings.py ratings.csv                     # or a real ratings.csv, such as MovieLens-20M's
     h5chunk convert ratings.csv ml.h5 --binarize 4 --min-row-count 5
     python scripts/train_vae.py ml.h5 --epochs 20 --json vae.json
     python scripts/train_vae.py ml.h5 --compare --rounds 5 --amp bf16 --compile --json feeds.json
 
-If a ratings.csv is given in place of ml.h5, it is converted first, to a file beside it. Training follows the paper
+If the file is a ratings.csv, it is first converted to a file beside it. Training follows the paper
 (arXiv:1802.05814): ratings of at least 4 count as ones, and users have at least 5 of them; an encoder of 600 and a code
 of 200, dropout 0.5 on rows of length 1, Adam 1e-3, batches of 500, the KL term annealed to 0.2 at the rate that reaches
 1 in 200,000 updates; 10,000 users held out for validation and 10,000 for test (a tenth each of a small file), of whom
@@ -54,12 +54,12 @@ METRICS = (f"ndcg@{NDCG_AT}", "recall@20", "recall@50")
 
 
 class SettingsError(ValueError):
-    """Settings are invalid, or do not fit the data."""
+    """Raised if settings are invalid, or do not fit the data."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that a run depends on; the command line has a switch for each."""
+    """Everything that a run depends on. The command line has an option for each field."""
 
     data: Path
     feed: str = "h5chunk"
@@ -129,7 +129,7 @@ def most_popular(split: Split, device: str) -> dict[str, dict[str, float]]:
 
 
 def train(settings: Settings, split: Split, say: Say = print) -> dict[str, Any]:
-    """Train and test; return the figures of each epoch and of the test. Raises SettingsError, FeedError."""
+    """Train and test; return the results of each epoch and of the test. Raises SettingsError or FeedError."""
     trainer, feed = make_trainer(settings, split), FEEDS[settings.feed](make_job(settings, split))
     try:
         popular = most_popular(split, settings.device)
@@ -165,7 +165,7 @@ def line(epoch: Epoch) -> str:
 
 
 def run(settings: Settings, comparing: bool, say: Say = print) -> dict[str, Any]:
-    """Train or compare as the settings say. Raises SettingsError, DataError, FeedError or H5ChunkError."""
+    """Train, or compare feeds. Raises SettingsError, DataError, FeedError or H5ChunkError."""
     check(settings)
     path = packed_file(settings.data, say)
     with split_users(path, settings.held_out) as split:
@@ -201,14 +201,14 @@ def make_parser() -> argparse.ArgumentParser:
     add("--batch-size", type=int, help="users per batch (%(default)s)")
     add("--lr", type=float, help="learning rate of Adam (%(default)s)")
     add("--beta", type=float, help="weight of the KL term at the end of annealing (%(default)s)")
-    add("--anneal-updates", type=int, help="updates in which that weight would grow to 1 (%(default)s)")
-    add("--held-out", type=int, help="users for validation, and as many for test (%(default)s)")
+    add("--anneal-updates", type=int, help="updates in which the weight of the KL term would grow to 1 (%(default)s)")
+    add("--held-out", type=int, help="number of users for validation, and for the test (%(default)s)")
     add("--seed", type=int, help="seed of weights and order, not of the held-out users")
     add("--amp", choices=AMP, help="autocast (%(default)s)")
     add("--compile", action="store_true", help="torch.compile the network and its loss")
     add("--num-workers", type=int, help="worker processes of getitem and workers; default: one per core")
     add("--num-threads", type=int, help="threads of the feed thread (%(default)s)")
-    add("--json", type=Path, help="write the figures here")
+    add("--json", type=Path, help="write the results to this file")
     add = parser.add_argument_group("to compare feeds").add_argument
     add("--compare", action="store_true", help="train with all feeds in turns")
     add("--rounds", type=int, help="rounds (%(default)s)")

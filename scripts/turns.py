@@ -16,7 +16,7 @@ Contenders = Mapping[str, Callable[[argparse.Namespace], Epoch]]
 
 
 def make_parser(description: str, contenders: Contenders, *, images: int, side: int) -> argparse.ArgumentParser:
-    """Make a parser of the common options, with these defaults."""
+    """Return a parser of the common options, with these defaults."""
     parser = argparse.ArgumentParser(description=description)
     for name, default in (("images", images), ("side", side), ("size", 224), ("rounds", 3), ("threads", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -33,7 +33,7 @@ def take_turns(args: argparse.Namespace, contenders: Contenders) -> dict[str, li
         try:
             epochs[name] = contenders[name](args)
         except ImportError as error:
-            print(f"{name}: left out: {error}")
+            print(f"{name} is skipped ({error})")
     rates: dict[str, list[tuple[float, float]]] = {name: [] for name in epochs}
     for number in range(args.rounds):
         for name in list(epochs)[:: -1 if number % 2 else 1]:
@@ -51,6 +51,6 @@ def turn(epoch: Epoch, num_images: int) -> tuple[float, float]:
 
 
 def write_json(args: argparse.Namespace, rates: Mapping[str, list]) -> None:
-    """Write arguments and rates to the file of ``--json``, if it was given."""
+    """Write arguments and rates to the file named by ``--json``, if any."""
     if args.json:
         args.json.write_text(json.dumps({"arguments": vars(args) | {"json": None}, "rates": rates}, indent=1))

@@ -1,6 +1,6 @@
 """Measure an epoch of the same training with each feed, in turns and in one process.
 
-A turn is two epochs, of which the second is timed, when read-ahead, caches and clocks have settled. Rounds go through
+A turn is two epochs, of which the second is timed, once read-ahead, caches and clocks have settled. Rounds go through
 the feeds forwards and backwards. Before the first round each feed trains one epoch; ``ready`` is the time from its
 construction to its first batch. Every feed trains the same network, on equally many batches of equal size.
 """
@@ -24,9 +24,9 @@ MODEL_ALONE = "cached"
 
 @dataclass(frozen=True)
 class Epoch:
-    """The figures of an epoch: mean loss, seconds, seconds in the feed's ``next``, and seconds to the first batch.
+    """The results of an epoch: mean loss, seconds, seconds in the feed's ``next``, and seconds to the first batch.
 
-    On a GPU, earlier steps may still be computing while the loop waits for the feed.
+    On a GPU, earlier steps may still run while the loop waits for the feed.
     """
 
     loss: float
@@ -53,7 +53,7 @@ def run_epoch(trainer: Trainer, feed: Feed, number: int) -> Epoch:
 
 @dataclass
 class Contender:
-    """A feed, and how long its epochs took."""
+    """A feed, with the times of its epochs."""
 
     name: str
     feed: Feed
@@ -65,7 +65,7 @@ class Contender:
         return statistics.median(epoch.seconds for epoch in self.epochs)
 
     def result(self, contenders: Sequence[Contender]) -> dict[str, Any]:
-        """Return its row of the table; ``times`` has its seconds over those of h5chunk and of the model alone."""
+        """Return the row of the table. ``times`` divides its seconds by those of h5chunk and of the model alone."""
         seconds = [epoch.seconds for epoch in self.epochs]
         return {
             "feed": self.name,
@@ -93,7 +93,7 @@ def compare(
                 contenders.append(warm_up(name, job, trainer))
             except FeedError as error:
                 refused[name] = str(error)
-                say(f"{name}: left out: {error}")
+                say(f"{name} is skipped ({error})")
         for number, contender in turns(contenders, num_rounds):
             run_epoch(trainer, contender.feed, number)
             contender.epochs.append(run_epoch(trainer, contender.feed, number + 1))
@@ -115,7 +115,7 @@ def warm_up(name: str, job: Job, trainer: Trainer) -> Contender:
 
 
 def turns(contenders: Sequence[Contender], num_rounds: int) -> Iterator[tuple[int, Contender]]:
-    """Yield the first epoch and the contender of each turn: forwards, then backwards, so that predecessors vary."""
+    """Yield the first epoch and the contender of each turn, forwards and then backwards."""
     for number in range(num_rounds):
         for contender in contenders if number % 2 == 0 else reversed(contenders):
             yield 1 + 2 * number, contender

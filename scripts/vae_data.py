@@ -2,8 +2,8 @@
 
 The file is read as plain HDF5 with AnnData's CSR layout. Ratings of 4 and more count as likes, and users with fewer
 than 5 likes are left out (nothing changes if the file was converted with ``--binarize 4 --min-row-count 5``). A
-permutation of the rows with its own seed decides who is held out, whatever the order of the file. The training users
-are packed again by `h5chunk.convert` into a temporary folder, which takes some seconds for ML-20M. Columns that no
+permutation of the rows with a fixed seed decides which users are held out. The training users
+are converted by `h5chunk.convert` to a file in a temporary folder, which takes some seconds for ML-20M. Columns that no
 training user has are left out, as in the paper.
 """
 
@@ -24,16 +24,16 @@ import h5chunk
 from h5chunk.transforms import HoldOut
 from h5chunk.transforms.csr import make_csr
 
-LIKED, LEAST_LIKES = 4.0, 5  # as in the paper
-HELD_OUT = 10_000  # users for validation, and as many for the test, as for ML-20M
-LARGEST_SHARE = 10  # of a small file at most 1 / this of the users each
-SPLIT_SEED = 98765  # that of the authors' code; whatever the training's seed, all runs hold out the same users
+LIKED, LEAST_LIKES = 4.0, 5  # lowest rating of a like, and fewest likes of a user, as in the paper
+HELD_OUT = 10_000  # number of users for validation, and for the test, as for ML-20M
+LARGEST_SHARE = 10  # at most 1 / LARGEST_SHARE of the users of a small file are held out for each
+SPLIT_SEED = 98765  # seed of the authors' code; all runs hold out the same users
 TEST_SHARE = 0.2  # the hidden share of a held-out user's likes
 CONVERT = "h5chunk convert {} {} --binarize 4 --min-row-count 5"
 
 
 class DataError(ValueError):
-    """A file does not suit this training."""
+    """Raised if a file does not suit this training."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Rows:
         return Rows(np.concatenate(([0], np.cumsum(counts))), self.indices[entries], self.num_columns)
 
     def take(self, rows: np.ndarray) -> Rows:
-        """Return these rows, in this order."""
+        """Return these rows in this order."""
         counts = np.diff(self.indptr)[rows]
         indptr = np.concatenate(([0], np.cumsum(counts)))
         entries = np.arange(indptr[-1]) + np.repeat(self.indptr[rows] - indptr[:-1], counts)
@@ -78,7 +78,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out users: the likes that the model sees, and those that it has to predict."""
+    """Held-out users: the likes that the model sees, and those that it must predict."""
 
     shown: Rows
     hidden: Rows
@@ -118,7 +118,7 @@ class Split:
 def packed_file(path: Path, say: Any = print) -> Path:
     """Return the file if it is HDF5, otherwise convert it to a file beside it. Raises DataError."""
     if not path.is_file():
-        raise DataError(f"there is no file {path}: python scripts/make_ratings.py ratings.csv makes one")
+        raise DataError(f"{path}: no such file: make one with python scripts/make_ratings.py ratings.csv")
     if h5py.is_hdf5(path):
         return path
     packed = path.with_suffix(".h5")

@@ -13,12 +13,12 @@ from torch.nn import functional
 from vae_data import HeldOut
 
 AMP = {"none": torch.float32, "bf16": torch.bfloat16}
-EVALUATED_USERS = 500  # at a time
+EVALUATED_USERS = 500  # number of users that are evaluated at a time
 NDCG_AT, RECALL_AT = 100, (20, 50)
 
 
 class MultVAE(nn.Module):
-    """A network from users, (batch, columns) of zeros and ones, to logits of a multinomial over the columns."""
+    """A network that maps users, (batch, columns) of zeros and ones, to logits of a multinomial over the columns."""
 
     def __init__(self, num_columns: int, hidden: int = 600, latent: int = 200, dropout: float = 0.5) -> None:
         super().__init__()
@@ -83,17 +83,17 @@ class Trainer:
         self._loss = torch.compile(self.network.loss) if compile else self.network.loss
         self._optimizer = torch.optim.Adam(self.network.parameters(), lr, fused=device.type == "cuda")
         self._largest_beta, self._anneal_updates = beta, anneal_updates
-        self.beta = torch.zeros((), device=device)  # a tensor, because a number would be compiled in
+        self.beta = torch.zeros((), device=device)  # a tensor, because torch.compile would make a number constant
         self._total = torch.zeros((), device=device)
         self.num_updates = 0
 
     def autocast(self) -> torch.autocast:
-        """Return a context for matrix products in 16 bits, if ``amp`` asks for it."""
+        """Return a context for 16-bit matrix products if ``amp`` is set."""
         on = self._dtype != torch.float32
         return torch.autocast(self.device.type, self._dtype if on else None, on)
 
     def step(self, x: torch.Tensor) -> None:
-        """Train on a batch; nothing here waits for the device."""
+        """Train on a batch without waiting for the device."""
         self.beta.fill_(min(self._largest_beta, self.num_updates / self._anneal_updates))
         with self.autocast():
             loss = self._loss(x, self.beta)
@@ -104,7 +104,7 @@ class Trainer:
         self.num_updates += 1
 
     def take_total(self) -> float:
-        """Return the sum of losses since the last call; waits for the device."""
+        """Return the sum of losses since the last call. Waits for the device."""
         total = float(self._total)
         self._total.zero_()
         return total
@@ -115,7 +115,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, held_out: HeldOut) -> dict[str, float]:
-        """Return the metrics of the uncompiled network: the smaller last batch would compile again."""
+        """Return the metrics of the uncompiled network, because the smaller last batch would be compiled again."""
         self.network.eval()
         try:
             return evaluate(lambda shown: self.network(shown)[0], held_out, self.device)

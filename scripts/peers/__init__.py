@@ -12,7 +12,7 @@ A contender is a class::
         def epoch(self, number): ...                     # yields (images, labels), each sample once
 
 Images are uint8 (n, C, H, W). Labels are int64 (n,): the number of each sample in the source, which proves that an
-epoch is complete. With ``REUSED`` settings a batch needs to be valid only until the next one.
+epoch is complete. With ``REUSED`` settings a batch may become invalid when the next one is requested.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ class Source:
 
     @property
     def images(self) -> np.memmap:
-        """Map the images: uint8 (count, C, H, W)."""
+        """The images as a memory map: uint8 (count, C, H, W)."""
         return np.memmap(self.path, np.uint8, "r", self.offset, self.shape)
 
     def order(self, epoch: int) -> np.ndarray:
-        """Return a full shuffle: int64 (count,)."""
+        """Return a random permutation of the samples: int64 (count,)."""
         return np.random.default_rng([self.seed, epoch]).permutation(self.count)
 
     def batches(self, epoch: int, batch_size: int) -> list[np.ndarray]:
-        """Split the order into batches; the last may be smaller."""
+        """Split the order into batches. The last one may be smaller."""
         order = self.order(epoch)
         return [order[start : start + batch_size] for start in range(0, self.count, batch_size)]
 
@@ -153,7 +153,7 @@ CONTENDERS = {
 }
 WAYS = {  # for one loader: name, label, settings, and the row that it is compared with
     "plain": ("ChunkLoader", {}, ""),
-    "plain-again": ("the same again: chance", {}, "plain"),
+    "plain-again": ("the same again, to show noise", {}, "plain"),
     "alone": ("rank 0 of 1", {"way": "alone"}, "plain"),
     "lanes": ("4 lanes, on one rank", {"way": "lanes"}, "plain"),
     "rank": ("rank 1 of 2, its half", {"way": "rank"}, "plain"),

@@ -33,7 +33,7 @@ class Samples:
 
 class Contender:
     FILE_SETTINGS = ("field", "page_bytes")
-    # Fastest: two threads, few batches ahead, small pages; NDArrayField is read by one thread (28 x 28 x 1 needs it).
+    # Fastest: two threads, few batches ahead, small pages. 28 x 28 x 1 needs NDArrayField, which one thread reads.
     # numba allows no more threads than cores.
     TRIED = tuple(
         {"order": order, "memory": REUSED} | settings

@@ -1,4 +1,4 @@
-"""h5py at its best: a batch's rows of a contiguous dataset are read into one array, labels stay in memory."""
+"""h5py at its best: the rows of a batch of a contiguous dataset are read into one array. Labels stay in memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Rows:
 
     def read(self, indices: np.ndarray, allocate: Allocate) -> tuple[Any, Any]:
         out = allocate(len(indices))
-        if self.fancy:  # h5py takes only ascending indices
+        if self.fancy:  # h5py accepts only ascending indices
             indices = np.sort(indices)
             self.images.read_direct(out, indices)
         else:
@@ -31,7 +31,7 @@ class Rows:
 
 class Contender(Indexed):
     FILE_SETTINGS = ()
-    # Fastest: one call a batch, with ascending rows; a call a row costs more, threads wait for HDF5's lock.
+    # Fastest: one call per batch, with ascending rows. One call per row is slower, and threads wait for HDF5's lock.
     TRIED = (*WAYS, {"fancy": True}, {"fancy": True, "memory": REUSED}, {"fancy": True, "workers": 2})
 
     def __init__(self, source: Source, path: Path, batch_size: int, fancy: bool = False, **way: Any) -> None:

@@ -1,4 +1,4 @@
-"""Hugging Face datasets: a mapped Arrow file; a batch is one ``dataset[indices]``, as in ``__getitems__``."""
+"""Hugging Face datasets: a memory-mapped Arrow file, from which ``dataset[indices]`` reads a batch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class Rows:
     def __init__(self, path: Path, source: Source, layout: str, form: str) -> None:
         self.source, self.layout, self.form = source, layout, form
         dataset = datasets.load_from_disk(str(path))
-        dtype = {"torch": {"dtype": torch.uint8}, "numpy": {"dtype": np.uint8}}.get(form, {})  # else they give int64
+        dtype = {"torch": {"dtype": torch.uint8}, "numpy": {"dtype": np.uint8}}.get(
+            form, {}
+        )  # without it, they return int64
         self.images = dataset.select_columns("image").with_format(form, **dtype)
         self.labels = dataset.data.column("label").to_numpy()
 
@@ -40,7 +42,7 @@ class Rows:
             return images.reshape(-1, *self.source.sample_shape), labels
         out = allocate(len(indices))
         flat, start = out.reshape(len(indices), -1), 0
-        if self.layout == "list":  # contiguous bytes for each chunk of the table, which has one row or more
+        if self.layout == "list":  # each chunk of the table, of one or more rows, is contiguous
             for chunk in images.chunks:
                 flat[start : start + len(chunk)] = chunk.flatten().to_numpy().reshape(len(chunk), -1)
                 start += len(chunk)
@@ -53,7 +55,7 @@ class Rows:
 class Contender(Indexed):
     FILE_SETTINGS = ("layout",)
     # Fastest: Arrow columns copied row by row (fixed lists for large images, binary for small). "torch" and "numpy"
-    # formats, as the documentation has them, give int64 unless told otherwise, and copy more than once.
+    # formats, as in the documentation, return int64 by default, and copy more than once.
     TRIED = (
         {"layout": "array", "form": "torch"},
         {"layout": "array", "form": "numpy"},
@@ -71,7 +73,7 @@ class Contender(Indexed):
                 image = np.asarray(images[index])
                 yield {"image": image.tobytes() if layout == "binary" else image, "label": index}
 
-        if layout == "list":  # straight from arrays: by way of Python lists it would take an hour
+        if layout == "list":  # directly from arrays, because Python lists would take an hour
             tables = []
             for start in range(0, source.count, BLOCK):
                 block = np.asarray(images[start : start + BLOCK])

@@ -1,4 +1,4 @@
-"""LitData: chunks written by its writer, read in place by StreamingDataset and StreamingDataLoader."""
+"""LitData: chunks written by its writer, and read by StreamingDataset and StreamingDataLoader."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from peers.reading import Batch, Collate
 
 
 class Sample:
-    """Returns a sample to litdata.optimize. A class, because its workers pickle it."""
+    """Return a sample to litdata.optimize. This is a class because its workers pickle it."""
 
     def __init__(self, source: Source, kind: str) -> None:
         self.source, self.kind = source, kind
@@ -26,7 +26,7 @@ class Sample:
 
 class Contender:
     FILE_SETTINGS = ("kind", "chunk_bytes")
-    # Fastest: no workers, batch_decode=0 (its "auto" decodes a window of samples for each); arrays are decoded slowly.
+    # Fastest: no workers and batch_decode=0. With "auto", it decodes a window of samples for each sample.
     TRIED = (
         *({"kind": kind, "workers": workers} for kind in ("bytes", "array") for workers in (0, 1, 2)),
         {"workers": 2, "chunk_bytes": "16MB"},

@@ -1,4 +1,4 @@
-"""LMDB: one raw record per sample (label, then pixels), copied from the map straight into the batch."""
+"""LMDB: one raw record per sample (label, then pixels), copied from the memory map into the batch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Records:
 
 class Contender(Indexed):
     FILE_SETTINGS = ()
-    # Fastest: one thread, memory used again; getmulti is no faster than get, threads wait for the GIL.
+    # Fastest: one thread and reused memory. getmulti is no faster than get, and threads wait for the GIL.
     TRIED = (*WAYS, {"many": True}, {"many": True, "workers": 2})
 
     @staticmethod

@@ -15,7 +15,7 @@ from peers.reading import Allocate, Batch, Indexed, loader
 
 
 class Samples(StreamingDataset):
-    """A StreamingDataset whose samples suit Collate."""
+    """A StreamingDataset whose samples Collate accepts."""
 
     def get_item(self, *args: Any, **options: Any) -> tuple[bytes, int]:
         sample = super().get_item(*args, **options)
@@ -23,7 +23,7 @@ class Samples(StreamingDataset):
 
 
 class Random:
-    """Reads by index, in the source's full shuffle instead of the library's own."""
+    """Read samples by index, in the source's full shuffle instead of the library's shuffle."""
 
     def __init__(self, source: Source, dataset: Samples) -> None:
         self.dataset = dataset
@@ -39,8 +39,8 @@ class Random:
 
 class Contender:
     FILE_SETTINGS = ("shard_bytes",)
-    # Fastest: samples asked for by number from two threads; of the library's own shuffle, two processes.
-    # Not py1s: with two workers it repeats 32 samples of an epoch.
+    # Fastest: two threads that read by index; with the library's shuffle, two processes.
+    # py1s is left out, because with two workers it repeats 32 samples of an epoch.
     TRIED = (
         *({"workers": workers} for workers in (0, 1, 2, 3)),
         {"workers": 2, "ahead": 4},

@@ -1,4 +1,4 @@
-"""np.memmap: the rows of a shuffled batch are taken at once, by ``images[indices]``."""
+"""np.memmap: ``images[indices]`` reads the rows of a shuffled batch at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Rows:
         self.images, self.labels = source.images, np.arange(source.count)
 
     def read(self, indices: np.ndarray, allocate: Allocate) -> tuple[Any, Any]:
-        del allocate  # fancy indexing gives an array of its own
+        del allocate  # fancy indexing returns a new array
         return self.images[indices].view(np.ndarray), self.labels[indices]
 
 
@@ -26,7 +26,7 @@ class Sorted(Rows):
 
 
 class Into(Rows):
-    """np.take into reused memory instead of fancy indexing; this is also one of the limits."""
+    """Read with np.take into reused memory instead of fancy indexing. This is also one of the limits."""
 
     def read(self, indices: np.ndarray, allocate: Allocate) -> tuple[Any, Any]:
         out = allocate(len(indices))
@@ -36,8 +36,8 @@ class Into(Rows):
 
 class Contender(Indexed):
     FILE_SETTINGS = ()
-    # Fastest in fresh memory: two threads for large images, one for small; processes lose to their transport.
-    # Sorting a batch's rows: within noise. np.take into memory used again is a row of its own.
+    # Fastest in fresh memory: two threads for large images, one for small. Processes lose time to their transport.
+    # Sorting the rows of a batch makes no difference. np.take into reused memory is a separate row of the table.
     TRIED = (
         *({"how": how} | way for way in WAYS if "memory" not in way for how in ("Rows", "Sorted")),
         *({"how": "Into"} | way for way in WAYS),

@@ -17,7 +17,7 @@ from peers import REUSED, Source
 from peers.reading import Batch
 
 BLOCK = 512
-WAYS: dict[str, dict[str, Any]] = {  # ways to get an epoch that should cost nothing extra
+WAYS: dict[str, dict[str, Any]] = {  # ways to run an epoch that should not be slower
     "plain": {},
     "alone": {"rank": 0, "world_size": 1},
     "lanes": {"rank": 0, "world_size": 1, "lanes": 4},
@@ -26,7 +26,7 @@ WAYS: dict[str, dict[str, Any]] = {  # ways to get an epoch that should cost not
     "begun": {},  # the first half of an epoch, with new threads
     "resumed": {},  # the second half, with new threads
 }
-PARTS = ("rank", "begun", "resumed")  # ways that give only a part of the samples
+PARTS = ("rank", "begun", "resumed")  # ways in which an epoch has only a part of the samples
 
 
 class Contender:
@@ -64,7 +64,7 @@ class Contender:
         self._way, self.is_part = way, way in PARTS
 
     def epoch(self, number: int) -> Iterator[Batch]:
-        """Iterate over the next epoch; with new threads, over epoch ``number``."""
+        """Yield the batches of the next epoch or, with new threads, of epoch ``number``."""
         if self._way == "saved":
             return self._saved()
         if self._way in ("begun", "resumed"):

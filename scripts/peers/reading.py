@@ -1,6 +1,6 @@
-"""Batches for peers that are read by index: in this process, in threads that read ahead, or in DataLoader workers.
+"""Read batches by index for peers: in this process, in threads that read ahead, or in DataLoader workers.
 
-Every peer can use all three methods, and is compared with the one that is fastest for it.
+Every peer can use all three methods, and is compared with its fastest one.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Reader(Protocol):
-    """Reads a batch: images into the memory from ``allocate(n)`` or into a new array, and labels."""
+    """Read a batch: images into the memory from ``allocate(n)`` or into a new array, and labels."""
 
     def read(self, indices: np.ndarray, allocate: Allocate) -> tuple[Any, Any]: ...
 
 
 def new_batch(shape: Sequence[int]) -> np.ndarray:
-    """Allocate a uint8 batch: shared memory in a DataLoader's worker, as in torch's default_collate; otherwise fresh.
+    """Allocate a uint8 batch. In a DataLoader's worker it is in shared memory, as in torch's default_collate.
 
-    NumPy's memory has huge pages, which torch.empty's has not: it is 2 to 4 times as fast here.
+    NumPy's memory has huge pages, unlike that of torch.empty, which makes it 2 to 4 times as fast here.
     """
     if get_worker_info() is not None:
         num_bytes = int(np.prod(shape))
@@ -43,7 +43,7 @@ def tensors(images: Any, labels: Any) -> Batch:
 
 
 class Batches(Dataset):
-    """A Dataset whose items are whole batches, so that the DataLoader has nothing to collate."""
+    """A Dataset whose items are complete batches, so that the DataLoader has nothing to collate."""
 
     def __init__(self, open_reader: Callable[[], Reader], sample_shape: tuple[int, ...]) -> None:
         self.open_reader, self.sample_shape = open_reader, sample_shape
@@ -55,7 +55,7 @@ class Batches(Dataset):
 
 
 class Order(Sampler):
-    """A sampler of the batches of the current epoch."""
+    """A sampler that yields the batches of the current epoch."""
 
     def __init__(self, source: Source, batch_size: int) -> None:
         self.source, self.batch_size, self.number = source, batch_size, 0
@@ -68,10 +68,10 @@ class Order(Sampler):
 
 
 class Indexed:
-    """Shuffled batches through a reader.
+    """Shuffled batches, read by index.
 
-    They are read by ``workers`` processes of a DataLoader, by ``threads`` that read ahead, or by neither. With
-    ``memory="reused"`` a batch is valid until the next one; workers send each batch in new shared memory.
+    ``workers`` processes of a DataLoader or ``threads`` that read ahead read them, or neither. With ``memory="reused"``
+    a batch is valid until the next one. Workers send each batch in new shared memory.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Indexed:
             self.free.append(buffer)
 
     def take(self) -> np.ndarray | None:
-        """Return a free buffer, if memory is reused."""
+        """Return a free buffer, or None if memory is not reused."""
         if not self.reused:
             return None
         return self.free.popleft() if self.free else np.empty((self.batch_size, *self.source.sample_shape), np.uint8)
@@ -157,7 +157,7 @@ WAYS = (
 
 
 class Collate:
-    """Collates samples of (bytes or array, label) with one copy."""
+    """Collate samples of (bytes or array, label) with one copy."""
 
     def __init__(self, sample_shape: tuple[int, ...]) -> None:
         self.sample_shape = sample_shape

@@ -2,9 +2,9 @@
 
     python -m peers.serve JSON      # {"module", "settings", "source", "folder", "batch_size"}
 
-Each line is a command, answered by a line of JSON: ``first`` builds the contender (and its file, if it is missing) and
-runs an epoch that compares every image by its CRC-32; ``epoch N`` runs a timed epoch; ``check N`` compares again.
-Output of libraries goes to standard error.
+Each line of input is a command, and is answered by a line of JSON. ``first`` builds the contender (and its file, if it
+is missing), and runs an epoch that compares every image by its CRC-32. ``epoch N`` runs a timed epoch. ``check N``
+compares again. Libraries write to standard error.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import torch
 
 from peers import Source
 
-PROBE = -8  # bytes of each batch's last image that are compared after the clock has stopped
+PROBE = -8  # start of the bytes of a batch's last image that are compared after the clock has stopped
 
 
 class Wrong(Exception):
-    """An epoch was incomplete, or an image differs from the packed one."""
+    """Raised if an epoch is incomplete, or an image differs from the packed one."""
 
 
 def file_path(folder: Path, module: str, kind: type, source: Source, settings: dict) -> Path:
@@ -39,7 +39,7 @@ def file_path(folder: Path, module: str, kind: type, source: Source, settings: d
 
 
 def make(kind: type, source: Source, path: Path, settings: dict) -> None:
-    """Make the file, and give it its name once it is complete."""
+    """Make the file, which gets its name once it is complete."""
     if not hasattr(kind, "make") or path.exists():
         return
     part = path.with_name(f"{path.name}.part")
@@ -50,7 +50,7 @@ def make(kind: type, source: Source, path: Path, settings: dict) -> None:
 
 
 def checked(batches: Iterator, source: Source, crcs: np.ndarray, batch_size: int, is_part: bool) -> Iterator[None]:
-    """Run an epoch and compare every image with the packed one."""
+    """Run an epoch, and compare every image with the packed one."""
     seen = []
     for images, labels in batches:
         if images.dtype != torch.uint8 or images.shape[1:] != source.sample_shape or len(images) > batch_size:
@@ -67,7 +67,7 @@ def checked(batches: Iterator, source: Source, crcs: np.ndarray, batch_size: int
 
 
 def complete(numbers: np.ndarray, source: Source, is_part: bool) -> None:
-    """Raise Wrong unless an epoch gave each sample once (a part: at most once), in random order."""
+    """Raise Wrong unless an epoch has each sample once, in random order. A part has each sample at most once."""
     if is_part and len(np.unique(numbers)) == len(numbers) > source.count // 3 and np.any(np.diff(numbers) < 0):
         return
     if not np.array_equal(np.sort(numbers), np.arange(source.count)):
@@ -95,7 +95,7 @@ def timed(batches: Iterator, source: Source, is_part: bool) -> dict[str, Any]:
 
 
 def cpu_seconds() -> float:
-    """Return the processor time of this process, and of workers that have ended."""
+    """Return the processor time of this process and of its finished workers."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 

@@ -1,4 +1,4 @@
-"""TensorStore: an uncompressed zarr array; a batch is one read of shuffled rows, and several reads run at a time."""
+"""TensorStore: an uncompressed zarr array. A batch is one read of shuffled rows, and several reads run concurrently."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def array_spec(source: Source, path: Path, chunk: int, shard: int) -> dict[str, 
 
 class Contender:
     FILE_SETTINGS = ("chunk", "shard")
-    # Fastest: a sample a chunk, read into memory used again, as many threads as cores; for small images large chunks in
-    # a cache that holds them all.
+    # Fastest: one sample per chunk, reused memory, and one thread per core. For small images: large chunks in a
+    # cache for all of them.
     TRIED = (
         *({"chunk": 1, "ahead": ahead} for ahead in (0, 1, 2, 4)),
         {"chunk": 1, "ahead": 2, "memory": REUSED},
@@ -84,7 +84,7 @@ class Contender:
         self.slots = deque(np.ones((batch_size, *source.sample_shape), np.uint8) for _ in range(slots))
 
     def start(self, indices: np.ndarray) -> tuple[Any, np.ndarray | None]:
-        """Start a read; return it and the memory that it fills, if the contender owns that."""
+        """Start a read. Return it, and the memory that it fills if the contender owns this memory."""
         if not self.slots:
             return self.array[indices].read(), None
         slot = self.slots.popleft()

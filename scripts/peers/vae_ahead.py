@@ -1,4 +1,4 @@
-"""Dense batches that are prepared ahead by the worker processes of a DataLoader or by threads."""
+"""Dense batches that worker processes of a DataLoader, or threads, prepare in advance."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from vae_data import Rows
 
 from peers.vae_job import Job
 
-THREAD_BATCHES = 10  # batches that a thread makes at once, as in the example it follows
+THREAD_BATCHES = 10  # batches that a thread makes at once
 
 
 class DenseRows(Dataset):
-    """A Dataset whose items are dense rows."""
-
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
 
@@ -31,7 +29,7 @@ class DenseRows(Dataset):
 
 
 class DenseBatches(Dataset):
-    """A Dataset whose items are dense batches, in shared memory in a worker, so that nothing is collated."""
+    """A Dataset whose items are dense batches, so that nothing is collated. In a worker they are in shared memory."""
 
     def __init__(self, matrix: Any) -> None:
         self.matrix = matrix
@@ -47,7 +45,7 @@ class DenseBatches(Dataset):
 
 
 class Order(Sampler):
-    """A sampler of the batches of the current epoch."""
+    """A sampler that yields the batches of the current epoch."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.number = job, 0
@@ -60,7 +58,7 @@ class Order(Sampler):
 
 
 class Workers:
-    """torch's DataLoader with worker processes: dense rows, or dense batches, from ``__getitem__``."""
+    """torch's DataLoader with worker processes, whose ``__getitem__`` returns dense rows or dense batches."""
 
     def __init__(self, job: Job, whole_batches: bool) -> None:
         self._job, self._order = job, Order(job)
@@ -79,12 +77,11 @@ class Workers:
             yield batch.to(self._job.device, non_blocking=True).to(self._job.dtype)
 
     def close(self) -> None:
-        """End the worker processes."""
         del self._loader
 
 
 class Threads:
-    """Threads make ten batches dense at once and send them ahead; they are split on the device."""
+    """Threads make ten batches dense at once, and send them in advance. The batches are split on the device."""
 
     def __init__(self, job: Job) -> None:
         self._job = job

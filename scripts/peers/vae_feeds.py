@@ -1,8 +1,8 @@
 """Ways to feed dense rows of a sparse matrix to a network: h5chunk's and the usual ones, each at its best.
 
-All give shuffled batches (batch, columns) of zeros and ones on the device, in the job's dtype, with every row once per
-epoch. Rows that the host makes dense for a GPU are uint8, a quarter of the bytes of float32, and become floats on the
-GPU; they are copied asynchronously from reused pinned memory.
+All yield shuffled batches (batch, columns) of zeros and ones on the device, in the job's dtype, with every row once per
+epoch. The host makes dense rows for a GPU as uint8, with a quarter of the bytes of float32. They become floats on the
+GPU, to which they are copied asynchronously from reused pinned memory.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from h5chunk.transforms import Dense as DenseRows
 from peers.vae_ahead import Threads, Workers
 from peers.vae_job import Feed, FeedError, Job, Sender
 
-DENSE_SHARE = 2  # a dense matrix takes at most 1 / this of the free memory
+DENSE_SHARE = 2  # a dense matrix may use at most 1 / DENSE_SHARE of the free memory
 FILL_ROWS = 1024  # rows that are made dense at a time
 
 
 class Ours:
-    """ChunkLoader, from disk or resident."""
+    """ChunkLoader, streaming from disk or resident."""
 
     def __init__(self, job: Job, resident: bool) -> None:
         options: dict[str, Any] = {"transforms": [DenseRows(job.dtype)], "resident": resident}
@@ -60,7 +60,7 @@ class ToArray:
 
 
 class SparseTensor:
-    """Copies a sparse tensor of ``mat[rows]`` to the device, and makes it dense there by ``to_dense()``."""
+    """Copy a sparse tensor of ``mat[rows]`` to the device, and make it dense there with ``to_dense()``."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -83,11 +83,11 @@ class SparseTensor:
 
 
 class Dense:
-    """Keeps the whole matrix dense in memory; the host or the GPU gathers batches from it."""
+    """Keep the whole matrix dense in memory. The host or the GPU gathers batches from it."""
 
     def __init__(self, job: Job, on_device: bool) -> None:
         if on_device and not job.on_gpu:
-            raise FeedError("dense-device is for a GPU; on a CPU it would be the same as dense")
+            raise FeedError("dense-device is for a GPU, because on a CPU it would be the same as dense")
         self._job, self._on_device = job, on_device
         where = job.device if on_device else torch.device("cpu")
         self.matrix = torch.empty(self._shape(), dtype=self._fitting(), device=where)
@@ -100,7 +100,7 @@ class Dense:
         return len(self._job.rows), self._job.rows.num_columns
 
     def _fitting(self) -> torch.dtype:
-        """Return the matrix dtype: that of batches, or uint8 if only that fits or the host feeds a GPU."""
+        """Return the dtype of the matrix: that of batches, or uint8 if only this fits or the host feeds a GPU."""
         job, (num_rows, num_columns) = self._job, self._shape()
         free = torch.cuda.mem_get_info(job.device)[0] if self._on_device else available_bytes()
         wanted = job.dtype if self._on_device else job.host_dtype
@@ -129,7 +129,7 @@ class Dense:
 
 
 class Cached:
-    """Returns the same real batch on the device each time, which measures the model alone."""
+    """Return the same real batch on the device each time, to measure the model alone."""
 
     def __init__(self, job: Job) -> None:
         self._job = job

@@ -14,7 +14,7 @@ from vae_data import Rows
 
 
 class FeedError(ValueError):
-    """A feed is not available on this machine or for this data."""
+    """Raised if a feed is not available on this machine or for this data."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ class Job:
         return len(self.rows) // self.batch_size if self.drop_last else -(-len(self.rows) // self.batch_size)
 
     def batches(self, epoch: int, size: int = 1) -> list[np.ndarray]:
-        """Yield the rows of each batch, or of ``size`` batches together: int64."""
+        """Yield the rows of each batch, or of groups of ``size`` batches: int64."""
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))
         order, step = order[: self.num_batches * self.batch_size], size * self.batch_size
         return [order[first : first + step] for first in range(0, len(order), step)]
 
     @property
     def host_dtype(self) -> torch.dtype:
-        """Dtype of rows that the host makes dense: uint8 for a GPU, the network's for a CPU."""
+        """Dtype of rows that the host makes dense: uint8 for a GPU, the network's dtype for a CPU."""
         return torch.uint8 if self.on_gpu else torch.float32
 
     @cached_property
@@ -70,7 +70,7 @@ class Job:
 
 
 class Feed(Protocol):
-    """Yields the batches of an epoch on the device."""
+    """Yield the batches of an epoch on the device."""
 
     def epoch(self, number: int) -> Iterator[torch.Tensor]: ...
 
@@ -78,9 +78,9 @@ class Feed(Protocol):
 
 
 class Sender:
-    """Reused host buffers for batches, and the copy from there to the device.
+    """Reused host buffers for batches, and the copy of batches to the device.
 
-    On a CPU, a batch of the right dtype is the buffer itself, which is valid until the next but one.
+    On a CPU, a batch of the right dtype is the buffer itself. It is valid until the batch after the next one.
     """
 
     def __init__(self, job: Job, dtype: torch.dtype) -> None:
@@ -90,7 +90,7 @@ class Sender:
         self._sent: list[Any] = [None] * len(self._rooms)
 
     def room(self, num_rows: int) -> torch.Tensor:
-        """Return a buffer to fill, after the last copy from it has ended."""
+        """Return a buffer to fill, once the last copy from it has ended."""
         self._turn = (self._turn + 1) % len(self._rooms)
         if self._sent[self._turn] is not None:
             self._sent[self._turn].synchronize()

@@ -24,7 +24,7 @@ def test_equal_loaders_reach_the_same(monkeypatch, capsys) -> None:
     command = "x --seeds 2 --epochs 1 --count 40 20 --device cpu --margin 100"
     monkeypatch.setattr(sys, "argv", command.split())
     monkeypatch.setattr(script, "torchvisions_loader", script.our_loader)
-    with pytest.raises(SystemExit, match="augmenting gains less"):  # than 100 points
+    with pytest.raises(SystemExit, match="augmentation gains less"):  # than 100 points
         script.main()
     printed = capsys.readouterr().out
     assert printed.count("difference: +0.00 +- 0.00 points") == 2 and "no augmentation: " in printed

@@ -542,7 +542,7 @@ def test_plot(converted, tmp_path, monkeypatch):
     assert (tmp_path / "b.svg").read_text().rstrip().endswith("</svg>")
     with monkeypatch.context() as patched:  # before anything is measured
         watch(patched, "tools.tune.tune.study_file", failure(AssertionError("measured")))
-        with pytest.raises(OptionError, match="drawn"):
+        with pytest.raises(OptionError, match="is not a picture"):
             h5chunk.tune(path, plot=tmp_path / "a.nothing", **QUICK)
         with pytest.raises(OutputError, match="does not exist"):
             h5chunk.tune(path, plot=tmp_path / "none" / "a.png", **QUICK)

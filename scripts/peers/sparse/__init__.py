@@ -14,7 +14,7 @@ A contender is a module with a class::
 
 With the ``form`` "csr", batches are torch.sparse_csr tensors or SciPy matrices, whichever is less work, with float32
 values and columns of any type; with "dense", float32 tensors or arrays. There are no labels: a row is identified by its
-checksum (`checks.py`). With ``REUSED`` settings a batch needs to be valid only until the next one. A contender that
+checksum (`checks.py`). With ``REUSED`` settings a batch may become invalid with the next one. A contender that
 only moves rows, without making batches, has ``run(number)`` in place of ``epoch``, which returns the number of rows.
 
 Only modules that need torch import it, because a peer's environment may lack it.

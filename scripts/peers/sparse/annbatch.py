@@ -1,7 +1,7 @@
 """annbatch: chunks of rows from a shuffled, sharded zarr store (or from memory), shuffled again in windows.
 
-``pip install "annbatch[zarrs,numba]"`` on Python 3.12 or newer. Its batches are scipy.sparse.csr_matrix unless told
-otherwise; ``to="torch"`` wraps the same arrays.
+It needs ``pip install "annbatch[zarrs,numba]"`` on Python 3.12 or newer. Its batches are scipy.sparse.csr_matrix by
+default; ``to="torch"`` wraps the same arrays.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from peers.sparse import CSR, DENSE
 from peers.sparse.finish import DENSE_WAYS, Finish
 from peers.sparse.matrix import Source
 
-# Windows of at least 16,000 rows, as its default has them. Fastest: its store not compressed, in chunks of 512 rows;
-# runs of 2000 rows; zarrs. From memory it is slower: a window is copied there, too. Threads: within noise.
+# Windows have at least 16,000 rows, as by default. Fastest: an uncompressed store in chunks of 512 rows, runs of 2000
+# rows, and zarrs. It is slower from memory, where windows are copied too. Threads make no difference.
 BASE = {"stored": 512, "codec": "none", "chunk": 2000, "window": 16_000}
 TRIED = {
     CSR: (
@@ -96,7 +96,7 @@ class Contender:
 
 
 def preload(chunk: int, window: int, batch_size: int) -> int:
-    """Return how many chunks make a window of at least ``window`` rows and of whole batches, as annbatch requires."""
+    """Return the number of chunks in a window of at least ``window`` rows and, as required, of complete batches."""
     step = batch_size // math.gcd(chunk, batch_size)
     return -(-window // (chunk * step)) * step
 

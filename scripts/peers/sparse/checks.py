@@ -1,4 +1,4 @@
-"""Compare the rows of an epoch with the packed ones by a checksum per row."""
+"""Compare the rows of an epoch with the packed rows, by a checksum per row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from peers.sparse.matrix import Source, row_checksums
 
 
 class Wrong(Exception):
-    """A batch has a wrong shape or dtype, or a row differs from the packed one."""
+    """Raised if a batch has a wrong shape or dtype, or a row differs from the packed one."""
 
 
 def csr_parts(batch: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -23,20 +23,19 @@ def csr_parts(batch: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def as_array(batch: Any) -> np.ndarray:
-    """Return a dense tensor or array as an array."""
     return batch if isinstance(batch, np.ndarray) else batch.numpy()
 
 
 def dense_parts(batch: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return indptr, columns and values of a dense tensor or array."""
     dense = as_array(batch)
-    flat = np.flatnonzero(dense != 0)  # several times as fast on booleans
+    flat = np.flatnonzero(dense != 0)  # np.flatnonzero is several times as fast for booleans
     indptr = np.searchsorted(flat, np.arange(len(dense) + 1) * dense.shape[1])
     return indptr, flat % dense.shape[1], dense.reshape(-1)[flat]
 
 
 class Checker:
-    """Compares the rows of epochs with those of the source."""
+    """Compare the rows of epochs with those of the source."""
 
     def __init__(self, source: Source, batch_size: int, form: str) -> None:
         self.shape, self.batch_size, self.form = (source.num_rows, source.num_columns), batch_size, form
@@ -55,7 +54,7 @@ class Checker:
         return row_checksums(indptr, found, values, self.weights)
 
     def epoch(self, batches: Iterator[Any]) -> dict[str, int]:
-        """Count the rows that an epoch lacks and those that it repeats."""
+        """Count the rows that are missing in an epoch, and the rows that it repeats."""
         order = np.concatenate([self.checksums(batch) for batch in batches])
         if np.array_equal(order, self.last_order):
             raise Wrong("two epochs had the same order")

@@ -1,6 +1,6 @@
-"""Ways to make a batch of rows dense on a GPU, for `bench_dense_gpu.py`: this library's kernel, torch, and the host.
+"""Ways to make a batch of rows dense on a GPU, for `bench_dense_gpu.py`: h5chunk's kernel, torch, and the host.
 
-The result of each way is first compared with the host's result for the same rows.
+The first result of each way is compared with the host's result for the same rows.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def our_dense(kernel: DenseKernel | None, rows: CsrRows, rule: ValueRule, out: t
 
 
 def rule_of(dtype: torch.dtype, l2: bool = False) -> ValueRule:
-    """Return the loader's rule for codes that are the values themselves."""
+    """Return the loader's rule for codes that equal the values."""
     return ValueRule(np.arange(NUM_CODES, dtype=np.float32), None, 1.0, (L2(),) if l2 else (), dtype)
 
 
@@ -86,7 +86,7 @@ class Case:
         return slice(start, start + together * self.batch_size)
 
     def kernel(self, rows: CsrRows, rule: ValueRule) -> DenseKernel | None:
-        """Return the kernel for such rows, or None if the device has none."""
+        """Return the kernel for these rows, or None if the device has none."""
         if not DenseKernel.suits(self.device, rule.dtype):
             return None
         starts, values = np.array([0, 1]), None if rows.values is None else rows.values[:1]
@@ -109,7 +109,7 @@ class Case:
 
 
 def our_ways(case: Case, together: int) -> dict[str, Way]:
-    """Return the ways of this library, by name."""
+    """Return h5chunk's ways, by name."""
     ways: dict[str, Way] = {}
     pattern = CsrRows(case.rows.starts, case.rows.host_starts, case.rows.indices, None)
 
@@ -146,7 +146,7 @@ def other_ways(case: Case) -> dict[str, Way]:
     try:
         ways["host, toarray() and copy"] = Way(on_host(case), by_host=True)
     except ImportError:
-        print("SciPy is not installed: its toarray() is left out")
+        print("SciPy is not installed, so toarray() is skipped")
     for name, way in ways.items():
         case.check(name, way.make(1), case.rows[case.span(1)], rule)
     fill = Way(lambda number: case.out(number).fill_(1))
@@ -154,7 +154,7 @@ def other_ways(case: Case) -> dict[str, Way]:
 
 
 def indexing(case: Case, rule: ValueRule) -> Make:
-    """Zero the batch and put the values at positions that are computed from the stored rows."""
+    """Zero the batch, and put the values at positions that are computed from the stored rows."""
 
     def make(number: int) -> torch.Tensor:
         out = case.out(number)
@@ -165,7 +165,7 @@ def indexing(case: Case, rule: ValueRule) -> Make:
 
 
 def indexing_there(case: Case, there: list[Entries]) -> Make:
-    """Zero the batch and put the values at positions that were computed before."""
+    """Zero the batch, and put the values at positions that were computed before."""
     first = torch.arange(0, case.batch_size * case.num_columns, case.num_columns, device=case.device)
     places = [torch.repeat_interleave(first, each.counts) + each.columns for each in there]
 
@@ -178,7 +178,7 @@ def indexing_there(case: Case, there: list[Entries]) -> Make:
 
 
 def on_host(case: Case) -> Make:
-    """Make rows dense by SciPy's toarray() and copy them to the device."""
+    """Make rows dense with SciPy's toarray(), and copy them to the device."""
     import scipy.sparse
 
     assert case.host.values is not None

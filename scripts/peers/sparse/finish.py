@@ -1,4 +1,4 @@
-"""Float32 batches for peers that give SciPy matrices with the stored dtype, made as their users would."""
+"""Make float32 batches for peers that return SciPy matrices with the stored dtype, as their users would."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DENSE_WAYS = ({}, {"memory": REUSED})
 
 
 class Finish:
-    """Converts a scipy.sparse.csr_matrix to float32, or makes it dense, optionally in reused memory."""
+    """Convert a scipy.sparse.csr_matrix to float32, or make it dense, optionally in reused memory."""
 
     def __init__(self, form: str, memory: str = "fresh") -> None:
         self.form, self.reused = form, memory == REUSED

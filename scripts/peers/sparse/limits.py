@@ -12,7 +12,7 @@ Dense float32 batches:
 toarray    ``matrix[rows].toarray()`` of a matrix with float32 values
 zeros      np.zeros or torch.zeros for each batch, with the values put at positions that were computed before
 scatter    the same in reused memory, zeroed by NumPy, or by torch.zero_ in its own threads
-unscatter  in reused memory, zeros are put only where the previous batch had entries: fails if users write into batches
+unscatter  in reused memory, zeros are put only where the previous batch had entries; fails if users write into batches
 
 ``threads``: each thread makes a batch; torch.zero_ uses torch's own threads.
 """
@@ -47,8 +47,8 @@ WAYS: dict[str, tuple[dict[str, Any], ...]] = {
         *({"kind": "unscatter", "threads": threads, "memory": REUSED} for threads in TWICE),
     ),
 }
-MOST_BATCHES = 100  # batches with known positions; these are moved again and again
-NO_LIMIT = ("widen", "unscatter")  # less than a loader has to do
+MOST_BATCHES = 100  # number of batches with known positions, which are moved repeatedly
+NO_LIMIT = ("widen", "unscatter")  # these do less than a loader has to do
 
 
 class Contender:
@@ -102,7 +102,7 @@ class Contender:
         self.numbers = [np.ones(most, np.float32) for _ in range(self.threads)]
 
     def run(self, number: int) -> int:
-        """Run one epoch, and return the number of rows. All epochs have the order that positions were computed for."""
+        """Run one epoch, and return the number of rows. The order of all epochs is that of the computed positions."""
         del number
         work, lock = iter(range(len(self.batches))), threading.Lock()
 
@@ -147,7 +147,7 @@ class Contender:
         self.put(flat, item)
 
     def put(self, flat: np.ndarray, item: int) -> np.ndarray:
-        """Put the values of a batch at their positions, and return these."""
+        """Put the values of a batch at their positions, and return the positions."""
         places = self.places[item % len(self.places)]
         flat[places] = self.codes[item % len(self.places)]
         return places
@@ -172,7 +172,7 @@ def csr_tensor(starts: torch.Tensor, columns: np.ndarray, values: np.ndarray, sh
 
 
 def dense_entries(source: Source, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions of a batch's entries in it, int64, and their values, float32."""
+    """Return the positions of a batch's entries in the dense batch, int64, and their values, float32."""
     counts = source.indptr[rows + 1] - source.indptr[rows]
     ends = np.cumsum(counts)
     places = np.repeat(source.indptr[rows] - ends + counts, counts) + np.arange(ends[-1])

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 BLOCK = 5000  # rows that are drawn at a time
-EXPONENT, OFFSET = 0.8, 20  # a column's share is (rank + OFFSET) ** -EXPONENT
+EXPONENT, OFFSET = 0.8, 20  # the weight of a column is (rank + OFFSET) ** -EXPONENT
 SIGMA = 0.6  # standard deviation of the logarithm of lognormal lengths
 COUNT_SHARE = 0.4  # parameter of the geometric distribution of values
 MAX_WEIGHT = 1 << 31
@@ -18,17 +18,7 @@ MAX_WEIGHT = 1 << 31
 
 @dataclass(frozen=True)
 class Source:
-    """A matrix in a folder of NumPy files, which is made once.
-
-    Attributes
-    ----------
-    folder : str
-    num_rows, num_columns : int
-    entries_per_row : int
-        Entries of each row, or on average if ``lengths`` is "lognormal".
-    lengths : {"equal", "lognormal"}
-    seed : int
-    """
+    """A matrix in a folder of NumPy files, which are made once."""
 
     folder: str
     num_rows: int
@@ -56,12 +46,12 @@ class Source:
 
     @property
     def indices(self) -> np.ndarray:
-        """Columns, in the narrowest unsigned type (entries,), ascending within a row; mapped."""
+        """Columns, in the smallest unsigned type, as a memory map: (entries,), ascending within a row."""
         return self.array("indices")
 
     @property
     def values(self) -> np.ndarray:
-        """Values: uint8 (entries,); mapped."""
+        """Values, as a memory map: uint8 (entries,)."""
         return self.array("values")
 
     def matrix(self, dtype: Any = np.uint8) -> Any:
@@ -72,16 +62,16 @@ class Source:
         return scipy.sparse.csr_matrix(parts, shape=(self.num_rows, self.num_columns))
 
     def order(self, epoch: int) -> np.ndarray:
-        """Return a full shuffle: int64 (num_rows,)."""
+        """Return a random permutation of the rows: int64 (num_rows,)."""
         return np.random.default_rng([self.seed, epoch]).permutation(self.num_rows)
 
     def batches(self, epoch: int, batch_size: int) -> list[np.ndarray]:
-        """Split the order into batches; the last may be smaller."""
+        """Split the order into batches. The last one may be smaller."""
         order = self.order(epoch)
         return [order[start : start + batch_size] for start in range(0, self.num_rows, batch_size)]
 
     def weights(self) -> np.ndarray:
-        """Weight of each column in a checksum: int64 (num_columns,)."""
+        """Weights of the columns in checksums: int64 (num_columns,)."""
         return np.random.default_rng([self.seed, 1 << 20]).integers(1, MAX_WEIGHT, self.num_columns)
 
     def shuffled(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -93,7 +83,7 @@ class Source:
         return indptr, self.indices[places], self.values[places]
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields that make the same source in another process."""
+        """Return the arguments that create the same source in another process."""
         return asdict(self)
 
 
@@ -140,7 +130,7 @@ def row_checksums(indptr: np.ndarray, columns: np.ndarray, values: np.ndarray, w
     """
     codes = values.astype(np.int64)
     if not np.array_equal(codes, values):
-        raise ValueError("a value is no whole number")
+        raise ValueError("a value is not a whole number")
     return np.diff(np.concatenate(([0], np.cumsum(codes * weights[columns])))[indptr])
 
 

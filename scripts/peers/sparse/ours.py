@@ -1,4 +1,4 @@
-"""This library's ChunkLoader on a file as `h5chunk convert` writes it: rows shuffled once, uint8 values."""
+"""h5chunk's ChunkLoader on a file of `h5chunk convert`: rows shuffled once, uint8 values."""
 
 from __future__ import annotations
 

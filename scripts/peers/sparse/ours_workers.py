@@ -1,4 +1,4 @@
-"""This library's ChunkDataset and ChunkSampler in torch's DataLoader."""
+"""h5chunk's ChunkDataset and ChunkSampler in torch's DataLoader."""
 
 from __future__ import annotations
 

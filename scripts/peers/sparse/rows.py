@@ -28,7 +28,7 @@ class Rows(Dataset):
 
 
 def stack(rows: Sequence[Any]) -> Any:
-    """Stack rows to a CSR batch, because torch's own collate does not take SciPy matrices."""
+    """Stack rows into a CSR batch, because torch's default collate does not support SciPy matrices."""
     return scipy.sparse.vstack(rows, format="csr")
 
 

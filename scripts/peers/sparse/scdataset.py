@@ -1,4 +1,4 @@
-"""scDataset: blocks of rows of an .h5ad file (or of AnnData in memory), read sorted, shuffled again in windows."""
+"""scDataset: sorted blocks of rows are read from an .h5ad file (or AnnData in memory), and shuffled in windows."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from peers.sparse import CSR, DENSE
 from peers.sparse.finish import DENSE_WAYS, Finish
 from peers.sparse.matrix import Source
 
-# Windows of at least 16,000 rows, as for annbatch. Fastest: long runs, asked for as booleans, in this process; workers
-# lose to their transport, and memory is no faster than the page cache.
+# Windows have at least 16,000 rows, as for annbatch. Fastest: long runs, selected by booleans, in this process. Workers
+# lose time to their transport, and memory is no faster than the page cache.
 BASE = {"block": 500, "fetch": 32}
 WAYS = ((16, 64), (100, 64), (500, 32), (500, 64), (2000, 32), (2000, 64))
 TRIED = {
@@ -39,9 +39,9 @@ TRIED = {
 
 
 class Matrix:
-    """The matrix of an AnnData file, opened once; AnnData itself opens it for every window.
+    """The matrix of an AnnData file, opened once, because AnnData would open it for every window.
 
-    With ``mask``, rows are selected by booleans, whose runs AnnData reads at once; without it, row by row.
+    With ``mask``, rows are selected by booleans, so that AnnData reads runs of rows at once; without it, row by row.
     """
 
     def __init__(self, annotated: anndata.AnnData, mask: bool) -> None:
@@ -53,7 +53,7 @@ class Matrix:
     def __getitem__(self, rows: np.ndarray) -> Any:
         if self.mask:
             wanted = np.zeros(self.length, bool)
-            wanted[rows] = True  # they come sorted
+            wanted[rows] = True  # rows are sorted
             return self.matrix[wanted]
         return self.matrix[rows]
 

@@ -2,9 +2,9 @@
 
     python -m peers.sparse.serve JSON      # {"module", "form", "settings", "source", "batch_size"}
 
-Each line is a command, answered by a line of JSON: ``first`` builds the contender (and its file, if it is missing) and
-runs an epoch that compares every row by its checksum; ``epoch N`` runs a timed epoch; ``check N`` compares again.
-Output of libraries goes to standard error.
+Each line of input is a command, and is answered by a line of JSON. ``first`` builds the contender (and its file, if it
+is missing), and runs an epoch that compares every row by its checksum. ``epoch N`` runs a timed epoch. ``check N``
+compares again. Libraries write to standard error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def file_path(module: str, kind: type, source: Source, settings: dict) -> Path:
 
 
 def make(kind: type, source: Source, path: Path, settings: dict) -> None:
-    """Make the file, and give it its name once it is complete."""
+    """Make the file, which gets its name once it is complete."""
     if not hasattr(kind, "make") or path.exists():
         return
     part = path.with_name(f"{path.name}.part")
@@ -40,7 +40,10 @@ def make(kind: type, source: Source, path: Path, settings: dict) -> None:
 
 
 def timed(batches: Iterator, checker: Checker) -> dict[str, Any]:
-    """Return rows, seconds and processor time (without workers) of an epoch whose last rows of batches are checked."""
+    """Run an epoch; return its rows, seconds, and processor time without workers.
+
+    The last row of each batch is checked after the clock has stopped.
+    """
     started, cpu = time.perf_counter(), time.process_time()
     rows, probes = 0, []
     for batch in batches:
