@@ -106,6 +106,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
     """
 
     epoch_samples = 0  # offset added to the sample numbers per epoch, if each epoch has different samples
+    groups: Any = None  # of each sample, (n,), for `ChunkSampler.report`; None if the data set has none
 
     def __init__(
         self,

@@ -259,6 +259,11 @@ class Patches(ChunkDataset):
         """See `ChunkDataset.numbered_fields`: the positions of patches."""
         return dict.fromkeys(self._numbered, self._positions_of)
 
+    @property
+    def groups(self) -> np.ndarray:
+        """The volume of each patch: (n,) int64."""
+        return self._plan.boxes(self.samples)[0]
+
     def split(self, fractions: Sequence[float], *, seed: int = 0, stratify: str | None = None) -> list[ChunkDataset]:
         """Split into random parts of whole volumes: the fractions are those of the volumes.
 
@@ -269,7 +274,7 @@ class Patches(ChunkDataset):
         """
         if stratify is not None:
             raise OptionError(f"stratify is {stratify!r}: patches are split by volume: leave it out")
-        own = self._plan.boxes(self.samples)[0]
+        own = self.groups
         volumes = np.unique(own)
         parts = split_samples(permutation(len(volumes), seed, stream=(SPLIT, 0, 0)), fractions, None, seed)
         return [self.subset(np.isin(own, volumes[part])) for part in parts]

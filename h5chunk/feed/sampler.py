@@ -17,8 +17,9 @@ from h5chunk.feed.collate import TaggedBatch, check_numbering
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.nodes import find_nodes
 from h5chunk.feed.state import State, load_state, save_state
-from h5chunk.plan.lengths import LengthOrder, LengthReport, describe, usual_batch
+from h5chunk.plan.lengths import LengthOrder, usual_batch
 from h5chunk.plan.order import INTERLEAVE, Order, choose_interleave, with_full_windows
+from h5chunk.plan.quality import OrderReport, measure
 from h5chunk.plan.selection import (
     FixedSelection,
     Selection,
@@ -352,24 +353,22 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
             )
         return self._state(epoch, batches)
 
-    def length_report(self, groups: Any = None) -> LengthReport:
-        """Measure the padding of the next epoch, and what buckets cost in shuffle quality, without reading samples.
+    def report(self, groups: Any = None) -> OrderReport:
+        """Measure how well the next epoch is shuffled, and the padding of batches by length, without reading samples.
 
         Parameters
         ----------
-        groups : str or array, optional
-            The group of each sample, (n,), such as its class, or a field of groups. Default: tenths of the samples,
-            sorted by length.
+        groups : str or (n,) array, optional
+            The group of each sample, such as its class, or the name of a field of groups. Default: the episodes of
+            `Windows`, the volumes of `Patches`; for batches by length, tenths of the samples, sorted by length.
 
         Raises
         ------
         OptionError
-            The sampler has neither ``batch_elements`` nor ``bucket_batches``.
+            The data set has no such groups, and ``groups`` is not given.
         """
-        order = self.order
-        if not isinstance(order, LengthOrder):
-            raise OptionError("length_report describes batches by length: give batch_elements, or bucket_batches > 1")
-        return describe(order, self._dataset.values(groups) if isinstance(groups, str) else groups)
+        given = self._dataset.values(groups) if isinstance(groups, str) else groups
+        return measure(self.order, self._dataset.groups if given is None else given)
 
     def __repr__(self) -> str:
         return f"ChunkSampler({self.order})"

@@ -134,6 +134,11 @@ class Windows(ChunkDataset):
         """The episode of each window: (n,) int64, ascending."""
         return self._episodes if self._samples is None else self._episodes[self._samples]
 
+    @property
+    def groups(self) -> np.ndarray:
+        """The episode of each window."""
+        return self.episodes
+
     def split(self, fractions: Sequence[float], *, seed: int = 0, stratify: str | None = None) -> list[ChunkDataset]:
         """Split into random parts of whole episodes: the fractions are those of the episodes that have windows.
 

@@ -7,6 +7,7 @@ cut their largest ones in two. All of it is a pure function of the seed, the epo
 In buckets, the samples of several batches are sorted by length before they are cut, ascending and descending in turn,
 and the batches of a window are shuffled.
 
+>>> from dataclasses import replace
 >>> lengths = np.array([1, 9, 2, 8, 3, 7])
 >>> order = LengthOrder(6, 6, 2, 1, interleave=1, lengths=lengths, max_elements=16)
 >>> [lengths[batch].tolist() for batch in order.batches()]
@@ -18,7 +19,7 @@ and the batches of a window are shuffled.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,6 @@ from h5chunk.plan.permutation import BUCKETS, Indices, random_bits, sorted_order
 
 MIN_BATCHES = 8  # batches of a window, whose last one is not full
 KEPT_EPOCHS = 4  # whose numbers of batches are remembered
-CLASSES = 10  # of length, each with the same number of samples
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class LengthOrder(Order):
         """Return the number of batches of each window of a rank, and how many of the last window are full."""
         counts, full = [], 0
         for keys in self._windows_of(rank).keys():  # noqa: SIM118
-            sizes = self._cut(self._lengths_of(keys)[self._sorted(keys)])
+            sizes = self._cut(self.lengths_of(keys)[self._sorted(keys)])
             counts.append(len(sizes))
             is_last_full = bool(sizes) and sizes[-1] == self.max_samples
             full = max(0, len(sizes) - 1) + is_last_full
@@ -140,7 +140,7 @@ class LengthOrder(Order):
     def _window_of(self, window: Window, number: int, first: int, num_batches: int, done: int) -> Window:
         """Cut a shuffled window into batches, and leave out the first ``done`` of them."""
         order = self._sorted(window.keys)
-        sizes = self._cut(self._lengths_of(window.keys)[order])
+        sizes = self._cut(self.lengths_of(window.keys)[order])
         while len(sizes) < num_batches:
             largest = max(range(len(sizes)), key=sizes.__getitem__, default=0)
             whole = sizes[largest] if sizes else 0
@@ -159,7 +159,7 @@ class LengthOrder(Order):
         sizes = [len(part) for part in parts[done:]]
         return Window(self.numbers_of(keys), rows, destinations[is_left], batches, keys, sizes)
 
-    def _lengths_of(self, keys: Indices) -> Indices:
+    def lengths_of(self, keys: Indices) -> Indices:
         numbers = self.numbers_of(keys)
         if self.subset is not None and (self.selection is None or self.selection.samples is None):
             numbers = self.subset[numbers]
@@ -170,7 +170,7 @@ class LengthOrder(Order):
         size, order = self.bucket_batches * self.batch_size, np.arange(len(keys))
         if self.bucket_batches == 1:
             return order
-        lengths = self._lengths_of(keys)
+        lengths = self.lengths_of(keys)
         blocks = order // size
         return np.lexsort((np.where(blocks % 2, -lengths, lengths), blocks))
 
@@ -206,65 +206,3 @@ def usual_batch(lengths: Indices, max_elements: int | None, max_samples: int | N
     usual = np.quantile(lengths, 0.9 if padded else 0.5) if len(lengths) else 1
     size = max(1, max_elements // max(1, round(usual)))
     return size if max_samples is None else min(size, check_whole("batch_size", max_samples, 1))
-
-
-@dataclass(frozen=True)
-class LengthReport:
-    """The padding of the batches of an epoch, and how well they are shuffled.
-
-    Attributes
-    ----------
-    batches : int
-    samples : float
-        Samples per batch, on average.
-    padding : float
-        The fraction of all elements of padded batches that is padding.
-    padding_unsorted : float
-        The same without buckets.
-    effective_batch : float
-        The size of fully shuffled batches in which the shares of the groups vary as much; at most ``samples``. By
-        default a group is a tenth of the samples, sorted by length: 1 if all samples of a batch are of one length.
-    """
-
-    batches: int
-    samples: float
-    padding: float
-    padding_unsorted: float
-    effective_batch: float
-
-
-def describe(order: LengthOrder, groups: Indices | None = None) -> LengthReport:
-    """Measure an epoch on one rank; ``groups``, (n,), has the group of each sample of the data set."""
-    batches = [batch for batch in order.batches() if len(batch)]
-    if not batches:
-        return LengthReport(0, 0.0, 0.0, 0.0, 0.0)
-    unsorted = replace(order, bucket_batches=1)
-    if groups is None:
-        lengths = order._lengths_of(np.concatenate(batches))
-        borders = np.quantile(lengths, np.arange(1, CLASSES) / CLASSES)
-        shares = [np.searchsorted(borders, order._lengths_of(batch), "right") for batch in batches]
-    else:
-        names = np.unique(groups, return_inverse=True)[1]
-        shares = [names[batch] for batch in batches]
-    mean = float(np.mean([len(batch) for batch in batches]))
-    return LengthReport(
-        order.num_batches, mean, _padding(order, batches), _padding(unsorted, unsorted.batches()), _worth(shares, mean)
-    )
-
-
-def _padding(order: LengthOrder, batches: Any) -> float:
-    lengths = [order._lengths_of(batch) for batch in batches]
-    padded = sum(len(own) * int(own.max(initial=0)) for own in lengths)
-    return 1 - sum(int(own.sum()) for own in lengths) / padded if padded else 0.0
-
-
-def _worth(groups: list[Indices], mean: float) -> float:
-    """Return the effective batch: see `LengthReport`."""
-    count = max(int(own.max()) for own in groups) + 1
-    tables = np.array([np.bincount(own, minlength=count) for own in groups])
-    sizes, shares = tables.sum(axis=1), tables.sum(axis=0) / tables.sum()
-    spread = 1 - float((shares**2).sum())
-    if spread <= 0:
-        return mean
-    effect = float((sizes * ((tables / sizes[:, None] - shares) ** 2).sum(axis=1)).mean()) / spread
-    return min(mean, mean / effect) if effect else mean

@@ -99,13 +99,13 @@ def test_weights_a_data_loader_with_a_worker_and_options_of_the_loader(dataset: 
 
 
 def test_buckets_save_padding_and_state_their_cost(dataset: h5chunk.ChunkDataset) -> None:
-    report = h5chunk.ChunkSampler(dataset, 16, bucket_batches=20).length_report()
+    report = h5chunk.ChunkSampler(dataset, 16, bucket_batches=20).report()
     padded = sum(_elements(batch, {}) for batch in h5chunk.ChunkSampler(dataset, 16, bucket_batches=20))
     assert report.padding == pytest.approx(1 - LENGTHS.sum() / padded, abs=0.01)
     assert report.padding < 0.3 and report.padding_unsorted > 0.6 and report.effective_batch < 3
     groups = np.arange(COUNT) % 5
-    assert h5chunk.ChunkSampler(dataset, 16, bucket_batches=20).length_report(groups).effective_batch > 13
-    few = h5chunk.ChunkSampler(dataset, 16, bucket_batches=2).length_report()
+    assert h5chunk.ChunkSampler(dataset, 16, bucket_batches=20).report(groups).effective_batch > 13
+    few = h5chunk.ChunkSampler(dataset, 16, bucket_batches=2).report()
     assert report.padding < few.padding < few.padding_unsorted and report.effective_batch < few.effective_batch
 
 

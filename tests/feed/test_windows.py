@@ -14,6 +14,8 @@ import torch
 from support.scripts import needs_gpu
 
 import h5chunk
+from h5chunk.tools.model.clustering import find_clustering
+from h5chunk.tools.model.mixing import effective_batch
 
 LENGTHS = (9, 5, 12)
 ROBOT = {"image": "data/*/obs/image", "actions": "data/*/actions"}
@@ -153,6 +155,27 @@ def test_info_recognises_the_layout_and_prints_the_line_that_opens_it(layout: st
     exec("\n".join(info.code), space)
     images, actions, *_ = next(iter(space["loader"]))
     assert images.shape[2:] == (6, 5, 3) and actions.shape[2:] == (7,) and len(actions) == len(images)
+
+
+def test_shuffle_quality_counts_episodes_as_groups(tmp_path: Path) -> None:
+    frames = np.arange(20 * 50, dtype=np.uint8)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", data=frames, chunks=(10,))
+        file["lengths"] = np.full(20, 50)
+    windows = h5chunk.Windows(tmp_path / "a.h5", {"x": "x"}, 3, episode_lengths="lengths")
+    report = h5chunk.ChunkSampler(windows, 16).report()
+    assert report == h5chunk.ChunkSampler(windows, 16).report(windows.episodes)
+    assert 15 < report.effective_batch <= report.samples == 16 and report.batches == 60 and report.padding is None
+    inside = h5chunk.ChunkSampler(windows, 48, shuffle=False).report()
+    assert inside.effective_batch == pytest.approx(1)
+    plain = h5chunk.ChunkDataset(tmp_path / "a.h5", fields=["x"])
+    samplers = [h5chunk.ChunkSampler(plain, 16, window_chunks=count) for count in (1, 10, 100)]
+    groups = np.arange(1000) // 50
+    expected = [effective_batch(find_clustering(groups, 10), sampler.order) for sampler in samplers]
+    assert [each.report(groups).effective_batch for each in samplers] == pytest.approx(expected, rel=0.1)
+    assert expected[0] < 2.1 < 5 < expected[1] < 7 < 13 < expected[2]
+    with pytest.raises(h5chunk.OptionError, match="pass groups"):
+        samplers[0].report()
 
 
 def test_info_recognises_trajectories_of_fields(tmp_path: Path) -> None:
