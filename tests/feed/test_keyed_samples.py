@@ -466,6 +466,19 @@ def test_transforms_that_do_not_fit_several_lengths(tmp_path: Path, transforms: 
         h5chunk.ChunkLoader(dataset, 4, transforms=transforms)
 
 
+@pytest.mark.parametrize("options", [{"compression": "gzip"}, {}])
+def test_chunks_that_differ_between_samples(tmp_path: Path, options: Mapping[str, Any]) -> None:
+    shapes, chunks = ((6,), (4,), (7,), (4,), (6, 6), (6, 6)), ((6,), (4,), (3,), (2,), (3, 2), (3, 4))
+    values = [np.arange(np.prod(shape)).reshape(shape) + number for number, shape in enumerate(shapes)]
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for number, (own, chunk) in enumerate(zip(values, chunks, strict=True)):
+            file.create_dataset(f"{own.ndim}/{number}/data", data=own, chunks=chunk, **options)
+    for axes in (1, 2):
+        dataset = h5chunk.Keyed(tmp_path / "a.h5", f"{axes}/*/data")
+        expected = [own for own in values if own.ndim == axes]
+        assert all(np.array_equal(dataset[number][0], own) for number, own in enumerate(expected))
+
+
 def test_fields_of_strings_or_without_values_are_errors(tmp_path: Path) -> None:
     path = _make(tmp_path / "traces.h5")
     with pytest.raises(h5chunk.FieldError, match="'station' has strings"):

@@ -156,9 +156,11 @@ class KeyedBytes(ByteReader):
         """Return the decoder and the chunk shape for each kind of chunked sample, from a dataset of that kind."""
         decoders = []
         if self._field.chunked:
+            kinds, firsts = np.unique(self._field.kinds, return_index=True)
+            sample_of = dict(zip(kinds.tolist(), firsts.tolist(), strict=True))
             with opened(self._reader.path) as file:
                 for number, (chunk, _) in enumerate(self._field.chunked, 1):
-                    path = self._reader.dataset_of(self.name, int((self._field.kinds == number).argmax()))
+                    path = self._reader.dataset_of(self.name, sample_of.get(number, 0))
                     dataset = Guard(self._reader.path, self._reader.trusted).find(file, path)
                     if not isinstance(dataset, h5py.Dataset) or dataset.chunks != tuple(chunk):
                         raise FileError(f"{printable(self._reader.path)}: {path!r} {OUTDATED}")

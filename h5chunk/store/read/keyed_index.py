@@ -99,14 +99,17 @@ class FieldIndex:
             raise ValueError("chunks beyond the end of the file")
         if ((self.kinds < THROUGH_HDF5) | (self.kinds > len(self.chunked))).any():
             raise ValueError("unknown kinds of storage")
-        for number, (chunk, _) in enumerate(self.chunked, 1):
-            own = self.kinds == number
+        steps, across = [1], [0]  # along the first axis, and chunks across the other axes, by kind
+        for chunk, _ in self.chunked:
             if len(chunk) != len(self.shape) or any(type(side) is not int or not 0 < side < 1 << 40 for side in chunk):
                 raise ValueError("impossible chunks")
-            across = math.prod(-(-side // step) for side, step in zip(self.shape[1:], chunk[1:], strict=True))
-            left = len(self.offsets) - -(-self.lengths[own] // chunk[0]) * across
-            if (self.places[own] < 0).any() or (self.places[own] > left).any():
-                raise ValueError("chunks that are not listed")
+            steps.append(chunk[0])
+            across.append(math.prod(-(-side // step) for side, step in zip(self.shape[1:], chunk[1:], strict=True)))
+        own = self.kinds > CONTIGUOUS
+        kinds, places = self.kinds[own], self.places[own]
+        num_chunks = -(-self.lengths[own] // np.array(steps)[kinds]) * np.array(across)[kinds]
+        if (places < 0).any() or (places > len(self.offsets) - num_chunks).any():
+            raise ValueError("chunks that are not listed")
 
 
 @dataclass
@@ -151,19 +154,20 @@ def joined(parts: Sequence[KeyedIndex], differ: Callable[[str, int, FieldIndex, 
         for number, field in enumerate(own):
             if field.dtype != model.dtype or field.shape[1:] != model.shape[1:] or len(field.shape) != len(model.shape):
                 raise differ(name, int(starts[number]), field, model)
-        chunked: list[Any] = []
+        chunked: dict[str, tuple[int, Any]] = {}  # number and description of each kind
         arrays: dict[str, list[np.ndarray]] = {array: [] for array in ARRAYS}
         num_chunks = 0
         for field in own:
-            chunked += [kind for kind in field.chunked if kind not in chunked]
-            numbers = np.array([THROUGH_HDF5, CONTIGUOUS, *(1 + chunked.index(kind) for kind in field.chunked)])
+            for kind in field.chunked:
+                chunked.setdefault(repr(kind), (len(chunked) + 1, kind))
+            numbers = np.array([THROUGH_HDF5, CONTIGUOUS, *(chunked[repr(kind)][0] for kind in field.chunked)])
             for array in ARRAYS:
                 arrays[array].append(getattr(field, array))
             arrays["places"][-1] = field.places + num_chunks * (field.kinds > CONTIGUOUS)
             arrays["kinds"][-1] = numbers[field.kinds + 1].astype(np.int32)
             num_chunks += len(field.offsets)
         whole = {array: np.concatenate(values) for array, values in arrays.items()}
-        fields[name] = FieldIndex(model.shape, model.dtype, chunked, **whole)
+        fields[name] = FieldIndex(model.shape, model.dtype, [kind for _, kind in chunked.values()], **whole)
     before = np.cumsum([0, *(len(part.names) for part in parts)])
     ends = np.concatenate([part.ends + start for part, start in zip(parts, before, strict=False)])
     columns = {name: join_columns(name, [part.columns[name] for part in parts]) for name in first.columns}

@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -236,6 +237,7 @@ class _FieldLister:
         self._has_block = bool(file.userblock_size)
         self._first: tuple[Any, tuple[int, ...], np.dtype] | None = None  # type, shape, dtype
         self._kinds: list[tuple[Any, list[Any]]] = []  # creation properties, and description
+        self._kinds_of: dict[tuple[int, ...], list[int]] = defaultdict(list)  # numbers of kinds, by chunk shape
         self._stored_here = True
         self._lengths: list[int] = []
         self._places: list[tuple[int, int]] = []  # place and kind
@@ -306,9 +308,10 @@ class _FieldLister:
         return (0, THROUGH_HDF5) if found < 0 else (start + found, CONTIGUOUS)
 
     def _chunked(self, dataset: Any, shape: tuple[int, ...], properties: Any, where: str) -> tuple[int, int]:
-        kind = next((number for number, (known, _) in enumerate(self._kinds, 1) if properties.equal(known)), None)
+        chunk = properties.get_chunk()  # H5Pequal does not compare its last axis
+        alike = self._kinds_of[chunk]
+        kind = next((number for number in alike if properties.equal(self._kinds[number - 1][0])), None)
         is_wrong = is_listed_wrongly(h5py.Dataset(dataset))
-        chunk = tuple(self._kinds[kind - 1][1][0]) if kind else properties.get_chunk()
         found: dict[tuple[int, ...], tuple[int, int, int]] = {}
 
         def note(stored: Any) -> None:
@@ -340,6 +343,7 @@ class _FieldLister:
                    for number in range(properties.get_nfilters())]  # fmt: skip
         partial = partial_chunks_are_plain(properties)
         self._kinds.append((properties, [list(properties.get_chunk()), [partial, filters]]))
+        self._kinds_of[properties.get_chunk()].append(len(self._kinds))
         return len(self._kinds)
 
     def _check_chunks(self, chunks: Sequence[tuple[int, int, int]], kind: list[Any], where: str) -> None:
