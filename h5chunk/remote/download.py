@@ -30,11 +30,20 @@ from urllib.parse import quote
 from urllib.request import Request, urlopen
 
 from h5chunk.errors import human_bytes, printable
-from h5chunk.remote.objects import COMPRESSES, DEADLINE_S, MISSING, NoRangesError, RemoteError, Store, first_line
+from h5chunk.remote.objects import (
+    COMPRESSES,
+    DEADLINE_S,
+    LARGEST,
+    MISSING,
+    NoRangesError,
+    RemoteError,
+    Store,
+    first_line,
+)
 from h5chunk.remote.pages import write_at
 from h5chunk.urls import PATTERN, parse, stable, without_query
 
-PIECE_BYTES = 4 << 20  # size of each request
+PIECE_BYTES = LARGEST  # size of each request
 RECORD = struct.Struct("<QI")  # start of a piece that was written, and its CRC-32
 LATEST_S = 1 << 30  # modification times are before 2004, because some file systems cannot store late ones
 FILES = 64  # files that are written at a time

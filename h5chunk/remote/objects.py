@@ -16,6 +16,7 @@ from h5chunk.urls import without_query
 HEAD_BYTES = 64 << 10  # size of the first read, when an object is opened
 NUM_REQUESTS, MAX_REQUESTS = 64, 1024  # default and maximum number of simultaneous range requests
 DEADLINE_S = 60.0  # seconds for which a failing request is retried
+LARGEST, SMALLEST = 4 << 20, 256 << 10  # limits on the bytes of a request; timeouts make requests smaller
 MISSING, WHOLE = "no such object", "its server sends only whole files: copy the file to a disk first"
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 5.0  # seconds before the first retry, and maximum seconds before a retry
 FINAL = ("PermissionDeniedError", "UnauthenticatedError", "UnknownConfigurationKeyError")
@@ -32,6 +33,10 @@ class RemoteError(Exception):
     """Raised if an object cannot be read or written."""
 
 
+class TimedOutError(Exception):
+    """A request took too long, but requests for fewer bytes may succeed."""
+
+
 class NoRangesError(RemoteError):
     """A web server sends only whole files, or parts of which it is unknown whether they belong together."""
 
@@ -42,7 +47,7 @@ class Store:
     def __init__(self, url: str, options: dict[str, Any]) -> None:
         from obstore.store import from_url
 
-        self._folder = without_query(url)
+        self._folder, self._largest = without_query(url), LARGEST
         options = dict(options)
         num_requests = options.pop("requests", NUM_REQUESTS)
         if not isinstance(num_requests, int) or not 1 <= num_requests <= MAX_REQUESTS:
@@ -67,6 +72,10 @@ class Store:
         """
         import obstore
 
+        if stop - start > self._largest:
+            middle = (start + stop) // 2
+            about, first = self.get(url, start, middle, pin)
+            return about, memoryview(b"".join((first, self.get(url, middle, stop, pin or about)[1])))
         key, options = self._key(url), {"range": (start, stop)}
         if pin is not None and pin["etag"] and not pin["etag"].startswith("W/"):
             options["if_match"] = pin["etag"]
@@ -83,7 +92,11 @@ class Store:
                 raise EOFError(f"the store sent {len(data)} bytes instead of {stop - start}")
             return about, data
 
-        return self.retried(url, attempt)
+        try:
+            return self.retried(url, attempt, may_split=stop - start > SMALLEST)
+        except TimedOutError:  # many requests share a slow connection
+            self._largest = max(SMALLEST, (stop - start) // 2)
+            return self.get(url, start, stop, pin)
 
     def open(self, url: str) -> tuple[dict[str, Any], Any]:
         """Return the metadata of an object, and its first bytes. Raises RemoteError if changes would go unnoticed."""
@@ -145,8 +158,11 @@ class Store:
 
         self.retried(url, lambda: obstore.delete(self.store, self._key(url)))
 
-    def retried(self, url: str, attempt: Any) -> Any:
-        """Return the result of ``attempt()``. After temporary errors the call is repeated until the deadline."""
+    def retried(self, url: str, attempt: Any, *, may_split: bool = False) -> Any:
+        """Return the result of ``attempt()``. After temporary errors the call is repeated until the deadline.
+
+        Raises RemoteError; if ``may_split``, TimedOutError at the first timeout.
+        """
         url = without_query(url)
         end, delay_s = time.monotonic() + self.deadline_s, FIRST_DELAY_S
         while True:
@@ -160,6 +176,8 @@ class Store:
                     raise RemoteError(changed(url)) from None
                 if kind == "NotFoundError" or isinstance(error, FileNotFoundError):
                     raise RemoteError(f"{url}: {MISSING}") from None
+                if may_split and "TimedOut" in str(error):
+                    raise TimedOutError from None
                 if NO_RANGES.search(str(error)):
                     raise NoRangesError(f"{url}: {WHOLE}") from None
                 if "416 Range Not Satisfiable" in str(error):

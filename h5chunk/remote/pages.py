@@ -20,6 +20,7 @@ import re
 import struct
 import zlib
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,8 @@ class Pages:
         """Mark pages as absent and free their space, unless they are in use, being fetched or kept."""
         for start, end in runs:
             for match in FREEABLE.finditer(self._table[start:end]):
-                self._free(start + match.start(), start + match.end())
+                with suppress(FileNotFoundError):  # the user has deleted the cache
+                    self._free(start + match.start(), start + match.end())
 
     def _free(self, first: int, stop: int) -> None:
         locks = Locks(self.folder)

@@ -168,6 +168,17 @@ def test_an_object_whose_size_changes_is_an_error(photos):
             dataset[np.arange(300, 400)]
 
 
+def test_requests_become_smaller_if_the_connection_is_slow(photos):
+    def slow(status, headers, body):
+        time.sleep(0.5 * (len(body) > 1 << 20))
+        return status, headers, body
+
+    with served(photos) as server:
+        dataset = h5chunk.ChunkDataset(f"{server.url}/photos.h5", storage_options={"timeout": 0.25})
+        server.spoil, rows = slow, np.arange(600)
+        assert_equal([dataset[rows]], [h5chunk.ChunkDataset(photos)[rows]])
+
+
 def test_a_deleted_cache_is_made_again(photos, tmp_path):
     with served(photos) as server:
         for _ in range(2):
