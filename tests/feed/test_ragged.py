@@ -136,7 +136,7 @@ def test_arrays_of_variable_length_are_read_without_hdf5(tmp_path: Path, storage
 def test_arrays_of_other_types_are_refused(tmp_path: Path, base: Any) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("values", (3,), h5py.vlen_dtype(base))
-    with pytest.raises(h5chunk.FieldError, match="is not read: write its values one after the other"):
+    with pytest.raises(h5chunk.FieldError, match=": write its values one after the other"):
         h5chunk.ChunkDataset(tmp_path / "a.h5", fields=["values"])
 
 

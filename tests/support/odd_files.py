@@ -369,7 +369,7 @@ def _type_cases() -> Iterator[Case]:
     yield Case(row, "bit field", HDF5, made)
     nameless = _typed(_enum(h5t.STD_U16BE), DATA.astype(">u2"), memory=_enum(h5t.STD_U16BE))
     yield Case(row, "big-endian enumeration, values without a name", HDF5, nameless)
-    row = "compound, complex, array, opaque, reference and variable-length types"
+    row = "compound, complex, array, opaque and reference types, strings of variable length"
     compound = np.zeros(SHAPE[:1], [("a", "u2"), ("b", "f4", (3,))])
     refused = {
         "compound": (h5t.py_create(compound.dtype), compound),
@@ -377,7 +377,7 @@ def _type_cases() -> Iterator[Case]:
         "array": (h5t.array_create(h5t.STD_U16LE, (5, 7)), np.zeros(N, np.dtype("u2"))),
         "opaque": (h5t.create(h5t.OPAQUE, 6), np.zeros(SHAPE, "V6")),
         "reference": (h5t.STD_REF_OBJ, np.zeros(SHAPE, "u2")),
-        "variable length": (h5t.py_create(h5py.vlen_dtype("u1"), logical=True), np.zeros(SHAPE, "u2")),
+        "variable length along several axes": (h5t.py_create(h5py.vlen_dtype("u1"), logical=True), np.zeros(SHAPE, "u2")),
         "variable-length strings": (h5t.py_create(h5py.string_dtype(), logical=True), np.zeros(SHAPE, "u2")),
     }
     for name, (kind, data) in refused.items():
