@@ -377,7 +377,7 @@ def _type_cases() -> Iterator[Case]:
         "array": (h5t.array_create(h5t.STD_U16LE, (5, 7)), np.zeros(N, np.dtype("u2"))),
         "opaque": (h5t.create(h5t.OPAQUE, 6), np.zeros(SHAPE, "V6")),
         "reference": (h5t.STD_REF_OBJ, np.zeros(SHAPE, "u2")),
-        "variable length along several axes": (h5t.py_create(h5py.vlen_dtype("u1"), logical=True), np.zeros(SHAPE, "u2")),
+        "variable length, two axes": (h5t.py_create(h5py.vlen_dtype("u1"), logical=True), np.zeros(SHAPE, "u2")),
         "variable-length strings": (h5t.py_create(h5py.string_dtype(), logical=True), np.zeros(SHAPE, "u2")),
     }
     for name, (kind, data) in refused.items():
