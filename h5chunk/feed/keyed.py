@@ -18,11 +18,11 @@ from h5chunk.feed.sample_reader import SampleTransforms
 from h5chunk.feed.stored_tables import decoded
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.store.hdf5.attributes import join_columns
+from h5chunk.store.hdf5.keyed_index import parse_patterns
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.files import Paths, list_files
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.keyed import KeyedReader
-from h5chunk.store.read.keyed_index import parse_patterns
 from h5chunk.urls import local_copy_of
 
 QUIET_S = 1.0  # time after which progress is shown on a terminal

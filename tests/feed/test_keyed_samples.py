@@ -18,7 +18,7 @@ from support import odd_files
 from torch.utils.data import DataLoader
 
 import h5chunk
-from h5chunk.store.read import keyed_list
+from h5chunk.store.hdf5 import keyed_list
 from h5chunk.transforms import Normalize, Pack, Pad
 
 COUNT = 23

@@ -22,14 +22,14 @@ from h5chunk.stamp import stamp_of
 from h5chunk.store.hdf5.chunk_table import NotDirect, is_stored_as
 from h5chunk.store.hdf5.codecs import ChunkDecoder, DecodeError, NoDecoder, scratch
 from h5chunk.store.hdf5.guard import Guard
+from h5chunk.store.hdf5.keyed_index import CONTIGUOUS, THROUGH_HDF5, FieldIndex
+from h5chunk.store.hdf5.keyed_list import Report, open_index
 from h5chunk.store.hdf5.open import open_file, opened, translate_errors
 from h5chunk.store.hdf5.ranges import PART_BYTES, ReadTask, read_bytes, row_tasks, vector_tasks
 from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.csr import CsrBuffers
 from h5chunk.store.read.direct import ByteReader
 from h5chunk.store.read.fields import Field
-from h5chunk.store.read.keyed_index import CONTIGUOUS, THROUGH_HDF5, FieldIndex
-from h5chunk.store.read.keyed_list import Report, open_index
 from h5chunk.store.read.ragged import SeriesField
 from h5chunk.store.read.reader import H5Reader
 

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
@@ -38,8 +38,7 @@ from h5chunk.store.hdf5.chunk_table import (
     partial_chunks_are_plain,
 )
 from h5chunk.store.hdf5.guard import Guard
-from h5chunk.store.hdf5.open import follow, opened
-from h5chunk.store.read.keyed_index import (
+from h5chunk.store.hdf5.keyed_index import (
     CONTIGUOUS,
     THROUGH_HDF5,
     FieldIndex,
@@ -52,6 +51,7 @@ from h5chunk.store.read.keyed_index import (
     save_index,
     stamp_with_bytes,
 )
+from h5chunk.store.hdf5.open import follow, opened
 
 PART_SAMPLES = 5_000  # samples per range; a child process lists a range in about a second
 REPORTED = 1000  # number of samples between two reports of progress
@@ -82,7 +82,8 @@ def open_index(
     with locked_folder(places) as store:
         if store and isinstance(index := load_index(store[0], stamp, made_for), KeyedIndex):
             return index  # another process has built it
-        built = _build(path, stamp, made_for, (patterns, attributes, trusted), store and store[1], report)
+        options = _Options(path, patterns, attributes, trusted)
+        built = _build(options, stamp, made_for, store and store[1], report)
         if store:
             try:
                 save_index(*store, path, stamp, made_for, built)
@@ -93,12 +94,28 @@ def open_index(
     return built
 
 
-def _build(
-    path: Path, stamp: Any, made_for: Any, wanted: tuple[Any, ...], folder: Path | None, report: Report
-) -> KeyedIndex:
-    patterns, attributes, trusted = wanted
-    before = next(iter(patterns.values())).partition("*")[0].strip("/")
-    names, all_hard = in_child(lambda _: _list_names(path, before, trusted), lambda: printable(path))
+def list_samples(path: Path, patterns: Mapping[str, str], attributes: Sequence[str], report: Report) -> KeyedIndex:
+    """List the samples of a file like `open_index`, but store no index. Fields may also have strings."""
+    options = _Options(path, patterns, attributes, False, kinds="biufS")
+    return _build(options, stamp_with_bytes(path), [], None, report)
+
+
+class _Options(NamedTuple):
+    path: Path
+    patterns: Mapping[str, str]
+    attributes: Sequence[str]
+    trusted: bool
+    kinds: str = "biuf"  # of the values that a field may have
+
+    @property
+    def before(self) -> str:
+        """The group of the samples."""
+        return next(iter(self.patterns.values())).partition("*")[0].strip("/")
+
+
+def _build(options: _Options, stamp: Any, made_for: Any, folder: Path | None, report: Report) -> KeyedIndex:
+    path, before = options.path, options.before
+    names, all_hard = in_child(lambda _: _list_names(path, before, options.trusted), lambda: printable(path))
     if not names:
         raise FieldError(f"{printable(path)}: no sample matches, because the group {before or '/'!r} is empty")
     borders = [*range(0, len(names), PART_SAMPLES), len(names)]
@@ -113,9 +130,7 @@ def _build(
 
         def work(say_in_child: Callable[[Any], None]) -> KeyedIndex:
             with limited_memory(path):
-                return _Lister(path, patterns, attributes, trusted, before, all_hard).list(
-                    names[start:stop], say_in_child
-                )
+                return _Lister(options, all_hard).list(names[start:stop], say_in_child)
 
         part = in_child(work, lambda: printable(path), lambda count: say(start, count))
         if folder:
@@ -174,23 +189,16 @@ def _differs(where: str, name: str, found: tuple[Any, Any], first: tuple[Any, An
 
 
 class _Lister:
-    def __init__(
-        self,
-        path: Path,
-        patterns: Mapping[str, str],
-        attributes: Sequence[str],
-        trusted: bool,
-        before: str,
-        all_hard: bool,
-    ) -> None:
-        self._path, self._before, self._guard, self._all_hard = path, before, Guard(path, trusted), all_hard
-        self._inner = {name: pattern.partition("*")[2].strip("/") for name, pattern in patterns.items()}
-        self._columns: dict[str, list[Any]] = {name: [] for name in attributes}
+    def __init__(self, options: _Options, all_hard: bool) -> None:
+        self._path, self._before, self._all_hard = options.path, options.before, all_hard
+        self._guard, self._kinds = Guard(options.path, options.trusted), options.kinds
+        self._inner = {name: pattern.partition("*")[2].strip("/") for name, pattern in options.patterns.items()}
+        self._columns: dict[str, list[Any]] = {name: [] for name in options.attributes}
 
     def list(self, names: Sequence[bytes], say: Callable[[int], None]) -> KeyedIndex:
         with opened(self._path) as file:
             self._group: Any = self._guard.find(file, self._before) if self._before else file["/"]
-            fields = {name: _FieldLister(file, self._guard, name) for name in self._inner}
+            fields = {name: _FieldLister(file, self._guard, name, self._kinds) for name in self._inner}
             for number, key in enumerate(names):
                 self._add(key.decode(), fields)
                 if number % REPORTED == REPORTED - 1:
@@ -231,8 +239,8 @@ class _Lister:
 
 
 class _FieldLister:
-    def __init__(self, file: h5py.File, guard: Guard, name: str) -> None:
-        self._file, self._guard, self._name = file, guard, name
+    def __init__(self, file: h5py.File, guard: Guard, name: str, kinds: str) -> None:
+        self._file, self._guard, self._name, self._of_values = file, guard, name, kinds
         self._file_bytes = file.id.get_filesize()
         self._has_block = bool(file.userblock_size)
         self._first: tuple[Any, tuple[int, ...], np.dtype] | None = None  # type, shape, dtype
@@ -251,7 +259,7 @@ class _FieldLister:
             number = h5py.Dataset(dataset)
             self._first = dataset.get_type(), shape, number.dtype.newbyteorder("=")
             self._stored_here = number.dtype.kind in "biuf" and is_stored_as(number, self._first[2])
-            if self._first[2].kind not in "biuf":
+            if self._first[2].kind not in self._of_values:
                 raise FieldError(
                     f"{where} has values {self._name!r} of type {number.dtype}, not numbers: leave the field out"
                 )
