@@ -21,20 +21,17 @@ def read_attribute(item: Any, name: str, where: str, kind: type[H5ChunkError]) -
     def error(problem: str) -> H5ChunkError:
         return kind(f"{where}: {problem}")
 
-    if not h5py.h5a.exists(item, name.encode()):
-        names = [
-            h5py.h5a.open(item, index=number).name.decode() for number in range(min(10, h5py.h5a.get_num_attrs(item)))
-        ]
-        names_text = ", ".join(names) or "none"
-        raise kind(f"{where} has no attribute {name!r} (it has {names_text}): all samples must have it")
-    attribute = h5py.h5a.open(item, name.encode())
-    if attribute.shape is None or 0 in attribute.shape:
+    try:
+        attribute = h5py.h5a.open(item, name.encode())
+    except KeyError:
+        numbers = range(min(10, h5py.h5a.get_num_attrs(item)))
+        names = ", ".join(h5py.h5a.open(item, index=number).name.decode() for number in numbers) or "none"
+        raise kind(f"{where} has no attribute {name!r} (it has {names}): all samples must have it") from None
+    shape = attribute.shape
+    if shape is None or 0 in shape:
         raise error(f"attribute {name!r} is empty, but must be one number, or one string")
-    if isinstance(attribute.get_type(), (h5py.h5t.TypeIntegerID, h5py.h5t.TypeFloatID)) and attribute.shape in (
-        (),
-        (1,),
-    ):
-        value = np.empty(attribute.shape, attribute.dtype)
+    if shape in ((), (1,)) and isinstance(attribute.get_type(), (h5py.h5t.TypeIntegerID, h5py.h5t.TypeFloatID)):
+        value = np.empty(shape, attribute.dtype)
         attribute.read(value)
         return value.reshape(()).item()
     owner = h5py.Group(item) if isinstance(item, h5py.h5g.GroupID) else h5py.Dataset(item)
