@@ -270,13 +270,17 @@ class Patches(ChunkDataset):
         Raises
         ------
         OptionError
-            The fractions or the seed are invalid, or ``stratify`` is given.
+            The fractions or the seed are invalid, a part would have no volume, or ``stratify`` is given.
         """
         if stratify is not None:
             raise OptionError(f"stratify is {stratify!r}: patches are split by volume: leave it out")
         own = self.groups
         volumes = np.unique(own)
         parts = split_samples(permutation(len(volumes), seed, stream=(SPLIT, 0, 0)), fractions, None, seed)
+        if not all(map(len, parts)):
+            raise OptionError(
+                f"fractions is {tuple(fractions)}, but of {count_text(len(volumes), 'volume')} one part would have none"
+            )
         return [self.subset(np.isin(own, volumes[part])) for part in parts]
 
     def statistics(self, field: str) -> FieldStatistics:

@@ -105,6 +105,9 @@ class StoredNames:
         computed, or if the file has changed since then.
         """
         dataset = self._reader.fields[field].dataset if field in self._reader.fields else field
+        return self._stored_statistics(dataset)
+
+    def _stored_statistics(self, dataset: str) -> FieldStatistics:
         return merged([read_statistics(file.path, dataset.strip("/")) for file in self._reader.readers])
 
     def _of_samples(self, name: str) -> np.ndarray:

@@ -15,6 +15,7 @@ from h5chunk.feed.sample_reader import SampleTransforms
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.permutation import SPLIT, permutation
 from h5chunk.plan.selection import split_samples
+from h5chunk.store.format.statistics import FieldStatistics
 from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.files import Paths
@@ -109,7 +110,7 @@ class Windows(ChunkDataset):
             borders = find_borders(frames, kind, dataset, trusted)
         anchors = _anchors(frames, borders, steps, padding)
         self._reader = reader = WindowReader(frames, anchors, borders, steps | dict.fromkeys(goals, LAST))
-        self._masked = masks
+        self._masked, self._datasets = masks, {**fields, **{name: fields[of] for name, of in goals.items()}}
         self._numbered = list(self._masked)
         self._names = (*fields, *goals, *self._masked)
         self._episodes = reader.episodes
@@ -145,14 +146,23 @@ class Windows(ChunkDataset):
         Raises
         ------
         OptionError
-            The fractions or the seed are invalid, or ``stratify`` is given.
+            The fractions or the seed are invalid, a part would have no episode, or ``stratify`` is given.
         """
         if stratify is not None:
             raise OptionError(f"stratify is {stratify!r}, but windows are split by episode: leave stratify out")
         episodes = np.unique(self.episodes)
         shuffled = permutation(len(episodes), seed, stream=(SPLIT, 0, 0))
         parts = split_samples(shuffled, fractions, None, seed)
+        if not all(map(len, parts)):
+            raise OptionError(
+                f"fractions is {tuple(fractions)}, but of {count_text(len(episodes), 'episode')} one part would have "
+                "none: split by time instead, such as dataset.subset(numpy.arange(len(dataset)) < 1000)"
+            )
         return [self.subset(np.isin(self.episodes, episodes[part])) for part in parts]
+
+    def statistics(self, field: str) -> FieldStatistics:
+        """See `ChunkDataset.statistics`: of the time steps of all episodes, with the channels of a frame."""
+        return self._stored_statistics(self._datasets.get(field, field))
 
     def values(self, name: str) -> np.ndarray:
         """Raise OptionError: a window has several values of each field; use `episodes` to weight or select windows."""

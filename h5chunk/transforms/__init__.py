@@ -39,7 +39,7 @@ from typing import Any
 import torch
 
 from h5chunk.errors import OptionError
-from h5chunk.store.read.fields import Field, MatrixField
+from h5chunk.store.read.fields import WINDOW, Field, MatrixField
 from h5chunk.store.read.ragged import ImagesField, RaggedField, SeriesField
 from h5chunk.transforms.any_size import AnySizeConverter
 from h5chunk.transforms.augment import (
@@ -121,9 +121,14 @@ def _sides(field: Field | RaggedField) -> tuple[int, ...] | None:
     """Return height and width of the samples of a field; None if they are not images of one size."""
     shape = field.sample_shape if isinstance(field, Field) and field.scale is None else ()
     if len(shape) == 3:
-        axis = channel_axis(shape, field.axes)
+        axis = _image_axis(field)
         return shape[:axis] + shape[axis + 1 :]
     return shape if len(shape) == 2 else None
+
+
+def _image_axis(field: Any) -> int:
+    """Return the axis of channels for transforms of images, which take the gray frames of a window as channels."""
+    return 0 if field.axes.startswith(WINDOW) else channel_axis(field.sample_shape, field.axes)
 
 
 def check_transforms(name: str, transforms: Any) -> list[Transform]:
@@ -168,6 +173,7 @@ def compile_transforms(
     _check_late(transforms, count)
     if any(isinstance(transform, AUGMENTING) for transform in transforms[:count]):
         shape, is_mask = field.sample_shape, field.axes == "NHW"
+        axis = _image_axis(field)
         augment = AugmentConverter(transforms[:count], stored, shape, axis, allocate, is_mask=is_mask)
         return augment, tuple(transforms[count:])
     converter = ImageConverter(transforms[:count], stored, field.sample_shape, axis, allocate)

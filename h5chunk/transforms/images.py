@@ -15,6 +15,7 @@ import torch
 
 from h5chunk.errors import OptionError
 from h5chunk.plan.draws import Draws
+from h5chunk.store.read.fields import WINDOW
 from h5chunk.transforms.compiled import FusedKernel
 from h5chunk.transforms.csr import Allocate, SampleNumbers, fresh
 
@@ -32,7 +33,7 @@ class Normalize:
     ----------
     mean, std : float, or sequence of float
         A scalar, or one value per channel. If the file does not say which axis holds the channels, it is the axis of
-        length 1, 3 or 4.
+        length 1, 3 or 4. In windows of frames, channels are those of each frame, as in `h5chunk.Windows.statistics`.
     """
 
     mean: float | Sequence[float]
@@ -90,8 +91,8 @@ class ImagesByNumber:
 class ImageConverter:
     """Convert stored samples by at most one `Normalize` and one `ToDtype`, in one kernel.
 
-    ``channel_axis`` is 0 for (C, H, W) samples and 2 for (H, W, C); ``allocate`` gives host memory for batches. Raise
-    `OptionError` if the transforms do not fit each other, or the samples.
+    ``channel_axis`` is 0 for (C, H, W) samples, 2 for (H, W, C), and one more for windows of these. ``allocate`` gives
+    host memory for batches. Raise `OptionError` if the transforms do not fit each other, or the samples.
     """
 
     is_uncut = False
@@ -131,7 +132,8 @@ class ImageConverter:
         if self._scaled:
             self._scale, self._shift = self._scale.to(device), self._shift.to(device)
         wanted = device.type == "cuda" and self._kernel is None and self._scaled and self._stored == torch.uint8
-        if wanted and FusedKernel.suits(self.dtype, self._scale):
+        at_end = self._scale.numel() == 1 or self._channel_axis in (0, len(self._shape) - 1)
+        if wanted and at_end and FusedKernel.suits(self.dtype, self._scale):
             last = self._format == torch.channels_last
             self._kernel = FusedKernel(self._scale, self._shift, self._shape, self._channel_axis, self.dtype, last)
 
@@ -166,7 +168,12 @@ class ImageConverter:
 
 
 def channel_axis(sample_shape: tuple[int, ...], axes: str = "") -> int:
-    """Return the axis of a sample's channels, from a file's ``axes`` or, if empty, the axis of length 1, 3 or 4."""
+    """Return the axis of a sample's channels, from ``axes`` or, if a file does not state them, the axis of length 1, 3
+    or 4. In a window of frames, whose axes begin with NT, it is that of each frame.
+    """
+    if axes.startswith(WINDOW):
+        frame = axes.removeprefix(WINDOW)
+        return 1 + channel_axis(sample_shape[1:], frame and f"N{frame}")
     if axes or len(sample_shape) != 3:
         return 2 if axes == "NHWC" else 0
     ends = [size in (1, 3, 4) for size in (sample_shape[0], sample_shape[2])]
@@ -224,7 +231,7 @@ def scale_and_shift(
     shape = [1] * len(sample_shape)
     for values, name in ((scale, "std"), (shift, "mean")):
         if values.numel() > 1:
-            channels = sample_shape[axis] if sample_shape else 1
+            channels = sample_shape[axis] if axis < len(sample_shape) else 1
             if values.numel() != channels:
                 raise OptionError(f"Normalize has {values.numel()} values of {name} for {channels} channels")
             shape[axis] = channels

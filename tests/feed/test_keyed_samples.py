@@ -96,6 +96,18 @@ def test_values_are_those_of_h5py(tmp_path: Path, storage: str, block: int) -> N
             assert torch.cat([batch[2] for batch in batches]).tolist() == (order / 4).tolist()
 
 
+def test_info_prints_the_line_that_opens_a_dataset_per_sample(tmp_path: Path) -> None:
+    path = _make(tmp_path / "traces.h5", count=120)
+    info = h5chunk.info(path)
+    assert info.layout in str(info) and "for each sample" in info.layout
+    space: dict[str, Any] = {}
+    exec("\n".join(info.code), space)
+    assert len(space["data"]) == 120 and next(iter(space["loader"]))[0].shape[1:] == (7, 3)
+    with h5py.File(path, "a") as file:
+        file["images"] = np.zeros((100, 3, 32, 32), np.uint8)  # most of the bytes are elsewhere
+    assert h5chunk.info(path).layout == ""
+
+
 def test_a_data_loader_with_workers_reads_the_same(tmp_path: Path) -> None:
     path = _make(tmp_path / "traces.h5", "whole")
     dataset = h5chunk.Keyed(path, {"wave": "traces/*/data"}, attributes=["station", "magnitude"])

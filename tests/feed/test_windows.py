@@ -16,6 +16,7 @@ from support.scripts import needs_gpu
 import h5chunk
 from h5chunk.tools.model.clustering import find_clustering
 from h5chunk.tools.model.mixing import effective_batch
+from h5chunk.transforms import Normalize
 
 LENGTHS = (9, 5, 12)
 ROBOT = {"image": "data/*/obs/image", "actions": "data/*/actions"}
@@ -195,6 +196,18 @@ def test_info_recognises_trajectories_of_fields(tmp_path: Path) -> None:
     assert sorted(seen) == [(number, start) for number in range(3) for start in range(5)]
 
 
+@pytest.mark.parametrize("layout", ["robomimic", "aloha"])
+@pytest.mark.filterwarnings("ignore:.*shorter than")
+def test_info_of_a_folder_of_episodes_prints_the_line_that_opens_all(layout: str, tmp_path: Path) -> None:
+    _make(layout, tmp_path, length=1)
+    folder = tmp_path / "aloha" if layout == "aloha" else tmp_path
+    info = h5chunk.info(folder, stats=True)
+    assert info.layout in str(info) and "Normalize" in str(info) and "not one data set" not in str(info)
+    space: dict[str, Any] = {}
+    exec("\n".join(info.code), space)
+    assert len(np.unique(space["data"].episodes)) == (1 if layout == "robomimic" else 3)
+
+
 def test_info_says_what_chunks_cost_windows_and_repack_makes_better_ones(tmp_path: Path) -> None:
     path, frames = tmp_path / "a.h5", np.random.default_rng(0).integers(0, 9, (400, 40, 40, 3), np.uint8)
     with h5py.File(path, "w") as file:
@@ -272,6 +285,30 @@ def test_frames_are_held_once_whatever_the_order(stride: int, device: str, tmp_p
     assert anchors(h5chunk.ChunkLoader(windows, 8, echo=2, device=device)) == sorted(2 * every)
     weighted = h5chunk.ChunkSampler(windows, 8, weights=np.arange(len(windows)))
     assert set(anchors(h5chunk.ChunkLoader(windows, sampler=weighted, device=device))) <= set(every)
+
+
+@pytest.mark.parametrize("layout", ["groups", "aloha", "flat"])
+def test_statistics_are_those_of_all_episodes_and_normalise_the_channels_of_each_frame(
+    layout: str, tmp_path: Path
+) -> None:
+    windows = _make(layout, tmp_path, length=3)  # as many frames as an image has channels
+    h5chunk.info(tmp_path / "aloha" if layout == "aloha" else next(tmp_path.glob("*.h5")), stats=True)
+    stored = dict(zip(("image", "actions"), windows[np.arange(len(windows))], strict=True))
+    found = {name: windows.statistics(name) for name in stored}
+    transforms = {name: [Normalize(each.mean, each.std)] for name, each in found.items()}
+    batches = list(h5chunk.ChunkLoader(windows, 4, shuffle=False, transforms=transforms))
+    for field, (name, unit) in enumerate({"image": 255, "actions": 1}.items()):
+        frames = np.concatenate([episode[name] for episode in EPISODES]) / unit
+        mean, std = (take(frames, axis=tuple(range(frames.ndim - 1))) for take in (np.mean, np.std))
+        np.testing.assert_allclose((found[name].mean, found[name].std), (mean, std), rtol=1e-5)
+        batch = torch.cat([batch[field] for batch in batches])
+        np.testing.assert_allclose(batch, (stored[name].numpy() / unit - mean) / std, rtol=1e-3, atol=1e-5)
+
+
+def test_a_split_that_leaves_a_part_without_episodes_is_an_error(tmp_path: Path) -> None:
+    windows = _make("groups", tmp_path, length=2)
+    with pytest.raises(h5chunk.OptionError, match="of 3 episodes one part would have none"):
+        windows.split((0.9, 0.05, 0.05))
 
 
 def test_a_split_keeps_episodes_whole(tmp_path: Path) -> None:

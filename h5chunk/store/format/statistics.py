@@ -104,7 +104,9 @@ def read_statistics(path: str | os.PathLike[str], dataset: str) -> FieldStatisti
         raise FieldError(f"{printable(stored)} belongs to an earlier version of the file: run {command} to replace it")
     if dataset not in fields:
         names = ", ".join(map(repr, fields))
-        raise FieldError(f"{printable(stored)} has statistics of {names}, but not of {dataset!r}: run {command}")
+        raise FieldError(
+            f"{printable(stored)} has statistics of {names}, but not of {dataset!r}, which {command} does not choose"
+        )
     return fields[dataset]
 
 

@@ -21,7 +21,7 @@ from h5chunk.plan.selection import starts_of_runs
 from h5chunk.store.hdf5.ranges import ReadTask
 from h5chunk.store.read.csr import CsrBuffers
 from h5chunk.store.read.direct import ByteReader
-from h5chunk.store.read.fields import Field
+from h5chunk.store.read.fields import WINDOW, Field
 from h5chunk.store.read.reader import H5Reader
 
 SHARED = 4  # minimum length of a chunk of windows, as a multiple of a window's length
@@ -68,7 +68,8 @@ class WindowReader(H5Reader):
     def _describe(self, name: str) -> Field:
         field = self.frames.fields[name]
         shape = self.num_samples, len(self.steps[name]), *field.sample_shape
-        return Field(name, field.dataset, ChunkGrid(shape, None, field.dtype.itemsize, False), field.dtype)
+        grid = ChunkGrid(shape, None, field.dtype.itemsize, False)
+        return Field(name, field.dataset, grid, field.dtype, f"{WINDOW}{field.axes[1:]}")
 
     def rows_of(self, name: str, samples: np.ndarray) -> np.ndarray:
         """Return the rows of the frames in these samples of a field: (n, num_frames) int64."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -120,7 +121,16 @@ def info(
         except FileError as error:
             broken[str(file)] = str(error).removeprefix(f"{printable(file)}: ")
     name = str(path) if isinstance(path, (str, Path)) else f"{len(files) + len(broken)} files"
-    return FolderInfo(path=name, num_bytes=num_bytes, files=tuple(files), broken=broken, **_describe_set(path, trusted))
+    described = _describe_episodes(name, files) or _describe_set(path, trusted)
+    return FolderInfo(path=name, num_bytes=num_bytes, files=tuple(files), broken=broken, **described)
+
+
+def _describe_episodes(path: str, files: Sequence[FileInfo]) -> dict[str, Any]:
+    """Return the attributes of `FolderInfo` that describe files of episodes; empty if they are anything else."""
+    if len({(file.layout, *file.fields) for file in files}) != 1 or not files[0].layout:
+        return {}
+    found = recognise(files[0].datasets, path)
+    return {"layout": found.name, "code": found.code} if found and found.fields else {}
 
 
 def _with_statistics(file: FileInfo, trusted: bool, stats: bool, progress: Progress | None) -> FileInfo:
@@ -129,14 +139,20 @@ def _with_statistics(file: FileInfo, trusted: bool, stats: bool, progress: Progr
         return file
     from h5chunk.tools.measure.statistics import has_statistics, store_statistics  # imports torch
 
-    of_fields = (item for item in file.datasets if item.name in file.fields and item.can_train)
-    names = [item.name for item in of_fields if has_statistics(item.dtype, item.shape[1:])]
+    stored = {name: _first_like(file.datasets, name) for name in file.fields}
+    names = [name for name, item in stored.items() if item and has_statistics(item.dtype, item.shape[1:])]
     if not names:
         raise FieldError(
             f"{printable(file.path)}: has no dense field of floats or arrays, and other fields have no statistics: "
             "leave out --stats"
         )
     return replace(file, statistics=store_statistics(Path(file.path), names, trusted=trusted, progress=progress))
+
+
+def _first_like(datasets: Sequence[DatasetInfo], name: str) -> DatasetInfo | None:
+    """Return the first dataset to train on with this name, in which a * stands for the name of any group."""
+    pattern = re.compile(re.escape(name).replace(r"\*", "[^/]+"))
+    return next((item for item in datasets if item.can_train and pattern.fullmatch(item.name)), None)
 
 
 def _describe_set(path: Paths, trusted: bool) -> dict[str, Any]:
@@ -180,7 +196,7 @@ def _describe_file(path: Path, trusted: bool) -> FileInfo:
         described = [_describe(dataset, cache, groups) for dataset in datasets]
         fields = training_fields(described, matrices, images, header)
         code = training_code(shown(path), fields, default_fields(file, header), images) if fields else []
-        layout, windows = recognise(described, shown(path)) if header is None else ("", [])
+        found = recognise(described, shown(path)) if header is None and not matrices else None
         return FileInfo(
             path=shown(path),
             num_bytes=path.stat().st_size,
@@ -190,9 +206,9 @@ def _describe_file(path: Path, trusted: bool) -> FileInfo:
             matrices=matrices,
             images=images,
             refused=[str(error).removeprefix(f"{printable(path)}: ") for error in refused],
-            fields=fields,
-            code=windows or code,
-            layout=layout,
+            fields=found.fields if found else fields,
+            code=found.code if found else code,
+            layout=found.name if found else "",
         )
 
 

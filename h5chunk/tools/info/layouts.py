@@ -1,8 +1,12 @@
-"""Recognise published layouts of episodes and series, and write the Python code that opens them as windows."""
+"""Recognise published layouts of episodes and series, and a dataset per sample, and write the Python code that opens
+them.
+"""
 
 from __future__ import annotations
 
+import random
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,6 +17,8 @@ if TYPE_CHECKING:
 
 MAX_FIELDS = 8  # fields in the line of Python
 BATCH = 64
+MIN_SAMPLES = 100  # fewer datasets that are alike are not taken for samples
+LOOKED_AT = 1000  # datasets from which the paths of samples are guessed
 PARTS = ("action", "observations/")  # beginnings of the names of fields in the file of an episode
 Shapes = Mapping[str, tuple[int, ...]]  # shapes of the datasets that suit training, by name
 Found = tuple[dict[str, str], str]  # dataset of each field, and the other arguments of the reader
@@ -100,12 +106,56 @@ LAYOUTS = (
 )
 
 
-def recognise(datasets: Sequence[DatasetInfo], path: str) -> tuple[str, list[str]]:
-    """Return the name of a file's layout, and lines of Python that create a loader of its windows; empty if unknown."""
+class Recognised(NamedTuple):
+    """A layout that a file has, the datasets of its fields, and lines of Python that create a loader."""
+
+    name: str
+    fields: list[str]
+    code: list[str]
+
+
+def recognise(datasets: Sequence[DatasetInfo], path: str) -> Recognised | None:
+    """Return the layout of episodes or a series that a file has, with the code that opens its windows, or None."""
     shapes = {item.name.strip("/"): item.shape for item in datasets if item.can_train}
     for layout in LAYOUTS:
         if (found := layout.find(shapes)) is not None and found[0]:
             fields = ", ".join(f"{python_text(name)}: {python_text(of)}" for name, of in found[0].items())
             data = f"data = h5chunk.{layout.reader}({python_text(path)}, {{{fields}}}, {found[1]}){layout.method}"
-            return layout.name, ["import h5chunk", data, f"loader = h5chunk.ChunkLoader(data, {BATCH})"]
-    return "", []
+            return Recognised(layout.name, list(found[0].values()), _code(data))
+    patterns = _alike(datasets)
+    if not patterns:
+        return None
+    argument = python_text(patterns[0]) if len(patterns) == 1 else f"[{', '.join(map(python_text, patterns))}]"
+    data = f"data = h5chunk.Keyed({python_text(path)}, {argument})"
+    return Recognised("a dataset or group for each sample", [], _code(data))
+
+
+def _code(data: str) -> list[str]:
+    return ["import h5chunk", data, f"loader = h5chunk.ChunkLoader(data, {BATCH})"]
+
+
+def _alike(datasets: Sequence[DatasetInfo]) -> list[str]:
+    """Return the paths, with * for the name of a sample, of which a file has many datasets of one type; else none.
+
+    These must have at least half of the bytes of the file's datasets.
+    """
+    items = {item.name.strip("/"): item for item in datasets if item.can_train}
+    some = random.Random(0).sample(sorted(items), min(len(items), LOOKED_AT))
+    likely = Counter(pattern for name in some for pattern in _patterns(name)).most_common(MAX_FIELDS)
+    found: dict[str, list[DatasetInfo]] = {pattern: [] for pattern, _ in sorted(likely)}
+    for name, item in items.items():
+        for pattern in found.keys() & _patterns(name):
+            found[pattern].append(item)
+    alike = {name: of for name, of in found.items() if len({(item.dtype, item.shape[1:]) for item in of}) == 1}
+    most = max(map(len, alike.values()), default=0)
+    before = next((name for name, of in alike.items() if len(of) == most), "").partition("*")[0]
+    alike = {name: of for name, of in alike.items() if len(of) == most and name.partition("*")[0] == before}
+    stored = sum(item.stored_bytes for of in alike.values() for item in of)
+    is_most = most >= MIN_SAMPLES and 2 * stored >= sum(item.stored_bytes for item in datasets)
+    return list(alike) if is_most else []
+
+
+def _patterns(name: str) -> set[str]:
+    """Return the path of a dataset with * in place of each of its names."""
+    parts = name.split("/")
+    return {"/".join([*parts[:at], "*", *parts[at + 1 :]]) for at in range(len(parts))}

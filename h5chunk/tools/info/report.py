@@ -193,7 +193,10 @@ class FileInfo(Report):
                 "but h5chunk's loaders read each chunk once"
             )
         cut = [dataset for dataset in fields if dataset.is_cut]
-        if cut and not self.refused:
+        if cut and any("*" in name for name in self.fields):
+            command = shell_command(["h5chunk", "info", self.path, "--window", "10"])
+            lines.append(f"{command} says which chunks are better for windows of 10 time steps")
+        elif cut and not self.refused:
             largest = max(cut, key=lambda dataset: dataset.stored_bytes)
             command = shell_command(["h5chunk", "repack", self.path, "NEW.h5", "--fields", largest.name])
             lines.append(f"{command} stores complete samples in each chunk of it and of all fields of this length")
@@ -227,6 +230,8 @@ class FolderInfo(Report):
     class_names: tuple[str, ...] = ()
     chunk_samples: tuple[int, ...] = ()  # samples per chunk in each file
     is_shuffled: bool = False  # whether the samples of all files were shuffled together when they were written
+    layout: str = ""  # the published layout of episodes that all files have; empty if they have none
+    code: list[str] = field(default_factory=list)  # lines of Python that create a loader of windows
     mismatch: str = ""  # why the files do not form one data set; empty if they do
 
     def facts(self) -> dict[str, Any]:
@@ -235,10 +240,12 @@ class FolderInfo(Report):
 
     def lines(self) -> list[str]:
         files = count_text(len(self.files) + len(self.broken), "file")
-        lines = [f"{self.path}: {files}, {human_bytes(self.num_bytes)}"]
+        layout = f", {self.layout}" if self.layout else ""
+        lines = [f"{self.path}: {files}, {human_bytes(self.num_bytes)}{layout}"]
+        lines += [f"    {line}" for line in self.code]
         if self.mismatch:
             lines.append(f"  not one data set: {self.mismatch}")
-        else:
+        elif not self.layout:
             order = "shuffled together" if self.is_shuffled else "not shuffled together, so use large window_chunks"
             sizes = Counter(self.chunk_samples).most_common()
             chunks = ", ".join(f"{size} in {count_text(count, 'file')}" for size, count in sizes)
@@ -246,9 +253,9 @@ class FolderInfo(Report):
             lines.append(f"  one data set: {samples} of {', '.join(self.fields)}; {order}")
             lines += [f"  classes {list_some(self.class_names)}"] if self.class_names else []
             lines.append(f"  samples per chunk: {chunks}")
-            for name in self.files[0].statistics if self.files else ():
-                found = merged([file.statistics[name] for file in self.files])
-                lines += [f"  {line}" for line in _statistics_lines(name, found)]
+        for name in self.files[0].statistics if self.files and not self.mismatch else ():
+            found = merged([file.statistics[name] for file in self.files])
+            lines += [f"  {line}" for line in _statistics_lines(name, found)]
         lines += [f"  cannot be opened: {path} ({why})" for path, why in list(self.broken.items())[:SHOWN]]
         for number, file in enumerate(self.files[:SHOWN]):
             samples = f"{count_text(self.num_samples[number], 'sample')}, " if self.num_samples else ""

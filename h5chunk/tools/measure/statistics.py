@@ -10,6 +10,7 @@ import torch
 
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
+from h5chunk.feed.windows import Windows
 from h5chunk.store.format.statistics import FieldStatistics, merged, statistics_path, statistics_text
 from h5chunk.store.read.fields import Field
 from h5chunk.store.write.new_file import write_text
@@ -23,8 +24,16 @@ MAX_MERGED = 64  # number of batch statistics that are merged at a time
 def store_statistics(
     path: Path, fields: Sequence[str], *, trusted: bool, progress: Progress | None = None
 ) -> dict[str, FieldStatistics]:
-    """Compute the statistics of these fields of a file, store them beside it, and return them."""
-    datasets = {name: ChunkDataset(path, fields={name: name}, trusted=trusted) for name in fields}
+    """Compute the statistics of these fields of a file, store them beside it, and return them.
+
+    A field with a * is that of all episodes, as for `h5chunk.Windows`.
+    """
+    datasets = {
+        name: Windows(path, {name: name}, 1, trusted=trusted)
+        if "*" in name
+        else ChunkDataset(path, fields={name: name}, trusted=trusted)
+        for name in fields
+    }
     add = count_up("statistics", sum(map(len, datasets.values())), progress)
     found = {name: _statistics(dataset, name, add) for name, dataset in datasets.items()}
     write_text(statistics_path(path), statistics_text(path, found))
@@ -39,13 +48,14 @@ def has_statistics(dtype: str, sample_shape: tuple[int, ...]) -> bool:
 def _statistics(dataset: ChunkDataset, name: str, add: Callable[[int], None]) -> FieldStatistics:
     field = dataset.field(name)
     assert isinstance(field, Field)
-    shape = field.sample_shape
-    axis = _channel_axis(shape, field.axes)
+    is_window = isinstance(dataset, Windows)
+    shape = field.sample_shape[is_window:]  # of a frame
+    axis = _channel_axis(shape, "" if is_window else field.axes)
     batch_size = max(1, BATCH_BYTES // field.grid.sample_bytes)
     parts: list[FieldStatistics] = []
     loader = ChunkLoader(dataset, batch_size, shuffle=False, reuse=True, resident=False)
     for (batch,) in loader:
-        parts.append(_of_batch(batch, axis))
+        parts.append(_of_batch(batch.flatten(0, 1) if is_window else batch, axis))
         add(len(batch))
         if len(parts) == MAX_MERGED:
             parts = [merged(parts)]
