@@ -1,10 +1,11 @@
 """Compute batches of samples that differ in length: cut by a budget of elements, or from samples of similar length.
 
 The samples are shuffled within windows, as in `h5chunk.plan.order`. Each window is then cut into batches, so that the
-number of batches differs between windows and epochs, but never between ranks: ranks whose samples need fewer batches
-cut their largest ones in two. All of it is a pure function of the seed, the epoch and the lengths.
+number of batches differs between windows and epochs, but never between ranks. If the samples of a rank need fewer
+batches, the rank cuts its largest batches in two. The batches are a pure function of the seed, the epoch and the
+lengths.
 
-In buckets, the samples of several batches are sorted by length before they are cut, ascending and descending in turn,
+With buckets, the samples of several batches are sorted by length before they are cut, ascending and descending in turn,
 and the batches of a window are shuffled.
 
 >>> from dataclasses import replace
@@ -28,33 +29,33 @@ from h5chunk.errors import OptionError, check_whole
 from h5chunk.plan.order import Order, Round, Window
 from h5chunk.plan.permutation import BUCKETS, Indices, random_bits, sorted_order
 
-MIN_BATCHES = 8  # batches of a window, whose last one is not full
-KEPT_EPOCHS = 4  # whose numbers of batches are remembered
+MIN_BATCHES = 8  # minimum number of batches in a window, because its last batch is not full
+KEPT_EPOCHS = 4  # number of epochs whose numbers of batches are cached
 
 
 @dataclass(frozen=True)
 class LengthOrder(Order):
     """An order whose batches depend on the lengths of samples.
 
-    ``batch_size`` is the size of an average batch, which determines the windows; ``max_samples`` is the limit. There is
-    one lane per rank.
+    ``batch_size`` is the size of an average batch, which determines the windows. ``max_samples`` is the maximum size.
+    There is one lane per rank.
     """
 
     lengths: Indices = field(default_factory=lambda: np.empty(0, np.int64), repr=False, compare=False)  # in the file
     subset: Indices | None = field(default=None, repr=False, compare=False)  # the samples in the file, of a subset
     max_elements: int | None = None  # limit on the elements of a batch
     max_samples: int | None = None
-    padded: bool = True  # whether the elements of a batch are those after padding to its longest sample
-    bucket_batches: int = 1  # batches whose samples are sorted by length together
+    padded: bool = True  # count the elements of a batch after padding to its longest sample
+    bucket_batches: int = 1  # number of batches whose samples are sorted by length together
     _sizes: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # batches of windows
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole("bucket_batches", self.bucket_batches, 1)
         if self.lanes != self.world_size:
-            raise OptionError(f"lanes is {self.lanes}: batches by length need one lane per rank: leave lanes out")
+            raise OptionError(f"lanes is {self.lanes}, but batches by length need one lane per rank: leave lanes out")
         if self.interleave != 1:
-            raise OptionError(f"interleave is {self.interleave}: batches by length do not alternate: leave it out")
+            raise OptionError(f"interleave is {self.interleave}, but batches by length do not alternate: leave it out")
         if self.pad:
             raise OptionError("pad fills up the last batch, but batches by length differ in size: leave pad out")
 
@@ -117,19 +118,18 @@ class LengthOrder(Order):
         )
 
     def rounds(self) -> Iterator[Round]:
-        """See `Order.rounds`; here, batches are average ones, and windows do not alternate."""
+        """Yield rounds of one window, counted in average batches."""
         together = self.window_batches * self.batch_size * self.world_size
         for number in range(-(-self.num_samples // together)):
             yield Round(number * self.window_batches, 1, self.window_batches)
 
     def keys(self, start: int = 0) -> Iterator[Indices]:
-        """See `Order.keys`."""
         for window in self.windows(start):
             assert window.sizes is not None
             yield from np.split(window.keys, np.cumsum(window.sizes)[:-1])
 
     def windows(self, start: int = 0, together: int = 1) -> Iterator[Window]:
-        """See `Order.windows`; windows are never joined."""
+        """Yield the windows that contain batch ``start`` or later batches. Windows are never joined."""
         first = 0
         pairs = zip(self._windows_of(self.rank).windows(), self._batches_of_windows, strict=True)
         for number, (window, num_batches) in enumerate(pairs):
@@ -166,7 +166,7 @@ class LengthOrder(Order):
         return self.lengths[numbers]
 
     def _sorted(self, keys: Indices) -> Indices:
-        """Return the order of the samples of a window from which batches are cut."""
+        """Return the order in which the samples of a window are cut into batches."""
         size, order = self.bucket_batches * self.batch_size, np.arange(len(keys))
         if self.bucket_batches == 1:
             return order
@@ -175,7 +175,7 @@ class LengthOrder(Order):
         return np.lexsort((np.where(blocks % 2, -lengths, lengths), blocks))
 
     def _cut(self, lengths: Indices) -> list[int]:
-        """Return the sizes of the batches that samples of these lengths are cut into."""
+        """Return the sizes of the batches into which samples of these lengths are cut."""
         limit = self.max_samples or len(lengths)
         if self.max_elements is None:
             return [min(limit, len(lengths) - first) for first in range(0, len(lengths), limit)]
@@ -195,7 +195,7 @@ def usual_batch(lengths: Indices, max_elements: int | None, max_samples: int | N
         raise OptionError(f"padded is {padded!r}: give True or False")
     if max_elements is None:
         if not padded:
-            raise OptionError("padded says what batch_elements counts: give batch_elements, or leave padded out")
+            raise OptionError("padded needs batch_elements: give batch_elements, or leave padded out")
         return check_whole("batch_size", max_samples, 1)
     most = int(lengths.max(initial=1))
     if check_whole("batch_elements", max_elements, 1) < most:

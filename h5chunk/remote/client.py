@@ -62,7 +62,7 @@ class Client:
     def call(self, message: dict[str, Any], note: Note | None = None) -> dict[str, Any]:
         """Send a message and wait for the reply. Raises FileError if the reply contains an error.
 
-        ``note`` is called now and then with the numbers of bytes that are done, and in total.
+        Meanwhile, ``note`` is called with the number of bytes that are done, and the number of all bytes.
         """
         future = Future[dict[str, Any]]()
         number = self.send(message, future.set_result)

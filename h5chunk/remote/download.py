@@ -1,7 +1,7 @@
-"""Download objects to local files; a download that was stopped is continued.
+"""Download objects to local files. A download that was stopped is continued.
 
 A file gets its name once it is complete. Its modification time is a digest of the object's URL and version, so that a
-file of another version is never taken for it.
+file of another version is never mistaken for it.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class Listed(NamedTuple):
     """An object to download."""
 
     url: str
-    path: str  # of the file, relative to the folder
+    path: str  # path of the file, relative to the folder
     num_bytes: int
-    about: dict[str, Any]  # its version: see `h5chunk.remote.objects.version_of`
+    about: dict[str, Any]  # the version, from `h5chunk.remote.objects.version_of`
 
 
 class Download:
@@ -74,7 +74,7 @@ class Download:
         self._failure: Exception | None = None  # the first one, after which all else stops
 
     def run(self, url: str) -> Path:
-        """Download what a URL names, an object, a folder, or the objects that match a pattern; return the local path.
+        """Download an object, the objects in a folder, or the objects that match a pattern, and return the local path.
 
         Raises RemoteError, or OSError if a file cannot be written.
         """
@@ -141,7 +141,7 @@ class Download:
             raise RemoteError(f"{folder}{pattern}: {'no object matches this pattern' if pattern else MISSING}")
         for path, num_bytes, about in found:
             if path in folders or not {"", ".", ".."}.isdisjoint(path.split("/")) or "\0" in path:
-                raise RemoteError(f"{folder}{path}: its name cannot be that of a file: rename it")
+                raise RemoteError(f"{folder}{path}: this name is not valid for a file: rename the object")
             yield Listed(folder + path, path, num_bytes, about)
 
     def _write_all(self, objects: list[Listed], folder: Path) -> None:
@@ -175,7 +175,7 @@ class Download:
         return run
 
     def _write(self, each: Listed, file: Path) -> None:
-        """Write an object to a file, unless it exists in this version."""
+        """Write an object to a file, unless the file already has this version."""
         time_ns = version_time(each)
         if is_complete(file, each.num_bytes, time_ns):
             self._add(each.num_bytes)
@@ -213,7 +213,7 @@ class Download:
         os.fsync(descriptor)
 
     def _written(self, descriptor: int, log: Any, num_bytes: int) -> Iterator[int]:
-        """Yield the starts of the pieces that are written, after comparing their checksums."""
+        """Yield the starts of the pieces that are written, after their checksums were verified."""
         log.seek(0)
         data = log.read()
         log.truncate(len(data) // RECORD.size * RECORD.size)  # a killed process may have written a part of a record
@@ -226,7 +226,7 @@ class Download:
     def _piece(self, each: Listed, start: int) -> Any:
         about, data = self._store.get(each.url, start, min(start + PIECE_BYTES, each.num_bytes))
         if any(tag(about.get(name, value)) != tag(value) for name, value in each.about.items()):
-            raise RemoteError(f"{without_query(each.url)}: changed while it was downloaded: repeat the command")
+            raise RemoteError(f"{without_query(each.url)} changed while it was downloaded: repeat the command")
         self._add(len(data))
         return data
 
@@ -243,7 +243,7 @@ def opened_url(url: str) -> Iterator[HTTPResponse]:
         request = Request(quote(url, safe=KEPT), headers={"User-Agent": "h5chunk"})
         with urlopen(request, timeout=TIMEOUT_S) as answer:
             if answer.headers.get("Content-Encoding", "identity") != "identity":
-                raise RemoteError(f"{without_query(url)}: {COMPRESSES}: decompress a copy on a disk")
+                raise RemoteError(f"{without_query(url)}: {COMPRESSES}: copy it to a disk and decompress it")
             if answer.headers.get("Content-Length") is None and not answer.chunked:
                 raise RemoteError(
                     f"{without_query(url)}: its server does not send its size: copy the file to a disk first"
@@ -254,7 +254,10 @@ def opened_url(url: str) -> Iterator[HTTPResponse]:
 
 
 def run_all(pool: ThreadPoolExecutor, call: Callable[[Any], None], items: Iterable[Any]) -> None:
-    """Call a function with each item, in threads. After all calls have ended, raise the error of the first item."""
+    """Call a function with each item, in threads.
+
+    After all calls have ended, raise the error of the first failed item.
+    """
     calls = [pool.submit(call, item) for item in items]
     wait(calls)
     for each in calls:
@@ -262,19 +265,19 @@ def run_all(pool: ThreadPoolExecutor, call: Callable[[Any], None], items: Iterab
 
 
 def tag(value: Any) -> Any:
-    """Return an ETag without quotes, which some stores leave out in lists; other values unchanged."""
+    """Return an ETag without its quotes, which some stores omit in lists. Other values are returned unchanged."""
     return value.strip('"') if isinstance(value, str) else value
 
 
 def version_time(each: Listed) -> int:
-    """Return the modification time, in nanoseconds, that stands for this version of an object."""
+    """Return the modification time in nanoseconds for a file with this version of an object."""
     about = {name: tag(value) for name, value in each.about.items()}
     digest = hashlib.sha256(json.dumps([stable(each.url), about], sort_keys=True).encode()).digest()
     return int.from_bytes(digest[:8], "little") % (LATEST_S * 10**9)
 
 
 def is_complete(file: Path, num_bytes: int, time_ns: int) -> bool:
-    """Return whether a file is that of a version of an object."""
+    """Return whether a file has the size and the modification time of a complete download."""
     try:
         status = file.stat()
     except OSError:

@@ -298,10 +298,10 @@ def download(url: str, file: Path, start: int = 0, stop: int | None = None) -> N
 
 
 def save(url: str, folder: Path, note: Callable[[int, int], None]) -> Path:
-    """Download an object, a folder, or the objects that match a pattern, into a local folder; return the local path.
+    """Download an object, a folder, or the objects that match a pattern, into a local folder. Returns the local path.
 
-    A download that was stopped is continued. ``note`` is called with the numbers of bytes that are done, and in total.
-    Raises FileError.
+    A download that was stopped is continued. ``note`` is called with the number of bytes that are done, and the number
+    of all bytes. Raises FileError if the download fails.
     """
     message = {"op": "save", "url": url, "folder": str(folder), "options": {}}
     return Path(client.client().call(message, note)["path"])

@@ -38,7 +38,7 @@ class TimedOutError(Exception):
 
 
 class NoRangesError(RemoteError):
-    """A web server sends only whole files, or parts of which it is unknown whether they belong together."""
+    """Raised if a web server sends only whole files, or parts that may not belong to the same version."""
 
 
 class Store:
@@ -88,7 +88,9 @@ class Store:
             data = memoryview(result.bytes())
             if len(data) != min(stop, about["num_bytes"]) - start:
                 if encoding := result.attributes.get("Content-Encoding"):
-                    raise RemoteError(f"{without_query(url)}: {COMPRESSES}, as {encoding}: decompress a copy on a disk")
+                    raise RemoteError(
+                        f"{without_query(url)}: {COMPRESSES}, as {encoding}: copy it to a disk and decompress it"
+                    )
                 raise EOFError(f"the store sent {len(data)} bytes instead of {stop - start}")
             return about, data
 
@@ -181,7 +183,7 @@ class Store:
                 if NO_RANGES.search(str(error)):
                     raise NoRangesError(f"{url}: {WHOLE}") from None
                 if "416 Range Not Satisfiable" in str(error):
-                    raise RemoteError(f"{url}: is empty, or was cut short") from None
+                    raise RemoteError(f"{url} is empty, or was cut short") from None
                 is_final = kind in FINAL or isinstance(error, (PermissionError, NotImplementedError))
                 if is_final or WRONG.search(str(error)):
                     raise RemoteError(f"{url}: cannot be read: {first_line(error)}") from None

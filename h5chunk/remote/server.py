@@ -290,7 +290,6 @@ class Server:
         return {}
 
     def _save(self, ends: dict[int, threading.Event], reply: Reply, message: dict[str, Any]) -> dict[str, Any]:
-        """Download what a URL names into a folder."""
         number, end = message["id"], threading.Event()
 
         def note(done: int, total: int) -> None:

@@ -130,7 +130,7 @@ def test_the_same_samples_are_not_appended_twice(bucket, files, tmp_path):
 
 def test_an_object_that_changes_while_it_is_downloaded_is_an_error(bucket, files, tmp_path):
     bucket.objects = Objects(bucket.objects, lambda number, data: data if number == 0 else data[::-1])
-    with pytest.raises(SourceError, match=r"s3://bucket/large.npy: changed while it was downloaded"):
+    with pytest.raises(SourceError, match=r"s3://bucket/large.npy changed while it was downloaded"):
         h5chunk.convert("s3://bucket/large.npy", tmp_path / "new.h5")
 
 
@@ -148,7 +148,7 @@ def test_what_cannot_be_downloaded_is_an_error(bucket, files, tmp_path):
     assert message(Path("s3://bucket/a.csv")).endswith("Path removes one of its slashes")
     assert "client (--dask) is given, but a source that is a URL" in message("s3://bucket/a.npz", client="local:2")
     bucket.objects["/bucket/bad/a"] = bucket.objects["/bucket/bad/a/1.png"] = b"1"
-    assert message("s3://bucket/bad/") == "s3://bucket/bad/a: its name cannot be that of a file: rename it"
+    assert message("s3://bucket/bad/") == "s3://bucket/bad/a: this name is not valid for a file: rename the object"
     bucket.listed_bytes = 1 << 60
     assert "downloading needs 3145728.0 TiB, but only" in message("s3://bucket/m/*.npz")
 
