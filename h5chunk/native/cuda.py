@@ -1,4 +1,4 @@
-"""Copy to a GPU and launch kernels in C, with handles of CUDA contexts, streams, events and functions.
+"""Copy data to a GPU and launch kernels, with C functions that use handles of CUDA contexts, streams and events.
 
 Calls take a few microseconds, and release the GIL because CUDA may block.
 """

@@ -103,10 +103,10 @@ def read_strings(file: FileBytes, pointers: np.ndarray) -> np.ndarray:
 
 
 def find_in_heap(file: FileBytes, pointers: np.ndarray, sizes: np.ndarray, max_bytes: int = 1 << 62) -> np.ndarray:
-    """Return the offset in the file of the object that each pointer refers to, or 0 if it is empty: (n,) int64.
+    """Return the offset in the file of the object that each pointer refers to, or 0 for empty objects: (n,) int64.
 
-    The objects have ``sizes`` bytes. Raises ``file.error`` if the heap is damaged, or one of its collections is larger
-    than ``max_bytes``.
+    ``sizes``, (n,), has the bytes of each object. Raises ``file.error`` if the heap is damaged, or one of its
+    collections is larger than ``max_bytes``.
     """
     filled = np.flatnonzero(sizes)
     order = filled[np.argsort(pointers["address"][filled], kind="stable")]

@@ -200,7 +200,7 @@ class WindowReader(H5Reader):
 class WindowBytes(ByteReader):
     """A byte-range reader of the windows of one field.
 
-    If the field is kept in memory, its frames are, not its windows.
+    To keep the field in memory, it keeps the frames, not the windows.
     """
 
     def __init__(self, reader: WindowReader, name: str, frames: ByteReader) -> None:

@@ -95,7 +95,7 @@ class CsrWriter:
         """Write the next entries. For a pattern, ``values`` is None."""
         dtype = None if values is None else values.dtype
         if indices.dtype != self._layout.index_dtype or dtype != self._layout.value_dtype:
-            raise TypeError(f"indices have the dtype {indices.dtype}, and values {dtype}")
+            raise TypeError(f"indices have the dtype {indices.dtype}, and values have the dtype {dtype}")
         if values is not None and len(values) != len(indices):
             raise TypeError(f"{len(values)} values for {len(indices)} indices")
         for target, part in zip(self._targets.values(), (indices, values), strict=False):
