@@ -266,7 +266,7 @@ def _filter_cases() -> Iterator[Case]:
                     made = _made(filters=[one], partial_plain=plain, **chunks)
                     yield Case("n-bit, scale-offset, szip, Blosc2", f"{name}, {chunks['chunks']}, {plain}", HDF5, made)
     for size in (60, 80):
-        row = "a chunk that decodes to another length than its own"
+        row = "a chunk whose decoded length is wrong"
         yield Case(row, f"{size}", REFUSED, lambda path, size=size: _sized(path, size))
 
 
@@ -309,7 +309,7 @@ def _unwritten_cases() -> Iterator[Case]:
     for name, options in fills.items():
         for shape, chunks in shapes.items():
             made = _part_written(**options, **chunks)
-            row = "chunks never written: the fill value, or zeros where there is none or it is never written"
+            row = "chunks that were never written, which read as the fill value or as zeros"
             if shape == "contiguous" and name != "undefined":
                 yield Case(row, f"{name}, user block", HDF5, _part_written(file={"userblock_size": 512}, **options))
             if shape == "contiguous" and name == "undefined":
