@@ -80,17 +80,18 @@ def chunk_ranges(path: Path) -> list[tuple[int, int]]:
     return [ranges[number] for number in np.random.default_rng(0).permutation(len(ranges))]
 
 
-def epochs(data: object, num_epochs: int) -> tuple[float, list[float]]:
-    """Return the seconds until the first batch, and the images/s of each epoch."""
-    started, first, rates = time.perf_counter(), 0.0, []
+def epochs(data: object, num_epochs: int) -> tuple[float, list[float], list[float]]:
+    """Return the seconds until the first batch, and each epoch's images/s and seconds of processor time."""
+    started, first, rates, used = time.perf_counter(), 0.0, list[float](), list[float]()
     with h5chunk.ChunkLoader(data, BATCH, resident=False, reuse=True) as loader:  # type: ignore[arg-type]
         for _ in range(num_epochs):
-            begun, count = time.perf_counter(), 0
+            begun, used_s, count = time.perf_counter(), time.process_time(), 0
             for images, _ in loader:
                 first = first or time.perf_counter() - started
                 count += len(images)
             rates.append(count / (time.perf_counter() - begun))
-    return first, rates
+            used.append(time.process_time() - used_s)
+    return first, rates, used
 
 
 def measure_peer(kind: str, python: str, path: Path, folder: Path, latency_s: float, bandwidth: float) -> None:
@@ -188,12 +189,15 @@ def compare_cache(path: Path, data: h5chunk.ChunkDataset, num_pairs: int, num_ep
     pairs = []
     for turn in range(num_pairs):
         sources = (path, data) if turn % 2 else (data, path)
-        rates = {source is data: statistics.median(epochs(source, num_epochs)[1][1:]) for source in sources}
-        pairs.append((rates[False], rates[True], rates[True] / rates[False]))
-    local, cached, ratio = map(statistics.median, zip(*pairs, strict=True))
+        found = {source is data: epochs(source, num_epochs)[1:] for source in sources}
+        local, cached = ([statistics.median(each[1:]) for each in found[is_cached]] for is_cached in (False, True))
+        pairs.append((local[0], cached[0], cached[0] / local[0], local[1] / cached[1]))
+    rate, cached_rate, ratio, used_ratio = map(statistics.median, zip(*pairs, strict=True))
     ratios = sorted(pair[2] for pair in pairs)
-    print(f"local file: {local:,.0f} images/s, full cache: {cached:,.0f} images/s (medians of {num_pairs} turns)")
-    print(f"cache / local: median {ratio:.3f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+    print(f"local file: {rate:,.0f} images/s, full cache: {cached_rate:,.0f} images/s (medians of {num_pairs} turns)")
+    print(
+        f"cache / local: median {ratio:.3f} ({ratios[0]:.2f} to {ratios[-1]:.2f}), by processor time {used_ratio:.3f}"
+    )
 
 
 def measure(args: argparse.Namespace, folder: Path) -> None:
@@ -212,10 +216,10 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
         ranges = chunk_ranges(path)
         for turn in range(2):
             print(f"bare client, {len(ranges)} requests: {bare_client(url, ranges, args.count):,.0f} images/s")
-            first, rates = epochs(url, 2)
+            first, rates, _ = epochs(url, 2)
             print(f"h5chunk: {', '.join(f'{rate:,.0f}' for rate in rates)} images/s, first batch after {first:.2f} s")
             data = h5chunk.ChunkDataset(url, cache_dir=folder / f"cache{turn}")
-            first, rates = epochs(data, 3)
+            first, rates, _ = epochs(data, 3)
             print(f"h5chunk with a cache: {', '.join(f'{rate:,.0f}' for rate in rates)} images/s")
     for peer in args.peers:
         kind, _, python = peer.partition("=")

@@ -43,7 +43,6 @@ from h5chunk.remote.objects import (
 from h5chunk.remote.pages import write_at
 from h5chunk.urls import PATTERN, parse, stable, without_query
 
-PIECE_BYTES = LARGEST  # size of each request
 RECORD = struct.Struct("<QI")  # start of a piece that was written, and its CRC-32
 LATEST_S = 1 << 30  # modification times are before 2004, because some file systems cannot store late ones
 FILES = 64  # files that are written at a time
@@ -114,7 +113,7 @@ class Download:
             with opened_url(url) as answer, part.open("wb") as opened:
                 total = int(answer.headers.get("Content-Length") or 0)
                 due_s = time.monotonic() + DEADLINE_S
-                while data := answer.read1(PIECE_BYTES):
+                while data := answer.read1(LARGEST):
                     if self._end.is_set() or time.monotonic() > due_s:
                         raise RemoteError(STOPPED if self._end.is_set() else f"{without_query(url)}: {TOO_SLOW}")
                     opened.write(data)
@@ -196,7 +195,7 @@ class Download:
 
     def _fill(self, descriptor: int, each: Listed, record: Path) -> None:
         """Write the pieces of an object that the record does not list as written."""
-        starts = range(0, each.num_bytes, PIECE_BYTES)
+        starts = range(0, each.num_bytes, LARGEST)
         if len(starts) < 2:
             for start in starts:
                 write_at(descriptor, self._piece(each, start), 0)
@@ -218,13 +217,13 @@ class Download:
         data = log.read()
         log.truncate(len(data) // RECORD.size * RECORD.size)  # a killed process may have written a part of a record
         for start, crc in RECORD.iter_unpack(data[: len(data) // RECORD.size * RECORD.size]):
-            size = min(PIECE_BYTES, num_bytes - start)
-            if start % PIECE_BYTES == 0 and size > 0 and zlib.crc32(os.pread(descriptor, size, start)) == crc:
+            size = min(LARGEST, num_bytes - start)
+            if start % LARGEST == 0 and size > 0 and zlib.crc32(os.pread(descriptor, size, start)) == crc:
                 self._add(size)
                 yield start
 
     def _piece(self, each: Listed, start: int) -> Any:
-        about, data = self._store.get(each.url, start, min(start + PIECE_BYTES, each.num_bytes))
+        about, data = self._store.get(each.url, start, min(start + LARGEST, each.num_bytes))
         if any(tag(about.get(name, value)) != tag(value) for name, value in each.about.items()):
             raise RemoteError(f"{without_query(each.url)} changed while it was downloaded: repeat the command")
         self._add(len(data))

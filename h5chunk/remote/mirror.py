@@ -250,8 +250,7 @@ def page_runs(offsets: np.ndarray, sizes: np.ndarray) -> Runs:
 def open_url(url: str, options: RemoteOptions) -> Mirror:
     """Open an object. Raises FileError if it cannot be read."""
     connection = client.client()
-    message = {"op": "open", "url": url, "root": str(options.root), "options": dict(options.storage_options)}
-    folder = connection.call(message)["folder"]
+    folder = _call("open", url, options.storage_options, root=str(options.root))["folder"]
     connection.opened.add(folder)
     mirror = Mirror(url, folder, options)
     if not mirror.keeps:  # free the pages that a killed process left
@@ -277,39 +276,43 @@ def urls_of(name: str) -> list[str]:
     return _listed.get(name, [])
 
 
+def _call(
+    op: str, url: str, options: Mapping[str, Any] | None = None, note: client.Note | None = None, **more: Any
+) -> dict[str, Any]:
+    """Send a request to the server process, and return its reply; see `client.Client.call`."""
+    return client.client().call({"op": op, "url": url, "options": dict(options or {}), **more}, note)
+
+
 def exists(url: str) -> bool:
     """Return whether the URL is that of an object, or of a folder with objects.
 
     Raises FileError if the request fails.
     """
-    found: bool = client.client().call({"op": "exists", "url": url, "options": {}})["found"]
-    return found
+    return bool(_call("exists", url)["found"])
 
 
 def put(file: Path, url: str) -> None:
     """Upload a file atomically. Raises FileError if that fails."""
-    client.client().call({"op": "put", "url": url, "file": str(file), "options": {}})
+    _call("put", url, file=str(file))
 
 
 def download(url: str, file: Path, start: int = 0, stop: int | None = None) -> None:
     """Write an object, or its bytes ``start`` to ``stop`` (excluded), to a new file. Raises FileError if that fails."""
-    message = {"op": "download", "url": url, "file": str(file), "start": start, "stop": stop}
-    client.client().call({**message, "options": {}})
+    _call("download", url, file=str(file), start=start, stop=stop)
 
 
-def save(url: str, folder: Path, note: Callable[[int, int], None]) -> Path:
+def save(url: str, folder: Path, note: client.Note) -> Path:
     """Download an object, a folder, or the objects that match a pattern, into a local folder. Returns the local path.
 
     A download that was stopped is continued. ``note`` is called with the number of bytes that are done, and the number
     of all bytes. Raises FileError if the download fails.
     """
-    message = {"op": "save", "url": url, "folder": str(folder), "options": {}}
-    return Path(client.client().call(message, note)["path"])
+    return Path(_call("save", url, note=note, folder=str(folder))["path"])
 
 
 def remove(url: str) -> None:
     """Remove an object. Raises FileError if that fails."""
-    client.client().call({"op": "remove", "url": url, "options": {}})
+    _call("remove", url)
 
 
 def measure(
@@ -325,12 +328,10 @@ def measure(
     made. The received bytes are dropped. Returns the number of received bytes as ``num_bytes``, the elapsed
     ``seconds``, and the ``times`` of the first requests in seconds. Raises FileError if a request fails.
     """
-    message = {"op": "measure", "url": ranges[0][0], "options": dict(storage_options), "ranges": ranges, "most": most}
-    return client.client().call({**message, "requests": num_requests, "seconds": seconds})
+    more: dict[str, Any] = {"ranges": ranges, "most": most, "requests": num_requests, "seconds": seconds}
+    return _call("measure", ranges[0][0], storage_options, **more)
 
 
 def list_url(url: str, options: RemoteOptions) -> list[str]:
     """Return the names of the objects in a folder. Raises FileError if it cannot be listed."""
-    message = {"op": "list", "url": url, "options": dict(options.storage_options)}
-    names: list[str] = client.client().call(message)["names"]
-    return names
+    return list(_call("list", url, options.storage_options)["names"])
