@@ -394,5 +394,5 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         excess = "" if times < NOTABLE else f"reads {times:.2f} x their bytes; "
         samples, chunks = (count_text(number, "sample") for number in (len(self), self.chunk_samples))
         return printable(
-            f"ChunkDataset({self.path!r}: {samples} of {fields}; chunks of {chunks}; {excess}{self.cache})"
+            f"{type(self).__name__}({self.path!r}: {samples} of {fields}; chunks of {chunks}; {excess}{self.cache})"
         )

@@ -41,7 +41,7 @@ class Stitcher:
         Where other axes of the added values are than those of space.
     out : callable, optional
         Called as ``out(name, shape, dtype)`` for each volume; returns what its result is written to, plane by plane:
-        a dataset of an open HDF5 file, ``lambda name, *how: file.create_dataset(str(number), *how)``, or any array.
+        a dataset of an open HDF5 file, ``lambda name, *how: file.create_dataset(name, *how)``, or any array.
         Default: NumPy arrays.
 
     Raises

@@ -15,7 +15,7 @@ from h5chunk.sources.listing import check_source
 from h5chunk.sources.options import Options, flag_of, one_of
 from h5chunk.sources.recognise import is_path, read_head
 
-PACKAGES = {"pyarrow": "sparse"}  # optional packages, and the extra that installs each
+PACKAGES = {"pyarrow": "tables"}  # optional packages, and the extra that installs each
 
 
 def all_kinds() -> list[Any]:

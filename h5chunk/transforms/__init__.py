@@ -24,7 +24,7 @@ an error::
     augment = [RandomCrop(224), RandomHorizontalFlip()]
     ChunkLoader("pairs.h5", 32, transforms={"images": [*augment, Normalize(mean, std)], "masks": augment})
 
-Each echo of a sample has different random numbers, but repetitions of a sample by ``weights`` in an epoch share theirs.
+If an epoch uses a sample several times, because of ``echo`` or ``weights``, each use has different random numbers.
 With another sampler than `h5chunk.ChunkSampler`, they come from torch's random generator.
 
 Other random transforms usually use the same random numbers for a whole batch: see `per_sample`. Transforms of several

@@ -138,7 +138,8 @@ def _list_files(path: Path) -> list[Path]:
         found = [file for file in path.iterdir() if file.suffix.lower() in SUFFIXES and not file.name.startswith(".")]
         if not found:
             raise FileError(
-                f"{printable(path)}: no file in this folder ends in {', '.join(SUFFIXES)}: name a file or a pattern"
+                f"{printable(path)}: no file in this folder ends in {', '.join(SUFFIXES)}: name a file or a pattern, "
+                "or run h5chunk convert if these are images"
             )
         return sorted(found, key=natural)
     if path.exists() or not re.search(PATTERN, str(path)):
