@@ -107,17 +107,20 @@ def train(batches: Any, step: Step, seconds: float) -> tuple[float, float]:
                 return statistics.median(np.diff(times[5:])), (time.process_time() - used) / (len(times) - 41)
 
 
-def run_fault(fault: Fault, seconds: float = SECONDS) -> Result:
-    """Diagnose a loop with its fault, train it without the fault, and compare."""
-    report = watched(fault.make, None, seconds)
-    found = report.diagnosis
-    result = Result(fault.name, found.verdict, found.cause in fault.causes)
-    result.fixes = [f"{fix.name}: {fix.gain_text}" for fix in found.fixes]
-    fix = next((fix for fix in found.fixes if fault.fix and fault.fix in fix.name), None)
-    if fix is not None:
-        after = watched(fault.make, fix, seconds)
-        result.predicted = fix.gain.value
-        result.measured = after.seen.rate / report.seen.rate
+def run_fault(fault: Fault, seconds: float = SECONDS, rounds: int = 1) -> Result:
+    """Diagnose a loop with its fault, train it without the fault, and compare. Gains are medians of all rounds."""
+    gains = []
+    for number in range(rounds):
+        report = watched(fault.make, None, seconds)
+        found = report.diagnosis
+        if not number:
+            result = Result(fault.name, found.verdict, found.cause in fault.causes)
+            result.fixes = [f"{fix.name}: {fix.gain_text}" for fix in found.fixes]
+        fix = next((fix for fix in found.fixes if fault.fix and fault.fix in fix.name), None)
+        if fix is not None:
+            gains.append((fix.gain.value, watched(fault.make, fix, seconds).seen.rate / report.seen.rate))
+    if gains:
+        result.predicted, result.measured = map(statistics.median, zip(*gains, strict=True))
     return result
 
 
@@ -221,6 +224,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", help="names of faults")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of each loop")
+    parser.add_argument("--rounds", type=int, default=1, help="of each fault; more average out other programs")
     parser.add_argument("--overhead", action="store_true")
     parser.add_argument("--json", type=Path, help="also write the results here")
     options = parser.parse_args()
@@ -235,7 +239,7 @@ def main() -> None:
     wanted = [fault for fault in [*faults, ranks] if not options.only or fault.name in options.only]
     for fault in wanted:
         try:
-            result = run_ranks() if fault is ranks else run_fault(fault, options.seconds)
+            result = run_ranks() if fault is ranks else run_fault(fault, options.seconds, options.rounds)
         except Exception as error:
             result = Result(fault.name, f"{type(error).__name__}: {error}", False)
         results.append(result)
