@@ -24,6 +24,7 @@ HOOKS = (
     ("feed.batches", "FieldPipeline", "batches", GATHERING),
     ("feed.batches", "BatchMaker", "finish", COPYING),
     ("feed.cuda_slots", "CudaSlot", "receive", COPYING),
+    ("feed.stream", "WindowStream", "_load_next", WAITING),
     ("feed.stream", "WindowStream", "_wait_for", WAITING),
     ("feed.stream", "", "with_images", WAITING),
 )

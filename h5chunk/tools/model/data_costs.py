@@ -102,8 +102,8 @@ def _chunk_loader(seen: Seen, share: float, waits: str) -> Cost:
     """Return the cost of waiting for a ChunkLoader: its threads are the limit, or making batches of what they read."""
     stages, threads = seen.stages, seen.loader_threads
     work = max(1e-9, stages[READING] + stages[DECODING])
-    if stages[WAITING] < seen.wait / 2:
-        stage = max((GATHERING, COPYING), key=stages.__getitem__)
+    stage = max((GATHERING, COPYING), key=stages.__getitem__)
+    if stages[WAITING] < stages[stage]:
         text = f"{waits}; {stage} takes {min(1.0, stages[stage] / seen.wait):.0%} of that, in the training thread"
         return Cost(stage, True, share * (1 - seen.other_share), f"{text}.")
     stage = max((READING, DECODING), key=stages.__getitem__)
