@@ -214,9 +214,6 @@ class Sampler:
             del frame
             last, used = now, cpu
 
-    def _core_waits(self) -> float:
-        return core_wait(threading.get_native_id()) + core_wait(self._target_id)
-
     def _find_holder(self, busy: float) -> None:
         """Record which thread holds Python's lock (the GIL) while the target, which uses no core, and this one wait."""
         clocks = {thread: time.pthread_getcpuclockid(thread) for thread in sys._current_frames()}
@@ -224,9 +221,11 @@ class Sampler:
             return
         with suppress(OSError):  # a thread has ended, or the system does not count what is needed
             before = {thread: time.clock_gettime(clock) for thread, clock in clocks.items()}
-            started = time.perf_counter() - self._core_waits()
+            both, started = (threading.get_native_id(), self._target_id), time.perf_counter()
+            waits = [core_wait(thread) for thread in both]
             time.sleep(PROBE_S)
-            waited = time.perf_counter() - self._core_waits() - started - PROBE_S
+            for_cores = max(core_wait(thread) - wait for thread, wait in zip(both, waits, strict=True))
+            waited = time.perf_counter() - started - PROBE_S - for_cores
             used = {thread: time.clock_gettime(clock) - before[thread] for thread, clock in clocks.items()}
             holder = max(used, key=used.__getitem__)
             if waited > HELD_S and used[holder] > max(waited / 10, 2 * used[self._target]):
