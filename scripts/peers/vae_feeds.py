@@ -56,7 +56,7 @@ class ToArray:
             yield self._sender.send(room)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, because nothing is open."""
 
 
 class SparseTensor:
@@ -79,7 +79,7 @@ class SparseTensor:
         return tensor.pin_memory().to(self._job.device, non_blocking=True) if self._job.on_gpu else tensor
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, because nothing is open."""
 
 
 class Dense:

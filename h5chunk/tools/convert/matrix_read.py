@@ -58,7 +58,7 @@ def unfit_error(source: SparseSource, coding: Coding | FloatCoding, position: st
 
 
 def no_scale_error(source: SparseSource) -> UnfitError:
-    """Return the error for values of which some are not whole numbers at any scale."""
+    """Return the error for values that no common scale turns into whole numbers."""
     return UnfitError(
         f"{printable(source.path)}: no scale makes all values whole numbers up to {MAX_CODE}: use --values auto, "
         "--scale S with --clip, or --binarize MIN"

@@ -45,7 +45,7 @@ class Process:
 
 
 def read_processes(folder: Path) -> list[Process]:
-    """Read the measurements that processes wrote to a folder; the last line of a process may be cut off."""
+    """Read the measurements that processes wrote to a folder. The last line of a process may be incomplete."""
     found = []
     for path in sorted(folder.glob("*.jsonl")):
         role, parent, number = path.stem.split("-")
@@ -59,9 +59,9 @@ def read_processes(folder: Path) -> list[Process]:
 
 
 def collect(folder: Path, loader: int | None = None, cached_step: tuple[float, float] | None = None) -> Seen:
-    """Summarise the measurements of a training loop in a folder.
+    """Summarise the measurements of a training loop that are stored in ``folder``.
 
-    Raise SourceError if no loop was measured, or too few iterations.
+    Raises SourceError if no loop was measured, or if it had too few iterations.
     """
     processes = read_processes(folder)
     mains = [process for process in processes if process.rows["step"]]
@@ -85,7 +85,7 @@ def collect(folder: Path, loader: int | None = None, cached_step: tuple[float, f
 
 
 def _rank(process: Process) -> tuple[float, float]:
-    """Return the mean time of one rank's iterations, and of waiting in them for the gradients of other ranks."""
+    """Return the mean time of a rank's iterations, and the part of it in which it waits for other ranks' gradients."""
     kept = steady([Step(*row) for row in process.rows["step"]])
     iteration, backward = _mean([step.ended - step.asked for step in kept]), _mean([step.backward for step in kept])
     count, sums = _profiled(process)
@@ -93,7 +93,7 @@ def _rank(process: Process) -> tuple[float, float]:
 
 
 def training_loader(steps: Iterable[Step]) -> int:
-    """Return the loader whose batches train: the one with most optimizer steps, then with most time with gradients."""
+    """Return the loader that is used for training: the one with most optimizer steps, then most gradient time."""
     weight: defaultdict[int, float] = defaultdict(float)
     for step in steps:
         weight[step.loader] += 1e6 * step.optimizer_steps + (1 if step.trains else 1e-3) * (step.ended - step.asked)
@@ -177,7 +177,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _gap(fetches: list[Fetch]) -> float:
-    """Return the time that a worker takes between two batches if the next one was asked for before."""
+    """Return the time that a worker takes between two batches if the next batch was already requested."""
     gaps, last = [], dict[int, float]()
     for row in sorted(fetches, key=lambda row: row.started):
         if row.worker in last:
@@ -188,13 +188,13 @@ def _gap(fetches: list[Fetch]) -> float:
 
 
 def _warm(fetches: list[Fetch]) -> float:
-    """Return the time of collating samples a second time, relative to the first."""
+    """Return the time of collating samples a second time, relative to the first time."""
     ratios = [row.again / row.collate for row in fetches if row.again and row.collate]
     return min(1.0, statistics.median(ratios)) if ratios else 1.0
 
 
 def _holder(main: Process) -> dict[str, Any]:
-    """Return the share of samples in which another thread held Python's lock, and the thread that did so most often."""
+    """Return the fraction of samples in which another thread held the GIL, and the thread that held it most often."""
     found: Any = Counter()
     for name, place, idle in main.rows["held"]:
         found[f"{name} ({place.rpartition('/')[2] or 'a library'})"] += idle
@@ -234,7 +234,7 @@ def _lines(makers: list[Process], main: Process, fetches: list[Fetch]) -> tuple[
 
 
 def _stages(fetches: list[Fetch], counts: dict[tuple[str, str], int]) -> dict[str, float]:
-    """Return the seconds of each stage of a fetch; those not measured are estimated from samples of source lines."""
+    """Return the seconds of each stage of a fetch. Stages that were not measured are estimated from line samples."""
     seconds = dict.fromkeys(FETCH_STAGES, 0.0)
     for (stage, _), count in counts.items():
         seconds[stage] = seconds.get(stage, 0.0) + count
@@ -307,7 +307,7 @@ def _files(makers: list[Process]) -> list[dict[str, Any]]:
 
 
 def _cold(seen: Seen) -> float | None:
-    """Measure the time to read the bytes of a batch from the disk; None if that cannot be measured."""
+    """Measure the time to read the bytes of a batch from the disk; return None if that is not possible."""
     file = max(seen.files, key=lambda file: file["bytes"], default=None)
     if file is None or not seen.read_bytes:
         return None

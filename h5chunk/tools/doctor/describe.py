@@ -1,4 +1,4 @@
-"""Describe loaders, batches and the machine, and time a step that has its batch at once, as facts for a diagnosis."""
+"""Describe loaders, batches and the machine, and time steps on a batch that is ready, for a diagnosis."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def machine() -> dict[str, Any]:
 
 
 def time_step(step: Callable[[Any], object], batch: Any) -> tuple[float, float]:
-    """Return the seconds that Python takes for a step, and those of a complete step; all steps use one batch."""
+    """Return the seconds that Python takes for a step, and the seconds of a complete step. All steps use one batch."""
     wait = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     times = []
     with torch.random.fork_rng(devices):
         for _ in range(HOST_STEPS):
-            wait()  # so that nothing queued before holds up Python
+            wait()  # so that Python does not wait for earlier work
             started = clock()
             step(batch)
             times.append(clock() - started)

@@ -105,7 +105,10 @@ def _diagnose_command(command: Sequence[str], options: dict[str, Any], variables
 
 
 def _check(command: Sequence[str], options: dict[str, Any], report: DoctorReport) -> Check | None:
-    """Run the command with the first fix that can be tried from outside; None, with a note, if there is none."""
+    """Run the command with the first fix that needs no change of the script.
+
+    Returns None, and adds a note, if there is no such fix.
+    """
     assert report.seen is not None and report.diagnosis is not None
     fix = next((fix for fix in report.diagnosis.fixes if fix.apply), None)
     if fix is None:
@@ -129,7 +132,7 @@ def _finish(report: DoctorReport, html: str | Path | None, assert_util: float | 
 
 
 class WatchedLoop(DoctorReport):
-    """A report that is filled when the block of a ``with`` statement ends."""
+    """A report that is filled at the end of a ``with`` block."""
 
     def __init__(self, loader: Any, step: Any, limits: dict[str, Any], *last: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Inspect the files that a process reads: their share in the page cache, and the chunks of HDF5 files."""
+"""Inspect the files that a process reads: which part is in the page cache, and the chunks of HDF5 files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ def _append(items: list[Any], name: str, item: Any) -> None:
 
 
 def page_states(path: str, start: int, size: int) -> npt.NDArray[np.uint8]:
-    """Return whether each page of a part of a file is in the page cache, by mincore(2); ``start`` is of a page."""
+    """Return whether each page of a part of a file is in the page cache, by mincore(2).
+
+    ``start`` must be the offset of a page.
+    """
     mincore = ctypes.CDLL(None, use_errno=True).mincore
     mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
     with (
@@ -57,7 +60,7 @@ def page_states(path: str, start: int, size: int) -> npt.NDArray[np.uint8]:
 
 
 def cached_share(path: str, size: int) -> float:
-    """Return the share of a file's pages that are in the page cache, from parts of a large file."""
+    """Return the fraction of a file's pages in the page cache. For a large file, only parts are examined."""
     part = min(size, PART)
     starts = np.linspace(0, size - part, num=1 if part == size else PARTS).astype(np.int64) // mmap.PAGESIZE
     return float(np.mean([page_states(path, int(start) * mmap.PAGESIZE, part).mean() for start in starts]))
@@ -66,7 +69,7 @@ def cached_share(path: str, size: int) -> float:
 def cold_seconds(path: str, size: int, read_bytes: int) -> float | None:
     """Measure the time of an uncached read, by dropping a few parts of the file from the page cache.
 
-    Return None if they stay cached, because the file system is in memory or another process maps the file.
+    Returns None if the parts stay cached, because the file system is in memory or another process maps the file.
     """
     seconds = []
     read_bytes = min(read_bytes, size)

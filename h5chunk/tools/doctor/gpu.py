@@ -32,7 +32,7 @@ class GpuClock:
         self._read_clock = clock_reader()
 
     def begin_step(self) -> None:
-        """Mark the point from which the GPU can work on the step's batch."""
+        """Record an event from which the GPU can work on the step's batch."""
         if self._count == PROFILE_AT:
             self._start_profile()
         if time.perf_counter() > self._clock_read + CLOCK_S:
@@ -41,7 +41,10 @@ class GpuClock:
         self._begin = self._event()
 
     def end_step(self) -> int:
-        """Mark the end of the step's work; return the step's number, -1 while the profiler slows it down."""
+        """Record an event at the end of the step's work.
+
+        Returns its number, or -1 while the profiler slows down steps.
+        """
         if self._begin is None:
             return -1
         number, self._count = self._count, self._count + 1
@@ -62,7 +65,7 @@ class GpuClock:
         self._last_end = end
 
     def close(self) -> None:
-        """Write what the GPU has finished."""
+        """Write the measurements of the events that the GPU has reached."""
         with suppress(RuntimeError):  # the device failed, or the process ends
             while self._waiting and self._waiting[0][2].query():
                 self._write(*self._waiting.popleft())
@@ -87,7 +90,7 @@ class GpuClock:
 
 
 def summary(events: Any) -> dict[str, float]:
-    """Sum up what ran on the GPU, in seconds: kernels, copies, gradients of other ranks, and waiting of the CPU."""
+    """Return the seconds of GPU work: kernels, copies, gradients of other ranks, and waiting of the CPU."""
     sums = {"busy": 0.0, "kernels": 0, "copies": 0.0, "reduce": 0.0}
     spans, waits = [], list[tuple[int, float]]()
     events = list(events)
@@ -113,7 +116,10 @@ def summary(events: Any) -> dict[str, float]:
 
 
 def clock_reader() -> Callable[[], tuple[int, float]]:
-    """Return a function that reads why the GPU's clock is low (bits of NVML) and its share of the highest clock."""
+    """Return a function that reads the GPU's clock.
+
+    It returns NVML's bits for the reasons of a low clock, and the clock as a fraction of the maximum.
+    """
     handle, reasons, clock, highest = ctypes.c_void_p(), ctypes.c_ulonglong(), ctypes.c_uint(), ctypes.c_uint()
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")

@@ -1,7 +1,7 @@
 """Run a training script with the hooks of `h5chunk.tools.doctor.watch`, without changing it.
 
 A ``sitecustomize.py`` in a temporary folder on PYTHONPATH calls `start` in each Python process of the command. `start`
-installs the hooks once torch, and those of ChunkLoader once its module, has been imported.
+installs the hooks once torch has been imported, and the hooks of ChunkLoader once its module has been imported.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ start()
 
 
 def run_command(command: Sequence[str], folder: Path, options: dict[str, Any], variables: dict[str, str]) -> int:
-    """Run a command that trains, and write the measurements of its processes to a folder; return its exit status."""
+    """Run a command that trains, and return its exit status. Its processes write measurements to ``folder``."""
     (folder / "sitecustomize.py").write_text(SITE)
     environment = {**os.environ, **variables, VARIABLE: json.dumps({"folder": str(folder), **options})}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))

@@ -17,7 +17,7 @@ from h5chunk.tools.doctor.describe import CHUNK_LOADER
 from h5chunk.tools.measure.machine import available_bytes
 from h5chunk.tools.model.seen import COPYING, DECODING, GATHERING, READING, WAITING
 
-TASKS = "tasks"  # of Python threads, which read and decode
+TASKS = "tasks"  # tasks of Python threads, which read and decode
 HOOKS = (
     ("feed.read_pool", "WindowRead", "run", TASKS),
     ("store.hdf5.raw_chunks", "RawChunks", "decode_stored", DECODING),
@@ -32,16 +32,16 @@ clock = time.perf_counter
 
 
 class Stages:
-    """The time that all threads together spend in each stage of a loader."""
+    """The total time that all threads spend in each stage of a loader."""
 
     def __init__(self) -> None:
         self._spent: Any = Counter()
         self._lock = threading.Lock()
-        self._native_s = 0.0  # that the threads in C have worked
+        self._native_s = 0.0  # time that the threads in C have worked
         self.loader: Callable[[], Any] = lambda: None  # a weak reference
 
     def install(self, replace: Callable[[Any, str, Callable[..., Any]], None]) -> None:
-        """Put the hooks in, with a function that does so; the loader's module has been imported."""
+        """Install the hooks by calling ``replace``. The loader's module must have been imported."""
         for module, owner, name, stage in HOOKS:
             found = sys.modules[f"h5chunk.{module}"]
             replace(getattr(found, owner) if owner else found, name, partial(self._timed, stage))
@@ -80,7 +80,7 @@ class Stages:
         }
 
     def describe(self, loader: Any) -> dict[str, Any]:
-        """Describe a loader by what its fixes depend on."""
+        """Return the properties of a loader that determine which fixes are possible."""
         self.loader = weakref.ref(loader)
         source = loader._source
         on_gpu = source.device.type == "cuda"

@@ -27,7 +27,7 @@ def write_page(report: DoctorReport, path: Path) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise OutputError(f"{printable(path)}: cannot be written: {error.strerror}") from None
+        raise OutputError(f"{printable(path)}: cannot be written ({error.strerror})") from None
 
 
 def figures(report: DoctorReport) -> str:
@@ -60,7 +60,7 @@ def _ladder(report: DoctorReport) -> str:
 
 
 def _timeline(seen: Seen) -> str:
-    """Draw when training waited and worked in the last iterations, on one axis of time."""
+    """Draw when training waited and worked in the last iterations, along a common time axis."""
     pairs = list(zip(seen.waits, seen.steps, strict=True))[-SHOWN:]
     total, x, rows = sum(map(sum, pairs)), 0.0, [f"<text x='0' y='{BAR + 20}'>0 s</text>"]
     for seconds, color in (

@@ -52,7 +52,7 @@ def is_library(filename: str) -> bool:
 
 
 def line_of(frame: FrameType) -> int:
-    """Return the line that a frame runs; that of its function where Python knows none."""
+    """Return the line that a frame runs, or the first line of its function if Python does not know the line."""
     return frame.f_lineno or frame.f_code.co_firstlineno
 
 
@@ -64,7 +64,7 @@ def caller(frame: FrameType | None) -> str:
 
 
 def stage_of(frame: FrameType | None) -> str:
-    """Return the stage that a stack of calls belongs to, by its libraries and the words of the user's line."""
+    """Return the stage of a call stack, by its libraries and by words in the user's line of code."""
     while frame is not None and "torch/utils/data" not in frame.f_code.co_filename:
         if found := _stage_of_line(frame.f_code.co_filename, line_of(frame)):
             return found
@@ -89,10 +89,10 @@ class Step(NamedTuple):
     received: float
     resumed: float
     samples: int
-    trains: bool  # gradients are on
+    trains: bool  # whether gradients are computed
     epoch_started: float | None  # when the epoch began, for its first batch
     ended: float = 0.0
-    take: float = 0.0  # unpacking a batch of a worker
+    take: float = 0.0  # time to unpack a batch of a worker
     copy: float = 0.0
     copy_bytes: int = 0
     pageable_bytes: int = 0
@@ -121,7 +121,7 @@ class Use(NamedTuple):
 
     time: float
     cpu: float
-    delay: float  # this thread waited for a core
+    delay: float  # seconds in which this thread waited for a core
     read: float  # bytes
     disk: float
     everyone: float  # CPU seconds
@@ -129,7 +129,7 @@ class Use(NamedTuple):
 
 
 def core_wait(thread: int) -> float:
-    """Return the seconds that a thread has waited for a core. Raises OSError if the system does not count them."""
+    """Return the seconds that a thread has waited for a core. Raises OSError if the system does not measure this."""
     return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1]) / 1e9
 
 
@@ -155,7 +155,7 @@ class Recorder:
         self._written = 0.0
 
     def add(self, kind: str, *values: Any) -> None:
-        """Keep a measurement; flush all if the last flush was more than ``FLUSH_S`` seconds ago."""
+        """Keep a measurement, and write all measurements if the last write was over ``FLUSH_S`` seconds ago."""
         self.keep(kind, *values)
         if time.perf_counter() > self._written + FLUSH_S:
             self.flush()
@@ -185,7 +185,7 @@ class Sampler:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread, unless it runs."""
+        """Start the thread unless it is running."""
         if self._thread is None:
             self._stop.clear()
             self._interval = sys.getswitchinterval()
@@ -215,7 +215,7 @@ class Sampler:
             last, used = now, cpu
 
     def _find_holder(self, busy: float) -> None:
-        """Record which thread holds Python's lock (the GIL) while the target, which uses no core, and this one wait."""
+        """Record which thread holds the GIL while the target thread, which uses no core, and this one wait for it."""
         clocks = {thread: time.pthread_getcpuclockid(thread) for thread in sys._current_frames()}
         if len(clocks) < 3 or self._clock is None:
             return

@@ -19,7 +19,7 @@ BAR = 24  # characters of a full bar
 
 @dataclass(frozen=True)
 class Check:
-    """A fix that was tried, with its predicted and its measured gain."""
+    """A fix that was tried, with its predicted and measured gains."""
 
     fix: str
     predicted: float
@@ -64,7 +64,7 @@ class DoctorReport(Report):
 
     @property
     def utilisation(self) -> float:
-        """Share of the time in which the GPU works or, on the CPU, in which the step runs."""
+        """Fraction of the time in which the GPU works or, without a GPU, the step runs."""
         return 0.0 if self.diagnosis is None else self.diagnosis.utilisation
 
     def lines(self) -> Iterator[str]:
@@ -94,7 +94,7 @@ class DoctorReport(Report):
             yield f"  {name:{width}}  {rate:>12,.0f}  {bar:{BAR}}" + (f"  alone {alone:,.0f}" if alone else "")
 
     def rates(self) -> list[tuple[str, float, float | None]]:
-        """List the rungs of the ladder, and training as measured: name, samples/s, samples/s of the stage alone."""
+        """List (name, samples/s, samples/s of the stage alone) for the rungs of the ladder, and for training."""
         assert self.diagnosis is not None and self.seen is not None
         rungs = [(rung.name, rung.rate, rung.alone) for rung in self.diagnosis.ladder]
         return [*rungs, ("as measured", self.seen.samples / self.seen.iteration, None)]

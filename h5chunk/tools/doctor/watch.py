@@ -1,7 +1,7 @@
 """Hooks that measure a training loop from inside: DataLoaders, copies between devices, and optimizers.
 
-`install` puts them in, `remove` takes them out. They call what they replace with the same arguments, and change nothing
-that it returns.
+`install` installs the hooks, and `remove` removes them. They call the original functions with the same arguments, and
+return their results unchanged.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Watch:
         self.stages = Stages()
 
     def asks(self, number: int) -> None:
-        """End an iteration, because the loop asks for another batch."""
+        """End an iteration, because the loop requests another batch."""
         now = clock()
         self.sampler.stage = ""
         if self._open is not None:
@@ -83,7 +83,7 @@ class Watch:
             raise SystemExit(0)
 
     def number_of(self, loader: Any, number: int) -> int:
-        """Return the number of an earlier loader if this one replaces it: some scripts make one for each epoch."""
+        """Return the number of an earlier loader that this loader replaces, because some scripts make one per epoch."""
         if not isinstance(loader, DataLoader):
             return number
         dataset, place = loader.dataset, loader.__dict__.get("_made_at", number)
@@ -92,7 +92,7 @@ class Watch:
         return self._numbers.setdefault(same, number)
 
     def begins_epoch(self, number: int, started: float, loader: Any) -> None:
-        """Count an epoch as begun; stop measuring after the requested number of epochs."""
+        """Count an epoch that begins. Stop measuring after the requested number of epochs."""
         self.asks(number)
         self.sampler.start()
         if number not in self.settings:
@@ -145,7 +145,7 @@ _undo: list[Callable[[], None]] = []
 
 
 def install(folder: str, role: str = "main", **options: Any) -> Watch:
-    """Put the hooks in; measurements go to a folder. Options: seconds, epochs, end (exit), fix, batch (keep it)."""
+    """Install the hooks, which write to a folder. Options: seconds, epochs, end (exit), fix, batch (keep it)."""
     global _watch
     if _watch is not None:
         remove()
@@ -191,7 +191,7 @@ def watch_chunk_loader(module: Any) -> None:
 
 
 def remove() -> None:
-    """Take the hooks out, and write everything that was measured."""
+    """Remove the hooks, and write everything that was measured."""
     global _watch
     while _undo:
         _undo.pop()()
@@ -202,7 +202,7 @@ def remove() -> None:
 
 
 def _replace(owner: Any, name: str, hook: Callable[..., Any]) -> None:
-    """Call a hook instead of a function, with that function as its first argument."""
+    """Replace a function by a hook, whose first argument is the original function."""
     original, own = getattr(owner, name), name in vars(owner)
 
     @wraps(original)
@@ -265,7 +265,7 @@ def _get_iterator(original: Any, self: Any) -> Any:
 
 
 class StartWorker:
-    """A ``worker_init_fn`` that measures in a DataLoader's worker, and calls the user's."""
+    """A ``worker_init_fn`` that starts measuring in a DataLoader's worker, and calls the user's function."""
 
     def __init__(self, folder: str, given: Callable[[int], None] | None) -> None:
         self.folder, self.given = folder, given
@@ -305,7 +305,7 @@ def _fetch(original: Any, self: Any, indices: Any) -> Any:
 
 
 def _watch_files(watch: Watch) -> None:
-    """List the files that are open by now, and measure h5py's reads from here on."""
+    """List the files that are open now, and measure h5py's reads from now on."""
     from h5chunk.tools.doctor.files import open_files
 
     with suppress(Exception):  # of h5py and of files that change
@@ -327,7 +327,7 @@ def _read(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class TimedCollate:
-    """Call a ``collate_fn`` and keep its time; call torch's a second time for a few batches."""
+    """Call a ``collate_fn`` and measure its time. For a few batches, torch's function is called twice."""
 
     def __init__(self, given: Any) -> None:
         self.given = given
