@@ -111,4 +111,4 @@ def test_only_text_needs_pyarrow(tmp_path):
     out = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=tmp_path, timeout=240
     )
-    assert out.stdout.strip() == 'r.csv: reading csv requires pyarrow: pip install "h5chunk[sparse]"'
+    assert out.stdout.strip() == 'r.csv: reading csv requires pyarrow: pip install "h5chunk[tables]"'
