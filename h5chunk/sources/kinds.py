@@ -162,8 +162,8 @@ class KeyedOptions(Options):
     )
     attributes: tuple[str, ...] | None = option(
         None,
-        "Attributes of each sample, found with --samples, to store as fields. An attribute must be a number or a "
-        "string.",
+        "Attributes to store as fields, if --samples is used. An attribute must be one number or one string per "
+        "sample.",
         metavar="A[,B]",
     )
 

@@ -63,9 +63,7 @@ def _folder(name: str) -> str:
 def training_code(
     path: str, fields: Sequence[str], usual: Sequence[str], images: Sequence[ImagesInfo] = ()
 ) -> list[str]:
-    """Return lines of Python that create a loader of ``fields``. The fields are named only if they differ from
-    ``usual``.
-    """
+    """Return lines of Python that create a loader of ``fields``, which are named only if they are not ``usual``."""
     argument, transforms, imports = python_text(path), "", ["import h5chunk"]
     if any(item.name == fields[0] for item in images):
         transforms, imports = ", transforms=[RandomResizedCrop(224)]", [*imports, RESIZING]

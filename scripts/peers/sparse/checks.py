@@ -66,7 +66,7 @@ class Checker:
         return {"dropped": int(-excess[excess < 0].sum()), "repeated": int(excess[excess > 0].sum())}
 
     def find(self, rows: np.ndarray) -> np.ndarray:
-        """Return the positions of these checksums among the known ones. Raises Wrong if one is unknown."""
+        """Return the index of the packed row with each of these checksums. Raises Wrong if there is no such row."""
         places = np.minimum(np.searchsorted(self.known, rows), len(self.known) - 1)
         if not np.array_equal(self.known[places], rows):
             raise Wrong(f"{int((self.known[places] != rows).sum())} rows are none of those that were packed")

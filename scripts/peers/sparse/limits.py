@@ -4,8 +4,8 @@ CSR batches:
 
 rows       SciPy's ``matrix[rows]`` of a matrix with float32 values and int32 columns
 tensor     the same as a torch.sparse_csr tensor
-widen      entries in the order of the batches are converted to int32 and float32 in reused memory, and made a
-torch.sparse_csr tensor: the least cost of a batch, without shuffling
+widen      entries in the order of the batches are converted to int32 and float32 in reused memory, and become a
+           torch.sparse_csr tensor: the minimum cost of a batch, without shuffling
 
 Dense float32 batches:
 

@@ -85,7 +85,7 @@ class Server:
         return {"rows": rows, "seconds": seconds, "cpu_seconds": time.process_time() - cpu}
 
     def check(self, number: int) -> dict[str, Any]:
-        """Compare another epoch, as ``first`` did."""
+        """Compare another epoch, like the command ``first``."""
         return self.checker.epoch(self.contender.epoch(number)) if hasattr(self, "checker") else {}
 
 
