@@ -97,7 +97,7 @@ def check_whole(name: str, value: Any, minimum: int, maximum: int | None = None)
     is_huge = is_whole and value > MAX_NUMBER
     is_open = maximum is None and not is_huge
     limits = f", at least {minimum}" if is_open else f" from {minimum} to {maximum or MAX_NUMBER}"
-    raise OptionError(f"{name} is {value!r}: give a whole number{limits}")
+    raise OptionError(f"{name} is {value!r}: pass a whole number{limits}")
 
 
 shown_as: dict[str, str] = {}  # the name to display, such as a URL, by path of a local copy; folders end with a slash

@@ -119,7 +119,7 @@ class ChunkDataModule(LightningDataModule):
         if given and (split is not None or stratify is not None):
             raise OptionError("split or stratify divides one file, but val or test is given: leave out one of the two")
         if split is not None and not isinstance(split, str) and len(split) not in (2, 3):
-            raise OptionError(f"split is {split!r}: give the fractions of training, validation and optionally test")
+            raise OptionError(f"split is {split!r}: pass the fractions of training, validation and optionally test")
         for name in {*options, *(train_order or {}), *(train_options or {})} & set(TRAINER_KNOWS):
             raise OptionError(f"{name} is given, but the Trainer sets it: leave it out")
         self._path, self._val, self._test, self._fields = path, val, test, fields
@@ -203,10 +203,10 @@ def _split_by_field(whole: ChunkDataset, field: str) -> Parts:
     if unknown:
         raise OptionError(
             f"field {field!r} contains {unknown[0]!r}, which is not a part such as train, val or test: "
-            "give split as fractions"
+            "pass split as fractions"
         )
     part_of = np.array([parts[str(name).lower()] for name in names], np.int64)[numbers]
     train, val, test = (whole.subset(part_of == part) if (part_of == part).any() else None for part in range(3))
     if train is None:
-        raise OptionError(f"field {field!r} has no samples for training: give split as fractions")
+        raise OptionError(f"field {field!r} has no samples for training: pass split as fractions")
     return train, val, test

@@ -1,4 +1,4 @@
-"""Convert samples and split them into batches."""
+"""Convert the samples of a window with the user's transforms, and split them into batches."""
 
 from __future__ import annotations
 
@@ -24,20 +24,19 @@ from h5chunk.transforms.per_sample import PerSample, split_per_sample
 from h5chunk.transforms.ragged import RaggedConverter
 from h5chunk.transforms.rows import RowConverter
 
-GROUP_BYTES = 64 << 20  # batches converted by one call: on a small batch, launching a kernel costs more than running it
-MORE_BYTES = 256 << 20  # the same for dense rows, which reduces Python from 90 to 40 us for 500 x 26,744, and for data
-# that is on a GPU
+GROUP_BYTES = 64 << 20  # converted by one call, because launching a kernel for a small batch costs more than running it
+MORE_BYTES = 256 << 20  # the same for dense rows and for data on a GPU; see scripts/LOG.md
 ALL = 1 << 30  # more batches than any window has
 Part = Any  # one field of a batch: a tensor, a tuple of tensors, or a pending result of decoding
 Tensors = tuple[torch.Tensor, ...]  # one per field; two for a field whose entries are partly held out
 
 
 class FieldPipeline:
-    """Convert samples of one field, and split them into batches.
+    """The conversion of one field: it turns the samples of a window into batches.
 
-    ``converter`` computes the leading transforms in one step. Transforms for each sample are applied to its results,
-    and ``others`` to a batch just before it is returned. With ``reuse``, on the CPU, a batch is valid only until the
-    next batch.
+    The ``converter`` computes the leading transforms in one step. Transforms made by `per_sample` are applied next, and
+    the remaining transforms, ``others``, just before a batch is returned. With ``reuse``, batches on the CPU share one
+    buffer, so that each batch is valid only until the next one.
     """
 
     def __init__(self, transforms: Sequence[Transform], field: Field | RaggedField, *, reuse: bool) -> None:
@@ -67,26 +66,25 @@ class FieldPipeline:
         return self.converter.changes_nothing and not self._each
 
     def num_together(self, batch_size: int, *, keep: bool, group: int = GROUP_BYTES) -> int:
-        """Return how many batches to convert with one call: as many as fit in ``group`` bytes, at least one.
+        """Return how many batches to convert with one call, at least one.
 
-        With ``keep``, the caller may keep the batches: one per call, or all if nothing is converted.
+        That is as many as fit in ``group`` bytes. If the caller may ``keep`` the batches, it is one batch per call, or
+        all batches if nothing is converted.
         """
         if self.converter.is_uncut or self._each:
             return 1
         if keep:
             return ALL if self.converter.changes_nothing else 1
-        if self.reuses:  # batches of other windows come between those of a call, and would overwrite them
+        if self.reuses:  # batches of other windows are made in between, and would overwrite these
             return 1
         group = MORE_BYTES if isinstance(self.converter, RowConverter) else group
         return max(1, group // max(1, batch_size * self.converter.sample_bytes))
 
     def batches(self, samples: Any, draws: Draws, batch_size: int, *, keep: bool) -> Sequence[torch.Tensor | Tensors]:
-        """Convert samples and split them into batches; with ``keep`` the batches may share memory with the samples.
+        """Convert samples and split them into batches. With ``keep``, the batches may share memory with the samples.
 
-        A batch is a tensor, or a tuple of inputs and targets if entries are held out.
-
-        Batches share no autograd history, so that autograd does not mistake an in-place change of one batch for a
-        change of another.
+        A batch is a tensor, or a tuple of inputs and targets if entries are held out. Batches share no autograd
+        history, because autograd would otherwise mistake an in-place change of one batch for a change of another.
         """
         if isinstance(samples, Frames):
             memory: Any = self._empty
@@ -119,17 +117,17 @@ class FieldPipeline:
 
 
 class BatchMaker:
-    """Make batches for the user, from samples in a slot or in their own memory.
+    """Makes the batches that the user gets, from the samples of a window.
 
-    With ``keep``, samples that need no conversion may be returned without a copy; otherwise they are copied, because
-    the slot will be filled again.
+    With ``keep``, samples that need no conversion may be returned without a copy. Otherwise they are copied, because
+    the next window overwrites their memory.
     """
 
     def __init__(self, pipelines: Sequence[FieldPipeline], *, keep: bool, device: torch.device | None = None) -> None:
         self._pipelines, self._keep, self._device = pipelines, keep, device
-        self.ahead = max(pipeline.ahead for pipeline in pipelines)  # batches to begin before they are needed
+        self.ahead = max(pipeline.ahead for pipeline in pipelines)
         for pipeline in pipelines if self.ahead else ():
-            pipeline.reuses = False  # batches of all fields are begun together
+            pipeline.reuses = False  # several batches exist at the same time
         self._others = [
             () if output and isinstance(pipeline.converter, RaggedConverter) else pipeline.others
             for pipeline in pipelines
@@ -152,11 +150,11 @@ class BatchMaker:
         return batch[1].shape[0] - 1 if self._packs else batch[0].shape[0]
 
     def open(self, window: Fields, draws: Draws, batch_size: int | Sequence[int]) -> Iterator[Tensors]:
-        """Yield the batches of a window, then empty batches, for steps in which only other ranks have samples.
+        """Yield the batches of a window, and then empty batches without end.
 
-        ``batch_size`` may be the size of each batch.
-
-        This generator keeps no reference to a yielded batch, not even in a ``zip``, so that its memory can be reused.
+        The empty batches are for steps in which only other ranks have samples. ``batch_size`` may be a list with the
+        size of each batch. The generator keeps no reference to a batch that it has yielded, so that the memory can be
+        reused.
         """
         fields = zip(self._pipelines, window, strict=True)
         batches = [self._split(pipeline, samples, draws, batch_size) for pipeline, samples in fields]
@@ -193,7 +191,7 @@ class BatchMaker:
         return list(map(_flat, batches))
 
     def by_number(self, fields: Sequence[Any]) -> Fields:
-        """Return the fields of all samples on a GPU, wrapped for the converters that gather samples themselves."""
+        """Wrap the fields on a GPU for those converters that gather samples themselves."""
         augmented = (isinstance(pipeline.converter, AugmentConverter) for pipeline in self._pipelines)
         pairs = zip(fields, augmented, strict=True)
         return tuple(ImagesByNumber(own) if is_it and isinstance(own, torch.Tensor) else own for own, is_it in pairs)
@@ -229,5 +227,4 @@ def drop(batch: Tensors) -> None:
 
 
 def _flat(batch: Iterable[Part]) -> Tensors:
-    """Return the tensors of a batch, with inputs and targets one after the other."""
     return tuple(part for field in batch for part in (field if isinstance(field, tuple) else (field,)))

@@ -48,7 +48,7 @@ class DataSource:
 
     reader: H5Reader
     direct: dict[str, ByteReader]  # fields that are read by byte ranges
-    why: dict[str, str]  # fields that are read through HDF5, with the reason
+    why: dict[str, str]  # the reason for each field that is read through HDF5
     numbered: dict[str, Callable[[np.ndarray], np.ndarray]]  # fields computed from sample numbers: see ReadPool
     layouts: Layouts
     device: torch.device
@@ -58,14 +58,17 @@ class DataSource:
 
     @property
     def pieces(self) -> Layouts:
-        """The layouts for slots of consecutive samples, which are used to read all samples once."""
+        """The layouts of slots with consecutive samples, for reading all samples once."""
         return {
             name: layout if isinstance(layout, FieldLayout) else layout.of_pieces()
             for name, layout in self.layouts.items()
         }
 
     def read_amplification(self, order: Order) -> float:
-        """Return the ratio of bytes read to bytes used in an epoch, on all ranks, without fields kept in memory."""
+        """Return the bytes that all ranks read in an epoch, divided by the bytes of the samples.
+
+        Fields that are kept in memory are not counted.
+        """
         rows = None if order.selection is None else order.selection.resolve(order.seed, order.epoch).samples
         kept = [name for name, field in self.direct.items() if is_small_field(field)]
         return read_amplification(self.reader, rows, self.direct, kept)
@@ -114,7 +117,6 @@ def make_source(
 
 
 def _layout(reader: H5Reader, name: str, counts: np.ndarray | None, lanes: int) -> Any:
-    """Return the layout of a stored field; see `layout_of`."""
     layout = layout_of(reader, name, counts, lanes)
     if not isinstance(reader, WindowReader):
         return layout
@@ -125,7 +127,7 @@ def _layout(reader: H5Reader, name: str, counts: np.ndarray | None, lanes: int) 
 
 
 def _counts(dataset: ChunkDataset, num_samples: int, order: Order) -> np.ndarray | None:
-    """Return the maximum number of times that an epoch uses each sample, (n,) int64; None if each is used once."""
+    """Return how often an epoch may use each sample, (n,) int64, or None if it uses each sample once."""
     if order.selection is None and not order.pad:
         return None
     max_uses = order.selection.max_draws if isinstance(order.selection, WeightedSelection) else 1
@@ -137,13 +139,13 @@ def _counts(dataset: ChunkDataset, num_samples: int, order: Order) -> np.ndarray
 
 
 def _direct_fields(reader: H5Reader, reader_kind: str) -> tuple[dict[str, ByteReader], dict[str, str]]:
-    """Return readers of the fields that can be read by byte ranges, and why each other field is read through HDF5."""
+    """Return the readers of fields that are read by byte ranges, and the reason for each field that HDF5 reads."""
     if reader_kind == "h5py":
         return {}, dict.fromkeys(reader.fields, "requested by reader='h5py'")
     direct, why = direct_fields(reader)
     if why and reader_kind != "auto":
         name, reason = next(iter(why.items()))
-        raise OptionError(f"field {name!r} cannot be read directly: {reason}: use reader='auto' or 'h5py'")
+        raise OptionError(f"field {name!r} cannot be read directly: {reason}. Use reader='auto' or 'h5py'")
     for name, reason in why.items():
         warnings.warn(printable(f"field {name!r} is read through h5py, in one thread: {reason}"), stacklevel=4)
     if reader_kind == "auto":
@@ -153,17 +155,20 @@ def _direct_fields(reader: H5Reader, reader_kind: str) -> tuple[dict[str, ByteRe
 
 
 def find_data(data: Paths | ChunkDataset, transforms: Transforms | None) -> tuple[ChunkDataset, Transforms | None]:
-    """Return the data set and the transforms of its batches. Raise OptionError if a loader would ignore any of them."""
+    """Return the data set and the transforms of its batches.
+
+    Raise OptionError if the loader would ignore a transform or an overridden method of the data set.
+    """
     if not isinstance(data, ChunkDataset):
         if isinstance(data, Dataset):
             raise OptionError(
-                f"data is a {type(data).__name__}: give a ChunkDataset, whose subset() and split() select samples"
+                f"data is a {type(data).__name__}: pass a ChunkDataset, whose subset() and split() select samples"
             )
         return _without_strings(data, ChunkDataset(data)), transforms
     changed = [name for name in ("__getitem__", "__getitems__") if _differs(type(data), name)]
     if changed:
         raise OptionError(
-            f"{type(data).__name__} overrides {changed[0]}, which a ChunkLoader does not call: use transforms="
+            f"{type(data).__name__} overrides {changed[0]}, which a ChunkLoader does not call: pass transforms= instead"
         )
     own_transforms: Transforms = [data.transform] if callable(data.transform) else data.transform or ()
     if not own_transforms:
@@ -171,14 +176,14 @@ def find_data(data: Paths | ChunkDataset, transforms: Transforms | None) -> tupl
     lists = own_transforms.values() if isinstance(own_transforms, Mapping) else [own_transforms]
     if transforms is not None or not all(isinstance(item, BATCH_TRANSFORMS) for part in lists for item in part):
         raise OptionError(
-            "the data set has a transform, which is for single samples in a DataLoader: give it to the loader as "
-            "transforms=, and remove it from the data set (dataset.with_transform(None))"
+            "the data set has a transform for single samples, which a ChunkLoader cannot apply: pass it to the loader "
+            "as transforms=, and remove it from the data set with dataset.with_transform(None)"
         )
     return data, own_transforms
 
 
 def _without_strings(path: Paths, dataset: ChunkDataset) -> ChunkDataset:
-    """Drop the default fields with strings, which no device supports, with a warning, and return the data set."""
+    """Leave out the default fields that contain strings, with a warning."""
     numbers = [name for name in dataset.fields if dataset.field(name).dtype.kind != "S"]
     if not numbers or len(numbers) == len(dataset.fields):
         return dataset
@@ -194,7 +199,7 @@ def _differs(kind: type[ChunkDataset], name: str) -> bool:
 
 
 class MemoryBudget:
-    """Limit the memory of a loader, on host and device together, and plan the windows that fit."""
+    """Plans the windows that fit in a loader's memory limit, for host and device together."""
 
     def __init__(
         self, source: DataSource, converters: Sequence[Converter], memory_bytes: int | None, *, reuse: bool
@@ -208,7 +213,7 @@ class MemoryBudget:
         self._converted_bytes += sum(held)  # windows that are gathered for a batch
 
     def plan(self, resident: bool | str, order: Order, *, min_chunks: int | None) -> SlotPlan | None:
-        """Plan the number and size of the windows in memory; return None if all data is kept on the device instead.
+        """Plan the number and size of windows. Return None if all data is kept on the device instead.
 
         Raise `OptionError` if resident data was requested but does not fit.
         """
@@ -233,13 +238,13 @@ class MemoryBudget:
 
     @property
     def _ahead_bytes(self) -> int:
-        """Return how many bytes to read ahead of remote objects, at most half of what their cache may hold."""
+        """Return how many bytes of remote objects to read ahead: at most half of what their cache may hold."""
         mirrors = [each.mirror for each in self._source.reader.readers if each.mirror is not None]
         limits = [mirror.cache_bytes // 2 for mirror in mirrors if mirror.cache_bytes is not None]
         return min([REMOTE_AHEAD_BYTES, *limits]) if mirrors else 0
 
     def _window_bytes(self, num_samples: int) -> int:
-        """Return the bytes of a window on the host plus, if the device is a GPU, those on the device."""
+        """Return the size of a window in bytes. For a GPU, this counts the host and the device buffer."""
         return (1 if self._on_cpu else 2) * slot_bytes(self._source.layouts, num_samples)
 
     def _beside_windows(self, order: Order) -> int:
@@ -256,7 +261,6 @@ class MemoryBudget:
         return total
 
     def _reading_bytes(self, order: Order) -> int:
-        """Return the bytes needed for small fields, HDF5's chunk caches, and decoding compressed chunks."""
         source = self._source
         total = sum(
             field.num_bytes if is_small_field(field) else field.scratch_bytes(source.num_threads)
@@ -299,7 +303,7 @@ class MemoryBudget:
         return max(1, min(LOADING_BYTES // max(1, sample_bytes), order.num_samples // LOADING_SLOTS))
 
     def describe(self, order: Order, plan: SlotPlan | None) -> str:
-        """Describe the use of memory, for the repr of a loader. Without a plan, all data is kept on the device."""
+        """Describe the use of memory for the repr of a loader. Without a plan, all data is on the device."""
         if plan is None:
             return f"all {self._source.reader.num_samples} samples resident ({human_bytes(self._resident_bytes)})"
         windows = count_text(plan.num_slots * plan.together, "window")
@@ -308,20 +312,20 @@ class MemoryBudget:
 
 
 def find_device(device: str | torch.device) -> torch.device:
-    """Return the torch device for a user's argument. Raise OptionError unless it is the CPU or an existing GPU."""
+    """Parse the ``device`` argument. Raise OptionError unless it is the CPU or an existing GPU."""
     try:
         found = torch.device(device)
     except RuntimeError as error:
-        raise OptionError(f"device is {device!r} ({str(error).splitlines()[0]}): give cpu or cuda") from None
+        raise OptionError(f"device is {device!r} ({str(error).splitlines()[0]}): pass 'cpu' or 'cuda'") from None
     if found.type not in ("cpu", "cuda"):
-        raise OptionError(f"device is {device!r}: give cpu or cuda")
+        raise OptionError(f"device is {device!r}: pass 'cpu' or 'cuda'")
     if found.type == "cpu":
         return found
     if not torch.cuda.is_available():
-        raise OptionError(f"device is {device!r}, but torch finds no CUDA device: give cpu")
+        raise OptionError(f"device is {device!r}, but torch finds no CUDA device: pass 'cpu'")
     if (found.index or 0) >= torch.cuda.device_count():
         raise OptionError(
-            f"device is {device!r}, but torch finds only {torch.cuda.device_count()} GPUs: give a smaller number"
+            f"device is {device!r}, but torch finds only {torch.cuda.device_count()} GPUs: pass a smaller index"
         )
     return found
 
@@ -336,11 +340,11 @@ def check_arguments(
 ) -> None:
     """Raise OptionError for loader arguments that are invalid for any file."""
     if reader not in ("auto", "direct", "h5py"):
-        raise OptionError(f"reader is {reader!r}: give auto, direct or h5py")
+        raise OptionError(f"reader is {reader!r}: pass 'auto', 'direct' or 'h5py'")
     if not isinstance(resident, bool) and resident != "auto":
-        raise OptionError(f"resident is {resident!r}: give True, False or 'auto'")
+        raise OptionError(f"resident is {resident!r}: pass True, False or 'auto'")
     for name, number, minimum in (("num_threads", num_threads, 1), ("memory_bytes", memory_bytes, 0)):
         if number is not None:
             check_whole(name, number, minimum)
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 <= timeout < math.inf:
-        raise OptionError(f"timeout is {timeout!r}: give seconds, or 0 to wait forever")
+        raise OptionError(f"timeout is {timeout!r}: pass seconds, or 0 to wait forever")

@@ -1,11 +1,11 @@
 """Batches that torch's DataLoader sends to the main process without another copy.
 
-A batch is read as a unit, into memory that a DataLoader worker shares with the main process. `Batch` presents it to
-torch as the sequence of samples that torch expects from ``__getitems__``, and tells torch's default ``collate_fn``
-(through its documented map of types) that these samples are already a batch.
+A worker of a DataLoader reads a batch as a unit, into memory that it shares with the main process. `Batch` presents
+this batch as the sequence of samples that torch expects from ``__getitems__``. torch's default ``collate_fn`` then
+returns the batch unchanged, because this module registers a function for it.
 
-Sample indices are relative to a subset of a file: the same index in another subset refers to another sample. Therefore
-a sampler tags its batches of indices with a key of the subset, and a data set of another subset rejects them.
+A sample index is relative to a subset of a file, so the same index in another subset refers to another sample.
+Therefore a sampler tags each batch of indices with a key of the subset, and a data set of another subset rejects it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ class Sample(tuple[Any, ...]):
 
 
 class Batch(Sequence[Sample]):
-    """A batch as a sequence of samples, stored by field: (batch_size, ...) tensors, or lists of str.
+    """A batch as a sequence of samples. It is stored by field: (batch_size, ...) tensors, or lists of str.
 
-    Field ``packed`` has samples one after the other, and the next field where each begins: see `Pack`.
+    ``packed`` is the number of a field made by `Pack`, in which samples follow one another; the next field then holds
+    their offsets.
     """
 
     def __init__(
@@ -60,9 +61,9 @@ class Batch(Sequence[Sample]):
         return Sample([*others[:first], *own, *others[first:]])
 
     def stacked(self) -> Batch:
-        """Return the batch with each field of individually decoded images stacked into one tensor.
+        """Return the batch with the separately decoded images of each field stacked into one tensor.
 
-        Raise FieldError if the images of the batch differ in size.
+        Raise FieldError if the images differ in size.
         """
         images = [
             isinstance(field, list) and bool(field) and isinstance(field[0], torch.Tensor) for field in self.fields
@@ -74,8 +75,8 @@ class Batch(Sequence[Sample]):
         if len(sizes) > 1:
             one, other = (" x ".join(map(str, size)) for size in sorted(sizes)[:2])
             raise FieldError(
-                f"the images of a batch differ in size ({one}, {other}): give ChunkDataset a transform that gives them "
-                "one size, such as transform=[RandomResizedCrop(224)], or [Resize(256), CenterCrop(224)]"
+                f"the images of a batch differ in size ({one}, {other}): pass ChunkDataset a transform that makes them "
+                "equal in size, such as transform=[RandomResizedCrop(224)] or [Resize(256), CenterCrop(224)]"
             )
         return Batch([torch.stack(field) if is_image else field for field, is_image in pairs], len(self))
 
@@ -84,9 +85,9 @@ class Batch(Sequence[Sample]):
 
 
 def no_samples(sample: Sample) -> Sequence[Sample]:
-    """Return an empty batch with the shapes and types of a batch into which torch would collate such samples.
+    """Return an empty batch with the shapes and types that torch would collate from such samples.
 
-    Return an empty list if torch cannot collate the sample: then the user's ``collate_fn`` has to handle it.
+    If torch cannot collate the sample, return an empty list, which the user's ``collate_fn`` has to handle.
     """
     with suppress(TypeError, RuntimeError):
         return Batch([_emptied(default_collate([value])) for value in sample], 0)
@@ -94,7 +95,6 @@ def no_samples(sample: Sample) -> Sequence[Sample]:
 
 
 def _emptied(collated: Any) -> Any:
-    """Return a collated batch without its samples: empty tensors and lists, in the same containers."""
     if isinstance(collated, torch.Tensor):
         return collated[:0]
     if isinstance(collated, Mapping):
@@ -106,7 +106,7 @@ def _emptied(collated: Any) -> Any:
 
 
 def collate(batch: Sequence[Any]) -> Any:
-    """Return the tuple of fields of a `Batch`, without a copy; collate any other batch as torch does."""
+    """Return the fields of a `Batch` as a tuple, without a copy. Any other batch is collated as torch does."""
     return batch.fields if isinstance(batch, Batch) else default_collate(list(batch))
 
 
@@ -125,7 +125,8 @@ Numbering = tuple[int, int]  # a subset's key: its size, and a checksum of its s
 class TaggedBatch(list[int]):
     """A batch of sample indices, with the key of their subset, and the epoch and seed for random transforms.
 
-    ``repeats``, (n,), is added to the indices in the file to distinguish repeated samples: see `h5chunk.plan.draws`.
+    ``repeats``, (n,), distinguishes the repetitions of a sample in an epoch. It is added to the sample's number in the
+    file when random numbers are drawn: see `h5chunk.plan.draws`.
     """
 
     def __init__(
@@ -143,23 +144,23 @@ class TaggedBatch(list[int]):
 def check_numbering(drawn: Numbering, numbering: Numbering) -> None:
     """Raise OptionError if sample indices were drawn for one subset, but are used with another.
 
-    Another file with the same number of samples is allowed, because it may contain other fields of the same samples.
+    A different file with equally many samples is allowed, because it may contain other fields of the same samples.
     """
     if drawn == numbering:
         return
-    expected = f"{numbering[0]}" if drawn[0] != numbering[0] else f"{numbering[0]} others"
+    expected = f"{numbering[0]}" if drawn[0] != numbering[0] else f"{numbering[0]} other samples"
     raise OptionError(
-        f"this batch was drawn from a data set of {drawn[0]} samples, but is read from one of {expected}: give the "
-        "loader the same data set or subset as the ChunkSampler"
+        f"this batch was drawn from a data set of {drawn[0]} samples, but is read from one of {expected}: pass the "
+        "same data set or subset to the loader and to the ChunkSampler"
     )
 
 
 def sample_numbers(indices: Any) -> np.ndarray:
-    """Convert sample numbers to an int64 array; raise IndexError for a mask, or for numbers that are not integers."""
+    """Convert sample indices to an int64 array. Raise IndexError for a mask, or for values that are not integers."""
     try:
         numbers = np.asarray(indices)
     except (TypeError, ValueError):
-        raise IndexError("indices contains lists of different lengths: give an integer or a list of integers") from None
+        raise IndexError("the indices are lists of different lengths: pass an integer or a list of integers") from None
     if numbers.size and numbers.dtype.kind not in "iu":
-        raise IndexError(f"indices are of type {numbers.dtype}: give integers; for a mask, give mask.nonzero()[0]")
+        raise IndexError(f"the indices are of type {numbers.dtype}: pass integers (for a mask, mask.nonzero()[0])")
     return numbers.astype(np.int64, copy=False)

@@ -1,7 +1,8 @@
-"""Windows on a GPU: pinned memory that they are read into, and buffers on the device that they are copied to.
+"""Memory for windows on a GPU: pinned host buffers that windows are read into, and device buffers they are copied to.
 
-A window needs pinned memory only until it is copied, but its buffer on the device until its batches were used. So there
-are fewer pinned buffers, which are filled in turn, and stay in the processor's cache if windows are small.
+A window needs a pinned buffer only until it has been copied, but its device buffer until its batches have been used.
+Therefore there are fewer pinned buffers. They are filled in turn, and stay in the processor's cache if windows are
+small.
 """
 
 from __future__ import annotations
@@ -32,12 +33,16 @@ from h5chunk.native import cuda
 from h5chunk.transforms.compiled import current_stream
 from h5chunk.transforms.csr import SampleNumbers
 
-PINNED_BYTES = 96 << 20  # pinned memory of small windows: larger does not stay in the processor's cache
+PINNED_BYTES = 96 << 20  # of all pinned buffers of small windows; more would not stay in the processor's cache
 MIN_PINNED = 4  # pinned buffers of large windows: two are filled while one is copied
 
 
 class PinnedBuffer:
-    """Pinned memory for one window at a time. ``tasks`` holds what fills it with full windows."""
+    """A pinned host buffer that holds one window at a time.
+
+    ``tasks`` are the read tasks that fill the buffer with a full window. They are kept, so that later windows reuse
+    them.
+    """
 
     def __init__(self, layouts: Layouts, num_samples: int) -> None:
         self._memory = PinnedMemory(slot_bytes(layouts, num_samples))
@@ -49,7 +54,6 @@ class PinnedBuffer:
 
     @property
     def is_free(self) -> bool:
-        """Whether the last copy is done."""
         return self.copied is None or self.copied.query()
 
     def wait(self) -> None:
@@ -72,11 +76,12 @@ def num_pinned(num_slots: int, num_bytes: int) -> int:
 
 
 class CudaSlot:
-    """A buffer on the device for all fields of a window, which is first read into one of the ``pinned`` buffers.
+    """A device buffer that holds all fields of one window.
 
-    ``num_samples`` is the size of the largest window, and ``stream`` is the CUDA stream of the copies. ``is_full`` says
-    that the window has this size, so that `begin` has returned the same destinations as for earlier full windows in its
-    pinned buffer.
+    A window is first read into one of the ``pinned`` host buffers, which slots share, and then copied to the device.
+    ``num_samples`` is the size of the largest window, and ``stream`` is the CUDA stream for the copies. ``is_full`` is
+    true if the window has that size and its destinations are the same as for the previous full window in its pinned
+    buffer.
     """
 
     def __init__(
@@ -106,12 +111,12 @@ class CudaSlot:
 
     @property
     def has_pinned(self) -> bool:
-        """Whether there is a pinned buffer that no other slot uses; a copy from it may still be running."""
+        """Whether a pinned buffer is available. A copy from it may still be running."""
         return bool(self._all_pinned)
 
     @property
     def is_free(self) -> bool:
-        """Whether `begin` returns at once."""
+        """Whether `begin` would return without waiting."""
         return self.has_pinned and self._all_pinned[0].is_free
 
     @property
@@ -125,29 +130,28 @@ class CudaSlot:
             self._pinned.tasks = tasks
 
     def begin(self, samples: np.ndarray) -> Mapping[str, Destination]:
-        """Take a pinned buffer, wait for copies from it, and return the destinations of all fields for readers."""
+        """Take a pinned buffer, wait until the last copy from it is done, and return the destinations of all fields."""
         pinned = self._pinned = self._all_pinned.popleft()
         pinned.wait()
         is_full = len(samples) == self._num_samples
         if is_full and self._full is not None and pinned.of_full_window is not None:
             self._windows, self.window, self.is_full = {}, self._full, True
-            self._copy_all(pinned)
+            self._copy_whole_buffer(pinned)
             return pinned.of_full_window
         self.is_full = False
         self._windows = windows = windows_of(self._layouts, samples)
         device, host = beginnings(self._arrays, windows), beginnings(pinned.arrays, windows)
         if [window.shapes for window in windows.values()] == self._largest:
-            self._copy_all(pinned)
+            self._copy_whole_buffer(pinned)
         else:
-            self._copy(device, host)
+            self._copy_arrays(device, host)
         self.window = samples_in(windows, device)  # valid from `receive` until `release`
         destinations = destinations_in(windows, host)
         if is_full and all(isinstance(layout, FieldLayout) for layout in self._layouts.values()):
             self._full, pinned.of_full_window = self.window, destinations
         return destinations
 
-    def _copy_all(self, pinned: PinnedBuffer) -> None:
-        """Copy the whole buffer with one call."""
+    def _copy_whole_buffer(self, pinned: PinnedBuffer) -> None:
         self._copies = [(self._bytes, pinned.bytes)]
         if self._sending is not None:
             address = pinned.bytes.data_ptr()
@@ -155,15 +159,14 @@ class CudaSlot:
                 self._tables[address] = _copy_table(self._copies)
             self._sending.set_copies(self._tables[address])
 
-    def _copy(self, device: Arrays, host: Arrays) -> None:
-        """Copy each of the host's arrays."""
+    def _copy_arrays(self, device: Arrays, host: Arrays) -> None:
         self._copies = [pair for own in zip(device, host, strict=True) for pair in zip(*own, strict=True)]
         if self._sending is not None:
             self._sending.set_copies(_copy_table(self._copies))
 
     @property
     def sender(self) -> tuple[int | None, int | None]:
-        """The addresses of a C function and its argument that do what `send` does, or None."""
+        """The addresses of a C function and its argument that do the same as `send`, or (None, None)."""
         return (None, None) if self._sending is None else (cuda.sender(), self._sending.address)
 
     def send(self) -> None:
@@ -180,7 +183,7 @@ class CudaSlot:
             window.check()
 
     def return_pinned(self) -> None:
-        """Let other slots use the pinned buffer, once its copy is done; no thread may write to it any more."""
+        """Make the pinned buffer available to other slots. No thread may write to it any more."""
         pinned, self._pinned = self._pinned, None
         if pinned is not None:
             pinned.copied = self._copied
@@ -193,7 +196,7 @@ class CudaSlot:
             torch.cuda.current_stream(self._stream.device).wait_event(self._copied)
 
     def gather(self, order: np.ndarray) -> Fields:
-        """Return a copy of some samples of the window, on the device, by their positions in it, (n,) int64."""
+        """Copy samples of the window on the device, given their positions in it, (n,) int64."""
         return gather(self.window, SampleNumbers(order, to_device(order, self._stream.device)), None)
 
     def release(self) -> None:

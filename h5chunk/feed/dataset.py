@@ -55,11 +55,12 @@ class ChunkDataset(StoredNames, Dataset[Any]):
     Parameters
     ----------
     path : path or sequence of paths
-        A file; or several files as one data set, whose samples are numbered file after file: a folder or a pattern such
-        as ``shards/*.h5``, sorted by name with numbers by value, or a list, in its order. Their fields must agree, and
-        so must the classes of labels; their chunks may differ. A folder that lacks a shard raises an error. Or URLs of
-        objects in stores (``s3://``, ``gs://``, ``az://``, ``https://``), with the extra ``remote``: their bytes are
-        read by range requests as they are needed, and a change of an object raises an error.
+        One file, or several files that form one data set: a folder, a pattern such as ``shards/*.h5``, or a list.
+        Samples are numbered file after file. The files of a folder or a pattern are sorted by name, with numbers by
+        value; those of a list keep its order. Their fields and class names must agree, but their chunks may differ. A
+        folder that lacks a shard raises FileError. URLs of objects (``s3://``, ``gs://``, ``az://``, ``https://``) need
+        the extra ``remote``. Their bytes are fetched by range requests as they are needed, and an object that changes
+        raises FileError.
     fields : sequence or mapping of str, optional
         Datasets to read, in this order, or the group of a CSR matrix, which comes first; a mapping gives them names.
         Default: ``images``, or the matrix ``X``, and ``labels`` if they exist. ``sample_number`` is the number of each
@@ -68,9 +69,10 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         ``h5chunk/source_index`` of a converted file is the number of each sample in its source, such as the row of an
         array.
     offsets, lengths : mapping of str, optional
-        For a field whose samples are runs of a dataset's rows, as in ``offsets={"tokens": "starts"}``: the dataset with
-        the first row of each sample, and finally the number of rows, (n + 1,); or with the length of each sample, (n,).
-        Batches have two tensors for it: see `h5chunk.transforms.Pad` (the default) and `h5chunk.transforms.Pack`.
+        For a field whose samples differ in length, and are stored one after another along the first axis: a dataset
+        with the offsets of the samples, (n + 1,), from 0 to the number of rows, or with their lengths, (n,). An example
+        is ``offsets={"tokens": "starts"}``. Batches have two tensors for such a field: see `h5chunk.transforms.Pad`
+        (the default) and `h5chunk.transforms.Pack`.
     trusted : bool
         Whether to follow links, views of other files and external storage within the file's folder, and to run unknown
         filters. If False, each process first opens a file in a child process (20 to 50 ms), as HDF5 may crash on it.
@@ -88,8 +90,8 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         and each version of an object has a separate copy. Files with checksums are checked (``checksums`` is
         ``"first"``). Default: only metadata is cached, in ``~/.cache/h5chunk``.
     cache_bytes : int, optional
-        Limit on the size of this data set's cache. `ChunkLoader` evicts the data whose next use is furthest away, which
-        maximises the hit rate; a DataLoader evicts at random. Default: no limit.
+        Limit on the size of this data set's cache, in bytes. `ChunkLoader` evicts the data whose next use is furthest
+        away, which maximises the hit rate. A DataLoader evicts at random. Default: no limit.
     storage_options : dict, optional
         For URLs: arguments of obstore's ``from_url``, such as ``{"skip_signature": True}`` or an endpoint; ``timeout``,
         seconds per request (30); ``deadline``, seconds for which a request is retried (60); ``requests``, the number of
@@ -174,17 +176,17 @@ class ChunkDataset(StoredNames, Dataset[Any]):
 
     @property
     def fingerprint(self) -> int:
-        """A number that is equal for copies of a file, and differs between its subsets.
+        """A checksum that is equal for copies of a file, and differs between subsets.
 
-        For h5chunk files, which have checksums, it depends on the data; for other files, only on the names, shapes and
-        types of the fields.
+        For h5chunk files, which store checksums, it depends on the data. For other files it depends only on the names,
+        shapes and dtypes of the fields.
         """
         whole = self._reader.fingerprint
         return whole if self._samples is None else zlib.crc32(self._samples.tobytes(), whole)
 
     @cached_property
     def numbering(self) -> Numbering:
-        """A key that is equal for data sets in which each index refers to the same sample."""
+        """A key that is equal for two data sets if each index refers to the same sample in both."""
         samples = None if len(self) == self._reader.num_samples else self._samples
         return len(self), 0 if samples is None else zlib.crc32(samples.tobytes())
 
@@ -202,7 +204,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
 
     @property
     def sample_lengths(self) -> np.ndarray:
-        """The length of each sample, (n,) int64, along its first axis, for a field whose samples differ in length."""
+        """The length of each sample along its first axis, (n,) int64, for a field whose samples differ in length."""
         return self._reader.sample_lengths[self.samples]
 
     @property
@@ -239,8 +241,9 @@ class ChunkDataset(StoredNames, Dataset[Any]):
     def split(self, fractions: Sequence[float], *, seed: int = 0, stratify: str | None = None) -> list[ChunkDataset]:
         """Split into random parts, such as for training and validation.
 
-        A file that was shuffled when it was written is split into whole chunks, which is as random and avoids wasted
-        reads; other files, and splits with ``stratify``, are split sample by sample: see `read_amplification`.
+        A file that was shuffled when it was written is split chunk by chunk, which is as random and wastes no reads.
+        Other files, and all files with ``stratify``, are split sample by sample, so that compressed chunks are read for
+        several parts: see `read_amplification`.
 
         Parameters
         ----------
@@ -248,14 +251,14 @@ class ChunkDataset(StoredNames, Dataset[Any]):
             The size of each part; their sum is 1, or less to leave samples out.
         seed : int
         stratify : str, optional
-            A field of this data set, whose values all parts have in equal proportions.
+            A field whose values occur in the same proportions in all parts, such as the labels.
 
         Raises
         ------
         OptionError
             The fractions or the seed are invalid.
         FieldError
-            There is no such field, or it has more than one value per sample.
+            The file has no field ``stratify``, or that field has more than one value per sample.
         """
         groups = None if stratify is None else self.values(stratify)
         is_shuffled = self.header is not None and self.header.shuffled and self._samples is None
@@ -270,7 +273,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         return [self.subset(part) for part in split_samples(shuffled, fractions, groups, seed)]
 
     def values(self, name: str) -> np.ndarray:
-        """Read a field of one value per sample, in `fields` or not: (n,), numbers or ``str``.
+        """Read a field that has one value per sample: (n,), numbers or ``str``. It need not be one of `fields`.
 
         Raises
         ------
@@ -278,7 +281,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
             The file has no such field, or it has more than one value per sample.
         """
         if not isinstance(name, str):
-            raise OptionError(f"name is a {type(name).__name__}: give the name of a field, a str")
+            raise OptionError(f"name is a {type(name).__name__}: pass the name of a field as a str")
         reader = self._reader if name in self._reader.fields else reopen_with_fields(self._reader, {name: name})
         field = reader.fields[name]
         if isinstance(field, MatrixField) or field.sample_shape:
@@ -291,9 +294,9 @@ class ChunkDataset(StoredNames, Dataset[Any]):
 
     @cached_property
     def read_amplification(self) -> float:
-        """Ratio of the bytes read to the bytes used if every sample is read once, chunk by chunk.
+        """The bytes that are read, divided by the bytes that are used, if every sample is read once, chunk by chunk.
 
-        It is above 1 for a subset of compressed data, because compressed chunks must be read completely.
+        The ratio is above 1 for a subset of compressed data, because compressed chunks must be read completely.
         """
         if self._samples is None:
             return 1.0
@@ -326,16 +329,16 @@ class ChunkDataset(StoredNames, Dataset[Any]):
 
     @property
     def cache(self) -> CacheSettings:
-        """Settings of the largest field's chunk cache in this process, for reads through HDF5."""
+        """Settings of the chunk cache of the largest field in this process, for reads through HDF5."""
         return self._sample_reader.cache
 
     def actual_caches(self) -> dict[str, CacheSettings]:
-        """Return the settings of every field's chunk cache in this process, as HDF5 reports them."""
+        """Return the settings of the chunk cache of each field in this process, as HDF5 reports them."""
         self._reader.set_caches(self.cache)
         return self._reader.actual_caches()
 
     def expect_order(self, order: Order) -> None:
-        """Size the chunk cache for a sampler's order, or for the order with the most open chunks of several."""
+        """Size the chunk cache for a sampler's order. The order with the most open chunks counts."""
         if self._order is None or order.open_chunks >= self._order.open_chunks:
             self._order = order
             self.__dict__.pop("_sample_reader", None)
@@ -355,7 +358,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         return batch.fields if not self._transforms.has_each else tuple(collate(self._each_transformed(batch)))
 
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Sample]:
-        """Read a whole batch, and every chunk only once; torch's DataLoader calls this."""
+        """Read the samples of a batch. torch's DataLoader calls this, so that each chunk is read only once."""
         batch = self._batch(indices)
         return batch if not self._transforms.has_each else self._each_transformed(batch)
 
@@ -379,9 +382,9 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         return self._sample_reader.read(self._names, draws, numbered, shared=shared, ordered=ordered)
 
     def _rows(self, positions: np.ndarray) -> np.ndarray:
-        """Convert sample numbers in this data set to sample numbers in the file; raise IndexError for invalid ones."""
+        """Convert sample indices to sample numbers in the file. Raise IndexError for an invalid index."""
         if positions.ndim != 1:
-            raise IndexError(f"indices have {positions.ndim} axes: give one number or a list of them")
+            raise IndexError(f"the indices have {positions.ndim} axes: pass one integer or a list of integers")
         if positions.size and not (-len(self) <= positions.min() and positions.max() < len(self)):
             wrong = positions[(positions < -len(self)) | (positions >= len(self))][0]
             raise IndexError(f"sample {wrong} is out of range: {printable(self.path)} has samples 0 to {len(self) - 1}")

@@ -56,7 +56,7 @@ class DiskCache:
         if needed > self._limit:
             raise OptionError(
                 f"cache_bytes is {human_bytes(self._limit)}, but the windows that are read at the same time need "
-                f"{human_bytes(needed)}: give at least {needed}"
+                f"{human_bytes(needed)}: pass at least {needed}"
             )
         absent = PAGE * sum(stop - first for mirror, each in runs.items() for first, stop in mirror.pages.absent(each))
         excess = absent + self.pending_bytes + self._disk_bytes() - self._limit

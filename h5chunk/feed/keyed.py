@@ -83,10 +83,10 @@ class Keyed(ChunkDataset):
     ) -> None:
         patterns = parse_patterns(pattern)
         if isinstance(attributes, str) or not all(isinstance(name, str) for name in attributes):
-            raise OptionError(f"attributes is {attributes!r}: give a list of names")
+            raise OptionError(f"attributes is {attributes!r}: pass a list of names")
         if taken := [name for name in attributes if name in patterns]:
             raise OptionError(
-                f"attributes has {taken[0]!r}, which is also the name of a field: give fields as a mapping"
+                f"attributes has {taken[0]!r}, which is also the name of a field: pass fields as a mapping"
             )
         files = list_files(path)
         if any(local_copy_of(file) is not None for file in files):
@@ -119,7 +119,7 @@ class Keyed(ChunkDataset):
         """Return an attribute of all samples, (n,), or read a field of one value per sample."""
         if name not in self._columns:
             if name not in self._reader.fields:
-                raise FieldError(f"there is no field {name!r}: give one of {', '.join(self._names)}")
+                raise FieldError(f"there is no field {name!r}: pass one of {', '.join(self._names)}")
             return super().values(name)
         return decoded(self._columns[name][self.samples])
 

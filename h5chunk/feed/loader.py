@@ -178,7 +178,7 @@ class ChunkLoader(Resumable):
         resident, reuse = not dataset.epoch_samples and resident, reuse and target.type == "cpu"
         if sampler is None:
             if batch_size is None and batch_elements is None:
-                raise OptionError("batch_size is missing: give it, batch_elements, or a sampler")
+                raise OptionError("batch_size is missing: pass it, batch_elements, or a sampler")
             own = copy(dataset)  # so that the cache settings of the user's data set do not change
             padded = batch_elements is None or not packs(transforms)
             order_options: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "padded": padded}
@@ -345,7 +345,7 @@ class ChunkLoader(Resumable):
 def _check_sampler(sampler: ChunkSampler, dataset: ChunkDataset, others: Mapping[str, Any]) -> None:
     """Raise OptionError unless the sampler is valid, is for the same data, and all ``others``, options, are None."""
     if not isinstance(sampler, ChunkSampler):
-        raise OptionError(f"sampler is a {type(sampler).__name__}: give a ChunkSampler")
+        raise OptionError(f"sampler is a {type(sampler).__name__}: pass a ChunkSampler")
     for name in (name for name, value in others.items() if value is not None):
         raise OptionError(f"{name} is given together with a sampler: pass {name} to the ChunkSampler instead")
     sampler.check_data(dataset)

@@ -109,17 +109,17 @@ class Patches(ChunkDataset):
         trusted: bool = False,
     ) -> None:
         if not isinstance(fields, Mapping) or not fields or not all(isinstance(each, str) for each in fields.values()):
-            raise OptionError(f"fields is {fields!r}: give a mapping of names to datasets")
+            raise OptionError(f"fields is {fields!r}: pass a mapping of names to datasets")
         if POSITION in fields and positions:
             raise OptionError(f"fields has {POSITION!r}, which is the name of the field of positions: rename it")
         if isinstance(size, str) or not hasattr(size, "__len__") or not 1 <= len(size) <= 4:
-            raise OptionError(f"size is {size!r}: give 1 to 4 numbers, such as (64, 64, 64)")
+            raise OptionError(f"size is {size!r}: pass 1 to 4 numbers, such as (64, 64, 64)")
         size = tuple(check_whole("size", length, 1, 1 << 30) for length in size)
         halos = {name: _halo(halo, name, len(size)) for name in fields}
         if padding not in ("none", "edge", "reflect") and not _is_number(padding):
-            raise OptionError(f"padding is {padding!r}: give none, edge, reflect or a number")
+            raise OptionError(f"padding is {padding!r}: pass none, edge, reflect or a number")
         if not _is_number(share) or not 0 <= share <= 1:
-            raise OptionError(f"share is {share!r}: give a number from 0 to 1")
+            raise OptionError(f"share is {share!r}: pass a number from 0 to 1")
         seed = check_whole("seed", seed, 0, MAX_SEED)
         files = list_files(path, NO_OPTIONS)
         if any(local_copy_of(file) is not None for file in files):
@@ -293,7 +293,7 @@ class Patches(ChunkDataset):
 
     def values(self, name: str) -> np.ndarray:
         """Raise OptionError: a patch has many values of each field."""
-        raise OptionError(f"field {name!r} has many values in a patch: give weights= to Patches")
+        raise OptionError(f"field {name!r} has many values in a patch: pass weights= to Patches")
 
 
 def _is_number(value: Any) -> bool:
@@ -303,7 +303,7 @@ def _is_number(value: Any) -> bool:
 def _numbers(name: str, value: Any, count: int) -> tuple[int, ...]:
     values = [value] * count if isinstance(value, (int, np.integer)) else value
     if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != count:
-        raise OptionError(f"{name} is {value!r}: give a number, or {count} of them")
+        raise OptionError(f"{name} is {value!r}: pass a number, or {count} of them")
     return tuple(check_whole(name, each, 0, 1 << 30) for each in values)
 
 
@@ -319,7 +319,7 @@ def _leading(name: str, channels: str | Mapping[str, str] | None, axes: int, fou
     if own not in CHANNELS:
         what = "the weights" if name == WEIGHTS else f"field {name!r}"
         raise OptionError(
-            f"{what} has {found} axes, but size has {axes}: give channels='first' if the other axes come first, "
+            f"{what} has {found} axes, but size has {axes}: pass channels='first' if the other axes come first, "
             "otherwise channels='last'"
         )
     return found - axes if own == "first" else 0
@@ -348,12 +348,12 @@ def _weights(weights: Weights | None, fields: Mapping[str, str]) -> tuple[dict[s
         return {}, None
     if isinstance(weights, Mapping):
         if len(weights) != 1 or not all(callable(each) for each in weights.values()):
-            raise OptionError("weights is a mapping: give one field or dataset, with a function of its values")
+            raise OptionError("weights is a mapping: pass one field or dataset, with a function of its values")
         ((name, function),) = weights.items()
     else:
         name, function = weights, lambda values: values != 0 if values.dtype.kind in "biu" else values
     if not isinstance(name, str):
-        raise OptionError(f"weights is {weights!r}: give a field or dataset, or a mapping of it to a function")
+        raise OptionError(f"weights is {weights!r}: pass a field or dataset, or a mapping of it to a function")
     return {WEIGHTS: fields.get(name, name)}, function
 
 

@@ -109,7 +109,7 @@ class Resumable:
         if self._given_rank is None and (order.rank, order.world_size) != now and now[1] > 1:
             raise OptionError(
                 f"made as rank {order.rank} of {order.world_size}, but torch.distributed says rank {now[0]} of "
-                f"{now[1]} now: make it after init_process_group, or give rank= and world_size="
+                f"{now[1]} now: make it after init_process_group, or pass rank= and world_size="
             )
 
     def _state(self, epoch: int, batch: int) -> State:
@@ -119,7 +119,7 @@ class Resumable:
 def find_ranks(lanes: int | None, rank: int | None, world_size: int | None) -> tuple[int, int, int]:
     """Return lanes, rank and world size, with defaults: one lane per rank, and the ranks of torch.distributed."""
     if (rank is None) != (world_size is None):
-        raise OptionError(f"rank is {rank} and world_size {world_size}: give both or neither")
+        raise OptionError(f"rank is {rank} and world_size {world_size}: pass both or neither")
     if rank is None or world_size is None:
         rank, world_size = _distributed()
     return world_size if lanes is None else lanes, rank, world_size
@@ -219,7 +219,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         weights: Any = None,
     ) -> None:
         if not isinstance(dataset, ChunkDataset):
-            raise OptionError(f"dataset is a {type(dataset).__name__}: give a ChunkDataset, whose chunks are needed")
+            raise OptionError(f"dataset is a {type(dataset).__name__}: pass a ChunkDataset, whose chunks are needed")
         reader = dataset.new_reader()
         selection = _selection(reader, dataset, weights)
         if selection is None:
@@ -235,7 +235,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
             kind, options = LengthOrder, {**limits, "bucket_batches": bucket_batches, "subset": dataset.subset_samples}
             options |= {"lengths": reader.sample_lengths, "batch_size": usual_batch(dataset.sample_lengths, **limits)}
         elif batch_size is None:
-            raise OptionError("batch_size is missing: give it, or batch_elements")
+            raise OptionError("batch_size is missing: pass it, or batch_elements")
         order = kind(
             num_samples,
             chunk_samples,
@@ -349,7 +349,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         is_whole = isinstance(batches, (int, np.integer)) and not isinstance(batches, bool)
         if not is_whole or not 0 <= batches <= most:
             raise OptionError(
-                f"batches is {batches!r}: give a number from 0 to {most}, counted from the start of this epoch"
+                f"batches is {batches!r}: pass a number from 0 to {most}, counted from the start of this epoch"
             )
         return self._state(epoch, batches)
 
@@ -384,7 +384,7 @@ def _selection(reader: H5Reader, dataset: ChunkDataset, weights: Any) -> Selecti
     if weights is None:
         return FixedSelection(starts_of_runs(chunks))
     if not len(rows):
-        raise OptionError("weights are given, but there are no samples to draw: give a data set that is not empty")
+        raise OptionError("weights are given, but there are no samples to draw: pass a data set that is not empty")
     by_class = isinstance(weights, str)
     array = balanced_weights(dataset.values(weights)) if by_class else check_weights(weights, len(rows))
     return WeightedSelection.of(array, chunks, len(rows))

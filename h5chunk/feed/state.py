@@ -30,23 +30,23 @@ def load_state(state: Mapping[str, Any], order: Order, file: int) -> tuple[int, 
         numbers = {name: operator.index(value) for name, value in state.items()}
         version, epoch, batch = numbers["version"], numbers["epoch"], numbers["batch"]
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise StateError(f"state is {state!r:.200}: give the result of state_dict()") from None
+        raise StateError(f"state is {state!r:.200}: pass the result of state_dict()") from None
     if version != VERSION:
         raise StateError(
             f"state has version {version}, but this h5chunk reads {VERSION}: use the h5chunk that saved it"
         )
     for name in BY_LENGTH:
         if name in numbers and not isinstance(order, LengthOrder):
-            raise StateError(f"state has {name}={numbers[name]}, but this order has none: give the same {name}")
+            raise StateError(f"state has {name}={numbers[name]}, but this order has none: pass the same {name}")
     for name, value in _identity(order, file).items():
         if name not in numbers:
-            raise StateError(f"state has no {name}: give the result of state_dict()")
+            raise StateError(f"state has no {name}: pass the result of state_dict()")
         if numbers[name] != value:
             raise StateError(_difference(name, numbers[name], value))
     num_batches = 0 if epoch < 0 else replace(order, epoch=epoch).num_batches
     if epoch < 0 or not 0 <= batch <= num_batches:
         raise StateError(
-            f"state is at batch {batch} of epoch {epoch}, but an epoch has {num_batches} batches: give the "
+            f"state is at batch {batch} of epoch {epoch}, but an epoch has {num_batches} batches: pass the "
             "result of state_dict()"
         )
     return epoch, batch
@@ -80,5 +80,5 @@ def _difference(name: str, saved: int, expected: int) -> str:
     if name == "global_batch_size":
         return f"state has batches of {saved} samples over all ranks, not {expected}: keep batch_size x world_size"
     if name in ("window_chunks", "interleave"):
-        return f"state has {name}={saved}, not {expected}: give the same window_chunks, memory_bytes and interleave"
-    return f"state has {name}={saved}, not {expected}: give the same {name}"
+        return f"state has {name}={saved}, not {expected}: pass the same window_chunks, memory_bytes and interleave"
+    return f"state has {name}={saved}, not {expected}: pass the same {name}"

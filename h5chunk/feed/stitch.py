@@ -59,11 +59,11 @@ class Stitcher:
         out: Callable[[str, tuple[int, ...], np.dtype], Any] | None = None,
     ) -> None:
         if not isinstance(tiles, Patches) or not isinstance(tiles._plan, Tiles):
-            raise OptionError(f"tiles is {tiles!r:.80}: give the data set that Patches.tiles() returned")
+            raise OptionError(f"tiles is {tiles!r:.80}: pass the data set that Patches.tiles() returned")
         if blend not in BLENDS:
-            raise OptionError(f"blend is {blend!r}: give one of {', '.join(BLENDS)}")
+            raise OptionError(f"blend is {blend!r}: pass one of {', '.join(BLENDS)}")
         if channels not in ("first", "last"):
-            raise OptionError(f"channels is {channels!r}: give first or last")
+            raise OptionError(f"channels is {channels!r}: pass first or last")
         self._tiles, self._size, self._first = tiles, tiles.size, channels == "first"
         self._make = out or (lambda _name, shape, dtype: np.empty(shape, dtype))
         self._next, self._results = 0, list[Any]()
@@ -95,10 +95,10 @@ class Stitcher:
             )
         if not np.array_equal(self._tiles._positions_of(rows), positions):
             raise OptionError(
-                "these are not the next tiles: give them in order, from ChunkLoader(tiles, ..., shuffle=False)"
+                "these are not the next tiles: pass them in order, from ChunkLoader(tiles, ..., shuffle=False)"
             )
         if values.dtype.kind not in "biufc":
-            raise OptionError(f"tiles are of type {values.dtype}: give numbers")
+            raise OptionError(f"tiles are of type {values.dtype}: pass numbers")
         if values.dtype.itemsize == 8 and values.dtype.kind in "iu":
             least, most = int(values.min(initial=0)), int(values.max(initial=0))
             if not -EXACT <= least <= most <= EXACT:

@@ -85,9 +85,9 @@ class Windows(ChunkDataset):
         checksums: str = OFF,
     ) -> None:
         if not isinstance(fields, Mapping) or not fields or not all(isinstance(each, str) for each in fields.values()):
-            raise OptionError(f"fields is {fields!r}: give a mapping of names to datasets")
+            raise OptionError(f"fields is {fields!r}: pass a mapping of names to datasets")
         if padding not in PADDINGS:
-            raise OptionError(f"padding is {padding!r}: give none or edge")
+            raise OptionError(f"padding is {padding!r}: pass none or edge")
         goals = _goals(fields, goal)
         masks = {f"{name}{IS_PAD}": name for name in fields if padding == "edge"}
         if taken := [name for name in fields if name in masks or name in goals]:
@@ -95,9 +95,9 @@ class Windows(ChunkDataset):
         tables = {"lengths": episode_lengths, "offsets": episode_offsets}
         given = {kind: dataset for kind, dataset in tables.items() if dataset is not None}
         if len(given) > 1:
-            raise OptionError("episode_lengths and episode_offsets are given: give one of them")
+            raise OptionError("episode_lengths and episode_offsets are given: pass one of them")
         if given and any("*" in dataset for dataset in fields.values()):
-            raise OptionError(f"episode_{min(given)} is given, but groups that match * are the episodes: give one")
+            raise OptionError(f"episode_{min(given)} is given, but groups that match * are the episodes: pass one")
         steps = _steps(fields, length, history, stride)
         frames = open_frames(path, {**fields, **{name: fields[of] for name, of in goals.items()}}, trusted, checksums)
         for name, field in frames.fields.items():
@@ -176,7 +176,7 @@ def _goals(fields: Mapping[str, str], goal: str | Mapping[str, str] | None) -> d
         if name not in fields:
             raise OptionError(f"goal has {name!r}, which is not among the fields: {', '.join(fields)}")
         if kind != "last":
-            raise OptionError(f"goal is {kind!r}: give 'last', or leave it out")
+            raise OptionError(f"goal is {kind!r}: pass 'last', or leave it out")
     return {f"{name}_goal": name for name in kinds}
 
 
@@ -195,7 +195,7 @@ def _steps(
     largest = max(strides.values())
     for name, step in strides.items():
         if largest % step:
-            raise OptionError(f"stride of {name!r} is {step}: give a divisor of the largest stride, {largest}")
+            raise OptionError(f"stride of {name!r} is {step}: pass a divisor of the largest stride, {largest}")
     return {name: np.arange(-history * largest, length * largest, step) for name, step in strides.items()}
 
 

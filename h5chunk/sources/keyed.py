@@ -60,7 +60,7 @@ class KeyedSource(Samples):
         if options.samples is None:
             raise SourceError(
                 f"{printable(path)}: is an HDF5 file, but neither .h5ad nor 10x .h5: if the rows of its datasets are "
-                "samples, use h5chunk repack; if each sample is a dataset, give their path, such as --samples "
+                "samples, use h5chunk repack; if each sample is a dataset, pass their path, such as --samples "
                 "'traces/*/data' (h5chunk info describes the file)"
             )
         patterns, attributes = parse_patterns(options.samples), options.attributes or ()

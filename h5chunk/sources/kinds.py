@@ -74,9 +74,9 @@ class ImageOptions(Options):
         super().__post_init__()
         is_pair = isinstance(self.size, (tuple, list)) and len(self.size) == 2
         if self.size is not None and not (is_pair and all(isinstance(n, int) and n >= 1 for n in self.size)):
-            raise OptionError(f"size is {self.size!r}: give a height and a width of at least 1")
+            raise OptionError(f"size is {self.size!r}: pass a height and a width of at least 1")
         if self.size is None and self.fit != "error":
-            raise OptionError(f"fit is {self.fit!r}, but no size was given: give a height and a width (--size H W)")
+            raise OptionError(f"fit is {self.fit!r}, but no size was given: pass a height and a width (--size H W)")
         self._check_any_size()
 
     @property
@@ -88,11 +88,11 @@ class ImageOptions(Options):
         """Raise OptionError for options that exclude keep_encoded or keep_size, or that need one of them."""
         if self.keep_encoded and self.keep_size:
             raise OptionError(
-                "keep_encoded and keep_size are both given, but they exclude each other: give one of them"
+                "keep_encoded and keep_size are both given, but they exclude each other: pass one of them"
             )
         if not self.form:
             if self.max_side is not None:
-                raise OptionError(f"max_side is {self.max_side}, but needs keep_encoded or keep_size: give one of them")
+                raise OptionError(f"max_side is {self.max_side}, but needs keep_encoded or keep_size: pass one of them")
             return
         problem = f"keep_{'encoded' if self.keep_encoded else 'size'} is given"
         if self.size is not None:
@@ -100,7 +100,7 @@ class ImageOptions(Options):
                 f"{problem} with size, which resizes all images to one size: leave size out, or use max_side instead"
             )
         if self.color == "keep":
-            raise OptionError(f"{problem} with color 'keep', but all images need the same channels: give rgb or gray")
+            raise OptionError(f"{problem} with color 'keep', but all images need the same channels: pass rgb or gray")
         if self.layout != "nchw":
             raise OptionError(f"{problem} with layout, but images of any size are always (H, W, C): leave layout out")
         if self.mask_column:
@@ -170,7 +170,7 @@ class KeyedOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.attributes is not None and self.samples is None:
-            raise OptionError("attributes is given without samples: also give the paths of the samples (--samples)")
+            raise OptionError("attributes is given without samples: also pass the paths of the samples (--samples)")
 
 
 @dataclass(frozen=True)
@@ -226,14 +226,14 @@ class TextOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.comment == "":
-            raise OptionError("comment is empty: give the characters at the beginning of comment lines, such as '#'")
+            raise OptionError("comment is empty: pass the characters at the beginning of comment lines, such as '#'")
         if self.separator is not None and (not self.separator or set(self.separator) & set('"\r\n')):
-            raise OptionError(f"separator is {self.separator!r}: give characters such as ';' or '::', tab or space")
+            raise OptionError(f"separator is {self.separator!r}: pass characters such as ';' or '::', tab or space")
         try:
             "1".encode(self.encoding or "utf-8")
         except LookupError:
             raise OptionError(
-                f"encoding is {self.encoding!r}: give one that Python supports, such as latin-1"
+                f"encoding is {self.encoding!r}: pass one that Python supports, such as latin-1"
             ) from None
 
 
@@ -259,7 +259,7 @@ class TableOptions(TextOptions, ImageOptions, ColumnOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.vector == "":
-            raise OptionError("vector is empty: give a name for the field")
+            raise OptionError("vector is empty: pass a name for the field")
         if self.vector_except is not None and self.vector is None:
             raise OptionError("vector_except is given without vector: name the field for the other columns (--vector)")
 

@@ -298,7 +298,7 @@ def _has_split_folders(source: str, folders: Collection[bytes], choice: str) -> 
         if len(named) == 1 < len(tops) and named[0] not in nested:
             return False  # one class among others with the name of a split, such as trains among vehicles
         raise SourceError(
-            f"{source}: contains the folders {listed}, of which {as_text(named[0])!r} has the name of a split: give "
+            f"{source}: contains the folders {listed}, of which {as_text(named[0])!r} has the name of a split: pass "
             "--split-folders yes if they are splits, with classes one level down; no if they are classes; or "
             "convert one of them alone"
         )
@@ -306,7 +306,7 @@ def _has_split_folders(source: str, folders: Collection[bytes], choice: str) -> 
         flat = next(top for top in tops if top not in nested)
         raise SourceError(
             f"{source}: of the splits {listed}, {as_text(min(nested))!r} has class folders but {as_text(flat)!r} has "
-            "none: convert each split separately, or give --split-folders no if they are classes"
+            "none: convert each split separately, or pass --split-folders no if they are classes"
         )
     return True
 
@@ -334,7 +334,7 @@ def _add_splits(listing: Listing, directories: dict[bytes, Directory]) -> None:
     counts = zip(splits, np.bincount(numbers).tolist(), strict=True)
     listing.notes.append(
         f"the top folders are splits: {', '.join(f'{as_text(split)} ({count:,})' for split, count in counts)}: "
-        "the field 'split' has the split of each sample (to treat them as classes, give --split-folders no)"
+        "the field 'split' has the split of each sample (to treat them as classes, pass --split-folders no)"
     )
     for split in splits:
         in_split = at_level(1, (name for name in directories if name.partition(b"/")[0] == split))

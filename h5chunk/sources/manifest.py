@@ -68,7 +68,7 @@ def list_manifest(
     path, source = Path(manifest), Path(source)
     check_source(path)
     if not path.is_file():  # opening a pipe would block
-        raise SourceError(f"{printable(path)}: is not a regular file: give a table as a file")
+        raise SourceError(f"{printable(path)}: is not a regular file: pass a table as a file")
     try:
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
             before = stamp_of(file.fileno())
@@ -241,7 +241,7 @@ class _Cells:
         except UnicodeEncodeError:
             raise table.error(line, f"path {printable(cell)} is not valid Unicode") from None
         if path.startswith((b"/", b"../")) or path in (b"..", b"."):
-            raise table.error(line, f"path {printable(path)} is outside of the source: give paths inside it")
+            raise table.error(line, f"path {printable(path)} is outside of the source: pass paths inside it")
         number = find(path)
         if number is None:
             raise table.error(line, f"{printable(path)} does not exist in {self._source}")

@@ -33,7 +33,7 @@ from h5chunk.sources.samples import DATA, IMAGES, LABELS, Samples, field_dtype, 
 NO_SOURCES = {  # attributes that identify objects with a length whose indexing does not return samples; the remedies
     "nnz": "save it with scipy.sparse.save_npz, and convert the .npz",
     "write_h5ad": "save it with write_h5ad, and convert the .h5ad",
-    "iloc": "give a dict of its columns, dict(frame), or save it as .parquet",
+    "iloc": "pass a dict of its columns, dict(frame), or save it as .parquet",
 }
 
 
@@ -84,7 +84,7 @@ class MappingSource(Samples):
             if hasattr(source, attribute):
                 raise SourceError(f"an object of type {type(source).__name__} is not a source: {remedy}")
         if not len(source):
-            raise SourceError(f"the {type(source).__name__} is empty: give at least one sample")
+            raise SourceError(f"the {type(source).__name__} is empty: pass at least one sample")
         return cls(source, options, context)
 
     def __len__(self) -> int:

@@ -29,14 +29,14 @@ def find_kind(source: Any, kind: str | None = None) -> Any:
     names = [candidate.kind for candidate in kinds]
     if kind is not None:
         if kind not in names:
-            raise OptionError(f"format is {kind!r}: give {one_of(names)}")
+            raise OptionError(f"format is {kind!r}: pass {one_of(names)}")
         return kinds[names.index(kind)]
     head = read_head(source)
     for candidate in kinds:
         if candidate.recognises(source, head):
             return candidate
     if not is_path(source):
-        raise SourceError(f"an object of type {type(source).__name__} cannot be converted: give a path or a data set")
+        raise SourceError(f"an object of type {type(source).__name__} cannot be converted: pass a path or a data set")
     raise SourceError(message=f"{describe(source)}: {_unrecognised()}")
 
 
@@ -85,7 +85,7 @@ def _misplaced(name: str, kind: Any, source: Any, others: Iterable[type[Options]
     nouns = one_of([_with_kinds(noun, *kinds) for noun, kinds in homes.items()])
     return OptionError(
         f"{flag_of(name)} applies only to {nouns}; {describe(source)} contains {_with_kinds(kind.noun, kind.kind)}: "
-        "leave out the option, or give the format of the source if the detected format is wrong"
+        "leave out the option, or pass the format of the source if the detected format is wrong"
     )
 
 

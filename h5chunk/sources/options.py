@@ -57,7 +57,7 @@ class Options:
             if value is not field.default:
                 wrong = _why_wrong(value, hints[field.name], field.metadata)
                 if wrong:
-                    raise OptionError(f"{field.name} is {value!r}: give {wrong}")
+                    raise OptionError(f"{field.name} is {value!r}: pass {wrong}")
 
     @classmethod
     def heading_of(cls, name: str) -> str:

@@ -187,12 +187,12 @@ class Samples(SampleSource):
                     continue
                 remedy = "give arrays of one shape"
                 if field.axes:
-                    remedy = "give a size and how to fit it (--size H W --fit stretch|crop|pad)"
+                    remedy = "pass a size and how to fit it (--size H W --fit stretch|crop|pad)"
                     if len(fields) == 1:
                         remedy += ", or keep their sizes (--keep-encoded)"
                     same_size = self.decoding.size or sorted(shape)[1:] == sorted(field.shape)[1:]
                     if self.decoding.color == "keep" and same_size:
-                        remedy = "give the colours of all images (--color rgb|gray)"
+                        remedy = "pass the colours of all images (--color rgb|gray)"
                 return (
                     f"samples differ in {printable(name)!r}: {self.name(number)} is {shape_text(shape)}, "
                     f"{self.name(index)} is {shape_text(field.shape)}: {remedy}"

@@ -51,7 +51,7 @@ BATCH_ROWS = 1024
 MAX_NAMES = 12  # names of columns that a message lists
 MANY_COLUMNS = 30  # this many numeric columns are probably the components of one vector
 NAMED_IMAGES = (
-    "column {!r} contains names of images, which are stored as text: to convert the images, give their folder as the "
+    "column {!r} contains names of images, which are stored as text: to convert the images, pass their folder as the "
     "source, and this file as its manifest (--manifest)"
 )
 
@@ -124,7 +124,7 @@ class TableSource(Samples):
         if is_text and context.is_guessed and may_be_entries(paths[0], options):
             raise OptionError(
                 f"{printable(source)}: its columns may be fields of samples, or the rows, columns and values of a "
-                "sparse matrix: give --format table for samples, or --format csv for a matrix"
+                "sparse matrix: pass --format table for samples, or --format csv for a matrix"
             )
         given = [name for name in TextOptions.names() if name in options.non_defaults()]
         if given and not is_text:
@@ -150,7 +150,7 @@ class TableSource(Samples):
         names = "" if form.has_header else "; there is no header, so columns are called column_0, ..."
         if form.has_header and options.header == "auto" and any(map(is_number, form.names)):
             names = (
-                f"; the first line became names of columns: {', '.join(form.names[:8])} (if it is a sample, give "
+                f"; the first line became names of columns: {', '.join(form.names[:8])} (if it is a sample, pass "
                 "--header no; if it is neither, --header skip)"
             )
         self.notes = [f"each line became a sample{names} (--format csv reads entries of a sparse matrix)"]
@@ -175,7 +175,7 @@ class TableSource(Samples):
         if self._columns and set(columns) != set(self._columns):
             raise SourceError(
                 f"{printable(path)}: has the columns {', '.join(columns)} but {printable(self._paths[0])} has "
-                f"{', '.join(self._columns)}: give tables with the same columns, or choose common ones (--columns)"
+                f"{', '.join(self._columns)}: pass tables with the same columns, or choose common ones (--columns)"
             )
         return columns
 
@@ -280,7 +280,7 @@ class TableSource(Samples):
                 "numeric columns"
             )
         if options.vector in self._columns.keys() - parts.keys():
-            raise OptionError(f"vector is {options.vector!r}, but a column is called that: give another name")
+            raise OptionError(f"vector is {options.vector!r}, but a column is called that: pass another name")
         dtype = np.result_type(*parts.values())
         if dtype.kind in "iu" and not is_parquet(self._paths[0]):  # text has no types
             lowest, highest = (getattr(np.stack(list(parts.values())), which)() for which in ("min", "max"))

@@ -186,6 +186,6 @@ def read_text_table(path: str, options: TextOptions, memory_bytes: int) -> tuple
     for field in table.schema:
         if pyarrow.types.is_binary(field.type):
             raise SourceError(
-                f"{printable(path)}: column {field.name!r} is not UTF-8: give its encoding, such as --encoding latin-1"
+                f"{printable(path)}: column {field.name!r} is not UTF-8: pass its encoding, such as --encoding latin-1"
             )
     return table, form

@@ -112,7 +112,7 @@ def _check_masks(transforms: list[Transform], fields: Mapping[str, Field | Ragge
     if moved is not None and like is not None:
         raise OptionError(
             f"{argument} is a list, which changes {first!r} alone: {like!r}, of the same height and width, would "
-            f"not fit it after {type(moved).__name__}; give a list for each: "
+            f"not fit it after {type(moved).__name__}; pass a list for each: "
             f"{argument}={{{first!r}: [...], {like!r}: [...]}}"
         )
 
@@ -134,10 +134,10 @@ def _image_axis(field: Any) -> int:
 def check_transforms(name: str, transforms: Any) -> list[Transform]:
     """Validate the list of transforms in the argument ``name``; raise OptionError if it is invalid."""
     if isinstance(transforms, (str, bytes)) or not isinstance(transforms, Sequence):
-        raise OptionError(f"{name} is {transforms!r}: give a list of objects of h5chunk.transforms, or functions")
+        raise OptionError(f"{name} is {transforms!r}: pass a list of objects of h5chunk.transforms, or functions")
     for transform in transforms:
         if isinstance(transform, type) or not callable(transform):
-            raise OptionError(f"{name} has {transform!r}: give objects of h5chunk.transforms, or functions")
+            raise OptionError(f"{name} has {transform!r}: pass objects of h5chunk.transforms, or functions")
     return list(transforms)
 
 
@@ -187,7 +187,7 @@ def _check_late(transforms: Sequence[Transform], count: int) -> None:
 
 def _check_held_out(transforms: Sequence[Transform], count: int, field: Field | RaggedField) -> None:
     if any(isinstance(transform, HoldOut) for transform in transforms[count:]):
-        raise OptionError("HoldOut is given twice, or after a function: give it once, before all functions")
+        raise OptionError("HoldOut is given twice, or after a function: pass it once, before all functions")
     last = any(isinstance(transform, HoldOut) and transform.last is not None for transform in transforms)
     if last and not (isinstance(field, MatrixField) and field.has_time_order):
         raise OptionError(
@@ -215,12 +215,12 @@ def check_first(transforms: Sequence[Transform], field: Field | RaggedField, sto
         return
     first, remedy = transforms[0], ""
     if field.scale is not None and isinstance(first, IMAGE_TRANSFORMS):
-        remedy = "is a matrix: give Dense, Csr, L2 or Log1p"
+        remedy = "is a matrix: pass Dense, Csr, L2 or Log1p"
     elif field.scale is None and any(isinstance(transform, HoldOut) for transform in transforms):
         remedy = "is not a matrix: HoldOut needs the entries of a matrix"
     elif isinstance(first, LENGTH_TRANSFORMS) != isinstance(field, SeriesField) and isinstance(first, BATCH_TRANSFORMS):
         differ = isinstance(field, SeriesField)
-        remedy = "has samples that differ in length: give Pad or Pack" if differ else "has samples of one shape"
+        remedy = "has samples that differ in length: pass Pad or Pack" if differ else "has samples of one shape"
     elif field.scale is None and isinstance(first, (Dense, Csr)):
         remedy = "is not a matrix: use ToDtype"
     elif field.scale is None and isinstance(first, ROW_TRANSFORMS) and stored and not stored.is_floating_point:

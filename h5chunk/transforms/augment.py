@@ -121,7 +121,7 @@ class RandomCrop(Geometric):
         object.__setattr__(self, "size", _size(self, self.size))
         padding = (self.padding,) if isinstance(self.padding, (int, np.integer)) else tuple(self.padding)
         if len(padding) not in (1, 2, 4):
-            raise OptionError(f"RandomCrop: padding is {self.padding!r}: give a number, or 2 or 4 of them")
+            raise OptionError(f"RandomCrop: padding is {self.padding!r}: pass a number, or 2 or 4 of them")
         sides = [check_whole("RandomCrop: padding", side, 0, MAX_SIDE) for side in padding]
         object.__setattr__(self, "padding", tuple(sides * (4 // len(sides))))
         _check_choice(self, "mode", MODES)
@@ -333,7 +333,7 @@ def _size(transform: Any, size: Any) -> Size:
     sides = (size, size) if isinstance(size, (int, np.integer)) else tuple(size) if isinstance(size, Sequence) else ()
     name = type(transform).__name__
     if len(sides) != 2:
-        raise OptionError(f"{name}: size is {size!r}: give a number, or height and width")
+        raise OptionError(f"{name}: size is {size!r}: pass a number, or height and width")
     height, width = (check_whole(f"{name}: size", side, 1, MAX_SIDE) for side in sides)
     return height, width
 
@@ -347,19 +347,19 @@ def _check_range(transform: Any, name: str, bounds: Any, maximum: float = math.i
     if not valid:
         limit = "" if maximum == math.inf else f", at most {maximum:g}"
         raise OptionError(
-            f"{type(transform).__name__}: {name} is {bounds!r}: give two numbers above 0, the lower first{limit}"
+            f"{type(transform).__name__}: {name} is {bounds!r}: pass two numbers above 0, the lower first{limit}"
         )
     object.__setattr__(transform, name, (low, high))
 
 
 def _check_choice(transform: Any, name: str, choices: Sequence[str]) -> None:
     if (choice := getattr(transform, name)) not in choices:
-        raise OptionError(f"{type(transform).__name__}: {name} is {choice!r}: give {', '.join(choices)}")
+        raise OptionError(f"{type(transform).__name__}: {name} is {choice!r}: pass {', '.join(choices)}")
 
 
 def _check_probability(transform: Any, p: Any) -> None:
     if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p <= 1:
-        raise OptionError(f"{type(transform).__name__}: p is {p!r}: give a probability, from 0 to 1")
+        raise OptionError(f"{type(transform).__name__}: p is {p!r}: pass a probability, from 0 to 1")
 
 
 def _values(transform: Any, value: Any) -> tuple[float, ...]:
@@ -368,7 +368,7 @@ def _values(transform: Any, value: Any) -> tuple[float, ...]:
     except (TypeError, ValueError):
         values = ()
     if not values or isinstance(value, str) or not all(map(math.isfinite, values)):
-        raise OptionError(f"{type(transform).__name__}: value is {value!r}: give a number, or one per channel")
+        raise OptionError(f"{type(transform).__name__}: value is {value!r}: pass a number, or one per channel")
     return values
 
 
@@ -378,7 +378,7 @@ def _check_room(transform: Any, geometry: Geometry, rooms: tuple[Any, Any]) -> N
     first = int(np.flatnonzero((rooms[0] < 0) | (rooms[1] < 0))[0])
     size = f"{geometry.height[first]} x {geometry.width[first]}"
     remedy = "a larger padding" if isinstance(transform, RandomCrop) else "a smaller size"
-    raise OptionError(f"{transform} is larger than an image of {size}: put a Resize before it, or give {remedy}")
+    raise OptionError(f"{transform} is larger than an image of {size}: put a Resize before it, or pass {remedy}")
 
 
 def _check_reflection(crop: RandomCrop, geometry: Geometry) -> None:

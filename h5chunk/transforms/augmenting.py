@@ -243,7 +243,7 @@ def _check_list(transforms: Sequence[Any], stored: torch.dtype, sample_shape: tu
         if behind is not None:
             raise OptionError(f"{each} comes after {behind}: put crops, resizing and flips first")
         if each.resizes and resized is not None:
-            raise OptionError(f"{each} comes after {resized}, which resizes, too: give only one of them")
+            raise OptionError(f"{each} comes after {resized}, which resizes, too: pass only one of them")
         if each.resizes and padded is not None:
             raise OptionError(f"{each} would resize the padding of {padded}: put it before")
         if each.pads and cut is not None:

@@ -57,15 +57,15 @@ class HoldOut:
 
     def __post_init__(self) -> None:
         if (self.fraction is None) == (self.last is None):
-            raise OptionError("HoldOut: give either fraction, of each row's entries, or last, a number of entries")
+            raise OptionError("HoldOut: pass either fraction, of each row's entries, or last, a number of entries")
         if self.fraction is not None and not 0 < self.fraction < 1:
-            raise OptionError(f"HoldOut: fraction is {self.fraction!r}: give a number above 0 and below 1")
+            raise OptionError(f"HoldOut: fraction is {self.fraction!r}: pass a number above 0 and below 1")
         if self.last is not None and (not isinstance(self.last, int) or self.last < 1):
-            raise OptionError(f"HoldOut: last is {self.last!r}: give a whole number of at least 1")
+            raise OptionError(f"HoldOut: last is {self.last!r}: pass a whole number of at least 1")
         if not isinstance(self.seed, int) or not 0 <= self.seed <= MAX_SEED:
-            raise OptionError(f"HoldOut: seed is {self.seed!r}: give a whole number from 0 to {MAX_SEED}")
+            raise OptionError(f"HoldOut: seed is {self.seed!r}: pass a whole number from 0 to {MAX_SEED}")
         if self.last is not None and (self.seed or self.each_epoch):
-            raise OptionError("HoldOut: last is not random: leave out seed and each_epoch, or give fraction")
+            raise OptionError("HoldOut: last is not random: leave out seed and each_epoch, or pass fraction")
 
     def __call__(self, batch: torch.Tensor, epoch: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Split a batch, dense or CSR, into inputs and targets of the same layout."""

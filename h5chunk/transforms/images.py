@@ -42,9 +42,9 @@ class Normalize:
     def __post_init__(self) -> None:
         means, stds = _numbers(self, self.mean), _numbers(self, self.std)
         if means.numel() != stds.numel() and 1 not in (means.numel(), stds.numel()):
-            raise OptionError(f"{self}: {means.numel()} means but {stds.numel()} stds: give one per channel of both")
+            raise OptionError(f"{self}: {means.numel()} means but {stds.numel()} stds: pass one per channel of both")
         if not ((stds > 0).all() and torch.isfinite(stds).all() and torch.isfinite(means).all()):
-            raise OptionError(f"{self}: give finite means, and positive stds")
+            raise OptionError(f"{self}: pass finite means, and positive stds")
         for name, numbers in (("mean", means), ("std", stds)):  # hashable, whatever was passed
             object.__setattr__(self, name, tuple(numbers.tolist()) if numbers.ndim else float(numbers))
 
@@ -68,7 +68,7 @@ class ToDtype:
 
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, torch.dtype):
-            raise OptionError(f"ToDtype: dtype is {self.dtype!r}: give a torch.dtype, such as torch.bfloat16")
+            raise OptionError(f"ToDtype: dtype is {self.dtype!r}: pass a torch.dtype, such as torch.bfloat16")
 
     def __call__(self, batch: torch.Tensor) -> torch.Tensor:
         return _convert(self, batch)
@@ -208,7 +208,7 @@ def result_dtype(
     if to_dtype is None:
         return torch.float32 if stored == torch.uint8 else stored
     if not to_dtype.dtype.is_floating_point:
-        raise OptionError(f"Normalize gives fractions but ToDtype makes them {to_dtype.dtype}: give a floating dtype")
+        raise OptionError(f"Normalize gives fractions but ToDtype makes them {to_dtype.dtype}: pass a floating dtype")
     return to_dtype.dtype
 
 
@@ -218,7 +218,7 @@ def _numbers(transform: Normalize, values: Any) -> torch.Tensor:
         if numbers.ndim > 1 or not numbers.numel():
             raise ValueError
     except (TypeError, ValueError, RuntimeError):
-        raise OptionError(f"{transform}: give mean and std, each a number or one per channel") from None
+        raise OptionError(f"{transform}: pass mean and std, each a number or one per channel") from None
     return numbers
 
 

@@ -77,7 +77,7 @@ def per_sample(transform: Callable[[torch.Tensor], torch.Tensor]) -> PerSample:
         shape.
     """
     if isinstance(transform, type) or not callable(transform):
-        raise OptionError(f"per_sample: transform is {transform!r}: give an object or function that can be called")
+        raise OptionError(f"per_sample: transform is {transform!r}: pass an object or function that can be called")
     return PerSample(transform)
 
 

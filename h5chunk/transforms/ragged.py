@@ -151,7 +151,7 @@ def _padding(form: Pad, field: SeriesField, dtype: torch.dtype) -> torch.Tensor:
     try:
         value = np.array(form.value).astype(field.dtype)
     except (TypeError, ValueError):
-        raise OptionError(f"Pad: value is {form.value!r}: give a number") from None
+        raise OptionError(f"Pad: value is {form.value!r}: pass a number") from None
     if field.dtype.kind in "biu" and value != form.value:
         raise OptionError(f"Pad: value is {form.value!r}, which {field.dtype}, the type of {field.name!r}, cannot hold")
     return torch.from_numpy(value.reshape(())).to(dtype)

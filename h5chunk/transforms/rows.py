@@ -52,7 +52,7 @@ class _Layout:
     def __post_init__(self) -> None:
         if self.dtype not in FLOATS + INTEGERS:
             name = type(self).__name__
-            raise OptionError(f"{name}: dtype is {self.dtype!r}: give a torch.dtype of numbers, such as torch.float32")
+            raise OptionError(f"{name}: dtype is {self.dtype!r}: pass a torch.dtype of numbers, such as torch.float32")
 
 
 class Dense(_Layout):
@@ -113,7 +113,7 @@ class Binarize(_Values):
     def __post_init__(self) -> None:
         if not _is_positive(self.threshold):
             raise OptionError(
-                f"Binarize: threshold is {self.threshold!r}: give the smallest value that becomes 1, a number above 0"
+                f"Binarize: threshold is {self.threshold!r}: pass the smallest value that becomes 1, a number above 0"
             )
 
     def on_values(self, values: Any, rows: RowArithmetic) -> Any:
@@ -144,7 +144,7 @@ class Log1p(_Values):
 
     def __post_init__(self) -> None:
         if self.target_sum is not None and not _is_positive(self.target_sum):
-            raise OptionError(f"Log1p: target_sum is {self.target_sum!r}: give a number above 0, or None")
+            raise OptionError(f"Log1p: target_sum is {self.target_sum!r}: pass a number above 0, or None")
 
     def on_values(self, values: Any, rows: RowArithmetic) -> Any:
         if self.target_sum is not None:
@@ -316,14 +316,14 @@ def _check_fit(layout: Dense | Csr, steps: tuple[_Values, ...], field: MatrixFie
         raise OptionError(f"Csr is for sparse rows, but field {field.name!r} has dense ones: use Dense")
     for step in steps:
         if not isinstance(step, Binarize) and not dtype.is_floating_point:
-            raise OptionError(f"{step} gives fractions, but {layout} has integers: give a floating dtype")
+            raise OptionError(f"{step} gives fractions, but {layout} has integers: pass a floating dtype")
     scale = field.scale or 1.0
     if dtype.is_floating_point or any(isinstance(step, Binarize) for step in steps):
         return
     if scale != 1 or not np.can_cast(field.dtype, str(dtype).removeprefix("torch.")):
         raise OptionError(
             f"{layout} may not hold the values of field {field.name!r} ({field.dtype}"
-            f"{'' if scale == 1 else f' over {scale:g}'}): give a floating dtype, or Binarize"
+            f"{'' if scale == 1 else f' over {scale:g}'}): pass a floating dtype, or Binarize"
         )
 
 

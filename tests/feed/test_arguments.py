@@ -111,7 +111,7 @@ class Doubled(ChunkDataset):
 def test_what_a_loader_would_leave_out(path: Path) -> None:
     with pytest.raises(OptionError, match="Doubled overrides __getitem__, which a ChunkLoader does not call"):
         ChunkLoader(Doubled(path), 4)
-    with pytest.raises(OptionError, match="data is a Subset: give a ChunkDataset, whose subset"):
+    with pytest.raises(OptionError, match="data is a Subset: pass a ChunkDataset, whose subset"):
         ChunkLoader(Subset(ChunkDataset(path), [1, 2]), 4)  # type: ignore[arg-type]
 
 

@@ -73,7 +73,7 @@ def test_ranks_read_different_chunks(path, tmp_path):
 
 def test_only_one_of_rank_and_world_size():
     for options in ({"rank": 0}, {"world_size": 2}):
-        with pytest.raises(OptionError, match="give both or neither"):
+        with pytest.raises(OptionError, match="pass both or neither"):
             find_ranks(**{"lanes": None, "rank": None, "world_size": None, **options})
 
 
@@ -222,7 +222,7 @@ def test_locality_resumes_on_another_number_of_ranks_and_nodes(path, monkeypatch
     state = running[0].state_dict()
     for world_size in (4, 2, 1):
         assert began + steps(local_ranks(path, world_size, state, locality=2)) == whole
-    with pytest.raises(StateError, match="state has locality=2, not 1: give the same locality"):
+    with pytest.raises(StateError, match="state has locality=2, not 1: pass the same locality"):
         local_ranks(path, 2, state, locality="node")
 
 
@@ -257,7 +257,7 @@ def test_locality_that_cannot_be(path, monkeypatch):
             {"locality": "node"},
             "per node, is '', which does not divide the world_size of 4: start training with torchrun",
         ),
-        ({"locality": "rack"}, "locality is 'rack': give 'node', or a number of nodes"),
+        ({"locality": "rack"}, "locality is 'rack': pass 'node', or a number of nodes"),
         ({"locality": 3}, "lanes is 4, which is not a multiple of nodes 3: give a multiple"),
         ({"locality": 0}, "locality is 0"),
     ]

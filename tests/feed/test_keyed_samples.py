@@ -468,7 +468,7 @@ def test_functions_after_padding_get_the_padded_values(tmp_path: Path) -> None:
     [
         ([Normalize((0.5,), (0.5,))], "differ in length"),
         ([Pad(), Pack()], "Pack.* does not fit"),
-        ([Pad("x")], "give a number"),
+        ([Pad("x")], "pass a number"),
         ({"pick": [Pad()]}, "one shape"),
     ],
 )

@@ -302,7 +302,7 @@ def test_pad_and_options_of_training(path):
     [
         ({"split": (0.5, 0.5), "val": "b.h5"}, "split or stratify divides one file, but val or test is given"),
         ({"stratify": "labels", "test": "b.h5"}, "split or stratify divides one file"),
-        ({"split": (1.0,)}, r"split is \(1.0,\): give the fractions"),
+        ({"split": (1.0,)}, r"split is \(1.0,\): pass the fractions"),
         ({"shuffle": False}, "shuffle is given, but the Trainer sets it"),
         ({"rank": 0}, "rank is given"),
     ],

@@ -272,14 +272,14 @@ def test_columns_of_others_are_checked_too(tmp_path, columns):
     ("options", "message"),
     [
         ({"transforms": [Dense(torch.uint8)]}, r"may not hold the values of field 'X' \(uint8 over 2\)"),
-        ({"transforms": [Normalize(0.5, 0.5)]}, "field 'X' is a matrix: give Dense, Csr, L2 or Log1p"),
+        ({"transforms": [Normalize(0.5, 0.5)]}, "field 'X' is a matrix: pass Dense, Csr, L2 or Log1p"),
         ({"transforms": [ToDtype(torch.float16)]}, "field 'X' is a matrix"),
         ({"transforms": [Binarize(1), L2(), Dense(torch.int32)]}, r"L2\(\) gives fractions, but Dense"),
         ({"transforms": {"labels": [Csr()]}}, "field 'labels' is not a matrix: use ToDtype"),
         ({"transforms": {"labels": [Log1p()]}}, r"field 'labels' is torch.int64: put ToDtype\(torch.float32\) first"),
         ({"transforms": {"genes": []}}, "transforms has the field 'genes', but the fields are 'X', 'labels'"),
-        ({"transforms": [L2]}, "transforms has <class .*: give objects of h5chunk.transforms"),
-        ({"transforms": L2()}, r"transforms is L2\(\): give a list"),
+        ({"transforms": [L2]}, "transforms has <class .*: pass objects of h5chunk.transforms"),
+        ({"transforms": L2()}, r"transforms is L2\(\): pass a list"),
     ],
 )
 def test_options_that_do_not_fit(tmp_path, options, message):

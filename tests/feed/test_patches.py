@@ -267,10 +267,10 @@ def _is_inside(patches: h5chunk.Patches, number: int) -> bool:
         ({"fields": {"raw": "*/raw", "label": "*/missing"}}, "no dataset matches"),
         ({"fields": {"raw": "*/*/raw"}}, "at most one"),
         ({"fields": {"raw": "*"}}, "name a dataset in it"),
-        ({"fields": {}}, "give a mapping"),
+        ({"fields": {}}, "pass a mapping"),
         ({"size": (6, 11, 80)}, "padding='reflect'"),
         ({"size": (6, 0, 8)}, "size"),
-        ({"size": 6}, "give 1 to 4 numbers"),
+        ({"size": 6}, "pass 1 to 4 numbers"),
         ({"size": (6, 11, 8, 2)}, "has 3 axes, but size has 4"),
         ({"size": (6, 8)}, "channels='first'"),
         ({"per_volume": 0}, "per_volume"),
@@ -391,7 +391,7 @@ def test_stitching_infinities_complex_numbers_and_tensors_that_numpy_lacks(tmp_p
     ("tile", "message"),
     [
         (np.full((1, 4, 6), 2**53 + 1), "beyond 2"),
-        (np.full((1, 4, 6), "a"), "give numbers"),
+        (np.full((1, 4, 6), "a"), "pass numbers"),
         (np.zeros((1, 6)), "in space it must have"),
     ],
 )

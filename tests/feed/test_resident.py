@@ -193,7 +193,7 @@ def test_on_the_cpu_only_if_asked(path):
 
 @pytest.mark.parametrize("resident", ["yes", None, 1, 0, "Auto"])
 def test_options_that_cannot_be(path, resident):
-    with pytest.raises(OptionError, match=r"resident is .*: give True, False or 'auto'"):
+    with pytest.raises(OptionError, match=r"resident is .*: pass True, False or 'auto'"):
         ChunkLoader(path, 16, resident=resident)
 
 

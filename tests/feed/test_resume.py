@@ -281,7 +281,7 @@ def test_workers_of_a_dataloader(path, before, after):
 def test_batches_that_an_epoch_does_not_have(path):
     sampler = ChunkSampler(ChunkDataset(path), 16)
     for batches in (-1, NUM_BATCHES + 1, 1.5, True):
-        with pytest.raises(OptionError, match=rf"batches is {batches}: give a number from 0 to {NUM_BATCHES}"):
+        with pytest.raises(OptionError, match=rf"batches is {batches}: pass a number from 0 to {NUM_BATCHES}"):
             sampler.state_dict(batches)
 
 
@@ -381,14 +381,14 @@ def test_another_world_size_goes_on(path, kind, tail):
 
 
 DIFFERENCES = {
-    "seed": ({"seed": 4}, "state has seed=3, not 4: give the same seed"),
+    "seed": ({"seed": 4}, "state has seed=3, not 4: pass the same seed"),
     "batch size": ({"batch_size": 8}, "has batches of 16 samples over all ranks, not 8"),
     "ranks": (
         {"lanes": 2, "rank": 0, "world_size": 2},
         "has batches of 16 samples .* not 32",
     ),
     "lanes": ({"lanes": 4}, "state has lanes=1, not 4"),
-    "window": ({"window_chunks": 5}, "state has window_chunks=6, not 5: give the same window_c"),
+    "window": ({"window_chunks": 5}, "state has window_chunks=6, not 5: pass the same window_c"),
     "shuffle": ({"shuffle": False}, "state has shuffle=1, not 0"),
     "drop_last": ({"drop_last": True}, "state has drop_last=0, not 1"),
     "pad": ({"pad": True}, "state has pad=0, not 1"),
@@ -440,7 +440,7 @@ def test_a_copy_of_the_file_is_the_same(path, tmp_path):
 
 @pytest.mark.parametrize("state", [None, {}, [], "state", 3, {"version": 1}, {"version": "x", "epoch": 0, "batch": 0}])
 def test_what_is_no_state(make, state):
-    with pytest.raises(StateError, match=r"give the result of state_dict\(\)"):
+    with pytest.raises(StateError, match=r"pass the result of state_dict\(\)"):
         make().load_state_dict(state)
 
 
@@ -451,8 +451,8 @@ def test_what_is_no_state(make, state):
         ({"batch": 14}, "state is at batch 14 of epoch 0, but an epoch has 13"),
         ({"batch": -1}, "state is at batch -1"),
         ({"epoch": -1}, "of epoch -1"),
-        ({"batch": 1.5}, r"give the result of state_dict\(\)"),
-        ({"batch": float("nan")}, r"give the result of state_dict\(\)"),
+        ({"batch": 1.5}, r"pass the result of state_dict\(\)"),
+        ({"batch": float("nan")}, r"pass the result of state_dict\(\)"),
     ],
     ids=str,
 )
@@ -467,7 +467,7 @@ def test_a_state_without_one_of_its_numbers(make):
     for name in feed.state_dict():
         state = feed.state_dict()
         del state[name]
-        with pytest.raises(StateError, match=r"give the result of state_dict\(\)"):
+        with pytest.raises(StateError, match=r"pass the result of state_dict\(\)"):
             feed.load_state_dict(state)
 
 

@@ -115,7 +115,7 @@ def test_what_cannot_be(dataset, wrong, message):
 
 
 def test_what_is_no_chunk_dataset():
-    with pytest.raises(OptionError, match="dataset is a TensorDataset: give a ChunkDataset, whose chunks are needed"):
+    with pytest.raises(OptionError, match="dataset is a TensorDataset: pass a ChunkDataset, whose chunks are needed"):
         ChunkSampler(TensorDataset(torch.zeros(3)), 2)
 
 

@@ -133,7 +133,7 @@ def test_episodes_by_their_first_rows(tmp_path: Path) -> None:
     expected = h5chunk.Windows(path, fields, 3, episode_lengths="ep_len")
     windows = h5chunk.Windows(path, fields, 3, episode_offsets="ep_offset")
     assert np.array_equal(windows[[*range(len(windows))]][0], expected[[*range(len(expected))]][0])
-    with pytest.raises(h5chunk.OptionError, match="give one of them"):
+    with pytest.raises(h5chunk.OptionError, match="pass one of them"):
         h5chunk.Windows(path, fields, 3, episode_lengths="ep_len", episode_offsets="ep_offset")
     for wrong in ([1, 9, 14], [0, 14, 9], [0, 9, 27]):
         with h5py.File(path, "a") as file:

@@ -198,7 +198,7 @@ def test_fields_that_cannot_be_weights(path):  # noqa: F811
         ChunkLoader(**ordered(path, 10, weights="nothing"))
     with pytest.raises(FieldError, match="name a field with one value per sample"):
         ChunkDataset(path).split((1.0,), stratify="images")
-    with pytest.raises(OptionError, match="name is a ndarray: give the name of a field"):
+    with pytest.raises(OptionError, match="name is a ndarray: pass the name of a field"):
         ChunkDataset(path).split((1.0,), stratify=LABELS)
     assert balanced_weights(LABELS).tolist() == [1.0] * N
 

@@ -392,14 +392,14 @@ def test_layouts(mode: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"fit": "squash"}, "fit is 'squash': give error, stretch, crop or pad"),
-        ({"color": "cmyk"}, "color is 'cmyk': give "),
-        ({"layout": "chwn"}, "layout is 'chwn': give "),
-        ({"animated": "all"}, "animated is 'all': give "),
-        ({"size": (0, 5)}, r"size is \(0, 5\): give a height and a width"),
-        ({"size": (5,)}, r"size is \(5,\): give a height and a width"),
+        ({"fit": "squash"}, "fit is 'squash': pass error, stretch, crop or pad"),
+        ({"color": "cmyk"}, "color is 'cmyk': pass "),
+        ({"layout": "chwn"}, "layout is 'chwn': pass "),
+        ({"animated": "all"}, "animated is 'all': pass "),
+        ({"size": (0, 5)}, r"size is \(0, 5\): pass a height and a width"),
+        ({"size": (5,)}, r"size is \(5,\): pass a height and a width"),
         ({"fit": "crop"}, "fit is 'crop', but no size was given"),
-        ({"max_pixels": 0}, "max_pixels is 0: give at least 1"),
+        ({"max_pixels": 0}, "max_pixels is 0: pass at least 1"),
     ],
 )
 def test_options_that_cannot_be(options: dict[str, object], message: str) -> None:

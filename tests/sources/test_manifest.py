@@ -113,7 +113,7 @@ def test_many_columns_and_a_number_of_many_digits(read: Read) -> None:
 def test_what_is_no_table_is_refused_at_once(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "table.csv"
     {"pipe": os.mkfifo, "folder": os.mkdir, "device": lambda path: os.symlink("/dev/zero", path)}[kind](path)
-    with pytest.raises(SourceError, match=r"table\.csv: is not a regular file: give a table as a file"):
+    with pytest.raises(SourceError, match=r"table\.csv: is not a regular file: pass a table as a file"):
         list_manifest(path, tmp_path)
 
 

@@ -109,7 +109,7 @@ def test_images_follow_the_options_of_images(tmp_path: Path) -> None:
         (
             lambda i: (picture(i, 8 + i // 20), i),
             SourceError,
-            "samples differ in 'images': sample 0 is 3 x 8 x 6, sample 20 is 3 x 9 x 6: give a size",
+            "samples differ in 'images': sample 0 is 3 x 8 x 6, sample 20 is 3 x 9 x 6: pass a size",
         ),
         (
             lambda i: np.zeros(i // 9 + 1),
@@ -145,7 +145,7 @@ def test_what_is_no_data_set(tmp_path: Path) -> None:
         h5chunk.convert([], tmp_path / "x.h5")
     with pytest.raises(SourceError, match="photos: is a path, not a data set in Python"):
         h5chunk.convert("photos", tmp_path / "x.h5", format="mapping")
-    with pytest.raises(SourceError, match="an object of type int cannot be converted: give a path or a data set"):
+    with pytest.raises(SourceError, match="an object of type int cannot be converted: pass a path or a data set"):
         h5chunk.convert(3, tmp_path / "x.h5")
 
 
@@ -158,7 +158,7 @@ def test_a_sparse_matrix_in_python_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"save it with scipy\.sparse\.save_npz"):
         h5chunk.convert(scipy.sparse.eye(5, format="csr"), tmp_path / "a.h5")
     frame = pandas.DataFrame({"a": [1, 2], "b": [0.5, 1.5]})
-    with pytest.raises(SourceError, match=r"type DataFrame is not a source: give a dict of its columns, dict\(frame\)"):
+    with pytest.raises(SourceError, match=r"type DataFrame is not a source: pass a dict of its columns, dict\(frame\)"):
         h5chunk.convert(frame, tmp_path / "a.h5")
     assert h5chunk.convert(dict(frame), tmp_path / "a.h5").num_samples == 2
 

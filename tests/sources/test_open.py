@@ -72,7 +72,7 @@ def test_other_hdf5_files_are_for_repack(tmp_path):
 def test_a_format_may_be_told(tmp_path):
     (tmp_path / "ratings").write_bytes(b"user one,item one\nuser two,item one\nuser one,item two\n")
     assert open_source(tmp_path / "ratings", kind="csv").kind == "csv"
-    with pytest.raises(OptionError, match=r"format is 'parquet': give 10x, .*csv, .*images"):
+    with pytest.raises(OptionError, match=r"format is 'parquet': pass 10x, .*csv, .*images"):
         open_source(tmp_path / "ratings", kind="parquet")
 
 

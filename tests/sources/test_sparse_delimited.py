@@ -78,7 +78,7 @@ def test_layouts_that_options_tell(tmp_path, text, options):
     ("options", "message"),
     [
         ({"separator": ""}, "separator is ''"),
-        ({"encoding": "utf-99"}, "encoding is 'utf-99': give one that Python supports"),
+        ({"encoding": "utf-99"}, "encoding is 'utf-99': pass one that Python supports"),
         ({"encoding": "base64"}, "encoding is 'base64'"),
         ({"comment": ""}, "comment is empty"),
     ],
@@ -239,7 +239,7 @@ def test_columns_that_are_not_there(tmp_path, columns, message):
 BROKEN = {
     "1,x,3": "column 'movieId' is 'x', which is not a 64-bit integer.*'movieId:str'",
     "1,2,x": "value 'rating' is 'x', which is not a number",
-    '1,2,"3,5"': "is '3,5', which is not a number: if commas mark decimals, give --decimal ,",
+    '1,2,"3,5"': "is '3,5', which is not a number: if commas mark decimals, pass --decimal ,",
     "1,,3": "column 'movieId' is empty",
     "1,2,": "value 'rating' is empty",
     "1,2": "2 columns where the lines above have 3: '1,2'",
@@ -320,7 +320,7 @@ def test_i_is_an_item_beside_users(tmp_path, header):
 
 def test_a_comment_below_the_first_line_is_an_error(tmp_path):
     source = opened(tmp_path / "r.csv", b"# ratings\n" + b"a,b,1\n" * 9 + b"#c,d,2\n")
-    with pytest.raises(SourceError, match=r"line 11: a comment below the data: remove it, or give --comment '#'"):
+    with pytest.raises(SourceError, match=r"line 11: a comment below the data: remove it, or pass --comment '#'"):
         entries(source)
     rows, _, _ = entries(opened(tmp_path / "tags.csv", b"tag,user,count\n#love,b,1\n#cats,d,2\n"))
     assert rows.tolist() == [b"#love", b"#cats"]

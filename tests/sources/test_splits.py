@@ -77,7 +77,7 @@ def test_splits_become_a_field(tmp_path: Path, kind: str, shards: int | None) ->
     assert plan.class_names == report.class_names == [*CLASSES]
     note = (
         "the top folders are splits: Train (16), val (8): the field 'split' has the split of each sample "
-        "(to treat them as classes, give --split-folders no)"
+        "(to treat them as classes, pass --split-folders no)"
     )
     assert plan.notes == report.notes == [note]
     assert f"note: {note}" in str(plan) and f"note: {note}" in str(report)
@@ -184,7 +184,7 @@ def test_folders_of_any_names_are_splits_if_asked_for(tmp_path: Path) -> None:
 
 def test_choices_that_cannot_be(tmp_path: Path) -> None:
     root = make_tree(tmp_path / "data", 3)
-    with pytest.raises(OptionError, match="split_folders is 'maybe': give auto, yes or no"):
+    with pytest.raises(OptionError, match="split_folders is 'maybe': pass auto, yes or no"):
         convert(root, tmp_path / "x.h5", split_folders="maybe")
     (tmp_path / "m.csv").write_text("path\n" + name_of(0) + "\n")
     with pytest.raises(OptionError, match="split_folders is 'yes', but a manifest gives the splits"):

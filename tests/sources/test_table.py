@@ -89,7 +89,7 @@ def test_a_folder_of_tables(tmp_path: Path) -> None:
 def test_options_of_images_and_columns(tmp_path: Path) -> None:
     pq.write_table(table(image=[png(i, 8 + i % 2) for i in range(COUNT)]), tmp_path / "t.parquet")
     options: dict[str, Any] = {"columns": ("image", "label")}
-    with pytest.raises(SourceError, match=r"row 0 is 3 x 8 x 6, t\.parquet, row 1 is 3 x 9 x 6: give a size"):
+    with pytest.raises(SourceError, match=r"row 0 is 3 x 8 x 6, t\.parquet, row 1 is 3 x 9 x 6: pass a size"):
         h5chunk.convert(tmp_path / "t.parquet", tmp_path / "x.h5", **options)
     h5chunk.convert(tmp_path / "t.parquet", tmp_path / "x.h5", **options, size=(4, 4), fit="crop", color="gray")
     assert read_back(tmp_path / "x.h5", ["image"])["image"].shape == (COUNT, 1, 4, 4)
@@ -236,7 +236,7 @@ def test_texts_without_header_or_with_row_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        (IRIS, {"columns": ("size", "species")}, "give --format table for samples, or --format csv"),
+        (IRIS, {"columns": ("size", "species")}, "pass --format table for samples, or --format csv"),
         (
             IRIS + b"1.5,1.5,,setosa\n",
             {},
@@ -252,7 +252,7 @@ def test_texts_without_header_or_with_row_names(tmp_path: Path) -> None:
         ),
         (IRIS, {"size": (8, 8)}, "--size applies only to images, but .* has no column with the bytes of images"),
         (IRIS, {"vector": "x", "columns": ("species",)}, "there is no numeric column for it"),
-        (IRIS, {"vector": "species"}, "a column is called that: give another name"),
+        (IRIS, {"vector": "species"}, "a column is called that: pass another name"),
         (IRIS, {"vector": "x", "vector_except": ("sorte",)}, "has no column 'sorte': it has sepal"),
         (b"a b\nc d\n", {"format": "table"}, "its first lines are not a table"),
     ],
@@ -376,7 +376,7 @@ def test_a_folder_of_texts(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"lacks the field .*: read it with the options with which"):
         h5chunk.append(tmp_path / "x.h5", tmp_path / "t", vector="v")
     (tmp_path / "t" / "b.csv.gz").write_bytes(gzip.compress(b"x,other,kind\n0.5,1,a\n1.5,2,b\n"))
-    with pytest.raises(SourceError, match="give tables with the same columns"):
+    with pytest.raises(SourceError, match="pass tables with the same columns"):
         h5chunk.convert(tmp_path / "t", tmp_path / "y.h5")
 
 

@@ -28,7 +28,7 @@ def check_kind(kind: Any) -> None:
         assert field.metadata["help"].endswith(".") and field.metadata["help"][0].isupper()
         assert kind.Options.heading_of(field.name)
         if field.metadata["choices"]:
-            with pytest.raises(OptionError, match=f"{field.name} is 'nothing': give "):
+            with pytest.raises(OptionError, match=f"{field.name} is 'nothing': pass "):
                 kind.Options(**{field.name: "nothing"})
     for stranger in (b"bytes", 3, None, object()):
         assert not kind.recognises(stranger, b"")

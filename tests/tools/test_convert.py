@@ -211,7 +211,7 @@ def test_mixed_sizes_name_the_first_two(
         convert(root, tmp_path / "out.h5", workers=workers, seed=seed, on_error=on_error)
     assert str(caught.value) == (
         "samples differ in 'images': class0/0000.png is 3 x 10 x 12, class0/0050.png is 3 x 11 x 12: "
-        "give a size and how to fit it (--size H W --fit stretch|crop|pad), or keep their sizes (--keep-encoded)"
+        "pass a size and how to fit it (--size H W --fit stretch|crop|pad), or keep their sizes (--keep-encoded)"
     )
     check_untouched(tmp_path / "out.h5", None)
 
@@ -338,11 +338,11 @@ def test_all_broken_is_an_error(
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"on_error": "ignore"}, "on_error is 'ignore': give fail or skip"),
-        ({"workers": -1}, "workers is -1: give at least 0"),
-        ({"seed": -1}, "seed is -1: give a number from 0"),
-        ({"seed": 1 << 64, "shuffle": False}, "seed is 18446744073709551616: give a number"),
-        ({"chunk_samples": 0}, "chunk_samples is 0: give at least 1"),
+        ({"on_error": "ignore"}, "on_error is 'ignore': pass fail or skip"),
+        ({"workers": -1}, "workers is -1: pass at least 0"),
+        ({"seed": -1}, "seed is -1: pass a number from 0"),
+        ({"seed": 1 << 64, "shuffle": False}, "seed is 18446744073709551616: pass a number"),
+        ({"chunk_samples": 0}, "chunk_samples is 0: pass at least 1"),
         ({"fit": "crop"}, "fit is 'crop', but no size was given"),
     ],
 )

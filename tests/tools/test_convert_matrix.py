@@ -470,7 +470,7 @@ def test_a_value_has_a_code_or_none(value: float) -> None:
         ({"binarize": 1, "clip": True}, "leave out scale and clip"),
         ({"values": "float32", "scale": 2}, "values is 'float32', but scale"), ({"values": "f4"}, "values is 'f4'"),
         ({"min_row_count": -1}, "min_row_count is -1"),
-        ({"memory_bytes": 1000}, "memory_bytes is 1000: give at least 1048576"), ({"seed": -1}, "seed is -1"),
+        ({"memory_bytes": 1000}, "memory_bytes is 1000: pass at least 1048576"), ({"seed": -1}, "seed is -1"),
         ({"compression": "lzf", "dense": True}, "compression is 'lzf'"), ({"chunk_samples": 0}, "chunk_samples is 0"),
     ],
 )  # fmt: skip

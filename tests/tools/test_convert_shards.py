@@ -193,9 +193,9 @@ def test_on_the_command_line(class_folder: Make, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"shards": 0}, "shards is 0: give a number from 1 to 99999"),
+        ({"shards": 0}, "shards is 0: pass a number from 1 to 99999"),
         ({"shards": 2, "shard_bytes": 9}, "shards is 2 and shard_bytes is 9: use only one of them"),
-        ({"shard_bytes": 0}, "shard_bytes is 0: give at least 1"),
+        ({"shard_bytes": 0}, "shard_bytes is 0: pass at least 1"),
         ({"shard_bytes": 17_000, "chunk_samples": 8}, r"shard_bytes is 17000, but a file with one chunk .*: raise"),
         ({"shards": 21}, "shards is 21, but the data has only 1 chunk of 20 samples: use fewer"),
         ({"shards": 6, "chunk_samples": 4}, "shards is 6, but the data has only 5 chunks of 4 samples: use fewer"),

@@ -261,7 +261,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert "samples: rows (userId); columns (movieId)\n  duplicates reduced to the first by timestamp\n" in plan
     result = CliRunner().invoke(main, [*arguments, "--duplicates", "last"])
     assert "samples: 2 rows (userId); columns: 2 (movieId)\n" in result.stdout
-    with pytest.raises(OptionError, match="duplicates is 'min': give auto, error, sum, last, first, max or mean"):
+    with pytest.raises(OptionError, match="duplicates is 'min': pass auto, error, sum, last, first, max or mean"):
         h5chunk.convert(tmp_path / "r.csv", tmp_path / "y.h5", duplicates="min")
 
 

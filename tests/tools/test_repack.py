@@ -622,8 +622,8 @@ def test_a_tuned_file(tmp_path: Path) -> None:
     [
         ("[1]", "contains [1], not a JSON object"),
         ("{", "not a JSON file"),
-        ('{"chunk_samples": 0}', "chunk_samples is 0: give at least 1"),
-        ('{"chunk_samples": true}', "chunk_samples is True: give a whole number"),
+        ('{"chunk_samples": 0}', "chunk_samples is 0: pass at least 1"),
+        ('{"chunk_samples": true}', "chunk_samples is True: pass a whole number"),
         ('{"window_chunks": 2.5}', "window_chunks is 2.5"),
         ('{"cache": [1, 2]}', "cache is [1, 2]: give (nslots, nbytes, w0)"),
         ('{"cache": [1, 2.5, 0]}', "cache is [1, 2.5, 0]"),

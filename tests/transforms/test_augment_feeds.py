@@ -207,7 +207,7 @@ class TestMasks:
         dataset = ChunkDataset(path, fields=["images", "masks"])
         with pytest.raises(OptionError, match="changes 'images' alone: 'masks', of the same height and width"):
             ChunkLoader(dataset, 16, transforms=[self.FLIP])
-        with pytest.raises(OptionError, match=r"give a list for each: transform=\{'images': \[...\], 'masks'"):
+        with pytest.raises(OptionError, match=r"pass a list for each: transform=\{'images': \[...\], 'masks'"):
             ChunkDataset(path, fields=["images", "masks"], transform=[Resize(6)])
         ChunkLoader(dataset, 16, transforms={"images": [self.FLIP]})
         ChunkLoader(dataset, 16, transforms=[RandomErasing(0.5)])

@@ -145,8 +145,8 @@ def test_labels_come_after_both(tmp_path):
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: HoldOut(), "give either fraction"),
-        (lambda: HoldOut(0.5, last=1), "give either fraction"),
+        (lambda: HoldOut(), "pass either fraction"),
+        (lambda: HoldOut(0.5, last=1), "pass either fraction"),
         (lambda: HoldOut(1.0), "fraction is 1.0"),
         (lambda: HoldOut(last=0), "last is 0"),
         (lambda: HoldOut(0.5, seed=-1), "seed is -1"),

@@ -104,7 +104,7 @@ def choose_columns(
         names = ", ".join(repr(name) for name in header)
         fail(
             f"the names of the columns {names} do not show which are row, column and value: name "
-            "them with --columns; or give --format table if each line is a sample, and not an entry of a sparse matrix"
+            "them with --columns; or pass --format table if each line is a sample, and not an entry of a sparse matrix"
         )
     return [i for i in left if i != parts[2]] + [i for i in left if i == parts[2]]
 

@@ -131,7 +131,7 @@ class DelimitedSource(TextSource):
     def _check_width(self, first: bytes, requested: tuple[str, ...] | None) -> None:
         if self._width < 2:
             self._text.fail(
-                f"only one column, {quote_line(first)}: give at least row and column, separated by a comma, tab, "
+                f"only one column, {quote_line(first)}: pass at least row and column, separated by a comma, tab, "
                 "semicolon, '|', blank or '::', or name the separator (--separator)",
                 self.num_skipped + 1,
             )
@@ -257,11 +257,11 @@ class DelimitedSource(TextSource):
         cells, quoted = self._dialect.cells(text), quote_line(text)
         if self._comment is not None and text.startswith(self._comment):
             mark = self._comment.decode()
-            self._text.fail(f"a comment below the data: remove it, or give --comment '{mark}': {quoted}", line)
+            self._text.fail(f"a comment below the data: remove it, or pass --comment '{mark}': {quoted}", line)
         if b"\r" in text:
             self._text.fail(f"contains a carriage return that does not end the line: {quoted}", line)
         if self._dialect.has_quotes and text.count(b'"') % 2:
-            self._text.fail(f"a quote is not closed: close it, or give --no-quotes: {quoted}", line)
+            self._text.fail(f"a quote is not closed: close it, or pass --no-quotes: {quoted}", line)
         if len(cells) != self._width:
             self._text.fail(
                 f"{count_text(len(cells), 'column')} where the lines above have {self._width}: {quoted}", line
@@ -282,7 +282,7 @@ class DelimitedSource(TextSource):
             if len(cell) > MAX_ID_BYTES:
                 self._text.fail(f"{name} takes {len(cell)} bytes but the limit for an id is {MAX_ID_BYTES}", line)
             if cell.decode("utf-8", "ignore").encode() != cell:
-                problem = "which is not UTF-8: give its encoding, such as --encoding latin-1"
+                problem = "which is not UTF-8: pass its encoding, such as --encoding latin-1"
         elif part == "time":
             is_right = is_number(cell) if kind == pyarrow.float64() else time_type([cell]) == kind
             problem = "" if is_right else "which is not in the format of the times above"
@@ -305,8 +305,8 @@ class DelimitedSource(TextSource):
 
     def _number_hint(self, cell: bytes) -> str:
         if is_number(cell.replace(b",", b".")):
-            return ": if commas mark decimals, give --decimal ,"
-        return "" if self.header or self._options.columns else ": if values are in another column, give --columns"
+            return ": if commas mark decimals, pass --decimal ,"
+        return "" if self.header or self._options.columns else ": if values are in another column, pass --columns"
 
 
 def _to_numpy(column: pyarrow.Array, part: str) -> np.ndarray:

@@ -187,7 +187,7 @@ def _join_columns(
     if join is None:
         difference = difference_text(named[other], named[0], where, reference)
         raise OptionError(
-            f"{where}: its columns differ from those of {reference}: {difference}: give --join inner to keep the "
+            f"{where}: its columns differ from those of {reference}: {difference}: pass --join inner to keep the "
             "columns that all files have, or --join outer to keep all, with zeros where a file lacks them"
         )
     for source, names in zip(sources, named, strict=True):
