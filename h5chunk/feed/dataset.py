@@ -353,7 +353,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
             index = range(*index.indices(len(self)))
         if isinstance(index, (int, np.integer)) or getattr(index, "ndim", None) == 0:
             batch = self._read(index, np.array([operator.index(index)], np.int64), shared=False)
-            return self._transforms.of_sample(batch[0])
+            return self._transforms.apply_to_sample(batch[0])
         batch = self._batch(index)
         return batch.fields if not self._transforms.has_each else tuple(collate(self._each_transformed(batch)))
 
@@ -371,7 +371,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
     def _each_transformed(self, batch: Batch) -> Sequence[Sample]:
         if not len(batch) and len(self):  # the shapes of an empty batch are those of a transformed sample
             return no_samples(self[0])
-        return [self._transforms.of_sample(sample) for sample in batch]
+        return [self._transforms.apply_to_sample(sample) for sample in batch]
 
     def _read(self, indices: Any, positions: np.ndarray, *, shared: bool) -> Batch:
         rows = self._rows(positions)

@@ -1,4 +1,4 @@
-"""Limit the size of the local cache of remote objects, evicting by the known order of the next epochs."""
+"""Limit the size of the local cache of remote objects. Data whose next use is furthest away is evicted first."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Wanted = Mapping[Mirror, Ranges]  # byte ranges that are about to be fetched
 
 
 class DiskCache:
-    """The local copies of the remote objects of a reader, limited to the ``cache_bytes`` of their options.
+    """The cache of a reader's remote objects, limited to the ``cache_bytes`` of their options.
 
     ``direct`` are the fields that are read by byte ranges.
     """
@@ -44,10 +44,10 @@ class DiskCache:
     def make_room(
         self, wanted: Wanted, order: Order | None = None, position: tuple[int, int] = (0, 0), num_windows: int = 1
     ) -> int:
-        """Evict chunks so that the missing pages of ``wanted`` fit: first those whose next use is furthest away.
+        """Evict chunks so that the missing pages of ``wanted`` fit, first those whose next use is furthest away.
 
-        ``position`` is the epoch and batch that need the pages; ``num_windows`` is the number of windows that are read
-        at a time. Returns the bytes of the missing pages. Raises OptionError if that many windows do not fit.
+        ``position`` is the epoch and batch that need the pages, and ``num_windows`` the number of windows that are read
+        at the same time. Returns the bytes of the missing pages. Raises OptionError if so many windows do not fit.
         """
         if self._limit is None:
             return 0
@@ -56,7 +56,7 @@ class DiskCache:
         if needed > self._limit:
             raise OptionError(
                 f"cache_bytes is {human_bytes(self._limit)}, but the windows that are read at the same time need "
-                f"{human_bytes(needed)}: pass at least {needed}"
+                f"{human_bytes(needed)}: pass a cache_bytes of at least {needed}"
             )
         absent = PAGE * sum(stop - first for mirror, each in runs.items() for first, stop in mirror.pages.absent(each))
         excess = absent + self.pending_bytes + self._disk_bytes() - self._limit
@@ -65,7 +65,7 @@ class DiskCache:
         return absent
 
     def hold_all(self, order: Order, names: Collection[str]) -> list[Hold] | None:
-        """Hold all data of fields that an epoch of the order may use; return None if some of it is not cached."""
+        """Hold all data of the fields ``names`` that an epoch may use. Return None if some of it is not cached."""
         samples = order.selection.samples if isinstance(order.selection, FixedSelection) else None
         wanted: dict[Mirror, list[tuple[np.ndarray, np.ndarray]]] = {}
         for number, reader in enumerate(self._reader.readers):
@@ -98,7 +98,7 @@ class DiskCache:
                 return
 
     def _by_next_use(self, order: Order, position: tuple[int, int]) -> Iterator[tuple[Mirror, int, int]]:
-        """Yield the runs of pages of cached chunks, first those whose next use is furthest away."""
+        """Yield the runs of pages of cached chunks. Those whose next use is furthest away come first."""
         order = replace(order, epoch=0)
         if self._uses is None or self._uses[0] != order:
             ranks = ranks_of_node(order.rank, order.world_size)
@@ -122,12 +122,12 @@ class DiskCache:
             yield mirror, first, end
 
     def _chunks(self, number: int, names: Collection[str]) -> Iterator[tuple[np.ndarray, ...]]:
-        """Yield offsets, sizes, first samples and ends of the chunks in a file, for each of these fields."""
+        """Yield the offsets, sizes, first samples and end samples of the chunks of each field in a file."""
         for name in names:
             yield from self._direct[name].chunk_rows(number)
 
     def _at_random(self) -> Iterator[tuple[Mirror, int, int]]:
-        """Yield the runs of cached pages in random order, which suits shuffled epochs better than LRU."""
+        """Yield the runs of cached pages in random order. For shuffled epochs, this has a higher hit rate than LRU."""
         found: list[tuple[Mirror, int, int]] = []
         for mirror in self._mirrors:
             there = np.flatnonzero(np.frombuffer(mirror.pages.present(), np.uint8) & 1) // UNIT_PAGES

@@ -1,4 +1,4 @@
-"""Read windows of remote objects: fetch their bytes to local copies, from which the threads then read."""
+"""Read windows of remote objects: their bytes are first fetched to a local copy, from which the threads then read."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ from h5chunk.store.read.several import OpenFiles, hold_ranges, remote_ranges
 
 
 class _Holds:
-    """The cached pages that a window needs, held until it is read. `keep` and `close` may be called in either order."""
+    """Holds on the cached pages of a window until it is read. `keep` and `close` may be called in either order."""
 
     def __init__(self) -> None:
         self._holds: Sequence[Hold] = ()
         self._is_over, self._lock = False, threading.Lock()
 
     def keep(self, holds: Sequence[Hold]) -> None:
-        """Hold pages until `close`."""
         with self._lock:
             self._holds = holds
             is_over = self._is_over
@@ -43,7 +42,7 @@ class _Holds:
 
 
 class RemoteReadPool(ReadPool):
-    """A pool of threads that read windows after their bytes have been fetched."""
+    """A pool of threads that read each window once its bytes have been fetched."""
 
     def __init__(
         self,
@@ -57,8 +56,8 @@ class RemoteReadPool(ReadPool):
     ) -> None:
         self._order, self._num_windows, self._cache = order, num_windows, DiskCache(reader, direct)
         self._fetched: dict[int, tuple[WindowRead, int]] = {}  # windows being fetched, and their numbers of tasks
-        self._looked = -1  # the last epoch in which `_become_local` was tried
-        self._held = _Holds()  # the pages of all data, once they are cached
+        self._looked = -1  # the last epoch in which `_become_local` was called
+        self._held = _Holds()  # of all pages, once they are cached
         super().__init__(reader, direct, num_threads, **options)
 
     @property
@@ -68,21 +67,21 @@ class RemoteReadPool(ReadPool):
         return super().progress + (client().num_parts if is_fetching else 0)
 
     def load(self, window: Window, slot: Any) -> WindowRead:
-        """See `ReadPool.load`. Once all data is in the cache, it is held there, and read like a local file."""
+        """See `ReadPool.load`. Once all data is in the cache, it is kept there, and is read like a local file."""
         if not self.is_local and self._looked != self.epoch and not self._fetched:
             self._looked = self.epoch
             self._become_local()
         return super().load(window, slot)
 
     def _become_local(self) -> None:
-        """Hold all data, if it is in the cache, until the pool is closed."""
+        """If all data is in the cache, hold it there until the pool is closed."""
         holds = self._cache.hold_all(self._order, set(self._direct) - set(self._whole))
         if holds is None:
             return
         self._held.keep(holds)
         self.is_local = True
         if not isinstance(self.descriptor, OpenFiles):
-            self.descriptor = int(self.descriptor)  # whose ranges are not held again
+            self.descriptor = int(self.descriptor)  # without the mirror, so that its pages are not held a second time
             status = os.stat(self.descriptor)
             self._stamp = (
                 os.fsencode(self._reader.path),
@@ -118,7 +117,10 @@ class RemoteReadPool(ReadPool):
             then(error)
 
     def _drop(self, number: int, error: H5ChunkError | None = None) -> None:
-        """Drop the tasks of a window being fetched, which then ends with ``error``, or the error of a closed pool."""
+        """Drop the read tasks of a window whose bytes are being fetched. The window then ends with an error.
+
+        The error is ``error`` or, if that is None, the error of a closed pool.
+        """
         load, num_tasks = self._fetched.pop(number, (None, 0))
         for _ in range(num_tasks if load is not None else 0):
             load.error = load.error or error  # type: ignore[union-attr]

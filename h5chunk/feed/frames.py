@@ -1,4 +1,4 @@
-"""Windows of frames in memory: each frame is held once, and the windows that have it name it by its position."""
+"""Windows of frames in memory. Each distinct frame is stored once, and windows refer to it by its position."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from h5chunk.transforms.csr import Allocate, SampleNumbers
 
 
 class FrameRoom(NamedTuple):
-    """Destination of a load: the rows to read, (m,) int64 and ascending, and memory for them, (m, bytes)."""
+    """Memory for the frames of one read: ``rows``, (m,) int64, ascending, and ``values``, (m, frame_bytes) uint8."""
 
     rows: np.ndarray
     values: np.ndarray
 
 
 class Frames:
-    """Windows as frames, (m, ...), and the positions in them of each window's frames, (n, k) int64, on one device.
+    """The distinct frames of n windows, ``values``, (m, ...), and ``table``, (n, k) int64.
 
-    ``rows``, (m,) int64, are the rows of the frames in the file.
+    ``table[i]`` has the positions in ``values`` of the k frames of window i. Both are on the same device. ``rows``,
+    (m,) int64, are the rows of the frames in the file.
     """
 
     def __init__(self, values: torch.Tensor, table: torch.Tensor, rows: np.ndarray) -> None:
@@ -37,13 +38,13 @@ class Frames:
         return Frames(self.values, self.table[some], self.rows)
 
     def take(self, numbers: SampleNumbers) -> Frames:
-        """Select windows by their numbers, without a copy of frames."""
+        """Select windows by their numbers. Frames are not copied."""
         if self.table.device.type == "cpu":
             return Frames(self.values, torch.from_numpy(self.table.numpy()[numbers.host]), self.rows)
         return Frames(self.values, self.table.index_select(0, numbers.on_device), self.rows)
 
     def gathered(self, allocate: Allocate) -> torch.Tensor:
-        """Return the frames of all windows, (n, k, ...): on the CPU in memory from ``allocate``."""
+        """Return the frames of all windows, (n, k, ...). On the CPU, the memory comes from ``allocate``."""
         shape = (*self.table.shape, *self.values.shape[1:])
         if self.values.device.type != "cpu":
             return self.values.index_select(0, self.table.reshape(-1)).view(shape)
@@ -54,7 +55,7 @@ class Frames:
 
 @dataclass(frozen=True)
 class FrameLayout:
-    """The windows of a field; ``max_frames(n)`` is the largest number of frames of n windows."""
+    """The memory layout of a field of windows. ``max_frames(n)`` is the maximum number of frames of n windows."""
 
     reader: WindowReader
     name: str
@@ -71,7 +72,7 @@ class FrameLayout:
 
     @property
     def sample_bytes(self) -> int:
-        """Bytes per window: of one frame, because most windows share the others, and of their positions."""
+        """Estimated bytes per window: one frame, as windows share the others, and the positions of all its frames."""
         return self.reader.frames.fields[self.name].grid.sample_bytes + 8 * self._num_frames
 
     def arrays(self, num_frames: int, num_samples: int) -> list[ArrayShape]:
@@ -79,25 +80,25 @@ class FrameLayout:
         return [((num_frames, *self._frame_shape), self.dtype), ((num_samples, self._num_frames), torch.int64)]
 
     def capacity(self, num_samples: int) -> list[ArrayShape]:
-        """Return the shapes of arrays that are large enough for any load of this many windows."""
+        """Return the shapes of arrays that are large enough for any read of this many windows."""
         return self.arrays(self.max_frames(num_samples), num_samples)
 
     def of_pieces(self) -> FrameLayout:
-        """Return the layout for loads of consecutive windows."""
+        """Return the layout for reads of consecutive windows."""
         return replace(self, max_frames=self.reader.frames_of_pieces(self.name))
 
 
 class FrameWindow:
-    """The windows of a field in one load. ``shapes`` lists the shapes and dtypes of the arrays that hold them."""
+    """The windows of one field that are read together. ``shapes`` has the shapes and dtypes of the arrays for them."""
 
     def __init__(self, layout: FrameLayout, samples: np.ndarray) -> None:
         self._rows, self._table = layout.reader.distinct_rows(layout.name, samples)
         if len(self._rows) > (most := layout.max_frames(len(samples))):
-            raise AssertionError(f"{len(samples)} windows have {len(self._rows)} frames, but memory is for {most}")
+            raise AssertionError(f"{len(samples)} windows have {len(self._rows)} frames, but memory for only {most}")
         self.shapes = layout.arrays(len(self._rows), len(samples))
 
     def destination(self, arrays: Any) -> FrameRoom:
-        """Return the destination for readers, in host arrays of these shapes."""
+        """Fill in the positions of the frames, and return the memory into which readers write the frames."""
         values, table = (array.numpy() for array in arrays)
         table[:] = self._table
         return FrameRoom(self._rows, values.reshape(len(values), -1 if values.size else 0).view(np.uint8))
@@ -106,5 +107,4 @@ class FrameWindow:
         """Do nothing, because any bytes are valid."""
 
     def samples(self, arrays: Any) -> Frames:
-        """Return the windows of the load, given the arrays of its slot on the host or on the device."""
         return Frames(arrays[0], arrays[1], self._rows)

@@ -26,9 +26,10 @@ KEPT_BYTES = 256 << 20  # for all workers together: up to this size, chunks are 
 
 
 class KeptRows:
-    """Rows of a matrix, in virtual memory for all entries, of which only those of cached chunks occupy pages.
+    """Cached rows of a matrix, in virtual memory that has room for all rows of the matrix.
 
-    ``read(rows, room)`` reads rows, (n,) int64, into ``room``. Raises OSError if there is not enough address space.
+    Only the rows of cached chunks occupy physical pages. ``read(rows, room)`` must read ``rows``, (n,) int64, into
+    ``room``. Raises OSError if there is not enough address space.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class KeptRows:
         self._rows = CsrRows(torch.from_numpy(layout.indptr), layout.indptr, self._arrays[0], (*self._arrays, None)[1])
 
     def take(self, rows: np.ndarray) -> CsrRows:
-        """Return rows, (n,) int64; their entries are valid until the next call."""
+        """Return rows, (n,) int64. Their entries are valid until the next call."""
         chunks = rows // self._size if self._starts is None else np.searchsorted(self._starts, rows, "right") - 1
         self._clock += 1
         is_there = self._used[chunks] > 0
@@ -56,14 +57,13 @@ class KeptRows:
             self._load(missing)
         return self._rows.take(SampleNumbers(rows, torch.from_numpy(rows)))
 
-    def _borders(self, chunk: int) -> tuple[int, int]:
-        """Return the first row of a chunk, and the row after its last."""
+    def _rows_of_chunk(self, chunk: int) -> tuple[int, int]:
         if self._starts is not None:
             return int(self._starts[chunk]), int(self._starts[chunk + 1])
         return chunk * self._size, min((chunk + 1) * self._size, len(self._layout.indptr) - 1)
 
     def _load(self, chunks: np.ndarray) -> None:
-        indptr, borders = self._layout.indptr, [self._borders(chunk) for chunk in chunks.tolist()]
+        indptr, borders = self._layout.indptr, [self._rows_of_chunk(chunk) for chunk in chunks.tolist()]
         rows = np.concatenate([np.arange(*each) for each in borders])
         indices, *values = (array.numpy() for array in self._arrays)
         self._read(rows, CsrBuffers(indptr[rows], indices, values[0] if values else None))
@@ -75,7 +75,7 @@ class KeptRows:
         self._used[chunks] = self._clock
 
     def _make_room(self, num_new: int) -> None:
-        """Free the pages of the least recently used chunks, except those that this batch uses."""
+        """Free the pages of the least recently used chunks, except the chunks of this batch."""
         kept = np.flatnonzero(self._used)
         num_over = len(kept) + num_new - self._max_chunks
         if num_over <= 0:
@@ -83,15 +83,15 @@ class KeptRows:
         oldest = kept[np.argsort(self._used[kept], kind="stable")][:num_over]
         for chunk in oldest[self._used[oldest] < self._clock].tolist():
             self._used[chunk] = 0
-            low, high = (int(self._layout.indptr[border]) for border in self._borders(chunk))
+            low, high = (int(self._layout.indptr[border]) for border in self._rows_of_chunk(chunk))
             for own, array in zip(self._maps, self._arrays, strict=True):
                 _free(own, low * array.itemsize, high * array.itemsize)
 
 
 def num_kept_chunks(reader: H5Reader, layout: MatrixLayout, order: Order, num_workers: int) -> int:
-    """Return the number of chunks that each worker caches for an order.
+    """Return the number of chunks that each worker keeps for an order.
 
-    Return 0 if they would need too much memory, or if the order uses less than half of their rows.
+    Return 0 if they would need too much memory, or if the order uses less than half of the rows in its chunks.
     """
     num_chunks = max(1, -(-reader.num_samples // reader.chunk_samples))
     chunk_bytes = max(1, layout.sample_bytes * reader.num_samples // num_chunks)
@@ -103,7 +103,7 @@ def num_kept_chunks(reader: H5Reader, layout: MatrixLayout, order: Order, num_wo
 
 
 def _addresses(num_bytes: int) -> mmap.mmap:
-    """Return memory whose pages are allocated on first use."""
+    """Reserve address space, whose pages are allocated when they are first used."""
     memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):  # a large page would hold many chunks
         memory.madvise(mmap.MADV_NOHUGEPAGE)

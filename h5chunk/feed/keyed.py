@@ -1,4 +1,4 @@
-"""Datasets, or groups of datasets, as the samples of a data set: traces, events, one small array each."""
+"""Data sets of HDF5 files in which each sample is a dataset, or a group of datasets, such as a trace or an event."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ QUIET_S = 1.0  # time after which progress is shown on a terminal
 
 
 class Keyed(ChunkDataset):
-    """Datasets, or groups of datasets, as the samples of a `ChunkDataset`: ``traces/000123/data``.
+    """A `ChunkDataset` in whose file each sample is a dataset, or a group of datasets, such as ``traces/000123/data``.
 
     ::
 
@@ -37,11 +37,12 @@ class Keyed(ChunkDataset):
         for data, magnitude in h5chunk.ChunkLoader(dataset, 256):
             ...
 
-    An index of where each sample is stored is made once, by one process per core, and kept beside the file
-    (``NAME.h5chunk-index-*``, which you may delete at any time), or in ``~/.cache/h5chunk`` if that is impossible.
-    Making it continues after a kill, and it is made again when the file changes. Samples are then read by their byte
-    ranges, without HDF5, whether they are contiguous, chunked, compressed or compact. ``h5chunk convert FILE OUTPUT
-    --samples 'traces/*/data'`` packs them into one dataset instead, which is faster still, above all on disks.
+    The first time that a file is opened, one process per core builds an index of the location of each sample. The index
+    is saved beside the file as ``NAME.h5chunk-index-*``, or in ``~/.cache/h5chunk`` if that is impossible, and may be
+    deleted at any time. An interrupted build is continued, and a file that has changed is indexed again. Samples are
+    then read by their byte ranges, without HDF5, whether they are contiguous, chunked, compressed or compact.
+    ``h5chunk convert FILE OUTPUT --samples 'traces/*/data'`` copies them into one dataset instead, which is read even
+    faster, especially from hard disks.
 
     If samples differ in length (only along their first axis), a batch has two tensors for the field: see
     `h5chunk.transforms.Pad` (the default) and `h5chunk.transforms.Pack`.
@@ -51,24 +52,24 @@ class Keyed(ChunkDataset):
     path : path or sequence of paths
         As for `ChunkDataset`, but no URLs.
     pattern : str, or sequence or mapping of str
-        Paths of datasets with ``*`` in place of a name; several patterns with the same ``*`` are several fields. A
-        field has the name of the path after the ``*``, with ``_`` for ``/``, or else of the group; a mapping gives
-        names. Samples are in the order of their names.
+        Paths of datasets, with ``*`` in place of the name of a sample. Each pattern is a field; all patterns must have
+        the same path before the ``*``. A mapping names the fields. Otherwise, a field is named after the path that
+        follows the ``*``, with ``_`` for ``/``, or after the group if nothing follows. Samples are sorted by name.
     attributes : sequence of str
-        Attributes, each one number or one string, as further fields: of what ``*`` stands for or, if that lacks one,
-        of the datasets.
+        HDF5 attributes of the samples to add as fields. Each value must be one number or one string. An attribute is
+        read from the object whose name ``*`` matches or, if that lacks it, from the sample's datasets.
     transform, trusted
         As for `ChunkDataset`.
     progress : callable, optional
-        Called with ("index", number of samples listed, number of all) while the index is made. Default: on a terminal,
-        a line on standard error.
+        Called as ``progress("index", done, total)``, in samples, while the index is built. Default: print a line to
+        standard error, if that is a terminal.
 
     Raises
     ------
     FieldError
-        A sample lacks a dataset or an attribute, or differs in more than its length from the first.
+        A sample lacks a dataset or an attribute, or differs from the first sample in more than its length.
     FileError
-        The file is missing or damaged, or, while reading, was changed.
+        The file is missing or damaged, or it changes while it is read.
     """
 
     def __init__(
@@ -86,11 +87,12 @@ class Keyed(ChunkDataset):
             raise OptionError(f"attributes is {attributes!r}: pass a list of names")
         if taken := [name for name in attributes if name in patterns]:
             raise OptionError(
-                f"attributes has {taken[0]!r}, which is also the name of a field: pass fields as a mapping"
+                f"attributes has {taken[0]!r}, which is also the name of a field: rename the field, with a mapping as "
+                "pattern"
             )
         files = list_files(path)
         if any(local_copy_of(file) is not None for file in files):
-            raise OptionError(f"path is {path!r}: keyed samples are read from local files: copy the objects first")
+            raise OptionError(f"path is {path!r}, but Keyed reads only local files: copy the objects first")
         report = partial(progress or _Line(), "index")
         readers = [KeyedReader(file, patterns, list(attributes), trusted, report) for file in files]
         more = f" and {len(files) - 1} more" if len(files) > 1 else ""
@@ -112,7 +114,7 @@ class Keyed(ChunkDataset):
 
     @property
     def numbered_fields(self) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
-        """See `ChunkDataset.numbered_fields`: the attributes."""
+        """See `ChunkDataset.numbered_fields`. These fields are the attributes."""
         return {name: column.__getitem__ for name, column in self._columns.items()}
 
     def values(self, name: str) -> np.ndarray:
@@ -125,7 +127,7 @@ class Keyed(ChunkDataset):
 
     @property
     def source_names(self) -> np.ndarray:
-        """The text that ``*`` stands for in the path of each sample: (n,) of str."""
+        """The name of each sample, which is the text that ``*`` matches in its path: (n,) of str."""
 
         def read() -> np.ndarray:
             indexes = [reader.index for reader in self._reader.readers if isinstance(reader, KeyedReader)]
@@ -135,7 +137,7 @@ class Keyed(ChunkDataset):
 
 
 class _Line:
-    """A line of progress on a terminal, shown once the work has taken some time."""
+    """A progress line on a terminal, shown once the work has taken some time."""
 
     def __init__(self) -> None:
         self._started, self._shown = time.monotonic(), 0.0

@@ -1,7 +1,7 @@
-"""The memory layout of a field in a slot: one array of dense samples, or the three arrays of a CSR matrix.
+"""The memory layout of a field in a slot: one array of dense samples, or the arrays of a CSR matrix.
 
-A slot is large enough for the largest window. The rows of a matrix need three arrays: the start of each row, and the
-column indices and values of the entries, in the dtypes of the file. The number of entries differs between windows.
+A slot is large enough for the largest window. A matrix needs up to three arrays: the start of each row, and the column
+indices and values of the entries, in the dtypes of the file. The number of entries differs between windows.
 """
 
 from __future__ import annotations
@@ -45,12 +45,20 @@ class FieldLayout:
 
 @dataclass(frozen=True)
 class MatrixLayout:
-    """Row starts of a CSR matrix, (num_rows + 1,) int64, the dtypes of its entries, and the size of its windows.
+    """The layout of the rows of a CSR matrix, or of samples that differ in length.
 
-    ``num_columns`` is 0 if entries are the values of samples that differ in length.
-    ``where`` names the file and field in messages. With ``may_repeat``, a row may have several entries in one column,
-    in any order, as in files that h5chunk did not write. ``max_entries(num_rows)`` is the maximum number of entries in
-    a window of that many rows.
+    Attributes
+    ----------
+    indptr : array, (num_rows + 1,) int64
+        The start of each row.
+    num_columns : int
+        0 for samples that differ in length, whose values take the place of the column indices.
+    where : str
+        The file and field, for messages.
+    may_repeat : bool
+        Whether a row may have several entries in a column, in any order. Files that h5chunk did not write may.
+    max_entries : callable
+        ``max_entries(num_rows)`` is the maximum number of entries in a window of that many rows.
     """
 
     indptr: np.ndarray = field(repr=False)
@@ -77,7 +85,7 @@ class MatrixLayout:
         return self.arrays(num_samples, self.max_entries(num_samples))
 
     def of_pieces(self) -> MatrixLayout:
-        """Return the layout for windows of consecutive rows, which are used to read the entire matrix once."""
+        """Return the layout for windows of consecutive rows, for reading the entire matrix once."""
 
         def max_entries(num_samples: int) -> int:
             borders = np.append(self.indptr[: -1 : max(1, num_samples)], self.indptr[-1])
@@ -90,7 +98,7 @@ Layouts = Mapping[str, Any]  # `FieldLayout`, `MatrixLayout`, or `h5chunk.feed.f
 
 
 def layout_of(reader: H5Reader, name: str, counts: np.ndarray | None, lanes: int) -> FieldLayout | MatrixLayout:
-    """Make the layout of a field; ``counts`` and ``lanes`` are arguments of `ragged_layout`.
+    """Return the layout of a field. For ``counts`` and ``lanes`` see `ragged_layout`.
 
     Raise `FieldError` if the field has strings, or a dtype that torch does not support.
     """
@@ -101,7 +109,7 @@ def layout_of(reader: H5Reader, name: str, counts: np.ndarray | None, lanes: int
 
 
 def layout_of_numbers(field: Field | RaggedField) -> FieldLayout:
-    """Make the layout of a field of numbers. Raise `FieldError` as `layout_of` does."""
+    """Return the layout of a dense field. Raise `FieldError` as `layout_of` does."""
     dtype = torch_dtype(field.dtype, field.name)
     if dtype is None:
         raise FieldError(
@@ -114,11 +122,11 @@ def layout_of_numbers(field: Field | RaggedField) -> FieldLayout:
 def ragged_layout(
     reader: H5Reader, field: RaggedField, counts: np.ndarray | None = None, lanes: int = 1
 ) -> MatrixLayout:
-    """Make the layout of a file's matrix, or of its images of any size, which form a matrix with an entry per byte.
+    """Return the layout of a file's matrix, samples of different lengths, or images of any size (one entry per byte).
 
-    ``counts``, (num_rows,) int64, is the maximum number of times that an epoch uses each row; None: all rows once,
-    chunk by chunk, in ``lanes`` lanes per rank. Raise `FieldError` if torch does not support the dtype of the matrix,
-    and `FileError` if the matrix is damaged.
+    ``counts``, (num_rows,) int64, is the maximum number of times that an epoch uses each row. None means that each row
+    is used once, chunk by chunk, in ``lanes`` lanes per rank. Raise `FieldError` if torch does not support the dtype of
+    the matrix, and `FileError` if the matrix is damaged.
     """
     where = f"{printable(reader.path)}: {field.name!r}"
     if counts is None:

@@ -32,12 +32,12 @@ from h5chunk.transforms import Transforms, transforms_by_field
 from h5chunk.transforms.any_size import AnySizeConverter
 from h5chunk.transforms.ragged import packs
 
-CLOSED = "this loader was closed while it was iterated: end the iteration first"
+CLOSED = "this loader was closed while it was iterated: end the iteration before you close it"
 TWO_THREADS = "another thread is waiting for a batch of this loader: create a separate loader for each thread"
 
 
 class _OneThread(Iterator[Any]):
-    """Iterate a generator, and raise an error if two threads do so at the same time."""
+    """An iterator over a generator that raises OptionError if two threads iterate at the same time."""
 
     def __init__(self, batches: Generator[Any]) -> None:
         self._batches = batches
@@ -178,7 +178,7 @@ class ChunkLoader(Resumable):
         resident, reuse = not dataset.epoch_samples and resident, reuse and target.type == "cpu"
         if sampler is None:
             if batch_size is None and batch_elements is None:
-                raise OptionError("batch_size is missing: pass it, batch_elements, or a sampler")
+                raise OptionError("batch_size is missing: pass batch_size, batch_elements or sampler")
             own = copy(dataset)  # so that the cache settings of the user's data set do not change
             padded = batch_elements is None or not packs(transforms)
             order_options: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "padded": padded}
@@ -224,16 +224,16 @@ class ChunkLoader(Resumable):
 
     @property
     def read_ahead_samples(self) -> int:
-        """Upper limit on the samples that are read ahead; 0 if all data is kept on the device."""
+        """Maximum number of samples that are read ahead. It is 0 if all data is kept on the device."""
         return 0 if self._plan is None else self._plan.num_slots * self._plan.window_samples
 
     @property
     def read_amplification(self) -> float:
-        """Ratio of the bytes that the next epoch reads from the file, on all ranks, to the bytes of its samples.
+        """The bytes that all ranks read from the file in the next epoch, divided by the bytes of its samples.
 
-        It is above 1 if a subset, or weights, use only some samples of chunks that must be read completely because they
-        are compressed or small, and below 1 if samples are repeated. Fields that are kept in memory, and repeated reads
-        for ``checksums``, are not counted.
+        The ratio is above 1 if chunks that must be read completely, because they are compressed or small, contain
+        samples that a subset or weights do not select. It is below 1 if samples are repeated. Fields that are kept in
+        memory, and repeated reads for ``checksums``, are not counted.
         """
         return self._source.read_amplification(self.order)
 
@@ -261,10 +261,10 @@ class ChunkLoader(Resumable):
         if get_worker_info() is not None:
             raise OptionError(
                 "a ChunkLoader is iterated in a worker of a DataLoader, where each worker would return all samples: "
-                "iterate it without a DataLoader"
+                "iterate the ChunkLoader directly, without a DataLoader"
             )
         if self._iterated is not None:
-            raise OptionError("this loader is already being iterated: end that iteration, or create another loader")
+            raise OptionError("this loader is already being iterated: end that iteration, or create a second loader")
         self._check_ranks()
         report = EpochReport(started=time.perf_counter())
         order, start = self.order, self._position.batch
@@ -292,7 +292,7 @@ class ChunkLoader(Resumable):
                 self._iterated = None
 
     def _open(self, order: Order, start: int) -> WindowStream | Resident:
-        """Return the source of batches, created on the first call. Its threads and memory are kept for later epochs."""
+        """Return the source of batches. It is created on the first call and kept for later epochs, with its threads."""
         if self._feed is not None and not self._feed.is_usable:
             self.close()
         if self._feed is None:
@@ -311,7 +311,7 @@ class ChunkLoader(Resumable):
         return self._feed
 
     def close(self) -> None:
-        """Stop the threads, free the memory and close the file. Another iteration opens them again."""
+        """Stop the threads, free the memory and close the file. The next iteration starts them again."""
         self._iterated = None
         if self._feed is not None:
             self._finalizer()
@@ -320,7 +320,7 @@ class ChunkLoader(Resumable):
                 pipeline.release()
 
     def __getitem__(self, _: object) -> Any:
-        raise OptionError("a ChunkLoader has no samples to index, only batches: iterate it, without a DataLoader")
+        raise OptionError("a ChunkLoader cannot be indexed: iterate it directly, without a DataLoader")
 
     def __reduce__(self) -> Any:
         raise OptionError("a ChunkLoader cannot be sent to another process: create it in that process")
@@ -342,17 +342,20 @@ class ChunkLoader(Resumable):
         )
 
 
-def _check_sampler(sampler: ChunkSampler, dataset: ChunkDataset, others: Mapping[str, Any]) -> None:
-    """Raise OptionError unless the sampler is valid, is for the same data, and all ``others``, options, are None."""
+def _check_sampler(sampler: ChunkSampler, dataset: ChunkDataset, options: Mapping[str, Any]) -> None:
+    """Raise OptionError unless ``sampler`` is a sampler of the same data, and all values in ``options`` are None."""
     if not isinstance(sampler, ChunkSampler):
         raise OptionError(f"sampler is a {type(sampler).__name__}: pass a ChunkSampler")
-    for name in (name for name, value in others.items() if value is not None):
+    for name in (name for name, value in options.items() if value is not None):
         raise OptionError(f"{name} is given together with a sampler: pass {name} to the ChunkSampler instead")
     sampler.check_data(dataset)
 
 
 def _order_in_file(sampler: ChunkSampler, dataset: ChunkDataset, echo: float) -> tuple[Order, int | None]:
-    """Return the order of a loader in the file, and the minimum of chunks per window; None if the size is fixed."""
+    """Return the order of samples in the file, and the minimum number of chunks per window.
+
+    The minimum is None if the sampler fixes the size of the windows.
+    """
     order = replace(sampler._template, epoch_samples=dataset.epoch_samples)
     if dataset.subset_samples is not None:  # convert positions in the subset to sample numbers in the file
         order = replace(order, selection=replace(order.selection, samples=dataset.subset_samples))  # type: ignore[type-var]

@@ -53,19 +53,25 @@ class PinnedMemory:
 
 
 class SharedBuffer(NamedTuple):
-    """Memory of a DataLoader's worker. Its last two bytes are flags: whether the receiver has kept it, and its use."""
+    """A buffer of a DataLoader's worker that is shared with the main process.
+
+    The last two bytes are flags: whether the main process has kept the buffer, and its ``use``.
+    """
 
     bytes: torch.Tensor
     number: int
 
     @property
     def use(self) -> int:
-        """FREE, IN_USE while the receiver refers to the batch in it, or LOST if a fork of the receiver still may."""
+        """The value of the second flag: FREE, IN_USE or LOST.
+
+        IN_USE means that the receiver refers to the batch in the buffer; LOST, that a fork of the receiver still may.
+        """
         return int(self.flags[-1])
 
     @property
     def flags(self) -> np.ndarray:
-        """The last bytes: (2,) uint8."""
+        """Both flags: (2,) uint8."""
         return self.bytes.numpy()[-2:]
 
 
@@ -85,7 +91,7 @@ class SharedMemory:
     def empty(
         self, fields: Sequence[tuple[tuple[int, ...], torch.dtype]], assemble: Assemble | None = None
     ) -> SharedFields:
-        """Allocate tensors of these shapes and dtypes in one buffer; ``assemble`` builds a batch's fields from them."""
+        """Allocate tensors of these shapes and dtypes in one buffer. ``assemble`` builds a batch's fields from them."""
         places, end = [], 0
         for shape, dtype in fields:
             places.append((end, shape, dtype))
@@ -111,7 +117,7 @@ _kept: dict[int, dict[int, torch.Tensor]] = {}  # received buffers, by the worke
 
 
 class SharedFields(tuple[torch.Tensor, ...]):
-    """Fields in one shared buffer; another process receives them as a plain tuple of tensors."""
+    """Fields in one shared buffer. Another process receives them as a plain tuple of tensors."""
 
     tensors: tuple[torch.Tensor, ...]  # ``assemble``, if given, makes the fields from these
     _sent: tuple[SharedBuffer, Places, Assemble | None, list[int]]
@@ -137,7 +143,7 @@ class SharedFields(tuple[torch.Tensor, ...]):
         return _receive, (buffer.bytes, places, assemble)
 
     def reduce_to_parent(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Pickle the fields for a queue to the parent process, which receives each buffer itself only once."""
+        """Pickle the fields for a queue to the parent process, to which each buffer is sent only once."""
         buffer, places, assemble, dropped = self._sent
         if buffer.use != FREE:
             return self._copied()
@@ -147,7 +153,7 @@ class SharedFields(tuple[torch.Tensor, ...]):
         return _receive_again, (os.getpid(), buffer.number, sent, gone, places, assemble)
 
     def _copied(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Copy a batch that is sent a second time, because the flag of its buffer supports only one receiver."""
+        """Copy the fields. A batch needs this when it is sent again, because its buffer supports only one receiver."""
         return _assembled, (tuple(each.clone() for each in self.tensors), self._sent[2])
 
 
@@ -157,7 +163,7 @@ ForkingPickler.register(SharedFields, SharedFields.reduce_to_parent)
 def _receive_again(
     worker: int, number: int, sent: torch.Tensor | None, gone: list[int], places: Places, assemble: Assemble | None
 ) -> tuple[torch.Tensor, ...]:
-    """Receive fields in a buffer that is sent only once, and kept while the worker is a child process."""
+    """Receive fields in a buffer that is sent only once, and is kept as long as the worker runs."""
     if worker not in _kept:
         for process in (each for each in active_children() if each.pid == worker):
             _kept[worker] = {}
@@ -203,7 +209,7 @@ def _views(owned: np.ndarray, places: Places) -> Iterator[torch.Tensor]:
 
 
 def shared_empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Allocate a tensor in memory shared between processes, so that a worker does not have to send its bytes."""
+    """Allocate a tensor in memory shared between processes, so that a worker need not copy it to the main process."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if not num_bytes:
         return torch.empty(shape, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Patches of volumes as the samples of a data set: microscopy, CT, electron microscopy, large images."""
+"""Patches of volumes as the samples of a data set, for microscopy, CT, electron microscopy and large images."""
 
 from __future__ import annotations
 
@@ -31,20 +31,28 @@ from h5chunk.urls import local_copy_of
 
 POSITION = "position"
 CHANNELS = ("first", "last")
-WEIGHTS = " weights"  # the name of their field, which no user's field has
+WEIGHTS = " weights"  # name of the field of weights; users' fields have other names
 
 Weights = str | Mapping[str, Callable[[np.ndarray], Any]]
 
 
 class Patches(ChunkDataset):
-    """Random patches of 2-D, 3-D or 4-D volumes, drawn anew in each epoch, as the samples of a `ChunkDataset`.
+    """Random patches of 1-D to 4-D volumes, at new positions in each epoch, as the samples of a `ChunkDataset`.
+
+    ::
+
+        patches = h5chunk.Patches("ct.h5", {"raw": "*/raw", "label": "*/label"}, size=(64, 64, 64))
+        for raw, label in h5chunk.ChunkLoader(patches, 4, device="cuda"):
+            ...
 
     ``dataset[i]`` is a tuple with patch i of each field, ``(*channels, *size)`` or ``(*size, *channels)``. The
-    position of patch i depends only on (seed, epoch, i), so that `ChunkLoader`, and a DataLoader with a `ChunkSampler`,
-    return the same patches after resuming and with any number of workers. Without a sampler, ``dataset[i]`` is patch i
-    of epoch 0. Each volume is divided into cells, by default of up to 64 MiB; the patches of a few random cells are
-    shuffled together, and a chunk is decoded once for all of them. Patches of a batch are therefore neighbours more
-    often than after a full shuffle. ``window_chunks`` of `ChunkSampler` is the number of cells that are shuffled
+    position of patch i depends only on (seed, epoch, i). Therefore a `ChunkLoader`, or a DataLoader with a
+    `ChunkSampler`, returns the same patches after resuming and with any number of workers. Without a sampler,
+    ``dataset[i]`` is patch i of epoch 0.
+
+    Each volume is divided into cells, by default of up to 64 MiB. The patches of a few random cells are shuffled
+    together, so that each chunk of these cells is decoded only once. The patches of a batch are therefore neighbours
+    more often than after a full shuffle. ``window_chunks`` of `ChunkSampler` is the number of cells that are shuffled
     together.
 
     Parameters
@@ -52,33 +60,36 @@ class Patches(ChunkDataset):
     path : path or sequence of paths
         As for `ChunkDataset`, but no URLs.
     fields : mapping of str
-        Datasets by field name. With a ``*``, as in ``{"raw": "*/raw", "label": "*/label"}``, a file has several
-        volumes; fields belong to one volume if ``*`` stands for the same text. Volumes may differ in size.
+        Datasets by field name. If a file has several volumes, ``*`` takes the place of the volume's name, as in
+        ``{"raw": "*/raw", "label": "*/label"}``. Volumes may differ in size.
     size : sequence of int
         The shape of a patch in space, such as ``(64, 64, 64)``.
     per_volume : int, optional
-        Patches of each volume in an epoch. Default: as many as have the volume's voxels, rounded up.
+        Number of patches per volume in an epoch. Default: the voxels of the volume divided by those of a patch, rounded
+        up.
     channels : {"first", "last"}, or mapping of str
-        Whether the axes that a dataset has beyond those of ``size`` come first, (C, Z, Y, X), or last, (Z, Y, X, C);
-        they are read whole. Needed if there are any.
+        Position of the axes that are not spatial, for all fields or by field name: first, as in (C, Z, Y, X), or last,
+        as in (Z, Y, X, C). These axes are read completely. Required if a dataset has more axes than ``size``.
     halo : int, sequence of int, or mapping of these
-        Width of a border that is read around each patch, for all axes, for each, or by field.
+        Width in voxels of a border that is read around each patch: for all axes, for each axis, or by field name.
     padding : {"none", "edge", "reflect"} or number
-        What patches have outside of a volume, because of a halo, or because the volume is smaller. "none": all of a
-        patch and its halo lies inside.
+        The values outside of a volume, where a halo extends beyond it or where the volume is smaller than a patch: the
+        nearest voxel, the volume mirrored at its border, or a constant. "none": a patch and its halo never extend
+        beyond the volume.
     weights : str or mapping, optional
-        A field, or a dataset of the same shape in space, whose values say how likely a voxel is the centre of a patch;
-        for whole numbers, all but 0 are equally likely. Or ``{"label": function}``: the function gets blocks of the
-        values, and returns weights of the same shape. They are read once; 256 centres are kept for each cell. At a
-        border the patch is moved inside. A volume whose weights are all 0 has patches anywhere.
+        A field or dataset with a weight for each voxel, which is the relative probability that the voxel is the centre
+        of a patch. In a dataset of integers, all values other than 0 have the same weight. To compute the weights, pass
+        ``{"label": function}``: the function gets blocks of the dataset, and returns weights of the same shape. The
+        dataset is read once, and 256 centres are kept for each cell. A patch that would extend beyond the volume is
+        moved inside. If all weights of a volume are 0, its patches are at uniformly random positions.
     share : float
-        Share of the patches that are placed by weights; the others are anywhere.
+        Fraction of the patches that are placed by weights. The others are at uniformly random positions.
     cell_bytes : int
-        Decoded bytes of the chunks that the patches of a cell need. Larger cells decode fewer chunks twice, and make
-        patches of a batch neighbours more often.
+        Decoded bytes of all chunks that the patches of a cell need. With larger cells, fewer chunks are decoded twice,
+        but a window of the shuffle has more neighbouring patches.
     positions : bool
-        Add the field ``position``, (1 + axes,) int64: the number of the volume, and the patch's start in it, without
-        the halo.
+        Add the field ``position``, (1 + axes,) int64: the number of the volume, and the start of the patch in it,
+        without the halo.
     seed : int
     trusted : bool
         As for `ChunkDataset`.
@@ -88,7 +99,7 @@ class Patches(ChunkDataset):
     FieldError
         A dataset is missing, or the fields of a volume differ in their shape in space.
     OptionError
-        An argument is invalid, or a volume is smaller than a patch.
+        An argument is invalid; or a volume is smaller than a patch, and there is no padding.
     """
 
     def __init__(
@@ -109,7 +120,7 @@ class Patches(ChunkDataset):
         trusted: bool = False,
     ) -> None:
         if not isinstance(fields, Mapping) or not fields or not all(isinstance(each, str) for each in fields.values()):
-            raise OptionError(f"fields is {fields!r}: pass a mapping of names to datasets")
+            raise OptionError(f"fields is {fields!r}: pass a mapping from names to datasets, as in {{'raw': '*/raw'}}")
         if POSITION in fields and positions:
             raise OptionError(f"fields has {POSITION!r}, which is the name of the field of positions: rename it")
         if isinstance(size, str) or not hasattr(size, "__len__") or not 1 <= len(size) <= 4:
@@ -123,7 +134,7 @@ class Patches(ChunkDataset):
         seed = check_whole("seed", seed, 0, MAX_SEED)
         files = list_files(path, NO_OPTIONS)
         if any(local_copy_of(file) is not None for file in files):
-            raise OptionError(f"path is {path!r}: patches are read from local files: copy the objects first")
+            raise OptionError(f"path is {path!r}, but patches are read only from local files: copy the objects first")
         weigher, weighed = _weights(weights, fields)
         leading = {name: partial(_leading, name, channels, len(size)) for name in (*fields, WEIGHTS)}
         opened_as = {**fields, **weigher}, size, leading, trusted
@@ -167,13 +178,13 @@ class Patches(ChunkDataset):
         if padding == "none" and len(small):
             name, shape = printable(self._volume_names[small[0]]), tuple(self._shapes[small[0]].tolist())
             raise OptionError(
-                f"{name}: a volume of shape {shape}, but a patch with its halo takes "
-                f"{tuple((np.array(size) + 2 * margin).tolist())}: reduce size or halo, or use padding='reflect'"
+                f"{name}: a volume has the shape {shape}, but a patch with its halo has "
+                f"{tuple((np.array(size) + 2 * margin).tolist())}. Reduce size or halo, or use padding='reflect'"
             )
 
     @property
     def epoch_samples(self) -> int:  # type: ignore[override]
-        """Offset that each epoch adds to sample numbers; 0 for tiles, which are the same in all epochs."""
+        """The number that each epoch adds to sample numbers. It is 0 for tiles, which are the same in all epochs."""
         return self._reader.num_samples if isinstance(self._plan, RandomPatches) else 0
 
     @property
@@ -193,7 +204,10 @@ class Patches(ChunkDataset):
         return [(name, tuple(shape.tolist())) for name, shape in zip(self._volume_names, self._shapes, strict=True)]
 
     def positions(self, epoch: int = 0) -> np.ndarray:
-        """Return the volume of each patch of an epoch, and its start in it, without the halo: (n, 1 + axes) int64."""
+        """Return the positions of all patches of an epoch: (n, 1 + axes) int64.
+
+        Each row has the number of the volume, and the start of the patch in it, without the halo.
+        """
         check_whole("epoch", epoch, 0, (1 << 63) - 1)
         added = epoch_rows(epoch, self.epoch_samples) if self.epoch_samples else 0
         return self._positions_of(self.samples + added)
@@ -205,20 +219,26 @@ class Patches(ChunkDataset):
     def coverage(self) -> Coverage:
         """Return how often an epoch is expected to use a voxel: the minimum, mean and maximum over all voxels.
 
-        Halos don't count, nor do subsets. Without weights, voxels near borders are used less often than others.
-        With weights, it needs 16 bytes for each voxel of the largest volume.
+        Halos and subsets are not taken into account. Without weights, voxels near borders are used less often than
+        others. With weights, the computation needs 16 bytes for each voxel of the largest volume.
+
+        Raises
+        ------
+        OptionError
+            This data set consists of tiles.
         """
         if isinstance(self._plan, Tiles):
-            raise OptionError("tiles cover each voxel at least once: ask the patches that they were made from")
+            raise OptionError("tiles cover each voxel at least once: call coverage() of the patches instead")
         return self._plan.coverage()
 
     def amplification(self, order: Order) -> float:
-        """Return the bytes that are read and decoded in an epoch over those of its patches, window by window.
+        """Return the bytes that an epoch reads and decodes, divided by the bytes of its patches.
 
         Parameters
         ----------
         order : Order
-            As ``ChunkSampler(patches, 4).order``: its windows are what a `ChunkLoader` reads at a time.
+            The order of the patches, such as ``ChunkSampler(patches, 4).order``. A chunk counts once per window of the
+            order, because a `ChunkLoader` reads the patches of a window together.
         """
         fields = direct_fields(self._reader)[0].values()
         added = epoch_rows(order.epoch, self.epoch_samples) if self.epoch_samples else 0
@@ -227,20 +247,32 @@ class Patches(ChunkDataset):
         return read / max(1, sum(len(rows) for rows in windows) * sum(field.row_bytes for field in fields))
 
     def tiles(self, overlap: int | Sequence[int] = 0) -> Patches:
-        """Return the tiles of all volumes, in order, with the field ``position``, for inference: see `Stitcher`.
+        """Return a data set of tiles that cover all volumes, for inference: see `Stitcher`.
 
-        Neighbours overlap by at least this many voxels, and the last along an axis ends at the volume's border.
+        The tiles have the size of the patches, and are in the order of the volumes. The last tile along an axis ends
+        at the border of the volume. The field ``position`` is added.
+
+        Parameters
+        ----------
+        overlap : int or sequence of int
+            Minimum overlap of neighbouring tiles, in voxels: for all axes, or for each axis.
+
+        Raises
+        ------
+        OptionError
+            The overlap is not less than the size, the halo reaches beyond the volume and there is no padding, or this
+            data set is a subset.
         """
         both = _numbers("overlap", overlap, len(self._size))
         if any(each >= length for each, length in zip(both, self._size, strict=True)):
             raise OptionError(f"overlap is {overlap!r}: it must be less than the size, {self._size}")
         reader: Any = self.new_reader()
         if self._padding == "none" and any(any(each.halo) for each in reader.volume_fields.values()):
-            raise OptionError("tiles with a halo reach beyond the volume: give Patches a padding")
+            raise OptionError("tiles with a halo reach beyond the volume: pass padding= to Patches, such as 'reflect'")
         if POSITION in reader.fields:
             raise OptionError(f"fields has {POSITION!r}, which is the name of the field of positions: rename it")
         if self._samples is not None:
-            raise OptionError("this is a subset: make tiles of the whole data set, and select among them")
+            raise OptionError("this is a subset of patches: call tiles() of the full data set, then subset() of these")
         reader.set_plan(Tiles(self._shapes, self._size, self._starts, both))
         other = copy(self)
         other._reader = reader
@@ -256,7 +288,7 @@ class Patches(ChunkDataset):
 
     @property
     def numbered_fields(self) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
-        """See `ChunkDataset.numbered_fields`: the positions of patches."""
+        """See `ChunkDataset.numbered_fields`. The only such field is ``position``."""
         return dict.fromkeys(self._numbered, self._positions_of)
 
     @property
@@ -265,7 +297,15 @@ class Patches(ChunkDataset):
         return self._plan.boxes(self.samples)[0]
 
     def split(self, fractions: Sequence[float], *, seed: int = 0, stratify: str | None = None) -> list[ChunkDataset]:
-        """Split into random parts of whole volumes: the fractions are those of the volumes.
+        """Split into random parts, such that all patches of a volume are in the same part.
+
+        Parameters
+        ----------
+        fractions : sequence of float
+            The fraction of the volumes in each part; their sum is at most 1.
+        seed : int
+        stratify : None
+            Not supported.
 
         Raises
         ------
@@ -273,7 +313,7 @@ class Patches(ChunkDataset):
             The fractions or the seed are invalid, a part would have no volume, or ``stratify`` is given.
         """
         if stratify is not None:
-            raise OptionError(f"stratify is {stratify!r}: patches are split by volume: leave it out")
+            raise OptionError(f"stratify is {stratify!r}, but patches are split by volume: leave it out")
         own = self.groups
         volumes = np.unique(own)
         parts = split_samples(permutation(len(volumes), seed, stream=(SPLIT, 0, 0)), fractions, None, seed)
@@ -284,7 +324,7 @@ class Patches(ChunkDataset):
         return [self.subset(np.isin(own, volumes[part])) for part in parts]
 
     def statistics(self, field: str) -> FieldStatistics:
-        """See `ChunkDataset.statistics`; of all volumes."""
+        """See `ChunkDataset.statistics`. The statistics are those of all volumes."""
         reader: Any = self._reader
         if field not in self._reader.fields:
             return super().statistics(field)
@@ -292,8 +332,8 @@ class Patches(ChunkDataset):
         return merged([read_statistics(reader.readers[file].path, path.strip("/")) for file, path in datasets])
 
     def values(self, name: str) -> np.ndarray:
-        """Raise OptionError: a patch has many values of each field."""
-        raise OptionError(f"field {name!r} has many values in a patch: pass weights= to Patches")
+        """Raise OptionError, because a patch has many values of each field."""
+        raise OptionError(f"field {name!r} has many values in a patch: to weight patches, pass weights= to Patches")
 
 
 def _is_number(value: Any) -> bool:
@@ -303,7 +343,7 @@ def _is_number(value: Any) -> bool:
 def _numbers(name: str, value: Any, count: int) -> tuple[int, ...]:
     values = [value] * count if isinstance(value, (int, np.integer)) else value
     if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != count:
-        raise OptionError(f"{name} is {value!r}: pass a number, or {count} of them")
+        raise OptionError(f"{name} is {value!r}: pass one whole number, or {count} of them")
     return tuple(check_whole(name, each, 0, 1 << 30) for each in values)
 
 
@@ -332,7 +372,7 @@ def _with_halo(each: VolumeField, halo: tuple[int, ...], padding: Any) -> Volume
 
 
 def _cell(fields: Mapping[str, VolumeField], size: tuple[int, ...], cell_bytes: int) -> tuple[tuple[int, ...], int]:
-    """Return the shape of cells that suits the largest field, and the bytes that one needs."""
+    """Return the cell shape that suits the largest field, and the decoded bytes that one cell needs."""
     main = max(fields.values(), key=lambda each: math.prod(each.box_shape()) * each.dtype.itemsize)
     largest = max(range(len(main.grids)), key=lambda number: math.prod(main.grids[number].shape))
     grid, space = main.grids[largest], slice(main.leading, main.leading + len(size))
@@ -343,7 +383,7 @@ def _cell(fields: Mapping[str, VolumeField], size: tuple[int, ...], cell_bytes: 
 
 
 def _weights(weights: Weights | None, fields: Mapping[str, str]) -> tuple[dict[str, str], Any]:
-    """Return the dataset of weights as a field, and the function of its values."""
+    """Return the weights' dataset by field name, and the function that converts its values to weights."""
     if weights is None:
         return {}, None
     if isinstance(weights, Mapping):
@@ -363,7 +403,8 @@ def _read_weights(
     file, dataset = source.datasets[volume]
     if len(source.grids[volume].shape) != len(box):
         raise OptionError(
-            f"weights has the shape {source.grids[volume].shape}: they must have no axes but those of space"
+            f"the weights have the shape {source.grids[volume].shape}, but need {len(box)} axes: use a dataset without "
+            "an axis of channels"
         )
     values = reader.read_box(file, dataset, box)
     weights = np.asarray(function(values), np.float64)
@@ -371,7 +412,8 @@ def _read_weights(
         total = weights.sum()
     if weights.shape != values.shape or not np.isfinite(total) or (weights < 0).any():
         raise OptionError(
-            f"weights of {printable(dataset)!r} must be 0 or more, one for each voxel, and with a finite sum: a block "
-            f"of shape {values.shape} gave {weights.shape}, from {weights.min(initial=0)} to {weights.max(initial=0)}"
+            f"the weights of a block of {printable(dataset)!r} of shape {values.shape} have the shape {weights.shape}, "
+            f"and are {weights.min(initial=0)} to {weights.max(initial=0)}: return one finite weight, 0 or more, for "
+            "each voxel"
         )
     return weights

@@ -37,7 +37,7 @@ TIMEOUT_S = 120.0  # seconds without a finished task before an error is raised
 
 
 class WindowRead:
-    """The read of one window into a slot: tasks for Python threads, and one ticket for native threads."""
+    """The read of one window into a slot, by tasks for Python threads and one ticket for native threads."""
 
     def __init__(
         self, pool: ReadPool, slot: Any, window: Window, num_tasks: int, native: NativeTasks | None = None
@@ -56,7 +56,7 @@ class WindowRead:
         return self._ready.is_set()
 
     def run(self, task: ReadTask) -> None:
-        """Run one task; after the last one, finish the window. An error is kept for the consumer."""
+        """Run one task, and finish the window after the last one. `wait` raises the error of a failed task."""
         try:
             if self.error is None:
                 task(self._pool.descriptor)
@@ -65,16 +65,15 @@ class WindowRead:
         self._end_task()
 
     def drop(self) -> None:
-        """Count a task as done without running it; the window then ends with an error."""
+        """Count a task as done without running it. The window then ends with an error."""
         self.error = self.error or self._closed()
         self._end_task()
 
     def _closed(self) -> FileError:
-        """Return the error for a skipped task. It is not raised here, because its traceback would refer to the slot."""
         return FileError(f"{printable(self._pool.path)}: closed while it was read")
 
     def end_native(self, result: Result) -> None:
-        """Finish the native tasks after all their jobs have ended."""
+        """Process the result of the native threads, after all their jobs have ended."""
         assert self.native is not None
         try:
             self.is_sent = result.status == DONE and self.native.ending is not None
@@ -96,7 +95,7 @@ class WindowRead:
             self.finish()
 
     def finish(self) -> None:
-        """Check and send the window after all tasks are done. Raises the error if native threads could not send it."""
+        """Check the window and send it to the device, after all its tasks are done."""
         try:
             if self.error is None and not self.is_sent:
                 self._pool.check_unchanged()
@@ -111,16 +110,16 @@ class WindowRead:
             self.at_end()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until the slot is filled, and raise the error of a task, or `WorkerError` as `wait_for_threads` does."""
+        """Wait until the slot is filled. Raise the error of a failed task, or WorkerError after ``timeout_s``."""
         if not self.is_ready:
             self.wait_for_threads(timeout_s)
         if self.error is not None:
             raise self.error
 
     def wait_for_threads(self, timeout_s: float | None = None) -> None:
-        """Wait until no thread writes to the slot any more, whether or not it was filled.
+        """Wait until no thread writes to the slot any more, whether or not the read succeeded.
 
-        Raise `WorkerError` if no task, of this window or another that may delay it, completed for ``timeout_s``.
+        Raise `WorkerError` if no task of any window completes for ``timeout_s``.
         """
         if os.getpid() != self._process:
             raise lost_by_fork(self._pool.path)
@@ -133,14 +132,14 @@ class WindowRead:
 
 
 class ReadPool:
-    """Threads that run the tasks of windows. The pool holds its files open until it is closed.
+    """Threads that run the read tasks of windows. The pool keeps its files open until it is closed.
 
     If `h5chunk.native` was built, C threads read byte ranges, and the caller finishes the windows that they have read,
     because a Python thread would wait for the GIL at each step. Python threads are started only for other tasks.
 
-    ``direct`` reads fields by byte ranges, ``numbered`` computes the fields that are not in the file from sample
-    numbers, and ``reader`` reads all other fields through HDF5, in one thread at a time. Raise `WorkerError` if no task
-    completes for ``timeout_s``; None: wait forever.
+    ``direct`` reads fields by byte ranges, and ``reader`` reads the other fields of the file through HDF5, one thread
+    at a time. ``numbered`` computes the fields that are not in the file from sample numbers. `WorkerError` is raised if
+    no task completes for ``timeout_s`` seconds; None waits forever.
     """
 
     def __init__(
@@ -198,7 +197,7 @@ class ReadPool:
             del queued  # tasks refer to a slot
 
     def finish_next(self, timeout_s: float | None) -> bool:
-        """Wait until native threads have read any window, and finish it, handling signals. Return False on timeout."""
+        """Wait until native threads have read any window, and finish it. Return False on a timeout."""
         assert self._native is not None
         end, done = math.inf if timeout_s is None else time.monotonic() + timeout_s, self.tasks_done
         while True:
@@ -215,7 +214,7 @@ class ReadPool:
                 return self.tasks_done != done
 
     def _drop_native(self) -> None:
-        """End the reads of native threads with an error, once these threads have ended."""
+        """End the reads of the native threads with an error. The threads must have ended."""
         with suppress(KeyError):
             while True:
                 ticket, read = self._native_reads.popitem()
@@ -226,7 +225,7 @@ class ReadPool:
             read.end_native(result)
 
     def finish_ready(self, ready: WindowRead | None = None) -> None:
-        """Finish the windows that native threads have read, without waiting; stop early once ``ready`` is ready."""
+        """Finish the windows that native threads have read, without waiting. Stop once ``ready`` is ready."""
         while self._native_reads and self._native and not (ready and ready.is_ready):
             if (result := self._native.poll()) is None:
                 return
@@ -238,27 +237,27 @@ class ReadPool:
         return self.tasks_done + (0 if self._native is None else self._native.progress)
 
     def mark_hanging(self, timeout_s: float | None) -> WorkerError:
-        """Mark the pool as hanging, and return the error to raise."""
+        """Record that a read hangs, and return the error to raise."""
         self._hangs = True
         return WorkerError(
             f"{printable(self.path)}: no data was read for {timeout_s:g} s, because a reading thread or the file "
-            "system hangs: check that the file can still be read, or raise timeout"
+            "system hangs: check that the file can still be read, or pass a larger timeout"
         )
 
     @property
     def wait_s(self) -> float | None:
-        """Seconds for which `close` waits for threads: 0 if a thread already hangs, None for no limit."""
+        """Seconds for which `close` waits for threads. It is 0 if a read already hangs, and None for no limit."""
         return 0.0 if self._hangs else self.timeout_s
 
     def check_unchanged(self) -> None:
-        """Raise FileError if a single file has changed since it was opened. Several files are checked when read."""
+        """Raise FileError if the only file has changed since it was opened. Several files are checked during reads."""
         if not isinstance(self.descriptor, OpenFiles) and stamp_of(self._reader.path) != self._reader.stamp:
             self._reader.check_unchanged()
 
     def load(self, window: Window, slot: Any) -> WindowRead:
         """Start reading a window into a slot."""
         fields = slot.begin(window.samples)
-        if (kept := self._again(slot, fields, window)) is not None:
+        if (kept := self._reused_tasks(slot, fields, window)) is not None:
             return self._submit(WindowRead(self, slot, window, 0, kept))
         all_tasks = [task for name, out in fields.items() for task in self._field_tasks(name, window, out)]
         has_native = self._native is not None and os.getpid() == self._process
@@ -277,7 +276,6 @@ class ReadPool:
         return load
 
     def _begin(self, load: WindowRead, _all_tasks: list[ReadTask], tasks: list[ReadTask]) -> None:
-        """Pass the tasks of a window to native threads, and ``tasks`` to Python threads."""
         if load.native is not None:
             self._submit(load)
         if tasks and not self._has_workers and not self._is_closed:
@@ -295,8 +293,8 @@ class ReadPool:
             load.drop()
         return load
 
-    def _again(self, slot: Any, fields: Mapping[str, Any], window: Window) -> NativeTasks | None:
-        """Reuse the tasks of a slot's earlier windows for another full window; return None if that is impossible."""
+    def _reused_tasks(self, slot: Any, fields: Mapping[str, Any], window: Window) -> NativeTasks | None:
+        """Reuse the tasks of the slot's earlier windows for another full window. Return None if that is impossible."""
         if not slot.is_full or self._native is None or os.getpid() != self._process or self._is_closed:
             return None
         arrays = window.rows, window.destinations, window.samples
@@ -308,7 +306,7 @@ class ReadPool:
         return tasks
 
     def _field_tasks(self, name: str, window: Window, out: Any) -> Iterable[ReadTask]:
-        """Return the tasks that read a field. Small fields are copied immediately, without a task."""
+        """Return the tasks that read a field. Small fields are copied at once, and need no task."""
         if name in self._numbered:
             values = self._numbered[name](window.samples)
             out.view(values.dtype).reshape(values.shape)[:] = values
@@ -337,9 +335,9 @@ class ReadPool:
             self._rows_reader.read(name, samples, values)
 
     def close(self) -> None:
-        """Stop and join the threads, and close the file. Tasks that no thread has begun are dropped.
+        """Stop and join the threads, and close the file. Tasks that have not begun are dropped.
 
-        A hanging thread is not waited for: it keeps the file open until its read returns.
+        A hanging thread is not waited for. It keeps the file open until its read returns.
         """
         if os.getpid() != self._process:  # a fork has the descriptor, but no threads, and unusable locks
             close_descriptors(self.descriptor)
@@ -360,8 +358,6 @@ class ReadPool:
             self._end(threads)
 
     def _join(self, threads: list[threading.Thread], end: float) -> bool:
-        """Wait for all threads, and return whether they have ended."""
-
         def remaining_s() -> float:
             return max(0.0, min(end - time.monotonic(), 1e9))
 
@@ -386,7 +382,7 @@ class ReadPool:
             field.forget()
 
     def cancel(self) -> None:
-        """Drop the tasks that no thread has begun; their windows end with an error."""
+        """Drop the tasks that have not begun. Their windows end with an error."""
         if self._native is not None:
             self._native.cancel()
         ends = 0  # of threads

@@ -40,7 +40,7 @@ FOREVER_S = 1e9
 
 
 class Resident:
-    """All samples of a data set on the device, from which the batches of each epoch are gathered."""
+    """All samples of a data set on the device. The batches of each epoch are gathered from them."""
 
     is_usable = True  # also in a forked process
 
@@ -99,7 +99,6 @@ class Resident:
             yield maker.finish(batch)
 
     def _by_length(self, order: Order, maker: BatchMaker, report: EpochReport, start: int) -> Iterator[Any]:
-        """Yield the batches of an epoch that differ in size."""
         for keys in order.keys(start):
             samples = order.numbers_of(keys)
             numbers = SampleNumbers(samples, to_device(samples, self._device))
@@ -109,7 +108,7 @@ class Resident:
                 yield maker.finish(batch)
 
     def _batches(self, keys: np.ndarray, order: Order, maker: BatchMaker, fresh: int) -> Iterator[Tensors]:
-        """Yield the fresh batches, then the echoed batches; small batches are gathered several at a time."""
+        """Yield the fresh batches, then the echoed batches. Small batches are gathered several at a time."""
         left = fresh + num_echoed(self._echo, fresh)
         without = fresh - math.ceil(len(keys) / order.batch_size)  # 1 if the last batch is empty
         together = 1 if self._memory is not None else maker.num_gathered(order.batch_size)
@@ -136,7 +135,6 @@ class Resident:
             keys = keys[echo_pass(len(keys), order.seed, order.epoch, 0, number)]
 
     def _gathered(self, samples: np.ndarray, size: int, maker: BatchMaker, batch_size: int) -> Iterator[Fields]:
-        """Yield the fields of samples, up to ``size`` samples at a time."""
         if self._ahead is not None and self._ahead.is_worthwhile(batch_size):
             yield from self._ahead.batches(samples, size)
             return
@@ -157,7 +155,7 @@ class Resident:
 
 
 def _empty(layout: Any, num_samples: int, device: torch.device) -> torch.Tensor | CsrRows | Frames:
-    """Allocate memory for all samples of a field, whose layout is one of `DataSource.pieces`."""
+    """Allocate memory for all samples of a field, given its layout in `DataSource.pieces`."""
     if isinstance(layout, FrameLayout):
         rows, table = layout.reader.distinct_rows(layout.name, np.arange(num_samples))
         (shape, kind), _ = layout.arrays(len(rows), num_samples)
@@ -169,7 +167,7 @@ def _empty(layout: Any, num_samples: int, device: torch.device) -> torch.Tensor 
 
 
 def _put(field: Any, first: int, part: Any) -> None:
-    """Copy consecutive samples, ``part``, into a field, starting at sample ``first``."""
+    """Copy ``part``, which contains consecutive samples, into a field, starting at sample ``first``."""
     if isinstance(field, torch.Tensor):
         field[first : first + len(part)].copy_(part)
         return
@@ -184,7 +182,7 @@ def _put(field: Any, first: int, part: Any) -> None:
 
 
 class _DrawnOrder:
-    """The order of an epoch's samples, computed in a thread. Unlike an executor's, its locks survive Ctrl-C."""
+    """The order of an epoch's samples, computed in a thread. Unlike those of an executor, its locks survive Ctrl-C."""
 
     def __init__(self, order: Order) -> None:
         self._drawn: np.ndarray | BaseException | None = None
@@ -198,7 +196,6 @@ class _DrawnOrder:
             self._drawn = error
 
     def wait(self) -> None:
-        """Wait until the order is computed."""
         if self._thread.is_alive():
             self._thread.join()
 
@@ -216,9 +213,9 @@ def _whole(order: Order) -> np.ndarray:
 
 
 class GatherAhead:
-    """Threads that gather batches ahead, from fields that are contiguous (num_samples, ...) tensors on the CPU.
+    """Threads that gather batches ahead, from contiguous tensors of shape (num_samples, ...) on the CPU.
 
-    A forked process must not use it.
+    A forked process must not use it, because a fork has no threads.
     """
 
     def __init__(self, fields: Sequence[torch.Tensor], num_threads: int) -> None:
@@ -231,15 +228,15 @@ class GatherAhead:
         self._lock, self._is_iterated, self._is_closed = threading.Lock(), False, False
 
     def num_together(self, batch_size: int) -> int:
-        """Return the number of batches to gather into one buffer, which they then share."""
+        """Return the number of batches to gather into one buffer, which these batches then share."""
         return max(1, TOGETHER_BYTES // (batch_size * self._sample_bytes))
 
     def is_worthwhile(self, batch_size: int) -> bool:
-        """Return whether to gather batches of this size ahead: they are large enough, and this process has threads."""
+        """Return whether batches of this size are large enough, and the threads are in this process."""
         return batch_size * self._sample_bytes >= QUICK_BYTES and os.getpid() == self._process
 
     def batches(self, samples: np.ndarray, batch_size: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Yield the fields of each batch, in memory of its own; sample numbers, (n,) int64, are not checked.
+        """Yield the fields of each batch in separate memory. The sample numbers, (n,) int64, are not checked.
 
         Raise `EOFError` or `OSError` if another thread closes this object at the same time.
         """
@@ -252,7 +249,7 @@ class GatherAhead:
             done: set[int] = set()
             while True:
                 if os.getpid() != self._process:  # before the pool is called: a fork may have copied its locks locked
-                    raise WorkerError("this process was forked while batches were gathered: start a new iteration")
+                    raise WorkerError("the process was forked during an iteration: start a new iteration in the fork")
                 for first in islice(firsts, max_pending - len(self._queue)):
                     self._submit(samples[first : first + batch_size])
                 if not self._queue:
@@ -282,13 +279,16 @@ class GatherAhead:
         done.remove(ticket)
 
     def _drain(self) -> None:
-        """Wait until no thread writes to batches that nobody took: after a signal, their tickets may be unknown."""
+        """Wait until no thread writes to a batch that was not yielded.
+
+        All open tickets are waited for, because the queue may lack some after a signal.
+        """
         while os.getpid() == self._process and self._pool.num_open:
             self._pool.wait(FOREVER_S)
         self._queue.clear()
 
     def _end(self) -> None:
-        """End an iteration, and free the threads if `close` was called during it."""
+        """End an iteration. If `close` was called during it, free the threads."""
         self._drain()
         with self._lock:
             self._is_iterated = False

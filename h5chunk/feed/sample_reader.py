@@ -58,9 +58,9 @@ Tensors = Sequence[torch.Tensor]
 
 
 class SampleTransforms:
-    """The transforms of a data set's fields, divided into those for batches and those for single samples.
+    """The transforms of a data set, separated into transforms of batches and transforms of single samples.
 
-    ``converters`` convert batches: rows of a matrix, and images that are augmented.
+    ``converters`` convert batches: the rows of a matrix, samples of different lengths, and images that are augmented.
     """
 
     def __init__(self, transform: Any, fields: Mapping[str, Field | RaggedField]) -> None:
@@ -77,7 +77,7 @@ class SampleTransforms:
         self._draws = any(isinstance(each, AugmentConverter) for each in self.converters.values())
 
     def _compile(self, transforms: Sequence[Any], field: Field | RaggedField) -> Sequence[Callable[[Any], Any]]:
-        """Make the converter of a field, if it needs one, and return the transforms for single samples."""
+        """Create the converter of a field if it needs one, and return the transforms for single samples."""
         stored = torch_dtype(field.dtype, field.name)
         check_first(transforms, field, stored)
         if any(isinstance(each, ToDtype) and each.channels_last for each in transforms):
@@ -91,16 +91,17 @@ class SampleTransforms:
                 raise OptionError("transform has functions of a sample after Pad or Pack: use collate_fn")
             assert not isinstance(converter, ImageConverter)
             self.converters[field.name], transforms = converter, others
-        return tuple(partial(_of_single, each) if isinstance(each, BATCH_TRANSFORMS) else each for each in transforms)
+        return tuple(
+            partial(_apply_to_sample, each) if isinstance(each, BATCH_TRANSFORMS) else each for each in transforms
+        )
 
     def draws(self, indices: Any, rows: np.ndarray) -> Draws:
-        """Return the random draws for samples, seeded by a sampler's seed and epoch, or by torch without a sampler."""
+        """Return the random draws for samples. The seed is the sampler's or, without a sampler, comes from torch."""
         if isinstance(indices, TaggedBatch):
             return Draws(indices.seed, indices.epoch, rows + indices.repeats)
         return Draws(int(torch.randint(1 << 62, ())) if self._draws else 0, 0, rows)
 
-    def of_sample(self, sample: Sample) -> Sample:
-        """Return a sample with its values transformed."""
+    def apply_to_sample(self, sample: Sample) -> Sample:
         if not self.has_each:
             return sample
         values = list(sample)
@@ -110,20 +111,19 @@ class SampleTransforms:
         return Sample(values)
 
 
-def _of_single(transform: Callable[[Any], Any], sample: torch.Tensor) -> Any:
-    """Apply a batch transform to one sample."""
+def _apply_to_sample(transform: Callable[[Any], Any], sample: torch.Tensor) -> Any:
     return transform(sample[None])[0]
 
 
 class Loaded(NamedTuple):
-    """Samples of a field before their memory is allocated: the shapes of their tensors, and a function to fill them."""
+    """The samples of a field before memory is allocated: the shapes of their tensors, and a function to fill these."""
 
     shapes: list[ArrayShape]
     fill: Callable[[Tensors], None]
 
 
 def _loaded(*parts: torch.Tensor) -> Loaded:
-    """Return samples that have already been read, and only have to be copied.
+    """Wrap samples that have already been read, and only have to be copied.
 
     NumPy copies them, because torch would start threads that wait for each other on busy cores.
     """
@@ -140,19 +140,19 @@ def _scatter(entries: Entries, tensors: Tensors) -> None:
 
 
 def _augmented(convert: AugmentConverter, images: torch.Tensor, draws: Draws) -> Loaded:
-    """Return images that are augmented when they are written to the memory of their batch."""
+    """Wrap images that are augmented while they are written to the memory of their batch."""
     return Loaded([(convert.shape(len(images)), convert.dtype)], lambda out: convert.fill(images, draws, out[0]))
 
 
 def _csr_first(num_columns: int, num_outputs: int, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Combine leading tensors, three at a time, into CSR tensors; this may run in the receiving process."""
+    """Combine the first tensors, three at a time, into CSR tensors. This may run in the receiving process."""
     left = iter(tensors)
     parts = [(next(left), next(left), next(left)) for _ in range(num_outputs)]
     return *(make_csr(*part, (len(part[0]) - 1, num_columns)) for part in parts), *left
 
 
 class SampleReader:
-    """Read the fields of a `ChunkDataset`; ``converters`` maps the names of fields to their converters."""
+    """Reads the fields of a `ChunkDataset`. ``converters`` are the converters by field name."""
 
     def __init__(self, reader: H5Reader, converters: Mapping[str, Converter], order: Order | None) -> None:
         self._reader, self._converters, self._order = reader, converters, order
@@ -168,9 +168,9 @@ class SampleReader:
     def read(
         self, names: Sequence[str], draws: Draws, numbered: Mapping[str, np.ndarray], *, shared: bool, ordered: bool
     ) -> Batch:
-        """Read the fields of the samples of ``draws``, in any order, possibly repeated.
+        """Read the fields of the samples in ``draws``, in any order and possibly repeated.
 
-        ``numbered`` has the values of fields that are not in the file, (n,) int64. ``shared`` puts the batch in memory
+        ``numbered`` has the values of fields that are not in the file. With ``shared``, the batch is put into memory
         that is shared with the main process of a DataLoader. ``ordered`` is true if a sampler drew the samples.
         """
         loaded = [each for name in names for each in self._load(name, draws, numbered.get(name), ordered)]
@@ -198,7 +198,7 @@ class SampleReader:
         return Batch(whole, len(draws.numbers), packed)
 
     def _load(self, name: str, draws: Draws, numbers: np.ndarray | None, ordered: bool) -> Sequence[Loaded | list[Any]]:
-        """Load the samples of a field, or its inputs and targets if entries are held out. Strings become lists."""
+        """Load the samples of a field: its inputs and targets if entries are held out, or a list of str for strings."""
         if numbers is not None and numbers.dtype.kind == "S":
             return [decoded(numbers).tolist()]
         if numbers is not None:
@@ -223,7 +223,7 @@ class SampleReader:
         return [Loaded([(shape, dtype)], lambda tensors: self._read(name, rows, tensors[0].numpy()))]
 
     def _load_any_size(self, field: ImagesField, draws: Draws, convert: Any) -> Loaded | list[torch.Tensor]:
-        """Load and decode images of any size: as one tensor if they are augmented, otherwise as a list."""
+        """Load and decode images of any size, as one tensor if they are augmented, otherwise as a list."""
         rows, sizes = self._read_entries(draws.numbers), self._reader.image_sizes
         if isinstance(convert, AnySizeConverter):
             convert.attach(sizes, self._name_of, 1 if get_worker_info() else None)
@@ -233,7 +233,6 @@ class SampleReader:
     def _load_matrix(
         self, field: Field | RaggedField, draws: Draws, convert: RowConverter, ordered: bool
     ) -> list[Loaded]:
-        """Load and convert rows of a matrix."""
         rows = draws.numbers
         if self._reader.matrix is None:
             stored = np.empty((len(rows), *field.sample_shape), field.dtype)
@@ -251,7 +250,6 @@ class SampleReader:
         return [Loaded([(shape, convert.dtype)], partial(_scatter, part)) for part in parts]
 
     def _read(self, name: str, rows: np.ndarray, out: np.ndarray) -> None:
-        """Read the dense samples of these rows into ``out``, (n, *sample_shape)."""
         opened = self._open()
         if not out.size:
             return
@@ -264,12 +262,11 @@ class SampleReader:
             self._read_by_hdf5(name, rows, out)
 
     def _entries(self, rows: np.ndarray, ordered: bool) -> CsrRows:
-        """Return rows of a sparse matrix, until the next call: from kept chunks, or read for this batch."""
+        """Return rows of a sparse matrix, which are valid until the next call."""
         kept = self._open().kept_rows(self._order) if ordered and self._order is not None and len(rows) else None
         return self._read_entries(rows) if kept is None else kept.take(np.ascontiguousarray(rows))
 
     def _read_entries(self, rows: np.ndarray) -> CsrRows:
-        """Read rows of a sparse matrix as they are stored."""
         opened, matrix = self._open(), self._reader.ragged
         assert matrix is not None and opened.layout is not None
         window = CsrWindow(opened.layout, rows)
@@ -293,7 +290,7 @@ class SampleReader:
 
     @property
     def cache(self) -> CacheSettings:
-        """Settings of the largest field's chunk cache in this process."""
+        """Settings of the chunk cache of the largest field in this process."""
         worker = get_worker_info()
         num_workers = worker.num_workers if worker is not None else 1
         if self._cache is None or self._cache[0] != num_workers:
@@ -311,7 +308,7 @@ class SampleReader:
         return self._reader.main.grid.cache_for(-(-INTERLEAVE * self._reader.recommended_window // num_workers))
 
     def _warn_if_shared(self, order: Order, num_workers: int) -> None:
-        """Warn, in the first worker only, if several workers will decode the same chunks."""
+        """Warn, in the first worker only, that several workers will decode the same chunks."""
         readers = num_workers // math.gcd(num_workers, order.interleave)
         worker = get_worker_info()
         if worker is None or worker.id or readers == 1 or order.window_batches == 1:
@@ -319,14 +316,15 @@ class SampleReader:
         if self._reader.main.grid.needs_cache and self._reader.main.name not in self._open().direct:
             warnings.warn(
                 f"num_workers is {num_workers}, which does not divide the sampler's interleave of {order.interleave}, "
-                f"so {readers} workers will read each chunk: use a divisor of it as num_workers, or give ChunkSampler "
-                f"interleave={math.ceil(order.interleave / num_workers) * num_workers}",
+                f"so {readers} workers will read each chunk: pass ChunkSampler "
+                f"interleave={math.ceil(order.interleave / num_workers) * num_workers}, or use a num_workers that "
+                f"divides {order.interleave}",
                 stacklevel=2,
             )
 
 
 class _OpenFields:
-    """This process's readers of fields by byte ranges (``direct``), and the small fields in memory (``whole``)."""
+    """The fields that this process reads by byte ranges (``direct``), and small fields in memory (``whole``)."""
 
     def __init__(self, reader: H5Reader) -> None:
         self.process, self._reader = os.getpid(), reader
@@ -339,9 +337,9 @@ class _OpenFields:
         self._kept: dict[int, KeptRows | None] = {}  # by the thread that uses them
 
     def kept_rows(self, order: Order) -> KeptRows | None:
-        """Return the rows of the matrix that are kept for this order, if its chunks fit in memory.
+        """Return the rows of the matrix that are kept for this order, or None if its chunks need too much memory.
 
-        Only the first thread to call this gets them, because another thread could free rows that are being copied.
+        Only the first thread that calls this gets them, because another thread could free rows that are being copied.
         """
         thread = threading.get_ident()
         if not self._kept:
@@ -359,7 +357,7 @@ class _OpenFields:
         return None
 
     def read(self, name: str, rows: np.ndarray, out: Any) -> None:
-        """Read rows of a field; ``out`` is (n, row_bytes) uint8 or, for a matrix, a `CsrBuffers`."""
+        """Read rows of a field. ``out`` is (n, row_bytes) uint8 or, for a matrix, a `CsrBuffers`."""
         order = np.argsort(rows, kind="stable")
         try:
             tasks: Iterable[Any] = self.direct[name].tasks(rows[order], order, out)
@@ -378,5 +376,5 @@ class _OpenFields:
 
 
 def plain_fields(reader: H5Reader) -> dict[str, Any]:
-    """Return readers for the uncompressed fields. Compressed fields are read through HDF5, for its chunk cache."""
+    """Return readers of the uncompressed fields. Compressed fields are read through HDF5, which caches their chunks."""
     return {name: field for name, field in direct_fields(reader)[0].items() if field.is_plain}

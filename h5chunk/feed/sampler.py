@@ -35,7 +35,8 @@ from h5chunk.store.read.reader import H5Reader
 class Position:
     """The epoch and batch at which the next iteration of a sampler or loader begins.
 
-    ``running`` is the epoch that was started last, and the number of its batches returned so far (None: all).
+    ``running`` is the epoch that was started last and the number of its batches that were returned, where None means
+    all.
     """
 
     epoch: int = 0
@@ -49,19 +50,19 @@ class Position:
         return begun
 
     def move(self, epoch: int, batch: int = 0) -> None:
-        """Make the next iteration begin at this position, and forget the current iteration."""
+        """Make the next iteration begin at this position."""
         self.epoch, self.batch, self.running = epoch, batch, None
 
     @property
     def reached(self) -> tuple[int, int]:
-        """The current epoch, or the next if none is running, and the number of its batches returned so far."""
+        """The current epoch, or the next one if none is running, and the number of its batches that were returned."""
         if self.running is None or self.running[1] is None:
             return self.epoch, self.batch
         return self.running[0], self.running[1]
 
 
 class Resumable:
-    """Base of samplers and loaders: a position in an epoch that can be saved and resumed."""
+    """Base class of samplers and loaders, which have a position in an epoch that can be saved and resumed."""
 
     _template: Order  # the order, with any epoch
     _position: Position
@@ -69,7 +70,7 @@ class Resumable:
 
     @property
     def _identity(self) -> int:
-        """A checksum of the data and of the samples' weights, which must match that of a saved state."""
+        """A checksum of the data and the weights, which a saved state must match."""
         raise NotImplementedError
 
     @property
@@ -79,11 +80,11 @@ class Resumable:
 
     @property
     def _num_batches(self) -> int:
-        """Number of batches of the epoch that is running, or else of the next."""
+        """Number of batches of the current epoch or, if none is running, of the next."""
         return replace(self._template, epoch=self._position.reached[0]).num_batches
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, from 0, which resumes at the batch of a loaded state of this epoch."""
+        """Set the epoch of the next iteration, from 0. If a state of this epoch was loaded, keep its batch."""
         epoch = replace(self._template, epoch=epoch).epoch  # raises OptionError for an invalid epoch
         self._position.move(epoch, self._position.batch if epoch == self._position.epoch else 0)
 
@@ -104,7 +105,7 @@ class Resumable:
         """Raise OptionError if this order's position cannot be saved or loaded."""
 
     def _check_ranks(self) -> None:
-        """Raise OptionError if torch.distributed was initialised too late: all ranks would read the same samples."""
+        """Raise OptionError if torch.distributed was initialised too late, as all ranks would read the same samples."""
         order, now = self._template, _distributed()
         if self._given_rank is None and (order.rank, order.world_size) != now and now[1] > 1:
             raise OptionError(
@@ -117,7 +118,7 @@ class Resumable:
 
 
 def find_ranks(lanes: int | None, rank: int | None, world_size: int | None) -> tuple[int, int, int]:
-    """Return lanes, rank and world size, with defaults: one lane per rank, and the ranks of torch.distributed."""
+    """Return lanes, rank and world size. Defaults are one lane per rank, and the ranks of torch.distributed."""
     if (rank is None) != (world_size is None):
         raise OptionError(f"rank is {rank} and world_size {world_size}: pass both or neither")
     if rank is None or world_size is None:
@@ -235,7 +236,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
             kind, options = LengthOrder, {**limits, "bucket_batches": bucket_batches, "subset": dataset.subset_samples}
             options |= {"lengths": reader.sample_lengths, "batch_size": usual_batch(dataset.sample_lengths, **limits)}
         elif batch_size is None:
-            raise OptionError("batch_size is missing: pass it, or batch_elements")
+            raise OptionError("batch_size is missing: pass batch_size or batch_elements")
         order = kind(
             num_samples,
             chunk_samples,
@@ -258,7 +259,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
 
     @classmethod
     def of_order(cls, dataset: ChunkDataset, order: Order) -> ChunkSampler:
-        """Create a sampler with a given order of the data set's samples, for tools that compare orders."""
+        """Create a sampler with this order of the data set's samples, for tools that compare orders."""
         sampler = cls.__new__(cls)
         sampler._set(dataset, order, None, order.rank, chooses_window=False)
         return sampler
@@ -287,7 +288,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
 
     @property
     def sampler(self) -> ChunkSampler:
-        """This object itself, because Lightning's Trainer calls ``batch_sampler.sampler.set_epoch``."""
+        """The sampler itself, because Lightning's Trainer calls ``batch_sampler.sampler.set_epoch``."""
         return self
 
     @property
@@ -375,7 +376,10 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
 
 
 def _selection(reader: H5Reader, dataset: ChunkDataset, weights: Any) -> Selection | None:
-    """Return the samples of an epoch as positions in the subset; None if it uses all samples once, in equal chunks."""
+    """Return the samples of an epoch as positions in the subset.
+
+    Return None if an epoch uses all samples once, and all chunks have the same size.
+    """
     starts, samples = reader.chunk_starts, dataset.subset_samples
     if samples is None and weights is None:
         return None if starts is None else FixedSelection(starts)
@@ -384,7 +388,7 @@ def _selection(reader: H5Reader, dataset: ChunkDataset, weights: Any) -> Selecti
     if weights is None:
         return FixedSelection(starts_of_runs(chunks))
     if not len(rows):
-        raise OptionError("weights are given, but there are no samples to draw: pass a data set that is not empty")
+        raise OptionError("weights are given, but the data set is empty: pass a data set with samples")
     by_class = isinstance(weights, str)
     array = balanced_weights(dataset.values(weights)) if by_class else check_weights(weights, len(rows))
     return WeightedSelection.of(array, chunks, len(rows))

@@ -1,12 +1,12 @@
 """Slots: buffers on the CPU or a GPU that windows of samples are read into.
 
-On a GPU, a slot is a pair of buffers, in pinned host memory and in device memory. Two events guard its reuse: the host
-overwrites the pinned buffer only after the copy from it has ended, and a copy overwrites the device buffer only after
-the consumer's kernels that read it have ended. Batches are made on the consumer's stream, so that no other
+On a GPU, a slot is a pair of buffers, one in pinned host memory and one in device memory. Two events guard their reuse:
+the host overwrites the pinned buffer only after the copy from it has ended, and a copy overwrites the device buffer
+only after the consumer's kernels that read it have ended. Batches are made on the consumer's stream. Therefore no other
 synchronisation is needed, neither ``record_stream`` nor a new stream per epoch.
 
-If a slot always uses the same memory, the views of its arrays are created only once, because torch releases the GIL for
-each view, and then waits to get it back.
+If a slot always uses the same memory, the views of its arrays are created only once. Creating a view releases the GIL
+and then waits for it, which is slow while other threads run.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ Arrays = list[list[torch.Tensor]]  # for each field, one array of dense samples 
 
 
 class BatchMemory:
-    """Allocate tensors whose memory is reused when the last reference to them is gone.
+    """Allocates tensors whose memory is reused once the last reference to them is gone.
 
     The first access to new memory takes several times as long as the copy into it (scripts/LOG.md), so a loop that
     allocates 38 MB per batch would spend most of its time in page faults. Memory is free once nothing refers to the
-    tensor, its views, or anything else that shares its storage. Up to ``keep`` free buffers are kept. Buffers are
-    NumPy's, which asks the system for huge pages. The last reference may disappear in any thread, or during a call of
-    this class (through the garbage collector), so the list of free buffers is only changed atomically.
+    tensor, its views, or anything else that shares its storage. Up to ``keep`` free buffers are kept. They are
+    allocated by NumPy, which asks the system for huge pages. The last reference may disappear in any thread, or during
+    a call of this class (through the garbage collector), so the list of free buffers is changed only atomically.
     """
 
     def __init__(self, keep: int = KEPT) -> None:
@@ -71,13 +71,13 @@ class BatchMemory:
             return np.empty(num_bytes, np.uint8)
         except (MemoryError, ValueError):  # ValueError: NumPy cannot represent the size
             raise OptionError(
-                f"a batch needs {human_bytes(num_bytes)}, more than the free memory: use a smaller batch_size or, for "
-                "a wide matrix, transforms=[Csr()]"
+                f"a batch needs {human_bytes(num_bytes)}, which is more than the free memory: use a smaller "
+                "batch_size or, for a sparse matrix, transforms=[Csr()]"
             ) from None
 
 
 class SingleBuffer:
-    """Allocate tensors that all share the same memory: each tensor is valid until the next one is allocated."""
+    """Allocates tensors that all share the same memory. Each tensor is valid until the next one is allocated."""
 
     def __init__(self) -> None:
         self._held = torch.empty(0, dtype=torch.uint8)
@@ -91,7 +91,7 @@ class SingleBuffer:
 
 
 class DenseWindow:
-    """The samples of a dense field in one window. ``shapes`` lists the shape and dtype of the array that holds them."""
+    """The samples of a dense field in one window. ``shapes`` has the shape and dtype of the array that holds them."""
 
     def __init__(self, layout: FieldLayout, samples: np.ndarray) -> None:
         self.shapes = [((len(samples), *layout.sample_shape), layout.dtype)]
@@ -105,12 +105,11 @@ class DenseWindow:
         """Do nothing, because any bytes are valid."""
 
     def samples(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the samples of the window, given the arrays of its slot on the host or on the device."""
         return arrays[0]
 
 
 class CsrWindow:
-    """The rows of a CSR matrix in one window. ``shapes`` lists the shapes and dtypes of the arrays that hold them."""
+    """The rows of a CSR matrix in one window. ``shapes`` has the shapes and dtypes of the arrays that hold them."""
 
     def __init__(self, layout: MatrixLayout, samples: np.ndarray) -> None:
         starts = np.zeros(len(samples) + 1, np.int64)
@@ -120,7 +119,7 @@ class CsrWindow:
         self._room = CsrBuffers(starts, starts, None)
 
     def destination(self, arrays: Sequence[torch.Tensor]) -> CsrBuffers:
-        """Return the buffers for readers to fill with entries, which are views of the host arrays."""
+        """Fill in the row starts, and return views of the host arrays, into which readers write the entries."""
         starts, indices, *values = (array.numpy() for array in arrays)
         starts[:] = self._starts
         self._room = CsrBuffers(starts, indices, values[0] if values else None)
@@ -152,12 +151,11 @@ class CsrWindow:
         if same.any():
             column = int(indices[order[int(same.argmax())]])
             raise FileError(
-                f"{self._layout.where} has a row with several entries in column {column}: add them up and "
-                "rewrite the file (h5chunk convert does so for .h5ad and 10x files)"
+                f"{self._layout.where} has a row with several entries in column {column}: write a file in which they "
+                "are added up (h5chunk convert does so for .h5ad and 10x files)"
             )
 
     def samples(self, arrays: Sequence[torch.Tensor]) -> CsrRows:
-        """Return the rows of the window, given the arrays of its slot on the host or on the device."""
         return CsrRows(arrays[0], self._starts, arrays[1], arrays[2] if len(arrays) > 2 else None)
 
 
@@ -166,7 +164,7 @@ KINDS: dict[type, Any] = {FieldLayout: DenseWindow, MatrixLayout: CsrWindow, Fra
 
 
 def arrays_in(buffer: torch.Tensor, layouts: Layouts, num_samples: int) -> Arrays:
-    """Return views of a buffer: consecutive arrays for the largest window."""
+    """Divide a buffer into the arrays of each field, in the sizes for the largest window."""
     arrays: Arrays = []
     start = 0
     for layout in layouts.values():
@@ -179,7 +177,7 @@ def arrays_in(buffer: torch.Tensor, layouts: Layouts, num_samples: int) -> Array
 
 
 def beginnings(arrays: Arrays, windows: Windows) -> Arrays:
-    """Return arrays for a smaller window, as leading slices of the arrays of the largest window."""
+    """Return the leading parts of the arrays of a slot that hold the given windows."""
     return [
         [
             array if array.shape[0] == shape[0] else array[: shape[0]]
@@ -190,10 +188,10 @@ def beginnings(arrays: Arrays, windows: Windows) -> Arrays:
 
 
 class CpuSlot:
-    """A window in ordinary memory.
+    """A slot in ordinary memory.
 
     Each window gets new memory from ``memory``; if that is None, all windows use the same memory. Samples that are
-    gathered from a window get memory from ``gathered``, which slots may share.
+    gathered from a window get memory from ``gathered``, which several slots may share.
     """
 
     def __init__(
@@ -212,7 +210,7 @@ class CpuSlot:
     is_free = has_pinned = True  # whether `begin` returns at once
 
     def begin(self, samples: np.ndarray) -> Mapping[str, Destination]:
-        """Prepare for a window of these samples, and return the destinations of all fields for readers."""
+        """Prepare for the window with these samples, and return the destinations of all fields."""
         self._windows = windows = windows_of(self._layouts, samples)
         if (memory := self._memory) is None:
             arrays = beginnings(self._arrays, windows)
@@ -232,17 +230,17 @@ class CpuSlot:
             window.check()
 
     def return_pinned(self) -> None:
-        """Do nothing: there is no pinned memory."""
+        """Do nothing, because there is no pinned memory."""
 
     def receive(self) -> None:
-        """Do nothing: there is no copy to wait for."""
+        """Do nothing, because there is no copy to wait for."""
 
     def gather(self, order: np.ndarray) -> Fields:
         """Copy samples of the window, given their positions in it, (n,) int64."""
         return gather(self.window, SampleNumbers(order, torch.from_numpy(order)), self._gathered)
 
     def release(self) -> None:
-        """Free the slot, after the consumer has used all batches of its window."""
+        """Release the memory of the window, after the consumer has used all its batches."""
         if self._memory is not None:
             self.window, self._windows = (), {}
 
@@ -261,10 +259,10 @@ def samples_in(windows: Windows, arrays: Arrays) -> Fields:
 
 
 def gather(fields: Fields, samples: SampleNumbers, memory: BatchMemory | None) -> Fields:
-    """Gather samples of all fields: on a GPU into torch's memory, on the CPU into memory from ``memory``.
+    """Gather samples of all fields. On the CPU, the results are in memory from ``memory``.
 
-    On the CPU this uses NumPy, because torch's threads wait for each other, which is slow on busy cores. Rows of a
-    matrix are only selected, and copied later, when a batch is made.
+    NumPy does this on the CPU, because torch's threads would wait for each other on busy cores. Rows of a matrix are
+    only selected; they are copied when a batch is made.
     """
     gathered: list[Any] = []
     for field in fields:
@@ -280,5 +278,5 @@ def gather(fields: Fields, samples: SampleNumbers, memory: BatchMemory | None) -
 
 
 def to_device(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy an array to a device; the array may be changed afterwards, even if the device has not caught up."""
+    """Copy an array to a device. The caller may change the array at once, even if the copy is still running."""
     return torch.from_numpy(numbers).to(device, non_blocking=True)

@@ -17,7 +17,7 @@ State = dict[str, int]
 
 
 def save_state(order: Order, batch: int, file: int) -> State:
-    """Return the state after ``batch`` batches of the order's epoch; ``file`` is the checksum of data and weights.
+    """Return the state after ``batch`` batches of an epoch. ``file`` is a checksum of the data and the weights.
 
     The state does not contain the number of ranks or workers, which may change.
     """
@@ -25,7 +25,7 @@ def save_state(order: Order, batch: int, file: int) -> State:
 
 
 def load_state(state: Mapping[str, Any], order: Order, file: int) -> tuple[int, int]:
-    """Return the epoch and batch at which to resume. Raise StateError if the state is invalid, or for other data."""
+    """Return the epoch and batch at which to resume. Raise StateError if the state is invalid, or of other data."""
     try:
         numbers = {name: operator.index(value) for name, value in state.items()}
         version, epoch, batch = numbers["version"], numbers["epoch"], numbers["batch"]
@@ -37,7 +37,7 @@ def load_state(state: Mapping[str, Any], order: Order, file: int) -> tuple[int, 
         )
     for name in BY_LENGTH:
         if name in numbers and not isinstance(order, LengthOrder):
-            raise StateError(f"state has {name}={numbers[name]}, but this order has none: pass the same {name}")
+            raise StateError(f"state has {name}={numbers[name]}, but the sampler has no {name}: pass the same {name}")
     for name, value in _identity(order, file).items():
         if name not in numbers:
             raise StateError(f"state has no {name}: pass the result of state_dict()")
@@ -78,7 +78,7 @@ def _difference(name: str, saved: int, expected: int) -> str:
     if name == "file":
         return "state belongs to another file, or to other samples or weights: use the same files, subset and weights"
     if name == "global_batch_size":
-        return f"state has batches of {saved} samples over all ranks, not {expected}: keep batch_size x world_size"
+        return f"state has batches of {saved} samples over all ranks, not {expected}: pass a matching batch_size"
     if name in ("window_chunks", "interleave"):
         return f"state has {name}={saved}, not {expected}: pass the same window_chunks, memory_bytes and interleave"
     return f"state has {name}={saved}, not {expected}: pass the same {name}"

@@ -1,4 +1,4 @@
-"""Put tiles of volumes together again, such as the predictions of a network for them."""
+"""Combine the tiles of volumes, such as the predictions of a network, into volumes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ BLENDS: dict[str, Callable[[int], np.ndarray]] = {
 
 
 class Stitcher:
-    """Put the tiles of `Patches.tiles` together; where they overlap, the result is their weighted mean::
+    """Combine the tiles of `Patches.tiles` into volumes. Where tiles overlap, the result is their weighted mean.
+
+    ::
 
         tiles = patches.tiles(overlap=16)
         stitcher = h5chunk.Stitcher(tiles)
@@ -28,17 +30,17 @@ class Stitcher:
             stitcher.add(network(raw), position)
         volumes = stitcher.result()
 
-    Equal values of overlapping tiles stay exactly the same, and of a value of whole numbers the mean is rounded. Only
-    as many planes as a tile has are held, besides the results.
+    The mean of equal values is exactly that value, and the mean of integers is rounded. Besides the results, only as
+    many planes as a tile has are kept in memory.
 
     Parameters
     ----------
     tiles : Patches
-        The data set that `Patches.tiles` returned, whose tiles are added in its order.
+        The data set that `Patches.tiles` returned. Its tiles must be added in order.
     blend : {"gaussian", "linear", "uniform"}
-        The weights of a tile's voxels: highest at its centre, or all equal.
+        The weights of the voxels of a tile: highest at the centre of the tile, or all equal.
     channels : {"first", "last"}
-        Where other axes of the added values are than those of space.
+        Position of the axes of the added values that are not spatial.
     out : callable, optional
         Called as ``out(name, shape, dtype)`` for each volume; returns what its result is written to, plane by plane:
         a dataset of an open HDF5 file, ``lambda name, *how: file.create_dataset(name, *how)``, or any array.
@@ -63,7 +65,7 @@ class Stitcher:
         if blend not in BLENDS:
             raise OptionError(f"blend is {blend!r}: pass one of {', '.join(BLENDS)}")
         if channels not in ("first", "last"):
-            raise OptionError(f"channels is {channels!r}: pass first or last")
+            raise OptionError(f"channels is {channels!r}: pass 'first' or 'last'")
         self._tiles, self._size, self._first = tiles, tiles.size, channels == "first"
         self._make = out or (lambda _name, shape, dtype: np.empty(shape, dtype))
         self._next, self._results = 0, list[Any]()
@@ -72,37 +74,38 @@ class Stitcher:
             self._window = np.multiply.outer(self._window, BLENDS[blend](length))
 
     def add(self, values: Any, positions: Any) -> None:
-        """Add tiles.
+        """Add the next tiles.
 
         Parameters
         ----------
         values : tensor or array, (n, *channels, *size) or (n, *size, *channels)
-            With a halo or without it; the halo is left out.
+            The values of n tiles, with or without the halo, which is discarded.
         positions : tensor or array, (n, 1 + axes) of int
             The field ``position`` of these tiles.
 
         Raises
         ------
         OptionError
-            These are not the next tiles, their shape or type is another than before, or they have whole numbers beyond
-            2**53.
+            These are not the next tiles, they differ from earlier tiles in shape or dtype, or they contain integers
+            beyond 2**53.
         """
         values, positions = _as_array(values), _as_array(positions)
         rows = np.arange(self._next, self._next + len(positions))
         if len(values) != len(positions) or rows[-1:] >= len(self._tiles):
             raise OptionError(
-                f"{len(values)} tiles, {len(positions)} positions, and {len(self._tiles) - self._next} due"
+                f"there are {len(values)} tiles and {len(positions)} positions, but {len(self._tiles) - self._next} "
+                "tiles are left: add each tile once, with its position"
             )
         if not np.array_equal(self._tiles._positions_of(rows), positions):
             raise OptionError(
-                "these are not the next tiles: pass them in order, from ChunkLoader(tiles, ..., shuffle=False)"
+                "these are not the next tiles: add them in the order of ChunkLoader(tiles, ..., shuffle=False)"
             )
         if values.dtype.kind not in "biufc":
             raise OptionError(f"tiles are of type {values.dtype}: pass numbers")
         if values.dtype.itemsize == 8 and values.dtype.kind in "iu":
             least, most = int(values.min(initial=0)), int(values.max(initial=0))
             if not -EXACT <= least <= most <= EXACT:
-                raise OptionError(f"tiles go from {least} to {most}: means of whole numbers beyond 2**53 are not exact")
+                raise OptionError(f"tiles contain {least} to {most}: integers beyond 2**53 have no exact means")
         for value, (volume, *start) in zip(values, positions.tolist(), strict=True):
             if volume == len(self._results):
                 self._begin(volume, value)
@@ -118,18 +121,21 @@ class Stitcher:
             Tiles are missing.
         """
         if self._next < len(self._tiles):
-            raise OptionError(f"only {self._next} of {len(self._tiles)} tiles were added")
+            raise OptionError(f"only {self._next} of {len(self._tiles)} tiles were added: add the others first")
         self._flush(None)
         return self._results
 
     def _in_space_first(self, value: np.ndarray) -> np.ndarray:
-        """Return a tile without its halo, with the axes of space first."""
+        """Return a tile without its halo, with the spatial axes first."""
         axes = len(self._size)
         if self._first and value.ndim > axes:
             value = np.moveaxis(value, range(value.ndim - axes, value.ndim), range(axes))
         halos = [(length - size) / 2 for length, size in zip(value.shape, self._size, strict=False)]
         if value.ndim < axes or any(halo < 0 or halo % 1 for halo in halos):
-            raise OptionError(f"a tile has the shape {value.shape}: in space it must have {self._size}, or a halo more")
+            raise OptionError(
+                f"a tile has the shape {value.shape}, but its spatial shape must be {self._size}, or that plus a halo: "
+                "check the argument channels"
+            )
         return value[tuple(slice(int(halo), int(halo) + size) for halo, size in zip(halos, self._size, strict=True))]
 
     def _begin(self, volume: int, value: np.ndarray) -> None:
@@ -158,7 +164,7 @@ class Stitcher:
         self._mean[where] = _mean(self._mean[where], value[inside], share)
 
     def _flush(self, low: int | None) -> None:
-        """Write the planes below ``low``, None for all, which no later tile reaches."""
+        """Write the planes below ``low``, which no later tile can reach, to the output. None: all remaining planes."""
         if not self._results or low == self._low:
             return
         end = int(self._shape[0]) if low is None else low
@@ -178,7 +184,10 @@ class Stitcher:
 
 
 def _mean(mean: np.ndarray, value: np.ndarray, share: np.ndarray) -> np.ndarray:
-    """Return the mean after a value was added whose weight is this share of all weights. Equal values stay exactly."""
+    """Update a mean with a value whose weight is the fraction ``share`` of all weights so far.
+
+    The mean of equal values is exactly that value.
+    """
     with np.errstate(invalid="ignore", over="ignore"):
         found: np.ndarray = mean + (value - mean) * share
         if not np.isfinite(found).all():  # the difference may be infinite, or of two infinities
@@ -188,7 +197,7 @@ def _mean(mean: np.ndarray, value: np.ndarray, share: np.ndarray) -> np.ndarray:
 
 
 def _as_array(values: Any) -> np.ndarray:
-    """Return a tensor of any device as an array; of a type that NumPy does not have, such as bfloat16, as float32."""
+    """Return a tensor on any device as an array. A dtype that NumPy lacks, such as bfloat16, becomes float32."""
     if not hasattr(values, "detach"):
         return np.asarray(values)
     try:

@@ -18,12 +18,12 @@ TEXT_ERRORS = "backslashreplace"  # error handler for invalid UTF-8
 
 
 def decoded(values: np.ndarray) -> np.ndarray:
-    """Decode fixed-length strings from UTF-8; a byte that is not UTF-8 becomes ``\\xNN``. Numbers do not change."""
+    r"""Decode byte strings as UTF-8, with ``\xNN`` for an invalid byte. Numbers are returned unchanged."""
     return np.char.decode(values, "utf-8", TEXT_ERRORS) if values.dtype.kind == "S" else values
 
 
 class StoredNames:
-    """Base class of data sets with access to the tables in their files. Each table is read only once."""
+    """Base class of data sets, which reads the tables in their files. Each table is read only once."""
 
     _reader: H5Reader
     _samples: np.ndarray | None  # of a subset
@@ -48,10 +48,10 @@ class StoredNames:
 
     @property
     def source_names(self) -> np.ndarray:
-        """Path of each sample's file, relative to the source that was converted: (n,) of str.
+        """Path of the file of each sample, relative to the source that was converted: (n,) of str.
 
-        Like `row_ids`, `column_ids`, `column_symbols` and `categories`, raises `FieldError` if the file has no such
-        table.
+        Raises `FieldError` if the file has no such table, as `row_ids`, `column_ids`, `column_symbols` and `categories`
+        do.
         """
         return self._of_samples(SOURCE_NAMES)
 
@@ -81,7 +81,7 @@ class StoredNames:
         return self.column_ids
 
     def categories(self, field: str) -> np.ndarray:
-        """Return the categories of a field of codes, (num_categories,) of str: ``categories(field)[code]``.
+        """Return the names of a field's categories, (num_categories,) of str, in the order of its codes.
 
         The code -1 means a missing value. For the labels of images, the categories are the `classes`.
         """
@@ -111,13 +111,12 @@ class StoredNames:
         return merged([read_statistics(file.path, dataset.strip("/")) for file in self._reader.readers])
 
     def _of_samples(self, name: str) -> np.ndarray:
-        """Return a table of one value per sample: (n,), numbers or str."""
         files = self._reader.readers
         table = self._once(name, lambda: np.concatenate([_values_of_samples(file, name) for file in files]))
         return table if self._samples is None else table[self._samples]
 
     def _common(self, name: str) -> np.ndarray:
-        """Return a table that must be equal in all files, such as the identifiers of columns: numbers or str."""
+        """Return a table that must be equal in all files, such as the identifiers of columns."""
 
         def read() -> np.ndarray:
             first, *others = self._reader.readers
@@ -125,7 +124,7 @@ class StoredNames:
             for other in others:
                 if not np.array_equal(read_table(other, name), table):
                     paths = f"{printable(first.path)} and {printable(other.path)}"
-                    raise FieldError(f"{name} differs between {paths}: open these files as two data sets")
+                    raise FieldError(f"{name} differs between {paths}: open the files as separate data sets")
             return decoded(table)
 
         return self._once(name, read)
@@ -139,7 +138,7 @@ class StoredNames:
 
 
 def name_of_sample(reader: H5Reader, number: int) -> str:
-    """Return the file and name of a sample, given its number in the file, for messages."""
+    """Return the path of the file and the name of a sample, for messages, given the sample's number in all files."""
     file = int(np.searchsorted(reader.starts, number, "right")) - 1
     file_reader = reader.readers[file]
     try:
@@ -150,17 +149,18 @@ def name_of_sample(reader: H5Reader, number: int) -> str:
 
 
 def _values_of_samples(reader: H5Reader, name: str) -> np.ndarray:
-    """Read a table of one file with a value per sample: (n,), numbers or str."""
+    """Read a table of one file that has one value per sample: (n,), numbers or str."""
     table = read_table(reader, name)
     if name == SOURCE_NAMES:
         text, ends = table.tobytes(), read_table(reader, "source_name_ends")
         starts = np.concatenate(([0], ends[:-1]))
         if len(ends) != reader.num_samples or (ends < starts).any() or (len(ends) and ends[-1] != len(text)):
-            raise FileError(f"{printable(reader.path)}: damaged: source_name_ends does not divide source_names")
+            raise FileError(f"{printable(reader.path)}: is damaged, because source_name_ends does not fit source_names")
         names = [text[start:end].decode("utf-8", TEXT_ERRORS) for start, end in zip(starts, ends, strict=True)]
         return np.array(names, np.str_)
     if len(table) != reader.num_samples:
         raise FileError(
-            f"{printable(reader.path)}: damaged: {name} has {len(table)} values for {reader.num_samples} samples"
+            f"{printable(reader.path)}: is damaged, because {name} has {len(table)} values for {reader.num_samples} "
+            "samples"
         )
     return decoded(table)

@@ -1,4 +1,4 @@
-"""Read windows ahead, epoch after epoch, and yield their batches in order, repeatedly if data is echoed."""
+"""Read windows ahead, epoch after epoch, and yield their batches in order."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class EpochReport:
 
 
 class _Planner:
-    """A thread that plans ahead which samples each window contains, without reading data.
+    """A thread that computes which samples the next windows contain. It reads no data.
 
     It plans many windows at a time, because waking the thread costs the consumer more time than planning a window.
     """
@@ -82,7 +82,7 @@ class _Planner:
         )
 
     def start(self) -> None:
-        """Start the thread; `close` ends it even if a signal interrupts this call."""
+        """Start the thread. `close` ends it even if a signal interrupts this call."""
         self._thread.start()
 
     def _plan(self, order: Order, start: int, together: int, once: bool) -> None:
@@ -100,7 +100,7 @@ class _Planner:
             self._planned.put(error)
 
     def take(self, timeout_s: float | None) -> tuple[int, Window] | None:
-        """Return the next window and its epoch, or None on a timeout. Raise the error of the planner's thread."""
+        """Return the epoch and the next window, or None on a timeout. Raise the error of the planner's thread."""
         try:
             planned = self._planned.get(timeout=timeout_s) if timeout_s != 0 else self._planned.get_nowait()
         except Empty:
@@ -113,7 +113,7 @@ class _Planner:
         return planned
 
     def close(self, error: BaseException, timeout_s: float | None) -> None:
-        """End the thread, waiting up to ``timeout_s``. Callers that wait for a window get ``error``."""
+        """End the thread, and wait for it up to ``timeout_s``. A caller of `take` gets ``error``."""
         self._stop.set()
         self._room.release()
         self._planned.put(error)
@@ -169,7 +169,7 @@ class WindowStream:
                 how |= {"order": plan.order, "num_windows": plan.num_slots}
             pool = RemoteReadPool if source.reader.is_remote else ReadPool
             self._pool = pool(source.reader, source.direct, source.num_threads, **how)
-            self._begin(plan.order, start)
+            self._start_reading(plan.order, start)
         except BaseException:
             self.close()
             raise
@@ -210,8 +210,8 @@ class WindowStream:
     def close(self) -> None:
         """Stop the threads, wake up callers that wait for a window, then free the memory.
 
-        The memory is freed in the background if a thread hangs, or if the thread that makes slots calls this itself (in
-        the garbage collector).
+        The memory is freed in the background if a thread hangs, or if the garbage collector makes this call in the
+        thread that creates the slots.
         """
         self._is_closed = True
         if self._pool is not None:
@@ -238,8 +238,7 @@ class WindowStream:
             closed = FileError(f"{printable(self._pool.path)}: closed while it was read")
             self._planner.close(closed, self._pool.wait_s)
 
-    def _begin(self, order: Order, start: int) -> None:
-        """Start reading the windows of an order, starting at batch ``start``."""
+    def _start_reading(self, order: Order, start: int) -> None:
         self._next: tuple[int, int] | None = (order.epoch, start)
         self._planner = _Planner(order, start, self._together, once=self._once)
         self._planner.start()
@@ -247,18 +246,18 @@ class WindowStream:
             self._end_planner()
         self._fill()
 
-    def _begin_again(self, order: Order, start: int) -> None:
-        """Restart at another position, with the same threads and memory; wait for running reads, and discard them."""
+    def _restart_reading(self, order: Order, start: int) -> None:
+        """Restart at another position with the same threads and memory. Running reads are discarded once they end."""
         self._end_planner()
         self._pool.cancel()
         self._batches.clear()
         for read in list(self._open):
             read.wait_for_threads(self._pool.timeout_s)
             self._put_back(read)
-        self._begin(order, start)
+        self._start_reading(order, start)
 
     def _fill(self) -> None:
-        """Start reading planned windows into the slots that are free, without waiting."""
+        """Start reading planned windows into the free slots, without waiting."""
         assert self._planner is not None
         if self._free and not self._free[0].has_pinned:
             self._pool.finish_ready()
@@ -272,7 +271,7 @@ class WindowStream:
         self._batches.update(((epoch, batch), read) for batch in window.batches)
 
     def _load_next(self) -> None:
-        """Start reading the next window, once it is planned. Raise WorkerError if that takes too long."""
+        """Wait until the next window is planned, and start reading it. Raise WorkerError if that takes too long."""
         if not self.is_usable:
             raise lost_by_fork(self._pool.path)
         if self._maker is not None and not self._free:
@@ -287,7 +286,7 @@ class WindowStream:
         self._load(*planned)
 
     def windows(self, order: Order) -> Iterator[Fields]:
-        """Yield the fields of each window of the first epoch; they are valid until the next window is requested."""
+        """Yield the fields of each window of the first epoch. They are valid until the next window is requested."""
         self._next, self._report, left = None, EpochReport(), order.num_batches
         while left:
             if not self._open:
@@ -299,9 +298,12 @@ class WindowStream:
             self._release(read)
 
     def batches(self, order: Order, maker: BatchMaker, report: EpochReport, start: int = 0) -> Iterator[Any]:
-        """Yield the batches of an epoch, starting at batch ``start``; use the windows read ahead if they are next."""
+        """Yield the batches of an epoch, starting at batch ``start``.
+
+        If these batches come next in the windows that were read ahead, those windows are used.
+        """
         if self._next != (order.epoch, start):
-            self._begin_again(order, start)
+            self._restart_reading(order, start)
         self._next, self._report = None, report
         report.waited_s += time.perf_counter() - report.started  # starting threads, opening the file
         windows: dict[WindowRead, Iterator[Tensors]] = {}  # the batches of the windows that were read
@@ -311,7 +313,7 @@ class WindowStream:
         num_batches = order.num_batches
         try:
             for number in range(start, num_batches):
-                while not begun or (len(begun) <= maker.ahead and self._is_ready(order, number + len(begun))):
+                while not begun or (len(begun) <= maker.ahead and self._is_batch_ready(order, number + len(begun))):
                     begun.append(self._begin_batch(order, maker, next(due), windows))
                 read, batch = begun.popleft()
                 if maker.ahead:
@@ -333,8 +335,7 @@ class WindowStream:
                 drop(batch)
         self._next = order.epoch + 1, 0
 
-    def _is_ready(self, order: Order, number: int) -> bool:
-        """Return whether the window that contains a batch has been read."""
+    def _is_batch_ready(self, order: Order, number: int) -> bool:
         self._pool.finish_ready()
         read = self._batches.get((order.epoch, number))
         return read is not None and read.is_ready
@@ -360,7 +361,6 @@ class WindowStream:
         return read, batch
 
     def _wait_for(self, read: WindowRead) -> None:
-        """Wait until a window is read, and raise its error, if any."""
         if not self.is_usable:
             raise lost_by_fork(self._pool.path)
         self._pool.finish_ready(read)
@@ -372,14 +372,14 @@ class WindowStream:
         read.slot.receive()
 
     def _num_due(self, read: WindowRead, number: int) -> int:
-        """Return the number of echoed batches to yield after a window whose last batch has this number."""
+        """Return the number of echoed batches to yield after the window whose last batch is batch ``number``."""
         if self._echo == 1:
             return 0
         fresh = len(read.window.batches)
         return num_echoed(self._echo, number + 1) - num_echoed(self._echo, number + 1 - fresh)
 
     def _echoes(self, read: WindowRead, order: Order, maker: Any) -> Iterator[Tensors]:
-        """Shuffle the samples of a window repeatedly, and yield the batches of each pass, indefinitely."""
+        """Shuffle the samples of a window repeatedly, and yield the batches of each pass, without end."""
         window, size = read.window, order.batch_size
         for number in count():
             samples = echo_pass(len(window.samples), order.seed, order.epoch, window.batches[0], number)
@@ -389,7 +389,6 @@ class WindowStream:
                 yield from maker.make(read.slot.gather(some), draws, size)
 
     def _release(self, read: WindowRead) -> None:
-        """Release the slot of a window, for the next window."""
         self._put_back(read)
         self._fill()
 

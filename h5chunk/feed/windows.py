@@ -1,4 +1,4 @@
-"""Windows inside episodes as the samples of a data set: robot demonstrations, world models, weather."""
+"""Windows of consecutive frames of episodes as the samples of a data set, as for robot demonstrations and weather."""
 
 from __future__ import annotations
 
@@ -25,36 +25,45 @@ from h5chunk.store.read.windows import WindowReader
 
 IS_PAD = "_is_pad"
 PADDINGS = ("none", "edge")
-LAST = np.array([1 << 60])  # a step beyond any episode, for which windows have the last frame
+LAST = np.array([1 << 60])  # an offset beyond the end of any episode, which becomes its last frame
 
 
 class Windows(ChunkDataset):
-    """Windows of consecutive frames, which never cross an episode, as the samples of a `ChunkDataset`.
+    """Windows of consecutive frames of an episode as the samples of a `ChunkDataset`.
 
-    ``dataset[i]`` is a tuple with the frames of window i for each field, (frames, ...). `ChunkLoader`, `ChunkSampler`
-    and a DataLoader accept it like any `ChunkDataset`, with the same guarantees. A chunk is read and decoded once for
-    all windows that are shuffled together.
+    ::
+
+        dataset = h5chunk.Windows("demos.h5", {"obs": "data/*/obs", "actions": "data/*/actions"}, length=16)
+        for obs, actions in h5chunk.ChunkLoader(dataset, 256):
+            ...
+
+    All frames of a window are from one episode. ``dataset[i]`` is a tuple with the frames of window i for each field,
+    (frames, ...). `ChunkLoader`, `ChunkSampler` and a DataLoader accept it like any `ChunkDataset`, with the same
+    guarantees. A chunk is read and decoded once for all windows that are shuffled together.
 
     Parameters
     ----------
     path : path or sequence of paths
         As for `ChunkDataset`, but no URLs. An episode never continues in another file.
     fields : mapping of str
-        Datasets with one row per time step, by field name. With a ``*``, as in ``{"actions": "data/*/actions"}``,
-        each group that matches is an episode, in the order of their names with numbers by value; all fields must have
-        the same ``*``.
+        Datasets with one row per time step, by field name. If each episode is a group, ``*`` takes the place of its
+        name, as in ``{"actions": "data/*/actions"}``, at the same place for all fields. Episodes are sorted by name,
+        with numbers by value.
     length : int
-        Number of frames from the window's first step on, at the largest stride.
+        Number of frames from the first time step of the window on, for a field with the largest stride.
     history : int
-        Number of frames before the window's first step, at the largest stride.
+        Number of frames before the first time step of the window, for a field with the largest stride.
     stride : int, or mapping of str to int
-        Number of time steps between two frames, for all fields or by name; the largest must be a multiple of all.
+        Number of time steps from one frame to the next, for all fields or by field name. The largest stride must be a
+        multiple of the others. A field that is not in the mapping has stride 1.
         With ``{"obs": 5, "actions": 1}`` and a length of 4, a window has 4 observations and all 20 actions.
     padding : {"none", "edge"}
-        "none": all frames of a window are inside its episode. "edge": every time step begins a window; frames outside
-        the episode repeat its first or last frame, and for each field, ``NAME_is_pad``, (frames,) bool, marks them.
+        "none": all frames of a window are inside its episode. "edge": a window begins at every time step, and frames
+        outside of the episode repeat its first or last frame. For each field NAME, "edge" adds the field
+        ``NAME_is_pad``, (frames,) bool, which marks the repeated frames.
     goal : {"last"}, or mapping of str to "last", optional
-        For all fields, or for fields by name: add ``NAME_goal``, (1, ...), the last frame of the window's episode.
+        For each field NAME, or for each field of the mapping, add the field ``NAME_goal``, (1, ...), with the last
+        frame of the episode.
     episode_lengths, episode_offsets : str, optional
         A dataset with the number of time steps of each episode, such as ``ep_len``, or with the first row of each
         episode, such as ``ep_offset``. Default: each file, or each group that matches ``*``, is an episode.
@@ -87,17 +96,17 @@ class Windows(ChunkDataset):
         if not isinstance(fields, Mapping) or not fields or not all(isinstance(each, str) for each in fields.values()):
             raise OptionError(f"fields is {fields!r}: pass a mapping of names to datasets")
         if padding not in PADDINGS:
-            raise OptionError(f"padding is {padding!r}: pass none or edge")
+            raise OptionError(f"padding is {padding!r}: pass 'none' or 'edge'")
         goals = _goals(fields, goal)
         masks = {f"{name}{IS_PAD}": name for name in fields if padding == "edge"}
         if taken := [name for name in fields if name in masks or name in goals]:
-            raise OptionError(f"fields has {taken[0]!r}, which is the name of a mask of padding or a goal: rename it")
+            raise OptionError(f"fields has {taken[0]!r}, which is also the name of a padding mask or goal: rename it")
         tables = {"lengths": episode_lengths, "offsets": episode_offsets}
         given = {kind: dataset for kind, dataset in tables.items() if dataset is not None}
         if len(given) > 1:
-            raise OptionError("episode_lengths and episode_offsets are given: pass one of them")
+            raise OptionError("episode_lengths and episode_offsets exclude each other: pass one of them")
         if given and any("*" in dataset for dataset in fields.values()):
-            raise OptionError(f"episode_{min(given)} is given, but groups that match * are the episodes: pass one")
+            raise OptionError(f"episode_{min(given)} is given, but * makes each group an episode: use one of the two")
         steps = _steps(fields, length, history, stride)
         frames = open_frames(path, {**fields, **{name: fields[of] for name, of in goals.items()}}, trusted, checksums)
         for name, field in frames.fields.items():
@@ -126,13 +135,13 @@ class Windows(ChunkDataset):
 
     @property
     def numbered_fields(self) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
-        """See `ChunkDataset.numbered_fields`: the masks of padding."""
+        """See `ChunkDataset.numbered_fields`. These fields are the padding masks."""
         reader: Any = self._reader
         return {mask: partial(reader.is_padding, name) for mask, name in self._masked.items()}
 
     @property
     def episodes(self) -> np.ndarray:
-        """The episode of each window: (n,) int64, ascending."""
+        """The number of the episode of each window: (n,) int64, ascending."""
         return self._episodes if self._samples is None else self._episodes[self._samples]
 
     @property
@@ -141,7 +150,15 @@ class Windows(ChunkDataset):
         return self.episodes
 
     def split(self, fractions: Sequence[float], *, seed: int = 0, stratify: str | None = None) -> list[ChunkDataset]:
-        """Split into random parts of whole episodes: the fractions are those of the episodes that have windows.
+        """Split into random parts, such that all windows of an episode are in the same part.
+
+        Parameters
+        ----------
+        fractions : sequence of float
+            The fraction of the episodes in each part, of those that have windows; their sum is at most 1.
+        seed : int
+        stratify : None
+            Not supported.
 
         Raises
         ------
@@ -165,12 +182,15 @@ class Windows(ChunkDataset):
         return self._stored_statistics(self._datasets.get(field, field))
 
     def values(self, name: str) -> np.ndarray:
-        """Raise OptionError: a window has several values of each field; use `episodes` to weight or select windows."""
+        """Raise OptionError, because a window has several values of each field.
+
+        To weight or select windows, use `episodes`.
+        """
         raise OptionError(f"field {name!r} has several values per window: compute weights from dataset.episodes")
 
 
 def _goals(fields: Mapping[str, str], goal: str | Mapping[str, str] | None) -> dict[str, str]:
-    """Return the source field of each goal field, by the name of the goal field."""
+    """Return, for each goal field by name, the field that it is read from."""
     kinds = goal if isinstance(goal, Mapping) else dict.fromkeys(fields if goal is not None else (), goal)
     for name, kind in kinds.items():
         if name not in fields:
@@ -183,7 +203,7 @@ def _goals(fields: Mapping[str, str], goal: str | Mapping[str, str] | None) -> d
 def _steps(
     fields: Mapping[str, str], length: int, history: int, stride: int | Mapping[str, int]
 ) -> dict[str, np.ndarray]:
-    """Return the offsets of each field's frames from the window's first step: (num_frames,) int64."""
+    """Return the offsets of each field's frames from the first time step of the window: (num_frames,) int64."""
     length, history = check_whole("length", length, 1, 1 << 30), check_whole("history", history, 0, 1 << 30)
     strides = {name: stride[name] if isinstance(stride, Mapping) and name in stride else 1 for name in fields}
     if not isinstance(stride, Mapping):
@@ -200,7 +220,7 @@ def _steps(
 
 
 def _anchors(frames: H5Reader, borders: np.ndarray, steps: Mapping[str, np.ndarray], padding: str) -> np.ndarray:
-    """Return the row of each window's first step: (n,) int64, ascending."""
+    """Return the row of the first time step of each window: (n,) int64, ascending."""
     first, last = min(each[0] for each in steps.values()), max(each[-1] for each in steps.values())
     rows = np.arange(frames.num_samples)
     if padding == "none":
@@ -210,7 +230,7 @@ def _anchors(frames: H5Reader, borders: np.ndarray, steps: Mapping[str, np.ndarr
         if len(rows) and num_short:
             warnings.warn(
                 f"{printable(frames.path)}: {count_text(num_short, 'episode')} of {len(borders) - 1} shorter than "
-                f"{last - first + 1} time steps: they have no windows, unless padding='edge' is given",
+                f"{last - first + 1} time steps, and thus have no windows: pass padding='edge' to use them",
                 stacklevel=3,
             )
     if not len(rows):

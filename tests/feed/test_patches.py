@@ -278,7 +278,7 @@ def _is_inside(patches: h5chunk.Patches, number: int) -> bool:
         ({"padding": -1}, "cannot hold"),
         ({"halo": (1, 2)}, "halo"),
         ({"weights": {"label": 3}}, "function"),
-        ({"weights": {"label": lambda label: np.full(label.shape, 1e308)}}, "finite sum"),
+        ({"weights": {"label": lambda label: np.full(label.shape, 1e308)}}, "one finite weight"),
         ({"share": 2}, "share"),
     ],
 )
@@ -392,7 +392,7 @@ def test_stitching_infinities_complex_numbers_and_tensors_that_numpy_lacks(tmp_p
     [
         (np.full((1, 4, 6), 2**53 + 1), "beyond 2"),
         (np.full((1, 4, 6), "a"), "pass numbers"),
-        (np.zeros((1, 6)), "in space it must have"),
+        (np.zeros((1, 6)), "its spatial shape must be"),
     ],
 )
 def test_tiles_that_cannot_be_stitched(tmp_path, tile, message):
@@ -410,12 +410,12 @@ def test_tiles_cover_all_and_errors_of_stitching(plain):
     assert np.array_equal(tiles.positions(0), tiles.positions(9))
     stitcher = h5chunk.Stitcher(tiles)
     raw, _, position = tiles[[0, 1, 2]]
-    with pytest.raises(h5chunk.OptionError, match="in order"):
+    with pytest.raises(h5chunk.OptionError, match="in the order of"):
         stitcher.add(raw[1:], position[1:])
     stitcher.add(raw, position)
     with pytest.raises(h5chunk.OptionError, match="only 3 of"):
         stitcher.result()
-    with pytest.raises(h5chunk.OptionError, match="in space it must have"):
+    with pytest.raises(h5chunk.OptionError, match="its spatial shape must be"):
         stitcher.add(raw[:1, 1:], tiles[[3]][2])
     with pytest.raises(h5chunk.OptionError, match=r"Patches\.tiles"):
         h5chunk.Stitcher(patches)
