@@ -96,7 +96,7 @@ def test_a_loader_in_a_dataloader(path: Path, num_workers: int, start: str | Non
     match = (
         "cannot be sent to another process"
         if start == "forkserver"
-        else "has no samples to index, only batches: iterate it"
+        else "cannot be indexed: iterate it directly"
     )
     loader = DataLoader(ChunkLoader(path, 4), batch_size=None, num_workers=num_workers, multiprocessing_context=start)
     with pytest.raises(OptionError, match=match):

@@ -157,7 +157,7 @@ def test_a_thread_that_hangs(path: Path, hanging: Any, reader: str, resident: bo
     hanging("read part" if reader == "direct" else "read through HDF5", after=0 if resident else 2)
     loader = ChunkLoader(**ordered(path, 16, window_chunks=1), reader=reader, resident=resident, timeout=0.2)
     with pytest.raises(
-        WorkerError, match=r"a\.h5: no data was read for 0\.2 s, because a reading thread .* raise timeout"
+        WorkerError, match=r"a\.h5: no data was read for 0\.2 s, because a reading thread .* pass a larger timeout"
     ):
         list(loader)
     loader.close()
@@ -183,7 +183,7 @@ def lagging(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 def test_a_planner_that_hangs(path: Path, lagging: threading.Event) -> None:
     """Neither the loop nor closing waits for it; what it leaves is closed when it comes back."""
     loader = ChunkLoader(**ordered(path, 16, window_chunks=1), timeout=0.2)
-    with pytest.raises(WorkerError, match=r"a\.h5: no data was read for 0\.2 s, .* raise timeout"):
+    with pytest.raises(WorkerError, match=r"a\.h5: no data was read for 0\.2 s, .* pass a larger timeout"):
         list(loader)
     loader.close()
     lagging.set()

@@ -138,5 +138,5 @@ def test_other_data_echoes_and_states_of_other_budgets(dataset: h5chunk.ChunkDat
     samplers = [h5chunk.ChunkSampler(dataset, batch_elements=number) for number in (800, 801)]
     with pytest.raises(h5chunk.StateError, match="batch_elements=800, not 801"):
         samplers[1].load_state_dict(samplers[0].state_dict())
-    with pytest.raises(h5chunk.StateError, match="batch_elements=800, but this order has none"):
+    with pytest.raises(h5chunk.StateError, match="batch_elements=800, but the sampler has no batch_elements"):
         h5chunk.ChunkSampler(dataset, samplers[0].order.batch_size).load_state_dict(samplers[0].state_dict())
