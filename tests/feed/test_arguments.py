@@ -93,11 +93,7 @@ def test_indices(path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize(("num_workers", "start"), [(0, None), (1, "fork"), (1, "forkserver")])
 def test_a_loader_in_a_dataloader(path: Path, num_workers: int, start: str | None) -> None:
-    match = (
-        "cannot be sent to another process"
-        if start == "forkserver"
-        else "cannot be indexed: iterate it directly"
-    )
+    match = "cannot be sent to another process" if start == "forkserver" else "cannot be indexed: iterate it directly"
     loader = DataLoader(ChunkLoader(path, 4), batch_size=None, num_workers=num_workers, multiprocessing_context=start)
     with pytest.raises(OptionError, match=match):
         next(iter(loader))
