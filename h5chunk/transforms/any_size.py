@@ -1,8 +1,8 @@
 """Convert images of any size: decode them in threads, a few batches ahead, then crop and resize them in one step.
 
-On the CPU threads take the images of a batch one by one, decode them into memory of their own, and augment them into
-the batch: in C, if `h5chunk.native.jpeg` can decode them. For a GPU, images are decoded into one buffer, by nvJPEG if
-there are few threads, and augmented there.
+On the CPU, each thread takes one image of a batch at a time, decodes it, and augments it into the memory of the batch.
+This is done in C if `h5chunk.native.jpeg` can decode the image. For a GPU, the images of a batch are decoded into one
+buffer and augmented on the GPU. If there are few threads, nvJPEG decodes them.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ ENOUGH_THREADS = 8  # to decode for a GPU: nvJPEG is not faster than these, and 
 GAP = 2  # a JPEG is scaled while it is decoded only if a box stays this many times larger than its result
 REMEDY = "add RandomResizedCrop(224), or Resize(256) and CenterCrop(224), to transforms"
 
-Take = Callable[[], int | None]  # returns the number of an image that the caller has to handle, or None at the end
+Take = Callable[[], int | None]  # returns the index of an image that the caller must decode, or None at the end
 _local = threading.local()
 
 
 class Pending:
-    """A batch whose images are being decoded; `result` waits for it."""
+    """A batch whose images are being decoded. `result` waits for it."""
 
     def __init__(
         self, parts: Sequence[Future[Any]], finish: Callable[[], torch.Tensor], stop: Callable[[], None] = lambda: None
@@ -60,7 +60,7 @@ class Pending:
         self.then: Callable[[torch.Tensor], torch.Tensor] = lambda batch: batch
 
     def result(self) -> torch.Tensor:
-        """Return the batch, or raise the error of one of its images; WorkerError in a fork, which has no threads."""
+        """Return the batch, or raise the error of one of its images. Raise WorkerError in a fork: it has no threads."""
         if self._process != os.getpid():
             raise WorkerError("a forked process lacks the decoding threads: start a new iteration in it")
         try:
@@ -72,7 +72,7 @@ class Pending:
         return self.then(self._finish())
 
     def drop(self) -> None:
-        """Cancel the decoding, and wait until no thread reads the images or writes the batch."""
+        """Cancel the decoding, and wait until no thread reads the images or writes to the batch."""
         self._stop()
         for part in self._parts if self._process == os.getpid() else ():
             if not part.cancel():
@@ -80,7 +80,7 @@ class Pending:
 
 
 class AnySizeConverter(AugmentConverter):
-    """Convert images of any size; `attach` must be called before any batch is made."""
+    """Converts images of any size. `attach` must be called before any batch is made."""
 
     is_uncut = True
 
@@ -116,7 +116,7 @@ class AnySizeConverter(AugmentConverter):
         super().prepare(device)
 
     def attach(self, sizes: ImageSizes, name_of: Callable[[int], str], num_threads: int | None = None) -> None:
-        """Set the sizes of all images, the function that names an image in messages, and the number of threads."""
+        """Set the sizes of all images, the function that returns the name of an image, and the number of threads."""
         most = max(int(sizes.heights.max(initial=0)), int(sizes.widths.max(initial=0)))
         if most > MAX_SIDE:
             raise FieldError(f"field {self._field.name!r} has an image of {most} pixels per side, more than {MAX_SIDE}")
@@ -124,7 +124,7 @@ class AnySizeConverter(AugmentConverter):
         self._num_threads = num_threads or available_cores()
 
     def decoding_bytes(self, batch_size: int) -> int:
-        """Estimate the bytes of the images that are decoded at the same time, and of the batches decoded ahead."""
+        """Estimate the bytes of images that are decoded at the same time, and of batches that are decoded ahead."""
         areas = self._image_sizes.heights.astype(np.float64) * self._image_sizes.widths
         held = self._num_threads if self._device.type == "cpu" else (AHEAD + 1) * batch_size
         pixels = held * float(areas.mean()) + float(areas.max(initial=0))
@@ -136,7 +136,7 @@ class AnySizeConverter(AugmentConverter):
     def start(
         self, rows: CsrRows, draws: Draws, then: Callable[[torch.Tensor], torch.Tensor] = lambda batch: batch
     ) -> Pending:
-        """Start decoding and augmenting a batch, and return it as pending; ``then`` is applied to the finished batch.
+        """Start decoding and augmenting a batch, and return it as pending. ``then`` is applied to the finished batch.
 
         The memory of ``rows`` must not change until the batch is finished or dropped.
         """
@@ -159,19 +159,17 @@ class AnySizeConverter(AugmentConverter):
         return jpeg.load(LINKED) if self._field.form == "encoded" else None
 
     def _take(self, job: _Job, out: torch.Tensor, rule: native.ImageRule | None) -> Take:
-        """Return a function that makes images in C, and returns the index of one that Python must make, or None."""
+        """Return a function that makes images in C, and returns the index of one for Python, or None at the end."""
         library = self._libjpeg()
         if not native.available() or (library is None and self._field.form == "encoded"):
             return job.next
         return partial(jpeg.decode, library, job.images, rule, out.data_ptr(), out[:1].nbytes)
 
     def _in_threads(self, job: _Job, work: Callable[[], None], finish: Callable[[], torch.Tensor]) -> Pending:
-        """Run ``work`` in as many threads as can share the images of a batch."""
         parts = [self._pool().submit(work) for _ in range(min(self._num_threads, len(job.table)))]
         return Pending(parts, finish, job.stop)
 
     def _make(self, job: _Job, take: Take, out: torch.Tensor) -> None:
-        """Decode and augment images until none is left."""
         while (number := take()) is not None:
             pixels = job.bytes_of(number)
             if self._field.form != "raw":
@@ -183,7 +181,7 @@ class AnySizeConverter(AugmentConverter):
         return int(job.table[number, HEIGHT] * job.table[number, WIDTH]) * self._field.channels
 
     def _decode(self, job: _Job, number: int, out: np.ndarray) -> np.ndarray:
-        """Decode an image to the beginning of ``out``, flat uint8, and return it."""
+        """Decode an image into the beginning of ``out``, a 1-D uint8 array, and return it."""
         from h5chunk.sources.decode_any import decode_any
 
         row, orientation = job.table[number], int(job.orientations[number])
@@ -197,14 +195,14 @@ class AnySizeConverter(AugmentConverter):
         return out
 
     def _scratch(self, num_bytes: int) -> np.ndarray:
-        """Return a buffer that this thread reuses for its next images: (num_bytes,) uint8."""
+        """Return a buffer of this thread, (num_bytes,) uint8, which later calls reuse."""
         held = getattr(_local, "held", None)
         if held is None or len(held) < num_bytes:
             held = _local.held = np.empty(num_bytes, np.uint8)
         return held[:num_bytes]
 
     def _on_gpu(self, job: _Job) -> Pending:
-        """Decode on the GPU, or in threads into one pinned buffer; the result is computed on the caller's stream."""
+        """Decode on the GPU, or in threads into one pinned buffer. The caller's stream computes the result."""
         if self._decode_batch is not None:
             decoded = self._pool().submit(self._by_gpu, job)
             return Pending([decoded], lambda: self._augmented(decoded.result(), job.table))
@@ -226,7 +224,7 @@ class AnySizeConverter(AugmentConverter):
         )
 
     def _by_gpu(self, job: _Job) -> torch.Tensor:
-        """Decode a batch with nvJPEG into one buffer, (C, H, W) each; the CPU decodes images that nvJPEG cannot."""
+        """Decode a batch with nvJPEG into one buffer, each image (C, H, W). The CPU decodes what nvJPEG cannot."""
         assert self._decode_batch is not None
         counts = self._field.channels * job.table[:, HEIGHT] * job.table[:, WIDTH]
         job.table[:, OFFSET] = np.cumsum(counts) - counts
@@ -236,7 +234,6 @@ class AnySizeConverter(AugmentConverter):
         return self._decode_batch(data, sizes, job.is_sound(), by_cpu, self._device)
 
     def _by_cpu(self, job: _Job, number: int) -> torch.Tensor:
-        """Decode one image on the CPU: (H, W, C)."""
         size = int(job.table[number, HEIGHT]), int(job.table[number, WIDTH])
         facts = size, int(job.orientations[number]), self._field.channels
         return decode_whole(job.bytes_of(number), *facts, partial(self._name_of, int(job.samples[number])))
@@ -258,7 +255,7 @@ class AnySizeConverter(AugmentConverter):
 def decode_whole(
     data: np.ndarray, size: Size, orientation: int, channels: int, name: Callable[[], str]
 ) -> torch.Tensor:
-    """Decode an image of this size: (H, W, C). Raises FileError, with the name of the image, if that fails."""
+    """Decode an image of this size to (H, W, C). Raise FileError, with the image's ``name``, if that fails."""
     from h5chunk.sources.decode_any import check_size, decode_any
 
     try:
@@ -273,7 +270,7 @@ def decode_whole(
 def whole_images(
     rows: CsrRows, samples: np.ndarray, sizes: ImageSizes, field: ImagesField, name_of: Callable[[int], str]
 ) -> list[torch.Tensor]:
-    """Decode the images of rows, and return them in their original sizes: (C, H, W)."""
+    """Decode the images of rows, and return each in its original size: (C, H, W)."""
     data, found = rows.indices.numpy(), []
     for number, sample in enumerate(samples.tolist()):
         one = data[rows.host_starts[number] : rows.host_starts[number + 1]]
@@ -287,7 +284,7 @@ def whole_images(
 
 
 class _Job:
-    """The images of a batch, and their geometry."""
+    """The images of a batch and their geometry table, from which threads take one image at a time."""
 
     def __init__(
         self, rows: CsrRows, samples: np.ndarray, orientations: np.ndarray, table: np.ndarray, channels: int
@@ -299,7 +296,7 @@ class _Job:
         self.images = jpeg.Images(self._data, self.starts, self._stops, orientations, table, channels)
 
     def next(self) -> int | None:
-        """Return the number of the next image that no thread has taken, or None."""
+        """Return the index of the next image that no thread has taken, or None."""
         return next(self._left, None)
 
     def stop(self) -> None:
@@ -312,12 +309,11 @@ class _Job:
         return (claimed == self.table[:, [HEIGHT, WIDTH]]).all(axis=1) & (self.orientations == 1)
 
     def bytes_of(self, number: int) -> np.ndarray:
-        """Return the bytes of an image."""
         return self._data[self.starts[number] : self._stops[number]]
 
 
 def _least_size(row: np.ndarray) -> list[int]:
-    """Return the smallest size at which to decode an image, given its row of a table."""
+    """Return the smallest height and width at which to decode an image, given its row in the geometry table."""
     sides = ((HEIGHT, BOX_HEIGHT, FULL_HEIGHT), (WIDTH, BOX_WIDTH, FULL_WIDTH))
     return [int(min(row[side], -(-GAP * row[side] * row[full] // row[box]))) for side, box, full in sides]
 
@@ -333,7 +329,7 @@ def _size_after(transforms: Sequence[Any], field: ImagesField) -> Size:
 
 
 def _scale(row: np.ndarray, size: tuple[int, int]) -> None:
-    """Adapt an image's row of a table to the size at which the image was decoded."""
+    """Adapt an image's row in the geometry table to the size at which the image was decoded."""
     for side, first, length, new in ((HEIGHT, TOP, BOX_HEIGHT, size[0]), (WIDTH, LEFT, BOX_WIDTH, size[1])):
         old = int(row[side])
         start = round(int(row[first]) * new / old)

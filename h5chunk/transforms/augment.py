@@ -1,6 +1,6 @@
 """Transforms that augment images sample by sample: crops, resizing, flips and erased boxes.
 
-They describe only the geometry; `h5chunk.transforms.augmenting` applies all transforms of a list in one step.
+They describe only the geometry. `h5chunk.transforms.augmenting` applies all transforms of a list in one step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Geometric:
         raise NotImplementedError
 
     def size_after(self, size: Size | None) -> Size | None:
-        """Return the size of results; None if it depends on the image."""
+        """Return the size of results, or None if it depends on the image."""
         return size
 
     def __call__(self, batch: torch.Tensor) -> torch.Tensor:
@@ -250,7 +250,7 @@ class Erasing:
     value: float | Sequence[float]  # one value, or one per channel, in the units of the values that come before
 
     def boxes(self, height: int, width: int, draws: Draws, stream: int) -> tuple[Any, Any, Any, Any]:
-        """Return top, left, height and width of the boxes, (n,) int64; 0 x 0 where nothing is erased."""
+        """Return the top, left, height and width of the boxes, (n,) int64 each. A box of 0 x 0 erases nothing."""
         raise NotImplementedError
 
     __call__ = Geometric.__call__
@@ -333,7 +333,7 @@ def _size(transform: Any, size: Any) -> Size:
     sides = (size, size) if isinstance(size, (int, np.integer)) else tuple(size) if isinstance(size, Sequence) else ()
     name = type(transform).__name__
     if len(sides) != 2:
-        raise OptionError(f"{name}: size is {size!r}: pass a number, or height and width")
+        raise OptionError(f"{name}: size has {size!r}: pass a number, or height and width")
     height, width = (check_whole(f"{name}: size", side, 1, MAX_SIDE) for side in sides)
     return height, width
 

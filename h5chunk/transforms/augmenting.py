@@ -1,4 +1,4 @@
-"""Augment batches: draw the geometry of samples, and compute results as `h5chunk.transforms.augment_rule` describes."""
+"""Augment batches: draw the random geometry of each sample, and compute results as `augment_rule` describes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ IMAGES = 8  # that a thread takes at a time
 
 @dataclass(eq=False)
 class GeometryTable:
-    """The geometry table of consecutive samples of a window or an epoch."""
+    """The geometry table of consecutive samples of a window or an epoch, one row per sample."""
 
     table: Indices
     first: int  # position of the first of these samples in the window or epoch
@@ -39,9 +39,10 @@ class GeometryTable:
 
 
 class AugmentConverter:
-    """Convert stored images by a list of transforms: crop, resize and flip, then `Normalize`, `ToDtype` and erase.
+    """Converts stored images by transforms: crops, resizing and flips, then `Normalize`, `ToDtype` and erasing.
 
-    For the arguments see `h5chunk.transforms.images.ImageConverter`; ``is_mask`` resizes by nearest neighbour.
+    For the arguments see `h5chunk.transforms.images.ImageConverter`. With ``is_mask``, images are resized by nearest
+    neighbour.
     """
 
     is_uncut = False
@@ -75,15 +76,16 @@ class AugmentConverter:
         self._threads = KeptThreads("h5chunk-augment")
 
     def _size(self) -> Size:
-        """Return the size of results; raise OptionError if an image does not suit the transforms."""
+        """Return the size of results. Raise OptionError if an image is too small for a transform."""
         geometry = self._cut(*self._sides, Draws(0, 0, np.zeros(1, np.int64)))
         return int(geometry.height[0]), int(geometry.width[0])
 
     def table(self, heights: Indices, widths: Indices, draws: Draws) -> Indices:
-        """Draw the geometry of images of these sizes, (n,) or (1,) for all: a table with offsets of 0.
+        """Draw the geometry of n images, and return it as a table whose offsets are 0.
 
-        The numbers of a random transform depend on its position among the random transforms of the list, so that fields
-        with equal lists get equal geometry.
+        ``heights`` and ``widths`` are (n,), or (1,) if all images have one size. The random numbers of a transform
+        depend on its position among the random transforms of the list, so that fields with equal lists get equal
+        geometry.
         """
         count = len(draws.samples)
         table = self._empty_table(count)
@@ -99,7 +101,6 @@ class AugmentConverter:
         return geometry.fill(table)
 
     def _empty_table(self, count: int) -> Indices:
-        """Return memory for a table, pinned if it is for a GPU."""
         shape = count, ERASED + 4 * len(self._erasers)
         return torch.empty(shape, dtype=torch.int64, pin_memory=self._rule.fill.device.type == "cuda").numpy()
 
@@ -136,7 +137,7 @@ class AugmentConverter:
         return self.as_stored(out)
 
     def as_stored(self, out: torch.Tensor) -> torch.Tensor:
-        """Return a view of the results whose axes have the order of the stored images."""
+        """Return a view of the results whose axes are in the order of the stored images."""
         return out.permute(0, 3, 1, 2) if self._rule.out_interleaved and not self._interleaved else out
 
     def shape(self, count: int) -> tuple[int, ...]:
@@ -147,7 +148,7 @@ class AugmentConverter:
         return (count, *rule.size, rule.channels) if rule.out_interleaved else (count, rule.channels, *rule.size)
 
     def fill(self, images: torch.Tensor | ImagesByNumber, draws: Draws, out: torch.Tensor) -> None:
-        """Write the augmented images to ``out``, which has the shape that `shape` returns."""
+        """Write the augmented images to ``out``, whose shape is that of `shape`."""
         images = images if isinstance(images, ImagesByNumber) else ImagesByNumber(images)
         if not len(images):
             return
@@ -163,7 +164,7 @@ class AugmentConverter:
         self.compute(source, table, out)
 
     def _geometry_of(self, draws: Draws) -> GeometryTable:
-        """Return a geometry table that includes these samples, and perhaps those of following batches."""
+        """Return the geometry table of these samples, which may also contain the samples of the following batches."""
         if draws.kept is None or draws.whole is None:
             return GeometryTable(self.table(*self._sides, draws), draws.first)
         drawn, stop = draws.kept.get(self), draws.first + len(draws.samples)
@@ -173,7 +174,10 @@ class AugmentConverter:
         return drawn
 
     def _draw(self, draws: Draws, samples: Indices, count: int, before: GeometryTable | None) -> GeometryTable:
-        """Draw the geometry of ``count`` samples, unless a thread already does; for a GPU, start with the next."""
+        """Return the geometry of ``count`` samples, which a thread may already have drawn.
+
+        For a GPU, start drawing the geometry of the samples that follow.
+        """
         if before is not None and before.following is not None and before.first + len(before.table) == draws.first:
             table = before.following.result()
         else:
@@ -184,7 +188,7 @@ class AugmentConverter:
         return drawn
 
     def compute(self, source: torch.Tensor, table: Indices, out: torch.Tensor) -> None:
-        """Write the result of each row of ``table`` to ``out``; ``source`` has the images: flat uint8 on its device."""
+        """Write the result of each row of ``table`` to ``out``. ``source``, 1-D uint8, contains the images."""
         if self._kernel is not None and (loaded := self._kernel.load(table, None)) is not None:
             self._kernel(source, loaded, 0, None, 0, out)
             return
@@ -224,7 +228,7 @@ class AugmentConverter:
 
 
 def _check_list(transforms: Sequence[Any], stored: torch.dtype, sample_shape: tuple[int, ...], axis: int) -> None:
-    """Raise OptionError if transforms do not fit each other, or the samples."""
+    """Raise OptionError if the transforms are in the wrong order, or unsuitable for the samples."""
     first = next(each for each in transforms if isinstance(each, AUGMENTING))
     if stored != torch.uint8:
         raise OptionError(f"{first} is for uint8, not for {stored}: convert the images to uint8")
@@ -243,11 +247,12 @@ def _check_list(transforms: Sequence[Any], stored: torch.dtype, sample_shape: tu
         if behind is not None:
             raise OptionError(f"{each} comes after {behind}: put crops, resizing and flips first")
         if each.resizes and resized is not None:
-            raise OptionError(f"{each} comes after {resized}, which resizes, too: pass only one of them")
+            raise OptionError(f"{each} comes after {resized}, but only one transform may resize: leave out one of them")
         if each.resizes and padded is not None:
-            raise OptionError(f"{each} would resize the padding of {padded}: put it before")
+            raise OptionError(f"{each} would resize the padding of {padded}: put the resizing transform first")
         if each.pads and cut is not None:
-            raise OptionError(f"{each} would pad with what {cut} has cut off: put it first, or give a Resize between")
+            remedy = "put the padded crop first" if padded is None else "leave out its padding"
+            raise OptionError(f"{each} cannot pad an image that {cut} has cropped: {remedy}")
         padded, resized = each if each.pads else padded, each if each.resizes else resized
         if each.crops or each.resizes:
             cut = each if each.crops else None

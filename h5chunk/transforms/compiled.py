@@ -1,8 +1,7 @@
-"""Triton kernels (PyTorch includes Triton for NVIDIA GPUs on Linux), and their compilation in a thread.
+"""Compile Triton kernels in a thread, and launch them. PyTorch includes Triton for NVIDIA GPUs on Linux.
 
-Importing Triton and compiling take a second, and may fail, for example without a C compiler or without a folder for
-the cache. Until a kernel is compiled, and if that fails, torch operations compute the same values in several times the
-time (scripts/LOG.md).
+Importing Triton and compiling take a second, and may fail, for example if there is no C compiler or no folder for the
+cache. Until a kernel is compiled, and if that fails, slower torch operations compute the same values.
 """
 
 from __future__ import annotations
@@ -23,10 +22,11 @@ from h5chunk.transforms.csr import CsrRows, SampleNumbers, ValueRule
 FEWEST_NUMBERS = 4 << 20  # in a smaller batch, launching the kernel takes longer than torch.addcmul; scripts/LOG.md
 MAX_CHANNELS = 16  # a program holds all channels of its pixels
 MAX_INT32 = (1 << 31) - 1
-ALIGNED = 16  # bytes of an address that Triton compiles another kernel for
+ALIGNED = 16  # Triton compiles a separate kernel for addresses that are not multiples of this many bytes
 PIXELS = 1024  # pixels per program; 512 and 2048 are as fast
-BLOCK, ZEROS, NUM_WARPS = 256, 4096, 16  # entries to set and numbers to clear at a time, and warps; scripts/LOG.md
-TAPS, BLOCK = 128, 256  # results of a program of augmentation; scripts/LOG.md has its shapes that were tried
+BLOCK = 256  # results, or entries of a sparse row, that a program handles at a time; see scripts/LOG.md
+ZEROS, NUM_WARPS = 4096, 16  # of DenseKernel: values to clear at a time, and warps; see scripts/LOG.md
+TAPS = 128  # weights that a program of augmentation computes at a time; see scripts/LOG.md
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -36,7 +36,10 @@ def current_stream(device: int) -> int:
 
 
 class Compiling:
-    """A kernel that a thread compiles by launching it once; ``_kernel`` is None until then, and after a failure."""
+    """Base class of kernels that a thread compiles, by launching them once.
+
+    ``_kernel`` is None until the kernel is compiled, and stays None if that fails.
+    """
 
     def _compile_in_thread(self, first_launch: Callable[[], Any]) -> None:
         self._kernel: Any = None
@@ -55,13 +58,12 @@ class Compiling:
 
 
 class FusedKernel(Compiling):
-    """Compute ``out = images * scale + shift`` for uint8 images on a GPU, as soon as the kernel is compiled.
+    """Computes ``out = images * scale + shift`` for uint8 images on a GPU, once the kernel is compiled.
 
-    ``scale`` and ``shift`` are float32 on the GPU, both a scalar or one value per channel. ``sample_shape`` and
-    ``channel_axis`` describe a sample: 0 for (C, H, W), 2 for (H, W, C). ``channels_last`` is the memory format of
-    ``out``, for (C, H, W).
-
-    Triton takes several times as long as the driver to launch a kernel, so once compiled it is launched by the latter.
+    ``scale`` and ``shift`` are float32 on the GPU, each with one value or one value per channel. ``sample_shape`` is
+    (C, H, W) with ``channel_axis`` 0, or (H, W, C) with ``channel_axis`` 2. ``channels_last`` is the memory format of
+    ``out``, for (C, H, W). The compiled kernel is launched by the CUDA driver, which is several times as fast as by
+    Triton.
     """
 
     def __init__(
@@ -137,10 +139,10 @@ class FusedKernel(Compiling):
 
 
 def launch_of(compiled: Any, constants: Sequence[torch.Tensor], num_given: int = 2) -> cuda.Launch | None:
-    """Return the means to launch a compiled Triton kernel through the driver, or None if that is not possible.
+    """Return a way to launch a compiled Triton kernel through the CUDA driver, or None if that is not possible.
 
-    Its first ``num_given`` parameters are given with each launch, then come ``constants``. Triton adds parameters of
-    its own at the end, which are null for a kernel without scratch memory.
+    The first ``num_given`` parameters of the kernel are passed at each launch, and ``constants`` are the next ones.
+    Triton adds its own parameters at the end, which are null for a kernel without scratch memory.
     """
     with suppress(Exception):  # another version of Triton
         context, metadata = cuda.context(), compiled.metadata
@@ -159,7 +161,7 @@ def _addresses(images: torch.Tensor, out: torch.Tensor) -> tuple[int, int]:
 
 
 class LoadedTable(NamedTuple):
-    """Crops and sizes of n images on a GPU, and the weights of the pixels that make each row and column of a result.
+    """The geometry table of n images on a GPU, and the resampling weights for each row and column of the results.
 
     ``taps`` is (n, 2, most + 1, longest side of a result) int32, or empty if nothing is resized. Only ``stream`` may
     use the tensors, because it fills them.
@@ -167,15 +169,15 @@ class LoadedTable(NamedTuple):
 
     table: torch.Tensor
     taps: torch.Tensor
-    most: int  # largest number of pixels that make a row or column
+    most: int  # maximum number of source pixels that contribute to a row or column
     stream: torch.cuda.Stream
 
 
 class AugmentKernel(Compiling):
-    """Compute the results of a geometry table on a GPU, by a `h5chunk.transforms.augment_rule.Rule` on that GPU.
+    """Computes the results of a geometry table on a GPU, by a `h5chunk.transforms.augment_rule.Rule` on that GPU.
 
-    One launch writes the weights of the pixels that make each row and column of each result; where nothing is resized
-    there are none. The other reads the source and writes the batch.
+    If images are resized, a first launch computes the resampling weights. The other launch reads the images and writes
+    the batch.
     """
 
     def __init__(self, rule: Any) -> None:
@@ -214,7 +216,10 @@ class AugmentKernel(Compiling):
     def load(
         self, table: np.ndarray, loaded: LoadedTable | None = None, *, of_one_size: bool = False
     ) -> LoadedTable | None:
-        """Copy a table to the GPU and weigh its taps, unless it is ``loaded`` there; None: nothing is compiled yet."""
+        """Copy a table to the GPU and compute its weights, unless it is already ``loaded``.
+
+        Return None if the kernel is not compiled yet.
+        """
         if loaded is not None and loaded.stream == torch.cuda.current_stream(self._device):
             return loaded
         return None if self._kernel is None else self._load(self._kernel, table, of_one_size)
@@ -230,7 +235,8 @@ class AugmentKernel(Compiling):
     ) -> None:
         """Fill ``out``, which is contiguous, with the results of the table's rows from ``first`` on.
 
-        Result k is made of the image at ``row_bytes * rows[k]``, or ``row_bytes * k``, in ``source``, flat uint8.
+        The image of result k starts at byte ``row_bytes * rows[k]`` of ``source``, or at ``row_bytes * k`` without
+        ``rows``. ``source`` is 1-D uint8.
         """
         if not len(out):
             return
@@ -241,7 +247,7 @@ class AugmentKernel(Compiling):
             self._by_triton(self._kernel, rows is not None, given)
 
     def _by_driver(self, launch: cuda.Launch, given: tuple[Any, ...]) -> bool:
-        """Launch the kernel through CUDA's driver, which is faster than through Triton; return whether that worked."""
+        """Launch the kernel through the CUDA driver, which is faster than Triton. Return whether that worked."""
         *tensors, first, row_bytes, most = given
         if row_bytes > MAX_INT32:
             return False
@@ -268,7 +274,7 @@ class AugmentKernel(Compiling):
 
     @property
     def _shape(self) -> tuple[bool, int, int, int]:
-        """Whether the kernel interleaves channels; the elements of a row; the rows and the row elements per program."""
+        """Whether channels are interleaved, the elements per result row, and the rows and row elements per program."""
         rule, width = self._rule, self._rule.size[1]
         interleaves = rule.out_interleaved and rule.channels > 1
         line_size = width * rule.channels if interleaves else width
@@ -309,13 +315,11 @@ class AugmentKernel(Compiling):
 
 
 class DenseKernel(Compiling):
-    """Make sparse rows dense on a GPU: ``out[i, indices[e]] = value`` for each entry e of row i, and zero elsewhere.
+    """Makes sparse rows dense on a GPU: ``out[i, indices[e]] = value`` for each entry e of row i, and zero elsewhere.
 
-    Each program clears one row and scatters its entries, so that a batch is written about once. Plain indexing in torch
-    also writes it once, but computes an 8-byte position for each 3-byte entry, in separate kernels.
-
-    ``like`` returns a `CsrRows` of one row on the device, with the types for which to compile. The rule may have no
-    steps except ``l2``, which divides each row by its Euclidean length.
+    Each program clears one row and writes its entries, so that a batch is written about once. ``like`` returns a
+    `CsrRows` of one row on the device, with the dtypes for which to compile. The rule must have no steps except ``l2``,
+    which divides each row by its Euclidean length.
     """
 
     def __init__(self, like: Callable[[], CsrRows], num_columns: int, rule: ValueRule, *, l2: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Compute tables of random geometry in C: the numbers of the transforms' `change` and `boxes`, but faster."""
+"""Draw tables of random geometry in C. The results are those of the transforms' `change` and `boxes`."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ class NativeDraws:
                 step[name] = value
 
     def fill(self, table: Indices, heights: Indices, widths: Indices, draws: Draws) -> bool:
-        """Draw the geometry of n images into a table, (n, columns); return False if a size does not suit them.
+        """Draw the geometry of n images into ``table``, (n, columns).
 
-        ``heights`` and ``widths`` are (n,), or (1,) for all images.
+        ``heights`` and ``widths`` are (n,), or (1,) if all images have one size. Return False if an image is too small
+        for a transform.
         """
         assert table.shape == (len(draws.samples), ERASED + 4 * np.count_nonzero(self._steps["kind"] >= native.CUTOUT))
         steps = self._steps.copy()

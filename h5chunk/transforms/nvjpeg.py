@@ -12,14 +12,14 @@ Decode = Callable[
     [Sequence[np.ndarray], Sequence[tuple[int, int]], np.ndarray, Callable[[int], torch.Tensor], torch.device],
     torch.Tensor,
 ]
-FRAME_MARKERS = [marker for marker in range(0xC0, 0xD0) if marker not in (0xC4, 0xC8, 0xCC)]  # those begin no frame
+FRAME_MARKERS = [marker for marker in range(0xC0, 0xD0) if marker not in (0xC4, 0xC8, 0xCC)]  # SOF0 to SOF15
 SEGMENT_BYTES = 9  # of the beginning of a frame: marker, length, precision, height and width
 MAX_SEGMENTS = 100  # before the frame
 
 
 @cache
 def find_decoder() -> tuple[str, Decode] | None:
-    """Return the name of the GPU decoder, and its function; None if torchvision is not installed."""
+    """Return the name of the GPU decoder and its function, or None if torchvision is not installed."""
     try:
         from torchvision.io import ImageReadMode, decode_jpeg
 
@@ -29,9 +29,9 @@ def find_decoder() -> tuple[str, Decode] | None:
 
 
 def jpeg_sizes(data: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-    """Return the heights and widths that images claim: (n, 2) int64, zeros for an image that is not a valid JPEG.
+    """Return the heights and widths in the headers of JPEGs: (n, 2) int64, with zeros if an image is not a valid JPEG.
 
-    ``data`` is flat uint8, and the bytes of image i are ``data[starts[i] : stops[i]]``.
+    ``data`` is 1-D uint8, and the bytes of image i are ``data[starts[i] : stops[i]]``.
     """
     sizes, at, left = np.zeros((len(starts), 2), np.int64), starts + 2, np.arange(len(starts))
     for _ in range(MAX_SEGMENTS):
@@ -47,7 +47,7 @@ def jpeg_sizes(data: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.nd
 
 
 def _accepted(decode: Callable[..., list[torch.Tensor]], encoded: list[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Decode images, with None for each image that the decoder refuses; such images are found by halving the list."""
+    """Decode images, with None for each image that the decoder refuses. The list is halved to find these images."""
     if not encoded:
         return []
     try:
@@ -65,10 +65,11 @@ def _decoded(
     by_cpu: Callable[[int], torch.Tensor],
     device: torch.device,
 ) -> torch.Tensor:
-    """Return the pixels of all images, (C, H, W) each, end to end.
+    """Return the pixels of all images, each (C, H, W), in one 1-D tensor.
 
-    ``is_sound``, (n,) bool, says which images are upright JPEGs that claim these sizes, as nvJPEG allocates memory for
-    any size that a JPEG claims. The CPU decodes the others, and those that nvJPEG refuses.
+    ``is_sound``, (n,) bool, marks the upright JPEGs whose headers have the recorded sizes. Only these are decoded by
+    nvJPEG, because it allocates memory for any size in a header. The CPU decodes the others, and those that nvJPEG
+    refuses.
     """
     taken = np.flatnonzero(is_sound).tolist()
     encoded = [torch.from_numpy(data[number]) for number in taken]

@@ -13,7 +13,7 @@ import torch
 from h5chunk.errors import OptionError
 from h5chunk.plan.draws import Draws
 
-DRAW_ONCE = {  # of torchvision, beside those whose names begin with Random
+DRAW_ONCE = {  # random transforms of torchvision whose names do not begin with Random
     "AugMix",
     "AutoAugment",
     "ColorJitter",
@@ -30,16 +30,16 @@ STREAM = 1 << 30  # of the draws that seed torch
 
 @dataclass(frozen=True)
 class PerSample:
-    """A transform that is applied to each sample of a batch; made by `per_sample`."""
+    """A transform that is applied to each sample of a batch separately. `per_sample` creates it."""
 
     transform: Callable[[torch.Tensor], torch.Tensor]
 
     def __call__(self, batch: torch.Tensor) -> torch.Tensor:
-        """Apply the transform, without seeding torch's random generators."""
+        """Apply the transform. torch's random generators are not seeded."""
         return self._stacked([self.transform(sample) for sample in batch], batch)
 
     def with_draws(self, batch: torch.Tensor, draws: Draws, number: int) -> torch.Tensor:
-        """Apply the transform with torch's generators seeded for each sample, and then restore their state."""
+        """Apply the transform to each sample with torch's generators seeded for it, then restore their state."""
         seeds = (draws.uniform(STREAM + number, 1)[0] * 2.0**53).astype("int64").tolist()
         devices = [batch.device] if batch.device.type == "cuda" else []
         results = []
@@ -73,8 +73,13 @@ def per_sample(transform: Callable[[torch.Tensor], torch.Tensor]) -> PerSample:
     Parameters
     ----------
     transform : callable
-        Takes a sample, such as (C, H, W), on the device of the batch, and returns it changed; all results have one
-        shape.
+        Takes a sample, such as a (C, H, W) tensor, on the device of the batch, and returns the changed sample. All
+        results of a batch must have the same shape.
+
+    Raises
+    ------
+    OptionError
+        ``transform`` cannot be called.
     """
     if isinstance(transform, type) or not callable(transform):
         raise OptionError(f"per_sample: transform is {transform!r}: pass an object or function that can be called")
@@ -100,7 +105,7 @@ def _warn_if_drawn_once(transforms: tuple[Any, ...]) -> None:
             if is_random and type(part).__module__.startswith("torchvision.transforms"):
                 alternative = "h5chunk.transforms has one of that name, or " if name in OURS else ""
                 warnings.warn(
-                    f"{name} of torchvision draws once for all samples of a batch: {alternative}give "
+                    f"{name} of torchvision draws once for all samples of a batch: {alternative}use "
                     f"per_sample({name}(...)), which draws for each sample",
                     stacklevel=6,
                 )

@@ -1,4 +1,4 @@
-"""Batches of samples that differ in length: padded to the longest of the batch, or packed one after the other."""
+"""Transforms and batches for samples that differ in length: padded to the longest of the batch, or concatenated."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class _Lengths:
 class Pad(_Lengths):
     """Return samples that differ in length as two tensors: padded to the longest of the batch, and their lengths.
 
-    The first is (batch_size, longest, ...), the second (batch_size,) int64. Functions after this one get the first.
+    The first is (batch_size, longest, ...), the second (batch_size,) int64. Functions that follow get only the first.
 
     Parameters
     ----------
     value : float
-        What is put behind shorter samples; the type of the field must be able to hold it.
+        The value that is added after shorter samples. The dtype of the field must be able to represent it.
     """
 
     value: float = 0
@@ -40,11 +40,11 @@ class Pad(_Lengths):
 
 @dataclass(frozen=True)
 class Pack(_Lengths):
-    """Return samples that differ in length as two tensors: all samples one after the other, and the offset of each.
+    """Return samples that differ in length as two tensors: all samples concatenated, and their offsets.
 
-    The first is (total, ...), the second (batch_size + 1,) int64, from 0 to the total: as for
+    The first is (total, ...), the second (batch_size + 1,) int64, from 0 to the total, as expected by
     ``torch.nested.nested_tensor_from_jagged(values, offsets)``, and as the ``cu_seqlens`` of attention kernels.
-    Functions after this one get the first.
+    Functions that follow get only the first.
     """
 
 
@@ -52,13 +52,13 @@ LENGTH_TRANSFORMS = (Pad, Pack)
 
 
 def packs(transforms: Any) -> bool:
-    """Return whether transforms, a list or lists by field, pack samples instead of padding them."""
+    """Return whether transforms, given as a list or as lists by field, contain `Pack`."""
     lists = transforms.values() if isinstance(transforms, Mapping) else [transforms or ()]
     return any(isinstance(each, Pack) for part in lists for each in part)
 
 
 class RaggedConverter:
-    """Make batches of a field whose samples differ in length; ``allocate`` gives host memory for them."""
+    """Makes the batches of a field whose samples differ in length. ``allocate`` returns host memory for them."""
 
     changes_nothing = False
     is_uncut = True

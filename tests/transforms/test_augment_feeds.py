@@ -307,7 +307,7 @@ def torchvisions(name: str, **attributes: Any) -> Any:
 @pytest.mark.parametrize("name", ["RandomResizedCrop", "ColorJitter", "RandomRotation"])
 def test_a_warning_of_transforms_that_draw_once(dataset, name):
     once = torchvisions(name)
-    with pytest.warns(UserWarning, match=rf"{name} of torchvision draws once.*give per_sample\({name}"):
+    with pytest.warns(UserWarning, match=rf"{name} of torchvision draws once.*use per_sample\({name}"):
         ChunkLoader(dataset, 16, transforms=[once])
     with pytest.warns(UserWarning, match="draws once"):
         ChunkLoader(dataset, 16, transforms=[torchvisions("Compose", transforms=[once])])
