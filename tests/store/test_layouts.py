@@ -275,6 +275,6 @@ def test_a_build_that_hides_functions_of_hdf5_decodes_through_it(tmp_path, monke
 
 @pytest.mark.parametrize("size", [60, 80])
 def test_verify_finds_a_chunk_of_another_length(tmp_path, size):
-    [case] = [case for case in CASES if case.row.startswith("a chunk that decodes") and case.variant == f"{size}"]
+    [case] = [case for case in CASES if case.row.startswith("a chunk whose decoded") and case.variant == f"{size}"]
     case.make(tmp_path / "a.h5")
     assert "its chunk 2 has" in str(verify(tmp_path / "a.h5"))

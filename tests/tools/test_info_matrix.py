@@ -56,7 +56,7 @@ def test_commands_are_recommended_for_files_on_which_they_work(tmp_path: Path) -
         file.create_dataset("good", data=np.zeros((20, 300)), chunks=(10, 300))
     text = str(look(path))
     assert text.count("plain h5py reads") == 1 and "a sample is cut into 10 chunks" in text
-    (command,) = re.findall(r"h5chunk (repack \S+) NEW.h5 (--fields \w+) gives it", text)
+    (command,) = re.findall(r"h5chunk (repack \S+) NEW.h5 (--fields \w+) stores complete samples", text)
     words = " ".join(command).split()
     assert run(*words[:2], tmp_path / "new.h5", *words[2:]).exit_code == 0
     assert "bad" not in [each.verdict[:3] for each in look(tmp_path / "new.h5").datasets]
