@@ -148,7 +148,7 @@ class ChunkDataModule(LightningDataModule):
 
     def _dataset(self, data: Data | None) -> ChunkDataset | None:
         if isinstance(data, ChunkDataset) and self._fields is not None:
-            raise OptionError("fields is given with a ChunkDataset: give it to the ChunkDataset instead")
+            raise OptionError("fields is given together with a ChunkDataset: pass fields to the ChunkDataset instead")
         if data is None or isinstance(data, ChunkDataset):
             return data
         return ChunkDataset(data, fields=self._fields)

@@ -152,7 +152,6 @@ def check_source(path: Path) -> None:
 
 
 def _is_hidden(name: bytes) -> bool:
-    """Return whether a name is that of a hidden file or folder, or of macOS's resource folder."""
     return name.startswith(b".") or name == b"__MACOSX"
 
 

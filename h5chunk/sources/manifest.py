@@ -221,12 +221,12 @@ class _Cells:
         report_found(len(self.paths))
 
     def _drop_remedy(self, column: int) -> str:
-        """Return the advice to leave out a column, for errors."""
+        """Return advice on how to leave out a column, for error messages."""
         others = ",".join(self.columns[i] for i in self._kept if i != column)
         return f"drop the column (--columns {printable(others)})" if others else "drop the column"
 
     def _find_images(self, row: list[str], find: Find, folder: bytes) -> None:
-        """Find the columns of images, given the first row: those with the path of an image, and those of masks."""
+        """Find the columns with paths of images or masks, from the first row."""
         for i in self._kept:
             name = _field_of(self.columns[i])
             path = posixpath.normpath(posixpath.join(folder, os.fsencode(as_text(row[i]))))

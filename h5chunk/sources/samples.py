@@ -24,7 +24,7 @@ PROBES = 24  # images from which the average size in bytes is estimated
 
 
 class Samples(SampleSource):
-    """Base class of sample sources: subclasses recognise, open and read a source; this class decodes the images."""
+    """Base class of sources of samples. Subclasses open and read a source; this class decodes its images."""
 
     noun: ClassVar[str]  # what such a source contains, for messages
     Options: ClassVar[type[Options]] = Options
@@ -118,10 +118,10 @@ class Samples(SampleSource):
         return fields
 
     def find_fields(self, skip_bad: bool) -> list[str]:
-        """Set ``fields``, the largest first, from the first sample; return the field names in the sample's order.
+        """Set ``fields``, the largest first, from the first sample. Return the field names in the sample's order.
 
-        Raises SampleError if the first sample is unreadable. With ``skip_bad``, it uses the first readable sample, and
-        raises SourceError if there is none.
+        Raises SampleError if the first sample is unreadable. With ``skip_bad``, the first readable sample is used, and
+        SourceError is raised if there is none.
         """
         for index in range(len(self)):
             try:
@@ -139,7 +139,7 @@ class Samples(SampleSource):
         raise SourceError(f"none of the {len(self)} samples can be used; the error of the last is: {reason}")
 
     def _averaged(self, indices: Sequence[int]) -> dict[str, SampleField]:
-        """Return the field of images of any size, with the average size in bytes of these samples as its shape.
+        """Return the field of images of any size. Its shape is the average size in bytes of these samples.
 
         Unreadable samples are ignored. Raises SampleError if there is only one sample, and it is unreadable.
         """
@@ -185,7 +185,7 @@ class Samples(SampleSource):
                 number, shape = first.setdefault(name, (index, field.shape))
                 if field.shape == shape:
                     continue
-                remedy = "give arrays of one shape"
+                remedy = "make all arrays equal in shape"
                 if field.axes:
                     remedy = "pass a size and how to fit it (--size H W --fit stretch|crop|pad)"
                     if len(fields) == 1:

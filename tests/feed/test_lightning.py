@@ -251,7 +251,7 @@ def test_strata(path):
 
 
 def test_fields_beside_a_data_set(path):
-    with pytest.raises(OptionError, match="fields is given with a ChunkDataset"):
+    with pytest.raises(OptionError, match="fields is given together with a ChunkDataset"):
         make_module(ChunkDataset(path), fields=["images"]).train_dataloader()
 
 

@@ -114,7 +114,7 @@ def test_images_follow_the_options_of_images(tmp_path: Path) -> None:
         (
             lambda i: np.zeros(i // 9 + 1),
             SourceError,
-            "differ in 'data': sample 0 is 1, sample 9 is 2: give",
+            "differ in 'data': sample 0 is 1, sample 9 is 2: make all arrays",
         ),
         (lambda i: {"a": 1} if i < 5 else {"b": 1}, SampleError, r"has the fields b, but other samples have a"),
         (lambda i: None if i == 7 else 3, SampleError, "sample 7: field 'data' is missing"),

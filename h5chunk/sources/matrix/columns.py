@@ -83,7 +83,8 @@ def choose_columns(
     if requested is not None:
         if not 2 <= len(requested) <= len(PARTS):
             raise OptionError(
-                f"columns has {count_text(len(requested), 'name')}: name row, column and, if they exist, value and time"
+                f"columns has {count_text(len(requested), 'name')}, but must have 2 to 4: those of the row, the column "
+                "and, optionally, the value and the time"
             )
         chosen = [_number(name, header, width, path) for name in requested]
         if len(set(chosen)) < len(chosen):

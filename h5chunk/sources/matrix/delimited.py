@@ -74,7 +74,7 @@ class DelimitedSource(TextSource):
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
-        """Return whether a source is text with entries, by its suffix, its header, or two integers in every line."""
+        """Return whether a source is text with entries, by its suffix, header, or two integers at each line's start."""
         if is_table(source, head):
             return False
         if has_suffix(source, ".csv", ".tsv", ".psv", ".dat"):
