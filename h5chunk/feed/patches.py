@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from h5chunk.errors import OptionError, check_whole, count_text, printable
+from h5chunk.errors import FieldError, OptionError, check_whole, count_text, printable
 from h5chunk.feed.dataset import ChunkDataset
+from h5chunk.feed.patch_weights import WEIGHTS, Weights, read_weights, weights_field
 from h5chunk.feed.sample_reader import SampleTransforms
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.draws import epoch_rows
@@ -31,9 +32,6 @@ from h5chunk.urls import local_copy_of
 
 POSITION = "position"
 CHANNELS = ("first", "last")
-WEIGHTS = " weights"  # name of the field of weights; users' fields have other names
-
-Weights = str | Mapping[str, Callable[[np.ndarray], Any]]
 
 
 class Patches(ChunkDataset):
@@ -135,7 +133,7 @@ class Patches(ChunkDataset):
         files = list_files(path, NO_OPTIONS)
         if any(local_copy_of(file) is not None for file in files):
             raise OptionError(f"path is {path!r}, but patches are read only from local files: copy the objects first")
-        weigher, weighed = _weights(weights, fields)
+        weigher, weighed = weights_field(weights, fields)
         leading = {name: partial(_leading, name, channels, len(size)) for name in (*fields, WEIGHTS)}
         opened_as = {**fields, **weigher}, size, leading, trusted
         if not trusted:
@@ -155,7 +153,7 @@ class Patches(ChunkDataset):
         plan: Any = Tiles(self._shapes, size, self._starts, (0,) * len(size)) if weights is not None else place()
         self._reader = reader = PatchReader(files, padded, plan, trusted)
         if source is not None:
-            plan = place(partial(_read_weights, reader, source, weighed), float(share))
+            plan = place(partial(read_weights, reader, source, weighed), float(share))
             reader.set_plan(plan)
             reader.close()
             if plan.unweighted:
@@ -324,11 +322,17 @@ class Patches(ChunkDataset):
         return [self.subset(np.isin(own, volumes[part])) for part in parts]
 
     def statistics(self, field: str) -> FieldStatistics:
-        """See `ChunkDataset.statistics`. The statistics are those of all volumes."""
+        """See `ChunkDataset.statistics`. The statistics are those of all volumes, which must have no other axes."""
         reader: Any = self._reader
         if field not in self._reader.fields:
             return super().statistics(field)
-        datasets = reader.volume_fields[field].datasets
+        volumes = reader.volume_fields[field]
+        if len(volumes.box_shape()) > len(self._size):
+            raise FieldError(
+                f"field {field!r} has channels, for which h5chunk info --stats computes no statistics in volumes: "
+                "compute their mean and standard deviation with NumPy"
+            )
+        datasets = volumes.datasets
         return merged([read_statistics(reader.readers[file].path, path.strip("/")) for file, path in datasets])
 
     def values(self, name: str) -> np.ndarray:
@@ -380,40 +384,3 @@ def _cell(fields: Mapping[str, VolumeField], size: tuple[int, ...], cell_bytes: 
     voxel_bytes = math.prod(grid.shape) // math.prod(shape) * main.dtype.itemsize
     cell = cell_shape(shape, size, chunks, voxel_bytes, cell_bytes)
     return cell, decoded_voxels(shape, size, chunks, cell) * voxel_bytes
-
-
-def _weights(weights: Weights | None, fields: Mapping[str, str]) -> tuple[dict[str, str], Any]:
-    """Return the weights' dataset by field name, and the function that converts its values to weights."""
-    if weights is None:
-        return {}, None
-    if isinstance(weights, Mapping):
-        if len(weights) != 1 or not all(callable(each) for each in weights.values()):
-            raise OptionError("weights is a mapping: pass one field or dataset, with a function of its values")
-        ((name, function),) = weights.items()
-    else:
-        name, function = weights, lambda values: values != 0 if values.dtype.kind in "biu" else values
-    if not isinstance(name, str):
-        raise OptionError(f"weights is {weights!r}: pass a field or dataset, or a mapping of it to a function")
-    return {WEIGHTS: fields.get(name, name)}, function
-
-
-def _read_weights(
-    reader: PatchReader, source: VolumeField, function: Callable[[np.ndarray], Any], volume: int, box: Sequence[slice]
-) -> np.ndarray:
-    file, dataset = source.datasets[volume]
-    if len(source.grids[volume].shape) != len(box):
-        raise OptionError(
-            f"the weights have the shape {source.grids[volume].shape}, but need {len(box)} axes: use a dataset without "
-            "an axis of channels"
-        )
-    values = reader.read_box(file, dataset, box)
-    weights = np.asarray(function(values), np.float64)
-    with np.errstate(over="ignore", invalid="ignore"):
-        total = weights.sum()
-    if weights.shape != values.shape or not np.isfinite(total) or (weights < 0).any():
-        raise OptionError(
-            f"the weights of a block of {printable(dataset)!r} of shape {values.shape} have the shape {weights.shape}, "
-            f"and are {weights.min(initial=0)} to {weights.max(initial=0)}: return one finite weight, 0 or more, for "
-            "each voxel"
-        )
-    return weights

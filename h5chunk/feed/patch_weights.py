@@ -1,0 +1,52 @@
+"""Find and read the weights by which patches of volumes are placed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from h5chunk.errors import OptionError, printable
+from h5chunk.store.read.volumes import PatchReader, VolumeField
+
+WEIGHTS = " weights"  # name of the field of weights; users' fields have other names
+
+Weights = str | Mapping[str, Callable[[np.ndarray], Any]]
+
+
+def weights_field(weights: Weights | None, fields: Mapping[str, str]) -> tuple[dict[str, str], Any]:
+    """Return the weights' dataset by field name, and the function that converts its values to weights."""
+    if weights is None:
+        return {}, None
+    if isinstance(weights, Mapping):
+        if len(weights) != 1 or not all(callable(each) for each in weights.values()):
+            raise OptionError("weights is a mapping: pass one field or dataset, with a function of its values")
+        ((name, function),) = weights.items()
+    else:
+        name, function = weights, lambda values: values != 0 if values.dtype.kind in "biu" else values
+    if not isinstance(name, str):
+        raise OptionError(f"weights is {weights!r}: pass a field or dataset, or a mapping of it to a function")
+    return {WEIGHTS: fields.get(name, name)}, function
+
+
+def read_weights(
+    reader: PatchReader, source: VolumeField, function: Callable[[np.ndarray], Any], volume: int, box: Sequence[slice]
+) -> np.ndarray:
+    file, dataset = source.datasets[volume]
+    if len(source.grids[volume].shape) != len(box):
+        raise OptionError(
+            f"the weights have the shape {source.grids[volume].shape}, but need {len(box)} axes: use a dataset without "
+            "an axis of channels"
+        )
+    values = reader.read_box(file, dataset, box)
+    weights = np.asarray(function(values), np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = weights.sum()
+    if weights.shape != values.shape or not np.isfinite(total) or (weights < 0).any():
+        raise OptionError(
+            f"the weights of a block of {printable(dataset)!r} of shape {values.shape} have the shape {weights.shape}, "
+            f"and are {weights.min(initial=0)} to {weights.max(initial=0)}: return one finite weight, 0 or more, for "
+            "each voxel"
+        )
+    return weights
