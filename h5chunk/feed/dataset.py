@@ -178,8 +178,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
     def fingerprint(self) -> int:
         """A checksum that is equal for copies of a file, and differs between subsets.
 
-        For h5chunk files, which store checksums, it depends on the data. For other files it depends only on the names,
-        shapes and dtypes of the fields.
+        It depends on the data of h5chunk files, and on the names, shapes and dtypes of the fields of other files.
         """
         whole = self._reader.fingerprint
         return whole if self._samples is None else zlib.crc32(self._samples.tobytes(), whole)

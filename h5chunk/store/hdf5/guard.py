@@ -59,8 +59,8 @@ PREFIXES = {"an external link": "HDF5_EXT_PREFIX", "a view": "HDF5_VDS_PREFIX", 
 class Trust:
     """The rule that links of a trusted file may refer only to files in its folder, or below it.
 
-    HDF5 looks for the file of a link in several folders, and opens the first one that it can. This class tries the same
-    paths in the same order. The first existing file must be in the folder after symbolic links are resolved.
+    HDF5 looks for a link's file in several folders, and opens the first that it can. This class tries the same paths in
+    the same order. The first existing file must be in the folder after symbolic links are resolved.
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,8 +83,7 @@ class Trust:
 
         ``base`` is the file that contains the link, ``target`` the file name in the link, and ``kind`` a key of
         `PREFIXES`. The context's value is None if HDF5 would not find the file, or if a view names many files by a
-        number pattern. Raises TrustError if the file is outside the trusted folder, and FieldError if it cannot be
-        opened.
+        number pattern. Raises TrustError if the file is outside the trusted folder, FieldError if it cannot be opened.
         """
         if kind == "a view" and target == ".":
             with h5py.File(base, "r") as file:
@@ -139,10 +138,7 @@ class Guard:
         self._trust = Trust(self.path) if trusted else None
 
     def find(self, file: h5py.File, name: str) -> h5py.Dataset | h5py.Group | None:
-        """Open the object at a path in the file. Returns None if it does not exist.
-
-        Raises TrustError if an untrusted link is on the path.
-        """
+        """Open the object at a path; None if it does not exist. Raises TrustError if an untrusted link is on it."""
         where = self._where(name)
         with errors_as(FieldError, f"{where} cannot be opened"):
             return file[name] if self._exists(file, name, where, 0) else None
@@ -182,8 +178,7 @@ class Guard:
     def check_field(self, dataset: h5py.Dataset, name: str) -> None:
         """Check a dataset before its shape is used.
 
-        Raises FieldError if its shape does not match the stored bytes, and TrustError if it needs other files or
-        plugins.
+        Raises FieldError if its shape doesn't match the stored bytes, TrustError if it needs other files or plugins.
         """
         where = self._where(name)
         with errors_as(FieldError, f"{where} is damaged"):
@@ -384,8 +379,7 @@ def _check_chunk_sizes(
 def check_attributes(item: h5py.HLObject, where: str, names: Iterable[str] | None = None) -> None:
     """Raise FileError if an attribute of an object is large or has a variable-length type.
 
-    For untrusted objects, only attributes with known ``names`` are checked. HDF5 trusts the number of attributes in the
-    file, and may crash when it lists them.
+    In untrusted files only those in ``names`` are checked, because HDF5 may crash when it lists attributes.
     """
     for name in item.attrs if names is None else [name for name in names if name in item.attrs]:
         attribute = item.attrs.get_id(name)

@@ -90,7 +90,7 @@ class VectorTask:
 
     ``jobs``, (n,) `h5chunk.native.JOB`, describes the runs. Their file descriptor is set when the task runs. Without
     native threads there is one job for each run, and ``vectors``, (n, 2) uintp, has the address and length of each
-    buffer. ``out`` owns the buffers. The task keeps ``out`` and ``vectors`` alive.
+    buffer. The task keeps ``vectors`` and ``out``, which owns the buffers, alive.
     """
 
     def __init__(self, jobs: np.ndarray, vectors: Any, out: object, where: Where) -> None:
@@ -141,10 +141,7 @@ class VectorTask:
         return buffers
 
     def _read_rest(self, descriptor: int, buffers: list[list[int]], offset: int, got: int) -> None:
-        """Read the bytes after the first ``got`` bytes.
-
-        For example after a signal, preadv reads less than requested.
-        """
+        """Read the bytes after the first ``got`` bytes, after preadv read less than requested."""
         for address, length in buffers:
             if got < length:
                 buffer = (ctypes.c_char * length).from_address(address)
@@ -219,8 +216,8 @@ class NativeTasks:
 def native_tasks(tasks: Sequence[Any], opened: Any) -> tuple[NativeTasks | None, list[ReadTask]]:
     """Divide tasks into those for native threads and those for Python threads.
 
-    ``opened`` is the descriptor of the file. For several files, it is an `OpenFiles` whose `FileTasks` are split by
-    file. The first result is None if there are no tasks for native threads.
+    ``opened`` is the descriptor of the file, or an `OpenFiles`, whose `FileTasks` are split by file. The first result
+    is None if there are no tasks for native threads.
     """
     native: list[Any] = []
     others: list[ReadTask] = []
@@ -337,8 +334,7 @@ def vector_tasks(
 ) -> Iterator[VectorTask]:
     """Yield tasks that read ``sizes[i]`` bytes at ``offsets[i]`` of the file to byte ``destinations[i]`` of ``out``.
 
-    The arrays are (n,) int64, with n > 0. Ranges that are adjacent in the file share a system call. There is a single
-    task for native threads, and there are several tasks for Python threads.
+    The arrays are (n,) int64, with n > 0. Adjacent ranges share a system call. Native threads get a single task.
     """
     if available():
         yield VectorTask(*row_jobs(offsets, 1, 1, np.arange(len(offsets)), sizes, destinations, out), out, where)
@@ -365,9 +361,8 @@ def row_tasks(
 ) -> Iterator[VectorTask]:
     """Yield tasks that read row ``rows[i]`` of a file to row ``destinations[i]`` of ``out``.
 
-    With ``counts``, ``rows[i]`` is the first of ``counts[i]`` rows to read. ``blocks`` describes the file: the offsets
-    of blocks with equally many rows, the number of rows per block, and the bytes per row. The other arrays are (n,)
-    int64, with n > 0.
+    With ``counts``, ``rows[i]`` is the first of ``counts[i]`` rows to read. ``blocks`` has the offsets of the file's
+    blocks, the number of rows in each block, and the bytes per row. The other arrays are (n,) int64, with n > 0.
     """
     if available():
         yield VectorTask(*row_jobs(*blocks, rows, counts, destinations, out), out, where)

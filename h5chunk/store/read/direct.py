@@ -160,10 +160,7 @@ class ByteReader:
         raise NotImplementedError
 
     def chunk_rows(self, _number: int = 0) -> Iterator[ChunkRows]:
-        """Yield the byte ranges of the field's chunks, and their rows.
-
-        ``_number`` is the index of the file in a set of files.
-        """
+        """Yield the byte ranges of the field's chunks and their rows, for file ``_number`` of a set."""
         raise NotImplementedError
 
     @property
@@ -226,10 +223,7 @@ class PlainField(ByteReader):
     def tasks(
         self, rows: np.ndarray, destinations: np.ndarray, out: np.ndarray, counts: np.ndarray | None = None
     ) -> Iterator[ReadTask]:
-        """Yield tasks as `ByteReader.tasks` does.
-
-        With ``counts``, each ``rows[i]`` is the first of ``counts[i]`` rows to read.
-        """
+        """Yield tasks as `ByteReader.tasks` does. With ``counts``, ``rows[i]`` is the first of ``counts[i]`` rows."""
         blocks = self._table.offsets, self._chunk_rows, self.row_bytes
         if self.reads_rows:
             return row_tasks(blocks, rows, counts, destinations, out, self._where)

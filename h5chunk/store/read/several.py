@@ -288,10 +288,7 @@ def direct_fields(reader: H5Reader) -> tuple[dict[str, ByteReader], dict[str, st
 
 
 def _byte_readers_of_file(single: H5Reader) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the byte readers of the fields of one file, and the reasons why other fields have none.
-
-    A reader is None if the file is empty.
-    """
+    """Return the byte readers of one file, which are None if it is empty, and why other fields have none."""
     if isinstance(single, KeyedReader):
         return _byte_readers_of_samples(single)
     joined = single if isinstance(single, EpisodeFile) else None
@@ -389,10 +386,7 @@ def _bytes_of(reader: H5Reader, name: str, rows: np.ndarray) -> int:
 
 
 def _bytes_by_hdf5(reader: H5Reader, name: str, rows: np.ndarray) -> int:
-    """Estimate the bytes that are read through HDF5's chunk cache.
-
-    Chunks are read completely, except for large uncompressed samples.
-    """
+    """Estimate the bytes read through HDF5's chunk cache: whole chunks, except for large uncompressed samples."""
     field, grid = reader.fields[name], reader.fields[name].grid
     if isinstance(field, Field):
         if not grid.needs_cache or not grid.band_samples:
