@@ -219,7 +219,9 @@ def test_single_samples_of_a_data_set(path):
 
 
 def test_a_data_set_with_a_transform_is_refused(path):
-    with pytest.raises(OptionError, match=r"has a transform, .*pass it to the loader as transforms="):
+    with pytest.raises(
+        OptionError, match=r"has a transform for single samples, .*pass it to the loader as transforms="
+    ):
         ChunkLoader(ChunkDataset(path, transform=abs), 16)
     with pytest.raises(OptionError, match="has a transform"):
         ChunkLoader(ChunkDataset(path, transform=Normalize(MEAN, STD)), 16, transforms=[ToDtype(torch.float16)])
