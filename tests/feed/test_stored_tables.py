@@ -126,5 +126,5 @@ def test_a_damaged_table(tmp_path, class_folder):
     h5chunk.convert(class_folder(20), tmp_path / "a.h5")
     with h5py.File(tmp_path / "a.h5", "a") as file:
         file["h5chunk/source_name_ends"][3] = 1 << 40
-    with pytest.raises(FileError, match="source_name_ends does not divide source_names"):
+    with pytest.raises(FileError, match="source_name_ends does not fit source_names"):
         ChunkDataset(tmp_path / "a.h5").source_names  # noqa: B018
