@@ -6,8 +6,7 @@ import os
 
 _kept: dict[tuple[int, int], tuple[int, ...]] = {}  # by device and inode
 
-
-downloaded: set[str] = set()  # folders of downloaded files, whose modification times stand for URL and version
+DOWNLOADS = ".h5chunk-source"  # suffix of hidden folders of downloads, whose times stand for URL and version
 
 
 def keep_stamp(path: str | os.PathLike[str], version: int) -> None:
@@ -41,6 +40,6 @@ def source_stamp(path: str | bytes | os.PathLike[str]) -> tuple[int, ...]:
     change of the inode. Raises OSError if the file does not exist.
     """
     status = os.stat(path)
-    if downloaded and any(os.fsdecode(path).startswith(folder) for folder in downloaded):
+    if f"{DOWNLOADS}{os.sep}" in os.fsdecode(path):
         return status.st_size, status.st_mtime_ns
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -18,6 +18,7 @@ from h5chunk.remote.mirror import save
 from h5chunk.store.write.journal import has_command_id
 from h5chunk.store.write.part_file import check_missing, check_parent, parse_output
 from h5chunk.tools.progress import Progress
+from h5chunk.tools.upload import in_store
 from h5chunk.urls import is_cut_url, is_url, parse, without_query
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -41,11 +42,11 @@ def downloads(command: Command) -> Command:
             return command(*arguments, **options)
         path = parse_output(given[output], folder=True)
         given.update(given.pop("options", {}))
-        folder = path.absolute().with_name(f".{path.name}.h5chunk-source")
-        if given.get("client") is not None:
+        folder = path.absolute().with_name(f".{path.name}{stamp.DOWNLOADS}")
+        if given.get("client") is not None and in_store():
             raise OptionError(
-                "client (--dask) is given, but a source that is a URL is downloaded to this machine: leave it out, or "
-                "copy the source to a file system that all workers share"
+                "client (--dask) is given, and both source and output are URLs, but workers read the download beside "
+                "the output: write to a folder that all workers share"
             )
         check_parent(path)
         if "overwrite" in signature.parameters and not given.get("overwrite") and not has_command_id(path):
@@ -76,13 +77,11 @@ def _downloaded(source: Any, folder: Path, options: Mapping[str, Any]) -> Iterat
         progress = options.get("progress")
         found = [_download(item, folder, progress, shown) if is_url(item) else item for item in _items(source)]
         errors.shown_as.update(shown)
-        stamp.downloaded.add(f"{folder}/")
         yield found if isinstance(source, (list, tuple)) else found[0]
     except BaseException:
         keep = True
         raise
     finally:
-        stamp.downloaded.discard(f"{folder}/")
         for local in shown:
             errors.shown_as.pop(local, None)
         num_bytes = sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())

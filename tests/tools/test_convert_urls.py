@@ -134,6 +134,20 @@ def test_an_object_that_changes_while_it_is_downloaded_is_an_error(bucket, files
         h5chunk.convert("s3://bucket/large.npy", tmp_path / "new.h5")
 
 
+def test_workers_of_a_cluster_read_the_download(bucket, files, tmp_path):
+    distributed = pytest.importorskip("distributed")
+    h5chunk.convert(tmp_path / "my photos é", tmp_path / "local", shards=2, size=(8, 8), fit="crop")
+    about = {"processes": True, "n_workers": 1, "threads_per_worker": 1, "dashboard_address": "127.0.0.1:0"}
+    with distributed.LocalCluster(**about) as cluster, distributed.Client(cluster) as client:
+        given = {"shards": 2, "size": (8, 8), "fit": "crop", "client": client}
+        h5chunk.convert("s3://bucket/my photos é/", tmp_path / "new", **given)
+        with pytest.raises(OptionError, match="both source and output are URLs"):
+            h5chunk.convert("s3://bucket/my photos é/", "s3://bucket/new", **given)
+    assert not list(tmp_path.glob(".new*"))
+    for one, other in zip(sorted((tmp_path / "new").iterdir()), sorted((tmp_path / "local").iterdir()), strict=True):
+        assert one.read_bytes() == other.read_bytes()
+
+
 def test_what_cannot_be_downloaded_is_an_error(bucket, files, tmp_path):
     def message(source, **options):
         with pytest.raises((SourceError, OptionError)) as error:
@@ -146,7 +160,6 @@ def test_what_cannot_be_downloaded_is_an_error(bucket, files, tmp_path):
     assert message("s3://bucket/m/*.h5ad") == "s3://bucket/m/*.h5ad: no object matches this pattern"
     assert "web servers do not list folders" in message(f"{bucket.url}/bucket/m/")
     assert message(Path("s3://bucket/a.csv")).endswith("Path removes one of its slashes")
-    assert "client (--dask) is given, but a source that is a URL" in message("s3://bucket/a.npz", client="local:2")
     bucket.objects["/bucket/bad/a"] = bucket.objects["/bucket/bad/a/1.png"] = b"1"
     assert message("s3://bucket/bad/") == "s3://bucket/bad/a: this name is not valid for a file: rename the object"
     bucket.listed_bytes = 1 << 60
