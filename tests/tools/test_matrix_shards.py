@@ -256,7 +256,6 @@ def test_a_second_conversion_does_not_touch_the_first(tmp_path):
         ({"shards": 9, "chunk_samples": 150}, OptionError, "use fewer shards"),
         ({"shards": 2, "min_row_count": 1000}, OptionError, "no row of shard 0 has enough entries: use fewer shards"),
         ({"client": "local:1"}, OptionError, "add shards"),
-        ({"client": "local:1", "shards": 2, "source": "s3://bucket/r.csv"}, SourceError, "mount the store"),
     ],
 )
 def test_errors(tmp_path, options, error, message):

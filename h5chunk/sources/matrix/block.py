@@ -86,7 +86,10 @@ class SparseSource:
 
     def identity(self) -> dict[str, Any] | None:
         """Return a fingerprint that JSON can store: equal ones mean equal entries. None if there is no fingerprint."""
-        return {"kind": self.kind, "stamps": [source_stamp(path) for path in self.files()]}
+        return {
+            "kind": self.kind,
+            "stamps": [source_stamp(path) if os.path.exists(path) else () for path in self.files()],
+        }
 
     def split(self, num_parts: int) -> Sequence[SparseSource]:
         """Return sources whose entries, one source after the other, are those of this one; they can be read apart."""
