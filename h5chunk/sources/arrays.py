@@ -195,7 +195,7 @@ def _open_array(
 ) -> StoredArray | np.ndarray:
     """Open an array in .npy format that starts at byte ``start`` of the file, or is compressed (``start`` is None).
 
-    An uncompressed C-order array is read on demand; any other array is loaded into memory.
+    Uncompressed C-order arrays are read on demand. Other arrays are loaded into memory.
     """
     shape, is_fortran, dtype = read_header(file, label)
     field_dtype(label, dtype if dtype.kind != "U" else np.dtype("S1"))

@@ -28,7 +28,7 @@ parquet: Any = _LazyModule("pyarrow.parquet")
 
 
 def has_type(kind: Any, *names: str) -> bool:
-    """Return whether an Arrow type is one of ``names``: predicates of ``pyarrow.types`` without the prefix ``is_``.
+    """Return whether any predicate of ``pyarrow.types`` holds for an Arrow type. ``names`` omit the prefix ``is_``.
 
     >>> has_type(pyarrow.int8(), "floating", "integer")
     True
@@ -58,7 +58,7 @@ def to_fixed_bytes(column: Any) -> np.ndarray:
 
 
 def index_values(known: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the index of each value in ``known`` followed by the new values, and these new values.
+    """Return the index of each value in ``known``, extended by the values that it lacks, and these new values.
 
     Both arguments are 1-D arrays of int64 or of fixed-length bytes.
 

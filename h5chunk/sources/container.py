@@ -108,7 +108,7 @@ def read_at(descriptor: int, offset: int, num_bytes: int) -> bytes:
 
 
 class StoredFile:
-    """A file that is read at arbitrary offsets, and must not change meanwhile. Every process opens it once."""
+    """A file that is read at arbitrary offsets, and must not change while it is open. Every process opens it once."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = path
@@ -271,7 +271,7 @@ def _open_tar(path: Path) -> tuple[Archive, list[tuple[bytes, int]]]:
 
 
 def _follow_links(links: dict[int, bytes], names: list[tuple[bytes, int]]) -> np.ndarray:
-    """Return the index of the member that holds the data of each member: its target for a link, otherwise itself."""
+    """Return the index of the member that has the data of each member: the target of a link, or the member itself."""
     numbers = {posixpath.normpath(name): number for name, number in names} if links else {}
     following = {link: numbers.get(target, link) for link, target in links.items()}
     followed = np.arange(len(names))

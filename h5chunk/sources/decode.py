@@ -149,7 +149,7 @@ def check_depth(raw_modes: list[str]) -> None:
 
 
 def _orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation; 1: not rotated. EXIF is parsed only if present, because parsing is slow."""
+    """Return the EXIF orientation, 1 without rotation. EXIF is parsed only if present, because parsing is slow."""
     if image.format == "TIFF" or any(key in image.info for key in ("exif", "xmp", "XML:com.adobe.xmp")):
         return image.getexif().get(0x0112, 1)
     return 1

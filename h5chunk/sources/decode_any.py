@@ -1,4 +1,4 @@
-"""Decode images that are stored encoded, one at a time: JPEG with simplejpeg if it is installed, others with Pillow.
+"""Decode images that are stored encoded: JPEG with simplejpeg if it is installed, other formats with Pillow.
 
 Both release the GIL while they decode. The HDF5 file records the size of each image, which is checked before decoding.
 """
@@ -38,8 +38,8 @@ def decode_any(
 ) -> tuple[int, int]:
     """Decode an encoded image, (n,) uint8, to (H, W, C) pixels at the beginning of ``out``, a 1-D uint8 array.
 
-    ``height`` and ``width`` are those after EXIF rotation. Returns the height and width of the result: a JPEG may be
-    scaled by 1/2, 1/4 or 1/8 if it stays at least as large as ``min_size``. Raises SampleError if decoding fails.
+    ``height`` and ``width`` are the image's after EXIF rotation. Returns the height and width of the result, because a
+    JPEG may be scaled by 1/2, 1/4 or 1/8 if it stays at least as large as ``min_size``. Raises SampleError on failure.
     """
     is_plain = orientation == 1 and data[0] == 0xFF and b"Adobe" not in data[:HEAD_BYTES].tobytes()  # may be CMYK
     if is_plain and simplejpeg and (2 * min_size[0] > height or 2 * min_size[1] > width):
@@ -102,7 +102,7 @@ def _by_pillow(data: np.ndarray, size: tuple[int, int], channels: int) -> np.nda
 
 
 def _turned(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    """Apply an EXIF orientation."""
+    """Return pixels rotated and flipped by an EXIF orientation."""
     if orientation in SIDEWAYS:
         pixels = pixels.transpose(1, 0, 2)
     if orientation in (2, 3, 6, 7):

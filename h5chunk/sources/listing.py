@@ -51,7 +51,7 @@ class Listing:
         self.container.select(np.concatenate([np.asarray(numbers, np.int64) for numbers in members]))
 
     def parts(self, index: int) -> Iterator[tuple[str, int, bytes]]:
-        """Yield (field, index in the container, path) for the other images of sample ``index``."""
+        """Yield (field, index in the container, path) of each other image of a sample, such as its mask."""
         for i, (name, paths) in enumerate(self.others.items(), 1):
             yield name, i * len(self.names) + index, paths[index]
 
@@ -311,7 +311,7 @@ def _has_split_folders(source: str, folders: Collection[bytes], choice: str) -> 
 
 
 def _names(directories: dict[bytes, Directory], depth: int, members: array[int]) -> Iterator[bytes]:
-    """Yield the paths of all images: split by split, class by class, folder by folder; append to ``members``."""
+    """Yield the paths of all images in order, and append the archive member of each to ``members``."""
     for name in sorted(directories, key=lambda name: (name.split(b"/")[:depth], name)):
         directory = directories[name]
         last = dict(sorted(zip(directory.files, directory.members, strict=True)))  # keep the last of equal names

@@ -142,7 +142,7 @@ class MappingSource(Samples):
 
 
 def _named(sample: Any) -> dict[str, Any]:
-    """Return a sample as a dict from the names of its fields to their values."""
+    """Convert a sample to a dict of the values of its fields."""
     if isinstance(sample, Mapping):
         return {str(name): value for name, value in sample.items()}
     if not isinstance(sample, (tuple, list)):

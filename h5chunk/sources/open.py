@@ -73,7 +73,7 @@ def choose_options(
 
 
 def _misplaced(name: str, kind: Any, source: Any, others: Iterable[type[Options]]) -> OptionError:
-    """Return an error for an option that only other kinds of sources have, or that does not exist."""
+    """Return the error for an option that does not exist, or that only other kinds of sources have."""
     homes: dict[str, list[str]] = {group.noun: [] for group in others if name in group.names()}
     for group in all_kinds():
         if name in group.Options.names():
@@ -90,7 +90,7 @@ def _misplaced(name: str, kind: Any, source: Any, others: Iterable[type[Options]
 
 
 def _with_kinds(noun: str, *kinds: str) -> str:
-    """Format a noun, such as images, with its kinds of sources in parentheses, unless the only kind has that name."""
+    """Return a noun, such as images, followed by its kinds of sources in parentheses unless their names are equal."""
     is_same = kinds in ((), (noun,), (noun.removesuffix("s"),))
     return noun if is_same else f"{noun} ({', '.join(kinds)})"
 

@@ -43,7 +43,7 @@ class Samples(SampleSource):
         return MASK_FIELDS if self.decoding.mask_column is None else self.decoding.mask_column
 
     def part_name(self, index: int, name: str) -> str:
-        """Name the origin of a field of a sample, such as the path of its mask, for messages."""
+        """Return the origin of a field of a sample, such as the path of its mask, for messages."""
         return f"its {printable(name)!r}"
 
     def read_any(self, index: int) -> AnyImage:

@@ -14,7 +14,7 @@
 | other missing values | refused or skipped |
 | anything else | refused |
 
-With ``vector``, all numeric columns become one field, except those in ``vector_except``.
+If ``vector`` is set, all numeric columns except those in ``vector_except`` become one field.
 
 Rows are read once, batch by batch. Vectors and images are copied to a temporary file, from which samples are read in
 any order. That file has no name, so the system removes it when the process ends.

@@ -55,7 +55,7 @@ class TextTable(NamedTuple):
 
 
 def detect_format(lines: list[bytes], options: TextOptions = DETECTED) -> TextTable | None:
-    """Detect the format of a table from its first lines. Return None unless it has several columns, one numeric."""
+    """Detect the format of a table from its first lines. Return None unless there are several columns, one numeric."""
     lines = without_comments(lines, options.comment)
     num_skipped = num_comments(lines)
     data_lines = [line for line in lines[num_skipped:] if line.strip()][:HEAD_LINES]
@@ -107,7 +107,7 @@ def without_comments(lines: list[bytes], mark: str | None) -> list[bytes]:
 def is_table(source: Any, head: bytes) -> bool:
     """Return whether a file is delimited text whose lines are samples rather than entries of a matrix.
 
-    Entries have well-known column names, or two to four columns of which the first two have no fractions.
+    Text has entries if its column names are well known, or if it has two to four columns, the first two of integers.
     """
     lines = text_lines(source, head) if has_suffix(source, *SUFFIXES) else []
     form = detect_format(lines)

@@ -85,14 +85,14 @@ class SparseSource:
         return (self.path,)
 
     def identity(self) -> dict[str, Any] | None:
-        """Return a fingerprint that JSON can store: equal ones mean equal entries. None if there is no fingerprint."""
+        """Return a fingerprint that JSON can store, or None. Sources with equal fingerprints have equal entries."""
         return {
             "kind": self.kind,
             "stamps": [source_stamp(path) if os.path.exists(path) else () for path in self.files()],
         }
 
     def split(self, num_parts: int) -> Sequence[SparseSource]:
-        """Return sources whose entries, one source after the other, are those of this one; they can be read apart."""
+        """Return sources that can be read independently. Their entries, one after another, are those of this source."""
         num_parts = min(num_parts, max(1, self.num_bytes // MIN_PART_BYTES)) if self.has_parts else 1
         parts = [copy(self) for _ in range(num_parts)]
         for number, part in enumerate(parts):
@@ -100,7 +100,7 @@ class SparseSource:
         return parts
 
     def range_of(self, count: int) -> tuple[int, int]:
-        """Return the first item of this part of ``count`` items, and the end."""
+        """Return the range, (first, end), of the items that this part has of ``count`` items."""
         number, num_parts = self.part
         return count * number // num_parts, count * (number + 1) // num_parts
 

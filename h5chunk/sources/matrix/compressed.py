@@ -74,9 +74,9 @@ def read_blocks(
     max_bytes: int,
     range_of: Callable[[int], tuple[int, int]] = lambda count: (0, count),
 ) -> Iterator[tuple[Block, int]]:
-    """Yield the entries in stored order, and the number of bytes read so far; for parameters, see `check_vectors`.
+    """Yield the entries in stored order, and the number of bytes read so far. `check_vectors` describes the parameters.
 
-    ``range_of`` is called with the number of entries, and returns the first one to yield, and the end.
+    ``range_of`` converts the number of entries to the range, (first, end), of those to yield.
     """
     check_vectors(layout, shape, vectors)
     entries = range_of(vectors[0].length)
@@ -128,9 +128,9 @@ def _coordinates(
 
 
 def _pointers(vector: Vector, first: int, last: int, previous: int, num_entries: int, axis: str) -> np.ndarray:
-    """Return the starts of rows ``first`` up to ``last``, and the end of the last of them: (last - first + 1,) int64.
+    """Return the starts of rows ``first`` to ``last`` (excluded) and the end of the last: (last - first + 1,) int64.
 
-    The first start is ``previous``, the end of the row before, because vectors are read only once. ``axis`` is the
+    The first start is ``previous``, the end of the preceding row, because vectors are read only once. ``axis`` is the
     name of the axis, row or column, for messages.
     """
     start = 0 if first == 0 else first + 1
@@ -161,7 +161,7 @@ def _numbers(
 ) -> np.ndarray:
     """Read row or column numbers below ``limit``, as int64.
 
-    Messages name the ``axis`` and, for each number, the position on the other axis: its name, and its number.
+    Messages name the ``axis``, and the row or column on the other axis that an invalid number belongs to.
     """
     read = vector.read(start, stop)
     if len(read) and (int(read.min()) < 0 or int(read.max()) >= limit):
@@ -182,7 +182,7 @@ def _values(vector: Vector, start: int, stop: int, rows: np.ndarray, columns: np
 def dense_block(
     name: str, cells: np.ndarray, first: int, width: int, corner: tuple[int, int] = (0, 0), *, by_column: bool = False
 ) -> Block:
-    """Return the nonzero values among consecutive cells, (n,), of a dense matrix; ``first`` is the index of the first.
+    """Return the nonzero values among consecutive cells, (n,), of a dense matrix, beginning at cell ``first``.
 
     The matrix is stored row by row, or ``by_column``, with ``width`` cells per row or column. It is part of a larger
     matrix, in which its first cell is at ``corner`` (row, column).

@@ -45,7 +45,7 @@ class GuardedFile(RegularFile):
 
     @contextmanager
     def open(self) -> Iterator[GuardedGroup]:
-        """Open the root group in a context, and turn each FileError in it into a SourceError."""
+        """Open the root group in a context, which converts each FileError to a SourceError."""
         try:
             with opened(self.path) as file:
                 descriptor = open_descriptor(Path(self.path))
@@ -258,7 +258,7 @@ class GuardedDataset:
     ) -> Iterator[tuple[int, int, np.ndarray]]:
         """Yield (first row, first column, values) for blocks that cover a dataset with two dimensions.
 
-        ``range_of`` is called with the number of runs of rows, and returns the first one to yield, and the end.
+        ``range_of`` converts the number of runs of rows to the range, (first, end), of those to yield.
         """
         if not self.num_bytes:
             return

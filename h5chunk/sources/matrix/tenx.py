@@ -196,7 +196,7 @@ class TenxFolderSource(SparseSource):
 
 
 def _read_names(path: str, max_lines: int, memory: MemoryLimit, column: int = 0) -> np.ndarray:
-    """Read a column of a table without a header: (num_lines,) ``S``; a name is empty if its line lacks the column.
+    """Read a column of a table without a header: (num_lines,) ``S``. A name is empty if its line lacks the column.
 
     Raises SourceError for an empty name in the first column, and for more than ``max_lines`` lines.
     """

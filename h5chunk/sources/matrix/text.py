@@ -72,7 +72,7 @@ class _Xz(io.RawIOBase):
 
 
 class _Head:
-    """A file up to the end of the line that has byte ``stop - 1``."""
+    """The beginning of a file, up to the end of the line that contains byte ``stop - 1``."""
 
     def __init__(self, file: IO[bytes], stop: int) -> None:
         self._file, self._stop, self._ended = file, stop, False
@@ -111,7 +111,7 @@ PACKINGS: dict[bytes, tuple[str, Callable[[Any], Any]]] = {  # name and opener o
 
 
 class TextFile(RegularFile):
-    """A text file, which may be compressed. UTF-16 is detected; other encodings than UTF-8 must be given."""
+    """A text file, which may be compressed. UTF-8 and UTF-16 are detected, and other encodings must be passed."""
 
     def __init__(self, path: str | os.PathLike[str], encoding: str | None = None) -> None:
         super().__init__(path)
@@ -152,7 +152,7 @@ class TextFile(RegularFile):
         return file if self._encoding is None else _Transcoder(file, self._encoding)
 
     def part(self, start: int, stop: int) -> TextFile:
-        """Return the same file, of which only the lines are read that begin at the bytes from ``start`` to ``stop``."""
+        """Return a reader of only those lines of the file that begin at bytes ``start`` to ``stop`` (excluded)."""
         part = copy(self)
         part._span = start, stop
         return part
@@ -166,7 +166,7 @@ class TextFile(RegularFile):
         return not self.is_packed and self._encoding is None
 
     def _count_lines(self, num_bytes: int) -> int:
-        """Return the number of lines that begin up to this byte."""
+        """Count the lines of the file that begin at or before a byte."""
         with self.reading() as raw:
             parts = range(0, num_bytes, MAX_PIECE_BYTES)
             return 1 + sum(raw.read(min(MAX_PIECE_BYTES, num_bytes - first)).count(b"\n") for first in parts)
@@ -179,7 +179,7 @@ class TextFile(RegularFile):
         return [line.removesuffix(b"\r") for line in lines]
 
     def probes(self, num_probes: int, num_bytes: int) -> Iterator[bytes]:
-        """Yield samples of whole lines, spread over the file; nothing if it is compressed or not UTF-8."""
+        """Yield samples of complete lines from across the file, or nothing if it is compressed or not UTF-8."""
         if self.is_packed or self._encoding is not None or self.num_bytes <= HEAD_BYTES:
             return
         with self.reading() as raw:
@@ -224,7 +224,7 @@ class TextFile(RegularFile):
 
     @contextlib.contextmanager
     def _errors_with_line(self, line: Callable[[], int]) -> Iterator[None]:
-        """Turn errors of reading and decoding within the context into SourceErrors that name the line."""
+        """Convert errors of reading and decoding in a context to SourceErrors that name the line."""
         try:
             yield
         except EOFError:
@@ -248,7 +248,7 @@ class TextSource(SparseSource):
         self.path, self.num_bytes = self._text.path, self._text.num_bytes
 
     def split(self, num_parts: int) -> list[TextSource]:
-        """Return parts of whole lines, for sources in which lines do not depend on each other."""
+        """Return sources that each read a part of the lines. Only for formats in which lines are independent."""
         text, size = self._text, max(MIN_PART_BYTES, -(-self.num_bytes // num_parts))
         if not self.has_ids or not text.can_split():
             return [self]
