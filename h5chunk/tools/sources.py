@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from h5chunk import errors, stamp
-from h5chunk.errors import FileError, OptionError, SourceError, human_bytes, printable
+from h5chunk.errors import FileError, SourceError, human_bytes, printable
 from h5chunk.remote.mirror import save
 from h5chunk.store.write.journal import has_command_id
 from h5chunk.store.write.part_file import check_missing, check_parent, parse_output
 from h5chunk.tools.progress import Progress
-from h5chunk.tools.upload import in_store
 from h5chunk.urls import is_cut_url, is_url, parse, without_query
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -43,11 +42,6 @@ def downloads(command: Command) -> Command:
         path = parse_output(given[output], folder=True)
         given.update(given.pop("options", {}))
         folder = path.absolute().with_name(f".{path.name}{stamp.DOWNLOADS}")
-        if given.get("client") is not None and in_store():
-            raise OptionError(
-                "client (--dask) is given, and both source and output are URLs, but workers read the download beside "
-                "the output: write to a folder that all workers share"
-            )
         check_parent(path)
         if "overwrite" in signature.parameters and not given.get("overwrite") and not has_command_id(path):
             check_missing(path)  # before the download

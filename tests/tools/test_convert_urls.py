@@ -141,9 +141,10 @@ def test_workers_of_a_cluster_read_the_download(bucket, files, tmp_path):
     with distributed.LocalCluster(**about) as cluster, distributed.Client(cluster) as client:
         given = {"shards": 2, "size": (8, 8), "fit": "crop", "client": client}
         h5chunk.convert("s3://bucket/my photos é/", tmp_path / "new", **given)
-        with pytest.raises(OptionError, match="both source and output are URLs"):
-            h5chunk.convert("s3://bucket/my photos é/", "s3://bucket/new", **given)
+        h5chunk.convert("s3://bucket/my photos é/", "s3://bucket/new", **given)
     assert not list(tmp_path.glob(".new*"))
+    uploaded = {name: data for name, data in bucket.objects.items() if name.startswith("/bucket/new/")}
+    assert uploaded == {f"/bucket/new/{file.name}": file.read_bytes() for file in (tmp_path / "new").iterdir()}
     for one, other in zip(sorted((tmp_path / "new").iterdir()), sorted((tmp_path / "local").iterdir()), strict=True):
         assert one.read_bytes() == other.read_bytes()
 

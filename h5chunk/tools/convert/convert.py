@@ -80,7 +80,9 @@ def convert(
     client : optional
         Dask cluster that writes the shards: a ``distributed.Client``, the address of a scheduler, the path of a
         scheduler file, or ``local:N`` for N processes. All workers must see the source and the output. If the output is
-        a URL, each worker uploads its shards, and temporary files are stored beside the output until the end. Several
+        a URL, each worker uploads its shards, and temporary files are stored beside the output until the end. A source
+        that is a URL is downloaded once, by the calling process. All workers must see the download, which is beside the
+        output, or in ``h5chunk`` in ``$XDG_CACHE_HOME`` (default ``~/.cache``) if the output is a URL, too. Several
         workers read a matrix together if it is .h5ad, 10x .h5, .npy, .parquet, uncompressed text with ids, or several
         files; one worker reads .npz, .mtx, libsvm and compressed text, and the others only sort and write.
     **options
