@@ -126,7 +126,7 @@ class Patches(ChunkDataset):
         size = tuple(check_whole("size", length, 1, 1 << 30) for length in size)
         halos = {name: _halo(halo, name, len(size)) for name in fields}
         if padding not in ("none", "edge", "reflect") and not _is_number(padding):
-            raise OptionError(f"padding is {padding!r}: pass none, edge, reflect or a number")
+            raise OptionError(f"padding is {padding!r}: pass 'none', 'edge', 'reflect' or a number")
         if not _is_number(share) or not 0 <= share <= 1:
             raise OptionError(f"share is {share!r}: pass a number from 0 to 1")
         seed = check_whole("seed", seed, 0, MAX_SEED)

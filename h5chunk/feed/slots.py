@@ -177,7 +177,7 @@ def arrays_in(buffer: torch.Tensor, layouts: Layouts, num_samples: int) -> Array
 
 
 def beginnings(arrays: Arrays, windows: Windows) -> Arrays:
-    """Return the leading parts of the arrays of a slot that hold the given windows."""
+    """For each array of a slot, return the leading part that holds the given windows."""
     return [
         [
             array if array.shape[0] == shape[0] else array[: shape[0]]

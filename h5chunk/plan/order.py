@@ -75,8 +75,8 @@ class Window(NamedTuple):
 class Order:
     """The batches of one epoch on one rank.
 
-    Without ``pad`` and ``drop_last``, the sizes of the last batches of ranks may differ by one sample per lane, and
-    some of these batches may be empty.
+    Without ``pad`` and ``drop_last``, the last batches of the ranks may differ in size by one sample per lane, and some
+    of them may be empty.
     """
 
     num_samples: int  # number of samples in the data set, or in the ``selection``

@@ -52,11 +52,11 @@ class MemoryShares:
         return min(STEP_BYTES, self.part_bytes)
 
     def bucket_bytes(self, total_bytes: int) -> int:
-        """Return the bytes of a bucket. A larger one would cost time, because the first use of new memory is slow."""
+        """Return the size of a bucket in bytes. Larger ones cost time, because the first use of new memory is slow."""
         return min(self.part_bytes, max(STEP_BYTES, total_bytes // FEW_BUCKETS))
 
     def scatter_bytes(self, num_buckets: int) -> int:
-        """Return the bytes of one read in the first pass, which are enough for a long write to each bucket."""
+        """Return the size in bytes of a read in the first pass, which suffices for a long write to each bucket."""
         return max(self.step_bytes, min(self.part_bytes, num_buckets * MIN_WRITE_BYTES))
 
     def with_whole_band(self, step_bytes: int, band_bytes: int, whole_bands: bool) -> int:

@@ -354,7 +354,7 @@ def _check_range(transform: Any, name: str, bounds: Any, maximum: float = math.i
 
 def _check_choice(transform: Any, name: str, choices: Sequence[str]) -> None:
     if (choice := getattr(transform, name)) not in choices:
-        raise OptionError(f"{type(transform).__name__}: {name} is {choice!r}: pass {', '.join(choices)}")
+        raise OptionError(f"{type(transform).__name__}: {name} is {choice!r}: pass one of {', '.join(choices)}")
 
 
 def _check_probability(transform: Any, p: Any) -> None:

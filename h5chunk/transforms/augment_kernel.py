@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def index_inside(index, full, padding: tl.constexpr):  # type: ignore[no-untyped-def,unused-ignore]
-    """Return the row or column of a resized image to read at an index, which may lie in the padding."""
+    """For an index, which may lie in the padding, return the row or column of the resized image to read."""
     if padding == "reflect":
         index = tl.abs(index)
         index = tl.minimum(index, 2 * (full - 1) - index)

@@ -148,7 +148,7 @@ class AugmentConverter:
         return (count, *rule.size, rule.channels) if rule.out_interleaved else (count, rule.channels, *rule.size)
 
     def fill(self, images: torch.Tensor | ImagesByNumber, draws: Draws, out: torch.Tensor) -> None:
-        """Write the augmented images to ``out``, whose shape is that of `shape`."""
+        """Write the augmented images to ``out``, which has the shape that `shape` returns."""
         images = images if isinstance(images, ImagesByNumber) else ImagesByNumber(images)
         if not len(images):
             return

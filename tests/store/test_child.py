@@ -136,7 +136,7 @@ def test_a_child_that_only_sleeps_is_ended(path: Path, monkeypatch: pytest.Monke
     with pytest.raises(Stuck, match=r"f\.h5: the child process that reads it made no progress"):
         in_child(lambda _: threading.Lock().acquire() and threading.Event().wait(), lambda: "f.h5")
     watch(monkeypatch, "touch file", lambda _: threading.Event().wait())
-    with pytest.warns(RuntimeWarning, match=r"a\.h5: .* The file is now opened without this test"):
+    with pytest.warns(RuntimeWarning, match=r"a\.h5: .* The file is now opened without testing first"):
         assert len(h5chunk.ChunkDataset(path)) == 40
 
 

@@ -271,7 +271,7 @@ class DelimitedSource(TextSource):
         self._text.fail(f"cannot be read: {quoted}", line)
 
     def _refuse_cell(self, line: int, text: bytes, part: str, number: int, cells: list[bytes]) -> None:
-        """Raise a SourceError that describes the problem of a cell, if it is invalid."""
+        """Raise a SourceError that says what is wrong with a cell, if it is invalid."""
         cell, kind = cells[number], self._types[part]
         told = self.header[number] if self.header else number
         name = f"{part} {told!r}" if self.header else part

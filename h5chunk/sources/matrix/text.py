@@ -286,7 +286,7 @@ class TextSource(SparseSource):
             self._refuse_line(piece.line + low, lines[low].removesuffix(b"\r"))
 
     def _refuse_line(self, line: int, text: bytes) -> NoReturn:
-        """Raise a SourceError that describes the problem of an invalid line."""
+        """Raise a SourceError that says what is wrong with an invalid line."""
         raise NotImplementedError
 
 

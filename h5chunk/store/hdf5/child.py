@@ -72,7 +72,11 @@ def try_files(paths: Sequence[Path], probe: Callable[[Path], None], purpose: Has
     try:
         in_child(probe_all, lambda: printable(reached[-1]), reached.append)
     except Stuck as error:
-        warnings.warn(f"{error}. The file is now opened without this test", RuntimeWarning, stacklevel=4)
+        warnings.warn(
+            f"{error}. The file is now opened without testing first whether HDF5 can safely read it",
+            RuntimeWarning,
+            stacklevel=4,
+        )
     except WorkerError:
         return  # this is not an error of h5chunk, and the caller will get it when it reads the file
     _tried.update(keys[path] for path in due)

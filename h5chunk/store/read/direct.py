@@ -152,7 +152,7 @@ class ByteReader:
         raise NotImplementedError
 
     def rows_of(self, samples: np.ndarray) -> np.ndarray:
-        """Return the rows, as numbered by `read_all`, that samples consist of: (n, ...) int64."""
+        """Return the rows that make up the samples, as numbered by `read_all`: (n, ...) int64."""
         return samples
 
     def bytes_read(self, rows: np.ndarray) -> int:

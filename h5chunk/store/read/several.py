@@ -261,7 +261,7 @@ class FileTasks:
 
 
 def direct_fields(reader: H5Reader) -> tuple[dict[str, ByteReader], dict[str, str]]:
-    """Return the byte readers of the fields that can be read by byte ranges, and for the other fields the reason.
+    """Return byte readers of the fields that can be read by byte ranges, and the reasons why other fields cannot.
 
     Raises FileError if a file is damaged or was changed.
     """

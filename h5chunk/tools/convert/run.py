@@ -44,7 +44,7 @@ Notify = Callable[[str], None]
 
 @dataclass
 class SampleRun:
-    """Convert or append samples: write them into one or several files, unless that is done, and report on it."""
+    """Convert or append samples: write them into one or several files, unless that has been done, and report on it."""
 
     job: SampleJob
     shards: list[SampleJob]  # jobs of the files of an output folder; empty for a single file

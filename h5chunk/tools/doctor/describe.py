@@ -59,7 +59,10 @@ def machine() -> dict[str, Any]:
 
 
 def time_step(step: Callable[[Any], object], batch: Any) -> tuple[float, float]:
-    """Return the seconds that Python takes for a step, and the seconds of a complete step. All steps use one batch."""
+    """Return the seconds that Python takes for a step, and those that a complete step takes.
+
+    All steps use the same batch.
+    """
     wait = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     times = []

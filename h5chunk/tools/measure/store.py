@@ -101,7 +101,10 @@ def loader_rate(
 
 
 def measure_store(subject: Subject, workers: Sequence[int]) -> tuple[list[Figure], list[str], int | None]:
-    """Measure requests for the chunks of remote objects, and loaders. Returns figures, notes and the stored bytes."""
+    """Measure loaders, and bare requests for the chunks of remote objects.
+
+    Returns figures, notes, and the stored size in bytes, or None if it is unknown.
+    """
     try:
         requests = StoreRequests(subject.reader)
     except NotMeasured as reason:

@@ -73,7 +73,9 @@ def find_clustering(groups: Groups, piece_samples: int) -> Clustering:
             "numpy.unique(groups, return_inverse=True)[1]"
         )
     if piece_samples < 1:
-        raise OptionError(f"piece_samples is {piece_samples}: give at least 1, such as the samples of a chunk")
+        raise OptionError(
+            f"piece_samples is {piece_samples}: give at least 1, such as the number of samples in a chunk"
+        )
     groups, size, piece = integer_groups(groups), len(groups), min(piece_samples, len(groups))
     num_pairs = _same_group_pairs(groups, piece)
     sizes = _group_sizes(groups)

@@ -174,7 +174,7 @@ class Seen:
         return share, share - error
 
     def loop(self) -> Loop:
-        """Return the loop as the simulation of workers describes it."""
+        """Return the measured loop in the form that the simulation of workers takes."""
         waited = min(MAX_DELAY, self.step_delay / max(1e-9, self.step if self.workers else self.iteration))
         delay = min(MAX_DELAY, self.fetch_delay / max(1e-9, self.fetch)) if self.workers else waited
         mean = max(1e-9, self.fetch)
