@@ -32,7 +32,7 @@ Tensors = tuple[torch.Tensor, ...]  # one per field; two for a field whose entri
 
 
 class FieldPipeline:
-    """The conversion of one field: it turns the samples of a window into batches.
+    """Converts the samples of one field, window by window, to batches.
 
     The ``converter`` computes the leading transforms in one step. Transforms made by `per_sample` are applied next, and
     the remaining transforms, ``others``, just before a batch is returned. With ``reuse``, batches on the CPU share one
@@ -68,8 +68,8 @@ class FieldPipeline:
     def num_together(self, batch_size: int, *, keep: bool, group: int = GROUP_BYTES) -> int:
         """Return how many batches to convert with one call, at least one.
 
-        That is as many as fit in ``group`` bytes. If the caller may ``keep`` the batches, it is one batch per call, or
-        all batches if nothing is converted.
+        It is one batch if batches cannot be split or share one buffer. With ``keep``, it is also one, or all batches if
+        nothing is converted. Otherwise, it is as many as fit in ``group`` bytes (`MORE_BYTES` for dense rows).
         """
         if self.converter.is_uncut or self._each:
             return 1
@@ -191,7 +191,7 @@ class BatchMaker:
         return list(map(_flat, batches))
 
     def by_number(self, fields: Sequence[Any]) -> Fields:
-        """Wrap the fields on a GPU for those converters that gather samples themselves."""
+        """Wrap those fields on a GPU whose converters gather the samples themselves."""
         augmented = (isinstance(pipeline.converter, AugmentConverter) for pipeline in self._pipelines)
         pairs = zip(fields, augmented, strict=True)
         return tuple(ImagesByNumber(own) if is_it and isinstance(own, torch.Tensor) else own for own, is_it in pairs)
@@ -201,7 +201,7 @@ class BatchMaker:
         return self._pipelines[0].num_together(batch_size, keep=False, group=MORE_BYTES)
 
     def finish(self, batch: Tensors) -> tuple[Any, ...]:
-        """Apply the transforms that are not part of the conversion, on the device of the batches."""
+        """Move a batch to its device, and apply the transforms that are not part of the conversion."""
         if self._device is not None:
             batch = tuple(each.to(self._device, non_blocking=True) for each in batch)
         if not self._finishes:

@@ -33,7 +33,7 @@ from h5chunk.store.read.windows import WindowReader
 from h5chunk.transforms import BATCH_TRANSFORMS, Converter, Transforms
 from h5chunk.transforms.any_size import AnySizeConverter
 
-LOADING_BYTES = 8 << 20  # size of each piece of resident data that is read at once
+LOADING_BYTES = 8 << 20  # size of the pieces in which resident data is read
 LOADING_SLOTS = 4  # number of pieces that are read concurrently
 REMOTE_AHEAD_BYTES = 256 << 20  # read ahead from object stores, so that many requests are in flight
 KEPT_BYTES = 16 << 20  # smaller data is not kept in memory: threads read it from the page cache just as fast
@@ -48,13 +48,13 @@ class DataSource:
 
     reader: H5Reader
     direct: dict[str, ByteReader]  # fields that are read by byte ranges
-    why: dict[str, str]  # the reason for each field that is read through HDF5
+    why: dict[str, str]  # why a field is read through HDF5, by field name
     numbered: dict[str, Callable[[np.ndarray], np.ndarray]]  # fields computed from sample numbers: see ReadPool
     layouts: Layouts
     device: torch.device
     num_threads: int
     timeout_s: float | None
-    has_frames: bool = False  # whether batches are gathered from frames, and are never parts of a slot
+    has_frames: bool = False  # whether batches are gathered from frames, so that they are never views of a slot
 
     @property
     def pieces(self) -> Layouts:
@@ -139,7 +139,7 @@ def _counts(dataset: ChunkDataset, num_samples: int, order: Order) -> np.ndarray
 
 
 def _direct_fields(reader: H5Reader, reader_kind: str) -> tuple[dict[str, ByteReader], dict[str, str]]:
-    """Return the readers of fields that are read by byte ranges, and the reason for each field that HDF5 reads."""
+    """Return the readers of fields that are read by byte ranges and, for each other field, the reason to use HDF5."""
     if reader_kind == "h5py":
         return {}, dict.fromkeys(reader.fields, "requested by reader='h5py'")
     direct, why = direct_fields(reader)
@@ -176,8 +176,8 @@ def find_data(data: Paths | ChunkDataset, transforms: Transforms | None) -> tupl
     lists = own_transforms.values() if isinstance(own_transforms, Mapping) else [own_transforms]
     if transforms is not None or not all(isinstance(item, BATCH_TRANSFORMS) for part in lists for item in part):
         raise OptionError(
-            "the data set has a transform for single samples, which a ChunkLoader cannot apply: pass it to the loader "
-            "as transforms=, and remove it from the data set with dataset.with_transform(None)"
+            "the data set has a transform for single samples, or besides the loader's, which a ChunkLoader cannot "
+            "apply: pass it to the loader as transforms=, and remove it with dataset.with_transform(None)"
         )
     return data, own_transforms
 
@@ -238,7 +238,7 @@ class MemoryBudget:
 
     @property
     def _ahead_bytes(self) -> int:
-        """Return how many bytes of remote objects to read ahead: at most half of what their cache may hold."""
+        """The number of bytes of remote objects to read ahead, which is at most half of the limit on their cache."""
         mirrors = [each.mirror for each in self._source.reader.readers if each.mirror is not None]
         limits = [mirror.cache_bytes // 2 for mirror in mirrors if mirror.cache_bytes is not None]
         return min([REMOTE_AHEAD_BYTES, *limits]) if mirrors else 0
@@ -347,4 +347,4 @@ def check_arguments(
         if number is not None:
             check_whole(name, number, minimum)
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 <= timeout < math.inf:
-        raise OptionError(f"timeout is {timeout!r}: pass seconds, or 0 to wait forever")
+        raise OptionError(f"timeout is {timeout!r}: pass a number of seconds, or 0 to wait forever")

@@ -31,7 +31,7 @@ class Sample(tuple[Any, ...]):
 class Batch(Sequence[Sample]):
     """A batch as a sequence of samples. It is stored by field: (batch_size, ...) tensors, or lists of str.
 
-    ``packed`` is the number of a field made by `Pack`, in which samples follow one another; the next field then holds
+    ``packed`` is the index of the field that `Pack` made, in which samples are concatenated; the next field then holds
     their offsets.
     """
 
@@ -106,7 +106,7 @@ def _emptied(collated: Any) -> Any:
 
 
 def collate(batch: Sequence[Any]) -> Any:
-    """Return the fields of a `Batch` as a tuple, without a copy. Any other batch is collated as torch does."""
+    """Return the fields of a `Batch` as a tuple, without a copy. Collate any other batch as torch does."""
     return batch.fields if isinstance(batch, Batch) else default_collate(list(batch))
 
 

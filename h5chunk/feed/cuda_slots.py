@@ -50,7 +50,7 @@ class PinnedBuffer:
         self.arrays = arrays_in(self.bytes, layouts, num_samples)
         self.of_full_window: Mapping[str, Destination] | None = None
         self.tasks: Any = None
-        self.copied: torch.cuda.Event | None = None  # after the last copy from this memory
+        self.copied: torch.cuda.Event | None = None  # recorded after the last copy from this memory
 
     @property
     def is_free(self) -> bool:
@@ -170,7 +170,7 @@ class CudaSlot:
         return (None, None) if self._sending is None else (cuda.sender(), self._sending.address)
 
     def send(self) -> None:
-        """Start the copy to the device, from any thread."""
+        """Start the copy to the device. Any thread may call this."""
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._consumed)  # the copy may overwrite the device buffer
             for device, host in self._copies:
@@ -190,7 +190,7 @@ class CudaSlot:
             self._all_pinned.append(pinned)
 
     def receive(self) -> None:
-        """Let the consumer's current stream wait for the copy."""
+        """Make the consumer's current stream wait for the copy."""
         stream = current_stream(self._stream.device.index)
         if self._context is None or not cuda.order(self._context, stream, wait=self._events[1]):
             torch.cuda.current_stream(self._stream.device).wait_event(self._copied)

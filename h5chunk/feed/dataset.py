@@ -56,10 +56,10 @@ class ChunkDataset(StoredNames, Dataset[Any]):
     ----------
     path : path or sequence of paths
         One file, or several files that form one data set: a folder, a pattern such as ``shards/*.h5``, or a list.
-        Samples are numbered file after file. The files of a folder or a pattern are sorted by name, with numbers by
-        value; those of a list keep its order. Their fields and class names must agree, but their chunks may differ. A
-        folder that lacks a shard raises FileError. URLs of objects (``s3://``, ``gs://``, ``az://``, ``https://``) need
-        the extra ``remote``. Their bytes are fetched by range requests as they are needed, and an object that changes
+        Samples are numbered file after file. The files of a folder or a pattern are sorted by name (``2.h5`` before
+        ``10.h5``); those of a list keep its order. Fields and class names must agree, but chunks may differ. A folder
+        that lacks a shard raises FileError. URLs of objects (``s3://``, ``gs://``, ``az://``, ``https://``) need the
+        extra ``remote``. Their bytes are fetched by range requests as they are needed, and an object that changes
         raises FileError.
     fields : sequence or mapping of str, optional
         Datasets to read, in this order, or the group of a CSR matrix, which comes first; a mapping gives them names.
@@ -81,17 +81,17 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         chunks, even if only a few of their samples are needed.
     transform : callable, list of callables, or dict of lists, optional
         Applied to the first field of each sample, as torchvision's ``transform`` is to the image, or to several fields
-        by name. The leading objects of `h5chunk.transforms` that augment images, or are for a matrix, are applied to
-        whole batches as they are read: ``transform=[Log1p(1e4), Dense(torch.float16)]``. Default: dense float32, which
-        rounds float64 (``Dense(torch.float64)`` does not). With ``Csr()`` a batch is one ``torch.sparse_csr`` tensor,
-        also from a worker, and a single row is a sparse tensor.
+        by name. If the first transforms are objects of `h5chunk.transforms` that augment images or convert a matrix,
+        they are applied to whole batches as they are read: ``transform=[Log1p(1e4), Dense(torch.float16)]``. By
+        default, a matrix becomes dense float32, which rounds float64 (``Dense(torch.float64)`` does not). With
+        ``Csr()`` a batch is one ``torch.sparse_csr`` tensor, also from a worker, and a single row is a sparse tensor.
     cache_dir : path, optional
         For URLs: a folder on a local disk that caches data for later epochs and runs. Processes on a host share it,
         and each version of an object has a separate copy. Files with checksums are checked (``checksums`` is
         ``"first"``). Default: only metadata is cached, in ``~/.cache/h5chunk``.
     cache_bytes : int, optional
         Limit on the size of this data set's cache, in bytes. `ChunkLoader` evicts the data whose next use is furthest
-        away, which maximises the hit rate. A DataLoader evicts at random. Default: no limit.
+        away, which maximises the hit rate. With a DataLoader, random data is evicted. Default: no limit.
     storage_options : dict, optional
         For URLs: arguments of obstore's ``from_url``, such as ``{"skip_signature": True}`` or an endpoint; ``timeout``,
         seconds per request (30); ``deadline``, seconds for which a request is retried (60); ``requests``, the number of
@@ -102,13 +102,13 @@ class ChunkDataset(StoredNames, Dataset[Any]):
     FileError
         The file is missing, not HDF5 or truncated; or it is replaced, or a chunk is found to be damaged, while reading.
     FieldError
-        A dataset is missing, or is not a field; fields of several files differ.
+        A dataset is missing or is not a field, or the fields differ between files.
     OptionError
         An argument is invalid, or the file has no checksums.
     """
 
     epoch_samples = 0  # offset added to the sample numbers per epoch, if each epoch has different samples
-    groups: Any = None  # of each sample, (n,), for `ChunkSampler.report`; None if the data set has none
+    groups: Any = None  # the group of each sample, (n,), for `ChunkSampler.report`; None if there are no groups
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         self._numbered = [] if named is None else [name for name, dataset in named.items() if dataset == SAMPLE_NUMBER]
         stored = named if named is None else {name: named[name] for name in named if name not in self._numbered}
         if self._numbered and not stored:
-            raise OptionError(f"fields is {fields!r}: name at least one dataset of the file beside {SAMPLE_NUMBER}")
+            raise OptionError(f"fields is {fields!r}: name at least one dataset of the file in addition")
         remote = remote_options(cache_dir, cache_bytes, storage_options)
         self._reader = open_reader(path, stored, trusted=trusted, checksums=checksums, remote=remote)
         self._names = tuple(self._reader.fields if named is None else named)
@@ -167,7 +167,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
 
     @property
     def numbered_fields(self) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
-        """Functions that compute the fields that are not in the file from sample numbers, by field name."""
+        """For each field that is not in the file, by name, the function that computes it from sample numbers."""
         return dict.fromkeys(self._numbered, self._positions)
 
     def _positions(self, rows: np.ndarray) -> np.ndarray:
@@ -178,7 +178,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
     def fingerprint(self) -> int:
         """A checksum that is equal for copies of a file, and differs between subsets.
 
-        It depends on the data of h5chunk files, and on the names, shapes and dtypes of the fields of other files.
+        For h5chunk files, it depends on the data; for other files, on the names, shapes and dtypes of the fields.
         """
         whole = self._reader.fingerprint
         return whole if self._samples is None else zlib.crc32(self._samples.tobytes(), whole)
@@ -222,7 +222,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         Raises
         ------
         OptionError
-            A number is out of range or repeated, or the mask has another length.
+            A number is out of range or repeated, or the mask has the wrong length.
         """
         part = copy(self)
         part._samples = self.samples[select_samples(samples, len(self))]
@@ -337,7 +337,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         return self._reader.actual_caches()
 
     def expect_order(self, order: Order) -> None:
-        """Size the chunk cache for a sampler's order. The order with the most open chunks counts."""
+        """Size the chunk cache for a sampler's order, or for that with the most open chunks if there are several."""
         if self._order is None or order.open_chunks >= self._order.open_chunks:
             self._order = order
             self.__dict__.pop("_sample_reader", None)
@@ -368,7 +368,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         return batch if self._transforms.has_each else batch.stacked()
 
     def _each_transformed(self, batch: Batch) -> Sequence[Sample]:
-        if not len(batch) and len(self):  # the shapes of an empty batch are those of a transformed sample
+        if not len(batch) and len(self):  # an empty batch has the shapes of a transformed sample
             return no_samples(self[0])
         return [self._transforms.apply_to_sample(sample) for sample in batch]
 

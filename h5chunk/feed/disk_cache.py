@@ -29,7 +29,7 @@ Wanted = Mapping[Mirror, Ranges]  # byte ranges that are about to be fetched
 class DiskCache:
     """The cache of a reader's remote objects, limited to the ``cache_bytes`` of their options.
 
-    ``direct`` are the fields that are read by byte ranges.
+    ``direct`` has the fields that are read by byte ranges.
     """
 
     def __init__(self, reader: H5Reader, direct: Mapping[str, ByteReader]) -> None:
@@ -44,10 +44,11 @@ class DiskCache:
     def make_room(
         self, wanted: Wanted, order: Order | None = None, position: tuple[int, int] = (0, 0), num_windows: int = 1
     ) -> int:
-        """Evict chunks so that the missing pages of ``wanted`` fit, first those whose next use is furthest away.
+        """Evict chunks so that the missing pages of ``wanted`` fit.
 
+        Chunks whose next use in ``order`` is furthest away are evicted first; without an order, random pages are.
         ``position`` is the epoch and batch that need the pages, and ``num_windows`` the number of windows that are read
-        at the same time. Returns the bytes of the missing pages. Raises OptionError if so many windows do not fit.
+        at the same time. Returns the size of the missing pages in bytes. Raises OptionError if the windows do not fit.
         """
         if self._limit is None:
             return 0
@@ -122,7 +123,7 @@ class DiskCache:
             yield mirror, first, end
 
     def _chunks(self, number: int, names: Collection[str]) -> Iterator[tuple[np.ndarray, ...]]:
-        """Yield the offsets, sizes, first samples and end samples of the chunks of each field in a file."""
+        """For each field, yield the offsets, sizes, first samples and end samples of its chunks in a file."""
         for name in names:
             yield from self._direct[name].chunk_rows(number)
 

@@ -55,7 +55,7 @@ class Frames:
 
 @dataclass(frozen=True)
 class FrameLayout:
-    """The memory layout of a field of windows. ``max_frames(n)`` is the maximum number of frames of n windows."""
+    """The memory layout of a field of windows. ``max_frames(n)`` is the maximum number of frames in n windows."""
 
     reader: WindowReader
     name: str

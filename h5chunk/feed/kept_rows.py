@@ -21,7 +21,7 @@ from h5chunk.store.read.reader import H5Reader
 from h5chunk.transforms.csr import CsrRows, SampleNumbers
 
 NO_RESERVE = 0x4000 if sys.platform == "linux" else 0x40  # MAP_NORESERVE, which Python's mmap lacks before 3.13
-MIN_USED = 0.5  # fraction of the rows of its chunks that an order must use; otherwise rows are read one by one
+MIN_USED = 0.5  # fraction of the rows in its chunks that an order must use; otherwise rows are read one by one
 KEPT_BYTES = 256 << 20  # for all workers together: up to this size, chunks are kept even if the order needs fewer
 
 

@@ -29,7 +29,7 @@ QUIET_S = 1.0  # time after which progress is shown on a terminal
 
 
 class Keyed(ChunkDataset):
-    """A `ChunkDataset` in whose file each sample is a dataset, or a group of datasets, such as ``traces/000123/data``.
+    """A `ChunkDataset` of files in which each sample is a dataset, such as ``traces/000123/data``, or a group of them.
 
     ::
 
@@ -87,12 +87,12 @@ class Keyed(ChunkDataset):
             raise OptionError(f"attributes is {attributes!r}: pass a list of names")
         if taken := [name for name in attributes if name in patterns]:
             raise OptionError(
-                f"attributes has {taken[0]!r}, which is also the name of a field: rename the field, with a mapping as "
-                "pattern"
+                f"attributes has {taken[0]!r}, which is also the name of a field: rename the field by passing a "
+                "mapping as pattern"
             )
         files = list_files(path)
         if any(local_copy_of(file) is not None for file in files):
-            raise OptionError(f"path is {path!r}, but Keyed reads only local files: copy the objects first")
+            raise OptionError(f"path is {path!r}, but Keyed reads only local files: copy the objects to a disk first")
         report = partial(progress or _Line(), "index")
         readers = [KeyedReader(file, patterns, list(attributes), trusted, report) for file in files]
         more = f" and {len(files) - 1} more" if len(files) > 1 else ""
@@ -118,7 +118,7 @@ class Keyed(ChunkDataset):
         return {name: column.__getitem__ for name, column in self._columns.items()}
 
     def values(self, name: str) -> np.ndarray:
-        """Return an attribute of all samples, (n,), or read a field of one value per sample."""
+        """Return an attribute of all samples, (n,), or read a field that has one value per sample."""
         if name not in self._columns:
             if name not in self._reader.fields:
                 raise FieldError(f"there is no field {name!r}: pass one of {', '.join(self._names)}")

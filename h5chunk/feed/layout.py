@@ -22,7 +22,7 @@ from h5chunk.store.read.ragged import RaggedField, SeriesField
 from h5chunk.store.read.reader import H5Reader
 
 ALIGNMENT = 512  # alignment of an array in a slot's buffer
-BYTES = 256  # number of values of a byte
+BYTES = 256  # number of different values of a byte
 ArrayShape = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -56,7 +56,7 @@ class MatrixLayout:
     where : str
         The file and field, for messages.
     may_repeat : bool
-        Whether a row may have several entries in a column, in any order. Files that h5chunk did not write may.
+        Whether rows must be checked for several entries in a column, because h5chunk did not write the matrix.
     max_entries : callable
         ``max_entries(num_rows)`` is the maximum number of entries in a window of that many rows.
     """
@@ -122,7 +122,7 @@ def layout_of_numbers(field: Field | RaggedField) -> FieldLayout:
 def ragged_layout(
     reader: H5Reader, field: RaggedField, counts: np.ndarray | None = None, lanes: int = 1
 ) -> MatrixLayout:
-    """Return the layout of a file's matrix, samples of different lengths, or images of any size (one entry per byte).
+    """Return the layout of a matrix, of samples that differ in length, or of images of any size (an entry per byte).
 
     ``counts``, (num_rows,) int64, is the maximum number of times that an epoch uses each row. None means that each row
     is used once, chunk by chunk, in ``lanes`` lanes per rank. Raise `FieldError` if torch does not support the dtype of

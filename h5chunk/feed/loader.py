@@ -66,15 +66,15 @@ class ChunkLoader(Resumable):
     epoch early: threads and memory are kept until `close`. Use the loader in only one thread. The order is that of a
     `ChunkSampler` with the same arguments, unless data is echoed, or ``memory_bytes`` makes windows smaller.
 
-    A batch is a tuple of the fields. To know which samples are in it, name the field ``sample_number``::
+    A batch is a tuple of the fields. To learn which samples it contains, add the field ``sample_number``::
 
         dataset = h5chunk.ChunkDataset("photos.h5", fields=["images", "labels", "sample_number"])
         for images, labels, numbers in h5chunk.ChunkLoader(dataset, 256):
             names = dataset.source_names[numbers]
 
     Images of any size (``convert --keep-encoded`` or ``--keep-size``) need a transform that gives them one size, such
-    as ``RandomResizedCrop``. Threads decode them a few batches ahead; for a GPU with fewer than 8 ``num_threads``,
-    nvJPEG does, if torchvision is installed, with slightly different pixels. ``print(loader)`` says which.
+    as ``RandomResizedCrop``. Threads decode them a few batches ahead. For a GPU with fewer than 8 ``num_threads``,
+    nvJPEG decodes them if torchvision is installed, with slightly different pixels: see ``print(loader)``.
 
     On a GPU, use the batches of an epoch on one stream. On the CPU, a batch that is kept may keep several MB around it
     in memory, up to its entire window: use ``clone()`` to keep only the batch.
@@ -110,15 +110,15 @@ class ChunkLoader(Resumable):
         caches; memory for decoding. Batches that were returned do not count. Unless ``sampler`` was given
         ``window_chunks``, windows are made smaller than the file recommends if necessary.
     num_threads : int, optional
-        Number of reader threads. Default: one per core, at most 12, and few enough that decoding compressed chunks,
-        three per thread, stays within 1 GiB.
+        Number of reader threads. Default: one per core, at most 12, but fewer if decoding compressed chunks, three
+        per thread, would need more than 1 GiB.
     resident : bool or "auto"
         Read everything once and keep it on the device (a sparse matrix stays sparse); the order is the same.
         ``"auto"``: on a GPU, if the data fits in ``memory_bytes`` or, by default, in a quarter of its free memory; on
         the CPU, if it takes no more memory than the windows would, and native threads can gather from it.
     reader : {"auto", "direct", "h5py"}
-        Read by byte ranges, through HDF5, or (``"auto"``) by byte ranges if the file allows it, unless a field has
-        thousands of chunks below 8 KiB that must be decoded or combined, which HDF5 does faster.
+        ``"direct"``: read by byte ranges. ``"h5py"``: read through HDF5. ``"auto"``: read by byte ranges if the file
+        allows it, except fields with thousands of chunks below 8 KiB that HDF5 decodes or combines faster.
     reuse : bool
         On the CPU, return batches that are valid only until the next batch, always in the same memory.
     echo : float

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-MADV_POPULATE_WRITE = 23  # allocate pages, which CUDA does much slower, and with a lock that blocks copies meanwhile
+MADV_POPULATE_WRITE = 23  # allocates pages; CUDA would do so much more slowly, with a lock that blocks copies
 POPULATED_BYTES = 2 << 20  # per call, so that other threads do not wait long for the lock on this process's memory
 FREE, IN_USE, LOST = range(3)  # uses of a shared buffer by its receiver
 FLAG_BYTES = 64  # bytes at the end of a shared buffer; tensors start at multiples of this

@@ -8,7 +8,7 @@ from h5chunk.errors import OptionError, check_whole
 
 
 def find_nodes(locality: str | int, world_size: int) -> int:
-    """Return the number of nodes: ``locality`` itself, or for "node" the number of nodes that torchrun started."""
+    """Return the number of nodes: ``locality`` itself, or for "node" the number of nodes that torchrun uses."""
     if locality != "node":
         if isinstance(locality, str):
             raise OptionError(f"locality is {locality!r}: pass 'node' or a number of nodes")

@@ -1,4 +1,4 @@
-"""Find and read the weights by which patches of volumes are placed."""
+"""Find and read the weights that determine where patches of volumes are placed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def weights_field(weights: Weights | None, fields: Mapping[str, str]) -> tuple[d
         return {}, None
     if isinstance(weights, Mapping):
         if len(weights) != 1 or not all(callable(each) for each in weights.values()):
-            raise OptionError("weights is a mapping: pass one field or dataset, with a function of its values")
+            raise OptionError(f"weights is {weights!r}: pass a mapping of one field to a function of its values")
         ((name, function),) = weights.items()
     else:
         name, function = weights, lambda values: values != 0 if values.dtype.kind in "biu" else values
@@ -37,7 +37,7 @@ def read_weights(
     if len(source.grids[volume].shape) != len(box):
         raise OptionError(
             f"the weights have the shape {source.grids[volume].shape}, but need {len(box)} axes: use a dataset without "
-            "an axis of channels"
+            "a channel axis"
         )
     values = reader.read_box(file, dataset, box)
     weights = np.asarray(function(values), np.float64)
@@ -46,7 +46,7 @@ def read_weights(
     if weights.shape != values.shape or not np.isfinite(total) or (weights < 0).any():
         raise OptionError(
             f"the weights of a block of {printable(dataset)!r} of shape {values.shape} have the shape {weights.shape}, "
-            f"and are {weights.min(initial=0)} to {weights.max(initial=0)}: return one finite weight, 0 or more, for "
-            "each voxel"
+            f"and range from {weights.min(initial=0)} to {weights.max(initial=0)}: return a finite weight, 0 or more, "
+            "for each voxel"
         )
     return weights

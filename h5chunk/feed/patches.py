@@ -83,8 +83,8 @@ class Patches(ChunkDataset):
     share : float
         Fraction of the patches that are placed by weights. The others are at uniformly random positions.
     cell_bytes : int
-        Decoded bytes of all chunks that the patches of a cell need. With larger cells, fewer chunks are decoded twice,
-        but a window of the shuffle has more neighbouring patches.
+        Size in bytes of all decoded chunks that the patches of a cell need. With larger cells, fewer chunks are decoded
+        twice, but a window of the shuffle has more neighbouring patches.
     positions : bool
         Add the field ``position``, (1 + axes,) int64: the number of the volume, and the start of the patch in it,
         without the halo.
@@ -132,7 +132,7 @@ class Patches(ChunkDataset):
         seed = check_whole("seed", seed, 0, MAX_SEED)
         files = list_files(path, NO_OPTIONS)
         if any(local_copy_of(file) is not None for file in files):
-            raise OptionError(f"path is {path!r}, but patches are read only from local files: copy the objects first")
+            raise OptionError(f"path is {path!r}, but patches need local files: copy the objects to a disk first")
         weigher, weighed = weights_field(weights, fields)
         leading = {name: partial(_leading, name, channels, len(size)) for name in (*fields, WEIGHTS)}
         opened_as = {**fields, **weigher}, size, leading, trusted
@@ -158,9 +158,9 @@ class Patches(ChunkDataset):
             reader.close()
             if plan.unweighted:
                 warnings.warn(
-                    f"{printable(reader.path)}: {count_text(len(plan.unweighted), 'volume')} of {len(counts)} without "
-                    f"weights above 0, such as {printable(self._volume_names[plan.unweighted[0]])}: their patches are "
-                    "anywhere",
+                    f"{printable(reader.path)}: in {len(plan.unweighted)} of {count_text(len(counts), 'volume')}, such "
+                    f"as {printable(self._volume_names[plan.unweighted[0]])}, no weights are above 0, so their patches "
+                    "are at uniformly random positions",
                     stacklevel=2,
                 )
         self._set(positions)
@@ -270,7 +270,7 @@ class Patches(ChunkDataset):
         if POSITION in reader.fields:
             raise OptionError(f"fields has {POSITION!r}, which is the name of the field of positions: rename it")
         if self._samples is not None:
-            raise OptionError("this is a subset of patches: call tiles() of the full data set, then subset() of these")
+            raise OptionError("this is a subset of patches: call tiles() of the full data set, then subset() of them")
         reader.set_plan(Tiles(self._shapes, self._size, self._starts, both))
         other = copy(self)
         other._reader = reader
@@ -317,12 +317,13 @@ class Patches(ChunkDataset):
         parts = split_samples(permutation(len(volumes), seed, stream=(SPLIT, 0, 0)), fractions, None, seed)
         if not all(map(len, parts)):
             raise OptionError(
-                f"fractions is {tuple(fractions)}, but of {count_text(len(volumes), 'volume')} one part would have none"
+                f"fractions is {tuple(fractions)}, but of {count_text(len(volumes), 'volume')} a part would get none: "
+                "pass fewer or larger fractions"
             )
         return [self.subset(np.isin(own, volumes[part])) for part in parts]
 
     def statistics(self, field: str) -> FieldStatistics:
-        """See `ChunkDataset.statistics`. The statistics are those of all volumes, which must have no other axes."""
+        """See `ChunkDataset.statistics`. The statistics cover all volumes, which must have only spatial axes."""
         reader: Any = self._reader
         if field not in self._reader.fields:
             return super().statistics(field)
@@ -371,7 +372,9 @@ def _leading(name: str, channels: str | Mapping[str, str] | None, axes: int, fou
 
 def _with_halo(each: VolumeField, halo: tuple[int, ...], padding: Any) -> VolumeField:
     if _is_number(padding) and each.dtype.kind in "biu" and np.array(padding).astype(each.dtype) != padding:
-        raise OptionError(f"padding is {padding!r}, which a field of type {each.dtype} cannot hold")
+        raise OptionError(
+            f"padding is {padding!r}, which {each.dtype}, the type of {each.name!r}, cannot hold: pass another value"
+        )
     return VolumeField(each.name, each.datasets, each.grids, each.dtype, each.leading, halo, padding, each.size)
 
 

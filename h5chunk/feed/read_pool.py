@@ -70,7 +70,7 @@ class WindowRead:
         self._end_task()
 
     def _closed(self) -> FileError:
-        return FileError(f"{printable(self._pool.path)}: closed while it was read")
+        return FileError(f"{printable(self._pool.path)}: the file was closed while it was read")
 
     def end_native(self, result: Result) -> None:
         """Process the result of the native threads, after all their jobs have ended."""
@@ -152,7 +152,7 @@ class ReadPool:
         timeout_s: float | None = TIMEOUT_S,
     ) -> None:
         self._reader, self._numbered = reader, numbered or {}
-        self._rows_reader: H5Reader = getattr(reader, "frames", reader)  # loads of windows are rows of frames
+        self._rows_reader: H5Reader = getattr(reader, "frames", reader)  # for windows, the reader of their frames
         self._direct = {name: getattr(field, "frames", field) for name, field in direct.items()}
         self.path, self.timeout_s = reader.path, timeout_s
         self.epoch, self.tasks_done = 0, 0  # epoch of the next windows to read; tasks that Python threads have done
@@ -169,7 +169,7 @@ class ReadPool:
         several = self._rows_reader.is_set
         self.descriptor: Any = OpenFiles(reader) if several else open_descriptor(reader.path)
         try:
-            self._stamp: tuple[Any, ...] = ()  # path and stamp of a single file of this machine
+            self._stamp: tuple[Any, ...] = ()  # path and stamp of a single local file
             if not isinstance(self.descriptor, OpenFiles):
                 self._stamp = () if reader.is_remote else (os.fsencode(reader.path), *reader.stamp)
                 if stamp_of(self.descriptor) != reader.stamp:
@@ -269,7 +269,7 @@ class ReadPool:
             load.finish()
         else:
             self._begin(load, all_tasks, tasks)
-        if self._is_closed:  # the consumer must not wait, nor threads that were started just now
+        if self._is_closed:  # neither the consumer nor the threads that were just started may wait
             self.cancel()
             for _ in self._threads:
                 self._tasks.put(None)
@@ -385,7 +385,7 @@ class ReadPool:
         """Drop the tasks that have not begun. Their windows end with an error."""
         if self._native is not None:
             self._native.cancel()
-        ends = 0  # of threads
+        ends = 0  # number of requests that a thread should end
         with suppress(Empty):
             while True:
                 if (task := self._tasks.get_nowait()) is None:

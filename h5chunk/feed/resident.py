@@ -182,7 +182,7 @@ def _put(field: Any, first: int, part: Any) -> None:
 
 
 class _DrawnOrder:
-    """The order of an epoch's samples, computed in a thread. Unlike those of an executor, its locks survive Ctrl-C."""
+    """The order of an epoch's samples, computed in a thread. Unlike an executor's locks, its locks survive Ctrl-C."""
 
     def __init__(self, order: Order) -> None:
         self._drawn: np.ndarray | BaseException | None = None
@@ -200,7 +200,7 @@ class _DrawnOrder:
             self._thread.join()
 
     def result(self) -> np.ndarray:
-        """Return the sample numbers in order: (num_samples,) int64."""
+        """Return the keys of the samples in order, as `Order.keys` yields them: (num_samples,) int64."""
         self.wait()
         if isinstance(self._drawn, BaseException):
             raise self._drawn

@@ -81,14 +81,16 @@ class SampleTransforms:
         stored = torch_dtype(field.dtype, field.name)
         check_first(transforms, field, stored)
         if any(isinstance(each, ToDtype) and each.channels_last for each in transforms):
-            raise OptionError("channels_last is for batches, but a transform is for single samples: use a ChunkLoader")
+            raise OptionError("channels_last is for batches, but transform is for single samples: use a ChunkLoader")
         needs = field.scale is not None or isinstance(field, SeriesField)
         if needs or any(isinstance(each, AUGMENTING) for each in transforms):
             converter, others = compile_transforms(transforms, field, stored, fresh)
             if isinstance(converter, RowConverter) and converter.makes_csr and others:
-                raise OptionError("transform has functions of a sample, but Csr makes whole batches: use collate_fn")
+                raise OptionError(
+                    "transform has functions of a sample, but Csr makes whole batches: pass them as collate_fn"
+                )
             if isinstance(converter, RaggedConverter) and others:
-                raise OptionError("transform has functions of a sample after Pad or Pack: use collate_fn")
+                raise OptionError("transform has functions of a sample after Pad or Pack: pass them as collate_fn")
             assert not isinstance(converter, ImageConverter)
             self.converters[field.name], transforms = converter, others
         return tuple(
@@ -116,7 +118,7 @@ def _apply_to_sample(transform: Callable[[Any], Any], sample: torch.Tensor) -> A
 
 
 class Loaded(NamedTuple):
-    """The samples of a field before memory is allocated: the shapes of their tensors, and a function to fill these."""
+    """The samples of a field before memory is allocated: the shapes of the tensors, and a function that fills them."""
 
     shapes: list[ArrayShape]
     fill: Callable[[Tensors], None]
@@ -157,7 +159,7 @@ class SampleReader:
     def __init__(self, reader: H5Reader, converters: Mapping[str, Converter], order: Order | None) -> None:
         self._reader, self._converters, self._order = reader, converters, order
         self._memory, self._shared = BatchMemory(), SharedMemory()
-        self._assemble: Assemble | None = None  # builds the fields of a batch from its tensors, unless they are equal
+        self._assemble: Assemble | None = None  # builds the fields of a batch from its tensors; None if equal
         convert = converters.get(next(iter(reader.fields)))
         if isinstance(convert, RowConverter) and convert.makes_csr:
             self._assemble = partial(_csr_first, convert.num_columns, convert.num_outputs)
@@ -198,7 +200,7 @@ class SampleReader:
         return Batch(whole, len(draws.numbers), packed)
 
     def _load(self, name: str, draws: Draws, numbers: np.ndarray | None, ordered: bool) -> Sequence[Loaded | list[Any]]:
-        """Load the samples of a field: its inputs and targets if entries are held out, or a list of str for strings."""
+        """Load the samples of a field: one item, or inputs and targets if entries are held out. Strings are a list."""
         if numbers is not None and numbers.dtype.kind == "S":
             return [decoded(numbers).tolist()]
         if numbers is not None:

@@ -109,8 +109,8 @@ class Resumable:
         order, now = self._template, _distributed()
         if self._given_rank is None and (order.rank, order.world_size) != now and now[1] > 1:
             raise OptionError(
-                f"made as rank {order.rank} of {order.world_size}, but torch.distributed says rank {now[0]} of "
-                f"{now[1]} now: make it after init_process_group, or pass rank= and world_size="
+                f"the sampler was created as rank {order.rank} of {order.world_size}, but torch.distributed now "
+                f"has rank {now[0]} of {now[1]}: create it after init_process_group, or pass it rank= and world_size="
             )
 
     def _state(self, epoch: int, batch: int) -> State:
@@ -136,9 +136,9 @@ def _distributed() -> tuple[int, int]:
 class ChunkSampler(Resumable, Sampler[list[int]]):
     """Batches of sample numbers for a DataLoader, such that each chunk is read once per epoch.
 
-    Chunks are permuted and samples shuffled within windows of chunks: see `h5chunk.plan.order`. Every sample is used
-    once per epoch. The order is a function of (seed, epoch) alone, and each iteration is an epoch. With any number of
-    workers that divides ``interleave``, each chunk is read by one worker. Use it as ``batch_sampler``::
+    Chunks are permuted, and samples are shuffled within windows of chunks: see `h5chunk.plan.order`. Every sample is
+    used once per epoch. The order is a function of (seed, epoch) alone, and each iteration is an epoch. With any number
+    of workers that divides ``interleave``, each chunk is read by one worker. Use it as ``batch_sampler``::
 
         DataLoader(dataset, batch_sampler=ChunkSampler(dataset, 256), num_workers=4)
 
@@ -149,22 +149,22 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
     dataset : ChunkDataset
         The data set, or subset, that the DataLoader reads. Reading a batch from any other subset raises OptionError.
     batch_size : int
-        With ``batch_elements``: the maximum number of samples in a batch. Default: no maximum.
+        Number of samples in a batch; with ``batch_elements``, the maximum number, by default unlimited.
     shuffle : bool
         False: keep the order of the file.
     seed : int
     batch_elements : int, optional
-        For samples that differ in length: as many samples are in a batch as have at most so many elements together. An
-        element is a step along the first axis, and a batch has those that it has after padding to its longest sample;
-        with ``padded=False``, as for `h5chunk.transforms.Pack`, those of its samples. All ranks have the same number of
-        batches, which differs a little between epochs: some ranks cut their largest batches in two. With ``drop_last``,
-        the last batch of an epoch is left out. A window has at least 8 batches of average size.
+        For samples that differ in length: the maximum number of elements in a batch. An element is a step along the
+        first axis. Elements that pad samples to the longest of the batch count, except with ``padded=False``, as for
+        `h5chunk.transforms.Pack`. All ranks have the same number of batches, because some ranks cut their largest
+        batches in two; the number differs a little between epochs. With ``drop_last``, the last batch of an epoch is
+        left out. A window has at least 8 batches of average size.
     padded : bool
         See ``batch_elements``.
     bucket_batches : int
-        For samples that differ in length: the number of average batches whose samples are sorted by length before they
-        are cut into batches, whose order is then shuffled. This saves padding, but batches then have samples of similar
-        lengths, which are therefore shuffled less well: see `length_report`. A window has at least one bucket.
+        For samples that differ in length: the size of a bucket, in batches of average size. The samples of a bucket are
+        sorted by length and cut into batches, and these batches are shuffled. This saves padding, but samples are then
+        shuffled less well, because those of a batch have similar lengths: see `report`. A window has a bucket or more.
     window_chunks : int, optional
         Chunks to shuffle together; default: the file's recommendation. A window is never smaller than a batch.
     drop_last : bool
@@ -179,7 +179,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         ``batch_size * world_size`` and ``lanes``, a multiple of ``world_size``, do not change.
     locality : "node" or int, optional
         Number of nodes that read the same chunks in every epoch, so that the disk cache of each node (``cache_dir``)
-        serves later epochs. ``"node"``: the number of nodes that torchrun started. The number must divide ``lanes``,
+        serves later epochs. ``"node"``: the number of nodes that torchrun uses. The number must divide ``lanes``,
         and the seed assigns chunks to nodes. To resume on another number of nodes, pass the original number. With
         weights, a few chunks of a node differ from epoch to epoch.
     weights : array or str, optional
@@ -277,7 +277,9 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         check_numbering(self._dataset.numbering, dataset.numbering)
 
     @cached_property
-    def _identity(self) -> int:  # cached: it takes a pass over all weights, and loops may save a state for each batch
+    def _identity(
+        self,
+    ) -> int:  # cached: it needs a pass over all weights, and loops may save a state per batch
         found, weights = self._dataset.fingerprint, self._weights
         if isinstance(self._template, LengthOrder):
             found = zlib.crc32(self._template.lengths.tobytes(), found)
@@ -304,8 +306,8 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         if order.world_size > 1:
             raise OptionError(
                 f"this sampler has already divided the samples among {order.world_size} ranks, and other code, such as "
-                "Accelerate's prepare(), is about to divide them again: give the sampler rank=0, world_size=1, or "
-                "leave the DataLoader out of prepare()"
+                "Accelerate's prepare(), is about to divide them again: pass rank=0, world_size=1 to the sampler, "
+                "or leave the DataLoader out of prepare()"
             )
         raise AttributeError("batch_size")
 

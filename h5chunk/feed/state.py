@@ -25,7 +25,7 @@ def save_state(order: Order, batch: int, file: int) -> State:
 
 
 def load_state(state: Mapping[str, Any], order: Order, file: int) -> tuple[int, int]:
-    """Return the epoch and batch at which to resume. Raise StateError if the state is invalid, or of other data."""
+    """Return the epoch and batch at which to resume. Raise StateError if it is invalid, or belongs to other data."""
     try:
         numbers = {name: operator.index(value) for name, value in state.items()}
         version, epoch, batch = numbers["version"], numbers["epoch"], numbers["batch"]

@@ -105,7 +105,9 @@ class Stitcher:
         if values.dtype.itemsize == 8 and values.dtype.kind in "iu":
             least, most = int(values.min(initial=0)), int(values.max(initial=0))
             if not -EXACT <= least <= most <= EXACT:
-                raise OptionError(f"tiles contain {least} to {most}: integers beyond 2**53 have no exact means")
+                raise OptionError(
+                    f"tiles contain {least} to {most}, but integers beyond 2**53 have no exact mean: use floats"
+                )
         for value, (volume, *start) in zip(values, positions.tolist(), strict=True):
             if volume == len(self._results):
                 self._begin(volume, value)
@@ -152,7 +154,8 @@ class Stitcher:
         low, high = np.maximum(start, 0), np.minimum(start + self._size, self._shape)
         if value.dtype != self._dtype or value.shape[len(start) :] != self._mean.shape[len(start) :]:
             raise OptionError(
-                f"a tile is {value.dtype}{list(value.shape)}, but the first tile has another dtype or other channels"
+                f"a tile is {value.dtype}{list(value.shape)}, but the volume's first tile has another dtype or other "
+                "channels: pass tiles that agree in both"
             )
         self._flush(int(low[0]))
         inside = tuple(map(slice, low - start, high - start))

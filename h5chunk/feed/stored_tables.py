@@ -72,7 +72,7 @@ class StoredNames:
 
     @property
     def obs_names(self) -> np.ndarray:
-        """The `row_ids`, under AnnData's name for them."""
+        """The `row_ids`, as AnnData calls them."""
         return self.row_ids
 
     @property
@@ -155,12 +155,12 @@ def _values_of_samples(reader: H5Reader, name: str) -> np.ndarray:
         text, ends = table.tobytes(), read_table(reader, "source_name_ends")
         starts = np.concatenate(([0], ends[:-1]))
         if len(ends) != reader.num_samples or (ends < starts).any() or (len(ends) and ends[-1] != len(text)):
-            raise FileError(f"{printable(reader.path)}: is damaged, because source_name_ends does not fit source_names")
+            raise FileError(f"{printable(reader.path)} is damaged, because source_name_ends does not fit source_names")
         names = [text[start:end].decode("utf-8", TEXT_ERRORS) for start, end in zip(starts, ends, strict=True)]
         return np.array(names, np.str_)
     if len(table) != reader.num_samples:
         raise FileError(
-            f"{printable(reader.path)}: is damaged, because {name} has {len(table)} values for {reader.num_samples} "
+            f"{printable(reader.path)} is damaged, because {name} has {len(table)} values for {reader.num_samples} "
             "samples"
         )
     return decoded(table)

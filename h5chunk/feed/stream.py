@@ -26,7 +26,7 @@ from h5chunk.plan.draws import Draws
 from h5chunk.plan.order import Order, Window
 from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed
 
-PLANNED = 12  # windows that are planned at a time, whenever at most that many planned windows remain
+PLANNED = 12  # windows to plan at a time, once at most that many planned windows remain
 
 
 @dataclass
@@ -235,7 +235,7 @@ class WindowStream:
 
     def _end_planner(self) -> None:
         if self._planner is not None:
-            closed = FileError(f"{printable(self._pool.path)}: closed while it was read")
+            closed = FileError(f"{printable(self._pool.path)}: the file was closed while it was read")
             self._planner.close(closed, self._pool.wait_s)
 
     def _start_reading(self, order: Order, start: int) -> None:

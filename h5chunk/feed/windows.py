@@ -112,7 +112,7 @@ class Windows(ChunkDataset):
         for name, field in frames.fields.items():
             if not isinstance(field, Field):
                 raise FieldError(
-                    f"{printable(frames.path)}: rows of {name!r} are not of one shape, which windows need: leave it out"
+                    f"{printable(frames.path)}: the rows of {name!r} differ in shape, but must not: leave it out"
                 )
         borders = borders_of(frames)
         for kind, dataset in given.items():
@@ -155,7 +155,7 @@ class Windows(ChunkDataset):
         Parameters
         ----------
         fractions : sequence of float
-            The fraction of the episodes in each part, of those that have windows; their sum is at most 1.
+            The fraction of the episodes in each part; their sum is at most 1. Only episodes with windows count.
         seed : int
         stratify : None
             Not supported.
@@ -172,13 +172,13 @@ class Windows(ChunkDataset):
         parts = split_samples(shuffled, fractions, None, seed)
         if not all(map(len, parts)):
             raise OptionError(
-                f"fractions is {tuple(fractions)}, but of {count_text(len(episodes), 'episode')} one part would have "
-                "none: split by time instead, such as dataset.subset(numpy.arange(len(dataset)) < 1000)"
+                f"fractions is {tuple(fractions)}, but with {count_text(len(episodes), 'episode')} a part would be "
+                "empty: split by time instead, such as dataset.subset(numpy.arange(len(dataset)) < 1000)"
             )
         return [self.subset(np.isin(self.episodes, episodes[part])) for part in parts]
 
     def statistics(self, field: str) -> FieldStatistics:
-        """See `ChunkDataset.statistics`: of the time steps of all episodes, with the channels of a frame."""
+        """See `ChunkDataset.statistics`. They cover all time steps of all episodes, with the channels of a frame."""
         return self._stored_statistics(self._datasets.get(field, field))
 
     def values(self, name: str) -> np.ndarray:
@@ -229,8 +229,8 @@ def _anchors(frames: H5Reader, borders: np.ndarray, steps: Mapping[str, np.ndarr
         num_short = int((np.diff(borders) < last - first + 1).sum())
         if len(rows) and num_short:
             warnings.warn(
-                f"{printable(frames.path)}: {count_text(num_short, 'episode')} of {len(borders) - 1} shorter than "
-                f"{last - first + 1} time steps, and thus have no windows: pass padding='edge' to use them",
+                f"{printable(frames.path)}: {num_short} of {count_text(len(borders) - 1, 'episode')} skipped, because "
+                f"a window needs {last - first + 1} time steps: pass padding='edge' to use short episodes",
                 stacklevel=3,
             )
     if not len(rows):

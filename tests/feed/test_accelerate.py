@@ -110,7 +110,7 @@ def test_a_sampler_is_dealt_out_once(path):
     """By Accelerate, if it is told that it is alone; one that knows of ranks itself would lose half of the samples."""
     each = [labels_of(dealt_out(path, rank, rank=0, world_size=1)) for rank in range(2)]
     assert each == [expected_epochs(path)[0][rank::2] for rank in range(2)]
-    with pytest.raises(OptionError, match=r"divided the samples among 2 ranks.* give the sampler rank=0"):
+    with pytest.raises(OptionError, match=r"divided the samples among 2 ranks.* pass rank=0"):
         dealt_out(path, 1, rank=1, world_size=2)
     assert not hasattr(ChunkSampler(ChunkDataset(path), 16), "batch_size")
 

@@ -253,7 +253,7 @@ def test_a_process_ends_though_a_thread_hangs(path: Path) -> None:
 
 @pytest.mark.parametrize("timeout", [-1, float("nan"), float("inf"), "1", True])
 def test_timeouts_that_cannot_be(path: Path, timeout: Any) -> None:
-    with pytest.raises(OptionError, match=r"timeout is .*: pass seconds, or 0 to wait forever"):
+    with pytest.raises(OptionError, match=r"timeout is .*: pass a number of seconds, or 0 to wait forever"):
         ChunkLoader(path, 16, timeout=timeout)
 
 

@@ -314,7 +314,7 @@ def test_what_a_matrix_says_it_is_in_a_string_of_variable_length(tmp_path, userb
 
 def test_options_of_the_dataset_that_do_not_fit(tmp_path):
     path = write(tmp_path / "a.h5", random_matrix(20, 30, 5))
-    with pytest.raises(OptionError, match="Csr makes whole batches: use collate_fn"):
+    with pytest.raises(OptionError, match="Csr makes whole batches: pass them as collate_fn"):
         ChunkDataset(path, transform=[Csr(), abs])
     with h5py.File(tmp_path / "b.h5", "w") as file:
         file["images"] = np.zeros((4, 3, 8, 8), np.uint8)

@@ -191,7 +191,7 @@ def test_closing_fails_what_was_not_read(path, monkeypatch):
     assert begun.wait(WAIT_S)
     closing = threading.Thread(target=readers.close)
     closing.start()
-    with pytest.raises(FileError, match=r"a\.h5: closed while it was read"):
+    with pytest.raises(FileError, match=r"a\.h5: the file was closed while it was read"):
         loads[2].wait(WAIT_S)
     go_on.set()
     closing.join(WAIT_S)

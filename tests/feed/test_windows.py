@@ -84,7 +84,7 @@ def _expected(steps: Mapping[str, range], *, pads: bool) -> list[list[np.ndarray
 
 @pytest.mark.parametrize("layout", ["robomimic", "compressed", "flat", "aloha"])
 @pytest.mark.parametrize("padding", ["none", "edge"])
-@pytest.mark.filterwarnings("ignore:.*shorter than")
+@pytest.mark.filterwarnings("ignore:.*skipped, because")
 def test_windows_are_those_of_a_naive_reader_however_they_are_read(layout: str, padding: str, tmp_path: Path) -> None:
     stride = {"image": 2, "actions": 1}
     windows = _make(layout, tmp_path, length=2, history=1, stride=stride, padding=padding)
@@ -146,7 +146,7 @@ def test_episodes_by_their_first_rows(tmp_path: Path) -> None:
     ("layout", "name"),
     [("robomimic", "a group per episode"), ("flat", "one after another"), ("aloha", "a file per")],
 )
-@pytest.mark.filterwarnings("ignore:.*shorter than")
+@pytest.mark.filterwarnings("ignore:.*skipped, because")
 def test_info_recognises_the_layout_and_prints_the_line_that_opens_it(layout: str, name: str, tmp_path: Path) -> None:
     _make(layout, tmp_path, length=1)
     path = next(path for path in sorted(tmp_path.rglob("*")) if path.is_file())
@@ -197,7 +197,7 @@ def test_info_recognises_trajectories_of_fields(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["robomimic", "aloha"])
-@pytest.mark.filterwarnings("ignore:.*shorter than")
+@pytest.mark.filterwarnings("ignore:.*skipped, because")
 def test_info_of_a_folder_of_episodes_prints_the_line_that_opens_all(layout: str, tmp_path: Path) -> None:
     _make(layout, tmp_path, length=1)
     folder = tmp_path / "aloha" if layout == "aloha" else tmp_path
@@ -253,7 +253,7 @@ def test_every_window_comes_once_in_a_shuffled_order_that_resumes_and_ranks_shar
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 @pytest.mark.parametrize("stride", [2, 9])
-@pytest.mark.filterwarnings("ignore:.*shorter than")
+@pytest.mark.filterwarnings("ignore:.*skipped, because")
 def test_frames_are_held_once_whatever_the_order(stride: int, device: str, tmp_path: Path) -> None:
     lengths, path = np.arange(1, 31), tmp_path / "rows.h5"  # each frame holds its own row
     episode = np.repeat(np.arange(30), lengths)
@@ -307,7 +307,7 @@ def test_statistics_are_those_of_all_episodes_and_normalise_the_channels_of_each
 
 def test_a_split_that_leaves_a_part_without_episodes_is_an_error(tmp_path: Path) -> None:
     windows = _make("groups", tmp_path, length=2)
-    with pytest.raises(h5chunk.OptionError, match="of 3 episodes one part would have none"):
+    with pytest.raises(h5chunk.OptionError, match="with 3 episodes a part would be empty"):
         windows.split((0.9, 0.05, 0.05))
 
 
@@ -326,7 +326,7 @@ def test_episodes_that_no_window_can_be_taken_from_are_errors_that_name_them(tmp
     path = _robomimic(tmp_path / "robot.h5")
     with pytest.raises(h5chunk.OptionError, match="needs 13 time steps, but the longest episode has 12"):
         h5chunk.Windows(path, ROBOT, 13)
-    with pytest.warns(UserWarning, match="1 episode of 3 shorter than 6 time steps"):
+    with pytest.warns(UserWarning, match="1 of 3 episodes skipped, because a window needs 6 time steps"):
         h5chunk.Windows(path, ROBOT, 6)
     with h5py.File(path, "a") as file:
         file["data/demo_10"].move("actions", "moved")
@@ -346,7 +346,7 @@ def test_episodes_of_other_types_and_rows_of_variable_length_are_errors(tmp_path
         file.create_dataset("vlen", shape=(9,), dtype=h5py.vlen_dtype("f4"))[:] = [np.zeros(3, np.float32)] * 9
     with pytest.raises(h5chunk.FieldError, match=r"'data/demo_10/actions'.* float64, but in .*'data/demo_2/actions'"):
         h5chunk.Windows(path, ROBOT, 2)
-    with pytest.raises(h5chunk.FieldError, match="'x' are not of one shape"):
+    with pytest.raises(h5chunk.FieldError, match="'x' differ in shape"):
         h5chunk.Windows(path, {"x": "vlen"}, 2)
 
 
