@@ -21,17 +21,17 @@ Make = Callable[..., Path]
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        ("", "'' is not the name of a file to write: give one, such as data.h5"),
-        (".", "'.' is not the name of a file to write: give one, such as ./data.h5"),
-        ("..", "'..' is not the name of a file to write: give one, such as ../data.h5"),
-        ("/", "'/' is not the name of a file to write: give one, such as /data.h5"),
-        ("new/", "'new/' is not the name of a file to write: give one, such as new/data.h5"),
+        ("", "'' is not the name of a file to write: use a name such as data.h5"),
+        (".", "'.' is not the name of a file to write: use a name such as ./data.h5"),
+        ("..", "'..' is not the name of a file to write: use a name such as ../data.h5"),
+        ("/", "'/' is not the name of a file to write: use a name such as /data.h5"),
+        ("new/", "'new/' is not the name of a file to write: use a name such as new/data.h5"),
         ("new/.", "'new/.' is not the name of a file to write"),
         ("old.h5/", "'old.h5/' is not the name of a file to write"),
-        ("folder", "folder is a folder: give the name of a file, such as folder/data.h5"),
+        ("folder", "folder is a folder: use the name of a file, such as folder/data.h5"),
         ("old.h5/x.h5", "old.h5/x.h5: its folder old.h5 is not a folder"),
-        ("loop", "loop cannot be written (Too many levels of symbolic links): give another name"),
-        ("x" * 256, "cannot be written (File name too long): give another name"),
+        ("loop", "loop cannot be written (Too many levels of symbolic links): use another name"),
+        ("x" * 256, "cannot be written (File name too long): use another name"),
     ],
 )
 @pytest.mark.parametrize("command", ["images", "matrix", "repack", "dry run"])
@@ -62,7 +62,9 @@ def test_odd_folders_of_shards_are_errors_with_a_remedy(
     root = class_folder(4)
     (tmp_path / "x").mkdir()
     monkeypatch.chdir(tmp_path / "x")
-    check_error(run("convert", root, output, "--shards", 2), "is not the name of a folder to write: give one, such as ")
+    check_error(
+        run("convert", root, output, "--shards", 2), "is not the name of a folder to write: use a name such as "
+    )
     assert not list(Path().iterdir())
     assert run("convert", root, "new/", "--shards", 2).exit_code == 0
     assert sorted(path.name for path in Path("new").iterdir()) == ["new-00000-of-00002.h5", "new-00001-of-00002.h5"]

@@ -35,7 +35,7 @@ def path(tmp_path: Path) -> Path:
     "fields", [5, [5], b"images", {"a": 5}, {5: "images"}, [None], [["images"]], Ellipsis], ids=str
 )
 def test_fields(path: Path, fields: Any) -> None:
-    with pytest.raises(OptionError, match=r"fields (is|contains) .*: give names of datasets"):
+    with pytest.raises(OptionError, match=r"fields (is|contains) .*: pass names of datasets"):
         ChunkDataset(path, fields=fields)
 
 
@@ -73,7 +73,7 @@ def test_of_a_data_set(path: Path, name: str, value: Any) -> None:
 
 @pytest.mark.parametrize("wrong", [5, None, [5], b"a.h5", Ellipsis], ids=str)
 def test_paths(wrong: Any) -> None:
-    with pytest.raises(OptionError, match=r"path is .*: give a path, a pattern, or a list"):
+    with pytest.raises(OptionError, match=r"path is .*: pass a path, a pattern, or a list"):
         ChunkDataset(wrong)
 
 

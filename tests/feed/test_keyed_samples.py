@@ -388,7 +388,7 @@ def test_samples_that_differ_are_errors_that_name_them(tmp_path: Path, how: str,
 
 @pytest.mark.parametrize(
     ("pattern", "message"),
-    [("traces/data", "one \\*"), ("tra*/data", "in place of a name"), ([], "empty"), (["a/*", "b/*"], "same group")],
+    [("traces/data", "one \\*"), ("tra*/data", "in place of a name"), ([], "empty"), (["a/*", "b/*"], "only after")],
 )
 def test_invalid_patterns(tmp_path: Path, pattern: Any, message: str) -> None:
     with pytest.raises(h5chunk.OptionError, match=message):

@@ -331,7 +331,7 @@ def test_files_without_checksums(tmp_path: Path, images: Path, mode: str) -> Non
 
 
 def test_modes_that_are_none(images: Path) -> None:
-    with pytest.raises(OptionError, match="checksums is 'sometimes': give off, first or always"):
+    with pytest.raises(OptionError, match="checksums is 'sometimes': use off, first or always"):
         ChunkDataset(images, checksums="sometimes")
 
 

@@ -133,7 +133,7 @@ def test_a_child_whose_pipe_somebody_else_holds(monkeypatch: pytest.MonkeyPatch)
 def test_a_child_that_only_sleeps_is_ended(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a lock that another thread held when it was forked; files are then opened without having been tried."""
     small(monkeypatch, idle_s=0.2, look_s=0.05)
-    with pytest.raises(Stuck, match=r"f\.h5: the child process that reads it made no progress"):
+    with pytest.raises(Stuck, match=r"f\.h5: a process that was started to read it made no progress"):
         in_child(lambda _: threading.Lock().acquire() and threading.Event().wait(), lambda: "f.h5")
     watch(monkeypatch, "touch file", lambda _: threading.Event().wait())
     with pytest.warns(RuntimeWarning, match=r"a\.h5: .* The file is now opened without testing first"):

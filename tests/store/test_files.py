@@ -286,7 +286,7 @@ def test_a_field_of_another_type(tmp_path: Path) -> None:
 
 def test_no_files(tmp_path: Path) -> None:
     for name in ("", "a\0b"):
-        with pytest.raises(OptionError, match=r"path is .*: give a path, a pattern, or a list of them"):
+        with pytest.raises(OptionError, match=r"path is .*: pass a path, a pattern, or a list of them"):
             list_files(name)
     with pytest.raises(FileError, match="x: cannot be opened: File name too long"):
         list_files("x" * 300)

@@ -119,7 +119,7 @@ def test_a_filter_that_the_user_knows(good: Path) -> None:
 
 
 def test_trusted_is_true_or_false(good: Path) -> None:
-    with pytest.raises(OptionError, match=r"trusted is .*: give True to follow links"):
+    with pytest.raises(OptionError, match=r"trusted is .*: pass True to follow links"):
         H5Reader(good, trusted=good.parent)  # type: ignore[arg-type]
 
 

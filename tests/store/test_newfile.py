@@ -117,7 +117,7 @@ def test_file_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
 
 
 def test_places_where_no_file_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OutputError, match=" is a folder: give the name of a file"):
+    with pytest.raises(OutputError, match=" is a folder: use the name of a file"):
         check_output(tmp_path, overwrite=True)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("pipe")
@@ -223,7 +223,7 @@ def test_full_disk_is_known_before_anything_is_written(out: Path, monkeypatch: p
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5000))
     watch(monkeypatch, "store.write.new_file.create_file", failure(AssertionError("written")))
     with (
-        pytest.raises(OutputError, match=r"out\.h5 needs 1\d\.\d KiB of disk, but 4\.9 KiB are free: free space"),
+        pytest.raises(OutputError, match=r"out\.h5 needs 1\d\.\d KiB of disk space, but 4\.9 KiB are free: free space"),
         NewFile(out, overwrite=True) as new,
     ):
         new.allocate(spec())
@@ -235,7 +235,7 @@ def test_disk_that_fills_up_while_space_is_taken(out: Path, monkeypatch: pytest.
     old = old_bytes(out)
     monkeypatch.setattr(os, "posix_fallocate", failing(error))
     with (
-        pytest.raises(OutputError, match=rf"out\.h5 needs .* of disk, but {os.strerror(error)}"),
+        pytest.raises(OutputError, match=rf"out\.h5 needs .* of disk space, but {os.strerror(error)}"),
         NewFile(out, overwrite=True) as new,
     ):
         new.allocate(spec())

@@ -416,7 +416,7 @@ def test_files_that_cannot_be_appended_to(tmp_path: Path) -> None:
         "more.h5": "'embeddings' was not written by h5chunk convert, and would be lost",
         "text.h5": "not an HDF5 file",
         "folder": "is a folder: append to one of its files",
-        "matrix.h5": "has a sparse matrix, to which append cannot add rows: .* another file",
+        "matrix.h5": "has a matrix, to which append cannot add rows: .* another file",
         "none.h5": "no such file: create it with h5chunk convert",
     }.items():
         for run in (append, partial(append, dry_run=True)):

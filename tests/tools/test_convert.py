@@ -403,12 +403,12 @@ def test_full_disk(
         monkeypatch.setattr(os, "pwrite", lambda fd, data, at: full() if at > 50_000 else pwrite(fd, data, at))
     decoded = [] if when == "write" else watch(monkeypatch, "read image", failure(AssertionError("decoded")))
     for workers in (0, 2):
-        with pytest.raises(OutputError, match=r"of disk, but|cannot be written: No space left on device"):
+        with pytest.raises(OutputError, match=r"of disk space, but|cannot be written: No space left on device"):
             convert(root, out[0], workers=workers, overwrite=True)
         check_untouched(*out, kept=when == "write")
     assert decoded == []
     if when == "look":
-        with pytest.raises(OutputError, match=r"needs .* of disk, but 1000 bytes are free"):
+        with pytest.raises(OutputError, match=r"needs .* of disk space, but 1000 bytes are free"):
             convert(root, out[0], overwrite=True, dry_run=True)
 
 

@@ -237,7 +237,7 @@ def test_where_it_may_not_be(class_folder: Make, tmp_path: Path) -> None:
     convert(source, tmp_path / "out", shards=2, workers=0)
     with pytest.raises(OutputError, match=r"out exists: use --overwrite"):
         convert(source, tmp_path / "out", shards=3, workers=0)
-    with pytest.raises(OutputError, match=r"out is a folder: give the name of a file"):
+    with pytest.raises(OutputError, match=r"out is a folder: use the name of a file"):
         convert(source, tmp_path / "out", overwrite=True, workers=0)
     (tmp_path / "out" / "thesis.txt").write_text("years of work")
     with pytest.raises(OutputError, match=r"out is a folder with files that are not shards, such as thesis.txt"):
@@ -333,6 +333,6 @@ def test_no_room(class_folder: Make, tmp_path: Path, monkeypatch: pytest.MonkeyP
     source = class_folder(20)
     usage = os.statvfs(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 30_000, "total": usage.f_blocks})())
-    with pytest.raises(OutputError, match=r"out needs .* of disk, but 29.3 KiB are free"):
+    with pytest.raises(OutputError, match=r"out needs .* of disk space, but 29.3 KiB are free"):
         convert(source, tmp_path / "out", shards=4, workers=0)
     check_nothing_left(tmp_path / "out")

@@ -229,7 +229,9 @@ def test_a_small_disk_is_noticed_before_the_work(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=20_000))
     watch(monkeypatch, "tools.repack.repack.create_replica", failure(AssertionError("written")))
     for options in ({}, {"shuffle": True, "compression": "gzip", "chunk_samples": 30}):
-        check_refused(source, OutputError, "of disk, but 19.5 KiB are free: free space, or write elsewhere", **options)
+        check_refused(
+            source, OutputError, "of disk space, but 19.5 KiB are free: free space, or write elsewhere", **options
+        )
 
 
 @pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"shuffle": True, "compression": "gzip"}])

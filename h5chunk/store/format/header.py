@@ -65,7 +65,7 @@ def header_attributes(
     """Return the attributes of ``/h5chunk``, by name, with the types of the specification.
 
     ``options`` must be serialisable as JSON. ``numbers`` are ``num_samples``, ``chunk_samples``, ``window_chunks``,
-    ``seed`` and ``shuffled``. Those that are not known may be left out.
+    ``seed`` and ``shuffled``. Unknown numbers may be left out.
     """
     attributes: dict[str, Any] = {"format_version": np.int64(FORMAT_VERSION), "h5chunk_version": h5chunk.__version__}
     if kind:

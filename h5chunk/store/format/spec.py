@@ -93,7 +93,7 @@ addition to the tables below, there may be
 ``column_index``
     int64, (columns,): column j is column ``column_index[j]`` of the source. Only if columns were left out.
 ``categories/<field>``
-    See below; for columns of ``obs``.
+    The names of the categories of a column of ``obs``; see below.
 
 ``source_index`` numbers all rows of the source from 0: in the order of the source, or, if rows have ids, in ascending
 order of the ids. ``column_index`` numbers the columns in the same way. With ``--ids-from OLD.h5``, columns whose ids
@@ -193,7 +193,7 @@ class ArraySpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the dataset in the file, or 0 for compressed data, whose size is not yet known."""
+        """Size of the dataset in the file in bytes, or 0 if it is compressed or has a fill value."""
         if self.fill is not None or self.gzip:
             return 0
         shape = self.shape
@@ -221,7 +221,7 @@ class FileSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Approximate bytes of the file, without compressed data."""
+        """Approximate size of the file in bytes, without compressed data."""
         return HEADER_BYTES + sum(dataset.num_bytes for dataset in self.datasets.values())
 
 
@@ -274,7 +274,7 @@ def create_objects(file: h5py.File, spec: FileSpec) -> dict[str, h5py.Dataset]:
     datasets = {path: _create_dataset(file, path, array) for path, array in spec.datasets.items()}
     make_group(file, f"{GROUP}/checksums")
     for path, attributes in spec.attributes.items():
-        for name, value in attributes.items():  # h5py makes a ``str`` variable-length
+        for name, value in attributes.items():  # h5py would store a ``str`` with variable length
             file[path].attrs[name] = np.bytes_(value.encode()) if isinstance(value, str) else value
     return datasets
 

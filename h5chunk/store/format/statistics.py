@@ -36,7 +36,7 @@ class FieldStatistics:
     mean, std, minimum, maximum : tuple of float
         Statistics of the finite values of each channel, NaN if there are none. ``std`` has the divisor ``count``.
     num_missing : int
-        Number of NaN and infinite values of all channels.
+        Number of NaN and infinite values in all channels.
     """
 
     count: tuple[int, ...]
@@ -105,7 +105,7 @@ def read_statistics(path: str | os.PathLike[str], dataset: str) -> FieldStatisti
     if dataset not in fields:
         names = ", ".join(map(repr, fields))
         raise FieldError(
-            f"{printable(stored)} has statistics of {names}, but not of {dataset!r}, which {command} does not choose"
+            f"{printable(stored)} has no statistics of {dataset!r}, because {command} computes only those of {names}"
         )
     return fields[dataset]
 

@@ -16,7 +16,7 @@ EXACT = 1 << 53  # float64 represents all integers up to this exactly
 
 
 def read_attribute(item: Any, name: str, where: str, kind: type[H5ChunkError]) -> Any:
-    """Read an attribute that is one number or one string. Raises an error of this ``kind`` if it is not."""
+    """Read an attribute that must be one number or one string. Otherwise raises an error of the type ``kind``."""
 
     def error(problem: str) -> H5ChunkError:
         return kind(f"{where}: {problem}")

@@ -125,7 +125,7 @@ def in_child(work: Callable[[Say], T], file_name: Callable[[], str], on_message:
 
 @contextlib.contextmanager
 def limited_memory(path: Path) -> Iterator[None]:
-    """Limit the memory of a child process, because damaged metadata may make HDF5 use all memory."""
+    """Limit the memory of a child process in a context, because damaged metadata may make HDF5 use all memory."""
     if sys.platform != "linux" or not _is_child:
         yield
         return
@@ -188,7 +188,7 @@ class _Watch:
         if any(state != "S" for state, _ in threads.values()) or ran:
             self._since = time.monotonic()
         elif time.monotonic() - self._since > IDLE_S:
-            raise Stuck(f"{file_name()}: the child process that reads it made no progress for {IDLE_S:.0f} s")
+            raise Stuck(f"{file_name()}: a process that was started to read it made no progress for {IDLE_S:.0f} s")
 
     def is_dead(self) -> bool:
         return {state for state, _ in self._threads().values()} <= {"Z", "X"}

@@ -301,7 +301,7 @@ def _list_index(dataset: h5py.Dataset, name: str) -> ChunkTable:
     strides = np.array([math.prod(grid[axis + 1 :]) for axis in range(len(grid))], np.int64)
     block = dataset.file.userblock_size
     missing = block if block and leaves_out_user_block() else 0
-    numbers: list[int] = []  # describe many chunks, because storing them together is faster than one by one
+    numbers: list[int] = []  # values of many chunks, because storing them together is faster than one by one
 
     def add(chunk: h5py.h5d.StoreInfo) -> None:
         position, mask, offset, size = chunk

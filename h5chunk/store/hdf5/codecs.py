@@ -63,7 +63,7 @@ class ChunkDecoder:
     """A decoder for the chunks of one dataset, which can be pickled and used from any number of threads.
 
     ``properties`` are the dataset's creation properties, to which no reference is kept. ``max_stored_bytes`` is a limit
-    on the stored bytes of a chunk. Raises NoDecoder if a filter is not supported here, or imagecodecs is missing.
+    on the stored size of a chunk. Raises NoDecoder if a filter is not supported here, or imagecodecs is missing.
     """
 
     def __init__(self, properties: h5py.h5p.PropDCID, chunk_bytes: int, item_bytes: int) -> None:

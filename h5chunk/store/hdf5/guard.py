@@ -10,7 +10,7 @@
 | filters whose parameters do not match the chunks, so that HDF5 crashes | refused (`check_filters`) |
 | strings of variable length that describe a matrix | read without HDF5, which may hang on them |
 | strings of variable length, references | refused as fields and in /h5chunk, like large attributes of /h5chunk |
-| heaps of numbers of variable length, which are fields | read without HDF5, with all addresses and sizes checked |
+| fields with arrays of variable length | read without HDF5, with all addresses and sizes checked |
 | links and datasets in the group /h5chunk | refused, except for hard links to datasets of valid types and shapes |
 
 HDF5 itself detects other damaged metadata. Its errors become FileErrors, and so do its crashes and endless loops,
@@ -134,7 +134,7 @@ class Guard:
     def __init__(self, path: str | os.PathLike[str], trusted: bool = False, *, remedy: str = REMEDY) -> None:
         self.path, self._remedy = Path(path), remedy
         if not isinstance(trusted, bool):
-            raise OptionError(f"trusted is {trusted!r}: give True to follow links within the file's folder, or False")
+            raise OptionError(f"trusted is {trusted!r}: pass True to follow links within the file's folder, or False")
         self._trust = Trust(self.path) if trusted else None
 
     def find(self, file: h5py.File, name: str) -> h5py.Dataset | h5py.Group | None:
@@ -379,7 +379,7 @@ def _check_chunk_sizes(
 def check_attributes(item: h5py.HLObject, where: str, names: Iterable[str] | None = None) -> None:
     """Raise FileError if an attribute of an object is large or has a variable-length type.
 
-    In untrusted files only those in ``names`` are checked, because HDF5 may crash when it lists attributes.
+    By default all are checked. For untrusted files pass ``names``, because HDF5 may crash when it lists attributes.
     """
     for name in item.attrs if names is None else [name for name in names if name in item.attrs]:
         attribute = item.attrs.get_id(name)

@@ -36,9 +36,9 @@ from h5chunk.stamp import stamp_of
 from h5chunk.store.hdf5.attributes import join_columns
 
 VERSION = 2
-LOOKED_AT, LOOK_BYTES = 16, 4 << 10  # number and size of the pieces of a file that are in its stamp
+LOOKED_AT, LOOK_BYTES = 16, 4 << 10  # number of the pieces of a file that its stamp covers, and their size
 MAX_HEADER = 64 << 20
-MAX_BYTES = 1 << 62  # limit on the bytes of all samples of a field
+MAX_BYTES = 1 << 62  # limit on the total size of a field's samples
 THROUGH_HDF5, CONTIGUOUS = -1, 0  # kinds of storage; chunked kinds follow
 ARRAYS = {"lengths": "<i8", "places": "<i8", "kinds": "<i4", "offsets": "<i8", "sizes": "<i8", "masks": "<u4"}
 
@@ -74,7 +74,7 @@ class FieldIndex:
         return int(np.prod(self.shape[1:], dtype=np.int64))
 
     def sample_bytes(self) -> np.ndarray:
-        """Return the bytes of each sample: (n,) int64."""
+        """Return the size of each sample in bytes: (n,) int64."""
         return self.lengths * self.step_items * self.dtype.itemsize
 
     def check(self, num_samples: int, file_bytes: int) -> None:
@@ -136,7 +136,7 @@ class KeyedIndex:
     def check(self, file_bytes: int, fields: Sequence[str], attributes: Sequence[str]) -> None:
         """Raise ValueError if a value is impossible, or if the index is for other fields or attributes."""
         if not len(self) or sorted(self.fields) != sorted(fields) or sorted(self.columns) != sorted(attributes):
-            raise ValueError("other fields")
+            raise ValueError("fields or attributes that were not requested")
         if (np.diff(self.ends, prepend=0) < 1).any() or int(self.ends[-1:].sum()) != len(self.names):
             raise ValueError("impossible names")
         if any(len(column) != len(self) for column in self.columns.values()):
@@ -361,14 +361,16 @@ def parse_patterns(patterns: str | Sequence[str] | Mapping[str, str]) -> dict[st
         before, star, after = pattern.partition("*")
         if not star or "*" in after or (before and not before.endswith("/")) or (after and not after.startswith("/")):
             raise OptionError(
-                f"samples has {pattern!r}: give a path with one * in place of a name, as in 'traces/*/data'"
+                f"samples has {pattern!r}: use a path with one * in place of a name, as in 'traces/*/data'"
             )
         name = after.strip("/").replace("/", "_") or before.strip("/").rpartition("/")[2] or "data"
         name = given if isinstance(given, str) else name
         if name in found or before != next(iter(found.values()), pattern).partition("*")[0]:
             text = ", ".join(map(str, named.values() if isinstance(listed, Mapping) else listed))
-            raise OptionError(f"samples is {text}: give patterns that differ after the same group and *")
+            raise OptionError(
+                f"samples is {text}: use patterns that differ only after the *, and a different field name for each"
+            )
         found[name] = pattern
     if not found:
-        raise OptionError("samples is empty: give at least one pattern")
+        raise OptionError("samples is empty: pass at least one pattern")
     return found

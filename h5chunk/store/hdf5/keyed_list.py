@@ -55,9 +55,9 @@ from h5chunk.store.hdf5.open import follow, opened
 
 PART_SAMPLES = 5_000  # samples per range; a child process lists a range in about a second
 REPORTED = 1000  # number of samples between two reports of progress
-HEADER_BYTES = 4 << 10  # bytes in which the values of a compact dataset are searched, from its object header on
+HEADER_BYTES = 4 << 10  # bytes after the start of an object header to search for a compact dataset's values
 
-Report = Callable[[int, "int | None"], None]  # called with the number of listed samples, and of all samples
+Report = Callable[[int, "int | None"], None]  # called with the number of listed samples, and the total
 
 
 def open_index(
@@ -88,14 +88,14 @@ def open_index(
             try:
                 save_index(*store, path, stamp, made_for, built)
             except FileError as error:
-                warnings.warn(f"{error}. It is rebuilt each time", stacklevel=3)
+                warnings.warn(f"{error}, so it is rebuilt each time", stacklevel=3)
             shutil.rmtree(store[1], ignore_errors=True)
             remove_stale(path, stamp)
     return built
 
 
 def list_samples(path: Path, patterns: Mapping[str, str], attributes: Sequence[str], report: Report) -> KeyedIndex:
-    """List the samples of a file like `open_index`, but store no index. Fields may also have strings."""
+    """List the samples of a file like `open_index`, but store no index. Fields may also contain strings."""
     options = _Options(path, patterns, attributes, False, kinds="biufS")
     return _build(options, stamp_with_bytes(path), [], None, report)
 
@@ -105,7 +105,7 @@ class _Options(NamedTuple):
     patterns: Mapping[str, str]
     attributes: Sequence[str]
     trusted: bool
-    kinds: str = "biuf"  # of the values that a field may have
+    kinds: str = "biuf"  # kinds of NumPy dtypes that a field may have
 
     @property
     def before(self) -> str:
@@ -245,7 +245,7 @@ class _FieldLister:
         self._has_block = bool(file.userblock_size)
         self._first: tuple[Any, tuple[int, ...], np.dtype] | None = None  # type, shape, dtype
         self._kinds: list[tuple[Any, list[Any]]] = []  # creation properties, and description
-        self._kinds_of: dict[tuple[int, ...], list[int]] = defaultdict(list)  # numbers of kinds, by chunk shape
+        self._kinds_of: dict[tuple[int, ...], list[int]] = defaultdict(list)  # numbers of kinds, from 1, by chunk shape
         self._stored_here = True
         self._lengths: list[int] = []
         self._places: list[tuple[int, int]] = []  # place and kind

@@ -97,7 +97,7 @@ _through_python: weakref.WeakSet[h5py.File] = weakref.WeakSet()  # files that HD
 
 @atexit.register
 def _close_files() -> None:
-    """Close files before Python exits if HDF5 reads them by calling Python, because it would call Python afterwards."""
+    """Close the files that HDF5 reads by calling Python, because it would otherwise call Python after its exit."""
     for file in list(_through_python):
         file.close()
 
@@ -120,7 +120,7 @@ def address_of(item: h5py.HLObject) -> tuple[int, ...]:
 def follow(start: Any, path: str) -> Any:
     """Open the object at a path below a group. Returns None unless all names on the path exist and are hard links.
 
-    The objects are low-level objects of h5py, such as `h5py.h5g.GroupID`, which are three times as fast as others.
+    The objects are low-level objects of h5py, such as `h5py.h5g.GroupID`, which are three times as fast as the others.
     """
     item = start
     for part in path.strip("/").encode().split(b"/"):

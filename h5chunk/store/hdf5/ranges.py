@@ -44,7 +44,7 @@ CUT = "the file ends in the middle of its data, so it was cut short"
 PART_BYTES = 8 << 20  # bytes per task of a Python thread; smaller tasks would compete for the GIL (scripts/LOG.md)
 
 ReadTask = Callable[[int], None]  # a task: called with the descriptor of the file
-Ranges = tuple[np.ndarray, np.ndarray]  # offsets and numbers of bytes: (n,) int64 each
+Ranges = tuple[np.ndarray, np.ndarray]  # offsets and sizes in bytes: (n,) int64 each
 Where = Callable[[int], str]  # returns the text that names the data at an offset of the file, for messages
 
 _preadv = ctypes.CDLL(None).preadv
@@ -281,7 +281,7 @@ def row_jobs(
     destinations: np.ndarray,
     out: np.ndarray,
 ) -> tuple[np.ndarray, object]:
-    """Make jobs that read rows of a file into rows of an array, with about `RUN_BYTES` in each.
+    """Return jobs of about `RUN_BYTES` each that read rows of a file into rows of an array.
 
     Parameters
     ----------

@@ -1,6 +1,6 @@
 """Read strings of variable length, and attributes that contain them, from an HDF5 file without the HDF5 library.
 
-HDF5 trusts the lengths in the file, so that one damaged byte makes it allocate gigabytes. This module first checks all
+HDF5 trusts the lengths in the file, so one damaged byte can make it allocate gigabytes. This module first checks all
 lengths and addresses against the file. Addresses in the file must have 8 bytes. Source: HDF5 File Format Specification,
 III.E (global heap), IV.A.1 (object headers), IV.A.2.m (attribute message), VIII.B (disk format of variable-length
 data).
@@ -24,9 +24,9 @@ from h5chunk.store.hdf5.open import address_of
 from h5chunk.store.hdf5.ranges import held, open_descriptor
 
 MAX_STRING_BYTES = 256
-MAX_HEAP_BYTES = 64 << 20  # of a collection of strings
-BLOCK_BYTES = 64 << 10  # of a collection that is read to walk it; larger objects are skipped
-STRINGS_BYTES = 64 << 10  # of the file that are read at a time for short strings
+MAX_HEAP_BYTES = 64 << 20  # limit on the size of a heap collection that contains strings
+BLOCK_BYTES = 64 << 10  # bytes at the start of a collection that are read at once
+STRINGS_BYTES = 64 << 10  # bytes of the file that are read at a time for short strings
 MAX_HEADER_BYTES = 1 << 20
 MAX_HEADER_BLOCKS = 64
 HEAP_HEADER = struct.Struct("<4sB3xQ")
@@ -105,7 +105,7 @@ def read_strings(file: FileBytes, pointers: np.ndarray) -> np.ndarray:
 def find_in_heap(file: FileBytes, pointers: np.ndarray, sizes: np.ndarray, max_bytes: int = 1 << 62) -> np.ndarray:
     """Return the offset in the file of the object that each pointer refers to, or 0 for empty objects: (n,) int64.
 
-    ``sizes``, (n,), has the bytes of each object. Raises ``file.error`` if the heap is damaged, or one of its
+    ``sizes``, (n,), has the size of each object in bytes. Raises ``file.error`` if the heap is damaged, or one of its
     collections is larger than ``max_bytes``.
     """
     filled = np.flatnonzero(sizes)
@@ -128,7 +128,7 @@ def find_in_heap(file: FileBytes, pointers: np.ndarray, sizes: np.ndarray, max_b
 
 
 def _objects(file: FileBytes, address: int, max_bytes: int) -> tuple[dict[int, tuple[int, int]], int]:
-    """Return the address and size of each object in a collection of the heap, by the object's index, and the end."""
+    """Return the address and size of each object in a heap collection, by index, and the end of the collection."""
     magic, version, size = HEAP_HEADER.unpack(file.read(address, HEAP_HEADER.size))
     max_bytes = min(max_bytes, file.num_bytes - file.base - address)
     if magic != b"GCOL" or version != 1 or not HEAP_HEADER.size <= size <= max_bytes:
@@ -164,7 +164,7 @@ def _attribute_bytes(file: FileBytes, address: int, name: str, num_bytes: int) -
                 value = message[at + sum(parts) :][:num_bytes]
                 if len(value) == num_bytes:
                     return value
-    raise file.error(f"its attribute {name!r} is damaged, or in an unsupported layout: rewrite it (h5repack)")
+    raise file.error(f"its attribute {name!r} is damaged, or in an unsupported layout: rewrite the file with h5repack")
 
 
 def _messages(file: FileBytes, address: int) -> Iterator[tuple[int, bytes]]:
@@ -181,7 +181,7 @@ def _messages(file: FileBytes, address: int) -> Iterator[tuple[int, bytes]]:
     else:
         blocks = [(address + 16, int.from_bytes(start[8:12], "little"))]
         head = struct.Struct("<HHB3x")
-    for number, (block_address, size) in enumerate(blocks):  # grows with each continuation
+    for number, (block_address, size) in enumerate(blocks):  # the list grows with each continuation message
         if size > MAX_HEADER_BYTES or number >= MAX_HEADER_BLOCKS:
             raise file.error("an object header is damaged (it has no end)")
         data = file.read(block_address, size)

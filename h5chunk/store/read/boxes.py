@@ -220,7 +220,7 @@ class PatchBytes(ByteReader):
     def tasks(self, rows: np.ndarray, destinations: np.ndarray, out: np.ndarray) -> Iterator[ReadTask]:
         """Yield tasks as `ByteReader.tasks` does. Rows may be in any order.
 
-        Decoded chunks are cached if fewer rows are requested than a cell has.
+        Decoded chunks are cached if fewer patches are requested than a cell has.
         """
         target = out.view(self._field.dtype).reshape(len(out), *self._shape)
         volumes, starts = self._reader.plan.boxes(rows)

@@ -99,7 +99,7 @@ class ChunkChecks:
         return np.repeat(whole & ~self.sums.verified[chunks[firsts]], counts)
 
     def whole_tasks(self, rows: np.ndarray, vectors: np.ndarray, out: object) -> Iterator[WholeChunks]:
-        """Yield tasks that read and verify complete chunks, whose rows are ``rows``.
+        """Yield tasks that read and verify complete chunks. ``rows`` has all rows of these chunks.
 
         ``vectors``, (n, 2) uintp, has the buffer of each row, as for `VectorTask`.
         """
@@ -229,7 +229,7 @@ def read_sums(
     Raises OptionError if the file has no checksums, and FileError if they are invalid.
     """
     if checksums not in (OFF, FIRST, ALWAYS):
-        raise OptionError(f"checksums is {checksums!r}: give off, first or always")
+        raise OptionError(f"checksums is {checksums!r}: use off, first or always")
     if checksums == OFF:
         return {}
     datasets: dict[str, str] = {}

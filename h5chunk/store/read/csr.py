@@ -205,6 +205,6 @@ def open_dataset(file: h5py.File, name: str, cache: CacheSettings | None) -> h5p
 
 
 def cache_of(dataset: h5py.h5d.DatasetID) -> CacheSettings:
-    """Return the settings of the chunk cache that HDF5 uses."""
+    """Return the settings of the chunk cache that HDF5 uses for an open dataset."""
     nslots, nbytes, w0 = dataset.get_access_plist().get_chunk_cache()
     return CacheSettings(max(1, nslots), nbytes, w0)  # HDF5 reports 0 slots if there is no cache

@@ -32,15 +32,15 @@ from h5chunk.store.read.fields import Field
 WHOLE_ROW_BYTES = 1 << 10  # fields with rows of at most this size are kept in memory
 WHOLE_BYTES = 64 << 20  # unless the field is larger than this
 MAX_DECODED_BYTES = 256 << 20  # limit on a decoded chunk, because each thread holds one and its stored bytes
-KEPT_CHUNKS, KEPT_BYTES = 8, 256 << 20  # decoded chunks to keep, and the limit on their bytes
-TINY_BYTES, MANY_CHUNKS = 8 << 10, 4096  # HDF5 is faster if this many chunks are smaller than this (scripts/LOG.md)
+KEPT_CHUNKS, KEPT_BYTES = 8, 256 << 20  # number of decoded chunks to keep, and the limit on their total size
+TINY_BYTES, MANY_CHUNKS = 8 << 10, 4096  # HDF5 is faster at reading so many chunks below this size (scripts/LOG.md)
 KEPT_BANDS = 2  # bands to keep if samples are cut, because two windows may share a band
 
 _Copy = tuple[int, int, "slice | np.ndarray", np.ndarray]  # band, chunk in the band, rows of the band, destinations
 
 
 class ChunkRows(NamedTuple):
-    """The offset and stored bytes of each chunk, and its rows ``starts`` to ``stops`` (excluded): (n,) int64 each."""
+    """The offset and stored size of each chunk, and its rows ``starts`` to ``stops`` (excluded): (n,) int64 each."""
 
     offsets: np.ndarray
     sizes: np.ndarray
@@ -169,7 +169,7 @@ class ByteReader:
         return any(chunks.are_tiny for chunks in self.chunks)
 
     def scratch_bytes(self, num_threads: int) -> int:
-        """Return the bytes of memory that threads need for chunks, in addition to the rows themselves."""
+        """Return how many bytes of memory threads need for chunks, in addition to the rows themselves."""
         if not self.chunks:
             return 0
         kept = sum(chunks.num_kept * chunks.chunk_bytes for chunks in self.chunks)

@@ -203,14 +203,14 @@ def parse_fields(fields: Fields | None, **tables: Mapping[str, str] | None) -> d
             raise OptionError(f"{kind} has the field {name!r}, but fields is {fields!r}: name the field in fields, too")
         values = parsed[name]
         if not isinstance(values, str) or not isinstance(table, str):
-            raise OptionError(f"{kind} has {table!r} for {name!r}: give one dataset, as offsets or as lengths")
+            raise OptionError(f"{kind} has {table!r} for {name!r}: specify one dataset, as offsets or as lengths")
         parsed[name] = FlatSamples(values, table, kind == "lengths")
     return parsed
 
 
 def _pairs(kind: str, mapping: Mapping[str, str] | None) -> Iterable[tuple[str, str]]:
     if mapping is not None and not isinstance(mapping, Mapping):
-        raise OptionError(f"{kind} is {mapping!r}: give a mapping of fields to datasets, as in {{'values': {kind!r}}}")
+        raise OptionError(f"{kind} is {mapping!r}: pass a mapping of fields to datasets, as in {{'values': {kind!r}}}")
     return (mapping or {}).items()
 
 
@@ -220,7 +220,7 @@ def field_mapping(fields: Fields | None) -> dict[str, str] | None:
         return None if fields is None else dict(fields)
     names: Any = (fields,) if isinstance(fields, str) else fields
     if isinstance(names, bytes) or not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
-        raise OptionError(f"fields is {fields!r}: give names of datasets, or a mapping of names to datasets")
+        raise OptionError(f"fields is {fields!r}: pass names of datasets, or a mapping of names to datasets")
     names = [str(name) for name in names]
     twice = next((name for number, name in enumerate(names) if name in names[:number]), None)
     if twice is not None:

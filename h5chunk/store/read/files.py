@@ -1,6 +1,6 @@
 """List the files that a path names, and open one file, or several files such as shards as one data set.
 
-A shard is called ``NAME-00003-of-00012.h5``, so that its name tells how many shards the set has.
+A shard is called ``NAME-00003-of-00012.h5``, so that its name contains the number of shards in the set.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def open_reader(
     the set. To read only some of them, use a pattern or a list.
 
     Raises FileError if there is no file, a file cannot be opened, or a shard is missing. Raises FieldError if fields
-    differ between files. Raises OptionError if a file is repeated, or if ``checksums`` is given but a file has none.
+    differ between files. Raises OptionError if a file is repeated, or lacks the checksums that are to be verified.
     """
     files = list_files(path, remote)
     check_shards(path)
@@ -76,19 +76,19 @@ def _open(files: list[Path], fields: Stored | None, name: Path, trusted: bool, c
 def list_files(path: Paths, remote: RemoteOptions = NO_OPTIONS) -> list[Path]:
     """List the files that a path, pattern or list names, as `open_reader` describes.
 
-    For objects, list their local copies.
+    For remote objects, returns the paths of their local copies.
     """
     if not isinstance(path, (str, os.PathLike)):
         if isinstance(path, bytes) or not isinstance(path, Iterable):
-            raise OptionError(f"path is {path!r}: give a path, a pattern, or a list of them")
+            raise OptionError(f"path is {path!r}: pass a path, a pattern, or a list of them")
         paths = list(path)
         if not paths:
             raise OptionError("path is an empty list: name at least one file")
         return [file for item in paths for file in list_files(item, remote)]
     if not str(path) or "\0" in str(path):
-        raise OptionError(f"path is {str(path)!r}: give a path, a pattern, or a list of them")
+        raise OptionError(f"path is {str(path)!r}: pass a path, a pattern, or a list of them")
     if is_cut_url(path):
-        raise OptionError(f"path is {str(path)!r}: give a URL as text, because Path removes one of its slashes")
+        raise OptionError(f"path is {str(path)!r}: pass a URL as text, because Path removes one of its slashes")
     if isinstance(path, str) and is_url(path):
         return open_urls(path, _urls(path, remote), remote)
     try:
@@ -100,7 +100,7 @@ def list_files(path: Paths, remote: RemoteOptions = NO_OPTIONS) -> list[Path]:
 
 
 def single_file(path: Paths) -> Path | None:
-    """Return the file that a path names, or the local copy of the object.
+    """Return the file that a path names, or the local copy of the remote object that it names.
 
     Returns None if there may be several files.
     """
@@ -161,7 +161,7 @@ def _urls(url: str, remote: RemoteOptions) -> list[str]:
     if not is_pattern and name:
         folder, name = f"{url}/", ""
     if folder.startswith("http"):
-        raise OptionError(f"{printable(url)}: web servers do not list folders: give a list of URLs that end in .h5")
+        raise OptionError(f"{printable(url)}: web servers do not list folders: pass a list of URLs that end in .h5")
     found = [
         f"{folder}{each}"
         for each in list_url(folder, remote)

@@ -62,7 +62,7 @@ def borders_of(frames: H5Reader) -> np.ndarray:
 
 
 def find_borders(frames: H5Reader, kind: str, dataset: str, trusted: bool) -> np.ndarray:
-    """Compute the borders of episodes, as `borders_of` does, from a dataset in each file.
+    """Read the borders of episodes, in the form that `borders_of` returns, from a dataset in each file.
 
     The dataset has the lengths of episodes if ``kind`` is "lengths", and their first rows if it is "offsets".
     """

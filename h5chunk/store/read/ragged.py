@@ -153,7 +153,7 @@ def describe_series(file: h5py.File, path: Path, name: str, samples: FlatSamples
     values, table = found
     if not values.shape or not math.prod(values.shape[1:]) or values.dtype.kind not in "biuf":
         text = f"{samples.values!r} is {values.dtype} {values.shape}"
-        raise FieldError(f"{printable(path)}: {text}: give a dataset of numbers with one row per step")
+        raise FieldError(f"{printable(path)}: {text}: use a dataset of numbers with one row per step")
     kind, num_rows = ("lengths", len(table)) if samples.has_lengths else ("offsets", len(table) - 1)
     if table.ndim != 1 or table.dtype.kind not in "iu" or num_rows < 0:
         text = f"{samples.table!r} is {table.dtype} {table.shape}"
@@ -259,7 +259,7 @@ def read_indptr(file: h5py.File, path: Path, field: RaggedField) -> np.ndarray:
     if indptr[0] != 0 or indptr[-1] != num_entries:
         remedy = ""
         if isinstance(field, SeriesField):
-            remedy = ". Give the first row of each sample, and finally the number of rows"
+            remedy = ". It must have the first row of each sample, and finally the number of rows"
         raise FileError(
             f"{where} is damaged: {pointers} runs from {indptr[0]} to {indptr[-1]} instead of from 0 to "
             f"{num_entries}{remedy}"
@@ -271,11 +271,13 @@ def read_indptr(file: h5py.File, path: Path, field: RaggedField) -> np.ndarray:
 
 
 def _ends(lengths: np.ndarray, num_entries: int, where: str) -> np.ndarray:
-    """Return the offsets of samples of these lengths. Raises FileError unless they add up to ``num_entries``."""
+    """Return the offsets of samples with these lengths. Raises FileError unless they add up to ``num_entries``."""
     wrong = (lengths < 0) | (lengths > num_entries)
     if wrong.any():
         row = int(wrong.argmax())
-        raise FileError(f"{where} has the length {lengths[row]} for sample {row}, but all values have {num_entries}")
+        raise FileError(
+            f"{where} has the length {lengths[row]} for sample {row}, but all samples have {num_entries} steps"
+        )
     ends = np.concatenate([[0], np.cumsum(lengths)])
     if ends[-1] != num_entries or (ends[1:] < ends[:-1]).any():
         raise FileError(f"{where} has lengths that add up to {ends[-1]}, but the values have {num_entries} steps")

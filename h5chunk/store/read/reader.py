@@ -58,7 +58,7 @@ class H5Reader:
     when chunks of an h5chunk file are compared with their checksums: "off", "first" (at this process's first read) or
     "always". ``file`` is the open file, if it is open already.
 
-    ``ragged`` is the field that is a matrix or images of any size, if there is one. The ``main`` field is ``ragged``,
+    ``ragged`` is the field whose samples differ in length, such as a matrix, or None. The ``main`` field is ``ragged``,
     or else the field with the largest samples. Its chunks have ``chunk_samples`` samples. ``starts``, (num_files + 1,)
     int64, is the first sample of each file, and finally the number of samples.
     """
@@ -92,7 +92,7 @@ class H5Reader:
                 raise OptionError("fields is empty: name at least one dataset")
             for name in (*fields.keys(), *fields.values()):
                 if not isinstance(name, (str, FlatSamples)):
-                    raise OptionError(f"fields contains {name!r}: give names of datasets")
+                    raise OptionError(f"fields contains {name!r}: pass names of datasets")
             guard = Guard(self.path, trusted)
             self.fields = {}
             for name, dataset in fields.items():
@@ -148,15 +148,15 @@ class H5Reader:
             yield int(files[positions[0]]), positions
 
     def cache_bytes(self, main: CacheSettings) -> int:
-        """Return the maximum total bytes of the main field's caches in one process.
+        """Return the maximum total size in bytes of the main field's caches in one process.
 
-        ``main`` is the cache of this field.
+        ``main`` has the settings of the cache.
         """
         return main.nbytes
 
     @property
     def chunk_bytes(self) -> int:
-        """Decoded bytes of all chunks of the main field that contain the same ``chunk_samples`` samples."""
+        """Decoded size in bytes of all chunks of the main field that contain the same ``chunk_samples`` samples."""
         grid = self.main.grid
         return grid.band_bytes if grid.chunks else self.chunk_samples * grid.sample_bytes
 
@@ -228,7 +228,7 @@ class H5Reader:
     def recommended_window(self) -> int:
         """Number of chunks to shuffle together: the recommendation, or else as many as fit in the default memory.
 
-        It is reduced if some chunks of a matrix have far more entries than others, because the bytes of a window are
+        It is reduced if some chunks of a matrix have far more entries than others, because the size of a window is
         limited.
         """
         if recommended := self.recommendation:
@@ -240,7 +240,7 @@ class H5Reader:
         return bounded_window(window_chunks, fullest_chunks(self.indptr, self.chunk_samples))
 
     def set_caches(self, main: CacheSettings) -> None:
-        """Set the cache of the main field. The caches of other fields are chosen for as many samples."""
+        """Set the cache of the main field. The caches of other fields are chosen for the same number of samples."""
         room_samples = main.nbytes // max(1, self.main.grid.band_bytes) * self.chunk_samples
         caches = {}
         for field in self.fields.values():

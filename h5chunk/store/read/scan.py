@@ -66,7 +66,7 @@ class Damage:
 class CheckedDataset:
     """The chunks of one dataset, which are checked for damage. The dataset must stay open.
 
-    The dataset must not be virtual or have external storage. ``expected``, (num_chunks,) uint32, are the recorded
+    The dataset must not be virtual or have external storage. ``expected``, (num_chunks,) uint32, has the recorded
     checksums. ``on_values`` is called with undamaged values. Raises FileError if the index of the chunks is
     inconsistent.
 
@@ -114,7 +114,7 @@ class CheckedDataset:
         return np.flatnonzero(self.table.offsets >= 0)
 
     def location(self, chunk: int) -> tuple[int, int]:
-        """Return the offset of a chunk in the file, and its stored bytes."""
+        """Return the offset of a chunk in the file, and its stored size in bytes."""
         return int(self.table.offsets[chunk]), int(self.table.sizes[chunk])
 
     def check(
@@ -126,7 +126,7 @@ class CheckedDataset:
         memory_bytes: int = MEMORY_BYTES,
         on_checked: Callable[[np.ndarray], None] = lambda chunks: None,
     ) -> Generator[tuple[int, list[Damage]]]:
-        """Check chunks, (n,) int64 ascending, in threads. Yields the bytes read and the damage of each part.
+        """Check chunks, (n,) int64 ascending, in threads. Yields each part's number of bytes read and its damage.
 
         The threads call ``on_checked`` with the chunks of each undamaged part.
         """
@@ -150,7 +150,7 @@ class CheckedDataset:
     ) -> None:
         """Raise FileError if a chunk is damaged. The message contains ``consequence`` and ``remedy``.
 
-        ``on_read`` is called with the bytes read since the last call. ``options`` are other arguments of `check`.
+        ``on_read`` is called with the number of bytes read since its last call. ``options`` are arguments of `check`.
         """
         with closing(self.check(chunks, descriptor, **options)) as parts:  # stop all threads after an error
             for num_bytes, damages in parts:

@@ -288,7 +288,7 @@ def direct_fields(reader: H5Reader) -> tuple[dict[str, ByteReader], dict[str, st
 
 
 def _byte_readers_of_file(single: H5Reader) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the byte readers of one file, which are None if it is empty, and why other fields have none."""
+    """Return the byte readers of one file (None if it is empty), and the reasons why other fields have none."""
     if isinstance(single, KeyedReader):
         return _byte_readers_of_samples(single)
     joined = single if isinstance(single, EpisodeFile) else None

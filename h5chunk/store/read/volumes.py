@@ -28,8 +28,8 @@ from h5chunk.store.read.fields import Field, describe_field
 from h5chunk.store.read.files import natural
 from h5chunk.store.read.reader import H5Reader
 
-WINDOW_BYTES = 512 << 20  # limit on the decoded bytes of the chunks for cells that are shuffled together
-HELD_BYTES = 256 << 20  # limit on the bytes of the patches of cells that are shuffled together
+WINDOW_BYTES = 512 << 20  # limit on the decoded size of the chunks of cells that are shuffled together
+HELD_BYTES = 256 << 20  # limit on the size of the patches in cells that are shuffled together
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class PatchReader(H5Reader):
 
     @property
     def chunk_bytes(self) -> int:
-        """The decoded bytes of the chunks of a cell, or the bytes of its patches if they are more."""
+        """The decoded size of a cell's chunks in bytes, or the size of its patches if that is larger."""
         return max(self.plan.cell_bytes, self.chunk_samples * self.main.grid.sample_bytes)
 
     @property
@@ -138,7 +138,7 @@ class PatchReader(H5Reader):
         self.direct_fields()
 
     def direct_fields(self) -> tuple[dict[str, ByteReader], dict[str, str]]:
-        """Return the byte readers of fields, and for the other fields the reason why they have none."""
+        """Return the byte readers of fields, and the reason why each other field has none."""
         volumes: dict[str, list[VolumeBytes]] = {name: [] for name in self.fields}
         why: dict[str, str] = {}
         for number, reader in enumerate(self.readers):
@@ -190,7 +190,7 @@ def _some_field(fields: Mapping[str, VolumeField], number: int) -> dict[str, str
 
 
 def probe_volumes(*opened_as: Any) -> None:
-    """Open volumes, and list their chunks. The arguments are those of `open_volumes`."""
+    """Open volumes, and list their chunks. The arguments are passed to `open_volumes`."""
     fields, _ = open_volumes(*opened_as)
     with opened(opened_as[0][0]) as file:
         for each in fields.values():
@@ -273,7 +273,7 @@ def _list_datasets(file: h5py.File, path: Path, guard: Guard, pattern: str) -> d
     if not stars:
         return {"": pattern}
     if len(stars) > 1 or pattern.count("*") > 1:
-        raise OptionError(f"fields has {pattern!r}: give at most one *, as in volumes/*/raw")
+        raise OptionError(f"fields has {pattern!r}: use at most one *, as in volumes/*/raw")
     before, part, after = parts[: stars[0]], parts[stars[0]], parts[stars[0] + 1 :]
     group = guard.find(file, "/".join(before) or "/")
     if not isinstance(group, h5py.Group):

@@ -58,7 +58,7 @@ class WindowReader(H5Reader):
         self.chunk_samples = max(1, round(self.num_samples / max(1, len(self.chunk_starts) - 1)))
 
     def _chunks_together(self) -> int:
-        """Return how many chunks of frames to join to one chunk, so that most windows of the chunk share frames."""
+        """Return how many chunks of frames to join into one chunk, so that most windows of the chunk share frames."""
         frames = self.frames
         wanted = plan_layout(max(1, frames.num_samples), max(1, frames.main.grid.sample_bytes)).chunk_samples
         dense = [self.steps[name] for name in self.steps if not self._is_sparse(name)]
@@ -142,7 +142,7 @@ class WindowReader(H5Reader):
         return max_frames
 
     def is_padding(self, name: str, samples: np.ndarray) -> np.ndarray:
-        """Return which frames of a field are repeated because they are beyond the episode: (n, num_frames) bool."""
+        """Return which frames of a field are padding, because they are beyond the episode: (n, num_frames) bool."""
         return self.rows_of(name, samples) != self.anchors[samples, None] + self.steps[name]
 
     def byte_reader(self, name: str, frames: ByteReader) -> ByteReader:
@@ -159,7 +159,7 @@ class WindowReader(H5Reader):
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of the distinct frames of a chunk."""
+        """Size of the distinct frames of a chunk in bytes."""
         return self.frames.chunk_bytes * self._joined
 
     @property

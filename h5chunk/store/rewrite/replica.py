@@ -66,7 +66,7 @@ def create_replica(
     ``copied`` is called with the stored bytes of each copied dataset. Returns the byte ranges of the unfiltered
     datasets whose values must still be written, and messages about content that could not be preserved.
     """
-    block = source.userblock_size  # HDF5 requires a multiple of the alignment
+    block = source.userblock_size  # HDF5 requires that it is a multiple of the alignment
     with translate_errors(source.filename):
         old, creation = h5g.open(source.id, b"/").get_create_plist(), h5p.create(h5p.FILE_CREATE)
         creation.set_userblock(block)
@@ -273,7 +273,7 @@ class _Maker:
 
 
 def _copy_orders(old: Any, new: Any) -> None:
-    """Copy whether a group or file tracks the creation order of links and attributes."""
+    """Copy the settings that make a group or file track the creation order of links and attributes."""
     new.set_link_creation_order(old.get_link_creation_order())
     new.set_attr_creation_order(old.get_attr_creation_order())
 

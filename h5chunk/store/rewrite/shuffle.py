@@ -59,7 +59,7 @@ class Rows:
 
     @property
     def num_bytes(self) -> int:
-        """Total bytes of all rows."""
+        """Total size of all rows in bytes."""
         return self.old_offset(len(self._starts) - 1)
 
     def spans(self, shares: MemoryShares, step_bytes: int) -> Iterator[range]:
@@ -178,7 +178,7 @@ def copy_rows(source: RawRows, target: Target, shares: MemoryShares, *, unit_row
 def shuffle_rows(
     rows: Rows, new: NewOrder, target: Target, shares: MemoryShares, *, folder: Path, moved: Moved
 ) -> None:
-    """Write all rows in their new order. If a temporary file is needed, it is in ``folder``."""
+    """Write all rows in their new order. If a temporary file is needed, it is created in ``folder``."""
     borders = rows.borders(shares.bucket_bytes(rows.num_bytes))
     if len(borders) == 2:  # all rows fit in memory
         whole, data = np.empty((2, rows.num_bytes), np.uint8)

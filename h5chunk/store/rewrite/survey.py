@@ -48,7 +48,7 @@ class DatasetFacts:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all elements."""
+        """Size of all elements in bytes."""
         return math.prod(self.shape or (0,)) * self.item_bytes if self.shape != () else self.item_bytes
 
     @property

@@ -31,7 +31,7 @@ from h5chunk.store.write.new_file import NewFile, checksum_specs
 from h5chunk.store.write.old_file import OldImages
 
 CHUNK_BYTES = 8 << 20
-TASK_BYTES = 4 << 20  # average bytes of the images in a task
+TASK_BYTES = 4 << 20  # average total size of the images in a task
 PIECE_BYTES = 1 << 20
 FACTS = 4  # integers per sample: bytes, height, width and EXIF orientation
 
@@ -223,7 +223,7 @@ def _num_bytes(numbers: list[int]) -> int:
 def write_image_tables(new: NewFile, name: str, facts: np.ndarray, checksums: np.ndarray) -> None:
     """Write the offsets and sizes of all images, after the file's header is complete.
 
-    ``checksums`` are those of the chunks of ``data``.
+    ``checksums`` has the checksum of each chunk of ``data``.
     """
     offsets = np.concatenate(([0], np.cumsum(facts[:, 0])))
     columns = dict(zip(IMAGE_TABLES, (offsets, *facts.T[1:]), strict=True))

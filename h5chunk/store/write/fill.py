@@ -1,6 +1,6 @@
 """Fill the chunks of a new file from a source, in worker processes.
 
-A task is a run of chunks. A worker reads their samples and writes each chunk with one ``pwrite``, so that no samples
+A task is a range of chunks. A worker reads their samples and writes each chunk with one ``pwrite``, so that no samples
 are sent between processes. The result of a task has the checksums of the chunks. A claim is the result of a task of an
 earlier run, from a journal. A worker verifies the claim, and writes the chunks again if the verification fails.
 

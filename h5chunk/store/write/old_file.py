@@ -47,7 +47,7 @@ class OldFile:
                 )
             if header.kind:
                 raise FileError(
-                    f"{self.label} has a sparse matrix, to which append cannot add rows: convert all sources "
+                    f"{self.label} has a matrix, to which append cannot add rows: convert all sources "
                     "together, or the new rows to another file (files with the same columns can be read as one)"
                 )
             self.header, self.options = header, header.options

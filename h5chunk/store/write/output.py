@@ -211,12 +211,12 @@ def check_folder(path: Path, overwrite: bool) -> None:
     label = printable(path)
     check_name(path)
     if os.path.lexists(path) and not path.is_dir():
-        raise OutputError(f"{label} is a file, but shards need a folder: give another name, or remove the file")
+        raise OutputError(f"{label} is a file, but shards need a folder: use another name, or remove the file")
     existing = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
     others = [name for name in existing if not NUMBERED.fullmatch(name) and not SPLIT_FILE.fullmatch(name)]
     if others:
         raise OutputError(
-            f"{label} is a folder with files that are not shards, such as {printable(others[0])}: give another name"
+            f"{label} is a folder with files that are not shards, such as {printable(others[0])}: use another name"
         )
     if existing and not overwrite:
         raise OutputError(f"{label} exists: use --overwrite (overwrite=True) to replace it")

@@ -97,7 +97,7 @@ def parse_output(path: str | os.PathLike[str], *, folder: bool = False) -> Path:
     if name in ("", ".", "..") or "\0" in text:
         noun, example = ("folder", "shards") if folder else ("file", "data.h5")
         raise OutputError(
-            f"{printable(text)!r} is not the name of a {noun} to write: give one, such as "
+            f"{printable(text)!r} is not the name of a {noun} to write: use a name such as "
             f"{printable(os.path.join(text.replace(chr(0), ''), example))}"
         )
     return Path(path)
@@ -111,9 +111,7 @@ def check_name(path: Path) -> None:
             os.stat(file)
         except OSError as error:
             if error.errno in (errno.ENAMETOOLONG, errno.EACCES, errno.ELOOP):
-                raise OutputError(
-                    f"{printable(path)} cannot be written ({error.strerror}): give another name"
-                ) from None
+                raise OutputError(f"{printable(path)} cannot be written ({error.strerror}): use another name") from None
 
 
 def check_not_source(path: Path, *sources: str | os.PathLike[str] | None) -> None:
@@ -128,9 +126,9 @@ def check_output(path: Path, overwrite: bool) -> None:
     label = printable(path)
     check_name(path)
     if path.is_dir():
-        raise OutputError(f"{label} is a folder: give the name of a file, such as {printable(path / 'data.h5')}")
+        raise OutputError(f"{label} is a folder: use the name of a file, such as {printable(path / 'data.h5')}")
     if os.path.exists(path) and not path.is_file():  # a device, such as /dev/null, would be replaced
-        raise OutputError(f"{label} is not a regular file, so it is not replaced: give another name")
+        raise OutputError(f"{label} is not a regular file, so it is not replaced: use another name")
     if not overwrite:
         check_missing(path)
     check_parent(path)
@@ -146,10 +144,10 @@ def check_parent(path: Path) -> None:
     """Raise OutputError unless files can be created in the folder of ``path``."""
     label, parent = printable(path), printable(path.parent)
     if not path.parent.is_dir():
-        problem = "is not a folder: give another path" if path.parent.exists() else "does not exist: create it first"
+        problem = "is not a folder: use another path" if path.parent.exists() else "does not exist: create it first"
         raise OutputError(f"{label}: its folder {parent} {problem}")
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise OutputError(f"{label}: its folder {parent} is not writable: give another path")
+        raise OutputError(f"{label}: its folder {parent} is not writable: use another path")
 
 
 def check_free_space(path: Path, num_bytes: int) -> None:
@@ -161,7 +159,9 @@ def check_free_space(path: Path, num_bytes: int) -> None:
 
 def no_space_message(path: Path, num_bytes: int, reason: str | None) -> str:
     """Return an error message for an output of ``num_bytes`` that does not fit on the disk. ``reason`` explains why."""
-    return f"{printable(path)} needs {human_bytes(num_bytes)} of disk, but {reason}: free space, or write elsewhere"
+    return (
+        f"{printable(path)} needs {human_bytes(num_bytes)} of disk space, but {reason}: free space, or write elsewhere"
+    )
 
 
 @contextmanager

@@ -100,7 +100,7 @@ class SampleJob:
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes of the chunks of old samples that are copied unchanged."""
+        """Total size in bytes of the old samples that are copied unchanged."""
         if self.old.images is not None:
             return self.old.images.num_bytes
         size = self.first_chunk * self.layout.chunk_samples

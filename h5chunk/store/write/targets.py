@@ -67,7 +67,7 @@ class PlainTarget:
         return self._sums
 
     def write(self, offset: int, data: np.ndarray) -> None:
-        """Write bytes, (n,) uint8, that `put` will overwrite. They therefore need no checksum."""
+        """Write bytes, (n,) uint8, that `put` will overwrite, and that therefore need no checksum."""
         self._new.write_bytes(self._name, offset, data.data)
 
     def read(self, offset: int, out: np.ndarray) -> None:
