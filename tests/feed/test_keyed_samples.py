@@ -373,7 +373,7 @@ def _break(path: Path, how: str) -> None:
         ("two numbers", "must be one number"),
         ("link", "soft link"),
         ("type", "has float64 .* as 'data'"),
-        ("shape", r"\[7, 4\] as \'data\', but the first sample has float32 \[7, 3\]"),
+        ("shape", r"\[7, 4\] in \'data\', but the first sample has float32 \[7, 3\]"),
         ("strings", "variable length"),
         ("no attribute value", "is empty, but must be one number"),
         ("named type", "has no dataset 'data'"),

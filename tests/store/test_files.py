@@ -313,7 +313,7 @@ def test_a_folder_must_have_all_its_shards(paths: list[Path], tmp_path: Path) ->
     shutil.copy(paths[1], folder / "set-00001-of-00003.h5")
     assert len(h5chunk.ChunkDataset([folder])) > there
     shutil.copy(paths[1], folder / "set-00000-of-00001.h5")
-    with pytest.raises(FileError, match="there are sets of 1, 3 shards named 'set': keep one set"):
+    with pytest.raises(FileError, match="there are sets of 1 and 3 shards named 'set': keep one set"):
         h5chunk.ChunkDataset([folder])
 
 

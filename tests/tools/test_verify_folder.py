@@ -82,7 +82,7 @@ def test_shards_that_are_not_of_one_set(shards: list[Path], class_folder, tmp_pa
     assert h5chunk.verify(folder).ok
     shutil.copy(shards[2], folder / "set-00000-of-00001.h5")
     problems = h5chunk.verify(folder).problems
-    assert "there are sets of 1, 4 shards named 'set': keep one set" in problems
+    assert "there are sets of 1 and 4 shards named 'set': keep one set" in problems
     (folder / "set-00000-of-00001.h5").unlink()
     shutil.copy(shards[2], folder / "set-00004-of-00004.h5")
     assert "set-00004-of-00004.h5 has an invalid number for a set of 4: rename it" in h5chunk.verify(folder).problems

@@ -183,7 +183,7 @@ def _list_names(path: Path, before: str, trusted: bool) -> tuple[list[bytes], bo
 
 def _differs(where: str, name: str, found: tuple[Any, Any], first: tuple[Any, Any]) -> FieldError:
     return FieldError(
-        f"{where} has {found[1]} {list(found[0])} as {name!r}, but the first sample has {first[1]} {list(first[0])}: "
+        f"{where} has {found[1]} {list(found[0])} in {name!r}, but the first sample has {first[1]} {list(first[0])}: "
         "samples may differ only in the length of the first axis"
     )
 
@@ -261,7 +261,7 @@ class _FieldLister:
             self._stored_here = number.dtype.kind in "biuf" and is_stored_as(number, self._first[2])
             if self._first[2].kind not in self._of_values:
                 raise FieldError(
-                    f"{where} has values {self._name!r} of type {number.dtype}, not numbers: leave the field out"
+                    f"{where} has values of type {number.dtype} in {self._name!r}, not numbers: leave the field out"
                 )
         kind, first, dtype = self._first
         if dataset.get_type() != kind or len(shape) != len(first) or shape[1:] != first[1:]:
@@ -282,7 +282,7 @@ class _FieldLister:
 
     def _check(self, dataset: Any, where: str) -> None:
         if dataset.shape is None or is_variable(dataset.get_type()):
-            raise FieldError(f"{where} has no {self._name!r}, or values of variable length: leave the field out")
+            raise FieldError(f"{where}: {self._name!r} is empty, or has values of variable length: leave the field out")
         self._guard.check_field(h5py.Dataset(dataset), where.partition(": sample ")[2])
 
     def _place(self, dataset: Any, shape: tuple[int, ...], where: str) -> tuple[int, int]:

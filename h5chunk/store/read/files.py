@@ -208,7 +208,7 @@ def wrong_counts(names: Iterable[str]) -> Iterator[str]:
     for name in sorted({name for name, _ in sets}):
         counts = sorted(count for other, count in sets if other == name)
         if len(counts) > 1:
-            yield f"there are sets of {', '.join(map(str, counts))} shards named {printable(name)!r}: keep one set"
+            yield f"there are sets of {' and '.join(map(str, counts))} shards named {printable(name)!r}: keep one set"
     for (name, count), existing in sorted(sets.items()):
         for number in sorted(number for number in existing if number >= count):
             yield f"{printable(shard_name(name, number, count))} has an invalid number for a set of {count}: rename it"

@@ -39,7 +39,7 @@ def describe_vlen(dataset: h5py.Dataset, path: Path, name: str) -> VlenField:
     if dtype is None or not dtype.isnative or not base.equal(h5py.h5t.py_create(dtype)):
         raise UnsupportedError(f"{where} has arrays of an unsupported type ({dtype or 'no numbers'}): {REMEDY}")
     if dataset.ndim != 1 or dataset.file.id.get_create_plist().get_sizes()[0] != 8:
-        raise UnsupportedError(f"{where} has {dataset.ndim} axes, or addresses of less than 8 bytes: {REMEDY}")
+        raise UnsupportedError(f"{where} has {dataset.ndim} axes, or addresses of fewer than 8 bytes: {REMEDY}")
     num_rows, total = len(dataset), int(np.diff(read_vlen_indptr(dataset, path, dtype.itemsize)).sum())
     chunk_samples = plan_layout(max(1, num_rows), max(1, total * dtype.itemsize // max(1, num_rows))).chunk_samples
     chunk_samples = max(1, min(chunk_samples, num_rows))
