@@ -176,8 +176,8 @@ def find_data(data: Paths | ChunkDataset, transforms: Transforms | None) -> tupl
     lists = own_transforms.values() if isinstance(own_transforms, Mapping) else [own_transforms]
     if transforms is not None or not all(isinstance(item, BATCH_TRANSFORMS) for part in lists for item in part):
         raise OptionError(
-            "the data set has a transform for single samples, or besides the loader's, which a ChunkLoader cannot "
-            "apply: pass it to the loader as transforms=, and remove it with dataset.with_transform(None)"
+            "a ChunkLoader cannot apply the data set's transform, because it is for single samples, or the loader has "
+            "transforms too: pass it to the loader as transforms=, and remove it with dataset.with_transform(None)"
         )
     return data, own_transforms
 

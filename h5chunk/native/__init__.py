@@ -70,8 +70,8 @@ class Result(ctypes.Structure):
 class Ending(ctypes.Structure):
     """Work that is done after all jobs of a ticket have succeeded, by the native thread that ran the last job.
 
-    If ``path`` is given, the thread compares the stamp of that file. If the stamp differs, the status is CHANGED. If
-    ``send`` is given, the thread then calls it with ``argument``. Unless it returns 0, the status is NOT_SENT.
+    If ``path`` is given, the thread compares the stamp of that file. If it is not the one in the fields, the status is
+    CHANGED. If ``send`` is given, the thread then calls it with ``argument``. If that fails, the status is NOT_SENT.
     """
 
     _fields_ = (
@@ -299,10 +299,10 @@ def crc32(data: np.ndarray, start: int = 0) -> int:
 
 
 def copy_boxes(values: np.ndarray, table: np.ndarray, out: np.ndarray) -> None:
-    """Copy boxes of an array to elements of ``out``, (n, *shape). All arrays are C-contiguous, and both have one dtype.
+    """Copy boxes of an array to elements of ``out``, (n, *shape). All are C-contiguous, and both have one dtype.
 
-    A row of ``table``, (n, 1 + 3 * values.ndim) int64, has the index in ``out``, and along each axis the first index in
-    ``values``, the first index in the element, and the length.
+    A row of ``table``, (n, 1 + 3 * values.ndim) int64, has the index in ``out``, and then, for all axes each, the first
+    indices in ``values``, the first indices in the element, and the lengths.
     """
     arrays = values, np.array(values.shape), table, out, np.array(out.shape[1:])
     source, own, boxes, target, others = map(address_of, arrays)

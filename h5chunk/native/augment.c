@@ -126,8 +126,8 @@ INLINE void transpose(uint8_t *to, int64_t to_stride, const uint8_t *const *from
     for (int i = 0; i < LANES; i++) memcpy(to + i * to_stride, rows + i, LANES);
 }
 
-/* Resize 16 rows of `length` bytes along the rows, by transposing them; `sideways` has space for both transposed sizes.
- * `to` has 16 rows; up to 15 bytes are written past each row. */
+/* Resize 16 rows of `length` bytes along the rows, by transposing them; `sideways` has space for the transposed rows and
+ * results. `to` has 16 rows; up to 15 bytes are written past each row. */
 CLONES static void resize_across(uint8_t *const *to, const uint8_t *const *from, int64_t length, const Side *side,
                                  int64_t count, int64_t channels, uint8_t *sideways) {
     int64_t whole = length / LANES * LANES, size = count * channels;
@@ -270,7 +270,7 @@ static void fill_columns(const Rule *rule, uint8_t *row, const int32_t *columns,
         if (columns[j] < 0) memcpy(row + j * channels, rule->fill + plane, (size_t)channels);
 }
 
-/* Arrange rows `low` to `high` of a box in the columns of the result, without a copy if they already are. */
+/* Arrange rows `low` to `high` of a box in the columns of the result, without a copy if possible. */
 static int arrange_rows(const Rule *rule, Rows *rows, const int64_t *image, const int32_t *columns, int64_t low,
                         int64_t high, int in_place, Room *rooms) {
     int64_t channels = rule->interleaved ? rule->channels : 1, planes = rule->channels / channels, width = rule->width;
@@ -359,7 +359,7 @@ static int is_inside(const Rule *rule, const int64_t *image, int64_t num_bytes) 
            image[FULL_HEIGHT] > 0 && image[FULL_WIDTH] > 0;
 }
 
-/* Augment `count` images, whose offsets and geometry are the rows of `table`, of `columns` numbers each. Returns 0; -1
+/* Augment `count` images, whose offsets and geometry are the rows of `table`, of `columns` values each. Returns 0; -1
  * if memory is short; -2 if an image is not inside the `num_bytes` of the source. */
 EXPORT int h5chunk_augment(const Rule *rule, const uint8_t *source, int64_t num_bytes, const int64_t *table,
                            int64_t columns, int64_t count, uint8_t *out) {

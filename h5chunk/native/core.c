@@ -55,8 +55,8 @@ typedef struct {
     uint8_t *out;
 } Rows;
 
-/* Work of the thread that ends the last job of a ticket, if no job has failed: it checks that the file at `path`, unless
- * that is NULL, is unchanged, and then calls `send`, unless that is NULL, which returns 0 or an error. */
+/* Work of the thread that ends the last job of a ticket, if no job has failed. If `path` is not NULL, the thread checks
+ * that this file is unchanged. Then, if `send` is not NULL, it calls `send`, which returns 0 or an error. */
 typedef struct {
     int (*send)(const void *);
     const void *argument;
@@ -607,7 +607,7 @@ EXPORT int h5chunk_wait(Pool *pool, double timeout_s, int gathers, Result *resul
 }
 
 /* Return the number of running threads, which is less than requested if the system refused more; the number of tickets
- * that were submitted and not returned; or the nanoseconds that threads have run jobs, which increase whenever a part of
+ * that were submitted and not returned; or the nanoseconds for which threads have run jobs, which increase whenever a part of
  * a job ends. */
 #define COUNT(type, name)                    \
     EXPORT type h5chunk_##name(Pool *pool) { \

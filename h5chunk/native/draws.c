@@ -1,4 +1,4 @@
-/* Draw the geometry of augmented images, with results that are bit for bit those of h5chunk/plan/draws.py and
+/* Draw the geometry of augmented images, with the same results, bit for bit, as h5chunk/plan/draws.py and
  * h5chunk/transforms/augment.py: products and sums are rounded separately, in the same order (-ffp-contract=off). */
 #include <math.h>
 #include <stdint.h>

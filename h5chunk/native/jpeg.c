@@ -11,7 +11,7 @@
 enum { GRAY = 1, RGB = 2, YCBCR = 3 };                                                   /* colour spaces */
 enum { DONE = 0, LEFT_OVER = 1, FAILED = 2 };                                             /* results of `make` */
 enum { ALL_DONE = -1, NO_MEMORY = -2 };                                                   /* of `h5chunk_decode` */
-enum { ROWS = 16, SPARE = 96 };                                                           /* bytes around pixels */
+enum { ROWS = 16, SPARE = 96 };                                                           /* rows per call; bytes around pixels */
 enum { EIGHTHS = 8, MOST_EIGHTHS = 4 }; /* scale at most to one half, because larger scales are slow */
 enum { GAP = 2 };                       /* scale only if a box stays at least this many times as large as its result */
 enum { MOST_PIXELS = 89478485 }; /* Pillow's limit */
@@ -154,7 +154,7 @@ static void begin(const Jpeg *jpeg, Reader *reader, const Images *images, int64_
     if (width != image[WIDTH]) rescale(image, WIDTH, LEFT, BOX_WIDTH, width);
 }
 
-/* Decode those rows of an image that its box needs to `pixels`. */
+/* Decode the rows of an image that its box needs, and write them to `pixels`. */
 static int decode(const Jpeg *jpeg, Reader *reader, const Images *images, int64_t number, uint8_t *pixels) {
     if (setjmp(reader->out)) {
         jpeg->abort(&reader->info);

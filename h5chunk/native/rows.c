@@ -1,4 +1,4 @@
-/* Copy rows of a sparse matrix in any order, with wider types, or make them dense. */
+/* Copy rows of a sparse matrix in any order, with other integer types, or make them dense. */
 #include <stdint.h>
 #include <string.h>
 
@@ -156,7 +156,8 @@ static void copy_runs(const uint8_t *from, const int64_t *from_steps, uint8_t *t
 }
 
 /* Copy boxes of an array to elements of another one, which has one more axis, the first. A row of `boxes` has the index
- * along that axis, and along each other axis the first index in `from`, the first index in `to`, and the length. */
+ * along that axis, and then, for all other axes each, the first indices in `from`, the first indices in `to`, and the
+ * lengths. */
 EXPORT void h5chunk_copy_boxes(const uint8_t *from, const int64_t *from_shape, int64_t axes, int64_t item_bytes,
                                const int64_t *boxes, int64_t count, uint8_t *to, const int64_t *to_shape) {
     int64_t from_steps[MAX_AXES], to_steps[MAX_AXES], from_step = item_bytes, to_step = item_bytes;

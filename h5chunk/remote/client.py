@@ -62,7 +62,7 @@ class Client:
     def call(self, message: dict[str, Any], note: Note | None = None) -> dict[str, Any]:
         """Send a message and wait for the reply. Raises FileError if the reply contains an error.
 
-        Meanwhile, ``note`` is called with the number of bytes that are done, and the number of all bytes.
+        Meanwhile, ``note`` is called with the number of bytes that are done, and the total.
         """
         future = Future[dict[str, Any]]()
         number = self.send(message, future.set_result)
@@ -143,7 +143,7 @@ def _connect() -> Client:
         except OSError:
             _paths.pop()
     if importlib.util.find_spec("obstore") is None:
-        raise OptionError('reading from a URL needs obstore: pip install "h5chunk[remote]"')
+        raise OptionError('reading from a URL needs obstore: run pip install "h5chunk[remote]"')
     if sys.platform != "linux":
         raise OptionError("reading from a URL needs Linux: copy the file to this machine")
     path = str(Path(tempfile.mkdtemp(prefix="h5chunk-remote-")) / "socket")

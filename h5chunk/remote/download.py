@@ -47,12 +47,12 @@ RECORD = struct.Struct("<QI")  # start of a piece that was written, and its CRC-
 LATEST_S = 1 << 30  # modification times are before 2004, because some file systems cannot store late ones
 FILES = 64  # files that are written at a time
 BATCH = 1024
-TIMEOUT_S = 30  # for each read of a whole file
+TIMEOUT_S = 30  # seconds, for each read while a whole file is downloaded
 KEPT = "%/:?#[]@!$&'()*+,;="  # characters of URLs that are not quoted
-SLOWEST = 10_000  # bytes/s of a whole file
+SLOWEST = 10_000  # minimum speed at which a whole file is downloaded, in bytes/s
 STOPPED, TOO_SLOW = "the download was stopped", f"its server sends less than {SLOWEST} bytes/s: try again later"
 
-Note = Callable[[int, int], None]  # called with the numbers of bytes that are written, and in total
+Note = Callable[[int, int], None]  # called with the number of bytes written so far, and the total
 
 
 class Listed(NamedTuple):
@@ -70,7 +70,7 @@ class Download:
     def __init__(self, find_store: Callable[[str], Store], folder: Path, end: threading.Event, note: Note) -> None:
         self._find_store, self._folder, self._end, self._note = find_store, folder, end, note
         self._done, self._total, self._lock = 0, 0, threading.Lock()
-        self._failure: Exception | None = None  # the first one, after which all else stops
+        self._failure: Exception | None = None  # the first error, after which the download stops
 
     def run(self, url: str) -> Path:
         """Download an object, the objects in a folder, or the objects that match a pattern, and return the local path.
@@ -100,7 +100,7 @@ class Download:
                 self._write_all([Listed(url, name, about["num_bytes"], about)], own)
                 return own / name
         if folder.startswith("http"):
-            raise RemoteError(f"{without_query(folder)}: web servers do not list folders: give the URLs of files")
+            raise RemoteError(f"{without_query(folder)}: web servers do not list folders: pass the URLs of files")
         self._store, own = self._find_store(folder), own / PurePosixPath(folder).name
         self._write_all(list(self._listed(folder, name)), own)
         return own / name
@@ -121,7 +121,7 @@ class Download:
                     self._note(self._done, total or self._done)
                     due_s += len(data) / SLOWEST
                 if total and self._done != total:
-                    raise RemoteError(f"{without_query(url)}: its server sent {self._done} of {total} bytes")
+                    raise RemoteError(f"{without_query(url)}: its server sent {self._done} of {total} bytes: try again")
             version = answer.headers["ETag"] or answer.headers["Last-Modified"] or os.urandom(8).hex()
             time_ns = version_time(Listed(url, "", self._done, {"num_bytes": self._done, "version": version}))
             os.utime(part, ns=(time_ns, time_ns))
@@ -151,7 +151,7 @@ class Download:
         if self._total > taken + free:
             raise RemoteError(
                 f"{printable(str(self._folder))}: downloading needs {human_bytes(self._total - taken)}, but only "
-                f"{human_bytes(free)} are free: free space, or write the output to another disk"
+                f"{human_bytes(free)} are free: free up space, or write the output to another disk"
             )
         with ThreadPoolExecutor(min(FILES, len(objects))) as pool:
             rest = iter(objects)
@@ -237,7 +237,7 @@ class Download:
 
 @contextmanager
 def opened_url(url: str) -> Iterator[HTTPResponse]:
-    """Request a whole file. Raises RemoteError if that fails, or if the end of the answer could not be recognised."""
+    """Request a whole file. Raises RemoteError if that fails, or if a truncated answer could not be detected."""
     try:
         request = Request(quote(url, safe=KEPT), headers={"User-Agent": "h5chunk"})
         with urlopen(request, timeout=TIMEOUT_S) as answer:
@@ -245,7 +245,7 @@ def opened_url(url: str) -> Iterator[HTTPResponse]:
                 raise RemoteError(f"{without_query(url)}: {COMPRESSES}: copy it to a disk and decompress it")
             if answer.headers.get("Content-Length") is None and not answer.chunked:
                 raise RemoteError(
-                    f"{without_query(url)}: its server does not send its size: copy the file to a disk first"
+                    f"{without_query(url)}: its server does not report the size: copy the file to a disk first"
                 )
             yield answer
     except (URLError, ConnectionError, TimeoutError, SSLError, HTTPException, ValueError) as error:

@@ -50,10 +50,10 @@ def remote_options(
     """Validate the options of a data set, and return them. Raises OptionError if one is invalid."""
     if cache_bytes is not None:
         if cache_dir is None:
-            raise OptionError("cache_bytes is given without cache_dir: give the folder of the cache")
+            raise OptionError("cache_bytes is given without cache_dir: pass the folder of the cache as cache_dir")
         cache_bytes = check_whole("cache_bytes", cache_bytes, 1)
     if storage_options is not None and not isinstance(storage_options, Mapping):
-        raise OptionError(f"storage_options is {storage_options!r}: give a mapping, as for obstore's from_url")
+        raise OptionError(f"storage_options is {storage_options!r}: pass a mapping, as for obstore's from_url")
     folder = None if cache_dir is None else os.fspath(cache_dir)
     return RemoteOptions(folder, cache_bytes, dict(storage_options or {}))
 
@@ -284,7 +284,7 @@ def _call(
 
 
 def exists(url: str) -> bool:
-    """Return whether the URL is that of an object, or of a folder with objects.
+    """Return whether an object, or a folder with objects, exists at a URL.
 
     Raises FileError if the request fails.
     """
@@ -304,8 +304,8 @@ def download(url: str, file: Path, start: int = 0, stop: int | None = None) -> N
 def save(url: str, folder: Path, note: client.Note) -> Path:
     """Download an object, a folder, or the objects that match a pattern, into a local folder. Returns the local path.
 
-    A download that was stopped is continued. ``note`` is called with the number of bytes that are done, and the number
-    of all bytes. Raises FileError if the download fails.
+    A download that was stopped is continued. ``note`` is called with the number of bytes that are done, and the total.
+    Raises FileError if the download fails.
     """
     return Path(_call("save", url, note=note, folder=str(folder))["path"])
 

@@ -23,7 +23,7 @@ FINAL = ("PermissionDeniedError", "UnauthenticatedError", "UnknownConfigurationK
 
 
 COMPRESSES = "its server compresses what it sends"
-WRONG = re.compile(  # in the messages of errors that repeating a request cannot mend
+WRONG = re.compile(  # in messages of errors that persist when a request is repeated
     r"Failed to parse|following redirect|non-ASCII|Requested .*, got|status code: (3\d\d|4(?!00|08|25|29)\d\d)"
 )
 NO_RANGES = re.compile(r"Range request not supported|Content-Length Header missing")
@@ -34,7 +34,7 @@ class RemoteError(Exception):
 
 
 class TimedOutError(Exception):
-    """A request took too long, but requests for fewer bytes may succeed."""
+    """Raised if a request timed out, but requests for fewer bytes may succeed."""
 
 
 class NoRangesError(RemoteError):
@@ -51,7 +51,7 @@ class Store:
         options = dict(options)
         num_requests = options.pop("requests", NUM_REQUESTS)
         if not isinstance(num_requests, int) or not 1 <= num_requests <= MAX_REQUESTS:
-            raise RemoteError(f"storage_options has requests={num_requests!r}: give a number from 1 to {MAX_REQUESTS}")
+            raise RemoteError(f"storage_options has requests={num_requests!r}: pass a number from 1 to {MAX_REQUESTS}")
         self.pool = ThreadPoolExecutor(num_requests)  # for range requests
         self.deadline_s = float(options.pop("deadline", DEADLINE_S))
         client: dict[str, Any] = {"timeout": f"{float(options.pop('timeout', 30)):g}s", "connect_timeout": "10s"}
@@ -133,7 +133,7 @@ class Store:
         return [each["path"].rpartition("/")[2] for each in found["objects"]]
 
     def exists(self, url: str) -> bool:
-        """Return whether the URL is that of an object, or of a folder with objects."""
+        """Return whether an object, or a folder with objects, exists at a URL."""
         import obstore
 
         name = self._key(url)

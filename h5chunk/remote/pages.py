@@ -28,7 +28,7 @@ import numpy as np
 
 from h5chunk.errors import FileError, printable
 
-PAGE = 16 << 10  # bytes of a page
+PAGE = 16 << 10  # size of a page in bytes
 OBJECT, TABLE, ABOUT, SUMS, BOOT = "object.h5", "pages", "about.json", "sums", "boot"  # the files of a copy
 SUM = np.dtype("<u4")  # dtype of a page's checksum
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # differs after each boot

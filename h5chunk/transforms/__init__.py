@@ -16,16 +16,16 @@ of a list are computed together, in one kernel and with one rounding at the end:
 images keep their stored values, and rows of a matrix become dense float32.
 
 The random transforms of images use different random numbers for each sample. These depend only on the seed of the
-loader or sampler, the epoch, the sample's number in the file and the transform's position among the random ones of its
-list: they are the same for all batch sizes, ranks, workers, devices and readers, and after resuming. So fields with
-equal lists, such as images and masks, are changed in the same way; a list that crops or flips only the first of them is
-an error::
+loader or sampler, the epoch, the sample's number in the file and the transform's position among the random transforms
+of its list: they are the same for all batch sizes, ranks, workers, devices and readers, and after resuming. So fields
+with equal lists, such as images and masks, are changed in the same way; a list that crops or flips only the first of
+them raises OptionError::
 
     augment = [RandomCrop(224), RandomHorizontalFlip()]
     ChunkLoader("pairs.h5", 32, transforms={"images": [*augment, Normalize(mean, std)], "masks": augment})
 
 If an epoch uses a sample several times, because of ``echo`` or ``weights``, each use has different random numbers.
-With another sampler than `h5chunk.ChunkSampler`, they come from torch's random generator.
+With any sampler other than `h5chunk.ChunkSampler`, they come from torch's random generator.
 
 Other random transforms usually use the same random numbers for a whole batch: see `per_sample`. Transforms of several
 fields together, such as CutMix, belong in the training loop.
@@ -111,8 +111,8 @@ def _check_masks(transforms: list[Transform], fields: Mapping[str, Field | Ragge
     like = next((name for name in others if _sides(fields[name]) == _sides(fields[first]) is not None), None)
     if moved is not None and like is not None:
         raise OptionError(
-            f"{argument} is a list, which changes {first!r} alone: {like!r}, of the same height and width, would "
-            f"not fit it after {type(moved).__name__}; pass a list for each: "
+            f"{argument} is a list, which changes {first!r} alone, so {like!r}, of the same height and width, would no "
+            f"longer fit it after {type(moved).__name__}: pass a list for each, as in "
             f"{argument}={{{first!r}: [...], {like!r}: [...]}}"
         )
 
@@ -127,7 +127,7 @@ def _sides(field: Field | RaggedField) -> tuple[int, ...] | None:
 
 
 def _image_axis(field: Any) -> int:
-    """Return the axis of channels for transforms of images, which take the gray frames of a window as channels."""
+    """Return the axis of channels for transforms of images, which treat the gray frames of a window as channels."""
     return 0 if field.axes.startswith(WINDOW) else channel_axis(field.sample_shape, field.axes)
 
 
@@ -146,14 +146,16 @@ def compile_transforms(
 ) -> tuple[Converter, tuple[Transform, ...]]:
     """Split the transforms of a field into a converter, which computes the leading ones in one step, and the others.
 
-    ``stored`` is the dtype in the file (unused for a matrix); ``allocate`` gives host memory for batches. Raise
+    ``stored`` is the dtype in the file (unused for a matrix); ``allocate`` returns host memory for batches. Raise
     `OptionError` if the transforms do not fit each other, or the field.
     """
     check_first(transforms, field, stored)
     if isinstance(field, SeriesField):
         count = _leading(transforms, LENGTH_TRANSFORMS, LENGTH_TRANSFORMS)
         if wrong := [each for each in transforms[count:] if isinstance(each, BATCH_TRANSFORMS)]:
-            raise OptionError(f"{wrong[0]} does not fit: the samples of field {field.name!r} differ in length")
+            raise OptionError(
+                f"{wrong[0]} does not fit field {field.name!r}, whose samples differ in length: leave it out"
+            )
         return RaggedConverter(transforms[:count], field, allocate), tuple(transforms[count:])
     if isinstance(field, ImagesField):
         count = _leading(transforms, IMAGE_TRANSFORMS, Normalize, ToDtype)
@@ -217,13 +219,17 @@ def check_first(transforms: Sequence[Transform], field: Field | RaggedField, sto
     if field.scale is not None and isinstance(first, IMAGE_TRANSFORMS):
         remedy = "is a matrix: pass Dense, Csr, L2 or Log1p"
     elif field.scale is None and any(isinstance(transform, HoldOut) for transform in transforms):
-        remedy = "is not a matrix: HoldOut needs the entries of a matrix"
+        remedy = "is not a matrix: leave HoldOut out"
     elif isinstance(first, LENGTH_TRANSFORMS) != isinstance(field, SeriesField) and isinstance(first, BATCH_TRANSFORMS):
         differ = isinstance(field, SeriesField)
-        remedy = "has samples that differ in length: pass Pad or Pack" if differ else "has samples of one shape"
+        remedy = (
+            "has samples that differ in length: pass Pad or Pack"
+            if differ
+            else "has samples of one shape: leave it out"
+        )
     elif field.scale is None and isinstance(first, (Dense, Csr)):
         remedy = "is not a matrix: use ToDtype"
     elif field.scale is None and isinstance(first, ROW_TRANSFORMS) and stored and not stored.is_floating_point:
         remedy = f"is {stored}: put ToDtype(torch.float32) first"
     if remedy:
-        raise OptionError(f"{first} does not fit: field {field.name!r} {remedy}")
+        raise OptionError(f"{first} does not fit field {field.name!r}, which {remedy}")

@@ -42,7 +42,7 @@ from h5chunk.transforms.csr import CsrRows
 from h5chunk.transforms.nvjpeg import find_decoder, jpeg_sizes
 
 AHEAD = 2  # batches that are decoded while the caller uses another
-ENOUGH_THREADS = 8  # to decode for a GPU: nvJPEG is not faster than these, and takes a part of the GPU's time
+ENOUGH_THREADS = 8  # to decode for a GPU; nvJPEG is no faster than these, and uses part of the GPU's time
 GAP = 2  # a JPEG is scaled while it is decoded only if a box stays this many times larger than its result
 REMEDY = "add RandomResizedCrop(224), or Resize(256) and CenterCrop(224), to transforms"
 
@@ -60,7 +60,7 @@ class Pending:
         self.then: Callable[[torch.Tensor], torch.Tensor] = lambda batch: batch
 
     def result(self) -> torch.Tensor:
-        """Return the batch, or raise the error of one of its images. Raise WorkerError in a fork: it has no threads."""
+        """Return the batch, or raise the error of one of its images. Raise WorkerError in a fork."""
         if self._process != os.getpid():
             raise WorkerError("a forked process lacks the decoding threads: start a new iteration in it")
         try:
@@ -119,12 +119,14 @@ class AnySizeConverter(AugmentConverter):
         """Set the sizes of all images, the function that returns the name of an image, and the number of threads."""
         most = max(int(sizes.heights.max(initial=0)), int(sizes.widths.max(initial=0)))
         if most > MAX_SIDE:
-            raise FieldError(f"field {self._field.name!r} has an image of {most} pixels per side, more than {MAX_SIDE}")
+            raise FieldError(
+                f"field {self._field.name!r} has an image of {most} pixels per side: use at most {MAX_SIDE}"
+            )
         self._image_sizes, self._name_of = sizes, name_of
         self._num_threads = num_threads or available_cores()
 
     def decoding_bytes(self, batch_size: int) -> int:
-        """Estimate the bytes of images that are decoded at the same time, and of batches that are decoded ahead."""
+        """Estimate the memory for images that are decoded at the same time and batches that are ready, in bytes."""
         areas = self._image_sizes.heights.astype(np.float64) * self._image_sizes.widths
         held = self._num_threads if self._device.type == "cpu" else (AHEAD + 1) * batch_size
         pixels = held * float(areas.mean()) + float(areas.max(initial=0))
@@ -181,7 +183,7 @@ class AnySizeConverter(AugmentConverter):
         return int(job.table[number, HEIGHT] * job.table[number, WIDTH]) * self._field.channels
 
     def _decode(self, job: _Job, number: int, out: np.ndarray) -> np.ndarray:
-        """Decode an image into the beginning of ``out``, a 1-D uint8 array, and return it."""
+        """Decode an image into the beginning of ``out``, a 1-D uint8 array, and return ``out``."""
         from h5chunk.sources.decode_any import decode_any
 
         row, orientation = job.table[number], int(job.orientations[number])
@@ -304,7 +306,7 @@ class _Job:
         self._left, self.images.next = iter(range(0)), len(self.table)
 
     def is_sound(self) -> np.ndarray:
-        """Return which images are upright JPEGs that claim the recorded sizes: (n,) bool."""
+        """Return which images are upright JPEGs whose headers have the recorded sizes: (n,) bool."""
         claimed = jpeg_sizes(self._data, self.starts, self._stops)
         return (claimed == self.table[:, [HEIGHT, WIDTH]]).all(axis=1) & (self.orientations == 1)
 

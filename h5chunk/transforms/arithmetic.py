@@ -1,7 +1,7 @@
 """Arithmetic of value transforms on the rows of a matrix.
 
-On the host NumPy does it for sparse rows, because torch's threads wait for each other, which is slow on busy cores. On
-a GPU torch does it.
+NumPy computes sparse rows on the host, because torch's threads would wait for each other, which is slow on busy cores.
+Torch computes dense rows, and all rows on a GPU.
 """
 
 from __future__ import annotations

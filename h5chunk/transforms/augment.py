@@ -34,7 +34,7 @@ class Geometric:
         raise NotImplementedError
 
     def size_after(self, size: Size | None) -> Size | None:
-        """Return the size of results, or None if it depends on the image."""
+        """Return the size of the results, or None if it depends on the image."""
         return size
 
     def __call__(self, batch: torch.Tensor) -> torch.Tensor:
@@ -60,7 +60,7 @@ class RandomResizedCrop(Geometric):
         Range of the crop's aspect ratio, width / height, drawn on a logarithmic scale.
     interpolation : {"antialias", "bilinear", "nearest"}
         ``"bilinear"`` interpolates between the four nearest pixels, however much the image shrinks, which is faster;
-        only where the image grows is the result that of Pillow and torchvision. ``"nearest"`` is torch's
+        its results equal those of Pillow and torchvision only where the image grows. ``"nearest"`` is torch's
         ``nearest-exact``, and Pillow's ``NEAREST``. Masks, whose axes are NHW in a converted file, are always resized
         by ``"nearest"``.
     """
@@ -82,7 +82,7 @@ class RandomResizedCrop(Geometric):
         height, width = geometry.height, geometry.width
         heights, widths, found = random_boxes(draws, stream, height, width, self.scale, self.ratio)
         down, right = (random_offsets(numbers[0], height - heights), random_offsets(numbers[1], width - widths))
-        if not found.all():  # the largest box in the middle
+        if not found.all():  # use the largest box in the middle
             tall = np.rint(width / self.ratio[0]).clip(1, height).astype(np.int64)
             wide = np.rint(height * self.ratio[1]).clip(1, width).astype(np.int64)
             heights, widths = np.where(found, heights, tall), np.where(found, widths, wide)
@@ -206,7 +206,9 @@ class Resize(Geometric):
         shorter, longer = np.minimum(height, width), np.maximum(height, width)
         longer = self.size * longer // shorter
         if longer.max(initial=0) > MAX_SIDE:
-            raise OptionError(f"{self}: an image would be {longer.max()} pixels long, more than {MAX_SIDE}")
+            raise OptionError(
+                f"{self}: an image would be {longer.max()} pixels long, more than {MAX_SIDE}: pass a smaller size"
+            )
         tall = height > width
         geometry.resize(np.where(tall, longer, self.size), np.where(tall, self.size, longer))
 
@@ -247,7 +249,9 @@ class AlternatingFlip(Geometric):
 class Erasing:
     """Base class of the transforms that overwrite a random box of each image."""
 
-    value: float | Sequence[float]  # one value, or one per channel, in the units of the values that come before
+    value: (
+        float | Sequence[float]
+    )  # one value, or one per channel, in the units of the values at this point of the list
 
     def boxes(self, height: int, width: int, draws: Draws, stream: int) -> tuple[Any, Any, Any, Any]:
         """Return the top, left, height and width of the boxes, (n,) int64 each. A box of 0 x 0 erases nothing."""
@@ -333,7 +337,7 @@ def _size(transform: Any, size: Any) -> Size:
     sides = (size, size) if isinstance(size, (int, np.integer)) else tuple(size) if isinstance(size, Sequence) else ()
     name = type(transform).__name__
     if len(sides) != 2:
-        raise OptionError(f"{name}: size has {size!r}: pass a number, or height and width")
+        raise OptionError(f"{name}: size is {size!r}: pass a number, or height and width")
     height, width = (check_whole(f"{name}: size", side, 1, MAX_SIDE) for side in sides)
     return height, width
 
@@ -386,5 +390,5 @@ def _check_reflection(crop: RandomCrop, geometry: Geometry) -> None:
     for sides, max_padding in ((geometry.height, max(top, bottom)), (geometry.width, max(left, right))):
         if len(sides) and max_padding >= sides.min():
             raise OptionError(
-                f"{crop}: a side of {sides.min()} pixels is too short to reflect {max_padding} pixels: pad less"
+                f"{crop}: a side of {sides.min()} pixels is too short to reflect {max_padding} pixels: use less padding"
             )

@@ -45,9 +45,9 @@ def weigh_taps(  # type: ignore[no-untyped-def,unused-ignore]
     padding: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Write the first tap of each output row and column of a sample, as a position in its box, and the 22-bit weights.
+    """For each output row and column of a sample, write the position of the first tap in its box, and 22-bit weights.
 
-    -1 stands for a pixel outside, where the padding is constant.
+    The position is -1 for pixels in constant padding.
     """
     sample, axis = tl.program_id(0), tl.program_id(1)  # axis 0: rows, 1: columns
     own = table + sample.to(tl.int64) * columns
@@ -92,7 +92,7 @@ def mean_of_line(line, at, pixel, x0, x1, x2, count_x: tl.constexpr):  # type: i
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def mean_of_many(source, at, row, pixel, taps_y, taps_x, count_y, count_x, is_column, longest: tl.constexpr):  # type: ignore[no-untyped-def,unused-ignore]
-    """Return the weighted means of pixels from ``source + at`` on, of any number of rows and columns."""
+    """Return the weighted means of any number of rows and columns of pixels, from ``source + at`` on."""
     total = tl.zeros_like(at).to(tl.int32) + 2097152
     for tap_y in range(0, count_y):
         sums = tl.zeros_like(total) + 2097152
@@ -137,7 +137,7 @@ def write_rows(  # type: ignore[no-untyped-def,unused-ignore]
     passes: tl.constexpr,
     plane: tl.constexpr,
 ):
-    """Write rows of a result, channel by channel if it is planar; ``few`` is the number of taps if 2 or 3, else 0."""
+    """Write rows of a result, channel by channel if it is planar; ``few_*`` is the number of taps if 2 or 3, else 0."""
     is_place = place < line_size
     pixel: tl.constexpr = 1 if planar else channels
     row = tl.load(own + 2).to(tl.int32) * pixel
@@ -239,8 +239,8 @@ def augment_images(  # type: ignore[no-untyped-def,unused-ignore]
 ):
     """Compute a block of rows and columns of one output image, channel by channel if it is planar.
 
-    ``planar`` is the layout of the stored images, ``interleaves`` that of the output. All tensors have one axis and the
-    same layout: converting layouts takes longer than everything else.
+    ``planar`` refers to the stored images, ``interleaves`` to the output. All Triton tensors have one axis and the same
+    layout, because converting between layouts takes longer than everything else.
     """
     line_size: tl.constexpr = out_width * channels if interleaves else out_width
     across: tl.constexpr = (line_size + block - 1) // block
@@ -250,7 +250,7 @@ def augment_images(  # type: ignore[no-untyped-def,unused-ignore]
     last_y = tl.minimum(first_y + block_rows, out_height)
     place = tl.program_id(0) % across * block + tl.arange(0, block)
     if interleaves:
-        place = place.to(tl.float32).to(tl.int32)  # hides that places follow each other, so that each thread gets one
+        place = place.to(tl.float32).to(tl.int32)  # hides that places are consecutive, so that each thread gets one
     own = table + (first + sample) * columns
     stored = sample
     if has_rows:

@@ -16,8 +16,8 @@ same bits, by this arithmetic:
   width - 1 - j)``. Outside of the resized image it is ``fill``, or for ``edge`` the nearest pixel, or for ``reflect``
   the pixel mirrored at the outermost one (once: -1 becomes 1).
 - Each value v of channel c becomes ``values[c, v]``: v cast to the result's dtype or, if it is scaled, ``v * scale[c] +
-  shift[c]`` in float32, with a rounding after both operations, then cast.
-- Pixels in the k-th erased box become ``erased[k, c]``, boxes in their order.
+  shift[c]`` in float32, rounded after each of the two operations, then cast.
+- Pixels in the k-th erased box become ``erased[k, c]``; later boxes overwrite earlier ones.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def augment_with_torch(rule: Rule, source: torch.Tensor, table: Indices, out: to
 
 
 def native_rule(rule: Rule) -> native.ImageRule:
-    """Return the rule for `h5chunk.native.augment`."""
+    """Return the rule in the format of `h5chunk.native.augment`."""
     (height, width), conversion = rule.size, LOOKED_UP
     if rule.scale is not None and rule.dtype in (torch.float32, torch.bfloat16):
         conversion = FLOAT32 if rule.dtype == torch.float32 else BFLOAT16
@@ -164,7 +164,7 @@ def make_rule(transforms: Sequence[Any], sample_shape: tuple[int, ...], axis: in
     )
     channels_last = to_dtype is not None and to_dtype.channels_last
     if channels_last and (len(sample_shape) != 3 or axis != 0):
-        raise OptionError(f"channels_last needs samples of (C, H, W), but these are {sample_shape}")
+        raise OptionError(f"channels_last needs samples of (C, H, W), not of {sample_shape}: leave it out")
     scale = shift = None
     values = torch.arange(256).expand(channels, 256)
     if dtype.is_floating_point:
@@ -191,12 +191,12 @@ def make_rule(transforms: Sequence[Any], sample_shape: tuple[int, ...], axis: in
 
 def _erased_values(transforms: Sequence[Any], rule: Rule) -> torch.Tensor:
     """Return the values of erased boxes in the units of the result: (boxes, channels)."""
-    found, unit = [rule.erased], 1.0  # the number that counts as 1 at a place in the list, in units of a pixel
+    found, unit = [rule.erased], 1.0  # the pixel value that 1 means at this point of the list
     for transform in transforms:
         if isinstance(transform, ToDtype) and transform.dtype.is_floating_point:
             unit = 255.0 if unit else unit
         elif isinstance(transform, Normalize):
-            unit = 0.0  # values are final
+            unit = 0.0  # values are in the units of the result
         elif isinstance(transform, ERASERS):
             value = _per_channel(transform, "value", transform.value, rule.channels)
             if unit and rule.scale is not None and rule.shift is not None:
@@ -207,5 +207,5 @@ def _erased_values(transforms: Sequence[Any], rule: Rule) -> torch.Tensor:
 
 def _per_channel(transform: Any, name: str, values: Any, channels: int) -> torch.Tensor:
     if len(values) not in (1, channels):
-        raise OptionError(f"{transform}: {name} has {len(values)} values for {channels} channels")
+        raise OptionError(f"{transform}: {name} has {len(values)} values for {channels} channels: pass one per channel")
     return torch.tensor(values, dtype=torch.float64).expand(channels)

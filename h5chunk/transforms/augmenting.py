@@ -23,9 +23,9 @@ from h5chunk.transforms.compiled import AugmentKernel, LoadedTable
 from h5chunk.transforms.drawing import NativeDraws
 from h5chunk.transforms.images import ImagesByNumber, kept_converter
 
-MAX_TOGETHER, TAPS_BYTES = 4096, 64 << 20  # samples to draw at a time, and their bytes on a GPU
+MAX_TOGETHER, TAPS_BYTES = 4096, 64 << 20  # samples to draw at a time, and bytes of their weights on a GPU
 MAX_CHANNELS = 256  # of augment.c
-IMAGES = 8  # that a thread takes at a time
+IMAGES = 8  # images that a thread takes at a time
 
 
 @dataclass(eq=False)
@@ -41,8 +41,8 @@ class GeometryTable:
 class AugmentConverter:
     """Converts stored images by transforms: crops, resizing and flips, then `Normalize`, `ToDtype` and erasing.
 
-    For the arguments see `h5chunk.transforms.images.ImageConverter`. With ``is_mask``, images are resized by nearest
-    neighbour.
+    For the arguments see `h5chunk.transforms.images.ImageConverter`. With ``is_mask``, images are resized by
+    nearest-neighbour interpolation.
     """
 
     is_uncut = False
@@ -235,10 +235,12 @@ def _check_list(transforms: Sequence[Any], stored: torch.dtype, sample_shape: tu
     if len(sample_shape) not in (2, 3) or not all(0 < side <= MAX_SIDE for side in sample_shape):
         raise OptionError(
             f"{first} is for images of (C, H, W), (H, W, C) or (H, W), of at most {MAX_SIDE} pixels per side, but "
-            f"samples have the shape {sample_shape}"
+            f"samples have the shape {sample_shape}: leave it out"
         )
     if len(sample_shape) == 3 and sample_shape[axis] > MAX_CHANNELS:
-        raise OptionError(f"{first} is for at most {MAX_CHANNELS} channels, but samples have {sample_shape[axis]}")
+        raise OptionError(
+            f"{first} is for at most {MAX_CHANNELS} channels, but samples have {sample_shape[axis]}: leave it out"
+        )
     padded = resized = cut = behind = None
     for each in transforms:
         if not isinstance(each, GEOMETRIC):

@@ -62,7 +62,7 @@ class FusedKernel(Compiling):
 
     ``scale`` and ``shift`` are float32 on the GPU, each with one value or one value per channel. ``sample_shape`` is
     (C, H, W) with ``channel_axis`` 0, or (H, W, C) with ``channel_axis`` 2. ``channels_last`` is the memory format of
-    ``out``, for (C, H, W). The compiled kernel is launched by the CUDA driver, which is several times as fast as by
+    ``out``, for (C, H, W). The CUDA driver launches the compiled kernel, which is several times as fast as a launch by
     Triton.
     """
 
@@ -90,7 +90,7 @@ class FusedKernel(Compiling):
 
     @staticmethod
     def suits(dtype: torch.dtype, scale: torch.Tensor) -> bool:
-        """Return whether the kernel supports these dtypes."""
+        """Return whether the kernel supports this dtype, and the device and size of ``scale``."""
         return scale.device.type == "cuda" and dtype in DTYPES and scale.numel() <= MAX_CHANNELS
 
     def _first_launch(self) -> Any:
@@ -139,7 +139,7 @@ class FusedKernel(Compiling):
 
 
 def launch_of(compiled: Any, constants: Sequence[torch.Tensor], num_given: int = 2) -> cuda.Launch | None:
-    """Return a way to launch a compiled Triton kernel through the CUDA driver, or None if that is not possible.
+    """Return an object that launches a compiled Triton kernel through the CUDA driver; None if that is impossible.
 
     The first ``num_given`` parameters of the kernel are passed at each launch, and ``constants`` are the next ones.
     Triton adds its own parameters at the end, which are null for a kernel without scratch memory.
@@ -174,7 +174,7 @@ class LoadedTable(NamedTuple):
 
 
 class AugmentKernel(Compiling):
-    """Computes the results of a geometry table on a GPU, by a `h5chunk.transforms.augment_rule.Rule` on that GPU.
+    """Computes the images for a geometry table on a GPU, with the constants of a `Rule` of `augment_rule` on that GPU.
 
     If images are resized, a first launch computes the resampling weights. The other launch reads the images and writes
     the batch.

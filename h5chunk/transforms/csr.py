@@ -108,7 +108,7 @@ class ValueRule:
     """The rule that converts stored codes to values.
 
     Stored bytes are looked up in ``table``, (256,). Without a table, the stored numbers are the values or, with a
-    ``threshold``, 1 if they are at least that and else 0. The entries of a pattern are ``constant``. Then ``steps``,
+    ``threshold``, 1 if they reach it, otherwise 0. All entries of a pattern are ``constant``. Then ``steps``,
     which are transforms of values, are applied, and the result is converted to ``dtype``.
     """
 
@@ -134,11 +134,11 @@ class ValueRule:
         return values
 
     def is_direct(self, rows: CsrRows, dtype: torch.dtype) -> bool:
-        """Whether values need no arithmetic before the steps: they are in a table, constant, or of ``dtype``."""
+        """Return whether values need no arithmetic before the steps: they are in a table, constant, or of ``dtype``."""
         return self.threshold is None and (self.table is not None or rows.values is None or rows.values.dtype == dtype)
 
     def table_of(self, rows: CsrRows, dtype: torch.dtype) -> np.ndarray | None:
-        """The values of codes, or the constant, as integers of the size of ``dtype``: always the same array."""
+        """Return the values of codes, or the constant, in ``dtype``, viewed as integers; None without a table."""
         table = np.array([self.constant]) if rows.values is None else self.table
         if table is not None and dtype not in self._tables:
             self._tables[dtype] = torch.from_numpy(table).to(dtype).view(_SAME_SIZE[dtype.itemsize]).numpy()

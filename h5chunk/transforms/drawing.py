@@ -1,4 +1,4 @@
-"""Draw tables of random geometry in C. The results are those of the transforms' `change` and `boxes`."""
+"""Draw tables of random geometry in C. The results equal those of the transforms' `change` and `boxes`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class NativeDraws:
 
 
 def _step(transform: Any) -> dict[str, Any]:
-    """Return the fields of a step for ``draws.c``; fields that are not given are 0."""
+    """Return the fields of a step for ``draws.c``; fields that are left out are 0."""
     match transform:
         case RandomResizedCrop(size=(height, width), scale=scale, ratio=ratio):
             return {"kind": native.BOX, "height": height, "width": width, **_ranges(scale, ratio)}

@@ -25,8 +25,8 @@ class HoldOut:
         for inputs, targets in ChunkLoader(dataset, 500, transforms=[Binarize(4), HoldOut(0.2)]):
             ...
 
-    Both have the same shape, and the entries of one are zeros in the other. Transforms of values in front of `HoldOut`,
-    such as `Binarize`, are computed on the whole row, and entries that become zero do not count; transforms behind it
+    Both have the same shape, and the entries of one are zeros in the other. Transforms of values before `HoldOut`,
+    such as `Binarize`, are computed on the whole row, and entries that become zero do not count; transforms after it
     are applied to both inputs and targets. The held-out entries depend only on the seed and on the columns of the row:
     they are the same for any reader, batch size, order, device and number of ranks, and in a copy of the file.
 
@@ -34,7 +34,7 @@ class HoldOut:
     ----------
     fraction : float, optional
         The fraction of each row's entries to hold out at random, above 0 and below 1. The number of entries is rounded
-        down, so that a row of few entries may keep them all.
+        down, so that a row with few entries may keep them all.
     last : int, optional
         In place of ``fraction``: hold out this many of the latest entries of each row, but never all of them. The file
         must store the entries in the order of time: ``convert(..., time_order=True)``.
@@ -57,7 +57,7 @@ class HoldOut:
 
     def __post_init__(self) -> None:
         if (self.fraction is None) == (self.last is None):
-            raise OptionError("HoldOut: pass either fraction, of each row's entries, or last, a number of entries")
+            raise OptionError(f"HoldOut: fraction is {self.fraction!r} and last is {self.last!r}: pass one of the two")
         if self.fraction is not None and not 0 < self.fraction < 1:
             raise OptionError(f"HoldOut: fraction is {self.fraction!r}: pass a number above 0 and below 1")
         if self.last is not None and (not isinstance(self.last, int) or self.last < 1):

@@ -32,8 +32,8 @@ class Normalize:
     Parameters
     ----------
     mean, std : float, or sequence of float
-        A scalar, or one value per channel. If the file does not say which axis holds the channels, it is the axis of
-        length 1, 3 or 4. In windows of frames, channels are those of each frame, as in `h5chunk.Windows.statistics`.
+        A scalar, or one value per channel. If the file does not state which axis holds the channels, it is the axis of
+        length 1, 3 or 4. In windows of frames, the channels are those of a frame, as in `h5chunk.Windows.statistics`.
     """
 
     mean: float | Sequence[float]
@@ -42,7 +42,7 @@ class Normalize:
     def __post_init__(self) -> None:
         means, stds = _numbers(self, self.mean), _numbers(self, self.std)
         if means.numel() != stds.numel() and 1 not in (means.numel(), stds.numel()):
-            raise OptionError(f"{self}: {means.numel()} means but {stds.numel()} stds: pass one per channel of both")
+            raise OptionError(f"{self}: {means.numel()} means but {stds.numel()} stds: pass one per channel for both")
         if not ((stds > 0).all() and torch.isfinite(stds).all() and torch.isfinite(means).all()):
             raise OptionError(f"{self}: pass finite means, and positive stds")
         for name, numbers in (("mean", means), ("std", stds)):  # hashable, whatever was passed
@@ -60,7 +60,7 @@ class ToDtype:
     ----------
     dtype : torch.dtype
     channels_last : bool
-        Memory format of (C, H, W) image batches.
+        Whether to return batches of (C, H, W) images in torch's memory format ``channels_last``.
     """
 
     dtype: torch.dtype
@@ -91,8 +91,8 @@ class ImagesByNumber:
 class ImageConverter:
     """Convert stored samples by at most one `Normalize` and one `ToDtype`, in one kernel.
 
-    ``channel_axis`` is 0 for (C, H, W) samples, 2 for (H, W, C), and one more for windows of these. ``allocate`` gives
-    host memory for batches. Raise `OptionError` if the transforms do not fit each other, or the samples.
+    ``channel_axis`` is 0 for (C, H, W) samples, 2 for (H, W, C), and one more for windows of these. ``allocate``
+    returns host memory for batches. Raise `OptionError` if the transforms do not fit each other, or the samples.
     """
 
     is_uncut = False
@@ -112,7 +112,7 @@ class ImageConverter:
         self._scaled = normalize is not None or (stored == torch.uint8 and self.dtype.is_floating_point)
         channels_last = to_dtype is not None and to_dtype.channels_last
         if channels_last and (len(sample_shape) != 3 or channel_axis != 0):
-            raise OptionError(f"channels_last needs samples of (C, H, W), but these are {sample_shape}")
+            raise OptionError(f"channels_last needs samples of (C, H, W), not of {sample_shape}: leave it out")
         self._format = torch.channels_last if channels_last else torch.contiguous_format
         unit = 255 if stored == torch.uint8 else 1
         self._scale, self._shift = scale_and_shift(normalize or Normalize(0, 1), unit, sample_shape, channel_axis)
@@ -124,7 +124,7 @@ class ImageConverter:
 
     @property
     def changes_nothing(self) -> bool:
-        """True if batches are the same as in the file."""
+        """Whether batches contain the samples exactly as stored."""
         return self.dtype == self._stored and not self._scaled and self._format == torch.contiguous_format
 
     def prepare(self, device: torch.device) -> None:
@@ -168,8 +168,10 @@ class ImageConverter:
 
 
 def channel_axis(sample_shape: tuple[int, ...], axes: str = "") -> int:
-    """Return the axis of a sample's channels, from ``axes`` or, if a file does not state them, the axis of length 1, 3
-    or 4. In a window of frames, whose axes begin with NT, it is that of each frame.
+    """Return the axis of a sample's channels.
+
+    ``axes`` determines it; if a file does not state its axes, the axis of length 1, 3 or 4 holds the channels. In a
+    window of frames, whose axes begin with NT, the channels are those of a frame.
     """
     if axes.startswith(WINDOW):
         frame = axes.removeprefix(WINDOW)
@@ -208,7 +210,9 @@ def result_dtype(
     if to_dtype is None:
         return torch.float32 if stored == torch.uint8 else stored
     if not to_dtype.dtype.is_floating_point:
-        raise OptionError(f"Normalize gives fractions but ToDtype makes them {to_dtype.dtype}: pass a floating dtype")
+        raise OptionError(
+            f"Normalize gives fractions but ToDtype converts them to {to_dtype.dtype}: pass a floating dtype"
+        )
     return to_dtype.dtype
 
 
@@ -233,7 +237,9 @@ def scale_and_shift(
         if values.numel() > 1:
             channels = sample_shape[axis] if axis < len(sample_shape) else 1
             if values.numel() != channels:
-                raise OptionError(f"Normalize has {values.numel()} values of {name} for {channels} channels")
+                raise OptionError(
+                    f"Normalize has {values.numel()} values of {name} for {channels} channels: pass one per channel"
+                )
             shape[axis] = channels
     scale, shift = scale.expand(math.prod(shape)), shift.expand(math.prod(shape))
     return scale.reshape(shape).float(), shift.reshape(shape).float()

@@ -57,7 +57,7 @@ def make_rows_dense(  # type: ignore[no-untyped-def,unused-ignore]
     block: tl.constexpr,
     zeros: tl.constexpr,
 ):
-    """Clear one row of a sparse matrix, then set its entries. See `h5chunk.transforms.compiled.DenseKernel`."""
+    """Clear a dense row, then write a sparse row's entries to it. See `h5chunk.transforms.compiled.DenseKernel`."""
     place = tl.program_id(0).to(tl.int64)
     row = first + place
     if has_numbers:

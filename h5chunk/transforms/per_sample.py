@@ -24,7 +24,7 @@ DRAW_ONCE = {  # random transforms of torchvision whose names do not begin with 
     "TrivialAugmentWide",
 }
 OURS = {"RandomCrop", "RandomErasing", "RandomHorizontalFlip", "RandomResizedCrop"}  # in h5chunk.transforms
-NO_NUMBERS = "functions get batches without the numbers of their samples, on which draws depend"
+NO_NUMBERS = "its random numbers depend on the numbers of the samples, which functions do not get"
 STREAM = 1 << 30  # of the draws that seed torch
 
 
@@ -50,11 +50,13 @@ class PerSample:
         return self._stacked(results, batch)
 
     def _stacked(self, results: list[torch.Tensor], batch: torch.Tensor) -> torch.Tensor:
-        if not results:  # of no samples
+        if not results:  # the batch is empty
             return batch
         shapes = {tuple(result.shape) for result in results}
         if len(shapes) > 1:
-            raise OptionError(f"per_sample: results of {self.transform} differ in shape, such as {sorted(shapes)[:2]}")
+            raise OptionError(
+                f"per_sample: results of {self.transform} differ in shape ({sorted(shapes)[:2]}): make them equal"
+            )
         return torch.stack(results)
 
 
@@ -68,7 +70,7 @@ def per_sample(transform: Callable[[torch.Tensor], torch.Tensor]) -> PerSample:
     Torchvision's random transforms use the same random numbers for all samples of a call, that is, of a batch. In a
     `ChunkLoader`, torch's random generators are seeded from the loader's seed, the epoch and the sample's number before
     each call, so that the result depends on nothing else; put it before functions of batches. It is slow:
-    the transforms of `h5chunk.transforms` take microseconds per image, these take hundreds.
+    the transforms of `h5chunk.transforms` take a few microseconds per image, other transforms take hundreds.
 
     Parameters
     ----------
@@ -103,7 +105,7 @@ def _warn_if_drawn_once(transforms: tuple[Any, ...]) -> None:
             name = type(part).__name__
             is_random = name.startswith("Random") or name in DRAW_ONCE
             if is_random and type(part).__module__.startswith("torchvision.transforms"):
-                alternative = "h5chunk.transforms has one of that name, or " if name in OURS else ""
+                alternative = f"use h5chunk.transforms.{name}, or " if name in OURS else ""
                 warnings.warn(
                     f"{name} of torchvision draws once for all samples of a batch: {alternative}use "
                     f"per_sample({name}(...)), which draws for each sample",

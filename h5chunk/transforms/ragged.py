@@ -32,7 +32,7 @@ class Pad(_Lengths):
     Parameters
     ----------
     value : float
-        The value that is added after shorter samples. The dtype of the field must be able to represent it.
+        The value that is appended to shorter samples. The dtype of the field must be able to represent it.
     """
 
     value: float = 0

@@ -61,8 +61,8 @@ class Dense(_Layout):
     Parameters
     ----------
     dtype : torch.dtype
-        Floating types round values (the maximum of float16 is 65,504). An integer type that may not hold the values is
-        an error.
+        Floating types round values (the maximum of float16 is 65,504). An integer type that cannot
+        represent all values of the field raises OptionError.
     """
 
     def __call__(self, batch: torch.Tensor) -> torch.Tensor:
@@ -161,7 +161,7 @@ class RowConverter:
 
     A value is the stored number divided by the file's scale. Arithmetic is in float32, or in float64 if the result has
     that dtype. The transforms are those of this module, with at most one `Dense` or `Csr`; raise `OptionError` if one
-    does not fit the field. ``allocate`` gives host memory for dense batches.
+    does not fit the field. ``allocate`` returns host memory for batches.
     """
 
     changes_nothing = False
@@ -281,7 +281,7 @@ class RowConverter:
         except (MemoryError, ValueError, RuntimeError) as error:  # errors of NumPy, and of torch
             taken = human_bytes(math.prod(shape) * self.dtype.itemsize)
             raise OptionError(
-                f"a dense batch of {num_rows} rows and {self.num_columns} columns takes {taken}, more than the "
+                f"a dense batch of {num_rows} rows and {self.num_columns} columns needs {taken}, more than the "
                 "free memory: use a smaller batch_size, or transforms=[Csr()]"
             ) from error
 
@@ -322,7 +322,7 @@ def _check_fit(layout: Dense | Csr, steps: tuple[_Values, ...], field: MatrixFie
         return
     if scale != 1 or not np.can_cast(field.dtype, str(dtype).removeprefix("torch.")):
         raise OptionError(
-            f"{layout} may not hold the values of field {field.name!r} ({field.dtype}"
+            f"{layout} cannot represent all values of field {field.name!r} ({field.dtype}"
             f"{'' if scale == 1 else f' over {scale:g}'}): pass a floating dtype, or Binarize"
         )
 

@@ -271,12 +271,12 @@ def test_columns_of_others_are_checked_too(tmp_path, columns):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"transforms": [Dense(torch.uint8)]}, r"may not hold the values of field 'X' \(uint8 over 2\)"),
-        ({"transforms": [Normalize(0.5, 0.5)]}, "field 'X' is a matrix: pass Dense, Csr, L2 or Log1p"),
-        ({"transforms": [ToDtype(torch.float16)]}, "field 'X' is a matrix"),
+        ({"transforms": [Dense(torch.uint8)]}, r"cannot represent all values of field 'X' \(uint8 over 2\)"),
+        ({"transforms": [Normalize(0.5, 0.5)]}, "field 'X', which is a matrix: pass Dense, Csr, L2 or Log1p"),
+        ({"transforms": [ToDtype(torch.float16)]}, "field 'X', which is a matrix"),
         ({"transforms": [Binarize(1), L2(), Dense(torch.int32)]}, r"L2\(\) gives fractions, but Dense"),
-        ({"transforms": {"labels": [Csr()]}}, "field 'labels' is not a matrix: use ToDtype"),
-        ({"transforms": {"labels": [Log1p()]}}, r"field 'labels' is torch.int64: put ToDtype\(torch.float32\) first"),
+        ({"transforms": {"labels": [Csr()]}}, "field 'labels', which is not a matrix: use ToDtype"),
+        ({"transforms": {"labels": [Log1p()]}}, r"'labels', which is torch.int64: put ToDtype\(torch.float32\) first"),
         ({"transforms": {"genes": []}}, "transforms has the field 'genes', but the fields are 'X', 'labels'"),
         ({"transforms": [L2]}, "transforms has <class .*: pass objects of h5chunk.transforms"),
         ({"transforms": L2()}, r"transforms is L2\(\): pass a list"),
@@ -319,8 +319,8 @@ def test_options_of_the_dataset_that_do_not_fit(tmp_path):
     with h5py.File(tmp_path / "b.h5", "w") as file:
         file["images"] = np.zeros((4, 3, 8, 8), np.uint8)
     for transform, message in (
-        (Dense(), "field 'images' is not a matrix"),
-        (Binarize(1), r"field 'images' is torch.uint8: put ToDtype\(torch.float32\) first"),
+        (Dense(), "field 'images', which is not a matrix"),
+        (Binarize(1), r"field 'images', which is torch.uint8: put ToDtype\(torch.float32\) first"),
         (ToDtype(torch.float32, channels_last=True), "channels_last is for batches"),
         ([5], "transform has 5"),
     ):
@@ -385,7 +385,7 @@ def test_rows_wider_than_memory_are_an_error(tmp_path):
     path = write_anndata(tmp_path / "a.h5", random_matrix(40, 300, 5))
     with h5py.File(path, "r+") as file:
         file["X"].attrs["shape"] = np.array([40, 1 << 58])
-    with pytest.raises(OptionError, match=r"8 rows and 288230376151711744 columns takes .* smaller batch_size, or"):
+    with pytest.raises(OptionError, match=r"8 rows and 288230376151711744 columns needs .* smaller batch_size, or"):
         next(iter(ChunkLoader(path, 8)))
     with pytest.raises(OptionError, match=r"a batch needs .* more than the free memory"):
         ChunkDataset(path)[0]

@@ -275,7 +275,7 @@ def test_the_number_of_requests_at_a_time(photos):
     with served(photos, latency_s=0.01) as server:
         h5chunk.ChunkDataset(f"{server.url}/photos.h5", storage_options={"requests": 2})[np.arange(600)]
         assert server.most_at_a_time <= 2
-        with pytest.raises(FileError, match="requests=0: give a number from 1 to 1024"):
+        with pytest.raises(FileError, match="requests=0: pass a number from 1 to 1024"):
             h5chunk.ChunkDataset(f"{server.url}/photos.h5", storage_options={"requests": 0})
 
 

@@ -205,9 +205,9 @@ class TestMasks:
 
     def test_one_list_that_would_move_images_alone_is_an_error(self, path):
         dataset = ChunkDataset(path, fields=["images", "masks"])
-        with pytest.raises(OptionError, match="changes 'images' alone: 'masks', of the same height and width"):
+        with pytest.raises(OptionError, match="changes 'images' alone, so 'masks', of the same height and width"):
             ChunkLoader(dataset, 16, transforms=[self.FLIP])
-        with pytest.raises(OptionError, match=r"pass a list for each: transform=\{'images': \[...\], 'masks'"):
+        with pytest.raises(OptionError, match=r"pass a list for each, as in transform=\{'images': \[...\], 'masks'"):
             ChunkDataset(path, fields=["images", "masks"], transform=[Resize(6)])
         ChunkLoader(dataset, 16, transforms={"images": [self.FLIP]})
         ChunkLoader(dataset, 16, transforms=[RandomErasing(0.5)])

@@ -145,8 +145,8 @@ def test_labels_come_after_both(tmp_path):
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: HoldOut(), "pass either fraction"),
-        (lambda: HoldOut(0.5, last=1), "pass either fraction"),
+        (lambda: HoldOut(), "last is None: pass one of the two"),
+        (lambda: HoldOut(0.5, last=1), "last is 1: pass one of the two"),
         (lambda: HoldOut(1.0), "fraction is 1.0"),
         (lambda: HoldOut(last=0), "last is 0"),
         (lambda: HoldOut(0.5, seed=-1), "seed is -1"),
@@ -174,7 +174,7 @@ def test_places_that_do_not_fit(path, transforms, match):
 def test_images_have_no_entries(tmp_path):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["images"] = np.zeros((9, 3, 4, 4), np.uint8)
-    with pytest.raises(OptionError, match="field 'images' is not a matrix"):
+    with pytest.raises(OptionError, match="field 'images', which is not a matrix"):
         ChunkLoader(tmp_path / "x.h5", 3, transforms=[HoldOut(0.5)])
     with pytest.raises(OptionError, match="is not a matrix"):
         ChunkLoader(tmp_path / "x.h5", 3, transforms=[lambda batch: batch, HoldOut(0.5)])

@@ -220,10 +220,10 @@ def test_single_samples_of_a_data_set(path):
 
 def test_a_data_set_with_a_transform_is_refused(path):
     with pytest.raises(
-        OptionError, match=r"has a transform for single samples, .*pass it to the loader as transforms="
+        OptionError, match=r"cannot apply the data set's transform, .*pass it to the loader as transforms="
     ):
         ChunkLoader(ChunkDataset(path, transform=abs), 16)
-    with pytest.raises(OptionError, match="has a transform"):
+    with pytest.raises(OptionError, match="the data set's transform"):
         ChunkLoader(ChunkDataset(path, transform=Normalize(MEAN, STD)), 16, transforms=[ToDtype(torch.float16)])
 
 
