@@ -3,7 +3,7 @@
 ``nslots`` is the length of a hash table. With ``nslots >= num_chunks``, no two chunks of whole samples compete for a
 slot. `ChunkGrid.num_slots` is the number for other chunks.
 
-``w0`` is the fraction of the oldest chunks among which HDF5 first looks for one that was read completely, to evict it.
+To evict a chunk, HDF5 first looks for one that was read completely, among the oldest chunks. ``w0`` is their fraction.
 With ``w0 = 0`` HDF5 evicts the oldest chunk. With ``w0 = 1.0`` it never evicts partly read chunks, so that ``nbytes``
 has no effect. A chunk that extends past the end of the data never counts as completely read.
 
@@ -42,7 +42,7 @@ class CacheSettings:
     nslots : int
         Length of the hash table, at least 1.
     nbytes : int
-        Maximum bytes of decoded chunks that are cached per dataset and process. 0 disables the cache.
+        Maximum size in bytes of the decoded chunks that are cached per dataset and process. 0 disables the cache.
     w0 : float
         Preemption policy, 0 <= w0 < 1: how strongly chunks that were read completely are evicted first.
     """
@@ -53,16 +53,16 @@ class CacheSettings:
 
     def __post_init__(self) -> None:
         if self.nslots < 1:
-            raise OptionError(f"cache nslots is {self.nslots}: give at least 1, ideally the number of chunks")
+            raise OptionError(f"cache nslots is {self.nslots}: pass at least 1, ideally the number of chunks")
         if self.nbytes < 0:
-            raise OptionError(f"cache nbytes is {self.nbytes}: give 0 (no cache) or more")
+            raise OptionError(f"cache nbytes is {self.nbytes}: pass 0 (no cache) or more")
         if self.w0 == 1.0:
             raise OptionError(
                 "cache w0 is 1.0, with which HDF5 never evicts partly read chunks, and memory grows without limit: "
                 f"use {OLDEST_FIRST:.0f}, or up to 0.99 to evict completely read chunks first"
             )
         if not 0.0 <= self.w0 < 1.0:
-            raise OptionError(f"cache w0 is {self.w0}: give a number of at least 0 and below 1")
+            raise OptionError(f"cache w0 is {self.w0}: pass a number of at least 0 and below 1")
 
     @classmethod
     def of(cls, value: CacheSettings | Sequence[Any]) -> CacheSettings:
@@ -75,7 +75,7 @@ class CacheSettings:
         except OptionError:
             raise
         except (TypeError, ValueError):
-            raise OptionError(f"cache is {value!r}: give (nslots, nbytes, w0), as h5py's rdcc_* arguments") from None
+            raise OptionError(f"cache is {value!r}: pass (nslots, nbytes, w0), like h5py's rdcc_* arguments") from None
 
 
 def cache_for(open_chunks: int, chunk_bytes: int, num_chunks: int) -> CacheSettings:
@@ -115,7 +115,7 @@ class ChunkGrid:
 
     @property
     def chunk_bytes(self) -> int:
-        """Decoded bytes of one chunk. For a contiguous dataset, the bytes of one sample."""
+        """Decoded size of one chunk in bytes. For a contiguous dataset, the size of one sample."""
         return math.prod(self.chunks) * self.itemsize if self.chunks else self.sample_bytes
 
     @property
@@ -132,7 +132,7 @@ class ChunkGrid:
 
     @property
     def band_bytes(self) -> int:
-        """Decoded bytes of a band."""
+        """Decoded size of a band in bytes."""
         return self.chunks_per_sample * self.chunk_bytes
 
     @property

@@ -47,7 +47,7 @@ Values = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Coding:
-    """A conversion of values to codes. Raises OptionError if an option is invalid or excludes another one.
+    """A conversion of values to codes. Raises OptionError if options are invalid or exclude each other.
 
     With ``clip``, values below 0 become 0, and values above the maximum become the maximum. The maximum is 255 / scale,
     or 255 if no scale is given.
@@ -61,7 +61,7 @@ class Coding:
     def __post_init__(self) -> None:
         for name, value in (("scale", self.scale), ("binarize", self.binarize)):
             if value is not None and not 0 < value < math.inf:
-                raise OptionError(f"{name} is {value}: give a number above 0")
+                raise OptionError(f"{name} is {value}: pass a number above 0")
         if self.binarize is not None and (self.scale is not None or self.clip):
             raise OptionError("binarize makes all values 1: leave out scale and clip")
 
@@ -195,7 +195,7 @@ class Storage:
 
 
 class CodeTally:
-    """A record of the units that occur in a matrix, which chooses how to store them."""
+    """Record the units that occur in a matrix, and choose how to store them."""
 
     def __init__(self, coding: Coding) -> None:
         self._coding, self._seen = coding, np.zeros(coding.max_unit + 1, bool)
@@ -208,7 +208,7 @@ class CodeTally:
         return np.flatnonzero(self._seen)
 
     def storage(self) -> Storage | None:
-        """Return the encoding that stores all units, or None if no scale has codes for all of them."""
+        """Return the form in which to store all units, or None if no scale has codes for all of them."""
         units = self.examples()
         scale = self._coding.choose_scale(units)
         if scale is None:
@@ -222,8 +222,8 @@ class CodeTally:
 class FloatCoding:
     """A conversion that keeps values as floats, with the interface of `Coding`. The units are the values in float64.
 
-    With ``dtype_name``, float16 or float32, values are rounded to this dtype, and cannot be stored if they are beyond
-    its range. Without it, values can only be stored if float32 represents them exactly.
+    If ``dtype_name`` is float16 or float32, values are rounded to this dtype, and cannot be stored if they are beyond
+    its range. If it is None, values can only be stored if float32 represents them exactly.
     """
 
     dtype_name: str | None = None
@@ -272,7 +272,7 @@ class FloatCoding:
 
 
 class FloatTally:
-    """A test whether float16 represents all values of a matrix exactly."""
+    """Record whether float16 represents all values of a matrix exactly."""
 
     def __init__(self, dtype_name: str | None) -> None:
         self._dtype_name, self._unfit = dtype_name, np.empty(0, np.float64)

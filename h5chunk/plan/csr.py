@@ -23,9 +23,9 @@ from h5chunk.plan.order import INTERLEAVE
 INDEX_CHUNK_BYTES = 1 << 20  # size of an HDF5 chunk of ``indices``
 ROW_CHUNK_BYTES = 256 << 10  # largest average size of a nominal chunk
 MIN_ROW_CHUNK_BYTES = 16 << 10  # smallest average size, unless the matrix is smaller
-POINTER_BYTES = 8  # bytes of ``indptr`` per row
+POINTER_BYTES = 8  # size of an element of ``indptr``, of which each row has one
 CODE = np.dtype(np.uint8)
-WINDOW_SKEW = 2  # limit on the entries of the fullest window, as a multiple of those of an average window
+WINDOW_SKEW = 2  # limit on the entries in the fullest window, as a multiple of the entries in an average window
 
 
 @dataclass(frozen=True)
@@ -55,17 +55,17 @@ class CsrLayout:
 
     @property
     def entry_bytes(self) -> int:
-        """Stored bytes of one entry."""
+        """Stored size of one entry in bytes."""
         return self.index_dtype.itemsize + (self.value_dtype.itemsize if self.value_dtype else 0)
 
     @property
     def chunk_entries(self) -> int:
-        """Entries in one HDF5 chunk of ``indices`` or ``data``, at least 1."""
+        """Number of entries in one HDF5 chunk of ``indices`` or ``data``, at least 1."""
         return max(1, min(INDEX_CHUNK_BYTES // self.index_dtype.itemsize, self.num_entries))
 
     @property
     def row_bytes(self) -> int:
-        """Average stored bytes of a row, rounded up."""
+        """Average stored size of a row in bytes, rounded up."""
         return POINTER_BYTES + math.ceil(self.num_entries * self.entry_bytes / self.num_rows)
 
     @property
@@ -101,10 +101,10 @@ def plan_csr(
         chunk_samples = min(by_bytes, by_count, num_rows)
         reason = f"{chunk_samples} rows per nominal chunk: {human_bytes(chunk_samples * row_bytes)} on average"
     elif chunk_samples < 1:
-        raise OptionError(f"chunk_samples is {chunk_samples}: give at least 1, or leave it out")
+        raise OptionError(f"chunk_samples is {chunk_samples}: pass at least 1, or leave it out")
     else:
         chunk_samples = min(chunk_samples, num_rows)
-        reason = f"{chunk_samples} rows per nominal chunk, as given: {human_bytes(chunk_samples * row_bytes)}"
+        reason = f"{chunk_samples} rows per nominal chunk, as requested: {human_bytes(chunk_samples * row_bytes)}"
     window_chunks = choose_window_chunks(chunk_samples * row_bytes, math.ceil(num_rows / chunk_samples))
     reasons = (reason, f"rows are shuffled within windows of {count_text(window_chunks, 'nominal chunk')}")
     return CsrLayout(num_rows, num_columns, num_entries, value_dtype, chunk_samples, window_chunks, reasons)

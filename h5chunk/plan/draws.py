@@ -44,9 +44,9 @@ class Draws(NamedTuple):
 
     ``samples``, (n,) int64, has the keys of the samples. The key of a sample is its index in the file, plus k *
     `REPEAT` if weights repeat the sample for the k-th time in the epoch. ``use`` is k for the k-th echo of the samples,
-    and otherwise 0. If the samples are a part of a window or an epoch, ``whole`` has the keys of the entire window or
-    epoch, and the part begins at ``whole[first]``. All parts share the dict ``kept``, in which transforms store results
-    for other parts.
+    and 0 for their first use. If the samples are a part of a window or an epoch, ``whole`` has the keys of the entire
+    window or epoch, and the part begins at ``whole[first]``. All parts share the dict ``kept``, in which transforms
+    store results for other parts.
     """
 
     seed: int
@@ -60,7 +60,7 @@ class Draws(NamedTuple):
     def uniform(self, stream: int, count: int, first: int = 0) -> Floats:
         """Return random numbers, uniform in [0, 1): (count, n) float64.
 
-        They are numbers ``first`` to ``first + count - 1`` of the stream ``stream`` of each sample.
+        For each sample, these are the numbers ``first`` to ``first + count - 1`` of its stream ``stream``.
         """
         key = stream_key(self.seed, self.epoch, self.use, stream)
         sample_words = mixed(self.samples.view(np.uint64), np.uint64(key))
@@ -73,7 +73,7 @@ class Draws(NamedTuple):
         return self.samples % REPEAT
 
     def of_all_epochs(self) -> Draws:
-        """Return draws that are the same in each epoch."""
+        """Return draws that are the same in all epochs."""
         return Draws(self.seed, EVERY_EPOCH, self.samples)
 
     def part(self, start: int, stop: int) -> Draws:
@@ -159,7 +159,7 @@ class Geometry:
 def random_boxes(
     draws: Draws, stream: int, height: Indices, width: Indices, scale: tuple[float, float], ratio: tuple[float, float]
 ) -> tuple[Indices, Indices, Flags]:
-    """Draw the heights and widths of boxes that fit into images of the given heights and widths.
+    """Draw the heights and widths of boxes that fit into images, whose sizes are ``height`` and ``width``: (n,) each.
 
     ``scale`` is the range of a box's area, as a fraction of the image's area, and ``ratio`` the range of its aspect
     ratio, width over height. Returns the heights, the widths, and whether one of `ATTEMPTS` boxes fitted, (n,) each.

@@ -25,14 +25,14 @@ class Layout:
     """The layout of the samples in a file. A chunk has ``chunk_samples`` samples in every field."""
 
     num_samples: int
-    sample_bytes: int  # bytes of a sample of the largest field
+    sample_bytes: int  # size in bytes of a sample of the largest field
     chunk_samples: int
     window_chunks: int  # recommended number of chunks to shuffle together
     reasons: tuple[str, ...] = field(default=(), repr=False, compare=False)  # for the report, one sentence each
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of one chunk of the largest field."""
+        """Size in bytes of one chunk of the largest field."""
         return self.chunk_samples * self.sample_bytes
 
     @property
@@ -61,10 +61,10 @@ def plan_layout(num_samples: int, sample_bytes: int, chunk_samples: int | None =
     if chunk_samples is None:
         chunk_samples, reasons = _choose_chunk_samples(num_samples, sample_bytes)
     elif chunk_samples < 1:
-        raise OptionError(f"chunk_samples is {chunk_samples}: give at least 1, or leave it out")
+        raise OptionError(f"chunk_samples is {chunk_samples}: pass at least 1, or leave it out")
     else:
         size = human_bytes(chunk_samples * sample_bytes)
-        reasons = [f"{count_text(chunk_samples, 'sample')} per chunk, as given: {size}"]
+        reasons = [f"{count_text(chunk_samples, 'sample')} per chunk, as requested: {size}"]
         chunk_samples = min(chunk_samples, num_samples)
     chunk_bytes = chunk_samples * sample_bytes
     if chunk_bytes > MAX_CHUNK_BYTES:

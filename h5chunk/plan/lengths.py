@@ -1,4 +1,4 @@
-"""Compute batches of samples that differ in length: cut by a budget of elements, or from samples of similar length.
+"""Compute batches of samples that differ in length. Batches are limited by elements, or have samples of similar length.
 
 The samples are shuffled within windows, as in `h5chunk.plan.order`. Each window is then cut into batches, so that the
 number of batches differs between windows and epochs, but never between ranks. If the samples of a rank need fewer
@@ -37,17 +37,17 @@ KEPT_EPOCHS = 4  # number of epochs whose numbers of batches are cached
 class LengthOrder(Order):
     """An order whose batches depend on the lengths of samples.
 
-    ``batch_size`` is the size of an average batch, which determines the windows. ``max_samples`` is the maximum size.
-    There is one lane per rank.
+    ``batch_size`` is the size of an average batch, which determines the windows. ``max_samples`` is the maximum size of
+    a batch. There is one lane per rank.
     """
 
-    lengths: Indices = field(default_factory=lambda: np.empty(0, np.int64), repr=False, compare=False)  # in the file
-    subset: Indices | None = field(default=None, repr=False, compare=False)  # the samples in the file, of a subset
+    lengths: Indices = field(default_factory=lambda: np.empty(0, np.int64), repr=False, compare=False)  # of all samples
+    subset: Indices | None = field(default=None, repr=False, compare=False)  # indices of the subset's samples
     max_elements: int | None = None  # limit on the elements of a batch
     max_samples: int | None = None
     padded: bool = True  # count the elements of a batch after padding to its longest sample
     bucket_batches: int = 1  # number of batches whose samples are sorted by length together
-    _sizes: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # batches of windows
+    _sizes: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # cache of `_batches_of_windows`
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,7 +57,7 @@ class LengthOrder(Order):
         if self.interleave != 1:
             raise OptionError(f"interleave is {self.interleave}, but batches by length do not alternate: leave it out")
         if self.pad:
-            raise OptionError("pad fills up the last batch, but batches by length differ in size: leave pad out")
+            raise OptionError("pad fills up the last batch, but batches by length differ in size anyway: leave pad out")
 
     @property
     def window_batches(self) -> int:
@@ -90,7 +90,7 @@ class LengthOrder(Order):
         return list(self._sizes[key])
 
     def _counts(self, rank: int) -> tuple[list[int], int]:
-        """Return the number of batches of each window of a rank, and how many of the last window are full."""
+        """Return the number of batches in each window of a rank, and the number of full batches in the last window."""
         counts, full = [], 0
         for keys in self._windows_of(rank).keys():  # noqa: SIM118
             sizes = self._cut(self.lengths_of(keys)[self._sorted(keys)])
@@ -192,15 +192,15 @@ class LengthOrder(Order):
 def usual_batch(lengths: Indices, max_elements: int | None, max_samples: int | None, padded: bool) -> int:
     """Return the size of an average batch. Raises OptionError if a sample has more elements than a batch may have."""
     if not isinstance(padded, bool):
-        raise OptionError(f"padded is {padded!r}: give True or False")
+        raise OptionError(f"padded is {padded!r}: pass True or False")
     if max_elements is None:
         if not padded:
-            raise OptionError("padded needs batch_elements: give batch_elements, or leave padded out")
+            raise OptionError("padded needs batch_elements: pass batch_elements, or leave padded out")
         return check_whole("batch_size", max_samples, 1)
     most = int(lengths.max(initial=1))
     if check_whole("batch_elements", max_elements, 1) < most:
         raise OptionError(
-            f"batch_elements is {max_elements}, but sample {int(lengths.argmax())} has {most}: give at least that, or "
+            f"batch_elements is {max_elements}, but sample {int(lengths.argmax())} has {most}: pass at least that, or "
             f"leave out long samples: dataset.subset(dataset.sample_lengths <= {max_elements})"
         )
     usual = np.quantile(lengths, 0.9 if padded else 0.5) if len(lengths) else 1

@@ -17,8 +17,8 @@ than there are lanes.
 
 With ``nodes``, consecutive lanes belong to the same node, and a node has the same chunks in all epochs, so that it can
 keep them in a disk cache. The nodes do not depend on the number of ranks. Only some chunks at the end of the sequence
-may belong to any node: at most two per lane, and two more if the file's last chunk is short. With a selection, nodes
-share only the chunks at which their parts meet. With weights, these chunks differ between epochs.
+may belong to any node: at most two per lane, and two more if the file's last chunk is short. With a selection, two
+nodes share only the chunk at which their parts meet. With weights, these chunks differ between epochs.
 
 >>> order = Order(num_samples=10, chunk_samples=2, batch_size=4, window_chunks=2, seed=0)
 >>> [batch.tolist() for batch in order.batches()]
@@ -108,27 +108,27 @@ class Order:
     def _check_lanes(self) -> None:
         if self.rank >= self.world_size:
             raise OptionError(
-                f"rank is {self.rank}, but world_size is {self.world_size}: give a rank from 0 to {self.world_size - 1}"
+                f"rank is {self.rank}, but world_size is {self.world_size}: pass a rank from 0 to {self.world_size - 1}"
             )
         if self.lanes % self.world_size:
             raise OptionError(
-                f"lanes is {self.lanes}, which is not a multiple of world_size {self.world_size}: give a multiple, and "
+                f"lanes is {self.lanes}, which is not a multiple of world_size {self.world_size}: pass a multiple, and "
                 "the same number of lanes in all runs that share this order"
             )
         if self.lanes % self.nodes:
-            raise OptionError(f"lanes is {self.lanes}, which is not a multiple of nodes {self.nodes}: give a multiple")
+            raise OptionError(f"lanes is {self.lanes}, which is not a multiple of nodes {self.nodes}: pass a multiple")
         if self.batch_size * self.world_size % self.lanes:
             raise OptionError(
-                f"batch_size is {self.batch_size}, but each rank has {self.lanes // self.world_size} lanes: give "
+                f"batch_size is {self.batch_size}, but each rank has {self.lanes // self.world_size} lanes: pass "
                 f"a multiple of {self.lanes // self.world_size} as batch_size, or fewer lanes"
             )
         if self.selection is not None and len(self.selection) != self.num_samples:
             raise OptionError(
-                f"num_samples is {self.num_samples}, but the selection has {len(self.selection)} samples: give "
+                f"num_samples is {self.num_samples}, but the selection has {len(self.selection)} samples: pass "
                 f"num_samples={len(self.selection)}"
             )
         if self.drop_last and self.pad:
-            raise OptionError("drop_last and pad exclude each other: give only one of them")
+            raise OptionError("drop_last and pad exclude each other: pass only one of them")
         if self.pad and 0 < self.num_samples < self.lanes:
             raise OptionError(
                 f"pad is set, but {self.num_samples} samples are too few for {self.lanes} lanes, because each lane "
@@ -194,7 +194,7 @@ class Order:
         return FINISHED_FIRST if self.window_batches == 1 else OLDEST_FIRST
 
     def open_chunks_of(self, num_workers: int) -> int:
-        """Return the `open_chunks` of each of ``num_workers`` workers that read batches in turn."""
+        """Return `open_chunks` for one of ``num_workers`` workers that read batches in turn."""
         groups = num_workers if self.window_batches == 1 else math.gcd(num_workers, self.interleave)
         return math.ceil(self.open_chunks / groups)
 

@@ -24,7 +24,7 @@ from h5chunk.plan.draws import EVERY_EPOCH, Draws
 from h5chunk.plan.permutation import Indices
 from h5chunk.plan.selection import starts_of_runs
 
-CELL_BYTES = 64 << 20  # decoded bytes of the chunks that the patches of a cell need
+CELL_BYTES = 64 << 20  # decoded size of the chunks that the patches of a cell need
 MAX_CHUNK_BYTES = 8 << 20  # maximum size of recommended chunks
 CALL_BYTES = 32 << 10  # bytes that can be decoded in the fixed time that each chunk takes
 CANDIDATES = 256  # number of centres that are drawn and kept for each cell, if there are weights
@@ -59,7 +59,7 @@ class Starts(NamedTuple):
 
 
 class ChunkCost(NamedTuple):
-    """Decoded bytes divided by bytes of a patch, if patches are read ``alone``, or ``together`` with their cell."""
+    """Ratio of decoded bytes to bytes of a patch, if patches are read ``alone``, or ``together`` with their cell."""
 
     chunks: Shape
     alone: float
@@ -131,10 +131,10 @@ class RandomPatches:
     """Random positions of patches.
 
     ``shapes``, (num_volumes, axes) int64, has the shapes of the volumes, and ``size`` is the shape of a patch. ``cell``
-    is the shape of a cell, and the decoded bytes of the chunks that a cell needs. ``counts``, (num_volumes,), is the
-    number of patches of each volume in an epoch. ``weigh`` returns the weights of the voxels in a box of a volume. With
-    weights, a fraction ``share`` of the patches is centred, as far as the borders allow, at voxels that are drawn by
-    weight. Only `CANDIDATES` of the voxels of a cell can be drawn.
+    is the shape of a cell, and the decoded size in bytes of the chunks that its patches need. ``counts``,
+    (num_volumes,), is the number of patches of each volume in an epoch. ``weigh`` returns the weights of the voxels in
+    a box of a volume. With weights, a fraction ``share`` of the patches is centred, as far as the borders allow, at
+    voxels that are drawn by weight. Only `CANDIDATES` of the voxels of a cell can be drawn.
     """
 
     def __init__(

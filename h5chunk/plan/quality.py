@@ -12,7 +12,7 @@ from h5chunk.plan.lengths import LengthOrder
 from h5chunk.plan.order import Order
 from h5chunk.plan.permutation import Indices
 
-CLASSES = 10  # of length, each with the same number of samples
+CLASSES = 10  # number of classes of length, which have equal numbers of samples
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,12 @@ class OrderReport:
     samples : float
         Samples per batch, on average.
     effective_batch : float
-        The size of fully shuffled batches in which the shares of the groups vary as much; at most ``samples``. It is 1
-        if all samples of each batch belong to one group.
+        The size of fully shuffled batches in which the shares of the groups would vary as much as in these batches, at
+        most ``samples``. It is 1 if all samples of each batch belong to one group.
     padding : float, optional
         The fraction of all elements of padded batches that is padding; None if batches are not made by length.
     padding_unsorted : float, optional
-        The same without buckets of similar length.
+        The fraction that would be padding without buckets of samples of similar length.
     """
 
     batches: int

@@ -33,14 +33,14 @@ MAX_INDEX = 1 << 20  # maximum length of the index array
 
 @dataclass(frozen=True)
 class MemoryShares:
-    """The shares of a repack's buffers in its memory."""
+    """The division of the memory of a repack among its buffers."""
 
     memory_bytes: int  # memory for all buffers
     num_threads: int  # number of threads that work at the same time
 
     @property
     def part_bytes(self) -> int:
-        """Maximum bytes of one buffer.
+        """Maximum size of one buffer in bytes.
 
         A shuffle has at most three buffers per thread and one more. The divisor leaves space for index arrays.
         """
@@ -48,11 +48,11 @@ class MemoryShares:
 
     @property
     def step_bytes(self) -> int:
-        """Bytes of one read."""
+        """Size of one read in bytes."""
         return min(STEP_BYTES, self.part_bytes)
 
     def bucket_bytes(self, total_bytes: int) -> int:
-        """Return the size of a bucket in bytes. Larger ones cost time, because the first use of new memory is slow."""
+        """Return the size of a bucket in bytes. Larger ones are slower, because the first use of new memory is slow."""
         return min(self.part_bytes, max(STEP_BYTES, total_bytes // FEW_BUCKETS))
 
     def scatter_bytes(self, num_buckets: int) -> int:
@@ -69,17 +69,17 @@ class MemoryShares:
 
 
 def memory_for_copying(memory_bytes: int, num_permuted: int) -> int:
-    """Return the bytes of memory that remain for other uses after a permutation of ``num_permuted`` samples is stored.
+    """Return the memory in bytes that remains after a permutation of ``num_permuted`` samples is stored.
 
     Raises OptionError if too little remains to copy data.
     """
     if memory_bytes < MIN_MEMORY_BYTES:
-        raise OptionError(f"memory is {memory_bytes} bytes: give at least {MIN_MEMORY_BYTES}")
+        raise OptionError(f"memory is {memory_bytes} bytes: pass at least {MIN_MEMORY_BYTES}")
     remaining = memory_bytes - num_permuted * ORDER_BYTES
     if remaining < MIN_MEMORY_BYTES // 2:
         need = human_bytes(num_permuted * ORDER_BYTES + MIN_MEMORY_BYTES)
         raise OptionError(
-            f"memory is {human_bytes(memory_bytes)}, but shuffling {num_permuted} samples needs {need}: give that much"
+            f"memory is {human_bytes(memory_bytes)}, but shuffling {num_permuted} samples needs {need}: pass that much"
         )
     return remaining
 
@@ -87,7 +87,7 @@ def memory_for_copying(memory_bytes: int, num_permuted: int) -> int:
 def plan_steps(
     num_rows: int, *, row_bytes: int, band_rows: int, step_bytes: int, unit_rows: int = 1
 ) -> Iterator[range]:
-    """Yield the ranges of rows to read at once: at most ``step_bytes`` each, but at least one row.
+    """Yield the ranges of rows to read at once. A range has at most ``step_bytes`` bytes, but at least one row.
 
     A band is ``band_rows`` rows that share their chunks. A step consists of whole bands, or of a part of one band if a
     band is too large. If possible, the number of rows in a step is a multiple of ``unit_rows``, the number of rows that
@@ -119,7 +119,7 @@ def plan_uneven(ends: np.ndarray, part_bytes: int, item_bytes: int) -> np.ndarra
     """Cut rows of different lengths into runs of at most ``part_bytes``, or of one row if it is larger.
 
     Returns the borders, (num_runs + 1,) int64. Row i has the elements ``ends[i]:ends[i + 1]``, where ``ends`` is
-    (num_rows + 1,) int64. A row takes ``item_bytes`` bytes per element plus 8.
+    (num_rows + 1,) int64. A row needs ``item_bytes`` bytes per element, plus 8 bytes.
 
     >>> plan_uneven(np.array([0, 1, 2, 12, 12, 13]), 40, 4).tolist()
     [0, 2, 3, 5]
@@ -136,14 +136,14 @@ def plan_uneven(ends: np.ndarray, part_bytes: int, item_bytes: int) -> np.ndarra
 class Packing:
     """A plan for assembling samples that span several chunks.
 
-    The packed form of a sample has its row of every chunk, chunk after chunk, including the padding of chunks at the
-    edges.
+    The packed form of a sample consists of its row in every chunk, chunk after chunk, including the padding of chunks
+    at the edges.
     """
 
-    chunk_row_bytes: int  # bytes of a row of one chunk
+    chunk_row_bytes: int  # size in bytes of a row of one chunk
     num_chunks: int  # number of chunks that a sample spans
     slices: tuple[tuple[slice, ...], ...]  # the piece of a sample in each chunk, without padding
-    unit_bytes: int  # bytes of one unit of ``index``
+    unit_bytes: int  # size in bytes of one unit of ``index``
     index: np.ndarray | None  # (n,) intp: for each unit of a sample, its position in the packed form; None: copy slices
 
 

@@ -47,7 +47,7 @@ class FixedSelection:
 
 
 class SelectionSequence:
-    """The sequence of selected samples, chunk by chunk. If ``shuffle`` is set, the chunks are permuted.
+    """The sequence of selected samples, chunk by chunk. If ``shuffle`` is True, the chunks are permuted.
 
     ``nodes``, (n,), are the positions in the sequence at which the parts of the nodes begin. The part of a node has the
     same chunks in all epochs. A chunk at which two parts meet is divided between them.
@@ -157,17 +157,17 @@ def select_samples(samples: Any, num_samples: int) -> Indices:
         if subset.shape != (num_samples,):
             raise OptionError(
                 f"subset is a mask of shape {subset.shape}, but there are {num_samples} samples: "
-                "give one value for each sample"
+                "pass one value for each sample"
             )
         return np.flatnonzero(subset)
     if subset.ndim != 1 or (subset.size and subset.dtype.kind not in "iu"):
         raise OptionError(
-            f"subset has the shape {subset.shape} and the dtype {subset.dtype}: give sample indices, or a mask"
+            f"subset has the shape {subset.shape} and the dtype {subset.dtype}: pass sample indices, or a mask"
         )
     numbers = np.sort(subset)
     if len(numbers) and (numbers[0] < 0 or numbers[-1] >= num_samples):
         wrong = numbers[0] if numbers[0] < 0 else numbers[-1]
-        raise OptionError(f"subset has sample {wrong}: give indices from 0 to {num_samples - 1}")
+        raise OptionError(f"subset has sample {wrong}: pass indices from 0 to {num_samples - 1}")
     repeated = np.flatnonzero(numbers[1:] == numbers[:-1])
     if len(repeated):
         raise OptionError(f"subset has sample {numbers[repeated[0]]} twice: to repeat samples, use weights")
@@ -180,7 +180,7 @@ def as_array(name: str, values: Any) -> np.ndarray:
         return np.asarray(values)
     except (TypeError, ValueError):
         raise OptionError(
-            f"{name} cannot be converted to an array (are its lists of equal length?): give numbers"
+            f"{name} cannot be converted to an array (are its lists of equal length?): pass numbers"
         ) from None
 
 
@@ -188,17 +188,17 @@ def check_weights(weights: Any, num_samples: int) -> np.ndarray:
     """Validate weights, one per sample, and return them as (n,) float64."""
     array = as_array("weights", weights)
     if array.dtype.kind not in "biuf":
-        raise OptionError(f"weights have the dtype {array.dtype}: give numbers, or the name of a field")
+        raise OptionError(f"weights have the dtype {array.dtype}: pass numbers, or the name of a field")
     values = array.astype(np.float64)
     if values.shape != (num_samples,):
         raise OptionError(
-            f"weights have the shape {values.shape}, but there are {num_samples} samples: give one weight for each"
+            f"weights have the shape {values.shape}, but there are {num_samples} samples: pass one weight for each"
         )
     wrong = np.flatnonzero(~np.isfinite(values) | (values < 0))
     if len(wrong):
-        raise OptionError(f"weights[{wrong[0]}] is {values[wrong[0]]}: give finite numbers, 0 or more")
+        raise OptionError(f"weights[{wrong[0]}] is {values[wrong[0]]}: pass finite numbers, 0 or more")
     if not values.any():
-        raise OptionError("weights are all 0: give at least one positive weight")
+        raise OptionError("weights are all 0: pass at least one positive weight")
     return values
 
 
@@ -226,9 +226,9 @@ def split_samples(shuffled: Indices, fractions: Sequence[float], groups: np.ndar
     shares = as_array("fractions", fractions)
     are_numbers = shares.dtype.kind in "biuf" and shares.ndim == 1 and len(shares)
     if not are_numbers or not (np.isfinite(shares).all() and (shares >= 0).all()):
-        raise OptionError(f"fractions are {fractions!r}: give numbers from 0 to 1, one for each part")
+        raise OptionError(f"fractions are {fractions!r}: pass numbers from 0 to 1, one for each part")
     if shares.sum() > 1 + 1e-9:
-        raise OptionError(f"fractions {fractions!r} have the sum {shares.sum():g}: give a sum of at most 1")
+        raise OptionError(f"fractions {fractions!r} have the sum {shares.sum():g}: pass a sum of at most 1")
     if groups is None:
         return _cut([shuffled], shares)
     by_group = shuffled[np.argsort(groups[shuffled], kind="stable")]

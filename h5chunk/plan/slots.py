@@ -30,8 +30,8 @@ from h5chunk.plan.order import Order, divisors
 from h5chunk.plan.permutation import ECHO, Indices, permutation
 
 AHEAD = 6  # windows to read ahead; scripts/LOG.md has measurements
-ROUND_BYTES = 128 << 20  # limit on the bytes of small windows that are read a round ahead
-AHEAD_BYTES = 1 << 30  # limit on the bytes of windows that are read ahead, unless ``memory_bytes`` is given
+ROUND_BYTES = 128 << 20  # limit in bytes on small windows that are read a round ahead
+AHEAD_BYTES = 1 << 30  # limit in bytes on windows that are read ahead, unless ``memory_bytes`` is set
 TOGETHER_BYTES = 32 << 20  # small windows are read together up to this size, because each read has a fixed cost
 
 
@@ -43,12 +43,12 @@ class SlotPlan:
     num_slots: int
     num_local: int  # slots to use once all data is on this machine, where fewer windows are read ahead
     window_samples: int  # maximum number of samples in a slot
-    window_bytes: int  # bytes of a slot, including all copies
+    window_bytes: int  # size of a slot in bytes, including all copies
     together: int = 1  # windows per slot
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all slots."""
+        """Total size of all slots in bytes."""
         return self.num_slots * self.window_bytes
 
 
@@ -63,10 +63,10 @@ def plan_slots(
 ) -> SlotPlan:
     """Choose how many windows are held at a time: those whose batches alternate, and some that are read ahead.
 
-    ``window_bytes(n)`` returns the bytes of all copies of a window of n samples, and ``other_bytes(order)`` the bytes
-    of everything else. At least ``ahead_bytes`` are read ahead if the epoch is long enough and the memory suffices. If
-    ``min_chunks`` is given, windows may shrink to that many chunks to fit into ``memory_bytes``. Raises OptionError if
-    they do not fit.
+    ``window_bytes(n)`` returns the size in bytes of all copies of a window of n samples, and ``other_bytes(order)``
+    the size of everything else. At least ``ahead_bytes`` are read ahead if the epoch is long enough and the memory
+    suffices. If ``min_chunks`` is set, windows may shrink to that many chunks to fit into ``memory_bytes``. Raises
+    OptionError if the windows do not fit.
     """
     while True:
         window_samples = largest_window(order)
@@ -89,7 +89,7 @@ def plan_slots(
     remedy = "use fewer num_threads, " if extra_bytes and needed <= (memory_bytes or 0) else ""
     raise OptionError(
         f"memory_bytes is {memory_bytes}, but {num_open + 1} windows of {count_text(order.window_batches, 'batch')} "
-        f"need {needed + extra_bytes}: give that much, {remedy}or use a smaller window_chunks or batch_size"
+        f"need {needed + extra_bytes}: pass that much, {remedy}or use a smaller window_chunks or batch_size"
     )
 
 
@@ -128,7 +128,7 @@ def num_ahead(order: Order, slot_bytes: int, ahead_bytes: int = 0) -> int:
 
 
 def num_open_windows(order: Order, together: int = 1) -> int:
-    """Return how many windows alternate at most, or how many groups if ``together`` windows form a group."""
+    """Return the maximum number of windows that alternate, or of groups if ``together`` windows form a group."""
     first = next(order.rounds(), None)
     if first is None or first.window_batches == 1:
         return 1
@@ -150,7 +150,7 @@ def check_echo(echo: object) -> None:
     """Raise OptionError unless the echo factor is a number of at least 1."""
     number = isinstance(echo, (int, float, np.integer, np.floating)) and not isinstance(echo, bool)
     if not number or not 1 <= echo < 1000:  # type: ignore[operator]
-        raise OptionError(f"echo is {echo!r}: give the number of times that each sample is used, from 1 to 999")
+        raise OptionError(f"echo is {echo!r}: pass the number of times that each sample is used, from 1 to 999")
 
 
 def num_echoed(echo: float, fresh: int) -> int:

@@ -54,7 +54,7 @@ def test_numbers_that_are_complex(path: Path) -> None:
 
 @pytest.mark.parametrize("weights", [RAGGED, ["a"] * N, np.ones(N) * 1j, [None] * N, b"labels", {}, Ellipsis], ids=str)
 def test_weights(path: Path, weights: Any) -> None:
-    match = r"weights (have the dtype .*: give numbers, or the name of a field|cannot be converted to an array)"
+    match = r"weights (have the dtype .*: pass numbers, or the name of a field|cannot be converted to an array)"
     with pytest.raises(OptionError, match=match):
         ChunkSampler(ChunkDataset(path), 4, weights=weights)
 

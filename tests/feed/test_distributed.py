@@ -258,7 +258,7 @@ def test_locality_that_cannot_be(path, monkeypatch):
             "per node, is '', which does not divide the world_size of 4: start training with torchrun",
         ),
         ({"locality": "rack"}, "locality is 'rack': pass 'node' or a number of nodes"),
-        ({"locality": 3}, "lanes is 4, which is not a multiple of nodes 3: give a multiple"),
+        ({"locality": 3}, "lanes is 4, which is not a multiple of nodes 3: pass a multiple"),
         ({"locality": 0}, "locality is 0"),
     ]
     for options, message in wrong:

@@ -76,7 +76,7 @@ def test_echoes_that_can_be(echo):
 
 @pytest.mark.parametrize("echo", [0, 0.99, -1, -2.0, 1000, math.inf, math.nan, True, None, "2", "auto", [2], (), 2j])
 def test_echoes_that_cannot_be(path, echo):
-    with pytest.raises(OptionError, match=r"echo is .*give the number of times that each sample is used"):
+    with pytest.raises(OptionError, match=r"echo is .*pass the number of times that each sample is used"):
         ChunkLoader(path, 16, echo=echo)
 
 

@@ -119,7 +119,7 @@ def test_buckets_save_padding_and_state_their_cost(dataset: h5chunk.ChunkDataset
         ({"batch_elements": 800, "pad": True}, "leave pad out"),
         ({"batch_elements": 800, "interleave": 4}, "interleave is 4"),
         ({"batch_elements": 800, "lanes": 4, "rank": 0, "world_size": 2}, "one lane per rank"),
-        ({"batch_size": 8, "padded": False, "bucket_batches": 2}, "give batch_elements"),
+        ({"batch_size": 8, "padded": False, "bucket_batches": 2}, "pass batch_elements"),
         ({"batch_size": 8, "bucket_batches": 0}, "bucket_batches is 0"),
     ],
 )

@@ -20,9 +20,9 @@ from h5chunk.plan.cache import MAX_SLOTS, CacheSettings, ChunkGrid, cache_for
 @pytest.mark.parametrize(
     ("triple", "message"),
     [
-        ((0, 1, 0.5), "cache nslots is 0: give at least 1"),
-        ((1, -1, 0.5), "cache nbytes is -1: give 0"),
-        ((1, 1, -0.1), "cache w0 is -0.1: give a number of at least 0 and below 1"),
+        ((0, 1, 0.5), "cache nslots is 0: pass at least 1"),
+        ((1, -1, 0.5), "cache nbytes is -1: pass 0"),
+        ((1, 1, -0.1), "cache w0 is -0.1: pass a number of at least 0 and below 1"),
         ((1, 1, 1.5), "cache w0 is 1.5"),
         ((1, 1, math.nan), "cache w0 is nan"),
         (
@@ -30,8 +30,8 @@ from h5chunk.plan.cache import MAX_SLOTS, CacheSettings, ChunkGrid, cache_for
             "w0 is 1.0, with which HDF5 never evicts partly read chunks, and memory grows without limit",
         ),
         ((1, 1, 1), "use 0 .oldest first.|use 0, or"),
-        ((1, 1), r"cache is \(1, 1\): give \(nslots, nbytes, w0\)"),
-        (5, "cache is 5: give"),
+        ((1, 1), r"cache is \(1, 1\): pass \(nslots, nbytes, w0\)"),
+        (5, "cache is 5: pass"),
         (("many", 1, 0.5), "cache is .*'many'"),
     ],
 )

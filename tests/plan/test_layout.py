@@ -80,13 +80,13 @@ def test_the_recommended_cache_holds_the_recommended_windows(num_samples):
 def test_a_given_size():
     layout = plan_layout(1000, 100, 30)
     assert (layout.chunk_samples, layout.num_chunks, layout.chunk_bytes) == (30, 34, 3000)
-    assert layout.reasons[0] == "30 samples per chunk, as given: 2.9 KiB"
+    assert layout.reasons[0] == "30 samples per chunk, as requested: 2.9 KiB"
     assert plan_layout(10, 100, 30).chunk_samples == 10
 
 
 @pytest.mark.parametrize("wrong", [0, -3])
 def test_a_size_that_cannot_be(wrong):
-    with pytest.raises(OptionError, match=f"chunk_samples is {wrong}: give at least 1"):
+    with pytest.raises(OptionError, match=f"chunk_samples is {wrong}: pass at least 1"):
         plan_layout(1000, 100, wrong)
 
 

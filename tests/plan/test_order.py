@@ -411,9 +411,9 @@ def test_a_huge_epoch_starts_at_once():
     [
         ({"lanes": 3, "world_size": 2}, "lanes is 3, which is not a multiple of world_size 2"),
         ({"lanes": 4}, "batch_size is 6, but each rank has 4 lanes"),
-        ({"rank": 1}, "rank is 1, but world_size is 1: give a rank from 0 to 0"),
+        ({"rank": 1}, "rank is 1, but world_size is 1: pass a rank from 0 to 0"),
         ({"rank": -1}, "rank is -1"),
-        ({"drop_last": True, "pad": True}, "give only one of them"),
+        ({"drop_last": True, "pad": True}, "pass only one of them"),
         ({"selection": FixedSelection(np.array([0, 2, 3]))}, "selection has 3"),
     ],
 )

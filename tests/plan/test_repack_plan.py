@@ -107,7 +107,7 @@ def test_the_parts_fit_in_memory_together(num_threads: int) -> None:
 
 def test_too_little_memory_is_refused() -> None:
     assert memory_for_copying(1 << 30, 1000) == (1 << 30) - 24_000
-    with pytest.raises(OptionError, match=f"give at least {MIN_MEMORY_BYTES}"):
+    with pytest.raises(OptionError, match=f"pass at least {MIN_MEMORY_BYTES}"):
         memory_for_copying(MIN_MEMORY_BYTES - 1, 0)
-    with pytest.raises(OptionError, match=r"shuffling 100000000 samples needs 2.2 GiB: give that much"):
+    with pytest.raises(OptionError, match=r"shuffling 100000000 samples needs 2.2 GiB: pass that much"):
         memory_for_copying(1 << 30, 100_000_000)

@@ -302,7 +302,7 @@ def test_memory_is_bounded(tmp_path: Path, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"memory_bytes": 1 << 20}, "memory is 1048576 bytes: give at least"),
+    ({"memory_bytes": 1 << 20}, "memory is 1048576 bytes: pass at least"),
     ({"memory_bytes": 8 << 20, "shuffle": True}, "shuffling 400000 samples needs"),
     ({"chunk_samples": 0}, "chunk_samples is 0"),
     ({"window_chunks": 0}, "window_chunks is 0"),
@@ -625,7 +625,7 @@ def test_a_tuned_file(tmp_path: Path) -> None:
         ('{"chunk_samples": 0}', "chunk_samples is 0: pass at least 1"),
         ('{"chunk_samples": true}', "chunk_samples is True: pass a whole number"),
         ('{"window_chunks": 2.5}', "window_chunks is 2.5"),
-        ('{"cache": [1, 2]}', "cache is [1, 2]: give (nslots, nbytes, w0)"),
+        ('{"cache": [1, 2]}', "cache is [1, 2]: pass (nslots, nbytes, w0)"),
         ('{"cache": [1, 2.5, 0]}', "cache is [1, 2.5, 0]"),
         ('{"cache": [1, 2, 1.0]}', "cache w0 is 1.0"),
         ('{"compression": 5}', "compression is 5"),
