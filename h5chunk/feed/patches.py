@@ -270,7 +270,7 @@ class Patches(ChunkDataset):
         if POSITION in reader.fields:
             raise OptionError(f"fields has {POSITION!r}, which is the name of the field of positions: rename it")
         if self._samples is not None:
-            raise OptionError("this is a subset of patches: call tiles() of the full data set, then subset() of them")
+            raise OptionError("this is a subset of patches: call tiles() of the full data set first, then subset()")
         reader.set_plan(Tiles(self._shapes, self._size, self._starts, both))
         other = copy(self)
         other._reader = reader
@@ -317,7 +317,7 @@ class Patches(ChunkDataset):
         parts = split_samples(permutation(len(volumes), seed, stream=(SPLIT, 0, 0)), fractions, None, seed)
         if not all(map(len, parts)):
             raise OptionError(
-                f"fractions is {tuple(fractions)}, but of {count_text(len(volumes), 'volume')} a part would get none: "
+                f"fractions is {tuple(fractions)}, but with {count_text(len(volumes), 'volume')} a part is empty: "
                 "pass fewer or larger fractions"
             )
         return [self.subset(np.isin(own, volumes[part])) for part in parts]

@@ -164,7 +164,8 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
     bucket_batches : int
         For samples that differ in length: the size of a bucket, in batches of average size. The samples of a bucket are
         sorted by length and cut into batches, and these batches are shuffled. This saves padding, but samples are then
-        shuffled less well, because those of a batch have similar lengths: see `report`. A window has a bucket or more.
+        shuffled less well, because those of a batch have similar lengths: see `report`. A window has at least one
+        bucket.
     window_chunks : int, optional
         Chunks to shuffle together; default: the file's recommendation. A window is never smaller than a batch.
     drop_last : bool

@@ -112,7 +112,8 @@ class Windows(ChunkDataset):
         for name, field in frames.fields.items():
             if not isinstance(field, Field):
                 raise FieldError(
-                    f"{printable(frames.path)}: the rows of {name!r} differ in shape, but must not: leave it out"
+                    f"{printable(frames.path)}: the rows of {name!r} differ in shape, which windows do not support: "
+                    "leave it out"
                 )
         borders = borders_of(frames)
         for kind, dataset in given.items():
@@ -178,7 +179,7 @@ class Windows(ChunkDataset):
         return [self.subset(np.isin(self.episodes, episodes[part])) for part in parts]
 
     def statistics(self, field: str) -> FieldStatistics:
-        """See `ChunkDataset.statistics`. They cover all time steps of all episodes, with the channels of a frame."""
+        """See `ChunkDataset.statistics`. They cover all time steps, for each channel of a frame."""
         return self._stored_statistics(self._datasets.get(field, field))
 
     def values(self, name: str) -> np.ndarray:
