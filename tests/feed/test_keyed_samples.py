@@ -372,7 +372,7 @@ def _break(path: Path, how: str) -> None:
         ("no attribute", "0011 has no attribute 'magnitude' .it has station"),
         ("two numbers", "must be one number"),
         ("link", "soft link"),
-        ("type", "has float64 .* as 'data'"),
+        ("type", "has float64 .* in 'data'"),
         ("shape", r"\[7, 4\] in \'data\', but the first sample has float32 \[7, 3\]"),
         ("strings", "variable length"),
         ("no attribute value", "is empty, but must be one number"),

@@ -76,7 +76,7 @@ def test_statistics_of_an_earlier_version_of_a_file_are_an_error(tmp_path: Path)
         h5chunk.ChunkDataset(path).statistics("images")
     report = json.loads(run("info", path, "--stats", "--json").stdout)
     assert len(report["statistics"]["images"]["mean"]) == 3
-    with pytest.raises(h5chunk.FieldError, match="not of 'labels'"):
+    with pytest.raises(h5chunk.FieldError, match="no statistics of 'labels'"):
         h5chunk.ChunkDataset(path).statistics("labels")
     os.utime(path, ns=(1, 1))
     with pytest.raises(h5chunk.FieldError, match="earlier version"):
