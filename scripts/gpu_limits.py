@@ -14,6 +14,7 @@ import torch
 
 from h5chunk import native
 from h5chunk.feed.memory import PinnedMemory
+from h5chunk.native import cuda
 from h5chunk.store.hdf5.open import open_file
 
 PIECE = 8 << 20
@@ -64,7 +65,7 @@ def copy_rate() -> float:
 
 
 class BareLoop:
-    """Read shuffled windows into pinned buffers with threads in C, and copy each window to the GPU in one call.
+    """Read shuffled windows into pinned buffers with threads in C, which also start one copy to the GPU per window.
 
     Every sample is read once. A window consists of random chunks of the file, with ``window_samples`` samples in total.
     """
@@ -94,6 +95,16 @@ class BareLoop:
         jobs["source"] = vectors.ctypes.data + np.arange(len(jobs)) * self._per_chunk * vectors.strides[0]
         return jobs, vectors
 
+    def _sending(self, device: torch.Tensor, host: np.ndarray, copied: torch.cuda.Event) -> cuda.Sending:
+        """Return the copy of a full buffer, which the thread that reads its last chunk starts."""
+        stream, before = torch.cuda.current_stream(), torch.cuda.Event()
+        for event in (before, copied):
+            event.record(stream)
+        sending = cuda.Sending(cuda.context(), stream.cuda_stream, before.cuda_event, copied.cuda_event)
+        sending.set_copies(np.array([[device.data_ptr(), host.ctypes.data, host.nbytes]], np.int64))
+        sending.before = before  # must live as long as the copies
+        return sending
+
     def rate(self, num_threads: int, wait: Callable[[], object] = lambda: None) -> float:
         """Return bytes/s of an epoch on the current GPU. ``wait`` is called just before the clock starts."""
         num_slots, size = min(self.num_slots, len(self._windows)), self.window_bytes
@@ -102,22 +113,21 @@ class BareLoop:
         device = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(num_slots)]
         tables = [self._jobs(i, descriptor, hosts[i % num_slots]) for i in range(len(self._windows))]
         copied = [torch.cuda.Event() for _ in range(num_slots)]
-        pairs = [(on_gpu, torch.from_numpy(host)) for on_gpu, host in zip(device, hosts, strict=True)]
+        sendings = [self._sending(*slot) for slot in zip(device, hosts, copied, strict=True)]
+        endings = [native.Ending(cuda.sender(), sending.address) for sending in sendings]
         pool = native.NativePool(num_threads)
         torch.cuda.synchronize()
         wait()
         started = time.perf_counter()
         for number in range(num_slots):
-            pool.submit(number, tables[number][0])
+            pool.submit(number, tables[number][0], endings[number])
         for _ in tables:
             result = pool.wait(60)
             assert result is not None and result.status == native.DONE
             slot, following = result.ticket % num_slots, result.ticket + num_slots
-            pairs[slot][0].copy_(pairs[slot][1], non_blocking=True)
-            copied[slot].record()
             if following < len(tables):
                 copied[slot].synchronize()
-                pool.submit(following, tables[following][0])
+                pool.submit(following, tables[following][0], endings[slot])
         torch.cuda.synchronize()
         seconds = time.perf_counter() - started
         pool.close(60)
