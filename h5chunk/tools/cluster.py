@@ -1,9 +1,9 @@
 """Run tasks on a Dask cluster until each has succeeded once, even if workers die.
 
-A task is a call of a function of this package with one picklable argument and a function that reports progress. Its
-input and output are files that all workers and this process see under the same paths, so that little data is sent. A
-task may run twice at the same time, for example if the scheduler considers a worker dead, so tasks must write to unique
-names.
+A task calls a function of this package with one picklable argument and a function that reports progress. Its input and
+output are files that all workers and this process can access, on a shared file system or in an object store, so Dask
+transfers little data. A task may run twice at the same time, for example if the scheduler considers a worker dead, so
+tasks must write to unique names.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ LOOK_S, IDLE_S = 5.0, 120.0  # time between checks for workers, and time without
 
 
 class Cluster:
-    """A connection to a Dask cluster; ``client`` is a `distributed.Client`. Raises WorkerError if it has no workers."""
+    """A connection to a Dask cluster; ``client`` is a `distributed.Client`.
+
+    Raises WorkerError if the cluster has no workers, or if a worker has another version of h5chunk.
+    """
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -64,7 +67,7 @@ class Cluster:
         ended: Queue[Any] = Queue()
 
         def submit(number: int, failed: str = "") -> None:
-            """Submit a task; avoid the worker ``failed``, on which it has failed, if there are others."""
+            """Submit a task. If it has failed on the worker ``failed``, prefer other workers."""
             found = self._client.scheduler_info(n_workers=-1)["workers"] if failed else ()
             others = [address for address in found if address != failed]
             key = f"h5chunk-{function.__name__}-{number}-{uuid.uuid4().hex[:8]}"
@@ -137,8 +140,8 @@ class _Failures:
 
         if isinstance(error, FutureCancelledError):
             raise WorkerError(
-                f"the Dask scheduler has stopped or cancelled the work ({error.reason}): make sure that it runs, and "
-                "repeat the command"
+                f"the Dask scheduler has stopped or cancelled the work ({error.reason}): make sure that the scheduler "
+                "is running, and repeat the command"
             ) from None
         if isinstance(error, KilledWorker):
             self._lost[number] = self._lost.get(number, 0) + error.allowed_failures + 1
@@ -164,7 +167,7 @@ def _version_error(address: str, found: str, expected: str = h5chunk.__version__
 
 
 def _run(version: str, function: Task, task: Any, number: int, topic: str) -> Any:
-    """Run a task in a worker, which must have this version of the package."""
+    """Run a task in a worker. Raises WorkerError unless ``version`` of h5chunk is installed there."""
     from distributed import get_worker
 
     worker, last = get_worker(), time.monotonic()

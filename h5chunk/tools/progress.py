@@ -12,7 +12,7 @@ MIN_SLICE_S, MAX_SLICE_S = 0.02, 0.5  # limits on `TimeBudget.slice_s`
 
 
 def count_up(stage: str, total: int, progress: Progress | None) -> Callable[[int], None]:
-    """Return a function that adds the size of a finished part, and reports the sum, which it limits to ``total``."""
+    """Return a function that adds the size of a finished part to a sum, and reports the sum, limited to ``total``."""
     done = 0
 
     def add(count: int) -> None:
@@ -25,7 +25,7 @@ def count_up(stage: str, total: int, progress: Progress | None) -> Callable[[int
 
 
 def count_tasks(stage: str, total: int, progress: Progress | None) -> Callable[[int, int], None]:
-    """Return a function that records how much of a task is done, by its number, and reports the sum over all tasks."""
+    """Return a function to call with the number of a task and the amount done; it reports the sum over all tasks."""
     add, last = count_up(stage, total, progress), dict[int, int]()
 
     def say(number: int, done: int) -> None:

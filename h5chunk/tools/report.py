@@ -30,7 +30,6 @@ def rows(label: str, values: str | Iterable[object], limit: int | None = None) -
     ``limit``.
 
     ``values`` may also be one string; an empty string gives no line.
-
     """
     values = list(filter(None, [values])) if isinstance(values, str) else list(values)
     more = [f"{len(values) - limit:,} more (--json lists all)"] if limit is not None and len(values) > limit else []

@@ -102,7 +102,7 @@ class SharedFolder:
                     remove(f"{self.url}/{name}")
 
     def save_job(self, job: Any) -> str:
-        """Pickle the job that all tasks share to a file, and return its name. Raises OptionError if that fails."""
+        """Save the job that all tasks share in a file, and return its name. Raises OptionError if pickling fails."""
         import cloudpickle
 
         try:
@@ -149,7 +149,7 @@ def _scratch() -> Iterator[Path]:
 
 @contextmanager
 def at_hand(source: Any) -> Iterator[Path]:
-    """Yield the local path of a file or URL. An object is first downloaded to a temporary folder."""
+    """Yield the local path of a file. If ``source`` is a URL, it is first downloaded to a temporary folder."""
     if not is_url(source):
         yield Path(source)
         return

@@ -1,4 +1,4 @@
-"""Download sources that are given by URL to a hidden folder beside the output, from which commands then read them."""
+"""If a source is a URL, download it to a hidden folder beside the output, from which the command then reads it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _items(source: Any) -> list[Any]:
 def _downloaded(source: Any, folder: Path, options: Mapping[str, Any]) -> Iterator[Any]:
     """Yield the source with local paths instead of URLs. After an error, and after a dry run, the copies are kept."""
     if item := next(filter(is_cut_url, _items(source)), None):
-        raise SourceError(f"{printable(item)}: give the URL as text, because Path removes one of its slashes")
+        raise SourceError(f"{printable(item)}: pass the URL as a string, because Path removes one of its slashes")
     keep, notify = options.get("dry_run"), options.get("notify") or (lambda line: None)
     shown: dict[str, str] = {}
     try:
@@ -89,7 +89,10 @@ def _downloaded(source: Any, folder: Path, options: Mapping[str, Any]) -> Iterat
 
 
 def _download(url: str, folder: Path, progress: Progress | None, shown: dict[str, str]) -> str:
-    """Download what a URL names; return the local path or pattern, and add what to show for it to ``shown``."""
+    """Download the files of a URL, and return their local path or pattern.
+
+    Adds the text that messages show instead of each local path to ``shown``.
+    """
     try:
         path = save(url, folder, lambda done, total: progress("fetch", done, total) if progress else None)
     except FileError as error:

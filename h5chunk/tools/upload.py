@@ -27,7 +27,7 @@ from h5chunk.urls import is_url, parse
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 FIRST_SHARD = re.compile(r"-00000-of-\d+\.h5$")
-FILES = 4  # files that are uploaded at the same time; so are the parts of each file
+FILES = 4  # number of files, and of parts of each file, that are uploaded at the same time
 
 
 def uploads(command: Command) -> Command:
@@ -58,11 +58,11 @@ class Uploads:
         self.url, self._folder, self._overwrite = url, folder, overwrite
         self._files: dict[str, Future[None]] = {}
         self._old: list[str] = []  # files that are replaced
-        self.sizes: dict[str, int] = {}  # bytes of the files that workers have uploaded
+        self.sizes: dict[str, int] = {}  # sizes, in bytes, of the files that workers have uploaded
         self._pool = ThreadPoolExecutor(FILES)
 
     def add(self, file: Path) -> None:
-        """Start uploading a complete file. Raises FileError if an earlier upload failed."""
+        """Start uploading a complete file other than the first shard. Raises FileError if an earlier upload failed."""
         for started in self._files.values():
             if started.done():
                 started.result()

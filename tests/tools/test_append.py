@@ -376,7 +376,7 @@ def test_classes_are_found_by_name(tmp_path: Path) -> None:
         ("path,n\n{},1\n", "path,n\n{},-1\n", "has the value -1"),
         ("path,n\n{},ab\n", "path,n\n{},abc\n", "has a string of 3 bytes, but .* stores at most 2"),
         ("path,n\n{},ab\n", "path,n\n{},7\n", "has type int64, but type strings of 2 bytes in"),
-        ("path,label\n{},cat\n", "path,label\n{},7\n", "labels have names in .* but only numbers in"),
+        ("path,label\n{},cat\n", "path,label\n{},7\n", "the values of field 'labels' are names in .* but numbers in"),
         ("path,n\n{},1\n", None, "lacks the field 'n', which"),
     ],
 )
@@ -466,7 +466,7 @@ def test_damage_of_a_field_is_not_carried_along(tmp_path: Path) -> None:
     ("name", "row", "value", "message"),
     [
         ("h5chunk/source_name_ends", 5, 0, "source_name_ends does not divide the names"),
-        ("h5chunk/source_index", 5, -3, "has the negative number -3"),
+        ("h5chunk/source_index", 5, -3, "contains the negative index -3"),
         ("labels", 5, 9, "sample 5 has the label 9, but there are 3 classes"),
     ],
 )

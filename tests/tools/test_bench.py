@@ -124,7 +124,7 @@ def test_more_than_fits_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     check_report(report, {DISK, "resident=True"})
     assert report.measured_samples == 416  # whole chunks within half of it
     assert "the first 416 samples" in report.notes[0] and "fit in memory" in report.notes[0]
-    with pytest.raises(OptionError, match=r"so a batch has .* are free: use a smaller batch_size"):
+    with pytest.raises(OptionError, match=r"so a batch takes up .* are free: use a smaller batch_size"):
         h5chunk.bench(path)
 
 
@@ -209,7 +209,7 @@ def test_verdicts() -> None:
     assert "decompression" in verdict_of(50.0, compressed=True)
     assert "which reads in one thread" in verdict_of(50.0, not_direct="why")
     assert "the disk (10 samples/s)" in verdict_of(90.0, disk=10.0, fits=False)
-    assert "first epoch reads the disk, which limits it to 10" in verdict_of(90.0, disk=10.0)
+    assert "first epoch reads from disk, which limits it to 10" in verdict_of(90.0, disk=10.0)
     assert "unknown" in verdict([], not_direct="", compressed=False, fits=True)
 
 

@@ -310,7 +310,7 @@ def test_list_of_skipped_that_cannot_be_written(class_folder: Make, tmp_path: Pa
     root = class_folder()
     skipping(root, [3])
     (tmp_path / "x.h5.skipped.csv").mkdir()
-    with pytest.raises(OutputError, match=r"skipped\.csv: the list of 1 skipped samples cannot be written \(Is a dir"):
+    with pytest.raises(OutputError, match=r"skipped\.csv: the list of 1 skipped sample cannot be written \(Is a dir"):
         convert(root, tmp_path / "x.h5", workers=0, on_error="skip")
 
 

@@ -134,7 +134,7 @@ def test_only_what_changed_is_done_again(class_folder: Make, tmp_path: Path, rea
     reads.clear()
     lines: list[str] = []
     convert(root, tmp_path / "x.h5", workers=0, chunk_samples=4, notify=lines.append)
-    assert lines[1:] == ["16 samples had changed and were written again"]
+    assert lines[1:] == ["changed samples that were written again: 16"]
     assert index in reads and len(reads) == COUNT - len(done) + 16
     convert(root, tmp_path / "whole.h5", workers=0, chunk_samples=4)
     assert (tmp_path / "x.h5").read_bytes() == (tmp_path / "whole.h5").read_bytes()

@@ -309,14 +309,14 @@ def test_memory_is_bounded(tmp_path: Path, options: dict[str, Any]) -> None:
     ({"window_chunks": 1 << 63}, "window_chunks is 9223372036854775808: pass at most 9223372036854775807"),
     ({"cache": (1 << 63, 0, 0.0)}, "use numbers of at most 9223372036854775807"),
     ({"seed": -1}, "seed is -1"),
-    ({"compression": "brotli"}, "compression is 'brotli': give one of none, gzip, lzf, zstd, lz4, blosc"),
-    ({"compression": "gzip:10"}, "levels of gzip are 0 to 9"),
-    ({"compression": "gzip:x"}, "levels of gzip are 0 to 9"),
+    ({"compression": "brotli"}, "compression is 'brotli': use one of none, gzip, lzf, zstd, lz4, blosc"),
+    ({"compression": "gzip:10"}, "use a level of gzip from 0 to 9"),
+    ({"compression": "gzip:x"}, "use a level of gzip from 0 to 9"),
     ({"compression": "lzf:1"}, "compression is 'lzf:1'"),
     ({"cache": (1, 2)}, "cache is (1, 2)"),
     ({"cache": (1, 0, 1.0)}, "cache w0 is 1.0"),
     ({"fields": ["nope"]}, "has no dataset 'nope'; it has images"),
-    ({"fields": ["text"]}, "'text' of type object and shape () is not a field"),
+    ({"fields": ["text"]}, "'text' of type object and shape () cannot be a field"),
     ({"keep": ["nope"]}, "has no dataset 'nope'"),
 ])  # fmt: skip
 def test_options_that_cannot_be(tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -332,12 +332,12 @@ def test_a_sample_that_does_not_fit_in_memory(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["images"], file["labels"] = np.zeros((2, 5 << 20), np.uint8), np.arange(2)
     for options in ({"shuffle": True}, {"fields": ["images"]}):
-        with pytest.raises(OptionError, match=r"a sample of 'images' has 5.0 MiB, .* which is .* MiB: raise it to"):
+        with pytest.raises(OptionError, match=r"a sample of 'images' takes up 5.0 MiB, .* which is .* MiB: raise"):
             repack(tmp_path / "a.h5", tmp_path / "b.h5", memory_bytes=8 << 20, **options)
     report = repack(tmp_path / "a.h5", tmp_path / "b.h5", memory_bytes=8 << 20)
     check_same(tmp_path / "a.h5", tmp_path / "b.h5")
     assert report.main == "labels"
-    assert report.notes == ["images is copied unchanged, because its rows do not fit in memory"]
+    assert report.notes == ["images is copied unchanged, because its rows are too large for a chunk or for memory"]
 
 
 def test_compression_without_hdf5plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

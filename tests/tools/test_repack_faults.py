@@ -95,7 +95,7 @@ def refuse_columns(file: h5py.File) -> str:
 
 def refuse_falling_pointers(file: h5py.File) -> str:
     make_sparse(file, "csr_matrix", np.array([*[0, 5, 3], *[7] * 88]))
-    return "'m/indptr' is damaged, because its values do not begin with 0 or decrease (at row 1)"
+    return "'m/indptr' is damaged: its values must begin with 0 and never decrease (row 1)"
 
 
 def refuse_pointers_elsewhere(file: h5py.File) -> str:

@@ -226,7 +226,7 @@ def replace(name: str, value: np.ndarray):
         (drop("labels"), "checksums of 'labels', but no such dataset"),
         (replace("h5chunk/checksums/images", np.zeros(3, "u4")), "has 7 chunks, but 3 checksums"),
         (replace("h5chunk/checksums/images", np.zeros(7, "f4")), "float32 (7,), not a list of uint32"),
-        (put("h5chunk/source_index", 3, -1), "source_index has the negative number -1"),
+        (put("h5chunk/source_index", 3, -1), "source_index contains the negative index -1"),
         (lambda f: f["h5chunk/source_index"].__setitem__(3, f["h5chunk/source_index"][4]), "of the source twice"),
         (replace("h5chunk/source_index", np.arange(3)), "source_index has the shape (3,) for 20 samples"),
         (put("h5chunk/source_name_ends", 19, 5), "source_name_ends does not divide the names"),

@@ -77,7 +77,9 @@ def test_shards_that_are_not_of_one_set(shards: list[Path], class_folder, tmp_pa
     folder = shards[0].parent
     kept = shutil.copy(shards[2], tmp_path / "kept")
     shutil.copy(shards[1], shards[2])
-    assert h5chunk.verify(folder).problems == ("set-00002-of-00004.h5 was written as shard 1 of 4, so it was renamed",)
+    assert h5chunk.verify(folder).problems == (
+        "set-00002-of-00004.h5 was written as shard 1 of 4, so the file was renamed",
+    )
     shutil.copy(kept, shards[2])
     assert h5chunk.verify(folder).ok
     shutil.copy(shards[2], folder / "set-00000-of-00001.h5")

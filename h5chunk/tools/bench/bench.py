@@ -93,7 +93,7 @@ def bench(
     Raises
     ------
     FileError, FieldError
-        As for `ChunkDataset`; the file has no samples, or is damaged.
+        As for `ChunkDataset`, or the file has no samples or is damaged.
     WorkerError
         A DataLoader's worker died.
     OptionError
@@ -128,9 +128,9 @@ def bench(
         else:
             figures, notes, stored_bytes = measure_stages(subject, numbers, cold, not_direct)
     if any(figure.ratio is not None and figure.ratio > NOISY for figure in figures if figure.limit == CACHED):
-        notes.append("some figures are above their limit, because the machine was busy: run it again")
+        notes.append("some figures are above their limit, because the machine was busy: repeat the measurement")
     if isinstance(reader.ragged, ImagesField):
-        notes.append(f"images of any size are cropped by RandomResizedCrop({CROP}); bytes are those in the file")
+        notes.append(f"images of any size are cropped by RandomResizedCrop({CROP}); GB/s counts stored bytes")
     fits = stored_bytes is None or stored_bytes < subject.memory_bytes
     return BenchReport(
         path=shown(reader.path),
@@ -175,9 +175,9 @@ def _check_memory(subject: Subject, num_workers: int) -> None:
     needed = HELD_LOADERS * min(HELD_BATCHES * batch, HELD_BYTES + 2 * batch) + 3 * (1 + num_workers) * batch
     if needed > subject.memory_bytes:
         raise OptionError(
-            f"batch_size is {subject.batch_size}, so a batch has {human_bytes(batch)} and measuring needs about "
-            f"{human_bytes(needed)} of memory, but only {human_bytes(subject.memory_bytes)} are free: use a smaller "
-            "batch_size"
+            f"batch_size is {subject.batch_size}, so a batch takes up {human_bytes(batch)}, and the measurement "
+            f"needs about {human_bytes(needed)} of memory, but only {human_bytes(subject.memory_bytes)} are free: use "
+            "a smaller batch_size"
         )
 
 
@@ -191,8 +191,8 @@ class BenchReport(Report):
     path: str
     fields: list[str]
     num_samples: int
-    sample_bytes: int  # bytes of a decoded sample, all fields together
-    stored_bytes: int | None  # bytes of the fields in the file; None if their data is in other files
+    sample_bytes: int  # total size of all fields of a decoded sample
+    stored_bytes: int | None  # size of the fields in the file; None if their data is in other files
     measured_samples: int  # number of leading samples that were measured from the page cache
     batch_size: int
     device: str
@@ -258,7 +258,7 @@ def verdict(figures: list[Figure], *, not_direct: str, compressed: bool, fits: b
         )
     first = ""
     if disk and disk < rate:
-        first = f". The first epoch reads the disk, which limits it to {disk:,.0f} samples/s"
+        first = f". The first epoch reads from disk, which limits it to {disk:,.0f} samples/s"
     return _slowest(best, rate, rates, not_direct, compressed) + first
 
 

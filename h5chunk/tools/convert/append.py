@@ -60,7 +60,8 @@ def append(
     path : path
         A file that `h5chunk.convert` wrote.
     source : path or object
-        A source that `h5chunk.convert` accepts, or a `h5chunk.source.SampleSource`. It must have the file's fields.
+        A source that `h5chunk.convert` accepts, or a `h5chunk.source.SampleSource`. It must have the same fields as the
+        file.
     format, dry_run, progress, notify
         As for `h5chunk.convert`.
     **options

@@ -1,4 +1,4 @@
-"""Check that new samples match the file that they are appended to, and convert their columns to its types."""
+"""Check that new samples match the file to which they are appended, and convert their columns to its dtypes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def plan_addition(old: OldFile, job: SampleJob, *, new_classes: bool, source: st
         if bool(before) != bool(now):
             named, other = (old.label, source) if before else (source, old.label)
             raise SourceError(
-                f"{source}: {name} have names in {named}, but only numbers in {other}: use names in both, or in neither"
+                f"{source}: the values of field {name!r} are names in {named}, but numbers in {other}: use names "
+                "in both, or in neither"
             )
         new = _new_names(before, now, new_classes=new_classes, label=old.label, source=source)
         categories[name] = [*before, *new]
@@ -157,7 +158,7 @@ def _check_images(old: OldFile, name: str, form: str, label: str) -> None:
         )
     filters = old.datasets[f"{name}/data"].id.get_create_plist().get_nfilters()
     if filters:
-        raise FileError(f"{old.label}: its {name} are compressed: repack it (--compression none)")
+        raise FileError(f"{old.label}: its {name} are compressed: repack the file (--compression none)")
 
 
 def _old_categories(old: OldFile) -> dict[str, list[str]]:

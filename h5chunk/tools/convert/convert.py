@@ -58,9 +58,9 @@ def convert(
         libsvm, .h5ad, 10x .h5, or a 10x folder (its cells become the samples). Several matrices as one: a folder of
         .h5ad files, a glob pattern, or a list of paths. Arrays: .npy, .npz, an array, or a dict of arrays. A table:
         .parquet, or delimited text with one sample per line, such as iris.csv; or a folder of such files. A data set in
-        Python: any object with ``len()`` and indexing, such as those of torchvision and Hugging Face. Or a URL of a
-        file, of a folder in an object store, or of a pattern in one, or a list of them: these are downloaded to a
-        hidden folder beside the output, which is kept until the conversion succeeds.
+        Python: any object with ``len()`` and indexing, such as those of torchvision and Hugging Face. Or the URL of a
+        file, or of a folder or pattern in an object store, or a list of URLs: the files are downloaded to a hidden
+        folder beside the output, which is kept until the conversion succeeds.
     output : path
         The file to create, or the folder if ``shards``, ``shard_bytes`` or ``split_files`` is set. It may be a URL in
         an object store (``s3://``, ``gs://``, ``az://``): files are first written to ``~/.cache/h5chunk``, and uploaded
@@ -150,7 +150,7 @@ def _open(
 ) -> tuple[Any, Path, SampleOptions | MatrixOptions, dict[str, Any]]:
     """Validate the options and the output path, and open the source.
 
-    Returns the source, the output path, the options for writing, and those options for reading that are not the
+    Returns the source, the output path, the options for writing, and the options for reading that differ from their
     defaults.
     """
     kind = find_kind(source, format)

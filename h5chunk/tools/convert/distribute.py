@@ -52,7 +52,7 @@ class WrittenShard(NamedTuple):
     attempt: str  # name of the complete file
     file_bytes: int
     order: np.ndarray  # indices of the samples that were not skipped
-    num_bytes: int | None  # size of images of any size; None for other samples
+    num_bytes: int | None  # total size of images of any size; None for other samples
     filled: Filled
     results: list[TaskResult]  # of the tasks that are not in ``claims``
 
@@ -67,7 +67,7 @@ def write_shards(
     """Write shards to the folder ``part``; yield (number, job, outcome, new results) for each complete shard.
 
     The yielded jobs exclude skipped samples. ``claims`` has, for each shard, the tasks that the journal records as
-    written. ``say(number, done)`` is called with the number of samples of a shard that are written so far.
+    written. ``say(number, done)`` is called with the number of samples of a shard that have been written so far.
     """
     with _attempts(part) as folder:
         name = folder.save_job(replace(jobs[0], order=jobs[0].order[:0], num_workers=0))

@@ -31,7 +31,7 @@ class FormCost:
 
     form: str  # encoded or raw
     option: str  # the option of convert that chooses this form
-    num_bytes: int  # estimated bytes of all images
+    num_bytes: int  # estimated size of all images, in bytes
     fits_disk: bool
     fits_memory: bool  # whether they fit in the page cache
     images_per_s: float  # rate of `ChunkLoader` from the page cache, with random crops of CROP x CROP pixels
@@ -39,7 +39,7 @@ class FormCost:
     def __str__(self) -> str:
         where = "does not fit on the disk"
         if self.fits_disk:
-            where = "fits in memory" if self.fits_memory else "does not fit in memory, so each epoch reads the disk"
+            where = "fits in memory" if self.fits_memory else "does not fit in memory, so each epoch reads from disk"
         rate = f"{self.images_per_s:,.0f} random crops of {CROP} x {CROP} per second"
         return f"({self.option}): about {human_bytes(self.num_bytes)}, which {where}; {rate}"
 
@@ -59,7 +59,7 @@ def compare_forms(job: SampleJob, free_bytes: int) -> list[FormCost]:
 
 
 def _measure(job: SampleJob, form: str) -> tuple[float, float]:
-    """Write a few images to a temporary file and load them; return their mean size in bytes, and the images/s."""
+    """Write a few images to a temporary file and load them; return the mean size in bytes, and the rate in images/s."""
     from h5chunk.feed.sampler import ChunkSampler
     from h5chunk.tools.measure.batches import open_loader
     from h5chunk.tools.measure.images import open_data

@@ -1,5 +1,4 @@
-"""Convert a sparse matrix into one HDF5 file: read its entries, sort them by row, choose how to store values, and
-write.
+"""Convert a sparse matrix: read its entries, sort them by row, choose how values are stored, and write a file.
 
 Entries are read and sorted within ``memory_bytes``. Data that does not fit is kept on disk beside the output, in
 unnamed files that the system removes when the process ends. The memory limit does not change the bytes of the output.
@@ -82,7 +81,7 @@ def convert_matrix(
     if options.time_order and source.time_name is None:
         raise OptionError(
             f"time_order (--time-order) needs times, but {printable(source.path)} has no column of times: name one as "
-            "the fourth of --columns"
+            "the fourth column in --columns"
         )
     old = read_old_ids(options.ids_from, source, keep_rows=options.keep_rows)
     if options.shards is not None:
@@ -178,7 +177,7 @@ def explain_memory_error(memory_bytes: int) -> Iterator[None]:
     except MemoryError:
         raise OptionError(
             f"the memory limit is {human_bytes(memory_bytes)}, but the system has less free memory: lower the limit "
-            "(--memory-bytes), or free memory"
+            "(--memory-bytes), or close other programs"
         ) from None
 
 

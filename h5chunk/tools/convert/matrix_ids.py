@@ -14,7 +14,7 @@ from h5chunk.store.read.files import open_reader
 from h5chunk.store.read.tables import COLUMN_IDS, ROW_IDS, read_table
 
 TABLE_START = 1 << 16
-NUMBERS_BYTES, ID_COPIES = 24, 4  # memory per id: bytes for its index in several orders, and number of its copies
+NUMBERS_BYTES, ID_COPIES = 24, 4  # per id: bytes of its index in several orders, and number of its copies
 
 
 class OldIds(NamedTuple):

@@ -98,7 +98,8 @@ def order_of_rows(
     """Return the order in which source rows are written, old rows first. Raises SourceError if the matrix is empty."""
     if num_rows < 1 or num_columns < 1:
         raise SourceError(
-            f"{printable(source.path)}: the matrix is empty, with {num_rows} rows and {num_columns} columns"
+            f"{printable(source.path)}: the matrix is empty, with {num_rows} rows and {num_columns} columns: use a "
+            "source with at least one row and one column"
         )
     check_shape(source, options, num_rows, num_columns)
     order = np.arange(num_rows, dtype=np.int64)

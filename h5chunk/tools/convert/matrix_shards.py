@@ -73,7 +73,7 @@ class ShardedMatrix:
     client: Any
 
     def write(self) -> dict[str, Any]:
-        """Write the folder, and continue earlier work. Return report values that the files do not contain."""
+        """Write the folder, continuing earlier work. Return report values that the files do not contain."""
         with ExitStack() as stack:
             output = stack.enter_context(NewFolder(self.path, self.overwrite))
             output.open_journal(self.command_id)

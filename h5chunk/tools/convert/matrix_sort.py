@@ -54,7 +54,7 @@ class Entries:
     Values of at most ``num_bits`` bits are packed into the sort key if row, column and value fit in 64 bits. Duplicates
     are combined in the order of their times, or without times in the order in which they were appended. With
     ``time_order``, the positions of a row are sorted by the time of their last entry, then by column. Raises
-    OptionError if row and column indices need more than 64 bits. Use it as a context manager.
+    OptionError if a row index and a column index together need more than 64 bits. Use it as a context manager.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class Entries:
             if num_alike > max(MIN_ALIKE, self._limit):
                 raise OptionError(
                     f"{num_alike:,} or more duplicates of one row and column do not fit in memory: raise memory_bytes "
-                    "(--memory-bytes), or remove them from the source"
+                    "(--memory-bytes), or remove the duplicates from the source"
                 )
         return np.concatenate(parts) if parts else np.empty(0, self._record)
 

@@ -35,14 +35,14 @@ class ConvertReport(Report):
     size_bytes: dict[str, int] = field(default_factory=dict)  # sizes of images of any size, by form; only for a dry run
     forms: list[FormCost] = field(default_factory=list)  # costs of encoded images and raw pixels; only for a dry run
     recommendation: str = ""  # which form is better, in a sentence
-    fields: dict[str, str]  # dtype of each field, in the order of batches
+    fields: dict[str, str]  # dtype of each field, in their order in a batch
     shapes: dict[str, tuple[int, ...]]  # shape of one sample of each field
     layout: Layout
     class_names: list[str]
     new_classes: list[str]  # classes that append added
     counts: dict[str, int]  # numbers of images by original mode, such as RGB or L, and by conversion, such as resized
     skipped: list[tuple[str, str]]  # names of unusable samples, with the reasons
-    skipped_list: str | None  # path of a .csv with ``skipped``
+    skipped_list: str | None  # path of the .csv file that lists ``skipped``
     ignored: list[str]  # parts of the source that are not converted
     notes: list[str]
     already_complete: bool  # whether an earlier call had already made the output; then counts are unknown
@@ -117,7 +117,7 @@ class MatrixReport(Report):
     axes: tuple[str, str]  # names that the source has for the rows, which are the samples, and for the columns
     duplicates: str  # how duplicates are combined
     dtype: str  # dtype of the stored values: uint8, float16 or float32
-    scale: float  # a value is the stored number divided by this
+    scale: float  # the factor by which values were multiplied before they were stored
     pattern: bool  # whether all values are one, so that only their positions are stored
     chunk_samples: int | None = None  # None for a dry run
     counts: dict[str, int] = field(default_factory=dict)  # numbers of entries read and dropped, rows left out, ...
@@ -130,7 +130,7 @@ class MatrixReport(Report):
     already_complete: bool = False  # whether an earlier call had already made the file
 
     def lines(self) -> list[str]:
-        ranges = f"in {self.num_ranges} parts, through temporary data on disk"
+        ranges = f"in {self.num_ranges} parts, with temporary data on disk"
         memory = "" if self.memory_bytes is None else f"at most {human_bytes(self.memory_bytes)}"
         if self.temporary_bytes:
             memory += f", about {human_bytes(self.temporary_bytes)} of temporary data on disk"

@@ -44,7 +44,7 @@ Notify = Callable[[str], None]
 
 @dataclass
 class SampleRun:
-    """Convert or append samples: write them into one or several files, unless that has been done, and report on it."""
+    """Convert or append samples: write one or several files, unless they are already complete, and return a report."""
 
     job: SampleJob
     shards: list[SampleJob]  # jobs of the files of an output folder; empty for a single file
@@ -63,7 +63,7 @@ class SampleRun:
         job, dry_run = self.job, self.dry_run and not self.complete
         skipped = [(job.name(failure.row), failure.reason) for failure in filled.failures]
         if self.overwrite and self.old is None and not self.dry_run and not skipped:
-            skipped_path(job.path).unlink(missing_ok=True)  # the list of the file that was replaced
+            skipped_path(job.path).unlink(missing_ok=True)  # lists the samples that the replaced file lacks
         form = job.source.fields[job.any_size].form if job.any_size else ""
         kinds = {name: (() if field.form else field.shape, field.dtype) for name, field in job.fields.items()}
         kinds |= {name: ((), values.dtype) for name, values in job.columns.items()}
@@ -260,7 +260,7 @@ class _TaskLog:
     def finish(self) -> None:
         """Tell the user how many samples were written again, if any."""
         if self._num_rewritten:
-            self._notify(f"{count_text(self._num_rewritten, 'sample')} had changed and were written again")
+            self._notify(f"changed samples that were written again: {self._num_rewritten:,}")
 
 
 # ---- the list of skipped samples
@@ -289,7 +289,8 @@ def save_skipped(output: Path, skipped: Sequence[tuple[str, str]], *, append: bo
                 csv.writer(file).writerows(rows if before else [["path", "reason"], *rows])
     except OSError as error:
         raise OutputError(
-            f"{printable(target)}: the list of {len(rows)} skipped samples cannot be written ({error.strerror}), but "
+            f"{printable(target)}: the list of {count_text(len(rows), 'skipped sample')} cannot be written "
+            f"({error.strerror}), but "
             f"{printable(output)} is complete"
         ) from None
     return str(target)

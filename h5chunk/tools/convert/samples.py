@@ -82,7 +82,9 @@ def check_fields(source: SampleSource) -> None:
     columns = {name: SampleField(values.shape[1:], values.dtype) for name, values in source.columns.items()}
     for name, field in (*source.fields.items(), *columns.items()):
         if not name or "/" in name or name in (".", GROUP):
-            raise SourceError(f"{name!r} cannot be the name of a field: rename it")
+            raise SourceError(
+                f"{name!r} cannot be the name of a field, because it is empty, reserved, or contains a slash: rename it"
+            )
         if field.dtype.kind not in DTYPE_KINDS or not field.sample_bytes:
             raise SourceError(
                 f"field {name!r} has type {field.dtype} and shape {field.shape}: use integers, floats or strings of a "
@@ -145,7 +147,7 @@ def split_job(job: SampleJob, write_options: SampleOptions) -> list[SampleJob]:
 
 
 def shard_starts(num_samples: int, chunk_samples: int, shards: int) -> list[int]:
-    """Return the index of the first sample of each shard, and the number of samples. Shards get complete chunks.
+    """Return the index of the first sample of each shard, then the number of samples. Shards get complete chunks.
 
     >>> shard_starts(99, 4, 3)
     [0, 36, 68, 99]
@@ -175,8 +177,8 @@ def _files_of_splits(job: SampleJob) -> list[SampleJob]:
         if not SPLIT_NAME.fullmatch(name) or len(jobs) == MAX_SPLITS:
             problem = "a value that cannot name a file" if len(jobs) < MAX_SPLITS else f"more than {MAX_SPLITS} values"
             raise OptionError(
-                f"split_files (--split-files) makes a file for each value of the field 'split', but it has {problem}, "
-                f"such as {printable(name)}: rename or merge values"
+                f"split_files (--split-files) makes a file for each value of the field 'split', but the field has "
+                f"{problem}, such as {printable(name)}: rename or merge values"
             )
         of_split = replace(job, path=job.path / f"{name}.h5")
         jobs.append(of_split.with_order(job.order[splits[job.order] == split]))
@@ -193,7 +195,7 @@ def folder_layout(jobs: list[SampleJob]) -> Layout:
 
 
 def _num_shards(job: SampleJob, layout: Layout, shard_bytes: int) -> int:
-    """Return the smallest number of shards so that no shard exceeds ``shard_bytes``."""
+    """Return the smallest number of shards such that no shard exceeds ``shard_bytes``."""
     sample_bytes = (job.spec().num_bytes - HEADER_BYTES) / layout.num_samples  # includes all fields and tables
     chunk_bytes = int(sample_bytes * layout.chunk_samples) + 1
     per_shard = (shard_bytes - HEADER_BYTES) // chunk_bytes
@@ -258,7 +260,7 @@ def is_complete(job: SampleJob, num_files: int) -> bool:
 
 
 def find_skipped(job: SampleJob, numbers: np.ndarray) -> list[Failure]:
-    """Read the samples of the job that are not in ``numbers`` again, and return why they were skipped."""
+    """Read the samples of the job whose indices are not in ``numbers``, and return why each of them was skipped."""
     failures = []
     out = job.sample_buffers()
     with job.source.session():

@@ -1,9 +1,9 @@
 """Find the datasets of a file that contain samples, and plan their chunks.
 
-A field is a dataset whose first axis indexes samples. Its length is that of the dataset that the user names, or else of
-``images``, ``X`` of AnnData, or the largest dataset. A sparse matrix is a group of ``data``, ``indices`` and
-``indptr``. Images of any size, which only h5chunk files have, are a group of ``data``, ``offsets`` and tables of their
-sizes.
+A field is a dataset whose first axis indexes samples. All fields are as long as a main field: a dataset that the user
+names, or else ``images``, ``X`` of AnnData, or the largest dataset. A sparse matrix is a group of ``data``,
+``indices`` and ``indptr``. Images of any size, which only h5chunk files have, are a group of ``data``, ``offsets`` and
+tables of their sizes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RaggedGroup:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all stored entries. A matrix whose values are all 1 stores no values."""
+        """Size of all stored entries, in bytes. A matrix whose values are all 1 stores no values."""
         first, *others = self.lists
         return self.num_entries * (first.item_bytes + sum(facts.item_bytes for facts in others if facts.stored_bytes))
 
@@ -81,7 +81,7 @@ class Samples:
     other_datasets: list[DatasetFacts] = field(default_factory=list)  # datasets of these lengths with other types
     ragged: list[RaggedGroup] = field(default_factory=list)
     anndata: bool = False  # whether the file was written by AnnData
-    too_large: list[str] = field(default_factory=list)  # names of datasets whose rows do not fit in memory
+    too_large: list[str] = field(default_factory=list)  # datasets whose rows are too large for a chunk or memory
 
     @property
     def layout(self) -> Layout | CsrLayout | None:
@@ -139,7 +139,7 @@ def _main_fields(
         for facts in named:
             if not facts.num_rows or not facts.is_fixed_size:
                 raise FieldError(
-                    f"{label}: {facts.name!r} of type {facts.dtype} and shape {facts.shape} is not a field: name "
+                    f"{label}: {facts.name!r} of type {facts.dtype} and shape {facts.shape} cannot be a field: name "
                     "datasets of fixed-size elements with samples along the first axis"
                 )
         return [(facts.num_rows, facts.name) for facts in named]
@@ -151,7 +151,9 @@ def _main_fields(
         first = datasets.get(IMAGES) or datasets.get(b"X")
         first = first or max(whole, key=lambda facts: facts.num_bytes, default=None)
         if first is None or first.num_rows != header.num_samples:
-            raise FileError(f"{label}: is damaged, because no field has the {header.num_samples} samples of /{GROUP}")
+            raise FileError(
+                f"{label}: is damaged, because no field has the {header.num_samples} samples that /{GROUP} records"
+            )
         return [(header.num_samples, first.name)]
     usable = {facts.path: facts for facts in candidates if facts.is_fixed_size and facts.kind in NUMBERS_AND_TEXT}
     images = [usable[IMAGES]] if IMAGES in usable else []
@@ -194,7 +196,7 @@ def _plan(
 
 
 def is_anndata(file: h5py.File) -> bool:
-    """Return whether AnnData wrote the file, or its members are those of such a file."""
+    """Return whether AnnData wrote the file, or it contains ``X``, ``obs`` and ``var`` like an AnnData file."""
     return _word(file, "encoding-type") == "anndata" or all(name in file for name in ("X", "obs", "var"))
 
 
@@ -224,7 +226,7 @@ def _sparse_groups(
         if lengths[2] != major + 1 or lengths[0] != lengths[1] or facts[2].kind not in "iu":
             raise FileError(
                 f"{where} is damaged ({lengths[1]} values, {lengths[0]} indices and {lengths[2]} pointers of "
-                f"{facts[2].dtype} in {shape[0]} x {shape[1]})"
+                f"{facts[2].dtype} in a matrix of {shape[0]} x {shape[1]})"
             )
         yield RaggedGroup(node.path, kind, (int(shape[0]), int(shape[1])), (facts[0], facts[1]), facts[2])
 

@@ -32,7 +32,7 @@ from h5chunk.tools.upload import is_uploaded, shared_folder, take, upload_early,
 from h5chunk.urls import name_of, url_of
 
 RepackFile = Callable[..., RepackReport]
-"""Repack one file: called with the source, the output, options, whether to overwrite, dry_run and progress."""
+"""A function that repacks one file: see `h5chunk.tools.repack.repack.repack_file`."""
 
 
 class FileTask(NamedTuple):

@@ -38,7 +38,7 @@ class RepackOptions(WriteOptions):
     )
     chunks: tuple[int, ...] = option(
         (),
-        "Shape of the chunks of each field that has this number of axes, for reading patches of volumes.",
+        "Shape of the chunks of each field with as many axes as the shape, for reading patches of volumes.",
         metavar="N,N[,N...]",
         shown_default="complete samples",
     )
@@ -84,9 +84,9 @@ class RepackOptions(WriteOptions):
 def read_tuned(path: str | os.PathLike[str]) -> tuple[RepackOptions, int | None]:
     """Read the recommended options from JSON that tune or another tuner wrote, such as ``{"chunk_samples": 8}``.
 
-    Returns the options, and the number of samples of the tuned file, or None if it is not recorded. All options have
-    their defaults if the tuner recommends keeping a file with chunks of one sample. Every key may be missing or null,
-    and unknown keys are ignored.
+    Returns the options, and the number of samples of the tuned file, or None if it is not recorded. If the
+    tuner recommends keeping a file with one sample per chunk as it is, all options have their defaults. Every key may
+    be missing or null, and unknown keys are ignored.
     """
     label = printable(path)
     try:

@@ -1,4 +1,4 @@
-"""Plan the new layout of each dataset. Files that cannot be repacked raise errors before anything is written."""
+"""Plan the new layout of each dataset. Raises errors for files that cannot be repacked before anything is written."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Move:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of a chunk, or of the whole dataset if it is contiguous."""
+        """Size of a chunk in bytes, or of the entire dataset if it is contiguous."""
         return self.chunk_rows * self.facts.grid.sample_bytes
 
     @property
@@ -100,13 +100,13 @@ class RepackPlan:
 
     @property
     def copied_bytes(self) -> int:
-        """Stored bytes of all datasets that keep their layout."""
+        """Stored size, in bytes, of all datasets that keep their layout."""
         moved = {move.facts.path for move in self.moves}
         return sum(facts.stored_bytes for path, facts in self.survey.datasets.items() if path not in moved)
 
     @property
     def num_bytes(self) -> int:
-        """Approximate bytes on disk of the new file and of temporary files."""
+        """Approximate size on disk, in bytes, of the new file and of temporary files."""
         plain = [move for move in self.moves if move.layout.written and not move.layout.filters]
         waiting = [move.facts.num_bytes for move in self.moves if move.layout.filters and move.kind != "copy"]
         moved = sum(-(-move.facts.num_rows // move.chunk_rows) * move.chunk_bytes for move in plain) + max(
@@ -124,17 +124,14 @@ def plan_moves(
     num_threads: int,
     notes: list[str],
 ) -> RepackPlan:
-    """Plan a repack.
-
-    This adds the tables of checksums to ``header``, and warnings to ``notes``.
-    """
+    """Plan a repack. Adds the tables of checksums to ``header``, and warnings to ``notes``."""
     label = printable(file.filename)
     moves = [*_field_moves(samples, header, options), *_ragged_moves(samples, header, options)]
     if options.shuffle:
         moves += _table_moves(survey, samples)
     moved = {move.facts.name for move in moves}
     notes += [
-        f"{name} is copied unchanged, because its rows do not fit in memory"
+        f"{name} is copied unchanged, because its rows are too large for a chunk or for memory"
         for name in samples.too_large
         if name not in moved
     ]
@@ -178,8 +175,8 @@ def _check_samples(moves: list[Move], shares: MemoryShares, label: str) -> None:
         sample_bytes = largest.facts.grid.sample_bytes
         min_bytes = sample_bytes * (shares.memory_bytes // shares.part_bytes + 1)
         raise OptionError(
-            f"{label}: a sample of {largest.facts.name!r} has {human_bytes(sample_bytes)}, and several must fit in "
-            f"memory_bytes, which is {human_bytes(shares.memory_bytes)}: raise it to {human_bytes(min_bytes)}"
+            f"{label}: a sample of {largest.facts.name!r} takes up {human_bytes(sample_bytes)}, and several must fit "
+            f"in memory_bytes, which is {human_bytes(shares.memory_bytes)}: raise it to {human_bytes(min_bytes)}"
         )
 
 
@@ -311,11 +308,11 @@ def plan_header(
 
 
 def parse_compression(text: str | None) -> tuple[Filter, ...]:
-    """Return the filters for a compression such as ``gzip`` or ``gzip:9``; none for ``none`` or None."""
+    """Return the filters for a compression such as ``gzip`` or ``gzip:9``; an empty tuple for ``none`` or None."""
     name, _, level = (text or "none").partition(":")
     if name not in COMPRESSIONS or (level and name not in _LEVELS):
         raise OptionError(
-            f"compression is {text!r}: give one of {', '.join(COMPRESSIONS)}, gzip:0 to 9 or zstd:1 to 22"
+            f"compression is {text!r}: use one of {', '.join(COMPRESSIONS)}, gzip:0 to gzip:9, or zstd:1 to zstd:22"
         )
     if name == "none":
         return ()
@@ -326,7 +323,7 @@ def parse_compression(text: str | None) -> tuple[Filter, ...]:
         lowest, highest, number = _LEVELS[name]
         number = int(level) if level.isdecimal() else -1 if level else number
         if not lowest <= number <= highest:
-            raise OptionError(f"compression is {text!r}: levels of {name} are {lowest} to {highest}")
+            raise OptionError(f"compression is {text!r}: use a level of {name} from {lowest} to {highest}")
     return (Filter(GZIP, (number,)),) if name == "gzip" else _plugin_filters(name, number)
 
 
@@ -338,5 +335,5 @@ def _plugin_filters(name: str, level: int) -> tuple[Filter, ...]:
     made = {"zstd": lambda: hdf5plugin.Zstd(clevel=level), "lz4": hdf5plugin.LZ4, "blosc": hdf5plugin.Blosc}[name]()
     code = int(made["compression"])
     if not h5py.h5z.filter_avail(code):
-        raise OptionError(f"compression is {name!r} but this hdf5plugin lacks it: install a newer hdf5plugin")
+        raise OptionError(f"compression is {name!r} but the installed hdf5plugin lacks it: install a newer one")
     return (Filter(code, tuple(made["compression_opts"])),)

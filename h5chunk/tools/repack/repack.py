@@ -65,18 +65,19 @@ def repack(
 ) -> RepackReport | RepackFolderReport:
     """Rewrite an HDF5 file, or all files of a folder, with complete samples in their chunks.
 
-    A field is a dataset of fixed-size elements with as many rows as the main field, which is the dataset named in
-    ``fields``, ``images``, ``X`` of AnnData, or the largest dataset. Fields get chunks of complete samples,
-    uncompressed by default. The entries of sparse matrices get chunks of about 1 MiB, and the bytes of images of any
-    size chunks of 8 MiB, or of 1 MiB if they are compressed. All other datasets, groups, attributes, links, references
-    and dimension scales are kept unchanged. If the file has checksums, they are verified before new ones are computed.
+    A field is a dataset of fixed-size elements with as many rows as the main field. The main field is the dataset named
+    in ``fields``, or else ``images``, ``X`` of AnnData, or the largest dataset. Fields get chunks of complete samples,
+    uncompressed by default. The entries of sparse matrices are stored in chunks of about 1 MiB. The bytes of images of
+    any size are stored in chunks of 8 MiB, or of 1 MiB if they are compressed. All other datasets, groups, attributes,
+    links, references and dimension scales are kept unchanged. If the file has checksums, they are verified before new
+    ones are computed.
 
     Parameters
     ----------
     source, path : path
         The file to read, and the file to write, which appears under its name when it is complete and on disk. Both may
         be URLs in a store; objects are first copied to a temporary folder. If the source is a folder, a pattern or a
-        list, the output is a folder, whose files have the same names. If it is interrupted, the same call continues it.
+        list, the output is a folder, whose files have the same names, and the same call continues interrupted work.
     tuned : path, optional
         JSON file of tuned options: ``chunk_samples``, ``window_chunks``, ``cache``, ``compression``, ``shuffle``.
         Explicit arguments take precedence. For AnnData files, only ``chunk_samples`` and ``compression`` are used.
@@ -85,14 +86,14 @@ def repack(
     dry_run : bool
         Write nothing, and report what would be done.
     progress : callable, optional
-        Called as ``progress("repack", done, total)`` with bytes.
+        Called as ``progress("repack", done_bytes, total_bytes)``.
     client : optional
-        Repack the files of a folder on a Dask cluster: see `h5chunk.convert`.
+        Dask cluster that repacks the files of a folder: see `h5chunk.convert`.
     **options
         The fields of `h5chunk.tools.repack.options.RepackOptions`, which ``h5chunk repack --help`` lists: ``fields``,
         ``keep``, ``chunk_samples``, ``chunks``, ``window_chunks``, ``cache``, ``compression``, ``shuffle``, ``seed``
-        and ``memory_bytes``. With ``shuffle``, ``/h5chunk/source_index`` stores the permutation, which is that of
-        `h5chunk.convert` for the same ``seed`` and number of samples.
+        and ``memory_bytes``. With ``shuffle``, ``/h5chunk/source_index`` stores the permutation.
+        `h5chunk.convert` uses the same permutation for the same ``seed`` and number of samples.
 
     Raises
     ------
@@ -193,7 +194,7 @@ def _plan(
         notes: list[str] = []
         best, num_tuned = tuned or (options, None)
         if tuned is not None and is_anndata(source.file):
-            notes += ["only chunks and compression of the tuned options are used: AnnData's files support no others"]
+            notes += ["of the tuned options, AnnData files support only chunk_samples and compression"]
             best = replace(best, window_chunks=None, cache=None, shuffle=False)
         if tuned is not None and best == RepackOptions():
             notes += ["the tuned options keep the file as it is, so they were not used"]
@@ -214,7 +215,7 @@ def _plan(
 
 
 class Source:
-    """The source, opened as an HDF5 file and for raw reads inside a context. It can be pickled while closed."""
+    """The source, which is open as an HDF5 file and for raw reads inside a context. It can be pickled while closed."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.label = path, printable(path)
@@ -278,7 +279,7 @@ class Run:
                 self._source.descriptor,
                 self._add_done,
                 "nothing was repacked",
-                f"; if values were changed on purpose, delete {CHECKSUMS}/{name} in it",
+                f"; if values were changed on purpose, delete {CHECKSUMS}/{name} from the file",
                 num_threads=shares.num_threads,
                 memory_bytes=shares.memory_bytes,
             )
@@ -354,7 +355,7 @@ class Run:
         if not is_stored_as(dataset, dataset.dtype):
             raise FileError(
                 f"{name} has numbers of unusual precision or bit offset, so its rows cannot be shuffled: leave "
-                "--shuffle out"
+                "out --shuffle"
             )
         stored = np.empty(dataset.shape, dataset.dtype)
         with closing(self._open_rows(dataset)) as rows:
@@ -365,7 +366,7 @@ class Run:
         falls = np.flatnonzero(np.diff(values) < 0)
         if values[0] != 0 or len(falls):
             row = int(falls[0]) if len(falls) else 0
-            raise FileError(f"{name} is damaged, because its values do not begin with 0 or decrease (at row {row})")
+            raise FileError(f"{name} is damaged: its values must begin with 0 and never decrease (row {row})")
         if num_elements is not None and values[-1] != num_elements:
             raise FileError(f"{name} is damaged: its last value is {values[-1]}, but it must be {num_elements}")
         return values

@@ -48,7 +48,7 @@ class FieldReport(Report):
     name: str
     dtype: str
     shape: tuple[int, ...]
-    num_bytes: int  # decoded bytes
+    num_bytes: int  # size of the decoded values
     before: DatasetLayout
     after: DatasetLayout
     shuffled: bool
@@ -76,7 +76,7 @@ class RepackReport(Report):
     shuffled: bool
     seed: int
     source_bytes: int
-    num_bytes: int  # size of the new file; for a dry run, approximate bytes on disk
+    num_bytes: int  # size of the new file; for a dry run, approximate size on disk
     seconds: float
     fields: list[FieldReport]  # datasets with a new layout
     num_copied: int  # number of other datasets
@@ -140,7 +140,7 @@ def planned_fields(plan: RepackPlan) -> list[FieldReport]:
 
 
 def describe_fields(plan: RepackPlan, path: Path, label: str) -> list[FieldReport]:
-    """Report the change of each field, as found in the new file at ``path``."""
+    """Report the old layout of each field, and its new layout in the file at ``path``."""
     reports = []
     with h5py.File(path, "r", locking=False) as file:
         for planned, (facts, row_elements, *_) in zip(planned_fields(plan), _fields_of(plan), strict=True):

@@ -1,7 +1,7 @@
 """Rewrite damaged chunks of an image file from the images that it was converted from.
 
 A chunk is rebuilt from its recorded samples, with the options that the file records for the converted and for the
-appended samples. It is written only if its checksum equals that in the file, so a repaired file equals the original
+appended samples. It is written only if it matches the stored checksum, so a repaired file equals the original
 byte for byte. If the process is killed while it writes a chunk, verify still reports this chunk, and another repair
 rewrites it. Undamaged chunks are never written to.
 """
@@ -89,11 +89,11 @@ class _ChunkMaker:
             self._ends = np.concatenate(([0], file[f"{GROUP}/source_name_ends"][()]))
             self._names = file[f"{GROUP}/source_names"]
         except (KeyError, TypeError, OSError) as error:
-            raise FileError(f"{label}: does not record the sources of its samples ({error})") from None
+            raise FileError(f"{label}: does not record the names of its samples ({error}): convert it again") from None
         self._by_name: dict[bytes, int] | None = None
 
     def make(self, damage: Damage) -> bytes:
-        """Return the bytes of a chunk. Raise SampleError if they cannot be reproduced exactly."""
+        """Return the bytes of a chunk. Raises SampleError if they cannot be reproduced exactly."""
         dataset = self._file[damage.field]
         if damage.expected is None:
             raise SampleError("the file has no checksum of this chunk")

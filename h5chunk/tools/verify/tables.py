@@ -31,14 +31,14 @@ def find_table_problems(file: h5py.File, header: Header, names: list[str]) -> It
     if "source_index" in tables:
         index = np.sort(tables["source_index"][()])
         if index[0] < 0:
-            yield f"/{GROUP}/source_index has the negative number {index[0]}"
+            yield f"/{GROUP}/source_index contains the negative index {index[0]}"
         twice = index[1:] == index[:-1]
         if twice.any():
             yield f"/{GROUP}/source_index contains sample {index[1:][twice.argmax()]} of the source twice"
     if "source_name_ends" in tables and "source_names" in tables:
         ends = tables["source_name_ends"][()]
         if (np.diff(ends, prepend=0) < 0).any() or ends[-1] != len(tables["source_names"]):
-            yield f"/{GROUP}/source_name_ends does not divide the names, so the sources of samples are unknown"
+            yield f"/{GROUP}/source_name_ends does not divide the names, so the names of samples are unknown"
     if header.class_names and "labels" in names:
         yield from _check_codes(file["labels"], len(header.class_names), lowest=0)
     for name in names:
@@ -169,7 +169,7 @@ class MatrixCheck:
 
 
 class ImagesCheck:
-    """Check the tables of images of any size. The bytes of images have checksums."""
+    """Check the tables of images of any size. Checksums protect the bytes of the images."""
 
     notes: tuple[str, ...] = ()
 
@@ -184,7 +184,7 @@ class ImagesCheck:
             if field.num_rows != header.num_samples:
                 self.problems.append(f"{prefix} has {field.num_rows} images for {header.num_samples} samples")
             color = header.options.get("color")
-            if field.channels != (1 if color == "gray" else 3):  # which decides how bytes of other colours are read
+            if field.channels != (1 if color == "gray" else 3):  # channels determine how images are decoded
                 self.problems.append(f"{prefix} has channels={field.channels}, but was written with color={color!r}")
         except FileError as error:
             self.problems.append(without_path(error, path))

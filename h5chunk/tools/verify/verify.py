@@ -1,7 +1,7 @@
 """Check the structure of a file, every chunk against its checksum, and its tables for contradictions.
 
-Other HDF5 files than h5chunk's have no checksums. Their compressed chunks are decoded, which detects errors that the
-filters notice. Uncompressed chunks are only read, so a flipped bit in them is not detected.
+HDF5 files that h5chunk did not write have no checksums. Their compressed chunks are decoded, which detects errors that
+the filters notice. Uncompressed chunks are only read, so a flipped bit in them is not detected.
 """
 
 from __future__ import annotations
@@ -91,14 +91,14 @@ def verify(
         The source that the file was converted from. Bad chunks of images and labels are rebuilt from it, and written if
         they match their checksums.
     manifest : path, optional
-        The manifest that the file was converted with, which is needed to repair the fields that it contains.
+        The manifest that the conversion used, which is needed to repair fields whose values come from it.
     trusted : bool
         Whether to follow links: see `h5chunk.store.hdf5.guard`. Data in virtual datasets and external storage is not
         checked; verify the files that contain it.
     progress : callable, optional
         Called as ``progress("verify", done_bytes, total_bytes)``.
     client : optional
-        Check the files of a folder on a Dask cluster: see `h5chunk.convert`.
+        Dask cluster that checks the files of a folder: see `h5chunk.convert`.
 
     Returns
     -------
@@ -108,7 +108,7 @@ def verify(
     Raises
     ------
     FileError
-        A file cannot be opened or is inconsistent, or the folder contains no HDF5 files.
+        A single file cannot be opened or is inconsistent, or a folder contains no HDF5 files.
     SourceError
         The source for repairing cannot be used.
     """
@@ -206,7 +206,7 @@ def _renamed(files: list[Path]) -> Iterator[str]:
         except (H5ChunkError, ValueError, KeyError, TypeError):
             continue
         if (number, count) != (int(match[2]), int(match[3])):
-            yield f"{printable(name_of(file))} was written as shard {number} of {count}, so it was renamed"
+            yield f"{printable(name_of(file))} was written as shard {number} of {count}, so the file was renamed"
 
 
 def _disagreements(files: list[Path]) -> Iterator[str]:
@@ -243,7 +243,7 @@ class _FileCheck:
                 self._refuse(item)
                 continue
             try:
-                if not (header and name == f"{MATRIX}/data" and not item.id.get_storage_size()):  # ones of a pattern
+                if not (header and name == f"{MATRIX}/data" and not item.id.get_storage_size()):  # has no values
                     guard.check_field(item, name)
                 if not same_file(item, file):
                     self._notes.append(f"{name!r} is in another file; check that file too")
@@ -279,7 +279,7 @@ class _FileCheck:
         (self._notes if unread else self._problems).append(without_path(error, self._path))
 
     def _add(self, datasets: dict[str, h5py.Dataset], name: str) -> None:
-        """Add a dataset to the datasets to read, with its checksums, or add a note about why it is not read."""
+        """Schedule a dataset and its checksums for reading, or add a note that explains why the dataset is not read."""
         dataset = datasets[name]
         if dataset.is_virtual or (dataset.chunks is None and dataset.external):
             self._notes.append(f"{name!r} has its values in other files; check those files too")
@@ -352,7 +352,7 @@ class _FileCheck:
             os.close(descriptor)
         fields = []
         for checked, chunks in self._datasets:
-            pattern = self._header is not None and checked.name == f"{MATRIX}/data"  # ones are not stored
+            pattern = self._header is not None and checked.name == f"{MATRIX}/data"  # stores no values
             known = pattern or checked.method == CHECKSUM
             unwritten = (0, "") if known else (checked.num_unwritten, checked.reads_as)
             num_chunks = max(len(checked.written), len(chunks))
