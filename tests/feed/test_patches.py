@@ -278,7 +278,7 @@ def _is_inside(patches: h5chunk.Patches, number: int) -> bool:
         ({"padding": -1}, "cannot hold"),
         ({"halo": (1, 2)}, "halo"),
         ({"weights": {"label": 3}}, "function"),
-        ({"weights": {"label": lambda label: np.full(label.shape, 1e308)}}, "one finite weight"),
+        ({"weights": {"label": lambda label: np.full(label.shape, 1e308)}}, "a finite weight"),
         ({"share": 2}, "share"),
     ],
 )

@@ -362,7 +362,7 @@ def test_episodes_that_are_stored_differently_are_one_data_set(tmp_path: Path) -
             image = file[f"data/{name}/obs/image"][:]
             del file[f"data/{name}/obs/image"]
             file.create_dataset(f"data/{name}/obs/image", data=image, **options)
-    with pytest.warns(UserWarning, match="1 episode of 4 shorter"):
+    with pytest.warns(UserWarning, match="1 of 4 episodes skipped"):
         windows = h5chunk.Windows(path, ROBOT, 3)
     loader = h5chunk.ChunkLoader(windows, 4, shuffle=False)
     found = torch.cat([batch[0] for batch in loader])
