@@ -146,8 +146,8 @@ class Archive(StoredFile):
     """A zip, or an uncompressed tar.
 
     ``index``, (num_members, 6) int64, has a row per member: its offset, its compressed and uncompressed sizes in bytes,
-    its compression method (`IN_TAR` in a tar), CRC-32 and file type. The offset is that of the local header in a zip,
-    and that of the data in a tar.
+    its compression method (`IN_TAR` in a tar), CRC-32 and file type. The offset points to the local header in a zip,
+    and to the data in a tar.
     """
 
     def __init__(self, path: Path, index: np.ndarray) -> None:

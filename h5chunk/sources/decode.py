@@ -195,7 +195,7 @@ def _class_numbers(image: Image.Image, raw_modes: list[str]) -> Image.Image:
         if image.mode == "RGB":
             bands.append(last)
         elif last.getextrema() != (255, 255):
-            raise SampleError("is a mask with transparent pixels: give these pixels a class number")
+            raise SampleError("is a mask with transparent pixels: assign a class number to these pixels")
         if any(band.tobytes() != bands[0].tobytes() for band in bands):
             raise SampleError(
                 f"is a colour mask ({image.mode}): replace each colour by a class number, and save it as a grey PNG"

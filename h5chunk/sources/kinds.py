@@ -33,7 +33,7 @@ class ImageOptions(Options):
     )
     fit: str = option(
         "error",
-        "How to treat an image whose size is not that of the stored images: error refuses it, stretch scales both "
+        "How to treat an image whose size differs from the stored images: error refuses it, stretch scales both "
         "sides, crop scales it and cuts out the centre, pad scales it and fills the rest with black.",
         choices=("error", "stretch", "crop", "pad"),
     )
@@ -122,7 +122,7 @@ class ImageOptions(Options):
 
     @classmethod
     def of_recorded(cls, options: Mapping[str, Any], shape: Sequence[int] = ()) -> ImageOptions:
-        """Create options from those recorded in a file; ``shape``, if given, is that of its images, and sets the size.
+        """Create options from those recorded in a file. The ``shape`` of its images, if passed, sets the size.
 
         Raises KeyError, TypeError or ValueError if the file does not record valid options.
         """

@@ -86,7 +86,9 @@ class Table:
                 except (ValueError, RecursionError) as error:
                     raise self.error(number, f"is not JSON: {error}") from None
                 if not isinstance(values, dict):
-                    raise self.error(number, 'is not an object: give one per line, such as {"file_name": "1.png"}')
+                    raise self.error(
+                        number, 'is not an object: write one object per line, such as {"file_name": "1.png"}'
+                    )
                 yield number, values
 
     def rows(self) -> Rows:

@@ -112,7 +112,7 @@ class MappingSource(Samples):
         self._others = {name: SampleField((), field_dtype(name, value.dtype)) for name, value in values.items()}
 
     def _sample(self, index: int) -> dict[str, Any]:
-        """Read a sample as a dict. Raises SampleError if its fields are not those of the first sample."""
+        """Read a sample as a dict. Raises SampleError if its fields differ from the first sample's."""
         try:
             sample = _named(self._dataset[index])
         except SampleError:

@@ -24,7 +24,7 @@ def all_kinds() -> list[Any]:
 
 
 def find_kind(source: Any, kind: str | None = None) -> Any:
-    """Return the class that opens a source: the one whose kind is given, or the first that recognises the source."""
+    """Return the class that opens a source: the one of kind ``kind``, or the first that recognises the source."""
     kinds = all_kinds()
     names = [candidate.kind for candidate in kinds]
     if kind is not None:

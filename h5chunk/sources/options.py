@@ -61,7 +61,7 @@ class Options:
 
     @classmethod
     def heading_of(cls, name: str) -> str:
-        """Return the heading under which help lists an option: its own, or that of the class that defines it."""
+        """Return the heading under which help lists an option: its own, or the one of the class that defines it."""
         owners: list[Any] = [base for base in cls.__mro__ if name in getattr(base, "__dataclass_fields__", ())]
         return cls.__dataclass_fields__[name].metadata["heading"] or owners[-1].heading
 

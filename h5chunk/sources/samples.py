@@ -61,7 +61,7 @@ class Samples(SampleSource):
         names = ", ".join(map(printable, self.values(index)))
         raise SourceError(
             f"samples have the fields {names}, but keep_encoded and keep_size require one image per sample, and "
-            "otherwise only numbers or strings: leave other fields out, or give all images one size"
+            "otherwise only numbers or strings: leave other fields out, or resize all images to one size"
         )
 
     def read_into(self, index: int, out: Mapping[str, np.ndarray]) -> tuple[str, ...]:

@@ -143,7 +143,7 @@ def test_columns_are_chosen(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="has no column 'm': it has file_name, box, n, is"):
         converted(source, columns=("m",))
     (source / "metadata.jsonl").write_text("5\n")
-    with pytest.raises(SourceError, match="line 1: is not an object: give one per line"):
+    with pytest.raises(SourceError, match="line 1: is not an object: write one object per line"):
         converted(source)
     (source / "metadata.jsonl").write_text("[" * 100_000)
     with pytest.raises(SourceError, match="line 1: is not JSON"):

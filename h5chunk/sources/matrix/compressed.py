@@ -27,7 +27,7 @@ class Vector(Protocol):
 
     @property
     def consumed_bytes(self) -> int:
-        """Bytes of the source read so far."""
+        """Number of bytes of the source read so far."""
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Read the values from index ``start`` up to ``stop``, excluded."""

@@ -71,7 +71,7 @@ def guess_dialect(lines: list[bytes]) -> Dialect:
 
 
 def dialect_of(options: TextOptions, lines: list[bytes]) -> Dialect:
-    """Return the dialect that the options give; guess the rest from the first lines."""
+    """Return the dialect that the options specify, and guess the rest from the first lines."""
     if options.separator is None:
         dialect = guess_dialect(lines)
     else:

@@ -186,7 +186,7 @@ class GuardedDataset:
 
     @property
     def consumed_bytes(self) -> int:
-        """Bytes of the file read so far."""
+        """Number of bytes of the file read so far."""
         return self.stored_bytes * self._at // max(1, self.length)
 
     def read(self, start: int, stop: int) -> np.ndarray:

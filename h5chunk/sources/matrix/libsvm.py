@@ -54,9 +54,7 @@ class LibsvmSource(TextSource):
         if options.first_index != "auto":
             self._base = int(options.first_index)
         else:
-            told = (
-                "no index is 0, so that indices count from 1: index 1 became column 0 (otherwise give --first-index 0)"
-            )
+            told = "no index is 0, so indices count from 1: index 1 became column 0 (if wrong, pass --first-index 0)"
             self.notes = [told if self._base else "an index is 0, so that indices count from 0"]
         self.shape = (len(labels), None)
 

@@ -52,7 +52,7 @@ class ParquetEntries(SparseSource):
     def __init__(self, path: str, options: EntryOptions, context: OpenContext) -> None:
         self.path, self._paths = path, tables_in(path) or [Path(path)]
         if not is_parquet(self._paths[0]):
-            raise SourceError(f"{printable(path)}: is not a .parquet file: for entries in text give --format csv")
+            raise SourceError(f"{printable(path)}: is not a .parquet file: for entries in text, pass --format csv")
         self.num_bytes = sum(os.path.getsize(file) for file in self._paths)
         names = _names(self._paths[0])
         requested = None if options.columns is None else [without_type(str(name)) for name in options.columns]

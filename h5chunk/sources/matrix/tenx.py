@@ -80,7 +80,7 @@ class TenxSource(SparseSource):
                 self.column_symbols = features.dataset(names[1]).names("features", self.shape[1])
 
     def _find(self, root: GuardedGroup) -> GuardedGroup:
-        """Return the group with the matrix: the only one, or that of the genome chosen by ``layer``."""
+        """Return the group with the matrix: the only group, or the group of the genome that ``layer`` names."""
         found = [
             name
             for name in root.names()

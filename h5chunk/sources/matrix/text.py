@@ -27,7 +27,7 @@ from h5chunk.sources.recognise import UTF16_MARKS
 UTF8_MARK = b"\xef\xbb\xbf"
 MAX_ID_BYTES = 256
 MAX_LINE_BYTES = 64 << 20  # a row of libsvm with five million entries
-MIN_LINE_BYTES, PIECES_OF_LINE = 1 << 20, 16  # a line may have 16 times the bytes of a piece, but at least 1 MiB
+MIN_LINE_BYTES, PIECES_OF_LINE = 1 << 20, 16  # a line may be 16 times as long as a piece, or 1 MiB if that is more
 MAX_SHOWN = 120  # characters of a line that a message shows
 HEAD_BYTES = 1 << 18
 MIN_PART_BYTES = 4 << 20  # more than the head, which has the lines above the data
@@ -38,7 +38,7 @@ ARROW_BLOCKS = 8  # parts of a piece that are parsed in parallel
 
 @dataclass(frozen=True)
 class Piece:
-    """Whole lines of a text, the number of the first line (from 1), and the bytes of the file read so far."""
+    """Whole lines of a text, the number of the first line (from 1), and the number of bytes of the file read so far."""
 
     data: bytes
     line: int
