@@ -41,7 +41,7 @@ def test_every_sample_once_over_all_ranks(path, tmp_path, world_size):
     ranks = in_ranks(tmp_path / "run", world_size, read_epoch, path, 16)
     for rank, each in enumerate(ranks):
         assert len(each["early"]) == 2
-        assert all(f"says rank {rank} of {world_size} now: make it after init" in text for text in each["early"])
+        assert all(f"has rank {rank} of {world_size}: create it after init" in text for text in each["early"])
     for tail, options in TAILS.items():
         batches = [each[tail]["loader"] for each in ranks]
         assert batches == [each[tail]["sampler"] for each in ranks]
