@@ -120,7 +120,7 @@ class AnySizeConverter(AugmentConverter):
         most = max(int(sizes.heights.max(initial=0)), int(sizes.widths.max(initial=0)))
         if most > MAX_SIDE:
             raise FieldError(
-                f"field {self._field.name!r} has an image of {most} pixels per side: use at most {MAX_SIDE}"
+                f"field {self._field.name!r} has an image of {most} pixels per side, more than {MAX_SIDE}: shrink it"
             )
         self._image_sizes, self._name_of = sizes, name_of
         self._num_threads = num_threads or available_cores()
