@@ -425,18 +425,24 @@ def test_tiles_cover_all_and_errors_of_stitching(plain):
         h5chunk.Patches(plain, FIELDS, SIZE, halo=1).tiles()
 
 
-def test_info_recommends_chunks(tmp_path):
+def test_tune_recommends_chunks(tmp_path):
     with h5py.File(tmp_path / "v.h5", "w") as file:
         values = np.zeros((48, 256, 256), np.float32)
-        file.create_dataset("raw", data=values, chunks=(1, 256, 256), compression="gzip")
-        file["label"] = np.zeros((9, 20, 20), np.uint8)
-    found = h5chunk.info(tmp_path / "v.h5", patch=(16, 32, 32))
-    label, raw = found.patches
+        file.create_dataset("a/raw", data=values, chunks=(1, 256, 256), compression="gzip")
+        file["a/label"], file["b/raw"] = np.zeros((48, 40, 40), np.uint8), values[:, :40, :40]
+        file["a/mask"], file["b/mask"] = values > 0, values[:, :40, :40] > 0
+        file["small"] = np.zeros((9, 20, 20), np.uint8)
+    found = h5chunk.tune(tmp_path / "v.h5", patch=(16, 32, 32))
+    advice = {each.dataset: each for each in found.advice}
+    raw, label = advice["a/raw"], advice["a/label"]
     assert raw.alone == pytest.approx(256 * 256 / 32**2) and (label.alone, label.together) == (1, 1)
-    assert raw.best_alone < 10
+    assert raw.best_alone < 10 and "small" not in advice
     assert f"--chunks {','.join(map(str, raw.best))} --compression gzip" in str(found)
-    with pytest.raises(h5chunk.OptionError, match="single file"):
-        h5chunk.info([tmp_path / "v.h5"] * 2, patch=(8, 8, 8))
+    space = {}
+    exec("\n".join(found.code), space)
+    assert [tuple(each.shape) for each in space["data"][0]] == [(16, 32, 32)] * 2
+    with pytest.raises(h5chunk.FileError, match="one file"):
+        h5chunk.tune(tmp_path, patch=(8, 8, 8))
 
 
 def test_repack_makes_chunks_of_any_shape(tmp_path):
@@ -457,7 +463,7 @@ def test_repack_makes_chunks_of_any_shape(tmp_path):
     with pytest.raises(h5chunk.OptionError, match="no field has 2 axes"):
         h5chunk.repack(tmp_path / "v.h5", tmp_path / "other.h5", chunks=(8, 8))
     with pytest.raises(h5chunk.OptionError, match="give the shape of a patch"):
-        h5chunk.info(tmp_path / "v.h5", patch=8)
+        h5chunk.tune(tmp_path / "v.h5", patch=8)
 
 
 def test_the_model_of_bytes_is_what_is_read(tmp_path):

@@ -208,19 +208,40 @@ def test_info_of_a_folder_of_episodes_prints_the_line_that_opens_all(layout: str
     assert len(np.unique(space["data"].episodes)) == (1 if layout == "robomimic" else 3)
 
 
-def test_info_says_what_chunks_cost_windows_and_repack_makes_better_ones(tmp_path: Path) -> None:
+def test_tune_says_what_chunks_cost_windows_and_repack_makes_better_ones(tmp_path: Path) -> None:
     path, frames = tmp_path / "a.h5", np.random.default_rng(0).integers(0, 9, (400, 40, 40, 3), np.uint8)
     with h5py.File(path, "w") as file:
-        file.create_dataset("pixels", data=frames, chunks=(100, 40, 40, 3), compression="gzip")
-    (advice,) = h5chunk.info(path, window=4).windows
+        file.create_dataset("pixels", data=frames, chunks=(100, 40, 40, 3), compression="gzip", fletcher32=True)
+        file["actions"] = np.zeros((400, 2))
+    found = h5chunk.tune(path, window=4)
+    (advice,) = found.advice
     decoded = np.mean([100 * len({first // 100, (first + 3) // 100}) / 4 for first in range(397)])
-    assert advice.cost == pytest.approx(decoded) and advice.best_cost < 3
-    assert "--chunks" in str(h5chunk.info(path, window=4))
+    assert advice.alone == pytest.approx(decoded) and advice.best_alone < 3
+    assert f"--chunks {','.join(map(str, advice.best))} --compression gzip" in str(found)
+    space: dict[str, Any] = {}
+    exec("\n".join(found.code), space)
+    assert [tuple(each.shape) for each in space["data"][0]] == [(4, 40, 40, 3), (4, 2)]
     h5chunk.repack(path, tmp_path / "b.h5", chunks=advice.best, compression="gzip")
-    (better,) = h5chunk.info(tmp_path / "b.h5", window=4).windows
-    assert better.cost == pytest.approx(advice.best_cost) and "--chunks" not in str(better)
+    better = h5chunk.tune(tmp_path / "b.h5", window=4)
+    assert better.advice[0].alone == pytest.approx(advice.best_alone) and "--chunks" not in str(better)
     windows = (h5chunk.Windows(tmp_path / name, {"pixels": "pixels"}, 4) for name in ("a.h5", "b.h5"))
     assert np.array_equal(*(own[[0, 300]][0] for own in windows))
+    for more, why in [
+        ({"window": 401}, "pixels"),
+        ({"window": 4, "apply": True}, "leave out"),
+        ({}, "pixels.*pass --window"),
+    ]:
+        with pytest.raises(h5chunk.H5ChunkError, match=why):
+            h5chunk.tune(path, **more)
+
+
+@pytest.mark.parametrize("layout", ["robomimic", "flat"])
+def test_tune_prints_the_line_for_the_length_of_window(layout: str, tmp_path: Path) -> None:
+    _make(layout, tmp_path, length=3)
+    (path,) = tmp_path.iterdir()
+    space: dict[str, Any] = {}
+    exec("\n".join(h5chunk.tune(path, window=3).code), space)
+    assert len(space["data"][0][0]) == 3
 
 
 def _joined(lists: list[list[int]]) -> list[int]:

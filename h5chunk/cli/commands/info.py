@@ -9,7 +9,7 @@ import click
 import h5chunk
 from h5chunk.cli import options as shared
 from h5chunk.cli.group import main, run
-from h5chunk.cli.options import NUMBERS, OUTPUT, RUNNING, option
+from h5chunk.cli.options import OUTPUT, RUNNING, option
 
 
 @main.command(
@@ -26,22 +26,6 @@ from h5chunk.cli.options import NUMBERS, OUTPUT, RUNNING, option
     is_flag=True,
     heading=RUNNING,
     help="Also read the training fields, and store the mean and standard deviation of each channel beside FILE.",
-)
-@option(
-    "--patch",
-    type=NUMBERS,
-    default=(),
-    metavar="N,N[,N]",
-    show_default=False,
-    heading=RUNNING,
-    help="Also report the cost of random patches of this shape, and better chunks if there are any.",
-)
-@option(
-    "--window",
-    type=int,
-    metavar="N",
-    heading=RUNNING,
-    help="Also report the cost of random windows of N time steps, and better chunks if there are any.",
 )
 @option("--all", "show_all", is_flag=True, heading=OUTPUT, help="List every dataset of FILE, with its chunks.")
 @shared.as_json

@@ -9,14 +9,14 @@ import click
 import h5chunk
 from h5chunk.cli import options as shared
 from h5chunk.cli.group import main, run
-from h5chunk.cli.options import FIELDS, OUTPUT, option
+from h5chunk.cli.options import FIELDS, LAYOUT, NUMBERS, OUTPUT, option
 
 
 @main.command(
     examples={
         "Find the best settings for a file, and store them for its readers": "h5chunk tune photos.h5 --apply",
         "Save the settings, which repack and convert accept as --tuned": "h5chunk tune old.h5 --json > found.json",
-        "Measure for longer, and plot the results": "h5chunk tune old.h5 --budget 5m --plot rates.png",
+        "Find chunks for patches of volumes": "h5chunk tune ct.h5 --patch 64,64,64",
     }
 )
 @click.argument("file", type=click.Path())
@@ -28,6 +28,22 @@ from h5chunk.cli.options import FIELDS, OUTPUT, option
     show_default="labels, if FILE has them",
     heading=FIELDS,
     help="Dataset, such as labels, in which similar samples have equal values. It is used to measure shuffle quality.",
+)
+@option(
+    "--patch",
+    type=NUMBERS,
+    default=(),
+    metavar="N,N[,N]",
+    show_default=False,
+    heading=LAYOUT,
+    help="Only compute which chunks suit random patches of this shape, and how to make them. Nothing is measured.",
+)
+@option(
+    "--window",
+    type=int,
+    metavar="N",
+    heading=LAYOUT,
+    help="Only compute which chunks suit random windows of N time steps, and how to make them. Nothing is measured.",
 )
 @shared.batch_size
 @option(

@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 
 from h5chunk import native
-from h5chunk.errors import FieldError, FileError, H5ChunkError, OptionError, check_whole, printable, shown
+from h5chunk.errors import FieldError, FileError, H5ChunkError, printable, shown
 from h5chunk.machine import available_cores
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.source import shape_text
@@ -34,10 +34,8 @@ from h5chunk.store.read.ragged import (
     read_indptr,
 )
 from h5chunk.tools.info.layouts import recognise
-from h5chunk.tools.info.patches import advise
 from h5chunk.tools.info.report import DatasetInfo, FileInfo, FolderInfo, ImagesInfo, MachineInfo, MatrixInfo
 from h5chunk.tools.info.summary import BATCH, VLEN, default_fields, training_code, training_fields
-from h5chunk.tools.info.windows import advise_windows
 from h5chunk.tools.measure.machine import available_bytes, cuda_device, default_cache, library_versions
 from h5chunk.tools.progress import Progress
 from h5chunk.tools.report import python_text, shell_command
@@ -58,8 +56,6 @@ def info(
     trusted: bool = False,
     show_all: bool = False,
     stats: bool = False,
-    patch: Sequence[int] = (),
-    window: int | None = None,
     progress: Progress | None = None,
 ) -> FileInfo | FolderInfo | MachineInfo:
     """Describe all datasets of a file without reading their data, or describe the machine.
@@ -79,12 +75,6 @@ def info(
     stats : bool
         Whether to read the fields to train on, compute mean and standard deviation of each of their channels, and store
         them beside the file, where `ChunkDataset.statistics` finds them.
-    patch : sequence of int
-        Also report the bytes that readers decode for random patches of this spatial shape, and better chunks if there
-        are any.
-    window : int, optional
-        Also report the bytes that readers decode for random windows of this number of time steps, and better chunks if
-        there are any.
     progress : function, optional
         Called with (stage, done, total) while statistics are computed.
 
@@ -101,17 +91,7 @@ def info(
         return MachineInfo(available_cores(), available_bytes(), native.available(), cuda_device(), library_versions())
     if (only := single_file(path)) is not None:
         found = replace(_info_file(only, trusted), show_all=show_all)
-        if patch:
-            if not hasattr(patch, "__len__"):
-                raise OptionError(f"patch is {patch!r}: give the shape of a patch, such as (64, 64, 64)")
-            size = tuple(check_whole("patch", length, 1, 1 << 30) for length in patch)
-            found = replace(found, patches=advise(found.path, found.datasets, size))
-        if window is not None:
-            num_steps = check_whole("window", window, 1, 1 << 30)
-            found = replace(found, windows=advise_windows(found.path, found.datasets, num_steps))
         return _with_statistics(found, trusted, stats, progress)
-    if patch or window is not None:
-        raise OptionError(f"{'patch' if patch else 'window'} applies to a single file: name one file")
     files, broken = [], {}
     num_bytes = 0
     for file in list_files(path):

@@ -27,17 +27,19 @@ Found = tuple[dict[str, str], str]  # dataset of each field, and the other argum
 class Layout(NamedTuple):
     """A published layout.
 
-    ``find`` returns the datasets by field and the other arguments of ``reader``, a class of `h5chunk`; None if a file
-    has another layout. ``method`` is a call on the object that ``reader`` returns.
+    ``find(shapes, num_steps)`` returns the datasets by field and the other arguments of ``reader``, a class of
+    `h5chunk`; None if a file has another layout. ``num_steps`` is the number of time steps of a window, by default
+    ``usual_steps``. ``method`` is a call on the object that ``reader`` returns.
     """
 
     name: str
-    find: Callable[[Shapes], Found | None]
+    find: Callable[[Shapes, int], Found | None]
+    usual_steps: int = 1
     reader: str = "Windows"
     method: str = ""
 
 
-def _groups(shapes: Shapes) -> Found | None:
+def _groups(shapes: Shapes, num_steps: int) -> Found | None:
     """Recognise robomimic: a group per episode, with ``data/demo_0/actions`` and ``data/demo_0/obs/NAME``."""
     episodes: dict[str, set[str]] = {}
     for name in shapes:
@@ -54,7 +56,7 @@ def _groups(shapes: Shapes) -> Found | None:
         return None
     first = next(iter(episodes))
     named = _ordered({name: shapes[f"data/{first}/{name}"] for name in alike})
-    return {name.rpartition("/")[2]: f"data/*/{name}" for name in named}, "length=10"
+    return {name.rpartition("/")[2]: f"data/*/{name}" for name in named}, f"length={num_steps}"
 
 
 def _ordered(shapes: Shapes) -> list[str]:
@@ -62,18 +64,18 @@ def _ordered(shapes: Shapes) -> list[str]:
     return sorted(shapes, key=lambda name: (-len(shapes[name]), not name.startswith("action"), name))[:MAX_FIELDS]
 
 
-def _one_file_each(shapes: Shapes) -> Found | None:
+def _one_file_each(shapes: Shapes, num_steps: int) -> Found | None:
     """Recognise ALOHA and ACT: a file per episode, with ``action`` and ``observations/NAME``."""
     if "action" not in shapes or not any(name.startswith("observations/") for name in shapes):
         return None
     rows = shapes["action"][0]
     named = _ordered({name: shape for name, shape in shapes.items() if shape[0] == rows and name.startswith(PARTS)})
     fields = {name.rpartition("/")[2]: name for name in named}
-    strides = ", ".join(f"{python_text(name)}: 100" for name in fields if name != "action")
+    strides = ", ".join(f"{python_text(name)}: {num_steps}" for name in fields if name != "action")
     return fields, f'length=1, stride={{{strides}}}, padding="edge"'
 
 
-def _flat(shapes: Shapes) -> Found | None:
+def _flat(shapes: Shapes, num_steps: int) -> Found | None:
     """Recognise stable-worldmodel: the steps of all episodes in one dataset per field, and a list of their lengths."""
     lengths = next((name for name in ("ep_len", "episode_lengths", "ep_lens") if name in shapes), None)
     if lengths is None:
@@ -81,15 +83,17 @@ def _flat(shapes: Shapes) -> Found | None:
     others = {name: shape for name, shape in shapes.items() if "/" not in name and not name.startswith("ep_")}
     rows = max((shape[0] for shape in others.values()), default=0)
     names = _ordered({name: shape for name, shape in others.items() if shape[0] == rows})
-    return {name: name for name in names}, f"length=4, episode_lengths={python_text(lengths)}"
+    return {name: name for name in names}, f"length={num_steps}, episode_lengths={python_text(lengths)}"
 
 
-def _series(shapes: Shapes) -> Found | None:
+def _series(shapes: Shapes, num_steps: int) -> Found | None:
     """Recognise makani: one long series ``fields``, (time, channel, lat, lon)."""
-    return ({"fields": "fields"}, "length=1, history=1") if len(shapes.get("fields", ())) == 4 else None
+    history = min(1, num_steps - 1)
+    arguments = f"length={num_steps - history}, history={history}"
+    return ({"fields": "fields"}, arguments) if len(shapes.get("fields", ())) == 4 else None
 
 
-def _trajectories(shapes: Shapes) -> Found | None:
+def _trajectories(shapes: Shapes, num_steps: int) -> Found | None:
     """Recognise The Well: fields ``t0_fields/NAME`` to ``t2_fields/NAME``, (trajectory, time, coordinates...)."""
     named = _ordered({name: shape for name, shape in shapes.items() if re.fullmatch(r"t[012]_fields/[^/]+", name)})
     steps = [shapes[name][:2] for name in named if len(shapes[name]) > 2 and shapes[name][1] >= 5]
@@ -98,11 +102,16 @@ def _trajectories(shapes: Shapes) -> Found | None:
 
 
 LAYOUTS = (
-    Layout("layout of robomimic, with a group per episode", _groups),
-    Layout("layout of ALOHA and ACT, with a file per episode", _one_file_each),
-    Layout("layout of stable-worldmodel, with all episodes one after another", _flat),
-    Layout("layout of makani, with a series of channels on a grid", _series),
-    Layout("layout of The Well, with trajectories of fields", _trajectories, "Patches", ".tiles(overlap=(0, 4))"),
+    Layout("layout of robomimic, with a group per episode", _groups, 10),
+    Layout("layout of ALOHA and ACT, with a file per episode", _one_file_each, 100),
+    Layout("layout of stable-worldmodel, with all episodes one after another", _flat, 4),
+    Layout("layout of makani, with a series of channels on a grid", _series, 2),
+    Layout(
+        "layout of The Well, with trajectories of fields",
+        _trajectories,
+        reader="Patches",
+        method=".tiles(overlap=(0, 4))",
+    ),
 )
 
 
@@ -114,23 +123,26 @@ class Recognised(NamedTuple):
     code: list[str]
 
 
-def recognise(datasets: Sequence[DatasetInfo], path: str) -> Recognised | None:
-    """Return the layout of episodes or a series that a file has, with the code that opens its windows, or None."""
+def recognise(datasets: Sequence[DatasetInfo], path: str, num_steps: int | None = None) -> Recognised | None:
+    """Return the layout of episodes or a series that a file has, with the code that opens its windows, or None.
+
+    ``num_steps`` is the number of time steps of a window; by default that which is usual for the layout.
+    """
     shapes = {item.name.strip("/"): item.shape for item in datasets if item.can_train}
     for layout in LAYOUTS:
-        if (found := layout.find(shapes)) is not None and found[0]:
+        if (found := layout.find(shapes, num_steps or layout.usual_steps)) is not None and found[0]:
             fields = ", ".join(f"{python_text(name)}: {python_text(of)}" for name, of in found[0].items())
             data = f"data = h5chunk.{layout.reader}({python_text(path)}, {{{fields}}}, {found[1]}){layout.method}"
-            return Recognised(layout.name, list(found[0].values()), _code(data))
+            return Recognised(layout.name, list(found[0].values()), loader_code(data))
     patterns = _alike(datasets)
     if not patterns:
         return None
     argument = python_text(patterns[0]) if len(patterns) == 1 else f"[{', '.join(map(python_text, patterns))}]"
     data = f"data = h5chunk.Keyed({python_text(path)}, {argument})"
-    return Recognised("a dataset or group for each sample", [], _code(data))
+    return Recognised("a dataset or group for each sample", [], loader_code(data))
 
 
-def _code(data: str) -> list[str]:
+def loader_code(data: str) -> list[str]:
     return ["import h5chunk", data, f"loader = h5chunk.ChunkLoader(data, {BATCH})"]
 
 

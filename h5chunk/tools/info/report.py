@@ -144,8 +144,6 @@ class FileInfo(Report):
     statistics: dict[str, FieldStatistics] = field(default_factory=dict)  # statistics of fields, if requested
     code: list[str] = field(default_factory=list)  # lines of Python that create a loader; empty without fields
     layout: str = ""  # the published layout of episodes or series that the file has; empty if it has none
-    windows: list[Any] = field(default_factory=list)  # `h5chunk.tools.info.windows.WindowAdvice`, if requested
-    patches: list[Any] = field(default_factory=list)  # `h5chunk.tools.info.patches.PatchAdvice`, if requested
     show_all: bool = False  # whether to list every dataset, instead of a summary
 
     def lines(self) -> list[str]:
@@ -176,8 +174,7 @@ class FileInfo(Report):
         if len(refused) < len(self.refused):
             lines.append(f"  not read: {len(self.refused) - len(refused):,} more (--all)")
         lines += [f"  {line}" for name, found in self.statistics.items() for line in _statistics_lines(name, found)]
-        lines += [f"  {line}" for advice in [*self.patches, *self.windows] for line in advice.lines()]
-        lines += [f"  {line}" for line in ([] if self.patches or self.windows else self._advice())]
+        lines += [f"  {line}" for line in self._advice()]
         if not self.datasets and not self.refused:
             lines.append("  no datasets")
         return lines
@@ -194,7 +191,7 @@ class FileInfo(Report):
             )
         cut = [dataset for dataset in fields if dataset.is_cut]
         if cut and any("*" in name for name in self.fields):
-            command = shell_command(["h5chunk", "info", self.path, "--window", "10"])
+            command = shell_command(["h5chunk", "tune", self.path, "--window", "10"])
             lines.append(f"{command} says which chunks are better for windows of 10 time steps")
         elif cut and not self.refused:
             largest = max(cut, key=lambda dataset: dataset.stored_bytes)

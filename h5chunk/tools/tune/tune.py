@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, replace
 from typing import Any
 
-from h5chunk.errors import OptionError, check_whole, human_bytes, printable
+from h5chunk.errors import FieldError, OptionError, check_whole, human_bytes, printable
 from h5chunk.machine import available_cores
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.store.hdf5.child import in_child
@@ -27,6 +27,7 @@ from h5chunk.tools.model.settings import (
 )
 from h5chunk.tools.progress import Progress, TimeBudget
 from h5chunk.tools.tune.advice import advise_images, find_advice
+from h5chunk.tools.tune.chunk_shapes import ChunkRecommendation, recommend_chunks
 from h5chunk.tools.tune.commands import code_for, rewrite_command
 from h5chunk.tools.tune.plot import check_plot
 from h5chunk.tools.tune.plot import plot as draw
@@ -57,13 +58,15 @@ def tune(
     device: str = "cpu",
     fields: Mapping[str, str] | Sequence[str] | None = None,
     group_by: str | None = None,
+    window: int | None = None,
+    patch: Sequence[int] = (),
     min_effective_batch: float = 0.95,
     budget_s: float = 60.0,
     plot: str | os.PathLike[str] | None = None,
     apply: bool = False,
     trusted: bool = False,
     progress: Progress | None = None,
-) -> Recommendation | StoreRecommendation:
+) -> Recommendation | StoreRecommendation | ChunkRecommendation:
     """Find the fastest setting that shuffles well enough, and compare it with today's setting.
 
     Parameters
@@ -84,6 +87,11 @@ def tune(
         As for `ChunkDataset`.
     group_by : str, optional
         Dataset in which similar samples have equal values. Default: ``labels``, if it exists.
+    window : int, optional
+        Only compute which chunks suit random windows of this number of time steps, as `h5chunk.Windows` reads them. The
+        result is a `ChunkRecommendation`. Of the other arguments, only ``trusted`` applies.
+    patch : sequence of int
+        The same for random patches of this spatial shape, as `h5chunk.Patches` reads them.
     min_effective_batch : float
         Minimum shuffle quality, as a fraction of a full shuffle: above 0, below 1.
     budget_s : float
@@ -105,6 +113,9 @@ def tune(
     OptionError
         An argument is invalid.
     """
+    if window is not None or patch:
+        _check_alone(path, "window" if window is not None else "patch", fields, group_by, workers, plot, apply)
+        return recommend_chunks(path, window, patch, trusted)
     batch_size, memory_bytes = check_whole("batch_size", batch_size, 1), check_whole("memory_bytes", memory_bytes, 1)
     check_budget(budget_s)
     if not 0 < min_effective_batch < 1:
@@ -124,7 +135,13 @@ def tune(
     budget, named = TimeBudget("tune", budget_s, progress), field_mapping(fields)
     with temporary_folder() as folder:
         options: dict[str, Any] = {"batch_size": batch_size, "group_by": group_by, "trusted": trusted}
-        study = in_child(lambda _: study_file(path, named, folder=folder, **options), lambda: printable(path))
+        try:
+            study = in_child(lambda _: study_file(path, named, folder=folder, **options), lambda: printable(path))
+        except FieldError as error:
+            if named is not None:
+                raise
+            remedy = "tune measures samples that are rows; for windows or patches, pass --window or --patch"
+            raise FieldError(f"{error} ({remedy})") from None
         study.reading_s = READ_SHARE * budget_s
         limits = min_effective_batch * study.facts.batch_samples, min(memory_bytes, available_bytes())
         trials = {
@@ -142,6 +159,16 @@ def tune(
             found = replace(found, applied=_store(study, found))
         budget.report()
         return replace(found, seconds=budget.taken_s)
+
+
+def _check_alone(path: str | os.PathLike[str], name: str, *others: Any) -> None:
+    if is_url(path):
+        raise OptionError(f"{name} applies only to local files: leave it out for a URL")
+    if any(others):
+        raise OptionError(
+            f"{name} computes chunks without measuring: leave out fields, group_by, workers, plot and apply"
+        )
+    check_converted(path)
 
 
 def _settings(study: Study, workers: Sequence[int], min_share: float) -> list[Setting]:

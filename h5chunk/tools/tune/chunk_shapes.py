@@ -1,0 +1,190 @@
+"""Recommend chunk shapes for random windows of time steps and random patches of volumes, by computing their cost."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from h5chunk.errors import FieldError, OptionError, check_whole, human_bytes, printable
+from h5chunk.plan.patches import best_chunks, chunk_cost
+from h5chunk.source import shape_text
+from h5chunk.tools.info.info import info
+from h5chunk.tools.info.layouts import MAX_FIELDS, loader_code, recognise
+from h5chunk.tools.info.report import DatasetInfo, FileInfo
+from h5chunk.tools.repack.plan import COMPRESSIONS
+from h5chunk.tools.report import Report, list_some, python_text, shell_command
+
+WORTH = 1.3  # factor by which better chunks must reduce the decoded bytes to be recommended
+SMALL_BYTES = 1 << 20  # smaller datasets of time steps are not reported
+MAX_CHANNELS = 4  # a last axis of at most this length has the channels of an image
+
+
+@dataclass(frozen=True)
+class ChunkAdvice(Report):
+    """The bytes that readers decode per byte of a random window or patch, with a dataset's chunks and with better ones.
+
+    ``alone`` is this ratio if windows or patches are read one at a time, and ``together`` if those near to each other
+    are read together, as `h5chunk.Patches` and `h5chunk.ChunkLoader` do.
+    """
+
+    dataset: str
+    chunks: tuple[int, ...] | None
+    chunk_bytes: int
+    alone: float
+    together: float
+    best: tuple[int, ...]  # shape of better chunks
+    best_alone: float
+    best_together: float
+    command: str  # makes these chunks; empty if that would gain little
+
+    def lines(self) -> list[str]:
+        chunks = (
+            f"chunks of {shape_text(self.chunks)} ({human_bytes(self.chunk_bytes)})" if self.chunks else "no chunks"
+        )
+        costs = f"{self.alone:.2f} x the bytes if each is read alone, {self.together:.2f} x if neighbours are together"
+        better = f"    {self.command} reduces this to {self.best_alone:.2f} x and {self.best_together:.2f} x"
+        return [f"{self.dataset}  with {chunks}, readers decode {costs}", *([better] if self.command else [])]
+
+
+@dataclass(frozen=True)
+class ChunkRecommendation(Report):
+    """Chunk shapes for windows or patches, and lines of Python that create their loader."""
+
+    path: str
+    purpose: str
+    advice: list[ChunkAdvice]  # one for each kind of dataset
+    code: list[str]
+
+    def lines(self) -> list[str]:
+        listed = [line for each in self.advice for line in each.lines()]
+        none = f"no compressed dataset has more than {human_bytes(SMALL_BYTES)} of such windows: keep all chunks"
+        return [
+            f"{self.path}: chunks for {self.purpose}",
+            *(f"    {line}" for line in self.code),
+            *(f"  {line}" for line in listed or [none]),
+        ]
+
+
+class Access(NamedTuple):
+    """Random windows, or random patches, of this size."""
+
+    size: tuple[int, ...]
+    is_window: bool
+
+    def __str__(self) -> str:
+        return f"windows of {self.size[0]} time steps" if self.is_window else f"patches of {shape_text(self.size)}"
+
+    def split(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Return the lengths of the axes in which windows or patches are placed, of those before, and those after."""
+        first = 0 if self.is_window else len(shape) - len(self.size)
+        first -= first == 1 and shape[-1] <= MAX_CHANNELS < shape[0]  # channels come last
+        end = first + len(self.size)
+        return shape[first:end], shape[:first], shape[end:]
+
+    def suits(self, item: DatasetInfo) -> bool:
+        """Return whether a dataset has room for a window or patch."""
+        is_number = item.can_train and np.dtype(item.dtype).kind in "biuf"
+        space = self.split(item.shape)[0] if is_number and len(item.shape) >= len(self.size) else ()
+        return bool(space) and all(length >= each for length, each in zip(space, self.size, strict=True))
+
+    def kind(self, item: DatasetInfo) -> object:
+        """Return a key that is equal for datasets that share a line of the report."""
+        name = re.sub(r"\d+", "*", item.name) if self.is_window else ""
+        return name, item.chunks, item.dtype, item.shape[1:] if self.is_window else len(item.shape)
+
+
+def recommend_chunks(
+    path: str | os.PathLike[str], window: int | None, patch: Sequence[int], trusted: bool
+) -> ChunkRecommendation:
+    """Recommend chunks for windows of ``window`` time steps, or for patches of the shape ``patch``."""
+    if window is not None and patch:
+        raise OptionError("window and patch exclude each other: pass one of them")
+    if not hasattr(patch, "__len__"):
+        raise OptionError(f"patch is {patch!r}: give the shape of a patch, such as (64, 64, 64)")
+    size = tuple(check_whole("patch", length, 1, 1 << 30) for length in patch)
+    access = Access(size or (check_whole("window", window, 1, 1 << 30),), not size)
+    found = info(os.fspath(path), trusted=trusted)
+    assert isinstance(found, FileInfo)
+    largest: dict[object, DatasetInfo] = {}
+    usable = [item for item in found.datasets if access.suits(item)]
+    for item in usable:
+        kind = access.kind(item)
+        if kind not in largest or math.prod(item.shape) > math.prod(largest[kind].shape):
+            largest[kind] = item
+    if not largest:
+        names = list_some([f"{item.name} ({shape_text(item.shape)})" for item in found.datasets])
+        raise FieldError(f"{printable(path)}: no dataset has room for {access}; of its datasets, there are {names}")
+    kinds = [item for item in largest.values() if not access.is_window or _decodes_much(item)]
+    advice = [_advise(found.path, item, usable, access) for item in kinds]
+    main = max(largest.values(), key=lambda item: math.prod(item.shape) * np.dtype(item.dtype).itemsize)
+    return ChunkRecommendation(found.path, f"random {access}", advice, _code(found, main, usable, access))
+
+
+def _decodes_much(item: DatasetInfo) -> bool:
+    num_bytes = math.prod(item.shape) * np.dtype(item.dtype).itemsize
+    return bool(item.chunks and item.filters and item.stored_bytes) and num_bytes >= SMALL_BYTES
+
+
+def _advise(path: str, item: DatasetInfo, usable: Sequence[DatasetInfo], access: Access) -> ChunkAdvice:
+    space, before, after = access.split(item.shape)
+    itemsize = np.dtype(item.dtype).itemsize * math.prod((*before, *after))
+    best, own = best_chunks(space, access.size, itemsize), (1.0, 1.0)
+    if item.chunks is not None:
+        own = chunk_cost(space, access.size, item.chunks[len(before) : len(before) + len(space)], itemsize)[1:]
+    command = ""
+    if item.chunks and own[0] * own[1] > WORTH * best.alone * best.together:
+        # repack applies the chunks to all datasets with this number of axes, and limits them to the shape of each
+        alike = [other.shape for other in usable if len(other.shape) == len(item.shape)]
+        longest = [max(lengths) for lengths in zip(*alike, strict=True)]
+        chunks = (*longest[: len(before)], *best.chunks, *longest[len(before) + len(space) :])
+        compression = next((name for name in reversed(item.filters) if name in COMPRESSIONS), "gzip")
+        words = ["h5chunk", "repack", path, "NEW.h5", "--chunks", ",".join(map(str, chunks))]
+        command = shell_command(words + (["--compression", compression] if item.filters else []))
+    shape = (*before, *best.chunks, *after)
+    return ChunkAdvice(item.name, item.chunks, item.chunk_bytes, *own, shape, best.alone, best.together, command)
+
+
+# ---- lines of Python
+
+
+def _code(found: FileInfo, main: DatasetInfo, usable: Sequence[DatasetInfo], access: Access) -> list[str]:
+    """Return the code that opens windows or patches of the largest dataset, and of those beside it."""
+    known = recognise(found.datasets, found.path, access.size[0]) if access.is_window else None
+    if known and known.code[1].startswith("data = h5chunk.Windows("):
+        return known.code
+    fields = _fields(main, usable, access)
+    named = ", ".join(f"{python_text(name)}: {python_text(dataset)}" for name, dataset in fields.items())
+    call = f"Windows({python_text(found.path)}, {{{named}}}, length={access.size[0]})"
+    if not access.is_window:
+        channels = {1: ', channels="first"', 2: ', channels="last"'}
+        _, before, after = access.split(main.shape)
+        call = f"Patches({python_text(found.path)}, {{{named}}}, size={access.size}"
+        call += f"{channels.get(bool(before) + 2 * bool(after), '')})"
+    return loader_code(f"data = h5chunk.{call}")
+
+
+def _fields(main: DatasetInfo, usable: Sequence[DatasetInfo], access: Access) -> dict[str, str]:
+    """Return the fields in the group of ``main`` that share its space, with * for the group's or dataset's name."""
+    group, _, last = main.name.rpartition("/")
+    space, names = access.split(main.shape)[0], [item.name for item in usable]
+    parts = group.split("/")
+    tried = ["/".join([*parts[:at], "*", *parts[at + 1 :]]) for at in range(len(parts) if group else 0)]
+    count = {each: sum(map(bool, map(_compiled(f"{each}/{last}").fullmatch, names))) for each in tried}
+    best = max(tried, key=lambda each: count[each], default="")
+    beside = [item for item in usable if item.name.rpartition("/")[0] == group]
+    alike = [item for item in beside if re.sub(r"\d+", "", item.name) == re.sub(r"\d+", "", main.name)]
+    if 1 < len(alike) == len(beside):  # a dataset per episode or volume
+        return {"data": f"{group}/*".lstrip("/")}
+    own = [item.name.rpartition("/")[2] for item in [main, *beside] if access.split(item.shape)[0] == space]
+    start = best if best and count[best] > 1 else group
+    return {name: f"{start}/{name}".lstrip("/") for name in dict.fromkeys(own[:MAX_FIELDS])}
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(re.escape(pattern).replace(r"\*", "[^/]+"))
