@@ -1,14 +1,21 @@
-"""Compare windows of episodes from `h5chunk.Windows` with the readers that robot learning and world models use.
+"""Compare windows of episodes, simulations and strain with the readers that the projects of these layouts use.
 
     python scripts/bench_windows.py FOLDER [--windows 4000] [--rounds 3] [--device cuda] [--json FILE]
     python scripts/bench_windows.py FOLDER --python robomimic=ENV/bin/python --python stable=ENV/bin/python
+    python scripts/bench_windows.py FOLDER --files well/made.hdf5 strain/0.h5 --python well=ENV/bin/python
 
-Two files are generated in FOLDER, with smooth random images: ``robot.hdf5`` as robomimic writes it (a group for each of
-100 demonstrations, 84 x 84 pixels; windows of 10 time steps), and ``world.h5`` as stable-worldmodel writes it (all
+These files are generated in FOLDER. With smooth random images: ``robot.hdf5`` as robomimic writes it (a group for each
+of 100 demonstrations, 84 x 84 pixels; windows of 10 time steps), and ``world.h5`` as stable-worldmodel writes it (all
 episodes one after another, a chunk for each frame of 224 x 224 pixels; windows of 4 observations, 5 time steps apart,
 with all 20 actions). ``world-100.h5`` has the same frames in compressed chunks of 100, and ``world.lance`` has them as
-JPEG. Peers run in a DataLoader with 0 and 2 workers, in separate processes; they need ``pip install robomimic``, and
-``pip install stable-worldmodel`` with lancedb. Peers that cannot be imported are listed as "not installed".
+JPEG. ``well/made.hdf5`` has four simulations as The Well writes them (windows of 5 steps of three fields on 128 x 384
+points, read as ``h5chunk info`` recommends, and stacked as channels; a tenth of ``--windows`` is timed).
+``strain/0.h5`` to ``3.h5`` have the strain of two detectors (kernels of 8192 samples at random positions, from
+`h5chunk.Patches`; for ``h5chunk:windows`` from `h5chunk.Windows`).
+
+Peers run in a DataLoader with 0 and 2 workers, in separate processes; they need ``pip install robomimic``, ``pip
+install stable-worldmodel`` with lancedb, ``pip install the_well`` or ``pip install ml4gw``. Peers that cannot be
+imported are listed as "not installed".
 
 In each round all contenders take turns. A turn makes the reader, and times its first batch and ``--windows`` windows
 in random order, after a warm-up of as many windows. Before the first turn each contender reads the first 256 windows in
@@ -34,16 +41,19 @@ from typing import Any
 
 import h5py
 import numpy as np
+from peers import series
 
 BATCH, CHECKED = 64, 256
 LENGTH, STEPS, SKIP = 10, 4, 5
 ROBOT = {"image": "data/*/obs/agentview_image", "pos": "data/*/obs/robot0_eef_pos", "actions": "data/*/actions"}
 WORLD = {"image": "pixels", "actions": "action"}
-FILES = ("robot.hdf5", "world.h5", "world-100.h5")
+FILES = ("robot.hdf5", "world.h5", "world-100.h5", "well/made.hdf5", "strain/0.h5")
 PEERS = {
     "robot.hdf5": ("h5py:0", "h5py:2", "robomimic:0", "robomimic:2"),
     "world.h5": ("h5py:0", "h5py:2", "stable:0", "stable:2", "lance:0", "lance:2"),
     "world-100.h5": ("h5py:0", "h5py:2", "stable:0", "stable:2"),
+    "well/made.hdf5": ("h5py:0", "h5py:2", "well:0", "well:2"),
+    "strain/0.h5": ("h5py:0", "h5py:2", "ml4gw:0", "ml4gw:2"),
 }
 CACHE_BYTES = 256 << 20  # size of h5py's chunk cache in stable-worldmodel
 
@@ -57,9 +67,12 @@ def pictures(count: int, size: int, seed: int) -> np.ndarray:
     return (127 + 100 * np.sin(phase) + random.integers(0, 8, (count, size, size, 1))).astype(np.uint8)
 
 
-def make_files(folder: Path) -> None:
+def make_files(folder: Path, names: list[str]) -> None:
     random = np.random.default_rng(0)
-    if not (folder / "robot.hdf5").exists():
+    for name, make in (("well/made.hdf5", series.make_well), ("strain/0.h5", series.make_strain)):
+        if name in names and not (folder / name).exists():
+            make(folder / name)
+    if "robot.hdf5" in names and not (folder / "robot.hdf5").exists():
         with h5py.File(folder / "robot.hdf5", "w") as file:
             for demo in range(100):
                 length = 120 + demo % 60
@@ -68,7 +81,7 @@ def make_files(folder: Path) -> None:
                 group["obs/agentview_image"] = pictures(length, 84, demo)
                 group["obs/robot0_eef_pos"] = random.normal(size=(length, 3)).astype(np.float32)
                 group["actions"] = random.normal(size=(length, 7)).astype(np.float32)
-    if (folder / "world.h5").exists():
+    if (folder / "world.h5").exists() or not {"world.h5", "world-100.h5"} & {*names}:
         return
     lengths = np.array([80 + episode % 40 for episode in range(40)], np.int32)
     offsets = np.append(0, np.cumsum(lengths)[:-1])
@@ -162,7 +175,9 @@ READERS: dict[str, Callable[[Path], Any]] = {
 
 
 def parts_of(batch: Any) -> tuple[Any, Any]:
-    """Return the images and actions of a batch of any reader."""
+    """Return the images and actions of a batch of any reader. A tensor of fields or strain is both."""
+    if hasattr(batch, "shape"):
+        return batch, batch[:, :1]
     if not isinstance(batch, dict):
         return batch[0], batch[-1]
     images = batch["obs"]["agentview_image"] if "obs" in batch else batch["pixels"]
@@ -174,6 +189,8 @@ def peer_batches(name: str, path: Path, *, shuffle: bool) -> Iterator[Any]:
     from torch.utils.data import DataLoader
 
     kind, _, workers = name.partition(":")
+    if path.parent.name in series.BATCHES:
+        return series.peer_batches(kind, path, int(workers), shuffle=shuffle)
     more = {"multiprocessing_context": "spawn" if kind == "lance" else "fork"} if int(workers) else {}
     return iter(DataLoader(READERS[kind](path), BATCH, shuffle=shuffle, num_workers=int(workers), **more))
 
@@ -182,6 +199,8 @@ def own_batches(name: str, path: Path, *, shuffle: bool) -> Iterator[Any]:
     """Yield batches of h5chunk's windows."""
     import h5chunk
 
+    if path.parent.name in series.BATCHES:
+        return series.own_batches(name, path, shuffle=shuffle, device=DEVICE)
     if path.name == "robot.hdf5":
         windows = h5chunk.Windows(path, ROBOT, LENGTH)
     else:
@@ -243,17 +262,19 @@ def ask(name: str, path: Path, count: int, options: argparse.Namespace) -> dict[
     return found
 
 
-def compare(path: Path, options: argparse.Namespace) -> dict[str, Any]:
+def compare(file: str, options: argparse.Namespace) -> dict[str, Any]:
     """Run all contenders on one file, print a table, and return the results of all rounds."""
-    names = ["h5chunk:new", *(["h5chunk:reuse"] if options.device == "cpu" else []), *PEERS[path.name]]
+    path, count = options.folder / file, options.windows // (10 if file.startswith("well") else 1)
+    own = ["h5chunk:new", "h5chunk:reuse", *(["h5chunk:windows"] if file.startswith("strain") else [])]
+    names = [*(name for name in own if options.device == "cpu" or "reuse" not in name), *PEERS[file]]
     checked = {name: ask(name, path, 0, options) for name in names}
     expected = checked["h5py:0"]["sums"]
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for number in range(options.rounds):
         for name in names[:: -1 if number % 2 else 1]:
             if "trouble" not in checked[name]:
-                rounds[name].append(ask(name, path, options.windows, options))
-    print(f"{path.name}, load {os.getloadavg()[0]:.1f}")
+                rounds[name].append(ask(name, path, count, options))
+    print(f"{file}, load {os.getloadavg()[0]:.1f}")
     medians = {name: statistics.median(turn["rate"] for turn in turns) for name, turns in rounds.items() if turns}
     best = max(rate for name, rate in medians.items() if not name.startswith("h5chunk"))
     for name in names:
@@ -277,6 +298,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=4000, help="windows to time in a turn")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--files", nargs="+", choices=FILES, default=list(FILES))
     parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH", help="interpreter of a peer")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--turn", help=argparse.SUPPRESS)
@@ -285,8 +307,8 @@ def main() -> None:
         print(json.dumps(run_turn(options.turn, options.folder, options.windows, options.device)))
         return
     options.folder.mkdir(parents=True, exist_ok=True)
-    make_files(options.folder)
-    results = {name: compare(options.folder / name, options) for name in FILES}
+    make_files(options.folder, options.files)
+    results = {name: compare(name, options) for name in options.files}
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
 
