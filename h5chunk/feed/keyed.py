@@ -45,7 +45,8 @@ class Keyed(ChunkDataset):
     faster, especially from hard disks.
 
     If samples differ in length (only along their first axis), a batch has two tensors for the field: see
-    `h5chunk.transforms.Pad` (the default) and `h5chunk.transforms.Pack`.
+    `h5chunk.transforms.Pad` (the default) and `h5chunk.transforms.Pack`. ``dataset[i]`` then also has two tensors for
+    the field: the sample, and its length.
 
     Parameters
     ----------
@@ -55,9 +56,11 @@ class Keyed(ChunkDataset):
         Paths of datasets, with ``*`` in place of the name of a sample. Each pattern is a field; all patterns must have
         the same path before the ``*``. A mapping names the fields. Otherwise, a field is named after the path that
         follows the ``*``, with ``_`` for ``/``, or after the group if nothing follows. Samples are sorted by name.
-    attributes : sequence of str
+    attributes : sequence of str, or mapping of str
         HDF5 attributes of the samples to add as fields. Each value must be one number or one string. An attribute is
-        read from the object whose name ``*`` matches or, if that lacks it, from the sample's datasets.
+        read from the object whose name ``*`` matches or, if that lacks it, from the sample's datasets. A mapping such
+        as ``{"magnitude": -1.0, "station": None}`` has the value for samples that lack the attribute; None if all must
+        have it.
     transform, trusted
         As for `ChunkDataset`.
     progress : callable, optional
@@ -67,7 +70,8 @@ class Keyed(ChunkDataset):
     Raises
     ------
     FieldError
-        A sample lacks a dataset or an attribute, or differs from the first sample in more than its length.
+        A sample lacks a dataset, or an attribute without a default, or differs from the first sample in more than its
+        length.
     FileError
         The file is missing or damaged, or it changes while it is read.
     """
@@ -77,7 +81,7 @@ class Keyed(ChunkDataset):
         path: Paths,
         pattern: str | Sequence[str] | Mapping[str, str],
         *,
-        attributes: Sequence[str] = (),
+        attributes: Sequence[str] | Mapping[str, Any] = (),
         transform: Any = None,
         trusted: bool = False,
         progress: Callable[[str, int, int | None], None] | None = None,
@@ -85,6 +89,9 @@ class Keyed(ChunkDataset):
         patterns = parse_patterns(pattern)
         if isinstance(attributes, str) or not all(isinstance(name, str) for name in attributes):
             raise OptionError(f"attributes is {attributes!r}: pass a list of names")
+        defaults = dict(attributes) if isinstance(attributes, Mapping) else dict.fromkeys(attributes)
+        if wrong := [value for value in defaults.values() if not isinstance(value, (int, float, str, type(None)))]:
+            raise OptionError(f"attributes has the default {wrong[0]!r}: pass a number, a string or None")
         if taken := [name for name in attributes if name in patterns]:
             raise OptionError(
                 f"attributes has {taken[0]!r}, which is also the name of a field: rename the field by passing a "
@@ -94,7 +101,7 @@ class Keyed(ChunkDataset):
         if any(local_copy_of(file) is not None for file in files):
             raise OptionError(f"path is {path!r}, but Keyed reads only local files: copy the objects to a disk first")
         report = partial(progress or _Line(), "index")
-        readers = [KeyedReader(file, patterns, list(attributes), trusted, report) for file in files]
+        readers = [KeyedReader(file, patterns, defaults, trusted, report) for file in files]
         more = f" and {len(files) - 1} more" if len(files) > 1 else ""
         self._reader = readers[0] if len(readers) == 1 else FileSet(readers, Path(f"{shown(files[0])}{more}"))
         indexes = [reader.index for reader in readers]

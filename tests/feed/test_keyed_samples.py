@@ -525,3 +525,19 @@ def test_attributes_of_datasets(tmp_path: Path) -> None:
         assert sorted(zip(rows, file["magnitude"][:], file["both"][:], strict=True)) == [
             (number, number / 2, number) for number in range(5)
         ]
+
+
+def test_a_default_stands_for_an_attribute_that_a_sample_lacks(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for number in range(3):
+            file[f"{number}/data"] = np.arange(4.0)
+        file["1"].attrs["magnitude"], file["1"].attrs["station"] = 2.5, "x"
+    for default in (-1, 7, float("nan"), 7):
+        dataset = h5chunk.Keyed(tmp_path / "a.h5", "*/data", attributes={"magnitude": default, "station": "none"})
+        assert np.array_equal(dataset.values("magnitude"), [default, 2.5, default], equal_nan=True)
+        assert list(dataset.values("station")) == ["none", "x", "none"]
+    for attributes in (["magnitude"], {"magnitude": None}):
+        with pytest.raises(h5chunk.FieldError, match="gets a default, as in attributes="):
+            h5chunk.Keyed(tmp_path / "a.h5", "*/data", attributes=attributes)
+    with pytest.raises(h5chunk.OptionError, match="pass a number"):
+        h5chunk.Keyed(tmp_path / "a.h5", "*/data", attributes={"magnitude": [1]})

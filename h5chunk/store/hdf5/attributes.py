@@ -26,7 +26,8 @@ def read_attribute(item: Any, name: str, where: str, kind: type[H5ChunkError]) -
     except KeyError:
         numbers = range(min(10, h5py.h5a.get_num_attrs(item)))
         names = ", ".join(h5py.h5a.open(item, index=number).name.decode() for number in numbers) or "none"
-        raise kind(f"{where} has no attribute {name!r} (it has {names}): all samples must have it") from None
+        remedy = f"all samples must have it, unless h5chunk.Keyed gets a default, as in attributes={{{name!r}: 0}}"
+        raise kind(f"{where} has no attribute {name!r} (it has {names}): {remedy}") from None
     shape = attribute.shape
     if shape is None or 0 in shape:
         raise error(f"attribute {name!r} is empty, but must be one number, or one string")

@@ -61,14 +61,15 @@ Report = Callable[[int, "int | None"], None]  # called with the number of listed
 
 
 def open_index(
-    path: Path, patterns: Mapping[str, str], attributes: Sequence[str], trusted: bool, report: Report
+    path: Path, patterns: Mapping[str, str], attributes: Mapping[str, Any], trusted: bool, report: Report
 ) -> KeyedIndex:
     """Load the index of a file, or build it and store it next to the file or, if that is impossible, in a cache folder.
 
-    Raises FieldError if a sample lacks a dataset or attribute, or differs from the first sample in more than its
-    length.
+    ``attributes`` maps names to the values of samples that lack the attribute, or to None. Raises FieldError if a
+    sample lacks a dataset, or an attribute without a default, or differs from the first sample in more than its length.
     """
-    made_for = [[list(each) for each in patterns.items()], list(attributes), trusted]
+    defaults = [[name, repr(value)] for name, value in attributes.items() if value is not None]
+    made_for = [[list(each) for each in patterns.items()], list(attributes), trusted, *([defaults] if defaults else [])]
     stamp = stamp_with_bytes(path)
     if not stamp:
         raise FileError(f"{printable(path)}: no such file")
@@ -96,14 +97,14 @@ def open_index(
 
 def list_samples(path: Path, patterns: Mapping[str, str], attributes: Sequence[str], report: Report) -> KeyedIndex:
     """List the samples of a file like `open_index`, but store no index. Fields may also contain strings."""
-    options = _Options(path, patterns, attributes, False, kinds="biufS")
+    options = _Options(path, patterns, dict.fromkeys(attributes), False, kinds="biufS")
     return _build(options, stamp_with_bytes(path), [], None, report)
 
 
 class _Options(NamedTuple):
     path: Path
     patterns: Mapping[str, str]
-    attributes: Sequence[str]
+    attributes: Mapping[str, Any]  # value of samples that lack the attribute, by name; None: raise an error
     trusted: bool
     kinds: str = "biuf"  # kinds of NumPy dtypes that a field may have
 
@@ -193,6 +194,7 @@ class _Lister:
         self._path, self._before, self._all_hard = options.path, options.before, all_hard
         self._guard, self._kinds = Guard(options.path, options.trusted), options.kinds
         self._inner = {name: pattern.partition("*")[2].strip("/") for name, pattern in options.patterns.items()}
+        self._defaults = options.attributes
         self._columns: dict[str, list[Any]] = {name: [] for name in options.attributes}
 
     def list(self, names: Sequence[bytes], say: Callable[[int], None]) -> KeyedIndex:
@@ -219,8 +221,12 @@ class _Lister:
             fields[name].add(dataset, where)
             owners.append(dataset)
         for name, values in self._columns.items():
-            owner = next((each for each in owners if h5py.h5a.exists(each, name.encode())), item)
-            values.append(read_attribute(owner, name, where, FieldError))
+            owner = next((each for each in owners if h5py.h5a.exists(each, name.encode())), None)
+            default = self._defaults[name] if owner is None else None
+            if default is None:
+                values.append(read_attribute(owner or item, name, where, FieldError))
+            else:
+                values.append(default.encode() if isinstance(default, str) else default)
 
     def _find(self, start: Any, path: str) -> Any:
         item = follow(start.id if isinstance(start, h5py.Group) else start, path)

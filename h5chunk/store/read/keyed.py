@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -40,7 +40,7 @@ class KeyedReader(H5Reader):
     """A reader whose samples are the datasets that match patterns, in the order of their names."""
 
     def __init__(
-        self, path: Path, patterns: Mapping[str, str], attributes: Sequence[str], trusted: bool, report: Report
+        self, path: Path, patterns: Mapping[str, str], attributes: Mapping[str, Any], trusted: bool, report: Report
     ) -> None:
         self.path, self.stamp, self.header, self.sums = path, stamp_of(path), None, {}
         self.trusted, self.checksums, self.patterns = trusted, OFF, dict(patterns)

@@ -15,7 +15,7 @@ from h5chunk.errors import FileError, OptionError, human_bytes, printable
 from h5chunk.plan.repack import MemoryShares, memory_for_copying
 from h5chunk.store.format.header import Header, header_attributes
 from h5chunk.store.format.spec import GROUP, HEADER_BYTES, ArraySpec, FileSpec
-from h5chunk.store.hdf5.codecs import FLETCHER32, GZIP, LZF, SHUFFLE
+from h5chunk.store.hdf5.codecs import BLOSC, FLETCHER32, GZIP, LZF, SHUFFLE
 from h5chunk.store.hdf5.guard import check_filters, check_stored_size
 from h5chunk.store.rewrite.replica import CHECKSUMS, Filter, NewLayout
 from h5chunk.store.rewrite.survey import DatasetFacts, Survey, attribute_names, refers_to_regions
@@ -141,9 +141,6 @@ def plan_moves(
         notes.append(
             f"{', '.join(fixed[:4])}{more} can no longer be resized, because chunks are stored one after the other"
         )
-    lost = [move.facts.name for move in moves if move.layout.filters and SHUFFLE in move.facts.filters]
-    if lost:
-        notes.append(f"the byte shuffle filter is not kept in {', '.join(lost)}")
     lost = [move.facts.name for move in moves if header is None and FLETCHER32 in move.facts.filters]
     if lost:
         notes.append(f"Fletcher32 checksums are not kept in {', '.join(lost)}; --window-chunks adds other checksums")
@@ -196,7 +193,10 @@ def _field_moves(samples: Samples, header: FileSpec | None, options: RepackOptio
 def _layout(facts: DatasetFacts, chunks: tuple[int, ...], options: RepackOptions) -> NewLayout:
     written = facts.stored_bytes > 0
     large = math.prod(chunks) * facts.item_bytes >= MIN_FILTERED_BYTES
-    return NewLayout(chunks, parse_compression(options.compression) if written and large else (), written)
+    filters = parse_compression(options.compression) if written and large else ()
+    if filters and SHUFFLE in facts.filters and filters[0].code != BLOSC:  # Blosc shuffles bytes itself
+        filters = (Filter(SHUFFLE), *filters)
+    return NewLayout(chunks, filters, written)
 
 
 def _ragged_moves(samples: Samples, header: FileSpec | None, options: RepackOptions) -> Iterator[Move]:
