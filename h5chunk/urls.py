@@ -39,6 +39,18 @@ def is_cut_url(path: object) -> bool:
     return isinstance(path, os.PathLike) and CUT.match(os.fspath(path)) is not None
 
 
+def hint_for_url(path: object) -> str:
+    """Return text for the error that a file is missing, if the path is a URL of another kind than `SCHEMES`.
+
+    >>> hint_for_url("ftp:/host/a.h5")[:30], hint_for_url("photos.h5")
+    (' (URLs with ftp:// are not rea', '')
+    """
+    match = re.match(r"([a-z][a-z0-9+.-]+):/", str(path))
+    if match is None or match[1] in SCHEMES:
+        return ""
+    return f" (URLs with {match[1]}:// are not read: use {', '.join(SCHEMES)}, or download the file)"
+
+
 def parse(url: str) -> tuple[str, str]:
     """Split a URL into the folder and the object's name; the query of an HTTP URL stays with the folder.
 

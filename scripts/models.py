@@ -40,7 +40,7 @@ def _vit_image_size(image_size: tuple[int, int]) -> int:
     if height != width or height % VIT_PATCH:
         raise ModelError(
             f"vit_b_16 needs squares whose side is a multiple of {VIT_PATCH}, but the images are {height} x {width}: "
-            "convert with --size 224 224 --fit crop"
+            "convert with --size 224,224 --fit crop"
         )
     return height
 

@@ -225,7 +225,7 @@ def test_convert_images(folder: Path, images: Path, converted: Path) -> None:
     out = folder / f"x{NAME}.h5"
     check("convert", images, out, "--workers", 0, code=1)
     check("convert", images, out, "--dry-run", "--on-error", "skip", code=0)
-    for options in ((), ("--json",), ("--shards", 2), ("--size", 5, 5)):
+    for options in ((), ("--json",), ("--shards", 2), ("--size", "5,5")):
         arguments = (images, folder / f"y{NAME}{options[:1]}", "--workers", 0, "--on-error", "skip", *options)
         check("convert", *arguments, code=int("--size" in options))
     check("convert", images, converted, code=1)

@@ -201,5 +201,5 @@ def _type(metadata: Any, hint: Any) -> dict[str, Any]:
     if typing.get_origin(kind) is tuple:
         if typing.get_args(kind)[-1] is ...:
             return {"type": NUMBERS if typing.get_args(kind)[0] is int else NAMES}
-        return {"type": int, "nargs": 2}
+        return {"type": NUMBERS}
     return {"type": kind}

@@ -29,7 +29,7 @@ class ImageOptions(Options):
     heading: ClassVar[str] = "Images"
 
     size: tuple[int, int] | None = option(
-        None, "Height and width of the stored images.", metavar="H W", shown_default="all images must have one size"
+        None, "Height and width of the stored images.", metavar="H,W", shown_default="all images must have one size"
     )
     fit: str = option(
         "error",
@@ -74,9 +74,9 @@ class ImageOptions(Options):
         super().__post_init__()
         is_pair = isinstance(self.size, (tuple, list)) and len(self.size) == 2
         if self.size is not None and not (is_pair and all(isinstance(n, int) and n >= 1 for n in self.size)):
-            raise OptionError(f"size is {self.size!r}: pass a height and a width of at least 1")
+            raise OptionError(f"size is {self.size!r}: pass a height and a width of at least 1 (--size H,W)")
         if self.size is None and self.fit != "error":
-            raise OptionError(f"fit is {self.fit!r}, but no size was given: pass a height and a width (--size H W)")
+            raise OptionError(f"fit is {self.fit!r}, but no size was given: pass a height and a width (--size H,W)")
         self._check_any_size()
 
     @property

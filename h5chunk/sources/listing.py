@@ -26,6 +26,7 @@ from h5chunk.errors import SourceError, as_text, count_text, printable
 from h5chunk.source import SPLIT_NAMES, Names
 from h5chunk.sources.container import Container, Folder, open_archive
 from h5chunk.sources.pairs import MASKS, Directory, at_level, depth_of, find_pairs, take_masks
+from h5chunk.urls import hint_for_url
 
 EXTENSIONS = (b".jpg", b".jpeg", b".png", b".ppm", b".bmp", b".pgm", b".tif", b".tiff", b".webp", b".gif")
 SYSTEM = {b"__MACOSX", b".DS_Store", b".git", b".ipynb_checkpoints"}  # hidden names that reports do not mention
@@ -144,7 +145,7 @@ def check_source(path: Path) -> None:
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
-        raise SourceError(f"{printable(path)}: no such file or folder") from None
+        raise SourceError(f"{printable(path)}: no such file or folder{hint_for_url(path)}") from None
     except OSError as error:
         raise SourceError(f"{printable(path)}: cannot be read: {error.strerror}") from None
     except ValueError as error:  # the path contains a NUL byte

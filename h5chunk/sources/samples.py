@@ -187,7 +187,7 @@ class Samples(SampleSource):
                     continue
                 remedy = "make all arrays equal in shape"
                 if field.axes:
-                    remedy = "pass a size and how to fit it (--size H W --fit stretch|crop|pad)"
+                    remedy = "pass a size and how to fit it (--size H,W --fit stretch|crop|pad)"
                     if len(fields) == 1:
                         remedy += ", or keep their sizes (--keep-encoded)"
                     same_size = self.decoding.size or sorted(shape)[1:] == sorted(field.shape)[1:]

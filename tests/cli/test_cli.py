@@ -85,7 +85,7 @@ def test_options_reach_the_conversion(class_folder: Make, tmp_path: Path) -> Non
     manifest = tmp_path / "list.csv"
     manifest.write_text("path,n\nclass0/0000.png,5\nclass1/0001.png,6\n")
     result = run(
-        "convert", class_folder(), tmp_path / "x.h5", "--manifest", manifest, "--size", 4, 6, "--fit", "pad",
+        "convert", class_folder(), tmp_path / "x.h5", "--manifest", manifest, "--size", "4,6", "--fit", "pad",
         "--color", "gray", "--layout", "nhwc", "--chunk-samples", 1, "--seed", 3, "--no-shuffle", "--workers", 0,
         "--on-error", "skip", "--animated", "first", "--max-pixels", 120, "--json",
     )  # fmt: skip
@@ -135,7 +135,7 @@ def test_named_errors_are_one_line(class_folder: Make, tmp_path: Path) -> None:
     check_error(run("convert", root, out, "--chunk-samples", 0), "chunk_samples is 0")
     check_error(run("convert", root, tmp_path), "is a folder")
     check_error(run("convert", root, tmp_path / "no" / "x.h5"), "does not exist: create it first")
-    check_error(run("convert", root, out, "--size", 5, 5), "is 10 x 12, but the size is 5 x 5")
+    check_error(run("convert", root, out, "--size", "5,5"), "is 10 x 12, but the size is 5 x 5")
     (root / "class0" / "0000.png").write_bytes(b"\n<html>\x1b[31m")
     check_error(run("convert", root, out), "class0/0000.png: is not an image in a known format")
     assert not out.exists()
@@ -192,3 +192,17 @@ def test_output_to_a_path_that_is_not_utf8(class_folder: Make, tmp_path: Path) -
     command = [sys.executable, "-m", "h5chunk", "convert", str(class_folder(1)), path]
     result = subprocess.run(command, capture_output=True, timeout=60, check=True)
     assert rb"\xff.h5: 1 image " in result.stdout and os.path.exists(path)
+
+
+@pytest.mark.parametrize("arguments", [("info", "ftp://h/a.h5"), ("convert", "ftp://h/a.zip", "x.h5")], ids=str)
+def test_urls_of_other_schemes_are_refused_by_name(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    check_error(run(*arguments), "URLs with ftp:// are not read: use s3,")
+
+
+def test_a_size_of_one_number_says_how_to_write_two(tmp_path, class_folder):
+    folder = class_folder()
+    check_error(
+        run("convert", folder, tmp_path / "x.h5", "--size", 64, "--fit", "crop"),
+        "pass a height and a width of at least 1 (--size H,W)",
+    )

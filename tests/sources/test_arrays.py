@@ -109,7 +109,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert json.loads(plan.stdout)["fields"] == {"data": "float32"}
     result = run("convert", tmp_path / "x.npy", tmp_path / "x.h5")
     assert result.exit_code == 0 and "20 samples of 5" in result.stdout
-    result = run("convert", tmp_path / "x.npy", tmp_path / "y.h5", "--size", 3, 4)
+    result = run("convert", tmp_path / "x.npy", tmp_path / "y.h5", "--size", "3,4")
     assert result.exit_code == 1 and "--size applies only to " in result.stderr and "contains arrays" in result.stderr
 
 

@@ -55,7 +55,7 @@ def test_disagreement_names_the_first_two_in_the_order_of_the_source(tmp_path: P
     (tmp_path / "c.png").write_bytes(b"broken")
     expected = (
         "samples differ in 'images': a.png is 3 x 10 x 12, d.png is 3 x 8 x 12: "
-        "pass a size and how to fit it (--size H W --fit stretch|crop|pad), or keep their sizes (--keep-encoded)"
+        "pass a size and how to fit it (--size H,W --fit stretch|crop|pad), or keep their sizes (--keep-encoded)"
     )
     assert source_of(tmp_path).disagreement() == expected
     (tmp_path / "d.png").unlink()

@@ -211,7 +211,7 @@ def test_mixed_sizes_name_the_first_two(
         convert(root, tmp_path / "out.h5", workers=workers, seed=seed, on_error=on_error)
     assert str(caught.value) == (
         "samples differ in 'images': class0/0000.png is 3 x 10 x 12, class0/0050.png is 3 x 11 x 12: "
-        "pass a size and how to fit it (--size H W --fit stretch|crop|pad), or keep their sizes (--keep-encoded)"
+        "pass a size and how to fit it (--size H,W --fit stretch|crop|pad), or keep their sizes (--keep-encoded)"
     )
     check_untouched(tmp_path / "out.h5", None)
 

@@ -640,7 +640,7 @@ def test_a_plan_of_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert not plan.is_exact and plan.temporary_bytes and "about" in str(plan)
 
 
-@pytest.mark.parametrize("option", [["--size", 3, 4], ["--fit", "crop"], ["--color", "gray"], ["--workers", 2]])
+@pytest.mark.parametrize("option", [["--size", "3,4"], ["--fit", "crop"], ["--color", "gray"], ["--workers", 2]])
 def test_image_options_are_refused_for_a_matrix(ratings: Path, tmp_path: Path, option: list[object]) -> None:
     result = cli("convert", ratings, tmp_path / "x.h5", *option)
     assert result.exit_code == 1 and f"{option[0]} applies only to " in result.stderr

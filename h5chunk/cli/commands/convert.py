@@ -15,7 +15,7 @@ from h5chunk.tools.convert.options import convert_options
 
 @main.command(
     examples={
-        "Convert images with one folder per class": "h5chunk convert photos/ photos.h5 --size 224 224 --fit crop",
+        "Convert images with one folder per class": "h5chunk convert photos/ photos.h5 --size 224,224 --fit crop",
         "Convert ratings, keeping the last of duplicates": "h5chunk convert ratings.csv ratings.h5 --duplicates last",
         "Print the plan and write nothing": "h5chunk convert photos/ photos.h5 --dry-run",
     }

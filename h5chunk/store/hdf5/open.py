@@ -15,7 +15,7 @@ import h5py
 
 from h5chunk.errors import FileError, H5ChunkError, OutputError, printable
 from h5chunk.remote.mirror import MirrorFile
-from h5chunk.urls import is_cut_url, local_copy_of
+from h5chunk.urls import hint_for_url, is_cut_url, local_copy_of
 
 # exceptions that h5py raises for damaged files
 DAMAGES = (OSError, RuntimeError, ValueError, TypeError, KeyError, OverflowError, RecursionError, MemoryError)
@@ -70,7 +70,7 @@ def open_file(path: str | os.PathLike[str], **options: Any) -> h5py.File:
     if is_cut_url(Path(path)):
         raise FileError(f"{label}: this operation needs a local file: copy the object to a disk first")
     if not os.path.exists(path):  # also False for names that are too long
-        raise FileError(f"{label}: no such file")
+        raise FileError(f"{label}: no such file{hint_for_url(path)}")
     if not Path(path).is_file():
         raise FileError(f"{label}: not a regular file")
     with suppress(ImportError):

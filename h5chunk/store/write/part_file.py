@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from h5chunk.errors import H5ChunkError, OutputError, human_bytes, printable
+from h5chunk.urls import hint_for_url
 
 ROOM_BYTES = 16 << 20  # bytes that are written between checks of the free space, if the size of the output is unknown
 LOCK_WAIT_S = 0.5  # time to wait for a lock, because workers of a killed writer hold it until they notice
@@ -144,7 +145,11 @@ def check_parent(path: Path) -> None:
     """Raise OutputError unless files can be created in the folder of ``path``."""
     label, parent = printable(path), printable(path.parent)
     if not path.parent.is_dir():
-        problem = "is not a folder: use another path" if path.parent.exists() else "does not exist: create it first"
+        problem = (
+            "is not a folder: use another path"
+            if path.parent.exists()
+            else f"does not exist{hint_for_url(path)}: create it"
+        )
         raise OutputError(f"{label}: its folder {parent} {problem}")
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise OutputError(f"{label}: its folder {parent} is not writable: use another path")

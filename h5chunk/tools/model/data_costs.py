@@ -131,7 +131,7 @@ def _loader_fixes(seen: Seen, reading: float) -> Iterator[Fix]:
         left = seen.loader_threads / seen.cores
         yield fix(f"num_threads={seen.cores}", left, f"{call}num_threads={seen.cores})", num_threads=seen.cores)
     if known["form"] == "encoded":
-        code = "h5chunk convert IMAGES new.h5 --size H W, which stores raw pixels: about ten times the bytes"
+        code = "h5chunk convert IMAGES new.h5 --size H,W, which stores raw pixels: about ten times the bytes"
         yield fix("raw images", reading, code, True)
     elif known["form"] == "raw":
         code = "h5chunk convert IMAGES new.h5 --keep-encoded: about a tenth of the bytes, which threads then decode"
