@@ -49,7 +49,7 @@ class Resident:
         self._device, self._echo = source.device, echo
         self._fields: list[Any] = []
         self._read(source, piece_samples)
-        self._memory = BatchMemory() if source.device.type == "cpu" else None
+        self._memory = BatchMemory(KEPT * len(source.layouts)) if source.device.type == "cpu" else None
         self._ahead: GatherAhead | None = None
         if self._memory is not None and available() and all(isinstance(field, torch.Tensor) for field in self._fields):
             self._ahead = GatherAhead(self._fields, source.num_threads)
@@ -223,7 +223,7 @@ class GatherAhead:
         self._sample_bytes = sum(row_bytes for _, row_bytes in self._fields)
         self._num_threads, self._tickets, self._process = num_threads, 0, os.getpid()
         self._pool = NativePool(max(1, num_threads - 1))  # the caller gathers, too, when it would have to wait
-        self._memory = BatchMemory(KEPT + AHEAD * num_threads)
+        self._memory = BatchMemory((KEPT + AHEAD * num_threads) * len(fields))
         self._queue: deque[tuple[int, tuple[torch.Tensor, ...], np.ndarray]] = deque()  # threads may write to these
         self._lock, self._is_iterated, self._is_closed = threading.Lock(), False, False
 

@@ -27,7 +27,7 @@ from h5chunk.feed.disk_cache import DiskCache
 from h5chunk.feed.kept_rows import KeptRows, num_kept_chunks
 from h5chunk.feed.layout import ArrayShape, ragged_layout, torch_dtype
 from h5chunk.feed.memory import Assemble, SharedMemory
-from h5chunk.feed.slots import BatchMemory, CsrWindow
+from h5chunk.feed.slots import KEPT, BatchMemory, CsrWindow
 from h5chunk.feed.stored_tables import decoded, name_of_sample
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.draws import Draws
@@ -158,7 +158,7 @@ class SampleReader:
 
     def __init__(self, reader: H5Reader, converters: Mapping[str, Converter], order: Order | None) -> None:
         self._reader, self._converters, self._order = reader, converters, order
-        self._memory, self._shared = BatchMemory(), SharedMemory()
+        self._memory, self._shared = BatchMemory(KEPT * len(converters)), SharedMemory()
         self._assemble: Assemble | None = None  # builds the fields of a batch from its tensors; None if equal
         convert = converters.get(next(iter(reader.fields)))
         if isinstance(convert, RowConverter) and convert.makes_csr:

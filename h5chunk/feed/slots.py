@@ -27,7 +27,7 @@ from h5chunk.store.read.csr import CsrBuffers
 from h5chunk.transforms.csr import CsrRows, SampleNumbers
 from h5chunk.transforms.images import ImagesByNumber
 
-KEPT = 2  # free buffers to keep, because a loop holds one batch while the next is read
+KEPT = 2  # free buffers to keep per field, because a loop holds one batch while the next is read
 REUSED_BYTES = 1 << 20  # smaller buffers are allocated by malloc, which reuses their memory itself
 
 Fields = tuple[Any, ...]  # the samples of each field, on the device: a torch.Tensor or CsrRows

@@ -21,7 +21,7 @@ from h5chunk.feed.cuda_slots import CudaSlot, PinnedBuffer, num_pinned
 from h5chunk.feed.fetches import RemoteReadPool
 from h5chunk.feed.layout import slot_bytes
 from h5chunk.feed.read_pool import ReadPool, WindowRead
-from h5chunk.feed.slots import BatchMemory, CpuSlot, Fields
+from h5chunk.feed.slots import KEPT, BatchMemory, CpuSlot, Fields
 from h5chunk.plan.draws import Draws
 from h5chunk.plan.order import Order, Window
 from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed
@@ -177,8 +177,8 @@ class WindowStream:
     def _make_slots(self, source: DataSource, plan: SlotPlan) -> Iterator[Any]:
         layouts, num_samples = source.layouts, plan.window_samples
         if source.device.type == "cpu":
-            memory = None if self._lends_slot or source.has_frames else BatchMemory()
-            gathered = BatchMemory()
+            memory = None if self._lends_slot or source.has_frames else BatchMemory(KEPT * len(layouts))
+            gathered = BatchMemory(KEPT * len(layouts))
             for _ in range(plan.num_slots):
                 yield CpuSlot(layouts, num_samples, memory, gathered)
             return

@@ -24,7 +24,7 @@ from h5chunk.plan.draws import EVERY_EPOCH, Draws
 from h5chunk.plan.permutation import Indices
 from h5chunk.plan.selection import starts_of_runs
 
-CELL_BYTES = 64 << 20  # decoded size of the chunks that the patches of a cell need
+CELL_BYTES = 128 << 20  # decoded size of the chunks that the patches of a cell need
 MAX_CHUNK_BYTES = 8 << 20  # maximum size of recommended chunks
 CALL_BYTES = 32 << 10  # bytes that can be decoded in the fixed time that each chunk takes
 CANDIDATES = 256  # number of centres that are drawn and kept for each cell, if there are weights
@@ -70,7 +70,7 @@ def chunk_cost(shape: Shape, size: Shape, chunks: Shape, itemsize: int) -> Chunk
     """Return the cost of reading randomly placed patches, which have as many voxels in total as the volume.
 
     >>> chunk_cost((512, 512, 512), (64, 64, 64), (1, 512, 512), 1)
-    ChunkCost(chunks=(1, 512, 512), alone=64.0, together=1.24609375)
+    ChunkCost(chunks=(1, 512, 512), alone=64.0, together=1.0)
     """
     alone = together = 1.0
     cell = cell_shape(shape, size, chunks, itemsize)
@@ -106,7 +106,7 @@ def cell_shape(shape: Shape, size: Shape, chunks: Shape, itemsize: int, cell_byt
     """Choose the largest cells whose patches need chunks of at most ``cell_bytes`` decoded bytes.
 
     >>> cell_shape((512, 512, 512), (64, 64, 64), (64, 64, 64), 4)
-    (192, 192, 192)
+    (256, 256, 256)
     """
     units = [max(pair) for pair in zip(size, chunks, strict=True)]
     cell, grows = list(units), [length > unit for length, unit in zip(shape, units, strict=True)]

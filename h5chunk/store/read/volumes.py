@@ -28,8 +28,8 @@ from h5chunk.store.read.fields import Field, describe_field
 from h5chunk.store.read.files import natural
 from h5chunk.store.read.reader import H5Reader
 
-WINDOW_BYTES = 512 << 20  # limit on the decoded size of the chunks of cells that are shuffled together
-HELD_BYTES = 256 << 20  # limit on the size of the patches in cells that are shuffled together
+WINDOW_BYTES = 1 << 30  # limit on the decoded size of the chunks of cells that are shuffled together
+HELD_BYTES = 384 << 20  # limit on the size of the patches in cells that are shuffled together
 
 
 @dataclass(frozen=True)
