@@ -273,7 +273,9 @@ def compare(file: str, options: argparse.Namespace) -> dict[str, Any]:
     for number in range(options.rounds):
         for name in names[:: -1 if number % 2 else 1]:
             if "trouble" not in checked[name]:
-                rounds[name].append(ask(name, path, count, options))
+                turn = ask(name, path, count, options)
+                checked[name] |= {key: why for key, why in turn.items() if key == "trouble"}
+                rounds[name] += [turn] * ("rate" in turn)
     print(f"{file}, load {os.getloadavg()[0]:.1f}")
     medians = {name: statistics.median(turn["rate"] for turn in turns) for name, turns in rounds.items() if turns}
     best = max(rate for name, rate in medians.items() if not name.startswith("h5chunk"))

@@ -147,13 +147,15 @@ def own_batches(name: str, path: Path, *, shuffle: bool, device: str) -> Iterato
 
     import h5chunk
 
-    kind, data = path.parent.name, open_own(name, path, shuffle=shuffle)
-    settings = {"shuffle": shuffle, "device": device, "reuse": name == "h5chunk:reuse"}
-    loader = h5chunk.ChunkLoader(data, BATCHES[kind], **settings)
+    is_well, data = path.parent.name == "well", open_own(name, path, shuffle=shuffle)
+    reuse = name == "h5chunk:reuse"
+    loader = h5chunk.ChunkLoader(data, BATCHES[path.parent.name], shuffle=shuffle, device=device, reuse=reuse)
+    kept = None
     while True:
-        for batch in loader:
-            if kind == "strain":
-                yield torch.stack(batch[:2], 1)
-            else:
-                velocity, density, pressure, _ = batch
-                yield torch.cat([density[..., None], pressure[..., None], velocity], -1)[:, 0]
+        for first, *others in loader:
+            parts = (
+                [each[..., None] for each in others[:2]] + [first] if is_well else [first[:, None], others[0][:, None]]
+            )
+            out = kept if reuse and kept is not None and len(kept) == len(first) else None
+            kept = torch.cat(parts, -1 if is_well else 1, out=out)
+            yield kept[:, 0] if is_well else kept
