@@ -1,4 +1,4 @@
-"""Compare random 3-D patches of volumes: ChunkLoader and DataLoader over `h5chunk.Patches`, h5py and pytorch-3dunet.
+"""Compare random 3-D patches of volumes: ChunkLoader and DataLoader over `h5chunk.Patches`, and others.
 
     python scripts/bench_patches.py [--volumes 4] [--side 320] [--size 64] [--batch 4] [--rounds 3] [--workers 2]
         [--layouts contiguous gzip lz4 guessed] [--only ...] [--json FILE]
@@ -11,7 +11,10 @@ chunks that h5py guesses. The patches of an epoch have as many voxels as the vol
 - ``ours, grid`` is ChunkLoader over the tiles of the volumes, shuffled.
 - ``h5py`` is a DataLoader with workers over a data set that keeps the file open and slices at random starts.
 - ``h5py, 1 process`` is the same without workers.
-- ``3dunet`` is pytorch-3dunet's LazyHDF5Dataset (patches of a grid, shuffled) in a DataLoader with workers.
+- ``3dunet`` is pytorch-3dunet's LazyHDF5Dataset (patches of a grid, shuffled) in a DataLoader with workers;
+  ``3dunet, in memory`` is its StandardHDF5Dataset, of which each worker keeps all volumes in memory.
+- ``monai`` is MONAI's RandSpatialCropSamplesd, which cuts all patches of a volume after h5py has read it, with workers.
+  ``monai, in memory`` is its CacheDataset of all volumes with RandSpatialCropd, in one process or with workers.
 
 They take turns, in reverse order every other round. A turn is a warm-up epoch and a timed epoch. The table shows
 patches/s (median and range), and the median ratio to ``h5py`` in the same round. Before that, the values of ``ours``
@@ -32,6 +35,7 @@ from typing import Any
 import h5py
 import numpy as np
 import torch
+from peers import volumes as peers
 from torch.utils.data import DataLoader, Dataset
 from turns import Epoch, take_turns
 
@@ -116,33 +120,17 @@ def naive(args: argparse.Namespace, workers: int | None = None) -> Epoch:
     return lambda: counted(loader)
 
 
-def unet3d(args: argparse.Namespace) -> Epoch:
-    from pytorch3dunet.datasets.hdf5 import LazyHDF5Dataset
-
-    size = [args.size] * 3
-    slices = {"name": "SliceBuilder", "patch_shape": size, "stride_shape": size, "skip_shape_check": True}
-    same = [{"name": "ToTensor", "expand_dims": False}]
-    parts = [
-        LazyHDF5Dataset(
-            str(made(args)), "train", dict(slices), {"raw": same, "label": same},
-            raw_internal_path=f"{number}/raw", label_internal_path=f"{number}/label",
-        )
-        for number in range(args.volumes)
-    ]  # fmt: skip
-    loader = DataLoader(
-        torch.utils.data.ConcatDataset(parts), args.batch, shuffle=True, num_workers=args.workers,
-        persistent_workers=True,
-    )  # fmt: skip
-    return lambda: counted(loader)
-
-
 CONTENDERS = {
     "ours": ours,
     "ours, grid": ours_on_a_grid,
     "ours, DataLoader": ours_in_data_loader,
     "h5py": naive,
     "h5py, 1 process": lambda args: naive(args, 0),
-    "3dunet": unet3d,
+    "3dunet": lambda args: peers.unet3d(made(args), args),
+    "3dunet, in memory": lambda args: peers.unet3d(made(args), args, in_memory=True),
+    "monai": lambda args: peers.monai(made(args), args),
+    "monai, in memory": lambda args: peers.monai_in_memory(made(args), args, args.workers),
+    "monai, in memory, 1 process": lambda args: peers.monai_in_memory(made(args), args, 0),
 }
 
 
@@ -155,6 +143,16 @@ def compare_values(args: argparse.Namespace) -> None:
                 where = tuple(slice(at, at + args.size) for at in start)
                 assert np.array_equal(raw[number].numpy(), file[f"{volume}/raw"][where])
                 assert np.array_equal(label[number].numpy(), file[f"{volume}/label"][where])
+    tiles = patches_of(args).tiles()
+    for name, grid in peers.GRIDS.items():
+        try:
+            theirs = grid(made(args), args)
+            for number, (raw, label) in enumerate(theirs):
+                own = tiles[number]
+                assert np.array_equal(own[0], raw) and np.array_equal(own[1], label), (name, number)
+            print(f"{args.layout}: the {number + 1} patches of a grid are equal to those of {name}")
+        except ImportError as error:
+            print(f"{name} is not compared ({error})")
 
 
 def windows(args: argparse.Namespace) -> None:
@@ -176,7 +174,7 @@ def report(args: argparse.Namespace, rates: dict[str, list[tuple[float, float]]]
         found = [rate for rate, _ in turns]
         times = [own / other for (own, _), (other, _) in zip(turns, base, strict=True)] if base else [float("nan")]
         spread = f"{min(found):.0f} to {max(found):.0f}"
-        print(f"{args.layout:10} {name:17} {statistics.median(found):8.0f} ({spread}) patches/s, "
+        print(f"{args.layout:10} {name:28} {statistics.median(found):8.0f} ({spread}) patches/s, "
               f"{statistics.median(times):5.2f} x h5py")  # fmt: skip
 
 

@@ -11,7 +11,7 @@ with all 20 actions). ``world-100.h5`` has the same frames in compressed chunks 
 JPEG. ``well/made.hdf5`` has four simulations as The Well writes them (windows of 5 steps of three fields on 128 x 384
 points, read as ``h5chunk info`` recommends, and stacked as channels; a tenth of ``--windows`` is timed).
 ``strain/0.h5`` to ``3.h5`` have the strain of two detectors (kernels of 8192 samples at random positions, from
-`h5chunk.Patches`; for ``h5chunk:windows`` from `h5chunk.Windows`).
+`h5chunk.Patches`).
 
 Peers run in a DataLoader with 0 and 2 workers, in separate processes; they need ``pip install robomimic``, ``pip
 install stable-worldmodel`` with lancedb, ``pip install the_well`` or ``pip install ml4gw``. Peers that cannot be
@@ -265,8 +265,7 @@ def ask(name: str, path: Path, count: int, options: argparse.Namespace) -> dict[
 def compare(file: str, options: argparse.Namespace) -> dict[str, Any]:
     """Run all contenders on one file, print a table, and return the results of all rounds."""
     path, count = options.folder / file, options.windows // (10 if file.startswith("well") else 1)
-    own = ["h5chunk:new", "h5chunk:reuse", *(["h5chunk:windows"] if file.startswith("strain") else [])]
-    names = [*(name for name in own if options.device == "cpu" or "reuse" not in name), *PEERS[file]]
+    names = ["h5chunk:new", *(["h5chunk:reuse"] if options.device == "cpu" else []), *PEERS[file]]
     checked = {name: ask(name, path, 0, options) for name in names}
     expected = checked["h5py:0"]["sums"]
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in names}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -47,7 +48,7 @@ def turn(epoch: Epoch, num_images: int) -> tuple[float, float]:
         pass
     started, before = time.perf_counter(), sum(os.times()[:4])
     assert sum(epoch()) == num_images
-    return num_images / (time.perf_counter() - started), num_images / (sum(os.times()[:4]) - before)
+    return num_images / (time.perf_counter() - started), num_images / (sum(os.times()[:4]) - before or math.nan)
 
 
 def write_json(args: argparse.Namespace, rates: Mapping[str, list]) -> None:

@@ -125,8 +125,8 @@ def peer_batches(kind: str, path: Path, workers: int, *, shuffle: bool) -> Itera
             yield torch.cat([batch["input_fields"], batch["output_fields"]], 1) if kind == "well" else batch
 
 
-def open_own(name: str, path: Path, *, shuffle: bool) -> Any:
-    """Return the windows of h5chunk; those of fields by the line that ``h5chunk info`` prints."""
+def open_own(path: Path, *, shuffle: bool) -> Any:
+    """Return kernels at random positions, or in order; or windows of fields as ``h5chunk info`` recommends."""
     import h5chunk
 
     if path.parent.name == "well":
@@ -134,8 +134,6 @@ def open_own(name: str, path: Path, *, shuffle: bool) -> Any:
         exec(h5chunk.info(path).code[1], space)
         return space["data"]
     fields = dict(zip(DETECTORS, DETECTORS, strict=True))
-    if name == "h5chunk:windows":
-        return h5chunk.Windows(strain_files(path), fields, KERNEL)
     if shuffle:
         return h5chunk.Patches(strain_files(path), fields, (KERNEL,), per_volume=8192)
     return h5chunk.Patches(path, fields, (KERNEL,)).tiles(overlap=KERNEL - 1)
@@ -147,7 +145,7 @@ def own_batches(name: str, path: Path, *, shuffle: bool, device: str) -> Iterato
 
     import h5chunk
 
-    is_well, data = path.parent.name == "well", open_own(name, path, shuffle=shuffle)
+    is_well, data = path.parent.name == "well", open_own(path, shuffle=shuffle)
     reuse = name == "h5chunk:reuse"
     loader = h5chunk.ChunkLoader(data, BATCHES[path.parent.name], shuffle=shuffle, device=device, reuse=reuse)
     kept = None
