@@ -178,3 +178,12 @@ def test_the_buffers_of_a_worker_are_sent_once_and_kept_until_it_ends(monkeypatc
     calls.clear()
     gc.collect()
     assert not _kept
+
+
+def test_memory_of_several_fields_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocated = watch(monkeypatch, "feed.slots.np.empty")
+    memory, held = BatchMemory(KEPT * 2), []
+    for _ in range(20):
+        held = held[-2:]  # the fields of the last batch
+        held += [memory.empty((size,), torch.uint8) for size in (1 << 20, 5 << 20)]
+    assert len(allocated) == 4
