@@ -61,11 +61,12 @@ def monai(path: Path, args: argparse.Namespace) -> Epoch:
 def monai_in_memory(path: Path, args: argparse.Namespace, workers: int) -> Epoch:
     """Keep all volumes in memory, which worker processes share."""
     from monai.data import CacheDataset, list_data_collate, set_track_meta
-    from monai.transforms import Compose, RandSpatialCropd
+    from monai.transforms import Compose, Lambda, RandSpatialCropd
 
     set_track_meta(False)  # plain tensors are faster
     crop = RandSpatialCropd(KEYS, (args.size,) * 3, random_size=False)
-    transform = Compose([lambda number: read_volume(path, number), crop])
+    reading = Lambda(lambda number: read_volume(path, number), track_meta=False)  # a bare function is never cached
+    transform = Compose([reading, crop])
     cached = CacheDataset(range(args.volumes), transform, progress=False, copy_cache=False)
     patches = ConcatDataset([cached] * (args.images // args.volumes))
     settings = {"num_workers": workers, "persistent_workers": workers > 0}
