@@ -184,6 +184,6 @@ def test_memory_of_several_fields_is_used_again(monkeypatch: pytest.MonkeyPatch)
     allocated = watch(monkeypatch, "feed.slots.np.empty")
     memory, held = BatchMemory(KEPT * 2), []
     for _ in range(20):
-        held = held[-2:]  # the fields of the last batch
-        held += [memory.empty((size,), torch.uint8) for size in (1 << 20, 5 << 20)]
+        held.clear()
+        held += [memory.empty((size,), torch.uint8) for size in (1 << 20, 5 << 20) * 2]  # two batches of two fields
     assert len(allocated) == 4
