@@ -145,11 +145,8 @@ def check_parent(path: Path) -> None:
     """Raise OutputError unless files can be created in the folder of ``path``."""
     label, parent = printable(path), printable(path.parent)
     if not path.parent.is_dir():
-        problem = (
-            "is not a folder: use another path"
-            if path.parent.exists()
-            else f"does not exist{hint_for_url(path)}: create it"
-        )
+        missing = f"does not exist{hint_for_url(path)}: create it first"
+        problem = "is not a folder: use another path" if path.parent.exists() else missing
         raise OutputError(f"{label}: its folder {parent} {problem}")
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise OutputError(f"{label}: its folder {parent} is not writable: use another path")
