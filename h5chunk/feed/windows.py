@@ -19,7 +19,7 @@ from h5chunk.store.format.statistics import FieldStatistics
 from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.files import Paths
-from h5chunk.store.read.frames import borders_of, find_borders, open_frames
+from h5chunk.store.read.frames import borders_of, episode_names, find_borders, open_frames
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.windows import WindowReader
 
@@ -118,6 +118,7 @@ class Windows(ChunkDataset):
         borders = borders_of(frames)
         for kind, dataset in given.items():
             borders = find_borders(frames, kind, dataset, trusted)
+        self._episode_names = [*map(str, range(len(borders) - 1))] if given else episode_names(frames, fields)
         anchors = _anchors(frames, borders, steps, padding)
         self._reader = reader = WindowReader(frames, anchors, borders, steps | dict.fromkeys(goals, LAST))
         self._masked, self._datasets = masks, {**fields, **{name: fields[of] for name, of in goals.items()}}
@@ -144,6 +145,30 @@ class Windows(ChunkDataset):
     def episodes(self) -> np.ndarray:
         """The number of the episode of each window: (n,) int64, ascending."""
         return self._episodes if self._samples is None else self._episodes[self._samples]
+
+    @property
+    def episode_names(self) -> np.ndarray:
+        """The name of the episode of each window, (n,) of str: the name of its group or file, or else its number."""
+        return np.array(self._episode_names)[self.episodes]
+
+    def of_episodes(self, names: Sequence[str | bytes]) -> ChunkDataset:
+        """Return the windows of the episodes with these names, such as those in ``mask/train`` of robomimic.
+
+        Parameters
+        ----------
+        names : sequence or array of str or bytes
+            See `episode_names`. Files may have episodes of equal names, all of which are selected.
+
+        Raises
+        ------
+        OptionError
+            No episode has one of the names, or none of the named episodes has windows.
+        """
+        wanted = {name.decode() if isinstance(name, bytes) else str(name) for name in names}
+        if unknown := sorted(wanted - {*self._episode_names}):
+            raise OptionError(f"names has {unknown[0]!r}, but episodes are named {', '.join(self._episode_names[:8])}")
+        numbers = [number for number, name in enumerate(self._episode_names) if name in wanted]
+        return self.subset(np.isin(self.episodes, numbers))
 
     @property
     def groups(self) -> np.ndarray:

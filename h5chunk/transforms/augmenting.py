@@ -231,7 +231,10 @@ def _check_list(transforms: Sequence[Any], stored: torch.dtype, sample_shape: tu
     """Raise OptionError if the transforms are in the wrong order, or unsuitable for the samples."""
     first = next(each for each in transforms if isinstance(each, AUGMENTING))
     if stored != torch.uint8:
-        raise OptionError(f"{first} is for uint8, not for {stored}: convert the images to uint8")
+        raise OptionError(
+            f"{first} is for uint8, not for {stored}: store such samples as uint8, or transform batches yourself, with "
+            "the same random numbers for images and masks"
+        )
     if len(sample_shape) not in (2, 3) or not all(0 < side <= MAX_SIDE for side in sample_shape):
         raise OptionError(
             f"{first} is for images of (C, H, W), (H, W, C) or (H, W), of at most {MAX_SIDE} pixels per side, but "

@@ -177,7 +177,7 @@ def channel_axis(sample_shape: tuple[int, ...], axes: str = "") -> int:
         frame = axes.removeprefix(WINDOW)
         return 1 + channel_axis(sample_shape[1:], frame and f"N{frame}")
     if axes or len(sample_shape) != 3:
-        return 2 if axes == "NHWC" else 0
+        return len(sample_shape) - 1 if axes.endswith("C") else 0
     ends = [size in (1, 3, 4) for size in (sample_shape[0], sample_shape[2])]
     return 2 if ends == [False, True] else 0
 

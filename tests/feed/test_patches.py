@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import h5chunk
 from h5chunk.plan.patches import chunk_cost
+from h5chunk.transforms import Normalize
 
 LAYOUTS = {
     "contiguous": {},
@@ -479,3 +480,20 @@ def test_the_model_of_bytes_is_what_is_read(tmp_path):
     assert np.mean(read) == pytest.approx(cost.alone, rel=0.05)
     small = h5chunk.Patches(tmp_path / "v.h5", {"raw": "raw"}, (16, 12, 20), per_volume=400, cell_bytes=1)
     assert small.amplification(h5chunk.ChunkSampler(small, 4, window_chunks=1).order) > 1.5 * alone
+
+
+@pytest.mark.parametrize("position", ["first", "last"])
+@pytest.mark.parametrize("axes", [1, 2, 3])
+def test_channels_are_normalised_where_they_are_and_have_no_stored_statistics(tmp_path, position, axes):
+    values = np.random.default_rng(0).random((2, *(9, 8, 7)[:axes])).astype(np.float32)
+    stored = np.moveaxis(values, 0, -1) if position == "last" else values
+    with h5py.File(tmp_path / "v.h5", "w") as file:
+        file["raw"] = stored
+    patches = h5chunk.Patches(tmp_path / "v.h5", {"raw": "raw"}, (4,) * axes, channels=position, per_volume=3)
+    normalize = Normalize((0.5, 2.0), (0.5, 4.0))
+    ((plain,),) = h5chunk.ChunkLoader(patches, 3, shuffle=False)
+    ((found,),) = h5chunk.ChunkLoader(patches, 3, shuffle=False, transforms=[normalize])
+    plain, found = (np.moveaxis(each.numpy(), 1 if position == "first" else -1, -1) for each in (plain, found))
+    np.testing.assert_allclose(found, (plain - (0.5, 2.0)) / (0.5, 4.0), rtol=1e-5, atol=1e-6)
+    with pytest.raises(h5chunk.FieldError, match=r"has channels.*compute their mean and standard deviation"):
+        patches.statistics("raw")

@@ -433,3 +433,26 @@ def test_lengths_of_episodes_that_do_not_add_up_and_other_arguments_are_errors(t
     for options in ({"stride": {"image": 3, "actions": 2}}, {"stride": {"x": 2}}, {"padding": "x"}, {"history": -1}):
         with pytest.raises(h5chunk.OptionError):
             h5chunk.Windows(path, fields, 2, **options)
+
+
+@pytest.mark.parametrize("layout", ["robomimic", "flat", "aloha"])
+def test_episodes_are_selected_by_name(layout: str, tmp_path: Path) -> None:
+    windows = _make(layout, tmp_path, length=2)
+    names = list(dict.fromkeys(windows.episode_names.tolist()))
+    chosen = windows.of_episodes(np.array([names[2].encode(), names[0].encode()]))
+    assert [*np.unique(chosen.episodes)] == [0, 2] and {*chosen.episode_names} == {names[0], names[2]}
+    assert len(windows.of_episodes(names)) == len(windows)
+    if layout == "robomimic":
+        with h5py.File(next(tmp_path.iterdir())) as file:
+            assert names == sorted(file["data"], key=lambda name: int(name.split("_")[1]))
+    with pytest.raises(h5chunk.OptionError, match="episodes are named"):
+        windows.of_episodes(["demo_999"])
+
+
+def test_files_of_episodes_have_their_own_names(tmp_path: Path) -> None:
+    for name in ("b.h5", "a.h5"):
+        with h5py.File(tmp_path / name, "w") as file:
+            file["data/demo_1/x"], file["data/demo_0/x"] = np.arange(3), np.arange(4)
+    windows = h5chunk.Windows(tmp_path, {"x": "data/*/x"}, 3)
+    assert windows.episode_names.tolist() == ["demo_0", "demo_0", "demo_1"] * 2
+    assert len(windows.of_episodes(["demo_1"])) == 2

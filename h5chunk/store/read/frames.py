@@ -54,6 +54,16 @@ def open_frames(path: Paths, fields: Mapping[str, str], trusted: bool, checksums
     return readers[0] if len(readers) == 1 else FileSet(readers, Path(f"{shown(files[0])}{more}"))
 
 
+def episode_names(frames: H5Reader, fields: Mapping[str, str]) -> list[str]:
+    """Return the name of each episode: that of its group, or of its file."""
+    at = next((dataset.strip("/").split("/").index("*") for dataset in fields.values() if "*" in dataset), 0)
+    names: list[str] = []
+    for each in frames.readers:
+        groups = each.episodes.readers if isinstance(each, EpisodeFile) else ()
+        names += [reader.main.dataset.strip("/").split("/")[at] for reader in groups] if groups else [each.path.name]
+    return names
+
+
 def borders_of(frames: H5Reader) -> np.ndarray:
     """Return the first row of each episode, and finally the number of rows: (num_episodes + 1,) int64."""
     starts = zip(frames.starts.tolist(), frames.readers, strict=False)

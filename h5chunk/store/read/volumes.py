@@ -92,8 +92,9 @@ class PatchReader(H5Reader):
 
     def _describe(self, each: VolumeField) -> Field:
         grid = ChunkGrid((self.num_samples, *each.box_shape()), None, each.dtype.itemsize, False)
-        axes = {(1, 3): "NCHW", (0, 3): "NHWC"}.get((each.leading, len(grid.shape) - 1), "")
-        return Field(each.name, each.datasets[0][1], grid, each.dtype, axes if len(each.size) == 2 else "")
+        space = "UDHW"[-len(each.size) :]
+        axes = {0: f"N{space}C", 1: f"NC{space}"}.get(each.leading, "")
+        return Field(each.name, each.datasets[0][1], grid, each.dtype, axes if len(axes) == len(grid.shape) else "")
 
     @property
     def chunk_bytes(self) -> int:
