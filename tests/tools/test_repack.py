@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import warnings
@@ -23,6 +24,7 @@ from anndata.tests.helpers import assert_equal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from support.commands import run
 from support.faults import small, watch
 from support.matrices import write_anndata
 from support.matrix_files import write_10x, write_h5ad
@@ -734,3 +736,15 @@ def test_a_field_that_is_kept_keeps_its_checksums(class_folder, tmp_path, shuffl
     report = h5chunk.verify(tmp_path / "new.h5")
     assert report.ok, report.problems
     assert [field.field for field in report.fields if field.method == "checksum"] == ["images", "labels"]
+
+
+def test_a_dataset_per_sample_gets_a_note_with_the_command_that_joins_them(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for number in range(120):
+            file[f"traces/{number}/data"], file[f"traces/{number}/pick"] = np.full(50, number), np.arange(2)
+    (note,) = [note for note in repack(tmp_path / "a.h5", tmp_path / "b.h5").notes if "convert" in note]
+    words = shlex.split(note.partition(": ")[2].partition(" puts")[0])
+    assert run(*words[1:3], tmp_path / "c.h5", *words[4:]).exit_code == 0
+    with h5py.File(tmp_path / "c.h5") as file:
+        assert file["data"].shape == (120, 50) and file["pick"].shape == (120, 2)
+    assert not any("convert" in note for note in repack(tmp_path / "c.h5", tmp_path / "d.h5").notes)

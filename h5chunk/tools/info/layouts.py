@@ -116,11 +116,15 @@ LAYOUTS = (
 
 
 class Recognised(NamedTuple):
-    """A layout that a file has, the datasets of its fields, and lines of Python that create a loader."""
+    """A layout that a file has, the datasets of its fields, and lines of Python that create a loader.
+
+    ``samples`` has the paths of datasets, with * for the name of a sample, if each sample is a dataset or group.
+    """
 
     name: str
     fields: list[str]
     code: list[str]
+    samples: Sequence[str] = ()
 
 
 def recognise(datasets: Sequence[DatasetInfo], path: str, num_steps: int | None = None) -> Recognised | None:
@@ -139,7 +143,7 @@ def recognise(datasets: Sequence[DatasetInfo], path: str, num_steps: int | None 
         return None
     argument = python_text(patterns[0]) if len(patterns) == 1 else f"[{', '.join(map(python_text, patterns))}]"
     data = f"data = h5chunk.Keyed({python_text(path)}, {argument})"
-    return Recognised("a dataset or group for each sample", [], loader_code(data))
+    return Recognised("a dataset or group for each sample", [], loader_code(data), patterns)
 
 
 def loader_code(data: str) -> list[str]:

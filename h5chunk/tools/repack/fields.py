@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
@@ -24,7 +25,9 @@ from h5chunk.store.format.spec import GROUP, IMAGE_TABLES
 from h5chunk.store.read.ragged import describe_images, find_image_groups
 from h5chunk.store.rewrite.survey import NUMBERS_AND_TEXT, DatasetFacts, Survey
 from h5chunk.store.write.any_size import CHUNK_BYTES
+from h5chunk.tools.info.layouts import recognise
 from h5chunk.tools.repack.options import RepackOptions
+from h5chunk.tools.report import shell_command
 
 PARTS = ("indices", "data", "indptr")  # datasets of a sparse matrix
 IMAGES = b"images"
@@ -250,3 +253,26 @@ def _image_groups(file: h5py.File, datasets: dict[bytes, DatasetFacts], header: 
 def _word(group: h5py.Group, name: str) -> str:
     value = group.attrs.get(name, "")
     return as_text(value) if isinstance(value, (str, bytes)) else ""
+
+
+class _Item(NamedTuple):
+    """A dataset, as `recognise` expects it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    stored_bytes: int
+    can_train: bool
+
+
+def keyed_note(survey: Survey, path: str) -> list[str]:
+    """Return a note on how to join the samples of a file in which each sample is a dataset; empty for other files."""
+    items: list[Any] = [
+        _Item(as_text(os.fsdecode(each.path)), each.shape or (), each.dtype, each.stored_bytes, bool(each.num_rows))
+        for each in survey.datasets.values()
+    ]
+    found = recognise(items, path)
+    if found is None or not found.samples:
+        return []
+    command = shell_command(["h5chunk", "convert", path, "NEW.h5", "--samples", ",".join(found.samples)])
+    return [f"each sample seems to be a dataset, which repack keeps: {command} puts all samples in one dataset"]

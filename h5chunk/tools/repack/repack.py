@@ -40,7 +40,7 @@ from h5chunk.store.write.new_file import NewFile
 from h5chunk.store.write.part_file import check_not_source, check_output, parse_output
 from h5chunk.store.write.targets import CompressedTarget, PlainTarget, Target
 from h5chunk.tools.progress import Progress, count_up
-from h5chunk.tools.repack.fields import find_samples, is_anndata
+from h5chunk.tools.repack.fields import find_samples, is_anndata, keyed_note
 from h5chunk.tools.repack.folder import repack_folder
 from h5chunk.tools.repack.options import TUNED, RepackOptions, read_tuned
 from h5chunk.tools.repack.plan import SOURCE_INDEX, Move, RepackPlan, check_shuffle, plan_header, plan_moves
@@ -209,6 +209,8 @@ def _plan(
                 f"the options were tuned for {count_text(num_tuned, 'sample')}, but this file has "
                 f"{samples.num_samples:,}"
             )
+        if old is None and not options.fields and not options.chunks:
+            notes += keyed_note(survey, str(source.path))
         notes += check_shuffle(source.file, survey, samples) if options.shuffle else []
         header = plan_header(old, survey, samples, options, source.label)
         return source, plan_moves(source.file, survey, samples, header, options, num_threads, notes)
