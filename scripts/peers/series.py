@@ -44,7 +44,7 @@ def make_well(path: Path) -> None:
 
 
 def make_strain(path: Path) -> None:
-    """Make files of 512 s of noise of two detectors at 4,096 Hz, in the chunks that ml4gw recommends."""
+    """Make files of 512 s of noise of two detectors at 4,096 Hz, chunked as ml4gw recommends (it names no size)."""
     path.parent.mkdir(exist_ok=True)
     for number in range(FILES):
         random = np.random.default_rng(number)
