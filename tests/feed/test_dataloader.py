@@ -56,7 +56,7 @@ def make_loader(path, num_workers=0, context=None, dataset_options=None, sampler
 
 @pytest.mark.parametrize(
     ("context", "num_workers"),
-    [("fork", 1), ("fork", 2), ("fork", 3), ("spawn", 1), ("forkserver", 1), ("forkserver", 3)],
+    [("fork", 2), ("fork", 3), ("spawn", 1), pytest.param("forkserver", 3, marks=pytest.mark.nightly)],
 )
 def test_workers_give_the_same_batches(path, context, num_workers):
     if context not in multiprocessing.get_all_start_methods():

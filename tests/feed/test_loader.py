@@ -99,7 +99,7 @@ def test_same_batches_as_sampler_and_dataset(
                 assert as_lists(loader) == epoch
 
 
-@settings(max_examples=35, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     num_samples=st.integers(1, 120),
     chunk_samples=st.integers(1, 130),

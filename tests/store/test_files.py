@@ -61,7 +61,7 @@ def flat(batches: list[list[int]]) -> list[int]:
 # ---- what comes out of it
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     sizes=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12)), min_size=2, max_size=6),
     batch_size=st.integers(1, 40),
@@ -177,7 +177,7 @@ def test_resident(paths: list[Path], reader: str) -> None:
         assert epoch_of(loader) == epoch_of(streamed)
 
 
-@pytest.mark.parametrize("context", ["fork", "forkserver"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("forkserver", marks=pytest.mark.nightly)])
 def test_workers(paths: list[Path], context: str) -> None:
     dataset, order = ChunkDataset(paths), {"window_chunks": 4, "interleave": 2, "seed": 1}
     expected = [dataset[batch][1].tolist() for batch in ChunkSampler(dataset, 16, **order)]

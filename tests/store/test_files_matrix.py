@@ -42,7 +42,7 @@ def rows_of(numbers: Any) -> np.ndarray:
     return WHOLE[numbers].toarray()
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     cuts=st.lists(st.integers(0, 203), max_size=5),
     kind=st.sampled_from(["ours", "anndata", "gzip"]),

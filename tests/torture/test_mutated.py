@@ -192,6 +192,6 @@ def test_a_group_that_cannot_be_listed(tmp_path: Path, look: Callable[[Path], ob
 
 
 def test_mutated_files(tmp_path: Path) -> None:
-    found = Torture(tmp_path, seed=5, sealed=0.5).run(range(36))
-    assert found.cases == 36 and not found.bad, found.bad
-    assert found.counts["refused by all"] > 5
+    found = Torture(tmp_path, seed=5, sealed=0.5).run(range(20))
+    assert found.cases == 20 and not found.bad, found.bad
+    assert found.counts["refused by all"] > 3
