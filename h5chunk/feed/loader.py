@@ -128,6 +128,8 @@ class ChunkLoader(Resumable):
         fresh and echoed samples separately. An echoing loader has no state to save.
     timeout : float
         Raise `WorkerError` if no read completes for this many seconds; 0: wait forever.
+    num_workers : None
+        Not supported, because threads of this process read: see ``num_threads``.
 
     Attributes
     ----------
@@ -168,7 +170,10 @@ class ChunkLoader(Resumable):
         reuse: bool = False,
         echo: float = 1,
         timeout: float = TIMEOUT_S,
+        num_workers: None = None,
     ) -> None:
+        if num_workers is not None:
+            raise OptionError(f"num_workers is {num_workers}: ChunkLoader reads in threads: pass num_threads instead")
         check_arguments(reader, resident, num_threads, memory_bytes, timeout)
         check_echo(echo)
         target = find_device(device)

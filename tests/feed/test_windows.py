@@ -456,3 +456,8 @@ def test_files_of_episodes_have_their_own_names(tmp_path: Path) -> None:
     windows = h5chunk.Windows(tmp_path, {"x": "data/*/x"}, 3)
     assert windows.episode_names.tolist() == ["demo_0", "demo_0", "demo_1"] * 2
     assert len(windows.of_episodes(["demo_1"])) == 2
+
+
+def test_workers_are_refused_with_the_name_of_the_threads(tmp_path: Path) -> None:
+    with pytest.raises(h5chunk.OptionError, match="pass num_threads instead"):
+        h5chunk.ChunkLoader(_make("flat", tmp_path, length=2), 4, num_workers=2)  # type: ignore[arg-type]
