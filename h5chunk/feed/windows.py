@@ -13,7 +13,7 @@ from h5chunk.errors import FieldError, OptionError, check_whole, count_text, pri
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.sample_reader import SampleTransforms
 from h5chunk.plan.cache import ChunkGrid
-from h5chunk.plan.permutation import SPLIT, permutation
+from h5chunk.plan.permutation import MAX_SEED, SPLIT, permutation
 from h5chunk.plan.selection import split_samples
 from h5chunk.store.format.statistics import FieldStatistics
 from h5chunk.store.read.checksums import OFF
@@ -25,6 +25,7 @@ from h5chunk.store.read.windows import WindowReader
 
 IS_PAD = "_is_pad"
 PADDINGS = ("none", "edge")
+GOALS = ("last", "future")
 LAST = np.array([1 << 60])  # an offset beyond the end of any episode, which becomes its last frame
 
 
@@ -61,12 +62,16 @@ class Windows(ChunkDataset):
         "none": all frames of a window are inside its episode. "edge": a window begins at every time step, and frames
         outside of the episode repeat its first or last frame. For each field NAME, "edge" adds the field
         ``NAME_is_pad``, (frames,) bool, which marks the repeated frames.
-    goal : {"last"}, or mapping of str to "last", optional
+    goal : {"last", "future"}, or mapping of str to these, optional
         For each field NAME, or for each field of the mapping, add the field ``NAME_goal``, (1, ...), with the last
-        frame of the episode.
+        frame of the episode, or with a frame that is drawn uniformly from those after the first time step of the
+        window. It is drawn anew in each epoch, from the same time step for all fields, and depends only on
+        (seed, epoch, i) for window i. Without a sampler, ``dataset[i]`` has the goals of epoch 0.
     episode_lengths, episode_offsets : str, optional
         A dataset with the number of time steps of each episode, such as ``ep_len``, or with the first row of each
         episode, such as ``ep_offset``. Default: each file, or each group that matches ``*``, is an episode.
+    seed : int
+        Random seed for ``goal="future"``.
     trusted, checksums
         As for `ChunkDataset`.
 
@@ -90,6 +95,7 @@ class Windows(ChunkDataset):
         goal: str | Mapping[str, str] | None = None,
         episode_lengths: str | None = None,
         episode_offsets: str | None = None,
+        seed: int = 0,
         trusted: bool = False,
         checksums: str = OFF,
     ) -> None:
@@ -97,7 +103,9 @@ class Windows(ChunkDataset):
             raise OptionError(f"fields is {fields!r}: pass a mapping of names to datasets")
         if padding not in PADDINGS:
             raise OptionError(f"padding is {padding!r}: pass 'none' or 'edge'")
-        goals = _goals(fields, goal)
+        seed = check_whole("seed", seed, 0, MAX_SEED)
+        goals, kinds = _goals(fields, goal)
+        futures = [name for name in goals if kinds[goals[name]] == "future"]
         masks = {f"{name}{IS_PAD}": name for name in fields if padding == "edge"}
         if taken := [name for name in fields if name in masks or name in goals]:
             raise OptionError(f"fields has {taken[0]!r}, which is also the name of a padding mask or goal: rename it")
@@ -120,13 +128,21 @@ class Windows(ChunkDataset):
             borders = find_borders(frames, kind, dataset, trusted)
         self._episode_names = [*map(str, range(len(borders) - 1))] if given else episode_names(frames, fields)
         anchors = _anchors(frames, borders, steps, padding)
-        self._reader = reader = WindowReader(frames, anchors, borders, steps | dict.fromkeys(goals, LAST))
+        self._reader = reader = WindowReader(
+            frames, anchors, borders, steps | dict.fromkeys(goals, LAST), futures, seed
+        )
         self._masked, self._datasets = masks, {**fields, **{name: fields[of] for name, of in goals.items()}}
         self._numbered = list(self._masked)
         self._names = (*fields, *goals, *self._masked)
         self._episodes = reader.episodes
         self._transforms = SampleTransforms(None, {name: self.field(name) for name in self._names})
         self._samples, self._order, self._tables = None, None, {}
+
+    @property
+    def epoch_samples(self) -> int:  # type: ignore[override]
+        """The number that each epoch adds to sample numbers. It is 0 unless there are random goals."""
+        reader: Any = self._reader
+        return reader.num_samples if reader.futures else 0
 
     def field(self, name: str) -> Any:
         """See `ChunkDataset.field`."""
@@ -215,15 +231,17 @@ class Windows(ChunkDataset):
         raise OptionError(f"field {name!r} has several values per window: compute weights from dataset.episodes")
 
 
-def _goals(fields: Mapping[str, str], goal: str | Mapping[str, str] | None) -> dict[str, str]:
-    """Return, for each goal field by name, the field that it is read from."""
+def _goals(
+    fields: Mapping[str, str], goal: str | Mapping[str, str] | None
+) -> tuple[dict[str, str], Mapping[str, str | None]]:
+    """Return, for each goal field by name, the field that it is read from; and the kind of goal of these fields."""
     kinds = goal if isinstance(goal, Mapping) else dict.fromkeys(fields if goal is not None else (), goal)
     for name, kind in kinds.items():
         if name not in fields:
             raise OptionError(f"goal has {name!r}, which is not among the fields: {', '.join(fields)}")
-        if kind != "last":
-            raise OptionError(f"goal is {kind!r}: pass 'last', or leave it out")
-    return {f"{name}_goal": name for name in kinds}
+        if kind not in GOALS:
+            raise OptionError(f"goal is {kind!r}: pass 'last' or 'future', or leave it out")
+    return {f"{name}_goal": name for name in kinds}, kinds
 
 
 def _steps(

@@ -461,3 +461,49 @@ def test_files_of_episodes_have_their_own_names(tmp_path: Path) -> None:
 def test_workers_are_refused_with_the_name_of_the_threads(tmp_path: Path) -> None:
     with pytest.raises(h5chunk.OptionError, match="pass num_threads instead"):
         h5chunk.ChunkLoader(_make("flat", tmp_path, length=2), 4, num_workers=2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layout", ["robomimic", "compressed", "flat"])
+def test_future_goals_are_later_frames_drawn_anew_in_each_epoch(layout: str, tmp_path: Path) -> None:
+    fields = {"goal": {"image": "future", "actions": "future"}, "length": 1, "padding": "edge"}
+    windows = _make(layout, tmp_path, **fields, seed=3)
+    starts = np.searchsorted(windows.episodes, np.arange(len(EPISODES)))
+    steps = np.arange(len(windows)) - starts[windows.episodes]
+    plain = windows[[*range(len(windows))]]
+
+    def check(number: int, image: np.ndarray, action: np.ndarray) -> int:
+        own = EPISODES[windows.episodes[number]]
+        (later,) = [at for at, value in enumerate(own["actions"]) if np.array_equal(value, action[0])]
+        assert np.array_equal(own["image"][later], image[0])
+        assert min(steps[number] + 1, len(own["actions"]) - 1) <= later
+        return later
+
+    loader = h5chunk.ChunkLoader(windows, 4, seed=5)
+    assert windows.fields[2:4] == ("image_goal", "actions_goal")
+    epochs: list[dict[int, int]] = []
+    batches: list[list[np.ndarray]] = []
+    for _ in range(3):
+        drawn: dict[int, int] = {}
+        for numbers, batch in zip(loader.batch_sampler.order.batches(), loader, strict=True):
+            batches.append([each.numpy().copy() for each in batch])
+            for number, image, action in zip(numbers.tolist(), batch[2].numpy(), batch[3].numpy(), strict=True):
+                drawn[number] = check(number, image, action)
+        epochs.append(drawn)
+    assert len({tuple(sorted(each.items())) for each in epochs}) == 3
+    goals = zip(plain[2].numpy(), plain[3].numpy(), strict=True)
+    first = [check(number, *each) for number, each in enumerate(goals)]
+    assert first == [epochs[0][number] for number in range(len(windows))]
+    started, resumed = (h5chunk.ChunkLoader(windows, 4, seed=5) for _ in range(2))
+    for _ in started:  # epoch 0
+        pass
+    epoch = iter(started)
+    next(epoch)
+    resumed.load_state_dict(started.state_dict())
+    per_epoch = len(batches) // 3
+    rest = [[each.numpy().copy() for each in batch] for batch in resumed]
+    assert len(rest) == per_epoch - 1
+    for own, expected in zip(rest, batches[per_epoch + 1 :], strict=False):
+        assert all(np.array_equal(*pair) for pair in zip(own, expected, strict=True))
+    dataset = torch.utils.data.DataLoader(windows, batch_sampler=h5chunk.ChunkSampler(windows, 4, seed=5))
+    for own, expected in zip(dataset, batches[:per_epoch], strict=True):
+        assert all(np.array_equal(*pair) for pair in zip(own, expected, strict=True))

@@ -8,7 +8,7 @@ together. To support another kind of sample that consists of rows, replace ``row
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import copy
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
+from h5chunk.plan.draws import Draws
 from h5chunk.plan.layout import plan_layout
 from h5chunk.plan.selection import starts_of_runs
 from h5chunk.store.hdf5.ranges import ReadTask
@@ -24,6 +25,7 @@ from h5chunk.store.read.direct import ByteReader
 from h5chunk.store.read.fields import WINDOW, Field
 from h5chunk.store.read.reader import H5Reader
 
+GOAL_STREAM = 128  # stream of the random numbers that choose goals
 SHARED = 4  # minimum length of a chunk of windows, as a multiple of a window's length
 
 
@@ -32,12 +34,21 @@ class WindowReader(H5Reader):
 
     ``anchors``, (n,) int64 and ascending, is the row of each window's step 0. ``borders``, (num_episodes + 1,) int64,
     is the first row of each episode, and finally the number of rows. ``steps`` maps each field to the offsets of its
-    frames from the anchor. Offsets beyond an episode repeat its first or last frame.
+    frames from the anchor. Offsets beyond an episode repeat its first or last frame. Fields in ``futures`` have one
+    random later frame of the episode instead, which depends on ``seed``. In that case, the index of a sample includes
+    an offset for its epoch: see `h5chunk.plan.draws.epoch_rows`.
     """
 
     def __init__(
-        self, frames: H5Reader, anchors: np.ndarray, borders: np.ndarray, steps: Mapping[str, np.ndarray]
+        self,
+        frames: H5Reader,
+        anchors: np.ndarray,
+        borders: np.ndarray,
+        steps: Mapping[str, np.ndarray],
+        futures: Collection[str] = (),
+        seed: int = 0,
     ) -> None:
+        self.futures, self._seed = frozenset(futures), seed
         self.frames, self.anchors, self.steps = frames, anchors, dict(steps)
         self.path, self.header = frames.path, None
         if len(frames.readers) == 1:
@@ -73,8 +84,21 @@ class WindowReader(H5Reader):
 
     def rows_of(self, name: str, samples: np.ndarray) -> np.ndarray:
         """Return the rows of the frames in these samples of a field: (n, num_frames) int64."""
+        if self.futures:
+            epochs, samples = np.divmod(samples, self.num_samples)
+            if name in self.futures:
+                return self._future_rows(epochs, samples)
         rows = self.anchors[samples, None] + self.steps[name]
         return np.clip(rows, self._first[samples, None], self._last[samples, None])
+
+    def _future_rows(self, epochs: np.ndarray, samples: np.ndarray) -> np.ndarray:
+        """Return the row of a random later frame of each sample's episode, or of its last frame: (n, 1) int64."""
+        last, chances = self._last[samples], np.empty(len(samples))
+        for epoch in np.unique(epochs).tolist():
+            own = epochs == epoch
+            chances[own] = Draws(self._seed, epoch, samples[own]).uniform(GOAL_STREAM, 1)[0]
+        first = np.minimum(self.anchors[samples] + 1, last)
+        return (first + (chances * (last - first + 1)).astype(np.int64))[:, None]
 
     def distinct_rows(self, name: str, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the distinct rows of all frames of these samples, and the position of each frame among them.
@@ -112,6 +136,8 @@ class WindowReader(H5Reader):
         ``samples``, (m,) int64 and ascending, are the samples that an order uses. If ``once``, an epoch uses each of
         them only once. They are used chunk by chunk, like the rows of a matrix in `h5chunk.plan.csr.entries_of_chunks`.
         """
+        if name in self.futures:
+            return int  # one frame per window
         assert self.chunk_starts is not None
         starts = starts_of_runs(np.searchsorted(self.chunk_starts, samples, "right"))
         sizes, (lows, highs) = np.diff(starts), self._ends_of(name, samples)
@@ -133,6 +159,8 @@ class WindowReader(H5Reader):
 
     def frames_of_pieces(self, name: str) -> Callable[[int], int]:
         """Return a function that computes the maximum number of frames in a load of n consecutive windows."""
+        if name in self.futures:
+            return int
         lows, highs = self._ends_of(name, np.arange(self.num_samples))
 
         def max_frames(num_samples: int) -> int:
@@ -143,7 +171,7 @@ class WindowReader(H5Reader):
 
     def is_padding(self, name: str, samples: np.ndarray) -> np.ndarray:
         """Return which frames of a field are padding, because they are beyond the episode: (n, num_frames) bool."""
-        return self.rows_of(name, samples) != self.anchors[samples, None] + self.steps[name]
+        return self.rows_of(name, samples) != self.anchors[samples % self.num_samples, None] + self.steps[name]
 
     def byte_reader(self, name: str, frames: ByteReader) -> ByteReader:
         """Return the byte reader of a field's windows. ``frames`` is the byte reader of its frames."""
@@ -152,7 +180,8 @@ class WindowReader(H5Reader):
     @cached_property
     def fingerprint(self) -> int:
         """A CRC-32 of the fingerprint of the frames, and of the rows of all windows."""
-        fingerprint = zlib.crc32(repr({name: steps.tolist() for name, steps in self.steps.items()}).encode())
+        steps = {name: steps.tolist() for name, steps in self.steps.items()}
+        fingerprint = zlib.crc32(repr((steps, sorted(self.futures), self._seed)).encode())
         for table in (self.anchors, self._first, self._last):
             fingerprint = zlib.crc32(table.tobytes(), fingerprint)
         return zlib.crc32(str(self.frames.fingerprint).encode(), fingerprint)
