@@ -235,6 +235,17 @@ def test_tune_says_what_chunks_cost_windows_and_repack_makes_better_ones(tmp_pat
             h5chunk.tune(path, **more)
 
 
+def test_tune_gives_one_line_for_episodes_that_are_each_one_chunk(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for number, length in enumerate((200, 210, 220)):
+            frames = np.zeros((length, 40, 40, 3), np.uint8)
+            file.create_dataset(f"data/demo_{number}/obs/image", data=frames, chunks=frames.shape, compression="gzip")
+            file[f"data/demo_{number}/actions"] = np.zeros((length, 2))
+    (advice,) = h5chunk.tune(tmp_path / "a.h5", window=4).advice
+    assert advice.dataset == "data/demo_2/obs/image" and advice.alone == pytest.approx(55)
+    assert "--chunks" in advice.command and advice.command.endswith("--compression gzip")
+
+
 @pytest.mark.parametrize("layout", ["robomimic", "flat"])
 def test_tune_prints_the_line_for_the_length_of_window(layout: str, tmp_path: Path) -> None:
     _make(layout, tmp_path, length=3)

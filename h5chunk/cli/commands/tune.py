@@ -84,6 +84,7 @@ def tune(file: str, **options: Any) -> None:
 
     The settings are the chunk size, the shuffle window, the cache and the number of workers. FILE may be an h5chunk
     file or any other HDF5 file. The most promising settings are measured on its data. For a URL, the settings are the
-    number and size of concurrent requests.
+    number and size of concurrent requests. With --window or --patch, tune computes which chunks suit windows of
+    episodes or patches of volumes.
     """
     run(h5chunk.tune, file)

@@ -21,7 +21,7 @@ from h5chunk.tools.repack.plan import COMPRESSIONS
 from h5chunk.tools.report import Report, list_some, python_text, shell_command
 
 WORTH = 1.3  # factor by which better chunks must reduce the decoded bytes to be recommended
-SMALL_BYTES = 1 << 20  # smaller datasets of time steps are not reported
+SMALL_BYTES = 1 << 20  # datasets of time steps that are alike and smaller in total are not reported
 MAX_CHANNELS = 4  # a last axis of at most this length has the channels of an image
 
 
@@ -63,7 +63,7 @@ class ChunkRecommendation(Report):
 
     def lines(self) -> list[str]:
         listed = [line for each in self.advice for line in each.lines()]
-        none = f"no compressed dataset has more than {human_bytes(SMALL_BYTES)} of such windows: keep all chunks"
+        none = f"no compressed data of more than {human_bytes(SMALL_BYTES)} has such windows: keep all chunks"
         return [
             f"{self.path}: chunks for {self.purpose}",
             *(f"    {line}" for line in self.code),
@@ -96,7 +96,9 @@ class Access(NamedTuple):
     def kind(self, item: DatasetInfo) -> object:
         """Return a key that is equal for datasets that share a line of the report."""
         name = re.sub(r"\d+", "*", item.name) if self.is_window else ""
-        return name, item.chunks, item.dtype, item.shape[1:] if self.is_window else len(item.shape)
+        whole = zip(item.chunks or (), item.shape, strict=False)
+        chunks = item.chunks and tuple(0 if chunk == length else chunk for chunk, length in whole)
+        return name, chunks, item.dtype, item.shape[1:] if self.is_window else len(item.shape)
 
 
 def recommend_chunks(
@@ -111,24 +113,26 @@ def recommend_chunks(
     access = Access(size or (check_whole("window", window, 1, 1 << 30),), not size)
     found = info(os.fspath(path), trusted=trusted)
     assert isinstance(found, FileInfo)
-    largest: dict[object, DatasetInfo] = {}
     usable = [item for item in found.datasets if access.suits(item)]
+    kinds: dict[object, list[DatasetInfo]] = {}
     for item in usable:
-        kind = access.kind(item)
-        if kind not in largest or math.prod(item.shape) > math.prod(largest[kind].shape):
-            largest[kind] = item
-    if not largest:
+        kinds.setdefault(access.kind(item), []).append(item)
+    if not usable:
         names = list_some([f"{item.name} ({shape_text(item.shape)})" for item in found.datasets])
         raise FieldError(f"{printable(path)}: no dataset has room for {access}; of its datasets, there are {names}")
-    kinds = [item for item in largest.values() if not access.is_window or _decodes_much(item)]
-    advice = [_advise(found.path, item, usable, access) for item in kinds]
-    main = max(largest.values(), key=lambda item: math.prod(item.shape) * np.dtype(item.dtype).itemsize)
+    reported = [items for items in kinds.values() if not access.is_window or _decode_much(items)]
+    advice = [_advise(found.path, max(items, key=_num_bytes), usable, access) for items in reported]
+    main = max(usable, key=_num_bytes)
     return ChunkRecommendation(found.path, f"random {access}", advice, _code(found, main, usable, access))
 
 
-def _decodes_much(item: DatasetInfo) -> bool:
-    num_bytes = math.prod(item.shape) * np.dtype(item.dtype).itemsize
-    return bool(item.chunks and item.filters and item.stored_bytes) and num_bytes >= SMALL_BYTES
+def _num_bytes(item: DatasetInfo) -> int:
+    return math.prod(item.shape) * np.dtype(item.dtype).itemsize
+
+
+def _decode_much(items: Sequence[DatasetInfo]) -> bool:
+    is_compressed = bool(items[0].chunks and items[0].filters) and any(item.stored_bytes for item in items)
+    return is_compressed and sum(map(_num_bytes, items)) >= SMALL_BYTES
 
 
 def _advise(path: str, item: DatasetInfo, usable: Sequence[DatasetInfo], access: Access) -> ChunkAdvice:
