@@ -661,7 +661,7 @@ def test_a_tuned_file_of_anndata(cells: Path, tmp_path: Path) -> None:
     tuned = tmp_path / "tuned.json"
     tuned.write_text('{"chunk_samples": 6, "window_chunks": 3, "cache": [5, 99, 0.0], "shuffle": true}')
     report = repack(cells, tmp_path / "out.h5ad", tuned=tuned)
-    assert not report.has_header and not report.shuffled and "AnnData's files support no others" in report.notes[0]
+    assert not report.has_header and not report.shuffled and "AnnData files support only" in report.notes[0]
     check_same(cells, tmp_path / "out.h5ad")
     with pytest.raises(OptionError, match="window_chunks would add"):
         repack(cells, tmp_path / "no.h5ad", tuned=tuned, window_chunks=3)

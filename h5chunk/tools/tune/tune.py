@@ -138,7 +138,7 @@ def tune(
         try:
             study = in_child(lambda _: study_file(path, named, folder=folder, **options), lambda: printable(path))
         except FieldError as error:
-            if named is not None:
+            if type(error) is not FieldError or "has no dataset 'images'" not in str(error):
                 raise
             remedy = "tune measures samples that are rows; for windows or patches, pass --window or --patch"
             raise FieldError(f"{error} ({remedy})") from None
