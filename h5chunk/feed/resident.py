@@ -159,7 +159,7 @@ def _empty(layout: Any, num_samples: int, device: torch.device) -> torch.Tensor 
     if isinstance(layout, FrameLayout):
         rows, table = layout.reader.distinct_rows(layout.name, np.arange(num_samples))
         (shape, kind), _ = layout.arrays(len(rows), num_samples)
-        return Frames(torch.empty(shape, dtype=kind, device=device), torch.from_numpy(table).to(device), rows)
+        return layout.frames(torch.empty(shape, dtype=kind, device=device), torch.from_numpy(table).to(device), rows)
     first, *entries = (torch.empty(shape, dtype=kind, device=device) for shape, kind in layout.capacity(num_samples))
     if isinstance(layout, FieldLayout):
         return first

@@ -518,3 +518,25 @@ def test_future_goals_are_later_frames_drawn_anew_in_each_epoch(layout: str, tmp
     dataset = torch.utils.data.DataLoader(windows, batch_sampler=h5chunk.ChunkSampler(windows, 4, seed=5))
     for own, expected in zip(dataset, batches[:per_epoch], strict=True):
         assert all(np.array_equal(*pair) for pair in zip(own, expected, strict=True))
+
+
+@pytest.mark.parametrize(("stride", "padding"), [(1, "none"), (1, "edge"), (2, "edge"), (3, "none")])
+@pytest.mark.parametrize("resident", [False, True])
+def test_long_windows_of_series_need_memory_for_their_frames_only(
+    stride: int, padding: str, resident: bool, tmp_path: Path
+) -> None:
+    for number in range(2):
+        with h5py.File(tmp_path / f"{number}.h5", "w") as file:
+            file.create_dataset("x", data=np.arange(5_000, dtype=np.float32) + 5_000 * number, chunks=(500,))
+    options = {"history": 100, "stride": stride, "padding": padding}
+    windows = h5chunk.Windows(sorted(tmp_path.glob("*.h5")), {"x": "x"}, 1_000, **options)
+    steps = np.arange(-100, 1_000) * stride
+    edges = (0, 4_999) if padding == "edge" else (-steps[0], 4_999 - steps[-1])
+    anchors = np.concatenate([np.arange(edges[0], edges[1] + 1) + first for first in (0, 5_000)])
+    limits = anchors // 5_000 * 5_000
+    rows = np.clip(anchors[:, None] + steps, limits[:, None], limits[:, None] + 4_999)
+    order = [list(batch) for batch in h5chunk.ChunkSampler(windows, 100, window_chunks=3)]
+    sampler = h5chunk.ChunkSampler(windows, 100, window_chunks=3)
+    with h5chunk.ChunkLoader(windows, sampler=sampler, memory_bytes=32 << 20, resident=resident) as loader:
+        for samples, (batch, *_) in zip(order, loader, strict=True):
+            assert np.array_equal(batch, rows[samples])

@@ -26,6 +26,7 @@ from h5chunk.store.read.fields import WINDOW, Field
 from h5chunk.store.read.reader import H5Reader
 
 GOAL_STREAM = 128  # stream of the random numbers that choose goals
+TINY_BYTES = 32  # a window of tiny frames may keep this many bytes per frame that it uses
 SHARED = 4  # minimum length of a chunk of windows, as a multiple of a window's length
 
 
@@ -72,7 +73,7 @@ class WindowReader(H5Reader):
         """Return how many chunks of frames to join into one chunk, so that most windows of the chunk share frames."""
         frames = self.frames
         wanted = plan_layout(max(1, frames.num_samples), max(1, frames.main.grid.sample_bytes)).chunk_samples
-        dense = [self.steps[name] for name in self.steps if not self._is_sparse(name)]
+        dense = [self.steps[name] for name in self.steps if self.is_dense(name)]
         wanted = max(wanted, *(SHARED * int(steps[-1] - steps[0]) for steps in dense), 1)
         return max(1, round(wanted / frames.chunk_samples))
 
@@ -101,28 +102,40 @@ class WindowReader(H5Reader):
         return (first + (chances * (last - first + 1)).astype(np.int64))[:, None]
 
     def distinct_rows(self, name: str, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the distinct rows of all frames of these samples, and the position of each frame among them.
+        """Return the distinct rows of all frames of these samples, (m,) int64 and ascending, and a table, int64.
 
-        The rows, (m,) int64, are ascending. If a window uses most frames between its first and last one, they include
-        all of these frames. The positions are (n, num_frames) int64.
+        If a field is dense (`is_dense`), the rows include all rows between the first and the last frame of each window.
+        The table is (n, 3). Among the distinct rows, the frames of a window are at the positions ``table[:, 0] +
+        steps``, limited to at least ``table[:, 1]`` and at most ``table[:, 2]``. Otherwise, the table is
+        (n, num_frames), and has the position of each frame.
         """
-        rows = self.rows_of(name, samples)
-        if self._is_sparse(name) or not len(rows):
-            distinct, positions = np.unique(rows, return_inverse=True)
+        if not self.is_dense(name):
+            distinct, positions = np.unique(rows := self.rows_of(name, samples), return_inverse=True)
             return distinct, positions.reshape(rows.shape)
-        order = np.argsort(rows[:, 0], kind="stable")
-        lows, highs = rows[order, 0], np.maximum.accumulate(rows[order, -1])
+        if not len(samples):
+            return np.zeros(0, np.int64), np.zeros((0, 3), np.int64)
+        samples = samples % self.num_samples  # without the offsets for epochs
+        first, last = self._ends_of(name, samples)
+        order = np.argsort(first, kind="stable")
+        lows, highs = first[order], np.maximum.accumulate(last[order])
         apart = np.append(True, lows[1:] > highs[:-1] + 1)  # runs of rows that overlapping windows share
         firsts, lasts = lows[apart], highs[np.append(apart[1:], True)]
         ends = np.cumsum(lasts - firsts + 1)
         shifts = firsts - np.append(0, ends[:-1])
-        shift = np.empty(len(rows), np.int64)
+        shift = np.empty(len(first), np.int64)
         shift[order] = shifts[np.cumsum(apart) - 1]
-        return np.arange(ends[-1]) + np.repeat(shifts, lasts - firsts + 1), rows - shift[:, None]
+        limits = self.anchors[samples], self._first[samples], self._last[samples]
+        table = np.stack(limits, axis=1) - shift[:, None]
+        return np.arange(ends[-1]) + np.repeat(shifts, lasts - firsts + 1), table
 
-    def _is_sparse(self, name: str) -> bool:
-        steps = self.steps[name]
-        return bool(2 * len(steps) < steps[-1] - steps[0] + 1)
+    def is_dense(self, name: str) -> bool:
+        """Whether to keep all frames between a window's first and last one.
+
+        That takes less memory if the window uses half of them, or if they are tiny compared to their positions.
+        """
+        steps, frame_bytes = self.steps[name], self.frames.fields[name].grid.sample_bytes
+        span = max(2, TINY_BYTES // max(1, frame_bytes)) * len(steps)
+        return name not in self.futures and bool(steps[-1] - steps[0] + 1 <= span)
 
     def _ends_of(self, name: str, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows of the first and the last frame of these samples: (n,) int64 each."""
@@ -145,7 +158,7 @@ class WindowReader(H5Reader):
         extra = np.cumsum(np.append(0, np.sort(np.maximum(0, spans - sizes))[::-1]))
         whole, smallest = np.cumsum(np.append(0, np.sort(spans)[::-1])), np.cumsum(np.sort(sizes))
         steps = self.steps[name]
-        width = len(steps) if self._is_sparse(name) else steps[-1] - steps[0] + 1
+        width = steps[-1] - steps[0] + 1 if self.is_dense(name) else len(steps)
 
         def max_frames(num_samples: int) -> int:
             most = min(num_samples * int(width), int(whole[-1]))
