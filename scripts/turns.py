@@ -38,17 +38,19 @@ def take_turns(args: argparse.Namespace, contenders: Contenders) -> dict[str, li
     rates: dict[str, list[tuple[float, float]]] = {name: [] for name in epochs}
     for number in range(args.rounds):
         for name in list(epochs)[:: -1 if number % 2 else 1]:
-            rates[name].append(turn(epochs[name], args.images))
+            rates[name].append(turn(epochs[name], args.images, getattr(args, "epochs", 1)))
     return rates
 
 
-def turn(epoch: Epoch, num_images: int) -> tuple[float, float]:
-    """Return images/s, and images per second of processor time, of the second of two epochs."""
+def turn(epoch: Epoch, num_images: int, num_epochs: int = 1) -> tuple[float, float]:
+    """Return images/s, and images per second of processor time, of epochs after a first one."""
     for _ in epoch():
         pass
     started, before = time.perf_counter(), sum(os.times()[:4])
-    assert sum(epoch()) == num_images
-    return num_images / (time.perf_counter() - started), num_images / (sum(os.times()[:4]) - before or math.nan)
+    for _ in range(num_epochs):
+        assert sum(epoch()) == num_images
+    total = num_epochs * num_images
+    return total / (time.perf_counter() - started), total / (sum(os.times()[:4]) - before or math.nan)
 
 
 def write_json(args: argparse.Namespace, rates: Mapping[str, list]) -> None:
