@@ -50,7 +50,7 @@ def remote_options(
     """Validate the options of a data set, and return them. Raises OptionError if one is invalid."""
     if cache_bytes is not None:
         if cache_dir is None:
-            raise OptionError("cache_bytes is given without cache_dir: pass the folder of the cache as cache_dir")
+            raise OptionError("cache_bytes requires cache_dir: pass the folder of the cache as cache_dir")
         cache_bytes = check_whole("cache_bytes", cache_bytes, 1)
     if storage_options is not None and not isinstance(storage_options, Mapping):
         raise OptionError(f"storage_options is {storage_options!r}: pass a mapping, as for obstore's from_url")

@@ -159,7 +159,7 @@ def _remedy(arrays: Mapping[str, Any]) -> str:
     """Return the remedy for an error: select the arrays that have the same length as the largest."""
     largest = max(arrays.values(), key=lambda array: (len(array.shape) > 0, array.nbytes))
     if not largest.shape:
-        return "give arrays whose first axis is the sample axis"
+        return "pass arrays whose first axis is the sample axis"
     alike = [name for name, array in arrays.items() if array.shape[:1] == largest.shape[:1]]
     return f"select arrays of equal length (--columns {printable(','.join(alike))})"
 

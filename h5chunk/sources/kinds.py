@@ -76,7 +76,7 @@ class ImageOptions(Options):
         if self.size is not None and not (is_pair and all(isinstance(n, int) and n >= 1 for n in self.size)):
             raise OptionError(f"size is {self.size!r}: pass a height and a width of at least 1 (--size H,W)")
         if self.size is None and self.fit != "error":
-            raise OptionError(f"fit is {self.fit!r}, but no size was given: pass a height and a width (--size H,W)")
+            raise OptionError(f"fit is {self.fit!r}, but there is no size: pass a height and a width (--size H,W)")
         self._check_any_size()
 
     @property
@@ -87,9 +87,7 @@ class ImageOptions(Options):
     def _check_any_size(self) -> None:
         """Raise OptionError for options that exclude keep_encoded or keep_size, or that need one of them."""
         if self.keep_encoded and self.keep_size:
-            raise OptionError(
-                "keep_encoded and keep_size are both given, but they exclude each other: pass one of them"
-            )
+            raise OptionError("keep_encoded and keep_size exclude each other: pass one of them")
         if not self.form:
             if self.max_side is not None:
                 raise OptionError(f"max_side is {self.max_side}, but needs keep_encoded or keep_size: pass one of them")
@@ -170,7 +168,7 @@ class KeyedOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.attributes is not None and self.samples is None:
-            raise OptionError("attributes is given without samples: also pass the paths of the samples (--samples)")
+            raise OptionError("attributes requires samples: also pass the paths of the samples (--samples)")
 
 
 @dataclass(frozen=True)
@@ -194,7 +192,7 @@ class ImageSourceOptions(ImageOptions, ColumnOptions):
         super().__post_init__()
         if self.manifest is not None and self.split_folders != "auto":
             raise OptionError(
-                f"split_folders is {self.split_folders!r}, but a manifest gives the splits in a column: leave out "
+                f"split_folders is {self.split_folders!r}, but a manifest has the splits in a column: leave out "
                 "split_folders"
             )
 
@@ -261,7 +259,7 @@ class TableOptions(TextOptions, ImageOptions, ColumnOptions):
         if self.vector == "":
             raise OptionError("vector is empty: pass a name for the field")
         if self.vector_except is not None and self.vector is None:
-            raise OptionError("vector_except is given without vector: name the field for the other columns (--vector)")
+            raise OptionError("vector_except requires vector: name the field for the other columns (--vector)")
 
 
 @dataclass(frozen=True)

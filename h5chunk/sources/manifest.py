@@ -202,7 +202,7 @@ class _Cells:
         if table.columns != self.columns:
             raise table.error(
                 table.first_line,
-                f"its columns differ from those of {self._table.label}: give all tables the same columns",
+                f"its columns differ from those of {self._table.label}: use the same columns in all tables",
             )
         for line, row in table.rows():
             if not len(self.paths):

@@ -73,7 +73,7 @@ class Table:
             for number, values in chain([first] if columns else [], objects):
                 if values.keys() != {*columns}:
                     differing = sorted(values.keys() ^ {*columns})[0]
-                    raise self.error(number, f"some lines lack the key {differing!r}: give all lines the same keys")
+                    raise self.error(number, f"some lines lack the key {differing!r}: use the same keys in all lines")
                 yield number, [_text(values[name]) for name in columns]
 
         return columns, rows()

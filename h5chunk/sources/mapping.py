@@ -122,7 +122,8 @@ class MappingSource(Samples):
         if self.fields and sample.keys() != {*self.fields, *self._others}:
             names = ", ".join((*self.fields, *self._others))
             raise SampleError(
-                f"has the fields {', '.join(sample)}, but other samples have {names}: give all samples the same fields"
+                f"has the fields {', '.join(sample)}, but other samples have {names}: all samples must "
+                "have the same fields"
             )
         return sample
 
@@ -191,8 +192,8 @@ def _as_array(name: str, value: Any, field: SampleField | None) -> np.ndarray:
         fitted = array if "S" in (array.dtype.kind, field.dtype.kind) else array.astype(field.dtype)
     if fitted is array or not np.array_equal(fitted, array, equal_nan=array.dtype.kind == "f"):
         raise SampleError(
-            f"{label} is {array.dtype}, which does not fit the {field.dtype} of the first sample: give all samples one "
-            "dtype"
+            f"{label} is {array.dtype}, which does not fit the {field.dtype} of the first sample: all samples must "
+            "have one dtype"
         )
     return fitted
 

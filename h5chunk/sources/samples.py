@@ -204,8 +204,8 @@ def check_pair(name: str, mask: Decoded, image: Decoded) -> None:
     """Raise SampleError unless a mask, which messages call ``name``, has the size and orientation of its image."""
     if mask.size != image.size:
         raise SampleError(
-            f"{name} is {shape_text(mask.size)} but the image is {shape_text(image.size)}: give a mask the size of its "
-            "image" + (" after its EXIF orientation is applied" if image.orientation != 1 else "")
+            f"{name} is {shape_text(mask.size)} but the image is {shape_text(image.size)}: resize the mask to the "
+            "size of its image" + (" after its EXIF orientation is applied" if image.orientation != 1 else "")
         )
     is_unclear = image.orientation in (2, 3, 4) or image.size[0] == image.size[1]
     if mask.orientation != image.orientation and is_unclear:
@@ -245,5 +245,5 @@ def field_dtype(name: str, dtype: np.dtype) -> np.dtype:
     }
     remedy = remedies.get(dtype.kind, "convert it to a number of at most 64 bits")
     if dtype.names:
-        remedy = "give each of its columns as a separate array"
+        remedy = "pass each of its columns as a separate array"
     raise SourceError(f"{printable(name)} has the dtype {dtype}, which fields do not support: {remedy}")

@@ -234,7 +234,7 @@ class TableSource(Samples):
             if not _holds(values.dtype, part):
                 raise SourceError(
                     f"{printable(self._paths[0])} and other files: the common type of column {name!r}, {values.dtype}, "
-                    f"cannot hold all its integers of type {part.dtype}: give the column one type in all files"
+                    f"cannot hold all its integers of type {part.dtype}: use one type for the column in all files"
                 )
         return values
 

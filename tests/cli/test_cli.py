@@ -131,7 +131,7 @@ def test_named_errors_are_one_line(class_folder: Make, tmp_path: Path) -> None:
     result = run("convert", tmp_path / "text", out)
     assert result.exit_code == 1 and "\n  csv     ratings.csv" in result.stderr  # a list of formats
     check_error(run("convert", root, out, "--manifest", tmp_path / "none.csv"), "none.csv: no such file")
-    check_error(run("convert", root, out, "--fit", "crop"), "no size was given")
+    check_error(run("convert", root, out, "--fit", "crop"), "there is no size")
     check_error(run("convert", root, out, "--chunk-samples", 0), "chunk_samples is 0")
     check_error(run("convert", root, tmp_path), "is a folder")
     check_error(run("convert", root, tmp_path / "no" / "x.h5"), "does not exist: create it first")

@@ -463,7 +463,7 @@ def test_repack_makes_chunks_of_any_shape(tmp_path):
         h5chunk.repack(tmp_path / "v.h5", tmp_path / "other.h5", chunks=(8, 8, 8), shuffle=True)
     with pytest.raises(h5chunk.OptionError, match="no field has 2 axes"):
         h5chunk.repack(tmp_path / "v.h5", tmp_path / "other.h5", chunks=(8, 8))
-    with pytest.raises(h5chunk.OptionError, match="give the shape of a patch"):
+    with pytest.raises(h5chunk.OptionError, match="pass the shape of a patch"):
         h5chunk.tune(tmp_path / "v.h5", patch=8)
 
 

@@ -345,7 +345,7 @@ def test_a_cache_smaller_than_its_windows_is_refused(photos, tmp_path):
         dataset = h5chunk.ChunkDataset(f"{server.url}/photos.h5", cache_dir=tmp_path, cache_bytes=100_000)
         with h5chunk.ChunkLoader(dataset, 64, resident=False) as loader, pytest.raises(OptionError, match="at least"):
             next(iter(loader))
-        with pytest.raises(OptionError, match="cache_bytes is given without cache_dir"):
+        with pytest.raises(OptionError, match="cache_bytes requires cache_dir"):
             h5chunk.ChunkDataset(f"{server.url}/photos.h5", cache_bytes=100_000)
 
 

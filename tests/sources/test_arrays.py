@@ -123,7 +123,7 @@ def test_arrays_in_memory_are_never_complete(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arrays", "reason"),
     [
-        ({"a": np.float32(1)}, "'a' is a single number: give arrays whose first axis is the sample axis"),
+        ({"a": np.float32(1)}, "'a' is a single number: pass arrays whose first axis is the sample axis"),
         ({"a": np.ones((0, 3))}, r"'a' of shape \(0, 3\) is empty: it needs at least one sample"),
         ({"a": np.ones((5, 0))}, r"'a' of shape \(5, 0\) is empty: it needs at least one element per sample"),
         ({"a": np.ones((3, 0))}, r"'a' of shape \(3, 0\) is empty"),
@@ -137,7 +137,7 @@ def test_arrays_in_memory_are_never_complete(tmp_path: Path) -> None:
             "a has the dtype complex128, which fields do not support: split real and imaginary",
         ),
         ({"a": np.array(["2020-01-01"], "M8[D]")}, r"dtype datetime64\[D\], .*: convert it to int64"),
-        ({"a": np.zeros(2, [("date", "M8[D]"), ("price", "f8")])}, "give each of its columns as a separate array"),
+        ({"a": np.zeros(2, [("date", "M8[D]"), ("price", "f8")])}, "pass each of its columns as a separate array"),
         ({"a": np.array([{}, 1], object)}, "Python objects, which are never unpickled"),
     ],
 )

@@ -398,7 +398,7 @@ def test_layouts(mode: str) -> None:
         ({"animated": "all"}, "animated is 'all': pass "),
         ({"size": (0, 5)}, r"size is \(0, 5\): pass a height and a width"),
         ({"size": (5,)}, r"size is \(5,\): pass a height and a width"),
-        ({"fit": "crop"}, "fit is 'crop', but no size was given"),
+        ({"fit": "crop"}, "fit is 'crop', but there is no size"),
         ({"max_pixels": 0}, "max_pixels is 0: pass at least 1"),
     ],
 )

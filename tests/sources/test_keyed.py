@@ -151,5 +151,5 @@ def test_patterns_that_fit_nothing_are_an_error(tmp_path: Path, samples: tuple[s
 def test_without_a_pattern_the_error_says_how_to_give_one(tmp_path: Path) -> None:
     done = run("convert", make(tmp_path / "a.h5"), tmp_path / "b.h5")
     assert done.exit_code == 1 and "--samples 'traces/*/data'" in done.output and "h5chunk repack" in done.output
-    with pytest.raises(h5chunk.OptionError, match="attributes is given without samples"):
+    with pytest.raises(h5chunk.OptionError, match="attributes requires samples"):
         h5chunk.convert(tmp_path / "a.h5", tmp_path / "b.h5", attributes=("magnitude",))

@@ -281,7 +281,9 @@ def test_numbers_that_are_not_kept(data: bytes, reason: str) -> None:
 def test_sizes_that_differ_in_a_pair(tmp_path: Path) -> None:
     save(tmp_path / "images" / "1.png", pixels(1, 12, 18))
     save(tmp_path / "masks" / "1.png", mask_of(1, 12, 17))
-    message = r"images/1\.png: masks/1\.png is 12 x 17 but the image is 12 x 18: give a mask the size of its image$"
+    message = (
+        r"images/1\.png: masks/1\.png is 12 x 17 but the image is 12 x 18: resize the mask to the size of its image$"
+    )
     for size in ({}, {"size": (6, 6), "fit": "crop"}):
         with pytest.raises(SampleError, match=message):
             h5chunk.convert(tmp_path, tmp_path / "x.h5", workers=0, **size)

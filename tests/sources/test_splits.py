@@ -187,7 +187,7 @@ def test_choices_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="split_folders is 'maybe': pass auto, yes or no"):
         convert(root, tmp_path / "x.h5", split_folders="maybe")
     (tmp_path / "m.csv").write_text("path\n" + name_of(0) + "\n")
-    with pytest.raises(OptionError, match="split_folders is 'yes', but a manifest gives the splits"):
+    with pytest.raises(OptionError, match="split_folders is 'yes', but a manifest has the splits"):
         convert(root, tmp_path / "x.h5", manifest=tmp_path / "m.csv", split_folders="yes")
     with pytest.raises(SourceError, match="has no folders that could be splits"):
         convert(root / name_of(1).rpartition("/")[0], tmp_path / "x.h5", split_folders="yes")

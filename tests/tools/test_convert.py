@@ -343,7 +343,7 @@ def test_all_broken_is_an_error(
         ({"seed": -1}, "seed is -1: pass a number from 0"),
         ({"seed": 1 << 64, "shuffle": False}, "seed is 18446744073709551616: pass a number"),
         ({"chunk_samples": 0}, "chunk_samples is 0: pass at least 1"),
-        ({"fit": "crop"}, "fit is 'crop', but no size was given"),
+        ({"fit": "crop"}, "fit is 'crop', but there is no size"),
     ],
 )
 def test_options_that_cannot_be(class_folder: Make, tmp_path: Path, options: dict[str, Any], reason: str) -> None:

@@ -108,7 +108,7 @@ def recommend_chunks(
     if window is not None and patch:
         raise OptionError("window and patch exclude each other: pass one of them")
     if not hasattr(patch, "__len__"):
-        raise OptionError(f"patch is {patch!r}: give the shape of a patch, such as (64, 64, 64)")
+        raise OptionError(f"patch is {patch!r}: pass the shape of a patch, such as (64, 64, 64)")
     size = tuple(check_whole("patch", length, 1, 1 << 30) for length in patch)
     access = Access(size or (check_whole("window", window, 1, 1 << 30),), not size)
     found = info(os.fspath(path), trusted=trusted)
