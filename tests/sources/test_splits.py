@@ -292,7 +292,7 @@ def test_files_of_splits_continue(tmp_path: Path) -> None:
     ("splits", "reason"),
     [
         (None, "'split', which the source lacks: put samples into folders such as train/ and val/"),
-        (np.array([b"a", b"../b"] * 60), r"it has a value that cannot name a file, such as \.\./b"),
+        (np.array([b"a", b"../b"] * 60), r"the field has a value that cannot name a file, such as \.\./b"),
         (np.arange(120), "it has more than 100 values, such as 100"),
     ],
 )
