@@ -205,7 +205,7 @@ def _list_datasets(file: h5py.File, guard: Guard, *, by_h5chunk: bool) -> tuple[
             if isinstance(item, FieldError):
                 raise item
             with errors_as(FieldError, f"{name!r} has a type that NumPy does not have"):
-                if not (by_h5chunk and name == f"{MATRIX}/data"):  # the ones of a pattern are not stored
+                if not (by_h5chunk and name == f"{MATRIX}/data"):  # a binary matrix stores no values
                     guard.check_field(item, name)
                 datasets += [item] if item.dtype else []
         except FileError as error:

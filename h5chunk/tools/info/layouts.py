@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MAX_FIELDS = 8  # fields in the line of Python
 BATCH = 64
-MIN_SAMPLES = 100  # fewer datasets that are alike are not taken for samples
+MIN_SAMPLES = 100  # fewer similar datasets are not regarded as samples
 LOOKED_AT = 1000  # datasets from which the paths of samples are guessed
 PARTS = ("action", "observations/")  # beginnings of the names of fields in the file of an episode
 Shapes = Mapping[str, tuple[int, ...]]  # shapes of the datasets that suit training, by name
@@ -28,7 +28,7 @@ class Layout(NamedTuple):
     """A published layout.
 
     ``find(shapes, num_steps)`` returns the datasets by field and the other arguments of ``reader``, a class of
-    `h5chunk`; None if a file has another layout. ``num_steps`` is the number of time steps of a window, by default
+    `h5chunk`; None if a file has another layout. ``num_steps`` is the number of time steps of a window. Default:
     ``usual_steps``. ``method`` is a call on the object that ``reader`` returns.
     """
 
@@ -130,7 +130,7 @@ class Recognised(NamedTuple):
 def recognise(datasets: Sequence[DatasetInfo], path: str, num_steps: int | None = None) -> Recognised | None:
     """Return the layout of episodes or a series that a file has, with the code that opens its windows, or None.
 
-    ``num_steps`` is the number of time steps of a window; by default that which is usual for the layout.
+    ``num_steps`` is the number of time steps of a window. Default: the usual number for the layout.
     """
     shapes = {item.name.strip("/"): item.shape for item in datasets if item.can_train}
     for layout in LAYOUTS:
@@ -151,9 +151,9 @@ def loader_code(data: str) -> list[str]:
 
 
 def _alike(datasets: Sequence[DatasetInfo]) -> list[str]:
-    """Return the paths, with * for the name of a sample, of which a file has many datasets of one type; else none.
+    """Return the paths that many datasets of one type match, with * for the name of a sample; empty if there are none.
 
-    These must have at least half of the bytes of the file's datasets.
+    These datasets must have at least half of the bytes of all datasets in the file.
     """
     items = {item.name.strip("/"): item for item in datasets if item.can_train}
     some = random.Random(0).sample(sorted(items), min(len(items), LOOKED_AT))

@@ -39,8 +39,8 @@ class Advice:
 def find_advice(study: Study, effective_batch: float | None, is_slow: bool, repack: str, shuffle: str) -> list[Advice]:
     """Detect all problems of the data.
 
-    ``effective_batch`` is that of today's setting. ``is_slow`` is true if a new file is recommended. ``repack`` and
-    ``shuffle`` are the commands that rewrite the file in other chunks, or shuffle it.
+    ``effective_batch`` is the effective batch of today's setting. ``is_slow`` is true if a new file is recommended.
+    ``repack`` and ``shuffle`` are the commands that rewrite the file in other chunks, or shuffle it.
     """
     found = _advise_labels(study, effective_batch, shuffle)
     if not study.is_ragged:

@@ -21,7 +21,7 @@ from h5chunk.tools.repack.plan import COMPRESSIONS
 from h5chunk.tools.report import Report, list_some, python_text, shell_command
 
 WORTH = 1.3  # factor by which better chunks must reduce the decoded bytes to be recommended
-SMALL_BYTES = 1 << 20  # datasets of time steps that are alike and smaller in total are not reported
+SMALL_BYTES = 1 << 20  # similar datasets of time steps with a smaller total size are not reported
 MAX_CHANNELS = 4  # a last axis of at most this length has the channels of an image
 
 
@@ -29,7 +29,7 @@ MAX_CHANNELS = 4  # a last axis of at most this length has the channels of an im
 class ChunkAdvice(Report):
     """The bytes that readers decode per byte of a random window or patch, with a dataset's chunks and with better ones.
 
-    ``alone`` is this ratio if windows or patches are read one at a time, and ``together`` if those near to each other
+    ``alone`` is this ratio if windows or patches are read one at a time, and ``together`` if neighbouring ones
     are read together, as `h5chunk.Patches` and `h5chunk.ChunkLoader` do.
     """
 
@@ -41,7 +41,7 @@ class ChunkAdvice(Report):
     best: tuple[int, ...]  # shape of better chunks
     best_alone: float
     best_together: float
-    command: str  # makes these chunks; empty if that would gain little
+    command: str  # command that rewrites the file in these chunks; empty if the gain is small
 
     def lines(self) -> list[str]:
         chunks = (
@@ -119,7 +119,7 @@ def recommend_chunks(
         kinds.setdefault(access.kind(item), []).append(item)
     if not usable:
         names = list_some([f"{item.name} ({shape_text(item.shape)})" for item in found.datasets])
-        raise FieldError(f"{printable(path)}: no dataset has room for {access}; of its datasets, there are {names}")
+        raise FieldError(f"{printable(path)}: no dataset has room for {access}; the datasets are {names}")
     reported = [items for items in kinds.values() if not access.is_window or _decode_much(items)]
     advice = [_advise(found.path, max(items, key=_num_bytes), usable, access) for items in reported]
     main = max(usable, key=_num_bytes)

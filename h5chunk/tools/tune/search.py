@@ -112,7 +112,7 @@ class Search:
         return Ratio.of(self.turns[name], self.turns[other], self.busy)
 
     def decide(self) -> tuple[str, str]:
-        """Return the name of the recommended finalist, and that of the best finalist for the unchanged file.
+        """Return the name of the recommended finalist, and the name of the best finalist for the unchanged file.
 
         A change is recommended only if its gain is certain. The gain of a new file must be at least WORTH_FILE.
         """

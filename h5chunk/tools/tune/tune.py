@@ -91,7 +91,7 @@ def tune(
         Only compute which chunks suit random windows of this number of time steps, as `h5chunk.Windows` reads them. The
         result is a `ChunkRecommendation`. Of the other arguments, only ``trusted`` applies.
     patch : sequence of int
-        The same for random patches of this spatial shape, as `h5chunk.Patches` reads them.
+        Only compute which chunks suit random patches of this spatial shape, as `h5chunk.Patches` reads them.
     min_effective_batch : float
         Minimum shuffle quality, as a fraction of a full shuffle: above 0, below 1.
     budget_s : float
