@@ -291,9 +291,9 @@ def test_as_many_groups_as_samples_take_no_table():
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        (np.zeros((2, 5), int), r"groups has shape \(2, 5\): give one number or string per sample"),
-        (np.zeros(0, int), "one number or string per sample"),
-        (np.zeros(10), "groups has type float64: give integers or fixed-length strings"),
+        (np.zeros((2, 5), int), r"groups has shape \(2, 5\): pass one integer or string per sample"),
+        (np.zeros(0, int), "one integer or string per sample"),
+        (np.zeros(10), "groups has type float64: pass integers or fixed-length strings"),
     ],
 )
 def test_groups_that_cannot_be(groups, message):
@@ -313,9 +313,7 @@ def test_other_things_that_cannot_be():
     with pytest.raises(OptionError, match="10 samples in pieces of 2, but the order has 10 samples in chunks of 5"):
         design_effect(clustering, Order(10, 5, 2, 1))
     for share in (0, 1, 1.5, -1):
-        with pytest.raises(
-            OptionError, match=f"min_share is {share}: give a fraction of the batch above 0 and below 1"
-        ):
+        with pytest.raises(OptionError, match=f"min_share is {share}: use a fraction of the batch above 0 and below 1"):
             window_for(clustering, Order(10, 2, 2, 1), share)
 
 

@@ -21,14 +21,14 @@ from h5chunk.tools.model.seen import COLLATE, FETCH_STAGES, READING, TRANSFORM, 
 MIN_STEPS = 8
 MAX_STEPS = 2_000  # iterations that a diagnosis uses, the last ones
 MAX_LINES = 8
-MAX_GAP_S = 2e-3  # between two batches of a worker; one that always takes longer has nothing to do
+MAX_GAP_S = 2e-3  # gaps between batches of a worker: if all are longer, it waits for requests
 MAX_READ = 1 << 20  # bytes of a read whose time without the page cache is measured
-TOO_HOT = 0x8 | 0x20 | 0x40 | 0x80  # NVML's reasons of a low clock: slowdown by hardware, and by heat
+TOO_HOT = 0x8 | 0x20 | 0x40 | 0x80  # NVML's bits for clocks that are reduced by heat or lack of power
 
 
 @dataclass
 class Process:
-    """All rows of one process, by kind."""
+    """All measurements of one process, by kind."""
 
     role: str
     parent: str
@@ -66,7 +66,7 @@ def collect(folder: Path, loader: int | None = None, cached_step: tuple[float, f
     processes = read_processes(folder)
     mains = [process for process in processes if process.rows["step"]]
     if not mains:
-        raise SourceError("the command iterated neither a DataLoader nor a ChunkLoader: there is nothing to diagnose")
+        raise SourceError("no loop iterated over a DataLoader or a ChunkLoader: there is nothing to diagnose")
     most = max(len(process.rows["step"]) for process in mains)
     mains = [process for process in mains if 2 * len(process.rows["step"]) > most]
     mains.sort(key=lambda process: process.rows["rank"] or [[0]])
@@ -77,15 +77,13 @@ def collect(folder: Path, loader: int | None = None, cached_step: tuple[float, f
     own = [step for step in steps if step.loader == loader]
     kept = steady(own)
     if len(kept) < MIN_STEPS:
-        raise SourceError(
-            f"the training loop ended after {len(own)} batches: let it run for at least {MIN_STEPS + 4} to diagnose it"
-        )
+        raise SourceError(f"the training loop ended after {len(own)} batches: let it run for at least {MIN_STEPS + 4}")
     workers = [process for process in processes if process.parent == main.number and process.rows["fetch"]]
     return _seen(main, workers, steps, own, kept, ranks=ranks, cached_step=cached_step)
 
 
 def _rank(process: Process) -> tuple[float, float]:
-    """Return the mean time of a rank's iterations, and the part of it in which it waits for other ranks' gradients."""
+    """Return the mean times in which a rank completes an iteration, and waits for the gradients of other ranks."""
     kept = steady([Step(*row) for row in process.rows["step"]])
     iteration, backward = _mean([step.ended - step.asked for step in kept]), _mean([step.backward for step in kept])
     count, sums = _profiled(process)
@@ -93,7 +91,7 @@ def _rank(process: Process) -> tuple[float, float]:
 
 
 def training_loader(steps: Iterable[Step]) -> int:
-    """Return the loader that is used for training: the one with most optimizer steps, then most gradient time."""
+    """Return the training loader: the one with the most optimizer steps or, without any, the most gradient time."""
     weight: defaultdict[int, float] = defaultdict(float)
     for step in steps:
         weight[step.loader] += 1e6 * step.optimizer_steps + (1 if step.trains else 1e-3) * (step.ended - step.asked)
@@ -101,7 +99,7 @@ def training_loader(steps: Iterable[Step]) -> int:
 
 
 def steady(steps: Sequence[Step]) -> list[Step]:
-    """Return the iterations without the first ones, those under the profiler, and the first batch of each epoch."""
+    """Return the last iterations, without warm-up, profiled steps and the first batch of each epoch."""
     ready = [step for step in steps if step.epoch_started is None and step.gpu != -1]
     return ready[min(len(ready) // 5, 50) :][-MAX_STEPS:]
 
@@ -134,7 +132,7 @@ def _seen(
         cores=int(machine.get("cores", 1)),
         threads=int(machine.get("threads", 1)),
         fetch_gap=_gap(fetches) if workers else 0.0,
-        take=takes[len(takes) // 10] if takes else None,  # of a worker that has nothing else to do
+        take=takes[len(takes) // 10] if takes else None,  # a low value, because a busy worker slows it down
         h5_reads=_mean([row.h5_reads for row in fetches if row.h5_reads]),
         warm=_warm(fetches),
         in_torch=_mean([row[3] for row in main.rows["line"] if row[0] == "step"]),
@@ -194,7 +192,7 @@ def _warm(fetches: list[Fetch]) -> float:
 
 
 def _holder(main: Process) -> dict[str, Any]:
-    """Return the fraction of samples in which another thread held the GIL, and the thread that held it most often."""
+    """Return how often another thread held the GIL (fraction of the line samples), and the most frequent holder."""
     found: Any = Counter()
     for name, place, idle in main.rows["held"]:
         found[f"{name} ({place.rpartition('/')[2] or 'a library'})"] += idle
@@ -255,7 +253,7 @@ def _stages(fetches: list[Fetch], counts: dict[tuple[str, str], int]) -> dict[st
 
 
 def _profiled(process: Process) -> tuple[int, dict[str, float]]:
-    """Return the number of profiled steps, and the total times of their GPU work."""
+    """Return the number of profiled steps, and the totals of their GPU work."""
     return process.rows["kernels"][0] if process.rows["kernels"] else (1, {})
 
 
@@ -263,7 +261,7 @@ def _gpu(main: Process, kept: list[Step]) -> Gpu | None:
     numbers = {step.gpu for step in kept}
     rows = [row for row in main.rows["gpu"] if row[0] in numbers]
     count, sums = _profiled(main)
-    if not rows or sums.get("kernels") == 0:  # training does not use it
+    if not rows or sums.get("kernels") == 0:  # training does not use the GPU
         return None
     per_step = {name: value / count for name, value in sums.items()}
     clocks = main.rows["clock"] or [[0, 1.0]]
@@ -281,7 +279,7 @@ def _gpu(main: Process, kept: list[Step]) -> Gpu | None:
 
 
 def _elsewhere(steps: list[Step], own: list[Step]) -> float:
-    """Return the share of time in other loaders, between the first and the last batch of training."""
+    """Return the share of the time since the first training batch that is spent in other loaders."""
     start, stop = own[0].received, max(step.ended for step in steps)
     others = sum(step.ended - (step.epoch_started or step.asked) for step in steps if step.loader != own[0].loader)
     return min(1.0, others / max(1e-9, stop - start))

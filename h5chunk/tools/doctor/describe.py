@@ -14,8 +14,8 @@ from h5chunk.machine import available_cores
 
 CHUNK_LOADER = {"kind": "ChunkLoader", "num_workers": 0, "made_at": ""}
 SETTINGS = "num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "batch_size"
-HOST_STEPS = 10  # with a cached batch, in which Python is measured alone
-CACHED_STEPS, CACHED_S = 100, 0.5  # with a cached batch, and the longest time of them
+HOST_STEPS = 10  # steps on a cached batch that measure only Python's time
+CACHED_STEPS, CACHED_S = 100, 0.5  # maximum number and seconds of complete steps on a cached batch
 clock = time.perf_counter
 
 

@@ -1,4 +1,4 @@
-"""Diagnose a training loop: run a command with the hooks, or watch a loop of this process."""
+"""Diagnose a training loop: run a command with the hooks, or watch a loop in this process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def doctor(
 ) -> DoctorReport:
     """Diagnose a training loop: find what it waits for, and predict the gain of each change.
 
-    Watch a loop of this process, of a DataLoader or `ChunkLoader`; training is not changed::
+    Watch a loop over a DataLoader or `ChunkLoader` in this process; training is not changed::
 
         with h5chunk.doctor(loader) as report:
             for images, labels in loader:
@@ -41,8 +41,9 @@ def doctor(
     loader : DataLoader or ChunkLoader, optional
         The loader to watch.
     step : callable, optional
-        A function that trains with one batch. After the block, it is called with the last batch for up to a second, to
-        measure what training could do without waiting; this trains further, with the same random numbers after it.
+        A function that trains with one batch. After the block, it is called up to 110 times with the last batch, to
+        measure the speed of training without waiting. This trains the model further, but restores the state of torch's
+        random number generators.
     command : sequence of str, optional
         A program with its arguments, instead of ``loader``. It must start Python in an environment with h5chunk.
     seconds : float, optional
@@ -50,8 +51,8 @@ def doctor(
     epochs : int, optional
         End the command, or end watching, after this many epochs.
     check : bool
-        Run the command again with the first fix that needs no change of the script, and compare the measured gain with
-        the predicted one.
+        Run the command again with the first fix that can be applied without editing the script, and compare the
+        measured gain with the predicted one.
     html : str or Path, optional
         Also write the report as a self-contained HTML page.
     assert_util : float, optional
@@ -60,29 +61,31 @@ def doctor(
     Returns
     -------
     DoctorReport
-        Print it, or take ``verdict``, ``utilisation`` and ``diagnosis``. With ``loader``, it is a context manager that
-        is filled when the loop has ended.
+        Print it, or read its ``verdict``, ``utilisation`` and ``diagnosis``. With ``loader``, it is a context manager,
+        and is filled at the end of the ``with`` block.
 
     Raises
     ------
     OptionError
         An argument is invalid.
     SourceError
-        The command failed, or no training loop of at least 12 batches was seen.
+        The command cannot be run, or no training loop of at least 12 batches was seen.
+    OutputError
+        The HTML page cannot be written.
     UtilisationError
-        Utilisation is below ``assert_util``; its attribute ``report`` has the report.
+        Utilisation is below ``assert_util``. The error's attribute ``report`` holds the report.
     """
     if seconds is not None:
-        check_budget(seconds)
+        check_budget(seconds, "seconds")
     if assert_util is not None and not 0 < assert_util <= 1:
-        raise OptionError(f"assert_util is {assert_util!r}: give a share above 0, up to 1")
+        raise OptionError(f"assert_util is {assert_util!r}: use a share above 0, up to 1")
     limits = {name: value for name, value in (("seconds", seconds), ("epochs", epochs)) if value}
     if loader is not None:
         if command or check:
-            raise OptionError("a loader cannot be combined with command or check: these run a command")
+            raise OptionError("a loader cannot be combined with command or check: pass either a loader or a command")
         return WatchedLoop(loader, step, limits, html, assert_util)
     if step is not None:
-        raise OptionError("a step cannot be combined with a command: give it with the loader that it trains with")
+        raise OptionError("a step cannot be combined with a command: pass it together with a loader")
     check_command(command)
     report = _diagnose_command(command, {**limits, "end": True}, {})
     if check:
@@ -105,7 +108,7 @@ def _diagnose_command(command: Sequence[str], options: dict[str, Any], variables
 
 
 def _check(command: Sequence[str], options: dict[str, Any], report: DoctorReport) -> Check | None:
-    """Run the command with the first fix that needs no change of the script.
+    """Run the command again with the first fix that can be applied without editing the script.
 
     Returns None, and adds a note, if there is no such fix.
     """

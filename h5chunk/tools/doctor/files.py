@@ -1,4 +1,4 @@
-"""Inspect the files that a process reads: which part is in the page cache, and the chunks of HDF5 files."""
+"""Inspect the files that a process reads: how much is in the page cache, and how HDF5 files are chunked."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ import numpy.typing as npt
 
 MIN_BYTES = 1 << 20  # smaller files are ignored
 MAX_FILES = 64
-PART, PARTS = 1 << 24, 16  # bytes and number of the parts of a large file whose pages are counted
+PART, PARTS = 1 << 24, 16  # size in bytes, and number, of the parts of a large file that are examined
 COLD_READS = 16
 
 
 def open_files() -> list[dict[str, Any]]:
-    """Describe the regular files that this process holds open, and the largest dataset of each HDF5 file."""
+    """Describe the regular files that this process has open, and the largest dataset of each HDF5 file."""
     found = []
     datasets = largest_datasets() if "h5py" in sys.modules else {}
     for entry in list(Path("/proc/self/fd").iterdir())[: 16 * MAX_FILES]:
@@ -41,9 +41,9 @@ def _append(items: list[Any], name: str, item: Any) -> None:
 
 
 def page_states(path: str, start: int, size: int) -> npt.NDArray[np.uint8]:
-    """Return whether each page of a part of a file is in the page cache, by mincore(2).
+    """Return a 1 for each page of a part of a file that is in the page cache, and a 0 for each other page.
 
-    ``start`` must be the offset of a page.
+    ``start`` must be a multiple of the page size.
     """
     mincore = ctypes.CDLL(None, use_errno=True).mincore
     mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
@@ -86,7 +86,7 @@ def cold_seconds(path: str, size: int, read_bytes: int) -> float | None:
 
 
 def largest_datasets() -> dict[str, dict[str, Any]]:
-    """Describe the chunks and the chunk cache of the largest dataset of each HDF5 file that is open here."""
+    """Describe the chunks and the chunk cache of the largest dataset of each HDF5 file that is open in this process."""
     import h5py
 
     found: dict[str, dict[str, Any]] = {}

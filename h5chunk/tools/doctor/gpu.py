@@ -14,7 +14,7 @@ import torch
 from h5chunk.tools.doctor.record import Recorder
 
 PROFILED = 8  # steps under the profiler
-PROFILE_AT = 24  # first of them
+PROFILE_AT = 24  # number of the first profiled step
 MAX_WAITING = 2_000  # events that are kept until the GPU reaches them
 CLOCK_S = 0.5  # seconds between readings of the GPU's clock
 
@@ -32,7 +32,7 @@ class GpuClock:
         self._read_clock = clock_reader()
 
     def begin_step(self) -> None:
-        """Record an event from which the GPU can work on the step's batch."""
+        """Record an event at the beginning of a step's work."""
         if self._count == PROFILE_AT:
             self._start_profile()
         if time.perf_counter() > self._clock_read + CLOCK_S:
@@ -43,7 +43,7 @@ class GpuClock:
     def end_step(self) -> int:
         """Record an event at the end of the step's work.
 
-        Returns its number, or -1 while the profiler slows down steps.
+        Returns the number of the step, or -1 if the profiler slowed it down.
         """
         if self._begin is None:
             return -1
@@ -76,7 +76,7 @@ class GpuClock:
         return event
 
     def _start_profile(self) -> None:
-        with suppress(Exception):  # the user runs a profiler
+        with suppress(Exception):  # the user may be running a profiler
             torch.cuda.synchronize()
             profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
             profile.start()
@@ -90,7 +90,7 @@ class GpuClock:
 
 
 def summary(events: Any) -> dict[str, float]:
-    """Return the seconds of GPU work: kernels, copies, gradients of other ranks, and waiting of the CPU."""
+    """Return the number of kernels, and the seconds of GPU work, copies, gradient exchange and waiting of the CPU."""
     sums = {"busy": 0.0, "kernels": 0, "copies": 0.0, "reduce": 0.0}
     spans, waits = [], list[tuple[int, float]]()
     events = list(events)
@@ -107,7 +107,7 @@ def summary(events: Any) -> dict[str, float]:
                 spans.append((event.start_ns(), event.start_ns() + event.duration_ns()))
         elif "Synchronize" in name or event.correlation_id() in read:
             waits.append((event.start_ns(), seconds))
-    sums["blocked"] = sum(seconds for _, seconds in sorted(waits)[:-1])  # without the last one, of the profiler
+    sums["blocked"] = sum(seconds for _, seconds in sorted(waits)[:-1])  # the last one is the profiler's
     end = 0
     for start, stop in sorted(spans):
         sums["busy"] += max(0, stop - max(start, end)) / 1e9
@@ -118,7 +118,7 @@ def summary(events: Any) -> dict[str, float]:
 def clock_reader() -> Callable[[], tuple[int, float]]:
     """Return a function that reads the GPU's clock.
 
-    It returns NVML's bits for the reasons of a low clock, and the clock as a fraction of the maximum.
+    It returns NVML's bit mask of reasons for a reduced clock, and the clock as a fraction of the maximum.
     """
     handle, reasons, clock, highest = ctypes.c_void_p(), ctypes.c_ulonglong(), ctypes.c_uint(), ctypes.c_uint()
     try:

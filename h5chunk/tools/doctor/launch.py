@@ -36,14 +36,14 @@ start()
 
 
 def run_command(command: Sequence[str], folder: Path, options: dict[str, Any], variables: dict[str, str]) -> int:
-    """Run a command that trains, and return its exit status. Its processes write measurements to ``folder``."""
+    """Run a training command, and return its exit status. Its processes write measurements to ``folder``."""
     (folder / "sitecustomize.py").write_text(SITE)
     environment = {**os.environ, **variables, VARIABLE: json.dumps({"folder": str(folder), **options})}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
     try:
         process = subprocess.Popen(list(command), env=environment, stdout=2)
     except OSError as error:
-        raise SourceError(f"{command[0]}: cannot be run: {error.strerror}") from None
+        raise SourceError(f"{command[0]}: cannot be run ({error.strerror})") from None
     try:
         return process.wait()
     except KeyboardInterrupt:
@@ -61,9 +61,9 @@ def _is_in_foreground() -> bool:
 
 
 def check_command(command: Sequence[str]) -> None:
-    """Raise OptionError unless the command has a program."""
+    """Raise OptionError if the command is empty."""
     if not command or not command[0]:
-        raise OptionError("the command is missing: give it after --, such as h5chunk doctor -- python train.py")
+        raise OptionError("the command is missing: specify it after --, such as h5chunk doctor -- python train.py")
 
 
 def start() -> None:
@@ -73,7 +73,7 @@ def start() -> None:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Install hooks after a module was imported for the first time."""
+    """Install hooks when torch or the module of ChunkLoader is imported for the first time."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._options, self._awaited = options, {"torch", "h5chunk.feed.loader"}

@@ -37,7 +37,7 @@ class Stages:
     def __init__(self) -> None:
         self._spent: Any = Counter()
         self._lock = threading.Lock()
-        self._native_s = 0.0  # time that the threads in C have worked
+        self._native_s = 0.0  # seconds that native threads have worked
         self.loader: Callable[[], Any] = lambda: None  # a weak reference
 
     def install(self, replace: Callable[[Any, str, Callable[..., Any]], None]) -> None:
@@ -62,7 +62,7 @@ class Stages:
     def _gathered(self, original: Any, *args: Any) -> Iterator[Any]:
         following = partial(self._timed, GATHERING, next, original(*args), None)
         last = [following()]
-        while last[0] is not None:  # suspended, this keeps no reference to what it yielded
+        while last[0] is not None:  # while suspended, this generator keeps no reference to the batch
             yield last.pop()
             last.append(following())
 

@@ -20,10 +20,10 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 FLUSH_S = 0.5  # seconds between writes
-SWITCH_S = 1e-3  # Python's switch interval: with the default of 5 ms, lines that follow slow ones would be seen
+SWITCH_S = 1e-3  # Python's switch interval: with the default of 5 ms, samples would show the line after a slow one
 SAMPLE_S, LATER_S = 0.01, 0.1  # seconds between samples of the line that runs, at first and later
-FIRST = 200  # samples at first
-PROBE_S, HELD_S = 2e-4, 8e-4  # a sleep without Python's lock, and the delay after it from which a thread held it
+FIRST = 200  # number of samples with the shorter interval
+PROBE_S, HELD_S = 2e-4, 8e-4  # a sleep without the GIL, and the delay after it that shows that a thread held the GIL
 READING, DECODING, TRANSFORM, COLLATE, LOCK = "reading", "decoding", "transform", "collate", "lock"
 LIBRARIES = {
     **dict.fromkeys(("h5py", "zarr", "tables", "pyarrow", "fsspec", "lmdb", "netCDF4", "xarray"), READING),
@@ -36,7 +36,7 @@ FILES = {
     "torchvision/transforms": TRANSFORM,
     "numpy/lib": READING,
 }
-WORDS = {  # of a line that calls C without a frame of its own
+WORDS = {  # words in lines that call C functions, which have no Python frame
     LOCK: r"\b\w*lock\b|\.acquire\(|semaphore",
     DECODING: r"decode|imread|decompress|Image\.open|\.convert\(",
     READING: r"\bopen\(|\.read\w*\(|np\.load\(|torch\.load\(|fromfile\(|pread|read_bytes",
@@ -82,7 +82,7 @@ def _stage_of_line(filename: str, number: int) -> str:
 
 
 class Step(NamedTuple):
-    """One iteration of a loop, from asking for a batch to asking for the next."""
+    """One iteration of a loop, from requesting a batch to requesting the next one."""
 
     loader: int
     asked: float
@@ -90,7 +90,7 @@ class Step(NamedTuple):
     resumed: float
     samples: int
     trains: bool  # whether gradients are computed
-    epoch_started: float | None  # when the epoch began, for its first batch
+    epoch_started: float | None  # when the epoch began; None except for its first batch
     ended: float = 0.0
     take: float = 0.0  # time to unpack a batch of a worker
     copy: float = 0.0
@@ -99,25 +99,25 @@ class Step(NamedTuple):
     optimizer: float = 0.0
     optimizer_steps: int = 0
     backward: float = 0.0
-    gpu: int | None = None  # number of its events; -1: under the profiler
-    stages: dict[str, float] | None = None  # of `ChunkLoader`, in all of its threads
+    gpu: int | None = None  # number of its events on the GPU; -1: the step was profiled
+    stages: dict[str, float] | None = None  # seconds by stage of `ChunkLoader`, in all of its threads
 
 
 class Fetch(NamedTuple):
-    """A batch that was made; ``worker`` is -1 in the training process."""
+    """The production of one batch; ``worker`` is -1 in the training process."""
 
     worker: int
     started: float
     ended: float
-    cpu: float  # of all threads
+    cpu: float  # CPU seconds of all threads
     collate: float
     h5_reads: int
     h5_seconds: float
-    again: float  # collating the same samples a second time; 0: not done
+    again: float  # time to collate the same samples a second time; 0: not measured
 
 
 class Use(NamedTuple):
-    """Resources that this process has used so far; the last two values are of the whole machine."""
+    """Resources that this process has used so far; the last two values refer to the whole machine."""
 
     time: float
     cpu: float
@@ -194,7 +194,7 @@ class Sampler:
             self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, so that the process can fork without threads."""
+        """Stop the thread, so that the process can fork safely."""
         if self._thread is not None:
             self._stop.set()
             self._thread.join()
@@ -219,7 +219,7 @@ class Sampler:
         clocks = {thread: time.pthread_getcpuclockid(thread) for thread in sys._current_frames()}
         if len(clocks) < 3 or self._clock is None:
             return
-        with suppress(OSError):  # a thread has ended, or the system does not count what is needed
+        with suppress(OSError):  # a thread has ended, or the system has no such counters
             before = {thread: time.clock_gettime(clock) for thread, clock in clocks.items()}
             both, started = (threading.get_native_id(), self._target_id), time.perf_counter()
             waits = [core_wait(thread) for thread in both]
@@ -232,7 +232,7 @@ class Sampler:
                 names = {thread.ident: thread.name for thread in threading.enumerate()}
                 place = caller(sys._current_frames().get(holder))
                 self._recorder.keep("held", names.get(holder, "?"), place, 1 - busy)
-                sys.setswitchinterval(self._interval)  # which decides how long each wait is
+                sys.setswitchinterval(self._interval)  # the user's, which determines the length of each wait
 
     def _used(self) -> float:
         return 0.0 if self._clock is None else time.clock_gettime(self._clock)

@@ -42,7 +42,7 @@ class DoctorReport(Report):
         ``verdict``, one sentence; ``is_data``, whether the data is to blame; ``utilisation``, from 0 to 1; ``ladder``;
         ``fixes``, the best first. None until the loop has been watched.
     seen : Seen or None
-        The measurements behind it.
+        The measurements that the diagnosis is based on.
     check : Check or None
         The result of ``check=True``.
     """
@@ -53,7 +53,7 @@ class DoctorReport(Report):
     notes: list[str] = field(default_factory=list)
 
     def fill(self, folder: Path, loader: int | None = None, cached_step: tuple[float, float] | None = None) -> None:
-        """Fill the report with the measurements of a folder."""
+        """Fill the report from the measurements that are stored in a folder."""
         self.seen = collect(folder, loader, cached_step)
         self.diagnosis = diagnose(self.seen)
 
@@ -70,7 +70,7 @@ class DoctorReport(Report):
     def lines(self) -> Iterator[str]:
         """Return the report as lines of text: the verdict, the ladder, where time goes, and the fixes."""
         if self.diagnosis is None or self.seen is None:
-            yield "nothing was watched yet"
+            yield "no training loop has been watched yet"
             return
         yield self.verdict
         yield from self._ladder()
@@ -109,12 +109,12 @@ class DoctorReport(Report):
         least = 0.01 * (seen.fetch or seen.iteration)
         parts = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in seen.stages.items() if seconds > least)
         if seen.fetches:
-            who = f"a worker (of {seen.workers})" if seen.workers else "the training process"
-            yield f"a batch takes {who} {_ms(seen.fetch)}: {parts}"
+            who = f"one of {seen.workers} workers" if seen.workers else "the training process"
+            yield f"{who} takes {_ms(seen.fetch)} to produce a batch: {parts}"
         elif seen.loader_threads:
-            yield f"a batch takes ChunkLoader, whose {seen.loader_threads} threads read and decode: {parts}"
+            yield f"ChunkLoader, whose {seen.loader_threads} threads read and decode, spends per batch: {parts}"
         if seen.other_cores > 0.1 * seen.cores:
-            yield f"  other processes kept {seen.other_cores:.1f} of {seen.cores} cores busy; predictions count on it"
+            yield f"  other processes kept {seen.other_cores:.1f} of {seen.cores} cores busy; predictions assume this"
         for file in seen.files[:3]:
             cached = f", {file['cached']:.0%} in the page cache" if "cached" in file else ""
             chunks = f", chunks {tuple(file['chunks'])}" if file.get("chunks") else ""
@@ -123,7 +123,7 @@ class DoctorReport(Report):
     def _repr_html_(self) -> str:
         from h5chunk.tools.doctor.page import figures
 
-        return "nothing was watched yet" if self.diagnosis is None else figures(self)
+        return "no training loop has been watched yet" if self.diagnosis is None else figures(self)
 
     def facts(self) -> dict[str, Any]:
         """Return the values of the report by name."""

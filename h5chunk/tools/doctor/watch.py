@@ -33,9 +33,9 @@ from h5chunk.tools.doctor.loader_stages import Stages
 from h5chunk.tools.doctor.record import Fetch, Recorder, Sampler, Step, caller
 
 FILES_AFTER = 3  # fetches after which open files are listed
-TIMED = 8  # one of so many fetches has its reads measured
-REPEATED = 10  # fetches that are collated a second time, to see how fast that is without cold caches
-TAKE_S = 5e-5  # of taking a batch from a worker, beyond unpacking it
+TIMED = 8  # h5py's reads are measured in one of this many fetches
+REPEATED = 10  # fetches whose samples are collated a second time, to measure this with warm caches
+TAKE_S = 5e-5  # seconds to take a batch from a worker, besides unpacking it
 clock = time.perf_counter
 
 
@@ -48,15 +48,15 @@ class Watch:
         self.recorder = Recorder(folder, role, 0 if parent is None else int(parent.pid or 0))
         self.sampler, self.thread = Sampler(self.recorder), threading.get_ident()
         self.gpu: GpuClock | None = None
-        self.batch: Any = None  # the last one, if option "batch" is set
+        self.batch: Any = None  # the last batch, if option "batch" is set
         self._open: Step | None = None  # the current iteration
         self._first = 0.0
         self._described: set[int] = set()
         self.epoch_started: dict[int, float] = {}
         self.settings: dict[int, dict[str, Any]] = {}  # of DataLoaders
-        self._numbers: dict[tuple[Any, ...], int] = {}  # of loaders, by where and from what they were made
-        self.epochs: Counter[int] = Counter()  # that began, by loader
-        self.spent: Any = Counter()  # in this iteration, by field of `Step`
+        self._numbers: dict[tuple[Any, ...], int] = {}  # of loaders, by their line of code and arguments
+        self.epochs: Counter[int] = Counter()  # number of epochs that began, by loader
+        self.spent: Any = Counter()  # sums for this iteration, by field of `Step`
         self.take, self.h5 = 0.0, (0, 0.0)  # seconds; calls and seconds
         self.collate, self.again, self.fetches = 0.0, 0.0, 0
         self.stages = Stages()
@@ -83,7 +83,7 @@ class Watch:
             raise SystemExit(0)
 
     def number_of(self, loader: Any, number: int) -> int:
-        """Return the number of an earlier loader that this loader replaces, because some scripts make one per epoch."""
+        """Return a loader's number. Loaders that a script creates anew for each epoch have the same number."""
         if not isinstance(loader, DataLoader):
             return number
         dataset, place = loader.dataset, loader.__dict__.get("_made_at", number)
@@ -96,7 +96,7 @@ class Watch:
         self.asks(number)
         self.sampler.start()
         if number not in self.settings:
-            with suppress(Exception):  # of a loader that was changed
+            with suppress(Exception):  # a subclass may lack attributes
                 self.settings[number] = (
                     describe(loader) if isinstance(loader, DataLoader) else self.stages.describe(loader)
                 )
@@ -111,7 +111,7 @@ class Watch:
         received = clock()
         if number not in self._described:
             self._described.add(number)
-            with suppress(Exception):  # of the user's objects
+            with suppress(Exception):  # the user's objects may raise any error
                 facts = self.settings.get(number, CHUNK_LOADER)
                 self.recorder.add("loader", number, facts, describe_batch(batch), machine())
         if self.options.get("batch"):
@@ -145,7 +145,11 @@ _undo: list[Callable[[], None]] = []
 
 
 def install(folder: str, role: str = "main", **options: Any) -> Watch:
-    """Install the hooks, which write to a folder. Options: seconds, epochs, end (exit), fix, batch (keep it)."""
+    """Install hooks that write to ``folder``.
+
+    Options: ``seconds`` and ``epochs`` limit watching, ``end`` exits the process after that, ``fix`` changes settings,
+    and ``batch`` keeps the last batch.
+    """
     global _watch
     if _watch is not None:
         remove()
@@ -202,7 +206,7 @@ def remove() -> None:
 
 
 def _replace(owner: Any, name: str, hook: Callable[..., Any]) -> None:
-    """Replace a function by a hook, whose first argument is the original function."""
+    """Replace a function with a hook, whose first argument is the original function."""
     original, own = getattr(owner, name), name in vars(owner)
 
     @wraps(original)
@@ -257,7 +261,7 @@ def _get_iterator(original: Any, self: Any) -> Any:
         return original(self)
     given = self.worker_init_fn
     self.worker_init_fn = StartWorker(_watch.folder, given)
-    _watch.sampler.stop()  # the epoch's begin starts it again
+    _watch.sampler.stop()  # `begins_epoch` starts it again
     try:
         return original(self)
     finally:
@@ -278,7 +282,7 @@ class StartWorker:
             _watch = Watch(self.folder, f"worker{worker}", {})
         assert _watch is not None
         _watch.sampler.start()
-        util.Finalize(None, _watch.recorder.flush, exitpriority=100)  # workers do not run what atexit registered
+        util.Finalize(None, _watch.recorder.flush, exitpriority=100)  # workers do not run atexit handlers
         if self.given is not None:
             self.given(worker)
 
@@ -308,7 +312,7 @@ def _watch_files(watch: Watch) -> None:
     """List the files that are open now, and measure h5py's reads from now on."""
     from h5chunk.tools.doctor.files import open_files
 
-    with suppress(Exception):  # of h5py and of files that change
+    with suppress(Exception):  # files may change, and h5py may raise any error
         watch.recorder.keep("files", open_files())
     if "h5py" in sys.modules:
         _replace(sys.modules["h5py"].Dataset, "__getitem__", _read)

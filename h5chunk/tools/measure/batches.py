@@ -31,7 +31,7 @@ from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.vlen import VlenField
 from h5chunk.tools.measure.checks import CROP
 
-SETTLE_S, SETTLE_STEP_S = 0.5, 0.005  # timeout of waiting for idle threads, and how often they are checked
+SETTLE_S, SETTLE_STEP_S = 0.5, 0.005  # timeout and interval of checks whether threads are idle
 
 
 class BatchRate:
@@ -132,7 +132,9 @@ def first_samples(dataset: ChunkDataset, batch_size: int, num_samples: int) -> O
     order = ChunkSampler(dataset, batch_size).order
     if order.selection is None or num_samples == order.num_samples:
         return replace(order, num_samples=num_samples)
-    starts = order.selection.resolve(order.seed, order.epoch).starts  # all samples, if the files' chunks differ
+    starts = order.selection.resolve(
+        order.seed, order.epoch
+    ).starts  # the selection is all samples if the files' chunks differ
     cut = FixedSelection(np.append(starts[starts < num_samples], num_samples))
     return replace(order, num_samples=num_samples, selection=cut)
 

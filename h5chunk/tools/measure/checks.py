@@ -13,10 +13,10 @@ from h5chunk.store.read.several import direct_fields
 CROP = 224  # height and width to which images of any size are cropped
 
 
-def check_budget(budget_s: float) -> None:
-    """Raise OptionError unless ``budget_s`` is positive and finite."""
+def check_budget(budget_s: float, name: str = "budget_s") -> None:
+    """Raise OptionError unless a duration, which is the option ``name``, is positive and finite."""
     if not 0 < budget_s < float("inf"):
-        raise OptionError(f"budget_s is {budget_s!r}: use a number of seconds above 0")
+        raise OptionError(f"{name} is {budget_s!r}: use a finite number of seconds above 0")
 
 
 def worker_counts(workers: Sequence[int] | None, default: Sequence[int]) -> tuple[int, ...]:
@@ -25,8 +25,9 @@ def worker_counts(workers: Sequence[int] | None, default: Sequence[int]) -> tupl
 
 
 def check_samples(reader: H5Reader, done: str) -> int:
-    """Return the bytes of a sample in memory, all fields together. Raise FieldError if there are no samples or no
-    bytes.
+    """Return the size of a sample in memory in bytes, all fields together.
+
+    Raises FieldError if there are no samples, or if samples are empty.
 
     ``done`` is "measured" or "tuned", for the error message.
     """
@@ -39,7 +40,7 @@ def check_samples(reader: H5Reader, done: str) -> int:
 
 
 def batch_bytes(reader: H5Reader, sample_bytes: int) -> int:
-    """Return the bytes of a sample in a batch. Images of any size are cropped to CROP x CROP pixels."""
+    """Return the size of a sample of a batch in bytes. Images of any size are cropped to CROP x CROP pixels."""
     field = reader.ragged
     return max(sample_bytes, field.channels * CROP * CROP) if isinstance(field, ImagesField) else sample_bytes
 

@@ -95,7 +95,7 @@ def locate(reader: H5Reader) -> list[ByteRange]:
                         found.append(ByteRange(number, offset, size, first + sample))
         first += single.num_samples
     if not any(single.size for single in found):
-        raise NotMeasured("its data was never written")
+        raise NotMeasured("the data was never written to the file")
     return sorted(found, key=lambda single: single.first_sample)
 
 
@@ -116,7 +116,7 @@ def _locate_field(file: h5py.File, name: str, dataset: h5py.Dataset, rows: int) 
     elsewhere = not same_file(dataset, file)
     plain = properties.get_layout() in (h5py.h5d.CHUNKED, h5py.h5d.CONTIGUOUS)
     if elsewhere or not plain or (dataset.chunks is None and properties.get_external_count()):
-        raise NotMeasured(f"the bytes of field {name!r} are in other files, or in the file's header")
+        raise NotMeasured(f"the data of field {name!r} is stored in other files, or in the file's header")
     try:
         table = list_chunks(dataset)
     except NotDirect as error:
@@ -196,7 +196,7 @@ class FileReads:
         return max(1, samples), done == fitting
 
     def read(self, range_: ByteRange, buffer: np.ndarray) -> None:
-        """Read a range in pieces into a buffer. Raise FileError if it cannot be read, or the file ends too early."""
+        """Read a range in pieces, all into the same buffer. Raise FileError if it cannot be read completely."""
         path = self._paths[range_.file]
         for piece in cut([range_]):
             memory = buffer[: piece.size].data

@@ -34,7 +34,7 @@ def thread_counts(num_cores: int) -> list[int]:
 
 
 def threads_rate(work: Callable[[int], int], num_threads: int, seconds: float) -> float:
-    """Measure bytes/s of threads that call ``work(thread)``, which returns the bytes moved, or 0 at the end."""
+    """Measure bytes/s of threads that call ``work(thread)``, which returns the bytes it moved, or 0 at the end."""
 
     def loop(thread: int) -> int:
         moved = 0

@@ -42,7 +42,7 @@ class Figure:
     samples_per_s: float | None = None
     bytes_per_s: float | None = None
     limit: str | None = None  # name of the limit with the fewest samples/s
-    ratio: float | None = None  # ratio of this rate to that of the limit
+    ratio: float | None = None  # this rate divided by the rate of the limit
     rates: tuple[float, ...] = ()  # bytes/s of each round
     note: str = ""  # how the stage was measured, or why it was not
 
@@ -110,7 +110,7 @@ class Subject:
 
     @property
     def limits(self) -> tuple[str, ...]:
-        """Names of the limits on batches on the CPU: reading and, where they apply, decoding and copying decoded
+        """Names of the limits of batch rates on the CPU: reading and, where they apply, decoding and copying decoded
         chunks.
         """
         more = [DECODING] * self.is_encoded + [MEMORY] * self.is_compressed
@@ -124,9 +124,7 @@ class Subject:
 def measure_stages(
     subject: Subject, workers: Sequence[int], cold: bool, not_direct: str
 ) -> tuple[list[Figure], list[str], int | None]:
-    """Measure all stages; return figures, notes, and the stored bytes, which are None if raw reads cannot be
-    measured.
-    """
+    """Measure all stages; return figures, notes, and the stored size in bytes (None if it cannot be determined)."""
     notes, stored_bytes = [], None
     try:
         reads = FileReads(subject.reader)

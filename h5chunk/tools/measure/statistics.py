@@ -26,7 +26,7 @@ def store_statistics(
 ) -> dict[str, FieldStatistics]:
     """Compute the statistics of these fields of a file, store them beside it, and return them.
 
-    A field with a * is that of all episodes, as for `h5chunk.Windows`.
+    A * in the path of a field stands for all episodes, as in `h5chunk.Windows`.
     """
     datasets = {
         name: Windows(path, {name: name}, 1, trusted=trusted)
@@ -41,7 +41,7 @@ def store_statistics(
 
 
 def has_statistics(dtype: str, sample_shape: tuple[int, ...]) -> bool:
-    """Return whether statistics exist for a field: not for strings and single integers, but for floats and arrays."""
+    """Return whether a field has statistics: floats and numeric arrays do, but strings and single integers do not."""
     return not dtype.startswith("|S") and (bool(sample_shape) or "float" in dtype)
 
 

@@ -51,7 +51,7 @@ class Clustering:
 
 
 def find_clustering(groups: Groups, piece_samples: int) -> Clustering:
-    """Measure how often two samples of a piece share a group, in 1 to 2 s for 10**8 samples of few groups.
+    """Measure how often two samples of a piece share a group. Takes 1 to 2 s for 10**8 samples in a few groups.
 
     Parameters
     ----------
@@ -66,16 +66,14 @@ def find_clustering(groups: Groups, piece_samples: int) -> Clustering:
     3.0
     """
     if groups.ndim != 1 or not len(groups):
-        raise OptionError(f"groups has shape {groups.shape}: give one number or string per sample")
+        raise OptionError(f"groups has shape {groups.shape}: pass one integer or string per sample")
     if groups.dtype.kind not in "biuSU":
         raise OptionError(
-            f"groups has type {groups.dtype}: give integers or fixed-length strings, or convert it with "
+            f"groups has type {groups.dtype}: pass integers or fixed-length strings, or convert it with "
             "numpy.unique(groups, return_inverse=True)[1]"
         )
     if piece_samples < 1:
-        raise OptionError(
-            f"piece_samples is {piece_samples}: give at least 1, such as the number of samples in a chunk"
-        )
+        raise OptionError(f"piece_samples is {piece_samples}: use at least 1, such as the number of samples in a chunk")
     groups, size, piece = integer_groups(groups), len(groups), min(piece_samples, len(groups))
     num_pairs = _same_group_pairs(groups, piece)
     sizes = _group_sizes(groups)
@@ -148,7 +146,7 @@ def _chance(sizes: list[tuple[int, int]], size: int, piece: int, num_pairs: int)
     apart, alike_apart = pairs**2 - pairs - forks, alike_pairs**2 - alike_pairs - alike_forks
     square += Fraction(4 * apart * alike_apart, math.perm(size, 4))
     num_pieces, min_pairs = -(-size // piece), 0
-    for members, count in sizes:  # the least number of pairs, if every group is spread evenly over the pieces
+    for members, count in sizes:  # the smallest number of pairs, if every group is spread evenly over the pieces
         share, rest = divmod(members, num_pieces)
         min_pairs += count * (num_pieces * math.comb(share, 2) + rest * share)
     variance = square - mean**2

@@ -54,12 +54,12 @@ def gain_of(seen: Seen, *changed: Loop) -> Range:
 
 
 def about(seen: Seen, gain: float, low: float = 2, high: float = 1.1) -> Range:
-    """Return a gain on training with an interval: ``low`` divides what it is above 1, and ``high`` multiplies it."""
+    """Return the gain over all time for a gain on training from ``1 + (gain - 1) / low`` to ``high * gain``."""
     return Range(gain, 1 + (gain - 1) / low, high * gain).with_rest(seen.other_share)
 
 
 def late_share(seen: Seen) -> float:
-    """Return the share of time for which workers' batches are late although the workers could make them in time."""
+    """Return the share of time in which training waits for batches that the workers could have produced in time."""
     share, least = seen.waiting()
     if least < LEAST_SHARE or not (seen.workers and seen.fetches):
         return 0.0

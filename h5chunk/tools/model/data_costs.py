@@ -27,7 +27,7 @@ ENOUGH = 1.03  # prefer fewer workers if their time is within this factor of the
 MAX_WORKERS = 32
 UNBALANCED = 1.4  # workers are unbalanced if the slowest takes this many times the mean time
 MORE = 8  # factor by which batches are enlarged
-BAD_READS = 2.0  # reading is reported if it reads this many times the bytes that are used
+BAD_READS = 2.0  # chunks are reported if reading decodes this many times the bytes that are used
 MAX_CACHE = 2 << 30  # largest chunk cache to propose, in bytes
 MAX_ECHO = 4.0
 CALL_S = 5e-6  # time of a read with h5py from a cached chunk
@@ -99,7 +99,7 @@ def _waiting(seen: Seen, share: float) -> Cost:
 
 
 def _chunk_loader(seen: Seen, share: float, waits: str) -> Cost:
-    """Return the cost of waiting for a ChunkLoader: its threads are the limit, or making batches of what they read."""
+    """Return the cost of waiting for a ChunkLoader: for its threads, or for making batches in the training thread."""
     stages, threads = seen.stages, seen.loader_threads
     work = max(1e-9, stages[READING] + stages[DECODING])
     stage = max((GATHERING, COPYING), key=stages.__getitem__)
@@ -131,16 +131,18 @@ def _loader_fixes(seen: Seen, reading: float) -> Iterator[Fix]:
         left = seen.loader_threads / seen.cores
         yield fix(f"num_threads={seen.cores}", left, f"{call}num_threads={seen.cores})", num_threads=seen.cores)
     if known["form"] == "encoded":
-        code = "h5chunk convert IMAGES new.h5 --size H,W, which stores raw pixels: about ten times the bytes"
+        code = "h5chunk convert IMAGES new.h5 --size H,W, which stores raw pixels in about ten times the space"
         yield fix("raw images", reading, code, True)
     elif known["form"] == "raw":
-        code = "h5chunk convert IMAGES new.h5 --keep-encoded: about a tenth of the bytes, which threads then decode"
+        code = (
+            "h5chunk convert IMAGES new.h5 --keep-encoded, which needs about a tenth of the space; threads then decode"
+        )
         yield fix("encoded images", 0.1 * reading + 1 - reading, code, True)
     elif known["compressed"]:
         yield fix("no compression", reading, "h5chunk repack old.h5 new.h5 --compression none", True)
     if known["echo"] == 1:
         echo = min(MAX_ECHO, math.ceil(10 * seen.iteration / busy) / 10)
-        code = f"{call}echo={echo:g}), which trains with each sample {echo:g} times: compare what the model learns"
+        code = f"{call}echo={echo:g}), which uses each sample {echo:g} times: check how this affects learning"
         yield fix(f"echo={echo:g}", 1 / echo, code, echo=echo)
 
 
@@ -199,8 +201,8 @@ def _bad_chunks(seen: Seen) -> str:
     file, grid, ratio = found
     size = human_bytes(file["cache"][1])
     return (
-        f"; chunks of {grid.band_samples} samples, {grid.chunks_per_sample} per sample, with a cache of {size} "
-        f"read {ratio:,.0f} times the bytes that are used"
+        f"; with chunks of {grid.band_samples} samples ({grid.chunks_per_sample} per sample) and a cache of {size}, "
+        f"HDF5 reads {ratio:,.0f} times the bytes that are used"
     )
 
 
@@ -240,18 +242,18 @@ def _collate(seen: Seen) -> Iterator[Fix]:
 
 
 def _line(seen: Seen) -> Iterator[Fix]:
-    """Yield the gain of removing the slowest line of a fetch, because convert can decode and transform in advance."""
+    """Yield a fix that removes the slowest line of a fetch, because convert can decode and transform in advance."""
     line = slowest_line(seen, READING, DECODING, TRANSFORM)
     if line is not None and not seen.loop().exclusive:
         used = sum(other.share * other.on_cpu for other in seen.lines if other.stage != "step")
-        weight = line.on_cpu / used if used else 1.0  # of the line's share, in CPU time
+        weight = line.on_cpu / used if used else 1.0  # the line's share of CPU time, relative to its share of time
         changed = (_without(seen, x, min(0.999, x * weight)) for x in _about(line.share, line.error))
         code = f"{line}: run it once in advance (h5chunk convert), or make it faster"
         yield Fix(f"without {line.place.rpartition('/')[2]}", gain_of(seen, *changed), code, is_bound=True)
 
 
 def _without(seen: Seen, share: float, cpu_share: float) -> Loop:
-    """Return the loop without a share of its fetches; what is left finds warm caches, the more is gone."""
+    """Return the loop without a share of its fetches. The larger the share, the warmer the caches for the rest."""
     rest = 1 - share * (1 - seen.warm)
     return seen.loop().shorter(1 - (1 - share) * rest, 1 - (1 - cpu_share) * rest)
 
@@ -262,9 +264,7 @@ def _about(share: float, error: float) -> Iterator[float]:
 
 
 def _batch(seen: Seen) -> Iterator[Fix]:
-    """Yield the gain of larger batches, assuming that a step and passing a batch take the same time for more
-    samples.
-    """
+    """Yield the fix of larger batches, assuming that steps and passing batches do not take longer with them."""
     loop = seen.loop()
     collate = seen.stages.get(COLLATE, 0.0)
     fetches = [MORE * (seconds - seen.fetch_gap - collate) + seen.fetch_gap + collate for seconds in loop.fetches]

@@ -23,7 +23,7 @@ STAGES = {
 
 @dataclass(frozen=True)
 class Rung:
-    """A step of the ladder: the rate of training with all stages up to this one."""
+    """A rung of the ladder: the rate of training with all stages up to this one."""
 
     name: str
     rate: float  # samples/s

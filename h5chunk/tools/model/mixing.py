@@ -84,7 +84,7 @@ def window_for(clustering: Clustering, order: Order, min_share: float) -> int | 
     from `h5chunk.plan.order.with_full_windows`. The ``window_chunks`` of ``order`` is ignored.
     """
     if not 0 < min_share < 1:
-        raise OptionError(f"min_share is {min_share}: give a fraction of the batch above 0 and below 1, such as 0.95")
+        raise OptionError(f"min_share is {min_share}: use a fraction of the batch above 0 and below 1, such as 0.95")
     size, batch, chunk = order.num_samples, order.batch_size, order.chunk_samples
     num_chunks = 1
     if clustering.correlation > 0 and 1 < batch < size and 1 < chunk < size:
@@ -102,10 +102,10 @@ def window_for(clustering: Clustering, order: Order, min_share: float) -> int | 
 def _windows(order: Order) -> tuple[Integers, Integers]:
     """Return the start and end of each window in the shuffled sequence of samples, as two (num_windows,) arrays."""
     if not order.shuffle:
-        raise OptionError("the order has shuffle=False: give an order with shuffle=True")
+        raise OptionError("the order has shuffle=False: pass an order with shuffle=True")
     if not order.num_batches:
         raise OptionError(
-            f"{order.num_samples} samples are less than a batch of {order.batch_size}: give a smaller batch_size"
+            f"{order.num_samples} samples are less than a batch of {order.batch_size}: use a smaller batch_size"
         )
     num_windows, window_batches = np.array([round_[1:] for round_ in order.rounds()], np.int64).T
     samples = np.repeat(window_batches * order.batch_size, num_windows)

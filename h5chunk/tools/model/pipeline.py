@@ -30,7 +30,7 @@ class Loop:
     step_cpu: float  # CPU time of a step
     prefetch: int = 2  # batches that each worker may have ready
     handover: float = 0.0  # time that the main process takes to receive a batch that is ready
-    least: float = 0.0  # time that the GPU works per step, in parallel with Python: a lower limit
+    least: float = 0.0  # time that the GPU works per step, in parallel with Python; an iteration takes at least this
     exclusive: float = 0.0  # time per batch in which only one worker can work, because of a lock
     in_order: bool = True  # whether batches are delivered in the order of the sampler
     slowdown: Sequence[float] = ()  # time of each worker relative to the mean
@@ -91,8 +91,8 @@ def _ends(loop: Loop) -> Iterator[float]:
 def gain_range(today: Loop, *changed: Loop) -> Range:
     """Predict how many times faster a changed loop is, with a confidence interval from resampled batches.
 
-    The first of the ``changed`` loops gives the predicted value. Further loops, which have the change at the ends of
-    its own interval, widen the interval. Batches are resampled in blocks (block bootstrap).
+    The first of the ``changed`` loops gives the predicted value. Further loops, with the change at the ends of
+    its confidence interval, widen the predicted interval. Batches are resampled in blocks (block bootstrap).
     """
     generator = np.random.default_rng(0)
     before = seconds_per_batch(today)

@@ -31,8 +31,8 @@ class Ratio:
     def of(cls, rates: Sequence[float], reference_rates: Sequence[float], busy: float = 1.0) -> Ratio:
         """Compare the rates of two settings turn by turn. There must be at least one turn.
 
-        ``busy`` is the load per core by other programs. They slow down loops of one and of several threads differently
-        from minute to minute, so the interval is widened by its square root on both sides.
+        ``busy`` is the load per core by other programs. They slow down single-threaded and multi-threaded
+        loops differently, and this varies over time, so the interval is widened by its square root on both sides.
         """
         logs = [math.log(rate / other) for rate, other in zip(rates, reference_rates, strict=True)]
         middle, count = statistics.fmean(logs), len(logs)

@@ -11,10 +11,10 @@ from typing import Any
 from h5chunk.tools.model.pipeline import Loop
 
 READING, DECODING, TRANSFORM, COLLATE, LOCK = "reading", "decoding", "transform", "collate", "lock"
-GATHERING, COPYING, WAITING = "gathering", "copying", "waiting"  # stages of `ChunkLoader`, beside the first two
+GATHERING, COPYING, WAITING = "gathering", "copying", "waiting"  # stages of `ChunkLoader`, besides reading and decoding
 FETCH_STAGES = (READING, DECODING, TRANSFORM, LOCK, COLLATE)
 MAX_DELAY = 0.5  # largest fraction of a time that is attributed to waiting for a core
-OUTLIER = 3.0  # multiple of the median above which steps are ignored, such as warm-up and saving
+OUTLIER = 3.0  # longer steps, such as saving, are clipped to this multiple of the median
 TAKE_S, MAX_TAKE_S = 1.5e-4, 4e-4  # default and maximum time to unpack a tensor from a worker
 KERNEL_GAP_S = 2e-6  # time between two kernels on a GPU
 BLOCKS = 8  # parts of a measurement, whose differences give confidence limits
@@ -82,7 +82,7 @@ class Seen:
     copy_bytes: float = 0.0
     pageable_bytes: float = 0.0
     optimizer: float = 0.0
-    warm: float = 1.0  # time of code whose data and memory are in the core's caches, relative to that of a fetch
+    warm: float = 1.0  # time of code with warm CPU caches, relative to its time in a fetch
     h5_reads: float = 0.0  # number of reads with h5py per fetch
     read_bytes: float = 0.0  # bytes that a fetch reads from files
     disk_bytes: float = 0.0  # bytes that a fetch reads from disks rather than from the page cache
@@ -146,7 +146,9 @@ class Seen:
     def handover(self) -> float:
         """Time to receive a batch that is ready."""
         tensors = max(1, int(self.batch.get("tensors") or 1))
-        return TAKE_S * tensors if self.take is None else min(self.take, MAX_TAKE_S * tensors)  # more is a busy worker
+        return (
+            TAKE_S * tensors if self.take is None else min(self.take, MAX_TAKE_S * tensors)
+        )  # longer times are due to busy workers
 
     @property
     def starting(self) -> float:
@@ -200,7 +202,7 @@ class Seen:
         )
 
     def _hot_steps(self, on_core: float) -> list[float]:
-        """Return the times of the steps, scaled to a cached batch, without outliers and without waiting for a core."""
+        """Return the times of the steps, scaled to a cached batch, with outliers clipped and no waits for a core."""
         most = OUTLIER * statistics.median(self.steps)
         steps = [min(seconds, most) for seconds in self.steps]
         if self.cached_step is not None:

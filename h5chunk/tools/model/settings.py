@@ -1,7 +1,7 @@
 """Enumerate the settings that tune considers, derive their order, cache and memory, and choose one.
 
 A setting consists of the layout of samples (unchanged or repacked), the number of chunks to shuffle together, and the
-reader: `ChunkLoader` by byte ranges, or `ChunkDataset` in DataLoader workers through HDF5's chunk cache.
+reader: `ChunkLoader`, which reads byte ranges, or `ChunkDataset` in DataLoader workers with HDF5's chunk cache.
 
 >>> grid = ChunkGrid((12_000, 3, 224, 224), (8, 3, 224, 224), 1)
 >>> facts = DataFacts(grid, sample_bytes=150_536, chunk_samples=8, batch_size=256, window_chunks=9, shuffled=True)
@@ -37,13 +37,13 @@ class DataFacts:
     """Facts about the data, and about how it is used for training."""
 
     grid: ChunkGrid  # chunk grid of the field with the largest samples
-    sample_bytes: int  # bytes of a sample, all fields together
+    sample_bytes: int  # size of a sample in bytes, all fields together
     chunk_samples: int  # samples per chunk in the unchanged file
     batch_size: int
     window_chunks: int  # window that readers choose by default
     shuffled: bool = False  # whether the header says that the file was shuffled
-    direct: bool = True  # whether it can be read by byte ranges
-    converted_bytes: int = 0  # bytes of a sample in a batch if it is converted, such as a sparse row made dense; else 0
+    direct: bool = True  # whether the file can be read by byte ranges
+    converted_bytes: int = 0  # size of a sample that batches convert, such as a sparse row made dense; else 0
     has_fixed_chunks: bool = False  # whether the chunks cannot be changed
     loader_reads_all: bool = True  # whether `ChunkLoader` supports all fields, because none contains strings
 
@@ -128,7 +128,7 @@ def cut_order(order: Order, num_samples: int) -> Order:
 def cache_of(setting: Setting, facts: DataFacts, num_workers: int | None = None) -> CacheSettings:
     """Return the settings of the chunk cache of a process that reads through HDF5.
 
-    ``num_workers`` is the number of such processes; by default, that of the setting.
+    ``num_workers`` is the number of such processes; by default, the number of workers of the setting.
     """
     order = order_of(setting, facts)
     workers = max(1, setting.num_workers if num_workers is None else num_workers)
@@ -136,7 +136,7 @@ def cache_of(setting: Setting, facts: DataFacts, num_workers: int | None = None)
 
 
 def memory_of(setting: Setting, facts: DataFacts) -> int:
-    """Return the bytes of memory that a setting needs for windows, batches and chunk caches."""
+    """Return the memory in bytes that a setting needs for windows, batches and chunk caches."""
     order = order_of(setting, facts)
     batch = facts.batch_samples * (facts.converted_bytes or facts.sample_bytes)
     if setting.reader == DATASET:

@@ -27,7 +27,7 @@ def step_costs(seen: Seen) -> Iterator[Cost]:
         return
     if gpu.blocked > 0.1 * seen.iteration:
         yield _synchronised(seen, gpu)
-    if seen.held > LEAST_SHARE:  # which makes launches and Python slow
+    if seen.held > LEAST_SHARE:  # waiting for the GIL makes launches and Python slow
         return
     host = seen.step - gpu.blocked
     if seen.optimizer > host / 3:
@@ -41,9 +41,9 @@ def step_costs(seen: Seen) -> Iterator[Cost]:
 def _step_cost(
     seen: Seen, gpu: Gpu, cause: str, sentence: str, fix: str, code: str, seconds: float, exact: bool
 ) -> Cost:
-    """Return a cost in the training step; without it, Python takes ``seconds`` per iteration.
+    """Return a cost of the training step, without which Python would take ``seconds`` per iteration.
 
-    The GPU then limits the gain. Waiting for the GPU is a separate cost, so it is not counted in other costs.
+    The time of the GPU's work limits the gain. Waiting for the GPU is a separate cost, not part of other costs.
     """
     before = seen.iteration - (0.0 if cause in ("copy", "synchronisation") else gpu.blocked)
     gain = seen.iteration / max(1e-9, seen.iteration - max(0.0, before - max(seconds, gpu.least)))
@@ -72,7 +72,7 @@ def _synchronised(seen: Seen, gpu: Gpu) -> Cost:
     after = seen.iteration - gpu.blocked
     if seen.copy > 0.5 * gpu.blocked and seen.pageable_bytes < 0.5 * seen.copy_bytes:
         code = "tensor.to(device, non_blocking=True): the batch is pinned, so that nothing needs to wait"
-        text = "Python waits in each step until its batch is copied, and for all work that was queued before"
+        text = "Python waits in each step until its batch is copied, and all work that was queued before is done"
         return _step_cost(seen, gpu, "copy", text, "non_blocking=True", code, after, True)
     code = "log losses every 100 steps: .item(), .cpu() and print of a GPU tensor wait for the GPU"
     place = "" if line is None else f" (its slowest line is {line})"
@@ -83,13 +83,13 @@ def _synchronised(seen: Seen, gpu: Gpu) -> Cost:
 def _optimizer(seen: Seen, gpu: Gpu) -> Cost:
     share = seen.optimizer / seen.iteration
     code = "torch.optim.Adam(..., fused=True), with parameters on the GPU, or the fused form of your optimizer"
-    text = f"the optimizer's step takes Python {share:.0%} of the time"
+    text = f"Python spends {share:.0%} of the time in the optimizer's step"
     after = seen.iteration - gpu.blocked - (1 - FUSED) * seen.optimizer
     return _step_cost(seen, gpu, "optimizer", text, "fused optimizer", code, after, True)
 
 
 def _launches(seen: Seen, gpu: Gpu) -> Cost:
-    text = f"launching {gpu.kernels:.0f} kernels per step takes longer than they run"
+    text = f"launching {gpu.kernels:.0f} kernels per step takes longer than running them"
     code = "a CUDA graph of the whole step, torch.compile(..., mode='reduce-overhead'), or a larger batch"
     cause = "small batches" if seen.samples <= FEW_SAMPLES else "launches"
     return _step_cost(seen, gpu, cause, text, "fewer kernel launches", code, seen.wait + seen.copy, False)
@@ -98,7 +98,7 @@ def _launches(seen: Seen, gpu: Gpu) -> Cost:
 def _python(seen: Seen, gpu: Gpu) -> Cost:
     line = slowest_line(seen, "step")
     place, share = ("", 1.0) if line is None else (f"; its slowest line is {line}", line.share)
-    code = f"{line or 'the step'}: do less work in it, or not in each step"
+    code = f"{line or 'the step'}: do less work there, or not in every step"
     text = f"Python keeps the GPU waiting within the step{place}"
     after = seen.iteration - gpu.blocked - share * (seen.step - gpu.blocked)
     return _step_cost(seen, gpu, "python", text, "less Python in the step", code, after, False)
@@ -117,7 +117,7 @@ def machine_costs(seen: Seen) -> Iterator[Cost]:
     if seen.memory_stall > 0.05:
         text = (
             f"Not your data: processes wait {seen.memory_stall:.0%} of the time for memory pages that were evicted, "
-            "because memory is short. Use fewer workers, smaller caches or copies, or more memory."
+            "because memory is short. Use fewer workers, smaller caches, fewer copies of the data, or more memory."
         )
         share, waits = seen.memory_stall, rest * seen.waiting()[0]  # stalls of the system make several processes wait
         yield Cost("memory", False, max(share, waits if share > waits / 5 else 0.0), text)
@@ -129,13 +129,13 @@ def machine_costs(seen: Seen) -> Iterator[Cost]:
 
 
 def _held(seen: Seen) -> Cost:
-    """Say which thread holds Python's lock; a loop that takes batches from workers waits for it there, too."""
+    """Return the cost of a thread that holds the GIL. Receiving batches from workers waits for the GIL, too."""
     share = min(0.99, seen.held * (seen.step / seen.iteration if seen.workers else 1.0) + late_share(seen))
     gain, thread = 1 / (1 - share), seen.holder
     text = (
         f"Not your data: thread {thread} holds Python's lock (GIL), and training waits {share:.0%} of its time for it."
     )
-    code = "run it in a process (multiprocessing), or by a library that releases the lock"
+    code = "run it in a process (multiprocessing), or use a library that releases the lock"
     return Cost(
         "gil",
         False,
