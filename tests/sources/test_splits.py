@@ -293,7 +293,7 @@ def test_files_of_splits_continue(tmp_path: Path) -> None:
     [
         (None, "'split', which the source lacks: put samples into folders such as train/ and val/"),
         (np.array([b"a", b"../b"] * 60), r"the field has a value that cannot name a file, such as \.\./b"),
-        (np.arange(120), "it has more than 100 values, such as 100"),
+        (np.arange(120), "the field has more than 100 values, such as 100"),
     ],
 )
 def test_what_cannot_be_a_file_for_each_split(tmp_path: Path, splits: Any, reason: str) -> None:

@@ -479,5 +479,5 @@ def test_images_are_appended_to_a_repacked_file(photos, more, tmp_path):
     assert h5chunk.append(out, more).num_samples == 16 and h5chunk.verify(out).ok
     assert list(stored(out))[:7] == list(before)
     h5chunk.repack(path, out, compression="gzip", overwrite=True)
-    with pytest.raises(FileError, match=r"compressed: repack it \(--compression none\)"):
+    with pytest.raises(FileError, match=r"compressed: repack the file \(--compression none\)"):
         h5chunk.append(out, more)
