@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from h5chunk.errors import FieldError, OptionError, check_whole, count_text, printable
+from h5chunk.errors import FieldError, OptionError, as_text, check_whole, count_text, printable
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.sample_reader import SampleTransforms
 from h5chunk.plan.cache import ChunkGrid
@@ -180,11 +180,15 @@ class Windows(ChunkDataset):
         OptionError
             No episode has one of the names, or none of the named episodes has windows.
         """
-        wanted = {name.decode() if isinstance(name, bytes) else str(name) for name in names}
+        if isinstance(names, str | bytes) or not isinstance(names, Iterable):
+            raise OptionError(f"names is {names!r}: pass a list of names")
+        wanted = {as_text(name) if isinstance(name, bytes) else str(name) for name in names}
         if unknown := sorted(wanted - {*self._episode_names}):
             raise OptionError(f"names has {unknown[0]!r}, but episodes are named {', '.join(self._episode_names[:8])}")
         numbers = [number for number, name in enumerate(self._episode_names) if name in wanted]
-        return self.subset(np.isin(self.episodes, numbers))
+        if not (chosen := np.isin(self.episodes, numbers)).any():
+            raise OptionError("none of the episodes has windows: select longer ones, or pass padding='edge' to Windows")
+        return self.subset(chosen)
 
     @property
     def groups(self) -> np.ndarray:

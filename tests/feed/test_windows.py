@@ -456,8 +456,13 @@ def test_episodes_are_selected_by_name(layout: str, tmp_path: Path) -> None:
     if layout == "robomimic":
         with h5py.File(next(tmp_path.iterdir())) as file:
             assert names == sorted(file["data"], key=lambda name: int(name.split("_")[1]))
-    with pytest.raises(h5chunk.OptionError, match="episodes are named"):
-        windows.of_episodes(["demo_999"])
+    for wrong, message in (
+        (["demo_999"], "episodes are named"),
+        (names[0], "pass a list"),
+        ([], "none of the episodes"),
+    ):
+        with pytest.raises(h5chunk.OptionError, match=message):
+            windows.of_episodes(wrong)
 
 
 def test_files_of_episodes_have_their_own_names(tmp_path: Path) -> None:

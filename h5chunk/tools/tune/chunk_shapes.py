@@ -18,7 +18,7 @@ from h5chunk.tools.info.info import info
 from h5chunk.tools.info.layouts import MAX_FIELDS, loader_code, recognise
 from h5chunk.tools.info.report import DatasetInfo, FileInfo
 from h5chunk.tools.repack.plan import COMPRESSIONS
-from h5chunk.tools.report import Report, list_some, python_text, shell_command
+from h5chunk.tools.report import Report, python_text, shell_command
 
 WORTH = 1.3  # factor by which better chunks must reduce the decoded bytes to be recommended
 SMALL_BYTES = 1 << 20  # similar datasets of time steps with a smaller total size are not reported
@@ -118,8 +118,9 @@ def recommend_chunks(
     for item in usable:
         kinds.setdefault(access.kind(item), []).append(item)
     if not usable:
-        names = list_some([f"{item.name} ({shape_text(item.shape)})" for item in found.datasets])
-        raise FieldError(f"{printable(path)}: no dataset has room for {access}; the datasets are {names}")
+        largest = max(found.datasets, key=_num_bytes, default=None)
+        about = f"; the largest, {largest.name}, has the shape {shape_text(largest.shape)}" if largest else ""
+        raise FieldError(f"{printable(path)}: no dataset has room for {access}{about}")
     reported = [items for items in kinds.values() if not access.is_window or _decode_much(items)]
     advice = [_advise(found.path, max(items, key=_num_bytes), usable, access) for items in reported]
     main = max(usable, key=_num_bytes)
