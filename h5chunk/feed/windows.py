@@ -22,6 +22,7 @@ from h5chunk.store.read.files import Paths
 from h5chunk.store.read.frames import borders_of, episode_names, find_borders, open_frames
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.windows import WindowReader
+from h5chunk.transforms.frames import FRAME_DECODER
 
 IS_PAD = "_is_pad"
 PADDINGS = ("none", "edge")
@@ -49,7 +50,9 @@ class Windows(ChunkDataset):
     fields : mapping of str
         Datasets with one row per time step, by field name. If each episode is a group, ``*`` takes the place of its
         name, as in ``{"actions": "data/*/actions"}``, at the same place for all fields. Episodes are sorted by name,
-        with numbers by value.
+        with numbers by value. JPEG and PNG images, as arrays of bytes of variable length or padded with zeros to one
+        length, are decoded to (H, W, C) uint8, once for all windows that are read together. They must have one size
+        and be grey (C = 1) or RGB (C = 3), as Pillow decodes them. OpenCV has the channels in the reverse order.
     length : int
         Number of frames from the first time step of the window on, for a field with the largest stride.
     history : int
@@ -116,12 +119,13 @@ class Windows(ChunkDataset):
         if given and any("*" in dataset for dataset in fields.values()):
             raise OptionError(f"episode_{min(given)} is given, but * makes each group an episode: use one of the two")
         steps = _steps(fields, length, history, stride)
-        frames = open_frames(path, {**fields, **{name: fields[of] for name, of in goals.items()}}, trusted, checksums)
+        datasets = {**fields, **{name: fields[of] for name, of in goals.items()}}
+        frames = open_frames(path, datasets, FRAME_DECODER, trusted, checksums)
         for name, field in frames.fields.items():
             if not isinstance(field, Field):
                 raise FieldError(
-                    f"{printable(frames.path)}: the rows of {name!r} differ in shape, which windows do not support: "
-                    "leave it out"
+                    f"{printable(frames.path)}: the rows of {name!r} differ in shape and are not JPEG or PNG images, "
+                    "which windows do not support: leave it out"
                 )
         borders = borders_of(frames)
         for kind, dataset in given.items():
@@ -131,7 +135,7 @@ class Windows(ChunkDataset):
         self._reader = reader = WindowReader(
             frames, anchors, borders, steps | dict.fromkeys(goals, LAST), futures, seed
         )
-        self._masked, self._datasets = masks, {**fields, **{name: fields[of] for name, of in goals.items()}}
+        self._masked, self._datasets = masks, datasets
         self._numbered = list(self._masked)
         self._names = (*fields, *goals, *self._masked)
         self._episodes = reader.episodes

@@ -489,7 +489,6 @@ def test_an_error_of_the_system_names_file_field_and_chunk(tmp_path, monkeypatch
         ("i2", {"chunks": (4, 2, 5), "scaleoffset": 9}, "scale"),
         (">u2", {}, "type >u2"),
         (">f4", {"chunks": (4, 3, 5)}, "type >f4"),
-        ("S3", {}, "type"),
     ],
 )
 def test_what_is_not_direct(tmp_path, dtype, options, reason):

@@ -20,7 +20,8 @@ from h5chunk.plan.cache import CacheSettings
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import follow, opened
 from h5chunk.store.read.csr import CsrBuffers
-from h5chunk.store.read.fields import Field
+from h5chunk.store.read.encoded import EncodedField
+from h5chunk.store.read.fields import Field, FrameDataset, FrameDecoder
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.ragged import RaggedField
 from h5chunk.store.read.reader import H5Reader
@@ -29,7 +30,8 @@ from h5chunk.store.read.reader import H5Reader
 class EpisodeFile(H5Reader):
     """The concatenated episodes of one file, which are read like the rows of a file.
 
-    ``starts_of`` has, for each field, the offset in the file at which each episode begins, or -1 if it is unknown.
+    ``starts_of`` has, for each field that is not encoded, the offset in the file at which each episode begins, or -1 if
+    it is unknown.
     ``offsets`` has, for each uncompressed field, the offset of each row. All are int64.
     """
 
@@ -72,7 +74,9 @@ class EpisodeFile(H5Reader):
         return {**super().__getstate__(), "episodes": copy(self.episodes)}
 
 
-def open_episodes(file: Path, parent: str, suffixes: Mapping[str, str], trusted: bool, checksums: str) -> EpisodeFile:
+def open_episodes(
+    file: Path, parent: str, suffixes: Mapping[str, str], decoder: FrameDecoder, trusted: bool, checksums: str
+) -> EpisodeFile:
     """Open the members of the group ``parent`` of a file as episodes. ``suffixes`` has the dataset of each field.
 
     Raises FieldError if there is no episode, or an episode lacks a field or has fields that differ in length.
@@ -93,12 +97,14 @@ def open_episodes(file: Path, parent: str, suffixes: Mapping[str, str], trusted:
             fields = {field: f"{parent}{name}{suffix}" for field, suffix in suffixes.items()}
             alike = _open_like_first(readers[0], types, handle, fields) if readers else None
             if alike is None:
-                alike = H5Reader(file, fields, trusted=trusted, checksums=checksums, file=handle), {}
+                datasets = {field: FrameDataset(dataset, decoder) for field, dataset in fields.items()}
+                alike = H5Reader(file, datasets, trusted=trusted, checksums=checksums, file=handle), {}
                 types = types or {name: handle[field.dataset].id.get_type() for name, field in alike[0].fields.items()}
             readers.append(alike[0])
             starts.append(alike[1])
     episodes = EpisodeFile(FileSet(readers, file))
-    episodes.starts_of = {field: np.array([each.get(field, -1) for each in starts]) for field in suffixes}
+    rows = [field for field in suffixes if not isinstance(episodes.fields[field], EncodedField)]
+    episodes.starts_of = {field: np.array([each.get(field, -1) for each in starts]) for field in rows}
     return episodes
 
 

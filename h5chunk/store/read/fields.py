@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
@@ -34,7 +34,31 @@ WINDOW = "NT"  # beginning of the axes of a field of windows: samples, then time
 KIND_ATTRIBUTES = ("encoding-type", "h5sparse_format")
 
 Fields = Mapping[str, str] | Sequence[str]
-Stored = Mapping[str, str | FlatSamples]  # the datasets of each field, by field name
+Shape = tuple[int, int, int]  # height, width and channels
+
+
+class FrameDecoder(NamedTuple):
+    """The functions that decode frames. Both can be pickled.
+
+    ``shape_of(data)`` returns the shape of an encoded image, (n,) uint8, according to its header. It raises SampleError
+    if the image is damaged or not supported. ``decode(data, bounds, shape, out, places)`` decodes each image
+    ``data[bounds[i, 0] : bounds[i, 1]]`` to ``out[places[i]]``, (m, H * W * C) uint8. It returns None, or else the
+    index of an image that is damaged or has another shape, and a text that says what is wrong with it.
+    """
+
+    shape_of: Callable[[np.ndarray], Shape]
+    decode: Callable[[np.ndarray, np.ndarray, Shape, np.ndarray, np.ndarray], tuple[int, str] | None]
+
+
+@dataclass(frozen=True)
+class FrameDataset:
+    """A dataset whose rows are decoded if they are JPEG or PNG images."""
+
+    dataset: str
+    decoder: FrameDecoder
+
+
+Stored = Mapping[str, str | FlatSamples | FrameDataset]  # the datasets of each field, by field name
 
 
 @dataclass(frozen=True)

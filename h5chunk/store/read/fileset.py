@@ -24,6 +24,7 @@ from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.layout import choose_window_chunks, plan_layout
 from h5chunk.store.format.header import Header
 from h5chunk.store.read.csr import CsrBuffers
+from h5chunk.store.read.encoded import EncodedField
 from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.ragged import ImagesField, ImageSizes, RaggedField, SeriesField
 from h5chunk.store.read.reader import H5Reader
@@ -38,6 +39,7 @@ KINDS = {
     ImagesField: "images of any size",
     SeriesField: "samples of several lengths",
     VlenField: "arrays of variable length",
+    EncodedField: "JPEG or PNG images",
 }
 REMEDY = "choose fields that are equal in all files with fields=..., or read these files separately"
 MATRIX_REMEDY = "convert their sources together, or with the same --scale, --values or --binarize"

@@ -13,6 +13,7 @@ from h5chunk.errors import FieldError, OptionError, printable, shown
 from h5chunk.remote.mirror import NO_OPTIONS
 from h5chunk.store.hdf5.child import in_child, limited_memory
 from h5chunk.store.read.episodes import EpisodeFile, open_episodes
+from h5chunk.store.read.fields import FrameDataset, FrameDecoder
 from h5chunk.store.read.files import Paths, check_shards, list_files, open_reader
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.reader import H5Reader
@@ -20,14 +21,17 @@ from h5chunk.store.read.several import find_offsets
 from h5chunk.urls import local_copy_of
 
 
-def open_frames(path: Paths, fields: Mapping[str, str], trusted: bool, checksums: str) -> H5Reader:
-    """Open the frames of all episodes as the rows of one reader."""
+def open_frames(
+    path: Paths, fields: Mapping[str, str], decoder: FrameDecoder, trusted: bool, checksums: str
+) -> H5Reader:
+    """Open the frames of all episodes as the rows of one reader. JPEG and PNG images are decoded by ``decoder``."""
     stars = {re.sub(r"\*.*", "", dataset) for dataset in fields.values()}
     files = list_files(path, NO_OPTIONS)
     if any(local_copy_of(file) is not None for file in files):
         raise OptionError(f"path is {path!r}, but windows are read only from local files: copy the objects first")
     if all("*" not in dataset for dataset in fields.values()):
-        return open_reader(path, fields, trusted=trusted, checksums=checksums)
+        datasets = {name: FrameDataset(dataset, decoder) for name, dataset in fields.items()}
+        return open_reader(path, datasets, trusted=trusted, checksums=checksums)
     if len(stars) > 1 or any(dataset.count("*") != 1 for dataset in fields.values()):
         raise OptionError(f"fields is {fields!r}: each path needs exactly one *, in the same place, as in data/*/NAME")
     check_shards(path)
@@ -43,7 +47,7 @@ def open_frames(path: Paths, fields: Mapping[str, str], trusted: bool, checksums
         for file in files:
             say(file)
             with limited_memory(file):
-                episodes.append(open_episodes(file, parent, suffixes, trusted, checksums))
+                episodes.append(open_episodes(file, parent, suffixes, decoder, trusted, checksums))
                 find_offsets(episodes[-1])
         return episodes
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -33,7 +34,8 @@ from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import descriptor_of, open_file, opened, translate_errors
 from h5chunk.store.read.checksums import OFF, ChunkChecks, Sums, read_sums
 from h5chunk.store.read.csr import CsrBuffers, CsrHandle, VlenHandle, cache_of, open_dataset
-from h5chunk.store.read.fields import Field, MatrixField, Stored, default_fields, describe_field
+from h5chunk.store.read.encoded import EncodedField, EncodedHandle, describe, row_sizes
+from h5chunk.store.read.fields import Field, FrameDataset, MatrixField, Stored, default_fields
 from h5chunk.store.read.ragged import (
     FlatSamples,
     ImagesField,
@@ -91,13 +93,13 @@ class H5Reader:
             if not fields:
                 raise OptionError("fields is empty: name at least one dataset")
             for name in (*fields.keys(), *fields.values()):
-                if not isinstance(name, (str, FlatSamples)):
+                if not isinstance(name, (str, FlatSamples, FrameDataset)):
                     raise OptionError(f"fields contains {name!r}: pass names of datasets")
             guard = Guard(self.path, trusted)
             self.fields = {}
             for name, dataset in fields.items():
                 try:
-                    self.fields[name] = describe_field(file, self.path, name, dataset, self.header, guard)
+                    self.fields[name] = describe(file, self.path, name, dataset, self.header, guard)
                 except FieldError as error:
                     may_miss = is_default and self.header is None and name == LABELS and self.fields
                     if not may_miss or not isinstance(error, UnsupportedError):
@@ -116,7 +118,7 @@ class H5Reader:
             raise FieldError(f"{printable(self.path)}: fields differ in length ({listed}): name fields of one length")
         self.num_samples = next(iter(lengths.values()))
         self._caches: dict[str, CacheSettings] = {}
-        self._opened: tuple[int, dict[str, _Handle | CsrHandle | VlenHandle]] | None = None
+        self._opened: tuple[int, dict[str, Any]] | None = None
         self.starts = np.array([0, self.num_samples])
         self.main: Field | RaggedField = self.ragged or max(
             self.fields.values(), key=lambda field: field.grid.sample_bytes
@@ -267,7 +269,7 @@ class H5Reader:
         handle = self._handles()[name]
         try:
             with handle.lock:  # the handle reuses its buffer and its selection
-                handle.read(rows, out)  # type: ignore[arg-type]
+                handle.read(rows, out)
         except FileError:
             self.check_unchanged()
             raise
@@ -279,25 +281,36 @@ class H5Reader:
             raise FileError(f"{printable(self.path)}: field {name!r} cannot be read: {error}{remedy}") from error
         self.check_unchanged()  # HDF5 returns zeros for the missing part of a truncated file
 
-    def _handles(self) -> dict[str, _Handle | CsrHandle | VlenHandle]:
+    def _handles(self) -> dict[str, Any]:
         """Return the datasets that this process has open, by field. Those of a forked parent are never used."""
         if self._opened is not None and self._opened[0] == os.getpid():
             return self._opened[1]
-        handles: dict[str, _Handle | CsrHandle | VlenHandle] = {}
+        handles: dict[str, Any] = {}
         self._opened = None
         with translate_errors(self.path):
             file = open_file(self.path)
             self.check_unchanged()
             for name, field in self.fields.items():
-                if isinstance(field, VlenField):
-                    handles[name] = VlenHandle(self.path, file, field, self.indptr)
-                elif isinstance(field, RaggedField):
-                    handles[name] = CsrHandle(file, field, self.indptr, self._caches.get(name), self.sums)
-                else:
-                    band_samples = field.grid.band_samples or self.chunk_samples
-                    handles[name] = _Handle(file, field, self._caches.get(name), band_samples, self.sums)
+                handles[name] = self._open_field(file, field)
         self._opened = os.getpid(), handles
         return handles
+
+    def _open_field(self, file: h5py.File, field: Field | RaggedField) -> Any:
+        if isinstance(field, EncodedField):
+            sizes = row_sizes(self.path, file, field)
+            indptr = np.append(0, np.cumsum(sizes))
+            return EncodedHandle(self.path, field, sizes, self._open_rows(file, field.stored, indptr, None))
+        indptr = self.indptr if isinstance(field, RaggedField) else np.zeros(0, np.int64)
+        return self._open_rows(file, field, indptr, self._caches.get(field.name))
+
+    def _open_rows(
+        self, file: h5py.File, field: Field | RaggedField, indptr: np.ndarray, cache: CacheSettings | None
+    ) -> Any:
+        if isinstance(field, VlenField):
+            return VlenHandle(self.path, file, field, indptr)
+        if isinstance(field, RaggedField):
+            return CsrHandle(file, field, indptr, cache, self.sums)
+        return _Handle(file, field, cache, field.grid.band_samples or self.chunk_samples, self.sums)
 
     def check_unchanged(self, descriptor: int | None = None) -> None:
         """Raise FileError if the file at the path, or the open file, was changed since this reader was made."""
