@@ -17,12 +17,13 @@ from h5chunk.plan.permutation import MAX_SEED, SPLIT, permutation
 from h5chunk.plan.selection import split_samples
 from h5chunk.store.format.statistics import FieldStatistics
 from h5chunk.store.read.checksums import OFF
+from h5chunk.store.read.encoded import EncodedField
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.files import Paths
 from h5chunk.store.read.frames import borders_of, episode_names, find_borders, open_frames
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.windows import WindowReader
-from h5chunk.transforms.frames import FRAME_DECODER
+from h5chunk.transforms.frames import FRAME_DECODER, import_decoders
 
 IS_PAD = "_is_pad"
 PADDINGS = ("none", "edge")
@@ -127,6 +128,8 @@ class Windows(ChunkDataset):
                     f"{printable(frames.path)}: the rows of {name!r} differ in shape and are not JPEG or PNG images, "
                     "which windows do not support: leave it out"
                 )
+            if isinstance(field, EncodedField):
+                import_decoders()
         borders = borders_of(frames)
         for kind, dataset in given.items():
             borders = find_borders(frames, kind, dataset, trusted)

@@ -50,4 +50,9 @@ def _images(data: np.ndarray, bounds: np.ndarray, shape: Shape, places: np.ndarr
     return jpeg.Images(data, starts, stops, np.ones(len(bounds), np.uint8), table, shape[2])
 
 
+def import_decoders() -> None:
+    """Import Pillow now: a process that is forked while a thread imports it could never import it."""
+    import h5chunk.sources.decode_frame  # noqa: F401
+
+
 FRAME_DECODER = FrameDecoder(_shape_of, _decode)

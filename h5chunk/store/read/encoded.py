@@ -6,10 +6,12 @@ their first bytes. The functions that decode images are passed in as a `FrameDec
 
 from __future__ import annotations
 
+import math
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,11 @@ from typing import Any
 import h5py
 import numpy as np
 
-from h5chunk.errors import FileError, SampleError, printable
+from h5chunk.errors import FileError, SampleError, UnsupportedError, printable
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.store.format.header import Header
 from h5chunk.store.hdf5.chunk_table import NotDirect
-from h5chunk.store.hdf5.guard import Guard
+from h5chunk.store.hdf5.guard import MAX_RATIO, Guard
 from h5chunk.store.hdf5.open import descriptor_of, errors_as
 from h5chunk.store.hdf5.ranges import ReadTask
 from h5chunk.store.hdf5.strings import FileBytes, find_in_heap
@@ -36,8 +38,9 @@ MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")  # the first bytes of JPEG and P
 HEAD_BYTES = 1 << 20  # bytes of the first image in which its header is looked for
 TASK_BYTES = 2 << 20  # bytes of images and pixels that a thread handles at a time
 SLACK_BYTES = 64 << 10  # an image may have this many bytes more than its pixels
-
-ReadRows = Callable[[np.ndarray, Any], None]  # reads rows into an array, or into `CsrBuffers` if their lengths vary
+REMEDY = (
+    "write each image as an array of uint8 of variable length, or padded with zeros to the length of the longest one"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +73,12 @@ def describe(
     heads = _heads(file, path, field)
     if not heads or not all(head.startswith(MAGIC) for head in heads):
         return field
-    where = f"{printable(path)}: {field.dataset.strip('/')!r}, frame 0"
     try:
         shape = dataset.decoder.shape_of(np.frombuffer(heads[0], np.uint8))
+        if math.prod(shape) > len(heads[0]) * MAX_RATIO + SLACK_BYTES:
+            raise SampleError(f"claims {shape[0]} x {shape[1]} pixels in {len(heads[0])} bytes, so it is damaged")
     except SampleError as error:
-        raise FileError(f"{where}: {error}") from None
+        raise FileError(f"{printable(path)}: {field.dataset.strip('/')!r}, frame 0: {error}") from None
     return _decoded(field, shape, dataset.decoder)
 
 
@@ -117,99 +121,67 @@ def _first_row(file: h5py.File, path: Path, field: VlenField) -> bytes:
     return heap.read(place - heap.base, min(length, HEAD_BYTES)) if length else b""
 
 
-class FrameRows:
-    """The images of one dataset. ``sizes``, (n,) int64, has their lengths in bytes."""
+class EncodedBytes(ByteReader):
+    """A byte-range reader of images, which decodes an image once per call of `tasks`, even if its row is repeated.
 
-    def __init__(self, path: Path, field: EncodedField, sizes: np.ndarray) -> None:
-        self.sizes, self._field = sizes, field
-        self.shape: Any = field.sample_shape
-        self.frame_bytes = field.grid.sample_bytes
-        self._where = f"{printable(path)}: {field.dataset!r}"
+    ``stored`` is the byte reader of the rows, and ``sizes``, (n,) int64, has their lengths in bytes.
+    """
 
-    def parts(self, rows: np.ndarray) -> Iterator[slice]:
-        """Divide rows, ascending and possibly repeated, into parts that threads can decode at the same time."""
-        if not len(rows):
-            return
+    is_plain = True  # although images are compressed, because HDF5's cache would not help
+
+    def __init__(self, path: Path, field: EncodedField, stored: ByteReader, sizes: np.ndarray) -> None:
+        self.name, self.stored, self.sizes, self.chunks = field.name, stored, sizes, stored.chunks
+        self._field, self._where = field, f"{printable(path)}: {field.dataset!r}"
+        self.row_bytes, self.num_bytes = field.grid.sample_bytes, len(sizes) * field.grid.sample_bytes
+
+    def tasks(self, rows: np.ndarray, destinations: np.ndarray, out: np.ndarray) -> Iterator[ReadTask]:
+        """Yield tasks as `ByteReader.tasks` does, for rows that are ascending and possibly repeated."""
         firsts = np.flatnonzero(np.diff(rows, prepend=-1))
-        ends = np.cumsum(self.sizes[rows[firsts]] + self.frame_bytes)
+        ends = np.cumsum(self.sizes[rows[firsts]] + self.row_bytes)
         cuts = np.flatnonzero(np.diff(ends // TASK_BYTES)) + 1
         for start, stop in pairwise([0, *firsts[cuts].tolist(), len(rows)]):
-            yield slice(start, stop)
+            yield partial(self._decode, rows[start:stop], destinations[start:stop], out)
 
-    def decode(self, rows: np.ndarray, places: np.ndarray, out: np.ndarray, read: ReadRows) -> None:
-        """Decode row ``rows[i]`` to ``out[places[i]]``, (m, H * W * C) uint8. Equal rows must be adjacent.
-
-        Raises FileError if an image is damaged, or has another shape than the first image.
-        """
+    def _decode(self, rows: np.ndarray, places: np.ndarray, out: np.ndarray, descriptor: int) -> None:
         is_first = np.diff(rows, prepend=-1) != 0
         distinct, targets = rows[is_first], places[is_first]
-        data, bounds = self._read(distinct, read)
-        problem = self._field.decoder.decode(data, bounds, self.shape, out, targets)
+        data, bounds = self._read(distinct, descriptor)
+        shape: Any = self._field.sample_shape
+        problem = self._field.decoder.decode(data, bounds, shape, out, targets)
         if problem is not None:
             raise FileError(f"{self._where}, frame {distinct[problem[0]]}: {problem[1]}")
         if len(distinct) < len(rows):
             sources = targets[np.cumsum(is_first) - 1]
             out[places[~is_first]] = out[sources[~is_first]]
 
-    def _read(self, rows: np.ndarray, read: ReadRows) -> tuple[np.ndarray, np.ndarray]:
+    def _read(self, rows: np.ndarray, descriptor: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the bytes of images, (k,) uint8, and where each of them begins and ends: (n, 2) int64."""
-        sizes, limit = self.sizes[rows], self.frame_bytes + SLACK_BYTES
-        bounds = np.stack([np.cumsum(sizes) - sizes, np.cumsum(sizes)], axis=1)
+        sizes = self.sizes[rows]
+        ends, out = np.cumsum(sizes), None
         if isinstance(self._field.stored, VlenField):
-            if (wrong := (sizes > limit) | (sizes == 0)).any():
+            if (wrong := (sizes > self.row_bytes + SLACK_BYTES) | (sizes == 0)).any():
                 row, size = rows[wrong][0], sizes[wrong][0]
                 raise FileError(f"{self._where}, frame {row}: has {size} bytes, so it is damaged or was never written")
-            data = np.empty(int(sizes.sum()), np.uint8)
-            read(rows, CsrBuffers(np.append(0, bounds[:, 1]), data, None))
-            return data, bounds
-        stored = np.empty((len(rows), self.sizes[0]), np.uint8)
-        read(rows, stored)
-        return stored.reshape(-1), bounds
-
-
-class EncodedBytes(ByteReader):
-    """A byte-range reader of images. Each call of `tasks` decodes an image once, even if its row is repeated.
-
-    ``stored`` is the byte reader of the rows.
-    """
-
-    is_plain = True  # although images are compressed, because HDF5's cache would not help
-
-    def __init__(self, name: str, frames: FrameRows, stored: ByteReader) -> None:
-        self.name, self.frames, self.stored, self.chunks = name, frames, stored, stored.chunks
-        self.row_bytes, self.num_bytes = frames.frame_bytes, len(frames.sizes) * frames.frame_bytes
-
-    def tasks(self, rows: np.ndarray, destinations: np.ndarray, out: np.ndarray) -> Iterator[ReadTask]:
-        for part in self.frames.parts(rows):
-            yield DecodeTask(self, rows[part], destinations[part], out)
+            data = np.empty(int(ends[-1]), np.uint8)
+            out = CsrBuffers(np.append(0, ends), data, None)
+        else:
+            data = np.empty((len(rows), self.sizes[0]), np.uint8)
+        for task in self.stored.tasks(rows, np.arange(len(rows)), data if out is None else out):
+            task(descriptor)
+        return data.reshape(-1), np.stack([ends - sizes, ends], axis=1)
 
     def read_all(self, descriptor: Any) -> np.ndarray:
-        values = np.empty((len(self.frames.sizes), self.row_bytes), np.uint8)
-        rows = np.arange(len(values))
+        values, rows = np.empty((len(self.sizes), self.row_bytes), np.uint8), np.arange(len(self.sizes))
         for task in self.tasks(rows, rows, values):
             task(descriptor)
-        return values.reshape(-1, *self.frames.shape)
+        return values.reshape(self._field.grid.shape)
 
     def bytes_read(self, rows: np.ndarray) -> int:
         return len(rows) * self.row_bytes
 
     def scratch_bytes(self, num_threads: int) -> int:
-        own = TASK_BYTES + int(self.frames.sizes.max(initial=0))
+        own = TASK_BYTES + int(self.sizes.max(initial=0))
         return num_threads * own + self.stored.scratch_bytes(num_threads)
-
-
-class DecodeTask:
-    """A task that reads and decodes images."""
-
-    def __init__(self, field: EncodedBytes, rows: np.ndarray, places: np.ndarray, out: np.ndarray) -> None:
-        self._field, self._rows, self._places, self._out = field, rows, places, out
-
-    def __call__(self, descriptor: int) -> None:
-        def read(rows: np.ndarray, out: Any) -> None:
-            for task in self._field.stored.tasks(rows, np.arange(len(rows)), out):
-                task(descriptor)
-
-        self._field.frames.decode(self._rows, self._places, self._out, read)
 
 
 def field_bytes(path: Path, file: h5py.File, field: Field, sums: Sums) -> ByteReader:
@@ -218,37 +190,25 @@ def field_bytes(path: Path, file: h5py.File, field: Field, sums: Sums) -> ByteRe
         if field.dtype.kind == "S":
             raise NotDirect("it has strings")
         return direct_field(path, file, field, sums)
-    stored, sizes = field.stored, row_sizes(path, file, field)
-    if isinstance(stored, VlenField):
-        reader: ByteReader = VlenBytes(path, file, stored, np.append(0, np.cumsum(sizes)))
-    else:
-        reader = direct_field(path, file, stored, sums)
-    return EncodedBytes(field.name, FrameRows(path, field, sizes), reader)
-
-
-def row_sizes(path: Path, file: h5py.File, field: EncodedField) -> np.ndarray:
-    """Return the length of each row in bytes: (n,) int64."""
-    stored = field.stored
-    if isinstance(stored, VlenField):
-        return np.diff(read_vlen_indptr(file[stored.dataset], path, 1))
-    return np.full(field.grid.shape[0], stored.grid.sample_bytes)
+    if isinstance(field.stored, VlenField):
+        indptr = read_vlen_indptr(file[field.dataset], path, 1)
+        return EncodedBytes(path, field, VlenBytes(path, file, field.stored, indptr), np.diff(indptr))
+    rows = direct_field(path, file, field.stored, sums)
+    return EncodedBytes(path, field, rows, np.full(field.grid.shape[0], field.stored.grid.sample_bytes))
 
 
 class EncodedHandle:
-    """An open dataset of images that is read through HDF5. ``handle`` is the open dataset of their rows."""
+    """An open dataset of images. Raises UnsupportedError if only HDF5 can read its rows."""
 
-    def __init__(self, path: Path, field: EncodedField, sizes: np.ndarray, handle: Any) -> None:
-        self.id, self.lock, self._handle = handle.id, threading.Lock(), handle
-        self._frames, self._dtype = FrameRows(path, field, sizes), field.stored.dtype
+    def __init__(self, path: Path, file: h5py.File, field: EncodedField, sums: Sums) -> None:
+        self._file, self.id, self.lock = file, file[field.dataset].id, threading.Lock()
+        try:
+            self._bytes = field_bytes(path, file, field, sums)
+        except NotDirect as error:
+            raise UnsupportedError(f"{printable(path)}: {field.dataset!r} has images, but {error}: {REMEDY}") from None
 
     def read(self, rows: np.ndarray, out: np.ndarray) -> None:
         """Read and decode rows, in any order and possibly repeated."""
         order = np.argsort(rows, kind="stable")
-        target = out.reshape(len(rows), -1)
-        for part in self._frames.parts(rows[order]):
-            self._frames.decode(rows[order[part]], order[part], target, self._read)
-
-    def _read(self, rows: np.ndarray, out: Any) -> None:
-        if not isinstance(out, CsrBuffers) and self._dtype.kind == "S":
-            out = out.view(self._dtype)[:, 0]
-        self._handle.read(rows, out)
+        for task in self._bytes.tasks(rows[order], order, out.reshape(len(rows), -1)) if len(rows) else ():
+            task(descriptor_of(self._file))

@@ -34,7 +34,7 @@ from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import descriptor_of, open_file, opened, translate_errors
 from h5chunk.store.read.checksums import OFF, ChunkChecks, Sums, read_sums
 from h5chunk.store.read.csr import CsrBuffers, CsrHandle, VlenHandle, cache_of, open_dataset
-from h5chunk.store.read.encoded import EncodedField, EncodedHandle, describe, row_sizes
+from h5chunk.store.read.encoded import EncodedField, EncodedHandle, describe
 from h5chunk.store.read.fields import Field, FrameDataset, MatrixField, Stored, default_fields
 from h5chunk.store.read.ragged import (
     FlatSamples,
@@ -291,26 +291,17 @@ class H5Reader:
             file = open_file(self.path)
             self.check_unchanged()
             for name, field in self.fields.items():
-                handles[name] = self._open_field(file, field)
+                if isinstance(field, VlenField):
+                    handles[name] = VlenHandle(self.path, file, field, self.indptr)
+                elif isinstance(field, RaggedField):
+                    handles[name] = CsrHandle(file, field, self.indptr, self._caches.get(name), self.sums)
+                elif isinstance(field, EncodedField):
+                    handles[name] = EncodedHandle(self.path, file, field, self.sums)
+                else:
+                    band_samples = field.grid.band_samples or self.chunk_samples
+                    handles[name] = _Handle(file, field, self._caches.get(name), band_samples, self.sums)
         self._opened = os.getpid(), handles
         return handles
-
-    def _open_field(self, file: h5py.File, field: Field | RaggedField) -> Any:
-        if isinstance(field, EncodedField):
-            sizes = row_sizes(self.path, file, field)
-            indptr = np.append(0, np.cumsum(sizes))
-            return EncodedHandle(self.path, field, sizes, self._open_rows(file, field.stored, indptr, None))
-        indptr = self.indptr if isinstance(field, RaggedField) else np.zeros(0, np.int64)
-        return self._open_rows(file, field, indptr, self._caches.get(field.name))
-
-    def _open_rows(
-        self, file: h5py.File, field: Field | RaggedField, indptr: np.ndarray, cache: CacheSettings | None
-    ) -> Any:
-        if isinstance(field, VlenField):
-            return VlenHandle(self.path, file, field, indptr)
-        if isinstance(field, RaggedField):
-            return CsrHandle(file, field, indptr, cache, self.sums)
-        return _Handle(file, field, cache, field.grid.band_samples or self.chunk_samples, self.sums)
 
     def check_unchanged(self, descriptor: int | None = None) -> None:
         """Raise FileError if the file at the path, or the open file, was changed since this reader was made."""
