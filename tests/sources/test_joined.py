@@ -49,7 +49,7 @@ def test_columns_are_joined_by_name(tmp_path: Path, join: str, genes: list[str],
     source = {"list": paths, "folder": tmp_path, "pattern": tmp_path / "?.h5ad"}[form]
     layer = {"layer": "half"} if form == "list" else {}
     report = convert(source, tmp_path / "x.h5", join=join, **layer)
-    assert report.num_rows == 60 and any("only here: only 1 of 3 files have it" in line for line in report.ignored)
+    assert report.num_rows == 60 and any("only here: is in only 1 of 3 files" in line for line in report.ignored)
     dataset = ChunkDataset(tmp_path / "x.h5", fields=["X", "type", "file", "size"])
     assert dataset.var_names.tolist() == genes
     table = expected(genes, 0.5 if layer else 1).loc[dataset.obs_names]

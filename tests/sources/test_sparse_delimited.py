@@ -120,7 +120,7 @@ def test_ids_that_are_not_utf8_name_the_option(tmp_path):
         SourceError, match=r"line 3: row 'user' is 'caf.+xe9', which is not UTF-8: .*--encoding latin-1"
     ):
         entries(source)
-    with pytest.raises(SourceError, match="is not text in the encoding ascii"):
+    with pytest.raises(SourceError, match=r"is not text in the encoding ascii: .*: pass another \(--encoding\)"):
         open_source(tmp_path / "r.csv", encoding="ascii")
     titles = "1|7|Café\n2|8|x\n".encode("latin-1")  # of a column that is left out
     assert len(entries(opened(tmp_path / "u.item", titles, columns=("0", "1")))[0]) == 2
@@ -153,7 +153,7 @@ def test_parquet_of_entries(tmp_path):
     ("columns", "message"),
     [
         ({"user": [1, None], "item": [2, 3]}, "row 'user' has no value in row 1"),
-        ({"user": [1, 2], "item": [2.0, 3.0]}, "column 'item' is of type double"),
+        ({"user": [1, 2], "item": [2.0, 3.0]}, "column 'item' is of type double, but only integer, string"),
         ({"user": [1, 2], "item": ["", "x"]}, "column 'item' has an id that is empty"),
         ({"user": [1, 2], "item": [2, 3], "rating": [1, float("nan")]}, "value 'rating' is nan in row 1"),
     ],
@@ -227,7 +227,7 @@ def test_columns_may_be_told(tmp_path, columns, expected):
     [
         (("a",), "columns has 1 name"),
         (("a", "a"), "names a column twice"),
-        (("a", "z"), "column 'z' is not in .*which has a, b"),
+        (("a", "z"), "column 'z' is not in .*which has the columns a, b"),
         (("a", "9"), "column 9 is missing"),
     ],
 )
@@ -320,7 +320,7 @@ def test_i_is_an_item_beside_users(tmp_path, header):
 
 def test_a_comment_below_the_first_line_is_an_error(tmp_path):
     source = opened(tmp_path / "r.csv", b"# ratings\n" + b"a,b,1\n" * 9 + b"#c,d,2\n")
-    with pytest.raises(SourceError, match=r"line 11: a comment below the data: remove it, or pass --comment '#'"):
+    with pytest.raises(SourceError, match=r"line 11: a comment among the data: remove it, or pass --comment '#'"):
         entries(source)
     rows, _, _ = entries(opened(tmp_path / "tags.csv", b"tag,user,count\n#love,b,1\n#cats,d,2\n"))
     assert rows.tolist() == [b"#love", b"#cats"]

@@ -230,7 +230,7 @@ def test_the_first_index_of_libsvm_can_be_given(tmp_path):
         report = h5chunk.convert(tmp_path / "m.svm", tmp_path / f"{first}.h5", first_index=first)
         assert report.num_columns == width and ("--first-index 0" in str(report)) == (first == "auto")
     (tmp_path / "zero.svm").write_bytes(b"1 2:1\n0 0:2\n")
-    with pytest.raises(SourceError, match=r"line 2: .*index:value with an index from 1"):
+    with pytest.raises(SourceError, match=r"line 2: .*index:value, with an index of at least 1"):
         h5chunk.convert(tmp_path / "zero.svm", tmp_path / "x.h5", first_index="1")
 
 

@@ -235,14 +235,14 @@ def test_layers_that_are_not_there(tmp_path):
     assert (dense(open_source(path, layer="layers/counts")) == MATRIX.toarray()).all()
     with pytest.raises(SourceError, match=r"no matrix 'layers/spliced'; .*X, counts"):
         open_source(path, layer="spliced")
-    with pytest.raises(SourceError, match=r"has no 'raw'; its matrices are \(--layer\): X, counts"):
+    with pytest.raises(SourceError, match=r"has no 'raw'; choose one of its matrices \(--layer\): X, counts"):
         open_source(path, layer="raw")
 
 
 def test_a_layer_called_raw(tmp_path):
     path = write_h5ad(tmp_path / "m.h5ad", MATRIX, layers={"raw": MATRIX * 2})
     assert (dense(open_source(path, layer="layers/raw")) == MATRIX.toarray() * 2).all()
-    with pytest.raises(SourceError, match=r"has no 'raw'; its matrices are \(--layer\): X, layers/raw"):
+    with pytest.raises(SourceError, match=r"has no 'raw'; choose one of its matrices \(--layer\): X, layers/raw"):
         open_source(path, layer="raw")
 
 

@@ -113,7 +113,7 @@ def test_transpose_makes_genes_the_samples(tmp_path: Path) -> None:
 
 
 def test_what_stays_unclear_is_refused_naming_both_ways(tmp_path: Path) -> None:
-    both = r"so that it is unclear what samples are: .*--format mtx, .*rows.*--format mtx --transpose, .*columns"
+    both = r"so that it is unclear whether .*: .*--format mtx, .*rows.*--format mtx --transpose, .*columns"
     matrix = write_folder(tmp_path / "m", packed=False)
     for name, message in (("barcodes", "but no barcodes.tsv"), ("features", "but no features.tsv or genes.tsv")):
         table = matrix.with_name(f"{name}.tsv").rename(tmp_path / name)
@@ -141,7 +141,7 @@ def test_what_stays_unclear_is_refused_naming_both_ways(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ("A\nB\n\nD\nE\n", r"barcodes\.tsv, line 3: has a name of 0 bytes, but 1 to 256 are read"),
+        ("A\nB\n\nD\nE\n", r"barcodes\.tsv, line 3: has a name of 0 bytes, but names must have 1 to 256"),
         ("A\n" * 4 + "E" * 257 + "\n", r"line 5: has a name of 257 bytes"),
         ("A\n" * 2000, r"has more lines than the 8 rows or columns of the matrix"),
         ("", "is empty"),

@@ -1,8 +1,9 @@
 """Read AnnData files: one matrix, the columns of ``obs`` as fields, and the names of rows and columns.
 
-The matrix is X, a layer, or raw/X. It may be stored as compressed rows or columns, as in any version of AnnData, or be
-dense; then its zeros are dropped. Columns of ``obs`` whose type a file cannot store are left out, and listed in
-``ignored``. Source: the on-disk format of AnnData (encoding versions 0.1.0 to 0.2.0) and of h5sparse (legacy).
+The matrix is X, a layer, or raw/X. It may be stored as compressed rows or columns, in the format of any version of
+AnnData, or as a dense dataset, whose zeros are dropped. Columns of ``obs`` whose type an h5chunk file cannot store are
+left out, and listed in ``ignored``. Source: the on-disk format of AnnData (encoding versions 0.1.0 to 0.2.0) and of
+h5sparse (legacy).
 """
 
 from __future__ import annotations
@@ -71,7 +72,10 @@ class H5adSource(SparseSource):
                 self._read_table(root)
 
     def _matrix(self, root: GuardedGroup) -> tuple[str, tuple[int, int], list[GuardedDataset]]:
-        """Return the encoding of the matrix, its shape, and its datasets: data, indices and indptr, or a dense one."""
+        """Return the layout of the matrix (csr, csc or dense), its shape, and its datasets.
+
+        The datasets are data, indices and indptr; or the single dataset of a dense matrix.
+        """
         holder = root
         for name in self._where[:-1]:
             if name not in holder:
@@ -88,7 +92,8 @@ class H5adSource(SparseSource):
         word = group.word("encoding-type") or group.word("h5sparse_format")
         if word not in FORMATS:
             raise group.error(
-                f"has the encoding {word!r}, but only {', '.join(FORMATS)} and dense datasets are supported"
+                f"has the encoding {word!r}, but only {', '.join(FORMATS)} and dense datasets are supported: store the "
+                "matrix as one of these"
             )
         shape = self._shape(group)
         parts = [group.dataset(part) for part in ("data", "indices", "indptr")]
@@ -99,7 +104,7 @@ class H5adSource(SparseSource):
         for name in ("shape", "h5sparse_shape"):
             if (shape := group.numbers(name)) is not None:
                 if shape.shape != (2,) or int(shape.min()) < 0:
-                    raise group.error(f"its attribute {name!r} must be two numbers: rows and columns")
+                    raise group.error(f"its attribute {name!r} must be two numbers, those of rows and columns")
                 return int(shape[0]), int(shape[1])
         raise group.error("has no attribute 'shape'")
 
@@ -131,7 +136,7 @@ class H5adSource(SparseSource):
                 self.ignored[name] = str(reason)
 
     def _read_table(self, root: GuardedGroup) -> None:
-        """Read ``obs`` from a file written before 2020: one compound dataset, with the categories in ``uns``."""
+        """Read ``obs`` from a file written before 2020: a compound dataset, whose categories are in ``uns``."""
         try:
             rows = _table(root, "obs", self.shape[0])
         except _Unfit as reason:
@@ -170,9 +175,9 @@ class H5adSource(SparseSource):
             raise _Unfit(f"has the encoding {word!r}")
 
     def _column(self, stored: GuardedDataset) -> np.ndarray:
-        """Read a column of ``obs``. Raises _Unfit if a file cannot store its type."""
+        """Read a column of ``obs``. Raises _Unfit if an h5chunk file cannot store its type."""
         if stored.length != self.shape[0]:
-            raise stored.error(f"has {stored.length} values but the matrix {self.shape[0]} rows")
+            raise stored.error(f"has {stored.length} values but the matrix has {self.shape[0]} rows")
         if stored.is_strings:
             return stored.keep(_strings(stored), f"values of {stored.where}")
         if stored.dtype.kind not in "biuf":
@@ -183,7 +188,7 @@ class H5adSource(SparseSource):
         if stored.length > MAX_CATEGORIES:
             raise _Unfit(f"has {stored.length} categories, over the limit of {MAX_CATEGORIES}")
         if codes.dtype.kind not in "iu":
-            raise stored.error(f"its codes have the type {codes.dtype} but must be whole numbers")
+            raise stored.error(f"the codes of these categories have the type {codes.dtype} but must be whole numbers")
         bad = np.flatnonzero((codes < -1) | (codes >= stored.length))
         if len(bad):
             raise stored.error(f"code {codes[bad[0]]} of row {bad[0]} is out of range for {stored.length} categories")
@@ -215,6 +220,7 @@ class _Unfit(Exception):
 
 
 def _strings(stored: GuardedDataset) -> np.ndarray:
+    """Read strings. Raises _Unfit if they are longer than the limit."""
     try:
         return stored.strings()
     except SourceError as error:
@@ -224,7 +230,10 @@ def _strings(stored: GuardedDataset) -> np.ndarray:
 
 
 def _table(holder: GuardedGroup, name: str, length: int) -> np.ndarray:
-    """Read a compound dataset, whose members are columns. Raises _Unfit for datasets of other types."""
+    """Read a compound dataset, whose members are columns: (length,).
+
+    Raises _Unfit for a dataset of another type, and SourceError for another length.
+    """
     try:
         stored = holder.dataset(name)
     except SourceError as error:
@@ -241,4 +250,4 @@ def _choices(root: GuardedGroup) -> str:
     matrices = [name for name in ("X", "raw") if name in root or f"{name}.X" in root]
     layers = root.group("layers").names() if "layers" in root else []
     matrices += [f"layers/{name}" if name in ("X", "raw") else name for name in layers]
-    return f"its matrices are (--layer): {', '.join(matrices) or 'none'}"
+    return f"choose one of its matrices (--layer): {', '.join(matrices)}" if matrices else "it has no matrices"

@@ -24,22 +24,23 @@ from h5chunk.sources.kinds import MatrixSourceOptions
 from h5chunk.sources.options import Options
 from h5chunk.stamp import source_stamp, stamp_of
 
-MIN_PART_BYTES = 4 << 20  # of a source that is divided
+MIN_PART_BYTES = 4 << 20  # minimum size of the parts of a source that is split
 
 
 @dataclass(frozen=True)
 class Block:
     """A block of n entries of a sparse matrix, as (n,) arrays, which may be read-only.
 
-    Rows and columns are int64, counted from 0. If the source has ids (`SparseSource.has_ids`), they are these ids:
-    int64, or fixed-length bytes (``S``, UTF-8) whose length may differ from block to block. Values are finite and of
-    any numeric type; explicit zeros are kept. A matrix whose values are all one may have None in all blocks.
+    Rows and columns are int64, counted from 0. If the source has ids (`SparseSource.has_ids`), rows and columns are
+    these ids: int64, or fixed-length bytes (``S``, UTF-8) whose length may differ from block to block. Values are
+    finite and of any numeric type; explicit zeros are kept. If all entries of a matrix are 1, ``values`` may be None in
+    all of its blocks.
     """
 
     rows: np.ndarray
     columns: np.ndarray
     values: np.ndarray | None
-    times: np.ndarray | None = None  # int64: time of each entry, in any unit, if requested and known
+    times: np.ndarray | None = None  # int64: the time of each entry, in any unit, if requested and known
     first_line: int | None = None  # line of the first entry, from 1, if entry i is on line first_line + i
 
     def __len__(self) -> int:
@@ -57,12 +58,12 @@ class SparseSource:
     noun: ClassVar[str] = "sparse matrices"
     Options: ClassVar[type[Options]] = MatrixSourceOptions
     path: str
-    shape: tuple[int | None, int | None]  # a size is None until the entries are read if the file does not state it
+    shape: tuple[int | None, int | None]  # None for a size that is unknown until all entries are read
     num_bytes: int  # bytes to read, for progress
     axes: tuple[str, str] = ("rows of the source", "columns of the source")  # names of the axes, for reports
     has_ids: bool = False  # whether blocks have ids in place of row and column numbers
     row_fields: Mapping[str, np.ndarray] = MappingProxyType({})  # (rows,) of fixed-size dtypes, such as h5ad's obs
-    categories: Mapping[str, list[str]] = MappingProxyType({})  # by field: names of its codes; code -1 means missing
+    categories: Mapping[str, list[str]] = MappingProxyType({})  # names of the codes of a field; code -1: no category
     row_names: np.ndarray | None = None  # (rows,), such as barcodes
     column_names: np.ndarray | None = None  # (columns,), such as ids of genes
     column_symbols: np.ndarray | None = None  # (columns,): second names, such as symbols of genes
@@ -100,12 +101,12 @@ class SparseSource:
         return parts
 
     def range_of(self, count: int) -> tuple[int, int]:
-        """Return the range, (first, end), of the items that this part has of ``count`` items."""
+        """Return the range, (first, end), of this part's items if ``count`` items are divided among the parts."""
         number, num_parts = self.part
         return count * number // num_parts, count * (number + 1) // num_parts
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
-        """Yield the blocks of entries, and the number of bytes of the source read so far.
+        """Yield each block of entries with the number of bytes of the source read so far.
 
         All calls yield the same blocks. Reading takes about ``max_bytes`` of memory, including the blocks. Raises
         SourceError for invalid data; the message names the line, or the row and column.
@@ -114,7 +115,10 @@ class SparseSource:
 
 
 class Transposed(SparseSource):
-    """The transpose of a source. Its row fields are left out, because a file stores only fields of rows."""
+    """The transpose of a source.
+
+    The source's row fields are left out, because they would belong to columns, for which files store no fields.
+    """
 
     def __init__(self, source: SparseSource) -> None:
         self._source = source
@@ -144,9 +148,10 @@ class MemoryLimit:
         self._held_bytes = 0
 
     def check(self, claim: str, num_bytes: int, part_read: float = 1.0) -> None:
-        """Raise SourceError if ``num_bytes`` more exceed the limit; ``claim`` says in the message what they are for.
+        """Raise SourceError if ``num_bytes`` more would exceed the limit. The message says that they are for ``claim``.
 
-        ``part_read`` is the fraction of the source read so far, from 0 to 1; the rest is assumed to be similar.
+        ``part_read`` is the fraction of the source read so far, from 0 to 1. The limit that the message recommends
+        assumes that the rest needs as much memory per byte.
         """
         if self._held_bytes + num_bytes <= self.memory_bytes:
             return
@@ -195,5 +200,6 @@ class RegularFile:
             raise self.error(f"cannot be read: {error.strerror or error}") from None
 
     def check_unchanged(self, descriptor: int) -> None:
+        """Raise SourceError if the open file ``descriptor`` has changed, or is another file."""
         if stamp_of(descriptor) != self._stamp:
             raise self.error("changed while it was read")

@@ -1,6 +1,6 @@
-"""Find the columns with row, column, value and time in a table of entries, such as ratings, by their names.
+"""Find the columns of a table of entries, such as ratings, that hold the row, column, value and time of an entry.
 
-Names are compared in lower case, without separators: ``User-ID`` is ``userid``.
+They are found by their names, which are compared in lower case, without separators: ``User-ID`` is ``userid``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def names_show_entries(names: Sequence[str]) -> bool:
 
 
 def are_entries(names: Sequence[str]) -> bool:
-    """Return whether all names are known names for parts of an entry, among them one for its row and its column."""
+    """Return whether all names are known names for distinct parts of an entry, including its row and its column."""
     kinds = (ROWS, COLUMNS, VALUES, TIMES)
     known = [[part for part in kinds if part.fullmatch(name)] for name in plain_names(names)]
     parts = [found[0] for found in known if found]
@@ -75,10 +75,26 @@ def choose_columns(
     path: str,
     fail: Callable[[str], NoReturn],
 ) -> list[int]:
-    """Return the indices of the columns with row, column and, if there are any, value and time.
+    """Return the indices of the columns that hold the row, the column and, optionally, the value and the time.
 
-    ``requested`` are names or indices that the user chose, or None. A column of times is returned only if it is among
-    these. ``fail`` raises a SourceError, for an ambiguous header.
+    Parameters
+    ----------
+    header
+        Names of all columns; None if the table has no header.
+    width
+        Number of columns.
+    requested
+        Names or indices of the columns that the user chose, in this order; None to choose them by their names. A column
+        of times is returned only if it is requested.
+    path
+        The table, for messages.
+    fail
+        Raises SourceError with the message that it is given, if the header is ambiguous.
+
+    Raises
+    ------
+    OptionError
+        ``requested`` has the wrong length, names a column twice, or names a missing column.
     """
     if requested is not None:
         if not 2 <= len(requested) <= len(PARTS):
@@ -104,8 +120,8 @@ def choose_columns(
     if not ((width == 2 and says_nothing) or (len(left) == 3 and (parts[2] in left or says_nothing))):
         names = ", ".join(repr(name) for name in header)
         fail(
-            f"the names of the columns {names} do not show which are row, column and value: name "
-            "them with --columns; or pass --format table if each line is a sample, and not an entry of a sparse matrix"
+            f"the names of the columns {names} do not show which are row, column and value: name these three with "
+            "--columns; or pass --format table if each line is a sample, and not an entry of a sparse matrix"
         )
     return [i for i in left if i != parts[2]] + [i for i in left if i == parts[2]]
 
@@ -123,5 +139,5 @@ def _number(name: str, header: Sequence[str] | None, width: int, path: str) -> i
             if int(word) < width:
                 return int(word)
             raise OptionError(f"column {word} is missing: {printable(path)} has {width} columns, counted from 0")
-    existing = ", ".join(header) if header else f"no header, but columns 0 to {width - 1}"
+    existing = f"the columns {', '.join(header)}" if header else f"no header, but columns 0 to {width - 1}"
     raise OptionError(f"column {name!r} is not in {printable(path)}, which has {existing}")

@@ -14,7 +14,7 @@ import numpy as np
 from h5chunk.errors import SourceError
 from h5chunk.sources.matrix.block import Block
 
-ENTRY_BYTES = 64  # bytes of memory per entry: as read, as int64, masks
+ENTRY_BYTES = 64  # bytes of memory per entry: its numbers as they are read and as int64, and masks
 MIN_ENTRIES = 256
 
 
@@ -34,9 +34,10 @@ class Vector(Protocol):
 
 
 def check_vectors(layout: str, shape: tuple[int, int], vectors: Sequence[Vector]) -> None:
-    """Validate the shape, lengths and types of a matrix in layout ``csr``, ``csc`` or ``coo``, without reading values.
+    """Raise SourceError unless the shape of a matrix, and the lengths and types of its vectors, are valid and agree.
 
-    The vectors are data, indices and pointers; or, for coo, data, rows and columns.
+    ``layout`` is ``csr``, ``csc`` or ``coo``. The vectors are data, indices and pointers; or, for coo, data, rows and
+    columns. None of their values is read.
     """
     data, first, second = vectors
     if not all(0 <= length < 1 << 62 for length in shape):
@@ -46,10 +47,10 @@ def check_vectors(layout: str, shape: tuple[int, int], vectors: Sequence[Vector]
             raise SourceError(f"{vector.name} has the type {vector.dtype} but must be whole numbers")
     check_values_type(data.name, data.dtype)
     if data.length != first.length:
-        raise SourceError(f"{data.name} has {data.length} values but {first.name} {first.length} numbers")
+        raise SourceError(f"{data.name} has {data.length} values but {first.name} has {first.length} numbers")
     if layout == "coo":
         if second.length != first.length:
-            raise SourceError(f"{second.name} has {second.length} numbers but {first.name} {first.length}")
+            raise SourceError(f"{second.name} has {second.length} numbers but {first.name} has {first.length}")
         return
     num_major = shape[layout == "csc"]
     if second.length != num_major + 1:
@@ -60,11 +61,13 @@ def check_vectors(layout: str, shape: tuple[int, int], vectors: Sequence[Vector]
 
 
 def check_values_type(name: str, dtype: np.dtype) -> None:
-    """Raise SourceError unless ``dtype`` is one of real numbers of at most 64 bits."""
+    """Raise SourceError unless values of type ``dtype`` are booleans, or whole or real numbers of at most 64 bits."""
     if dtype.kind == "c":
         raise SourceError(f"{name} holds complex numbers ({dtype}): keep the real part, or the absolute value")
     if dtype.kind not in "biuf" or dtype.itemsize > 8:
-        raise SourceError(f"{name} has the type {dtype} but values must be whole or real numbers of at most 64 bits")
+        raise SourceError(
+            f"{name} has the type {dtype} but values must be whole or real numbers of at most 64 bits: convert it"
+        )
 
 
 def read_blocks(
@@ -74,9 +77,11 @@ def read_blocks(
     max_bytes: int,
     range_of: Callable[[int], tuple[int, int]] = lambda count: (0, count),
 ) -> Iterator[tuple[Block, int]]:
-    """Yield the entries in stored order, and the number of bytes read so far. `check_vectors` describes the parameters.
+    """Yield blocks of entries in stored order, each with the number of bytes of the source read so far.
 
-    ``range_of`` converts the number of entries to the range, (first, end), of those to yield.
+    `check_vectors` describes the first three parameters. Reading takes about ``max_bytes`` of memory. ``range_of`` is
+    called with the number of entries, and returns the range, (first, end), of the entries to yield. Raises SourceError
+    for invalid data.
     """
     check_vectors(layout, shape, vectors)
     entries = range_of(vectors[0].length)
@@ -145,13 +150,14 @@ def _pointers(vector: Vector, first: int, last: int, previous: int, num_entries:
     if len(falls):
         index = int(falls[0])
         raise SourceError(
-            f"{vector.name} falls from {ends[index]} to {ends[index + 1]} at {axis} {first + index}: it must not fall"
+            f"{vector.name} falls from {ends[index]} to {ends[index + 1]} at {axis} {first + index}: its numbers must "
+            "never decrease"
         )
     beyond = np.flatnonzero(ends > num_entries)
     if len(beyond):
         index = int(beyond[0])
         raise SourceError(
-            f"{vector.name} has {ends[index]} at {axis} {first + index - 1} but there are only {num_entries} entries"
+            f"{vector.name} is {ends[index]} at {axis} {first + index - 1} but there are only {num_entries} entries"
         )
     return ends
 
@@ -182,10 +188,11 @@ def _values(vector: Vector, start: int, stop: int, rows: np.ndarray, columns: np
 def dense_block(
     name: str, cells: np.ndarray, first: int, width: int, corner: tuple[int, int] = (0, 0), *, by_column: bool = False
 ) -> Block:
-    """Return the nonzero values among consecutive cells, (n,), of a dense matrix, beginning at cell ``first``.
+    """Return the nonzero values among ``cells``, (n,), the consecutive cells of a dense matrix from number ``first``.
 
-    The matrix is stored row by row, or ``by_column``, with ``width`` cells per row or column. It is part of a larger
-    matrix, in which its first cell is at ``corner`` (row, column).
+    The cells are numbered row by row, or ``by_column``, with ``width`` cells per row or column. The matrix may be part
+    of a larger one, in which its first cell is at ``corner`` (row, column). Raises SourceError for a value that is not
+    finite; its message starts with ``name``.
     """
     indices = np.flatnonzero(cells)
     values = native(cells[indices])
@@ -204,7 +211,7 @@ def native(values: np.ndarray) -> np.ndarray:
 
 
 def check_finite(name: str, values: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> None:
-    """Raise a SourceError that names row and column if a value is NaN or infinite."""
+    """Raise a SourceError that says the row and the column if a value is NaN or infinite. All arrays are (n,)."""
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         index = int(np.flatnonzero(~np.isfinite(values))[0])
         raise SourceError(

@@ -3,17 +3,17 @@
 | property | how it is detected, unless an option of `DelimitedOptions` sets it |
 | --- | --- |
 | separator | ``::``, tab, ``|``, semicolon, comma or runs of blanks, whichever splits the first lines evenly |
-| header | the first line, if it has words where the second line has numbers, or well-known names; if it has one name \
+| header | the first line, if it has words where the second line has numbers, or well-known names. If it has one name \
 too few, the last column is empty, or the first column has row names, as R writes them |
 | columns | by their names (userId, movieId, rating, timestamp and the like), otherwise the first, second and third |
-| ids | int64 if all ids in a sample of lines are integers without leading zeros, except at most one in 200, which is \
-then an error; otherwise strings |
+| ids | int64 if at least 199 of 200 ids in a sample of lines are integers without leading zeros (any other id is then \
+an error), otherwise strings |
 | values | float64, finite |
 | times | if requested: the column with such a name, or the fourth of four columns without a header if it looks like \
 Unix times; integers, real numbers or ISO 8601 dates |
 
-Lines at the start that begin with ``#`` or ``%`` are comments; comments further down are an error unless the option
-``comment`` has their mark. Blank lines are skipped.
+Lines above the data that begin with ``#`` or ``%`` are comments. If there are any, a line further down that begins with
+the same mark is an error, unless the option ``comment`` names it. Blank lines are skipped.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ NUM_PROBES, PROBE_BYTES = 16, 1 << 14
 class DelimitedSource(TextSource):
     """Entries in delimited text.
 
-    The option ``columns`` names the columns with row, column and optionally value and time, by their names in the
-    header or their numbers from 0. A name that ends with ``:str`` declares its ids to be strings.
+    The option ``columns`` selects the columns with the row, the column and, optionally, the value and the time of an
+    entry, by their names in the header or their numbers from 0. A name that ends with ``:str`` declares the ids of that
+    column to be strings.
     """
 
     kind = "csv"
@@ -131,12 +132,15 @@ class DelimitedSource(TextSource):
     def _check_width(self, first: bytes, requested: tuple[str, ...] | None) -> None:
         if self._width < 2:
             self._text.fail(
-                f"only one column, {quote_line(first)}: pass at least row and column, separated by a comma, tab, "
-                "semicolon, '|', blank or '::', or name the separator (--separator)",
+                f"only one column, {quote_line(first)}: a line needs a row and a column, separated by a comma, tab, "
+                "semicolon, '|', blank or '::', or by another separator (--separator)",
                 self.num_skipped + 1,
             )
         if self.header is None and requested is None and self._width > 4:
-            self._text.fail(f"{self._width} columns and no header: name row, column and value (--columns)")
+            self._text.fail(
+                f"{self._width} columns and no header: pass the numbers of the columns with the row, the column and "
+                "the value (--columns)"
+            )
 
     def _choose_id_types(self, table: list[list[bytes]], requested: tuple[str, ...] | None) -> None:
         """Read ids as strings if the option ``columns`` declares this, or if too many sampled ids are not integers."""
@@ -181,10 +185,10 @@ class DelimitedSource(TextSource):
                     self.num_skipped + 1,
                 )
             return False
-        return named or not any(map(is_number, first))  # else a broken line
+        return named or not any(map(is_number, first))  # a number is no name: it is in a broken line of data
 
     def _find_time(self, table: list[list[bytes]]) -> None:
-        """Find the column of times, if there is one, and its type, from the first lines."""
+        """Find the column of times and its type from the first lines; without such a column, do nothing."""
         if "time" in self._columns:
             candidates = [self._columns["time"]]
         elif self.header is not None:
@@ -203,7 +207,7 @@ class DelimitedSource(TextSource):
             cells = [row[candidates[0]] for row in table]
             strange = next((cell for cell in cells if time_type([cell]) is None), cells[-1])
             self._text.fail(
-                f"{self._name(candidates[0])} holds times that are neither numbers nor ISO 8601 dates, such as "
+                f"{self._name(candidates[0])} must hold times, as numbers or ISO 8601 dates, but has "
                 f"{quote_line(strange)}: convert them, or sort the lines by time and leave out that column"
             )
 
@@ -257,7 +261,7 @@ class DelimitedSource(TextSource):
         cells, quoted = self._dialect.cells(text), quote_line(text)
         if self._comment is not None and text.startswith(self._comment):
             mark = self._comment.decode()
-            self._text.fail(f"a comment below the data: remove it, or pass --comment '{mark}': {quoted}", line)
+            self._text.fail(f"a comment among the data: remove it, or pass --comment '{mark}': {quoted}", line)
         if b"\r" in text:
             self._text.fail(f"contains a carriage return that does not end the line: {quoted}", line)
         if self._dialect.has_quotes and text.count(b'"') % 2:

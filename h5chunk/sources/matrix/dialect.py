@@ -14,7 +14,7 @@ from h5chunk.sources.kinds import NAMED_SEPARATORS, TextOptions
 BLANKS = re.compile(rb"[ \t]+")
 EDGES = re.compile(rb"(?m)^ +| +\r?$")
 EDGE = re.compile(rb"\A |\n | \r?\n| \r?\Z")
-NUM_ALIKE = 20  # lines that must have equal numbers of cells
+NUM_ALIKE = 20  # first lines that a separator must split into equal numbers of cells
 COMMENTS = (b"#", b"%")
 WHOLE = re.compile(rb"-?(0|[1-9][0-9]{0,18})")
 
@@ -56,9 +56,11 @@ DIALECTS = (Dialect(b"::", has_quotes=False), TAB, Dialect(b"|"), Dialect(b";"),
 
 
 def guess_dialect(lines: list[bytes]) -> Dialect:
-    """Guess the separator of a file: the first that splits its first lines into equal numbers of cells.
+    """Guess the separator of a file from its first lines, at least one.
 
-    If there is none, the first that splits the first two lines at all.
+    It is the first separator in `DIALECTS` that splits all lines into equal numbers of cells, or else that splits each
+    of the first two lines, or else that occurs in the first line, or else blanks. Tabs count as blanks if only this
+    makes all cells of the first two lines numbers.
     """
     for must_agree in (True, False):
         sample = lines[: NUM_ALIKE if must_agree else 2]
@@ -85,7 +87,7 @@ def _are_numbers(dialect: Dialect, lines: list[bytes]) -> bool:
 
 
 def num_comments(lines: list[bytes], mark: str | None = None) -> int:
-    """Count comments and blank lines before the first line of data."""
+    """Count the comments and blank lines above the first line of data. ``mark`` begins comments, as # and % do."""
     marks = COMMENTS + ((mark.encode(),) if mark else ())
     return next((i for i, line in enumerate(lines) if line.strip() and not line.startswith(marks)), len(lines))
 

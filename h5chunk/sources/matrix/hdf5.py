@@ -114,7 +114,7 @@ class GuardedGroup:
         return GuardedGroup(self.owner, member, self._descriptor, self._place(name))
 
     def dataset(self, name: str, num_dimensions: int = 1) -> GuardedDataset:
-        """Open a dataset in the group, and validate its size and type."""
+        """Open a dataset in the group. Raises SourceError unless its number of dimensions, size and type are valid."""
         member = self._member(name)
         if not isinstance(member, h5py.Dataset):
             raise self.error("must be a dataset", name)
@@ -203,13 +203,19 @@ class GuardedDataset:
         return values
 
     def names(self, axis: str, length: int) -> np.ndarray:
-        """Read ``length`` strings, one per row or column, and count them as kept memory."""
+        """Read strings, one per row or column, and count them as kept memory: (length,) ``S``, UTF-8.
+
+        Raises SourceError unless the dataset has ``length`` strings. Messages call them ``axis``, such as barcodes.
+        """
         if self.length != length:
             raise self.error(f"has {self.length} names but the matrix has {length} {axis}")
         return self.keep(self.strings(), axis)
 
     def keep(self, values: np.ndarray, noun: str) -> np.ndarray:
-        """Check and count the memory of an array that is kept, and of a permuted copy; return the array."""
+        """Count the memory of an array that is kept, and of a permuted copy of it, against the limit; return the array.
+
+        The message of the SourceError for too much memory calls the values ``noun``.
+        """
         self.memory.keep(f"{len(values):,} {noun}", 2 * values.nbytes)
         return values
 
@@ -256,9 +262,10 @@ class GuardedDataset:
     def parts(
         self, max_bytes: int, range_of: Callable[[int], tuple[int, int]]
     ) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Yield (first row, first column, values) for blocks that cover a dataset with two dimensions.
+        """Yield (first row, first column, values) of the blocks that cover a dataset with two dimensions.
 
-        ``range_of`` converts the number of runs of rows to the range, (first, end), of those to yield.
+        Blocks are chunks; those of a dataset without chunks take at most ``max_bytes``. ``range_of`` is called with the
+        number of rows of blocks, and returns the range, (first, end), of the rows of blocks to yield.
         """
         if not self.num_bytes:
             return
@@ -279,7 +286,11 @@ class GuardedDataset:
                     yield row, column, self._chunk(number)[: self._at - row, : stop - column]
 
     def _read_run(self, start: int, shape: tuple[int, ...], slices: tuple[slice, ...]) -> np.ndarray:
-        """Read elements of a dataset without chunks: by number if it is contiguous, by slices if it is compact."""
+        """Read elements of a dataset without chunks, as an array of ``shape``.
+
+        If the dataset is contiguous, they are read directly from element number ``start`` on, otherwise by HDF5, which
+        takes ``slices``.
+        """
         if self._offset is None:
             if self.is_text and self.length:
                 raise self.error("its strings are in an unsupported layout: rewrite the file (h5repack)")
@@ -290,7 +301,7 @@ class GuardedDataset:
         return values
 
     def _chunk(self, number: int) -> np.ndarray:
-        """Read one whole chunk; the last chunk is cached."""
+        """Read one whole chunk. The chunk that was read last is cached."""
         assert self._chunks is not None
         if self._cached is None or self._cached[0] != number:
             data = np.empty(self._chunks.chunk_bytes, np.uint8)

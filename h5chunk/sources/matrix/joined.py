@@ -85,11 +85,11 @@ class JoinedSource(SparseSource):
         columns = [source.row_fields.get(name) for source in self._sources]
         parts = [values for values in columns if values is not None]
         if len(parts) < len(columns):
-            self.ignored[name] = f"only {len(parts)} of {len(columns)} files have it"
+            self.ignored[name] = f"is in only {len(parts)} of {len(columns)} files"
             return
         coded = [name in source.categories for source in self._sources]
         if any(coded) != all(coded) or len({values.dtype.kind for values in parts}) > 1:
-            self.ignored[name] = "is not of one type in all files"
+            self.ignored[name] = "does not have the same type in all files"
             return
         if all(coded):
             lists = [source.categories[name] for source in self._sources]
@@ -100,7 +100,7 @@ class JoinedSource(SparseSource):
         self.row_fields[name] = np.concatenate(parts)
 
     def split(self, num_parts: int) -> list[JoinedSource]:
-        """Return parts of whole files."""
+        """Return sources that each read some of the files."""
         parts, num_files = [], len(self._sources)
         cuts = np.unique(np.linspace(0, num_files, min(num_parts, num_files) + 1).astype(np.int64)).tolist()
         for first, last in pairwise(cuts):
@@ -141,7 +141,7 @@ def _list_paths(source: Any) -> list[str]:
 
 
 def _has_cells(folder: str) -> bool:
-    """Return whether an .h5ad is among the first `MAX_NAMES` of a folder, which may contain millions of images."""
+    """Return whether one of the first `MAX_NAMES` files of a folder is an .h5ad; it may contain millions of images."""
     try:
         with os.scandir(folder) as entries:
             return any(entry.name.endswith(".h5ad") for entry in islice(entries, MAX_NAMES))
@@ -159,8 +159,8 @@ def _check_shape(source: SparseSource) -> int:
     """Return the number of rows of a source. Raises SourceError if its shape is unknown before it is read."""
     if source.has_ids or source.shape[0] is None or source.shape[1] is None:
         raise SourceError(
-            f"{printable(source.path)}: the numbers of rows and columns of {source.kind} are unknown before all "
-            "entries are read, so that it cannot be joined: convert it alone"
+            f"{printable(source.path)}: cannot be joined, because the numbers of rows and columns of {source.kind} are "
+            "unknown before all entries are read: convert this file by itself"
         )
     return source.shape[0]
 
@@ -170,8 +170,8 @@ def _join_columns(
 ) -> tuple[list[np.ndarray | None], np.ndarray | None, int]:
     """Match the columns of all sources by name.
 
-    Returns, for each source, the new numbers of its columns (-1 if left out; None if they are unchanged); and the names
-    and the number of all columns.
+    Returns the new numbers of the columns of each source (-1 for a column that is left out; None if all are unchanged),
+    and the names and the number of the joined columns.
     """
     first = sources[0]
     lists = [None if source.column_names is None else source.column_names.tolist() for source in sources]

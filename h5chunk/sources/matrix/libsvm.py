@@ -1,8 +1,8 @@
 """Read libsvm and svmlight files: ``label [qid:N] index:value ... # comment``; also .gz.
 
-Indices count from 1, or from 0 if the file contains an index 0, unless ``first_index`` is given. A file is read twice:
-first for its labels and the lowest index, then for its entries. Blank lines and comment lines are not rows. Sources:
-the README of LIBSVM, and the page of SVM-light.
+Indices count from 1, or from 0 if the file contains an index 0, unless the option ``first_index`` says otherwise. A
+file is read twice: first for its labels and the lowest index, then for its entries. Blank lines and comment lines are
+not rows. Sources: the README of LIBSVM, and the home page of SVM-light.
 """
 
 from __future__ import annotations
@@ -127,11 +127,14 @@ class LibsvmSource(TextSource):
             pair = PAIR.fullmatch(word)
             if not pair or int(pair[1]) < self._base:
                 self._text.fail(
-                    f"{quote_line(word)} must be index:value with an index from {self._base}: {quote_line(text)}", line
+                    f"{quote_line(word)} must be index:value, with an index of at least {self._base}: "
+                    f"{quote_line(text)}",
+                    line,
                 )
             elif not NUMBER.fullmatch(pair[2]) or not np.isfinite(float(pair[2])):
                 self._text.fail(
-                    f"column {quote_line(pair[1])} has the value {quote_line(pair[2])}: it must be finite", line
+                    f"column {quote_line(pair[1])} has the value {quote_line(pair[2])}, which is not a finite number",
+                    line,
                 )
         self._text.fail(f"cannot be read: {quote_line(text)}", line)
 

@@ -1,4 +1,4 @@
-"""Read Matrix Market coordinate files: real, integer or pattern; general, symmetric or skew-symmetric; also .gz.
+"""Read Matrix Market coordinate files (real, integer or pattern; general, symmetric or skew-symmetric); also .gz.
 
 The blocks of a symmetric file have both triangles, although the file stores one. Source: Boisvert, Pozo, Remington,
 "The Matrix Market Exchange Formats" (NISTIR 5935).
@@ -16,6 +16,7 @@ from h5chunk.source import OpenContext
 from h5chunk.sources.matrix.block import Block
 from h5chunk.sources.matrix.dialect import BLANK
 from h5chunk.sources.matrix.text import TextSource, quote_line, read_columns
+from h5chunk.sources.options import one_of
 from h5chunk.sources.recognise import has_suffix, text_lines
 from h5chunk.store.hdf5.guard import MAX_RATIO
 
@@ -56,9 +57,14 @@ class MtxSource(TextSource):
         if layout != "coordinate":
             self._text.fail(f"its layout is {layout!r}, but only coordinate is supported: save it as .npy", 1)
         if field not in FIELDS:
-            self._text.fail(f"its values are {field!r}, but only {', '.join(FIELDS)} are supported", 1)
-        if symmetry not in SYMMETRIES or (field == "pattern" and symmetry == "skew-symmetric"):
-            self._text.fail(f"its symmetry is {symmetry!r} of {field}, but it must be {', '.join(SYMMETRIES)}", 1)
+            self._text.fail(f"its values are {field!r}, but only {one_of(list(FIELDS))} are supported: convert them", 1)
+        is_pattern = field == "pattern"
+        if symmetry not in SYMMETRIES or (is_pattern and symmetry == "skew-symmetric"):
+            self._text.fail(
+                f"its symmetry is {symmetry!r}, but only {one_of(SYMMETRIES)}{' (not of a pattern)' * is_pattern} are "
+                "supported: store both triangles, and declare the matrix general",
+                1,
+            )
         self._value_type = FIELDS[field]
         self._symmetry = symmetry
 
@@ -71,7 +77,7 @@ class MtxSource(TextSource):
             self._text.fail(f"is {self._symmetry}, but has {rows} rows and {columns} columns", self.num_skipped)
         if entries * MIN_ENTRY_BYTES > self.num_bytes * (MAX_RATIO if self._text.is_packed else 1):
             self._text.fail(
-                f"claims {entries} entries but the file has {self.num_bytes} bytes: it is cut short",
+                f"claims {entries} entries but the file has {self.num_bytes} bytes: it is cut short, copy it again",
                 self.num_skipped,
             )
         return (rows, columns), entries

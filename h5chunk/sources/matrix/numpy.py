@@ -1,6 +1,6 @@
 """Read matrices in NumPy files: an .npz of ``scipy.sparse.save_npz``, or a dense .npy, whose zeros are dropped.
 
-The members of an .npz (compressed rows, compressed columns or coordinates) are read side by side as streams, so that
+An .npz holds compressed rows, compressed columns or coordinates. Its members are read side by side as streams, so that
 memory is bounded whatever sizes they claim. Source: scipy.sparse.save_npz.
 """
 
@@ -21,7 +21,7 @@ from h5chunk.sources.matrix.compressed import check_values_type, check_vectors, 
 from h5chunk.sources.numpy_files import MAX_SMALL_BYTES, open_npz, read_header
 from h5chunk.sources.recognise import NPY_MAGIC, has_suffix, zip_members
 
-FREE_BYTES, MAX_LARGE_RATIO = 1 << 30, 256  # real indices of more bytes do not compress better than this ratio
+FREE_BYTES, MAX_LARGE_RATIO = 1 << 30, 256  # indices of more than FREE_BYTES never compress better than this ratio
 CELL_BYTES = 48  # bytes of memory per nonzero cell: int64 numbers and masks
 MIN_CELLS = 1024
 MEMBERS = {"csr": ("indices", "indptr"), "csc": ("indices", "indptr"), "coo": ("row", "col")}
@@ -53,7 +53,9 @@ class NpzSource(SparseSource):
             self._layout = self._read_layout(archive)
             shape = self._small(archive, "shape")
             if shape.dtype.kind not in "iu" or shape.size != 2 or int(shape.min()) < 0:
-                raise self._file.error(f"member 'shape' is {shape.tolist()} but must be two numbers: rows and columns")
+                raise self._file.error(
+                    f"member 'shape' is {shape.tolist()} but must be two numbers, those of rows and columns"
+                )
             self.shape = int(shape[0]), int(shape[1])
             check_vectors(self._layout, self.shape, self._vectors(archive))
 
@@ -70,7 +72,7 @@ class NpzSource(SparseSource):
             raise self._file.error(f"has no member {name!r}, so it is not a matrix of scipy.sparse.save_npz")
         member = _Member(self.path, archive, name)
         if member.num_bytes > MAX_SMALL_BYTES:
-            raise self._file.error(f"member {name!r} has {member.num_bytes} bytes, which is invalid")
+            raise self._file.error(f"member {name!r} has {member.num_bytes} bytes, over the limit of {MAX_SMALL_BYTES}")
         return member.read(0, member.length)
 
     def _read_layout(self, archive: zipfile.ZipFile) -> str:
@@ -165,7 +167,10 @@ class NpySource(SparseSource):
             yield block, self._offset + (start + len(part) - first) * self._dtype.itemsize
 
     def _cells(self, start: int, count: int) -> np.ndarray:
-        """Read cells in stored order; a memory map is not used, because truncating the file would kill the process."""
+        """Read ``count`` cells in stored order, from number ``start`` on, as (count,).
+
+        A memory map is not used, because the process would be killed if someone truncated the file.
+        """
         offset = self._offset + start * self._dtype.itemsize
         with self._file.reading() as file:
             cells = np.fromfile(file, self._dtype, count, offset=offset)

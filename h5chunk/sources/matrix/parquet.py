@@ -27,6 +27,7 @@ from h5chunk.sources.matrix.columns import (
     without_type,
 )
 from h5chunk.sources.matrix.text import MAX_ID_BYTES
+from h5chunk.sources.options import one_of
 from h5chunk.sources.recognise import is_path
 from h5chunk.sources.table import MAGIC, is_parquet, tables_in
 
@@ -78,10 +79,14 @@ class ParquetEntries(SparseSource):
                     raise SourceError(f"{where}: is missing, but {printable(self._paths[0].name)} has this column")
                 kind = schema.field(name).type
                 if not has_type(kind, *TYPES[part]):
-                    raise SourceError(f"{where} is of type {kind}: choose other columns (--columns)")
+                    raise SourceError(
+                        f"{where} is of type {kind}, but only {one_of(TYPES[part])} types are supported: convert it, "
+                        "or choose other columns (--columns)"
+                    )
                 if has_type(kind, "integer") != has_type(first.field(name).type, "integer") and part in PARTS[:2]:
                     raise SourceError(
-                        f"{where} is of type {kind}, but of type {first.field(name).type} in the first file"
+                        f"{where} is of type {kind}, but of type {first.field(name).type} in the first file: convert "
+                        "one of them"
                     )
 
     @classmethod

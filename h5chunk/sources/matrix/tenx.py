@@ -1,16 +1,16 @@
-"""Counts of 10x Genomics' Cell Ranger: samples are the barcodes (cells), and columns are features (genes).
+"""Read counts of 10x Genomics' Cell Ranger: samples are the barcodes (cells), and columns are features (genes).
 
-In HDF5 they are stored as compressed columns of features x barcodes, which equal the compressed rows of barcodes x
-features. In a folder, a Matrix Market file has tables of barcodes and features beside it:
+An HDF5 file holds compressed columns of features x barcodes, which equal the compressed rows of barcodes x features. In
+a folder, a Matrix Market file has tables of barcodes and features beside it:
 
 | | matrix | cells | genes |
 | --- | --- | --- | --- |
 | Cell Ranger 2 | ``matrix.mtx`` | ``barcodes.tsv`` | ``genes.tsv`` |
 | Cell Ranger 3 and later, STARsolo | ``matrix.mtx.gz`` | ``barcodes.tsv.gz`` | ``features.tsv.gz`` |
 
-Every file may be compressed with gzip or not. The names may share a prefix, as in ``GSM123_matrix.mtx.gz``; the matrix
-may have another name if the tables have no prefix. A file with a row per feature is read transposed; a file with a row
-per barcode, according to the lengths of the tables, is not.
+Any of these files may be compressed with gzip. The names may share a prefix, as in ``GSM123_matrix.mtx.gz``; the matrix
+may have another name if the tables have no prefix. According to the lengths of the tables, the matrix has a row per
+feature, and is transposed, or a row per barcode.
 Source: 10x Genomics, "Feature-Barcode Matrices" (HDF5 and the MEX format).
 """
 
@@ -36,6 +36,7 @@ from h5chunk.sources.recognise import has_suffix, hdf5_members, is_path
 PIECE_BYTES = 1 << 20
 V2_NAMES = ("genes", "gene_names")
 NAME_BYTES = 64  # bytes of memory per name while a piece is read
+UNCLEAR = "so that it is unclear whether its rows or its columns are the samples"
 WAYS = (
     "put the tables of this matrix beside it, or convert the .mtx with --format mtx, which makes its rows the samples, "
     "or with --format mtx --transpose, which makes its columns the samples"
@@ -43,7 +44,7 @@ WAYS = (
 
 
 class TenxSource(SparseSource):
-    """A 10x .h5. If a file of version 2 has several genomes, the option ``layer`` chooses one."""
+    """An .h5 file of Cell Ranger. If a file of version 2 has several genomes, the option ``layer`` chooses one."""
 
     kind = "10x"
     has_parts = True
@@ -87,7 +88,7 @@ class TenxSource(SparseSource):
             if root.is_group(name) and {"barcodes", "indptr"} <= set(root.group(name).names())
         ]
         if not found:
-            raise root.error("has no group with barcodes and indptr, so it is not a matrix of 10x")
+            raise root.error("has no group with barcodes and indptr, so it is not a matrix of Cell Ranger")
         if self._layer is None and len(found) > 1:
             raise root.error(f"has a matrix for each of {', '.join(found)}: choose one (--layer)")
         name = found[0] if self._layer is None else self._layer
@@ -98,7 +99,7 @@ class TenxSource(SparseSource):
     def _matrix(self, group: GuardedGroup) -> tuple[tuple[int, int], list[GuardedDataset]]:
         sizes = group.dataset("shape")
         if sizes.dtype.kind not in "iu" or sizes.length != 2:
-            raise sizes.error("must be two numbers: features and barcodes")
+            raise sizes.error("must be two numbers, those of features and barcodes")
         num_features, num_barcodes = (int(size) for size in sizes.read(0, 2))
         parts = [group.dataset(name) for name in ("data", "indices", "indptr")]
         shape = num_barcodes, num_features
@@ -171,7 +172,7 @@ class TenxFolderSource(SparseSource):
             other = files.barcodes or files.features
             missing = "features.tsv or genes.tsv" if files.barcodes else "barcodes.tsv"
             beside = f"{printable(other)} is beside it, but no {missing}" if other else "no tables of 10x are beside it"
-            raise SourceError(f"{printable(self.path)}: {beside}, so that it is unclear what samples are: {WAYS}")
+            raise SourceError(f"{printable(self.path)}: {beside}, {UNCLEAR}: {WAYS}")
         matrix: SparseSource = MtxSource(files.matrix, options, context)
         self.num_bytes = matrix.num_bytes
         memory = MemoryLimit(self.path, context.memory_bytes)
@@ -184,7 +185,7 @@ class TenxFolderSource(SparseSource):
             raise SourceError(
                 f"{printable(self.path)}: is {matrix.shape[0]} x {matrix.shape[1]}, but "
                 f"{printable(files.barcodes)} has {self.shape[0]} lines and {printable(files.features)} "
-                f"{self.shape[1]}, so that it is unclear what samples are: {WAYS}"
+                f"{self.shape[1]}, {UNCLEAR}: {WAYS}"
             )
         self._matrix = Transposed(matrix) if matrix.shape == self.shape[::-1] else matrix
 
@@ -210,7 +211,8 @@ def _read_names(path: str, max_lines: int, memory: MemoryLimit, column: int = 0)
         bad = next((i for i, name in enumerate(names) if not min_bytes <= len(name) <= MAX_ID_BYTES), None)
         if bad is not None:
             table.fail(
-                f"has a name of {len(names[bad])} bytes, but {min_bytes} to {MAX_ID_BYTES} are read", piece.line + bad
+                f"has a name of {len(names[bad])} bytes, but names must have {min_bytes} to {MAX_ID_BYTES}",
+                piece.line + bad,
             )
         count, width = count + len(names), max(width, *map(len, names))
         if count > max_lines:

@@ -1,6 +1,7 @@
 """Read text in pieces of whole lines, also from files compressed with gzip, bzip2, xz or zstd.
 
-Memory is bounded, because pieces and lines have a maximum length. Pieces are UTF-8, whatever the encoding of the file.
+Memory is bounded, because pieces and lines have a maximum length. Pieces are in UTF-8, whatever the encoding of the
+file.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ MAX_LINE_BYTES = 64 << 20  # a row of libsvm with five million entries
 MIN_LINE_BYTES, PIECES_OF_LINE = 1 << 20, 16  # a line may be 16 times as long as a piece, or 1 MiB if that is more
 MAX_SHOWN = 120  # characters of a line that a message shows
 HEAD_BYTES = 1 << 18
-MIN_PART_BYTES = 4 << 20  # more than the head, which has the lines above the data
+MIN_PART_BYTES = 4 << 20  # minimum size of the parts of a split file; more than the head, which has its header
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 1 << 14, 32 << 20
 XZ_MEMORY_BYTES = 128 << 20  # xz -9 takes half of it
 ARROW_BLOCKS = 8  # parts of a piece that are parsed in parallel
@@ -120,7 +121,7 @@ class TextFile(RegularFile):
         magic = max((magic for magic in PACKINGS if start.startswith(magic)), key=len)
         self._packing, self._unpack = PACKINGS[magic]
         self._encoding = encoding
-        self._span = (0, self.num_bytes)  # bytes in which the lines begin that are read
+        self._span = (0, self.num_bytes)  # the lines that begin in this range of bytes are read
         with self.reading() as raw, self._errors_with_line(lambda: 1):
             if encoding is None and self._unpack(raw).read(2) in UTF16_MARKS:
                 self._encoding = "utf-16"
@@ -128,7 +129,7 @@ class TextFile(RegularFile):
             file = self._unpacked(raw)
             head, self._goes_on = file.read(HEAD_BYTES), bool(file.read(1))
         self._check_text(head, 1)
-        self.head = head.removeprefix(UTF8_MARK)  # the last line may be cut
+        self.head = head.removeprefix(UTF8_MARK)  # its last line may be incomplete
         if not self.head.strip(b" \t\r\n"):
             self.fail("contains only blanks")
         if self.head.lstrip().startswith(b"<"):
@@ -137,7 +138,10 @@ class TextFile(RegularFile):
             self.fail("its lines end with carriage returns: replace them by line feeds (tr '\\r' '\\n')")
 
     def fail(self, problem: str, line: int | None = None) -> NoReturn:
-        """Raise a SourceError that names the file and the line, which is counted from the first that is read."""
+        """Raise a SourceError that names the file and the line.
+
+        ``line`` is 1 for the first line that this reader reads; the message has its number in the whole file.
+        """
         if line and self._span[0]:
             line += self._count_lines(self._span[0] - 1)
         where = printable(self.path) + (f", line {line}" if line else "")
@@ -166,7 +170,7 @@ class TextFile(RegularFile):
         return not self.is_packed and self._encoding is None
 
     def _count_lines(self, num_bytes: int) -> int:
-        """Count the lines of the file that begin at or before a byte."""
+        """Count the lines of the file that begin at or before byte ``num_bytes``."""
         with self.reading() as raw:
             parts = range(0, num_bytes, MAX_PIECE_BYTES)
             return 1 + sum(raw.read(min(MAX_PIECE_BYTES, num_bytes - first)).count(b"\n") for first in parts)
@@ -189,7 +193,11 @@ class TextFile(RegularFile):
                 yield b"\n".join(lines if number == num_probes else lines[:-1])
 
     def pieces(self, num_bytes: int) -> Iterator[Piece]:
-        """Yield all lines in order, in pieces of about ``num_bytes``, or up to `PIECES_OF_LINE` times that."""
+        """Yield all lines in order, in pieces of about ``num_bytes``; a piece with a long line may be longer.
+
+        Raises SourceError for text that cannot be read or decoded, and for a line longer than the limit:
+        `PIECES_OF_LINE` times ``num_bytes``, but at least `MIN_LINE_BYTES` and at most `MAX_LINE_BYTES`.
+        """
         line = 1
         limit = min(MAX_LINE_BYTES, max(MIN_LINE_BYTES, PIECES_OF_LINE * num_bytes))
         rest: list[bytes] = []  # the start of an unfinished line
@@ -232,7 +240,7 @@ class TextFile(RegularFile):
         except (gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
             self.fail(f"its {self._packing} stream is damaged: {error}", line())
         except UnicodeError as error:
-            self.fail(f"is not text in the encoding {self._encoding}: {error}", line())
+            self.fail(f"is not text in the encoding {self._encoding}: {error}: pass another (--encoding)", line())
         except OSError as error:
             self.fail(f"cannot be read: {error.strerror or error}", line())
 
@@ -293,10 +301,10 @@ class TextSource(SparseSource):
 def read_columns(
     data: bytes, mark: str, quotes: bool, width: int, types: Mapping[int, Any], decimal: str = "."
 ) -> list[Any]:
-    """Parse the columns that are the keys of ``types``, as Arrow arrays of these types.
+    """Parse the columns of whole lines whose numbers are the keys of ``types``, as Arrow arrays of the types in it.
 
-    All lines must have ``width`` columns, with the separator ``mark``; strings must be UTF-8. Raises ArrowInvalid
-    otherwise.
+    All lines must have ``width`` columns, separated by the character ``mark``, and strings must be UTF-8. ``quotes``
+    says whether cells may be in double quotes. ``decimal`` is the decimal mark. Raises ArrowInvalid for other data.
     """
     if not data.strip(b"\r\n"):
         return [pyarrow.array([], kind) for kind in types.values()]
