@@ -15,10 +15,10 @@ from h5chunk.feed.layout import ArrayShape
 from h5chunk.store.read.windows import WindowReader
 from h5chunk.transforms.csr import Allocate, SampleNumbers
 
-SMALL_FRAME = 256  # bytes; of larger frames, NumPy gathers each with one copy
+SMALL_FRAME = 256  # frames of at most this many bytes are copied window by window, larger ones one by one
 
 
-class FrameRoom(NamedTuple):
+class FrameBuffers(NamedTuple):
     """Memory for the frames of one read: ``rows``, (m,) int64, ascending, and ``values``, (m, frame_bytes) uint8."""
 
     rows: np.ndarray
@@ -28,9 +28,10 @@ class FrameRoom(NamedTuple):
 class Frames:
     """The distinct frames of n windows, ``values``, (m, ...), and ``table``, int64, which locates the windows in them.
 
-    With ``steps``, (k,) int64, the table is (n, 3). Each row has the positions in ``values`` of a window's step 0, and
-    of the first and the last frame that the window may use. Without, the table is (n, k), with the position of each
-    frame. All of these are on the same device. ``rows``, (m,) int64, are the rows of the frames in the file.
+    If ``steps`` is (k,) int64, the table is (n, 3). Each row has the positions in ``values`` of the window's current
+    time step, and of the first and the last frame that the window may use; ``steps`` has the offsets of the window's
+    frames from the current time step. If ``steps`` is None, the table is (n, k), with the position of each frame. These
+    tensors are on the same device. ``rows``, (m,) int64, are the rows of the frames in the file.
     """
 
     def __init__(self, values: torch.Tensor, table: torch.Tensor, rows: np.ndarray, steps: torch.Tensor | None) -> None:
@@ -106,11 +107,11 @@ class FrameLayout:
 
     @property
     def sample_bytes(self) -> int:
-        """Estimated bytes per window: one frame, as windows share the others, and its row of the table."""
+        """Estimated bytes per window: one frame, because windows share the others, and a row of the table."""
         return self.reader.frames.fields[self.name].grid.sample_bytes + 8 * self._table_width
 
     def frames(self, values: torch.Tensor, table: torch.Tensor, rows: np.ndarray) -> Frames:
-        """Return the windows that a table, as `WindowReader.distinct_rows` returns it, locates in ``values``."""
+        """Return the windows that ``table``, as returned by `WindowReader.distinct_rows`, locates in ``values``."""
         steps = None
         if self.reader.is_dense(self.name):
             if values.device not in self._steps:
@@ -141,15 +142,15 @@ class FrameWindow:
             raise AssertionError(f"{len(samples)} windows have {len(self._rows)} frames, but memory for only {most}")
         self.shapes = layout.arrays(len(self._rows), len(samples))
 
-    def destination(self, arrays: Any) -> FrameRoom:
+    def destination(self, arrays: Any) -> FrameBuffers:
         """Fill in the table of the windows, and return the memory into which readers write the frames."""
         values, table = (array.numpy() for array in arrays)
         table[:] = self._table
-        del self._table  # of many small frames, it is larger than the frames
-        return FrameRoom(self._rows, values.reshape(len(values), -1 if values.size else 0).view(np.uint8))
+        del self._table  # it is larger than the frames if they are small
+        return FrameBuffers(self._rows, values.reshape(len(values), -1 if values.size else 0).view(np.uint8))
 
     def check(self) -> None:
-        """Do nothing, because any bytes are valid."""
+        """Do nothing, because all bytes are valid frames."""
 
     def samples(self, arrays: Any) -> Frames:
         return self._layout.frames(arrays[0], arrays[1], self._rows)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from h5chunk.errors import FileError, WorkerError, lost_by_fork, printable
-from h5chunk.feed.frames import FrameRoom
+from h5chunk.feed.frames import FrameBuffers
 from h5chunk.native import CANCELLED, DONE, Ending, NativePool, Result, available
 from h5chunk.plan.order import Window
 from h5chunk.stamp import stamp_of
@@ -312,7 +312,7 @@ class ReadPool:
             out.view(values.dtype).reshape(values.shape)[:] = values
             return ()
         rows, destinations, samples = window.rows, window.destinations, window.samples
-        if isinstance(out, FrameRoom):
+        if isinstance(out, FrameBuffers):
             rows = samples = out.rows
             destinations, out = np.arange(len(rows)), out.values
         if name in self._whole:

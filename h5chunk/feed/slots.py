@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from h5chunk.errors import FileError, OptionError, human_bytes
-from h5chunk.feed.frames import FrameLayout, FrameRoom, Frames, FrameWindow
+from h5chunk.feed.frames import FrameBuffers, FrameLayout, Frames, FrameWindow
 from h5chunk.feed.layout import FieldLayout, Layouts, MatrixLayout, aligned_bytes, slot_bytes
 from h5chunk.store.read.csr import CsrBuffers
 from h5chunk.transforms.csr import CsrRows, SampleNumbers
@@ -31,7 +31,7 @@ KEPT = 2  # free buffers to keep per field, because a loop holds one batch while
 REUSED_BYTES = 1 << 20  # smaller buffers are allocated by malloc, which reuses their memory itself
 
 Fields = tuple[Any, ...]  # the samples of each field, on the device: a torch.Tensor or CsrRows
-Destination = np.ndarray | CsrBuffers | FrameRoom  # the memory that readers fill with the samples of a field
+Destination = np.ndarray | CsrBuffers | FrameBuffers  # the memory that readers fill with the samples of a field
 Arrays = list[list[torch.Tensor]]  # for each field, one array of dense samples or the arrays of a CSR matrix
 
 

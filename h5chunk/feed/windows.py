@@ -40,7 +40,8 @@ class Windows(ChunkDataset):
         for obs, actions in h5chunk.ChunkLoader(dataset, 256):
             ...
 
-    All frames of a window are from one episode. ``dataset[i]`` is a tuple with the frames of window i for each field,
+    Each window has a current time step: it consists of ``length`` frames from this time step on, and of ``history``
+    frames before it, all from one episode. ``dataset[i]`` is a tuple with the frames of window i for each field,
     (frames, ...). `ChunkLoader`, `ChunkSampler` and a DataLoader accept it like any `ChunkDataset`, with the same
     guarantees. A chunk is read and decoded once for all windows that are shuffled together.
 
@@ -55,21 +56,21 @@ class Windows(ChunkDataset):
         length, are decoded to (H, W, C) uint8, once for all windows that are read together. They must have one size
         and be grey (C = 1) or RGB (C = 3), as Pillow decodes them. OpenCV has the channels in the reverse order.
     length : int
-        Number of frames from the first time step of the window on, for a field with the largest stride.
+        Number of frames from the current time step on, for a field with the largest stride.
     history : int
-        Number of frames before the first time step of the window, for a field with the largest stride.
+        Number of frames before the current time step, for a field with the largest stride.
     stride : int, or mapping of str to int
         Number of time steps from one frame to the next, for all fields or by field name. The largest stride must be a
         multiple of the others. A field that is not in the mapping has stride 1.
         With ``{"obs": 5, "actions": 1}`` and a length of 4, a window has 4 observations and all 20 actions.
     padding : {"none", "edge"}
-        "none": all frames of a window are inside its episode. "edge": a window begins at every time step, and frames
-        outside of the episode repeat its first or last frame. For each field NAME, "edge" adds the field
+        "none": all frames of a window are inside its episode. "edge": every time step is the current one of a window,
+        and frames outside of the episode repeat its first or last frame. For each field NAME, "edge" adds the field
         ``NAME_is_pad``, (frames,) bool, which marks the repeated frames.
     goal : {"last", "future"}, or mapping of str to these, optional
-        For each field NAME, or for each field of the mapping, add the field ``NAME_goal``, (1, ...), with the last
-        frame of the episode, or with a frame that is drawn uniformly from those after the first time step of the
-        window. It is drawn anew in each epoch, from the same time step for all fields, and depends only on
+        Add the field ``NAME_goal``, (1, ...), for each field NAME, or for those in the mapping. "last": the last frame
+        of the episode. "future": a frame drawn uniformly from those after the current time step, or the last frame if
+        none follows. It is drawn anew in each epoch, at the same time step for all fields, and depends only on
         (seed, epoch, i) for window i. Without a sampler, ``dataset[i]`` has the goals of epoch 0.
     episode_lengths, episode_offsets : str, optional
         A dataset with the number of time steps of each episode, such as ``ep_len``, or with the first row of each
@@ -191,7 +192,8 @@ class Windows(ChunkDataset):
             raise OptionError(f"names is {names!r}: pass a list of names")
         wanted = {as_text(name) if isinstance(name, bytes) else str(name) for name in names}
         if unknown := sorted(wanted - {*self._episode_names}):
-            raise OptionError(f"names has {unknown[0]!r}, but episodes are named {', '.join(self._episode_names[:8])}")
+            first = ", ".join(self._episode_names[:8])
+            raise OptionError(f"names has {unknown[0]!r}, which is no episode: the first episodes are named {first}")
         numbers = [number for number, name in enumerate(self._episode_names) if name in wanted]
         if not (chosen := np.isin(self.episodes, numbers)).any():
             raise OptionError("none of the episodes has windows: select longer ones, or pass padding='edge' to Windows")
@@ -210,6 +212,7 @@ class Windows(ChunkDataset):
         fractions : sequence of float
             The fraction of the episodes in each part; their sum is at most 1. Only episodes with windows count.
         seed : int
+            Random seed.
         stratify : None
             Not supported.
 
@@ -231,7 +234,7 @@ class Windows(ChunkDataset):
         return [self.subset(np.isin(self.episodes, episodes[part])) for part in parts]
 
     def statistics(self, field: str) -> FieldStatistics:
-        """See `ChunkDataset.statistics`. They cover all time steps, for each channel of a frame."""
+        """See `ChunkDataset.statistics`. They cover all time steps of the file, for each channel of a frame."""
         return self._stored_statistics(self._datasets.get(field, field))
 
     def values(self, name: str) -> np.ndarray:
@@ -245,7 +248,7 @@ class Windows(ChunkDataset):
 def _goals(
     fields: Mapping[str, str], goal: str | Mapping[str, str] | None
 ) -> tuple[dict[str, str], Mapping[str, str | None]]:
-    """Return, for each goal field by name, the field that it is read from; and the kind of goal of these fields."""
+    """Return the field from which each goal field is read, by name, and the kind of goal of each field that has one."""
     kinds = goal if isinstance(goal, Mapping) else dict.fromkeys(fields if goal is not None else (), goal)
     for name, kind in kinds.items():
         if name not in fields:
@@ -258,7 +261,7 @@ def _goals(
 def _steps(
     fields: Mapping[str, str], length: int, history: int, stride: int | Mapping[str, int]
 ) -> dict[str, np.ndarray]:
-    """Return the offsets of each field's frames from the first time step of the window: (num_frames,) int64."""
+    """Return the offsets of each field's frames from the current time step of a window: (num_frames,) int64."""
     length, history = check_whole("length", length, 1, 1 << 30), check_whole("history", history, 0, 1 << 30)
     strides = {name: stride[name] if isinstance(stride, Mapping) and name in stride else 1 for name in fields}
     if not isinstance(stride, Mapping):
@@ -275,7 +278,7 @@ def _steps(
 
 
 def _anchors(frames: H5Reader, borders: np.ndarray, steps: Mapping[str, np.ndarray], padding: str) -> np.ndarray:
-    """Return the row of the first time step of each window: (n,) int64, ascending."""
+    """Return the row of the current time step of each window: (n,) int64, ascending."""
     first, last = min(each[0] for each in steps.values()), max(each[-1] for each in steps.values())
     rows = np.arange(frames.num_samples)
     if padding == "none":

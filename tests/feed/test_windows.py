@@ -457,7 +457,7 @@ def test_episodes_are_selected_by_name(layout: str, tmp_path: Path) -> None:
         with h5py.File(next(tmp_path.iterdir())) as file:
             assert names == sorted(file["data"], key=lambda name: int(name.split("_")[1]))
     for wrong, message in (
-        (["demo_999"], "episodes are named"),
+        (["demo_999"], "'demo_999', which is no episode: the first episodes are named"),
         (names[0], "pass a list"),
         ([], "none of the episodes"),
     ):

@@ -86,10 +86,10 @@ def open_episodes(
         guard = Guard(file, trusted)
         group = guard.find(handle, parent or "/")
         if not isinstance(group, h5py.Group):
-            raise FieldError(f"{where} is not a group: name the group of the episodes")
+            raise FieldError(f"{where} is not a group: name the group that contains the episodes, as in data/*/obs")
         names = sorted((name for name in group if isinstance(name, str)), key=_by_value)
         if not names:
-            raise FieldError(f"{where} is an empty group: name the group of the episodes")
+            raise FieldError(f"{where} is an empty group: name the group that contains the episodes, as in data/*/obs")
         readers: list[H5Reader] = []
         starts: list[dict[str, int]] = []
         types: dict[str, Any] = {}
@@ -113,8 +113,8 @@ def _open_like_first(
 ) -> tuple[H5Reader, dict[str, int]] | None:
     """Return a reader of an episode that differs from the first one only in length, and the offsets of its fields.
 
-    This takes a tenth of the time of a complete check. Returns None if the fields are not contiguous, or differ
-    otherwise.
+    This takes a tenth of the time of a complete check. Returns None if the fields are not contiguous, or differ in
+    anything but their length.
     """
     fields: dict[str, Field | RaggedField] = {}
     places: dict[str, int] = {}
@@ -145,4 +145,5 @@ def _open_like_first(
 
 
 def _by_value(name: str) -> list[Any]:
+    """Return a sort key that compares the numbers in names by value."""
     return [(int(part), "") if number % 2 else (-1, part) for number, part in enumerate(re.split(r"(\d+)", name))]

@@ -1,4 +1,4 @@
-"""Open the frames of all episodes as one reader. An episode is a group, a file, or a part of flat fields."""
+"""Open the frames of all episodes as one reader. An episode is a group, a file, or a range of rows of a file."""
 
 from __future__ import annotations
 
@@ -24,18 +24,22 @@ from h5chunk.urls import local_copy_of
 def open_frames(
     path: Paths, fields: Mapping[str, str], decoder: FrameDecoder, trusted: bool, checksums: str
 ) -> H5Reader:
-    """Open the frames of all episodes as the rows of one reader. JPEG and PNG images are decoded by ``decoder``."""
-    stars = {re.sub(r"\*.*", "", dataset) for dataset in fields.values()}
+    """Open the frames of all episodes as the rows of one reader. JPEG and PNG images are decoded by ``decoder``.
+
+    If the paths in ``fields`` have a ``*``, each group that it matches is an episode. Raises OptionError if the ``*``
+    are not in the same place or do not replace a complete name, and for URLs.
+    """
+    parents = {re.sub(r"\*.*", "", dataset) for dataset in fields.values()}
     files = list_files(path, NO_OPTIONS)
     if any(local_copy_of(file) is not None for file in files):
         raise OptionError(f"path is {path!r}, but windows are read only from local files: copy the objects first")
     if all("*" not in dataset for dataset in fields.values()):
         datasets = {name: FrameDataset(dataset, decoder) for name, dataset in fields.items()}
         return open_reader(path, datasets, trusted=trusted, checksums=checksums)
-    if len(stars) > 1 or any(dataset.count("*") != 1 for dataset in fields.values()):
+    if len(parents) > 1 or any(dataset.count("*") != 1 for dataset in fields.values()):
         raise OptionError(f"fields is {fields!r}: each path needs exactly one *, in the same place, as in data/*/NAME")
     check_shards(path)
-    parent = stars.pop()
+    parent = parents.pop()
     suffixes = {name: dataset.split("*")[1] for name, dataset in fields.items()}
     if (parent and not parent.endswith("/")) or any(not each.startswith("/") for each in suffixes.values()):
         raise OptionError(f"fields is {fields!r}: the * must replace a group's complete name, as in data/*/NAME")
@@ -59,7 +63,7 @@ def open_frames(
 
 
 def episode_names(frames: H5Reader, fields: Mapping[str, str]) -> list[str]:
-    """Return the name of each episode: that of its group, or of its file."""
+    """Return the name of each episode, which is the name of its group or of its file."""
     at = next((dataset.strip("/").split("/").index("*") for dataset in fields.values() if "*" in dataset), 0)
     names: list[str] = []
     for each in frames.readers:
@@ -94,7 +98,7 @@ def _ends_of_episodes(reader: H5Reader, num_rows: int, kind: str, dataset: str, 
     if field.dtype.kind not in "iu" or field.sample_shape or table.num_samples > num_rows:
         content = "length" if kind == "lengths" else "first row"
         raise FieldError(
-            f"{where}: {dataset!r} must have the {content} of each episode, as at most {num_rows} integers in one axis"
+            f"{where}: {dataset!r} must have one axis of at most {num_rows} integers, the {content} of each episode"
         )
     numbers = np.empty(table.num_samples, field.dtype)
     table.read(kind, np.arange(len(numbers)), numbers)

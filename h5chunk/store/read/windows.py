@@ -1,8 +1,8 @@
-"""Read windows of frames as samples. A sample consists of several rows of each field of a reader of frames.
+"""Read windows of frames as samples. A sample consists of several rows of each field of another reader, the frames.
 
 The reader of the frames lists chunks, verifies checksums and decodes. `WindowReader.rows_of` converts samples to rows.
-`WindowBytes` passes these rows on in ascending order, so that a chunk is decoded once for all windows that are read
-together. To support another kind of sample that consists of rows, replace ``rows_of``.
+`WindowBytes` requests these rows in ascending order, so that a chunk is decoded once for all windows that are read
+together. To support another kind of sample that consists of rows, override ``rows_of``.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ SHARED = 4  # minimum length of a chunk of windows, as a multiple of a window's 
 class WindowReader(H5Reader):
     """A reader whose samples are windows of the rows of ``frames``.
 
-    ``anchors``, (n,) int64 and ascending, is the row of each window's step 0. ``borders``, (num_episodes + 1,) int64,
-    is the first row of each episode, and finally the number of rows. ``steps`` maps each field to the offsets of its
-    frames from the anchor. Offsets beyond an episode repeat its first or last frame. Fields in ``futures`` have one
-    random later frame of the episode instead, which depends on ``seed``. In that case, the index of a sample includes
-    an offset for its epoch: see `h5chunk.plan.draws.epoch_rows`.
+    ``anchors``, (n,) int64 and ascending, has the row of each window's current time step. ``borders``,
+    (num_episodes + 1,) int64, has the first row of each episode, and finally the number of rows. ``steps`` maps each
+    field to the offsets of its frames from the anchor. Offsets that lead out of the episode repeat its first or last
+    frame. Fields in ``futures`` have one random later frame of the episode instead, which depends on ``seed``. If there
+    are any, the index of a sample includes an offset for its epoch: see `h5chunk.plan.draws.epoch_rows`.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class WindowReader(H5Reader):
     def is_dense(self, name: str) -> bool:
         """Whether to keep all frames between a window's first and last one.
 
-        That takes less memory if the window uses half of them, or if they are tiny compared to their positions.
+        This takes less memory if the window uses at least half of them, or if frames are smaller than their positions.
         """
         steps, frame_bytes = self.steps[name], self.frames.fields[name].grid.sample_bytes
         span = max(2, TINY_BYTES // max(1, frame_bytes)) * len(steps)
@@ -144,10 +144,11 @@ class WindowReader(H5Reader):
         return np.clip(anchors + steps[0], *limits), np.clip(anchors + steps[-1], *limits)
 
     def frames_of_chunks(self, name: str, samples: np.ndarray, lanes: int, *, once: bool) -> Callable[[int], int]:
-        """Return a function that computes the maximum number of frames in a load of n windows.
+        """Return a function that computes the maximum number of frames of n windows that a loader reads together.
 
         ``samples``, (m,) int64 and ascending, are the samples that an order uses. If ``once``, an epoch uses each of
-        them only once. They are used chunk by chunk, like the rows of a matrix in `h5chunk.plan.csr.entries_of_chunks`.
+        them only once. They are used chunk by chunk, like the rows of a matrix in `h5chunk.plan.csr.entries_of_chunks`,
+        which also describes ``lanes``.
         """
         if name in self.futures:
             return int  # one frame per window
@@ -171,7 +172,7 @@ class WindowReader(H5Reader):
         return max_frames
 
     def frames_of_pieces(self, name: str) -> Callable[[int], int]:
-        """Return a function that computes the maximum number of frames in a load of n consecutive windows."""
+        """Return a function that computes the maximum number of frames of n consecutive windows."""
         if name in self.futures:
             return int
         lows, highs = self._ends_of(name, np.arange(self.num_samples))
@@ -240,10 +241,7 @@ class WindowReader(H5Reader):
 
 
 class WindowBytes(ByteReader):
-    """A byte-range reader of the windows of one field.
-
-    To keep the field in memory, it keeps the frames, not the windows.
-    """
+    """A byte-range reader of the windows of one field. A field that is kept in memory is kept as frames."""
 
     def __init__(self, reader: WindowReader, name: str, frames: ByteReader) -> None:
         self.name, self._reader, self.frames = name, reader, frames
