@@ -57,10 +57,10 @@ class Keyed(ChunkDataset):
         the same path before the ``*``. A mapping names the fields. Otherwise, a field is named after the path that
         follows the ``*``, with ``_`` for ``/``, or after the group if nothing follows. Samples are sorted by name.
     attributes : sequence of str, or mapping of str
-        HDF5 attributes of the samples to add as fields. Each value must be one number or one string. An attribute is
-        read from the object whose name ``*`` matches or, if that lacks it, from the sample's datasets. A mapping such
-        as ``{"magnitude": -1.0, "station": None}`` has the value for samples that lack the attribute; None if all must
-        have it.
+        HDF5 attributes of each sample, which become fields. Each value must be one number or one string. An attribute
+        is read from the object whose name ``*`` matches or, if that lacks it, from the sample's datasets. A mapping
+        such as ``{"magnitude": -1.0, "station": None}`` has the default for samples that lack the attribute; None
+        means that no sample may lack it.
     transform, trusted
         As for `ChunkDataset`.
     progress : callable, optional

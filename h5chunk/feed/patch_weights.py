@@ -10,13 +10,16 @@ import numpy as np
 from h5chunk.errors import OptionError, printable
 from h5chunk.store.read.volumes import PatchReader, VolumeField
 
-WEIGHTS = " weights"  # name of the field of weights; users' fields have other names
+WEIGHTS = " weights"  # name of the field of weights; the blank distinguishes it from users' fields
 
 Weights = str | Mapping[str, Callable[[np.ndarray], Any]]
 
 
 def weights_field(weights: Weights | None, fields: Mapping[str, str]) -> tuple[dict[str, str], Any]:
-    """Return the weights' dataset by field name, and the function that converts its values to weights."""
+    """Return {`WEIGHTS`: the dataset of weights}, and the function that converts its values to weights.
+
+    Returns an empty dictionary and None if there are no weights. Raises OptionError if ``weights`` is invalid.
+    """
     if weights is None:
         return {}, None
     if isinstance(weights, Mapping):
@@ -33,6 +36,11 @@ def weights_field(weights: Weights | None, fields: Mapping[str, str]) -> tuple[d
 def read_weights(
     reader: PatchReader, source: VolumeField, function: Callable[[np.ndarray], Any], volume: int, box: Sequence[slice]
 ) -> np.ndarray:
+    """Read a box of a volume's dataset of weights, and convert its values by ``function``: float64, of the box's shape.
+
+    Raises OptionError if the dataset has axes that are not spatial, or if the weights have another shape, are negative,
+    or have no finite sum.
+    """
     file, dataset = source.datasets[volume]
     if len(source.grids[volume].shape) != len(box):
         raise OptionError(
@@ -46,7 +54,7 @@ def read_weights(
     if weights.shape != values.shape or not np.isfinite(total) or (weights < 0).any():
         raise OptionError(
             f"the weights of a block of {printable(dataset)!r} of shape {values.shape} have the shape {weights.shape}, "
-            f"and range from {weights.min(initial=0)} to {weights.max(initial=0)}: return a finite weight, 0 or more, "
-            "for each voxel"
+            f"and range from {weights.min(initial=0)} to {weights.max(initial=0)}: each voxel needs a finite weight of "
+            "at least 0"
         )
     return weights

@@ -89,6 +89,7 @@ class Patches(ChunkDataset):
         Add the field ``position``, (1 + axes,) int64: the number of the volume, and the start of the patch in it,
         without the halo.
     seed : int
+        Random seed for the positions.
     trusted : bool
         As for `ChunkDataset`.
 
@@ -302,6 +303,7 @@ class Patches(ChunkDataset):
         fractions : sequence of float
             The fraction of the volumes in each part; their sum is at most 1.
         seed : int
+            Random seed.
         stratify : None
             Not supported.
 
@@ -356,18 +358,18 @@ def _halo(halo: Any, name: str, count: int) -> tuple[int, ...]:
     return _numbers("halo", halo.get(name, 0) if isinstance(halo, Mapping) else halo, count)
 
 
-def _leading(name: str, channels: str | Mapping[str, str] | None, axes: int, found: int) -> int:
-    """Return the number of a dataset's axes that precede its spatial axes."""
-    if found <= axes:
+def _leading(name: str, channels: str | Mapping[str, str] | None, num_spatial: int, num_axes: int) -> int:
+    """Return how many of a dataset's ``num_axes`` axes precede its ``num_spatial`` spatial axes."""
+    if num_axes <= num_spatial:
         return 0
     own = channels.get(name) if isinstance(channels, Mapping) else channels
     if own not in CHANNELS:
-        what = "the weights" if name == WEIGHTS else f"field {name!r}"
+        subject = "the weights have" if name == WEIGHTS else f"field {name!r} has"
         raise OptionError(
-            f"{what} has {found} axes, but size has {axes}: pass channels='first' if the other axes come first, "
-            "otherwise channels='last'"
+            f"{subject} {num_axes} axes, but size has {num_spatial}: pass channels='first' if the other axes come "
+            "first, otherwise channels='last'"
         )
-    return found - axes if own == "first" else 0
+    return num_axes - num_spatial if own == "first" else 0
 
 
 def _with_halo(each: VolumeField, halo: tuple[int, ...], padding: Any) -> VolumeField:

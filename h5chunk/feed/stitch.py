@@ -30,7 +30,7 @@ class Stitcher:
             stitcher.add(network(raw), position)
         volumes = stitcher.result()
 
-    The mean of equal values is exactly that value, and the mean of integers is rounded. Besides the results, only as
+    The mean of equal values is exactly that value, and the mean of integers is rounded. Apart from the results, only as
     many planes as a tile has are kept in memory.
 
     Parameters
@@ -42,9 +42,9 @@ class Stitcher:
     channels : {"first", "last"}
         Position of the axes of the added values that are not spatial.
     out : callable, optional
-        Called as ``out(name, shape, dtype)`` for each volume; returns what its result is written to, plane by plane:
-        a dataset of an open HDF5 file, ``lambda name, *how: file.create_dataset(name, *how)``, or any array.
-        Default: NumPy arrays.
+        Called as ``out(name, shape, dtype)`` for each volume. Returns the array to which its result is written, plane
+        by plane, such as a dataset of an open HDF5 file:
+        ``lambda name, shape, dtype: file.create_dataset(name, shape, dtype)``. Default: new NumPy arrays.
 
     Raises
     ------
@@ -193,7 +193,7 @@ def _mean(mean: np.ndarray, value: np.ndarray, share: np.ndarray) -> np.ndarray:
     """
     with np.errstate(invalid="ignore", over="ignore"):
         found: np.ndarray = mean + (value - mean) * share
-        if not np.isfinite(found).all():  # the difference may be infinite, or of two infinities
+        if not np.isfinite(found).all():  # the difference overflows, or is that of two infinities
             other = np.where(value == mean, value, mean * (1 - share) + value * share)
             found = np.where(np.isfinite(found), found, other)
     return found

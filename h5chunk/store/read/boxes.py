@@ -95,6 +95,7 @@ class VolumeBytes:
         return Parts(numbers[order], np.ascontiguousarray(table[order]))
 
     def sizes(self, table: np.ndarray) -> np.ndarray:
+        """Return the size of each part in bytes: (n,) int64."""
         sizes: np.ndarray = table[:, 1 + 2 * len(self.shape) :].prod(axis=1) * self.dtype.itemsize
         return sizes
 
@@ -163,6 +164,7 @@ def copy_parts(values: np.ndarray, table: np.ndarray, out: np.ndarray) -> None:
 
 
 def _sums(start: int, steps: Sequence[int], counts: Sequence[int]) -> np.ndarray:
+    """Return ``start`` plus multiples of all ``steps``, from 0 to below ``counts``: (n, counts[-1]), in C order."""
     total = np.array(start)
     for step, count in zip(steps, counts, strict=True):
         total = np.add.outer(total, np.arange(count) * step)
@@ -260,7 +262,7 @@ class PatchBytes(ByteReader):
 
 
 class BoxTask:
-    """A task that reads the parts of patches in some chunks of one volume."""
+    """A task that reads those parts of patches that are in some chunks of one volume."""
 
     def __init__(
         self, volume: VolumeBytes, parts: Parts, target: np.ndarray, padding: _Padding, keeps: bool, local: Any

@@ -49,7 +49,8 @@ class KeyedReader(H5Reader):
         ragged = [name for name, field in index.fields.items() if field.is_ragged]
         if len(ragged) > 1:
             raise FieldError(
-                f"{printable(path)}: {', '.join(map(repr, ragged))} differ in length between samples: choose one field"
+                f"{printable(path)}: the samples differ in length in {', '.join(map(repr, ragged))}, but only one such "
+                "field is supported: leave out the others"
             )
         total = sum(int(field.sample_bytes().sum()) for field in index.fields.values())
         self.chunk_samples = plan_layout(len(index), max(1, total // len(index))).chunk_samples
@@ -135,7 +136,10 @@ class KeyedReader(H5Reader):
 
 
 class KeyedBytes(ByteReader):
-    """A byte-range reader of one field of samples that are datasets. HDF5 reads the few samples that need it."""
+    """A byte-range reader of one field of samples that are datasets.
+
+    Samples whose filters or layout need HDF5 are read with it.
+    """
 
     is_plain = True  # a cache would not help, because samples share no chunks
 

@@ -1,7 +1,7 @@
 """Describe fields whose samples differ in length: rows of a sparse matrix, images of any size, and other arrays.
 
 `h5chunk.store.format.spec` specifies how rows and images are stored: as arrays of entries, with the index at which each
-sample starts. Other arrays are runs of one dataset, and a second dataset has their offsets or lengths.
+sample starts. Other arrays are stored one after the other in one dataset, and another has their offsets or lengths.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ def _ends(lengths: np.ndarray, num_entries: int, where: str) -> np.ndarray:
     if wrong.any():
         row = int(wrong.argmax())
         raise FileError(
-            f"{where} has the length {lengths[row]} for sample {row}, but all samples have {num_entries} steps"
+            f"{where} has the length {lengths[row]} for sample {row}, but the values have {num_entries} steps in all"
         )
     ends = np.concatenate([[0], np.cumsum(lengths)])
     if ends[-1] != num_entries or (ends[1:] < ends[:-1]).any():

@@ -83,6 +83,7 @@ class PatchReader(H5Reader):
         self.set_plan(plan)
 
     def set_plan(self, plan: RandomPatches | Tiles) -> None:
+        """Replace the positions of the patches."""
         self.__dict__.pop("fingerprint", None)
         self.plan, self.num_samples, self.chunk_starts = plan, plan.num_samples, plan.chunk_starts
         self.starts = np.array([0, self.num_samples])
@@ -186,6 +187,7 @@ class PatchReader(H5Reader):
 
 
 def _some_field(fields: Mapping[str, VolumeField], number: int) -> dict[str, str]:
+    """Return the name of a field, and one of its datasets in file ``number``."""
     name, each = next(iter(fields.items()))
     return {name: next(path for file, path in each.datasets if file == number)}
 
@@ -268,7 +270,10 @@ def _check_same_space(fields: Mapping[str, VolumeField], names: Sequence[str]) -
 
 
 def _list_datasets(file: h5py.File, path: Path, guard: Guard, pattern: str) -> dict[str, str]:
-    """Return the datasets that a path matches, by the text that its ``*`` matches. It may have at most one ``*``."""
+    """Return the datasets that ``pattern`` matches, by the text that its ``*`` matches, which is "" without a ``*``.
+
+    Raises OptionError if there are several ``*``, and FieldError if no dataset matches.
+    """
     parts = pattern.strip("/").split("/")
     stars = [number for number, part in enumerate(parts) if "*" in part]
     if not stars:
