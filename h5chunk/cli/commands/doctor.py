@@ -41,7 +41,8 @@ from h5chunk.cli.options import OUTPUT, RUNNING, SECONDS, option
     type=float,
     metavar="SHARE",
     heading=OUTPUT,
-    help="Exit with code 1 if the GPU, or without a GPU the training step, is active for less than this fraction.",
+    help="Exit with code 1 if the GPU, or without a GPU the training step, is active for less than this fraction of "
+    "the time.",
 )
 @shared.quiet
 @shared.as_json

@@ -36,14 +36,16 @@ from h5chunk.cli.options import FIELDS, LAYOUT, NUMBERS, OUTPUT, option
     metavar="N,N[,N]",
     show_default=False,
     heading=LAYOUT,
-    help="Only compute which chunks suit random patches of this shape, and how to make them. Nothing is measured.",
+    help="Only compute which chunks suit random patches of this shape, and print the command that makes them. Nothing "
+    "is measured.",
 )
 @option(
     "--window",
     type=int,
     metavar="N",
     heading=LAYOUT,
-    help="Only compute which chunks suit random windows of N time steps, and how to make them. Nothing is measured.",
+    help="Only compute which chunks suit random windows of N time steps, and print the command that makes them. "
+    "Nothing is measured.",
 )
 @shared.batch_size
 @option(

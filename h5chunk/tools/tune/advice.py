@@ -107,7 +107,7 @@ def _advise_labels(study: Study, effective_batch: float | None, shuffle: str) ->
 
 
 def _advise_filter(study: Study, repack: str) -> Advice:
-    """Recommend to store the file uncompressed, and say how much more space that needs."""
+    """Recommend storing the file uncompressed, and say how much more space that needs."""
     times = 1 / max(1e-9, study.stored_share)
     message = f"decompression takes most of the time; uncompressed chunks need {times:,.1f} times the space"
     return Advice("slow_filter", message, repack, {"times_the_space": times})

@@ -47,7 +47,7 @@ class ChunkAdvice(Report):
         chunks = (
             f"chunks of {shape_text(self.chunks)} ({human_bytes(self.chunk_bytes)})" if self.chunks else "no chunks"
         )
-        costs = f"{self.alone:.2f} x the bytes if each is read alone, {self.together:.2f} x if neighbours are together"
+        costs = f"{self.alone:.2f} x the bytes they use, or {self.together:.2f} x if they read neighbours together"
         better = f"    {self.command} reduces this to {self.best_alone:.2f} x and {self.best_together:.2f} x"
         return [f"{self.dataset}  with {chunks}, readers decode {costs}", *([better] if self.command else [])]
 
@@ -104,7 +104,10 @@ class Access(NamedTuple):
 def recommend_chunks(
     path: str | os.PathLike[str], window: int | None, patch: Sequence[int], trusted: bool
 ) -> ChunkRecommendation:
-    """Recommend chunks for windows of ``window`` time steps, or for patches of the shape ``patch``."""
+    """Recommend chunks for windows of ``window`` time steps, or for patches of the shape ``patch``.
+
+    Raises OptionError for invalid arguments, and FieldError if no dataset is large enough.
+    """
     if window is not None and patch:
         raise OptionError("window and patch exclude each other: pass one of them")
     if not hasattr(patch, "__len__"):
@@ -159,7 +162,7 @@ def _advise(path: str, item: DatasetInfo, usable: Sequence[DatasetInfo], access:
 
 
 def _code(found: FileInfo, main: DatasetInfo, usable: Sequence[DatasetInfo], access: Access) -> list[str]:
-    """Return the code that opens windows or patches of the largest dataset, and of those beside it."""
+    """Return the code that opens windows or patches of the largest dataset, ``main``, and of the datasets beside it."""
     known = recognise(found.datasets, found.path, access.size[0]) if access.is_window else None
     if known and known.code[1].startswith("data = h5chunk.Windows("):
         return known.code
@@ -175,7 +178,7 @@ def _code(found: FileInfo, main: DatasetInfo, usable: Sequence[DatasetInfo], acc
 
 
 def _fields(main: DatasetInfo, usable: Sequence[DatasetInfo], access: Access) -> dict[str, str]:
-    """Return the fields in the group of ``main`` that share its space, with * for the group's or dataset's name."""
+    """Return the datasets beside ``main`` with its spatial shape, by field name, with * for an episode or volume."""
     group, _, last = main.name.rpartition("/")
     space, names = access.split(main.shape)[0], [item.name for item in usable]
     parts = group.split("/")

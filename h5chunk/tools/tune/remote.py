@@ -1,4 +1,4 @@
-"""Tune the reading of remote objects: measure the store's latency and rate, and choose requests, chunks and window."""
+"""Tune reading from object stores: measure latency and rate, and choose the requests, the chunks and the window."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ MAX_SHARE = 1.2  # fraction of the budget at which measuring ends, even with few
 BUSY = 1.5  # load per core from which a machine is busy
 WARM_SHARE = 0.05  # share of the budget for warming up, because the first write to memory is slow
 ROUND_SHARE = 0.05  # share of the budget for consuming prefetched samples, and for complete rounds of windows
-TRY_LEAD, TRY_ROUND = 3, 3  # the same times for the first measurement of a setting, relative to its duration
+TRY_LEAD, TRY_ROUND = 3, 3  # the same limits for the first measurement of a setting, as multiples of its duration
 WORTH_CODE, WORTH_FILE = 1.0, 1.3  # minimum certain speedup that justifies a line of code, and a new file
 
 TODAY, IN_PLACE, NEW, PLAIN = "as today", "best without a new file", "rewritten", "plain h5py"
@@ -126,9 +126,7 @@ class Search:
         return (NEW if rewritten else name), name
 
     def _search(self, settings: Sequence[Setting], share: float) -> list[Setting]:
-        """Repeatedly measure a setting that differs in one respect from the fastest so far; return the fastest
-        settings.
-        """
+        """Repeatedly measure a setting that differs in one respect from the fastest one; return the fastest ones."""
         allowed = [candidate for candidate in settings if self.trials[candidate].allowed]
         while allowed and (not self._tried.intersection(allowed) or self.budget.has(share)):
             best = choose(self.trials[candidate] for candidate in allowed)

@@ -91,11 +91,11 @@ def tune(
         Only compute which chunks suit random windows of this number of time steps, as `h5chunk.Windows` reads them. The
         result is a `ChunkRecommendation`. Of the other arguments, only ``trusted`` applies.
     patch : sequence of int
-        Only compute which chunks suit random patches of this spatial shape, as `h5chunk.Patches` reads them.
+        As ``window``, but for random patches of this spatial shape, as `h5chunk.Patches` reads them.
     min_effective_batch : float
         Minimum shuffle quality, as a fraction of a full shuffle: above 0, below 1.
     budget_s : float
-        Approximate duration in seconds.
+        Approximate duration of the measurements in seconds.
     plot : path, optional
         Path of a picture of the measured rates, with the recommended setting marked. Needs matplotlib.
     apply : bool
