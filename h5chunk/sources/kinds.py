@@ -312,7 +312,8 @@ class EntryOptions(MatrixSourceOptions):
     columns: tuple[str, ...] | None = option(
         None,
         "For ratings and other sparse matrices: the names or numbers (0, 1, ...) of the columns that contain the "
-        "row, the column and, if there are any, the value and the time.",
+        "row, the column and, if there are any, the value and the time; by default, columns with well-known names, or "
+        "the first three.",
         metavar="A,B[,C[,D]]",
     )
 

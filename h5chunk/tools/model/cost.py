@@ -49,12 +49,12 @@ class Cost:
 
 
 def gain_of(seen: Seen, *changed: Loop) -> Range:
-    """Predict the gain over all time of changing the loop. If there are several loops, see `gain_range`."""
+    """Predict the gain over all time of changing the loop. `gain_range` describes ``changed``."""
     return gain_range(seen.loop(), *changed).with_rest(seen.other_share)
 
 
 def about(seen: Seen, gain: float, low: float = 2, high: float = 1.1) -> Range:
-    """Return the gain over all time for a gain on training from ``1 + (gain - 1) / low`` to ``high * gain``."""
+    """Return the gain over all time if the gain on training is from ``1 + (gain - 1) / low`` to ``high * gain``."""
     return Range(gain, 1 + (gain - 1) / low, high * gain).with_rest(seen.other_share)
 
 

@@ -87,7 +87,7 @@ def _waiting(seen: Seen, share: float) -> Cost:
     place = "" if line is None else f" ({line})"
     names = {TRANSFORM: "the code of __getitem__", LOCK: "waiting for a lock", COLLATE: "collating"}
     share_of_fetch = seconds / max(1e-9, seen.fetch)
-    text = f"{waits}; {names.get(stage, stage)} takes {share_of_fetch:.0%} of the time to produce one{place}"
+    text = f"{waits}; {names.get(stage, stage)} takes {share_of_fetch:.0%} of the time to produce a batch{place}"
     if stage == READING:
         text += _bad_chunks(seen)
     if _is_unbalanced(seen):
@@ -114,7 +114,7 @@ def _chunk_loader(seen: Seen, share: float, waits: str) -> Cost:
 
 
 def _loader_fixes(seen: Seen, reading: float) -> Iterator[Fix]:
-    """Yield changes to a ChunkLoader, given the share of reading in the work of its threads."""
+    """Yield changes to a ChunkLoader. ``reading`` is the fraction of its threads' work that is reading."""
     known, call = seen.loader, f"{where(seen)}ChunkLoader(..., "
     step = seen.step - seen.step_delay if seen.cached_step is None else min(seen.step, seen.cached_step[1])
     busy = step + seen.stages[GATHERING] + seen.stages[COPYING]  # of the training thread
@@ -253,7 +253,10 @@ def _line(seen: Seen) -> Iterator[Fix]:
 
 
 def _without(seen: Seen, share: float, cpu_share: float) -> Loop:
-    """Return the loop without a share of its fetches. The larger the share, the warmer the caches for the rest."""
+    """Return the loop without a fraction of the work of its fetches, and of their CPU time.
+
+    The larger this fraction, the warmer the CPU caches for the rest of the work.
+    """
     rest = 1 - share * (1 - seen.warm)
     return seen.loop().shorter(1 - (1 - share) * rest, 1 - (1 - cpu_share) * rest)
 
@@ -264,7 +267,7 @@ def _about(share: float, error: float) -> Iterator[float]:
 
 
 def _batch(seen: Seen) -> Iterator[Fix]:
-    """Yield the fix of larger batches, assuming that steps and passing batches do not take longer with them."""
+    """Yield larger batches as a fix, assuming that steps and passing a batch take no longer with them."""
     loop = seen.loop()
     collate = seen.stages.get(COLLATE, 0.0)
     fetches = [MORE * (seconds - seen.fetch_gap - collate) + seen.fetch_gap + collate for seconds in loop.fetches]
