@@ -86,7 +86,11 @@ TEXT: dict[str, tuple[str, bytes, str]] = {
     "blanks": ("r.csv", b" \n\n", "contains only blanks"),
     "comments": ("r.csv", b"# one\n# two\n", "has no line of data"),
     "header only": ("r.csv", b"userId,movieId,rating\n", "no line of data below its header"),
-    "rubbish": ("r.csv", RNG.bytes(5000), "zero byte: it is not text"),
+    "rubbish": (
+        "r.csv",
+        RNG.bytes(5000),
+        "zero byte: it is not text, or damaged, or in another encoding, such as --encoding utf-16-le",
+    ),
     "rubbish later": ("r.csv", RATINGS + RATINGS[22:] * 20 + b"\n1\x002,3,4\n", "line 105003: contains a zero byte"),
     "rubbish without zeros": ("r.csv", RATINGS + b"\xff\x80,\xfe\n" * 9, "line 5002: 2 columns where"),
     "return and quote": ("r.csv", b'1,2,3\n1,"a"\r2,3\n1,2,3\n', "line 2: contains a carriage return"),

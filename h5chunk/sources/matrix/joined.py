@@ -183,7 +183,10 @@ def _join_columns(
     where, reference = printable(sources[other].path), printable(first.path)
     named = [names for names in lists if names is not None]
     if len(named) < len(lists):
-        raise SourceError(f"{where}: cannot be joined with {reference}: not all files name their columns")
+        raise SourceError(
+            f"{where}: cannot be joined with {reference}: not all files name their columns, so that "
+            "these cannot be matched"
+        )
     if join is None:
         difference = difference_text(named[other], named[0], where, reference)
         raise OptionError(

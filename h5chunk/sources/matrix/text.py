@@ -228,7 +228,11 @@ class TextFile(RegularFile):
     def _check_text(self, data: bytes, line: int) -> None:
         if b"\0" in data:
             line += data.count(b"\n", 0, data.index(b"\0"))
-            self.fail("contains a zero byte: it is not text, or it is damaged", line)
+            self.fail(
+                "contains a zero byte: it is not text, or damaged, or in another encoding, such as "
+                "--encoding utf-16-le",
+                line,
+            )
 
     @contextlib.contextmanager
     def _errors_with_line(self, line: Callable[[], int]) -> Iterator[None]:
