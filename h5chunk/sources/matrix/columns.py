@@ -53,7 +53,7 @@ def are_entries(names: Sequence[str]) -> bool:
     """Return whether all names are known names for distinct parts of an entry, including its row and its column."""
     kinds = (ROWS, COLUMNS, VALUES, TIMES)
     known = [[part for part in kinds if part.fullmatch(name)] for name in plain_names(names)]
-    parts = [found[0] for found in known if found]
+    parts = [matches[0] for matches in known if matches]
     return len(parts) == len(names) == len(set(parts)) and {ROWS, COLUMNS} <= set(parts)
 
 
@@ -104,26 +104,26 @@ def choose_columns(
             )
         chosen = [_number(name, header, width, path) for name in requested]
         if len(set(chosen)) < len(chosen):
-            raise OptionError(f"columns is {tuple(requested)!r}, which names a column twice: name each once")
+            raise OptionError(f"columns is {tuple(requested)!r}, which names a column twice: name it once")
         return chosen
     if header is None:
         return list(range(min(width, 3)))
     known = plain_names(header)
     parts = [next((i for i, name in enumerate(known) if part.fullmatch(name)), -1) for part in (ROWS, COLUMNS, VALUES)]
-    left = [i for i, name in enumerate(known) if name and not TIMES.fullmatch(name)]
+    others = [i for i, name in enumerate(known) if name and not TIMES.fullmatch(name)]
     if parts[0] >= 0 and parts[1] >= 0 and (parts[2] >= 0 or width <= 4):
-        value = parts[2] if parts[2] >= 0 else next((i for i in left if i not in parts), -1)
+        value = parts[2] if parts[2] >= 0 else next((i for i in others if i not in parts), -1)
         return [i for i in (*parts[:2], value) if i >= 0]
     says_nothing = all(name.isdecimal() for name in known)
     if width == 2 and max(parts[:2]) >= 0:
         return [1, 0] if parts[0] == 1 or parts[1] == 0 else [0, 1]
-    if not ((width == 2 and says_nothing) or (len(left) == 3 and (parts[2] in left or says_nothing))):
+    if not ((width == 2 and says_nothing) or (len(others) == 3 and (parts[2] in others or says_nothing))):
         names = ", ".join(repr(name) for name in header)
         fail(
             f"the names of the columns {names} do not show which are row, column and value: name these three with "
             "--columns; or pass --format table if each line is a sample, and not an entry of a sparse matrix"
         )
-    return [i for i in left if i != parts[2]] + [i for i in left if i == parts[2]]
+    return [i for i in others if i != parts[2]] + [i for i in others if i == parts[2]]
 
 
 def time_columns(header: Sequence[str], chosen: Sequence[int]) -> list[int]:

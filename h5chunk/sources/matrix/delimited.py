@@ -179,9 +179,9 @@ class DelimitedSource(TextSource):
         if not (words or named or (any(map(ROWS.fullmatch, known)) and any(map(COLUMNS.fullmatch, known)))):
             recurs = any(cell in column for cell, column in zip(first, zip(*below, strict=False), strict=False))
             if not recurs and not any(map(is_number, first)):
-                told = ", ".join(map(repr, names))
+                quoted = ", ".join(map(repr, names))
                 self._text.fail(
-                    f"the first line, {told}, may be names of columns or data: say which (--header yes or no)",
+                    f"the first line, {quoted}, may be names of columns or data: say which (--header yes or no)",
                     self.num_skipped + 1,
                 )
             return False
@@ -244,7 +244,7 @@ class DelimitedSource(TextSource):
         read = read_columns(data, mark, quotes, self._width, types, self._options.decimal or ".")
         columns = dict(zip(self._columns, read, strict=True))
         num_lines = data.count(b"\n")
-        if data.startswith((b"\n", b"\r\n")) or b"\n\n" in data or b"\n\r\n" in data:  # some cells are empty
+        if data.startswith((b"\n", b"\r\n")) or b"\n\n" in data or b"\n\r\n" in data:  # there are blank lines
             num_lines = sum(1 for line in data.split(b"\n") if line.strip(b"\r"))
         if len(columns["row"]) != num_lines:
             raise pyarrow.ArrowInvalid("an unexpected line end")
@@ -277,8 +277,8 @@ class DelimitedSource(TextSource):
     def _refuse_cell(self, line: int, text: bytes, part: str, number: int, cells: list[bytes]) -> None:
         """Raise a SourceError that says what is wrong with a cell, if it is invalid."""
         cell, kind = cells[number], self._types[part]
-        told = self.header[number] if self.header else number
-        name = f"{part} {told!r}" if self.header else part
+        label = self.header[number] if self.header else number
+        name = f"{part} {label!r}" if self.header else part
         problem = ""
         if not cell.strip():
             self._text.fail(f"{name} is empty: {quote_line(text)}", line)
@@ -293,7 +293,7 @@ class DelimitedSource(TextSource):
         elif kind == pyarrow.int64() and not is_whole(cell):
             problem = (
                 "which is not a 64-bit integer like the ids above: if ids are strings, name the column "
-                f"'{told}{AS_STRING}' (--columns)"
+                f"'{label}{AS_STRING}' (--columns)"
             )
         elif kind == pyarrow.float64():
             as_number = cell.replace(b",", b".") if self._options.decimal == "," else cell

@@ -54,8 +54,8 @@ class LibsvmSource(TextSource):
         if options.first_index != "auto":
             self._base = int(options.first_index)
         else:
-            told = "no index is 0, so indices count from 1: index 1 became column 0 (if wrong, pass --first-index 0)"
-            self.notes = [told if self._base else "an index is 0, so that indices count from 0"]
+            from_1 = "no index is 0, so indices count from 1: index 1 became column 0 (if wrong, pass --first-index 0)"
+            self.notes = [from_1 if self._base else "an index is 0, so that indices count from 0"]
         self.shape = (len(labels), None)
 
     def _read_labels(self, memory: MemoryLimit) -> np.ndarray:
@@ -107,9 +107,9 @@ class LibsvmSource(TextSource):
         parts = pc.split_pattern(pairs, ":")
         if len(parts) and not (pc.list_value_length(parts).to_numpy() == 2).all():
             raise ValueError("an entry is not a pair")
-        both = parts.flatten()
-        columns = both[::2].cast(pyarrow.int64()).to_numpy() - self._base
-        values = both[1::2]
+        numbers = parts.flatten()
+        columns = numbers[::2].cast(pyarrow.int64()).to_numpy() - self._base
+        values = numbers[1::2]
         if b"+" in data:
             values = pc.replace_substring_regex(values, r"^\+([0-9.])", r"\1")
         values = values.cast(pyarrow.float64()).to_numpy()

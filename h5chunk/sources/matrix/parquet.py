@@ -59,8 +59,8 @@ class ParquetEntries(SparseSource):
         requested = None if options.columns is None else [without_type(str(name)) for name in options.columns]
         chosen = choose_columns(names, len(names), requested, path, self._fail)
         columns = dict(zip(PARTS, chosen, strict=False))
-        if context.with_times and (found := time_columns(names, chosen)):
-            columns.setdefault("time", found[0])
+        if context.with_times and (times := time_columns(names, chosen)):
+            columns.setdefault("time", times[0])
         elif not context.with_times:
             columns.pop("time", None)
         self._columns = {part: names[number] for part, number in columns.items()}

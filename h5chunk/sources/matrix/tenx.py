@@ -82,18 +82,18 @@ class TenxSource(SparseSource):
 
     def _find(self, root: GuardedGroup) -> GuardedGroup:
         """Return the group with the matrix: the only group, or the group of the genome that ``layer`` names."""
-        found = [
+        names = [
             name
             for name in root.names()
             if root.is_group(name) and {"barcodes", "indptr"} <= set(root.group(name).names())
         ]
-        if not found:
+        if not names:
             raise root.error("has no group with barcodes and indptr, so it is not a matrix of Cell Ranger")
-        if self._layer is None and len(found) > 1:
-            raise root.error(f"has a matrix for each of {', '.join(found)}: choose one (--layer)")
-        name = found[0] if self._layer is None else self._layer
-        if name not in found:
-            raise root.error(f"has no matrix {name!r}: it has {', '.join(found)} (--layer)")
+        if self._layer is None and len(names) > 1:
+            raise root.error(f"has a matrix for each of {', '.join(names)}: choose one (--layer)")
+        name = names[0] if self._layer is None else self._layer
+        if name not in names:
+            raise root.error(f"has no matrix {name!r}: it has {', '.join(names)} (--layer)")
         return root.group(name)
 
     def _matrix(self, group: GuardedGroup) -> tuple[tuple[int, int], list[GuardedDataset]]:
