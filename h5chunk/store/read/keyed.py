@@ -49,8 +49,8 @@ class KeyedReader(H5Reader):
         ragged = [name for name, field in index.fields.items() if field.is_ragged]
         if len(ragged) > 1:
             raise FieldError(
-                f"{printable(path)}: the samples differ in length in {', '.join(map(repr, ragged))}, but only one such "
-                "field is supported: leave out the others"
+                f"{printable(path)}: {', '.join(map(repr, ragged))} differ in length between samples, but only one "
+                "such field is supported: leave out the others"
             )
         total = sum(int(field.sample_bytes().sum()) for field in index.fields.values())
         self.chunk_samples = plan_layout(len(index), max(1, total // len(index))).chunk_samples
