@@ -3,24 +3,26 @@
     python scripts/bench_windows.py FOLDER [--windows 4000] [--rounds 3] [--device cuda] [--json FILE]
     python scripts/bench_windows.py FOLDER --python robomimic=ENV/bin/python --python stable=ENV/bin/python
     python scripts/bench_windows.py FOLDER --files well/made.hdf5 strain/0.h5 --python well=ENV/bin/python
+    python scripts/bench_windows.py FOLDER --files jpeg/world.h5 --python lance=ENV/bin/python
 
 These files are generated in FOLDER. With smooth random images: ``robot.hdf5`` as robomimic writes it (a group for each
 of 100 demonstrations, 84 x 84 pixels; windows of 10 time steps), and ``world.h5`` as stable-worldmodel writes it (all
 episodes one after another, a chunk for each frame of 224 x 224 pixels; windows of 4 observations, 5 time steps apart,
 with all 20 actions). ``world-100.h5`` has the same frames in compressed chunks of 100, and ``world.lance`` has them as
-JPEG. ``well/made.hdf5`` has four simulations as The Well writes them (windows of 5 steps of three fields on 128 x 384
-points, read as ``h5chunk info`` recommends, and stacked as channels; a tenth of ``--windows`` is timed).
-``strain/0.h5`` to ``3.h5`` have the strain of two detectors (kernels of 8192 samples at random positions, from
-`h5chunk.Patches`).
+JPEG. ``jpeg/world.h5`` has the frames as JPEG of variable length, and ``jpeg/world.lance`` has the same bytes. There,
+peers read and decode whole batches, with simplejpeg. ``well/made.hdf5`` has four simulations as The Well writes them
+(windows of 5 steps of three fields on 128 x 384 points, read as ``h5chunk info`` recommends, and stacked as channels; a
+tenth of ``--windows`` is timed). ``strain/0.h5`` to ``3.h5`` have the strain of two detectors (kernels of 8192 samples
+at random positions, from `h5chunk.Patches`).
 
 Peers run in a DataLoader with 0 and 2 workers, in separate processes; they need ``pip install robomimic``, ``pip
-install stable-worldmodel`` with lancedb, ``pip install the_well`` or ``pip install ml4gw``. Peers that cannot be
-imported are listed as "not installed".
+install stable-worldmodel`` with lancedb, ``pip install the_well``, ``pip install ml4gw`` or, for JPEG, ``pip install
+pylance``. Peers that cannot be imported are listed as "not installed".
 
 In each round all contenders take turns. A turn makes the reader, and times its first batch and ``--windows`` windows
 in random order, after a warm-up of as many windows. Before the first turn each contender reads the first 256 windows in
-order, and the sums of their values must be the same for all readers of the file. For Lance, whose JPEG images are not
-exact, only the sums of the actions are compared.
+order, and the sums of their values must be the same for all readers of the file. For ``world.lance``, whose JPEG
+images are not exact, only the sums of the actions are compared.
 
 Prints for each file the time to the first batch, windows/s (median and range of the rounds), and the ratio to the
 fastest peer.
@@ -41,20 +43,22 @@ from typing import Any
 
 import h5py
 import numpy as np
-from peers import series
+from peers import frames, series
 
 BATCH, CHECKED = 64, 256
 LENGTH, STEPS, SKIP = 10, 4, 5
 ROBOT = {"image": "data/*/obs/agentview_image", "pos": "data/*/obs/robot0_eef_pos", "actions": "data/*/actions"}
 WORLD = {"image": "pixels", "actions": "action"}
-FILES = ("robot.hdf5", "world.h5", "world-100.h5", "well/made.hdf5", "strain/0.h5")
+FILES = ("robot.hdf5", "world.h5", "world-100.h5", "jpeg/world.h5", "well/made.hdf5", "strain/0.h5")
 PEERS = {
     "robot.hdf5": ("h5py:0", "h5py:2", "robomimic:0", "robomimic:2"),
     "world.h5": ("h5py:0", "h5py:2", "stable:0", "stable:2", "lance:0", "lance:2"),
     "world-100.h5": ("h5py:0", "h5py:2", "stable:0", "stable:2"),
+    "jpeg/world.h5": ("h5py:0", "h5py:2", "lance:0", "lance:2"),
     "well/made.hdf5": ("h5py:0", "h5py:2", "well:0", "well:2"),
     "strain/0.h5": ("h5py:0", "h5py:2", "ml4gw:0", "ml4gw:2"),
 }
+WORLD_LENGTHS = [80 + episode % 40 for episode in range(40)]
 CACHE_BYTES = 256 << 20  # size of h5py's chunk cache in stable-worldmodel
 
 
@@ -81,9 +85,11 @@ def make_files(folder: Path, names: list[str]) -> None:
                 group["obs/agentview_image"] = pictures(length, 84, demo)
                 group["obs/robot0_eef_pos"] = random.normal(size=(length, 3)).astype(np.float32)
                 group["actions"] = random.normal(size=(length, 7)).astype(np.float32)
+    if "jpeg/world.h5" in names and not (folder / "jpeg/world.h5").exists():
+        frames.make_world(folder / "jpeg/world.h5", world_episodes(random))
     if (folder / "world.h5").exists() or not {"world.h5", "world-100.h5"} & {*names}:
         return
-    lengths = np.array([80 + episode % 40 for episode in range(40)], np.int32)
+    lengths = np.array(WORLD_LENGTHS, np.int32)
     offsets = np.append(0, np.cumsum(lengths)[:-1])
     with h5py.File(folder / "world.h5", "w") as file, h5py.File(folder / "world-100.h5", "w") as packed:
         for each, chunk in ((file, 1), (packed, 100)):
@@ -92,10 +98,16 @@ def make_files(folder: Path, names: list[str]) -> None:
             each.create_dataset("pixels", shape, np.uint8, chunks=(chunk, *shape[1:]), **options)
             each.create_dataset("action", (shape[0], 2), np.float32, chunks=(chunk, 2))
             each["ep_len"], each["ep_offset"] = lengths, offsets
-        for episode, (first, length) in enumerate(zip(offsets.tolist(), lengths.tolist(), strict=True)):
-            frames, actions = pictures(length, 224, episode), random.normal(size=(length, 2))
+        for first, (images, actions) in zip(offsets.tolist(), world_episodes(random), strict=True):
+            rows = slice(first, first + len(images))
             for each in (file, packed):
-                each["pixels"][first : first + length], each["action"][first : first + length] = frames, actions
+                each["pixels"][rows], each["action"][rows] = images, actions
+
+
+def world_episodes(random: np.random.Generator) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the frames and actions of each episode of stable-worldmodel's files."""
+    for episode, length in enumerate(WORLD_LENGTHS):
+        yield pictures(length, 224, episode), random.normal(size=(length, 2))
 
 
 class NaiveReader:
@@ -192,6 +204,8 @@ def peer_batches(name: str, path: Path, *, shuffle: bool) -> Iterator[Any]:
     if path.parent.name in series.BATCHES:
         return series.peer_batches(kind, path, int(workers), shuffle=shuffle)
     more = {"multiprocessing_context": "spawn" if kind == "lance" else "fork"} if int(workers) else {}
+    if path.parent.name == frames.FOLDER:
+        return frames.batches(kind, path, (STEPS, SKIP), BATCH, int(workers), shuffle=shuffle, **more)
     return iter(DataLoader(READERS[kind](path), BATCH, shuffle=shuffle, num_workers=int(workers), **more))
 
 
@@ -251,7 +265,8 @@ def run_turn(name: str, path: Path, count: int, device: str) -> dict[str, Any]:
 def ask(name: str, path: Path, count: int, options: argparse.Namespace) -> dict[str, Any]:
     """Run a turn in a separate process. If it fails, ``trouble`` is the reason."""
     pythons = dict(each.split("=", 1) for each in options.python)
-    kind = {"lance": "stable"}.get(name.split(":")[0], name.split(":")[0])
+    kind = name.split(":")[0]
+    kind = "stable" if kind == "lance" and kind not in pythons else kind
     own = [sys.argv[0], str(path), "--turn", name, "--windows", str(count), "--device", options.device]
     done = subprocess.run([pythons.get(kind, sys.executable), *own], capture_output=True, text=True, check=False)
     lines = done.stdout.strip().splitlines()
