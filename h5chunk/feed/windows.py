@@ -52,9 +52,10 @@ class Windows(ChunkDataset):
     fields : mapping of str
         Datasets with one row per time step, by field name. If each episode is a group, ``*`` takes the place of its
         name, as in ``{"actions": "data/*/actions"}``, at the same place for all fields. Episodes are sorted by name,
-        with numbers by value. JPEG and PNG images, as arrays of bytes of variable length or padded with zeros to one
-        length, are decoded to (H, W, C) uint8, once for all windows that are read together. They must have one size
-        and be grey (C = 1) or RGB (C = 3), as Pillow decodes them. OpenCV has the channels in the reverse order.
+        with numbers by value. Rows that are JPEG or PNG images, stored as arrays of bytes of variable length or padded
+        with zeros to one length, are decoded to (H, W, C) uint8, once for all windows that are read together. The
+        images of a field must have one size, and be grey (C = 1) or in colour (C = 3). Channels are in the order RGB,
+        as Pillow decodes them, although OpenCV decodes them as BGR.
     length : int
         Number of frames from the current time step on, for a field with the largest stride.
     history : int
@@ -126,8 +127,8 @@ class Windows(ChunkDataset):
         for name, field in frames.fields.items():
             if not isinstance(field, Field):
                 raise FieldError(
-                    f"{printable(frames.path)}: the rows of {name!r} differ in shape and are not JPEG or PNG images, "
-                    "which windows do not support: leave it out"
+                    f"{printable(frames.path)}: the rows of {name!r} differ in shape and are not JPEG or PNG images: "
+                    "leave it out, because frames need one shape"
                 )
             if isinstance(field, EncodedField):
                 import_decoders()

@@ -1,6 +1,6 @@
-"""Decode the frames of windows, which are stored as JPEG or PNG images, to the values that Pillow returns.
+"""Decode frames of windows that are stored as JPEG or PNG images, to the values that Pillow returns.
 
-Frames are grey (Pillow's mode L) or colour (RGB). Their EXIF rotations are ignored. Damaged images are refused.
+Frames are grey (Pillow's mode L) or in colour (RGB). Their EXIF rotations are ignored. Damaged images are refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from h5chunk.sources.decode_any import COLORS, check_size, simplejpeg
 
 FORMATS = ("JPEG", "PNG")
 CHANNELS = {"L": 1, "RGB": 3}
-CRITICAL = (b"IHDR", b"PLTE", b"IDAT", b"IEND")  # chunks of a PNG that contain its pixels
+CRITICAL = (b"IHDR", b"PLTE", b"IDAT", b"IEND")  # chunks of a PNG that determine its pixels
 
 
 def shape_of_frame(data: np.ndarray) -> tuple[int, int, int]:
@@ -29,10 +29,10 @@ def shape_of_frame(data: np.ndarray) -> tuple[int, int, int]:
 
 
 def decode_frame(data: np.ndarray, shape: tuple[int, int, int], out: np.ndarray, *, is_refused: bool) -> None:
-    """Decode an image, (n,) uint8, to ``out``, (H * W * C,) uint8. Grey images become colour if ``shape`` is.
+    """Decode an image, (n,) uint8, to ``out``, (H * W * C,) uint8.
 
-    ``is_refused`` is true if libjpeg has already refused to decode the image, although it is a JPEG. Raises SampleError
-    if the image is damaged, or has another shape.
+    A grey image is converted to RGB if ``shape`` has three channels. ``is_refused`` is true if `h5chunk.native.jpeg`
+    has already failed to decode the image. Raises SampleError if the image is damaged or has another shape.
     """
     image = _opened(data)
     found = _shape_of(image)
@@ -82,7 +82,7 @@ def _decode_jpeg(data: np.ndarray, shape: tuple[int, int, int], out: np.ndarray)
 
 
 def _check_png(data: bytes) -> None:
-    """Raise SampleError unless the checksums of a PNG's pixels are right, which Pillow does not always verify."""
+    """Raise SampleError unless the checksums of a PNG's pixels, which Pillow does not always verify, are right."""
     at, kind = 8, b""
     while kind != b"IEND" and at + 12 <= len(data):
         length, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]

@@ -1,6 +1,6 @@
 """Read frames that are stored as JPEG or PNG images, one in each row of a dataset, and decode them.
 
-The rows are arrays of bytes of variable length, or are padded with zeros to the same length. Both are recognised by
+The rows are arrays of bytes of variable length, or are padded with zeros to the same length. Images are recognised by
 their first bytes. The functions that decode images are passed in as a `FrameDecoder`.
 """
 
@@ -35,9 +35,9 @@ from h5chunk.store.read.ragged import FlatSamples, RaggedField
 from h5chunk.store.read.vlen import VlenField, read_pointers, read_vlen_indptr
 
 MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")  # the first bytes of JPEG and PNG images
-HEAD_BYTES = 1 << 20  # bytes of the first image in which its header is looked for
-TASK_BYTES = 2 << 20  # bytes of images and pixels that a thread handles at a time
-SLACK_BYTES = 64 << 10  # an image may have this many bytes more than its pixels
+HEAD_BYTES = 1 << 20  # bytes at the start of the first image that are read to parse its header
+TASK_BYTES = 2 << 20  # bytes of encoded images and of their pixels per task of a thread
+SLACK_BYTES = 64 << 10  # an encoded image may have this many bytes more than its pixels
 REMEDY = (
     "write each image as an array of uint8 of variable length, or padded with zeros to the length of the longest one"
 )
@@ -64,8 +64,8 @@ def describe(
 ) -> Field | RaggedField:
     """Describe a field as `describe_field` does, or as an `EncodedField` if its rows are images to be decoded.
 
-    Rows of equal length are images if the first and the last row begin like one. Raises FileError if the first image is
-    damaged or not supported.
+    Rows are images if the first row and, if all have one length, the last row begin with the `MAGIC` of an image.
+    Raises FileError if the first image is damaged or not supported.
     """
     if not isinstance(dataset, FrameDataset):
         return describe_field(file, path, name, dataset, header, guard)
@@ -83,7 +83,10 @@ def describe(
 
 
 def _heads(file: h5py.File, path: Path, field: Field | RaggedField) -> list[bytes]:
-    """Read the beginning of the first row and, for rows of one length, of the last row. Empty if there are no bytes."""
+    """Read the beginning of the first row and, if all rows have one length, of the last row.
+
+    Returns an empty list if there are no rows, or if they do not consist of bytes.
+    """
     num_rows = field.grid.shape[0]
     if not num_rows:
         return []
@@ -97,7 +100,7 @@ def _heads(file: h5py.File, path: Path, field: Field | RaggedField) -> list[byte
 
 
 def _decoded(stored: Any, shape: Shape, decoder: FrameDecoder) -> EncodedField:
-    """Describe the pixels of images. Rows that are compressed again keep their chunks, which are read completely."""
+    """Describe the pixels of images. The grid has the dataset's chunks if HDF5 compresses them, too."""
     num_rows, grid = stored.grid.shape[0], stored.grid
     is_filtered = isinstance(stored, Field) and grid.filtered
     pixels = ChunkGrid((num_rows, *shape), (grid.chunks[0], *shape) if is_filtered else None, 1, is_filtered)
@@ -155,7 +158,7 @@ class EncodedBytes(ByteReader):
             out[places[~is_first]] = out[sources[~is_first]]
 
     def _read(self, rows: np.ndarray, descriptor: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the bytes of images, (k,) uint8, and where each of them begins and ends: (n, 2) int64."""
+        """Return the bytes of images, (k,) uint8, and the index at which each image begins and ends: (n, 2) int64."""
         sizes = self.sizes[rows]
         ends, out = np.cumsum(sizes), None
         if isinstance(self._field.stored, VlenField):

@@ -77,9 +77,11 @@ class EpisodeFile(H5Reader):
 def open_episodes(
     file: Path, parent: str, suffixes: Mapping[str, str], decoder: FrameDecoder, trusted: bool, checksums: str
 ) -> EpisodeFile:
-    """Open the members of the group ``parent`` of a file as episodes. ``suffixes`` has the dataset of each field.
+    """Open the members of the group ``parent`` of a file as episodes.
 
-    Raises FieldError if there is no episode, or an episode lacks a field or has fields that differ in length.
+    ``suffixes`` has, for each field, the path of its dataset in an episode, such as ``/obs/image``. JPEG and PNG images
+    are decoded by ``decoder``. Raises FieldError if there is no episode, or if an episode lacks a field or has fields
+    that differ in length.
     """
     where = f"{printable(file)}: {parent.rstrip('/') or '/'!r}"
     with opened(file) as handle:
