@@ -26,10 +26,9 @@ def list_some(names: Sequence[str]) -> str:
 
 
 def rows(label: str, values: str | Iterable[object], limit: int | None = None) -> list[str]:
-    """Return an indented line for each value, starting with ``label``. One more line counts the values beyond
-    ``limit``.
+    """Return an indented line for each value, starting with ``label``.
 
-    ``values`` may also be one string; an empty string gives no line.
+    One more line counts the values beyond ``limit``. ``values`` may also be one string; an empty string gives no line.
     """
     values = list(filter(None, [values])) if isinstance(values, str) else list(values)
     more = [f"{len(values) - limit:,} more (--json lists all)"] if limit is not None and len(values) > limit else []

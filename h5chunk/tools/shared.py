@@ -1,5 +1,6 @@
-"""A folder of files that the tasks of a command share, either on a file system that all workers see or in an object
-store.
+"""Share a folder of files among the tasks of a command.
+
+The folder is on a file system that all workers see, or in an object store.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ class SharedFolder:
 
     @classmethod
     def in_store(cls, output: str, part: Path, path: Path) -> SharedFolder:
-        """Return a folder in the store of the URL ``output``, with a name that depends on ``part``, the path of the
-        unfinished output.
+        """Return a folder in the store of the URL ``output``.
+
+        Its name depends on ``part``, the path of the unfinished output.
         """
         key = hashlib.sha256(f"{socket.gethostname()}:{part}".encode()).hexdigest()[:12]
         folder, name = parse(output)
@@ -41,8 +43,9 @@ class SharedFolder:
 
     @contextmanager
     def in_worker(self) -> Iterator[SharedFolder]:
-        """Yield the folder for use by one task. Copies of files in a store are kept in a temporary folder until the
-        task ends.
+        """Yield the folder for use by one task.
+
+        Copies of files in a store are kept in a temporary folder until the task ends.
         """
         if not self.url:
             if not self.path.is_dir():
@@ -134,8 +137,9 @@ def _put(file: Path, url: str) -> None:
 
 @contextmanager
 def _scratch() -> Iterator[Path]:
-    """Create a temporary folder. A Dask worker creates it in its own folder, which Dask removes if the worker is
-    killed.
+    """Create a temporary folder.
+
+    A Dask worker creates it in its own folder, which Dask removes if the worker is killed.
     """
     parent = None
     if "distributed" in sys.modules:

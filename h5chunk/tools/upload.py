@@ -1,5 +1,6 @@
-"""Write the output of a command to an object store: files are written to a local disk, and uploaded once they are
-complete.
+"""Write the output of a command to an object store.
+
+Files are written to a local disk, and uploaded once they are complete.
 """
 
 from __future__ import annotations
@@ -76,8 +77,9 @@ class Uploads:
         self._files[file.name] = self._pool.submit(put, link, f"{self.url}/{file.name}")
 
     def begin(self) -> None:
-        """Remove the first of the old shards that the upload replaces, so that readers do not mix old and new
-        shards.
+        """Remove the first of the old shards that the upload replaces.
+
+        Otherwise readers might mix old and new shards.
         """
         if self._overwrite and not self.url.startswith("http"):  # web servers cannot list files
             self._old = [name for name in list_url(f"{self.url}/", NO_OPTIONS) if NUMBERED.fullmatch(name)]

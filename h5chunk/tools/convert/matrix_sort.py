@@ -185,8 +185,7 @@ class Entries:
             yield from self._combined(self._sort(self._range(low, high)))
 
     def _range(self, low: int, high: int | None) -> np.ndarray:
-        """Return the records with ``low`` <= key < ``high``, one run after the other. If ``high`` is None, there is no
-        upper limit.
+        """Return the records with ``low`` <= key < ``high`` (None: no upper limit), one run after the other.
 
         Raises OptionError if the position with key ``low`` has more entries than fit in memory, because a cut cannot
         divide a position.

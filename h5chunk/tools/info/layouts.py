@@ -1,6 +1,4 @@
-"""Recognise published layouts of episodes and series, and a dataset per sample, and write the Python code that opens
-them.
-"""
+"""Recognise published layouts of episodes, series and keyed samples, and write the Python code that opens them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Summarise the datasets of a file on one screen: those that suit training come first, and similar datasets share a
-line.
+"""Summarise the datasets of a file on one screen.
+
+Datasets that suit training come first, and similar datasets share a line.
 """
 
 from __future__ import annotations

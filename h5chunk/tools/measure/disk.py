@@ -74,10 +74,10 @@ def large(ranges: Ranges) -> Ranges:
 
 
 def locate(reader: H5Reader) -> list[ByteRange]:
-    """List the chunks of all fields in the order of their samples. Contiguous fields are cut into pieces of similar
-    size.
+    """List the chunks of all fields in the order of their samples.
 
-    Raises NotMeasured if the data is outside of the reader's files, or was never written.
+    Contiguous fields are cut into pieces of similar size. Raises NotMeasured if the data is outside of
+    the reader's files, or was never written.
     """
     found: list[ByteRange] = []
     first = 0
@@ -109,8 +109,9 @@ def _locate_ragged(file: h5py.File, field: RaggedField, indptr: np.ndarray) -> l
 
 
 def _locate_field(file: h5py.File, name: str, dataset: h5py.Dataset, rows: int) -> Columns:
-    """Return the offsets, sizes and first rows of a dataset's chunks, or of pieces of ``rows`` rows if it is
-    contiguous.
+    """Return the offsets, sizes and first rows of a dataset's chunks.
+
+    A contiguous dataset is cut into pieces of ``rows`` rows instead.
     """
     properties = dataset.id.get_create_plist()
     elsewhere = not same_file(dataset, file)
@@ -141,8 +142,9 @@ def _join(offsets: np.ndarray, sizes: np.ndarray, firsts: np.ndarray) -> tuple[n
 
 
 class FileReads:
-    """Read the chunks of a reader's files in threads, into reused memory. Raises NotMeasured in the same cases as
-    `locate`.
+    """Read the chunks of a reader's files in threads, into reused memory.
+
+    Raises NotMeasured in the same cases as `locate`.
     """
 
     def __init__(self, reader: H5Reader) -> None:
@@ -203,8 +205,9 @@ class FileReads:
             read_bytes(self._descriptors[piece.file], piece.offset, memory, lambda _: printable(path))
 
     def drop(self, ranges: Ranges) -> None:
-        """Drop ranges from the page cache, or entire files if that fails. Raise NotMeasured if the ranges remain
-        cached.
+        """Drop ranges from the page cache, or entire files if that fails.
+
+        Raises NotMeasured if the ranges remain cached.
         """
         if not hasattr(os, "posix_fadvise"):
             raise NotMeasured("this system cannot drop a file from the page cache")

@@ -110,9 +110,7 @@ class Subject:
 
     @property
     def limits(self) -> tuple[str, ...]:
-        """Names of the limits of batch rates on the CPU: reading and, where they apply, decoding and copying decoded
-        chunks.
-        """
+        """Names of the limits of batch rates on the CPU: reading and, if any, decoding and copying decoded chunks."""
         more = [DECODING] * self.is_encoded + [MEMORY] * self.is_compressed
         return (CACHED, *more)
 
@@ -229,9 +227,7 @@ def _batch_stages(subject: Subject, workers: Sequence[int], not_direct: str, cop
 
 
 def _open(subject: Subject, group: str, name: str, limits: tuple[str, ...], reason: str = "", **options: Any) -> Stage:
-    """Open a loader and return its stage; if a ``reason`` for not measuring it is given, return a stage without a
-    rate.
-    """
+    """Open a loader and return its stage; with a ``reason`` for not measuring it, return a stage without a rate."""
     from h5chunk.tools.measure.batches import first_samples, open_dataset, open_loader, wait_for_readers
     from h5chunk.tools.measure.images import open_data
 

@@ -56,9 +56,7 @@ class StoreRequests:
         return statistics.median(times[1:])
 
     def rate(self, requests: int, seconds: float, request_bytes: int | None = None) -> float:
-        """Return the bytes/s of ``requests`` concurrent requests, each for a random chunk or a range of
-        ``request_bytes``.
-        """
+        """Return the bytes/s of ``requests`` concurrent requests, each for a random chunk or for ``request_bytes``."""
         ranges = self._ranges if request_bytes is None else self._cut(request_bytes)
         order = self._random.permutation(len(ranges))[:MOST_RANGES]
         found = measure([ranges[number] for number in order.tolist()], requests, seconds, self._options)
