@@ -22,7 +22,7 @@ import numpy as np
 from h5chunk.errors import FileError, SampleError, UnsupportedError, printable
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.store.format.header import Header
-from h5chunk.store.hdf5.chunk_table import NotDirect
+from h5chunk.store.hdf5.chunk_table import NotDirect, is_vlen
 from h5chunk.store.hdf5.guard import MAX_RATIO, Guard
 from h5chunk.store.hdf5.open import descriptor_of, errors_as
 from h5chunk.store.hdf5.ranges import ReadTask
@@ -71,7 +71,7 @@ def describe(
         return describe_field(file, path, name, dataset, header, guard)
     field = describe_field(file, path, name, dataset.dataset, header, guard)
     heads = _heads(file, path, field)
-    if not heads or not all(head.startswith(MAGIC) for head in heads):
+    if not _are_images(heads):
         return field
     try:
         shape = dataset.decoder.shape_of(np.frombuffer(heads[0], np.uint8))
@@ -80,6 +80,21 @@ def describe(
     except SampleError as error:
         raise FileError(f"{printable(path)}: {field.dataset.strip('/')!r}, frame 0: {error}") from None
     return _decoded(field, shape, dataset.decoder)
+
+
+def holds_images(file: h5py.File, path: Path, dataset: h5py.Dataset, guard: Guard) -> bool:
+    """Return whether the rows of a dataset are JPEG or PNG images, as for `describe`. Damaged rows are not."""
+    has_bytes = (dataset.dtype == np.uint8 and dataset.ndim == 2) or dataset.dtype.kind == "S"
+    try:
+        if not has_bytes and not is_vlen(dataset):
+            return False
+        return _are_images(_heads(file, path, describe_field(file, path, "", dataset.name, None, guard)))
+    except FileError:
+        return False
+
+
+def _are_images(heads: list[bytes]) -> bool:
+    return bool(heads) and all(head.startswith(MAGIC) for head in heads)
 
 
 def _heads(file: h5py.File, path: Path, field: Field | RaggedField) -> list[bytes]:

@@ -24,6 +24,7 @@ from h5chunk.store.hdf5.chunk_table import count_unwritten, is_vlen, partial_chu
 from h5chunk.store.hdf5.codecs import KNOWN_FILTERS
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import errors_as, opened
+from h5chunk.store.read.encoded import holds_images
 from h5chunk.store.read.fields import MATRIX_PARTS, Field, describe_matrix, find_matrix_groups
 from h5chunk.store.read.files import Paths, list_files, open_reader, single_file
 from h5chunk.store.read.ragged import (
@@ -35,7 +36,7 @@ from h5chunk.store.read.ragged import (
 )
 from h5chunk.tools.info.layouts import recognise
 from h5chunk.tools.info.report import DatasetInfo, FileInfo, FolderInfo, ImagesInfo, MachineInfo, MatrixInfo
-from h5chunk.tools.info.summary import BATCH, VLEN, default_fields, training_code, training_fields
+from h5chunk.tools.info.summary import BATCH, IMAGES, VLEN, default_fields, training_code, training_fields
 from h5chunk.tools.measure.machine import available_bytes, cuda_device, default_cache, library_versions
 from h5chunk.tools.progress import Progress
 from h5chunk.tools.report import python_text, shell_command
@@ -120,19 +121,25 @@ def _with_statistics(file: FileInfo, trusted: bool, stats: bool, progress: Progr
     from h5chunk.tools.measure.statistics import has_statistics, store_statistics  # imports torch
 
     stored = {name: _first_like(file.datasets, name) for name in file.fields}
-    names = [name for name, item in stored.items() if item and has_statistics(item.dtype, item.shape[1:])]
+    images = {name for name, item in stored.items() if item and item.has_images}
+    names = [
+        name for name, item in stored.items() if item and (name in images or has_statistics(item.dtype, item.shape[1:]))
+    ]
     if not names:
         raise FieldError(
             f"{printable(file.path)}: has no dense field of floats or arrays, and other fields have no statistics: "
             "leave out --stats"
         )
-    return replace(file, statistics=store_statistics(Path(file.path), names, trusted=trusted, progress=progress))
+    found = store_statistics(Path(file.path), names, images, trusted=trusted, progress=progress)
+    return replace(file, statistics=found)
 
 
 def _first_like(datasets: Sequence[DatasetInfo], name: str) -> DatasetInfo | None:
     """Return the first dataset to train on with this name, in which a * stands for the name of any group."""
     pattern = re.compile(re.escape(name).replace(r"\*", "[^/]+"))
-    return next((item for item in datasets if item.can_train and pattern.fullmatch(item.name)), None)
+    return next(
+        (item for item in datasets if (item.can_train or item.has_images) and pattern.fullmatch(item.name)), None
+    )
 
 
 def _describe_set(path: Paths, trusted: bool) -> dict[str, Any]:
@@ -174,6 +181,8 @@ def _describe_file(path: Path, trusted: bool) -> FileInfo:
         groups |= {item.name: f"part of {item.name}" for item in images}
         cache = default_cache()
         described = [_describe(dataset, cache, groups) for dataset in datasets]
+        images_in = _find_image_rows(file, path, datasets, guard) if header is None else set()
+        described = [replace(item, verdict=IMAGES) if item.name in images_in else item for item in described]
         fields = training_fields(described, matrices, images, header)
         code = training_code(shown(path), fields, default_fields(file, header), images) if fields else []
         found = recognise(described, shown(path)) if header is None and not matrices else None
@@ -211,6 +220,18 @@ def _list_datasets(file: h5py.File, guard: Guard, *, by_h5chunk: bool) -> tuple[
         except FileError as error:
             refused.append(error)
     return datasets, refused
+
+
+def _find_image_rows(file: h5py.File, path: Path, datasets: Sequence[h5py.Dataset], guard: Guard) -> set[str]:
+    """Return the datasets with an encoded image in each row. Of names that differ in numbers, one is looked at."""
+    known: dict[tuple[object, ...], bool] = {}
+    found = set()
+    for dataset in datasets:
+        key = re.sub(r"\d+", "*", dataset.name), dataset.dtype.kind, dataset.ndim
+        if key not in known:
+            known[key] = holds_images(file, path, dataset, guard)
+        found |= {dataset.name.lstrip("/")} if known[key] else set()
+    return found
 
 
 def _describe(dataset: h5py.Dataset, cache: CacheSettings, groups: Mapping[str, str]) -> DatasetInfo:

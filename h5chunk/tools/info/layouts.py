@@ -131,6 +131,7 @@ def recognise(datasets: Sequence[DatasetInfo], path: str, num_steps: int | None 
     ``num_steps`` is the number of time steps of a window. Default: the usual number for the layout.
     """
     shapes = {item.name.strip("/"): item.shape for item in datasets if item.can_train}
+    shapes |= {item.name.strip("/"): (*item.shape[:1], 0, 0, 0) for item in datasets if item.has_images}
     for layout in LAYOUTS:
         if (found := layout.find(shapes, num_steps or layout.usual_steps)) is not None and found[0]:
             fields = ", ".join(f"{python_text(name)}: {python_text(of)}" for name, of in found[0].items())

@@ -11,7 +11,7 @@ from h5chunk.plan.cache import CacheSettings
 from h5chunk.source import shape_text
 from h5chunk.store.format.header import Header
 from h5chunk.store.format.statistics import FieldStatistics, merged
-from h5chunk.tools.info.summary import summarise
+from h5chunk.tools.info.summary import IMAGES, summarise
 from h5chunk.tools.report import Report, list_some, shell_command, values_text
 
 SHOWN, SHOWN_REFUSED = 20, 5  # maximum number of files, and of refused datasets, in the text; JSON lists all
@@ -44,6 +44,11 @@ class DatasetInfo(Report):
     def can_train(self) -> bool:
         """True if the rows of the dataset can be samples."""
         return self.verdict.startswith(("good", "bad"))
+
+    @property
+    def has_images(self) -> bool:
+        """True if each row is an encoded image."""
+        return self.verdict == IMAGES
 
     @property
     def is_cut(self) -> bool:

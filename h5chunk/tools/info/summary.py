@@ -22,6 +22,7 @@ MAX_LINES = 12  # maximum lines for datasets that suit training; half as many fo
 MAX_FIELDS = 8  # fields in a line of Python
 NO_TENSORS = ("|S", "float128", "longdouble", ">f16")  # types that torch does not have
 BATCH = 256
+IMAGES = "JPEG or PNG images, which h5chunk.Windows decodes"
 VLEN = "arrays of variable length, a field that must be named: ChunkDataset(path, fields=[...])"
 RESIZING = "from h5chunk.transforms import RandomResizedCrop"
 
@@ -94,7 +95,7 @@ def summarise(datasets: Sequence[DatasetInfo]) -> list[str]:
             others.setdefault(dataset.verdict, []).append(dataset.name)
     for why, names in list(others.items())[: MAX_LINES // 2]:
         listed = list_some(names) if len(names) > 1 else names[0]
-        lines.append(f"{why}: {listed}" if why == VLEN else f"not for training ({why}): {listed}")
+        lines.append(f"{why}: {listed}" if why in (VLEN, IMAGES) else f"not for training ({why}): {listed}")
     hidden += sum(map(len, list(others.values())[MAX_LINES // 2 :]))
     return [*lines, f"{count_text(hidden, 'more dataset')} (--all)"] if hidden else lines
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -22,15 +22,16 @@ MAX_MERGED = 64  # number of batch statistics that are merged at a time
 
 
 def store_statistics(
-    path: Path, fields: Sequence[str], *, trusted: bool, progress: Progress | None = None
+    path: Path, fields: Sequence[str], images: Collection[str], *, trusted: bool, progress: Progress | None = None
 ) -> dict[str, FieldStatistics]:
     """Compute the statistics of these fields of a file, store them beside it, and return them.
 
-    A * in the path of a field stands for all episodes, as in `h5chunk.Windows`.
+    A * in the path of a field stands for all episodes, as in `h5chunk.Windows`. Fields in ``images`` are JPEG or PNG
+    images, whose statistics are those of their pixels.
     """
     datasets = {
         name: Windows(path, {name: name}, 1, trusted=trusted)
-        if "*" in name
+        if "*" in name or name in images
         else ChunkDataset(path, fields={name: name}, trusted=trusted)
         for name in fields
     }
