@@ -83,7 +83,7 @@ def describe(
 
 
 def holds_images(file: h5py.File, path: Path, dataset: h5py.Dataset, guard: Guard) -> bool:
-    """Return whether the rows of a dataset are JPEG or PNG images, as for `describe`. Damaged rows are not."""
+    """Return whether the rows of a dataset are JPEG or PNG images, by the rule of `describe`; False if damaged."""
     has_bytes = (dataset.dtype == np.uint8 and dataset.ndim == 2) or dataset.dtype.kind == "S"
     try:
         if not has_bytes and not is_vlen(dataset):

@@ -223,7 +223,10 @@ def _list_datasets(file: h5py.File, guard: Guard, *, by_h5chunk: bool) -> tuple[
 
 
 def _find_image_rows(file: h5py.File, path: Path, datasets: Sequence[h5py.Dataset], guard: Guard) -> set[str]:
-    """Return the datasets with an encoded image in each row. Of names that differ in numbers, one is looked at."""
+    """Return the names of the datasets with an encoded image in each row.
+
+    If the names of several datasets differ only in numbers, one is examined, and the others are taken to be like it.
+    """
     known: dict[tuple[object, ...], bool] = {}
     found = set()
     for dataset in datasets:

@@ -27,7 +27,7 @@ def store_statistics(
     """Compute the statistics of these fields of a file, store them beside it, and return them.
 
     A * in the path of a field stands for all episodes, as in `h5chunk.Windows`. Fields in ``images`` are JPEG or PNG
-    images, whose statistics are those of their pixels.
+    images, whose pixels the statistics describe.
     """
     datasets = {
         name: Windows(path, {name: name}, 1, trusted=trusted)
