@@ -24,8 +24,8 @@ in random order, after a warm-up of as many windows. Before the first turn each 
 order, and the sums of their values must be the same for all readers of the file. For ``world.lance``, whose JPEG
 images are not exact, only the sums of the actions are compared.
 
-Prints for each file the time to the first batch, windows/s (median and range of the rounds), and the ratio to the
-fastest peer.
+Prints for each file the time to the first batch, windows/s (median and range of the rounds; without workers, also per
+second of processor time), and the ratio to the fastest peer.
 """
 
 from __future__ import annotations
@@ -255,11 +255,12 @@ def run_turn(name: str, path: Path, count: int, device: str) -> dict[str, Any]:
         first_s = first_s or time.perf_counter() - start
         if left <= count and not began:
             torch.cuda.synchronize() if device != "cpu" else None
-            began, counted = time.perf_counter(), left
+            began, counted, cpu_s = time.perf_counter(), left, time.process_time()
         if left <= 0:
             break
     torch.cuda.synchronize() if device != "cpu" else None
-    return {"first_s": first_s, "rate": (counted - left) / (time.perf_counter() - began)}
+    count, cpu_s = counted - left, time.process_time() - cpu_s
+    return {"first_s": first_s, "rate": count / (time.perf_counter() - began), "per_cpu_s": count / cpu_s}
 
 
 def ask(name: str, path: Path, count: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -301,9 +302,11 @@ def compare(file: str, options: argparse.Namespace) -> dict[str, Any]:
         equal = [np.allclose(got, want, rtol=1e-9) for got, want in parts]
         values = "equal" if all(equal) else "equal actions" if equal[1] and name.startswith("lance") else "DIFFERENT"
         rates, first = [turn["rate"] for turn in rounds[name]], statistics.median(t["first_s"] for t in rounds[name])
+        per_cpu_s = statistics.median(turn["per_cpu_s"] for turn in rounds[name])
+        by_cpu = "" if name.endswith(":2") else f", {per_cpu_s:,.0f} per second of processor time"
         print(
             f"  {name:15} first batch {first:5.2f} s  {medians[name]:8,.0f} windows/s ({min(rates):,.0f} to "
-            f"{max(rates):,.0f})  {medians[name] / best:5.2f} of the best peer  values {values}"
+            f"{max(rates):,.0f}){by_cpu}  {medians[name] / best:5.2f} of the best peer  values {values}"
         )
     return {"checked": {name: "trouble" not in each for name, each in checked.items()}, "rounds": rounds}
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from support.encoded import FLAT, LENGTHS, ROBOT, SIZE, by_pillow, encoded, flat, frames, pictures, put, robot
+from support.scripts import needs_gpu
 from torch.utils.data import DataLoader
 
 import h5chunk
@@ -251,3 +252,31 @@ def test_images_are_resident_reused_and_normalised_like_pixels(options: dict[str
         assert torch.allclose(found, (wanted / 255 - 0.5) / 0.2, atol=1e-5)
     else:
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("form", ["vlen", "rows"])
+def test_a_folder_with_a_file_per_episode(form: str, tmp_path: Path) -> None:
+    episodes, folder = frames(), tmp_path / "aloha"
+    folder.mkdir()
+    for number, images in enumerate(episodes):
+        with h5py.File(folder / f"episode_{number}.hdf5", "w") as file:
+            put(file.create_group("observations"), "images/top", images, form)
+            file["action"] = np.zeros((len(images), 14), np.float32)
+    fields = {"image": "observations/images/top", "action": "action"}
+    windows = h5chunk.Windows(folder, fields, 2)
+    for reader in ("auto", "h5py"):
+        assert np.array_equal(loaded(windows, reader=reader), expected(episodes, range(2)))
+    with h5py.File(folder / "episode_1.hdf5", "a") as file:
+        file["observations/images/top"][2] = 7 if form == "rows" else np.full(9, 7, np.uint8)
+    windows = h5chunk.Windows(folder, fields, 2)
+    with pytest.raises(h5chunk.FileError, match=r"episode_1.hdf5: 'observations/images/top', frame 2: is not a JPEG"):
+        loaded(windows)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+@pytest.mark.parametrize("resident", [False, True])
+def test_images_on_each_device(device: str, resident: bool, tmp_path: Path) -> None:
+    episodes = frames()
+    windows = h5chunk.Windows(robot(tmp_path / "a.h5", episodes), ROBOT, 3)
+    found = loaded(windows, device=device, resident=resident)
+    assert np.array_equal(found.cpu(), expected(episodes, range(3)))
