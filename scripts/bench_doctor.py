@@ -31,7 +31,7 @@ from doctor_samples import FOLDER, Made, decoded, tiny
 from torch.utils.data import DataLoader
 
 import h5chunk
-from h5chunk.tools.doctor import watch
+from h5chunk.tools.doctor import gpu, watch
 
 SECONDS = 2.5  # duration of each loop
 WARM_UP = 6  # untimed batches at the beginning of a block; open files are listed once, after the third batch
@@ -162,8 +162,14 @@ def is_unchanged() -> bool:
 
 
 def overhead(pairs: int = 115, steps: int = 20) -> Iterator[str]:
-    """Yield by how much watching slows down iterations, measured in short alternating blocks in this process."""
+    """Yield by how much watching slows down iterations, measured in short alternating blocks in this process.
+
+    On a GPU, a process is profiled once, for a few steps. The blocks leave this out, and it is measured by itself.
+    """
     work = 2 if CUDA else 8
+    if CUDA:
+        yield f"profiling {gpu.PROFILED} steps once takes {profiling(simple(tiny, work=work)):.2f} s longer than the steps"
+        gpu.PROFILE_AT = -1
     cases = {
         "batches made by the training process": simple(tiny, work=work),
         "by a worker, which is the limit": simple(decoded, 8, work=work, num_workers=1),
@@ -185,6 +191,19 @@ def overhead(pairs: int = 115, steps: int = 20) -> Iterator[str]:
         for what, values in zip(("the time", "the processor time"), np.transpose(ratios), strict=True):
             low, high = interval(values)
             yield f"{name}: {np.median(values):+.2%} ({low:+.2%} to {high:+.2%}) of {what} of an iteration"
+
+
+def profiling(make: Make) -> float:
+    """Return the seconds that the profiler adds to a process. Its steps, and the first ones after it, count."""
+    batches, step = make(None)
+    with h5chunk.doctor(batches, step):
+        times = [time.perf_counter()]
+        for batch in islice(batches, gpu.PROFILE_AT + 200):
+            step(batch)
+            wait()
+            times.append(time.perf_counter())
+    seconds = np.diff(times)[gpu.PROFILE_AT - 1 :]
+    return float(seconds.sum() - np.median(seconds) * len(seconds))
 
 
 def started(make: Make, folder: str, is_watched: bool) -> Iterator[Any]:

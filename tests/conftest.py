@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import signal
 import sys
@@ -33,6 +34,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for item in items:
                 if item.get_closest_marker(name):
                     item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """Exclude the imported modules and the list of tests from garbage collection, which would take a fifth of the time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

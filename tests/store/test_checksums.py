@@ -144,6 +144,7 @@ def test_what_is_right_is_read_as_ever(path: Path, way: str) -> None:
     assert WAYS[way](path, "first") == WAYS[way](path, "always") == expected
 
 
+@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("chunk", [0, -1])
 def test_a_flipped_bit_is_an_error(path: Path, way: str, chunk: int) -> None:

@@ -102,6 +102,7 @@ def readers(trusted: bool) -> dict[str, Callable[[Path], np.ndarray]]:
     }
 
 
+@pytest.mark.usefixtures("in_process")  # the tests below open such files in children
 @pytest.mark.parametrize("case", [case for case in CASES if case.how != REFUSED], ids=str)
 def test_what_is_read_is_what_h5py_reads(tmp_path, case):
     path = tmp_path / "a.h5"

@@ -286,6 +286,7 @@ VALUES = [
     [Log1p(), Binarize(2.0), L2()],
 ]
 LAYOUTS = [None, Dense(torch.float64), Dense(torch.float16), Csr(), Csr(torch.float64)]
+KINDS = ["codes", "pattern", "float16", "float32", "floats"]  # of values in a file
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 1e-3}
 
 
@@ -305,13 +306,19 @@ def matrix_file(folder: Path, kind: str) -> tuple[Path, np.ndarray]:
     return write_anndata(folder / "a.h5ad", matrix), matrix.toarray()
 
 
+@pytest.fixture(scope="module")
+def matrix_files(tmp_path_factory):
+    """Return a file of each kind of matrix, with its values."""
+    return {kind: matrix_file(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", ["codes", "pattern", "float16", "float32", "floats"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
 @pytest.mark.parametrize("steps", VALUES, ids=repr)
-def test_values_and_layouts(tmp_path, device, kind, steps, layout):
+def test_values_and_layouts(matrix_files, device, kind, steps, layout):
     """Wherever `Dense` or `Csr` stands, and with the values that numpy gives."""
-    file, rows = matrix_file(tmp_path, kind)
+    file, rows = matrix_files[kind]
     dtype = torch.float32 if layout is None else layout.dtype
     expected = on_rows(steps, rows)
     for place in {0, len(steps)}:

@@ -65,7 +65,9 @@ class GpuClock:
         self._last_end = end
 
     def close(self) -> None:
-        """Write the measurements of the events that the GPU has reached."""
+        """Write the measurements of the events that the GPU has reached. End the profiler if it is running."""
+        if self._profile is not None:
+            self._end_profile()
         with suppress(RuntimeError):  # the device failed, or the process ends
             while self._waiting and self._waiting[0][2].query():
                 self._write(*self._waiting.popleft())
@@ -85,7 +87,8 @@ class GpuClock:
     def _end_profile(self) -> None:
         with suppress(Exception):
             self._profile.stop()
-            self._recorder.keep("kernels", PROFILED, summary(self._profile.profiler.kineto_results.events()))
+            if self._count == PROFILE_AT + PROFILED:
+                self._recorder.keep("kernels", PROFILED, summary(self._profile.profiler.kineto_results.events()))
         self._profile = None
 
 
