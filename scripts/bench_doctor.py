@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from doctor_samples import FOLDER, Made, decoded, tiny
 from torch.utils.data import DataLoader
 
 import h5chunk
-from h5chunk.tools.doctor import gpu, watch
+from h5chunk.tools.doctor import gpu, record, watch
 
 SECONDS = 2.5  # duration of each loop
 WARM_UP = 6  # untimed batches at the beginning of a block; open files are listed once, after the third batch
@@ -161,36 +161,44 @@ def is_unchanged() -> bool:
     return all(torch.equal(*pair) for pair in zip(*weights, strict=True))
 
 
-def overhead(pairs: int = 115, steps: int = 20) -> Iterator[str]:
+def overhead(pairs: int = 60, steps: int = 20) -> Iterator[str]:
     """Yield by how much watching slows down iterations, measured in short alternating blocks in this process.
 
-    On a GPU, a process is profiled once, for a few steps. The blocks leave this out, and it is measured by itself.
+    The lines of code that run are sampled more often in the first two seconds of a process. On a GPU, a process is also
+    profiled once, for a few steps: the blocks leave this out, and it is measured by itself.
     """
     work = 2 if CUDA else 8
-    if CUDA:
-        yield f"profiling {gpu.PROFILED} steps once takes {profiling(simple(tiny, work=work)):.2f} s longer than the steps"
-        gpu.PROFILE_AT = -1
     cases = {
         "batches made by the training process": simple(tiny, work=work),
         "by a worker, which is the limit": simple(decoded, 8, work=work, num_workers=1),
     }
     torch.set_num_threads(THREADS)
-    for name, make in cases.items():
+    if CUDA:
+        seconds = profiling(simple(tiny, work=work))
+        yield f"profiling {gpu.PROFILED} steps, once in a process, takes {seconds:.2f} s longer than the steps"
+        gpu.PROFILE_AT = -1
+    for (name, make), first in product(cases.items(), (record.FIRST, 0)):
+        record.FIRST = first
         with tempfile.TemporaryDirectory() as folder:
             step = make(None)[1]
             loops = {is_watched: started(make, folder, is_watched) for is_watched in (True, False)}
-            ratios = []
+            times: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
             for turn in range(pairs):
-                found = {}
                 for is_watched in (turn % 2 == 0, turn % 2 == 1):
                     if is_watched:
-                        watch.install(folder)
-                    found[is_watched] = block(loops[is_watched], step, steps)
+                        watch.install(folder).sampler.start()
+                    times[is_watched].append(block(loops[is_watched], step, steps))
                     watch.remove()
-                ratios.append(np.divide(found[True], found[False]) - 1)
-        for what, values in zip(("the time", "the processor time"), np.transpose(ratios), strict=True):
+        when = "at first" if first else "later"
+        milliseconds = 1e3 * np.median(times[False], axis=0)[0] / steps
+        for what, values in zip(
+            ("time", "processor time"), np.transpose(np.divide(times[True], times[False]) - 1), strict=True
+        ):
             low, high = interval(values)
-            yield f"{name}: {np.median(values):+.2%} ({low:+.2%} to {high:+.2%}) of {what} of an iteration"
+            yield (
+                f"{name}, {when}: {np.median(values):+.2%} ({low:+.2%} to {high:+.2%}) of the {what} of an iteration "
+                f"of {milliseconds:.1f} ms"
+            )
 
 
 def profiling(make: Make) -> float:

@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Exclude the imported modules and the list of tests from garbage collection, which would take a fifth of the time."""
+    """Exclude imported modules and the list of tests from garbage collection, which takes a fifth of the time."""
     gc.collect()
     gc.freeze()
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -93,6 +94,9 @@ def test_a_loop_of_this_process_is_watched_until_the_block_ends():
     assert DataLoader.__init__ is before
     assert report.seen.samples == 10 and 0 < report.utilisation <= 1
     assert "samples/s" in str(report) and report.verdict in str(report)
+    kept = weakref.ref(loader)
+    del loader
+    assert kept() is None  # the report does not keep the data in memory
 
 
 def test_wrong_calls_say_what_is_missing(script):

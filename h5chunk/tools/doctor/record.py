@@ -24,6 +24,7 @@ SWITCH_S = 1e-3  # Python's switch interval: with the default of 5 ms, samples w
 SAMPLE_S, LATER_S = 0.01, 0.1  # seconds between samples of the line that runs, at first and later
 FIRST = 200  # number of samples with the shorter interval
 PROBE_S, HELD_S = 2e-4, 8e-4  # a sleep without the GIL, and the delay after it that shows that a thread held the GIL
+MAX_BUSY = 0.9  # share of a core that a thread uses at most while it waits for the GIL often
 READING, DECODING, TRANSFORM, COLLATE, LOCK = "reading", "decoding", "transform", "collate", "lock"
 LIBRARIES = {
     **dict.fromkeys(("h5py", "zarr", "tables", "pyarrow", "fsspec", "lmdb", "netCDF4", "xarray"), READING),
@@ -210,7 +211,8 @@ class Sampler:
                 stage = stage_of(frame) if stage == "fetch" else stage
                 busy, library = min(1.0, (cpu - used) / max(1e-9, now - last)), is_library(frame.f_code.co_filename)
                 self._recorder.keep("line", stage, caller(frame), busy, library)
-                self._find_holder(busy)
+                if busy < MAX_BUSY:
+                    self._find_holder(busy)
             del frame
             last, used = now, cpu
 
