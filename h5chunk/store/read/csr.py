@@ -7,7 +7,6 @@ in the file are read with one call, directly to their positions in a shuffled wi
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,16 +16,16 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from h5chunk.errors import FileError, H5ChunkError, printable
+from h5chunk.errors import printable
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.store.hdf5.chunk_table import NotDirect, check_bytes, list_chunks
 from h5chunk.store.hdf5.open import descriptor_of, same_file
 from h5chunk.store.hdf5.ranges import ReadTask, vector_tasks
-from h5chunk.store.hdf5.strings import FileBytes, find_in_heap
+from h5chunk.store.hdf5.strings import find_in_heap
 from h5chunk.store.read.checksums import NO_SUMS, ChunkChecks, Sums
 from h5chunk.store.read.direct import ByteReader, ChunkedField, ChunkRows, PlainField
 from h5chunk.store.read.ragged import RaggedField, SeriesField
-from h5chunk.store.read.vlen import VlenField, read_pointers
+from h5chunk.store.read.vlen import VlenField, open_heap, read_pointers, vlen_indptr
 
 GAP_BYTES = 48 << 10  # size of a gap that takes as long to read as one more call (scripts/sweep_reads.py)
 
@@ -147,27 +146,23 @@ class CsrHandle:
 
 
 class VlenBytes(ByteReader):
-    """A byte-range reader of the arrays of a `VlenField`."""
+    """A byte-range reader of the arrays of a `VlenField`. ``indptr``, (n + 1,) int64, has the first entry of each."""
 
     is_plain = True
 
-    def __init__(self, path: Path, file: h5py.File, field: VlenField, indptr: np.ndarray) -> None:
-        self.name, self._indptr, self._item_bytes = field.name, indptr, field.entry_bytes
+    def __init__(self, path: Path, file: h5py.File, field: VlenField) -> None:
+        self.name, self._item_bytes = field.name, field.entry_bytes
         self._where = f"{printable(path)}: {field.dataset!r}"
         self.num_bytes = field.num_entries * self._item_bytes
-
-        def error(problem: str) -> H5ChunkError:
-            return FileError(f"{self._where}: {problem}")
-
-        descriptor = descriptor_of(file)
-        heap = FileBytes(descriptor, os.fstat(descriptor).st_size, error, file.userblock_size)
-        pointers = read_pointers(file[field.dataset], path)
-        self._places = find_in_heap(heap, pointers, np.diff(indptr) * self._item_bytes)
+        pointers = read_pointers(dataset := file[field.dataset], path)
+        self.indptr = vlen_indptr(pointers, dataset, path, self._item_bytes)
+        heap = open_heap(file, path, field.dataset)
+        self._places = find_in_heap(heap, pointers, np.diff(self.indptr) * self._item_bytes)
         self.forget()
 
     def tasks(self, rows: np.ndarray, destinations: np.ndarray, out: CsrBuffers) -> Iterator[ReadTask]:
         """Yield tasks as `ByteReader.tasks` does. Rows may be in any order."""
-        sizes = (self._indptr[rows + 1] - self._indptr[rows]) * self._item_bytes
+        sizes = (self.indptr[rows + 1] - self.indptr[rows]) * self._item_bytes
         filled = sizes > 0
         if filled.any():
             firsts = out.starts[destinations[filled]] * self._item_bytes
@@ -175,20 +170,20 @@ class VlenBytes(ByteReader):
             yield from vector_tasks(self._places[rows[filled]], sizes[filled], firsts, memory, lambda _: self._where)
 
     def chunk_rows(self, _number: int = 0) -> Iterator[ChunkRows]:
-        sizes = np.diff(self._indptr) * self._item_bytes
+        sizes = np.diff(self.indptr) * self._item_bytes
         rows = np.flatnonzero(sizes)
         yield ChunkRows(self._places[rows], sizes[rows], rows, rows + 1)
 
     def bytes_read(self, rows: np.ndarray) -> int:
-        return int((self._indptr[rows + 1] - self._indptr[rows]).sum()) * self._item_bytes
+        return int((self.indptr[rows + 1] - self.indptr[rows]).sum()) * self._item_bytes
 
 
 class VlenHandle:
     """An open dataset of arrays of variable length."""
 
-    def __init__(self, path: Path, file: h5py.File, field: VlenField, indptr: np.ndarray) -> None:
+    def __init__(self, path: Path, file: h5py.File, field: VlenField) -> None:
         self._file, self.id, self.lock = file, file[field.dataset].id, threading.Lock()
-        self._bytes = VlenBytes(path, file, field, indptr)
+        self._bytes = VlenBytes(path, file, field)
 
     def read(self, rows: np.ndarray, out: CsrBuffers) -> None:
         """Read rows, in any order. The caller must have set ``out.starts``."""

@@ -7,7 +7,6 @@ their first bytes. The functions that decode images are passed in as a `FrameDec
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,13 +25,13 @@ from h5chunk.store.hdf5.chunk_table import NotDirect, is_vlen
 from h5chunk.store.hdf5.guard import MAX_RATIO, Guard
 from h5chunk.store.hdf5.open import descriptor_of, errors_as
 from h5chunk.store.hdf5.ranges import ReadTask
-from h5chunk.store.hdf5.strings import FileBytes, find_in_heap
+from h5chunk.store.hdf5.strings import POINTER, find_in_heap
 from h5chunk.store.read.checksums import Sums
 from h5chunk.store.read.csr import CsrBuffers, VlenBytes
 from h5chunk.store.read.direct import ByteReader, direct_field
 from h5chunk.store.read.fields import Field, FrameDataset, FrameDecoder, Shape, describe_field
 from h5chunk.store.read.ragged import FlatSamples, RaggedField
-from h5chunk.store.read.vlen import VlenField, read_pointers, read_vlen_indptr
+from h5chunk.store.read.vlen import VlenField, open_heap
 
 MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")  # the first bytes of JPEG and PNG images
 HEAD_BYTES = 1 << 20  # bytes at the start of the first image that are read to parse its header
@@ -125,17 +124,9 @@ def _decoded(stored: Any, shape: Shape, decoder: FrameDecoder) -> EncodedField:
 
 def _first_row(file: h5py.File, path: Path, field: VlenField) -> bytes:
     """Read the beginning of the first row of arrays of variable length, without HDF5."""
-    where = f"{printable(path)}: {field.dataset!r}"
-    descriptor = descriptor_of(file)
-    heap = FileBytes(
-        descriptor,
-        os.fstat(descriptor).st_size,
-        lambda problem: FileError(f"{where}: {problem}"),
-        file.userblock_size,
-    )
-    first = read_pointers(file[field.dataset], path)[:1]
-    length = int(first["length"][0])
-    place = int(find_in_heap(heap, first, np.array([length]))[0])
+    heap, pointer = open_heap(file, path, field.dataset), np.frombuffer(field.first, POINTER)
+    length = int(pointer["length"][0])
+    place = int(find_in_heap(heap, pointer, np.array([length]))[0])
     return heap.read(place - heap.base, min(length, HEAD_BYTES)) if length else b""
 
 
@@ -209,8 +200,8 @@ def field_bytes(path: Path, file: h5py.File, field: Field, sums: Sums) -> ByteRe
             raise NotDirect("it has strings")
         return direct_field(path, file, field, sums)
     if isinstance(field.stored, VlenField):
-        indptr = read_vlen_indptr(file[field.dataset], path, 1)
-        return EncodedBytes(path, field, VlenBytes(path, file, field.stored, indptr), np.diff(indptr))
+        arrays = VlenBytes(path, file, field.stored)
+        return EncodedBytes(path, field, arrays, np.diff(arrays.indptr))
     rows = direct_field(path, file, field.stored, sums)
     return EncodedBytes(path, field, rows, np.full(field.grid.shape[0], field.stored.grid.sample_bytes))
 

@@ -45,7 +45,7 @@ from h5chunk.store.read.ragged import (
     read_image_sizes,
     read_indptr,
 )
-from h5chunk.store.read.vlen import VlenField, read_vlen_indptr
+from h5chunk.store.read.vlen import VlenField, read_pointers, vlen_indptr
 from h5chunk.urls import local_copy_of
 
 LABELS = "labels"
@@ -186,7 +186,8 @@ class H5Reader:
         with opened(self.path) as file:
             self.check_unchanged()
             if isinstance(self.ragged, VlenField):
-                return read_vlen_indptr(file[self.ragged.dataset], self.path, self.ragged.entry_bytes)
+                dataset = file[self.ragged.dataset]
+                return vlen_indptr(read_pointers(dataset, self.path), dataset, self.path, self.ragged.entry_bytes)
             self._check_table(file, self.ragged, self.ragged.pointers)
             return read_indptr(file, self.path, self.ragged)
 
@@ -292,7 +293,7 @@ class H5Reader:
             self.check_unchanged()
             for name, field in self.fields.items():
                 if isinstance(field, VlenField):
-                    handles[name] = VlenHandle(self.path, file, field, self.indptr)
+                    handles[name] = VlenHandle(self.path, file, field)
                 elif isinstance(field, RaggedField):
                     handles[name] = CsrHandle(file, field, self.indptr, self._caches.get(name), self.sums)
                 elif isinstance(field, EncodedField):

@@ -326,7 +326,7 @@ def _byte_reader(single: H5Reader, file: h5py.File, name: str) -> ByteReader | N
     if not single.num_samples:
         return None
     if isinstance(field, VlenField):
-        return VlenBytes(single.path, file, field, single.indptr)
+        return VlenBytes(single.path, file, field)
     if isinstance(field, RaggedField):
         return CsrField(single.path, file, field, single.indptr, single.sums)
     return field_bytes(single.path, file, field, single.sums)

@@ -6,6 +6,7 @@ HDF5 File Format Specification, III.E (global heap) and VIII.B (disk format of v
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from h5chunk.plan.layout import plan_layout
 from h5chunk.store.hdf5.chunk_table import NotDirect, list_chunks
 from h5chunk.store.hdf5.open import descriptor_of
 from h5chunk.store.hdf5.raw_chunks import RawChunks
-from h5chunk.store.hdf5.strings import POINTER
+from h5chunk.store.hdf5.strings import POINTER, FileBytes
 from h5chunk.store.read.ragged import SeriesField
 
 REMEDY = "write its values one after the other, and their offsets to another dataset (offsets=...)"
@@ -26,6 +27,8 @@ REMEDY = "write its values one after the other, and their offsets to another dat
 @dataclass(frozen=True, kw_only=True)
 class VlenField(SeriesField):
     """A dataset whose elements are arrays of variable length."""
+
+    first: bytes  # the pointer of the first element, as stored; empty if there are no elements
 
     table_datasets = ()
 
@@ -40,10 +43,12 @@ def describe_vlen(dataset: h5py.Dataset, path: Path, name: str) -> VlenField:
         raise UnsupportedError(f"{where} has arrays of an unsupported type ({dtype or 'no numbers'}): {REMEDY}")
     if dataset.ndim != 1 or dataset.file.id.get_create_plist().get_sizes()[0] != 8:
         raise UnsupportedError(f"{where} has {dataset.ndim} axes, or addresses of fewer than 8 bytes: {REMEDY}")
-    num_rows, total = len(dataset), int(np.diff(read_vlen_indptr(dataset, path, dtype.itemsize)).sum())
+    pointers = read_pointers(dataset, path)
+    num_rows, total = len(dataset), int(vlen_indptr(pointers, dataset, path, dtype.itemsize)[-1])
     chunk_samples = plan_layout(max(1, num_rows), max(1, total * dtype.itemsize // max(1, num_rows))).chunk_samples
     chunk_samples = max(1, min(chunk_samples, num_rows))
-    return VlenField(name, dataset.name, num_rows, total, chunk_samples, False, step_shape=(), value_dtype=dtype)
+    sizes, first = (num_rows, total, chunk_samples), pointers[:1].tobytes()
+    return VlenField(name, dataset.name, *sizes, False, step_shape=(), value_dtype=dtype, first=first)
 
 
 def read_pointers(dataset: h5py.Dataset, path: Path) -> np.ndarray:
@@ -68,9 +73,19 @@ def read_pointers(dataset: h5py.Dataset, path: Path) -> np.ndarray:
     return pointers[: len(dataset)]
 
 
-def read_vlen_indptr(dataset: h5py.Dataset, path: Path, item_bytes: int) -> np.ndarray:
-    """Read the index of the first entry of each element, and finally the number of entries: (n + 1,) int64."""
-    indptr = np.concatenate([[0], np.cumsum(read_pointers(dataset, path)["length"], dtype=np.int64)])
+def open_heap(file: h5py.File, path: Path, dataset: str) -> FileBytes:
+    """Return the open file, which contains the heap, for `find_in_heap`. Errors name the dataset."""
+    descriptor, where = descriptor_of(file), f"{printable(path)}: {dataset!r}"
+    size = os.fstat(descriptor).st_size
+    return FileBytes(descriptor, size, lambda problem: FileError(f"{where}: {problem}"), file.userblock_size)
+
+
+def vlen_indptr(pointers: np.ndarray, dataset: h5py.Dataset, path: Path, item_bytes: int) -> np.ndarray:
+    """Return the index of the first entry of each element, and finally the number of entries: (n + 1,) int64.
+
+    Raises FileError if the elements have more bytes than the file.
+    """
+    indptr = np.concatenate([[0], np.cumsum(pointers["length"], dtype=np.int64)])
     file_bytes = dataset.file.id.get_filesize()
     if indptr[-1] * item_bytes > file_bytes:
         raise FileError(
