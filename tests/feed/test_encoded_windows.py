@@ -200,6 +200,20 @@ def test_a_pass_decodes_each_frame_once(tmp_path: Path, monkeypatch: pytest.Monk
     assert torch.equal(batch[0][1, 3], batch[0][0, 0])
 
 
+@pytest.mark.parametrize("task_bytes", [1, 5000])
+def test_threads_divide_a_pass_between_frames(task_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counting = Counting.new()
+    monkeypatch.setattr("h5chunk.feed.windows.FRAME_DECODER", counting)
+    monkeypatch.setattr("h5chunk.store.read.encoded.TASK_BYTES", task_bytes)
+    episodes = frames()
+    windows = h5chunk.Windows(flat(tmp_path / "a.h5", episodes), FLAT, 3, episode_lengths="ep_len", trusted=True)
+    order = [5, 0, 0, 1, 2, 9, 9]
+    assert np.array_equal(windows[order][0], expected(episodes, range(3))[order])
+    assert sum(counting.decoded) == 11
+    assert len(counting.decoded) > (3 if task_bytes > 1 else 10)
+    assert np.array_equal(loaded(windows), expected(episodes, range(3)))
+
+
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_workers_of_a_dataloader_read_the_same_windows(context: str, tmp_path: Path) -> None:
     episodes = frames()
