@@ -23,8 +23,20 @@ FREE, IN_USE, LOST = range(3)  # uses of a shared buffer by its receiver
 FLAG_BYTES = 64  # bytes at the end of a shared buffer; tensors start at multiples of this
 
 Tensors = tuple[torch.Tensor, ...]
-Places = tuple[tuple[int, tuple[int, ...], torch.dtype], ...]  # start, shape and dtype of each tensor
+Shapes = tuple[tuple[int, ...], ...]
 Assemble = Callable[[Tensors], Tensors]
+
+
+class Form(NamedTuple):
+    """How a batch is made from a shared buffer: the dtypes of its tensors, and a function that makes the fields."""
+
+    dtypes: tuple[torch.dtype, ...]
+    assemble: Assemble | None  # None if the tensors are the fields
+
+    def assembled(self, tensors: Tensors) -> Tensors:
+        """Make the fields of a batch from its tensors."""
+        return tensors if self.assemble is None else self.assemble(tensors)
+
 
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -52,14 +64,15 @@ class PinnedMemory:
             warnings.warn(f"pinned memory could not be freed: CUDA error {error}", stacklevel=2)
 
 
-class SharedBuffer(NamedTuple):
+class SharedBuffer:
     """A buffer of a DataLoader's worker that is shared with the main process.
 
-    The last two bytes are flags: whether the main process has kept the buffer, and its ``use``.
+    The last two bytes are ``flags``, (2,) uint8: whether the main process has kept the buffer, and its `use`.
     """
 
-    bytes: torch.Tensor
-    number: int
+    def __init__(self, memory: torch.Tensor, number: int) -> None:
+        self.bytes, self.number, self.flags = memory, number, memory.numpy()[-2:]
+        self.form: Form | None = None  # the form of the batch that was sent last
 
     @property
     def use(self) -> int:
@@ -67,12 +80,7 @@ class SharedBuffer(NamedTuple):
 
         IN_USE means that the receiver refers to the batch in the buffer; LOST, that a fork of the receiver still may.
         """
-        return int(self.flags[-1])
-
-    @property
-    def flags(self) -> np.ndarray:
-        """Both flags: (2,) uint8."""
-        return self.bytes.numpy()[-2:]
+        return int(self.flags[1])
 
 
 class SharedMemory:
@@ -81,7 +89,8 @@ class SharedMemory:
     torch sends a shared tensor as a file descriptor, each time through a new connection, and allocates new memory for
     each batch, whose pages the system must find and clear. Here a buffer is reused once no tensor of this process
     refers to it, and the receiving process has dropped its last reference and cleared a flag in the buffer. The
-    receiver keeps the buffers until the worker ends, so that afterwards only their numbers are sent.
+    receiver keeps the buffers, and the forms of their batches, until the worker ends, so that afterwards only the
+    number of the buffer and the shapes of the tensors are sent.
     """
 
     def __init__(self) -> None:
@@ -92,14 +101,12 @@ class SharedMemory:
         self, fields: Sequence[tuple[tuple[int, ...], torch.dtype]], assemble: Assemble | None = None
     ) -> SharedFields:
         """Allocate tensors of these shapes and dtypes in one buffer. ``assemble`` builds a batch's fields from them."""
-        places, end = [], 0
-        for shape, dtype in fields:
-            places.append((end, shape, dtype))
-            end += -(-math.prod(shape) * dtype.itemsize // FLAG_BYTES) * FLAG_BYTES
+        shapes, dtypes = tuple(shape for shape, _ in fields), tuple(dtype for _, dtype in fields)
+        end = sum(map(_padded_bytes, shapes, dtypes))
         buffer = self._take(end + FLAG_BYTES)
         owned = buffer.bytes.numpy()[:end]
         weakref.finalize(owned, self._idle.append, buffer).atexit = False
-        return SharedFields(buffer, owned, tuple(places), assemble, self._dropped)
+        return SharedFields(buffer, owned, shapes, Form(dtypes, assemble), self._dropped)
 
     def _take(self, num_bytes: int) -> SharedBuffer:
         for buffer in [each for each in self._idle if each.use != IN_USE]:
@@ -113,55 +120,53 @@ class SharedMemory:
 
 
 _numbers = count()  # of the buffers of this process
-_kept: dict[int, dict[int, torch.Tensor]] = {}  # received buffers, by the worker's process and their number
+_kept: dict[int, dict[int, tuple[torch.Tensor, Form]]] = {}  # received buffers and forms, by process and number
 
 
 class SharedFields(tuple[torch.Tensor, ...]):
     """Fields in one shared buffer. Another process receives them as a plain tuple of tensors."""
 
-    tensors: tuple[torch.Tensor, ...]  # ``assemble``, if given, makes the fields from these
-    _sent: tuple[SharedBuffer, Places, Assemble | None, list[int]]
+    tensors: tuple[torch.Tensor, ...]  # the fields are made from these
+    _sent: tuple[SharedBuffer, Shapes, Form, list[int]]
 
     def __new__(
-        cls,
-        buffer: SharedBuffer,
-        owned: np.ndarray,
-        places: Places,
-        assemble: Assemble | None,
-        dropped: list[int],
+        cls, buffer: SharedBuffer, owned: np.ndarray, shapes: Shapes, form: Form, dropped: list[int]
     ) -> SharedFields:
-        tensors = tuple(_views(owned, places))
-        self = super().__new__(cls, tensors if assemble is None else assemble(tensors))
-        self.tensors, self._sent = tensors, (buffer, places, assemble, dropped)
+        tensors = tuple(_views(owned, shapes, form.dtypes))
+        self = super().__new__(cls, form.assembled(tensors))
+        self.tensors, self._sent = tensors, (buffer, shapes, form, dropped)
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        buffer, places, assemble, _ = self._sent
+        buffer, shapes, form, _ = self._sent
         if buffer.use != FREE:
             return self._copied()
-        buffer.flags[-1] = IN_USE
-        return _receive, (buffer.bytes, places, assemble)
+        buffer.flags[1] = IN_USE
+        return _receive, (buffer.bytes, shapes, form)
 
     def reduce_to_parent(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Pickle the fields for a queue to the parent process, to which each buffer is sent only once."""
-        buffer, places, assemble, dropped = self._sent
+        """Pickle the fields for a queue to the parent process, to which each buffer and form is sent only once."""
+        buffer, shapes, form, dropped = self._sent
         if buffer.use != FREE:
             return self._copied()
-        buffer.flags[-1] = IN_USE
-        sent = None if buffer.flags[-2] else buffer.bytes
+        buffer.flags[1] = IN_USE
+        is_kept = buffer.flags[0]
+        sent = None if is_kept else buffer.bytes
+        news = None if is_kept and form == buffer.form else form
+        buffer.form = form
         gone = [dropped.pop() for _ in range(len(dropped))]
-        return _receive_again, (os.getpid(), buffer.number, sent, gone, places, assemble)
+        return _receive_again, (os.getpid(), buffer.number, shapes, sent, news, gone)
 
     def _copied(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Copy the fields. A batch needs this when it is sent again, because its buffer supports only one receiver."""
-        return _assembled, (tuple(each.clone() for each in self.tensors), self._sent[2])
+        return Form.assembled, (self._sent[2], tuple(each.clone() for each in self.tensors))
 
 
 ForkingPickler.register(SharedFields, SharedFields.reduce_to_parent)
 
 
 def _receive_again(
-    worker: int, number: int, sent: torch.Tensor | None, gone: list[int], places: Places, assemble: Assemble | None
+    worker: int, number: int, shapes: Shapes, sent: torch.Tensor | None, form: Form | None, gone: list[int]
 ) -> tuple[torch.Tensor, ...]:
     """Receive fields in a buffer that is sent only once, and is kept as long as the worker runs."""
     if worker not in _kept:
@@ -171,21 +176,20 @@ def _receive_again(
     kept = _kept.get(worker, {})
     for old in gone:
         kept.pop(old, None)
-    if sent is not None and worker in _kept:
-        kept[number] = sent
+    if number in kept:
+        sent, form = kept[number][0], form or kept[number][1]
+    assert sent is not None and form is not None
+    if worker in _kept:
+        kept[number] = sent, form
         sent.numpy()[-2] = 1
-    return _receive(kept[number] if sent is None else sent, places, assemble)
+    return _receive(sent, shapes, form)
 
 
-def _receive(buffer: torch.Tensor, places: Places, assemble: Assemble | None) -> tuple[torch.Tensor, ...]:
+def _receive(buffer: torch.Tensor, shapes: Shapes, form: Form) -> tuple[torch.Tensor, ...]:
     whole = buffer.numpy()
     owned = whole[:-FLAG_BYTES]
     weakref.finalize(owned, _clear, whole[-1:], os.getpid(), _num_forks).atexit = False
-    return _assembled(tuple(_views(owned, places)), assemble)
-
-
-def _assembled(tensors: Tensors, assemble: Assemble | None) -> Tensors:
-    return tensors if assemble is None else assemble(tensors)
+    return form.assembled(tuple(_views(owned, shapes, form.dtypes)))
 
 
 def _clear(flag: np.ndarray, process: int, num_forks: int) -> None:
@@ -202,10 +206,17 @@ _num_forks = 0  # of this process
 os.register_at_fork(before=_count_fork)
 
 
-def _views(owned: np.ndarray, places: Places) -> Iterator[torch.Tensor]:
-    whole = torch.from_numpy(owned).untyped_storage()
-    for start, shape, dtype in places:
-        yield torch.empty(0, dtype=dtype).set_(whole, start // dtype.itemsize, shape)  # type: ignore[call-overload]
+def _padded_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return -(-math.prod(shape) * dtype.itemsize // FLAG_BYTES) * FLAG_BYTES
+
+
+def _views(owned: np.ndarray, shapes: Shapes, dtypes: Sequence[torch.dtype]) -> Iterator[torch.Tensor]:
+    start = 0
+    for shape, dtype in zip(shapes, dtypes, strict=True):
+        size = math.prod(shape)
+        flat = torch.frombuffer(owned, dtype=dtype, count=size, offset=start) if size else torch.empty(0, dtype=dtype)
+        yield flat if len(shape) == 1 else flat.view(shape)
+        start += _padded_bytes(shape, dtype)
 
 
 def shared_empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -150,7 +150,7 @@ def _csr_first(num_columns: int, num_outputs: int, tensors: tuple[torch.Tensor, 
     """Combine the first tensors, three at a time, into CSR tensors. This may run in the receiving process."""
     left = iter(tensors)
     parts = [(next(left), next(left), next(left)) for _ in range(num_outputs)]
-    return *(make_csr(*part, (len(part[0]) - 1, num_columns)) for part in parts), *left
+    return *(make_csr(*part, (part[0].shape[0] - 1, num_columns)) for part in parts), *left
 
 
 class SampleReader:
@@ -194,10 +194,10 @@ class SampleReader:
         if len(self._reader.readers) == 1 and stamp_of(self._reader.path) != self._reader.stamp:
             self._reader.check_unchanged()
         if len(numbers) == len(loaded):  # `SharedFields` stay whole, and are sent to the other process without a copy
-            return Batch(fields, len(draws.numbers), packed)
+            return Batch(fields, len(draws.samples), packed)
         made = iter(fields)
         whole = tuple(next(made) if isinstance(each, Loaded) else each for each in loaded)
-        return Batch(whole, len(draws.numbers), packed)
+        return Batch(whole, len(draws.samples), packed)
 
     def _load(self, name: str, draws: Draws, numbers: np.ndarray | None, ordered: bool) -> Sequence[Loaded | list[Any]]:
         """Load the samples of a field: one item, or inputs and targets if entries are held out. Strings are a list."""

@@ -180,6 +180,43 @@ def test_the_buffers_of_a_worker_are_sent_once_and_kept_until_it_ends(monkeypatc
     assert not _kept
 
 
+class Changing(Dataset[Any]):
+    """Batches in one buffer, whose numbers, shapes and dtypes are different each time."""
+
+    def __init__(self) -> None:
+        self.memory = SharedMemory()
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, ...]:
+        dtype = (torch.uint8, torch.int16, torch.float64)[number % 3]
+        shapes = [((number % 4, 3), dtype), ((0,), torch.bfloat16), ((), torch.int64), ((5, number % 2, 2), dtype)]
+        batch = self.memory.empty([*shapes, ((4096 - number,), torch.uint8)], last_first if number % 5 else None)
+        for tensor in batch:
+            tensor.fill_(number)
+        return batch
+
+
+def last_first(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tensors[::-1]
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_shapes_dtypes_and_assembly_may_change_from_batch_to_batch(context: str) -> None:
+    loader = DataLoader(
+        Changing(), None, num_workers=1, collate_fn=as_it_is, multiprocessing_context=context, persistent_workers=True
+    )
+    for _ in range(2):
+        for number, batch in enumerate(loader):
+            first = batch[::-1] if number % 5 else batch
+            dtype = (torch.uint8, torch.int16, torch.float64)[number % 3]
+            assert [tensor.dtype for tensor in first] == [dtype, torch.bfloat16, torch.int64, dtype, torch.uint8]
+            shapes = [(number % 4, 3), (0,), (), (5, number % 2, 2), (4096 - number,)]
+            assert [tuple(tensor.shape) for tensor in first] == shapes
+            assert all((tensor == number).all() for tensor in batch)
+
+
 def test_memory_of_several_fields_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     allocated = watch(monkeypatch, "feed.slots.np.empty")
     memory, held = BatchMemory(KEPT * 2), []
