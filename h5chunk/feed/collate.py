@@ -157,6 +157,8 @@ def check_numbering(drawn: Numbering, numbering: Numbering) -> None:
 
 def sample_numbers(indices: Any) -> np.ndarray:
     """Convert sample indices to an int64 array. Raise IndexError for a mask, or for values that are not integers."""
+    if isinstance(indices, TaggedBatch):
+        return np.array(indices, np.int64)
     try:
         numbers = np.asarray(indices)
     except (TypeError, ValueError):

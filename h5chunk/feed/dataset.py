@@ -384,10 +384,12 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         """Convert sample indices to sample numbers in the file. Raise IndexError for an invalid index."""
         if positions.ndim != 1:
             raise IndexError(f"the indices have {positions.ndim} axes: pass one integer or a list of integers")
-        if positions.size and not (-len(self) <= positions.min() and positions.max() < len(self)):
+        least = positions.min() if positions.size else 0
+        if positions.size and not (-len(self) <= least and positions.max() < len(self)):
             wrong = positions[(positions < -len(self)) | (positions >= len(self))][0]
             raise IndexError(f"sample {wrong} is out of range: {printable(self.path)} has samples 0 to {len(self) - 1}")
-        positions = np.where(positions < 0, positions + len(self), positions)
+        if least < 0:
+            positions = np.where(positions < 0, positions + len(self), positions)
         return positions if self._samples is None else self._samples[positions]
 
     def __repr__(self) -> str:

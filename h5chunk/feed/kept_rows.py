@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -40,7 +41,8 @@ class KeptRows:
         num_chunks = -(-reader.num_samples // self._size) if self._starts is None else len(self._starts) - 1
         self._used = np.zeros(num_chunks, np.int64)  # when a chunk was last used; 0 if it is not kept
         (_, *entries) = layout.arrays(0, int(layout.indptr[-1]))
-        self._maps = [_addresses(shape[0] * dtype.itemsize) for shape, dtype in entries]
+        keeps_all = max_chunks >= num_chunks
+        self._maps = [_addresses(shape[0] * dtype.itemsize, large_pages=keeps_all) for shape, dtype in entries]
         pairs = zip(self._maps, entries, strict=True)
         self._arrays = [torch.frombuffer(own, dtype=dtype, count=shape[0]) for own, (shape, dtype) in pairs]
         self._rows = CsrRows(torch.from_numpy(layout.indptr), layout.indptr, self._arrays[0], (*self._arrays, None)[1])
@@ -49,10 +51,10 @@ class KeptRows:
         """Return rows, (n,) int64. Their entries are valid until the next call."""
         chunks = rows // self._size if self._starts is None else np.searchsorted(self._starts, rows, "right") - 1
         self._clock += 1
-        is_there = self._used[chunks] > 0
-        self._used[chunks[is_there]] = self._clock
-        if not is_there.all():
-            missing = np.unique(chunks[~is_there])
+        missing = np.unique(chunks[self._used[chunks] == 0])
+        self._used[chunks] = self._clock
+        if len(missing):
+            self._used[missing] = 0  # until they are read
             self._make_room(len(missing))
             self._load(missing)
         return self._rows.take(SampleNumbers(rows, torch.from_numpy(rows)))
@@ -102,11 +104,15 @@ def num_kept_chunks(reader: H5Reader, layout: MatrixLayout, order: Order, num_wo
     return max(num_open, KEPT_BYTES // num_workers // chunk_bytes)
 
 
-def _addresses(num_bytes: int) -> mmap.mmap:
-    """Reserve address space, whose pages are allocated when they are first used."""
+def _addresses(num_bytes: int, large_pages: bool) -> mmap.mmap:
+    """Reserve address space, whose pages are allocated when they are first used.
+
+    A large page holds many chunks, so that it is only of use if no chunk is freed. Rows are copied faster from it.
+    """
     memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # a large page would hold many chunks
-        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with suppress(OSError):  # the system has no large pages
+            memory.madvise(mmap.MADV_HUGEPAGE if large_pages else mmap.MADV_NOHUGEPAGE)
     return memory
 
 
