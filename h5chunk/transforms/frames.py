@@ -27,14 +27,15 @@ def _decode(
     from h5chunk.sources.decode_frame import decode_frame
 
     library = jpeg.load(LINKED) if shape[2] == 3 else None  # C would convert colour to grey without an error
-    by_c = np.flatnonzero(data[bounds[:, 0]] == JPEG) if library is not None else np.empty(0, np.int64)
+    is_by_c = (data[bounds[:, 0]] == JPEG) & (library is not None)
+    by_c = np.flatnonzero(is_by_c)
     images = _images(data, bounds[by_c], shape, places[by_c])
     number = -1
     try:
         while library is not None and (left := jpeg.decode(library, images, None, out.ctypes.data, 0)) is not None:
             number = int(by_c[left])
             decode_frame(data[slice(*bounds[number])], shape, out[places[number]], is_refused=True)
-        for number in np.setdiff1d(np.arange(len(bounds)), by_c).tolist():
+        for number in np.flatnonzero(~is_by_c).tolist():
             decode_frame(data[slice(*bounds[number])], shape, out[places[number]], is_refused=False)
     except SampleError as error:
         return number, str(error)

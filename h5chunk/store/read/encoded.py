@@ -35,7 +35,7 @@ from h5chunk.store.read.vlen import VlenField, open_heap
 
 MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")  # the first bytes of JPEG and PNG images
 HEAD_BYTES = 1 << 20  # bytes at the start of the first image that are read to parse its header
-TASK_BYTES = 2 << 20  # bytes of encoded images and of their pixels per task of a thread
+TASK_BYTES = 4 << 20  # bytes of encoded images and of their pixels per task of a thread
 SLACK_BYTES = 64 << 10  # an encoded image may have this many bytes more than its pixels
 REMEDY = (
     "write each image as an array of uint8 of variable length, or padded with zeros to the length of the longest one"
