@@ -185,9 +185,9 @@ class NewFolder(Output):
             file.replace(part_path(file))
 
     def _replace_output(self) -> None:
-        """Exchange names with the old folder, and remove it.
+        """Exchange the names of the new and the old folder, and remove the old one.
 
-        It is locked first, because it then has the name of the part.
+        The old folder is locked first, because afterwards it has the name of the folder under construction.
         """
         shutil.rmtree(self.work, ignore_errors=True)
         if not self.path.exists() or not any(self.path.iterdir()):

@@ -143,7 +143,10 @@ def _first_like(datasets: Sequence[DatasetInfo], name: str) -> DatasetInfo | Non
 
 
 def _describe_set(path: Paths, trusted: bool) -> dict[str, Any]:
-    """Return the attributes of `FolderInfo` that describe the files as one data set, or only ``mismatch``."""
+    """Return the attributes of `FolderInfo` that describe the files as one data set.
+
+    If the files do not match, it is only ``mismatch``.
+    """
     try:
         reader = open_reader(path, trusted=trusted)
     except H5ChunkError as error:
