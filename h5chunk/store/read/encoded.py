@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -21,7 +22,7 @@ import numpy as np
 from h5chunk.errors import FileError, SampleError, UnsupportedError, printable
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.store.format.header import Header
-from h5chunk.store.hdf5.chunk_table import NotDirect, is_vlen
+from h5chunk.store.hdf5.chunk_table import NotDirect, is_vlen, list_chunks
 from h5chunk.store.hdf5.guard import MAX_RATIO, Guard
 from h5chunk.store.hdf5.open import descriptor_of, errors_as
 from h5chunk.store.hdf5.ranges import ReadTask
@@ -109,6 +110,8 @@ def _heads(file: h5py.File, path: Path, field: Field | RaggedField) -> list[byte
     is_text = field.dtype.kind == "S" and not field.sample_shape
     if not is_text and (field.dtype != np.uint8 or len(field.sample_shape) != 1):
         return []
+    with suppress(NotDirect):
+        list_chunks(file[field.dataset])  # raises FileError for chunks on which HDF5 would crash
     with errors_as(FileError, f"{printable(path)}: {field.dataset!r} cannot be read"):
         return [bytes(file[field.dataset][row])[:HEAD_BYTES] for row in (0, num_rows - 1)]
 
