@@ -154,6 +154,22 @@ def test_episodes_of_another_size_or_without_images_are_errors(tmp_path: Path) -
         h5chunk.Windows(robot(tmp_path / "b.h5", episodes), ROBOT, 2)
 
 
+@pytest.mark.parametrize("form", ["vlen", "padded"])
+@pytest.mark.parametrize("empty", ["demo_1", "demo_5"])
+@pytest.mark.filterwarnings("ignore:.*1 of 4 episodes skipped")
+def test_an_episode_without_frames_has_no_windows(form: str, empty: str, tmp_path: Path) -> None:
+    episodes = frames()
+    path = robot(tmp_path / "a.h5", episodes, form)
+    with h5py.File(path, "a") as file:
+        shape, dtype = ((0,), h5py.vlen_dtype(np.uint8)) if form == "vlen" else ((0, 9), np.uint8)
+        file.create_dataset(f"data/{empty}/obs/image", shape, dtype)
+        file[f"data/{empty}/actions"] = np.zeros((0, 1), np.float32)
+    windows = h5chunk.Windows(path, ROBOT, 2)
+    for reader in ("auto", "h5py"):
+        assert np.array_equal(loaded(windows, reader=reader), expected(episodes, range(2)))
+    assert windows.chunk_samples <= sum(LENGTHS)
+
+
 def test_bytes_that_are_no_images_stay_bytes(tmp_path: Path) -> None:
     rows = np.random.default_rng(0).integers(0, 255, (9, 64), np.uint8)
     rows[0, :3] = 0xFF, 0xD8, 0xFF

@@ -75,7 +75,7 @@ class FileSet(H5Reader):
         main = self.fields[self.readers[0].main.name]
         chunk_samples = [reader.chunk_samples for reader in self.readers]
         if not any(reader.main.grid.chunks for reader in self.readers):  # contiguous data has no chunks
-            plan = plan_layout(max(1, self.num_samples), max(1, self.readers[0].main.grid.sample_bytes))
+            plan = plan_layout(max(1, self.num_samples), max(1, main.grid.sample_bytes))
             chunk_samples = [plan.chunk_samples] * len(lengths)
         files = zip(self.starts[:-1].tolist(), self.starts[1:].tolist(), chunk_samples, strict=True)
         starts = np.concatenate([*(np.arange(start, stop, size) for start, stop, size in files), self.starts[-1:]])
@@ -211,6 +211,8 @@ def _check_same_names(readers: Sequence[H5Reader]) -> None:
 
 def _combine_field(readers: Sequence[H5Reader], name: str) -> Field | RaggedField:
     """Describe a field of all files as one field, with the chunk shape of the file with the largest chunks."""
+    if any(isinstance(reader.fields[name], EncodedField) for reader in readers):
+        readers = [reader for reader in readers if reader.num_samples]  # images are recognised by their first row
     fields = [reader.fields[name] for reader in readers]
     dense = [field for field in fields if isinstance(field, Field)]
     ragged = [field for field in fields if isinstance(field, RaggedField)]
