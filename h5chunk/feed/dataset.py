@@ -390,7 +390,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
             raise IndexError(f"sample {wrong} is out of range: {printable(self.path)} has samples 0 to {len(self) - 1}")
         if least < 0:
             positions = np.where(positions < 0, positions + len(self), positions)
-        return positions if self._samples is None else self._samples[positions]
+        return positions.copy() if self._samples is None else self._samples[positions]
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{x.name} {x.dtype}{list(x.sample_shape)}" for x in self._reader.fields.values())

@@ -263,3 +263,10 @@ def test_labels_that_cannot_be_read_are_left_out_with_a_warning(tmp_path):
     assert dataset.fields == ("images",) and len(dataset) == 6
     with pytest.raises(FieldError, match="'labels' has the type object"):
         h5chunk.ChunkDataset(tmp_path / "x.h5", fields=["images", "labels"])
+
+
+def test_indices_may_be_a_reversed_view_of_an_array(tmp_path):
+    """The numbers of the samples are a tensor, which a view with negative strides cannot become."""
+    dataset = ChunkDataset(make_images(tmp_path / "a.h5", N, 4), fields=["images", "sample_number"])
+    images, numbers = dataset[np.arange(9)[::-2]]
+    assert images[:, 1].tolist() == numbers.tolist() == [8, 6, 4, 2, 0]
