@@ -163,4 +163,4 @@ class WatchedLoop(DoctorReport):
                 _finish(self, *self._last)
         finally:
             self._folder.cleanup()
-            self._loader = self._step = self._watch = None  # a kept report does not keep the data in memory
+            del self._loader, self._step, self._watch  # so that a kept report does not keep the data in memory
