@@ -289,7 +289,7 @@ def test_stages_of_a_chunk_loader_are_measured(tmp_path, resident):
     assert report.seen.loader["kind"] == "ChunkLoader" and report.seen.loader["compressed"]
     stages = report.seen.stages
     assert (stages["reading"] > 0, stages["decoding"] > 0) == (not resident, not resident) and stages["gathering"] > 0
-    assert "threads read and decode" in str(report)
+    assert "reads and decodes in " in str(report)
 
 
 def test_threads_of_a_chunk_loader_that_decode_too_slowly_are_the_limit_until_data_is_used_more_often():

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from h5chunk.errors import human_bytes
+from h5chunk.errors import count_text, human_bytes
 from h5chunk.tools.doctor.collect import collect
 from h5chunk.tools.model.diagnosis import Diagnosis, diagnose
 from h5chunk.tools.model.seen import Seen
@@ -112,7 +112,8 @@ class DoctorReport(Report):
             who = f"one of {seen.workers} workers" if seen.workers else "the training process"
             yield f"{who} takes {_ms(seen.fetch)} to produce a batch: {parts}"
         elif seen.loader_threads:
-            yield f"ChunkLoader, whose {seen.loader_threads} threads read and decode, spends per batch: {parts}"
+            threads = count_text(seen.loader_threads, "thread")
+            yield f"ChunkLoader, which reads and decodes in {threads}, spends per batch: {parts}"
         if seen.other_cores > 0.1 * seen.cores:
             yield f"  other processes kept {seen.other_cores:.1f} of {seen.cores} cores busy; predictions assume this"
         for file in seen.files[:3]:
