@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -243,6 +244,32 @@ def test_rows_of_chunks_that_come_and_go(tmp_path, monkeypatch, sparse, part):
                 found = pool.map(dataset.__getitem__, batches)
             for rows, (batch,) in zip(batches, found, strict=True):
                 np.testing.assert_array_equal(dense(batch).numpy(), expected[numbers[rows]])
+
+
+@pytest.mark.parametrize(("kept_bytes", "flag"), [(0, "nh"), (1 << 20, "hg")])
+def test_kept_rows_use_large_pages_only_if_no_chunk_is_freed(tmp_path, monkeypatch, kept_bytes, flag):
+    monkeypatch.setattr(kept_rows, "KEPT_BYTES", kept_bytes)
+    arrays = []
+    monkeypatch.setattr(kept_rows.KeptRows, "_load", lambda kept, chunks: arrays.append(kept._arrays[0]))
+    dataset = ChunkDataset(write(tmp_path / "a.h5", random_matrix(3000, 200, 30), chunk_samples=64))
+    dataset[next(iter(ChunkSampler(dataset, 32, window_chunks=4, interleave=2)))]
+    flags = flags_of_memory(arrays[0].data_ptr())
+    if not {"hg", "nh"} & flags:
+        pytest.skip("this kernel has no large pages")
+    assert flag in flags
+
+
+def flags_of_memory(address: int) -> set[str]:
+    """The flags of the mapping that an address belongs to."""
+    is_own = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *words = line.split()
+        if "-" in name:
+            first, last = (int(number, 16) for number in name.split("-"))
+            is_own = first <= address < last
+        if is_own and name == "VmFlags:":
+            return set(words)
+    raise AssertionError("not mapped")
 
 
 @pytest.mark.parametrize("device", DEVICES)
