@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from h5chunk.errors import FieldError, OptionError, printable, shown
+from h5chunk.errors import MAX_NUMBER, FieldError, OptionError, printable, shown
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.layout import torch_dtype
 from h5chunk.feed.sample_reader import SampleTransforms
 from h5chunk.feed.stored_tables import decoded
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.store.hdf5.attributes import join_columns
-from h5chunk.store.hdf5.keyed_index import parse_patterns
+from h5chunk.store.hdf5.keyed_index import FieldIndex, parse_patterns
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.files import Paths, list_files
 from h5chunk.store.read.fileset import FileSet
@@ -90,8 +90,8 @@ class Keyed(ChunkDataset):
         if isinstance(attributes, str) or not all(isinstance(name, str) for name in attributes):
             raise OptionError(f"attributes is {attributes!r}: pass a list of names")
         defaults = dict(attributes) if isinstance(attributes, Mapping) else dict.fromkeys(attributes)
-        if wrong := [value for value in defaults.values() if not isinstance(value, (int, float, str, type(None)))]:
-            raise OptionError(f"attributes has the default {wrong[0]!r}: pass a number, a string or None")
+        for value in defaults.values():
+            _check_default(value)
         if taken := [name for name in attributes if name in patterns]:
             raise OptionError(
                 f"attributes has {taken[0]!r}, which is also the name of a field: rename the field by passing a "
@@ -102,6 +102,9 @@ class Keyed(ChunkDataset):
             raise OptionError(f"path is {path!r}, but Keyed reads only local files: copy the objects to a disk first")
         report = partial(progress or _Line(), "index")
         readers = [KeyedReader(file, patterns, defaults, trusted, report) for file in files]
+        varying = _varying_fields([reader.index.fields for reader in readers])
+        for reader in readers:
+            reader.set_varying(varying)
         more = f" and {len(files) - 1} more" if len(files) > 1 else ""
         self._reader = readers[0] if len(readers) == 1 else FileSet(readers, Path(f"{shown(files[0])}{more}"))
         indexes = [reader.index for reader in readers]
@@ -141,6 +144,29 @@ class Keyed(ChunkDataset):
             return np.array([index.name(number) for index in indexes for number in range(len(index))])
 
         return self._once("source_names", read)[self.samples]
+
+
+def _check_default(value: Any) -> None:
+    if not isinstance(value, (int, float, str, type(None))):
+        raise OptionError(f"attributes has the default {value!r}: pass a number, a string or None")
+    if isinstance(value, int) and not -MAX_NUMBER <= value <= MAX_NUMBER:
+        raise OptionError(f"attributes has the default {value}: pass a whole number from -{MAX_NUMBER} to {MAX_NUMBER}")
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise OptionError(f"attributes has the default {value!r}, which is not valid Unicode: change it") from None
+
+
+def _varying_fields(files: Sequence[Mapping[str, FieldIndex]]) -> list[str]:
+    """Return the fields of which any two samples in the files differ in length, and only in length."""
+    varying = []
+    for name in files[0]:
+        shapes = [fields[name].shape for fields in files]
+        is_alike = len({(len(shape), shape[1:]) for shape in shapes}) == 1
+        if is_alike and (len(set(shapes)) > 1 or any(fields[name].is_ragged for fields in files)):
+            varying.append(name)
+    return varying
 
 
 class _Line:

@@ -32,6 +32,7 @@ from h5chunk.urls import local_copy_of
 
 POSITION = "position"
 CHANNELS = ("first", "last")
+PADDINGS = ("none", "edge", "reflect")
 
 
 class Patches(ChunkDataset):
@@ -48,7 +49,7 @@ class Patches(ChunkDataset):
     `ChunkSampler`, returns the same patches after resuming and with any number of workers. Without a sampler,
     ``dataset[i]`` is patch i of epoch 0.
 
-    Each volume is divided into cells, by default of up to 64 MiB. The patches of a few random cells are shuffled
+    Each volume is divided into cells, by default of up to 128 MiB. The patches of a few random cells are shuffled
     together, so that each chunk of these cells is decoded only once. The patches of a batch are therefore neighbours
     more often than after a full shuffle. ``window_chunks`` of `ChunkSampler` is the number of cells that are shuffled
     together.
@@ -126,7 +127,7 @@ class Patches(ChunkDataset):
             raise OptionError(f"size is {size!r}: pass 1 to 4 numbers, such as (64, 64, 64)")
         size = tuple(check_whole("size", length, 1, 1 << 30) for length in size)
         halos = {name: _halo(halo, name, len(size)) for name in fields}
-        if padding not in ("none", "edge", "reflect") and not _is_number(padding):
+        if not _is_number(padding) and not (isinstance(padding, str) and padding in PADDINGS):
             raise OptionError(f"padding is {padding!r}: pass 'none', 'edge', 'reflect' or a number")
         if not _is_number(share) or not 0 <= share <= 1:
             raise OptionError(f"share is {share!r}: pass a number from 0 to 1")
@@ -347,6 +348,12 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
+def _holds(dtype: np.dtype, value: Any) -> bool:
+    """Return whether an integer or boolean dtype represents a number exactly."""
+    low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    return bool(low <= value <= high) and value == int(value)
+
+
 def _numbers(name: str, value: Any, count: int) -> tuple[int, ...]:
     values = [value] * count if isinstance(value, (int, np.integer)) else value
     if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != count:
@@ -373,7 +380,7 @@ def _leading(name: str, channels: str | Mapping[str, str] | None, num_spatial: i
 
 
 def _with_halo(each: VolumeField, halo: tuple[int, ...], padding: Any) -> VolumeField:
-    if _is_number(padding) and each.dtype.kind in "biu" and np.array(padding).astype(each.dtype) != padding:
+    if _is_number(padding) and each.dtype.kind in "biu" and not _holds(each.dtype, padding):
         raise OptionError(
             f"padding is {padding!r}, which {each.dtype}, the type of {each.name!r}, cannot hold: pass another value"
         )

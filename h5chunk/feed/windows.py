@@ -28,6 +28,7 @@ from h5chunk.transforms.frames import FRAME_DECODER, import_decoders
 IS_PAD = "_is_pad"
 PADDINGS = ("none", "edge")
 GOALS = ("last", "future")
+MAX_FRAMES = 1 << 26  # limit on the frames of a window
 LAST = np.array([1 << 60])  # an offset beyond the end of any episode, which becomes its last frame
 
 
@@ -275,6 +276,11 @@ def _steps(
     for name, step in strides.items():
         if largest % step:
             raise OptionError(f"stride of {name!r} is {step}: pass a divisor of the largest stride, {largest}")
+    num_frames = (history + length) * (largest // min(strides.values()))
+    if num_frames > MAX_FRAMES:
+        raise OptionError(
+            f"a window would have {num_frames} frames, but the limit is {MAX_FRAMES}: reduce length or history"
+        )
     return {name: np.arange(-history * largest, length * largest, step) for name, step in strides.items()}
 
 

@@ -541,3 +541,29 @@ def test_a_default_stands_for_an_attribute_that_a_sample_lacks(tmp_path: Path) -
             h5chunk.Keyed(tmp_path / "a.h5", "*/data", attributes=attributes)
     with pytest.raises(h5chunk.OptionError, match="pass a number"):
         h5chunk.Keyed(tmp_path / "a.h5", "*/data", attributes={"magnitude": [1]})
+
+
+@pytest.mark.parametrize("lengths", [([5, 5], [7, 7]), ([5, 6], [7]), ([7], [5, 6]), ([4], [4, 4])])
+def test_files_whose_samples_differ_in_length_from_those_of_others(tmp_path: Path, lengths: Any) -> None:
+    """It does not matter whether the samples that differ in length are in the same file."""
+    paths = [tmp_path / "a.h5", tmp_path / "b.h5"]
+    expected = []
+    for path, own in zip(paths, lengths, strict=True):
+        with h5py.File(path, "w") as file:
+            for number, length in enumerate(own):
+                expected.append(_values(len(expected), length))
+                file[f"traces/{number}/data"] = expected[-1]
+    dataset = h5chunk.Keyed(paths, "traces/*/data")
+    rows = [values for batch in h5chunk.ChunkLoader(dataset, 2, shuffle=False) for values in zip(*batch, strict=True)]
+    padded = max(map(len, expected)) > min(map(len, expected))
+    assert len(rows) == len(expected)
+    for (values, *length), wanted in zip(rows, expected, strict=True):
+        assert len(length) == padded and (not padded or int(length[0]) == len(wanted))
+        assert np.array_equal(values.numpy()[: len(wanted)], wanted) and not values[len(wanted) :].any()
+
+
+@pytest.mark.parametrize("default", [2**70, "\udc80", [1]])
+def test_invalid_defaults_of_attributes(tmp_path: Path, default: Any) -> None:
+    path = _make(tmp_path / "traces.h5", count=2)
+    with pytest.raises(h5chunk.OptionError, match="attributes has the default"):
+        h5chunk.Keyed(path, "traces/*/data", attributes={"weight": default})

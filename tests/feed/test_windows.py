@@ -545,3 +545,18 @@ def test_long_windows_of_series_need_memory_for_their_frames_only(
     with h5chunk.ChunkLoader(windows, sampler=sampler, memory_bytes=32 << 20, resident=resident) as loader:
         for samples, (batch, *_) in zip(order, loader, strict=True):
             assert np.array_equal(batch, rows[samples])
+
+
+@pytest.mark.parametrize("options", [{"length": 1 << 30}, {"length": 1, "history": 1 << 30, "stride": 1 << 30}])
+def test_impossibly_long_windows_are_refused_at_once(tmp_path: Path, options: Any) -> None:
+    with h5py.File(tmp_path / "long.h5", "w") as file:
+        file["x"] = np.arange(30.0)
+    with pytest.raises(h5chunk.OptionError, match="the limit is 67108864"):
+        h5chunk.Windows(tmp_path / "long.h5", {"x": "x"}, **options)
+
+
+def test_a_negative_length_of_an_episode_is_named(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "long.h5", "w") as file:
+        file["x"], file["lengths"] = np.arange(30.0), [40, -10]
+    with pytest.raises(h5chunk.FieldError, match="'lengths' has the negative length -10"):
+        h5chunk.Windows(tmp_path / "long.h5", {"x": "x"}, 2, episode_lengths="lengths")

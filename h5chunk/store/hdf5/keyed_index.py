@@ -24,7 +24,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ class FieldIndex:
     ``shape`` is the shape of the first sample, and ``lengths``, (n,), is the length of each sample along the first
     axis. ``kinds``, (n,), is `THROUGH_HDF5`, `CONTIGUOUS`, or 1 + the index of a description in ``chunked``.
     ``places``, (n,), is the offset of a contiguous sample. For a chunked sample, it is the index of the first chunk in
-    ``offsets``, ``sizes`` and ``masks``.
+    ``offsets``, ``sizes`` and ``masks``. ``varies`` is True if samples of other files differ in length from these.
     """
 
     shape: tuple[int, ...]
@@ -62,11 +62,12 @@ class FieldIndex:
     offsets: np.ndarray
     sizes: np.ndarray
     masks: np.ndarray
+    varies: bool = field(default=False, init=False)
 
     @property
     def is_ragged(self) -> bool:
         """True if samples differ in length."""
-        return bool(len(self.lengths) and (self.lengths != self.lengths[0]).any())
+        return self.varies or bool(len(self.lengths) and (self.lengths != self.lengths[0]).any())
 
     @property
     def step_items(self) -> int:

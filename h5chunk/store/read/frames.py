@@ -110,7 +110,9 @@ def _ends_of_episodes(reader: H5Reader, num_rows: int, kind: str, dataset: str, 
                 f"{num_rows}, the number of rows of the fields"
             )
         return np.array(firsts[1:], np.int64)
-    if (numbers < 0).any() or sum(numbers.tolist()) != num_rows:
+    if (numbers < 0).any():
+        raise FieldError(f"{where}: {dataset!r} has the negative length {numbers.min()}: pass the lengths of episodes")
+    if sum(numbers.tolist()) != num_rows:
         raise FieldError(
             f"{where}: the lengths of episodes in {dataset!r} add up to {sum(numbers.tolist())}, but the fields have "
             f"{num_rows} rows"

@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -46,20 +46,30 @@ class KeyedReader(H5Reader):
         self.trusted, self.checksums, self.patterns = trusted, OFF, dict(patterns)
         self.index = index = open_index(path, patterns, attributes, trusted, report)
         self.num_samples, self.starts = len(index), np.array([0, len(index)])
+        total = sum(int(field.sample_bytes().sum()) for field in index.fields.values())
+        self.chunk_samples = plan_layout(len(index), max(1, total // len(index))).chunk_samples
+        self._describe_fields()
+        self._file: tuple[int, Any] = (0, None)  # the process that has opened the file, and the file
+        self._opened, self._lock = None, threading.Lock()
+
+    def set_varying(self, names: Collection[str]) -> None:
+        """Describe these fields as samples of several lengths, because the samples of other files differ in length."""
+        for name in names:
+            self.index.fields[name].varies = True
+        self._describe_fields()
+
+    def _describe_fields(self) -> None:
+        index = self.index
         ragged = [name for name, field in index.fields.items() if field.is_ragged]
         if len(ragged) > 1:
             raise FieldError(
-                f"{printable(path)}: {', '.join(map(repr, ragged))} differ in length between samples, but only one "
-                "such field is supported: leave out the others"
+                f"{printable(self.path)}: {', '.join(map(repr, ragged))} differ in length between samples, but only "
+                "one such field is supported: leave out the others"
             )
-        total = sum(int(field.sample_bytes().sum()) for field in index.fields.values())
-        self.chunk_samples = plan_layout(len(index), max(1, total // len(index))).chunk_samples
         self.fields = {name: self._describe(name, field) for name, field in index.fields.items()}
         series = [field for field in self.fields.values() if isinstance(field, SeriesField)]
         self.ragged = series[0] if series else None
         self.main = self.ragged or max(self.fields.values(), key=lambda field: field.grid.sample_bytes)
-        self._file: tuple[int, Any] = (0, None)  # the process that has opened the file, and the file
-        self._opened, self._lock = None, threading.Lock()
 
     def _describe(self, name: str, field: FieldIndex) -> Field | SeriesField:
         if not math.prod(field.shape[field.is_ragged :]):
