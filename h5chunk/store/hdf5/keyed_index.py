@@ -24,7 +24,8 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ class FieldIndex:
     offsets: np.ndarray
     sizes: np.ndarray
     masks: np.ndarray
-    varies: bool = field(default=False, init=False)
+    varies: bool = dataclass_field(default=False, init=False)
 
     @property
     def is_ragged(self) -> bool:
