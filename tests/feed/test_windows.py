@@ -560,3 +560,15 @@ def test_a_negative_length_of_an_episode_is_named(tmp_path: Path) -> None:
         file["x"], file["lengths"] = np.arange(30.0), [40, -10]
     with pytest.raises(h5chunk.FieldError, match="'lengths' has the negative length -10"):
         h5chunk.Windows(tmp_path / "long.h5", {"x": "x"}, 2, episode_lengths="lengths")
+
+
+def test_a_state_does_not_fit_a_file_whose_later_episodes_have_other_names(tmp_path: Path) -> None:
+    loaders = []
+    for names in ("abc", "ayz"):
+        with h5py.File(tmp_path / f"{names}.h5", "w") as file:
+            for name in names:
+                file[f"data/{name}/x"] = np.arange(10.0)
+        loaders.append(h5chunk.ChunkLoader(h5chunk.Windows(tmp_path / f"{names}.h5", {"x": "data/*/x"}, 2), 2))
+    next(iter(loaders[0]))
+    with pytest.raises(h5chunk.StateError, match="another file"):
+        loaders[1].load_state_dict(loaders[0].state_dict())

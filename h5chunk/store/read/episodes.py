@@ -47,8 +47,10 @@ class EpisodeFile(H5Reader):
 
     @cached_property
     def fingerprint(self) -> int:
-        """A CRC-32 of the fingerprint of the first episode, and of the lengths of all episodes."""
-        return zlib.crc32(self.episodes.starts.tobytes(), self.episodes.readers[0].fingerprint)
+        """A CRC-32 of the fingerprint of the first episode, and of the lengths and datasets of all episodes."""
+        datasets = "\n".join(reader.main.dataset for reader in self.episodes.readers)
+        fingerprint = zlib.crc32(datasets.encode("utf-8", "surrogateescape"), self.episodes.readers[0].fingerprint)
+        return zlib.crc32(self.episodes.starts.tobytes(), fingerprint)
 
     @property
     def recommendation(self) -> None:
