@@ -748,3 +748,16 @@ def test_a_dataset_per_sample_gets_a_note_with_the_command_that_joins_them(tmp_p
     with h5py.File(tmp_path / "c.h5") as file:
         assert file["data"].shape == (120, 50) and file["pick"].shape == (120, 2)
     assert not any("convert" in note for note in repack(tmp_path / "c.h5", tmp_path / "d.h5").notes)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_repack_suggests_convert_only_for_a_dataset_per_sample(tmp_path: Path, separate: bool) -> None:
+    source = tmp_path / "mine.h5"
+    with h5py.File(source, "w") as file:
+        if separate:
+            for number in range(100):
+                file[f"traces/{number}"] = np.arange(20.0) + number
+        else:
+            file.create_dataset("x", data=np.ones((100, 8), np.float32), chunks=(10, 8), compression="gzip")
+    report = str(h5chunk.repack(source, tmp_path / "new.h5"))
+    assert ("--samples 'traces/*'" in report) == separate

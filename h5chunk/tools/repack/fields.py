@@ -263,6 +263,7 @@ class _Item(NamedTuple):
     dtype: str
     stored_bytes: int
     can_train: bool
+    has_images: bool = False  # a survey does not look into the values
 
 
 def keyed_note(survey: Survey, path: str) -> list[str]:
