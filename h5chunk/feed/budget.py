@@ -287,9 +287,12 @@ class MemoryBudget:
             free = free_bytes(self._source.device)
             limit = min(limit, free // RESIDENT_SHARE if resident == "auto" and self._memory_bytes is None else free)
         if resident is True and needed > limit:
+            what, remedy = "the GPU's free memory is", "leave"
+            if limit == self._memory_bytes:
+                what, remedy = "memory_bytes is", "raise it, or leave"
             raise OptionError(
-                f"resident=True needs {needed} bytes, {held} of them for the data, but the limit is {limit}: "
-                "raise memory_bytes, or leave resident out"
+                f"resident=True needs {needed} bytes, {held} of them for the data, but {what} {limit}: {remedy} "
+                "resident out"
             )
         return needed <= limit
 

@@ -48,7 +48,7 @@ class KeptRows:
         self._rows = CsrRows(torch.from_numpy(layout.indptr), layout.indptr, self._arrays[0], (*self._arrays, None)[1])
 
     def take(self, rows: np.ndarray) -> CsrRows:
-        """Return the rows with the numbers ``rows``, (n,) int64. Their entries are valid until the next call."""
+        """Return the rows at the indices ``rows``, (n,) int64. Their entries are valid until the next call."""
         chunks = rows // self._size if self._starts is None else np.searchsorted(self._starts, rows, "right") - 1
         self._clock += 1
         missing = np.unique(chunks[self._used[chunks] == 0])

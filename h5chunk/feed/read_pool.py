@@ -110,7 +110,10 @@ class WindowRead:
             self.at_end()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until the slot is filled. Raise the error of a failed task, or WorkerError after ``timeout_s``."""
+        """Wait until the slot is filled. Raise the error of a failed task.
+
+        Raise `WorkerError` if no task of any window completes for ``timeout_s``.
+        """
         if not self.is_ready:
             self.wait_for_threads(timeout_s)
         if self.error is not None:

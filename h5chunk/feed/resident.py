@@ -232,7 +232,7 @@ class GatherAhead:
         return max(1, TOGETHER_BYTES // (batch_size * self._sample_bytes))
 
     def is_worthwhile(self, batch_size: int) -> bool:
-        """Return whether batches of this size are large enough, and the threads are in this process."""
+        """Return whether it pays to gather batches of this size ahead. False in a fork, which has no threads."""
         return batch_size * self._sample_bytes >= QUICK_BYTES and os.getpid() == self._process
 
     def batches(self, samples: np.ndarray, batch_size: int) -> Iterator[tuple[torch.Tensor, ...]]:

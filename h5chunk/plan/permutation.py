@@ -1,15 +1,15 @@
 """Compute random permutations that are identical on every machine, and the sequence of samples in an epoch.
 
-A small permutation sorts random words of the Philox generator. NumPy guarantees that these are the same in all
-versions, which it does not guarantee for ``Generator.permutation``. A large permutation is a function that is evaluated
-on demand.
+A small permutation is the order that sorts random words of the Philox generator. NumPy guarantees that these are the
+same in all versions, which it does not guarantee for ``Generator.permutation``. A large permutation is a function that
+is evaluated on demand.
 
 The sequence of an epoch contains all samples, chunk by chunk, with the chunks in random order. Only the requested part
 is computed, so that even an epoch of 10**10 samples needs little memory.
 
 Source: Philox is from Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011). Large permutations are from
-Black and Rogaway, "Ciphers with arbitrary finite domains" (2002): a Feistel network on two-digit numbers, with cycle
-walking.
+Black and Rogaway, "Ciphers with arbitrary finite domains" (2002): a Feistel network on two halves of an
+index, which are its digits in a base of about sqrt(size), with cycle walking.
 """
 
 from __future__ import annotations

@@ -76,10 +76,11 @@ class ImageSource(Samples):
         for name, paths in self.listing.others.items():
             missing = np.flatnonzero(np.diff(paths.offsets) == 0)
             if len(missing) and not skip_bad:
+                example = printable(self.listing.names[missing[0]])
                 raise SourceError(
-                    f"{len(missing):,} of {len(self):,} images have no image in {name!r}, such as "
-                    f"{printable(self.listing.names[missing[0]])}: add the missing images, skip such samples "
-                    "(--on-error skip), or list the pairs in a manifest (--manifest)"
+                    f"{len(missing):,} of {len(self):,} images, such as {example}, have no counterpart in "
+                    f"{name!r}: add the missing images, skip such samples (--on-error skip), or list the pairs in a "
+                    "manifest (--manifest)"
                 )
             if name in self.masks and any(path.lower().endswith(LOSSY) for path in paths):
                 self.listing.notes.append(

@@ -33,8 +33,8 @@ class ImageOptions(Options):
     )
     fit: str = option(
         "error",
-        "How to treat an image whose size differs from the stored images: error refuses it, stretch scales both "
-        "sides, crop scales it and cuts out the centre, pad scales it and fills the rest with black.",
+        "How to treat an image whose size differs from the stored images. error: refuse it. stretch: scale both "
+        "sides. crop: scale it and cut out the centre. pad: scale it and fill the rest with black.",
         choices=("error", "stretch", "crop", "pad"),
     )
     color: str = option(
@@ -45,7 +45,7 @@ class ImageOptions(Options):
     layout: str = option("nchw", "Order of the axes of the stored images.", choices=("nchw", "nhwc"))
     animated: str = option(
         "error",
-        "How to treat an image with several frames: error refuses it, first stores its first frame.",
+        "How to treat an image with several frames. error: refuse it. first: store its first frame.",
         choices=("error", "first"),
     )
     max_pixels: int = option(MAX_PIXELS, "Maximum number of pixels per image; larger images are refused.", minimum=1)
@@ -259,7 +259,9 @@ class TableOptions(TextOptions, ImageOptions, ColumnOptions):
         if self.vector == "":
             raise OptionError("vector is empty: pass a name for the field")
         if self.vector_except is not None and self.vector is None:
-            raise OptionError("vector_except requires vector: name the field for the other columns (--vector)")
+            raise OptionError(
+                "vector_except requires vector: also pass the name of the field of vectors (--vector NAME)"
+            )
 
 
 @dataclass(frozen=True)

@@ -308,7 +308,10 @@ def _check_columns(table: Table) -> None:
         if os.fsencode(as_text(name)).lower().endswith(EXTENSIONS):
             raise table.error(line, f"{printable(name)} is not a column name: insert a header with the column names")
         if "/" in name or name == "." or not name.isprintable():
-            raise table.error(line, f"column {name!r} cannot be the name of a field: rename it, without '/'")
+            raise table.error(
+                line,
+                f"column {name!r} is not a valid name of a field: rename it, with printable characters other than /",
+            )
         if name in RESERVED:
             raise table.error(line, f"column {name!r} has a name that is reserved for other data: rename it")
 

@@ -157,7 +157,7 @@ class ImageConverter:
             self._kernel.wait()
 
     def _empty(self, images: torch.Tensor) -> torch.Tensor:
-        """Allocate the result; on the CPU in memory that is reused, because access to new memory is slow."""
+        """Allocate the result. On the CPU, memory is reused, because the first access to new memory is slow."""
         shape = images.shape
         if images.device.type != "cpu":
             return torch.empty(shape, dtype=self.dtype, device=images.device, memory_format=self._format)

@@ -200,7 +200,7 @@ def test_options_that_cannot_be(path, resident):
 def test_memory_bytes(path, monkeypatch):
     """What is held while it is read counts, and the message says what would do."""
     with pytest.raises(
-        OptionError, match=r"resident=True needs \d+ bytes, \d+ of them .* the limit is 100: raise"
+        OptionError, match=r"resident=True needs \d+ bytes, \d+ of them .* memory_bytes is 100: raise"
     ) as refused:
         load_whole(path, memory_bytes=100)
     needed, held = (int(word) for word in str(refused.value).split() if word.isdigit())

@@ -99,7 +99,9 @@ def test_folders_that_do_not_fit(tmp_path: Path) -> None:
         "1 image outside of the paired folders, such as loose.png",
     ]
     (root / "masks" / "003.png").unlink()
-    with pytest.raises(SourceError, match=r"1 of 6 images have no image in 'masks', such as images/003\.bmp: add"):
+    with pytest.raises(
+        SourceError, match=r"1 of 6 images, such as images/003\.bmp, have no counterpart in 'masks': add"
+    ):
         h5chunk.convert(root, tmp_path / "y.h5", workers=0)
     report = h5chunk.convert(root, tmp_path / "y.h5", workers=0, on_error="skip")
     assert report.skipped == [("images/003.bmp", "has no image in 'masks'")]

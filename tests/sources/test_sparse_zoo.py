@@ -155,7 +155,11 @@ ARRAYS: dict[str, tuple[str, bytes, str]] = {
     "indptr falls": ("m.npz", npz(indptr=np.array([0, 3, 2, 3])), "indptr falls from 3 to 2 at row 1"),
     "indptr starts": ("m.npz", npz(indptr=np.array([1, 2, 2, 3])), "indptr starts with 1"),
     "indptr negative": ("m.npz", npz(indptr=np.array([0, -2, 2, 3])), "indptr falls from 0 to -2"),
-    "indptr overshoots": ("m.npz", npz(indptr=np.array([0, 2, 9, 9])), "indptr is 9 at row 1 but there are only 3"),
+    "indptr overshoots": (
+        "m.npz",
+        npz(indptr=np.array([0, 2, 9, 9])),
+        "indptr says that row 1 ends at entry 9, but there are only 3",
+    ),
     "indptr ends early": ("m.npz", npz(indptr=np.array([0, 1, 1, 2])), "indptr ends at 2 but .*indices has 3"),
     "indptr too long": ("m.npz", npz(indptr=np.array([0, 2, 2, 3, 3])), "indptr has 5 numbers but must have 4"),
     "float indptr": ("m.npz", npz(indptr=np.array([0.0, 2, 2, 3])), "indptr has the type float64 but must be whole"),

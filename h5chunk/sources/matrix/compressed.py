@@ -157,7 +157,8 @@ def _pointers(vector: Vector, first: int, last: int, previous: int, num_entries:
     if len(beyond):
         index = int(beyond[0])
         raise SourceError(
-            f"{vector.name} is {ends[index]} at {axis} {first + index - 1} but there are only {num_entries} entries"
+            f"{vector.name} says that {axis} {first + index - 1} ends at entry {ends[index]}, but there are only "
+            f"{num_entries} entries"
         )
     return ends
 

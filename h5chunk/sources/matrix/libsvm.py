@@ -1,8 +1,8 @@
 """Read libsvm and svmlight files: ``label [qid:N] index:value ... # comment``; also .gz.
 
 Indices count from 1, or from 0 if the file contains an index 0, unless the option ``first_index`` says otherwise. A
-file is read twice: first for its labels and the lowest index, then for its entries. Blank lines and comment lines are
-not rows. Sources: the README of LIBSVM, and the home page of SVM-light.
+file is read twice: first for its labels and to look for an index 0, then for its entries. Blank lines and comment lines
+are not rows. Sources: the README of LIBSVM, and the home page of SVM-light.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class LibsvmSource(TextSource):
         self.shape = (len(labels), None)
 
     def _read_labels(self, memory: MemoryLimit) -> np.ndarray:
-        """Read all labels, as int64 if all are integers, otherwise as float64; also find the lowest index."""
+        """Read all labels, as int64 if all are integers, otherwise as float64. Also detect an index 0."""
         parts: list[np.ndarray] = []
         self._base, count = 1, 0
         for piece in self._pieces(memory.memory_bytes // 8):

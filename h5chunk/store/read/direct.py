@@ -40,7 +40,10 @@ _Copy = tuple[int, int, "slice | np.ndarray", np.ndarray]  # band, chunk in the 
 
 
 class ChunkRows(NamedTuple):
-    """The offset and stored size of each chunk, and its rows ``starts`` to ``stops`` (excluded): (n,) int64 each."""
+    """The offset and stored size of each chunk, and its rows, from ``starts`` up to but not including ``stops``.
+
+    All arrays have shape (n,) and dtype int64.
+    """
 
     offsets: np.ndarray
     sizes: np.ndarray
@@ -87,7 +90,7 @@ class DecodedChunks:
         self._kept_lock = threading.Lock()
 
     def share_kept(self, other: DecodedChunks) -> None:
-        """Share the cache of another dataset. It then has the chunks that were used last in either dataset."""
+        """Share the cache of another dataset, which then keeps the most recently used chunks of both."""
         self._kept, self._kept_lock = other._kept, other._kept_lock
 
     def read(self, descriptor: int, chunk: int, *, is_whole: bool) -> np.ndarray:
@@ -152,7 +155,7 @@ class ByteReader:
         raise NotImplementedError
 
     def rows_of(self, samples: np.ndarray) -> np.ndarray:
-        """Return the rows that make up the samples, as numbered by `read_all`: (n, ...) int64."""
+        """Return the indices, in the result of `read_all`, of the rows that make up each sample: (n, ...) int64."""
         return samples
 
     def bytes_read(self, rows: np.ndarray) -> int:

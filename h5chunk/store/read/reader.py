@@ -202,7 +202,10 @@ class H5Reader:
 
     @cached_property
     def image_sizes(self) -> ImageSizes:
-        """The sizes of images of any size. Raises FileError if they are damaged."""
+        """The height and width of each image, in a field of images of any size.
+
+        Raises FileError if a table is damaged.
+        """
         assert isinstance(self.ragged, ImagesField)
         with opened(self.path) as file:
             self.check_unchanged()

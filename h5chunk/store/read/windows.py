@@ -202,7 +202,7 @@ class WindowReader(H5Reader):
 
     @property
     def chunk_bytes(self) -> int:
-        """Size of the distinct frames of a chunk in bytes."""
+        """Size in bytes of the distinct frames in a chunk of windows."""
         return self.frames.chunk_bytes * self._joined
 
     @property

@@ -51,10 +51,11 @@ class Positions(NamedTuple):
 class Entries:
     """Sort (row, column, value) entries within ``memory_bytes``, and combine duplicates.
 
-    Values of at most ``num_bits`` bits are packed into the sort key if row, column and value fit in 64 bits. Duplicates
-    are combined in the order of their times, or without times in the order in which they were appended. With
-    ``time_order``, the positions of a row are sorted by the time of their last entry, then by column. Raises
-    OptionError if a row index and a column index together need more than 64 bits. Use it as a context manager.
+    Values of at most ``num_bits`` bits are packed into the sort key if row, column and value fit in 64 bits, unless
+    ``time_order`` is set or ``duplicates`` is "first" or "last". Duplicates are combined in the order of their times,
+    or without times in the order in which they were appended. With ``time_order``, the positions of a row are sorted by
+    the time of their last entry, then by column. Raises OptionError if a row index and a column index together need
+    more than 64 bits. Use it as a context manager.
     """
 
     def __init__(

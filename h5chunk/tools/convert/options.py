@@ -147,7 +147,7 @@ class MatrixOptions(NewOptions):
     )
     min_column_count: int | None = option(
         None,
-        "Leave out columns with fewer than N entries, before rows are left out.",
+        "Leave out columns with fewer than N entries. This is applied before --min-row-count.",
         minimum=0,
         shown_default="1 if columns have ids, else 0",
     )
@@ -162,7 +162,7 @@ class MatrixOptions(NewOptions):
     )
     ids_from: str | os.PathLike[str] | None = option(
         None,
-        "Give columns the same indices as in OLD.h5, an earlier output of convert, by their ids. Columns with new ids "
+        "Match columns by id with OLD.h5, an earlier output of convert, and give them the same indices. New columns "
         "follow.",
         metavar="OLD.h5",
         is_path=True,

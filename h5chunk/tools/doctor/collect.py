@@ -279,7 +279,7 @@ def _gpu(main: Process, kept: list[Step]) -> Gpu | None:
 
 
 def _elsewhere(steps: list[Step], own: list[Step]) -> float:
-    """Return the share of the time since the first training batch that is spent in other loaders."""
+    """Return the share of the time that other loaders take, of the time since the first training batch."""
     start, stop = own[0].received, max(step.ended for step in steps)
     others = sum(step.ended - (step.epoch_started or step.asked) for step in steps if step.loader != own[0].loader)
     return min(1.0, others / max(1e-9, stop - start))

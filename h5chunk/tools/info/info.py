@@ -135,7 +135,7 @@ def _with_statistics(file: FileInfo, trusted: bool, stats: bool, progress: Progr
 
 
 def _first_like(datasets: Sequence[DatasetInfo], name: str) -> DatasetInfo | None:
-    """Return the first dataset to train on with this name, in which a * stands for the name of any group."""
+    """Return the first trainable dataset whose name matches ``name``, where * matches the name of any group."""
     pattern = re.compile(re.escape(name).replace(r"\*", "[^/]+"))
     return next(
         (item for item in datasets if (item.can_train or item.has_images) and pattern.fullmatch(item.name)), None

@@ -65,7 +65,10 @@ def _folder(name: str) -> str:
 def training_code(
     path: str, fields: Sequence[str], usual: Sequence[str], images: Sequence[ImagesInfo] = ()
 ) -> list[str]:
-    """Return lines of Python that create a loader of ``fields``, which are named only if they are not ``usual``."""
+    """Return lines of Python that create a loader of ``fields``.
+
+    The lines leave out the names of the fields if they are ``usual``, those that readers select by default.
+    """
     argument, transforms, imports = python_text(path), "", ["import h5chunk"]
     if any(item.name == fields[0] for item in images):
         transforms, imports = ", transforms=[RandomResizedCrop(224)]", [*imports, RESIZING]

@@ -54,9 +54,9 @@ class Recommendation(Report):
     window_in_place, cache_in_place : int, (nslots, nbytes, w0)
         The best window and cache for the unchanged file, which ``--apply`` stores.
     num_samples, num_measured : int
-        Number of all samples, and number of the samples that were read to measure rates.
+        Total number of samples, and number of samples that were read to measure rates.
     chosen : str
-        The name of the recommended row.
+        Name of the recommended setting, as in the report.
     commands, code : list of str
         The commands to run, and lines of Python that create the loader.
     no_gain_reason : str
