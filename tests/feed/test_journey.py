@@ -16,6 +16,11 @@ from h5chunk.transforms import Normalize
 PACKAGE = Path(h5chunk.__file__).parent
 
 
+@pytest.fixture(autouse=True)
+def opened_by() -> None:
+    """Files are first opened in a child process, as for users."""
+
+
 class Journey:
     """Notes the modules in which functions are called, in the order in which they are first entered.
 

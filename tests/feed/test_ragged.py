@@ -28,6 +28,11 @@ STORAGE: dict[str, Mapping[str, Any]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def opened_by() -> None:
+    """Files are first opened in a child process, as for users."""
+
+
 def _values(step: tuple[int, ...] = (3, 2)) -> np.ndarray:
     return np.random.default_rng(0).normal(size=(STARTS[-1], *step)).astype(np.float32)
 

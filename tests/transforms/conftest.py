@@ -6,5 +6,5 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def _opens_in_process(in_process):
-    """Other folders test that files are first opened in a child process."""
+def opened_by(in_process: None) -> None:
+    """Open files in this process. A module that overrides this opens them in a child first, as users do."""

@@ -196,12 +196,8 @@ class EncodedBytes(ByteReader):
         return num_threads * own + self.stored.scratch_bytes(num_threads)
 
 
-def field_bytes(path: Path, file: h5py.File, field: Field, sums: Sums) -> ByteReader:
-    """Return the byte reader of a field that may be encoded. Raises NotDirect if only HDF5 can read its rows."""
-    if not isinstance(field, EncodedField):
-        if field.dtype.kind == "S":
-            raise NotDirect("it has strings")
-        return direct_field(path, file, field, sums)
+def encoded_bytes(path: Path, file: h5py.File, field: EncodedField, sums: Sums) -> EncodedBytes:
+    """Return the byte reader of a field of images. Raises NotDirect if only HDF5 can read its rows."""
     if isinstance(field.stored, VlenField):
         arrays = VlenBytes(path, file, field.stored)
         return EncodedBytes(path, field, arrays, np.diff(arrays.indptr))
@@ -215,7 +211,7 @@ class EncodedHandle:
     def __init__(self, path: Path, file: h5py.File, field: EncodedField, sums: Sums) -> None:
         self._file, self.id, self.lock = file, file[field.dataset].id, threading.Lock()
         try:
-            self._bytes = field_bytes(path, file, field, sums)
+            self._bytes = encoded_bytes(path, file, field, sums)
         except NotDirect as error:
             raise UnsupportedError(f"{printable(path)}: {field.dataset!r} has images, but {error}: {REMEDY}") from None
 

@@ -22,8 +22,8 @@ from h5chunk.store.hdf5.chunk_table import NotDirect
 from h5chunk.store.hdf5.open import opened
 from h5chunk.store.hdf5.ranges import PART_BYTES, Ranges, ReadTask, open_descriptor, row_tasks
 from h5chunk.store.read.csr import CsrField, VlenBytes
-from h5chunk.store.read.direct import ByteReader, ChunkRows, PlainField
-from h5chunk.store.read.encoded import field_bytes
+from h5chunk.store.read.direct import ByteReader, ChunkRows, PlainField, direct_field
+from h5chunk.store.read.encoded import EncodedField, encoded_bytes
 from h5chunk.store.read.episodes import EpisodeFile
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.fileset import with_remedy
@@ -329,7 +329,11 @@ def _byte_reader(single: H5Reader, file: h5py.File, name: str) -> ByteReader | N
         return VlenBytes(single.path, file, field)
     if isinstance(field, RaggedField):
         return CsrField(single.path, file, field, single.indptr, single.sums)
-    return field_bytes(single.path, file, field, single.sums)
+    if isinstance(field, EncodedField):
+        return encoded_bytes(single.path, file, field, single.sums)
+    if field.dtype.kind == "S":
+        raise NotDirect("it has strings")
+    return direct_field(single.path, file, field, single.sums)
 
 
 def find_offsets(joined: EpisodeFile) -> None:
