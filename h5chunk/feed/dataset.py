@@ -384,12 +384,10 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         """Convert sample indices to sample numbers in the file. Raise IndexError for an invalid index."""
         if positions.ndim != 1:
             raise IndexError(f"the indices have {positions.ndim} axes: pass one integer or a list of integers")
-        least = positions.min() if positions.size else 0
-        if positions.size and not (-len(self) <= least and positions.max() < len(self)):
-            wrong = positions[(positions < -len(self)) | (positions >= len(self))][0]
+        least, most = (positions.min(), positions.max()) if positions.size else (0, -1)
+        if (wrong := least) < -len(self) or (wrong := most) >= len(self):
             raise IndexError(f"sample {wrong} is out of range: {printable(self.path)} has samples 0 to {len(self) - 1}")
-        if least < 0:
-            positions = np.where(positions < 0, positions + len(self), positions)
+        positions = np.where(positions < 0, positions + len(self), positions) if least < 0 else positions
         return positions.copy() if self._samples is None else self._samples[positions]
 
     def __repr__(self) -> str:

@@ -40,10 +40,7 @@ _Copy = tuple[int, int, "slice | np.ndarray", np.ndarray]  # band, chunk in the 
 
 
 class ChunkRows(NamedTuple):
-    """The offset and stored size of each chunk, and its rows, from ``starts`` up to but not including ``stops``.
-
-    All arrays have shape (n,) and dtype int64.
-    """
+    """The offset and size of each stored chunk, and its rows from ``starts`` to ``stops``, exclusive: (n,) int64."""
 
     offsets: np.ndarray
     sizes: np.ndarray

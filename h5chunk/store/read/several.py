@@ -293,9 +293,7 @@ def _byte_readers_of_file(single: H5Reader) -> tuple[dict[str, Any], dict[str, s
     if isinstance(single, KeyedReader):
         return _byte_readers_of_samples(single)
     joined = single if isinstance(single, EpisodeFile) else None
-    found: dict[str, Any] = {}
-    if joined is not None:
-        found = {name: RowsAt(joined, name) for name in joined.offsets}
+    found: dict[str, Any] = {name: RowsAt(joined, name) for name in joined.offsets} if joined is not None else {}
     left, why = [name for name in single.fields if name not in found], {}
     if not left:
         return found, {}
@@ -331,8 +329,6 @@ def _byte_reader(single: H5Reader, file: h5py.File, name: str) -> ByteReader | N
         return CsrField(single.path, file, field, single.indptr, single.sums)
     if isinstance(field, EncodedField):
         return encoded_bytes(single.path, file, field, single.sums)
-    if field.dtype.kind == "S":
-        raise NotDirect("it has strings")
     return direct_field(single.path, file, field, single.sums)
 
 
