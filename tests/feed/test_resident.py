@@ -205,7 +205,7 @@ def test_memory_bytes(path, monkeypatch):
         load_whole(path, memory_bytes=100)
     needed, held = (int(word) for word in str(refused.value).split() if word.isdigit())
     assert N * 98 <= held <= needed < 2 * N * 98
-    with pytest.raises(OptionError, match=f"limit is {needed - 1}"):
+    with pytest.raises(OptionError, match=f"memory_bytes is {needed - 1}"):
         load_whole(path, memory_bytes=needed - 1)
     made = watch(monkeypatch, "make slot")
     with load_whole(path, memory_bytes=needed) as loader:
