@@ -237,7 +237,7 @@ def reading_chunks(rest=0.0001, **changes):
         "cache": [521, 1 << 16],
     }
     stages = {"reading": 0.01 - rest, "decoding": 0.0, "transform": 0.0, "lock": 0.0, "collate": rest}
-    return diagnose(seen(stages=stages, files=[file], h5_reads=32.0, lines=[], **changes))
+    return diagnose(seen(**{"stages": stages, "files": [file], "h5_reads": 32.0, "lines": [], **changes}))
 
 
 def test_what_is_left_of_a_fetch_is_faster_if_large_reads_no_longer_empty_the_caches():
@@ -252,6 +252,13 @@ def test_a_chunk_cache_is_advised_by_the_bytes_that_it_saves():
     cache = next(fix for fix in found.fixes if "cache" in fix.apply)
     assert cache.apply == {"cache": [20, 21 * 307_200]} and cache.gain.value > 3
     assert found.ladder[-1].name == "+ reading from the disk" and found.ladder[-1].rate < found.ladder[-2].rate
+
+
+def test_a_line_that_reads_bad_chunks_is_cured_by_repacking_and_opened_as_info_says():
+    line = Line("reading", "/a/train.py:7", 0.9, 1.0, "file['x'][i]")
+    fixes = {fix.name: fix.code for fix in reading_chunks(lines=[line]).fixes}
+    assert "h5chunk info repacked.h5" in next(code for name, code in fixes.items() if name.startswith("repack"))
+    assert not any("train.py" in name for name in fixes)
 
 
 @pytest.mark.parametrize(("slots", "nbytes", "shuffled"), [(521, 3200, True), (521, 3200, False), (7, 8000, True)])

@@ -215,7 +215,7 @@ def _reads(seen: Seen) -> Iterator[Fix]:
     left = max(reading / ratio, min(reading, seen.h5_reads * CALL_S))
     share = (reading - left) / seen.fetch
     gain = gain_of(seen, *(_without(seen, x, x) for x in (share, share - left / seen.fetch)))
-    code = f'h5chunk repack {file["path"]} repacked.h5, then h5chunk.ChunkLoader("repacked.h5", ...)'
+    code = f"h5chunk repack {file['path']} repacked.h5, then the loader that h5chunk info repacked.h5 prints"
     yield Fix(f"repack {file['path'].rpartition('/')[2]}", gain, code)
     size = (grid.num_chunks + 1) * grid.chunk_bytes
     if size < MAX_CACHE:
@@ -242,13 +242,17 @@ def _collate(seen: Seen) -> Iterator[Fix]:
 
 
 def _line(seen: Seen) -> Iterator[Fix]:
-    """Yield a fix that removes the slowest line of a fetch, because convert can decode and transform in advance."""
+    """Yield a fix that removes the slowest line of a fetch, because it can run in advance, when the data is converted.
+
+    A line that reads an HDF5 file is left out if the file's chunks are the cause: then the file is to be repacked.
+    """
     line = slowest_line(seen, READING, DECODING, TRANSFORM)
-    if line is not None and not seen.loop().exclusive:
+    is_cured = line is not None and line.stage == READING and any(_reads(seen))
+    if line is not None and not is_cured and not seen.loop().exclusive:
         used = sum(other.share * other.on_cpu for other in seen.lines if other.stage != "step")
         weight = line.on_cpu / used if used else 1.0  # the line's share of CPU time, relative to its share of time
         changed = (_without(seen, x, min(0.999, x * weight)) for x in _about(line.share, line.error))
-        code = f"{line}: run it once in advance (h5chunk convert), or make it faster"
+        code = f"{line}: run it once and store the result (h5chunk convert accepts the data set), or make it faster"
         yield Fix(f"without {line.place.rpartition('/')[2]}", gain_of(seen, *changed), code, is_bound=True)
 
 
