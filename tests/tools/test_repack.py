@@ -761,3 +761,14 @@ def test_repack_suggests_convert_only_for_a_dataset_per_sample(tmp_path: Path, s
             file.create_dataset("x", data=np.ones((100, 8), np.float32), chunks=(10, 8), compression="gzip")
     report = str(h5chunk.repack(source, tmp_path / "new.h5"))
     assert ("--samples 'traces/*'" in report) == separate
+
+
+@pytest.mark.parametrize(
+    ("options", "is_noted"), [({}, True), ({"compression": "gzip"}, False), ({"compression": "none"}, False)]
+)
+def test_compression_that_is_left_out_is_noted(tmp_path, options, is_noted):
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("images", data=np.zeros((64, 32, 32), "u1"), chunks=(8, 32, 32), compression="gzip")
+    report = h5chunk.repack(path, tmp_path / "b.h5", **options)
+    assert any("images will not be compressed any more" in note for note in report.notes) == is_noted

@@ -144,6 +144,12 @@ def plan_moves(
     lost = [move.facts.name for move in moves if header is None and FLETCHER32 in move.facts.filters]
     if lost:
         notes.append(f"Fletcher32 checksums are not kept in {', '.join(lost)}; --window-chunks adds other checksums")
+    decompressed = [move.facts.name for move in moves if options.compression is None and _loses_compression(move)]
+    if decompressed:
+        notes.append(
+            f"{', '.join(decompressed[:4])} will not be compressed any more, which makes reading faster: to keep them "
+            "small, pass --compression, such as gzip"
+        )
     for move in moves:
         if move.layout.written:  # refuse what h5chunk cannot read: unknown filters, implausible sizes
             dataset = h5py.Dataset(h5d.open(file.id, move.facts.path))
@@ -188,6 +194,10 @@ def _field_moves(samples: Samples, header: FileSpec | None, options: RepackOptio
             layout = NewLayout(None)  # a column of a table, which readers always read completely
         kind = "rows" if options.shuffle else "copy"
         yield Move(facts, layout, kind, checked=header is not None and layout.written)
+
+
+def _loses_compression(move: Move) -> bool:
+    return move.layout.written and not move.layout.filters and bool({*move.facts.filters} - {SHUFFLE, FLETCHER32})
 
 
 def _layout(facts: DatasetFacts, chunks: tuple[int, ...], options: RepackOptions) -> NewLayout:
