@@ -97,3 +97,31 @@ def test_a_type_that_numpy_does_not_have(tmp_path: Path) -> None:
     report = h5chunk.info(tmp_path / "a.h5")
     assert [each.name for each in report.datasets] == ["images"]
     assert "not read: 'time' has a type that NumPy does not have" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["image/p0", "image/p1", "mask/p0", "mask/p1"], '{"image": "image/*", "mask": "mask/*"}, (40, 40, 40)'),
+        (["v0/label", "v0/raw", "v1/label", "v1/raw"], '{"raw": "*/raw", "label": "*/label"}, (40, 40, 40)'),
+        (["image/p0", "image/p1", "mask/p0"], ""),  # a volume without a mask
+        (["image/p0"], ""),
+    ],
+)
+def test_volumes_are_recognised_and_their_line_opens_them(tmp_path, names, expected):
+    path = tmp_path / "ct.h5"
+    with h5py.File(path, "w") as file:
+        for name in names:
+            file[name] = np.zeros((40, 48, 50), "u1")
+    code = h5chunk.info(path).code
+    assert (f"{expected})" in code[1]) if expected else "ChunkDataset" in code[1]
+    space: dict[str, object] = {}
+    exec("\n".join(code), space)
+    assert len(space["data"]) > 0
+
+
+def test_many_grey_images_are_no_volumes(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for name in ("train/images", "test/images"):
+            file.create_dataset(name, (500, 32, 32), "u1")
+    assert "Patches" not in str(h5chunk.info(tmp_path / "a.h5").code)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from h5chunk.tools.report import python_text
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 MAX_FIELDS = 8  # fields in the line of Python
 BATCH = 64
+MIN_SIDE, PATCH = 32, 64  # smallest side of a volume, and largest side of the patches that are suggested
 MIN_SAMPLES = 100  # fewer similar datasets are not regarded as samples
 LOOKED_AT = 1000  # datasets from which the paths of samples are guessed
 PARTS = ("action", "observations/")  # beginnings of the names of fields in the file of an episode
@@ -99,6 +100,35 @@ def _trajectories(shapes: Shapes, num_steps: int) -> Found | None:
     return ({name.partition("/")[2]: name for name in alike}, '(1, 5), channels="last"') if alike else None
 
 
+def _volumes(shapes: Shapes, _num_steps: int) -> Found | None:
+    """Recognise volumes: 3-D datasets ``image/NAME`` and ``mask/NAME``, or ``NAME/image`` and ``NAME/mask``."""
+    pairs = {name: name.split("/") for name, shape in shapes.items() if _is_volume(shape)}
+    if len(pairs) < 2 or any(len(parts) != 2 for parts in pairs.values()):
+        return None
+    firsts, lasts = (Counter(parts[place] for parts in pairs.values()) for place in (0, 1))
+    if len(pairs) != len(firsts) * len(lasts):  # some volumes lack a field
+        return None
+    key = int((len(lasts), _num_numbered(lasts)) >= (len(firsts), _num_numbered(firsts)))  # place of the volume's name
+    by_volume: dict[str, set[tuple[int, ...]]] = {}
+    for name, parts in pairs.items():
+        by_volume.setdefault(parts[key], set()).add(shapes[name])
+    if len(by_volume) < 2 or any(len(sizes) > 1 for sizes in by_volume.values()):
+        return None
+    names = sorted(firsts if key else lasts, key=lambda name: (re.search("mask|label|seg", name) is not None, name))
+    fields = {name: f"{name}/*" if key else f"*/{name}" for name in names}
+    side = min(PATCH, *(min(shapes[name]) for name in pairs))
+    return fields, f"({side}, {side}, {side})"
+
+
+def _is_volume(shape: tuple[int, ...]) -> bool:
+    """Return whether a shape is that of a volume rather than of many grey images, whose first axis is far longer."""
+    return len(shape) == 3 and min(shape) >= MIN_SIDE and shape[0] <= 4 * max(shape[1:])
+
+
+def _num_numbered(names: Iterable[str]) -> int:
+    return sum(any(letter.isdigit() for letter in name) for name in names)
+
+
 LAYOUTS = (
     Layout("layout of robomimic, with a group per episode", _groups, 10),
     Layout("layout of ALOHA and ACT, with a file per episode", _one_file_each, 100),
@@ -110,6 +140,7 @@ LAYOUTS = (
         reader="Patches",
         method=".tiles(overlap=(0, 4))",
     ),
+    Layout("volumes, each of which is a dataset per field", _volumes, reader="Patches"),
 )
 
 
