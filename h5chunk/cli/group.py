@@ -35,7 +35,7 @@ STAGES = {  # label and unit of the progress bar of each stage
 class Command(click.Command):
     """A command whose help groups the options under headings and ends with examples.
 
-    ``examples`` maps a purpose to the command line that serves it.
+    ``examples`` maps the purpose of each example to its command line.
     """
 
     def __init__(self, *args: Any, examples: Mapping[str, str] | None = None, **attributes: Any) -> None:
@@ -89,9 +89,9 @@ def main() -> None:
 
 
 def run(call: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
-    """Call a function with the options from the command line, and print its report.
+    """Call a function with the options from the command line, print the report that it returns, and return it.
 
-    ``--json`` prints the report as JSON; ``--quiet`` prints no other report.
+    ``more`` are further keyword arguments. With ``--json``, the report is printed as JSON, even with ``--quiet``.
     """
     options = {**more, **_given_options()}
     quiet, as_json = options.pop("quiet", False), options.pop("as_json", False)

@@ -41,10 +41,10 @@ def option(*names: str, heading: str, **attributes: Any) -> Decorator:
 
 
 class Parsed(click.ParamType):
-    """An option type with a parser, which raises ValueError for invalid text.
+    """An option type whose values are parsed by ``parse``, which raises ValueError for invalid text.
 
-    ``name`` is the placeholder for the value in help texts. Error messages consist of the value and ``problem``, or,
-    without ``problem``, of the message of the ValueError.
+    ``name`` is the placeholder for the value in help texts. An error message consists of the value and ``problem``; if
+    ``problem`` is empty, it is the message of the ValueError.
     """
 
     def __init__(self, name: str, parse: Callable[[Any], Any], problem: str = "") -> None:
@@ -94,7 +94,7 @@ tuned = option(
     type=click.Path(),
     metavar="FOUND.json",
     heading=LAYOUT,
-    help="Use the settings in this file, which h5chunk tune --json printed. Options on the command line take "
+    help="Use the settings in this file, which is the output of h5chunk tune --json. Options on the command line take "
     "precedence.",
 )
 batch_size = option("--batch-size", type=int, default=256, heading=FIELDS, help="Number of samples per batch.")
@@ -148,11 +148,11 @@ def loader_workers(default: str) -> Decorator:
 def options_of(
     groups: Sequence[Any], *, excluded: Collection[str] = (), defaults: Mapping[str, str] | None = None
 ) -> Decorator:
-    """Return a decorator that adds an option for each field of the classes in ``groups``.
+    """Return a decorator that adds a command-line option for each field of the classes in ``groups``.
 
     The classes are subclasses of `h5chunk.sources.options.Options`. Fields in ``excluded`` get no option. If several
-    classes have the same field, its help combines their descriptions. ``defaults`` maps names of fields to the text
-    that help shows as the default.
+    classes have the same field, its help combines their descriptions. ``defaults`` maps names of fields to texts that
+    help shows as their defaults.
     """
     made: dict[str, tuple[str, dict[str, Any]]] = {}
     for group in groups:

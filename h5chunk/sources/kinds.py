@@ -29,12 +29,16 @@ class ImageOptions(Options):
     heading: ClassVar[str] = "Images"
 
     size: tuple[int, int] | None = option(
-        None, "Height and width of the stored images.", metavar="H,W", shown_default="all images must have one size"
+        None,
+        "Height and width of the stored images.",
+        metavar="H,W",
+        shown_default="all images must have the same size",
     )
     fit: str = option(
         "error",
-        "How to treat an image whose size differs from the stored images. error: refuse it. stretch: scale both "
-        "sides. crop: scale it and cut out the centre. pad: scale it and fill the rest with black.",
+        "How to treat an image whose size differs from that of the stored images. error: refuse it. stretch: scale "
+        "height and width independently. crop: scale it and cut out the centre. pad: scale it and fill the rest with "
+        "black.",
         choices=("error", "stretch", "crop", "pad"),
     )
     color: str = option(
@@ -59,7 +63,7 @@ class ImageOptions(Options):
     keep_encoded: bool = option(
         False, "Store the image files unchanged, whatever their sizes. Loaders decode an image each time they read it."
     )
-    keep_size: bool = option(False, "Store the pixels of each image, (H, W, C), at its original size.")
+    keep_size: bool = option(False, "Store each image as pixels, (H, W, C), at its original size.")
     max_side: int | None = option(
         None,
         "With --keep-encoded or --keep-size: shrink images so that their longer side has at most N pixels.",
@@ -140,9 +144,8 @@ class ColumnOptions(Options):
 
     columns: tuple[str, ...] | None = option(
         None,
-        "Columns of a table or manifest, or arrays of an .npz, to convert.",
+        "Columns of a table or manifest, or arrays of an .npz, to convert; by default, all.",
         metavar="A,B[,C[,D]]",
-        shown_default="all",
     )
 
 
@@ -160,8 +163,7 @@ class KeyedOptions(Options):
     )
     attributes: tuple[str, ...] | None = option(
         None,
-        "Attributes to store as fields, if --samples is used. An attribute must be one number or one string per "
-        "sample.",
+        "With --samples: attributes to store as fields. Each attribute must be a single number or string.",
         metavar="A[,B]",
     )
 
@@ -211,7 +213,7 @@ class TextOptions(Options):
     )
     header: str = option(
         "auto",
-        "Whether the first line contains the names of the columns. skip: ignore the first line, whatever it contains.",
+        "Whether the first line contains the names of the columns. skip: ignore the first line.",
         choices=("auto", "yes", "no", "skip"),
     )
     quotes: bool = option(True, "Treat double quotes as ordinary characters.")
@@ -249,8 +251,8 @@ class TableOptions(TextOptions, ImageOptions, ColumnOptions):
     )
     missing: str = option(
         "error",
-        "How to treat missing values in columns of integers: error refuses them, nan converts the column to float64 "
-        "and stores NaN. In columns of floats, missing values are always stored as NaN.",
+        "How to treat missing values in columns of integers. error: refuse them. nan: convert the column to float64, "
+        "and store NaN. In columns of floats, missing values are always stored as NaN.",
         choices=("error", "nan"),
     )
 
@@ -300,8 +302,8 @@ class JoinOptions(LayerOptions):
 
     join: str | None = option(
         None,
-        "How to combine files with different columns: inner keeps the columns that all files have, outer keeps all "
-        "columns and stores zeros where a file lacks one.",
+        "How to combine files with different columns. inner: keep the columns that all files have. outer: keep all "
+        "columns, and store zeros where a file lacks one.",
         choices=("inner", "outer"),
         shown_default="all files must have the same columns",
     )
@@ -314,7 +316,7 @@ class EntryOptions(MatrixSourceOptions):
     columns: tuple[str, ...] | None = option(
         None,
         "For ratings and other sparse matrices: the names or numbers (0, 1, ...) of the columns that contain the "
-        "row, the column and, if there are any, the value and the time; by default, columns with well-known names, or "
+        "row, the column and, if present, the value and the time; by default, columns with well-known names, or else "
         "the first three.",
         metavar="A,B[,C[,D]]",
     )

@@ -46,7 +46,7 @@ def test_help_has_headings_and_examples(name: str) -> None:
     assert run(name, "-h").output == shown
     assert "\nOptions:" not in shown and "\nOutput:\n" in shown
     *_, examples = shown.split("\nExamples:\n")
-    lines = re.findall(rf"^    h5chunk {name} .*$", examples, re.MULTILINE)
+    lines = re.findall(rf"^    h5chunk {name}\b.*$", examples, re.MULTILINE)
     assert 2 <= len(lines) <= 3 and lines == [f"    {line}" for line in main.commands[name].examples.values()]
 
 

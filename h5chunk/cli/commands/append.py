@@ -36,7 +36,7 @@ AS_RECORDED = "as recorded in FILE"
 def append(file: str, source: str, **options: Any) -> None:
     """Append the samples of SOURCE to FILE, which convert must have written.
 
-    SOURCE must have the same fields as FILE; its images are decoded with the options that FILE records. A longer file
+    SOURCE must have the same fields as FILE. Its images are decoded with the options that FILE records. A longer file
     is written beside FILE and replaces it once it is complete, so the disk must have space for both.
     """
     run(h5chunk.append, file, source, notify=note)

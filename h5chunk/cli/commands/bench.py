@@ -15,7 +15,7 @@ from h5chunk.cli.options import RUNNING, option
 @main.command(
     examples={
         "Name the slowest stage of feeding a file": "h5chunk bench photos.h5",
-        "Include copying to the GPU, and measure for a minute": "h5chunk bench photos.h5 --device cuda --budget 1m",
+        "Include the copies to the GPU, and measure for a minute": "h5chunk bench photos.h5 --device cuda --budget 1m",
         "Measure a folder of files as one data set": "h5chunk bench shards/ --workers 0 --workers 8",
     }
 )
@@ -38,6 +38,6 @@ def bench(file: str, **options: Any) -> None:
     """Measure how fast this machine delivers batches from FILE, and name the slowest stage.
 
     FILE may also be a folder, or a quoted pattern such as 'shards/*.h5', whose files are measured as one data set. For
-    a URL, the requests to the store and the loaders are measured.
+    a URL, requests to the object store are measured, and the loaders.
     """
     run(h5chunk.bench, file)

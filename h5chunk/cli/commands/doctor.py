@@ -16,40 +16,42 @@ from h5chunk.cli.options import OUTPUT, RUNNING, SECONDS, option
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
     examples={
         "Find out what training waits for, in its first minute": "h5chunk doctor --seconds 60 -- python train.py",
-        "Try the best fix, and write a page": "h5chunk doctor --check --html why.html -- python train.py",
-        "Fail if the GPU is idle, for CI": "h5chunk doctor --epochs 1 --assert-util 0.95 -- python train.py",
+        "Try the best fix, and write a report in HTML": "h5chunk doctor --check --html why.html -- python train.py",
+        "In CI, fail if the GPU is often idle": "h5chunk doctor --epochs 1 --assert-util 0.95 -- python train.py",
     },
 )
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @option(
     "--seconds",
     type=SECONDS,
+    show_default="run it to its end",
     heading=RUNNING,
-    help="End the training after this time, such as 60s or 2m. Default: run it to its end.",
+    help="End the training after this time, such as 60s or 2m.",
 )
 @option("--epochs", type=int, heading=RUNNING, help="End the training after this many epochs.")
 @option(
     "--check",
     is_flag=True,
     heading=RUNNING,
-    help="Run the command again with the first fix that needs no change of the script, and compare the gain with the "
-    "prediction.",
+    help="Run COMMAND again with the best fix that needs no change to the script, and compare the measured gain with "
+    "the predicted one.",
 )
 @option("--html", type=click.Path(), metavar="PAGE.html", heading=OUTPUT, help="Also write the report as an HTML page.")
 @option(
     "--assert-util",
     type=float,
-    metavar="SHARE",
+    metavar="FRACTION",
     heading=OUTPUT,
-    help="Exit with code 1 if the GPU, or without a GPU the training step, is active for less than this fraction of "
-    "the time.",
+    help="Exit with code 1 if the GPU (without a GPU, the training step) is busy for less than this fraction of the "
+    "time.",
 )
 @shared.quiet
 @shared.as_json
 def doctor(command: tuple[str, ...], **options: Any) -> None:
     """Run COMMAND, which trains with PyTorch, and report what its GPU waits for and what each fix would gain.
 
-    The script needs no change, and its results do not change. Put COMMAND after two dashes, such as -- python train.py
+    The training script needs no change, and its results stay the same. Put two dashes before COMMAND, as in the
+    examples.
     """
     quiet, as_json = options.pop("quiet"), options.pop("as_json")
     failed = None

@@ -17,7 +17,7 @@ from h5chunk.tools.repack.options import RepackOptions
     examples={
         "Rewrite an HDF5 file with complete samples in each chunk": "h5chunk repack old.h5 new.h5",
         "Rewrite all shards of a folder": "h5chunk repack old/ new/ --dask local:4",
-        "Shuffle, with the settings of tune": "h5chunk repack old.h5 new.h5 --tuned found.json --shuffle",
+        "Shuffle the samples, with settings from tune": "h5chunk repack old.h5 new.h5 --tuned found.json --shuffle",
     }
 )
 @click.argument("file", type=click.Path())
@@ -33,7 +33,7 @@ def repack(file: str, output: str, **options: Any) -> None:
     """Rewrite any HDF5 FILE as OUTPUT, with complete samples in each chunk.
 
     Datasets whose first axis indexes samples get new chunks; everything else is copied unchanged. The report compares
-    the old and new layouts. If FILE is a folder, OUTPUT is a folder too, and if the command is stopped, repeating it
-    continues the work.
+    the old and new layouts. If FILE is a folder, OUTPUT becomes a folder too; if the command is stopped, running it
+    again continues the work.
     """
     run(h5chunk.repack, file, output)

@@ -36,16 +36,16 @@ from h5chunk.cli.options import FIELDS, LAYOUT, NUMBERS, OUTPUT, option
     metavar="N,N[,N]",
     show_default=False,
     heading=LAYOUT,
-    help="Only compute which chunks suit random patches of this shape, and print the command that makes them. Nothing "
-    "is measured.",
+    help="Measure nothing; compute which chunks suit random patches of this shape, and print the repack command that "
+    "writes them.",
 )
 @option(
     "--window",
     type=int,
     metavar="N",
     heading=LAYOUT,
-    help="Only compute which chunks suit random windows of N time steps, and print the command that makes them. "
-    "Nothing is measured.",
+    help="Measure nothing; compute which chunks suit random windows of N time steps, and print the repack command "
+    "that writes them.",
 )
 @shared.batch_size
 @option(
@@ -86,7 +86,7 @@ def tune(file: str, **options: Any) -> None:
 
     The settings are the chunk size, the shuffle window, the cache and the number of workers. FILE may be an h5chunk
     file or any other HDF5 file. The most promising settings are measured on its data. For a URL, the settings are the
-    number and size of concurrent requests. With --window or --patch, tune computes which chunks suit windows of
+    number and size of concurrent requests. With --window or --patch, tune only computes which chunks suit windows of
     episodes or patches of volumes.
     """
     run(h5chunk.tune, file)

@@ -34,7 +34,7 @@ from h5chunk.cli.options import RUNNING, SOURCE, option
     type=click.Path(),
     metavar="TABLE.csv",
     heading=SOURCE,
-    help="Manifest with which FILE was converted, if any. Needed only with --repair.",
+    help="Manifest from which FILE was converted, if there was one. Needed only with --repair.",
 )
 @option("--quick", is_flag=True, heading=RUNNING, help="Read only 32 chunks of each dataset; the report says which.")
 @shared.client

@@ -136,10 +136,10 @@ class MatrixOptions(NewOptions):
         None,
         "Multiply values by S, and store them as uint8.",
         metavar="S",
-        shown_default="the smallest S that is exact",
+        shown_default="the smallest S that stores all values exactly",
     )
     clip: bool = option(
-        False, "Clip values to the range that uint8 can store: 0 to 255, or 0 to 255 / S with --scale S."
+        False, "Clip values to the range that uint8 can store: from 0 to 255, or from 0 to 255 / S with --scale S."
     )
     binarize: float | None = option(None, "Store values of at least MIN as 1, and drop all others.", metavar="MIN")
     min_row_count: int | None = option(
@@ -153,8 +153,8 @@ class MatrixOptions(NewOptions):
     )
     duplicates: str = option(
         AUTO,
-        "How to combine several entries for the same row and column. last and first go by time, or by the order of "
-        "SOURCE if it has no times. auto: error for ratings and libsvm, sum for other sources.",
+        "How to combine several entries for the same row and column. last and first are determined by time or, if "
+        "SOURCE has no times, by its order. auto: error for ratings and libsvm, sum for other sources.",
         choices=(AUTO, *DUPLICATES),
     )
     time_order: bool = option(
@@ -168,7 +168,7 @@ class MatrixOptions(NewOptions):
         is_path=True,
     )
     keep_rows: bool = option(
-        False, "Give rows, too, the same indices as in the file that --ids-from names. Rows with new ids follow."
+        False, "Also give rows the same indices as in the file of --ids-from. Rows with new ids follow."
     )
     transpose: bool = option(False, "Make the columns of SOURCE the samples.")
     dense: bool = option(False, "Store dense rows, with their zeros, instead of compressed sparse rows.")

@@ -22,8 +22,8 @@ class RepackOptions(WriteOptions):
 
     fields: tuple[str, ...] = option(
         (),
-        "Dataset to repack, whose first axis indexes the samples (repeatable). With --shuffle, all lengths must be "
-        "equal.",
+        "Dataset to repack, whose first axis indexes the samples (repeatable). With --shuffle, all of them must have "
+        "the same length.",
         metavar="DATASET",
         shown_default="images, AnnData's X, or the largest",
         heading="Fields",
@@ -38,13 +38,13 @@ class RepackOptions(WriteOptions):
     )
     chunks: tuple[int, ...] = option(
         (),
-        "Shape of the chunks of each field with as many axes as the shape, for reading patches of volumes.",
+        "Shape of the chunks, for reading patches of volumes. It applies to fields with this number of axes.",
         metavar="N,N[,N...]",
         shown_default="complete samples",
     )
     shuffle: bool = option(False, "Shuffle the samples, in the same order in all fields.")
-    window_chunks: int | None = option(None, "Shuffle window, in chunks, to recommend to readers.", minimum=1)
-    cache: Any = option(None, "Chunk cache to recommend to readers: (nslots, nbytes, w0).")
+    window_chunks: int | None = option(None, "Shuffle window, in chunks, to recommend to readers in OUTPUT.", minimum=1)
+    cache: Any = option(None, "Chunk cache to recommend to readers in OUTPUT: (nslots, nbytes, w0).")
     compression: str | None = option(
         None,
         "Compression of the fields: gzip, lzf, zstd, lz4, blosc or none.",
