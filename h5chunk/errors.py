@@ -21,7 +21,7 @@ class H5ChunkError(Exception):
     *args : object
         The first argument is the message.
     message : str, optional
-        A message of several lines, used instead of ``args``, such as torch's with the traceback of a worker.
+        A message of several lines, used instead of ``args``. torch passes one with the traceback of a worker.
     """
 
     message = "(unset)"  # torch passes ``message`` by name to exception classes that have this attribute
@@ -82,7 +82,7 @@ class WorkerError(H5ChunkError, RuntimeError):
 class UtilisationError(H5ChunkError, AssertionError):
     """The GPU utilisation of a training run is below the minimum that was passed to `h5chunk.doctor`."""
 
-    report: Any = None
+    report: Any = None  # the `h5chunk.DoctorReport` of the run
 
 
 MAX_NUMBER = (1 << 63) - 1  # the largest int64
@@ -90,7 +90,11 @@ MAX_SIDE = 1 << 14  # largest height or width of an image to augment, so that th
 
 
 def check_whole(name: str, value: Any, minimum: int, maximum: int | None = None) -> int:
-    """Convert a Python or NumPy integer to int. Raises OptionError if it is out of range, or not an integer."""
+    """Convert a Python or NumPy integer to int.
+
+    Raises OptionError if ``value`` is not an integer from ``minimum`` to ``maximum``, both inclusive; its message calls
+    the value ``name``. Without ``maximum``, the limit is `MAX_NUMBER`.
+    """
     is_whole = isinstance(value, (int, Integral)) and not isinstance(value, bool)
     if is_whole and minimum <= value <= (MAX_NUMBER if maximum is None else maximum):
         return int(value)
@@ -100,11 +104,11 @@ def check_whole(name: str, value: Any, minimum: int, maximum: int | None = None)
     raise OptionError(f"{name} is {value!r}: pass a whole number{limits}")
 
 
-shown_as: dict[str, str] = {}  # the name to display, such as a URL, by path of a local copy; folders end with a slash
+shown_as: dict[str, str] = {}  # paths of local copies (folders end with a slash), and the URLs to display instead
 
 
 def shown(path: str | os.PathLike[str]) -> str:
-    """Return a path as text; for the local copy of a remote object, return the object's URL."""
+    """Return a path as text for messages; for the local copy of a remote object, return the object's URL."""
     text = os.fspath(path)
     for local, url in shown_as.items():
         if text == local or (local.endswith("/") and text.startswith(local)):
@@ -189,4 +193,7 @@ def count_text(count: int, noun: str) -> str:
 
 def lost_by_fork(path: Path) -> FileError:
     """Return the error for a read in a forked process, which does not inherit the reader threads."""
-    return FileError(f"{printable(path)}: a forked process lacks the reader threads: start a new iteration in it")
+    return FileError(
+        f"{printable(path)}: this process was forked during an iteration, and has no reader threads: start a new "
+        "iteration in it"
+    )

@@ -1,8 +1,8 @@
 """A LightningDataModule with training, validation and test loaders (``pip install "h5chunk[lightning]"``).
 
-A Trainer can also use a `h5chunk.ChunkLoader` directly: the loader keeps track of its epoch and, after a checkpoint was
-loaded, of its batch. Create it in ``train_dataloader()``, where the number of processes is known, as `ChunkDataModule`
-does.
+A Trainer can also use a `h5chunk.ChunkLoader` directly: the loader keeps track of the epoch and, when a checkpoint is
+loaded, continues with the next batch. Create the loader in ``train_dataloader()``, where the number of processes is
+known, as `ChunkDataModule` does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from h5chunk.feed.sampler import ChunkSampler
 
 
 def _find_base() -> Any:
-    """Import LightningDataModule from the package ``lightning`` or ``pytorch_lightning``, whichever is installed."""
+    """Import LightningDataModule from ``lightning`` or ``pytorch_lightning``; raise ImportError if both are missing."""
     for name in ("lightning.pytorch", "pytorch_lightning"):
         try:
             return import_module(name).LightningDataModule
@@ -52,23 +52,25 @@ class ChunkDataModule(LightningDataModule):
         data = ChunkDataModule("photos.h5", 256, transforms=[Normalize(mean, std), ToDtype(torch.bfloat16)])
         Trainer(max_epochs=90).fit(model, data)
 
-    Batches are already on the Trainer's GPU. Training is shuffled differently in each epoch; validation and test keep
-    the order of the file. All three visit each sample once, so the last batch of an epoch may be smaller than the
-    others. With several processes its size may differ between them, and be 0 on some: set ``pad`` or ``drop_last`` in
-    ``train_order`` to avoid this in training. A checkpoint from the middle of an epoch resumes with the next batch,
-    with any number of processes that divides ``lanes``, if ``batch_size`` times that number stays the same.
+    The loaders return batches that are already on the Trainer's GPU. Training samples are shuffled differently in each
+    epoch; validation and test samples keep the order of the file. Each epoch uses each sample once, so its last batch
+    may be smaller than the others. The size of the last batch may differ between processes, and be 0 in some of them:
+    set ``pad`` or ``drop_last`` in ``train_order`` to avoid this in training. A checkpoint from the middle of an epoch
+    resumes with the next batch, with any number of processes that divides ``lanes``, if ``batch_size`` times that
+    number stays the same.
 
     Parameters
     ----------
     path : path or ChunkDataset
+        The data: a file, folder or pattern, as for `ChunkDataset`, or a data set that is already open.
     batch_size : int
-        Samples per batch, in each process.
+        Number of samples per batch in each process.
     split : sequence of float, or str, optional
-        Fractions for training, validation and test, as for `ChunkDataset.split`; with two fractions there is no test
-        set. Or the name of a field that contains the part of each sample: ``train``, ``val``, ``test``, or a common
-        synonym such as ``dev``. Default: the field ``split``, if the file has one (`h5chunk.convert` writes it if the
-        source has folders with these names), else 0.8, 0.1 and 0.1. If ``val`` or ``test`` is given, all of ``path`` is
-        used for training.
+        Fractions for training, validation and test, as for `ChunkDataset.split`; with two fractions, there is no test
+        set. Or the name of a field that assigns each sample to a part: its values are ``train``, ``val`` and ``test``,
+        or common synonyms such as ``dev``. Default: the field ``split``, if the file has it (`h5chunk.convert` writes
+        it if the source has folders with these names), else 0.8, 0.1 and 0.1. If ``val`` or ``test`` is given, all of
+        ``path`` is used for training.
     stratify : str, optional
         Field whose classes occur in the same proportions in all parts.
     split_seed : int
@@ -117,7 +119,10 @@ class ChunkDataModule(LightningDataModule):
         super().__init__()
         given = val is not None or test is not None
         if given and (split is not None or stratify is not None):
-            raise OptionError("split or stratify divides one file, but val or test is given: leave out one of the two")
+            raise OptionError(
+                "split or stratify divides one file, but val or test is given: leave out either split and stratify, or "
+                "val and test"
+            )
         if split is not None and not isinstance(split, str) and len(split) not in (2, 3):
             raise OptionError(f"split is {split!r}: pass the fractions of training, validation and optionally test")
         for name in {*options, *(train_order or {}), *(train_options or {})} & set(TRAINER_KNOWS):
@@ -154,16 +159,16 @@ class ChunkDataModule(LightningDataModule):
         return ChunkDataset(data, fields=self._fields)
 
     def train_dataloader(self) -> ChunkLoader:
-        """Make the shuffled training loader, which follows the Trainer's epoch."""
+        """Return the shuffled training loader, which follows the Trainer's epoch."""
         options = {**self._options, **self._train_options}
         return self._loader(self.datasets[0], self._batch_size, self._train_order, options)
 
     def val_dataloader(self) -> ChunkLoader | list[Any]:
-        """Make the validation loader, in the order of the file; an empty list if this part does not exist."""
+        """Return the validation loader, in the order of the file; an empty list if there are no such samples."""
         return self._evaluation(self.datasets[1])
 
     def test_dataloader(self) -> ChunkLoader | list[Any]:
-        """Make the test loader, in the order of the file; an empty list if this part does not exist."""
+        """Return the test loader, in the order of the file; an empty list if there are no such samples."""
         return self._evaluation(self.datasets[2])
 
     def _evaluation(self, dataset: ChunkDataset | None) -> ChunkLoader | list[Any]:
@@ -192,10 +197,10 @@ class ChunkDataModule(LightningDataModule):
 
 
 def _split_by_field(whole: ChunkDataset, field: str) -> Parts:
-    """Split a data set by a field that contains part names; a part without samples is None.
+    """Split a data set by a field that contains names of parts; return None for a part without samples.
 
-    Raises FieldError if the field does not exist, and OptionError if it contains anything else, or if no sample is for
-    training.
+    Raises FieldError if the field does not exist, and OptionError if it contains any other value, or if it assigns no
+    sample to training.
     """
     names, numbers = np.unique(whole.values(field), return_inverse=True)
     parts = {alias: part for part, aliases in enumerate(NAMES) for alias in aliases}
@@ -208,5 +213,5 @@ def _split_by_field(whole: ChunkDataset, field: str) -> Parts:
     part_of = np.array([parts[str(name).lower()] for name in names], np.int64)[numbers]
     train, val, test = (whole.subset(part_of == part) if (part_of == part).any() else None for part in range(3))
     if train is None:
-        raise OptionError(f"field {field!r} has no samples for training: pass split as fractions")
+        raise OptionError(f"field {field!r} assigns no samples to training: pass split as fractions")
     return train, val, test

@@ -18,7 +18,7 @@ def available_cores() -> int:
 
 
 class KeptThreads:
-    """A thread pool that starts on first use, and anew in every other process that uses it, such as a forked one."""
+    """A thread pool that starts on first use. Other processes that use it, such as forked ones, start their own."""
 
     def __init__(self, name: str) -> None:
         self._name, self._process = name, 0
@@ -41,7 +41,10 @@ class KeptThreads:
 
 
 def in_order(tasks: Iterable[Callable[[], T]], num_threads: int, ahead: int) -> Iterator[T]:
-    """Run tasks in threads, and yield their results in the order of the tasks; at most ``ahead`` tasks are pending."""
+    """Run tasks in threads, and yield their results in the order of the tasks.
+
+    At most ``ahead`` tasks are started before the result of the first of them is yielded.
+    """
     waiting: deque[Future[T]] = deque()
     pool = ThreadPoolExecutor(num_threads, "h5chunk")
     try:

@@ -28,7 +28,7 @@ class SampleField:
     shape: tuple[int, ...]  # shape of one sample; () for a number
     dtype: np.dtype
     axes: str = ""  # a letter for each axis of the field, such as NCHW; empty if unknown
-    form: str = ""  # encoded or raw for images of any size, whose ``shape`` is (average bytes per image,)
+    form: str = ""  # for images of any size, whose ``shape`` is (average bytes per image,): encoded or raw
 
     @property
     def sample_bytes(self) -> int:
@@ -36,7 +36,7 @@ class SampleField:
 
 
 class Names:
-    """A compact list of byte strings, which uses about a fifth of the memory of a Python list.
+    """A compact list of byte strings, which needs about a fifth of the memory of a Python list.
 
     >>> names = Names([b"a/1.jpg", b"b/2.jpg"])
     >>> len(names), names[1]
@@ -75,14 +75,14 @@ class Names:
 
 
 class AnyImage(NamedTuple):
-    """An image of any size, as it is stored: encoded or as pixels (H, W, C), with its size after EXIF rotation."""
+    """An image of any size, as it is stored: encoded, or as uint8 pixels (H, W, C)."""
 
     data: bytes
-    height: int
+    height: int  # in pixels, after EXIF rotation
     width: int
     orientation: int  # the EXIF orientation that a decoder must apply; 1: none
     notes: tuple[str, ...]  # remarks, which the report counts
-    values: Mapping[str, Any] = MappingProxyType({})  # values of columns that become known when the image is read
+    values: Mapping[str, Any] = MappingProxyType({})  # by column: values that become known when the image is read
 
 
 class SampleReader(Protocol):
@@ -93,7 +93,7 @@ class SampleReader(Protocol):
         return nullcontext()
 
     def stamp(self, index: int) -> tuple[int, ...]:
-        """Return integers that change if sample ``index`` changes; () if `SampleSource.identity` reflects changes."""
+        """Return integers that change when sample ``index`` changes; () if `SampleSource.identity` changes then."""
         return ()
 
     def read_into(self, index: int, out: Mapping[str, np.ndarray]) -> Sequence[str]:
@@ -120,12 +120,12 @@ class SampleSource(SampleReader):
     kind: ClassVar[str]  # name of the kind, such as images or arrays
     fields: Mapping[str, SampleField] = MappingProxyType({})  # at least one, the largest first
     columns: Mapping[str, np.ndarray] = MappingProxyType({})  # (num_samples,): small fields, already in memory
-    categories: Mapping[str, list[str]] = MappingProxyType({})  # names of a field's integer codes, such as classes
+    categories: Mapping[str, list[str]] = MappingProxyType({})  # by field: the names of its codes, such as classes
     names: Names | None = None  # name of each sample, such as its path
     options: Mapping[str, Any] = MappingProxyType({})  # reading options to record in the file's header, as JSON
-    ignored: Sequence[str] = ()  # content of the source that is left out, for the report
+    ignored: Sequence[str] = ()  # descriptions of content that is left out, for the report
     notes: Sequence[str] = ()  # remarks for the report
-    size_bytes: Mapping[str, int] = MappingProxyType({})  # estimated total size of images of any size, by form
+    size_bytes: Mapping[str, int] = MappingProxyType({})  # by form: the estimated total size of images of any size
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -135,17 +135,17 @@ class SampleSource(SampleReader):
         return f"sample {index}"
 
     def identity(self) -> tuple[dict[str, Any], tuple[bytes, ...]] | None:
-        """Return everything but the stamps that determines the samples' values, as a JSON object and byte strings.
+        """Return all facts, except the stamps, that determine the samples' values: a JSON object and byte strings.
 
-        None means that this is unknown, so that an interrupted conversion cannot be resumed.
+        None means that they are unknown, so that an interrupted conversion cannot be resumed.
         """
         return None
 
     def read_columns(self) -> None:
-        """Read the values of columns that would otherwise be known only after all samples have been read."""
+        """Fill in the ``columns`` whose values would otherwise be known only after all samples have been read."""
 
     def in_form(self, form: str) -> SampleSource:
-        """Return this source with its images of any size in the form ``encoded`` or ``raw``."""
+        """Return a copy of this source that stores images of any size in the form ``encoded`` or ``raw``."""
         raise NotImplementedError
 
     def disagreement(self) -> str:
@@ -168,6 +168,6 @@ class OpenContext:
 
     memory_bytes: int = 1 << 30  # limit on what the source keeps in memory, such as names and labels
     skips_bad_samples: bool = False  # whether unreadable samples, even the first one, are left out
-    is_guessed: bool = False  # whether the kind of the source was recognised automatically
+    is_guessed: bool = False  # whether the kind of the source was detected, rather than chosen by the user
     with_times: bool = False  # whether matrix entries are returned with their times, if the source has times
     report_found: Callable[[int], None] = lambda count: None  # called repeatedly with the number of samples found

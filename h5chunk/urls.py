@@ -10,9 +10,9 @@ from urllib.parse import parse_qsl
 
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "http", "https")
 URL = re.compile(rf"({'|'.join(SCHEMES)})://[^/]+/.*|({'|'.join(SCHEMES)})://[^/]+", re.DOTALL)
-CUT = re.compile(rf"({'|'.join(SCHEMES)}):/[^/]")
+CUT = re.compile(rf"({'|'.join(SCHEMES)}):/[^/]")  # a URL that lacks one of its slashes
 
-PATTERN = r"[*?\[]"  # in the name of a file: it names several
+PATTERN = r"[*?\[]"  # characters that make a path a pattern, which names several files
 
 SIGNATURE = re.compile(  # parameters of presigned URLs of S3, Google, Azure and CloudFront
     r"(?i)x-(amz|goog)-.+|response-.+|AWSAccessKeyId|GoogleAccessId|Signature|Expires|Policy|Key-Pair-Id"
@@ -40,7 +40,7 @@ def is_cut_url(path: object) -> bool:
 
 
 def hint_for_url(path: object) -> str:
-    """Return text for the error that a file is missing, if the path is a URL of another kind than `SCHEMES`.
+    """Return a hint for the error about a missing file, if its path is a URL with an unsupported scheme; else "".
 
     >>> hint_for_url("ftp:/host/a.h5")[:30], hint_for_url("photos.h5")
     (' (URLs with ftp:// are not rea', '')
@@ -93,7 +93,7 @@ def url_of(path: Path) -> str:
 
 
 def name_of(path: Path) -> str:
-    """Return the name of a file; for a local copy, that of its object."""
+    """Return the name of a file; for a local copy, return the name of the remote object."""
     return parse(url_of(path))[1] or path.name
 
 
