@@ -135,6 +135,7 @@ class BatchMaker:
         ]
         self._finishes = any(self._others)
         self.changes_nothing = all(pipeline.changes_nothing for pipeline in pipelines)
+        self.passes_windows = keep and self.changes_nothing  # whether a batch may be the window itself
         first = pipelines[0].converter
         self._packs = isinstance(first, RaggedConverter) and first.packs
         holds_out = any(pipeline.converter.num_outputs > 1 for pipeline in pipelines)
@@ -147,19 +148,20 @@ class BatchMaker:
 
     def num_samples(self, batch: Tensors) -> int:
         """Return the number of samples in a batch."""
-        return batch[1].shape[0] - 1 if self._packs else batch[0].shape[0]
+        return batch[1].size(0) - 1 if self._packs else batch[0].size(0)
 
     def open(self, window: Fields, draws: Draws, batch_size: int | Sequence[int]) -> Iterator[Tensors]:
-        """Yield the batches of a window, and then empty batches without end.
+        """Return an iterator over the batches of a window, and then empty batches without end.
 
         The empty batches are for steps in which only other ranks have samples. ``batch_size`` may be a list with the
-        size of each batch. The generator keeps no reference to a batch that it has yielded, so that the memory can be
-        reused.
+        size of each batch. The iterator keeps no reference to a batch that it has returned (`zip` would), so that the
+        memory can be reused.
         """
         fields = zip(self._pipelines, window, strict=True)
-        batches = [self._split(pipeline, samples, draws, batch_size) for pipeline, samples in fields]
-        while True:
-            yield self._joined(map(next, batches))
+        return map(self._join, *(self._split(own, part, draws, batch_size) for own, part in fields))
+
+    def _join(self, *parts: Part) -> Tensors:
+        return self._joined(parts)
 
     def _split(
         self, pipeline: FieldPipeline, samples: Any, draws: Draws, batch_size: int | Sequence[int]
@@ -202,6 +204,8 @@ class BatchMaker:
 
     def finish(self, batch: Tensors) -> tuple[Any, ...]:
         """Move a batch to its device, and apply the transforms that are not part of the conversion."""
+        if self._device is None and not self._finishes:
+            return batch
         if self._device is not None:
             batch = tuple(each.to(self._device, non_blocking=True) for each in batch)
         if not self._finishes:

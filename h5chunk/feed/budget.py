@@ -22,7 +22,7 @@ from h5chunk.native import available
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.order import Order
 from h5chunk.plan.selection import WeightedSelection
-from h5chunk.plan.slots import TOGETHER_BYTES, SlotPlan, largest_window, plan_slots, with_windows_together
+from h5chunk.plan.slots import ROUND_BYTES, TOGETHER_BYTES, SlotPlan, largest_window, plan_slots, with_windows_together
 from h5chunk.store.read.checksums import OFF, PIECE_BYTES
 from h5chunk.store.read.direct import ByteReader, is_small_field
 from h5chunk.store.read.files import Paths
@@ -37,6 +37,7 @@ LOADING_BYTES = 8 << 20  # size of the pieces in which resident data is read
 LOADING_SLOTS = 4  # number of pieces that are read concurrently
 REMOTE_AHEAD_BYTES = 256 << 20  # read ahead from object stores, so that many requests are in flight
 KEPT_BYTES = 16 << 20  # smaller data is not kept in memory: threads read it from the page cache just as fast
+GPU_ROUND_BYTES = 512 << 20  # the same limit as ROUND_BYTES for a GPU, where host and device buffers both count
 RESIDENT_SHARE = 4  # resident="auto" uses at most a quarter of the device's free memory
 MAX_THREADS = 12  # more threads block each other, and delay the training loop: see scripts/LOG.md
 DECODING_BYTES = 1 << 30  # limit on memory for decoding, which bounds the default number of threads
@@ -226,6 +227,7 @@ class MemoryBudget:
             memory_bytes=self._memory_bytes,
             min_chunks=min_chunks,
             ahead_bytes=self._ahead_bytes,
+            round_bytes=ROUND_BYTES if self._on_cpu else GPU_ROUND_BYTES,
         )
         may_stay = resident == "auto" and self._on_cpu and order.selection is None
         may_stay = may_stay and not isinstance(self._source.reader.ragged, ImagesField)  # decoding takes longer

@@ -29,7 +29,7 @@ from h5chunk.feed.slots import (
     to_device,
     windows_of,
 )
-from h5chunk.native import cuda
+from h5chunk.native import Buffer, available, cuda
 from h5chunk.transforms.compiled import current_stream
 from h5chunk.transforms.csr import SampleNumbers
 
@@ -38,23 +38,23 @@ MIN_PINNED = 4  # pinned buffers of large windows: two are filled while one is c
 
 
 class PinnedBuffer:
-    """A pinned host buffer that holds one window at a time.
+    """A pinned host buffer that windows are read into, one after another.
 
-    ``tasks`` are the read tasks that fill the buffer with a full window. They are kept, so that later windows reuse
-    them.
+    ``num_queued`` windows with `LastingTasks` are being read into the buffer, or will be once it is free.
     """
 
     def __init__(self, layouts: Layouts, num_samples: int) -> None:
         self._memory = PinnedMemory(slot_bytes(layouts, num_samples))
         self.bytes = torch.from_numpy(self._memory.bytes)
         self.arrays = arrays_in(self.bytes, layouts, num_samples)
-        self.of_full_window: Mapping[str, Destination] | None = None
-        self.tasks: Any = None
+        self.addresses = [array.data_ptr() for own in self.arrays for array in own]
+        self.turn = Buffer(cuda.copied() if available() else None)
+        self.num_queued = 0
         self.copied: torch.cuda.Event | None = None  # recorded after the last copy from this memory
 
     @property
     def is_free(self) -> bool:
-        return self.copied is None or self.copied.query()
+        return not self.num_queued and (self.copied is None or self.copied.query())
 
     def wait(self) -> None:
         """Wait until the last copy is done."""
@@ -79,9 +79,9 @@ class CudaSlot:
     """A device buffer that holds all fields of one window.
 
     A window is first read into one of the ``pinned`` host buffers, which slots share, and then copied to the device.
-    ``num_samples`` is the size of the largest window, and ``stream`` is the CUDA stream for the copies. ``is_full`` is
-    true if the window has that size and its destinations are the same as for the previous full window in its pinned
-    buffer.
+    ``num_samples`` is the size of the largest window, and ``stream`` is the CUDA stream for the copies. ``tasks`` are
+    the `LastingTasks` of all windows of that size. Such windows are queued for a pinned buffer that is still in use;
+    native threads begin to read them once it is free.
     """
 
     def __init__(
@@ -93,8 +93,10 @@ class CudaSlot:
         self._largest = [layout.capacity(num_samples) for layout in layouts.values()]  # shapes of arrays
         self._arrays = arrays_in(self._bytes, layouts, num_samples)
         self._windows: Windows = {}
-        self._full: Fields | None = None  # views of a full window of dense fields
-        self.is_full, self._num_samples = False, num_samples
+        self._full = tuple(own[0] for own in self._arrays)
+        self.names, self._num_samples = tuple(layouts), num_samples
+        self.tasks: Any = None
+        self._is_dense = all(isinstance(layout, FieldLayout) for layout in layouts.values())
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._tables: dict[int, np.ndarray] = {}  # copies of the whole buffer, by the address of the pinned buffer
         self.window: Fields = ()
@@ -111,34 +113,34 @@ class CudaSlot:
 
     @property
     def has_pinned(self) -> bool:
-        """Whether a pinned buffer is available. A copy from it may still be running."""
-        return bool(self._all_pinned)
+        """Whether there is a pinned buffer that no window is read into. A copy from it may still be running."""
+        return any(not each.num_queued for each in self._all_pinned)
 
-    @property
-    def is_free(self) -> bool:
-        """Whether `begin` would return without waiting."""
-        return self.has_pinned and self._all_pinned[0].is_free
+    def can_begin(self, num_samples: int) -> bool:
+        """Return whether a window of this size can be read, or queued, without waiting for a pinned buffer."""
+        if self.tasks is not None and num_samples == self._num_samples:
+            return bool(self._all_pinned)
+        return any(each.is_free for each in self._all_pinned)
 
-    @property
-    def tasks(self) -> Any:
-        """The tasks that read a full window into the pinned buffer; None if the slot has no pinned buffer."""
-        return None if self._pinned is None else self._pinned.tasks
+    def lasts(self, num_samples: int) -> bool:
+        """Return whether a window of this size can be read by `LastingTasks`."""
+        return num_samples == self._num_samples and self._is_dense and self._sending is not None
 
-    @tasks.setter
-    def tasks(self, tasks: Any) -> None:
-        if self._pinned is not None:
-            self._pinned.tasks = tasks
+    def begin_again(self) -> list[int]:
+        """Prepare for a window that `LastingTasks` read, and return the addresses of its arrays, one per field."""
+        pinned = self._pinned = self._all_pinned[0]
+        self._all_pinned.rotate(-1)
+        pinned.num_queued += 1
+        self._windows, self.window = {}, self._full
+        self._copy_whole_buffer(pinned)
+        self.tasks.buffer = pinned.turn
+        return pinned.addresses
 
     def begin(self, samples: np.ndarray) -> Mapping[str, Destination]:
         """Take a pinned buffer, wait until the last copy from it is done, and return the destinations of all fields."""
-        pinned = self._pinned = self._all_pinned.popleft()
+        pinned = self._pinned = next(each for each in self._all_pinned if not each.num_queued)
+        self._all_pinned.remove(pinned)
         pinned.wait()
-        is_full = len(samples) == self._num_samples
-        if is_full and self._full is not None and pinned.of_full_window is not None:
-            self._windows, self.window, self.is_full = {}, self._full, True
-            self._copy_whole_buffer(pinned)
-            return pinned.of_full_window
-        self.is_full = False
         self._windows = windows = windows_of(self._layouts, samples)
         device, host = beginnings(self._arrays, windows), beginnings(pinned.arrays, windows)
         if [window.shapes for window in windows.values()] == self._largest:
@@ -146,10 +148,7 @@ class CudaSlot:
         else:
             self._copy_arrays(device, host)
         self.window = samples_in(windows, device)  # valid from `receive` until `release`
-        destinations = destinations_in(windows, host)
-        if is_full and all(isinstance(layout, FieldLayout) for layout in self._layouts.values()):
-            self._full, pinned.of_full_window = self.window, destinations
-        return destinations
+        return destinations_in(windows, host)
 
     def _copy_whole_buffer(self, pinned: PinnedBuffer) -> None:
         self._copies = [(self._bytes, pinned.bytes)]
@@ -183,11 +182,17 @@ class CudaSlot:
             window.check()
 
     def return_pinned(self) -> None:
-        """Make the pinned buffer available to other slots. No thread may write to it any more."""
+        """Make the pinned buffer available to other windows. No thread may write this window to it any more."""
         pinned, self._pinned = self._pinned, None
-        if pinned is not None:
-            pinned.copied = self._copied
-            self._all_pinned.append(pinned)
+        if pinned is None:
+            return
+        pinned.copied = self._copied
+        if pinned.num_queued:
+            pinned.num_queued -= 1
+            return
+        if self._sending is not None:
+            pinned.turn.last = self._sending.address
+        self._all_pinned.append(pinned)
 
     def receive(self) -> None:
         """Make the consumer's current stream wait for the copy."""

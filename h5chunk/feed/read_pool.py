@@ -22,10 +22,10 @@ import numpy as np
 
 from h5chunk.errors import FileError, WorkerError, lost_by_fork, printable
 from h5chunk.feed.frames import FrameBuffers
-from h5chunk.native import CANCELLED, DONE, Ending, NativePool, Result, available
+from h5chunk.native import CANCELLED, DONE, Ending, LastingTasks, NativePool, NativeTasks, Result, available
 from h5chunk.plan.order import Window
 from h5chunk.stamp import stamp_of
-from h5chunk.store.hdf5.ranges import NativeTasks, ReadTask, RowGather, lasting_tasks, native_tasks, open_descriptor
+from h5chunk.store.hdf5.ranges import ReadTask, RowGather, lasting_tasks, native_tasks, open_descriptor
 from h5chunk.store.read.csr import CsrBuffers
 from h5chunk.store.read.direct import ByteReader, read_small_fields
 from h5chunk.store.read.reader import H5Reader
@@ -48,12 +48,8 @@ class WindowRead:
         self._pool, self.native = pool, native
         self.num_left = num_tasks + (native is not None)
         self.at_end: Callable[[], None] | None = None  # called once the window has been read, or has failed
-        self._lock, self._ready, self._process = threading.Lock(), threading.Event(), os.getpid()
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether all tasks are done, or have failed."""
-        return self._ready.is_set()
+        self.is_ready = False  # whether all tasks are done, or have failed
+        self._ready: threading.Event | None = None  # made when a thread waits for Python threads
 
     def run(self, task: ReadTask) -> None:
         """Run one task, and finish the window after the last one. `wait` raises the error of a failed task."""
@@ -88,7 +84,7 @@ class WindowRead:
 
     def _end_task(self) -> None:
         self._pool.tasks_done += 1  # threads may overwrite each other's counts; any change is enough
-        with self._lock:
+        with self._pool.lock:
             self.num_left -= 1
             last = self.num_left == 0
         if last:
@@ -105,7 +101,10 @@ class WindowRead:
         except BaseException as error:
             self.error = error
         self.slot.return_pinned()
-        self._ready.set()
+        with self._pool.lock:
+            self.is_ready, waited = True, self._ready
+        if waited is not None:
+            waited.set()
         if self.at_end is not None:
             self.at_end()
 
@@ -124,14 +123,21 @@ class WindowRead:
 
         Raise `WorkerError` if no task of any window completes for ``timeout_s``.
         """
-        if os.getpid() != self._process:
+        if os.getpid() != self._pool.process:
             raise lost_by_fork(self._pool.path)
         done = self._pool.progress
-        while not self._ready.is_set():
-            came = self._pool.finish_next(timeout_s) if self.native else self._ready.wait(timeout_s)
+        while not self.is_ready:
+            came = self._pool.finish_next(timeout_s) if self.native else self._wait_for_workers(timeout_s)
             if not came and self._pool.progress == done:
                 raise self._pool.mark_hanging(timeout_s)
             done = self._pool.progress
+
+    def _wait_for_workers(self, timeout_s: float | None) -> bool:
+        with self._pool.lock:
+            if self.is_ready:
+                return True
+            self._ready = ready = self._ready or threading.Event()
+        return ready.wait(timeout_s)
 
 
 class ReadPool:
@@ -162,8 +168,8 @@ class ReadPool:
         self.is_local = not reader.is_remote  # whether all data is on this machine
         self._hangs = False  # whether a wait has run into its timeout
         self.has_ended = threading.Event()  # set once the pool is closed and all threads have ended
-        self._process = os.getpid()
-        self._hdf5 = threading.Lock()
+        self.process = os.getpid()
+        self.lock, self._hdf5 = threading.Lock(), threading.Lock()  # the first one for the states of all reads
         self._tasks: SimpleQueue[tuple[WindowRead, ReadTask] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._num_threads, self._has_workers, self._is_closed = num_threads, False, False
@@ -259,11 +265,11 @@ class ReadPool:
 
     def load(self, window: Window, slot: Any) -> WindowRead:
         """Start reading a window into a slot."""
-        fields = slot.begin(window.samples)
-        if (kept := self._reused_tasks(slot, fields, window)) is not None:
+        if (kept := self._lasting_tasks(slot, window)) is not None:
             return self._submit(WindowRead(self, slot, window, 0, kept))
+        fields = slot.begin(window.samples)
         all_tasks = [task for name, out in fields.items() for task in self._field_tasks(name, window, out)]
-        has_native = self._native is not None and os.getpid() == self._process
+        has_native = self._native is not None and os.getpid() == self.process
         native, tasks = native_tasks(all_tasks, self.descriptor) if has_native else (None, all_tasks)
         if native is not None and not tasks and self.is_local:
             native.ending = Ending(*slot.sender, *self._stamp)
@@ -290,23 +296,27 @@ class ReadPool:
         assert self._native is not None and load.native is not None
         self._native_reads[id(load)] = load
         try:
-            self._native.submit(id(load), load.native.jobs, load.native.ending)
+            self._native.submit(id(load), load.native.jobs, load.native.ending, load.native.buffer)
         except OSError:  # closed
             del self._native_reads[id(load)]
             load.drop()
         return load
 
-    def _reused_tasks(self, slot: Any, fields: Mapping[str, Any], window: Window) -> NativeTasks | None:
-        """Reuse the tasks of the slot's earlier windows for another full window. Return None if that is impossible."""
-        if not slot.is_full or self._native is None or os.getpid() != self._process or self._is_closed:
+    def _lasting_tasks(self, slot: Any, window: Window) -> LastingTasks | None:
+        """Prepare a slot for a full window, and return its tasks, which are made only once per slot.
+
+        Return None if this window cannot be read in this way.
+        """
+        if not self._stamp or self._native is None or self._is_closed or not slot.lasts(len(window.samples)):
             return None
-        arrays = window.rows, window.destinations, window.samples
-        if slot.tasks is None and self._stamp:
-            slot.tasks = lasting_tasks(self._direct, self._whole, self.descriptor, fields, *arrays)
-        if (tasks := slot.tasks) is None or not tasks.aim(*arrays):
-            return None
-        tasks.ending = Ending(*slot.sender, *self._stamp)
-        return tasks
+        if slot.tasks is None:
+            num_samples = len(window.samples)
+            slot.tasks = lasting_tasks(slot.names, self._direct, self._whole, self.descriptor, num_samples)
+            if slot.tasks is None:
+                return None
+            slot.tasks.ending = Ending(*slot.sender, *self._stamp)
+        slot.tasks.aim(window.rows, window.destinations, window.samples, slot.begin_again())
+        return slot.tasks
 
     def _field_tasks(self, name: str, window: Window, out: Any) -> Iterable[ReadTask]:
         """Return the tasks that read a field. Small fields are copied at once, and need no task."""
@@ -342,7 +352,7 @@ class ReadPool:
 
         A hanging thread is not waited for. It keeps the file open until its read returns.
         """
-        if os.getpid() != self._process:  # a fork has the descriptor, but no threads, and unusable locks
+        if os.getpid() != self.process:  # a fork has the descriptor, but no threads, and unusable locks
             close_descriptors(self.descriptor)
             self.has_ended.set()
             return

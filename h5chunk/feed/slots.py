@@ -11,10 +11,11 @@ and then waits for it, which is slow while other threads run.
 
 from __future__ import annotations
 
+import functools
 import math
-import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -28,11 +29,31 @@ from h5chunk.transforms.csr import CsrRows, SampleNumbers
 from h5chunk.transforms.images import ImagesByNumber
 
 KEPT = 2  # free buffers to keep per field, because a loop holds one batch while the next is read
+BYTE = np.dtype(np.uint8)
 REUSED_BYTES = 1 << 20  # smaller buffers are allocated by malloc, which reuses their memory itself
 
 Fields = tuple[Any, ...]  # the samples of each field, on the device: a torch.Tensor or CsrRows
 Destination = np.ndarray | CsrBuffers | FrameBuffers  # the memory that readers fill with the samples of a field
 Arrays = list[list[torch.Tensor]]  # for each field, one array of dense samples or the arrays of a CSR matrix
+
+
+class _Lent(np.ndarray):
+    """An array in a buffer that returns to the free buffers once nothing refers to the array."""
+
+    home: tuple[deque[np.ndarray], np.ndarray] | None = None  # the free buffers and this array's buffer
+
+    def __del__(self) -> None:
+        if self.home is not None:
+            free, buffer = self.home
+            free.append(buffer)
+
+
+@functools.cache
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype | None:
+    """Return the dtype of NumPy, or None if it has none, such as for bfloat16."""
+    with suppress(TypeError):
+        return np.dtype(torch.empty(0, dtype=dtype).numpy().dtype)
+    return None
 
 
 class BatchMemory:
@@ -53,10 +74,15 @@ class BatchMemory:
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes < REUSED_BYTES:
             return torch.empty(shape, dtype=dtype)
-        buffer = self._take(num_bytes)
-        owned = buffer[:num_bytes]
-        weakref.finalize(owned, self._free.append, buffer).atexit = False
-        return torch.from_numpy(owned).view(dtype).view(shape)
+        buffer, numbers = self._take(num_bytes), _numpy_dtype(dtype)
+        if numbers is None:
+            return torch.from_numpy(self._lent((num_bytes,), BYTE, buffer)).view(dtype).view(shape)
+        return torch.from_numpy(self._lent(shape, numbers, buffer))
+
+    def _lent(self, shape: tuple[int, ...], dtype: np.dtype, buffer: np.ndarray) -> _Lent:
+        array = _Lent(shape, dtype, buffer)
+        array.home = self._free, buffer
+        return array
 
     def _take(self, num_bytes: int) -> np.ndarray:
         for _ in range(len(self._free)):
@@ -205,9 +231,30 @@ class CpuSlot:
             self._arrays = arrays_in(held, layouts, num_samples)
         self._windows: Windows = {}
         self.window: Fields = ()
+        self.names, self._num_samples = tuple(layouts), num_samples
+        self.tasks: Any = None  # the `LastingTasks` of all windows of ``num_samples``
+        is_dense = all(isinstance(layout, FieldLayout) for layout in layouts.values())
+        dense = layouts.values() if is_dense else ()
+        self._shapes = [((num_samples, *layout.sample_shape), layout.dtype) for layout in dense]
 
-    is_full, tasks = False, None  # see CudaSlot
-    is_free = has_pinned = True  # whether `begin` returns at once
+    has_pinned = True  # see CudaSlot
+
+    def can_begin(self, _num_samples: int) -> bool:
+        """Return True, because no window has to wait for memory."""
+        return True
+
+    def lasts(self, num_samples: int) -> bool:
+        """Return whether a window of this size can be read by `LastingTasks`."""
+        return num_samples == self._num_samples and bool(self._shapes)
+
+    def begin_again(self) -> list[int]:
+        """Prepare for a window that `LastingTasks` read, and return the addresses of its arrays, one per field."""
+        memory, self._windows = self._memory, {}
+        if memory is None:
+            self.window = tuple(own[0] for own in self._arrays)
+        else:
+            self.window = tuple(memory.empty(*shape) for shape in self._shapes)
+        return [array.data_ptr() for array in self.window]
 
     def begin(self, samples: np.ndarray) -> Mapping[str, Destination]:
         """Prepare for the window with these samples, and return the destinations of all fields."""

@@ -151,6 +151,7 @@ class WindowStream:
         self._is_closed = False
         self._not_made: BaseException | None = None
         self._planner: _Planner | None = None
+        self._planned: tuple[int, Window] | None = None  # a window that was planned, and waits for memory
         self._pinned: list[PinnedBuffer] = []
         self._copies: Any = None  # the stream of copies to a GPU
         self._pool: Any = None
@@ -240,6 +241,7 @@ class WindowStream:
 
     def _start_reading(self, order: Order, start: int) -> None:
         self._next: tuple[int, int] | None = (order.epoch, start)
+        self._planned = None
         self._planner = _Planner(order, start, self._together, once=self._once)
         self._planner.start()
         if self._is_closed:  # by another thread, just now
@@ -261,11 +263,14 @@ class WindowStream:
         assert self._planner is not None
         if self._free and not self._free[0].has_pinned:
             self._pool.finish_ready()
-        while self._free and self.is_usable and self._free[0].is_free and (planned := self._planner.take(0)):
-            self._load(*planned)
+        while self._free and self.is_usable:
+            self._planned = self._planned or self._planner.take(0)
+            if self._planned is None or not self._free[0].can_begin(len(self._planned[1].samples)):
+                return
+            self._load(*self._planned)
 
     def _load(self, epoch: int, window: Window) -> None:
-        self._pool.epoch = epoch
+        self._pool.epoch, self._planned = epoch, None
         read = self._pool.load(window, self._free.popleft())
         self._open[read] = None
         self._batches.update(((epoch, batch), read) for batch in window.batches)
@@ -279,11 +284,12 @@ class WindowStream:
         if self._not_made is not None:
             raise self._not_made
         assert self._planner is not None
-        if (planned := self._planner.take(self._pool.timeout_s)) is None:
+        self._planned = self._planned or self._planner.take(self._pool.timeout_s)
+        if self._planned is None:
             raise self._pool.mark_hanging(self._pool.timeout_s)
         for read in [] if self._free[0].has_pinned else list(self._open):
             read.wait_for_threads(self._pool.timeout_s)
-        self._load(*planned)
+        self._load(*self._planned)
 
     def windows(self, order: Order) -> Iterator[Fields]:
         """Yield the fields of each window of the first epoch. They are valid until the next window is requested."""
@@ -313,11 +319,13 @@ class WindowStream:
         num_batches = order.num_batches
         try:
             for number in range(start, num_batches):
-                while not begun or (len(begun) <= maker.ahead and self._is_batch_ready(order, number + len(begun))):
-                    begun.append(self._begin_batch(order, maker, next(due), windows))
-                read, batch = begun.popleft()
                 if maker.ahead:
+                    while not begun or (len(begun) <= maker.ahead and self._is_batch_ready(order, number + len(begun))):
+                        begun.append(self._begin_batch(order, maker, next(due), windows))
+                    read, batch = begun.popleft()
                     batch = with_images(batch)
+                else:
+                    read, batch = self._begin_batch(order, maker, number, windows)
                 last = number == read.window.batches[-1]
                 if not stays and number + 1 == num_batches:
                     self._next = order.epoch + 1, 0  # before the last batch: a consumer that counts batches stops there
@@ -349,8 +357,11 @@ class WindowStream:
         read = self._batches.pop((order.epoch, number))
         if read not in windows:
             self._wait_for(read)
+            is_whole = len(read.window.batches) == 1
+            if is_whole and maker.passes_windows and not self._lends_slot:
+                return read, read.slot.window  # `_release` fills slots next
             draws = Draws(order.seed, order.epoch, read.window.keys, kept={}, whole=read.window.keys)
-            if len(read.window.batches) == 1 and not maker.ahead:
+            if is_whole and not maker.ahead:
                 self._fill()
                 return read, maker.whole(read.slot.window, draws, max(1, len(read.window.samples)))
             windows[read] = maker.open(read.slot.window, draws, read.window.sizes or order.batch_size)

@@ -1,4 +1,4 @@
-"""Call the C library, which reads byte ranges, gathers rows, makes rows dense and augments images without the GIL.
+"""Call the C library, which reads byte ranges, gathers rows and makes rows dense without the GIL.
 
 `pip install` builds the library if there is a C compiler. If it is missing, or with ``H5CHUNK_NATIVE=0``, `available`
 is False, and callers use Python threads and NumPy.
@@ -10,15 +10,16 @@ import ctypes
 import functools
 import os
 import threading
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-VERSION = 13  # version of the functions and structures in C
-FEW_SAMPLES = 1 << 10  # for fewer samples, drawing geometry is faster without releasing the GIL
+VERSION = 14  # version of the functions and structures in C
 PART_BYTES = 2 << 20  # approximate bytes of the jobs that a thread takes at a time
 JOB = np.dtype(
     [
@@ -34,16 +35,6 @@ JOB = np.dtype(
         ("is_checked", np.uint32),
     ]
 )
-STEP = np.dtype(  # draws.c describes the fields
-    [
-        ("kind", np.int64),
-        ("key", np.uint64),
-        *((name, np.int64) for name in ("height", "width", "left", "top", "right", "bottom", "flag", "reflects")),
-        *((name, np.float64, 2) for name in ("scale", "ratio", "log_ratio")),
-        ("p", np.float64),
-    ]
-)
-BOX, CROP, RESIZE, FLIP, CUTOUT, ERASE = range(6)  # kinds of steps
 READ, VERIFY, GATHER, ROWS = range(4)  # kinds of jobs; core.c describes their fields
 # statuses of a ticket; a ticket is the id under which jobs were submitted
 DONE, SYSTEM, CUT_SHORT, CHECKSUM, CANCELLED, CHANGED, NOT_SENT = range(7)
@@ -82,6 +73,17 @@ class Ending(ctypes.Structure):
     )
 
 
+class Buffer(ctypes.Structure):
+    """Memory that several tickets fill one after another, in the order in which they are submitted.
+
+    A ticket begins once the previous one has ended and the C function ``is_free``, called with the address ``last``,
+    returns a value other than 0. ``last`` is the ``argument`` of the previous ticket's ending, or 0.
+    """
+
+    last: int
+    _fields_ = (("is_free", ctypes.c_void_p), ("last", ctypes.c_void_p), ("is_taken", ctypes.c_int64))
+
+
 class _Matrix(ctypes.Structure):
     _fields_ = (
         ("starts", ctypes.c_void_p),
@@ -91,17 +93,6 @@ class _Matrix(ctypes.Structure):
         ("num_columns", ctypes.c_int64),
         ("column_bytes", ctypes.c_int32),
         ("value_bytes", ctypes.c_int32),
-    )
-
-
-class ImageRule(ctypes.Structure):
-    """Parameters that apply to all images of a call of `augment`. ``augment.h`` describes them."""
-
-    kept: tuple[Any, ...] = ()  # the arrays that the pointers refer to
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in ("channels", "height", "width", "interpolation", "mode", "interleaved")),
-        *((name, ctypes.c_int32) for name in ("out_interleaved", "item_bytes", "conversion", "boxes")),
-        *((name, ctypes.c_void_p) for name in ("fill", "values", "erased", "scale", "shift")),
     )
 
 
@@ -132,7 +123,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     for name, result, arguments in (
         ("open", pool, (ctypes.c_int, number)),
         ("num_threads", ctypes.c_int, (pool,)),
-        ("submit", ctypes.c_int, (pool, ctypes.c_uint64, address, number, ctypes.POINTER(Ending))),
+        ("submit", ctypes.c_int, (pool, ctypes.c_uint64, address, number, *map(ctypes.POINTER, (Ending, Buffer)))),
         ("wait", ctypes.c_int, (pool, ctypes.c_double, ctypes.c_int, ctypes.POINTER(Result))),
         ("run", None, (address, number, ctypes.POINTER(Result))),
         ("progress", number, (pool,)),
@@ -142,7 +133,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         ("free", None, (pool,)),
         ("crc32", ctypes.c_uint32, (address, number, ctypes.c_uint32)),
         ("dense", ctypes.c_int, (ctypes.POINTER(_Matrix), address, number, address)),
-        ("augment", ctypes.c_int, (ctypes.POINTER(ImageRule), address, number, address, number, number, address)),
+        ("augment", ctypes.c_int, (address, address, number, address, number, number, address)),
         ("copy_boxes", None, (address, address, number, number, address, number, address, address)),
         ("draw", number, (address, number, address, number, address, address, number, address, number, address)),
         ("find_jpeg", ctypes.c_int, (address,)),
@@ -150,6 +141,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         ("cuda_context", address, ()),
         ("cuda_order", ctypes.c_int, (address,) * 4),
         ("cuda_send", ctypes.c_int, (address,)),
+        ("cuda_is_copied", ctypes.c_int, (address,)),
         ("cuda_launch", ctypes.c_int, (address, address, ctypes.c_uint32)),
         ("cuda_parameters", ctypes.c_int, (address,)),
         ("entries", None, (ctypes.POINTER(_Matrix), address, number, ctypes.c_int32, *[address] * 3)),
@@ -167,7 +159,7 @@ class NativePool:
 
     def __init__(self, num_threads: int) -> None:
         self._library = _library()
-        self._kept: dict[int, tuple[np.ndarray, Ending | None]] = {}  # by ticket
+        self._kept: dict[int, tuple[Any, ...]] = {}  # by ticket
         self._lock = threading.Lock()  # ensures that no function is called after the pool was freed
         self._num_inside = 0  # number of threads that are inside the library
         opened: list[Any] = []  # contains the pool even if a signal interrupts the next statement
@@ -204,15 +196,16 @@ class NativePool:
         with self._lock:
             return int(getattr(_quick(), f"h5chunk_{name}")(self._pool)) if self._pool else 0
 
-    def submit(self, ticket: int, jobs: np.ndarray, ending: Ending | None = None) -> None:
+    def submit(self, ticket: int, jobs: np.ndarray, ending: Ending | None = None, buffer: Buffer | None = None) -> None:
         """Queue jobs, (n,) JOB, C-contiguous. When all have ended, `wait` returns their result, with ``ticket``.
 
-        The memory that the jobs and the ending refer to must live until then. An ending requires at least one job.
-        Raises OSError if the pool is closed or memory is short.
+        The memory that the jobs, the ending and the buffer refer to must live until then. An ending requires at least
+        one job, and a buffer requires an ending. Raises OSError if the pool is closed or memory is short.
         """
+        given = ticket, address_of(jobs), len(jobs), ending, buffer
         with self._lock:
-            self._kept[ticket] = jobs, ending
-            if not self._pool or _quick().h5chunk_submit(self._pool, ticket, jobs.ctypes.data, len(jobs), ending):
+            self._kept[ticket] = jobs, ending, buffer
+            if not self._pool or _quick().h5chunk_submit(self._pool, *given):
                 del self._kept[ticket]
                 raise OSError("the pool of reader threads is closed")
 
@@ -275,6 +268,60 @@ class NativePool:
             pool, self._pool = self._pool, None
             if pool and not self._num_inside:
                 self._library.h5chunk_free(pool)
+
+
+class NativeTasks:
+    """Tasks that native threads run together as one ticket.
+
+    If ``ending`` is set, they run it after the tasks. If ``buffer`` is set, they begin once it is free.
+
+    ``tasks`` has tuples of a task, the file descriptor for it, and a function to call at the end, or None.
+    """
+
+    ending: Ending | None = None
+    buffer: Buffer | None = None
+
+    def __init__(self, tasks: Sequence[tuple[Any, int, Callable[[], None] | None]]) -> None:
+        self._tasks = tasks
+        tables = [task.jobs(descriptor) for task, descriptor, _ in tasks]
+        self._ends = list(accumulate(map(len, tables)))
+        self.jobs = np.concatenate([table.view(np.uint8) for table in tables]).view(JOB)  # slow for structured arrays
+
+    def end(self, result: Result) -> None:
+        """Finish the tasks after all jobs have ended without being cancelled. Raises the error of a failed job."""
+        if result.status not in (DONE, CHANGED, NOT_SENT):
+            raise self._tasks[bisect_right(self._ends, result.job)][0].error_of(result)
+        for task, _, check in self._tasks:
+            if check is not None:
+                check()
+            task.end()
+
+
+class LastingTasks(NativeTasks):
+    """Tasks that fill one array per field, and can be reused for other samples and other arrays."""
+
+    def __init__(self, make: Callable[..., Sequence[Any]], descriptor: int, num_samples: int) -> None:
+        self._window = np.zeros((3, num_samples), np.int64)
+        tasks = make(*self._window)
+        super().__init__([(task, descriptor, None) for task in tasks])
+        self._rows = [getattr(task, "vectors", None) for task in tasks]
+        self._arrays = self.jobs["destination"]
+
+    def aim(self, rows: np.ndarray, destinations: np.ndarray, samples: np.ndarray, arrays: Sequence[int]) -> None:
+        """Set the samples to read, as in `h5chunk.plan.order.Window`, and the addresses of the arrays, one per field.
+
+        The arrays must live until the ticket ends.
+        """
+        self._window[0], self._window[1], self._window[2] = rows, destinations, samples
+        for table, array, end in zip(self._rows, arrays, self._ends, strict=True):
+            if table is None:
+                self._arrays[end - 1] = array
+            else:
+                table.out = array
+
+    def end(self, result: Result) -> None:
+        if result.status != DONE:
+            super().end(result)
 
 
 def address_of(array: np.ndarray) -> int:
@@ -346,55 +393,3 @@ class SparseRows:
         """
         matrix, numbers = self._matrix, rows.ctypes.data
         _library().h5chunk_entries(matrix, numbers, len(rows), index_bytes, starts, columns, values)
-
-
-def augment(rule: ImageRule, source: int, num_bytes: int, table: np.ndarray, out: int) -> None:
-    """Augment images one after another, without the GIL.
-
-    Parameters
-    ----------
-    source, out : int
-        Addresses of the images, of ``num_bytes`` in total, and of the results.
-    table : (n, columns) int64, C-contiguous
-        The geometry of each image, as written by `h5chunk.plan.draws.Geometry.fill`.
-
-    Raises
-    ------
-    IndexError
-        A row of the table refers to bytes outside of the source.
-    MemoryError
-        Memory is short.
-    """
-    state = _library().h5chunk_augment(rule, source, num_bytes, table.ctypes.data, table.shape[1], len(table), out)
-    if state:
-        raise MemoryError("memory for resizing images is short") if state == -1 else IndexError("an image is cut short")
-
-
-def draw(
-    steps: np.ndarray,
-    samples: np.ndarray,
-    sizes: tuple[np.ndarray, np.ndarray],
-    sides: np.ndarray,
-    longest: int,
-    table: np.ndarray,
-) -> bool:
-    """Draw the geometry of images. Returns False if a step cannot be applied to an image.
-
-    Parameters
-    ----------
-    steps : (k,) STEP
-    samples : (n,) int64
-    sizes : two of (n,) or (1,) int64
-        Heights and widths of each image, or of all images.
-    sides : (2,) int64
-        Height and width of the results.
-    longest : int
-        Maximum height or width to which an image may be resized.
-    table : (n, columns) int64, C-contiguous
-        Output: the rows that `h5chunk.plan.draws.Geometry.fill` would write.
-    """
-    samples, *sizes = (np.ascontiguousarray(each, np.int64) for each in (samples, *sizes))  # type: ignore[assignment]
-    images = *(each.ctypes.data for each in sizes), int(len(sizes[0]) > 1)
-    given = steps.ctypes.data, len(steps), samples.ctypes.data, len(samples), *images
-    library = _quick() if len(samples) < FEW_SAMPLES else _library()
-    return bool(library.h5chunk_draw(*given, sides.ctypes.data, longest, table.ctypes.data) == len(samples))

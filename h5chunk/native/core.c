@@ -18,7 +18,7 @@
 #include <unistd.h>
 
 #define EXPORT __attribute__((visibility("default")))
-#define VERSION 13
+#define VERSION 14
 
 enum { READ = 0, VERIFY = 1, GATHER = 2, ROWS = 3 }; /* kinds of jobs */
 enum { DONE = 0, SYSTEM = 1, CUT_SHORT = 2, CHECKSUM = 3, CANCELLED = 4, CHANGED = 5, NOT_SENT = 6 }; /* of tickets */
@@ -29,6 +29,7 @@ enum { PREFETCHED_ROWS = 2, PREFETCHED_BYTES = 2048 };
 enum { RUN_BYTES = 2 << 20 };       /* approximate bytes per system call that reads rows */
 enum { ASKED_BYTES = 16 << 20 };    /* bytes that are prefetched from disk before a thread reads them */
 enum { ASKED_TICKETS = 4 };
+enum { POLL_NS = 20000 };           /* time between two questions whether a buffer is free */
 
 /* A job; the meaning of its fields depends on its kind.
  *
@@ -64,6 +65,14 @@ typedef struct {
     int64_t device, inode, size, modified_ns;
 } Ending;
 
+/* Memory that several tickets fill one after another, in the order in which they were submitted. A ticket begins once the
+ * previous one has ended and `is_free`, called with the argument of that ticket's ending, returns a value other than 0. */
+typedef struct {
+    int (*is_free)(const void *);
+    const void *last; /* NULL if no ticket has used the buffer */
+    int64_t is_taken; /* by a ticket that has begun and not ended; only the pool uses this field */
+} Buffer;
+
 typedef struct {
     uint64_t ticket;
     int32_t status, error; /* `error`: errno for SYSTEM, the checksum for CHECKSUM, the error of `send` for NOT_SENT */
@@ -75,6 +84,8 @@ typedef struct Ticket {
     struct Ticket *next;
     const Job *jobs;
     const Ending *ending;
+    Buffer *buffer;
+    int is_beginning, has_begun; /* whether a thread waits for the buffer; whether this ticket has taken it */
     int64_t num_jobs, num_taken, num_left;
     int64_t num_asked, bytes_ahead; /* jobs whose data is prefetched, and the bytes of those that no thread has taken */
     Result result;
@@ -382,6 +393,11 @@ static void finish(Pool *pool, Ticket *ticket, int64_t num_jobs) {
     pool->progress++;
     ticket->num_left -= num_jobs;
     if (ticket->num_left) return;
+    if (ticket->has_begun) {
+        ticket->buffer->is_taken = 0;
+        ticket->buffer->last = ticket->ending->argument;
+        pthread_cond_signal(&pool->work);
+    }
     push(&pool->finished, ticket);
     pthread_cond_signal(&pool->done);
 }
@@ -503,13 +519,38 @@ static void run_part(Pool *pool, uint8_t *scratch) {
     leave(pool, ticket, count);
 }
 
+static int needs_buffer(const Ticket *ticket) {
+    return ticket->buffer && !ticket->has_begun && ticket->result.status == DONE;
+}
+
+/* Wait until the buffer of the first waiting ticket is free, and take it. The caller holds the lock. */
+static void begin(Pool *pool, Ticket *ticket) {
+    Buffer *buffer = ticket->buffer;
+    int is_free = !buffer->last;
+    ticket->is_beginning = 1;
+    ticket->num_left++; /* keeps the ticket alive */
+    while (!is_free && ticket->result.status == DONE) {
+        pthread_mutex_unlock(&pool->lock);
+        is_free = buffer->is_free(buffer->last);
+        if (!is_free) nanosleep(&(struct timespec){.tv_nsec = POLL_NS}, NULL);
+        pthread_mutex_lock(&pool->lock);
+        pool->progress++; /* waiting for a device is not a read that hangs */
+    }
+    ticket->is_beginning = 0;
+    if (ticket->result.status == DONE) ticket->has_begun = buffer->is_taken = 1;
+    leave(pool, ticket, 1);
+}
+
 static void *run(void *argument) {
     Pool *pool = argument;
     uint8_t *scratch = malloc(PIECE_BYTES);
     pthread_mutex_lock(&pool->lock);
     while (scratch && (pool->waiting.first || !pool->is_closing)) {
         ask_ahead(pool);
-        if (pool->waiting.first) run_part(pool, scratch);
+        Ticket *ticket = pool->waiting.first;
+        int needs = ticket && needs_buffer(ticket), must_wait = needs && (ticket->is_beginning || ticket->buffer->is_taken);
+        if (needs && !must_wait) begin(pool, ticket);
+        else if (ticket && !must_wait) run_part(pool, scratch);
         else if (!pool->is_closing) pthread_cond_wait(&pool->work, &pool->lock);
     }
     free(scratch);
@@ -568,12 +609,13 @@ EXPORT Pool *h5chunk_open(int num_threads, int64_t part_bytes) {
 }
 
 /* Queue jobs. Returns 0, or -1 if memory is short or the pool is closing. `ending` may be NULL, and must be NULL if there
- * are no jobs. */
-EXPORT int h5chunk_submit(Pool *pool, uint64_t number, const Job *jobs, int64_t num_jobs, const Ending *ending) {
+ * are no jobs. `buffer` may be NULL; otherwise there must be an ending. */
+EXPORT int h5chunk_submit(Pool *pool, uint64_t number, const Job *jobs, int64_t num_jobs, const Ending *ending, Buffer *buffer) {
     Ticket *ticket = calloc(1, sizeof *ticket);
     if (!ticket) return -1;
     ticket->jobs = jobs;
     ticket->ending = ending;
+    ticket->buffer = buffer;
     ticket->num_jobs = ticket->num_left = num_jobs;
     ticket->result.ticket = number;
     pthread_mutex_lock(&pool->lock);

@@ -12,7 +12,7 @@
 #define LIBCUDA "libcuda.so.1"
 #endif
 
-enum { MAX_ARGUMENTS = 16, NOT_LOADED = 3 }; /* CUDA_ERROR_NOT_INITIALIZED */
+enum { MAX_ARGUMENTS = 16, NOT_LOADED = 3, NOT_READY = 600 }; /* errors of CUDA */
 
 static struct {
     int (*get_context)(void **context);
@@ -20,6 +20,7 @@ static struct {
     int (*pop)(void **context);
     int (*wait)(void *stream, void *event, unsigned flags);
     int (*record)(void *event, void *stream);
+    int (*query)(void *event);
     int (*copy)(uint64_t device, const void *host, size_t num_bytes, void *stream);
     int (*launch)(void *function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned shared, void *stream,
                   void **arguments, void **extra);
@@ -30,7 +31,8 @@ static pthread_once_t cuda_once = PTHREAD_ONCE_INIT;
 
 static void load_cuda(void) {
     static const char *names[] = {"cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuStreamWaitEvent",
-                                  "cuEventRecord", "cuMemcpyHtoDAsync_v2", "cuLaunchKernel", "cuFuncGetParamInfo"};
+                                  "cuEventRecord", "cuEventQuery", "cuMemcpyHtoDAsync_v2", "cuLaunchKernel",
+                                  "cuFuncGetParamInfo"};
     void *library = dlopen(LIBCUDA, RTLD_NOW), **functions = (void **)&cuda;
     enum { COUNT = sizeof names / sizeof *names };
     is_loaded = library != NULL;
@@ -82,6 +84,15 @@ EXPORT int h5chunk_cuda_send(const Sending *sending) {
     if (!error) error = cuda.record(sending->copied, sending->stream);
     cuda.pop(&context);
     return error;
+}
+
+/* Return whether the copies have ended, or failed. */
+EXPORT int h5chunk_cuda_is_copied(const Sending *sending) {
+    void *context;
+    if (!is_loaded || cuda.push(sending->context)) return 1;
+    int error = cuda.query(sending->copied);
+    cuda.pop(&context);
+    return error != NOT_READY;
 }
 
 typedef struct {

@@ -8,7 +8,8 @@ import functools
 import numpy as np
 
 from h5chunk import native
-from h5chunk.native import ImageRule, available
+from h5chunk.native import available
+from h5chunk.native.augment import ImageRule
 
 FUNCTIONS = (
     *("std_error", "CreateDecompress", "mem_src", "read_header", "start_decompress", "read_scanlines"),

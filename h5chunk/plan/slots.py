@@ -60,13 +60,14 @@ def plan_slots(
     memory_bytes: int | None = None,
     min_chunks: int | None = None,
     ahead_bytes: int = 0,
+    round_bytes: int = ROUND_BYTES,
 ) -> SlotPlan:
     """Choose how many windows are held at a time: those whose batches alternate, and some that are read ahead.
 
     ``window_bytes(n)`` returns the size in bytes of all copies of a window of n samples, and ``other_bytes(order)``
     the size of everything else. At least ``ahead_bytes`` are read ahead if the epoch is long enough and the memory
-    suffices. If ``min_chunks`` is set, windows may shrink to that many chunks to fit into ``memory_bytes``. Raises
-    OptionError if the windows do not fit.
+    suffices, and a round of small windows, up to ``round_bytes``. If ``min_chunks`` is set, windows may shrink to that
+    many chunks to fit into ``memory_bytes``. Raises OptionError if the windows do not fit.
     """
     while True:
         window_samples = largest_window(order)
@@ -78,7 +79,8 @@ def plan_slots(
             room = max(0, memory_bytes - extra_bytes) // slot_bytes - num_open
         if room > 0:
             num_slots, num_local = (
-                num_open + min(room, num_ahead(order, slot_bytes, some_bytes)) for some_bytes in (ahead_bytes, 0)
+                num_open + min(room, num_ahead(order, slot_bytes, some_bytes, round_bytes))
+                for some_bytes in (ahead_bytes, 0)
             )
             return SlotPlan(order, num_slots, num_local, window_samples, slot_bytes)
         fewer = max(order.window_chunks // 2, min_chunks or order.window_chunks)
@@ -112,13 +114,13 @@ def with_windows_together(plan: SlotPlan, max_bytes: int, num_reserved: int = 0)
     return plan
 
 
-def num_ahead(order: Order, slot_bytes: int, ahead_bytes: int = 0) -> int:
+def num_ahead(order: Order, slot_bytes: int, ahead_bytes: int = 0, round_bytes: int = ROUND_BYTES) -> int:
     """Return how many windows of ``slot_bytes`` to read ahead, at most all windows of an epoch.
 
     All windows of a round are first used within a few batches, and their slots become free within a few batches. If
     windows are small, a whole round is read ahead, so that reads do not have to wait for free slots.
     """
-    wanted = max(AHEAD, -(-ahead_bytes // slot_bytes), min(num_open_windows(order), ROUND_BYTES // slot_bytes))
+    wanted = max(AHEAD, -(-ahead_bytes // slot_bytes), min(num_open_windows(order), round_bytes // slot_bytes))
     windows = 0
     for round_ in order.rounds():
         windows += round_.num_windows

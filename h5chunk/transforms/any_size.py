@@ -22,6 +22,7 @@ from h5chunk import native
 from h5chunk.errors import MAX_SIDE, FieldError, FileError, OptionError, SampleError, WorkerError
 from h5chunk.machine import available_cores
 from h5chunk.native import jpeg
+from h5chunk.native.augment import ImageRule
 from h5chunk.plan.draws import (
     BOX_HEIGHT,
     BOX_WIDTH,
@@ -160,7 +161,7 @@ class AnySizeConverter(AugmentConverter):
 
         return jpeg.load(LINKED) if self._field.form == "encoded" else None
 
-    def _take(self, job: _Job, out: torch.Tensor, rule: native.ImageRule | None) -> Take:
+    def _take(self, job: _Job, out: torch.Tensor, rule: ImageRule | None) -> Take:
         """Return a function that makes images in C, and returns the index of one for Python, or None at the end."""
         library = self._libjpeg()
         if not native.available() or (library is None and self._field.form == "encoded"):

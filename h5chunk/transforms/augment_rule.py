@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from h5chunk import native
 from h5chunk.errors import OptionError
+from h5chunk.native.augment import ImageRule
 from h5chunk.plan.draws import ERASED, Size
 from h5chunk.plan.permutation import Indices
 from h5chunk.transforms.augment import ERASERS, GEOMETRIC, INTERPOLATIONS, MODES, RandomCrop
@@ -97,8 +97,8 @@ def augment_with_torch(rule: Rule, source: torch.Tensor, table: Indices, out: to
             result[:, first : first + high, start : start + long] = value[:, None, None]
 
 
-def native_rule(rule: Rule) -> native.ImageRule:
-    """Return the rule in the format of `h5chunk.native.augment`."""
+def native_rule(rule: Rule) -> ImageRule:
+    """Return the rule in the format of `h5chunk.native.augment.augment`."""
     (height, width), conversion = rule.size, LOOKED_UP
     if rule.scale is not None and rule.dtype in (torch.float32, torch.bfloat16):
         conversion = FLOAT32 if rule.dtype == torch.float32 else BFLOAT16
@@ -114,7 +114,7 @@ def native_rule(rule: Rule) -> native.ImageRule:
     kept = rule.fill.contiguous(), rule.values, rule.erased, scale, shift
     numbers = rule.channels, height, width, INTERPOLATIONS.index(rule.interpolation), MODES.index(rule.mode)
     sizes = rule.interleaved, rule.out_interleaved, rule.dtype.itemsize, conversion, len(rule.erased)
-    made = native.ImageRule(*numbers, *sizes, *(constant.data_ptr() for constant in kept))
+    made = ImageRule(*numbers, *sizes, *(constant.data_ptr() for constant in kept))
     made.kept = kept
     return made
 

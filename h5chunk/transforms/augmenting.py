@@ -15,6 +15,7 @@ import torch
 from h5chunk import native
 from h5chunk.errors import MAX_SIDE, OptionError
 from h5chunk.machine import KeptThreads, available_cores
+from h5chunk.native.augment import ImageRule, augment
 from h5chunk.plan.draws import ERASED, ERASING, OFFSET, Draws, Geometry, Size
 from h5chunk.plan.permutation import Indices
 from h5chunk.transforms.augment import ERASERS, GEOMETRIC
@@ -71,7 +72,7 @@ class AugmentConverter:
         taps = 2 * (3 + 2 * max(height, width) // min(self._rule.size)) * max(self._rule.size)
         self._together = max(1, min(MAX_TOGETHER, TAPS_BYTES // (4 * taps)))
         self._kernel: AugmentKernel | None = None
-        self._native: native.ImageRule | None = None
+        self._native: ImageRule | None = None
         self._native_draws: NativeDraws | None = None
         self._threads = KeptThreads("h5chunk-augment")
 
@@ -207,7 +208,7 @@ class AugmentConverter:
 
         def compute(first: int) -> None:
             part = table[first : first + IMAGES]
-            native.augment(rule, source.data_ptr(), source.nbytes, part, out.data_ptr() + first * result_bytes)
+            augment(rule, source.data_ptr(), source.nbytes, part, out.data_ptr() + first * result_bytes)
 
         firsts = range(0, len(table), IMAGES)
         if len(firsts) == 1:
@@ -215,7 +216,7 @@ class AugmentConverter:
             return
         deque(self._threads.pool(available_cores()).map(compute, firsts), 0)
 
-    def _native_rule(self) -> native.ImageRule:
+    def _native_rule(self) -> ImageRule:
         if self._native is None:
             self._native = native_rule(self._rule)
         return self._native

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from h5chunk import native
 from h5chunk.errors import MAX_SIDE
+from h5chunk.native import augment
 from h5chunk.plan.draws import ERASED, ERASING, Draws, Size, stream_key
 from h5chunk.plan.permutation import Indices
 from h5chunk.transforms.augment import (
@@ -31,7 +31,7 @@ class NativeDraws:
         self._transforms, self._sides = (*geometric, *erasers), np.array(size, np.int64)
         randoms = np.cumsum([0, *(transform.is_random for transform in geometric)]).tolist()
         self._streams = [*randoms[:-1], *range(ERASING, ERASING + len(erasers))]
-        self._steps = np.zeros(len(self._transforms), native.STEP)
+        self._steps = np.zeros(len(self._transforms), augment.STEP)
         for step, transform in zip(self._steps, self._transforms, strict=True):
             for name, value in _step(transform).items():
                 step[name] = value
@@ -42,7 +42,7 @@ class NativeDraws:
         ``heights`` and ``widths`` are (n,), or (1,) if all images have one size. Return False if an image is too small
         for a transform.
         """
-        assert table.shape == (len(draws.samples), ERASED + 4 * np.count_nonzero(self._steps["kind"] >= native.CUTOUT))
+        assert table.shape == (len(draws.samples), ERASED + 4 * np.count_nonzero(self._steps["kind"] >= augment.CUTOUT))
         steps = self._steps.copy()
         for number, (transform, stream) in enumerate(zip(self._transforms, self._streams, strict=True)):
             from_draws = draws
@@ -50,32 +50,32 @@ class NativeDraws:
                 from_draws = draws.of_all_epochs()
                 steps["flag"][number] = (draws.epoch + draws.use) % 2
             steps["key"][number] = stream_key(from_draws.seed, from_draws.epoch, from_draws.use, stream)
-        return native.draw(steps, draws.samples, (heights, widths), self._sides, MAX_SIDE, table)
+        return augment.draw(steps, draws.samples, (heights, widths), self._sides, MAX_SIDE, table)
 
 
 def _step(transform: Any) -> dict[str, Any]:
     """Return the fields of a step for ``draws.c``; fields that are left out are 0."""
     match transform:
         case RandomResizedCrop(size=(height, width), scale=scale, ratio=ratio):
-            return {"kind": native.BOX, "height": height, "width": width, **_ranges(scale, ratio)}
+            return {"kind": augment.BOX, "height": height, "width": width, **_ranges(scale, ratio)}
         case RandomCrop(size=(height, width), padding=(left, top, right, bottom), mode=mode):
             sides = {"left": left, "top": top, "right": right, "bottom": bottom}
             padding = {"flag": 1, "reflects": mode == "reflect"}
-            return {"kind": native.CROP, "height": height, "width": width, **sides, **padding}
+            return {"kind": augment.CROP, "height": height, "width": width, **sides, **padding}
         case CenterCrop(size=(height, width)):
-            return {"kind": native.CROP, "height": height, "width": width}
+            return {"kind": augment.CROP, "height": height, "width": width}
         case Resize(size=int() as shorter):
-            return {"kind": native.RESIZE, "height": shorter}
+            return {"kind": augment.RESIZE, "height": shorter}
         case Resize(size=(height, width)):
-            return {"kind": native.RESIZE, "height": height, "width": width}
+            return {"kind": augment.RESIZE, "height": height, "width": width}
         case RandomHorizontalFlip(p=p):
-            return {"kind": native.FLIP, "p": p}
+            return {"kind": augment.FLIP, "p": p}
         case AlternatingFlip():
-            return {"kind": native.FLIP, "p": 0.5}
+            return {"kind": augment.FLIP, "p": 0.5}
         case Cutout(size=side):
-            return {"kind": native.CUTOUT, "height": side}
+            return {"kind": augment.CUTOUT, "height": side}
         case RandomErasing(p=p, scale=scale, ratio=ratio):
-            return {"kind": native.ERASE, "p": p, **_ranges(scale, ratio)}
+            return {"kind": augment.ERASE, "p": p, **_ranges(scale, ratio)}
     raise TypeError(f"{transform} has no step")
 
 

@@ -29,7 +29,6 @@ import h5chunk.feed.loader
 from h5chunk.errors import FieldError, FileError, H5ChunkError, OptionError, TrustError
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
-from h5chunk.feed.read_pool import WindowRead
 from h5chunk.feed.sampler import ChunkSampler
 from h5chunk.feed.slots import KEPT
 from h5chunk.feed.stream import EpochReport
@@ -621,7 +620,9 @@ def test_report(path, monkeypatch):
             assert time.perf_counter() - start >= report.seconds >= report.waited_s >= 0.01
             assert report.samples == N and report.samples_per_s == N / report.seconds == report.fresh_samples_per_s
     with ChunkLoader(path, 16) as loader:
-        monkeypatch.setattr(WindowRead, "is_ready", property(lambda load: load._ready.wait(WAIT_S)))
+        watch(
+            monkeypatch, "feed.read_pool.ReadPool.finish_ready", lambda _, read=None: read and read.wait_for_threads()
+        )
         list(loader)
         assert loader.report.waited_s > 0  # opening it
         assert len(list(loader)) == 13 and loader.report.waited_s < loader.report.seconds / 2

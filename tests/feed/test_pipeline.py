@@ -31,7 +31,10 @@ FIELDS = {name: name for name in DATA}
 class MemorySlot:
     """A slot of plain arrays."""
 
-    is_full, sender = False, (None, None)
+    sender = None, None
+
+    def lasts(self, _num_samples: int) -> bool:
+        return False
 
     def __init__(self) -> None:
         self.arrays: dict[str, np.ndarray] = {}
@@ -245,17 +248,15 @@ def test_slow_reading_is_no_error(path):
     waits = [False, False, False, True]
 
     class Slowly:
-        def is_set(self):
-            return not waits
-
         def wait(self, _):
             readers.tasks_done += 1
-            return waits.pop(0)
+            load.is_ready = waits.pop(0)
+            return load.is_ready
 
     load._ready = Slowly()
     load.wait(0.01)
+    assert not waits
     load = WindowRead(readers, MemorySlot(), window([0]), 4)
-    load._ready = type("Never", (), {"is_set": lambda _: False, "wait": lambda *_: False})()
     with pytest.raises(WorkerError, match="hangs"):
         load.wait(0.01)
     readers.close()

@@ -109,7 +109,7 @@ static void run_cancelled(int descriptor) {
     for (int round = 0; round < 2; round++) {
         for (int i = 0; i < TICKETS; i++) {
             windows[i] = make_window(descriptor, NULL);
-            EXPECT(!h5chunk_submit(pool, (uint64_t)i, windows[i].jobs, windows[i].num_jobs, NULL));
+            EXPECT(!h5chunk_submit(pool, (uint64_t)i, windows[i].jobs, windows[i].num_jobs, NULL, NULL));
         }
         if (!round) h5chunk_cancel(pool);
         for (int i = 0; i < TICKETS; i++) {
@@ -134,7 +134,7 @@ static void run_gathered(void) {
     for (int i = 0; i < TICKETS; i++) {
         jobs[i] = (Job){.kind = GATHER, .count = ALL_ROWS, .num_bytes = ALL_ROWS * ROW_BYTES, .source = data,
                         .indices = indices, .destination = out[i]};
-        EXPECT(!h5chunk_submit(pool, (uint64_t)i, jobs + i, 1, NULL));
+        EXPECT(!h5chunk_submit(pool, (uint64_t)i, jobs + i, 1, NULL, NULL));
     }
     for (int i = 0; i < TICKETS; i++) {
         EXPECT(h5chunk_wait(pool, 20, 1, &result) == 1 && result.status == DONE);
@@ -164,7 +164,7 @@ static void run_endings(int descriptor, const char *path) {
         for (int i = 0; i < 4; i++) {
             windows[i] = make_window(descriptor, NULL);
             if (i == 3) windows[i].jobs[1].descriptor = -1;
-            EXPECT(!h5chunk_submit(pool, (uint64_t)i, windows[i].jobs, windows[i].num_jobs, endings[i]));
+            EXPECT(!h5chunk_submit(pool, (uint64_t)i, windows[i].jobs, windows[i].num_jobs, endings[i], NULL));
         }
         for (int i = 0; i < 4; i++) {
             EXPECT(h5chunk_wait(pool, 20, 0, &result) == 1);
@@ -176,6 +176,58 @@ static void run_endings(int descriptor, const char *path) {
     }
     EXPECT(h5chunk_close(pool, 20));
     h5chunk_free(pool);
+}
+
+enum { BUFFERS = 2, SHARING = 12 };
+static uint8_t device_memory[SHARING][sizeof data];
+
+typedef struct {
+    const uint8_t *host;
+    uint8_t *device;
+    int num_asked;
+} LateCopy;
+
+/* The copy is done only when it is asked for the third time. */
+static int copy_late(const void *argument) {
+    LateCopy *copy = (LateCopy *)argument;
+    if (++copy->num_asked < 3) return 0;
+    if (copy->num_asked == 3) memcpy(copy->device, copy->host, sizeof data);
+    return 1;
+}
+
+static int start_copy(const void *argument) { return ((const LateCopy *)argument)->num_asked ? 78 : 0; }
+
+/* Tickets that share buffers take turns: none begins before the copy of the previous one is done. */
+static void run_turns(int descriptor, int num_threads, int is_cancelled) {
+    Window windows[SHARING];
+    Ending endings[SHARING];
+    LateCopy copies[SHARING];
+    Buffer buffers[BUFFERS] = {{copy_late, NULL, 0}, {copy_late, NULL, 0}};
+    Pool *pool = h5chunk_open(num_threads, 50000);
+    Result result;
+    for (int i = 0; i < SHARING; i++) windows[i] = make_window(descriptor, NULL);
+    for (int i = 0; i < SHARING; i++) { /* every window gets its own rotation of the rows, in a shared array */
+        uint8_t *shared = windows[i % BUFFERS].out;
+        for (int row = 0; row < ALL_ROWS; row++)
+            windows[i].vectors[row] = (struct iovec){shared + (row + i) % ALL_ROWS * ROW_BYTES, ROW_BYTES};
+        copies[i] = (LateCopy){shared, device_memory[i], 0};
+        endings[i] = (Ending){start_copy, copies + i, NULL, 0, 0, 0, 0};
+        EXPECT(!h5chunk_submit(pool, (uint64_t)i, windows[i].jobs, windows[i].num_jobs, endings + i, buffers + i % BUFFERS));
+    }
+    if (is_cancelled) h5chunk_cancel(pool);
+    for (int i = 0; i < SHARING; i++) {
+        EXPECT(h5chunk_wait(pool, 20, 0, &result) == 1);
+        EXPECT(result.status == DONE || (is_cancelled && result.status == CANCELLED));
+    }
+    EXPECT(!buffers[0].is_taken && !buffers[1].is_taken);
+    for (int i = 0; i < SHARING && !is_cancelled; i++) {
+        while (!copy_late(copies + i)) continue;
+        for (int row = 0; row < ALL_ROWS; row++)
+            EXPECT(!memcmp(device_memory[i] + (row + i) % ALL_ROWS * ROW_BYTES, data + row * ROW_BYTES, ROW_BYTES));
+    }
+    EXPECT(h5chunk_close(pool, 20));
+    h5chunk_free(pool);
+    for (int i = 0; i < SHARING; i++) free_window(windows + i);
 }
 
 /* Threads send windows to a device, which is memory here, in two copies each. */
@@ -193,7 +245,7 @@ static void run_sending(int descriptor) {
         copies[i][1] = (Copy){(uint64_t)(device + ROW_BYTES), windows[i].out + ROW_BYTES, sizeof data - ROW_BYTES};
         sendings[i] = (Sending){h5chunk_cuda_context(), (void *)5, (void *)6, (void *)7, copies[i], 2};
         endings[i] = (Ending){(int (*)(const void *))h5chunk_cuda_send, sendings + i, NULL, 0, 0, 0, 0};
-        EXPECT(!h5chunk_submit(pool, (uint64_t)i, windows[i].jobs, windows[i].num_jobs, endings + i));
+        EXPECT(!h5chunk_submit(pool, (uint64_t)i, windows[i].jobs, windows[i].num_jobs, endings + i, NULL));
     }
     for (int i = 0; i < TICKETS; i++) {
         EXPECT(h5chunk_wait(pool, 20, 0, &result) == 1 && result.status == DONE);
@@ -215,12 +267,12 @@ static int run_pool(int descriptor, int threads, int fault, int from, int is_clo
     set_fault(fault, from);
     for (int i = 0; i < TICKETS; i++) {
         windows[i] = make_window(descriptor, i ? NULL : back);
-        EXPECT(!h5chunk_submit(pool, (uint64_t)i, windows[i].jobs, windows[i].num_jobs, NULL));
+        EXPECT(!h5chunk_submit(pool, (uint64_t)i, windows[i].jobs, windows[i].num_jobs, NULL, NULL));
     }
     if (is_closed_early) {
         h5chunk_close(pool, 0.02);
         set_fault(NONE, 0);
-        EXPECT(h5chunk_submit(pool, 99, windows[0].jobs, 1, NULL) == -1);
+        EXPECT(h5chunk_submit(pool, 99, windows[0].jobs, 1, NULL, NULL) == -1);
     }
     int seen = 0, status = DONE;
     Result result;
@@ -308,6 +360,7 @@ int main(void) {
     EXPECT(descriptor >= 0 && write(descriptor, data, sizeof data) == sizeof data);
     run_endings(descriptor, path);
     run_sending(descriptor);
+    for (int i = 0; i < 6; i++) run_turns(descriptor, 1 + i % 3 * 2, i / 3);
     EXPECT(!unlink(path));
     EXPECT(h5chunk_crc32((const uint8_t *)"123456789", 9, 0) == 0xCBF43926u);
     for (int fault = NONE; fault <= INTERRUPTED; fault++) {
@@ -333,7 +386,7 @@ int main(void) {
     window = make_window(descriptor, NULL);
     Pool *pool = h5chunk_open(2, 1);
     set_fault(HANGING, 0);
-    EXPECT(!h5chunk_submit(pool, 1, window.jobs, window.num_jobs, NULL));
+    EXPECT(!h5chunk_submit(pool, 1, window.jobs, window.num_jobs, NULL, NULL));
     usleep(20000);
     EXPECT(!h5chunk_close(pool, 0.01));
     h5chunk_free(pool);

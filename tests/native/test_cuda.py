@@ -7,6 +7,7 @@ import ctypes
 import itertools
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.faults import small, watch
+from support.foreign import values
 from support.leftovers import nothing_is_left
 from support.loader_files import N, epoch_of, path
 from support.matrices import random_matrix, write
@@ -39,6 +42,12 @@ class Driver:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
+
+    def copy_late(self, *, on: bool) -> None:
+        self._library.copy_late(on)
+
+    def is_over(self, event: int) -> bool:
+        return not self._library.cuEventQuery(ctypes.c_void_p(event))
 
     def fail(self, kind: str) -> None:
         self._library.fail_cuda(ord(kind) if kind else 0)
@@ -68,13 +77,14 @@ def driver(libraries: tuple[ctypes.CDLL, ctypes.CDLL], monkeypatch: pytest.Monke
     monkeypatch.setattr(h5chunk.native, "_library", lambda: libraries[1])
     found = Driver(libraries[0])
     found.fail("")
+    found.copy_late(on=False)
     return found
 
 
 class Event:
-    """An event of torch that is always over."""
+    """An event of torch."""
 
-    numbers = itertools.count(1)
+    numbers, driver = itertools.count(1), None
 
     def __init__(self, *, blocking: bool = False) -> None:
         self.cuda_event = next(Event.numbers)
@@ -82,7 +92,11 @@ class Event:
     def record(self, _stream: object) -> None: ...
 
     def query(self) -> bool:
-        return True
+        return Event.driver is None or Event.driver.is_over(self.cuda_event)
+
+    def synchronize(self) -> None:
+        while not self.query():
+            time.sleep(0.0001)
 
 
 class Stream:
@@ -94,12 +108,15 @@ class Stream:
     def wait_event(self, _event: Event) -> None:
         raise RuntimeError("CUDA error: unspecified launch failure")
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        if Event.driver is not None:
+            Event.driver.copy_late(on=False)
 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> Driver:
     """Let torch find a device, whose memory is the host's."""
+    monkeypatch.setattr(Event, "driver", driver)
     own, other = Stream(), Stream(USER_STREAM)
     replaced: dict[str, Any] = {
         "is_available": lambda: True,
@@ -161,6 +178,36 @@ def test_windows_are_copied_once_they_are_read(device: Driver, path: Path, echo:
     assert copied and consumed and not copied & consumed
     assert {event for kind, stream, event, _ in calls if (kind, stream) == ("w", USER_STREAM)} <= copied
     assert sum(kind == "c" for kind, *_ in calls) >= len(epochs)
+
+
+@pytest.mark.parametrize("num_pinned", [1, 2, 4])
+def test_no_pinned_buffer_is_read_into_before_it_was_copied(
+    device: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_pinned: int
+) -> None:
+    """Windows are queued for buffers that are in use."""
+    monkeypatch.setattr("h5chunk.feed.cuda_slots.PINNED_BYTES", 0)
+    monkeypatch.setattr("h5chunk.feed.cuda_slots.MIN_PINNED", num_pinned)
+    file = tmp_path / "many.h5"
+    images = values((3000, 20), np.uint8)
+    h5chunk.convert({"images": images, "labels": np.arange(3000)}, file, chunk_samples=10)
+    queued: list[int] = []
+    watch(monkeypatch, "feed.cuda_slots.CudaSlot.begin_again", after=lambda *_: queued.append(1), note=False)
+    small(monkeypatch, whole_bytes=0)
+    device.copy_late(on=True)
+    with ChunkLoader(file, 16, device="cuda", resident=False) as loader:
+        for _ in range(3):
+            seen = []
+            for some, labels in loader:
+                np.testing.assert_array_equal(some, images[labels])
+                seen += labels.tolist()
+            assert sorted(seen) == list(range(3000))
+        for stop in range(1, 30, 4):  # reading starts again
+            for number, (some, labels) in enumerate(loader):
+                np.testing.assert_array_equal(some, images[labels])
+                if number == stop:
+                    break
+            loader.batch_sampler.set_epoch(stop)
+    assert len(queued) > num_pinned
 
 
 def test_windows_of_other_sizes_are_copied(device: Driver, tmp_path: Path) -> None:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +18,15 @@ import numpy as np
 
 from h5chunk.errors import FileError, printable
 from h5chunk.native import (
-    CHANGED,
     CUT_SHORT,
     DONE,
     GATHER,
     JOB,
-    NOT_SENT,
     READ,
     ROWS,
     SYSTEM,
-    Ending,
+    LastingTasks,
+    NativeTasks,
     Result,
     address_of,
     available,
@@ -40,6 +37,7 @@ from h5chunk.urls import local_copy_of
 
 RUN_BYTES = 2 << 20  # approximate bytes per system call; longer ranges are cut, so that threads can share them
 MAX_VECTORS = 1024  # IOV_MAX of Linux and macOS: maximum number of buffers per call
+NO_BYTES = np.empty(0, np.uint8)
 CUT = "the file ends in the middle of its data, so it was cut short"
 PART_BYTES = 8 << 20  # bytes per task of a Python thread; smaller tasks would compete for the GIL (scripts/LOG.md)
 
@@ -166,51 +164,11 @@ class RowGather:
     def jobs(self, _descriptor: int) -> np.ndarray:
         """Return the job of the task: (1,) JOB."""
         job = np.zeros(1, JOB)
-        job["kind"], job["count"], job["num_bytes"] = GATHER, len(self._samples), self._out.nbytes
+        job["kind"], job["count"] = GATHER, len(self._samples)
+        job["num_bytes"] = len(self._samples) * self._values[:1].nbytes
         job["source"], job["indices"] = self._values.ctypes.data, self._samples.ctypes.data
         job["destination"] = self._out.ctypes.data
         return job
-
-
-class NativeTasks:
-    """Tasks that native threads run together as one ticket. If ``ending`` is set, they run it after the tasks.
-
-    ``tasks`` has tuples of a task, the file descriptor for it, and a function to call at the end, or None.
-    """
-
-    ending: Ending | None = None
-
-    def __init__(self, tasks: Sequence[tuple[Any, int, Callable[[], None] | None]]) -> None:
-        self._tasks = tasks
-        tables = [task.jobs(descriptor) for task, descriptor, _ in tasks]
-        self._ends = list(accumulate(map(len, tables)))
-        self.jobs = np.concatenate([table.view(np.uint8) for table in tables]).view(JOB)  # slow for structured arrays
-        self._indices, self._gathers = self.jobs["indices"], np.flatnonzero(self.jobs["kind"] == GATHER).tolist()
-
-    def aim(self, rows: np.ndarray, destinations: np.ndarray, samples: np.ndarray) -> bool:
-        """Make the tasks read other samples into the same memory. Returns whether that is possible.
-
-        It is possible for tasks of `row_tasks` and `RowGather`, with as many samples as before. The arrays, (n,) int64
-        and C-contiguous, must live until the ticket ends.
-        """
-        if not all(array.dtype == np.int64 and array.flags.c_contiguous for array in (rows, destinations, samples)):
-            return False
-        row, destination, sample = map(address_of, (rows, destinations, samples))
-        for task, *_ in self._tasks:
-            if isinstance(task, VectorTask):
-                task.vectors.rows, task.vectors.destinations = row, destination
-        for number in self._gathers:
-            self._indices[number] = sample
-        return True
-
-    def end(self, result: Result) -> None:
-        """Finish the tasks after all jobs have ended without being cancelled. Raises the error of a failed job."""
-        if result.status not in (DONE, CHANGED, NOT_SENT):
-            raise self._tasks[bisect_right(self._ends, result.job)][0].error_of(result)
-        for task, _, check in self._tasks:
-            if check is not None:
-                check()
-            task.end()
 
 
 def native_tasks(tasks: Sequence[Any], opened: Any) -> tuple[NativeTasks | None, list[ReadTask]]:
@@ -232,28 +190,30 @@ def native_tasks(tasks: Sequence[Any], opened: Any) -> tuple[NativeTasks | None,
 
 
 def lasting_tasks(
+    names: Iterable[str],
     direct: Mapping[str, Any],
     whole: Mapping[str, np.ndarray],
     descriptor: int,
-    fields: Mapping[str, np.ndarray],
-    rows: np.ndarray,
-    destinations: np.ndarray,
-    samples: np.ndarray,
-) -> NativeTasks | None:
-    """Return tasks that fill an array per field and can be reused for other samples (`NativeTasks.aim`).
+    num_samples: int,
+) -> LastingTasks | None:
+    """Return tasks that read the fields ``names`` of ``num_samples`` samples, which `LastingTasks.aim` sets.
 
-    ``direct`` has the fields that are read by byte ranges, and ``whole`` those in memory. `row_tasks` describes the
-    other arguments. Returns None if a field does not allow reuse.
+    ``direct`` has the fields that are read by byte ranges, and ``whole`` those that are in memory. Returns None if a
+    field must be read in another way.
     """
-    if not all(name in whole or (name in direct and direct[name].reads_rows) for name in fields):
+
+    def make(rows: np.ndarray, destinations: np.ndarray, samples: np.ndarray) -> list[Any]:
+        tasks: list[Any] = []
+        for name in names:
+            if name in whole:
+                tasks.append(RowGather(whole[name], samples, NO_BYTES))
+            else:
+                tasks += direct[name].tasks(rows, destinations, NO_BYTES)
+        return tasks
+
+    if not all(name in whole or (name in direct and direct[name].reads_rows) for name in names):
         return None
-    tasks: list[ReadTask] = []
-    for name, out in fields.items():
-        if name in whole:
-            tasks.append(RowGather(whole[name], samples, out))
-        else:
-            tasks += direct[name].tasks(rows, destinations, out)
-    return NativeTasks([(task, descriptor, None) for task in tasks])
+    return LastingTasks(make, descriptor, num_samples)
 
 
 def read_error(where: str, result: Result) -> FileError:
