@@ -13,9 +13,10 @@ from h5chunk.sources.kinds import ImageOptions
 
 
 def make_any_image(image: bytes | Image.Image, options: ImageOptions) -> AnyImage:
-    """Decode an image to validate it, and return the bytes to store.
+    """Decode an image to validate it, and return it in the form in which ``options`` store it.
 
-    Must be called within `pillow_limits`. Raises SampleError if the image is refused.
+    ``image`` is encoded, as bytes, or opened by Pillow. Call this within `pillow_limits`. Raises SampleError if the
+    image is refused.
     """
     decoded = decode(image, options)
     pixels, notes, orientation = decoded.image, decoded.notes, 1
@@ -25,7 +26,7 @@ def make_any_image(image: bytes | Image.Image, options: ImageOptions) -> AnyImag
     if max(pixels.size) > MAX_SIDE:
         raise SampleError(
             f"is {pixels.height} x {pixels.width}, but loaders support at most {MAX_SIDE} pixels per side: shrink it "
-            "with max_side (--max-side)"
+            f"with max_side={MAX_SIDE} or less (--max-side)"
         )
     if options.form == "raw":
         data = pixels.tobytes()

@@ -1,9 +1,9 @@
-"""Read arrays whose first axis is the sample axis: .npy and .npz files, and NumPy arrays or dicts of them.
+"""Read arrays whose first axis is the sample axis, from .npy and .npz files, or from NumPy arrays and dicts of them.
 
 | array | becomes |
 | --- | --- |
-| one dimension | a column, unless it is larger than 64 MiB or the only array |
-| more dimensions | a field with the name of the member or key; ``data`` for a single array |
+| one dimension | a column, unless the array is larger than 64 MiB or the only one |
+| more dimensions | a field with the name of the member or key; ``data`` if there is a single array without a name |
 | bool | uint8 |
 | fixed-length text (``U``) | UTF-8 |
 | Python objects, complex numbers, dates | refused |
@@ -134,7 +134,10 @@ def _is_array(value: Any) -> bool:
 
 
 def _common_length(arrays: Mapping[str, Any], label: str) -> int:
-    """Return the common length of all arrays. Raises SourceError if lengths differ, or if an array is empty."""
+    """Return the common length of all arrays; messages call their source ``label``.
+
+    Raises SourceError if lengths differ, or if an array is empty or a single number.
+    """
     for name, array in arrays.items():
         where = f"{label}: {printable(name)!r}"
         if not array.shape:
@@ -156,7 +159,7 @@ def _common_length(arrays: Mapping[str, Any], label: str) -> int:
 
 
 def _remedy(arrays: Mapping[str, Any]) -> str:
-    """Return the remedy for an error: select the arrays that have the same length as the largest."""
+    """Return the remedy for an error message: select the arrays that are as long as the largest array."""
     largest = max(arrays.values(), key=lambda array: (len(array.shape) > 0, array.nbytes))
     if not largest.shape:
         return "pass arrays whose first axis is the sample axis"
@@ -193,9 +196,10 @@ def _open_members(
 def _open_array(
     path: str, file: IO[bytes], label: str, file_size: int, start: int | None, context: OpenContext
 ) -> StoredArray | np.ndarray:
-    """Open an array in .npy format that starts at byte ``start`` of the file, or is compressed (``start`` is None).
+    """Open an array in .npy format, which ``file`` reads, and which has ``file_size`` bytes with its header.
 
-    Uncompressed C-order arrays are read on demand. Other arrays are loaded into memory.
+    ``start`` is its offset in the file at ``path``; None if it is compressed. Uncompressed C-order arrays are read on
+    demand. Other arrays are loaded into memory. Messages call the array ``label``.
     """
     shape, is_fortran, dtype = read_header(file, label)
     field_dtype(label, dtype if dtype.kind != "U" else np.dtype("S1"))

@@ -28,7 +28,7 @@ parquet: Any = _LazyModule("pyarrow.parquet")
 
 
 def has_type(kind: Any, *names: str) -> bool:
-    """Return whether any predicate of ``pyarrow.types`` holds for an Arrow type. ``names`` omit the prefix ``is_``.
+    """Return whether any of these predicates of ``pyarrow.types``, without their prefix ``is_``, holds for a type.
 
     >>> has_type(pyarrow.int8(), "floating", "integer")
     True
@@ -58,9 +58,10 @@ def to_fixed_bytes(column: Any) -> np.ndarray:
 
 
 def index_values(known: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the index of each value in ``known``, extended by the values that it lacks, and these new values.
+    """Return the index of each value in ``known`` followed by the new values, and these new values.
 
-    Both arguments are 1-D arrays of int64 or of fixed-length bytes.
+    New values are those that ``known`` lacks, in the order in which they first occur. Both arguments are 1-D arrays of
+    int64 or of fixed-length bytes; the indices are int64.
 
     >>> index_values(np.array([7, 5]), np.array([5, 9, 5]))
     (array([1, 2, 1]), array([9]))

@@ -1,7 +1,7 @@
 """Read the encoded bytes of images from a folder, or from an archive without unpacking it.
 
-A container is sent to worker processes, so it opens files only when bytes are requested. Archives are read with
-``pread`` at the offsets in their index, so that workers do not share a file position.
+A container is sent to worker processes, so it opens files only when bytes are requested. Members of an archive are read
+with ``pread`` at their offsets in the archive, so that workers do not share a file position.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import numpy as np
 from h5chunk.errors import SampleError, SourceError, printable
 from h5chunk.stamp import source_stamp, stamp_of
 
-MAX_FILE_BYTES = 1 << 30  # per encoded image
-MAX_DIRECTORY_BYTES = 1 << 30  # zip directory: about 15 million members, which need ten times as much memory
-MAX_HEADER_BYTES = 1 << 20  # header of a tar member
+MAX_FILE_BYTES = 1 << 30  # of an encoded image
+MAX_DIRECTORY_BYTES = 1 << 30  # of a zip directory: about 15 million members, which need ten times as much memory
+MAX_HEADER_BYTES = 1 << 20  # of the header of a tar member
 SPARSE, UNKNOWN = 1, 2  # in addition to the file types of `stat`
-MAX_LINKS = 40  # per chain of links
+MAX_LINKS = 40  # length of a chain of links that is followed
 KINDS = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
@@ -108,7 +108,7 @@ def read_at(descriptor: int, offset: int, num_bytes: int) -> bytes:
 
 
 class StoredFile:
-    """A file that is read at arbitrary offsets, and must not change while it is open. Every process opens it once."""
+    """A file that is read at arbitrary offsets, and must not change meanwhile. Each process opens it once."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = path
@@ -121,7 +121,7 @@ class StoredFile:
         return {**self.__dict__, "_opened": None}
 
     def read_at(self, offset: int, num_bytes: int) -> bytes:
-        """Read bytes at an offset. Raises SampleError if the file is too short, has changed, or cannot be read."""
+        """Read ``num_bytes`` at an offset. Raises SampleError if the file is too short, changed, or unreadable."""
         if not 0 <= offset <= offset + num_bytes <= self._num_bytes:  # check before memory is allocated
             raise SampleError("extends past the end of the file that contains it")
         try:
@@ -159,12 +159,15 @@ class Archive(StoredFile):
         self._index = self._index[members]
 
     def stamp(self, index: int, name: bytes) -> tuple[int, ...]:
-        """Return 64-bit integers that change when the bytes of sample ``index`` change."""
+        """Return 64-bit integers that change when the bytes of sample ``index`` change; ``name`` is not used."""
         start, _, size, method, crc, _ = self._index[index].tolist()
         return (*self.whole_stamp, start, size) if method == IN_TAR else (size, crc)
 
     def read(self, index: int, name: bytes) -> bytes:
-        """Read the bytes of sample ``index``. Raises SampleError if this fails, or the archive has changed."""
+        """Read the bytes of sample ``index``; ``name`` is not used.
+
+        Raises SampleError if the sample cannot be read, or the archive has changed.
+        """
         start, stored, size, method, crc, kind = self._index[index].tolist()
         _check_member(kind, size)
         if method == IN_TAR:
@@ -191,7 +194,10 @@ Container = Folder | Archive
 
 
 def open_archive(path: Path) -> tuple[Archive, list[tuple[bytes, int]]]:
-    """Open a zip or tar; return it with the (name, index) of its members. Names of folders end with a slash."""
+    """Open a zip or tar; return it with the name and index of each member. Names of folders end with a slash.
+
+    Raises SourceError if the file cannot be read, is compressed as a whole, or is not an archive.
+    """
     label = printable(path)
     if not path.is_file():
         raise SourceError(f"{label}: is neither a folder nor a regular file")
@@ -217,7 +223,10 @@ def open_archive(path: Path) -> tuple[Archive, list[tuple[bytes, int]]]:
 
 
 class BoundedFile(io.FileIO):
-    """A file that raises ``damage`` for reads of more than ``limit`` bytes, which a damaged header may cause."""
+    """A file that refuses reads of more than ``limit`` bytes, which a damaged header may cause.
+
+    Such a read raises an exception of type ``damage``. If ``limit`` is set to None, reads are unlimited.
+    """
 
     def __init__(self, path: str | os.PathLike[str], limit: int, damage: type[Exception]) -> None:
         super().__init__(path)
@@ -271,7 +280,7 @@ def _open_tar(path: Path) -> tuple[Archive, list[tuple[bytes, int]]]:
 
 
 def _follow_links(links: dict[int, bytes], names: list[tuple[bytes, int]]) -> np.ndarray:
-    """Return the index of the member that has the data of each member: the target of a link, or the member itself."""
+    """Return, for each member, the index of the member with its data: the target of a link, or the member itself."""
     numbers = {posixpath.normpath(name): number for name, number in names} if links else {}
     following = {link: numbers.get(target, link) for link, target in links.items()}
     followed = np.arange(len(names))

@@ -1,15 +1,15 @@
-"""Decode images to uint8 pixels, with one explicit policy for each kind of image.
+"""Decode images to uint8 pixels, with an explicit policy for each kind of image.
 
 | kind | policy |
 | --- | --- |
 | EXIF orientation | applied, counted as ``rotated`` |
 | grey (L), 1-bit | converted to RGB by repeating the channel; 1-bit becomes 0 and 255 |
-| alpha (RGBA, LA, PA) | alpha is dropped, as torchvision's loader does; ``color="keep"`` keeps it |
+| alpha (RGBA, LA, PA) | alpha is dropped, as by torchvision's loader; ``color="keep"`` keeps it |
 | palette (P) | converted to RGB; refused by ``color="keep"``, because palette indices are not intensities |
 | CMYK, YCbCr | converted to RGB by Pillow, without colour profiles |
 | 16 bits or more, float | refused: 8 bits cannot hold them, and only the user knows the range of interest |
 | LAB, HSV, others | refused |
-| several frames or pages | refused; ``animated="first"`` uses the first; of an MPO (several JPEGs), always the first |
+| several frames or pages | refused; ``animated="first"`` uses the first, as is always done for MPO (several JPEGs) |
 | truncated, broken, not an image | refused |
 | more pixels than ``max_pixels`` | refused before they are decoded |
 
@@ -22,7 +22,7 @@ A mask (``mask_column``) keeps its class numbers, one per pixel, and is resized 
 | 16 bits or more, float | its values, if all are integers from 0 to 255, otherwise refused |
 | colours, alpha | the values of a channel, if all channels are equal and no pixel is transparent, otherwise refused |
 
-A refused image is a `SampleError`.
+`SampleError` is raised for a refused image.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Decoded(NamedTuple):
 
 @contextmanager
 def pillow_limits(max_pixels: int) -> Iterator[None]:
-    """Make Pillow refuse images of more than ``max_pixels``, and truncated images, while the context is active."""
+    """Make Pillow refuse truncated images and images of more than ``max_pixels``, while the context is active."""
     before = Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES
     Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = max_pixels, False
     try:
@@ -76,9 +76,10 @@ def pillow_limits(max_pixels: int) -> Iterator[None]:
 
 
 def decode(image: bytes | Image.Image, options: ImageOptions, is_mask: bool = False) -> Decoded:
-    """Decode an encoded or opened image: apply its EXIF orientation, convert its colours, and resize it.
+    """Decode an image, apply its EXIF orientation, convert its colours, and resize it.
 
-    Must be called within `pillow_limits`. Raises SampleError if the image is refused.
+    ``image`` is encoded, as bytes, or opened by Pillow. Call this within `pillow_limits`. Raises SampleError if the
+    image is refused.
     """
     try:
         opened = Image.open(io.BytesIO(image), formats=FORMATS) if isinstance(image, bytes) else image
@@ -92,7 +93,8 @@ def decode(image: bytes | Image.Image, options: ImageOptions, is_mask: bool = Fa
         ) from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise SampleError(
-            f"has more pixels than the limit max_pixels={options.max_pixels}: raise the limit if this is intended"
+            f"has more pixels than the limit max_pixels={options.max_pixels}: if you trust the image, raise the limit "
+            "(--max-pixels)"
         ) from None
     except MemoryError:
         raise SampleError("needs more memory than is available") from None
@@ -108,7 +110,9 @@ def _adapt(image: Image.Image, options: ImageOptions, is_mask: bool) -> Decoded:
     num_frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
     if num_frames > 1:
         if options.animated == "error":
-            raise SampleError(f"has {num_frames} frames: use animated='first' (--animated first) for the first one")
+            raise SampleError(
+                f"has {num_frames} frames: use animated='first' (--animated first) to store the first one"
+            )
         notes.append("first frame")
     orientation, size = _orientation(image), (image.height, image.width)
     if options.size and options.fit != "error" and not is_mask:
@@ -128,7 +132,7 @@ def _adapt(image: Image.Image, options: ImageOptions, is_mask: bool) -> Decoded:
 
 
 def raw_modes_of(image: Image.Image) -> list[str]:
-    """Return the mode of an image, and Pillow's raw modes of the pixels in its file."""
+    """Return the mode of an image, followed by the modes that Pillow reports for the pixels in the file."""
     args = [image.mode]
     for tile in getattr(image, "tile", ()):
         more = tile[3] if isinstance(tile[3], tuple) else (tile[3],)
@@ -144,19 +148,23 @@ def check_depth(raw_modes: list[str]) -> None:
     """Refuse images of more than 8 bits: Pillow opens some of them as 8 bits, without a warning."""
     if (deep := next((mode for mode in raw_modes if _DEEP.search(mode)), None)) is not None:
         raise SampleError(
-            f"has more than 8 bits per channel ({deep}): convert it to 8 bits first, because only you know its range"
+            f"has more than 8 bits per channel ({deep}): convert it to 8 bits first, because only you know which range "
+            "of values matters"
         )
 
 
 def _orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation, 1 without rotation. EXIF is parsed only if present, because parsing is slow."""
+    """Return the EXIF orientation; 1: not rotated. EXIF data is parsed only if present, because parsing is slow."""
     if image.format == "TIFF" or any(key in image.info for key in ("exif", "xmp", "XML:com.adobe.xmp")):
         return image.getexif().get(0x0112, 1)
     return 1
 
 
 def _draft(image: Image.Image, options: ImageOptions, sideways: bool) -> None:
-    """Make the JPEG decoder scale by 1/2, 1/4 or 1/8 if the target is much smaller; other decoders ignore this."""
+    """Make the JPEG decoder scale by 1/2, 1/4 or 1/8 if the image is much larger than ``options.size``.
+
+    ``sideways`` is true if EXIF swaps height and width. Other decoders ignore the request.
+    """
     assert options.size is not None
     height, width = reversed(options.size) if sideways else options.size
     scales = width / image.width, height / image.height
@@ -170,7 +178,7 @@ def _draft(image: Image.Image, options: ImageOptions, sideways: bool) -> None:
 
 
 def to_color(image: Image.Image, color: str) -> Image.Image:
-    """Convert an image to RGB or grey, or keep its colours. Raises SampleError if its mode is not supported."""
+    """Convert an image to ``color``: rgb, gray, or keep. Raises SampleError if its mode is not supported."""
     if image.mode not in _TO_RGB:
         raise SampleError(f"has mode {image.mode}, which is not supported: convert it to RGB first")
     if color == "keep":

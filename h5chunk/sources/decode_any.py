@@ -1,6 +1,7 @@
 """Decode images that are stored encoded: JPEG with simplejpeg if it is installed, other formats with Pillow.
 
-Both release the GIL while they decode. The HDF5 file records the size of each image, which is checked before decoding.
+Both libraries release the GIL while they decode. The HDF5 file records the size of each image, which is checked before
+the image is decoded.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ try:
 except ImportError:  # the extra "jpeg"
     simplejpeg = None
 
-LINKED = _imaging.__file__  # the extension module that links Pillow's libjpeg
+LINKED = _imaging.__file__  # path of the extension module that is linked to Pillow's libjpeg
 MISSING = 'JPEG by Pillow: pip install "h5chunk[jpeg]" decodes faster'
-SCALED = 2  # smallest factor by which a JPEG is shrunk while decoding: smaller ones are as slow as decoding in full
-HEAD_BYTES = 256
+SCALED = 2  # smallest factor by which a JPEG is shrunk while decoding: smaller factors save no time
+HEAD_BYTES = 256  # the beginning of a JPEG, in which an Adobe marker is searched
 COLORS = {1: "GRAY", 3: "RGB"}
 
 
@@ -38,8 +39,9 @@ def decode_any(
 ) -> tuple[int, int]:
     """Decode an encoded image, (n,) uint8, to (H, W, C) pixels at the beginning of ``out``, a 1-D uint8 array.
 
-    ``height`` and ``width`` are the image's after EXIF rotation. Returns the height and width of the result, because a
-    JPEG may be scaled by 1/2, 1/4 or 1/8 if it stays at least as large as ``min_size``. Raises SampleError on failure.
+    ``height`` and ``width`` are those of the image after EXIF rotation; ``orientation`` is its EXIF orientation, and
+    ``channels`` is 1 (grey) or 3 (RGB). Returns the height and width of the result, because a JPEG may be scaled by
+    1/2, 1/4 or 1/8 if it stays at least as large as ``min_size``, (height, width). Raises SampleError on failure.
     """
     is_plain = orientation == 1 and data[0] == 0xFF and b"Adobe" not in data[:HEAD_BYTES].tobytes()  # may be CMYK
     if is_plain and simplejpeg and (2 * min_size[0] > height or 2 * min_size[1] > width):
@@ -70,7 +72,7 @@ def check_size(height: int, width: int) -> None:
 def _by_simplejpeg(
     data: np.ndarray, size: tuple[int, int], channels: int, min_size: tuple[int, int], out: np.ndarray
 ) -> np.ndarray | None:
-    """Decode a JPEG. Return None if Pillow has to handle it: CMYK, damaged data, or a size other than ``size``."""
+    """Decode a JPEG. Return None to leave it to Pillow: CMYK, damaged data, or a size other than ``size``."""
     try:
         *recorded, color, _ = simplejpeg.decode_jpeg_header(data)
         if tuple(recorded) != size or color not in ("YCbCr", "RGB", "Gray"):

@@ -1,6 +1,6 @@
-"""Decode frames of windows that are stored as JPEG or PNG images, to the values that Pillow returns.
+"""Decode frames of windows that are stored as JPEG or PNG images, to the pixel values that Pillow returns.
 
-Frames are grey (Pillow's mode L) or in colour (RGB). Their EXIF rotations are ignored. Damaged images are refused.
+Frames are grey (Pillow's mode L) or in colour (RGB). EXIF rotations are ignored. Damaged images are refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CRITICAL = (b"IHDR", b"PLTE", b"IDAT", b"IEND")  # chunks of a PNG that determin
 
 
 def shape_of_frame(data: np.ndarray) -> tuple[int, int, int]:
-    """Return the height, width and channels of an encoded image, (n,) uint8, according to its header.
+    """Return the height, width and number of channels of an encoded image, (n,) uint8, according to its header.
 
     Raises SampleError if the header is damaged, or the image is not supported.
     """
@@ -29,17 +29,17 @@ def shape_of_frame(data: np.ndarray) -> tuple[int, int, int]:
 
 
 def decode_frame(data: np.ndarray, shape: tuple[int, int, int], out: np.ndarray, *, is_refused: bool) -> None:
-    """Decode an image, (n,) uint8, to ``out``, (H * W * C,) uint8.
+    """Decode an image, (n,) uint8, to ``out``, (H * W * C,) uint8, where ``shape`` is (H, W, C).
 
-    A grey image is converted to RGB if ``shape`` has three channels. ``is_refused`` is true if `h5chunk.native.jpeg`
-    has already failed to decode the image. Raises SampleError if the image is damaged or has another shape.
+    A grey image is converted to RGB if C is 3. ``is_refused`` is true if `h5chunk.native.jpeg` has already failed to
+    decode the image. Raises SampleError if the image is damaged or has another shape.
     """
     image = _opened(data)
     found = _shape_of(image)
     if found[:2] != shape[:2] or found[2] > shape[2]:
         raise SampleError(
             f"is {found[0]} x {found[1]} in {COLORS[found[2]]}, but frame 0 is {shape[0]} x {shape[1]} in "
-            f"{COLORS[shape[2]]}: windows need frames of one size"
+            f"{COLORS[shape[2]]}: all frames must have the size and channels of frame 0"
         )
     if image.format == "PNG":
         _check_png(data.tobytes())
@@ -82,7 +82,7 @@ def _decode_jpeg(data: np.ndarray, shape: tuple[int, int, int], out: np.ndarray)
 
 
 def _check_png(data: bytes) -> None:
-    """Raise SampleError unless the checksums of a PNG's pixels, which Pillow does not always verify, are right."""
+    """Raise SampleError if a checksum of a PNG's pixels is wrong, because Pillow does not always verify them."""
     at, kind = 8, b""
     while kind != b"IEND" and at + 12 <= len(data):
         length, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
@@ -91,4 +91,4 @@ def _check_png(data: bytes) -> None:
             raise SampleError(f"is damaged: the checksum of a {kind.decode()} chunk differs")
         at = end + 4
     if kind != b"IEND":
-        raise SampleError("is damaged: it has no end")
+        raise SampleError("is truncated: its IEND chunk is missing")

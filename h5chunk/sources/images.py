@@ -1,4 +1,4 @@
-"""Read the images of a folder or an archive."""
+"""Read the images of a folder or an archive, with their labels, masks and other columns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from h5chunk.sources.samples import IMAGES, LABELS, Samples
 def list_source(
     source: str | os.PathLike[str], options: ImageSourceOptions, report_found: ReportFound = lambda count: None
 ) -> Listing:
-    """List the images of a source from a manifest, from Hugging Face's metadata in the source, or from its folders."""
+    """List the images of a source by a manifest, by Hugging Face's metadata in the source, or else by its folders.
+
+    Raises SourceError if the source cannot be listed, or has no table to choose ``columns`` from.
+    """
     columns, masks = options.columns, options.mask_column
     if options.manifest is not None:
         return list_manifest(options.manifest, source, columns, masks, report_found)
@@ -36,7 +39,7 @@ def list_source(
 
 
 class ImageSource(Samples):
-    """Images of a folder or an archive, with their masks and columns. ``options`` are recorded in the output file."""
+    """Images of a folder or an archive. ``options`` are recorded in the output, besides those of ``decoding``."""
 
     kind = IMAGES
     noun = "images"
@@ -53,7 +56,7 @@ class ImageSource(Samples):
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
-        """Return whether a source is a folder, an archive, or a missing path (which is an error in `open`)."""
+        """Return whether a source is a folder, an archive, or a missing path, for which `open` raises an error."""
         return is_path(source) and (not os.path.isfile(source) or may_be_archive(source, head))
 
     @classmethod
@@ -72,7 +75,7 @@ class ImageSource(Samples):
         return images
 
     def check_parts(self, skip_bad: bool) -> None:
-        """Raise SourceError if an image lacks a mask, unless ``skip_bad``; add a note if masks are JPEG files."""
+        """Raise SourceError if an image has no mask, unless ``skip_bad``; add a note if masks are JPEG files."""
         for name, paths in self.listing.others.items():
             missing = np.flatnonzero(np.diff(paths.offsets) == 0)
             if len(missing) and not skip_bad:

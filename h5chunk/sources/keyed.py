@@ -1,9 +1,9 @@
 """Read HDF5 files in which each sample is a dataset, or a group of datasets, such as ``traces/000123/data``.
 
-A pattern such as ``traces/*/data`` selects the samples, and defines one field, ``data``; several patterns that differ
-after the ``*`` define several fields. Contiguous values are read at their file offsets, all others through HDF5.
+A pattern such as ``traces/*/data`` selects the samples, and defines the field ``data``; several patterns that differ
+after the ``*`` define several fields. Contiguous datasets are read at their file offsets, all others through HDF5.
 
-Background: https://github.com/h5py/h5py/issues/2425 and 2174 report how slowly h5py reads such files.
+Background: https://github.com/h5py/h5py/issues/2425 and issue 2174 report how slowly h5py reads such files.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class KeyedSource(Samples):
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
-        return head.startswith(HDF5_MAGIC) or (has_suffix(source, *SUFFIXES) and h5py.is_hdf5(source))  # a user block
+        if head.startswith(HDF5_MAGIC):
+            return True
+        return has_suffix(source, *SUFFIXES) and h5py.is_hdf5(source)  # HDF5's first bytes may follow a user block
 
     @classmethod
     def open(cls, source: Any, options: KeyedOptions, context: OpenContext) -> KeyedSource:
@@ -60,8 +62,8 @@ class KeyedSource(Samples):
         if options.samples is None:
             raise SourceError(
                 f"{printable(path)}: is an HDF5 file, but neither .h5ad nor 10x .h5: if the rows of its datasets are "
-                "samples, use h5chunk repack; if each sample is a dataset, pass their path, such as --samples "
-                "'traces/*/data' (h5chunk info describes the file)"
+                "samples, use h5chunk repack; if each sample is a dataset, pass their paths as a pattern, such as "
+                "--samples 'traces/*/data' (h5chunk info describes the file)"
             )
         patterns, attributes = parse_patterns(options.samples), options.attributes or ()
         try:
@@ -74,7 +76,7 @@ class KeyedSource(Samples):
                 where = patterns[name].replace("*", index.name(number))
                 raise SourceError(
                     f"{printable(path)}: {printable(where)}: {name!r} has length {field.lengths[number]}, but "
-                    f"{field.lengths[0]} in the first sample: all samples must have one shape, and not be empty "
+                    f"{field.lengths[0]} in the first sample: all samples must have the same shape, and not be empty "
                     "(h5chunk.Keyed reads samples that differ in length)"
                 )
         return cls(path, patterns, attributes, index)

@@ -1,7 +1,7 @@
 """The kinds of sources that can be converted, and their options.
 
 To add a kind, write a module with a class that implements the interface in `h5chunk.source`, and list it in `KINDS`.
-The command line imports this module for its help, so this module imports no readers: `h5chunk.sources.open` does.
+The command line imports this module for its help. To keep help fast, only `h5chunk.sources.open` imports the readers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 from h5chunk.errors import OptionError
 from h5chunk.sources.options import Options, option
 
-MATRICES = "Matrices"  # heading of the options of matrices
+MATRICES = "Matrices"  # heading of the options for matrices
 DEFAULT_MEMORY_BYTES = 1 << 30
 NAMED_SEPARATORS = {"tab": "\t", "\\t": "\t", "space": " "}
 RECORDED = ("size", "fit", "color", "layout", "animated")  # options of images that determine the pixels
@@ -102,7 +102,9 @@ class ImageOptions(Options):
                 f"{problem} with size, which resizes all images to one size: leave size out, or use max_side instead"
             )
         if self.color == "keep":
-            raise OptionError(f"{problem} with color 'keep', but all images need the same channels: pass rgb or gray")
+            raise OptionError(
+                f"{problem} with color 'keep', but all images need the same channels: pass color rgb or gray"
+            )
         if self.layout != "nchw":
             raise OptionError(f"{problem} with layout, but images of any size are always (H, W, C): leave layout out")
         if self.mask_column:
@@ -124,8 +126,9 @@ class ImageOptions(Options):
 
     @classmethod
     def of_recorded(cls, options: Mapping[str, Any], shape: Sequence[int] = ()) -> ImageOptions:
-        """Create options from those recorded in a file. The ``shape`` of its images, if passed, sets the size.
+        """Create options from those recorded in a file.
 
+        ``shape`` is that of the dataset of its images, such as (N, C, H, W), and sets the size; () if there is none.
         Raises KeyError, TypeError or ValueError if the file does not record valid options.
         """
         recorded = {name: options[name] for name in RECORDED}
@@ -233,7 +236,7 @@ class TextOptions(Options):
             "1".encode(self.encoding or "utf-8")
         except LookupError:
             raise OptionError(
-                f"encoding is {self.encoding!r}: pass one that Python supports, such as latin-1"
+                f"encoding is {self.encoding!r}: pass an encoding that Python supports, such as latin-1"
             ) from None
 
 
@@ -331,13 +334,13 @@ class Kind(NamedTuple):
     """A kind of source."""
 
     name: str
-    module: str  # the module and class that read sources of this kind
+    module: str  # below `h5chunk.sources`, with the class that reads sources of this kind
     class_name: str
-    options: type[Options]
-    example: str  # for messages
+    options: type[Options]  # the options for reading
+    example: str  # an example of a source, for messages
 
 
-# In the order in which they are tried; images accept any folder or archive that no other kind recognises.
+# In the order in which they are tried. The kind images accepts any folder or archive that no other kind recognises.
 KINDS = (
     Kind("10x", "matrix.tenx", "TenxSource", LayerOptions, "matrix.h5 or a folder with matrix.mtx.gz, of Cell Ranger"),
     Kind("h5ad", "matrix.anndata", "H5adSource", LayerOptions, "cells.h5ad"),

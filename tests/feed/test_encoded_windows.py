@@ -96,7 +96,7 @@ def flipped(image: np.ndarray) -> np.ndarray:
 
 SMALL = np.zeros((8, 8, 3), np.uint8)
 DAMAGED = {
-    "another size": (lambda _: encoded(SMALL), "is 8 x 8 in RGB, but frame 0 is 24 x 20 in RGB"),
+    "another size": (lambda _: encoded(SMALL), "is 8 x 8 in RGB, but frame 0 is 24 x 20 in RGB: all frames must have"),
     "a PNG of another size": (lambda _: encoded(SMALL, "PNG"), "is 8 x 8 in RGB, but frame 0 is 24 x 20 in RGB"),
     "cut short": (lambda image: image[: len(image) // 2], "cannot be decoded|is damaged|is not a JPEG"),
     "flipped bytes": (flipped, "cannot be decoded|is damaged"),

@@ -230,7 +230,7 @@ def test_animated_is_refused_or_its_first_frame(kind: str) -> None:
     frames = [Image.new("RGB", (6, 5), color) for color in ("red", "lime", "blue")]
     options = {"lossless": True} if kind == "WEBP" else {}
     data = encoded(frames[0], kind, save_all=True, append_images=frames[1:], **options)
-    check_refused(data, r"has 3 frames: use animated='first' \(--animated first\) for the first one")
+    check_refused(data, r"has 3 frames: use animated='first' \(--animated first\) to store the first one")
     first = ImageOptions(animated="first")
     check_same(decoded(data, first), frames[0])
     assert notes(data, first)[1:] == ("first frame",)

@@ -78,7 +78,7 @@ def test_layouts_that_options_tell(tmp_path, text, options):
     ("options", "message"),
     [
         ({"separator": ""}, "separator is ''"),
-        ({"encoding": "utf-99"}, "encoding is 'utf-99': pass one that Python supports"),
+        ({"encoding": "utf-99"}, "encoding is 'utf-99': pass an encoding that Python supports"),
         ({"encoding": "base64"}, "encoding is 'base64'"),
         ({"comment": ""}, "comment is empty"),
     ],
