@@ -4,8 +4,8 @@ No image is opened. The order and the labels are those of torchvision's ImageFol
 ImageFolder ignores, are also listed: classes are sorted by name, the folders of a class by path, and the files of a
 folder by name.
 
-The top folders may be splits rather than classes, as in ``train/cat/1.png``, ``val/cat/2.png``. Their names determine
-which; ambiguous names raise an error.
+The top folders may be splits rather than classes, as in ``train/cat/1.png`` and ``val/cat/2.png``. Their names
+determine whether they are; ambiguous names raise an error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from h5chunk.sources.pairs import MASKS, Directory, at_level, depth_of, find_pai
 from h5chunk.urls import hint_for_url
 
 EXTENSIONS = (b".jpg", b".jpeg", b".png", b".ppm", b".bmp", b".pgm", b".tif", b".tiff", b".webp", b".gif")
-SYSTEM = {b"__MACOSX", b".DS_Store", b".git", b".ipynb_checkpoints"}  # hidden names that reports do not mention
+SYSTEM = {b"__MACOSX", b".DS_Store", b".git", b".ipynb_checkpoints"}  # names that reports do not list as ignored
 TABLES = (b"metadata.csv", b"metadata.jsonl")  # metadata of Hugging Face's imagefolder
 
 ReportFound = Callable[[int], None]  # called with the number of images found so far
@@ -48,11 +48,11 @@ class Listing:
     notes: list[str] = field(default_factory=list)
 
     def select(self, *members: Any) -> None:
-        """Set the archive members of all images: (num_samples,) int64 for ``names``, then for each of ``others``."""
+        """Set the archive members of all images: (num_samples,) integers for ``names``, then for each of ``others``."""
         self.container.select(np.concatenate([np.asarray(numbers, np.int64) for numbers in members]))
 
     def parts(self, index: int) -> Iterator[tuple[str, int, bytes]]:
-        """Yield (field, index in the container, path) of each other image of a sample, such as its mask."""
+        """Yield (field, index in the container, path) for each other image of sample ``index``, such as its mask."""
         for i, (name, paths) in enumerate(self.others.items(), 1):
             yield name, i * len(self.names) + index, paths[index]
 
@@ -65,11 +65,11 @@ class Tree:
     container: Container
     directories: dict[bytes, Directory]  # its folders, by path
     tables: list[tuple[bytes, int]]  # path, and number in the archive, of each table of metadata
-    ignored: list[str]  # descriptions of files that are left out
+    ignored: list[str]  # descriptions of files that are left out, for the report
 
 
 def read_tree(source: str | os.PathLike[str], report_found: ReportFound) -> Tree:
-    """List all files of a folder, a .zip or a .tar."""
+    """List all files of a folder, a .zip or a .tar. Raises SourceError if it cannot be read."""
     path = Path(source)
     check_source(path)
     report_found(0)
@@ -126,7 +126,7 @@ def list_tree(tree: Tree, split_folders: str, masks: Sequence[str] | None) -> Li
 
 
 def _list_one_folder(tree: Tree, split_folders: str) -> Listing:
-    """List the images of a tree without folders of masks, where a mask may be in the same folder as its image."""
+    """List the images of a tree without folders of masks; a mask may be in the same folder as its image."""
     images, masks = take_masks(tree.label, tree.directories)
     listing, members = sort_and_label(replace(tree, directories=images), split_folders)
     if not masks:
@@ -141,7 +141,7 @@ def _list_one_folder(tree: Tree, split_folders: str) -> Listing:
 
 
 def check_source(path: Path) -> None:
-    """Raise SourceError if ``path`` does not exist or is not accessible."""
+    """Raise SourceError if ``path`` does not exist or cannot be accessed."""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -159,8 +159,8 @@ def _is_hidden(name: bytes) -> bool:
 def _walk(root: bytes) -> Iterator[tuple[bytes, bytes, int]]:
     """Yield (folder, file name, -1) for all files below ``root``, and (folder, b"", -1) for the folders.
 
-    Links are followed, but not to a folder that contains the link. Broken links and pipes are yielded like files, so
-    that they become errors of a sample rather than missing samples.
+    Links are followed, except to folders that contain them. Broken links and pipes are yielded like files, so that they
+    become errors of a sample rather than missing samples.
     """
     stack: list[tuple[bytes, tuple[tuple[int, int], ...]]] = [(b"", ())]  # folders to list, with their parents
     while stack:
@@ -201,7 +201,7 @@ def _split_paths(members: Iterable[tuple[bytes, int]]) -> Iterator[tuple[bytes, 
 
 
 def _add_files(tree: Tree, files: Iterable[tuple[bytes, bytes, int]], report_found: ReportFound) -> None:
-    """Add files to an empty tree: images, tables, and descriptions of all others."""
+    """Add files to an empty tree: images, tables of metadata, and descriptions of all other files."""
     others = Counter[str]()
     count, other, hidden = 0, b"", b""
     for folder, file, number in files:
@@ -233,8 +233,8 @@ def _add_files(tree: Tree, files: Iterable[tuple[bytes, bytes, int]], report_fou
 def sort_and_label(tree: Tree, split_folders: str, min_classes: float = 1) -> tuple[Listing, array[int]]:
     """Sort and label the images of a tree as torchvision's ImageFolder does, split by split.
 
-    Folders are classes if there are at least ``min_classes`` of them. Returns the listing, and the number of each image
-    in the archive.
+    Folders are classes if there are at least ``min_classes`` of them. Returns the listing, and the index of each image
+    in the archive. Raises SourceError if there are no images, or if a class or split has none.
     """
     source, directories, ignored = tree.label, tree.directories, [*tree.ignored]
     with_images = {name: directory for name, directory in directories.items() if directory.files}
@@ -299,8 +299,8 @@ def _has_split_folders(source: str, folders: Collection[bytes], choice: str) -> 
             return False  # one class among others with the name of a split, such as trains among vehicles
         raise SourceError(
             f"{source}: contains the folders {listed}, of which {as_text(named[0])!r} has the name of a split: pass "
-            "--split-folders yes if they are splits, with classes one level down; no if they are classes; or "
-            "convert one of them alone"
+            "--split-folders yes if all are splits, with classes one level down, or no if they are classes; or convert "
+            "one of them alone"
         )
     if nested and len(nested) < len(tops):
         flat = next(top for top in tops if top not in nested)
@@ -312,7 +312,7 @@ def _has_split_folders(source: str, folders: Collection[bytes], choice: str) -> 
 
 
 def _names(directories: dict[bytes, Directory], depth: int, members: array[int]) -> Iterator[bytes]:
-    """Yield the paths of all images in order, and append the archive member of each to ``members``."""
+    """Yield the paths of all images in order, and append their indices in the archive to ``members``."""
     for name in sorted(directories, key=lambda name: (name.split(b"/")[:depth], name)):
         directory = directories[name]
         last = dict(sorted(zip(directory.files, directory.members, strict=True)))  # keep the last of equal names
@@ -321,7 +321,7 @@ def _names(directories: dict[bytes, Directory], depth: int, members: array[int])
 
 
 def _numbers(names: Names, level: int, folders: list[bytes]) -> np.ndarray:
-    """Return the index in ``folders`` of the folder of each image at one level of its path: (num_images,) int64."""
+    """Return the index in ``folders`` of each image's folder at a level of its path: (num_images,) int64."""
     number = {folder: i for i, folder in enumerate(folders)}
     return np.fromiter((number[name.split(b"/", level + 1)[level]] for name in names), np.int64, len(names))
 

@@ -63,7 +63,9 @@ def list_manifest(
     """List the images of a manifest, in its order, with its columns as fields.
 
     Paths are relative to the source. They are read from the first column whose name is in `PATH_COLUMNS`, or else from
-    the first column. ``columns`` are the other columns to keep (None: all), ``masks`` the columns with paths of masks.
+    the first column. ``columns`` are the names of the other columns to keep (None: all), and ``masks`` those of the
+    columns with paths of masks (None: mask and masks). Raises SourceError if the manifest or a path is invalid, and
+    OptionError if a column does not exist.
     """
     path, source = Path(manifest), Path(source)
     check_source(path)
@@ -104,7 +106,7 @@ def _open_source(source: Path) -> tuple[Container, Find]:
 def list_metadata(
     tree: Tree, split_folders: str, columns: Sequence[str] | None, masks: Sequence[str] | None
 ) -> Listing | None:
-    """List the images of Hugging Face's tables of metadata; None if no table has a column ``file_name``."""
+    """List the images that Hugging Face's tables of metadata name; None if no table has a column ``file_name``."""
     numbers = {
         posixpath.join(folder, file): number
         for folder, directory in tree.directories.items()
@@ -163,7 +165,7 @@ class _ImageColumn:
 
 
 class _Cells:
-    """The cells of one or several tables with the same columns; all but paths are packed as bytes."""
+    """The cells of one or more tables with the same columns. Paths are kept as names, other cells as packed bytes."""
 
     def __init__(self, table: Table, columns: Sequence[str] | None, masks: Sequence[str] | None, source: str) -> None:
         self._table, self._source, self.columns = table, source, table.columns
@@ -209,8 +211,7 @@ class _Cells:
                 self._find_images(row, find, folder)
             for i in (self._path_column, *self._kept):
                 if not row[i] or row[i] == NESTED:
-                    problem = "is a list or an object:" if row[i] else "is empty: fill it (a number with nan), or"
-                    raise table.error(line, f"column {self.columns[i]!r} {problem} {self._drop_remedy(i)}")
+                    raise table.error(line, f"column {self.columns[i]!r} {self._problem(i, row[i])}")
             self.paths.append(self._path(table, line, row[self._path_column], find, folder, self._numbers))
             for i, column in self.images.items():
                 column.paths.append(self._path(table, line, row[i], find, folder, column.numbers))
@@ -219,6 +220,14 @@ class _Cells:
                 self._pack()
                 report_found(len(self.paths))
         report_found(len(self.paths))
+
+    def _problem(self, column: int, cell: str) -> str:
+        """Describe an empty or nested cell, with the remedy, for an error message."""
+        problem = "is a list or an object" if cell else "is empty"
+        if column == self._path_column:
+            return f"{problem}: write the path of an image, or remove the line"
+        advice = "" if cell else "fill it (with nan in a column of numbers), or "
+        return f"{problem}: {advice}{self._drop_remedy(column)}"
 
     def _drop_remedy(self, column: int) -> str:
         """Return advice on how to leave out a column, for error messages."""
@@ -244,7 +253,9 @@ class _Cells:
             raise table.error(line, f"path {printable(path)} is outside of the source: pass paths inside it")
         number = find(path)
         if number is None:
-            raise table.error(line, f"{printable(path)} does not exist in {self._source}")
+            raise table.error(
+                line, f"{printable(path)} does not exist in {self._source}: correct the path, or remove the line"
+            )
         numbers.append(number)
         return path
 
@@ -266,7 +277,7 @@ class _Cells:
         self._rows = []
 
     def fill(self, listing: Listing, order: np.ndarray) -> Listing:
-        """Add the columns to a listing whose samples are the rows ``order``, and select its images."""
+        """Add the columns to a listing whose samples are the rows ``order``, (num_samples,) int64; return it."""
         self._pack()
         packed = {self.columns[i]: parts for i, parts in self._packed.items() if i not in self.images}
         label = next((name for name in packed if name.lower() in LABEL_COLUMNS), None)

@@ -1,7 +1,7 @@
 """Read the rows of a manifest: .csv, .tsv, JSON lines, or a list in the format of CelebA.
 
-A CelebA list starts with a line with the number of images, followed by a header that omits the column of paths, and by
-rows of cells that are separated by blanks. JSON lines have one object per line, all with the same keys.
+A CelebA list starts with a line with the number of images, and with a header that omits the column of paths; the cells
+of its rows are separated by blanks. JSON lines have an object per line, and all objects have the same keys.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Rows = Iterator[tuple[int, list[str]]]  # line numbers and cells
 
 
 class Table:
-    """The columns and rows of an open manifest. ``label`` is its path for messages, ``name`` its file name."""
+    """The columns and rows of an open manifest. Messages call it ``label``; ``name`` is its file name."""
 
     def __init__(self, label: str, name: str, file: TextIO) -> None:
         self.label, self._file = label, file
@@ -64,7 +64,7 @@ class Table:
             raise self.error(number + 1, str(error)) from None
 
     def _open_json(self, lines: Iterable[str]) -> tuple[list[str], Rows]:
-        """Return the columns, which are the keys of the first object, and the rows of JSON lines."""
+        """Return the columns of JSON lines, which are the keys of the first object, and their rows."""
         objects = self._objects(lines)
         first = next(objects, (1, {}))
         columns = list(first[1])
@@ -92,7 +92,7 @@ class Table:
                 yield number, values
 
     def rows(self) -> Rows:
-        """Yield (line number, cells) for each line below the header that is not blank."""
+        """Yield (line number, cells) for each line below the header, except blank lines."""
         for number, row in self._rows:
             if row and len(row) != len(self.columns):
                 raise self.error(

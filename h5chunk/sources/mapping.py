@@ -4,12 +4,12 @@
 | --- | --- |
 | a dict | its keys |
 | a pair of an image and a number | ``images`` and ``labels`` |
-| another tuple or list | ``images`` for the only image, and ``field0``, ``field1``, ... |
+| another tuple or list | ``field0``, ``field1``, ... by position, but ``images`` for an image if it is the only one |
 | anything else | ``images`` for an image, otherwise ``data`` |
 
 Pillow images are converted with the options for images. Numbers, arrays and tensors are stored unchanged; strings and
-bytes become fixed-length bytes, as long as the longest. All samples must have the same structure. Class names are read
-from the attributes ``classes`` or ``class_to_idx`` of the data set, or from Hugging Face's ``features``.
+bytes become fixed-length bytes, as long as the longest. All samples must have the same fields. Class names are read
+from the attribute ``classes`` or ``class_to_idx`` of the data set, or from Hugging Face's ``features``.
 
 Samples are read in forked worker processes, if the system supports fork, because many data sets cannot be pickled.
 """
@@ -30,7 +30,7 @@ from h5chunk.sources.kinds import ImageOptions
 from h5chunk.sources.recognise import is_path
 from h5chunk.sources.samples import DATA, IMAGES, LABELS, Samples, field_dtype, largest_first
 
-NO_SOURCES = {  # attributes that identify objects with a length whose indexing does not return samples; the remedies
+NO_SOURCES = {  # for objects whose indexing does not return samples: an attribute that only they have, and the remedy
     "nnz": "save it with scipy.sparse.save_npz, and convert the .npz",
     "write_h5ad": "save it with write_h5ad, and convert the .h5ad",
     "iloc": "pass a dict of its columns, dict(frame), or save it as .parquet",
@@ -143,7 +143,7 @@ class MappingSource(Samples):
 
 
 def _named(sample: Any) -> dict[str, Any]:
-    """Convert a sample to a dict of the values of its fields."""
+    """Convert a sample to a dict of its values by field, as the table in this module's docstring describes."""
     if isinstance(sample, Mapping):
         return {str(name): value for name, value in sample.items()}
     if not isinstance(sample, (tuple, list)):
@@ -165,9 +165,9 @@ def _encoded(value: str | bytes) -> bytes:
 
 
 def _as_array(name: str, value: Any, field: SampleField | None) -> np.ndarray:
-    """Convert a number, array, tensor or string to an array with the dtype of its field, if that is known.
+    """Convert a number, array, tensor or string to an array, with the dtype of its field if this is known.
 
-    Raises SampleError for any other value, or if the dtype cannot hold the value exactly.
+    Raises SampleError for any other value, and if the dtype cannot hold the value exactly.
     """
     label = f"field {printable(name)!r}"
     if value is None:

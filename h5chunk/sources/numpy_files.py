@@ -1,6 +1,6 @@
-"""Validate the headers of .npy and the members of .npz files before memory is allocated, and never unpickle.
+"""Validate .npy headers and .npz members before memory is allocated. Nothing is ever unpickled.
 
-Source: numpy.lib.format (the .npy format), numpy.savez.
+Reference: the documentation of numpy.lib.format (the .npy format) and of numpy.savez.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ PACKINGS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 
 
 def read_header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Return the shape of a .npy array, whether it is in Fortran order, and its dtype.
+    """Return the shape of a .npy array, whether it is in Fortran order, and its dtype. Messages call it ``name``.
 
-    Leaves the file position at the first value. Raises SourceError if the file is not an array, or if the array
+    The file position is then at the first value. Raises SourceError if the file is not an array, or if the array
     contains Python objects.
     """
     try:
@@ -48,7 +48,7 @@ def read_header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.d
     except Exception as error:  # a header is a Python literal, and parsing it raises many types of errors
         raise SourceError(f"{name} is not a .npy array: {(str(error).splitlines() or ['damaged'])[0]}") from None
     if any(length < 0 for length in shape):
-        raise SourceError(f"{name} claims the invalid shape {shape}")
+        raise SourceError(f"{name} claims the invalid shape {shape}: save it again")
     if dtype.hasobject:
         raise SourceError(f"{name} contains Python objects, which are never unpickled: save plain numbers")
     return shape, by_column, dtype
@@ -86,5 +86,6 @@ def _check_members(label: str, archive: zipfile.ZipFile, num_bytes: int) -> None
             )
         if size > MAX_RATIO * packed + MAX_SMALL_BYTES:
             raise SourceError(
-                f"{label}: member {name!r} claims that {packed} bytes decompress to {size}, which is impossible"
+                f"{label}: member {name!r} claims that {packed} bytes decompress to {size}, which is impossible: save "
+                "it again"
             )

@@ -15,7 +15,7 @@ from h5chunk.sources.listing import check_source
 from h5chunk.sources.options import Options, flag_of, one_of
 from h5chunk.sources.recognise import is_path, read_head
 
-PACKAGES = {"pyarrow": "tables"}  # optional packages, and the extra that installs each
+PACKAGES = {"pyarrow": "tables"}  # optional packages, and the extras that install them
 
 
 def all_kinds() -> list[Any]:
@@ -24,7 +24,10 @@ def all_kinds() -> list[Any]:
 
 
 def find_kind(source: Any, kind: str | None = None) -> Any:
-    """Return the class that opens a source: the one of kind ``kind``, or the first that recognises the source."""
+    """Return the class that opens a source: the class of kind ``kind``, or the first class that recognises the source.
+
+    Raises OptionError if there is no such kind, and SourceError if no class recognises the source.
+    """
     kinds = all_kinds()
     names = [candidate.kind for candidate in kinds]
     if kind is not None:
@@ -36,7 +39,9 @@ def find_kind(source: Any, kind: str | None = None) -> Any:
         if candidate.recognises(source, head):
             return candidate
     if not is_path(source):
-        raise SourceError(f"an object of type {type(source).__name__} cannot be converted: pass a path or a data set")
+        raise SourceError(
+            f"an object of type {type(source).__name__} cannot be converted: pass a path, arrays or a data set"
+        )
     raise SourceError(message=f"{describe(source)}: {_unrecognised()}")
 
 
@@ -61,9 +66,10 @@ def open_kind(kind: Any, source: Any, options: Options, context: OpenContext) ->
 def choose_options(
     kind: Any, source: Any, requested: Mapping[str, Any], groups: Sequence[type[Options]], *others: type[Options]
 ) -> list[Any]:
-    """Create one options object per group from the options that are given by name.
+    """Create an object of each class in ``groups`` from the options that were ``requested`` by name.
 
-    Raises OptionError if an option does not exist, or belongs only to another kind of source or to ``others``.
+    Raises OptionError if an option does not exist, or belongs only to other kinds of sources or to the classes in
+    ``others``.
     """
     known = {name for group in groups for name in group.names()}
     for name in requested:
@@ -90,7 +96,7 @@ def _misplaced(name: str, kind: Any, source: Any, others: Iterable[type[Options]
 
 
 def _with_kinds(noun: str, *kinds: str) -> str:
-    """Return a noun, such as images, followed by its kinds of sources in parentheses unless their names are equal."""
+    """Return a noun, such as images, followed by its kinds of sources in parentheses, unless they repeat the noun."""
     is_same = kinds in ((), (noun,), (noun.removesuffix("s"),))
     return noun if is_same else f"{noun} ({', '.join(kinds)})"
 

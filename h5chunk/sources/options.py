@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from h5chunk.errors import MAX_NUMBER, OptionError
 
 ANYTHING: tuple[Any, str] = (object, "")
-KINDS: dict[Any, tuple[Any, str]] = {  # by the annotation of an option: the types of its values, and their name
+KINDS: dict[Any, tuple[Any, str]] = {  # by the annotation of an option: the type of its values, and words for it
     int: (Integral, "a whole number"),
     bool: (bool, "True or False"),
     float: (Real, "a number"),
@@ -35,9 +35,11 @@ def option(
 ) -> Any:
     """Define an option as a field of a subclass of `Options`.
 
-    The default is always valid. Help shows ``metavar`` as the value and ``shown_default`` as the default. If ``unit``
-    is ``bytes``, the command line accepts sizes such as ``512M``. ``heading`` overrides the heading of the class.
-    ``is_path`` marks the path of an input file, which must not be the output.
+    The default is always valid; other values must be among ``choices`` and from ``minimum`` to ``maximum``, as far as
+    these are passed. Help shows ``metavar`` as the value and ``shown_default`` as the default. If ``unit`` is
+    ``bytes``, the command line accepts sizes such as ``512M``. ``heading`` overrides the heading of the class.
+    ``is_path`` marks the path of an input file, which must not be the output. On the command line, a ``repeatable``
+    option may occur several times.
     """
     metadata = {name: value for name, value in locals().items() if name != "default"}
     return dataclasses.field(default=default, metadata=metadata)
@@ -61,7 +63,7 @@ class Options:
 
     @classmethod
     def heading_of(cls, name: str) -> str:
-        """Return the heading under which help lists an option: its own, or the one of the class that defines it."""
+        """Return the heading under which help lists an option: its own, or that of the class that defines it."""
         owners: list[Any] = [base for base in cls.__mro__ if name in getattr(base, "__dataclass_fields__", ())]
         return cls.__dataclass_fields__[name].metadata["heading"] or owners[-1].heading
 
@@ -80,7 +82,7 @@ class Options:
 
 
 def _why_wrong(value: Any, hint: Any, metadata: Mapping[str, Any]) -> str:
-    """Describe the valid values of an option, for an error; return an empty text if ``value`` is valid."""
+    """Describe the valid values of an option for an error message; return "" if ``value`` is valid."""
     kind, *others = typing.get_args(hint) or (hint,)
     expected, description = KINDS.get(kind, ANYTHING) if {*others} <= {type(None)} else ANYTHING
     if not isinstance(value, expected) or (isinstance(value, bool) and expected in (Integral, Real)):

@@ -30,7 +30,7 @@ LOSSY = (b".jpg", b".jpeg")
 
 @dataclass
 class Directory:
-    """The images of one folder: their names, and their indices in the archive (-1 in a folder on disk)."""
+    """The images of a folder: their names, and their indices in the archive (-1 if they are not in an archive)."""
 
     files: list[bytes] = field(default_factory=list)
     members: array[int] = field(default_factory=lambda: array("q"))
@@ -42,7 +42,7 @@ def depth_of(name: bytes) -> int:
 
 
 def at_level(level: int, names: Iterable[bytes]) -> set[bytes]:
-    """Return the distinct folder names at one level, counted from 0, of the paths of folders."""
+    """Return the distinct folder names at a level, counted from 0, of the paths ``names`` of folders."""
     return {name.split(b"/")[level] for name in names if depth_of(name) > level}
 
 
@@ -77,10 +77,11 @@ class Pairs:
     def match(
         self, names: Iterable[bytes], directories: Mapping[bytes, Directory], folder: bytes
     ) -> tuple[list[bytes], list[int], list[str]]:
-        """Return the path and number of the mask of each image, and the masks without an image.
+        """Return the paths of the masks of all images, their indices in the archive, and the masks without an image.
 
-        The path is empty if an image has no mask. Raises SourceError if two images match a mask, or two masks match an
-        image.
+        ``names`` are the paths of the images, and ``directories`` those in the ``folder`` of masks, both as
+        `directories_in` returns them. The path is empty if an image has no mask. Raises SourceError if two images match
+        a mask, or two masks match an image.
         """
         masks: dict[bytes, tuple[bytes, int]] = {}
         for name, directory in directories.items():
@@ -114,10 +115,11 @@ class Pairs:
 
 
 def find_pairs(source: str, folders: Collection[bytes], requested: Sequence[str] | None) -> Pairs | None:
-    """Find a folder of images beside folders of masks: those ``requested``, or one with a usual name if None.
+    """Find a folder of images beside folders of masks.
 
-    ``folders`` are the paths of all folders with images. Returns None if no masks are requested or found. Raises
-    SourceError if the folders are ambiguous, or requested folders are missing.
+    ``folders`` are the paths of all folders with images, and ``requested`` the names of the folders of masks (None: a
+    usual name). Returns None if no masks are requested or found. Raises SourceError if the folders are ambiguous, or
+    requested folders are missing.
     """
     is_usual = requested is None or list(requested) == [MASKS]
     for level in (0, 1):
@@ -149,8 +151,9 @@ def find_pairs(source: str, folders: Collection[bytes], requested: Sequence[str]
 def take_masks(source: str, directories: Mapping[bytes, Directory]) -> tuple[dict[bytes, Directory], dict[bytes, Any]]:
     """Separate masks, such as ``1_mask.png``, from the images beside them, such as ``1.jpg``.
 
-    Returns the images; and the path and number of each mask, by the path of its image without suffix. All files count
-    as images unless at least half of them have a mask. Raises SourceError if an image has several masks.
+    Returns the images, and a dict with the path and the index in the archive of each mask, by the path of its image
+    without suffix. If less than half of the images have a mask, all files count as images. Raises SourceError if an
+    image has several masks.
     """
     images: dict[bytes, Directory] = {}
     masks: dict[bytes, tuple[bytes, int]] = {}

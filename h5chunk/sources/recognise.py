@@ -21,7 +21,7 @@ UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 def is_path(source: Any) -> bool:
-    """Return whether a source is given as a path, which may not exist, rather than as an object."""
+    """Return whether a source is a path, to a file that may not exist, rather than another object."""
     return isinstance(source, (str, os.PathLike))
 
 
@@ -37,7 +37,7 @@ def read_head(source: Any) -> bytes:
 
 
 def has_suffix(source: Any, *suffixes: str) -> bool:
-    """Return whether a source is a regular file with one of these suffixes, ignoring case and a suffix such as .gz."""
+    """Return whether a source is a regular file with one of these suffixes, in any case, even if .gz follows."""
     if not is_path(source):
         return False
     stem, suffix = posixpath.splitext(os.fsencode(source).decode("utf-8", "backslashreplace").lower())

@@ -20,18 +20,21 @@ from h5chunk.sources.options import Options
 
 IMAGES, LABELS, DATA = "images", "labels", "data"  # names of fields
 MASK_FIELDS = ("mask", "masks")  # default names of images that are masks
-PROBES = 24  # images from which the average size in bytes is estimated
+PROBES = 24  # number of images from which the average size in bytes is estimated
 
 
 class Samples(SampleSource):
     """Base class of sources of samples. Subclasses open and read a source; this class decodes its images."""
 
-    noun: ClassVar[str]  # what such a source contains, for messages
+    noun: ClassVar[str]  # name of the contents of such a source, for messages
     Options: ClassVar[type[Options]] = Options
     decoding: ImageOptions = ImageOptions()
 
     def values(self, index: int) -> Mapping[str, Any]:
-        """Read the fields of a sample: arrays, Pillow images, or encoded images as bytes. May raise SampleError."""
+        """Read the values of a sample by field: arrays, Pillow images, or encoded images as bytes.
+
+        Raises SampleError if the sample cannot be read.
+        """
         raise NotImplementedError
 
     def session(self) -> AbstractContextManager[None]:
@@ -39,7 +42,7 @@ class Samples(SampleSource):
 
     @property
     def masks(self) -> Sequence[str]:
-        """Names of the fields whose images, if any, are masks."""
+        """Names of the fields that contain masks if they contain images."""
         return MASK_FIELDS if self.decoding.mask_column is None else self.decoding.mask_column
 
     def part_name(self, index: int, name: str) -> str:
@@ -51,7 +54,7 @@ class Samples(SampleSource):
         return make_any_image(image, self.decoding)._replace(values=others)
 
     def _only_image(self, index: int) -> tuple[str, bytes | Image.Image, dict[str, np.ndarray]]:
-        """Return the name and value of the only image of a sample, and its other values, each a number or a string."""
+        """Return the field and value of the only image of a sample, and its other values: numbers and strings."""
         values = dict(self.values(index))
         images = [name for name, value in values.items() if isinstance(value, (bytes, Image.Image))]
         if len(images) == 1:
@@ -82,7 +85,7 @@ class Samples(SampleSource):
         return notes
 
     def _decode(self, index: int, values: Mapping[str, Any]) -> dict[str, Decoded]:
-        """Decode the images of a sample; its masks must have the size of its first image that is not a mask."""
+        """Decode the images of a sample, whose masks must have the size of its first image that is not a mask."""
         images: dict[str, Decoded] = {}
         for name, value in values.items():
             if isinstance(value, (bytes, Image.Image)):
@@ -120,8 +123,8 @@ class Samples(SampleSource):
     def find_fields(self, skip_bad: bool) -> list[str]:
         """Set ``fields``, the largest first, from the first sample. Return the field names in the sample's order.
 
-        Raises SampleError if the first sample is unreadable. With ``skip_bad``, the first readable sample is used, and
-        SourceError is raised if there is none.
+        Raises SampleError if the first sample is unreadable. With ``skip_bad``, the first readable sample is used
+        instead, and SourceError is raised if all are unreadable.
         """
         for index in range(len(self)):
             try:
@@ -139,9 +142,9 @@ class Samples(SampleSource):
         raise SourceError(f"none of the {len(self)} samples can be used; the error of the last is: {reason}")
 
     def _averaged(self, indices: Sequence[int]) -> dict[str, SampleField]:
-        """Return the field of images of any size. Its shape is the average size in bytes of these samples.
+        """Return the field of images of any size. Its shape is their average size in bytes in the samples ``indices``.
 
-        Unreadable samples are ignored. Raises SampleError if there is only one sample, and it is unreadable.
+        Unreadable samples are ignored, but SampleError is raised if ``indices`` has only one index.
         """
         sizes: list[tuple[int, int, int]] = []
         for index in indices:
@@ -174,7 +177,7 @@ class Samples(SampleSource):
                 raise OptionError(f"mask_column is {name!r}, but the fields of images are {names}: name one of them")
 
     def disagreement(self) -> str:
-        """Return the text of an error that names two samples of different shapes, and the remedy."""
+        """Return an error message that names two samples of different shapes, and the remedy."""
         first: dict[str, tuple[int, tuple[int, ...]]] = {}
         for index in range(len(self)):
             try:
@@ -201,7 +204,7 @@ class Samples(SampleSource):
 
 
 def check_pair(name: str, mask: Decoded, image: Decoded) -> None:
-    """Raise SampleError unless a mask, which messages call ``name``, has the size and orientation of its image."""
+    """Raise SampleError unless a mask, called ``name`` in messages, has the size and orientation of its image."""
     if mask.size != image.size:
         raise SampleError(
             f"{name} is {shape_text(mask.size)} but the image is {shape_text(image.size)}: resize the mask to the "
@@ -228,7 +231,7 @@ def largest_first(fields: Mapping[str, SampleField]) -> dict[str, SampleField]:
 def field_dtype(name: str, dtype: np.dtype) -> np.dtype:
     """Return the dtype in which a file stores values of ``dtype``: in native byte order, and uint8 for bool.
 
-    Raises SourceError if a file cannot store such values; the message names the remedy.
+    Raises SourceError if fields do not support such values; the message calls them ``name``.
     """
     if dtype.kind == "b":
         return np.dtype(np.uint8)

@@ -1,13 +1,13 @@
-"""Read tables from .parquet or delimited text, one file or a folder of files: rows are samples, columns are fields.
+"""Read tables from .parquet or delimited text, in a file or a folder of files: rows are samples, columns are fields.
 
 | column | becomes |
 | --- | --- |
 | numbers, bool | a column of that type; bool is uint8 |
-| strings, at most 50 distinct ones that repeat | categories: int64 and their names |
+| strings, if some repeat and at most 50 are distinct | categories: int64 codes, with their names |
 | other strings | UTF-8, as fixed-length bytes as long as the longest, at most 4096 bytes |
 | Arrow's dictionaries, Hugging Face's class labels | categories |
 | lists of numbers of one length | vectors |
-| encoded images, as bytes or as Hugging Face's ``{bytes, path}`` | uint8 pixels, by the options of images |
+| encoded images, as bytes or as Hugging Face's ``{bytes, path}`` | uint8 pixels, by the options for images |
 | dates and times | ISO 8601 text |
 | missing floating-point numbers | NaN |
 | missing integers | NaN with ``missing="nan"``; otherwise refused or skipped |
@@ -48,8 +48,8 @@ from h5chunk.stamp import source_stamp
 MAGIC = b"PAR1"
 SUFFIX = ".parquet"
 BATCH_ROWS = 1024
-MAX_NAMES = 12  # names of columns that a message lists
-MANY_COLUMNS = 30  # this many numeric columns are probably the components of one vector
+MAX_NAMES = 12  # maximum number of columns that a message lists
+MANY_COLUMNS = 30  # from this number on, numeric columns are probably the components of one vector
 NAMED_IMAGES = (
     "column {!r} contains names of images, which are stored as text: to convert the images, pass their folder as the "
     "source, and this file as its manifest (--manifest)"
@@ -214,7 +214,10 @@ class TableSource(Samples):
         return f"leave it out (--columns {printable(','.join(others))}{kind})"
 
     def _filled(self, name: str, array: Any, where: str, remedy: str) -> Any:
-        """Fill the missing values of a column with NaN, or note the rows to skip. Raises SourceError otherwise."""
+        """Fill the missing values of a column with NaN, or note the rows to skip.
+
+        Raises SourceError, which starts with ``where`` and ends with ``remedy``, if the options allow neither.
+        """
         is_whole, is_text = has_type(array.type, "integer", "boolean"), has_type(array.type, *TEXTS)
         if has_type(array.type, "floating") or (is_whole and self._options.missing == "nan"):
             self._gaps[name] = self._gaps.get(name, 0) + array.null_count
@@ -251,7 +254,7 @@ class TableSource(Samples):
         return np.searchsorted(words, values).astype(np.int64)
 
     def _check_images(self, options: TableOptions) -> None:
-        """Raise OptionError if options of images are given but no column contains images."""
+        """Raise OptionError if options for images are passed but no column contains images."""
         given = [name for name in ImageOptions.names() if name in options.non_defaults()]
         if given and not any(isinstance(column, Images) for column in self._columns.values()):
             raise OptionError(
@@ -260,7 +263,7 @@ class TableSource(Samples):
             )
 
     def _gather(self, columns: dict[str, np.ndarray], options: TableOptions) -> dict[str, np.ndarray]:
-        """Combine the numeric columns into one field, if ``vector`` is given, and return the remaining columns."""
+        """Combine the numeric columns into a field, if ``vector`` is set, and return the remaining columns."""
         apart = options.vector_except or ()
         parts = {
             name: values
@@ -316,7 +319,7 @@ class TableSource(Samples):
 
 
 def tables_in(source: Any) -> list[Path]:
-    """Return the .parquet files or text tables in a folder, or an empty list if it contains any other visible file."""
+    """Return the .parquet files or text tables in a folder; an empty list if it contains anything else visible."""
     folder = Path(os.fsdecode(source))
     if not folder.is_dir():
         return []

@@ -29,7 +29,7 @@ class _SpooledValues:
         self._file.close()
 
     def append(self, data: Any, count: int = 1) -> None:
-        """Append ``count`` values of equal size."""
+        """Append ``count`` values of equal size, which are concatenated in ``data``."""
         view = memoryview(data).cast("B")
         start, size = self._ends[-1], len(view) // count
         self._ends.extend(range(start + size, start + len(view) + 1, size) if size else [start] * count)
@@ -100,7 +100,7 @@ class Values(list[np.ndarray]):
 
 
 def storage_class(kind: Any) -> Any:
-    """Return the class that stores a column of an Arrow type; None for unsupported types."""
+    """Return the class that stores a column of Arrow type ``kind``; None if the type is not supported."""
     if has_type(kind, *NUMBERS, *TEXTS):
         return Values
     if has_type(kind, "list", "large_list", "fixed_size_list") and has_type(kind.value_type, *NUMBERS):

@@ -51,11 +51,14 @@ class TextTable(NamedTuple):
     num_skipped: int  # lines above the first sample
     has_header: bool
     decimal: str
-    problem: str = ""  # why the table cannot be read with the given options
+    problem: str = ""  # the reason why the table cannot be read with the options, if any
 
 
 def detect_format(lines: list[bytes], options: TextOptions = DETECTED) -> TextTable | None:
-    """Detect the format of a table from its first lines. Return None unless there are several columns, one numeric."""
+    """Detect the format of a table from its first lines.
+
+    Returns None unless they have several columns, at least one of them with numbers.
+    """
     lines = without_comments(lines, options.comment)
     num_skipped = num_comments(lines)
     data_lines = [line for line in lines[num_skipped:] if line.strip()][:HEAD_LINES]
@@ -107,7 +110,8 @@ def without_comments(lines: list[bytes], mark: str | None) -> list[bytes]:
 def is_table(source: Any, head: bytes) -> bool:
     """Return whether a file is delimited text whose lines are samples rather than entries of a matrix.
 
-    Text has entries if its column names are well known, or if it has two to four columns, the first two of integers.
+    Lines are entries if their columns have names such as user and item, or if there are two to four columns, the first
+    two without fractions.
     """
     lines = text_lines(source, head) if has_suffix(source, *SUFFIXES) else []
     form = detect_format(lines)
@@ -117,7 +121,7 @@ def is_table(source: Any, head: bytes) -> bool:
 
 
 def may_be_entries(source: Any, options: TableOptions) -> bool:
-    """Return whether the columns named by the options may be the rows, columns, values and times of matrix entries."""
+    """Return whether the chosen columns may be the rows, columns, values and times of matrix entries."""
     columns = options.columns or ()
     if not 2 <= len(columns) <= MAX_ENTRY_COLUMNS or options.non_defaults().keys() - {"columns", *TextOptions.names()}:
         return False
@@ -153,11 +157,14 @@ def _is_fraction(cell: str) -> bool:
 
 
 def read_text_table(path: str, options: TextOptions, memory_bytes: int) -> tuple[Any, TextTable]:
-    """Read a text file as an Arrow table, and return it with its format. Raises SourceError if it is too large."""
+    """Read a text file as an Arrow table, and return it with its format.
+
+    Raises SourceError if the file is not a table, or has more than half of ``memory_bytes`` of text.
+    """
     text = TextFile(path, options.encoding)
     form = detect_format(text.head_lines(), options)
     if form is None:
-        text.fail("its first lines are not a table: all lines need several columns, one of them numeric")
+        text.fail("its first lines are not a table: all lines need several columns, at least one of them numeric")
     if form.problem:
         text.fail(form.problem)
     data = io.BytesIO()

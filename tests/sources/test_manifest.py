@@ -165,11 +165,15 @@ def test_forms_of_the_file(read: Read) -> None:
     [
         ("path,n\n1.png,1\n2.png\n", r"list\.csv, line 3: has 1 column, but the header has 2"),
         ("path,n\n1.png,1\n\n2.png,1,2\n", "line 4: has 3 columns, but the header has 2"),
-        ("path,n\n1.png,1\n2.png,\n", "line 3: column 'n' is empty: fill it .a number with nan., or drop the column"),
+        (
+            "path,n\n1.png,1\n2.png,\n",
+            "line 3: column 'n' is empty: fill it .with nan in a column of numbers., or drop the column",
+        ),
         ("path,n\n ,1\n", "line 2: column 'path' is empty"),
         ('path,n\n1.png,"1\n', "line 2: unexpected end of data"),
         ('path,n\n1.png,"1"x\n', r"line 2: ',' expected after"),
-        ("path,n\n1.png,1\n9.png,1\n", r"line 3: 9\.png does not exist in .*photos"),
+        ("path,n\n1.png,1\n,2\n", "line 3: column 'path' is empty: write the path of an image, or remove the line"),
+        ("path,n\n1.png,1\n9.png,1\n", r"line 3: 9\.png does not exist in .*photos: correct the path"),
         ("path,n\n/etc/hostname,1\n", "line 2: path /etc/hostname is outside of the source"),
         ("path,n\n../outside.png,1\n", r"line 2: path \.\./outside\.png is outside of"),
         ("path,n\nsub/../../outside.png,1\n", r"line 2: path \.\./outside\.png is outside of"),

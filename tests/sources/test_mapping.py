@@ -145,7 +145,9 @@ def test_what_is_no_data_set(tmp_path: Path) -> None:
         h5chunk.convert([], tmp_path / "x.h5")
     with pytest.raises(SourceError, match="photos: is a path, not a data set in Python"):
         h5chunk.convert("photos", tmp_path / "x.h5", format="mapping")
-    with pytest.raises(SourceError, match="an object of type int cannot be converted: pass a path or a data set"):
+    with pytest.raises(
+        SourceError, match="an object of type int cannot be converted: pass a path, arrays or a data set"
+    ):
         h5chunk.convert(3, tmp_path / "x.h5")
 
 

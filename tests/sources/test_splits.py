@@ -136,7 +136,7 @@ def test_loose_images_and_empty_classes_in_splits(tmp_path: Path) -> None:
 )
 def test_doubt_is_an_error_that_names_the_ways_out(tmp_path: Path, names: tuple[str, ...], message: str) -> None:
     make(tmp_path, *names)
-    ways = r".*--split-folders yes if they are splits, .*; no if they are classes; or convert one of them alone"
+    ways = r".*--split-folders yes if all are splits, .*, or no if they are classes; or convert one of them alone"
     with pytest.raises(SourceError, match=message + ways):
         list_images(tmp_path)
     tops = sorted({name.split("/")[0] for name in names})
