@@ -320,7 +320,7 @@ class TestCuda:
         for memory_bytes in (1003 * 3 * 64 * 64, 8 << 20):
             assert not ChunkLoader(images, 64, device="cuda", memory_bytes=memory_bytes).is_resident
         assert ChunkLoader(images, 64, device="cuda", memory_bytes=1 << 30).is_resident
-        with pytest.raises(OptionError, match="but the limit is 100"):
+        with pytest.raises(OptionError, match="but memory_bytes is 100"):
             ChunkLoader(images, 64, device="cuda", memory_bytes=100, resident=True)
 
     @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
