@@ -1,9 +1,11 @@
-"""Convert the samples of a window with the user's transforms, and split them into batches."""
+"""Convert the samples of a window with the user's transforms, split them into batches, and count these."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, count
 from typing import Any
 
@@ -116,6 +118,45 @@ class FieldPipeline:
         self._memory = None
 
 
+@dataclass
+class EpochReport:
+    """Counts and times of the current epoch.
+
+    Attributes
+    ----------
+    batches, samples : int
+        Number of batches and samples returned, including echoes.
+    fresh_samples : int
+        Number of samples returned that are not echoes.
+    seconds : float
+        Time from the first request for a batch to the last, including opening the file and the work of the caller.
+    waited_s : float
+        Time in which the caller waited for data, in seconds. Waiting for a copy to the GPU is not counted.
+    """
+
+    batches: int = 0
+    samples: int = 0
+    fresh_samples: int = 0
+    seconds: float = 0.0
+    waited_s: float = 0.0
+    started: float = field(default_factory=time.perf_counter, repr=False, compare=False)
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.samples / self.seconds if self.seconds else 0.0
+
+    @property
+    def fresh_samples_per_s(self) -> float:
+        return self.fresh_samples / self.seconds if self.seconds else 0.0
+
+    def add(self, num_samples: int, *, fresh: bool) -> None:
+        """Count a batch that is about to be returned."""
+        self.batches += 1
+        self.samples += num_samples
+        self.fresh_samples += num_samples if fresh else 0
+        self.seconds = time.perf_counter() - self.started
+
+
 class BatchMaker:
     """Makes the batches that the user gets, from the samples of a window.
 
@@ -211,10 +252,10 @@ class BatchMaker:
         if not self._finishes:
             return batch
         finished: list[Any] = []
-        for others, field in zip(self._others, batch, strict=True):
+        for others, part in zip(self._others, batch, strict=True):
             for transform in others:
-                field = transform(field)
-            finished.append(field)
+                part = transform(part)
+            finished.append(part)
         return tuple(finished)
 
 

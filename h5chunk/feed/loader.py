@@ -16,14 +16,14 @@ import torch
 from torch.utils.data import get_worker_info
 
 from h5chunk.errors import H5ChunkError, OptionError, printable
-from h5chunk.feed.batches import BatchMaker, FieldPipeline
+from h5chunk.feed.batches import BatchMaker, EpochReport, FieldPipeline
 from h5chunk.feed.budget import MemoryBudget, check_arguments, find_data, find_device, make_source
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.read_pool import TIMEOUT_S
 from h5chunk.feed.resident import Resident
 from h5chunk.feed.sampler import ChunkSampler, Resumable, State
 from h5chunk.feed.stored_tables import name_of_sample
-from h5chunk.feed.stream import EpochReport, WindowStream
+from h5chunk.feed.stream import WindowStream
 from h5chunk.plan.lengths import LengthOrder
 from h5chunk.plan.order import Order
 from h5chunk.plan.slots import check_echo, num_echoed

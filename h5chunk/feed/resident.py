@@ -19,12 +19,12 @@ import numpy as np
 import torch
 
 from h5chunk.errors import WorkerError
-from h5chunk.feed.batches import BatchMaker, Tensors
+from h5chunk.feed.batches import BatchMaker, EpochReport, Tensors
 from h5chunk.feed.budget import LOADING_SLOTS, DataSource
 from h5chunk.feed.frames import FrameLayout, Frames
 from h5chunk.feed.layout import FieldLayout, slot_bytes
 from h5chunk.feed.slots import KEPT, BatchMemory, Fields, gather, to_device
-from h5chunk.feed.stream import EpochReport, WindowStream
+from h5chunk.feed.stream import WindowStream
 from h5chunk.native import DONE, GATHER, JOB, NativePool, available
 from h5chunk.plan.draws import Draws
 from h5chunk.plan.lengths import LengthOrder

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count, islice
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from h5chunk.errors import FileError, lost_by_fork, printable
-from h5chunk.feed.batches import BatchMaker, Tensors, drop, with_images
+from h5chunk.feed.batches import BatchMaker, EpochReport, Tensors, drop, with_images
 from h5chunk.feed.budget import DataSource
 from h5chunk.feed.cuda_slots import CudaSlot, PinnedBuffer, num_pinned
 from h5chunk.feed.fetches import RemoteReadPool
@@ -27,45 +27,6 @@ from h5chunk.plan.order import Order, Window
 from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed
 
 PLANNED = 12  # windows to plan at a time, once at most that many planned windows remain
-
-
-@dataclass
-class EpochReport:
-    """Counts and times of the current epoch.
-
-    Attributes
-    ----------
-    batches, samples : int
-        Number of batches and samples returned, including echoes.
-    fresh_samples : int
-        Number of samples returned that are not echoes.
-    seconds : float
-        Time from the first request for a batch to the last, including opening the file and the work of the caller.
-    waited_s : float
-        Time in which the caller waited for data, in seconds. Waiting for a copy to the GPU is not counted.
-    """
-
-    batches: int = 0
-    samples: int = 0
-    fresh_samples: int = 0
-    seconds: float = 0.0
-    waited_s: float = 0.0
-    started: float = field(default_factory=time.perf_counter, repr=False, compare=False)
-
-    @property
-    def samples_per_s(self) -> float:
-        return self.samples / self.seconds if self.seconds else 0.0
-
-    @property
-    def fresh_samples_per_s(self) -> float:
-        return self.fresh_samples / self.seconds if self.seconds else 0.0
-
-    def add(self, num_samples: int, *, fresh: bool) -> None:
-        """Count a batch that is about to be returned."""
-        self.batches += 1
-        self.samples += num_samples
-        self.fresh_samples += num_samples if fresh else 0
-        self.seconds = time.perf_counter() - self.started
 
 
 class _Planner:
@@ -82,7 +43,7 @@ class _Planner:
         )
 
     def start(self) -> None:
-        """Start the thread. `close` ends it even if a signal interrupts this call."""
+        """Start the thread. `stop` ends it even if a signal interrupts this call."""
         self._thread.start()
 
     def _plan(self, order: Order, start: int, together: int, once: bool) -> None:
@@ -112,11 +73,19 @@ class _Planner:
             self._room.release(PLANNED)
         return planned
 
-    def close(self, error: BaseException, timeout_s: float | None) -> None:
-        """End the thread, and wait for it up to ``timeout_s``. A caller of `take` gets ``error``."""
+    def stop(self, error: BaseException) -> None:
+        """Let the thread end. A caller of `take` gets ``error``."""
         self._stop.set()
         self._room.release()
         self._planned.put(error)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread is running."""
+        return self._thread.is_alive()
+
+    def join(self, timeout_s: float | None) -> None:
+        """Wait for the thread, which was stopped, up to ``timeout_s``."""
         if self._thread is not threading.current_thread() and self._thread.is_alive():
             self._thread.join(timeout_s)
 
@@ -151,6 +120,7 @@ class WindowStream:
         self._is_closed = False
         self._not_made: BaseException | None = None
         self._planner: _Planner | None = None
+        self._left_planners: list[_Planner] = []  # stopped planners whose threads may still run
         self._planned: tuple[int, Window] | None = None  # a window that was planned, and waits for memory
         self._pinned: list[PinnedBuffer] = []
         self._copies: Any = None  # the stream of copies to a GPU
@@ -236,8 +206,18 @@ class WindowStream:
 
     def _end_planner(self) -> None:
         if self._planner is not None:
-            closed = FileError(f"{printable(self._pool.path)}: the file was closed while it was read")
-            self._planner.close(closed, self._pool.wait_s)
+            self._planner.stop(self._closed())
+            for planner in (*self._left_planners, self._planner):
+                planner.join(self._pool.wait_s)
+
+    def _leave_planner(self) -> None:
+        """Stop the planner without waiting for it, because planning a round takes milliseconds."""
+        assert self._planner is not None
+        self._planner.stop(self._closed())
+        self._left_planners = [each for each in (*self._left_planners, self._planner) if each.is_alive]
+
+    def _closed(self) -> FileError:
+        return FileError(f"{printable(self._pool.path)}: the file was closed while it was read")
 
     def _start_reading(self, order: Order, start: int) -> None:
         self._next: tuple[int, int] | None = (order.epoch, start)
@@ -250,7 +230,7 @@ class WindowStream:
 
     def _restart_reading(self, order: Order, start: int) -> None:
         """Restart at another position with the same threads and memory. Running reads are discarded once they end."""
-        self._end_planner()
+        self._leave_planner()
         self._pool.cancel()
         self._batches.clear()
         for read in list(self._open):
@@ -359,7 +339,9 @@ class WindowStream:
             self._wait_for(read)
             is_whole = len(read.window.batches) == 1
             if is_whole and maker.passes_windows and not self._lends_slot:
-                return read, read.slot.window  # `_release` fills slots next
+                if self._free:
+                    self._fill()
+                return read, read.slot.window
             draws = Draws(order.seed, order.epoch, read.window.keys, kept={}, whole=read.window.keys)
             if is_whole and not maker.ahead:
                 self._fill()

@@ -202,9 +202,9 @@ class NativePool:
         The memory that the jobs, the ending and the buffer refer to must live until then. An ending requires at least
         one job, and a buffer requires an ending. Raises OSError if the pool is closed or memory is short.
         """
-        given = ticket, address_of(jobs), len(jobs), ending, buffer
         with self._lock:
             self._kept[ticket] = jobs, ending, buffer
+            given = ticket, jobs.ctypes.data, len(jobs), ending, buffer
             if not self._pool or _quick().h5chunk_submit(self._pool, *given):
                 del self._kept[ticket]
                 raise OSError("the pool of reader threads is closed")

@@ -46,6 +46,7 @@ from h5chunk.plan.selection import Selection, SelectionSequence, WeightedSelecti
 MAX_EPOCH = (1 << 63) - 1
 MAX_OPEN_BYTES = 1 << 30  # total size of the windows whose batches alternate
 INTERLEAVE = 24  # divisible by 1, 2, 3, 4, 6, 8, 12 and 24 workers
+LARGE_ROUND = 1 << 14  # samples of a round that takes long to plan: its first windows are planned first
 Keys = Callable[[Indices], Indices]  # returns the keys of the samples at positions of the sequence
 
 
@@ -237,21 +238,28 @@ class Order:
         sequence, count = self._sequence(), self.lanes // self.world_size
         added = epoch_rows(self.epoch, self.epoch_samples) if self.epoch_samples else 0
         lanes = [self._lane(number) for number in range(self.rank * count, (self.rank + 1) * count)]
+        is_first = len(lanes) == 1
         for round_ in self.rounds():
             stop = round_.first_batch + round_.num_windows * round_.window_batches
             if stop <= start:
                 continue
-            keys, destinations = _round_rows(self, sequence, lanes, round_)
-            keys = keys + added if added else keys
             joined = math.gcd(together, round_.num_windows)
             size = round_.window_batches * self.batch_size
+            planned = 0  # windows of the round
             for window in range(0, round_.num_windows, joined):
                 firsts = range(round_.first_batch + window, stop, round_.num_windows)
                 numbers = [first + number for first in firsts for number in range(joined)]
-                if numbers[-1] >= start:
-                    selected = slice(window * size, (window + joined) * size)
-                    targets = _joined(destinations[selected], joined, size, self.batch_size)
-                    yield self._window(keys[selected], targets, numbers, start)
+                if numbers[-1] < start:
+                    continue
+                if window >= planned:
+                    begun, planned = (window if len(lanes) == 1 else 0), round_.num_windows
+                    if is_first and round_.num_windows * size > LARGE_ROUND:  # alone, so that reading can begin
+                        planned, is_first = window + joined, False
+                    keys, destinations = _round_rows(self, sequence, lanes, round_, begun, planned)
+                    keys = keys + added if added else keys
+                selected = slice((window - begun) * size, (window - begun + joined) * size)
+                targets = _joined(destinations[selected], joined, size, self.batch_size)
+                yield self._window(keys[selected], targets, numbers, start)
 
     def _window(self, row_keys: Indices, destinations: Indices, numbers: Sequence[int], start: int) -> Window:
         done = sum(number < start for number in numbers)
@@ -307,12 +315,15 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(number, 0, -1) if number % n == 0]
 
 
-def _round_rows(order: Order, sequence: Keys, lanes: list[Lane], round_: Round) -> tuple[Indices, Indices]:
-    """Return the keys of the samples of a round, and the position of each sample in its window.
+def _round_rows(
+    order: Order, sequence: Keys, lanes: list[Lane], round_: Round, begin: int, end: int
+) -> tuple[Indices, Indices]:
+    """Return the keys of the samples of a round's windows, and the position of each sample in its window.
 
-    The samples are sorted by window, then by lane, then by position in the sequence.
+    The windows are those from ``begin`` to ``end`` (excluded), which with several lanes must be all. The samples are
+    sorted by window, then by lane, then by position in the sequence.
     """
-    parts = [_lane_rows(order, lane, round_) for lane in lanes]
+    parts = [_lane_rows(order, lane, round_, begin, end) for lane in lanes]
     if len(lanes) == 1:
         return sequence(parts[0][0]), parts[0][1]
     lengths, batch = [len(rows) for rows, _ in parts], order.lane_batch
@@ -337,20 +348,21 @@ def _joined(destinations: Indices, num_windows: int, window_samples: int, batch_
     return destinations + before * batch_size
 
 
-def _lane_rows(order: Order, lane: Lane, round_: Round) -> tuple[Indices, Indices]:
-    """Return the samples of a lane in a round, as positions in the sequence, and their positions in their windows.
+def _lane_rows(order: Order, lane: Lane, round_: Round, begin: int, end: int) -> tuple[Indices, Indices]:
+    """Return the samples of a lane in some windows, as positions in the sequence, and their positions in their windows.
 
-    All windows are shuffled in one call, because each call has a fixed cost.
+    The windows are those of the round from ``begin`` to ``end`` (excluded). All of them are shuffled in one call,
+    because each call has a fixed cost.
     """
     size = round_.window_batches * order.lane_batch
     first = round_.first_batch * order.lane_batch
-    stop = first + round_.num_windows * size
+    start, stop = first + begin * size, first + end * size
     if not order.pad and not order.drop_last:
         stop = min(stop, lane.num_samples)
-    rows, count = lane.positions(first, stop), stop - first
+    rows, count = lane.positions(start, stop), max(0, stop - start)
     if not order.shuffle:
         return rows, np.arange(count, dtype=np.int64) % size
-    keys = random_bits(count, order.seed, (WINDOW, order.epoch, first), lane.number)
+    keys = random_bits(max(0, stop - first), order.seed, (WINDOW, order.epoch, first), lane.number)[start - first :]
     destinations = np.empty(count, np.int64)
     full = count // size * size
     if full:

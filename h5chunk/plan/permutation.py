@@ -95,9 +95,11 @@ def sorted_order(keys: Words) -> Indices:
     """
     size = keys.shape[-1]
     index_bits = np.uint64((1 << max(0, size - 1).bit_length()) - 1)
-    packed = (keys & ~index_bits) | np.arange(size, dtype=np.uint64)
+    packed = keys & ~index_bits
+    packed |= np.arange(size, dtype=np.uint64)
     packed.sort(axis=-1)
-    order: Indices = (packed & index_bits).astype(np.int64)
+    packed &= index_bits
+    order: Indices = packed.view(np.int64)
     return order
 
 
@@ -214,6 +216,8 @@ class Lane:
 
         Positions after the last sample of the lane wrap around to its first samples.
         """
+        if stop <= self._head_samples:
+            return np.arange(self._head_start + start, self._head_start + stop, dtype=np.int64)
         within = np.arange(start, stop, dtype=np.int64)
         if stop > self.num_samples:
             within %= self.num_samples

@@ -27,11 +27,11 @@ from support.orders import ordered
 import h5chunk
 import h5chunk.feed.loader
 from h5chunk.errors import FieldError, FileError, H5ChunkError, OptionError, TrustError
+from h5chunk.feed.batches import EpochReport
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
 from h5chunk.feed.slots import KEPT
-from h5chunk.feed.stream import EpochReport
 from h5chunk.plan.slots import num_open_windows
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.transforms import Normalize, ToDtype

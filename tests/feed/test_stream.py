@@ -406,7 +406,7 @@ def test_a_fork_uses_no_locks_of_its_parents_threads(path, monkeypatch):
         loader.close()
 
     with monkeypatch.context() as patch:
-        for call in ("take", "close"):
+        for call in ("take", "stop", "join"):
             watch(patch, f"feed.stream._Planner.{call}", check, note=False)
         for call in ("submit", "wait", "cancel", "_ask") if pool else ():
             watch(patch, f"native.NativePool.{call}", check, note=False)
