@@ -108,7 +108,7 @@ class ImageOptions(Options):
         if self.layout != "nchw":
             raise OptionError(f"{problem} with layout, but images of any size are always (H, W, C): leave layout out")
         if self.mask_column:
-            raise OptionError(f"{problem} with mask_column, but masks must have one size: leave mask_column out")
+            raise OptionError(f"{problem} with mask_column, but masks must have the same size: leave mask_column out")
         if self.keep_encoded and self.max_pixels > MAX_PIXELS:
             raise OptionError(
                 f"{problem} with max_pixels {self.max_pixels}, but loaders decode at most {MAX_PIXELS} pixels per "

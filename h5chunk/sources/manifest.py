@@ -130,7 +130,7 @@ def _list_named_images(tree: Tree, cells: _Cells, numbers: dict[bytes, int], spl
     rows = {path: row for row, path in enumerate(cells.paths)}
     if len(rows) < cells.num_rows:
         twice = next(path for path, count in Counter(cells.paths).items() if count > 1)
-        raise SourceError(f"{tree.label}: the metadata lists {printable(twice)} several times: keep one line")
+        raise SourceError(f"{tree.label}: the metadata lists {printable(twice)} several times: keep one of the lines")
     used = {path for column in cells.images.values() for path in column.paths} | rows.keys()
     directories: dict[bytes, Directory] = {}
     for path in cells.paths:
@@ -290,7 +290,7 @@ class _Cells:
                     listing.class_names = [as_text(word) for word in classes.tolist()]
                 values = values if values.dtype.kind == "f" else values.astype(np.int64)
             if name in listing.columns:
-                raise SourceError(f"two columns would become the field {name!r}: rename one")
+                raise SourceError(f"two columns would become the field {name!r}: rename one of them")
             listing.columns[name] = values
         images = list(self.images.values())
         for column in images:
@@ -314,7 +314,7 @@ def _check_columns(table: Table) -> None:
         raise table.error(line, "the header must name every column")
     twice = [name for name, count in Counter(columns).items() if count > 1]
     if twice:
-        raise table.error(line, f"two columns are called {twice[0]!r}: rename one")
+        raise table.error(line, f"two columns are called {twice[0]!r}: rename one of them")
     for name in columns:
         if os.fsencode(as_text(name)).lower().endswith(EXTENSIONS):
             raise table.error(line, f"{printable(name)} is not a column name: insert a header with the column names")

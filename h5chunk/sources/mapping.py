@@ -76,7 +76,8 @@ class MappingSource(Samples):
             if all(hasattr(value, "features") for value in source.values()):  # Hugging Face's DatasetDict
                 names = ", ".join(map(repr, source))
                 raise SourceError(
-                    f"a dict of the data sets {names}: convert each, such as data[{next(iter(source))!r}]"
+                    f"a dict of the data sets {names} is not a source: convert each of them, such as "
+                    f"data[{next(iter(source))!r}]"
                 )
             lists = ", ".join(repr(name) for name, value in source.items() if not hasattr(value, "__array__"))
             raise SourceError(f"a dict of columns has values that are not arrays ({lists}): convert them with np.array")
@@ -193,7 +194,7 @@ def _as_array(name: str, value: Any, field: SampleField | None) -> np.ndarray:
     if fitted is array or not np.array_equal(fitted, array, equal_nan=array.dtype.kind == "f"):
         raise SampleError(
             f"{label} is {array.dtype}, which does not fit the {field.dtype} of the first sample: all samples must "
-            "have one dtype"
+            "have the same dtype"
         )
     return fitted
 

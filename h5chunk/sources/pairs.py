@@ -105,7 +105,7 @@ class Pairs:
         first, second = (self.full_path(path, folder) for path in (first, second))
         return SourceError(
             f"{as_text(first)} and {as_text(second)} would be paired with the same file, so the masks are ambiguous: "
-            "rename one"
+            "rename one of them"
         )
 
     def note(self) -> str:

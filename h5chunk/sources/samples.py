@@ -144,7 +144,7 @@ class Samples(SampleSource):
     def _averaged(self, indices: Sequence[int]) -> dict[str, SampleField]:
         """Return the field of images of any size. Its shape is their average size in bytes in the samples ``indices``.
 
-        Unreadable samples are ignored, but SampleError is raised if ``indices`` has only one index.
+        Unreadable samples are ignored, unless ``indices`` has a single index: then SampleError is raised.
         """
         sizes: list[tuple[int, int, int]] = []
         for index in indices:
@@ -172,8 +172,10 @@ class Samples(SampleSource):
     def _check_masks(self, fields: Mapping[str, SampleField]) -> None:
         images = [name for name, field in fields.items() if field.axes]
         for name in self.decoding.mask_column or ():
+            if not images:
+                raise OptionError(f"mask_column is {name!r}, but no field contains images: leave out mask_column")
             if name not in images:
-                names = ", ".join(map(printable, images)) or "none"
+                names = ", ".join(map(printable, images))
                 raise OptionError(f"mask_column is {name!r}, but the fields of images are {names}: name one of them")
 
     def disagreement(self) -> str:

@@ -6,7 +6,7 @@
 | strings, if some repeat and at most 50 are distinct | categories: int64 codes, with their names |
 | other strings | UTF-8, as fixed-length bytes as long as the longest, at most 4096 bytes |
 | Arrow's dictionaries, Hugging Face's class labels | categories |
-| lists of numbers of one length | vectors |
+| lists of numbers, all of the same length | vectors |
 | encoded images, as bytes or as Hugging Face's ``{bytes, path}`` | uint8 pixels, by the options for images |
 | dates and times | ISO 8601 text |
 | missing floating-point numbers | NaN |

@@ -176,7 +176,7 @@ def read_text_table(path: str, options: TextOptions, memory_bytes: int) -> tuple
         if data.tell() > memory_bytes // 2:
             text.fail(f"is over {human_bytes(memory_bytes // 2)} of text: save it as .parquet, and convert that")
     if repeated := [name for name in form.names if form.names.count(name) > 1]:
-        text.fail(f"two columns are called {printable(repeated[0])!r}: rename one")
+        text.fail(f"two columns are called {printable(repeated[0])!r}: rename one of them")
     data.seek(0)
     table = arrow_csv.read_csv(
         data,

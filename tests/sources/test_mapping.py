@@ -170,6 +170,6 @@ def test_a_dict_of_data_sets(tmp_path):
         features = "of Hugging Face"
 
     with pytest.raises(
-        SourceError, match=r"a dict of the data sets 'train', 'test': convert each, such as data\['train'\]"
+        SourceError, match=r"a dict of the data sets 'train', 'test' is not a source: convert .* data\['train'\]"
     ):
         h5chunk.convert({"train": Part([1]), "test": Part([2])}, tmp_path / "x.h5")

@@ -192,6 +192,8 @@ def test_masks_of_data_sets_in_python(tmp_path: Path) -> None:
             np.testing.assert_array_equal(mask, mask_of(number))
     with pytest.raises(OptionError, match="mask_column is 'field2', but the fields of images are field0, field1"):
         h5chunk.convert(pairs, tmp_path / "z.h5", mask_column="field2")
+    with pytest.raises(OptionError, match="mask_column is 'mask', but no field contains images: leave out"):
+        h5chunk.convert([{"number": 1}], tmp_path / "z.h5", mask_column="mask")
     h5chunk.convert([{"image": pairs[0][0], "mask": pairs[0][0]}], tmp_path / "w.h5", mask_column=())  # of faces
     assert h5chunk.ChunkDataset(tmp_path / "w.h5")[0][1].shape == (3, HEIGHT, WIDTH)
 
