@@ -17,8 +17,8 @@ from h5chunk.errors import H5ChunkError, printable
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 STAGES = {  # label and unit of the progress bar of each stage
     "fetch": ("downloading", "B"),
-    "list": ("listing", " images"),
-    "convert": ("converting", " images"),
+    "list": ("listing", " samples"),
+    "convert": ("converting", " samples"),
     "read": ("reading", "B"),
     "sort": ("sorting", " entries"),
     "survey": ("counting", " entries"),

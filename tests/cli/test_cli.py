@@ -178,7 +178,7 @@ def test_ctrl_c_in_this_process(class_folder: Make, tmp_path: Path, monkeypatch:
 def test_bar_is_drawn_on_a_terminal_only(class_folder: Make, tmp_path: Path) -> None:
     root = class_folder(100)
     output, drawn = on_terminal("convert", root, tmp_path / "x.h5", "--workers", 0)
-    assert "listing: " in drawn and "converting: " in drawn and "/100" in drawn and "images/s" in drawn
+    assert "listing: " in drawn and "converting: " in drawn and "/100" in drawn and "samples/s" in drawn
     assert output.startswith(f"{tmp_path / 'x.h5'}: 100 images") and "\r" not in output
     output, drawn = on_terminal("convert", root, tmp_path / "y.h5", "--workers", 0, "--quiet")
     assert (output, drawn) == ("", "")

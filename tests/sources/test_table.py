@@ -250,7 +250,7 @@ def test_texts_without_header_or_with_row_names(tmp_path: Path) -> None:
             {},
             r"first line has 4 cells but the others have 5: .*\(--header skip\)",
         ),
-        (IRIS, {"size": (8, 8)}, "--size applies only to images, but .* has no column with the bytes of images"),
+        (IRIS, {"size": (8, 8)}, "--size applies only to images, but .* has no column with .* pass a source of images"),
         (IRIS, {"vector": "x", "columns": ("species",)}, "there is no numeric column for it"),
         (IRIS, {"vector": "species"}, "a column is called that: pass another name"),
         (IRIS, {"vector": "x", "vector_except": ("sorte",)}, "has no column 'sorte': it has sepal"),
