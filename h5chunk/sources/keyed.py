@@ -36,7 +36,7 @@ class KeyedSource(Samples):
     """Samples that are datasets of one HDF5 file, or groups of datasets."""
 
     kind = "keyed"
-    noun = "samples"
+    noun = "a dataset per sample"
     Options = KeyedOptions
 
     def __init__(self, path: str, patterns: Mapping[str, str], attributes: Sequence[str], index: KeyedIndex) -> None:
