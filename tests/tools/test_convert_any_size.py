@@ -250,7 +250,7 @@ def test_info(photos, tmp_path):
         ({"keep_encoded": True, "keep_size": True}, "pass one of them"),
         ({"max_side": 100}, "needs keep_encoded or keep_size"),
         ({"keep_encoded": True, "size": (8, 8)}, "leave size out"),
-        ({"keep_size": True, "color": "keep"}, "pass rgb or gray"),
+        ({"keep_size": True, "color": "keep"}, "pass color rgb or gray"),
         ({"keep_size": True, "layout": "nhwc"}, "always"),
     ],
 )
