@@ -112,15 +112,20 @@ class CudaSlot:
             self._sending = cuda.Sending(self._context, stream.cuda_stream, *self._events)
 
     @property
+    def _pinned_now(self) -> tuple[PinnedBuffer, ...]:
+        """The pinned buffers so far. Another thread may be making more, so the deque must not be iterated over."""
+        return tuple(self._all_pinned)
+
+    @property
     def has_pinned(self) -> bool:
         """Whether there is a pinned buffer that no window is read into. A copy from it may still be running."""
-        return any(not each.num_queued for each in self._all_pinned)
+        return any(not each.num_queued for each in self._pinned_now)
 
     def can_begin(self, num_samples: int) -> bool:
         """Return whether a window of this size can be read, or queued, without waiting for a pinned buffer."""
         if self.tasks is not None and num_samples == self._num_samples:
             return bool(self._all_pinned)
-        return any(each.is_free for each in self._all_pinned)
+        return any(each.is_free for each in self._pinned_now)
 
     def lasts(self, num_samples: int) -> bool:
         """Return whether a window of this size can be read by `LastingTasks`."""
@@ -138,7 +143,7 @@ class CudaSlot:
 
     def begin(self, samples: np.ndarray) -> Mapping[str, Destination]:
         """Take a pinned buffer, wait until the last copy from it is done, and return the destinations of all fields."""
-        pinned = self._pinned = next(each for each in self._all_pinned if not each.num_queued)
+        pinned = self._pinned = next(each for each in self._pinned_now if not each.num_queued)
         self._all_pinned.remove(pinned)
         pinned.wait()
         self._windows = windows = windows_of(self._layouts, samples)

@@ -6,7 +6,6 @@ Calls take a few microseconds, and release the GIL because CUDA may block.
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -73,13 +72,11 @@ def order(context: int, stream: int, *, wait: int | None = None, record: int | N
     return not native._library().h5chunk_cuda_order(context, stream, wait, record)
 
 
-@functools.cache
 def sender() -> int:
     """Return the address of the C function that runs a `Sending`, for `h5chunk.native.Ending`."""
     return ctypes.cast(native._library().h5chunk_cuda_send, ctypes.c_void_p).value or 0
 
 
-@functools.cache
 def copied() -> int:
     """Return the address of the C function that says whether a `Sending` has ended, for `h5chunk.native.Buffer`."""
     return ctypes.cast(native._library().h5chunk_cuda_is_copied, ctypes.c_void_p).value or 0
