@@ -58,7 +58,7 @@ class ImageOptions(Options):
         "Columns with the paths of masks, or folders of masks beside the folder of images. Masks are resized like "
         "their images, but by nearest neighbour, so that they keep their exact values.",
         metavar="NAME[,NAME]",
-        shown_default="columns and folders called mask or masks",
+        shown_default="columns called mask or masks, and folders with usual names, such as masks, labels or gt",
     )
     keep_encoded: bool = option(
         False, "Store the image files unchanged, whatever their sizes. Loaders decode an image each time they read it."

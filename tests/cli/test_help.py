@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pkgutil
 import re
 import shlex
 
@@ -78,6 +79,12 @@ def test_options_of_the_same_name_look_the_same() -> None:
         for option in own_options(name):
             shown.setdefault(option.opts[0], set()).add(option.make_metavar(context))
     assert {option: metavars for option, metavars in shown.items() if len(metavars) > 1}.keys() == {"--compression"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_functions_that_help_mentions_exist(name: str) -> None:
+    for function in re.findall(r"\b(h5chunk\.[\w.]+)\(", " ".join(run(name, "--help").output.split())):
+        assert pkgutil.resolve_name(function)
 
 
 def test_commands_and_errors_are_in_the_package() -> None:

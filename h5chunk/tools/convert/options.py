@@ -158,7 +158,8 @@ class MatrixOptions(NewOptions):
         choices=(AUTO, *DUPLICATES),
     )
     time_order: bool = option(
-        False, "Sort the entries of each row by time, as sequence models and h5chunk.HoldOut(last=N) require."
+        False,
+        "Sort the entries of each row by time, as sequence models and h5chunk.transforms.HoldOut(last=N) require.",
     )
     ids_from: str | os.PathLike[str] | None = option(
         None,
