@@ -13,8 +13,9 @@ clock starts, and nothing is normalised. See `gpu_limits`.
 Delivery: each loader's second epoch of normalised batches on the GPU, without resident data.
 First batch: the time from construction, on this file and on a sparse file of 100 GB, and after a break between epochs.
 Utilisation: images/s of training epochs with the loader, divided by images/s of the same number of steps on one cached
-batch. Epochs of both take turns. Prints the median ratio of neighbouring epochs, a 95 % bootstrap interval, and
-processor time. The model ``python`` is a loop that computes in Python for 10 ms per step and uses no GPU.
+batch. Epochs of both take turns. Prints the median ratio of neighbouring epochs, a 95 % bootstrap interval, processor
+time, and the processor time per step that the training thread spends in the loader. The model ``python`` is a loop that
+computes in Python for 10 ms per step and uses no GPU.
 ``--gpus 2``: the rates of a bare loop and of a loader on one GPU, and on two GPUs at the same time, in one process and
 in two processes. If two bare loops are slower than one, the host's memory is the limit rather than the loader.
 Steps: the slowest step of whole epochs, divided by the median step, from GPU events. The first and last step count.
@@ -255,7 +256,19 @@ class PythonLoop:
 def utilisation(training: Training | PythonLoop, args: argparse.Namespace) -> dict[str, float]:
     """Measure whole epochs: the rate with the loader, divided by the rate on a cached batch."""
 
-    def timed(batches: Iterator[Any] | h5chunk.ChunkLoader) -> tuple[float, float]:
+    in_loader: list[float] = []
+
+    def measured(batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches, and note the processor time that each one took in this thread."""
+        while True:
+            started = time.thread_time()
+            batch = next(batches, None)
+            in_loader.append(time.thread_time() - started)
+            if batch is None:
+                return
+            yield batch
+
+    def timed(batches: Iterator[Any]) -> tuple[float, float]:
         """Return images/s, and processor time divided by wall time."""
         torch.cuda.synchronize()
         started, cpu_started, images = time.perf_counter(), time.process_time(), 0
@@ -267,7 +280,7 @@ def utilisation(training: Training | PythonLoop, args: argparse.Namespace) -> di
         return images / seconds, (time.process_time() - cpu_started) / seconds
 
     sources: dict[str, Callable[[], Any]] = {
-        "real": lambda: training.loader,
+        "real": lambda: measured(iter(training.loader)),
         "cached": lambda: repeat(training.cached, len(training.loader)),
     }
     rates: dict[str, list[float]] = {"real": [], "cached": []}
@@ -288,6 +301,7 @@ def utilisation(training: Training | PythonLoop, args: argparse.Namespace) -> di
         "cached_images_per_s": statistics.median(rates["cached"]),
         "cores_used": statistics.median(cores["real"]),
         "cores_used_on_cached": statistics.median(cores["cached"]),
+        "loader_us_per_step": statistics.mean(in_loader) * 1e6,
     }
 
 
@@ -311,7 +325,8 @@ def train(path: Path, name: str, args: argparse.Namespace) -> dict[str, float]:
     print(
         f"{name}: utilisation {found['utilisation']:.4f} ({found['low']:.4f} to {found['high']:.4f}), "
         f"{found['real_images_per_s']:,.0f} against {found['cached_images_per_s']:,.0f} images/s cached; "
-        f"{found['cores_used']:.1f} of {os.cpu_count()} cores used, {found['cores_used_on_cached']:.1f} on the cached",
+        f"{found['cores_used']:.1f} of {os.cpu_count()} cores used, {found['cores_used_on_cached']:.1f} on the cached; "
+        f"{found['loader_us_per_step']:.0f} us per step in the loader",
         flush=True,
     )
     if name in args.steps:

@@ -99,7 +99,8 @@ class FieldPipeline:
             return (tuple(part.data for part in converted),)
         converted = self._changed(converted, draws)
         if converted.shape[0] <= batch_size:
-            return (converted.data,)
+            is_new = converted is not samples and converted._base is None and not converted.requires_grad
+            return (converted if is_new else converted.data,)
         return converted.data.unsafe_split(batch_size)
 
     def start(self, images: CsrRows, draws: Draws) -> Pending:

@@ -253,7 +253,8 @@ class WindowStream:
         self._pool.epoch, self._planned = epoch, None
         read = self._pool.load(window, self._free.popleft())
         self._open[read] = None
-        self._batches.update(((epoch, batch), read) for batch in window.batches)
+        for batch in window.batches:
+            self._batches[epoch, batch] = read
 
     def _load_next(self) -> None:
         """Wait until the next window is planned, and start reading it. Raise WorkerError if that takes too long."""
