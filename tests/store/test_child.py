@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import signal
 import subprocess
@@ -320,3 +321,27 @@ def test_an_error_does_not_bring_the_one_that_it_replaces(monkeypatch):
 
     with pytest.raises(FileError, match="is damaged"):
         in_child(fail, lambda: "a.h5")
+
+
+def test_a_child_collects_no_garbage_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even right after the fork: it may own GPU memory, which aborts the child when it is freed."""
+    parent, fork = os.getpid(), os.fork
+
+    class Owner:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            if os.getpid() != parent:
+                crash()
+
+    def fork_and_allocate() -> int:
+        Owner()
+        child = fork()
+        if not child:
+            assert [[] for _ in range(100_000)]  # enough for a collection
+        return child
+
+    monkeypatch.setattr(os, "fork", fork_and_allocate)
+    assert in_child(lambda _: sum(1 for _ in [[] for _ in range(100_000)]), lambda: "f.h5") == 100_000
+    assert gc.isenabled()

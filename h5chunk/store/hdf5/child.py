@@ -98,7 +98,7 @@ def in_child(work: Callable[[Say], T], file_name: Callable[[], str], on_message:
         receiver, sender = multiprocessing.Pipe(duplex=False)
         with warnings.catch_warnings(), phil:  # while this lock is held, no other thread is inside HDF5
             warnings.simplefilter("ignore")  # ignore warnings about forks of processes with threads
-            child = os.fork()
+            child = _fork()
     except OSError:
         return work(on_message)
     if not child:
@@ -121,6 +121,19 @@ def in_child(work: Callable[[Say], T], file_name: Callable[[], str], on_message:
         return value
     cause = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else f"code {os.WEXITSTATUS(status)}"
     raise FileError(f"{file_name()}: this file crashes HDF5 ({cause}): it is damaged, or too little memory is free")
+
+
+def _fork() -> int:
+    """Fork without a garbage collection in the child, where freeing GPU memory of this process would abort."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        if not (child := os.fork()):
+            gc.freeze()
+        return child
+    finally:
+        if collects:
+            gc.enable()
 
 
 @contextlib.contextmanager
@@ -210,7 +223,6 @@ def _run(work: Callable[[Say], Any], pipe: Connection, parent: int) -> NoReturn:
     _is_child = True
     code = 1
     try:
-        gc.freeze()  # garbage of the parent may own GPU memory
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the main process, which ends this one
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == parent:
