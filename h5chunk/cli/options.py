@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from h5chunk.tools.convert.options import KIND_OPTIONS, parse_bytes
+from h5chunk.tools.convert.options import parse_bytes
 
 SOURCE = "Source"
 FIELDS = "Fields"
@@ -119,13 +119,17 @@ trusted = option(
     heading=SOURCE,
     help="Follow links, virtual datasets and external storage within the file's folder, and load filter plugins.",
 )
-source_format = option(
-    "--format",
-    type=click.Choice(sorted({*KIND_OPTIONS} - {"mapping"})),  # a mapping is not a path
-    heading=SOURCE,
-    show_default="detected from its name and first bytes",
-    help="Kind of SOURCE.",
-)
+
+
+def source_format(kinds: Collection[str]) -> Decorator:
+    """Return the option ``--format``, which accepts these kinds of sources."""
+    return option(
+        "--format",
+        type=click.Choice(sorted({*kinds} - {"mapping"})),  # a mapping is not a path
+        heading=SOURCE,
+        show_default="detected from its name and first bytes",
+        help="Kind of SOURCE.",
+    )
 
 
 def memory_bytes(default: str, help: str) -> Decorator:

@@ -78,7 +78,12 @@ def test_options_of_the_same_name_look_the_same() -> None:
         context = click.Context(main.commands[name])
         for option in own_options(name):
             shown.setdefault(option.opts[0], set()).add(option.make_metavar(context))
-    assert {option: metavars for option, metavars in shown.items() if len(metavars) > 1}.keys() == {"--compression"}
+    assert {option for option, metavars in shown.items() if len(metavars) > 1} == {"--compression", "--format"}
+
+
+def test_append_offers_no_kinds_of_matrices() -> None:
+    [kinds] = [option.type for option in own_options("append") if option.opts == ["--format"]]
+    assert isinstance(kinds, click.Choice) and set(kinds.choices) == {"arrays", "table", "keyed", "images"}
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -242,3 +242,9 @@ def test_reads_end(path: Path) -> None:
     with pytest.raises(FileError, match="cut short"):
         reads.rate([ByteRange(0, path.stat().st_size, 10)], 1, 60, again=False)
     reads.close()
+
+
+def test_too_few_samples_for_a_verdict(path: Path) -> None:
+    few = h5chunk.bench(path, **{**QUICK, "batch_size": 1 << 20})
+    assert "are fewer than two batches of 1048576" in few.verdict and "smaller batch_size" in few.verdict
+    assert "fewer" not in h5chunk.bench(path, **QUICK).verdict

@@ -10,7 +10,7 @@ import h5chunk
 from h5chunk.cli import options as shared
 from h5chunk.cli.group import main, note, run
 from h5chunk.cli.options import options_of
-from h5chunk.tools.convert.options import append_options
+from h5chunk.tools.convert.options import SAMPLE_KINDS, append_options
 
 AS_RECORDED = "as recorded in FILE"
 
@@ -24,7 +24,7 @@ AS_RECORDED = "as recorded in FILE"
 )
 @click.argument("file", type=click.Path())
 @click.argument("source", type=click.Path())
-@shared.source_format
+@shared.source_format(SAMPLE_KINDS)
 @options_of(
     append_options(),
     excluded=("size", "color", "layout", "animated", "mask_column", "keep_encoded", "keep_size", "max_side", "quality"),

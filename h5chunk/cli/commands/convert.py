@@ -10,7 +10,7 @@ import h5chunk
 from h5chunk.cli import options as shared
 from h5chunk.cli.group import main, note, run
 from h5chunk.cli.options import options_of
-from h5chunk.tools.convert.options import convert_options
+from h5chunk.tools.convert.options import KIND_OPTIONS, convert_options
 
 
 @main.command(
@@ -22,7 +22,7 @@ from h5chunk.tools.convert.options import convert_options
 )
 @click.argument("source", type=click.Path())
 @click.argument("output", type=click.Path())
-@shared.source_format
+@shared.source_format(KIND_OPTIONS)
 @options_of(convert_options())
 @shared.tuned
 @shared.client

@@ -145,9 +145,12 @@ def bench(
         seconds=subject.budget.taken_s,
         figures=figures,
         notes=notes,
-        verdict=remote_verdict(figures)
-        if reader.is_remote
-        else verdict(figures, not_direct=not_direct, compressed=subject.is_compressed, fits=fits),
+        verdict=_too_few(subject)
+        or (
+            remote_verdict(figures)
+            if reader.is_remote
+            else verdict(figures, not_direct=not_direct, compressed=subject.is_compressed, fits=fits)
+        ),
         versions=library_versions(),
     )
 
@@ -222,6 +225,16 @@ class BenchReport(Report):
             lines.append(_line(figure))
         lines += ["", *(f"note: {note}" for note in self.notes), self.verdict]
         return lines
+
+
+def _too_few(subject: Subject) -> str:
+    """Return a verdict about data of fewer than two batches, or an empty string if there are more."""
+    if subject.num_samples >= 2 * subject.batch_size:
+        return ""
+    return (
+        f"Slowest stage: unknown, because {count_text(subject.num_samples, 'sample')} are fewer than two batches of "
+        f"{subject.batch_size}: measure a file with more samples, or use a smaller batch_size"
+    )
 
 
 def _line(figure: Figure) -> str:

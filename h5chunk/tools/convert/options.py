@@ -28,6 +28,7 @@ DUPLICATES = {  # ways to combine duplicates, with their descriptions in reports
     "mean": "averaged",
 }
 IN_ORDER = ("last", "first")  # ways to combine duplicates that depend on the order of the entries
+SAMPLE_KINDS = [kind for kind, group in KIND_OPTIONS.items() if not issubclass(group, MatrixSourceOptions)]
 
 
 @dataclass(frozen=True)
@@ -247,7 +248,7 @@ def convert_options() -> list[type[Options]]:
 
 
 def append_options() -> list[type[Options]]:
-    return [*(group for group in KIND_OPTIONS.values() if not issubclass(group, MatrixSourceOptions)), AppendOptions]
+    return [*(KIND_OPTIONS[kind] for kind in SAMPLE_KINDS), AppendOptions]
 
 
 def parse_bytes(text: str) -> int:
